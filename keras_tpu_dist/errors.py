@@ -1,0 +1,58 @@
+"""The words of every error: the rule broken, what was received, the fix."""
+
+import difflib
+from collections.abc import Iterable, Mapping
+
+
+def did_you_mean(name: str, choices: Iterable[object]) -> str:
+    """A sentence that names the nearest valid spelling, or nothing.
+
+    Args:
+        name: What the user wrote.
+        choices: The valid names.
+
+    Returns:
+        `" Did you mean 'data'?"`, with a leading space, or `""` if nothing is near.
+    """
+    lowered = {str(choice).lower(): str(choice) for choice in choices}
+    near = difflib.get_close_matches(str(name).lower(), lowered, n=1, cutoff=0.5)
+    return f" Did you mean {lowered[near[0]]!r}?" if near else ""
+
+
+def message(
+    rule: str,
+    *,
+    received: Mapping[str, object] | str,
+    fix: str,
+    name: str | None = None,
+    choices: Iterable[object] = (),
+) -> str:
+    """Builds one error message in the form every error of this package has.
+
+    Args:
+        rule: The rule that was broken, as a sentence.
+        received: What came instead: a mapping of names to values (rendered `name=value`), or a
+            sentence.
+        fix: What to write instead, as a sentence.
+        name: A name that may be mistyped; with `choices`, adds a did-you-mean.
+        choices: The valid spellings of `name`.
+
+    Returns:
+        The message.
+
+    Example:
+
+    >>> print(message(
+    ...     "The axis must be one of the mesh's axes.",
+    ...     received={"axis": "dta", "mesh": {"data": 8}},
+    ...     fix="Use one of: data.",
+    ...     name="dta",
+    ...     choices=["data"],
+    ... ))
+    The axis must be one of the mesh's axes. Received: axis='dta', mesh={'data': 8}. Use one of: \
+data. Did you mean 'data'?
+    """
+    if not isinstance(received, str):
+        received = ", ".join(f"{key}={value!r}" for key, value in received.items()) + "."
+    hint = did_you_mean(name, choices) if name is not None else ""
+    return f"{rule} Received: {received} {fix}{hint}"

@@ -1,0 +1,34 @@
+"""Eight virtual CPU devices for every test, set before JAX starts."""
+
+import os
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+# Several test processes share two cores and may each load libtpu for compile-only tests.
+os.environ.setdefault("TPU_LOG_DIR", "disabled")
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+
+import keras_tpu_dist as ktd
+
+ktd.simulate(8)
+
+import jax
+import keras
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _fresh_keras():
+    """No distribution and no name counters leak from one test into the next."""
+    keras.distribution.set_distribution(None)
+    keras.utils.clear_session(free_memory=False)
+    keras.utils.set_random_seed(0)
+    yield
+    keras.distribution.set_distribution(None)
+    keras.config.set_dtype_policy("float32")
+
+
+@pytest.fixture(scope="session")
+def devices():
+    """The eight simulated devices."""
+    assert len(jax.devices()) == 8
+    return jax.devices()

@@ -1,0 +1,67 @@
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+
+import keras_tpu_dist as ktd
+
+
+def _python(code):
+    set_by_simulate = ("XLA_FLAGS", "PJRT_NPROC", "JAX_PLATFORMS", "KERAS_BACKEND")
+    env = {name: value for name, value in os.environ.items() if name not in set_by_simulate}
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=env
+    )
+
+
+def test_simulate_gives_devices_after_the_imports():
+    done = _python(
+        "import keras_tpu_dist as ktd; ktd.simulate(3); import jax, os;"
+        "print(len(jax.devices()), jax.devices()[0].platform, os.environ['PJRT_NPROC'])"
+    )
+    assert done.stdout.split() == ["3", "cpu", "12"], done.stderr
+
+
+def test_simulate_after_jax_started_says_so():
+    done = _python(
+        "import keras_tpu_dist as ktd, jax; jax.config.update('jax_platforms', 'cpu');"
+        "jax.devices(); ktd.simulate(4)"
+    )
+    assert "simulate() must run before JAX starts." in done.stderr
+    assert "JAX already runs on 1 device(s) of platform 'cpu'" in done.stderr
+    assert "restart the kernel" in done.stderr
+
+
+def test_simulate_twice_with_the_same_number_is_fine():
+    ktd.simulate(len(jax.devices()))
+
+
+@pytest.mark.parametrize("bad", [0, -1, 2.0, "8", True, None])
+def test_simulate_refuses_what_is_no_count(bad):
+    with pytest.raises(
+        ValueError, match=r"must be a positive integer.*num_devices=.*simulate\(8\)"
+    ):
+        ktd.simulate(bad)
+
+
+def test_another_keras_backend_is_refused():
+    done = _python(
+        "import sys, types; keras = types.ModuleType('keras');"
+        "keras.config = types.SimpleNamespace(backend=lambda: 'torch');"
+        "sys.modules['keras'] = keras; import keras_tpu_dist"
+    )
+    assert "needs Keras on the JAX backend" in done.stderr
+    assert "'torch'" in done.stderr
+    assert "KERAS_BACKEND=jax" in done.stderr
+
+
+def test_import_starts_no_backend_and_no_optional_package():
+    done = _python(
+        "import sys, keras_tpu_dist; from jax._src import xla_bridge;"
+        "print(xla_bridge.backends_are_initialized(),"
+        "[m for m in ('tensorflow', 'matplotlib', 'orbax', 'grain', 'libtpu') if m in sys.modules])"
+    )
+    assert done.stdout.split(maxsplit=1)[0] == "False", done.stderr
+    assert "orbax" not in done.stdout
