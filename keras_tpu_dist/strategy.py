@@ -302,7 +302,7 @@ def _check_input(name: str, args: tuple, kwargs: Mapping) -> None:
     x = args[0] if args else kwargs.get("x")
     if x is None:
         raise ValueError(_no_data(f"{name}(x=None)"))
-    for leaf in jax.tree.leaves(x):
+    for leaf in keras.tree.flatten(x):
         shape = getattr(leaf, "shape", None)
         if isinstance(shape, tuple) and shape and math.prod(shape[:1]) == 0:
             raise ValueError(_no_data(f"{name} on an array of shape {shape}"))
