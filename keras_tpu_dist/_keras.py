@@ -9,6 +9,7 @@ A strategy, as the seam knows it, is a `keras.distribution.Distribution` with
 - `_running(model, name, args, kwargs)`: a context around fit, evaluate, predict, *_on_batch;
 - `_make_function(model, kind)`: the step function for "train", "test" or "predict";
 - `_batches(epoch_iterator)`: the iterator over batches of one epoch;
+- `_host_batch(data)`: checks a batch of *_on_batch; the step function places it;
 - `_state_read(model, state)`: told when the training state is read from the variables.
 
 Everything here would go if Keras offered: a `Distribution` hook for input batches and step
@@ -150,8 +151,8 @@ def _distributed_iterator(stock, epoch_iterator, distribution):
 
 
 def _distribute_data(stock, data, layouts=None):
-    # Our step functions place what they are given.
-    return data if active_strategy() is not None else stock(data, layouts)
+    strategy = active_strategy()
+    return stock(data, layouts) if strategy is None else strategy._host_batch(data)
 
 
 def is_strategy(distribution: Any) -> bool:

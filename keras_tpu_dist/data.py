@@ -96,9 +96,7 @@ class BatchPlacer:
             ValueError: If an array has no rows, lacks the declared batch axis, holds strings or
                 objects, or if the arrays' numbers of rows differ.
         """
-        leaves, treedef = _flatten(batch)
-        leaves = [_as_array(leaf) for leaf in leaves]
-        plan = self._plan(batch, treedef, leaves)
+        leaves, treedef, plan = self._planned(batch)
         padded = [
             _pad(leaf, slot.axis, padding) if padding else leaf
             for leaf, slot, padding in zip(leaves, plan.slots, plan.paddings)
@@ -112,14 +110,17 @@ class BatchPlacer:
         Outside a compiled program JAX has no uneven shards: arrays whose rows do not divide are
         replicated.
         """
-        leaves, treedef = _flatten(batch)
-        leaves = [_as_array(leaf) for leaf in leaves]
-        plan = self._plan(batch, treedef, leaves)
+        leaves, treedef, plan = self._planned(batch)
         shardings = [
             self._replicated if padding else sharding
             for sharding, padding in zip(plan.shardings, plan.paddings)
         ]
         return jax.tree.unflatten(treedef, jax.device_put(leaves, shardings))
+
+    def checked(self, batch: Any) -> Any:
+        """A host batch as arrays, after every check that `place` makes."""
+        leaves, treedef, _ = self._planned(batch)
+        return jax.tree.unflatten(treedef, leaves)
 
     def trim(self, batch: PlacedBatch) -> Any:
         """Cuts a placed batch back to its true rows; call it inside the compiled program."""
@@ -141,12 +142,14 @@ class BatchPlacer:
         true = jax.lax.slice_in_dim(leaf, 0, slot.rows, axis=slot.axis)
         return jax.lax.with_sharding_constraint(true, self.sharding(slot.axis))
 
-    def _plan(self, batch, treedef, leaves) -> _Plan:
+    def _planned(self, batch):
+        leaves, treedef = _flatten(batch)
+        leaves = [_as_array(leaf) for leaf in leaves]
         key = (treedef, tuple(leaf.shape for leaf in leaves))
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plans[key] = self._make_plan(batch, leaves)
-        return plan
+        return leaves, treedef, plan
 
     def _make_plan(self, batch, leaves) -> _Plan:
         names = _leaf_names(batch)

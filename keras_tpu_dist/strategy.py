@@ -62,8 +62,8 @@ class TPUStrategy(keras.distribution.ModelParallel):
     >>> with strategy.scope():
     ...     model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
     ...     model.compile("adam", "mse")
-    >>> model.layers[0].kernel.value.sharding.spec
-    PartitionSpec(None, 'model')
+    >>> tuple(model.layers[0].kernel.value.sharding.spec)
+    (None, 'model')
     """
 
     def __init__(
@@ -242,6 +242,9 @@ class TPUStrategy(keras.distribution.ModelParallel):
             self._prefetch,
             epoch_iterator.steps_per_epoch,
         )
+
+    def _host_batch(self, data):
+        return self._placer.checked(data)
 
     @staticmethod
     def _check_options(prefetch, donate_state):
