@@ -98,7 +98,7 @@ class BatchPlacer:
         """
         leaves, treedef, plan = self._planned(batch)
         padded = [
-            _pad(leaf, slot.axis, padding) if padding else leaf
+            _pad(leaf, slot.axis, padding) if padding and slot.axis is not None else leaf
             for leaf, slot, padding in zip(leaves, plan.slots, plan.paddings)
         ]
         arrays = jax.device_put(padded, list(plan.shardings))
@@ -134,10 +134,10 @@ class BatchPlacer:
         if axis is None or not self.data_axes:
             return self._replicated
         entry = self.data_axes if len(self.data_axes) > 1 else self.data_axes[0]
-        return named_sharding(self.mesh, (*([None] * axis), entry))
+        return named_sharding(self.mesh, (None,) * axis + (entry,))
 
     def _trim(self, leaf, slot: Slot):
-        if slot.rows is None:
+        if slot.rows is None or slot.axis is None:
             return leaf
         true = jax.lax.slice_in_dim(leaf, 0, slot.rows, axis=slot.axis)
         return jax.lax.with_sharding_constraint(true, self.sharding(slot.axis))

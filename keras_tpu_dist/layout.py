@@ -89,7 +89,7 @@ class LayoutRules:
     @classmethod
     def from_layout_map(cls, layout_map: keras.distribution.LayoutMap) -> "LayoutRules":
         """The rules of a stock `LayoutMap`, whose patterns must match the whole path."""
-        return cls((f"^(?:{key})$", layout_map[key].axes) for key in layout_map)
+        return cls((f"^(?:{key})$", layout.axes) for key, layout in layout_map.items())
 
     def __len__(self):
         return len(self._rules)

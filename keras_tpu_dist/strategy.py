@@ -13,6 +13,7 @@ from keras_tpu_dist import _keras, adoption
 from keras_tpu_dist.data import BatchPlacer, DeviceIterator
 from keras_tpu_dist.errors import message
 from keras_tpu_dist.layout import (
+    Decision,
     LayoutRules,
     check_axis_names,
     checked,
@@ -198,9 +199,8 @@ class TPUStrategy(keras.distribution.ModelParallel):
             axes = tuple(given.spec)
         else:
             return given
-        rule = LayoutRules([(".*", axes)])
-        check_axis_names(rule, self._mesh.axis_names)
-        decision = decide(variable.path, rule)
+        check_axis_names(LayoutRules([(variable.path, axes)]), self._mesh.axis_names)
+        decision = Decision(axes, "the variable's own layout")
         checked(decision, variable.path, variable.shape, self._mesh)
         return named_sharding(self._mesh, axes)
 

@@ -70,7 +70,7 @@ def test_terminate_on_nan():
     for strategy in (None, _strategy()):
         model = built(mlp, strategy)
         steps = []
-        counter = keras.callbacks.LambdaCallback(on_train_batch_end=lambda b, logs: steps.append(b))  # noqa: B023
+        counter = keras.callbacks.LambdaCallback(on_train_batch_end=lambda b, logs: steps.append(b))
         history = model.fit(
             poisoned,
             Y,

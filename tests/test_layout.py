@@ -58,10 +58,10 @@ def test_unknown_axis_has_a_did_you_mean():
     with pytest.raises(ValueError, match=r"axes of the mesh.*modle.*Did you mean 'model'\?"):
         ktd.TPUStrategy({"data": 4, "model": 2}, [("kernel", (None, "modle"))])
     mesh = keras.distribution.DeviceMesh((8,), ("data",))
+    stock = keras.distribution.DeviceMesh((4, 2), ("data", "model"))
+    layout_map = keras.distribution.LayoutMap(stock)
+    layout_map["kernel"] = ("model",)
     with pytest.raises(ValueError, match="axes of the mesh"):
-        stock = keras.distribution.DeviceMesh((4, 2), ("data", "model"))
-        layout_map = keras.distribution.LayoutMap(stock)
-        layout_map["kernel"] = ("model",)
         ktd.TPUStrategy(mesh, layout_map)
 
 
