@@ -133,8 +133,8 @@ class BatchPlacer:
         """The sharding of an array whose dimension `axis` is the batch."""
         if axis is None or not self.data_axes:
             return self._replicated
-        entry = self.data_axes if len(self.data_axes) > 1 else self.data_axes[0]
-        return named_sharding(self.mesh, (None,) * axis + (entry,))
+        entry = self.data_axes[0] if len(self.data_axes) == 1 else self.data_axes
+        return named_sharding(self.mesh, (*[None] * axis, entry))
 
     def _trim(self, leaf, slot: Slot):
         if slot.rows is None or slot.axis is None:
