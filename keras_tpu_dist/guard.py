@@ -40,6 +40,8 @@ class StateGuard:
 
     def __init__(self, donate: bool):
         self.donate = donate
+        # How many more train steps may run; StopAtStep sets it.
+        self.steps_left: int | None = None
         self._flight: deque[tuple[Any, jax.Array | None]] = deque()
         self._newest: Any = None
         self._host_copy: Any = None
@@ -51,21 +53,33 @@ class StateGuard:
         if self.donate:
             self._host_copy = jax.tree.map(_to_host_memory, state)
 
-    def launch(self, step: Callable, state: Any, batch: Any) -> tuple[Any, Any]:
-        """Runs `outputs, state = step(state, batch)`, remembering what it needs."""
+    def launch(self, function: Callable, state: Any, batch: Any, steps: int = 1) -> tuple[Any, Any]:
+        """Runs `outputs, state = function(state, batch)`, remembering what it needs.
+
+        Args:
+            function: The compiled step, or several of them.
+            state: The training state.
+            batch: What the steps consume.
+            steps: How many steps the launch makes.
+
+        Returns:
+            Outputs and new state.
+        """
         before = state
         if self.donate:
             with interrupts_held(lambda: _is_whole(before, wait=False)):
-                outputs, state = step(state, batch)
+                outputs, state = function(state, batch)
                 self._newest = state
-            return outputs, state
-        if len(self._flight) == _LAUNCHES_IN_FLIGHT:
-            # The oldest launch must have ended well before its input may go.
-            jax.block_until_ready(self._flight[0][1])
-            self._flight.popleft()
-        outputs, state = step(state, batch)
-        self._flight.append((before, next(iter(jax.tree.leaves(outputs)), None)))
-        self._newest = state
+        else:
+            if len(self._flight) == _LAUNCHES_IN_FLIGHT:
+                # The oldest launch must have ended well before its input may go.
+                jax.block_until_ready(self._flight[0][1])
+                self._flight.popleft()
+            outputs, state = function(state, batch)
+            self._flight.append((before, next(iter(jax.tree.leaves(outputs)), None)))
+            self._newest = state
+        if self.steps_left is not None:
+            self.steps_left -= steps
         return outputs, state
 
     def last_whole(self) -> Any:

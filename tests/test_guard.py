@@ -185,8 +185,8 @@ class Sabotage:
 
         real = loop._jit
 
-        def sabotaged(trainer, kind, *rest):
-            step = real(trainer, kind, *rest)
+        def sabotaged(trainer, kind, *rest, **options):
+            step = real(trainer, kind, *rest, **options)
             calls = []
 
             def run(state, batch):
@@ -226,8 +226,8 @@ def test_ctrl_c_within_a_launch_waits_until_the_new_state_has_a_name(monkeypatch
 
     real = loop._jit
 
-    def interrupting(trainer, kind, *rest):
-        step = real(trainer, kind, *rest)
+    def interrupting(trainer, kind, *rest, **options):
+        step = real(trainer, kind, *rest, **options)
         calls = []
 
         def run(state, batch):
