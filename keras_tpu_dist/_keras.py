@@ -200,6 +200,11 @@ def has_state(model: Any) -> bool:
     return getattr(model, "_jax_state", None) is not None or not model._jax_state_synced
 
 
+def is_synced(model: Any) -> bool:
+    """Whether the variables, not the trainer's own record, hold the newest state."""
+    return model._jax_state_synced
+
+
 def forget_functions(model: Any) -> None:
     """Makes the trainer build its step functions anew."""
     model.train_function = model.test_function = model.predict_function = None

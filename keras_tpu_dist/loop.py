@@ -74,6 +74,10 @@ def make_step(trainer: Any, kind: str, placer: BatchPlacer, guard: StateGuard) -
                 if not collected:
                     raise
                 break
+            except BaseException:
+                if kind == "train":
+                    recover(trainer, guard)
+                raise
             outputs, state = launch(scan if steps > 1 else step, state, batch, steps)
             collected.append((outputs, steps))
             left -= steps
