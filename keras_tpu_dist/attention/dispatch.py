@@ -117,9 +117,10 @@ def dot_product_attention(
         )
     from keras_tpu_dist.attention.kernel import flash_attention as kernel  # starts Pallas
 
+    # The kernel has no scale. One rounding of the query, as in Keras's own einsum attention.
+    query = (query.astype(jnp.float32) * scale).astype(dtype)
     local = functools.partial(
         kernel,
-        scale=scale,
         is_causal=is_causal,
         soft_cap=attn_logits_soft_cap,
         interpret=interpret,
@@ -127,6 +128,11 @@ def dot_product_attention(
     if head_axes is None:
         head_axes = [name for name in mesh.axis_names if name not in data_axes]
     return _on_shares(local, query, key, value, mask, mesh, tuple(data_axes), tuple(head_axes))
+
+
+def _platform(mesh: Mesh) -> str:
+    """The mesh's, not the process's: a dry run compiles for TPUs that are not here."""
+    return mesh.devices.flat[0].platform
 
 
 def _check_shapes(query, key, value) -> None:
@@ -170,11 +176,11 @@ def _rank4(name: str, array, shape: tuple[int, int, int, int]) -> jax.Array:
 
 
 def _why_not_kernel(query, key, bias, mesh: Mesh, platform: str | None) -> str | None:
-    device = mesh.devices.flat[0]
-    if (platform or device.platform) != "tpu":
-        return f"the mesh's devices are {device.platform}, not tpu"
-    if device.platform == "tpu" and device.device_kind in _OLD_CHIPS:
-        return f"Pallas kernels need TPU v4 or later, these are {device.device_kind}"
+    chip = mesh.devices.flat[0].device_kind
+    if (platform or _platform(mesh)) != "tpu":
+        return f"the mesh's devices are of platform {platform or _platform(mesh)!r}, not 'tpu'"
+    if chip in _OLD_CHIPS:
+        return f"Pallas kernels need TPU v4 or later, these are {chip}"
     if bias is not None:
         return "the kernel has no bias"
     if query.dtype not in (jnp.float32, jnp.bfloat16):
@@ -273,9 +279,7 @@ def _under_strategy(stock: Callable[..., jax.Array], query, key, value, **option
     strategy = keras.distribution.distribution()
     mesh = getattr(strategy, "mesh", None)
     data_axes = getattr(strategy, "data_axes", None)
-    if not isinstance(mesh, Mesh) or data_axes is None:
-        return stock(query, key, value, **options)
-    if mesh.devices.flat[0].platform != "tpu":
+    if not isinstance(mesh, Mesh) or data_axes is None or _platform(mesh) != "tpu":
         return stock(query, key, value, **options)
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     return dot_product_attention(

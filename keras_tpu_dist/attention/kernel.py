@@ -123,7 +123,7 @@ def _pad_dense(mask: jax.Array, rows: int, columns: int) -> jax.Array:
 
 
 def _seen_by_row(valid: jax.Array, time: int, is_causal: bool) -> jax.Array:
-    """Whether each row sees a key, `(batch, time)`, given which keys are real, `(batch, source)`."""
+    """Whether each row sees a key, `(batch, time)`; `valid` is `(batch, source)`."""
     if not is_causal:
         return jnp.broadcast_to(jnp.any(valid, axis=1)[:, None], (valid.shape[0], time))
     so_far = jax.lax.cummax(valid.astype(jnp.int32), axis=1) > 0
@@ -136,7 +136,6 @@ def flash_attention(
     value: jax.Array,
     mask: jax.Array | None,
     *,
-    scale: float | jax.Array,
     is_causal: bool,
     soft_cap: float | None,
     interpret: bool = False,
@@ -149,12 +148,11 @@ def flash_attention(
     that share it. A row that sees no key gets the mean of all values, as from XLA attention.
 
     Args:
-        query: `(batch, time, heads, width)`, float32 or bfloat16.
+        query: `(batch, time, heads, width)`, float32 or bfloat16, already scaled.
         key: `(batch, source, kv_heads, width)`; `kv_heads` divides `heads`.
         value: `(batch, source, kv_heads, value_width)`.
         mask: Boolean, rank 4, each dimension 1 or that of `(batch, heads, time, source)`, or
             `None`.
-        scale: Factor of the logits, applied to `query` in float32 and rounded to its dtype.
         is_causal: Whether query `i` sees only keys `0..i`.
         soft_cap: `cap * tanh(logits / cap)`, or `None`.
         interpret: Run the kernel's program in plain JAX, on any platform, for tests.
@@ -173,7 +171,7 @@ def flash_attention(
         interpret=interpret,
     )
     arrays = (
-        _heads_first((query.astype(jnp.float32) * scale).astype(query.dtype), rows.padded),
+        _heads_first(query, rows.padded),
         _heads_first(key, columns.padded),
         _heads_first(value, columns.padded),
     )
