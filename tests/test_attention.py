@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from keras_tpu_dist import _keras, attention
+from keras_tpu_dist import TPUStrategy, _keras, attention
 from keras_tpu_dist.attention import dispatch, kernel
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
@@ -209,15 +209,6 @@ def test_inside_a_mapped_function(mesh):
         np.testing.assert_allclose(jax.jit(mapped)(q, k, v, mask), want, atol=1e-5)
 
 
-class Sharded(keras.distribution.ModelParallel):
-    """What the seam needs of a strategy: a JAX mesh and the axes that split the batch."""
-
-    def __init__(self, mesh):
-        keras_mesh = keras.distribution.DeviceMesh((4, 2), ("data", "model"))
-        super().__init__(layout_map=keras.distribution.LayoutMap(keras_mesh), batch_dim_name="data")
-        self.mesh, self.data_axes = mesh, ("data",)
-
-
 @pytest.fixture
 def pretend_tpu(monkeypatch):
     """Takes the TPU path on simulated devices, the kernel in interpret mode."""
@@ -264,7 +255,7 @@ def test_layers_under_a_strategy_equal_stock(mesh, pretend_tpu):
     model, tokens = small_transformer(), padded_tokens()
     want = loss_and_gradients(model, tokens)
     assert not pretend_tpu
-    with Sharded(mesh).scope():
+    with TPUStrategy(mesh).scope():
         got = loss_and_gradients(model, tokens)
     # 5 rows on 4 devices, 2 and 4 heads on 2
     assert pretend_tpu == [(2, 72, 1, 8), (2, 72, 2, 8)]
@@ -278,7 +269,7 @@ def test_disable_and_enable_flash_attention(mesh, pretend_tpu):
         layer = keras.layers.MultiHeadAttention(2, 8)
         layer.build(x.shape, x.shape)
         pretend_tpu.clear()
-        with Sharded(mesh).scope():
+        with TPUStrategy(mesh).scope():
             jax.eval_shape(lambda x: layer(x, x), x)
             jax.eval_shape(lambda x: keras.ops.dot_product_attention(x, x, x), x.update(
                 shape=(8, 128, 2, 8)
@@ -298,7 +289,7 @@ def test_dropout_and_scores_keep_keras_own_path(mesh, pretend_tpu):
     x = np.random.default_rng(0).normal(size=(8, 128, 16)).astype("float32")
     layer = keras.layers.MultiHeadAttention(2, 8, dropout=0.5, seed=3)
     want, scores = layer(x, x, return_attention_scores=True)
-    with Sharded(mesh).scope():
+    with TPUStrategy(mesh).scope():
         jax.eval_shape(lambda x: layer(x, x, training=True), x)
         got = layer(x, x, training=False)
     assert not pretend_tpu
@@ -323,7 +314,7 @@ def test_stock_untouched_without_our_strategy(mesh, pretend_tpu, monkeypatch):
         )
         np.testing.assert_array_equal(got, stock(x, x, x, is_causal=True))
     assert calls == [{"bias": None, "is_causal": True}] * 2
-    keras.distribution.set_distribution(Sharded(mesh))
+    keras.distribution.set_distribution(TPUStrategy(mesh))
     monkeypatch.setattr(dispatch, "_platform", lambda mesh: "cpu")
     dispatch._under_strategy(functools.partial(recorded, stock), x, x, x)
     assert len(calls) == 3

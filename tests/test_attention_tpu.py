@@ -140,22 +140,14 @@ def layout(case, variable_path, shape):
 
 def compile_case(case):
     import jax
-    import keras
     import numpy as np
     from jax.experimental import mesh_utils, topologies
     from jax.sharding import Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
 
-    from keras_tpu_dist import attention
+    from keras_tpu_dist import TPUStrategy, attention
 
     attention.install()
-
-    class OnTopology(keras.distribution.ModelParallel):
-        def __init__(self, mesh, data_axes):
-            here = keras.distribution.DeviceMesh((1,), ("batch",), ["cpu:0"])
-            super().__init__(layout_map=keras.distribution.LayoutMap(here))
-            self.mesh, self.data_axes = mesh, data_axes
-
     model = build(case)
     sizes = MESHES[case.mesh]
     devices = topologies.get_topology_desc(platform="tpu", topology_name=case.topology).devices
@@ -165,7 +157,7 @@ def compile_case(case):
         ),
         tuple(sizes),
     )
-    data_axes = tuple(a for a in sizes if a != "model")
+    strategy = TPUStrategy(mesh)
 
     def abstract(v):
         spec = layout(case, v.path, v.shape)
@@ -180,12 +172,19 @@ def compile_case(case):
             model.metrics_variables,
         )
     )
-    rows = NamedSharding(mesh, P(data_axes)) if case.batch % 8 == 0 else NamedSharding(mesh, P())
-    batch = jax.ShapeDtypeStruct((case.batch, case.time), np.int32, sharding=rows)
-    keras.distribution.set_distribution(OnTopology(mesh, data_axes))
+    rows = NamedSharding(mesh, P(strategy.data_axes))
+    padded = -(-case.batch // strategy.num_replicas_in_sync) * strategy.num_replicas_in_sync
+    batch = jax.ShapeDtypeStruct((padded, case.time), np.int32, sharding=rows)
+
+    def trim(x):  # a ragged batch, as the strategy hands it to Keras's step
+        return jax.lax.with_sharding_constraint(x[: case.batch], rows)
+
+    def step(state, batch):
+        return model.train_step(state, jax.tree.map(trim, batch))
+
     start = time.process_time()
-    lowered = jax.jit(model.train_step, donate_argnums=0).lower(state, (batch, batch))
-    keras.distribution.set_distribution(None)
+    with strategy.scope():
+        lowered = jax.jit(step, donate_argnums=0).lower(state, (batch, batch))
     compiled = lowered.compile(compiler_options={"xla_optimization_level": "EFFORT_O1"})
     text = compiled.as_text()
     return {
