@@ -273,7 +273,7 @@ def install_attention(replacement: Callable[..., object]) -> None:
     stock = getattr(module, "dot_product_attention", None)
     stock = getattr(stock, "__wrapped__", stock)
     names = tuple(inspect.signature(stock).parameters) if stock is not None else ()
-    if names != ATTENTION_PARAMETERS:
+    if stock is None or names != ATTENTION_PARAMETERS:
         raise ImportError(
             "keras_tpu_dist replaces keras.src.backend.jax.nn.dot_product_attention, which "
             f"Keras 3.15 has with parameters {ATTENTION_PARAMETERS}. Received: Keras "

@@ -46,7 +46,8 @@ def dot_product_attention(
     each device gets the one it needs. The kernel has no bias (JAX's other flash kernel has, but
     takes it, and returns its gradient, as `(batch, heads, time, source)`, the buffer that a flash
     kernel is there to avoid), needs float32 or bfloat16 and TPU v4 or later, and computes whole
-    blocks of 128: what it cannot do, or does worse, goes to XLA, logged once with the reason.
+    blocks of 128: what it cannot do, or does worse, goes to XLA, logged once with the reason. It
+    has first derivatives in reverse only; `keras.config.disable_flash_attention()` gives the rest.
 
     Args:
         query: `(batch, time, heads, width)`.
@@ -106,9 +107,7 @@ def dot_product_attention(
         if flash_attention is not False:
             _log_once(logging.INFO if wasteful else logging.WARNING, reason or wasteful)
         return xla_attention(
-            query,
-            key,
-            value,
+            *(_split_batch(x, mesh, tuple(data_axes)) for x in (query, key, value)),
             bias=bias,
             mask=mask,
             scale=scale,
@@ -259,6 +258,16 @@ def _on_shares(
         check_vma=False,  # pallas_call does not say over which axes its results vary
     )
     return jax.jit(mapped)(*arguments)[:batch]
+
+
+def _split_batch(x: jax.Array, mesh: Mesh, data_axes: tuple[str, ...]) -> jax.Array:
+    """Keeps the batch split where XLA partitions: a split bias or weight may pull it elsewhere."""
+    if not isinstance(x, jax.core.Tracer) or jax.sharding.get_abstract_mesh().manual_axes:
+        return x
+    rest = (P.UNCONSTRAINED,) * (x.ndim - 1)
+    return jax.lax.with_sharding_constraint(
+        x, jax.sharding.NamedSharding(mesh, P(data_axes or None, *rest))
+    )
 
 
 def _more_rows(x: jax.Array, rows: int) -> jax.Array:

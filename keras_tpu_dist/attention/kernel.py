@@ -73,13 +73,12 @@ class _StaticMask(splash.Mask):
     def mask_function(self, rows, columns):
         real = columns < self.true_columns
         if not self.is_causal:
-            # The kernel wants a full block also where the rows do not matter.
-            return real & (rows >= 0)
+            return real & (rows >= 0)  # as tall as the block, which the kernel asks of a mask
         return real & (rows >= columns) if self.true_columns < self.columns else rows >= columns
 
     def __getitem__(self, index) -> np.ndarray:
         rows, columns = (
-            np.arange(size)[part] for size, part in zip(self.shape, index, strict=True)
+            np.arange(*part.indices(size)) for size, part in zip(self.shape, index, strict=True)
         )
         return np.asarray(self.mask_function(rows[:, None], columns[None, :]))
 
@@ -183,7 +182,7 @@ def flash_attention(
         output, sees = _with_key_mask(make, arrays, mask[:, 0, 0], time, is_causal)
     else:
         output, sees = _with_dense_mask(make, arrays, mask, is_causal)
-    output = jnp.swapaxes(output[:, :, :time], 1, 2)
+    output = jnp.swapaxes(jnp.asarray(output)[:, :, :time], 1, 2)
     if sees is None:
         return output
     mean = jnp.mean(value.astype(jnp.float32), axis=1, keepdims=True).astype(output.dtype)
