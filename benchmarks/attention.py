@@ -34,7 +34,8 @@ from keras_tpu_dist.attention import dot_product_attention
 class Compiled:
     """What the compiler says of one program, per device.
 
-    `cycles` sums the compiler's own estimates; it makes none for a kernel. `kernels` is how many
+    `cycles` sums the compiler's own estimates; it makes none for a kernel, and what a loop does
+    for each batch row (only with a mask per row) counts once. `kernels` is how many
     kernels the program holds, and `kernel_cycles` the least their matrix products take: their
     multiply-adds over those of the chip's matrix units, skipped blocks left out.
     """

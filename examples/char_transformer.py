@@ -4,7 +4,7 @@ The text is read from the running interpreter, nothing is downloaded. The model 
 runs on a simulated 4 x 2 mesh, rows over "data", heads and hidden units over "model", and its
 first epoch is repeated on one device, which must give the same losses:
 
-    python examples/char_transformer.py [--epochs 12]
+    python examples/char_transformer.py [--epochs 8]
 """
 
 import argparse
@@ -117,7 +117,7 @@ def sample(model, prompt, length):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--epochs", type=int, default=8)
     epochs = parser.parse_args().epochs
     codes = corpus(1_000_000)
     held_out, codes = codes[-50_000:], codes[:-50_000]

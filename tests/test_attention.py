@@ -2,8 +2,10 @@
 
 import dataclasses
 import functools
+import importlib.util
 import logging
 import math
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -405,6 +407,24 @@ def test_masks_of_lower_rank(mesh):
     assert dispatch._rank4("mask", np.ones((3, 8, 9)), shape).shape == (3, 1, 8, 9)
     with pytest.raises(ValueError, match=r"bias must be broadcastable to .*\(3, 2, 8, 9\)"):
         dispatch._rank4("bias", np.ones((3, 4, 8, 9)), shape)
+
+
+def test_the_example_trains_as_on_one_device(monkeypatch, capsys):
+    path = pathlib.Path(__file__).parent.parent / "examples" / "char_transformer.py"
+    spec = importlib.util.spec_from_file_location("char_transformer", path)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    monkeypatch.setattr(example, "STEPS", 3)
+    monkeypatch.setattr(example, "CONTEXT", 32)
+    codes = example.corpus(20_000)
+    (alone,) = example.train(example.language_model(), codes, 1)
+    with TPUStrategy({"data": 4, "model": 2}, example.LAYOUT).scope():
+        model = example.language_model()
+    (together,) = example.train(model, codes, 1)
+    assert alone < np.log(example.VOCABULARY)
+    assert abs(alone - together) < 1e-5
+    split = [v.path for v in model.trainable_variables if "model" in v.value.sharding.spec]
+    assert len(split) == 2 * (3 * 2 + 1 + 2 + 1)
 
 
 @pytest.mark.parametrize("length", [1, 100, 128, 129, 520, 1000, 1024, 1408, 4096, 5000])
