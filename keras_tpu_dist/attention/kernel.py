@@ -205,7 +205,11 @@ def _with_key_mask(make, arrays, valid: jax.Array, time: int, is_causal: bool):
 
 
 def _with_dense_mask(make, arrays, mask: jax.Array, is_causal: bool):
-    """One boolean matrix per batch row; the kernel skips its empty blocks as it runs."""
+    """One boolean matrix per batch row.
+
+    With several blocks the kernel runs row by row and skips those that the row's mask empties;
+    with a single block there is nothing to skip, and all rows go in one launch.
+    """
     query, key = arrays[0], arrays[1]
     if is_causal:
         mask = mask & jnp.tril(jnp.ones(mask.shape[2:], bool))
@@ -215,9 +219,24 @@ def _with_dense_mask(make, arrays, mask: jax.Array, is_causal: bool):
     def one_row(mask, query, key, value):
         kernel = make(mask)
         # The kernel's maker turns this flag into an array, which is not readable inside a jit.
-        kernel.fwd_mask_info = kernel.fwd_mask_info._replace(is_dynamic_mask=True)
+        info = kernel.fwd_mask_info._replace(is_dynamic_mask=True)
+        if info.block_mask.shape[1:] == (1, 1):
+            kernel.dq_mask_info = _no_skipping(kernel.dq_mask_info)
+            kernel.dkv_mask_info = _no_skipping(kernel.dkv_mask_info)
+            info = _no_skipping(info)
+        kernel.fwd_mask_info = info
         return kernel(query, key, value)
 
     if mask.shape[0] == 1:
         return jax.vmap(functools.partial(one_row, mask[0]))(*arrays), sees
     return jax.vmap(one_row)(mask, *arrays), sees
+
+
+def _no_skipping(info):
+    """Block numbers that are the same for every batch row, so that rows need no loop."""
+    heads = info.block_mask.shape[0]
+    return info._replace(
+        block_mask=jnp.ones((heads, 1, 1), jnp.int32),
+        data_next=jnp.zeros((heads, 1, 1), jnp.int32),
+        mask_next=jnp.arange(heads, dtype=jnp.int32).reshape(heads, 1, 1),
+    )
