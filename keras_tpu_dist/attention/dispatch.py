@@ -90,22 +90,7 @@ def dot_product_attention(
     mask = None if mask is None else _rank4("mask", mask, shape).astype(bool)
     bias = None if bias is None else _rank4("bias", bias, shape)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    if flash_attention is None:
-        flash_attention = keras.config.is_flash_attention_enabled()
-    reason = _why_not_kernel(query, key, bias, mesh, platform)
-    if flash_attention and reason is not None:
-        raise ValueError(
-            message(
-                "flash_attention=True asks for the TPU flash kernel, which cannot compute this: "
-                f"{reason}.",
-                received={"query.shape": query.shape, "query.dtype": query.dtype.name},
-                fix="Leave flash_attention=None, which takes XLA attention here.",
-            )
-        )
-    wasteful = None if flash_attention or reason else _why_wasteful(query, key)
-    if flash_attention is False or reason or wasteful:
-        if flash_attention is not False:
-            _log_once(logging.INFO if wasteful else logging.WARNING, reason or wasteful)
+    if not _takes_kernel(flash_attention, query, key, bias, mesh, platform):
         return xla_attention(
             *(_split_batch(x, mesh, tuple(data_axes)) for x in (query, key, value)),
             bias=bias,
@@ -127,6 +112,31 @@ def dot_product_attention(
     if head_axes is None:
         head_axes = [name for name in mesh.axis_names if name not in data_axes]
     return _on_shares(local, query, key, value, mask, mesh, tuple(data_axes), tuple(head_axes))
+
+
+def _takes_kernel(flash_attention, query, key, bias, mesh: Mesh, platform: str | None) -> bool:
+    """Decides, says why not, and refuses an order that cannot be carried out."""
+    if flash_attention is None:
+        flash_attention = keras.config.is_flash_attention_enabled()
+    if flash_attention is False:
+        return False
+    reason = _why_not_kernel(query, key, bias, mesh, platform)
+    if flash_attention and reason is not None:
+        raise ValueError(
+            message(
+                "flash_attention=True asks for the TPU flash kernel, which cannot compute this: "
+                f"{reason}.",
+                received={"query.shape": query.shape, "query.dtype": query.dtype.name},
+                fix="Leave flash_attention=None, which takes XLA attention here.",
+            )
+        )
+    if reason is not None:
+        _log_once(logging.WARNING, reason)
+        return False
+    wasteful = None if flash_attention else _why_wasteful(query, key)
+    if wasteful is not None:
+        _log_once(logging.INFO, wasteful)
+    return wasteful is None
 
 
 def _platform(mesh: Mesh) -> str:
