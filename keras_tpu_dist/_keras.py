@@ -198,7 +198,7 @@ def forget_state(model: Any) -> None:
 
 def has_state(model: Any) -> bool:
     """Whether a trainer may hold state that its variables do not."""
-    return model._jax_state is not None or not model._jax_state_synced
+    return getattr(model, "_jax_state", None) is not None or not model._jax_state_synced
 
 
 def forget_functions(model: Any) -> None:
