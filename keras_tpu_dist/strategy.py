@@ -9,7 +9,7 @@ import jax
 import keras
 from jax.sharding import Mesh, NamedSharding
 
-from keras_tpu_dist import _keras, adoption
+from keras_tpu_dist import _keras, adoption, attention
 from keras_tpu_dist.data import BatchPlacer, DeviceIterator
 from keras_tpu_dist.errors import message
 from keras_tpu_dist.guard import StateGuard, recover, states_to_keep
@@ -325,3 +325,4 @@ def _no_data(received: str) -> str:
 
 
 _keras.install(adoption.find_strategy, adoption.created)
+attention.install()
