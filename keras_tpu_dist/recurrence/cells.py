@@ -1,0 +1,144 @@
+"""The arithmetic of one recurrent step and of its gradient, without loops.
+
+Every cell says five things, all element-wise except for the products with the recurrent kernel:
+how a step advances the state, how the gates of all steps are rebuilt at once from the states, the
+coefficients that turn a state's cotangent into the gates' cotangents, one step backwards, and the
+weight gradients of all steps at once. Shapes are written `(..., batch, units)`: the leading axes
+are none for one step, time for all steps, and a direction axis where two directions run together.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+State = tuple[Array, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Activation:
+    """An element-wise activation and its derivative.
+
+    Args:
+        name: What reports call it.
+        function: Maps `(..., units)` to the same shape, element by element.
+        slope: The derivative written in terms of the activation's output, or None if it needs the
+            input; then it is obtained with one `jax.jvp`.
+    """
+
+    name: str
+    function: Callable[[Array], Array]
+    slope: Callable[[Array], Array] | None = None
+
+    def __call__(self, x: Array) -> Array:
+        """The activation of `x`."""
+        return self.function(x)
+
+    def with_slope(self, x: Array) -> tuple[Array, Array]:
+        """The activation of `x` and its derivative there."""
+        if self.slope is not None:
+            y = self.function(x)
+            return y, self.slope(y)
+        # The activation is element-wise, so its Jacobian times ones is the Jacobian's diagonal.
+        return jax.jvp(self.function, (x,), (jnp.ones_like(x),))
+
+
+TANH = Activation("tanh", jnp.tanh, lambda y: 1 - y * y)
+SIGMOID = Activation("sigmoid", jax.nn.sigmoid, lambda y: y * (1 - y))
+RELU = Activation("relu", jax.nn.relu, lambda y: (y > 0).astype(y.dtype))
+LINEAR = Activation("linear", lambda x: x, jnp.ones_like)
+BUILT_IN = {a.name: a for a in (TANH, SIGMOID, RELU, LINEAR)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """Matrix products as the loop does them.
+
+    Args:
+        narrow: Round both operands to bfloat16. On TPU that is what a float32 product at default
+            precision does anyway, step after step; rounding the weights once, before the loop,
+            gives the same numbers and halves what every step reads.
+    """
+
+    narrow: bool = False
+
+    def weight(self, weight: Array) -> Array:
+        """A weight, prepared once for many products."""
+        return weight.astype(jnp.bfloat16) if self.narrow else weight
+
+    def __call__(self, rows: Array, weight: Array) -> Array:
+        """`rows @ weight` over the last two axes, accumulated in at least float32."""
+        return jnp.matmul(
+            rows.astype(weight.dtype),
+            weight,
+            preferred_element_type=jnp.promote_types(weight.dtype, jnp.float32),
+        )
+
+    def outer(self, rows: Array, cotangents: Array) -> Array:
+        """The gradient of a weight: rows times cotangents, summed over time and batch.
+
+        Args:
+            rows: `(time, batch, in)` or `(time, directions, batch, in)`.
+            cotangents: `(time, batch, out)` or `(time, directions, batch, out)`.
+
+        Returns:
+            `(in, out)`, or `(directions, in, out)` if the cotangents have a direction axis.
+        """
+        if cotangents.ndim == 4 and rows.ndim == 3:
+            spec = "tbi,tdbo->dio"
+        else:
+            spec = "tdbi,tdbo->dio" if cotangents.ndim == 4 else "tbi,tbo->io"
+        dtype = jnp.bfloat16 if self.narrow else rows.dtype
+        return jnp.einsum(
+            spec,
+            rows.astype(dtype),
+            cotangents.astype(dtype),
+            preferred_element_type=jnp.promote_types(dtype, jnp.float32),
+        )
+
+
+class Cell(Protocol):
+    """What the loop needs to know of a recurrence."""
+
+    gates: int
+    num_states: int
+    can_keep: bool
+    states_suffice: bool
+
+    def advance(self, product, recurrent, bias, projected, state):
+        """One step: `(new state, kept gates)`."""
+        ...
+
+    def rebuild(self, product, recurrent, bias, projected, previous):
+        """The kept gates of all steps, from the inputs and the states before each step."""
+        ...
+
+    def coefficients(self, gates, previous):
+        """What `retreat` multiplies cotangents with, for all steps at once."""
+        ...
+
+    def retreat(self, product, transposed, coefficients, cotangent):
+        """One step backwards: `(cotangent of the state before, what to emit)`."""
+        ...
+
+    def gradients(self, product, emitted, coefficients, gates, previous):
+        """`(projection's cotangent, recurrent kernel's gradient, recurrent bias's gradient)`."""
+        ...
+
+
+def split(x: Array, parts: int) -> list[Array]:
+    """Splits the last axis into equal parts."""
+    return jnp.split(x, parts, axis=-1)
+
+
+def join(*parts: Array) -> Array:
+    """Joins along the last axis."""
+    return jnp.concatenate(parts, axis=-1)
+
+
+def sum_rows(cotangents: Array) -> Array:
+    """A bias's gradient: the sum over time and batch."""
+    return jnp.sum(cotangents, axis=(0, -2), dtype=jnp.promote_types(cotangents.dtype, jnp.float32))

@@ -1,0 +1,53 @@
+"""The fully connected recurrence whose output is its state."""
+
+import dataclasses
+
+from keras_tpu_dist.recurrence.cells import TANH, Activation
+
+
+@dataclasses.dataclass(frozen=True)
+class SimpleRNN:
+    """`h = activation(x @ kernel + bias + h_before @ recurrent_kernel)`.
+
+    References:
+        Elman, "Finding structure in time", Cognitive Science 14(2), 1990.
+    """
+
+    activation: Activation = TANH
+    gates = 1
+    num_states = 1
+
+    can_keep = False
+
+    @property
+    def states_suffice(self) -> bool:
+        """Whether the slope follows from the state after the step, so nothing is rebuilt."""
+        return self.activation.slope is not None
+
+    def advance(self, product, recurrent, bias, projected, state):
+        """One step; there is no gate to keep."""
+        del bias
+        h = self.activation(projected + product(state[0], recurrent))
+        return (h,), ()
+
+    def rebuild(self, product, recurrent, bias, projected, previous):
+        """The activation's inputs of all steps, by one product."""
+        del bias
+        return projected + product(previous[0], recurrent)
+
+    def coefficients(self, gates, previous):
+        """The slope of the activation."""
+        del previous
+        if isinstance(gates, tuple):
+            return (self.activation.slope(gates[0]),)
+        return (self.activation.with_slope(gates)[1],)
+
+    def retreat(self, product, transposed, coefficients, cotangent):
+        """One product; emits the cotangent of the activation's input."""
+        dz = cotangent[0] * coefficients[0]
+        return (product(dz, transposed),), dz
+
+    def gradients(self, product, emitted, coefficients, gates, previous):
+        """One product for the recurrent kernel of all steps."""
+        del coefficients, gates
+        return emitted, product.outer(previous[0], emitted), None
