@@ -118,7 +118,14 @@ def check(cases):
 def test_equals_autodiff_of_a_plain_scan(name):
     grid = []
     variants = itertools.cycle(
-        [{}, {"keep": True}, {"segment": 3}, {"unroll": 4}, {"segment": 2, "unroll": 2}]
+        [
+            {},
+            {"keep": True},
+            {"segment": 3},
+            {"unroll": 4},
+            {"segment": 2, "unroll": 2},
+            {"early": False},
+        ]
     )
     masks = itertools.cycle(["none", "padded", "arbitrary", "row"])
     for steps, reverse, sequences in itertools.product([1, 2, 7], [False, True], [False, True]):

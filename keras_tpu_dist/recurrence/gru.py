@@ -7,10 +7,6 @@ import jax.numpy as jnp
 from keras_tpu_dist.recurrence.cells import SIGMOID, TANH, Activation, join, split, sum_rows
 
 
-def _with_bias(x, bias):
-    return x if bias is None else x + bias
-
-
 @dataclasses.dataclass(frozen=True)
 class GRU:
     """The reset gate acts after the product with the recurrent kernel (`reset_after=True`).
@@ -27,59 +23,44 @@ class GRU:
     num_states = 1
     states_suffice = False
 
-    @property
-    def can_keep(self) -> bool:
-        """Whether slopes follow from the activated gates alone."""
-        return self.activation.slope is not None and self.recurrent_activation.slope is not None
-
     def advance(self, product, recurrent, bias, projected, state):
-        """One step; keeps the activated gates and the candidate's recurrent part."""
-        (h,) = state
-        x_z, x_r, x_n = split(projected, 3)
-        h_z, h_r, h_n = split(_with_bias(product(h, recurrent), bias), 3)
-        z = self.recurrent_activation(x_z + h_z)
-        r = self.recurrent_activation(x_r + h_r)
-        n = self.activation(x_n + r * h_n)
-        return (z * h + (1 - z) * n,), (z, r, n, h_n)
+        """One step."""
+        inputs = self.rebuild(product, recurrent, bias, projected, state)
+        at_z, at_r, x_n, h_n = split(inputs, 4)
+        z = self.recurrent_activation(at_z)
+        n = self.activation(x_n + self.recurrent_activation(at_r) * h_n)
+        return (z * state[0] + (1 - z) * n,), inputs
 
     def rebuild(self, product, recurrent, bias, projected, previous):
-        """Both parts of the activations' inputs of all steps, by one product."""
-        return {
-            "inputs": projected,
-            "recurrent": _with_bias(product(previous[0], recurrent), bias),
-        }
+        """Inputs of z, of r, and both parts of n's input, of all steps, by one product."""
+        inner = product(previous[0], recurrent)
+        inner = inner if bias is None else inner + bias
+        (x_z, x_r, x_n), (h_z, h_r, h_n) = split(projected, 3), split(inner, 3)
+        return join(x_z + h_z, x_r + h_r, x_n, h_n)
 
-    def _slopes(self, gates):
-        if isinstance(gates, tuple):
-            z, r, n, h_n = gates
-            gate = self.recurrent_activation.slope
-            return (z, gate(z)), (r, gate(r)), (n, self.activation.slope(n)), h_n
-        x_z, x_r, x_n = split(gates["inputs"], 3)
-        h_z, h_r, h_n = split(gates["recurrent"], 3)
-        z = self.recurrent_activation.with_slope(x_z + h_z)
-        r = self.recurrent_activation.with_slope(x_r + h_r)
-        return z, r, self.activation.with_slope(x_n + r[0] * h_n), h_n
-
-    def coefficients(self, gates, previous):
+    def coefficients(self, inputs, previous):
         """How much of dh goes to each gate's input, to the recurrent candidate, and through."""
-        (z, dz), (r, dr), (n, dn), h_n = self._slopes(gates)
+        at_z, at_r, x_n, h_n = split(inputs, 4)
+        z, dz = self.recurrent_activation.with_slope(at_z)
+        r, dr = self.recurrent_activation.with_slope(at_r)
+        n, dn = self.activation.with_slope(x_n + r * h_n)
         to_n = (1 - z) * dn
-        return (previous[0] - n) * dz, to_n * h_n * dr, to_n * r, z, to_n
+        return (previous[0] - n) * dz, to_n * h_n * dr, to_n, to_n * r, z
 
     def retreat(self, product, transposed, coefficients, cotangent):
-        """One product; emits the state's cotangent, of which all others are multiples."""
-        to_z, to_r, to_h, carry, _ = coefficients
+        """One product; emits the cotangents of the inputs of z, r and both parts of n's."""
+        *to_inputs, carry = coefficients
         (dh,) = cotangent
-        du = join(dh * to_z, dh * to_r, dh * to_h)
-        return (dh * carry + product(du, transposed),), dh
+        dz, dr, dn, dh_n = (dh * to for to in to_inputs)
+        before = dh * carry + product(join(dz, dr, dh_n), transposed)
+        return (before,), join(dz, dr, dn, dh_n)
 
-    def gradients(self, product, emitted, coefficients, gates, previous):
+    def gradients(self, product, emitted, inputs, previous):
         """One product for the recurrent kernel of all steps."""
-        del gates
-        to_z, to_r, to_h, _, to_n = coefficients
-        dz, dr = emitted * to_z, emitted * to_r
-        du = join(dz, dr, emitted * to_h)
-        return join(dz, dr, emitted * to_n), product.outer(previous[0], du), sum_rows(du)
+        del inputs
+        dz, dr, dn, dh_n = split(emitted, 4)
+        inner = join(dz, dr, dh_n)
+        return join(dz, dr, dn), product.outer(previous[0], inner), sum_rows(inner)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,27 +77,17 @@ class GRUResetBefore:
     num_states = 1
     states_suffice = False
 
-    @property
-    def can_keep(self) -> bool:
-        """Whether slopes follow from the activated gates alone."""
-        return self.activation.slope is not None and self.recurrent_activation.slope is not None
-
     @staticmethod
     def _kernels(recurrent):
         units = recurrent.shape[-2]
         return recurrent[..., : 2 * units], recurrent[..., 2 * units :]
 
     def advance(self, product, recurrent, bias, projected, state):
-        """One step of two products; keeps the activated gates."""
-        del bias
-        (h,) = state
-        gate_kernel, candidate_kernel = self._kernels(recurrent)
-        x_z, x_r, x_n = split(projected, 3)
-        h_z, h_r = split(product(h, gate_kernel), 2)
-        z = self.recurrent_activation(x_z + h_z)
-        r = self.recurrent_activation(x_r + h_r)
-        n = self.activation(x_n + product(r * h, candidate_kernel))
-        return (z * h + (1 - z) * n,), (z, r, n)
+        """One step of two products."""
+        inputs = self.rebuild(product, recurrent, bias, projected, state)
+        at_z, _, at_n = split(inputs, 3)
+        z = self.recurrent_activation(at_z)
+        return (z * state[0] + (1 - z) * self.activation(at_n),), inputs
 
     def rebuild(self, product, recurrent, bias, projected, previous):
         """The activations' inputs of all steps, by two products."""
@@ -126,19 +97,14 @@ class GRUResetBefore:
         x_z, x_r, x_n = split(projected, 3)
         h_z, h_r = split(product(h, gate_kernel), 2)
         r = self.recurrent_activation(x_r + h_r)
-        return {"z": x_z + h_z, "r": x_r + h_r, "n": x_n + product(r * h, candidate_kernel)}
+        return join(x_z + h_z, x_r + h_r, x_n + product(r * h, candidate_kernel))
 
-    def _slopes(self, gates):
-        if isinstance(gates, tuple):
-            z, r, n = gates
-            gate = self.recurrent_activation.slope
-            return (z, gate(z)), (r, gate(r)), (n, self.activation.slope(n))
-        gate = self.recurrent_activation.with_slope
-        return gate(gates["z"]), gate(gates["r"]), self.activation.with_slope(gates["n"])
-
-    def coefficients(self, gates, previous):
+    def coefficients(self, inputs, previous):
         """How much of dh goes to z, n and through; of the reset state's cotangent to r and h."""
-        (z, dz), (r, dr), (n, dn) = self._slopes(gates)
+        at_z, at_r, at_n = split(inputs, 3)
+        z, dz = self.recurrent_activation.with_slope(at_z)
+        r, dr = self.recurrent_activation.with_slope(at_r)
+        n, dn = self.activation.with_slope(at_n)
         (h,) = previous
         return (h - n) * dz, h * dr, (1 - z) * dn, z, r
 
@@ -157,11 +123,10 @@ class GRUResetBefore:
         before = dh * carry + d_reset * r + product(join(dz, dr), gate_kernel)
         return (before,), join(dz, dr, dn)
 
-    def gradients(self, product, emitted, coefficients, gates, previous):
+    def gradients(self, product, emitted, inputs, previous):
         """Two products for the recurrent kernel of all steps."""
-        del gates
         (h,) = previous
-        r = coefficients[4]
+        r = self.recurrent_activation(split(inputs, 3)[1])
         units = h.shape[-1]
         of_gates = product.outer(h, emitted[..., : 2 * units])
         of_candidate = product.outer((r * h).astype(h.dtype), emitted[..., 2 * units :])

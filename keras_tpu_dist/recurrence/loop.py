@@ -42,19 +42,22 @@ class Loop:
         sequences: Whether the states after all steps are wanted, not only the last.
         reverse: Whether time runs backwards.
         directions: 2 to run a forward and a backward recurrence in the same loop.
-        keep: Whether the backward pass gets the gates from the forward pass (more memory) or
-            rebuilds them (one more product).
+        keep: Whether the backward pass gets the activations' inputs from the forward pass (more
+            memory) or rebuilds them (one more product).
+        early: Whether the backward pass works out its coefficients before its loop, for all steps
+            at once (more memory), or step by step inside.
         segment: Number of steps between kept states, or None to keep all.
         unroll: Steps per iteration of the compiled loop.
         pin_layout: Whether to force what the loop reads to be time-major in memory.
     """
 
     cell: Cell
-    product: Product = Product()
+    product: Product = dataclasses.field(default_factory=Product)
     sequences: bool = True
     reverse: bool = False
     directions: int = 1
     keep: bool = False
+    early: bool = True
     segment: int | None = None
     unroll: int = 1
     pin_layout: bool = False
@@ -71,11 +74,11 @@ class Loop:
 
 
 class Saved(NamedTuple):
-    """What the backward pass is given: states before every step, and gates if kept."""
+    """What the backward pass is given; `inputs` of the activations only if they are kept."""
 
     previous: State
     last: State
-    gates: Any
+    inputs: Array | None
 
 
 def _per_step_bias(loop: Loop, bias):
@@ -129,7 +132,7 @@ def run(loop: Loop, x, weights: Weights, state: State, mask, *, save: bool):
 
     def step(before, inputs):
         projected_now, mask_now = inputs
-        after, gates = cell.advance(product, recurrent, bias, projected_now, before)
+        after, at = cell.advance(product, recurrent, bias, projected_now, before)
         if mask_now is not None:
             after = tuple(jnp.where(mask_now, a, b) for a, b in zip(after, before))
         out = {}
@@ -138,7 +141,7 @@ def run(loop: Loop, x, weights: Weights, state: State, mask, *, save: bool):
         if save:
             # With all h given out, the h before each step is that sequence shifted by one.
             out["previous"] = before[1:] if loop.sequences else before
-            out["gates"] = gates if loop.keep else None
+            out["inputs"] = at if loop.keep and not cell.states_suffice else None
         return after, out
 
     last, out = lax.scan(
@@ -151,7 +154,7 @@ def run(loop: Loop, x, weights: Weights, state: State, mask, *, save: bool):
     previous = out["previous"]
     if loop.sequences:
         previous = (_shift(loop, hs, state[0]), *previous)
-    return hs, last, Saved(previous, last, out["gates"])
+    return hs, last, Saved(previous, last, out["inputs"])
 
 
 def _shift(loop: Loop, after: Array, first: Array) -> Array:
@@ -168,11 +171,12 @@ def _unshift(loop: Loop, before: Array, last: Array) -> Array:
     return jnp.concatenate(parts, axis=0)
 
 
-def _gates(loop: Loop, x, weights: Weights, saved: Saved):
+def _inputs(loop: Loop, x, weights: Weights, saved: Saved):
+    """The activations' inputs of all steps, or the states after where those suffice."""
     if loop.cell.states_suffice:
-        return (_unshift(loop, saved.previous[0], saved.last[0]),)
-    if saved.gates is not None:
-        return saved.gates
+        return _unshift(loop, saved.previous[0], saved.last[0])
+    if saved.inputs is not None:
+        return saved.inputs
     return loop.cell.rebuild(
         loop.product,
         loop.product.weight(weights.recurrent),
@@ -199,19 +203,23 @@ def run_back(loop: Loop, x, weights: Weights, saved: Saved, mask, d_hs, d_last: 
         before the first step.
     """
     cell, product = loop.cell, loop.product
-    gates = _gates(loop, x, weights, saved)
-    coefficients = loop.pin(cell.coefficients(gates, saved.previous))
+    at = loop.pin(_inputs(loop, x, weights, saved))
+    local = (at, saved.previous)
+    if loop.early:
+        local = loop.pin(cell.coefficients(at, saved.previous))
     transposed = product.weight(jnp.swapaxes(weights.recurrent, -1, -2))
     d_last = tuple(d.astype(jnp.promote_types(d.dtype, jnp.float32)) for d in d_last)
 
     def step(d_after, inputs):
-        coefficients_now, d_h, mask_now = inputs
+        coefficients, d_h, mask_now = inputs
+        if not loop.early:
+            coefficients = cell.coefficients(*coefficients)
         if d_h is not None:
             d_after = (d_after[0] + d_h, *d_after[1:])
         alive = d_after
         if mask_now is not None:
             alive = tuple(jnp.where(mask_now, d, 0) for d in d_after)
-        d_before, emitted = cell.retreat(product, transposed, coefficients_now, alive)
+        d_before, emitted = cell.retreat(product, transposed, coefficients, alive)
         if mask_now is not None:
             d_before = tuple(b + jnp.where(mask_now, 0, d) for b, d in zip(d_before, d_after))
         return d_before, emitted.astype(x.dtype)
@@ -219,12 +227,12 @@ def run_back(loop: Loop, x, weights: Weights, saved: Saved, mask, d_hs, d_last: 
     d_first, emitted = lax.scan(
         step,
         d_last,
-        (coefficients, loop.pin(d_hs), mask),
+        (local, loop.pin(d_hs), mask),
         reverse=not loop.reverse,
         unroll=min(loop.unroll, x.shape[0]),
     )
     d_projected, d_recurrent, d_recurrent_bias = cell.gradients(
-        product, loop.pin(emitted), coefficients, gates, saved.previous
+        product, loop.pin(emitted), at, saved.previous
     )
     d_x, d_kernel, d_bias = _project_back(loop, x, weights, d_projected)
     if weights.recurrent_bias is None:

@@ -17,37 +17,35 @@ class SimpleRNN:
     gates = 1
     num_states = 1
 
-    can_keep = False
-
     @property
     def states_suffice(self) -> bool:
         """Whether the slope follows from the state after the step, so nothing is rebuilt."""
         return self.activation.slope is not None
 
     def advance(self, product, recurrent, bias, projected, state):
-        """One step; there is no gate to keep."""
+        """One step."""
         del bias
-        h = self.activation(projected + product(state[0], recurrent))
-        return (h,), ()
+        inputs = projected + product(state[0], recurrent)
+        return (self.activation(inputs),), inputs
 
     def rebuild(self, product, recurrent, bias, projected, previous):
         """The activation's inputs of all steps, by one product."""
         del bias
         return projected + product(previous[0], recurrent)
 
-    def coefficients(self, gates, previous):
-        """The slope of the activation."""
+    def coefficients(self, inputs, previous):
+        """The slope of the activation; `inputs` are the states after, where they suffice."""
         del previous
-        if isinstance(gates, tuple):
-            return (self.activation.slope(gates[0]),)
-        return (self.activation.with_slope(gates)[1],)
+        if self.states_suffice:
+            return (self.activation.slope(inputs),)
+        return (self.activation.with_slope(inputs)[1],)
 
     def retreat(self, product, transposed, coefficients, cotangent):
         """One product; emits the cotangent of the activation's input."""
         dz = cotangent[0] * coefficients[0]
         return (product(dz, transposed),), dz
 
-    def gradients(self, product, emitted, coefficients, gates, previous):
+    def gradients(self, product, emitted, inputs, previous):
         """One product for the recurrent kernel of all steps."""
-        del coefficients, gates
+        del inputs
         return emitted, product.outer(previous[0], emitted), None
