@@ -8,6 +8,7 @@ if "keras" not in sys.modules:
 
 import keras
 from jax._src import xla_bridge
+from keras.src.backend.common.variables import AutocastScope
 
 if keras.config.backend() != "jax":
     raise ImportError(
@@ -24,3 +25,13 @@ def jax_backend_started() -> bool:
     others.
     """
     return xla_bridge.backends_are_initialized()
+
+
+def full_precision(variable):
+    """A variable's value in its own dtype, also inside a layer whose policy casts it.
+
+    Gradients that are accumulated in float32 should not be rounded to bfloat16 on their way to a
+    float32 variable. Public replacement: none; `Variable.value` always casts inside a layer call.
+    """
+    with AutocastScope(None):
+        return variable.value
