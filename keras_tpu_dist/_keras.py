@@ -10,6 +10,9 @@ import keras
 from jax._src import xla_bridge
 from keras.src.backend.common.variables import AutocastScope
 
+# Public replacement: none; `keras.Model` is what its constructor returns for functional models too.
+from keras.src.models.functional import Functional as Functional
+
 if keras.config.backend() != "jax":
     raise ImportError(
         "keras_tpu_dist needs Keras on the JAX backend. Received: "

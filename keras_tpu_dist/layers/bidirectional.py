@@ -72,7 +72,7 @@ class Bidirectional(keras.layers.Bidirectional):
             same = same and getattr(forward, name) == getattr(backward, name)
         for layer in (forward, backward):
             plain = not layer.stateful and layer.segment is None
-            plain = plain and layer.activity_regularizer is None and not layer.unroll is True
+            plain = plain and layer.activity_regularizer is None and layer.unroll is not True
             same = same and plain and not (training and layer.dropout)
         return pair[0] if same else None
 

@@ -6,7 +6,7 @@ import keras
 from jax import lax
 from keras import layers, ops, tree
 
-from keras_tpu_dist._keras import full_precision
+from keras_tpu_dist._keras import Functional, full_precision
 
 # Layers whose rows do not see each other: time can be folded into the batch.
 _ROW_BY_ROW = (
@@ -74,7 +74,7 @@ def rows_are_independent(layer, training) -> bool:
         known = isinstance(layer, layers.TimeDistributed | layers.Bidirectional)
         inner = [child for child in layer._layers if isinstance(child, keras.Layer)]
         return known and all(rows_are_independent(child, training) for child in inner)
-    if type(layer) in (keras.Sequential, keras.Model) or _is_functional(layer):
+    if type(layer) in (keras.Sequential, Functional):
         return all(rows_are_independent(child, training) for child in layer.layers)
     if layer.activity_regularizer is not None:
         return False
@@ -86,14 +86,6 @@ def rows_are_independent(layer, training) -> bool:
     if isinstance(layer, layers.Dropout) and type(layer) is layers.Dropout:
         return not training
     return type(layer) in _ROW_BY_ROW
-
-
-def _is_functional(layer) -> bool:
-    return (
-        isinstance(layer, keras.Model)
-        and hasattr(layer, "_functional")
-        or (type(layer).__name__ == "Functional" and isinstance(layer, keras.Model))
-    )
 
 
 @keras.saving.register_keras_serializable("keras_tpu_dist")
