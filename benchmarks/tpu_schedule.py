@@ -73,7 +73,8 @@ def _weights(computations, entry):
         for line in computations[name]:
             loop = _WHILE.search(line)
             if loop:
-                trips = max(int(c) for c in _CONSTANT.findall("\n".join(computations[loop[1]])))
+                constants = _CONSTANT.findall("\n".join(computations[loop[1]]))
+                trips = max(map(int, constants), default=1)
                 runs[loop[2]] = runs.get(loop[2], 0) + runs[name] * trips
                 todo.append(loop[2])
     return runs
@@ -86,6 +87,14 @@ def _bundles(path, iterations):
         if bundle:
             total += iterations if ">" in bundle[1] else 1
     return total
+
+
+def collectives(program: str) -> tuple[int, int]:
+    """Collective calls outside of loops, and collective instructions inside."""
+    computations, entry = _computations(program)
+    runs = _weights(computations, entry)
+    calls = {name: sum(bool(_COLLECTIVE.search(op)) for op in computations[name]) for name in runs}
+    return calls[entry], sum(calls.values()) - calls[entry]
 
 
 def read(program: str, dump: pathlib.Path) -> Schedule:
