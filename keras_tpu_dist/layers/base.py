@@ -28,11 +28,14 @@ class FastRecurrence:
     Subclasses say `_arithmetic()`: the recurrence, or the reason why Keras's path must be taken.
     """
 
+    # Defaults of the class, so that `convert` can turn a layer of Keras's into one of ours.
+    segment = None
+    _said = ()
+
     def __init__(self, *args, segment=None, **kwargs):
         super().__init__(*args, **kwargs)
         check_unroll(self.unroll)
         self.segment = check_segment(segment)
-        self._said = set()
 
     def get_config(self):
         """Keras's config; `segment` is in it only if it was set, so that stock layers read it."""
@@ -140,7 +143,7 @@ class FastRecurrence:
 
     def _stock_loop(self, reason, sequences, initial_state, mask, training):
         if reason not in self._said:
-            self._said.add(reason)
+            self._said = (*self._said, reason)
             logger.warning("%s takes Keras's path: %s", self.name, reason)
         unroll = self.unroll
         # Keras reads any true value as "all steps".

@@ -1,7 +1,6 @@
 """The same model with Keras's recurrent layers replaced by those of this package."""
 
-import logging
-
+import jax.numpy as jnp
 import keras
 
 from keras_tpu_dist._keras import Functional
@@ -10,23 +9,20 @@ from keras_tpu_dist.layers.bidirectional import Bidirectional
 from keras_tpu_dist.layers.recurrent import GRU, LSTM, SimpleRNN
 from keras_tpu_dist.layers.time_distributed import TimeDistributed
 
-logger = logging.getLogger("keras_tpu_dist")
-
 _REPLACED = {
     getattr(keras.layers, ours.__name__): ours
     for ours in (LSTM, GRU, SimpleRNN, Bidirectional, TimeDistributed)
 }
-_BY_NAME = {ours.__name__: ours for ours in _REPLACED.values()}
 
 
 def convert(model):
     """Clones a model, with its recurrent layers and `TimeDistributed` replaced by faster ones.
 
-    Weights, random states, names, and the compiled optimizer with its slots, loss and metrics are
-    kept; the original is not touched. Functional and Sequential models are converted at any depth.
-    Of a subclassed model, which needs a working `get_config`, the layers that are attributes (or
-    lists in attributes) of the model are replaced; any that remain are named in a warning of the
-    logger "keras_tpu_dist".
+    Weights, random states, and the compiled optimizer with its slots, loss and metrics are kept,
+    and the names of layers where Keras keeps them in a config (functional and Sequential models,
+    at any depth). A subclassed model needs a `get_config` from which it can be made again. The
+    original is not touched. `RNN(cell)`, `ConvLSTM` and subclasses of Keras's layers stay as they
+    are.
 
     Args:
         model: A built `keras.Model`.
@@ -53,72 +49,53 @@ def convert(model):
                 fix="Call model.build(input_shape), or the model on one batch, first.",
             )
         )
-    config = _replace(keras.saving.serialize_keras_object(model))
-    build, compiled = config.pop("build_config", None), config.pop("compile_config", None)
-    clone = _make(model, config)
+    clone, build, compiled = _make_again(model)
+    for layer in clone._flatten_layers():
+        if type(layer) in _REPLACED:
+            # Our classes add methods to Keras's and no state, so that the clone's layer becomes
+            # one of ours where it stands, in whatever attribute, list or wrapper that is.
+            layer.__class__ = _REPLACED[type(layer)]
     if not clone.built:
-        _replace_attributes(clone)
         clone.build_from_config(build)
     _copy(model.weights, clone.weights, model)
     _copy(_random_states(model), _random_states(clone), model)
     if compiled:
-        clone.compile_from_config(compiled)
-        if model.optimizer is not None and model.optimizer.built:
-            clone.optimizer.build(clone.trainable_variables)
-            _copy(model.optimizer.variables, clone.optimizer.variables, model)
-    left = [layer.path for layer in clone._flatten_layers() if type(layer) in _REPLACED]
-    if left:
-        logger.warning("convert(%s) could not reach: %s", model.name, ", ".join(left))
+        _compile(model, clone, compiled)
     return clone
 
 
-def _replace(config):
-    """The same config with our classes where Keras's recurrent layers stood."""
-    if isinstance(config, list | tuple):
-        return [_replace(item) for item in config]
-    if not isinstance(config, dict):
-        return config
-    config = {key: _replace(value) for key, value in config.items()}
-    ours = _BY_NAME.get(config.get("class_name"))
-    if ours is not None and config.get("module") == "keras.layers":
-        name = keras.saving.get_registered_name(ours)
-        config.update(module=ours.__module__, registered_name=name)
-    return config
-
-
-def _make(model, config):
+def _make_again(model):
+    """A new model from the model's config, and how to build and compile it."""
     try:
+        config = keras.saving.serialize_keras_object(model)
+        build, compiled = config.pop("build_config", None), config.pop("compile_config", None)
         if isinstance(model, keras.Sequential | Functional):
-            return keras.saving.deserialize_keras_object(config)
-        return type(model).from_config(config["config"])
+            return keras.saving.deserialize_keras_object(config), build, compiled
+        return type(model).from_config(config["config"]), build, compiled
     except (TypeError, NotImplementedError) as error:
         raise ValueError(
             message(
                 "A model can be converted if it can be made from its own config.",
-                received=f"{type(model).__name__}.from_config failed: {error}",
+                received=f"{type(model).__name__}: {str(error).strip().splitlines()[0]}",
                 fix="Give the model a get_config() that returns the arguments of its __init__, or "
                 "use ktd.layers.LSTM and its kin when you build it.",
             )
         ) from error
 
 
-def _replace_attributes(model):
-    for name, value in list(vars(model).items()):
-        if type(value) in _REPLACED:
-            setattr(model, name, _clone(value))
-        elif isinstance(value, list) and not name.startswith("_"):
-            for index, item in enumerate(value):
-                if type(item) in _REPLACED:
-                    value[index] = _clone(item)
+def _random_states(layer):
+    weights = {id(weight) for weight in layer.weights}
+    return [v for v in layer.variables if id(v) not in weights and "seed" in v.path]
 
 
-def _clone(layer):
-    return _REPLACED[type(layer)].from_config(_replace(layer.get_config()))
-
-
-def _random_states(model):
-    weights = {id(weight) for weight in model.weights}
-    return [v for v in model.variables if id(v) not in weights and "seed" in v.path]
+def _compile(model, clone, config):
+    if type(model).compile_from_config is not keras.Model.compile_from_config:
+        clone.compile_from_config(config)
+    else:
+        clone.compile(**keras.saving.deserialize_keras_object(config))
+    if model.optimizer is not None and model.optimizer.built:
+        clone.optimizer.build(clone.trainable_variables)
+        _copy(model.optimizer.variables, clone.optimizer.variables, model)
 
 
 def _copy(sources, targets, model):
@@ -132,4 +109,5 @@ def _copy(sources, targets, model):
             )
         )
     for source, target in zip(sources, targets):
-        target.assign(source.value)
+        # A train step gives its model's arrays away; shared ones would take the other's along.
+        target.assign(jnp.copy(source.value))
