@@ -14,6 +14,7 @@ from typing import Protocol
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 Array = jax.Array
 State = tuple[Array, ...]
@@ -83,6 +84,16 @@ class Product:
             preferred_element_type=jnp.promote_types(weight.dtype, jnp.float32),
         )
 
+    def back(self, rows: Array, weight: Array) -> Array:
+        """`rows @ weight.T`, with no transposed copy of the weight."""
+        batch = tuple(range(weight.ndim - 2))
+        return lax.dot_general(
+            rows.astype(weight.dtype),
+            weight,
+            (((rows.ndim - 1,), (weight.ndim - 1,)), (batch, batch)),
+            preferred_element_type=jnp.promote_types(weight.dtype, jnp.float32),
+        )
+
     def outer(self, rows: Array, cotangents: Array) -> Array:
         """The gradient of a weight: rows times cotangents, summed over time and batch.
 
@@ -125,7 +136,7 @@ class Cell(Protocol):
         """What `retreat` multiplies cotangents with, for one step or for all."""
         ...
 
-    def retreat(self, product, transposed, coefficients, cotangent):
+    def retreat(self, product, recurrent, coefficients, cotangent):
         """One step backwards: `(cotangent of the state before, what to emit)`."""
         ...
 

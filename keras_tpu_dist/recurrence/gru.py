@@ -47,12 +47,12 @@ class GRU:
         to_n = (1 - z) * dn
         return (previous[0] - n) * dz, to_n * h_n * dr, to_n, to_n * r, z
 
-    def retreat(self, product, transposed, coefficients, cotangent):
+    def retreat(self, product, recurrent, coefficients, cotangent):
         """One product; emits the cotangents of the inputs of z, r and both parts of n's."""
         *to_inputs, carry = coefficients
         (dh,) = cotangent
         dz, dr, dn, dh_n = (dh * to for to in to_inputs)
-        before = dh * carry + product(join(dz, dr, dh_n), transposed)
+        before = dh * carry + product.back(join(dz, dr, dh_n), recurrent)
         return (before,), join(dz, dr, dn, dh_n)
 
     def gradients(self, product, emitted, inputs, previous):
@@ -108,19 +108,15 @@ class GRUResetBefore:
         (h,) = previous
         return (h - n) * dz, h * dr, (1 - z) * dn, z, r
 
-    def retreat(self, product, transposed, coefficients, cotangent):
+    def retreat(self, product, recurrent, coefficients, cotangent):
         """Two products; emits the cotangent of the activations' inputs."""
         to_z, to_r, to_n, carry, r = coefficients
         (dh,) = cotangent
-        units = dh.shape[-1]
-        gate_kernel, candidate_kernel = (
-            transposed[..., : 2 * units, :],
-            transposed[..., 2 * units :, :],
-        )
+        gate_kernel, candidate_kernel = self._kernels(recurrent)
         dn = dh * to_n
-        d_reset = product(dn, candidate_kernel)
+        d_reset = product.back(dn, candidate_kernel)
         dz, dr = dh * to_z, d_reset * to_r
-        before = dh * carry + d_reset * r + product(join(dz, dr), gate_kernel)
+        before = dh * carry + d_reset * r + product.back(join(dz, dr), gate_kernel)
         return (before,), join(dz, dr, dn)
 
     def gradients(self, product, emitted, inputs, previous):

@@ -207,7 +207,7 @@ def run_back(loop: Loop, x, weights: Weights, saved: Saved, mask, d_hs, d_last: 
     local = (at, saved.previous)
     if loop.early:
         local = loop.pin(cell.coefficients(at, saved.previous))
-    transposed = product.weight(jnp.swapaxes(weights.recurrent, -1, -2))
+    recurrent = product.weight(weights.recurrent)
     d_last = tuple(d.astype(jnp.promote_types(d.dtype, jnp.float32)) for d in d_last)
 
     def step(d_after, inputs):
@@ -219,7 +219,7 @@ def run_back(loop: Loop, x, weights: Weights, saved: Saved, mask, d_hs, d_last: 
         alive = d_after
         if mask_now is not None:
             alive = tuple(jnp.where(mask_now, d, 0) for d in d_after)
-        d_before, emitted = cell.retreat(product, transposed, coefficients, alive)
+        d_before, emitted = cell.retreat(product, recurrent, coefficients, alive)
         if mask_now is not None:
             d_before = tuple(b + jnp.where(mask_now, 0, d) for b, d in zip(d_before, d_after))
         return d_before, emitted.astype(x.dtype)

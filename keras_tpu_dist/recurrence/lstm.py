@@ -44,13 +44,13 @@ class LSTM:
         y, dy = self.activation.with_slope(f * c_before + i * g)
         return g * di, c_before * df, i * dg, y * do, o * dy, f
 
-    def retreat(self, product, transposed, coefficients, cotangent):
+    def retreat(self, product, recurrent, coefficients, cotangent):
         """One product; emits the cotangent of the activations' inputs."""
         to_i, to_f, to_g, to_o, to_c, carry = coefficients
         dh, dc = cotangent
         dc = dc + dh * to_c
         dz = join(dc * to_i, dc * to_f, dc * to_g, dh * to_o)
-        return (product(dz, transposed), dc * carry), dz
+        return (product.back(dz, recurrent), dc * carry), dz
 
     def gradients(self, product, emitted, inputs, previous):
         """One product for the recurrent kernel of all steps."""

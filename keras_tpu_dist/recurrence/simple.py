@@ -40,10 +40,10 @@ class SimpleRNN:
             return (self.activation.slope(inputs),)
         return (self.activation.with_slope(inputs)[1],)
 
-    def retreat(self, product, transposed, coefficients, cotangent):
+    def retreat(self, product, recurrent, coefficients, cotangent):
         """One product; emits the cotangent of the activation's input."""
         dz = cotangent[0] * coefficients[0]
-        return (product(dz, transposed),), dz
+        return (product.back(dz, recurrent),), dz
 
     def gradients(self, product, emitted, inputs, previous):
         """One product for the recurrent kernel of all steps."""
