@@ -125,6 +125,7 @@ def test_equals_autodiff_of_a_plain_scan(name):
             {"unroll": 4},
             {"segment": 2, "unroll": 2},
             {"early": False},
+            {"keep": True, "segment": 3, "recompute": False, "unroll": 3},
         ]
     )
     masks = itertools.cycle(["none", "padded", "arbitrary", "row"])

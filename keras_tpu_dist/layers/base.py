@@ -125,6 +125,7 @@ class FastRecurrence:
             keep=variant.keep,
             early=variant.early,
             segment=variant.segment,
+            recompute=variant.recompute,
             unroll=variant.unroll,
             pin_layout=place.alone and place.platform == "tpu",
         )

@@ -70,7 +70,7 @@ class Split:
 def _forwards(loop: Loop, save: bool, rows, weights):
     x, state, mask = rows
     if loop.segment is not None:
-        hs, last, saved = run_segments(loop, x, weights, state, mask)
+        hs, last, saved = run_segments(loop, x, weights, state, mask, save=save)
     else:
         hs, last, saved = run(loop, x, weights, state, mask, save=save)
     last = tuple(s.astype(before.dtype) for s, before in zip(last, state))

@@ -46,7 +46,10 @@ class Loop:
             memory) or rebuilds them (one more product).
         early: Whether the backward pass works out its coefficients before its loop, for all steps
             at once (more memory), or step by step inside.
-        segment: Number of steps between kept states, or None to keep all.
+        segment: Number of steps that are projected, run and differentiated together, or None for
+            all. A short segment stays in a CPU's cache.
+        recompute: With segments, whether only the states between them are kept, and everything
+            inside is computed again in the backward pass.
         unroll: Steps per iteration of the compiled loop.
         pin_layout: Whether to force what the loop reads to be time-major in memory.
     """
@@ -59,6 +62,7 @@ class Loop:
     keep: bool = False
     early: bool = True
     segment: int | None = None
+    recompute: bool = True
     unroll: int = 1
     pin_layout: bool = False
 

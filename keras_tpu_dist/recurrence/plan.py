@@ -15,7 +15,8 @@ class Variant:
         keep: Whether the forward pass keeps the activations' inputs.
         early: Whether the backward pass works out its coefficients before its loop.
         unroll: Steps per iteration of the compiled loop.
-        segment: Steps between kept states, or None.
+        segment: Steps that are run and differentiated together, or None for all.
+        recompute: With segments, whether only the states between them are kept.
         reason: Why.
     """
 
@@ -24,6 +25,7 @@ class Variant:
     unroll: int
     segment: int | None
     reason: str
+    recompute: bool = True
 
     def __str__(self):
         kept = "activations' inputs kept" if self.keep else "activations' inputs rebuilt"

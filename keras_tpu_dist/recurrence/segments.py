@@ -1,4 +1,4 @@
-"""Long sequences: states kept at the ends of segments, everything between them recomputed."""
+"""Time cut into segments: to keep only the states between them, or to stay in cache."""
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +32,10 @@ def _paste(loop: Loop, whole, short):
     return jnp.concatenate([short, whole] if loop.reverse else [whole, short], axis=0)
 
 
-def run_segments(loop: Loop, x, weights: Weights, state, mask):
+def run_segments(loop: Loop, x, weights: Weights, state, mask, *, save: bool):
     """All steps forwards; returns the states after every step or None, the last, and the kept.
+
+    Kept are the states before every segment if the rest is computed again, else what `run` saves.
 
     Args:
         loop: How to run; `loop.segment` is the number of steps in a segment.
@@ -41,13 +43,15 @@ def run_segments(loop: Loop, x, weights: Weights, state, mask):
         weights: The weights.
         state: States before the first step, each `(batch, units)`.
         mask: `(time, batch, 1)` boolean or None.
+        save: Whether the backward pass will need anything.
     """
+    keep_all = save and not loop.recompute
     whole, short = _cut(loop, (x, mask), loop.segment)
 
     def segment(before, inputs):
         x_now, mask_now = inputs
-        hs, after, _ = run(loop, x_now, weights, before, mask_now, save=False)
-        return after, (before, hs)
+        hs, after, saved = run(loop, x_now, weights, before, mask_now, save=keep_all)
+        return after, (saved if keep_all else before, hs)
 
     wide = jnp.promote_types(x.dtype, jnp.float32)
     state = tuple(s.astype(wide) for s in state)
@@ -64,8 +68,9 @@ def run_segments_back(loop: Loop, x, weights: Weights, kept, mask, d_hs, d_last)
     whole, short = _cut(loop, (x, mask, d_hs), loop.segment)
 
     def segment(d_after, inputs):
-        before, (x_now, mask_now, d_hs_now) = inputs
-        _, _, saved = run(loop, x_now, weights, before, mask_now, save=True)
+        saved, (x_now, mask_now, d_hs_now) = inputs
+        if loop.recompute:
+            _, _, saved = run(loop, x_now, weights, saved, mask_now, save=True)
         d_x, d_weights, d_before = run_back(
             loop, x_now, weights, saved, mask_now, d_hs_now, d_after
         )
