@@ -6,8 +6,9 @@
     python benchmarks/recurrent.py segments         # memory and time at T = 8192
     python benchmarks/recurrent.py time-distributed # compile time and program size against T
 
-Every program is one train step (loss, gradients of all weights, gradient descent) of one layer of
-U units on (B, T, U) inputs. All that are compared run in one process, in turn.
+Every program is one train step of one layer of U units on (B, T, U) inputs, as it stands in the
+middle of a network: loss, gradients of all weights and of the input, gradient descent. All that
+are compared by wall time run in one process, in turn.
 """
 
 import argparse
@@ -71,7 +72,7 @@ def plain_scan(cell, weights, x):
 
 
 def make_step(kind, cell, size):
-    """`step(weights, x) -> (loss, weights)` and the shapes of the weights."""
+    """`step(weights, x) -> (loss, weights, gradient of x)` and the shapes of the weights."""
     import jax
     import jax.numpy as jnp
     import keras
@@ -94,8 +95,11 @@ def make_step(kind, cell, size):
         return plain_scan(getattr(recurrence, cell)(), named, x)
 
     def step(weights, x):
-        loss, gradients = jax.value_and_grad(lambda w: jnp.mean(forward(w, x) ** 2))(weights)
-        return loss, jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients)
+        def loss(weights, x):
+            return jnp.mean(forward(weights, x) ** 2)
+
+        value, (gradients, d_x) = jax.value_and_grad(loss, argnums=(0, 1))(weights, x)
+        return value, jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), d_x
 
     return step, values
 
