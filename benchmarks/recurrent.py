@@ -109,10 +109,17 @@ def shapes_on(mesh, values, size):
     import jax.numpy as jnp
     from jax.sharding import NamedSharding, PartitionSpec
 
-    whole, rows = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("data",)))
-    weights = [jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=whole) for v in values]
-    batch, steps, units = size
-    return weights, jax.ShapeDtypeStruct((batch, steps, units), jnp.float32, sharding=rows)
+    columns = "model" if "model" in mesh.axis_names else None
+    weights = [
+        jax.ShapeDtypeStruct(
+            v.shape,
+            v.dtype,
+            sharding=NamedSharding(mesh, PartitionSpec(*[None] * (v.ndim - 1), columns)),
+        )
+        for v in values
+    ]
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+    return weights, jax.ShapeDtypeStruct(size, jnp.float32, sharding=rows)
 
 
 def tpu_case(case):
@@ -128,14 +135,17 @@ def tpu_case(case):
     )
     import jax
     import keras
-    import numpy as np
-    from jax.experimental import topologies
+    from jax.experimental import mesh_utils, topologies
     from tpu_schedule import read
 
     import keras_tpu_dist  # noqa: F401  selects Keras's backend
 
     slice_ = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4")
-    mesh = jax.sharding.Mesh(np.array(slice_.devices).reshape(8), ("data",))
+    axes = case.get("mesh", {"data": 8})
+    chips = mesh_utils.create_device_mesh(
+        tuple(axes.values()), slice_.devices, allow_split_physical_axes=True
+    )
+    mesh = jax.sharding.Mesh(chips, tuple(axes))
     size = tuple(case["size"])
     step, values = make_step(case["kind"], case["cell"], size)
     if case["kind"] == "ours":

@@ -1,11 +1,11 @@
 """Recurrences against autodiff of a plain scan, one compiled program for many cases."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from keras_tpu_dist import recurrence as rec
 
@@ -109,31 +109,109 @@ def check(cases):
     """Compiles all cases as one program and compares them."""
     fs = [(ours, theirs) for ours, theirs, _ in cases]
     args = [a for _, _, a in cases]
-    out = jax.jit(lambda args: [(o(*a), t(*a)) for (o, t), a in zip(fs, args)])(args)
+
+    def everything(args):
+        return [(ours(*a), theirs(*a)) for (ours, theirs), a in zip(fs, args)]
+
+    # Compile time is most of what these tests cost.
+    out = jax.jit(everything, compiler_options={"xla_backend_optimization_level": 0})(args)
     for ours, theirs in out:
         close(ours, theirs)
 
 
+VARIANTS = [
+    {},
+    {"keep": True},
+    {"segment": 3},
+    {"unroll": 4},
+    {"segment": 2, "unroll": 2},
+    {"early": False},
+    {"keep": True, "segment": 3, "recompute": False, "unroll": 3},
+]
+MASKS = ["none", "padded", "arbitrary", "row"]
+
+
 @pytest.mark.parametrize("name", CELLS)
 def test_equals_autodiff_of_a_plain_scan(name):
-    grid = []
-    variants = itertools.cycle(
-        [
-            {},
-            {"keep": True},
-            {"segment": 3},
-            {"unroll": 4},
-            {"segment": 2, "unroll": 2},
-            {"early": False},
-            {"keep": True, "segment": 3, "recompute": False, "unroll": 3},
-        ]
-    )
-    masks = itertools.cycle(["none", "padded", "arbitrary", "row"])
-    for steps, reverse, sequences in itertools.product([1, 2, 7], [False, True], [False, True]):
-        loop = dict(next(variants), reverse=reverse, sequences=sequences)
-        if loop.get("segment", 0) > steps:
-            loop["segment"] = 1
-        grid.append(
-            case(CELLS[name], steps=steps, mask=next(masks), bias=len(grid) % 3 > 0, **loop)
+    cases = []
+    for number, variant in enumerate(VARIANTS):
+        # Every cell meets every variant; masks, direction and outputs turn from cell to cell.
+        turn = number + list(CELLS).index(name)
+        cases.append(
+            case(
+                CELLS[name],
+                steps=(7, 7, 3)[turn % 3],
+                mask=MASKS[turn % 4],
+                reverse=turn % 2 == 0,
+                sequences=turn % 3 > 0,
+                bias=turn % 4 > 0,
+                **variant,
+            )
         )
-    check(grid)
+    cases.append(case(CELLS[name], steps=1, mask="row", keep=True))
+    check(cases)
+
+
+def test_long_sequences_and_segments_found_by_themselves():
+    assert [rec.check_segment("auto", steps) for steps in (1, 7, 64, 100, 8192)] == [
+        *(1, 3, 8, 10, 64)
+    ]
+    check([case(rec.LSTM(), steps=64, mask="padded", segment=rec.check_segment("auto", 64))])
+
+
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(
+    name=st.sampled_from(sorted(CELLS)),
+    steps=st.integers(1, 9),
+    batch=st.integers(1, 5),
+    segment=st.none() | st.integers(1, 9),
+    unroll=st.integers(1, 9),
+    mask=st.sampled_from(MASKS),
+    flags=st.tuples(*[st.booleans()] * 5),
+)
+def test_any_options_equal_autodiff(name, steps, batch, segment, unroll, mask, flags):
+    keep, early, recompute, reverse, sequences = flags
+    loop = {"keep": keep, "early": early, "recompute": recompute, "unroll": unroll}
+    loop |= {"segment": segment and min(segment, steps), "reverse": reverse}
+    check([case(CELLS[name], steps=steps, batch=batch, mask=mask, sequences=sequences, **loop)])
+
+
+def test_gradients_are_differentiable():
+    def squared(scale):
+        gradient = run_with(scale)
+        return jnp.vdot(gradient, gradient)
+
+    rng = np.random.default_rng(0)
+    weights = weights_for(rec.LSTM(), rng)
+    x = jnp.asarray(rng.normal(size=(2, 3, FEATURES)), np.float32)
+    state = (jnp.zeros((2, UNITS)),) * 2
+
+    def run_with(scale):
+        def loss(x):
+            return jnp.sum(rec.recur(loop, rec.Split(), scale * x, weights, state)[1][0])
+
+        return jax.grad(loss)(x)
+
+    loop = rec.Loop(rec.LSTM(), sequences=False)
+    step = 1e-2
+    slope = (squared(1 + step) - squared(1 - step)) / (2 * step)
+    np.testing.assert_allclose(jax.grad(squared)(1.0), slope, rtol=1e-2)
+
+
+def test_the_rule_says_what_it_chose_and_why():
+    def chosen(**changes):
+        return rec.choose(
+            **{"cell": rec.LSTM(), "platform": "tpu", "batch": 128, "steps": 128, "units": 256}
+            | changes
+        )
+
+    assert (chosen().keep, chosen().segment) == (True, None)
+    large = chosen(batch=1024, units=1024, steps=1024)
+    assert not large.keep
+    assert "20.0 GiB would have to be kept" in str(large)
+    cpu = chosen(platform="cpu")
+    assert (cpu.segment, cpu.recompute) == (4, False)
+    assert "stay in cache" in cpu.reason
+    assert chosen(platform="cpu", batch=8, steps=64).segment is None
+    assert chosen(segment="auto", steps=8192).segment == 64
+    assert chosen(unroll=True).unroll == 128
