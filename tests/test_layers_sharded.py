@@ -108,6 +108,22 @@ def test_no_collective_lies_inside_a_loop(mesh):
         assert max(counts.values()) <= 12, counts
 
 
+def test_a_layer_inside_of_a_shard_map_sees_its_part_alone():
+    strategy = ktd.TPUStrategy()
+    with strategy.scope():
+        layer = fast.GRU(UNITS)
+        layer.build((16, STEPS, WIDTH))
+    x = jnp.asarray(data(16)[0])
+    rows = PartitionSpec("data")
+
+    def call(x):
+        with strategy.scope():
+            return layer(x)
+
+    parts = jax.shard_map(call, mesh=strategy.mesh, in_specs=rows, out_specs=rows, check_vma=False)
+    close(jax.jit(parts)(x), jax.jit(call)(x))
+
+
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize(
     ("mesh", "most"), [({"data": 8}, 1), ({"data": 2, "model": 4}, 12)], ids=["data8", "2x4"]

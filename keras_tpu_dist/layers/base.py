@@ -124,7 +124,7 @@ class FastRecurrence:
             directions=directions,
             keep=variant.keep,
             early=variant.early,
-            segment=variant.segment,
+            segment=variant.segment if directions == 1 else None,
             recompute=variant.recompute,
             unroll=variant.unroll,
             pin_layout=place.alone and place.platform == "tpu",

@@ -31,17 +31,21 @@ def find() -> Place:
     device mesh and batch axis.
     """
     distribution = keras.distribution.distribution()
-    manual = _manual_axes()
-    if distribution is None or manual:
-        return Place(Split(), jax.default_backend(), bool(manual) or jax.device_count() == 1)
+    around = jax.sharding.get_abstract_mesh()
+    if not around.empty and around.manual_axes:
+        # Inside somebody's shard_map: what is seen here is already one device's part.
+        whole = set(around.manual_axes) == set(around.axis_names)
+        return Place(Split(), _platform(distribution), whole)
+    if distribution is None:
+        return Place(Split(), jax.default_backend(), jax.device_count() == 1)
     mesh, axes = _mesh_and_axes(distribution)
     return Place(Split(mesh, axes), mesh.devices.flat[0].platform, True)
 
 
-def _manual_axes() -> tuple[str, ...]:
-    """Axes of the `shard_map` that this code is already inside of, if any."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return () if mesh.empty else tuple(mesh.manual_axes)
+def _platform(distribution) -> str:
+    if distribution is None:
+        return jax.default_backend()
+    return _mesh_and_axes(distribution)[0].devices.flat[0].platform
 
 
 def _mesh_and_axes(distribution):

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from keras_tpu_dist.errors import message
 from keras_tpu_dist.recurrence.cells import Array, Cell, Product, State, sum_rows
 
 
@@ -65,6 +66,17 @@ class Loop:
     recompute: bool = True
     unroll: int = 1
     pin_layout: bool = False
+
+    def __post_init__(self):
+        if self.directions == 2 and self.segment is not None:
+            raise ValueError(
+                message(
+                    "Two directions in one loop cannot be cut into segments, because they meet "
+                    "the segments in opposite order.",
+                    received={"directions": self.directions, "segment": self.segment},
+                    fix="Run the directions one after the other.",
+                )
+            )
 
     def pin(self, tree: Any) -> Any:
         """Keeps arrays time-major in memory.
