@@ -339,10 +339,16 @@ def time_distributed(args):
             lowered = jax.jit(lambda x, layer=layer: layer(x, training=True)).lower(x)
             compiled = lowered.compile()
             seconds = time.perf_counter() - started
-            size = compiled.memory_analysis().generated_code_size_in_bytes
+            if (name, steps) == ("GlobalMaxPooling2D", 10):  # the very first also warms JAX up
+                started = time.perf_counter()
+                jax.clear_caches()
+                compiled = (
+                    jax.jit(lambda x, layer=layer: layer(x, training=True)).lower(x).compile()
+                )
+                seconds = time.perf_counter() - started
             print(
-                f"TimeDistributed({name}), T = {steps}: {seconds:.2f} s to compile, program of "
-                f"{len(lowered.as_text())} bytes, machine code of {size} bytes",
+                f"TimeDistributed({name}), T = {steps}: {seconds:.2f} s to compile, "
+                f"{len(lowered.as_text())} bytes of program, {len(compiled.as_text())} compiled",
                 flush=True,
             )
 
