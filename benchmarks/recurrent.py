@@ -122,8 +122,8 @@ def shapes_on(mesh, values, size):
     return weights, jax.ShapeDtypeStruct(size, jnp.float32, sharding=rows)
 
 
-def tpu_case(case):
-    """Compiles one step for v5e:2x4 and reads its schedule; runs in a process of its own."""
+def tpu_cases(cases):
+    """Compiles steps for v5e:2x4 and reads their schedules, in a process that does only this."""
     dump = pathlib.Path(tempfile.mkdtemp(prefix="schedule"))
     os.environ.update(
         JAX_PLATFORMS="cpu",
@@ -133,6 +133,13 @@ def tpu_case(case):
         TPU_LOG_DIR="disabled",
         LIBTPU_INIT_ARGS=f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true",
     )
+    try:
+        return [tpu_case(case, dump) for case in cases]
+    finally:
+        shutil.rmtree(dump)
+
+
+def tpu_case(case, dump):
     import jax
     import keras
     from jax.experimental import mesh_utils, topologies
@@ -155,7 +162,9 @@ def tpu_case(case):
     compiled = lowered.compile()
     seconds = time.process_time() - started
     schedule = read(compiled.as_text(), dump)
-    shutil.rmtree(dump)
+    for path in dump.iterdir():
+        path.unlink()
+    keras.distribution.set_distribution(None)
     cost = compiled.cost_analysis()
     return {
         **case,
@@ -173,7 +182,7 @@ def tpu(args):
             for kind in args.kinds:
                 if kind == "stock unrolled" and TPU_SIZES[number][1] > UNROLLED_STEPS:
                     continue
-                case = json.dumps({"cell": cell, "size": TPU_SIZES[number], "kind": kind})
+                case = json.dumps([{"cell": cell, "size": TPU_SIZES[number], "kind": kind}])
                 done = subprocess.run(
                     [sys.executable, __file__, "one", "--case", case],
                     capture_output=True,
@@ -182,7 +191,7 @@ def tpu(args):
                 )
                 if done.returncode:
                     sys.exit(done.stderr)
-                rows[kind] = json.loads(done.stdout.splitlines()[-1])
+                rows[kind] = json.loads(done.stdout.splitlines()[-1])[0]
             report_tpu(cell, TPU_SIZES[number], rows)
 
 
@@ -357,7 +366,7 @@ def main():
     args = parse()
     sys.path[:0] = [str(pathlib.Path(__file__).parent), str(pathlib.Path(__file__).parents[1])]
     if args.what == "one":
-        print(json.dumps(tpu_case(json.loads(args.case))))
+        print(json.dumps(tpu_cases(json.loads(args.case))))
         return
     {"tpu": tpu, "wall": wall, "segments": segments, "time-distributed": time_distributed}[
         args.what

@@ -159,7 +159,7 @@ def test_long_sequences_and_segments_found_by_themselves():
     check([case(rec.LSTM(), steps=64, mask="padded", segment=rec.check_segment("auto", 64))])
 
 
-@settings(max_examples=6, deadline=None, derandomize=True)
+@settings(max_examples=4, deadline=None, derandomize=True)
 @given(
     name=st.sampled_from(sorted(CELLS)),
     steps=st.integers(1, 9),
