@@ -12,14 +12,16 @@ from jax.sharding import Mesh, NamedSharding
 from keras_tpu_dist import _keras, adoption
 from keras_tpu_dist.data import BatchPlacer, DeviceIterator
 from keras_tpu_dist.errors import message
+from keras_tpu_dist.guard import StateGuard, recover, states_to_keep
 from keras_tpu_dist.layout import (
+    Decision,
     LayoutRules,
     check_axis_names,
     checked,
     decide,
     named_sharding,
 )
-from keras_tpu_dist.loop import StateGuard, make_step, recover, should_donate
+from keras_tpu_dist.loop import make_step
 from keras_tpu_dist.mesh import MeshLike, build_mesh, checked_data_axes
 
 
@@ -48,8 +50,8 @@ class TPUStrategy(keras.distribution.ModelParallel):
         prefetch: Number of batches held ready on the devices ahead of the running step.
         donate_state: Whether a train step overwrites its input state. `True` halves the memory
             of the state; after a failure inside a launch the weights are those of the start of
-            the epoch. `False` keeps the state before every step. `"auto"` keeps it where the
-            state is small (5 % of the device's memory, or 256 MiB where that is unknown).
+            the epoch. `False` keeps the state before every step. `"auto"` keeps it where two
+            states fit in 10 % of the device's memory (256 MiB where that is unknown).
 
     Raises:
         ValueError: If the mesh does not fit the devices, a name is no axis of the mesh, or a rule
@@ -62,8 +64,8 @@ class TPUStrategy(keras.distribution.ModelParallel):
     >>> with strategy.scope():
     ...     model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
     ...     model.compile("adam", "mse")
-    >>> model.layers[0].kernel.value.sharding.spec
-    PartitionSpec(None, 'model')
+    >>> tuple(model.layers[0].kernel.value.sharding.spec)
+    (None, 'model')
     """
 
     def __init__(
@@ -198,9 +200,8 @@ class TPUStrategy(keras.distribution.ModelParallel):
             axes = tuple(given.spec)
         else:
             return given
-        rule = LayoutRules([(".*", axes)])
-        check_axis_names(rule, self._mesh.axis_names)
-        decision = decide(variable.path, rule)
+        check_axis_names(LayoutRules([(variable.path, axes)]), self._mesh.axis_names)
+        decision = Decision(axes, "the variable's own layout")
         checked(decision, variable.path, variable.shape, self._mesh)
         return named_sharding(self._mesh, axes)
 
@@ -212,6 +213,9 @@ class TPUStrategy(keras.distribution.ModelParallel):
         _check_input(name, args, kwargs)
         with self.scope():
             member = adoption.adopt(model, self)
+            if member.guard is not None:
+                # What a fit around this call has kept is in the variables by now.
+                member.guard.release()
             try:
                 yield
             except BaseException:
@@ -225,8 +229,8 @@ class TPUStrategy(keras.distribution.ModelParallel):
     def _make_function(self, model, kind: str):
         member = adoption.adopt(model, self)
         if member.guard is None:
-            donate = should_donate(self._donate_state, _keras.state_variables(model))
-            member.guard = StateGuard(donate)
+            kept = states_to_keep(self._donate_state, _keras.state_variables(model))
+            member.guard = StateGuard(kept)
         return make_step(model, kind, self._placer, member.guard)
 
     def _state_read(self, model, state) -> None:
@@ -242,6 +246,9 @@ class TPUStrategy(keras.distribution.ModelParallel):
             self._prefetch,
             epoch_iterator.steps_per_epoch,
         )
+
+    def _host_batch(self, data):
+        return self._placer.checked(data)
 
     @staticmethod
     def _check_options(prefetch, donate_state):
@@ -302,7 +309,7 @@ def _check_input(name: str, args: tuple, kwargs: Mapping) -> None:
     x = args[0] if args else kwargs.get("x")
     if x is None:
         raise ValueError(_no_data(f"{name}(x=None)"))
-    for leaf in jax.tree.leaves(x):
+    for leaf in keras.tree.flatten(x):
         shape = getattr(leaf, "shape", None)
         if isinstance(shape, tuple) and shape and math.prod(shape[:1]) == 0:
             raise ValueError(_no_data(f"{name} on an array of shape {shape}"))
