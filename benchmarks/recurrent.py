@@ -126,6 +126,7 @@ def tpu_cases(cases):
     """Compiles steps for v5e:2x4 and reads their schedules, in a process that does only this."""
     dump = pathlib.Path(tempfile.mkdtemp(prefix="schedule"))
     os.environ.update(
+        KERAS_BACKEND="jax",
         JAX_PLATFORMS="cpu",
         TPU_ACCELERATOR_TYPE="v5litepod-8",
         TPU_WORKER_HOSTNAMES="localhost",
