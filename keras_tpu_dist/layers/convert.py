@@ -1,5 +1,7 @@
 """The same model with Keras's recurrent layers replaced by those of this package."""
 
+from typing import Any
+
 import jax.numpy as jnp
 import keras
 
@@ -67,7 +69,7 @@ def convert(model):
 def _make_again(model):
     """A new model from the model's config, and how to build and compile it."""
     try:
-        config = keras.saving.serialize_keras_object(model)
+        config: Any = keras.saving.serialize_keras_object(model)
         build, compiled = config.pop("build_config", None), config.pop("compile_config", None)
         if isinstance(model, keras.Sequential | Functional):
             return keras.saving.deserialize_keras_object(config), build, compiled

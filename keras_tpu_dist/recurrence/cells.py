@@ -10,7 +10,7 @@ together.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -124,23 +124,23 @@ class Cell(Protocol):
     num_states: int
     states_suffice: bool
 
-    def advance(self, product, recurrent, bias, projected, state):
+    def advance(self, product, recurrent, bias, projected, state) -> Any:
         """One step: `(new state, the activations' inputs)`."""
         ...
 
-    def rebuild(self, product, recurrent, bias, projected, previous):
+    def rebuild(self, product, recurrent, bias, projected, previous) -> Any:
         """The activations' inputs of all steps, from the states before each step."""
         ...
 
-    def coefficients(self, inputs, previous):
+    def coefficients(self, inputs, previous) -> Any:
         """What `retreat` multiplies cotangents with, for one step or for all."""
         ...
 
-    def retreat(self, product, recurrent, coefficients, cotangent):
+    def retreat(self, product, recurrent, coefficients, cotangent) -> Any:
         """One step backwards: `(cotangent of the state before, what to emit)`."""
         ...
 
-    def gradients(self, product, emitted, inputs, previous):
+    def gradients(self, product, emitted, inputs, previous) -> Any:
         """`(projection's cotangent, recurrent kernel's gradient, recurrent bias's gradient)`."""
         ...
 

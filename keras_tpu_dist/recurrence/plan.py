@@ -87,7 +87,7 @@ def choose(
     """
     per_iteration = steps if unroll is True else max(int(unroll), 1)
     asked = check_segment(segment, steps)
-    if asked is not None:
+    if isinstance(asked, int):
         return Variant(
             keep=True,
             early=True,

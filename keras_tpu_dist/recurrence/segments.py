@@ -7,8 +7,9 @@ from jax import lax
 from keras_tpu_dist.recurrence.loop import Loop, Weights, run, run_back
 
 
-def _cut(loop: Loop, tree, size: int):
+def _cut(loop: Loop, tree):
     """Whole segments `(segments, size, batch, ...)` and the shorter one that is run last."""
+    size = loop.segment or 1
 
     def whole(a):
         short = a.shape[0] % size
@@ -46,7 +47,7 @@ def run_segments(loop: Loop, x, weights: Weights, state, mask, *, save: bool):
         save: Whether the backward pass will need anything.
     """
     keep_all = save and not loop.recompute
-    whole, short = _cut(loop, (x, mask), loop.segment)
+    whole, short = _cut(loop, (x, mask))
 
     def segment(before, inputs):
         x_now, mask_now = inputs
@@ -65,7 +66,7 @@ def run_segments(loop: Loop, x, weights: Weights, state, mask, *, save: bool):
 def run_segments_back(loop: Loop, x, weights: Weights, kept, mask, d_hs, d_last):
     """All steps backwards, one segment after the other; arguments and results as `run_back`."""
     kept_whole, kept_short = kept
-    whole, short = _cut(loop, (x, mask, d_hs), loop.segment)
+    whole, short = _cut(loop, (x, mask, d_hs))
 
     def segment(d_after, inputs):
         saved, (x_now, mask_now, d_hs_now) = inputs

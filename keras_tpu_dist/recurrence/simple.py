@@ -36,7 +36,7 @@ class SimpleRNN:
     def coefficients(self, inputs, previous):
         """The slope of the activation; `inputs` are the states after, where they suffice."""
         del previous
-        if self.states_suffice:
+        if self.activation.slope is not None:
             return (self.activation.slope(inputs),)
         return (self.activation.with_slope(inputs)[1],)
 
