@@ -1,5 +1,7 @@
 """Both directions of a bidirectional layer in one time loop."""
 
+from typing import Any
+
 import jax.numpy as jnp
 import keras
 from keras import ops
@@ -49,7 +51,9 @@ class Bidirectional(keras.layers.Bidirectional):
         half = arithmetic.num_states
         if initial_state is None:
             initial_state = forward.get_initial_state(sequences.shape[0]) * 2
-        states = [ops.convert_to_tensor(s, dtype=self.compute_dtype) for s in initial_state]
+        states: list[Any] = [
+            ops.convert_to_tensor(s, dtype=self.compute_dtype) for s in initial_state
+        ]
         state = tuple(jnp.stack(pair) for pair in zip(states[:half], states[half:]))
         loop = forward._loop(
             arithmetic, place, sequences, forward.variant(sequences.shape, place), directions=2
@@ -107,4 +111,5 @@ class Bidirectional(keras.layers.Bidirectional):
 
 
 def _stack(weights: list[Weights]) -> Weights:
-    return Weights(*(None if pair[0] is None else jnp.stack(pair) for pair in zip(*weights)))
+    stacked: Any = [None if pair[0] is None else jnp.stack(pair) for pair in zip(*weights)]
+    return Weights(*stacked)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -141,7 +142,8 @@ def recur(loop: Loop, split: Split, x, weights: Weights, state, mask=None):
             mask = jnp.stack([mask, jnp.flip(mask, axis=0)], axis=1)
     short = -batch % split.parts
     if short:
-        x, state, mask = jax.tree.map(lambda a: _pad_rows(a, short), (x, state, mask))
+        rows: Any = (x, state, mask)
+        x, state, mask = jax.tree.map(lambda a: _pad_rows(a, short), rows)
     hs, last = differentiable(loop, split, x, weights, tuple(state), mask)
     if short:
         hs, last = jax.tree.map(

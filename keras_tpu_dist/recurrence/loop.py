@@ -97,7 +97,7 @@ class Saved(NamedTuple):
     inputs: Array | None
 
 
-def _per_step_bias(loop: Loop, bias):
+def _per_step_bias(loop: Loop, bias) -> Any:
     """A bias that broadcasts against `(batch, gates * units)`, with a direction axis if any."""
     return None if bias is None else (bias[:, None] if loop.directions == 2 else bias)
 
@@ -125,7 +125,7 @@ def project(loop: Loop, x: Array, weights: Weights) -> Array:
     return projected
 
 
-def run(loop: Loop, x, weights: Weights, state: State, mask, *, save: bool):
+def run(loop: Loop, x, weights: Weights, state: State, mask, *, save: bool) -> tuple[Any, Any, Any]:
     """All steps forwards.
 
     Args:

@@ -1,5 +1,7 @@
 """Time cut into segments: to keep only the states between them, or to stay in cache."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -23,7 +25,7 @@ def _cut(loop: Loop, tree):
     return jax.tree.map(whole, tree), jax.tree.map(short, tree)
 
 
-def _paste(loop: Loop, whole, short):
+def _paste(loop: Loop, whole, short) -> Any:
     """Undoes `_cut`."""
     if whole is None:
         return None
