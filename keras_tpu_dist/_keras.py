@@ -28,6 +28,10 @@ if "keras" not in sys.modules:
 
 import keras
 from jax._src import xla_bridge
+from keras.src.backend.common.variables import AutocastScope
+
+# Public replacement: none; `keras.Model` is what its constructor returns for functional models too.
+from keras.src.models.functional import Functional as Functional
 
 if keras.config.backend() != "jax":
     raise ImportError(
@@ -332,3 +336,11 @@ ATTENTION_PARAMETERS = (
     "flash_attention",
     "attn_logits_soft_cap",
 )
+def full_precision(variable):
+    """A variable's value in its own dtype, also inside a layer whose policy casts it.
+
+    Gradients that are accumulated in float32 should not be rounded to bfloat16 on their way to a
+    float32 variable. Public replacement: none; `Variable.value` always casts inside a layer call.
+    """
+    with AutocastScope(None):
+        return variable.value

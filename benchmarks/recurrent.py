@@ -1,0 +1,378 @@
+"""Our recurrent layers against Keras's, unrolled Keras's and a hand-written scan.
+
+    python benchmarks/recurrent.py tpu              # TPU v5e:2x4, by its compiler; no chip needed
+    python benchmarks/recurrent.py wall --devices 8 # wall time on simulated devices
+    python benchmarks/recurrent.py wall --devices 1
+    python benchmarks/recurrent.py segments         # memory and time at T = 8192
+    python benchmarks/recurrent.py time-distributed # compile time and program size against T
+
+Every program is one train step of one layer of U units on (B, T, U) inputs, as it stands in the
+middle of a network: loss, gradients of all weights and of the input, gradient descent. All that
+are compared by wall time run in one process, in turn.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+
+TPU_SIZES = [(1024, 128, 256), (256, 1024, 512), (64, 64, 1024)]
+WALL_SIZES = {
+    8: [(64, 64, 1024), (256, 128, 512), (1024, 128, 256)],
+    1: [(8, 64, 1024), (32, 256, 512), (128, 128, 256)],
+}
+CELLS = ["LSTM", "GRU", "SimpleRNN"]
+KINDS = ["stock", "ours", "stock unrolled", "scan"]
+UNROLLED_STEPS = 64  # longer ones take minutes to compile
+
+
+def parse():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=["tpu", "wall", "segments", "time-distributed", "one"])
+    parser.add_argument("--devices", type=int, default=8)
+    parser.add_argument("--cells", nargs="*", default=CELLS)
+    parser.add_argument("--kinds", nargs="*", default=KINDS)
+    parser.add_argument("--sizes", nargs="*", type=int, default=[0, 1, 2], help="which, by number")
+    parser.add_argument("--seconds", type=float, default=6.0, help="per program, wall times")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+class OnMesh:
+    """What a layer asks a distribution for, on devices nobody has attached."""
+
+    def __init__(self, mesh, data_axes):
+        self.mesh, self.data_axes = mesh, data_axes
+
+    def get_tensor_layout(self, path):
+        return None
+
+
+def plain_scan(cell, weights, x):
+    """A scan as written by hand: input projected once, differentiated by JAX."""
+    import jax.numpy as jnp
+    from jax import lax
+
+    from keras_tpu_dist.recurrence import Product
+
+    projected = jnp.swapaxes(x, 0, 1) @ weights.kernel + weights.bias
+
+    def step(state, now):
+        after, _ = cell.advance(Product(), weights.recurrent, weights.recurrent_bias, now, state)
+        return after, None
+
+    zeros = jnp.zeros((x.shape[0], weights.recurrent.shape[0]))
+    last, _ = lax.scan(step, (zeros,) * cell.num_states, projected)
+    return last[0]
+
+
+def make_step(kind, cell, size):
+    """`step(weights, x) -> (loss, weights, gradient of x)` and the shapes of the weights."""
+    import jax
+    import jax.numpy as jnp
+    import keras
+
+    from keras_tpu_dist import layers, recurrence
+
+    _, steps, units = size
+    package = layers if kind == "ours" else keras.layers
+    config = {"unroll": True} if kind == "stock unrolled" else {}
+    layer = getattr(package, cell)(units, **config)
+    layer.build((None, steps, units))
+    frozen = [v.value for v in layer.non_trainable_variables]
+    values = [v.value for v in layer.trainable_variables]
+
+    def forward(weights, x):
+        if kind != "scan":
+            return layer.stateless_call(weights, frozen, x)[0]
+        bias = tuple(weights[2]) if weights[2].ndim == 2 else (weights[2], None)
+        named = recurrence.Weights(weights[0], bias[0], weights[1], bias[1])
+        return plain_scan(getattr(recurrence, cell)(), named, x)
+
+    def step(weights, x):
+        def loss(weights, x):
+            return jnp.mean(forward(weights, x) ** 2)
+
+        value, (gradients, d_x) = jax.value_and_grad(loss, argnums=(0, 1))(weights, x)
+        return value, jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), d_x
+
+    return step, values
+
+
+def shapes_on(mesh, values, size):
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    columns = "model" if "model" in mesh.axis_names else None
+    weights = [
+        jax.ShapeDtypeStruct(
+            v.shape,
+            v.dtype,
+            sharding=NamedSharding(mesh, PartitionSpec(*[None] * (v.ndim - 1), columns)),
+        )
+        for v in values
+    ]
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+    return weights, jax.ShapeDtypeStruct(size, jnp.float32, sharding=rows)
+
+
+def tpu_cases(cases):
+    """Compiles steps for v5e:2x4 and reads their schedules, in a process that does only this."""
+    dump = pathlib.Path(tempfile.mkdtemp(prefix="schedule"))
+    os.environ.update(
+        KERAS_BACKEND="jax",
+        JAX_PLATFORMS="cpu",
+        TPU_ACCELERATOR_TYPE="v5litepod-8",
+        TPU_WORKER_HOSTNAMES="localhost",
+        ALLOW_MULTIPLE_LIBTPU_LOAD="1",
+        TPU_LOG_DIR="disabled",
+        LIBTPU_INIT_ARGS=f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true",
+    )
+    try:
+        return [tpu_case(case, dump) for case in cases]
+    finally:
+        shutil.rmtree(dump)
+
+
+def tpu_case(case, dump):
+    import jax
+    import keras
+    from jax.experimental import mesh_utils, topologies
+    from tpu_schedule import read
+
+    import keras_tpu_dist  # noqa: F401  selects Keras's backend
+
+    slice_ = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4")
+    axes = case.get("mesh", {"data": 8})
+    chips = mesh_utils.create_device_mesh(
+        tuple(axes.values()), slice_.devices, allow_split_physical_axes=True
+    )
+    mesh = jax.sharding.Mesh(chips, tuple(axes))
+    size = tuple(case["size"])
+    step, values = make_step(case["kind"], case["cell"], size)
+    if case["kind"] == "ours":
+        keras.distribution.set_distribution(OnMesh(mesh, ("data",)))
+    lowered = jax.jit(step, donate_argnums=0).lower(*shapes_on(mesh, values, size))
+    started = time.process_time()
+    compiled = lowered.compile()
+    seconds = time.process_time() - started
+    schedule = read(compiled.as_text(), dump)
+    for path in dump.iterdir():
+        path.unlink()
+    keras.distribution.set_distribution(None)
+    cost = compiled.cost_analysis()
+    return {
+        **case,
+        **schedule.to_dict(),
+        "hbm_bytes_loop_body_once": int(cost.get("bytes accessed", 0)),
+        "peak_temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
+        "compile_cpu_seconds": round(seconds, 1),
+    }
+
+
+def tpu(args):
+    for cell in args.cells:
+        for number in args.sizes:
+            rows = {}
+            for kind in args.kinds:
+                if kind == "stock unrolled" and TPU_SIZES[number][1] > UNROLLED_STEPS:
+                    continue
+                case = json.dumps([{"cell": cell, "size": TPU_SIZES[number], "kind": kind}])
+                done = subprocess.run(
+                    [sys.executable, __file__, "one", "--case", case],
+                    capture_output=True,
+                    text=True,
+                    check=False,
+                )
+                if done.returncode:
+                    sys.exit(done.stderr)
+                rows[kind] = json.loads(done.stdout.splitlines()[-1])[0]
+            report_tpu(cell, TPU_SIZES[number], rows)
+
+
+def report_tpu(cell, size, rows):
+    print(f"{cell}, (B, T, U) = {size}, one core of v5e:2x4")
+    for kind, row in rows.items():
+        stock = rows.get("stock", row)
+        print(
+            f"  {kind:15} bundles {row['bundles'] / 1e6:7.3f} M"
+            f" ({row['bundles'] / stock['bundles']:.2f}x), with window loops"
+            f" {row['scheduled_cycles'] / 1e6:7.3f} M"
+            f" ({row['scheduled_cycles'] / stock['scheduled_cycles']:.2f}x), cost model"
+            f" {row['estimated_cycles'] / 1e6:7.3f} M"
+            f" ({row['estimated_cycles'] / stock['estimated_cycles']:.2f}x), temporaries"
+            f" {row['peak_temporary_bytes'] / 1e6:7.1f} MB, collectives {row['collectives']}"
+            f" ({row['collectives_in_loops']} in loops), compiled in"
+            f" {row['compile_cpu_seconds']} CPU s",
+            flush=True,
+        )
+
+
+def race(programs, seconds):
+    """Median seconds of each program, in turn, so that a busy machine is busy for all."""
+    import jax
+    import numpy as np
+
+    times = {name: [] for name in programs}
+    for run, arguments in programs.values():
+        jax.block_until_ready(run(*arguments))
+    stop = time.perf_counter() + seconds * len(programs)
+    while time.perf_counter() < stop or min(map(len, times.values())) < 5:
+        for name, (run, arguments) in programs.items():
+            started = time.perf_counter()
+            jax.block_until_ready(run(*arguments))
+            times[name].append(time.perf_counter() - started)
+    return {name: float(np.median(values)) for name, values in times.items()}
+
+
+def wall(args):
+    import keras_tpu_dist as ktd
+
+    ktd.simulate(args.devices)
+    import jax
+    import numpy as np
+
+    for cell in args.cells:
+        for number in args.sizes:
+            size = WALL_SIZES[args.devices][number]
+            programs = {}
+            for kind in args.kinds:
+                if kind == "stock unrolled" and size[1] > UNROLLED_STEPS:
+                    continue
+                programs[kind] = program_on_devices(kind, cell, size, args.devices)
+            times = race(programs, args.seconds)
+            del programs
+            line = ", ".join(
+                f"{kind} {1e3 * t:.0f} ms ({times['stock'] / t:.2f}x)" for kind, t in times.items()
+            )
+            print(f"{cell}, (B, T, U) = {size}, {args.devices} CPU device(s): {line}", flush=True)
+            jax.clear_caches()
+    assert np.isfinite(list(times.values())).all()
+
+
+def program_on_devices(kind, cell, size, devices):
+    import jax
+    import keras
+    import numpy as np
+
+    import keras_tpu_dist as ktd
+
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=size).astype("float32")
+    step, values = make_step(kind, cell, size)
+    if devices == 1:
+        return jax.jit(step).lower(values, x).compile(), (values, x)
+    strategy = ktd.TPUStrategy()
+    weights, rows = shapes_on(strategy.mesh, values, size)
+    arguments = (
+        [jax.device_put(v, w.sharding) for v, w in zip(values, weights)],
+        jax.device_put(x, rows.sharding),
+    )
+    keras.distribution.set_distribution(strategy if kind == "ours" else None)
+    compiled = jax.jit(step).lower(*arguments).compile()
+    keras.distribution.set_distribution(None)
+    return compiled, arguments
+
+
+def segments(args):
+    import keras_tpu_dist as ktd
+
+    ktd.simulate(1)
+    import jax
+    import keras
+
+    from keras_tpu_dist import layers
+
+    size = (8, 8192, 64)
+    rows = {}
+    for name, package, config in (
+        ("stock", keras.layers, {}),
+        ("ours", layers, {}),
+        ("ours, segment='auto'", layers, {"segment": "auto"}),
+    ):
+        compiled, arguments = whole_sequence(package.LSTM(size[2], **config), size)
+        rows[name] = compiled, arguments, compiled.memory_analysis().temp_size_in_bytes
+    times = race({name: row[:2] for name, row in rows.items()}, args.seconds)
+    for name, (_, _, temporary) in rows.items():
+        print(
+            f"LSTM, (B, T, U) = {size}, one CPU device, {name}: {temporary / 1e6:.1f} MB of "
+            f"temporaries ({temporary / rows['stock'][2]:.3f}x), {1e3 * times[name]:.0f} ms"
+        )
+    jax.clear_caches()
+
+
+def whole_sequence(layer, size):
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    layer.build((None, *size[1:]))
+    values = [v.value for v in layer.trainable_variables]
+    frozen = [v.value for v in layer.non_trainable_variables]
+    x = np.random.default_rng(0).normal(size=size).astype("float32")
+
+    def step(weights, x):
+        return jax.value_and_grad(lambda w: jnp.mean(layer.stateless_call(w, frozen, x)[0] ** 2))(
+            weights
+        )
+
+    return jax.jit(step).lower(values, x).compile(), (values, x)
+
+
+def time_distributed(args):
+    import keras_tpu_dist as ktd
+
+    ktd.simulate(1)
+    import jax
+    import keras
+    import numpy as np
+
+    from keras_tpu_dist import layers
+
+    inner = {
+        "GlobalMaxPooling2D": keras.layers.GlobalMaxPooling2D,
+        "Conv2D": lambda: keras.layers.Conv2D(4, 3),
+        "Dense": lambda: keras.layers.Dense(4),
+    }
+    for name, make in inner.items():
+        for steps in (10, 100, 1000):
+            layer = layers.TimeDistributed(make())
+            x = np.ones((2, steps, 8, 8, 3), "float32")
+            layer.build(x.shape)
+            started = time.perf_counter()
+            lowered = jax.jit(lambda x, layer=layer: layer(x, training=True)).lower(x)
+            compiled = lowered.compile()
+            seconds = time.perf_counter() - started
+            if (name, steps) == ("GlobalMaxPooling2D", 10):  # the very first also warms JAX up
+                started = time.perf_counter()
+                jax.clear_caches()
+                compiled = (
+                    jax.jit(lambda x, layer=layer: layer(x, training=True)).lower(x).compile()
+                )
+                seconds = time.perf_counter() - started
+            print(
+                f"TimeDistributed({name}), T = {steps}: {seconds:.2f} s to compile, "
+                f"{len(lowered.as_text())} bytes of program, {len(compiled.as_text())} compiled",
+                flush=True,
+            )
+
+
+def main():
+    args = parse()
+    sys.path[:0] = [str(pathlib.Path(__file__).parent), str(pathlib.Path(__file__).parents[1])]
+    if args.what == "one":
+        print(json.dumps(tpu_cases(json.loads(args.case))))
+        return
+    {"tpu": tpu, "wall": wall, "segments": segments, "time-distributed": time_distributed}[
+        args.what
+    ](args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Both directions of a bidirectional layer in one time loop."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import keras
+from keras import ops
+
+from keras_tpu_dist.layers.base import FastRecurrence, check_mask, weights_of
+from keras_tpu_dist.layers.place import find
+from keras_tpu_dist.recurrence import Weights, recur
+
+
+@keras.saving.register_keras_serializable("keras_tpu_dist")
+class Bidirectional(keras.layers.Bidirectional):
+    """`keras.layers.Bidirectional` whose two directions share one time loop.
+
+    Constructor, call arguments, weights, config and results are Keras's. The directions run
+    together if both are the same fast layer of this package with the same units, activations and
+    bias, stateless, without dropout in this call, not segmented and with no regularizer of their
+    outputs; otherwise one after the other, as Keras does it. A loop half as long waits half as
+    often for its products.
+
+    Args:
+        layer: The forward layer.
+        merge_mode: One of "concat", "sum", "mul", "ave" or None. Defaults to `"concat"`.
+        backward_layer: The backward layer; by default like the forward layer.
+
+    Example:
+
+    >>> import numpy as np
+    >>> import keras_tpu_dist as ktd
+    >>> layer = ktd.layers.Bidirectional(ktd.layers.LSTM(4, return_sequences=True))
+    >>> layer(np.ones((2, 3, 5), "float32")).shape
+    (2, 3, 8)
+    """
+
+    def call(self, sequences, initial_state=None, mask=None, training=None):
+        """Both directions over `(batch, time, features)`."""
+        place = find()
+        arithmetic = self._together(place, training)
+        if arithmetic is None:
+            return super().call(
+                sequences, initial_state=initial_state, mask=mask, training=training
+            )
+        forward, backward = self.forward_layer, self.backward_layer
+        sequences = ops.convert_to_tensor(sequences, dtype=self.compute_dtype)
+        mask = mask[0] if isinstance(mask, list | tuple) else mask
+        mask = check_mask(self.name, mask, sequences.shape)
+        weights = _stack([weights_of(forward.cell), weights_of(backward.cell)])
+        half = arithmetic.num_states
+        if initial_state is None:
+            initial_state = forward.get_initial_state(sequences.shape[0]) * 2
+        states: list[Any] = [
+            ops.convert_to_tensor(s, dtype=self.compute_dtype) for s in initial_state
+        ]
+        state = tuple(jnp.stack(pair) for pair in zip(states[:half], states[half:]))
+        loop = forward._loop(
+            arithmetic, place, sequences, forward.variant(sequences.shape, place), directions=2
+        )
+        hs, last = recur(loop, place.split, sequences, weights, state, mask)
+        return self._merge(
+            self._directions(hs, last, mask), [s[0] for s in last] + [s[1] for s in last]
+        )
+
+    def _together(self, place, training):
+        """The recurrence both directions share, or None if they must run one after the other."""
+        forward, backward = self.forward_layer, self.backward_layer
+        if not isinstance(forward, FastRecurrence) or type(forward) is not type(backward):
+            return None
+        if forward.go_backwards or not (forward.built and backward.built):
+            return None
+        pair = [layer._fast(place, training) for layer in (forward, backward)]
+        same = pair[0] == pair[1] and not isinstance(pair[0], str)
+        for name in ("units", "use_bias", "compute_dtype", "unroll", "zero_output_for_mask"):
+            same = same and getattr(forward, name) == getattr(backward, name)
+        for layer in (forward, backward):
+            plain = not layer.stateful and layer.segment is None
+            plain = plain and layer.activity_regularizer is None and layer.unroll is not True
+            same = same and plain and not (training and layer.dropout)
+        return pair[0] if same else None
+
+    def _directions(self, hs, last, mask):
+        """Outputs of both directions in the time order of the input."""
+        forward = self.forward_layer
+        if hs is None:
+            ahead, behind = last[0][0], last[0][1]
+            if mask is not None:
+                # The last step of the backward direction is the first of the input.
+                ahead = forward._hide_last(ahead, mask[..., None])
+                hidden = jnp.where(mask[:, :1], behind, 0)
+                behind = hidden if forward.zero_output_for_mask else behind
+            return ahead, behind
+        ahead, behind = hs[0], jnp.flip(hs[1], axis=1)
+        if mask is not None:
+            ahead, behind = (forward._hide(h, mask[..., None]) for h in (ahead, behind))
+        return ahead, behind
+
+    def _merge(self, directions, states):
+        ahead, behind = (ops.cast(h, self.compute_dtype) for h in directions)
+        merged = {
+            "concat": lambda: ops.concatenate([ahead, behind], axis=-1),
+            "sum": lambda: ahead + behind,
+            "ave": lambda: (ahead + behind) / 2,
+            "mul": lambda: ahead * behind,
+            None: lambda: (ahead, behind),
+        }[self.merge_mode]()
+        if not self.return_state:
+            return merged
+        return (merged if self.merge_mode is None else (merged,)) + tuple(states)
+
+
+def _stack(weights: list[Weights]) -> Weights:
+    stacked: Any = [None if pair[0] is None else jnp.stack(pair) for pair in zip(*weights)]
+    return Weights(*stacked)

@@ -1,0 +1,160 @@
+"""The arithmetic of one recurrent step and of its gradient, without loops.
+
+Every cell says five things, all element-wise except for the products with the recurrent kernel:
+how a step advances the state, how the activations' inputs of all steps are rebuilt at once from
+the states, the coefficients that turn a state's cotangent into theirs, one step backwards, and
+the weight gradients of all steps at once. Shapes are written `(..., batch, units)`: the leading
+axes are none for one step, time for all steps, and a direction axis where two directions run
+together.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Array = jax.Array
+State = tuple[Array, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Activation:
+    """An element-wise activation and its derivative.
+
+    Args:
+        name: What reports call it.
+        function: Maps `(..., units)` to the same shape, element by element.
+        slope: The derivative written in terms of the activation's output, or None if it needs the
+            input; then it is obtained with one `jax.jvp`.
+    """
+
+    name: str
+    function: Callable[[Array], Array]
+    slope: Callable[[Array], Array] | None = None
+
+    def __call__(self, x: Array) -> Array:
+        """The activation of `x`."""
+        return self.function(x)
+
+    def with_slope(self, x: Array) -> tuple[Array, Array]:
+        """The activation of `x` and its derivative there."""
+        if self.slope is not None:
+            y = self.function(x)
+            return y, self.slope(y)
+        # The activation is element-wise, so its Jacobian times ones is the Jacobian's diagonal.
+        return jax.jvp(self.function, (x,), (jnp.ones_like(x),))
+
+
+def _sigmoid(x: Array) -> Array:
+    # On TPU tanh is one instruction, while exp and a division are a dozen; the two forms differ
+    # by one unit in the last place of 1.
+    return 0.5 * jnp.tanh(0.5 * x) + 0.5
+
+
+TANH = Activation("tanh", jnp.tanh, lambda y: 1 - y * y)
+SIGMOID = Activation("sigmoid", _sigmoid, lambda y: y * (1 - y))
+RELU = Activation("relu", jax.nn.relu, lambda y: (y > 0).astype(y.dtype))
+LINEAR = Activation("linear", lambda x: x, jnp.ones_like)
+BUILT_IN = {a.name: a for a in (TANH, SIGMOID, RELU, LINEAR)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """Matrix products as the loop does them.
+
+    Args:
+        dtype: Name of the dtype operands are rounded to ("bfloat16" under a mixed policy), or None
+            to leave them. Products always accumulate in at least float32.
+    """
+
+    dtype: str | None = None
+
+    def weight(self, weight: Array) -> Array:
+        """A weight, rounded once for many products."""
+        return weight if self.dtype is None else weight.astype(self.dtype)
+
+    def __call__(self, rows: Array, weight: Array) -> Array:
+        """`rows @ weight` over the last two axes, accumulated in at least float32."""
+        return jnp.matmul(
+            rows.astype(weight.dtype),
+            weight,
+            preferred_element_type=jnp.promote_types(weight.dtype, jnp.float32),
+        )
+
+    def back(self, rows: Array, weight: Array) -> Array:
+        """`rows @ weight.T`, with no transposed copy of the weight."""
+        batch = tuple(range(weight.ndim - 2))
+        return lax.dot_general(
+            rows.astype(weight.dtype),
+            weight,
+            (((rows.ndim - 1,), (weight.ndim - 1,)), (batch, batch)),
+            preferred_element_type=jnp.promote_types(weight.dtype, jnp.float32),
+        )
+
+    def outer(self, rows: Array, cotangents: Array) -> Array:
+        """The gradient of a weight: rows times cotangents, summed over time and batch.
+
+        Args:
+            rows: `(time, batch, in)` or `(time, directions, batch, in)`.
+            cotangents: `(time, batch, out)` or `(time, directions, batch, out)`.
+
+        Returns:
+            `(in, out)`, or `(directions, in, out)` if the cotangents have a direction axis.
+        """
+        if cotangents.ndim == 4 and rows.ndim == 3:
+            spec = "tbi,tdbo->dio"
+        else:
+            spec = "tdbi,tdbo->dio" if cotangents.ndim == 4 else "tbi,tbo->io"
+        dtype = self.dtype or rows.dtype
+        return jnp.einsum(
+            spec,
+            rows.astype(dtype),
+            cotangents.astype(dtype),
+            preferred_element_type=jnp.promote_types(dtype, jnp.float32),
+        )
+
+
+class Cell(Protocol):
+    """What the loop needs to know of a recurrence."""
+
+    gates: int
+    num_states: int
+    states_suffice: bool
+
+    def advance(self, product, recurrent, bias, projected, state) -> Any:
+        """One step: `(new state, the activations' inputs)`."""
+        ...
+
+    def rebuild(self, product, recurrent, bias, projected, previous) -> Any:
+        """The activations' inputs of all steps, from the states before each step."""
+        ...
+
+    def coefficients(self, inputs, previous) -> Any:
+        """What `retreat` multiplies cotangents with, for one step or for all."""
+        ...
+
+    def retreat(self, product, recurrent, coefficients, cotangent) -> Any:
+        """One step backwards: `(cotangent of the state before, what to emit)`."""
+        ...
+
+    def gradients(self, product, emitted, inputs, previous) -> Any:
+        """`(projection's cotangent, recurrent kernel's gradient, recurrent bias's gradient)`."""
+        ...
+
+
+def split(x: Array, parts: int) -> list[Array]:
+    """Splits the last axis into equal parts."""
+    return jnp.split(x, parts, axis=-1)
+
+
+def join(*parts: Array) -> Array:
+    """Joins along the last axis."""
+    return jnp.concatenate(parts, axis=-1)
+
+
+def sum_rows(cotangents: Array) -> Array:
+    """A bias's gradient: the sum over time and batch."""
+    return jnp.sum(cotangents, axis=(0, -2), dtype=jnp.promote_types(cotangents.dtype, jnp.float32))

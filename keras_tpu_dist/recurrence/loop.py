@@ -1,0 +1,273 @@
+"""The time loop forwards and backwards: what every step must do, and nothing else.
+
+All arrays are time-major, `(time, batch, ...)`, or `(time, 2, batch, ...)` where both directions
+of a bidirectional layer run in one loop; the batch is always the second to last axis.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
+
+from keras_tpu_dist.errors import message
+from keras_tpu_dist.recurrence.cells import Array, Cell, Product, State, sum_rows
+
+
+class Weights(NamedTuple):
+    """The weights of one recurrence; with two directions each has a leading axis of two.
+
+    Args:
+        kernel: `(features, gates * units)`.
+        bias: `(gates * units,)` or None.
+        recurrent: `(units, gates * units)`.
+        recurrent_bias: `(gates * units,)` or None; only the GRU whose reset acts after its product
+            has one.
+    """
+
+    kernel: Array
+    bias: Array | None
+    recurrent: Array
+    recurrent_bias: Array | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """How a recurrence is run; everything about it that is known before the arrays.
+
+    Args:
+        cell: The arithmetic of one step.
+        product: How matrix products are done.
+        sequences: Whether the states after all steps are wanted, not only the last.
+        reverse: Whether time runs backwards.
+        directions: 2 to run a forward and a backward recurrence in the same loop.
+        keep: Whether the backward pass gets the activations' inputs from the forward pass (more
+            memory) or rebuilds them (one more product).
+        early: Whether the backward pass works out its coefficients before its loop, for all steps
+            at once (more memory), or step by step inside.
+        segment: Number of steps that are projected, run and differentiated together, or None for
+            all. A short segment stays in a CPU's cache.
+        recompute: With segments, whether only the states between them are kept, and everything
+            inside is computed again in the backward pass.
+        unroll: Steps per iteration of the compiled loop.
+        pin_layout: Whether to force what the loop reads to be time-major in memory.
+    """
+
+    cell: Cell
+    product: Product = dataclasses.field(default_factory=Product)
+    sequences: bool = True
+    reverse: bool = False
+    directions: int = 1
+    keep: bool = False
+    early: bool = True
+    segment: int | None = None
+    recompute: bool = True
+    unroll: int = 1
+    pin_layout: bool = False
+
+    def __post_init__(self):
+        if self.directions == 2 and self.segment is not None:
+            raise ValueError(
+                message(
+                    "Two directions in one loop cannot be cut into segments, because they meet "
+                    "the segments in opposite order.",
+                    received={"directions": self.directions, "segment": self.segment},
+                    fix="Run the directions one after the other.",
+                )
+            )
+
+    def pin(self, tree: Any) -> Any:
+        """Keeps arrays time-major in memory.
+
+        Left alone, the TPU compiler lays `(time, batch, gates)` out batch-major, because that is
+        how the projection's product likes it, and then every step reads eight times its bytes.
+        """
+        if not self.pin_layout:
+            return tree
+        return jax.tree.map(lambda a: with_layout_constraint(a, Layout(tuple(range(a.ndim)))), tree)
+
+
+class Saved(NamedTuple):
+    """What the backward pass is given; `inputs` of the activations only if they are kept."""
+
+    previous: State
+    last: State
+    inputs: Array | None
+
+
+def _per_step_bias(loop: Loop, bias) -> Any:
+    """A bias that broadcasts against `(batch, gates * units)`, with a direction axis if any."""
+    return None if bias is None else (bias[:, None] if loop.directions == 2 else bias)
+
+
+def _flip_second(x):
+    """Reverses time for the second direction of `(time, 2, batch, ...)`."""
+    return jnp.stack([x[:, 0], jnp.flip(x[:, 1], axis=0)], axis=1)
+
+
+def project(loop: Loop, x: Array, weights: Weights) -> Array:
+    """The input's part of all steps, in one product: `(time, batch, gates * units)`."""
+    kernel = loop.product.weight(weights.kernel)
+    if loop.directions == 2:
+        projected = jnp.einsum(
+            "tbf,dfg->tdbg",
+            x.astype(kernel.dtype),
+            kernel,
+            preferred_element_type=jnp.promote_types(kernel.dtype, jnp.float32),
+        )
+        projected = _flip_second(projected)
+    else:
+        projected = loop.product(x, kernel)
+    if weights.bias is not None:
+        projected = projected + _per_step_bias(loop, weights.bias)
+    return projected
+
+
+def run(loop: Loop, x, weights: Weights, state: State, mask, *, save: bool) -> tuple[Any, Any, Any]:
+    """All steps forwards.
+
+    Args:
+        loop: How to run.
+        x: `(time, batch, features)`.
+        weights: The weights.
+        state: States before the first step, each `(batch, units)`.
+        mask: `(time, batch, 1)` boolean, False where the state is carried over, or None.
+        save: Whether the backward pass will need anything.
+
+    Returns:
+        The states `h` after every step or None, the final states, and `Saved` or None.
+    """
+    cell, product = loop.cell, loop.product
+    projected = loop.pin(project(loop, x, weights))
+    recurrent = product.weight(weights.recurrent)
+    bias = _per_step_bias(loop, weights.recurrent_bias)
+    wide = projected.dtype
+    state = tuple(s.astype(wide) for s in state)
+
+    def step(before, inputs):
+        projected_now, mask_now = inputs
+        after, at = cell.advance(product, recurrent, bias, projected_now, before)
+        if mask_now is not None:
+            after = tuple(jnp.where(mask_now, a, b) for a, b in zip(after, before))
+        out = {}
+        if loop.sequences:
+            out["h"] = after[0].astype(x.dtype)
+        if save:
+            # With all h given out, the h before each step is that sequence shifted by one.
+            out["previous"] = before[1:] if loop.sequences else before
+            out["inputs"] = at if loop.keep and not cell.states_suffice else None
+        return after, out
+
+    last, out = lax.scan(
+        step, state, (projected, mask), reverse=loop.reverse, unroll=min(loop.unroll, x.shape[0])
+    )
+    out = loop.pin(out)
+    hs = out.get("h")
+    if not save:
+        return hs, last, None
+    previous = out["previous"]
+    if loop.sequences:
+        previous = (_shift(loop, hs, state[0]), *previous)
+    return hs, last, Saved(previous, last, out["inputs"])
+
+
+def _shift(loop: Loop, after: Array, first: Array) -> Array:
+    """The states before every step, from those after and the one before the first."""
+    first = first[None].astype(after.dtype)
+    parts = [after[1:], first] if loop.reverse else [first, after[:-1]]
+    return jnp.concatenate(parts, axis=0)
+
+
+def _unshift(loop: Loop, before: Array, last: Array) -> Array:
+    """The states after every step, from those before and the last."""
+    last = last[None].astype(before.dtype)
+    parts = [last, before[:-1]] if loop.reverse else [before[1:], last]
+    return jnp.concatenate(parts, axis=0)
+
+
+def _inputs(loop: Loop, x, weights: Weights, saved: Saved):
+    """The activations' inputs of all steps, or the states after where those suffice."""
+    if loop.cell.states_suffice:
+        return _unshift(loop, saved.previous[0], saved.last[0])
+    if saved.inputs is not None:
+        return saved.inputs
+    return loop.cell.rebuild(
+        loop.product,
+        loop.product.weight(weights.recurrent),
+        _per_step_bias(loop, weights.recurrent_bias),
+        project(loop, x, weights),
+        saved.previous,
+    )
+
+
+def run_back(loop: Loop, x, weights: Weights, saved: Saved, mask, d_hs, d_last: State):
+    """All steps backwards, then one product for every weight.
+
+    Args:
+        loop: How to run.
+        x: `(time, batch, features)`.
+        weights: The weights.
+        saved: What `run` saved.
+        mask: As in `run`.
+        d_hs: Cotangent of the states after every step, or None.
+        d_last: Cotangents of the final states.
+
+    Returns:
+        The cotangents of x, of the weights (accumulated in at least float32) and of the states
+        before the first step.
+    """
+    cell, product = loop.cell, loop.product
+    at = loop.pin(_inputs(loop, x, weights, saved))
+    local = (at, saved.previous)
+    if loop.early:
+        local = loop.pin(cell.coefficients(at, saved.previous))
+    recurrent = product.weight(weights.recurrent)
+    d_last = tuple(d.astype(jnp.promote_types(d.dtype, jnp.float32)) for d in d_last)
+
+    def step(d_after, inputs):
+        coefficients, d_h, mask_now = inputs
+        if not loop.early:
+            coefficients = cell.coefficients(*coefficients)
+        if d_h is not None:
+            d_after = (d_after[0] + d_h, *d_after[1:])
+        alive = d_after
+        if mask_now is not None:
+            alive = tuple(jnp.where(mask_now, d, 0) for d in d_after)
+        d_before, emitted = cell.retreat(product, recurrent, coefficients, alive)
+        if mask_now is not None:
+            d_before = tuple(b + jnp.where(mask_now, 0, d) for b, d in zip(d_before, d_after))
+        return d_before, emitted.astype(x.dtype)
+
+    d_first, emitted = lax.scan(
+        step,
+        d_last,
+        (local, loop.pin(d_hs), mask),
+        reverse=not loop.reverse,
+        unroll=min(loop.unroll, x.shape[0]),
+    )
+    d_projected, d_recurrent, d_recurrent_bias = cell.gradients(
+        product, loop.pin(emitted), at, saved.previous
+    )
+    d_x, d_kernel, d_bias = _project_back(loop, x, weights, d_projected)
+    if weights.recurrent_bias is None:
+        d_recurrent_bias = None
+    return d_x, Weights(d_kernel, d_bias, d_recurrent, d_recurrent_bias), d_first
+
+
+def _project_back(loop: Loop, x, weights: Weights, d_projected):
+    """The cotangents of the input, the kernel and the bias."""
+    product = loop.product
+    if loop.directions == 2:
+        d_projected = _flip_second(d_projected)
+    d_bias = None if weights.bias is None else sum_rows(d_projected)
+    kernel = product.weight(weights.kernel)
+    spec = "tdbg,dfg->tbf" if loop.directions == 2 else "tbg,fg->tbf"
+    d_x = jnp.einsum(
+        spec,
+        d_projected.astype(kernel.dtype),
+        kernel,
+        preferred_element_type=jnp.promote_types(kernel.dtype, jnp.float32),
+    )
+    return d_x, product.outer(x, d_projected), d_bias

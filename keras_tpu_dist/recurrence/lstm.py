@@ -1,0 +1,58 @@
+"""Long short-term memory."""
+
+import dataclasses
+
+from keras_tpu_dist.recurrence.cells import SIGMOID, TANH, Activation, join, split
+
+
+@dataclasses.dataclass(frozen=True)
+class LSTM:
+    """Gates in Keras's order: input, forget, candidate, output.
+
+    References:
+        Hochreiter and Schmidhuber, "Long short-term memory", Neural Computation 9(8), 1997.
+    """
+
+    activation: Activation = TANH
+    recurrent_activation: Activation = SIGMOID
+    gates = 4
+    num_states = 2
+    states_suffice = False
+
+    def advance(self, product, recurrent, bias, projected, state):
+        """One step."""
+        del bias
+        h, c = state
+        inputs = projected + product(h, recurrent)
+        i, f, g, o = split(inputs, 4)
+        gate = self.recurrent_activation
+        c = gate(f) * c + gate(i) * self.activation(g)
+        return (gate(o) * self.activation(c), c), inputs
+
+    def rebuild(self, product, recurrent, bias, projected, previous):
+        """The inputs of the activations, of all steps, by one product."""
+        del bias
+        return projected + product(previous[0], recurrent)
+
+    def coefficients(self, inputs, previous):
+        """How much of dc goes to i, f and g, of dh to o and dc, and of dc to the step before."""
+        c_before = previous[1]
+        at_i, at_f, at_g, at_o = split(inputs, 4)
+        gate = self.recurrent_activation.with_slope
+        (i, di), (f, df), (o, do) = gate(at_i), gate(at_f), gate(at_o)
+        g, dg = self.activation.with_slope(at_g)
+        y, dy = self.activation.with_slope(f * c_before + i * g)
+        return g * di, c_before * df, i * dg, y * do, o * dy, f
+
+    def retreat(self, product, recurrent, coefficients, cotangent):
+        """One product; emits the cotangent of the activations' inputs."""
+        to_i, to_f, to_g, to_o, to_c, carry = coefficients
+        dh, dc = cotangent
+        dc = dc + dh * to_c
+        dz = join(dc * to_i, dc * to_f, dc * to_g, dh * to_o)
+        return (product.back(dz, recurrent), dc * carry), dz
+
+    def gradients(self, product, emitted, inputs, previous):
+        """One product for the recurrent kernel of all steps."""
+        del inputs
+        return emitted, product.outer(previous[0], emitted), None

@@ -1,0 +1,181 @@
+"""Which variant of the gradient runs where, by a stated rule."""
+
+import dataclasses
+import math
+
+from keras_tpu_dist.errors import message
+from keras_tpu_dist.recurrence.cells import Cell
+
+# Measured on two cores with 128 rows of 256 units: segments of 4 steps made a train step of LSTM
+# 1.4 times as fast as Keras's, where all steps at once were 0.8 times as fast.
+ROWS_IN_CACHE = 512
+# A sixteenth of the memory of the smallest TPU core that XLA still serves (v5e: 16 GB).
+KEPT_BYTES = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A choice for one layer on one device, with its reason.
+
+    Args:
+        keep: Whether the forward pass keeps the activations' inputs.
+        early: Whether the backward pass works out its coefficients before its loop.
+        unroll: Steps per iteration of the compiled loop.
+        segment: Steps that are run and differentiated together, or None for all.
+        recompute: With segments, whether only the states between them are kept.
+        reason: Why.
+    """
+
+    keep: bool
+    early: bool
+    unroll: int
+    segment: int | None
+    reason: str
+    recompute: bool = True
+
+    def __str__(self):
+        kept = "activations' inputs kept" if self.keep else "activations' inputs rebuilt"
+        when = "before" if self.early else "inside"
+        inside = "recomputed" if self.recompute else "kept"
+        cut = f", segments of {self.segment} steps ({inside})" if self.segment else ""
+        return (
+            f"{kept}, coefficients {when} the backward loop, {self.unroll} step(s) an iteration"
+            f"{cut}: {self.reason}"
+        )
+
+    def to_dict(self):
+        """The choice as plain values."""
+        return dataclasses.asdict(self)
+
+
+def choose(
+    cell: Cell,
+    *,
+    platform: str,
+    batch: int,
+    steps: int,
+    units: int,
+    unroll: bool | int = False,
+    segment: int | str | None = None,
+) -> Variant:
+    """The variant for a layer.
+
+    The rule. What the user asked for with `segment` is done. On CPU, time is run and
+    differentiated in segments of `ROWS_IN_CACHE` rows, with everything kept. Elsewhere all steps
+    are differentiated together, and the activations' inputs are kept from the forward pass if that
+    takes at most `KEPT_BYTES` on a device, else rebuilt by one product. By the TPU compiler's
+    schedule keeping beats rebuilding, and coefficients worked out before the loop beat those
+    worked out inside, at every size measured (benchmarks/recurrent.py).
+
+    Args:
+        cell: The recurrence.
+        platform: "cpu", "gpu" or "tpu".
+        batch: Rows on one device.
+        steps: Length of time.
+        units: Size of the state.
+        unroll: True for all steps, False for one, or the number of steps per iteration.
+        segment: As `check_segment` accepts.
+
+    Returns:
+        The choice and its reason.
+
+    Example:
+
+    >>> from keras_tpu_dist.recurrence import LSTM, choose
+    >>> choose(LSTM(), platform="tpu", batch=8, steps=64, units=1024).keep
+    True
+    """
+    per_iteration = steps if unroll is True else max(int(unroll), 1)
+    asked = check_segment(segment, steps)
+    if isinstance(asked, int):
+        return Variant(
+            keep=True,
+            early=True,
+            unroll=per_iteration,
+            segment=asked,
+            reason="asked for; inside a segment memory is short-lived, so nothing is rebuilt",
+        )
+    if platform == "cpu" and unroll is not True:
+        cached = max(ROWS_IN_CACHE // batch, 4)
+        if cached < steps:
+            return Variant(
+                keep=True,
+                early=True,
+                unroll=min(cached, 8) if unroll is False and cached <= 8 else per_iteration,
+                segment=cached,
+                reason=f"on CPU about {ROWS_IN_CACHE} rows at a time stay in cache",
+                recompute=False,
+            )
+    kept = 4 * steps * batch * units * (cell.gates + 1)
+    if cell.states_suffice:
+        return Variant(True, True, per_iteration, None, "the states give the slopes")
+    if kept > KEPT_BYTES:
+        return Variant(
+            False, True, per_iteration, None, f"{kept / 2**30:.1f} GiB would have to be kept"
+        )
+    return Variant(True, True, per_iteration, None, "kept inputs save one product of all steps")
+
+
+def check_unroll(unroll: bool | int) -> bool | int:
+    """Refuses what cannot be a number of steps."""
+    if isinstance(unroll, bool):
+        return unroll
+    if not isinstance(unroll, int) or unroll < 1:
+        raise ValueError(
+            message(
+                "`unroll` must be True (all steps), False (one step) or a positive integer, the "
+                "number of steps in one iteration of the compiled loop.",
+                received={"unroll": unroll},
+                fix="Write unroll=4, or leave it out.",
+            )
+        )
+    return unroll
+
+
+def check_segment(segment: int | str | None, steps: int | None = None) -> int | str | None:
+    """Refuses segments that cannot be; with the number of steps, resolves "auto".
+
+    Args:
+        segment: None, "auto", or the number of steps between kept states.
+        steps: The length of time if it is known.
+
+    Returns:
+        The segment as given, or for "auto" with known `steps` about the square root of it: states
+        at the ends of the segments and one segment's gates then take about equal room.
+
+    Raises:
+        ValueError: If it is neither, or longer than time.
+
+    References:
+        Chen et al., "Training deep nets with sublinear memory cost",
+        https://arxiv.org/abs/1604.06174.
+    """
+    if segment is None:
+        return None
+    if segment == "auto":
+        return segment if steps is None else _near_root(steps)
+    if isinstance(segment, bool) or not isinstance(segment, int) or segment < 1:
+        raise ValueError(
+            message(
+                "`segment` must be None, 'auto' or a positive integer, the number of steps between "
+                "kept states.",
+                received={"segment": segment},
+                fix="Write segment='auto'.",
+            )
+        )
+    if steps is not None and segment > steps:
+        raise ValueError(
+            message(
+                "`segment` must not be longer than the sequence.",
+                received={"segment": segment, "timesteps": steps},
+                fix=f"Write segment='auto', which here means {_near_root(steps)}.",
+            )
+        )
+    return segment
+
+
+def _near_root(steps: int) -> int:
+    """A divisor of `steps` within a factor of two of its root, else the root rounded up."""
+    root = math.isqrt(steps - 1) + 1
+    near = [d for d in range((root + 1) // 2, 2 * root + 1) if steps % d == 0]
+    return min(near, key=lambda d: abs(d - root)) if near else root

@@ -1,0 +1,257 @@
+"""Our recurrent layers against Keras's: outputs, states and every gradient."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+from test_recurrence import close, mask_for
+
+from keras_tpu_dist import layers as fast
+from keras_tpu_dist.recurrence import plan
+
+NAMES = ["LSTM", "GRU", "SimpleRNN"]
+BATCH, FEATURES, UNITS = 4, 3, 5
+
+
+def pair(name, steps, **config):
+    """The same layer twice, Keras's and ours, with equal random weights."""
+    stock_config = {k: v for k, v in config.items() if k not in ("segment",)}
+    if not isinstance(config.get("unroll", False), bool):
+        stock_config["unroll"] = False
+    stock = getattr(keras.layers, name)(UNITS, **stock_config)
+    ours = getattr(fast, name)(UNITS, **config)
+    rng = np.random.default_rng(1)
+    for layer in (stock, ours):
+        layer.build((BATCH, steps, FEATURES))
+    for a, b in zip(stock.weights, ours.weights):
+        assert a.path.split("/")[-1] == b.path.split("/")[-1]
+        value = rng.normal(size=a.shape) * 0.4
+        a.assign(value)
+        b.assign(value)
+    return stock, ours
+
+
+def program(layer, x, state, mask, cotangents=None):
+    """Loss, outputs and gradients of one layer."""
+
+    def loss(weights, x, state):
+        frozen = [v.value for v in layer.non_trainable_variables]
+        outputs, _ = layer.stateless_call(weights, frozen, x, initial_state=state, mask=mask)
+        leaves = jax.tree.leaves(outputs)
+        keys = jax.random.split(jax.random.key(3), len(leaves))
+        factors = [jax.random.normal(k, leaf.shape, leaf.dtype) for k, leaf in zip(keys, leaves)]
+        return sum(jnp.vdot(a, b) for a, b in zip(leaves, factors)), leaves
+
+    weights = [v.value for v in layer.trainable_variables]
+    return jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)(weights, x, state)
+
+
+def compare(cases):
+    """Runs every (stock, ours, x, state, mask) in one compiled program."""
+
+    def everything(arrays):
+        return [(program(stock, *a), program(ours, *a)) for (stock, ours), a in zip(layers, arrays)]
+
+    layers = [(stock, ours) for stock, ours, *_ in cases]
+    for theirs, own in jax.jit(everything, compiler_options={"xla_backend_optimization_level": 0})(
+        [tuple(rest) for _, _, *rest in cases]
+    ):
+        close(own, theirs)
+
+
+def arrays(name, steps, mask, initial, seed=0):
+    rng = np.random.default_rng(seed)
+    x = jnp.asarray(rng.normal(size=(BATCH, steps, FEATURES)), np.float32)
+    state = None
+    if initial:
+        count = 2 if name == "LSTM" else 1
+        state = [jnp.asarray(rng.normal(size=(BATCH, UNITS)), np.float32) for _ in range(count)]
+    return x, state, mask_for(mask, rng, BATCH, steps)
+
+
+# Every value of every column meets every value of every other column in some case; all products
+# would be 5760 cases.
+COLUMNS = {
+    "name": NAMES,
+    "unroll": [False, True, 2, 4, 5],
+    "mask": ["none", "padded", "arbitrary", "row"],
+    "go_backwards": [False, True],
+    "return_sequences": [False, True],
+    "return_state": [False, True],
+    "use_bias": [True, False],
+    "initial": [False, True],
+    "zero_output_for_mask": [False, True],
+    "steps": [1, 2, 7],
+}
+
+
+def pairwise(columns, seed):
+    """Rows that cover every pair of values, greedily."""
+    rng = np.random.default_rng(seed)
+    names = list(columns)
+    missing = {
+        (a, va, b, vb)
+        for a, b in itertools.combinations(names, 2)
+        for va in range(len(columns[a]))
+        for vb in range(len(columns[b]))
+    }
+    rows = []
+    while missing:
+        candidates = [[rng.integers(len(columns[n])) for n in names] for _ in range(60)]
+
+        def covered(row):
+            at = dict(zip(names, row))
+            return {(a, at[a], b, at[b]) for a, b in itertools.combinations(names, 2)} & missing
+
+        best = max(candidates, key=lambda row: len(covered(row)))
+        if covered(best):
+            missing -= covered(best)
+            rows.append({n: columns[n][i] for n, i in zip(names, best)})
+    return rows
+
+
+def test_equals_keras_over_the_grid(monkeypatch):
+    # Segments of four steps, which on CPU are for larger batches.
+    monkeypatch.setattr(plan, "ROWS_IN_CACHE", 1)
+    cases = []
+    for number, row in enumerate(pairwise(COLUMNS, seed=0)):
+        name, steps, mask, initial = (row.pop(k) for k in ("name", "steps", "mask", "initial"))
+        if name == "GRU":
+            row["reset_after"] = number % 2 == 0
+        stock, ours = pair(name, steps, **row)
+        cases.append((stock, ours, *arrays(name, steps, mask, initial, seed=number)))
+    assert len(cases) >= 20
+    compare(cases)
+
+
+def test_config_and_weights_pass_both_ways():
+    for name in NAMES:
+        ours = getattr(fast, name)(UNITS, return_sequences=True, go_backwards=True)
+        theirs = getattr(keras.layers, name).from_config(ours.get_config())
+        assert theirs.get_config() == ours.get_config()
+        assert getattr(fast, name).from_config(theirs.get_config()).get_config() == (
+            ours.get_config()
+        )
+
+
+def test_segment_is_kept_in_the_config():
+    layer = fast.LSTM(UNITS, segment="auto")
+    assert fast.LSTM.from_config(layer.get_config()).segment == "auto"
+    assert "segment" not in fast.LSTM(UNITS).get_config()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bfloat16_stays_close_to_float64(name):
+    stock, ours = pair(name, 7, dtype="mixed_bfloat16", return_sequences=True)
+    x, state, mask = arrays(name, 7, "padded", True)
+    exact = [jnp.asarray(v.value, jnp.bfloat16).astype(jnp.float32) for v in ours.weights]
+    for layer in (stock, ours):
+        for variable, value in zip(layer.weights, exact):
+            variable.assign(value)
+    reference, _ = pair(name, 7, return_sequences=True)
+    for variable, value in zip(reference.weights, exact):
+        variable.assign(value)
+    x, state = jax.tree.map(lambda a: a.astype(jnp.bfloat16).astype(jnp.float32), (x, state))
+
+    def gradients(layer):
+        def loss(weights, x):
+            frozen = [v.value for v in layer.non_trainable_variables]
+            y, _ = layer.stateless_call(weights, frozen, x, initial_state=state, mask=mask)
+            return jnp.mean(y.astype(jnp.float32))
+
+        weights = [v.value for v in layer.trainable_variables]
+        return jax.value_and_grad(loss, argnums=(0, 1))(weights, x)
+
+    (loss, own), (exact_loss, wanted) = gradients(ours), gradients(reference)
+    assert abs(loss - exact_loss) <= 1e-2
+    for a, b in zip(jax.tree.leaves(own), jax.tree.leaves(wanted)):
+        assert a.dtype == b.dtype  # gradients of float32 variables are not rounded to bfloat16
+        assert np.abs(a - b).max() <= 1e-2 * np.abs(b).max()
+
+
+def test_stateful_carries_its_state_through_fit_and_predict():
+    def build(package):
+        model = keras.Sequential(
+            [
+                keras.Input((3, FEATURES), batch_size=BATCH),
+                package.LSTM(UNITS, stateful=True, name="memory"),
+            ]
+        )
+        model.compile("sgd", "mse")
+        return model
+
+    model, reference = build(fast), build(keras.layers)
+    reference.set_weights([np.asarray(w.value) for w in model.weights])
+    x = np.random.default_rng(0).normal(size=(2 * BATCH, 3, FEATURES)).astype("float32")
+    # Keras carries the state only when the layer is called by hand.
+    by_hand = [np.asarray(reference.layers[0](x[i : i + BATCH])) for i in (0, BATCH)]
+    close(model.predict(x, batch_size=BATCH, verbose=0), np.concatenate(by_hand))
+    states = [np.asarray(s.value) for s in model.layers[0].states]
+    close(states, [np.asarray(s.value) for s in reference.layers[0].states])
+    model.layers[0].reset_state()
+    assert not np.asarray(model.layers[0].states[0].value).any()
+    model.fit(x, np.ones((2 * BATCH, UNITS)), batch_size=BATCH, shuffle=False, verbose=0)
+    assert np.asarray(model.layers[0].states[0].value).any()
+    assert len(model.weights) == len(reference.weights)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"recurrent_dropout": 0.5}, "recurrent_dropout masks the state"),
+        ({"activation": "softmax"}, "'softmax' is not an element-wise function"),
+        ({"activation": lambda x: x * 2}, "'<lambda>' is not an element-wise function"),
+    ],
+)
+def test_what_is_not_fast_is_said_once_and_right(config, reason, caplog):
+    stock, ours = pair("LSTM", 3, unroll=2, **config)
+    x, _, _ = arrays("LSTM", 3, "none", False)
+    close(ours(x), stock(x))
+    ours(x)
+    assert caplog.text.count(reason) == 1
+
+
+def test_other_activations_are_fast():
+    cases = []
+    for activation, gate in [("relu", "hard_sigmoid"), ("elu", "sigmoid"), (None, "softsign")]:
+        config = {"activation": activation, "recurrent_activation": gate}
+        stock, ours = pair("GRU", 4, **config)
+        cases.append((stock, ours, *arrays("GRU", 4, "none", True)))
+        assert not isinstance(ours._arithmetic(), str)
+    compare(cases)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"unroll": 0}, "a positive integer, the number of steps in one iteration"),
+        ({"unroll": -1}, "Received: unroll=-1"),
+        ({"unroll": 2.0}, "Received: unroll=2.0"),
+        ({"segment": 0}, "must be None, 'auto' or a positive integer"),
+        ({"segment": 9}, "must not be longer than the sequence. Received: segment=9, timesteps=4"),
+    ],
+)
+def test_bad_options_are_refused(config, words):
+    with pytest.raises(ValueError, match=words):
+        fast.GRU(UNITS, **config).build((BATCH, 4, FEATURES))
+
+
+def test_unroll_true_needs_a_known_length():
+    with pytest.raises(ValueError, match="needs a known number of timesteps"):
+        fast.LSTM(UNITS, unroll=True)(keras.Input((None, FEATURES)))
+
+
+@pytest.mark.parametrize(
+    ("mask", "words"),
+    [
+        (np.ones((BATCH, 3), bool), "one entry for every row and timestep"),
+        (np.ones((BATCH,), bool), "one entry for every row and timestep"),
+        (np.ones((BATCH, 4), "float32"), "must be boolean"),
+    ],
+)
+def test_masks_that_do_not_fit_are_refused(mask, words):
+    with pytest.raises(ValueError, match=words):
+        fast.LSTM(UNITS)(np.ones((BATCH, 4, FEATURES), "float32"), mask=mask)

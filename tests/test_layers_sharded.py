@@ -1,0 +1,156 @@
+"""Recurrent layers on meshes: equal to one device, and no collective inside a loop."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from test_recurrence import close
+
+import keras_tpu_dist as ktd
+from benchmarks.tpu_schedule import collectives
+from keras_tpu_dist import layers as fast
+from keras_tpu_dist import recurrence
+from keras_tpu_dist.layers import place
+
+MESHES = {
+    "data8": ({"data": 8}, None),
+    "data2_model4": (
+        {"data": 2, "model": 4},
+        [(".*/recurrent_kernel", (None, "model")), (".*_cell/kernel", (None, "model"))],
+    ),
+}
+WIDTH, UNITS, STEPS = 3, 8, 6
+
+
+def small(kind, package):
+    """A model whose gradient passes through the input of the second recurrent layer."""
+    layer = getattr(package, kind)
+    model = keras.Sequential(
+        [
+            keras.Input((STEPS, WIDTH)),
+            keras.layers.Masking(),
+            layer(UNITS, return_sequences=True),
+            layer(UNITS),
+            keras.layers.Dense(1),
+        ]
+    )
+    rng = np.random.default_rng(0)
+    model.set_weights([rng.normal(size=w.shape) * 0.4 for w in model.weights])
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    return model
+
+
+def data(rows):
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(rows, STEPS, WIDTH)).astype("float32")
+    x[::2, -2:] = 0  # masked
+    return x, rng.normal(size=(rows, 1)).astype("float32")
+
+
+@pytest.mark.parametrize(("kind", "mesh"), [("LSTM", "data8"), ("GRU", "data2_model4")])
+def test_a_train_step_equals_keras_on_one_device(kind, mesh):
+    reference = small(kind, keras.layers)
+    strategy = ktd.TPUStrategy(*MESHES[mesh])
+    with strategy.scope():
+        model = small(kind, fast)
+    for rows in (16, 13):  # 13 does not divide by 8 or by 2
+        x, y = data(rows)
+        assert model.train_on_batch(x, y) == pytest.approx(reference.train_on_batch(x, y), rel=1e-5)
+    close([w.value for w in model.weights], [w.value for w in reference.weights])
+    close(model.predict(x, verbose=0), reference.predict(x, verbose=0))
+
+
+def train_step(layer, shape, strategy):
+    """Lowers one step of gradient descent on a layer's weights, laid out by the strategy."""
+    rows = NamedSharding(strategy.mesh, PartitionSpec(strategy.data_axes))
+    x = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=rows)
+    variables = layer.trainable_variables
+    weights = [
+        jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=strategy.get_variable_layout(v))
+        for v in variables
+    ]
+
+    frozen = [v.value for v in layer.non_trainable_variables]  # the dropout's random state
+
+    def step(weights, x):
+        def loss(weights):
+            outputs, _ = layer.stateless_call(weights, frozen, x)
+            return jnp.mean(outputs**2)
+
+        value, gradients = jax.value_and_grad(loss)(weights)
+        return value, jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients)
+
+    with strategy.scope():
+        return jax.jit(step, out_shardings=(None, [w.sharding for w in weights])).lower(weights, x)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_no_collective_lies_inside_a_loop(mesh):
+    counts = {}
+    strategy = ktd.TPUStrategy(*MESHES[mesh])
+    for kind in ("LSTM", "GRU", "SimpleRNN"):
+        with strategy.scope():
+            layer = getattr(fast, kind)(16, return_sequences=True)
+            layer.build((16, STEPS, WIDTH))
+        text = train_step(layer, (16, STEPS, WIDTH), strategy).compile().as_text()
+        counts[kind], inside = collectives(text)
+        assert inside == 0
+        assert "while(" in text
+    if mesh == "data8":
+        # The gradients' all-reduce, which the CPU compiler does not merge with the loss's.
+        assert max(counts.values()) <= 2, counts
+    else:
+        assert max(counts.values()) <= 12, counts
+
+
+def test_the_place_is_read_from_any_distribution():
+    assert place.find() == place.Place(recurrence.Split(), "cpu", alone=False)
+    parallel = keras.distribution.DataParallel(auto_shard_dataset=False)
+    with parallel.scope():
+        found = place.find()
+    assert found.split.axes == ("batch",)
+    assert found.split.parts == 8
+    with ktd.TPUStrategy({"model": 8}, data_axes=()).scope():
+        found = place.find()
+        assert (found.split.axes, found.split.parts, found.alone) == ((), 1, True)
+        x = jnp.asarray(data(3)[0])
+        layer = fast.SimpleRNN(UNITS)
+        assert layer(x).shape == (3, UNITS)
+
+
+def test_a_layer_inside_of_a_shard_map_sees_its_part_alone():
+    strategy = ktd.TPUStrategy()
+    with strategy.scope():
+        layer = fast.GRU(UNITS)
+        layer.build((16, STEPS, WIDTH))
+    x = jnp.asarray(data(16)[0])
+    rows = PartitionSpec("data")
+
+    def call(x):
+        with strategy.scope():
+            return layer(x)
+
+    parts = jax.shard_map(call, mesh=strategy.mesh, in_specs=rows, out_specs=rows, check_vma=False)
+    close(jax.jit(parts)(x), jax.jit(call)(x))
+
+
+@pytest.mark.tpu_compiler
+def test_no_collective_lies_inside_a_loop_on_tpu():
+    script = pathlib.Path(__file__).parents[1] / "benchmarks" / "recurrent.py"
+    case = {"cell": "LSTM", "size": (16, 8, 128), "kind": "ours"}
+    cases = [case | {"mesh": mesh} for mesh in ({"data": 8}, {"data": 2, "model": 4})]
+    command = [sys.executable, str(script), "one", "--case", json.dumps(cases)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    schedules = json.loads(done.stdout.splitlines()[-1])
+    assert [schedule["collectives_in_loops"] for schedule in schedules] == [0, 0]
+    assert schedules[0]["collectives"] == 1
+    assert 1 <= schedules[1]["collectives"] <= 12
+    assert min(schedule["scheduled_cycles"] for schedule in schedules) > 0

@@ -1,0 +1,248 @@
+"""Bidirectional in one loop, TimeDistributed of constant size, convert."""
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+from keras import layers as stock
+from test_layers_recurrent import compare
+from test_recurrence import close, mask_for
+
+from keras_tpu_dist import layers as fast
+from keras_tpu_dist.recurrence import plan
+
+# Keras reads its own variables with numpy's old protocol when it serializes an optimizer.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy")
+
+BATCH, STEPS, FEATURES, UNITS = 4, 5, 3, 4
+
+
+def random_weights(*models):
+    rng = np.random.default_rng(0)
+    for values in zip(*(model.weights for model in models)):
+        value = rng.uniform(0.1, 0.6, size=values[0].shape)
+        for variable in values:
+            variable.assign(value)
+
+
+def loops_in(function, *args):
+    return str(jax.make_jaxpr(function)(*args)).count("scan[")
+
+
+def test_bidirectional_equals_keras(monkeypatch):
+    # As a large batch would be: one direction alone would run in segments.
+    monkeypatch.setattr(plan, "ROWS_IN_CACHE", 1)
+    cases = []
+    for number, (name, merge, mask, sequences, state) in enumerate(
+        [
+            ("LSTM", "concat", "none", True, True),
+            ("LSTM", None, "arbitrary", True, False),
+            ("LSTM", "sum", "row", False, True),
+            ("GRU", "mul", "padded", True, True),
+            ("GRU", "ave", "none", False, False),
+            ("SimpleRNN", "concat", "arbitrary", False, True),
+        ]
+    ):
+        config = {"return_sequences": sequences, "return_state": True}
+        pair = []
+        for package in (stock, fast):
+            inner = getattr(package, name)(UNITS, **config)
+            layer = package.Bidirectional(inner, merge_mode=merge)
+            layer.build((BATCH, STEPS, FEATURES))
+            pair.append(layer)
+        random_weights(*pair)
+        rng = np.random.default_rng(number)
+        x = jnp.asarray(rng.normal(size=(BATCH, STEPS, FEATURES)), np.float32)
+        count = 4 if name == "LSTM" else 2
+        initial = [jnp.asarray(rng.normal(size=(BATCH, UNITS)), np.float32) for _ in range(count)]
+        cases.append((*pair, x, initial if state else None, mask_for(mask, rng, BATCH, STEPS)))
+    compare(cases)
+
+
+def test_bidirectional_runs_in_one_loop():
+    x = jnp.ones((BATCH, STEPS, FEATURES))
+    for package, loops in ((fast, 1), (stock, 2)):
+        layer = package.Bidirectional(package.GRU(UNITS))
+        layer(x)
+        assert loops_in(layer, x) == loops
+
+
+def test_bidirectional_runs_one_after_the_other_where_the_directions_differ():
+    layer = fast.Bidirectional(
+        fast.LSTM(UNITS), backward_layer=fast.LSTM(UNITS, activation="relu", go_backwards=True)
+    )
+    x = jnp.ones((BATCH, STEPS, FEATURES))
+    layer(x)
+    assert loops_in(layer, x) == 2
+
+
+def wrapped(kind):
+    return {
+        "dense": lambda: stock.Dense(2),
+        "conv": lambda: stock.Conv1D(2, 2),
+        "model": lambda: keras.Sequential([stock.Dense(3, activation="relu"), stock.Dense(2)]),
+        "recurrent": lambda: stock.LSTM(2, seed=7),
+        "batch_norm": lambda: stock.BatchNormalization(),
+        "dropout": lambda: stock.Dropout(0.5, seed=7),
+        "model_with_both": lambda: keras.Sequential(
+            [stock.BatchNormalization(), stock.Dropout(0.5, seed=7), stock.Dense(2)]
+        ),
+    }[kind]()
+
+
+@pytest.mark.parametrize(
+    ("kind", "folds"),
+    [
+        ("dense", True),
+        ("conv", True),
+        ("model", True),
+        ("recurrent", True),
+        ("batch_norm", False),
+        ("dropout", False),
+        ("model_with_both", False),
+    ],
+)
+def test_time_distributed_equals_keras_in_training(kind, folds):
+    x = np.random.default_rng(0).normal(size=(BATCH, STEPS, 6, FEATURES)).astype("float32")
+    layers = [package.TimeDistributed(wrapped(kind)) for package in (stock, fast)]
+    for layer in layers:
+        layer.build(x.shape)
+    random_weights(*layers)
+    close(layers[1](x, training=True), layers[0](x, training=True))
+    # Moving statistics and random states have moved on alike, step after step.
+    close([v.value for v in layers[1].variables], [v.value for v in layers[0].variables])
+    own_loops = int(kind == "recurrent")
+    assert loops_in(lambda x: layers[1](x, training=True), x) == own_loops + (not folds)
+
+
+def test_time_distributed_hands_every_step_its_mask():
+    x = np.random.default_rng(0).normal(size=(BATCH, STEPS, 6, FEATURES)).astype("float32")
+    mask = np.random.default_rng(1).random((BATCH, STEPS, 6)) < 0.7
+    layers = [package.TimeDistributed(wrapped("recurrent")) for package in (stock, fast)]
+    for layer in layers:
+        layer.build(x.shape)
+    random_weights(*layers)
+    close(layers[1](x, mask=mask), layers[0](x, mask=mask))
+
+
+def test_time_distributed_program_does_not_grow_with_time():
+    layer = fast.TimeDistributed(wrapped("model_with_both"))
+    layer.build((2, 3, 6, FEATURES))
+    sizes = [
+        len(jax.jit(layer, static_argnames="training").lower(x, training=True).as_text())
+        for x in (jnp.ones((2, steps, 6, FEATURES)) for steps in (3, 300))
+    ]
+    assert sizes[1] < 1.1 * sizes[0]
+
+
+def nested_model():
+    inputs = keras.Input((STEPS, FEATURES))
+    inner = keras.Sequential(
+        [keras.Input((STEPS, FEATURES)), stock.LSTM(4, return_sequences=True)], name="inner"
+    )
+    h = stock.Bidirectional(stock.GRU(3, return_sequences=True), name="both")(inner(inputs))
+    h = stock.TimeDistributed(stock.Dense(4), name="each")(h)
+    h = stock.SimpleRNN(2, dropout=0.3, name="last")(h)
+    return keras.Model(inputs, stock.Dense(1)(h))
+
+
+def trained(model):
+    model.compile("adam", "mse", metrics=["mae"])
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(8, STEPS, FEATURES)).astype("float32")
+    y = rng.normal(size=(8, 1)).astype("float32")
+    model.train_on_batch(x, y)
+    return x, y
+
+
+def test_convert_keeps_weights_names_and_compile_state():
+    model = nested_model()
+    x, y = trained(model)
+    clone = fast.convert(model)
+    kinds = {type(layer).__name__ for layer in clone._flatten_layers() if _is_ours(layer)}
+    assert kinds == {"LSTM", "GRU", "SimpleRNN", "Bidirectional", "TimeDistributed"}
+    assert not [layer for layer in clone._flatten_layers() if type(layer) is stock.LSTM]
+    names = [[layer.name for layer in m._flatten_layers()] for m in (clone, model)]
+    assert names[0] == names[1]
+    close(clone.predict(x, verbose=0), model.predict(x, verbose=0))
+    close(clone.train_on_batch(x, y), model.train_on_batch(x, y))
+    close([w.value for w in clone.weights], [w.value for w in model.weights])
+
+
+def _is_ours(layer):
+    return type(layer).__module__.startswith("keras_tpu_dist")
+
+
+@keras.saving.register_keras_serializable("test")
+class Subclassed(keras.Model):
+    def __init__(self, units=4, **kwargs):
+        super().__init__(**kwargs)
+        self.units = units
+        self.first = stock.LSTM(units, return_sequences=True)
+        self.rest = [stock.GRU(3), stock.Dense(1)]
+        self.hidden = Holder()
+
+    def call(self, x):
+        for layer in [self.first, *self.rest]:
+            x = layer(x)
+        return self.hidden(x)
+
+    def get_config(self):
+        return {**super().get_config(), "units": self.units}
+
+
+class Holder(stock.Layer):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.recurrent = stock.SimpleRNN(2)
+
+    def build(self, shape):
+        self.recurrent.build((None, 1, 1))
+
+    def call(self, x):
+        return self.recurrent(x[:, None])
+
+
+def test_convert_reaches_all_of_a_subclassed_model():
+    model = Subclassed()
+    x, y = trained(model)
+    clone = fast.convert(model)
+    kinds = {type(layer).__name__ for layer in clone._flatten_layers() if _is_ours(layer)}
+    assert kinds == {"LSTM", "GRU", "SimpleRNN"}
+    assert not any(_is_ours(layer) for layer in model._flatten_layers())
+    close(clone.predict(x, verbose=0), model.predict(x, verbose=0))
+    close(clone.train_on_batch(x, y), model.train_on_batch(x, y))
+
+
+def test_convert_says_what_a_model_without_a_config_lacks():
+    class Plain(keras.Model):
+        def __init__(self, units):
+            super().__init__()
+            self.recurrent = stock.LSTM(units)
+
+        def call(self, x):
+            return self.recurrent(x)
+
+    model = Plain(3)
+    model(np.ones((2, 3, 4), "float32"))
+    with pytest.raises(ValueError, match="Give the model a get_config"):
+        fast.convert(model)
+
+
+def test_convert_needs_a_built_model():
+    with pytest.raises(ValueError, match="Only a built model can be converted"):
+        fast.convert(keras.Sequential([stock.LSTM(2)]))
+
+
+def test_saved_files_pass_both_ways(tmp_path):
+    model = nested_model()
+    clone = fast.convert(model)
+    x = np.ones((2, STEPS, FEATURES), "float32")
+    clone.save(tmp_path / "ours.keras")
+    clone.save_weights(tmp_path / "ours.weights.h5")
+    loaded = keras.saving.load_model(tmp_path / "ours.keras")
+    close(loaded.predict(x, verbose=0), model.predict(x, verbose=0))
+    fresh = nested_model()
+    fresh.load_weights(tmp_path / "ours.weights.h5")
+    close(fresh.predict(x, verbose=0), model.predict(x, verbose=0))

@@ -1,0 +1,217 @@
+"""Recurrences against autodiff of a plain scan, one compiled program for many cases."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keras_tpu_dist import recurrence as rec
+
+CELLS = {
+    "lstm": rec.LSTM(),
+    "gru": rec.GRU(),
+    "gru_before": rec.GRUResetBefore(),
+    "simple": rec.SimpleRNN(),
+}
+BATCH, FEATURES, UNITS = 3, 4, 5
+
+
+def plain(cell, weights, x, state, mask, reverse):
+    """Textbook recurrence, one step after the other, differentiated by JAX."""
+
+    def step(before, inputs):
+        x_t, m_t = inputs
+        projected = x_t @ weights.kernel
+        if weights.bias is not None:
+            projected = projected + weights.bias
+        after, _ = cell.advance(
+            rec.Product(), weights.recurrent, weights.recurrent_bias, projected, before
+        )
+        after = tuple(jnp.where(m_t[:, None], a, b) for a, b in zip(after, before))
+        return after, after[0]
+
+    last, hs = jax.lax.scan(
+        step, state, (jnp.swapaxes(x, 0, 1), jnp.swapaxes(mask, 0, 1)), reverse=reverse
+    )
+    return jnp.swapaxes(hs, 0, 1), last
+
+
+def weights_for(cell, rng, *, bias=True, dtype=np.float32):
+    gates = cell.gates * UNITS
+
+    def draw(*shape):
+        return jnp.asarray(rng.normal(size=shape) * 0.5, dtype)
+
+    return rec.Weights(
+        draw(FEATURES, gates),
+        draw(gates) if bias else None,
+        draw(UNITS, gates),
+        draw(gates) if bias and isinstance(cell, rec.GRU) else None,
+    )
+
+
+def mask_for(kind, rng, batch, steps):
+    if kind == "none":
+        return None
+    if kind == "padded":
+        lengths = rng.integers(1, steps + 1, size=batch)
+        return jnp.asarray(np.arange(steps)[None] < lengths[:, None])
+    mask = rng.random((batch, steps)) < 0.6
+    if kind == "row":
+        mask[0] = False
+    return jnp.asarray(mask)
+
+
+def close(ours, theirs, tolerance=1e-5):
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs)):
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+
+
+def loss_of(function, cotangents):
+    """A scalar that depends on every output with its own random factor."""
+
+    def loss(*args):
+        outputs = function(*args)
+        return sum(jnp.vdot(a, b) for a, b in zip(jax.tree.leaves(outputs), cotangents)), outputs
+
+    return jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)
+
+
+def case(cell, *, steps, mask="none", batch=BATCH, split=None, bias=True, seed=0, **loop):
+    """Ours and the plain scan's outputs and gradients, jitted together."""
+    rng = np.random.default_rng(seed)
+    weights = weights_for(cell, rng, bias=bias)
+    x = jnp.asarray(rng.normal(size=(batch, steps, FEATURES)), np.float32)
+    state = tuple(
+        jnp.asarray(rng.normal(size=(batch, UNITS)), np.float32) for _ in range(cell.num_states)
+    )
+    m = mask_for(mask, rng, batch, steps)
+    full = jnp.ones((batch, steps), bool) if m is None else m
+    loop = rec.Loop(cell, **loop)
+
+    def ours(weights, x, state):
+        hs, last = rec.recur(loop, split or rec.Split(), x, weights, state, m)
+        return ((), last) if hs is None else (hs, last)
+
+    def theirs(weights, x, state):
+        hs, last = plain(cell, weights, x, state, full, loop.reverse)
+        return (hs, last) if loop.sequences else ((), last)
+
+    shapes = jax.tree.leaves(jax.eval_shape(ours, weights, x, state))
+    cotangents = [jnp.asarray(rng.normal(size=s.shape), np.float32) for s in shapes]
+    return loss_of(ours, cotangents), loss_of(theirs, cotangents), (weights, x, state)
+
+
+def check(cases):
+    """Compiles all cases as one program and compares them."""
+    fs = [(ours, theirs) for ours, theirs, _ in cases]
+    args = [a for _, _, a in cases]
+
+    def everything(args):
+        return [(ours(*a), theirs(*a)) for (ours, theirs), a in zip(fs, args)]
+
+    # Compile time is most of what these tests cost.
+    out = jax.jit(everything, compiler_options={"xla_backend_optimization_level": 0})(args)
+    for ours, theirs in out:
+        close(ours, theirs)
+
+
+VARIANTS = [
+    {},
+    {"keep": True},
+    {"segment": 3},
+    {"unroll": 4},
+    {"segment": 2, "unroll": 2},
+    {"early": False},
+    {"keep": True, "segment": 3, "recompute": False, "unroll": 3},
+]
+MASKS = ["none", "padded", "arbitrary", "row"]
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_equals_autodiff_of_a_plain_scan(name):
+    cases = []
+    for number, variant in enumerate(VARIANTS):
+        # Every cell meets every variant; masks, direction and outputs turn from cell to cell.
+        turn = number + list(CELLS).index(name)
+        cases.append(
+            case(
+                CELLS[name],
+                steps=(7, 7, 3)[turn % 3],
+                mask=MASKS[turn % 4],
+                reverse=turn % 2 == 0,
+                sequences=turn % 3 > 0,
+                bias=turn % 4 > 0,
+                **variant,
+            )
+        )
+    cases.append(case(CELLS[name], steps=1, mask="row", keep=True))
+    check(cases)
+
+
+def test_long_sequences_and_segments_found_by_themselves():
+    assert [rec.check_segment("auto", steps) for steps in (1, 7, 64, 100, 8192)] == [
+        *(1, 3, 8, 10, 64)
+    ]
+    check([case(rec.LSTM(), steps=64, mask="padded", segment=rec.check_segment("auto", 64))])
+
+
+@settings(max_examples=4, deadline=None, derandomize=True)
+@given(
+    name=st.sampled_from(sorted(CELLS)),
+    steps=st.integers(1, 9),
+    batch=st.integers(1, 5),
+    segment=st.none() | st.integers(1, 9),
+    unroll=st.integers(1, 9),
+    mask=st.sampled_from(MASKS),
+    flags=st.tuples(*[st.booleans()] * 5),
+)
+def test_any_options_equal_autodiff(name, steps, batch, segment, unroll, mask, flags):
+    keep, early, recompute, reverse, sequences = flags
+    loop = {"keep": keep, "early": early, "recompute": recompute, "unroll": unroll}
+    loop |= {"segment": segment and min(segment, steps), "reverse": reverse}
+    check([case(CELLS[name], steps=steps, batch=batch, mask=mask, sequences=sequences, **loop)])
+
+
+def test_gradients_are_differentiable():
+    def squared(scale):
+        gradient = run_with(scale)
+        return jnp.vdot(gradient, gradient)
+
+    rng = np.random.default_rng(0)
+    weights = weights_for(rec.LSTM(), rng)
+    x = jnp.asarray(rng.normal(size=(2, 3, FEATURES)), np.float32)
+    state = (jnp.zeros((2, UNITS)),) * 2
+
+    def run_with(scale):
+        def loss(x):
+            return jnp.sum(rec.recur(loop, rec.Split(), scale * x, weights, state)[1][0])
+
+        return jax.grad(loss)(x)
+
+    loop = rec.Loop(rec.LSTM(), sequences=False)
+    step = 1e-2
+    slope = (squared(1 + step) - squared(1 - step)) / (2 * step)
+    np.testing.assert_allclose(jax.grad(squared)(1.0), slope, rtol=1e-2)
+
+
+def test_the_rule_says_what_it_chose_and_why():
+    def chosen(**changes):
+        return rec.choose(
+            **{"cell": rec.LSTM(), "platform": "tpu", "batch": 128, "steps": 128, "units": 256}
+            | changes
+        )
+
+    assert (chosen().keep, chosen().segment) == (True, None)
+    large = chosen(batch=1024, units=1024, steps=1024)
+    assert not large.keep
+    assert "20.0 GiB would have to be kept" in str(large)
+    cpu = chosen(platform="cpu")
+    assert (cpu.segment, cpu.recompute) == (4, False)
+    assert "stay in cache" in cpu.reason
+    assert chosen(platform="cpu", batch=8, steps=64).segment is None
+    assert chosen(segment="auto", steps=8192).segment == 64
+    assert chosen(unroll=True).unroll == 128
