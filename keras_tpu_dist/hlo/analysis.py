@@ -155,9 +155,9 @@ def _count_products(
         tallies.layer(layer).flops += flops * run.times
         total = flops * run.times * passes
         tallies.flops_by_rate[rate] = tallies.flops_by_rate.get(rate, 0) + total
-    if cost.is_kernel(run.instruction):
-        if cost.kernel_estimate(run.instruction, "flops") is None:
-            tallies.kernels[run.instruction.name] = None
+    stated = cost.kernel_estimate(run.instruction, "flops")
+    if cost.is_kernel(run.instruction) and stated is None:
+        tallies.kernels[run.instruction.name] = None
 
 
 def _count_memory(
