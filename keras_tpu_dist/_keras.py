@@ -1,10 +1,27 @@
-"""The one module that touches private names of Keras and JAX: the seam."""
+"""The one module that touches private names of Keras and JAX: the seam.
+
+Keras resolves its JAX trainer at import, so `model.fit` can only be reached by replacing methods
+of that class. They are replaced once, at import; each looks for a strategy of ours and calls the
+stock method where there is none.
+
+A strategy, as the seam knows it, is a `keras.distribution.Distribution` with
+
+- `_running(model, name, args, kwargs)`: a context around fit, evaluate, predict, *_on_batch;
+- `_make_function(model, kind)`: the step function for "train", "test" or "predict";
+- `_batches(epoch_iterator)`: the iterator over batches of one epoch;
+- `_state_read(model, state)`: told when the training state is read from the variables.
+
+Everything here would go if Keras offered: a `Distribution` hook for input batches and step
+functions, and a `Trainer` that gives its variables back on an exception.
+"""
 
 import contextlib
 import dataclasses
+import functools
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 if "keras" not in sys.modules:
     os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -20,12 +37,220 @@ if keras.config.backend() != "jax":
         "KERAS_BACKEND=jax before keras is imported, or import keras_tpu_dist before keras."
     )
 
+from keras.src.backend.jax import trainer as jax_trainer
+
+TESTED_KERAS = ("3.15.0", "3.15.1")
+
+# What the seam replaces or reads. Each name has a test that fails when Keras moves it.
+REQUIRED_NAMES = {
+    "JAXTrainer": (
+        *("__init__", "fit", "evaluate", "predict"),
+        *("train_on_batch", "test_on_batch", "predict_on_batch"),
+        *("make_train_function", "make_test_function", "make_predict_function"),
+        *("_get_jax_state", "jax_state_sync", "compile"),
+    ),
+    "JAXEpochIterator": ("_get_distributed_iterator",),
+    "_distribute_data": (),
+}
+
+_ENTRY_POINTS = (
+    *("fit", "evaluate", "predict"),
+    *("train_on_batch", "test_on_batch", "predict_on_batch"),
+)
+
+
+def check_names(module: Any = jax_trainer) -> None:
+    """Raises an `ImportError` that lists every name of Keras the seam needs and does not find."""
+    missing = [
+        name if not attribute else f"{name}.{attribute}"
+        for name, attributes in REQUIRED_NAMES.items()
+        for attribute in ("", *attributes)
+        if not hasattr(getattr(module, name, None) if attribute else module, attribute or name)
+    ]
+    if missing:
+        raise ImportError(
+            "keras_tpu_dist reaches Keras's JAX trainer by names that this Keras does not have. "
+            f"Received: keras=={keras.__version__}, missing in {module.__name__}: "
+            f"{', '.join(missing)}. Install a tested version: keras=={' or =='.join(TESTED_KERAS)}."
+        )
+
+
+def install(find_strategy: Callable[[Any], Any], created: Callable[[Any], None]) -> None:
+    """Replaces the trainer's methods, once.
+
+    Args:
+        find_strategy: From a model to the strategy to run it under, or `None` for stock Keras.
+        created: Told about each new model, and each one that is compiled.
+    """
+    check_names()
+    trainer = jax_trainer.JAXTrainer
+    if getattr(trainer, "_keras_tpu_dist_installed", False):
+        return
+    trainer._keras_tpu_dist_installed = True
+    for name in _ENTRY_POINTS:
+        _replace(trainer, name, functools.partial(_entry_point, find_strategy, name))
+    for name in ("__init__", "compile"):
+        _replace(trainer, name, functools.partial(_then_created, created))
+    for kind in ("train", "test", "predict"):
+        _replace(trainer, f"make_{kind}_function", functools.partial(_make_function, kind))
+    _replace(trainer, "_get_jax_state", _get_jax_state)
+    _replace(jax_trainer.JAXEpochIterator, "_get_distributed_iterator", _distributed_iterator)
+    _replace(jax_trainer, "_distribute_data", _distribute_data)
+
+
+def _replace(owner: Any, name: str, replacement: Callable) -> None:
+    stock = getattr(owner, name)
+
+    @functools.wraps(stock)
+    def replaced(*args, **kwargs):
+        return replacement(stock, *args, **kwargs)
+
+    setattr(owner, name, replaced)
+
+
+def _entry_point(find_strategy, name, stock, model, *args, **kwargs):
+    strategy = find_strategy(model)
+    if strategy is None:
+        return stock(model, *args, **kwargs)
+    with strategy._running(model, name, args, kwargs):
+        return stock(model, *args, **kwargs)
+
+
+def _then_created(created, stock, model, *args, **kwargs):
+    result = stock(model, *args, **kwargs)
+    created(model)
+    return result
+
+
+def _make_function(kind, stock, model, force=False):
+    strategy = active_strategy()
+    attribute = f"{kind}_function"
+    if strategy is None:
+        return stock(model, force=force)
+    if getattr(model, attribute) is None or force:
+        setattr(model, attribute, strategy._make_function(model, kind))
+    return getattr(model, attribute) if kind == "predict" else None
+
+
+def _get_jax_state(stock, model, purge_model_variables=False, **groups):
+    strategy = active_strategy()
+    if strategy is None:
+        return stock(model, purge_model_variables=purge_model_variables, **groups)
+    # Stock empties the variables here, and what an exception then finds is nothing.
+    state = stock(model, purge_model_variables=False, **groups)
+    model._jax_state = None
+    if groups.get("optimizer_variables"):
+        strategy._state_read(model, state)
+    return state
+
+
+def _distributed_iterator(stock, epoch_iterator, distribution):
+    if is_strategy(distribution):
+        return distribution._batches(epoch_iterator)
+    return stock(epoch_iterator, distribution)
+
+
+def _distribute_data(stock, data, layouts=None):
+    # Our step functions place what they are given.
+    return data if active_strategy() is not None else stock(data, layouts)
+
+
+def is_strategy(distribution: Any) -> bool:
+    """Whether a distribution is one that the seam serves."""
+    return hasattr(type(distribution), "_make_function")
+
+
+def active_strategy() -> Any:
+    """The active distribution if it is ours."""
+    distribution = keras.distribution.distribution()
+    return distribution if is_strategy(distribution) else None
+
+
+def state_variables(model: Any) -> list:
+    """All variables a training step reads or writes."""
+    optimizer = [] if model.optimizer is None else list(model.optimizer.variables)
+    return [
+        *model.trainable_variables,
+        *model.non_trainable_variables,
+        *optimizer,
+        *model.metrics_variables,
+    ]
+
+
+def state_shardings(model: Any, kind: str) -> tuple[list, ...]:
+    """The layouts of the state of a step function, in Keras's order."""
+    groups = {
+        "train": ("trainable", "non_trainable", "optimizer", "metrics"),
+        "test": ("trainable", "non_trainable", "metrics"),
+        "predict": ("trainable", "non_trainable"),
+    }[kind]
+    return tuple([v._layout for v in _group(model, name)] for name in groups)
+
+
+def restore_state(model: Any, state: tuple) -> None:
+    """Writes a training state (trainable, non-trainable, optimizer, metrics) to the variables."""
+    for name, values in zip(("trainable", "non_trainable", "optimizer", "metrics"), state):
+        for variable, value in zip(_group(model, name), values):
+            variable.assign(value)
+
+
+def forget_state(model: Any) -> None:
+    """Tells the trainer that the variables, not its own record, hold the state."""
+    model._jax_state = None
+    model._jax_state_synced = True
+
+
+def has_state(model: Any) -> bool:
+    """Whether a trainer may hold state that its variables do not."""
+    return model._jax_state is not None or not model._jax_state_synced
+
+
+def forget_functions(model: Any) -> None:
+    """Makes the trainer build its step functions anew."""
+    model.train_function = model.test_function = model.predict_function = None
+
+
+def variable_layout(variable: Any) -> Any:
+    """The layout a variable was given, or `None`."""
+    return variable._layout
+
+
+def move_variable(variable: Any, layout: Any) -> None:
+    """Gives a variable a layout and moves its value there; uninitialized ones get the layout."""
+    variable._layout = layout
+    if variable._value is not None:
+        variable._direct_assign(variable._value)
+
+
+def optimizer_slots(optimizer: Any) -> list[tuple[Any, Any]]:
+    """Pairs of an optimizer's per-weight variables and the weight each belongs to.
+
+    Optimizers keep slots as lists in the order of their trainable variables. Public replacement:
+    none; `add_variable_from_reference` knows the pair and forgets it.
+    """
+    inner = getattr(optimizer, "inner_optimizer", None)
+    if inner is not None:
+        return optimizer_slots(inner)
+    weights = getattr(optimizer, "_trainable_variables", None) or []
+    pairs = []
+    for name, slots in vars(optimizer).items():
+        if name == "_trainable_variables" or not isinstance(slots, (list, tuple)):
+            continue
+        if len(slots) == len(weights):
+            pairs.extend(zip(slots, weights))
+    return [(slot, w) for slot, w in pairs if isinstance(slot, keras.Variable)]
+
+
+def _group(model, name: str) -> list:
+    if name == "optimizer":
+        return [] if model.optimizer is None else model.optimizer.variables
+    return getattr(model, f"{name}_variables")
+
 
 def jax_backend_started() -> bool:
     """Whether JAX has already created its devices, after which they cannot be changed.
 
-    Public replacement: none; `jax.config` refuses some updates after start-up, silently not
-    others.
+    Public replacement: none; `jax.config` refuses some updates after start-up, not all.
     """
     return xla_bridge.backends_are_initialized()
 

@@ -1,0 +1,320 @@
+"""TPUStrategy: the distribution under which plain Keras models run on a mesh."""
+
+import contextlib
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import keras
+from jax.sharding import Mesh, NamedSharding
+
+from keras_tpu_dist import _keras, adoption
+from keras_tpu_dist.data import BatchPlacer, DeviceIterator
+from keras_tpu_dist.errors import message
+from keras_tpu_dist.layout import (
+    LayoutRules,
+    check_axis_names,
+    checked,
+    decide,
+    named_sharding,
+)
+from keras_tpu_dist.loop import StateGuard, make_step, recover, should_donate
+from keras_tpu_dist.mesh import MeshLike, build_mesh, checked_data_axes
+
+
+class TPUStrategy(keras.distribution.ModelParallel):
+    """Trains a plain Keras model on a mesh of TPU chips, exactly as on one device.
+
+    Build and compile the model inside `strategy.scope()`; then call `fit`, `evaluate`, `predict`
+    and the `*_on_batch` methods inside or outside of it: the model keeps its strategy. The batch
+    is split over the data axes, whatever its size; variables lie as `layout` says. A model built
+    before the scope is moved onto the mesh at its first call.
+
+    Args:
+        mesh: `None` (all devices on one axis `"data"`), a dict of axis sizes of which one may be
+            -1, a `keras.distribution.DeviceMesh`, or a `jax.sharding.Mesh`.
+        layout: Where variables lie: `None` (replicated), `LayoutRules` or a list of their
+            `(pattern, axes)` pairs, or a `keras.distribution.LayoutMap`.
+        devices: The devices to use. Defaults to `jax.devices()`.
+        topology: Reserved for compile-only devices of a slice by name.
+        data_axes: The mesh axes that split the batch. Defaults to those of the mesh's axes that
+            are named `"data"`, `"fsdp"` or `"batch"`; with none of them, or with `()`, the batch
+            is replicated.
+        batch_axis: The dimension of the batch in each input: an integer, `None` for inputs
+            without a batch, or a structure of those that is a prefix of `(x, y, sample_weight)`:
+            `(1, 0)` for time-major `x`, `({"image": 0, "anchors": None}, 0)`. A dict alone speaks
+            of `x`.
+        prefetch: Number of batches held ready on the devices ahead of the running step.
+        donate_state: Whether a train step overwrites its input state. `True` halves the memory
+            of the state; after a failure inside a launch the weights are those of the start of
+            the epoch. `False` keeps the state before every step. `"auto"` keeps it where the
+            state is small (5 % of the device's memory, or 256 MiB where that is unknown).
+
+    Raises:
+        ValueError: If the mesh does not fit the devices, a name is no axis of the mesh, or a rule
+            is malformed.
+
+    Example:
+
+    >>> import keras, keras_tpu_dist as ktd
+    >>> strategy = ktd.TPUStrategy({"data": 4, "model": 2}, [("dense/kernel", (None, "model"))])
+    >>> with strategy.scope():
+    ...     model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+    ...     model.compile("adam", "mse")
+    >>> model.layers[0].kernel.value.sharding.spec
+    PartitionSpec(None, 'model')
+    """
+
+    def __init__(
+        self,
+        mesh: MeshLike = None,
+        layout: Any = None,
+        *,
+        devices: Sequence | None = None,
+        topology: str | None = None,
+        data_axes: str | Sequence[str] | None = None,
+        batch_axis: Any = 0,
+        prefetch: int = 2,
+        donate_state: bool | str = "auto",
+    ):
+        _check_environment()
+        if topology is not None:
+            raise NotImplementedError(
+                message(
+                    "Compile-only slices are not part of this release.",
+                    received={"topology": topology},
+                    fix="Leave `topology` out and use attached or simulated devices.",
+                )
+            )
+        self._check_options(prefetch, donate_state)
+        if mesh is None and isinstance(layout, keras.distribution.LayoutMap):
+            mesh = layout.device_mesh
+        device_mesh = build_mesh(mesh, devices)
+        names = tuple(device_mesh.axis_names)
+        self._data_axes = checked_data_axes(data_axes, names)
+        layout_map = keras.distribution.LayoutMap(device_mesh)
+        if isinstance(layout, keras.distribution.LayoutMap):
+            layout_map = layout
+            check_axis_names(LayoutRules.from_layout_map(layout), names)
+        super().__init__(layout_map=layout_map, batch_dim_name=names[0])
+        self._device_mesh = device_mesh
+        self._batch_dim_name = self._data_axes[0] if self._data_axes else None
+        self._layout = _checked_layout(layout, names)
+        self._mesh = device_mesh.backend_mesh
+        self._placer = BatchPlacer(self._mesh, self._data_axes, batch_axis)
+        self._prefetch = prefetch
+        self._donate_state = donate_state
+
+    @property
+    def mesh(self) -> Mesh:
+        """The `jax.sharding.Mesh`."""
+        return self._mesh
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """The mesh axes that split the batch."""
+        return self._data_axes
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of parts the batch is split into."""
+        return self._placer.num_shards
+
+    @property
+    def num_model_replicas(self) -> int:
+        """Keras's name for `num_replicas_in_sync`."""
+        return self._placer.num_shards
+
+    @property
+    def num_logical_devices(self) -> int:
+        """The number of devices that share one replica."""
+        return self._mesh.size // self.num_replicas_in_sync
+
+    @property
+    def num_hosts(self) -> int:
+        """The number of processes whose devices are in the mesh."""
+        return len({device.process_index for device in self._mesh.devices.flat})
+
+    def scope(self) -> adoption.Scope:
+        """A context in which models are built, compiled and run on this strategy's mesh.
+
+        Scopes nest. `keras.distribution.set_distribution(strategy)` does the same for the rest of
+        the program.
+        """
+        return adoption.Scope(self)
+
+    def __enter__(self):
+        raise TypeError(
+            message(
+                "A strategy is not a context; its scope is.",
+                received={"with": self},
+                fix="Write `with strategy.scope():`.",
+            )
+        )
+
+    def __exit__(self, *exception):
+        """Never reached: `__enter__` raises."""
+
+    def get_variable_layout(self, variable: Any) -> NamedSharding:
+        """The layout of a variable: its own if it was given one, else by the rules.
+
+        Args:
+            variable: A `keras.Variable`.
+
+        Returns:
+            A `jax.sharding.NamedSharding`.
+
+        Raises:
+            ValueError: If the rule that matches does not fit the variable's shape.
+        """
+        return adoption.choose_layout(variable, self)
+
+    def get_tensor_layout(self, path: str) -> NamedSharding | None:
+        """The layout of a layer's output, by a rule on `<layer path>/output`, or `None`."""
+        decision = decide(path, self._layout)
+        return None if decision is None else named_sharding(self._mesh, decision.axes)
+
+    def get_data_layout(self, data_shape: Sequence[int]) -> NamedSharding:
+        """The layout of an input whose first dimension is the batch."""
+        return self._placer.sharding(0 if len(data_shape) else None)
+
+    def __repr__(self):
+        platform = self._mesh.devices.flat[0].platform
+        return f"<TPUStrategy mesh={dict(self._mesh.shape)} on {self._mesh.size} {platform}>"
+
+    def _rule_layout(self, variable) -> NamedSharding:
+        decision = decide(variable.path, self._layout)
+        if decision is None:
+            return named_sharding(self._mesh)
+        checked(decision, variable.path, variable.shape, self._mesh)
+        return named_sharding(self._mesh, decision.axes)
+
+    def _translate(self, variable, given: Any) -> NamedSharding:
+        """A layout that a user gave a variable, on this strategy's mesh."""
+        if isinstance(given, keras.distribution.TensorLayout):
+            axes = tuple(given.axes)
+        elif isinstance(given, NamedSharding):
+            axes = tuple(given.spec)
+        else:
+            return given
+        rule = LayoutRules([(".*", axes)])
+        check_axis_names(rule, self._mesh.axis_names)
+        decision = decide(variable.path, rule)
+        checked(decision, variable.path, variable.shape, self._mesh)
+        return named_sharding(self._mesh, axes)
+
+    def _owns(self, layout: Any) -> bool:
+        return isinstance(layout, NamedSharding) and layout.mesh == self._mesh
+
+    @contextlib.contextmanager
+    def _running(self, model, name: str, args: tuple, kwargs: Mapping):
+        _check_input(name, args, kwargs)
+        with self.scope():
+            member = adoption.adopt(model, self)
+            try:
+                yield
+            except BaseException:
+                if member.guard is not None and _keras.has_state(model):
+                    recover(model, member.guard)
+                raise
+            finally:
+                if member.guard is not None:
+                    member.guard.release()
+
+    def _make_function(self, model, kind: str):
+        member = adoption.adopt(model, self)
+        if member.guard is None:
+            donate = should_donate(self._donate_state, _keras.state_variables(model))
+            member.guard = StateGuard(donate)
+        return make_step(model, kind, self._placer, member.guard)
+
+    def _state_read(self, model, state) -> None:
+        member = adoption.membership(model)
+        if member is not None and member.guard is not None:
+            member.guard.read(state)
+
+    def _batches(self, epoch_iterator) -> DeviceIterator:
+        if epoch_iterator.data_adapter.num_batches == 0:
+            raise ValueError(_no_data("an input without any batch"))
+        return DeviceIterator(
+            epoch_iterator.data_adapter.get_jax_iterator(),
+            self._prefetch,
+            epoch_iterator.steps_per_epoch,
+        )
+
+    @staticmethod
+    def _check_options(prefetch, donate_state):
+        if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
+            raise ValueError(
+                message(
+                    "prefetch is a number of batches, 0 or more.",
+                    received={"prefetch": prefetch},
+                    fix="Write for example prefetch=2.",
+                )
+            )
+        if donate_state not in (True, False, "auto"):
+            raise ValueError(
+                message(
+                    "donate_state is True, False or 'auto'.",
+                    received={"donate_state": donate_state},
+                    fix="Leave it out for 'auto'.",
+                )
+            )
+
+
+def _check_environment() -> None:
+    if keras.config.is_nnx_enabled():
+        raise RuntimeError(
+            message(
+                "TPUStrategy works with Keras's own variables.",
+                received="keras.config.is_nnx_enabled()=True.",
+                fix="Unset KERAS_NNX_ENABLED.",
+            )
+        )
+    if jax.process_count() > 1:
+        raise NotImplementedError(
+            message(
+                "TPUStrategy runs in one process for now.",
+                received={"jax.process_count()": jax.process_count()},
+                fix="Use one host, or keras.distribution.DataParallel.",
+            )
+        )
+
+
+def _checked_layout(layout, axis_names):
+    if layout is None or isinstance(layout, keras.distribution.LayoutMap):
+        return layout
+    if isinstance(layout, str) or not isinstance(layout, (LayoutRules, Sequence, Mapping)):
+        raise ValueError(
+            message(
+                "A layout is None, LayoutRules, a list of (pattern, axes) pairs or a LayoutMap.",
+                received={"layout": layout},
+                fix='Write for example layout=[("dense/kernel", (None, "model"))].',
+            )
+        )
+    rules = layout if isinstance(layout, LayoutRules) else LayoutRules(layout)
+    check_axis_names(rules, axis_names)
+    return rules
+
+
+def _check_input(name: str, args: tuple, kwargs: Mapping) -> None:
+    x = args[0] if args else kwargs.get("x")
+    if x is None:
+        raise ValueError(_no_data(f"{name}(x=None)"))
+    for leaf in jax.tree.leaves(x):
+        shape = getattr(leaf, "shape", None)
+        if isinstance(shape, tuple) and shape and math.prod(shape[:1]) == 0:
+            raise ValueError(_no_data(f"{name} on an array of shape {shape}"))
+
+
+def _no_data(received: str) -> str:
+    return message(
+        "fit, evaluate and predict need data with at least one row.",
+        received=f"{received}.",
+        fix="Pass arrays, a generator, a keras.utils.PyDataset, a tf.data.Dataset or a torch "
+        "DataLoader that yields at least one batch.",
+    )
+
+
+_keras.install(adoption.find_strategy, adoption.created)
