@@ -10,6 +10,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 
 from keras_tpu_dist.errors import message
+from keras_tpu_dist.topology import CompileOnlyDevice
 
 logger = logging.getLogger("keras_tpu_dist")
 
@@ -68,9 +69,17 @@ def build_mesh(mesh: MeshLike = None, devices: Sequence | None = None):
             )
         )
     sizes = _axis_sizes(mesh, len(chosen))
-    return keras.distribution.DeviceMesh(
-        tuple(sizes.values()), tuple(sizes), _in_torus_order(tuple(sizes.values()), chosen)
-    )
+    described = isinstance(chosen[0], CompileOnlyDevice)
+    kind = _DescribedMesh if described else keras.distribution.DeviceMesh
+    return kind(tuple(sizes.values()), tuple(sizes), _in_torus_order(tuple(sizes.values()), chosen))
+
+
+class _DescribedMesh(keras.distribution.DeviceMesh):
+    """A mesh of devices that are only described, which Keras would look for among real ones."""
+
+    @property
+    def backend_mesh(self) -> jax.sharding.Mesh:
+        return jax.sharding.Mesh(self.devices, self.axis_names)
 
 
 def default_data_axes(axis_names: Sequence[str]) -> tuple[str, ...]:

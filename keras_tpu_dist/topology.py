@@ -1,14 +1,18 @@
 """TPU slices by name: shape, chips, memory, speeds, and devices nobody has to own."""
 
 import functools
+import glob
 import itertools
 import math
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import jax
 import numpy as np
 
+from keras_tpu_dist._keras import jax_backend_started
 from keras_tpu_dist.errors import message
 
 _GIB = 2**30
@@ -475,6 +479,16 @@ def of_devices(mesh_devices: object) -> Topology | None:
 def all_names() -> list[str]:
     """Canonical names of every slice with an accelerator type, smallest first, chip by chip."""
     return [Topology(chip, shape).name for chip in CHIPS.values() for shape in _listed(chip)]
+
+
+def start_without_tpu() -> None:
+    """Keeps JAX on the CPU where libtpu is installed and no TPU is, before JAX starts.
+
+    Without it JAX tries the TPU first and says in five lines that there is none.
+    """
+    attached = glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*")
+    if not (attached or jax_backend_started() or os.environ.get("JAX_PLATFORMS")):
+        jax.config.update("jax_platforms", "cpu")
 
 
 def libtpu_environment() -> dict[str, str]:
