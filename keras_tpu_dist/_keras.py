@@ -308,33 +308,62 @@ def abstract_variables() -> Iterator[None]:
                 setattr(keras.Variable, name, function)
 
 
-def symbolic_build(model: keras.Model, batch: object) -> None:
+def symbolic_build(model: keras.Model, batch: tuple, mode: str) -> None:
     """Builds model, metrics, loss and optimizer from a batch of `keras.KerasTensor`, as fit does.
+
+    Args:
+        model: The model.
+        batch: `(x, y, sample_weight)`.
+        mode: `"predict"` builds the layers alone.
 
     Public replacement: none; `model.build` builds neither metrics nor the optimizer.
     """
-    model._symbolic_build(data_batch=batch)
+    if mode != "predict":
+        model._symbolic_build(data_batch=batch)
+    elif not is_built(model):
+        keras.src.backend.compute_output_spec(model, batch[0])
 
 
-def set_layout(variable: keras.Variable, layout: object) -> object:
-    """Sets a variable's layout, which the optimizer slots made from it inherit.
+def layer_names(model: keras.Model) -> set[str]:
+    """Names of all layers of a model, at any depth, and of its optimizer.
 
-    Returns:
-        The layout it had.
-
-    Public replacement: none; `keras.Variable(layout=...)` sets it only at construction.
+    Public replacement: none; `model.layers` leaves out layers inside of custom layers.
     """
-    before, variable._layout = variable._layout, layout
-    return before
+    names = {layer.name for layer in model._flatten_layers(include_self=False)}
+    return names | ({model.optimizer.name} if model.optimizer is not None else set())
 
 
-def layout_of(variable: keras.Variable) -> object:
-    """The layout a variable was made with: a `jax.sharding.Sharding`, or `None`.
+def is_built(model: keras.Model) -> bool:
+    """Whether all weights of a model exist.
 
-    Public replacement: none; `variable.value.sharding` needs a value.
+    Public replacement: none; `model.built` can be true before its layers are.
     """
-    layout = variable._layout
-    return getattr(layout, "backend_layout", layout)
+    return all(layer.built for layer in model._flatten_layers())
+
+
+@contextlib.contextmanager
+def attributes_restored(variables: list, *names: str) -> Iterator[None]:
+    """Gives variables back the layouts, and the other named attributes, that they had before.
+
+    Public replacement: none; `keras.Variable(layout=...)` sets a layout only at construction.
+    """
+    names = ("_layout", *names)
+    before = [{n: vars(v)[n] for n in names if n in vars(v)} for v in variables]
+    try:
+        yield
+    finally:
+        for variable, attributes in zip(variables, before):
+            for name in names:
+                vars(variable).pop(name, None)
+            vars(variable).update(attributes)
+
+
+def set_layout(variable: keras.Variable, layout: object) -> None:
+    """Sets a variable's layout and leaves its value where it is.
+
+    Public replacement: none; see `attributes_restored`.
+    """
+    variable._layout = layout
 
 
 def without_vjp(exported: jax.export.Exported) -> jax.export.Exported:

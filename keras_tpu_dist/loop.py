@@ -175,6 +175,21 @@ def make_step(trainer: Any, kind: str, placer: BatchPlacer, guard: StateGuard) -
     return many if trainer.steps_per_execution > 1 else one
 
 
+def jitted_step(trainer: Any, kind: str, placer: BatchPlacer, donate: bool) -> Callable:
+    """The jitted step alone, `(state, PlacedBatch) -> (outputs, state)`, as dry runs lower it.
+
+    Args:
+        trainer: The model.
+        kind: `"train"`, `"test"` or `"predict"`.
+        placer: Trims batches in the program.
+        donate: Whether a train step consumes its input state.
+
+    Returns:
+        A `jax.jit` function.
+    """
+    return _jit(trainer, kind, _step_function(trainer, kind, placer), placer, donate)
+
+
 def should_donate(setting: bool | str, variables: list) -> bool:
     """Resolves `donate_state`: `"auto"` donates only where keeping would cost memory that counts.
 

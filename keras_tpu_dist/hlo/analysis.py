@@ -9,6 +9,9 @@ from keras_tpu_dist.hlo.layers import OTHER, Attribution, phase
 from keras_tpu_dist.hlo.loops import Execution, executions
 from keras_tpu_dist.hlo.parse import Instruction, Program, parse
 
+# Instructions that name a buffer which another instruction made.
+_VIEWS = {"tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "constant"}
+
 
 @dataclass(frozen=True)
 class LayerCost:
@@ -32,6 +35,23 @@ class LayerCost:
 
 
 @dataclass(frozen=True)
+class Buffer:
+    """A large array that the program keeps in HBM.
+
+    Args:
+        bytes: Its size on one device.
+        shape: Dtype and dimensions, as in `"bf16[8,512,2048]"`.
+        layer: The layer that makes it; `"(input)"` for the program's arguments.
+        name: Its name in the program.
+    """
+
+    bytes: int
+    shape: str
+    layer: str
+    name: str
+
+
+@dataclass(frozen=True)
 class ProgramCost:
     """What a compiled program costs one device in one step.
 
@@ -43,6 +63,7 @@ class ProgramCost:
         cycles: Sum of the compiler's cycle estimates; 0 if it states none (CPU).
         layers: Per layer, most cycles first (most operations first without cycles).
         collectives: Every collective.
+        largest_buffers: The largest arrays in HBM.
         unknown_loops: Loops whose trip count the program does not say, counted once.
         unestimated_kernels: Hand-written kernels whose authors state no cost: their operations
             are missing above.
@@ -54,6 +75,7 @@ class ProgramCost:
     cycles: int
     layers: tuple[LayerCost, ...]
     collectives: tuple[Collective, ...]
+    largest_buffers: tuple[Buffer, ...] = ()
     unknown_loops: tuple[str, ...] = ()
     unestimated_kernels: tuple[str, ...] = ()
 
@@ -140,6 +162,7 @@ def analyze(
         cycles=sum(c.cycles for c in layers),
         layers=tuple(layers),
         collectives=tuple(tallies.collectives.values()),
+        largest_buffers=_largest_buffers(program, runs.executions, attribution),
         unknown_loops=runs.unknown_loops,
         unestimated_kernels=tuple(tallies.kernels),
     )
@@ -203,6 +226,25 @@ def _count_collective(
         return
     tallies.collectives[key] = collective
     tallies.layer(layer).link_seconds += collective.total_seconds
+
+
+def _largest_buffers(
+    program: Program, runs: Iterable[Execution], attribution: Attribution, count: int = 8
+) -> tuple[Buffer, ...]:
+    found: dict[tuple[str, str], Buffer] = {}
+    for run in runs:
+        i = run.instruction
+        is_argument = i.opcode == "parameter" and run.computation is program.entry
+        if i.opcode in _VIEWS or (i.opcode == "parameter" and not is_argument):
+            continue
+        for shape in i.shapes:
+            if not shape.hbm_bytes or len(found) > 20_000:
+                continue
+            op_name = _origin(program, i)
+            layer = "(input)" if is_argument else attribution.layer(op_name) if op_name else OTHER
+            text = f"{shape.dtype}[{','.join(map(str, shape.dims))}]"
+            found.setdefault((text, layer), Buffer(shape.bytes, text, layer, i.name))
+    return tuple(sorted(found.values(), key=lambda b: b.bytes, reverse=True)[:count])
 
 
 def _origin(program: Program, instruction: Instruction) -> str:
