@@ -1,7 +1,7 @@
 """Dry run: compile any Keras model for a TPU slice that nobody here owns."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from keras_tpu_dist.dryrun_build import Build, Lowered, lower
@@ -85,20 +85,42 @@ def dry_run(
     >>> run.fits, [c.axes for c in run.cost.collectives]  # doctest: +SKIP
     (True, [('data',)])
     """
+    return run_once(
+        build,
+        strategy,
+        inputs={"x": x, "y": y, "sample_weight": sample_weight},
+        batch_size=batch_size,
+        mode=mode,
+        effort=effort,
+        timeout=timeout,
+        progress=progress,
+    )
+
+
+def run_once(
+    build: Build,
+    strategy: TPUStrategy,
+    *,
+    inputs: Mapping[str, Any],
+    batch_size: int,
+    mode: str,
+    effort: str,
+    timeout: float,
+    progress: Progress | None = None,
+    measure_overflow: bool = True,
+) -> DryRun:
+    """One dry run; see `dry_run`.
+
+    Args:
+        measure_overflow: Whether a program that does not fit is compiled once more for a larger
+            slice, to see by how much and which arrays.
+    """
     _check_effort(effort)
     tell = progress or logger.debug
     for_tpu = has_libtpu() and _is_tpu(strategy)
     tell("building and lowering")
-    lowered = lower(
-        build,
-        strategy,
-        x=x,
-        y=y,
-        sample_weight=sample_weight,
-        batch_size=batch_size,
-        mode=mode,
-        platform="tpu" if for_tpu else "cpu",
-    )
+    platform = "tpu" if for_tpu else "cpu"
+    lowered = lower(build, strategy, **inputs, batch_size=batch_size, mode=mode, platform=platform)
     notes = list(lowered.notes)
     if _is_tpu(strategy) and not for_tpu:
         notes.append(_NO_LIBTPU)
@@ -112,7 +134,7 @@ def dry_run(
         compiled.append(compile_lowered(lowered, effort="exact", timeout=timeout))
     verdict = compiled[-1]
     sized_on = None
-    twin = larger_twin(lowered) if verdict.error else None
+    twin = larger_twin(lowered) if verdict.error and measure_overflow else None
     if twin is not None:
         tell(f"does not fit: measuring on {twin.name}")
         compiled.append(compile_lowered(lowered, effort="quick", timeout=timeout, topology=twin))
@@ -151,12 +173,7 @@ def _near_limit(compiled: Compiled, lowered: Lowered) -> bool:
     if compiled.error is None:
         return compiled.total_bytes > (1 - _NEAR_LIMIT) * limit
     stated = bytes_in_message(compiled.error)
-    return bool(stated) and stated[0] + _state_total(lowered) < (1 + _NEAR_LIMIT) * limit
-
-
-def _state_total(lowered: Lowered) -> int:
-    s = lowered.state
-    return s.weights + s.optimizer + s.metrics + s.inputs
+    return bool(stated) and stated[0] < (1 + _NEAR_LIMIT) * limit
 
 
 def _report(
@@ -171,7 +188,10 @@ def _report(
     topology = lowered.topology
     cost = _cost(lowered, measured, Topology.parse(sized_on) if sized_on else topology)
     times = estimate(cost, topology) if topology and cost and not verdict.error else None
-    total = measured.total_bytes if measured.memory else _stated_total(lowered, verdict)
+    # The message counts arguments too, although it speaks of temporaries: 32.03G where the
+    # same program has arguments of 16.02 and temporaries of 16.05 GiB.
+    stated = bytes_in_message(verdict.error or "")
+    total = stated[0] if stated else measured.total_bytes if measured.memory else 0
     fits = None if topology is None else verdict.error is None
     layer = Attribution(lowered.layer_names).layer
     if times is not None:
@@ -219,11 +239,6 @@ def _cost(lowered: Lowered, compiled: Compiled, topology: Topology | None) -> Pr
     devices = lowered.devices if topology is lowered.topology else ()
     wire = Wire.of(dict(lowered.axes), devices if topology else (), topology)
     return analyze(compiled.text, wire=wire, layer_names=lowered.layer_names)
-
-
-def _stated_total(lowered: Lowered, verdict: Compiled) -> int:
-    stated = bytes_in_message(verdict.error or "")
-    return (stated[0] if stated else 0) + _state_total(lowered)
 
 
 def _assumption(verdict: Compiled, topology: Topology | None) -> str:

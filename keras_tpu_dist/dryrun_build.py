@@ -4,6 +4,7 @@ import contextlib
 import math
 import pickle
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -175,10 +176,17 @@ def _borrowed(model: keras.Model, strategy: TPUStrategy) -> Iterator[None]:
         try:
             with strategy.scope(), _keras.abstract_variables():
                 if optimizer is not None and not optimizer.built:
-                    model.optimizer = type(optimizer).from_config(optimizer.get_config())
+                    model.optimizer = _fresh(optimizer)
                 yield
         finally:
             model.optimizer = optimizer
+
+
+def _fresh(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+    with warnings.catch_warnings():
+        # NumPy 2 on how Keras reads the learning rate there
+        warnings.filterwarnings("ignore", "__array__ implementation", DeprecationWarning)
+        return type(optimizer).from_config(optimizer.get_config())
 
 
 def _check_built(model: keras.Model) -> None:

@@ -11,7 +11,7 @@ from keras_tpu_dist.topology import Topology
 
 _TOP_LAYERS = 10
 # Beyond this the compiler's cycles are not explained by arithmetic or memory traffic.
-_LATENCY_FACTOR = 3.0
+_KERNEL_FACTOR = 3.0
 _GIB = 2**30
 
 
@@ -27,8 +27,8 @@ class Estimate:
         exposed_link: The part of `link` that the compiler does not overlap.
         step: The estimate: kernels and exposed collectives one after the other, and never less
             than any of `compute`, `hbm`, `link`.
-        bound: What the step spends its time on: `"compute"`, `"HBM"`, `"links"`, or `"latency"`
-            where the kernels take far longer than their arithmetic and traffic explain, as in
+        bound: What the step spends its time on: `"compute"`, `"HBM"`, `"links"`, or `"kernels"`
+            where the compiler's cycles are far more than arithmetic and traffic explain, as in
             loops over many small steps.
     """
 
@@ -55,8 +55,8 @@ def estimate(cost: ProgramCost, topology: Topology) -> Estimate:
     exposed = cost.exposed_link_seconds
     bounds = {"compute": compute, "HBM": hbm, "links": link}
     bound = max(bounds, key=bounds.__getitem__)
-    if kernels > _LATENCY_FACTOR * max(bounds.values()):
-        bound = "latency"
+    if kernels > _KERNEL_FACTOR * max(bounds.values()):
+        bound = "kernels"
     step = max(kernels + exposed, *bounds.values())
     return Estimate(compute, hbm, link, kernels, exposed, step, bound)
 
@@ -74,7 +74,8 @@ class DryRun:
         parameters: Number of the model's weights.
         fits: Whether the program fits into HBM; `None` where no limit is known.
         limit_bytes: HBM of one device that programs may use, or `None`.
-        total_bytes: HBM that the program needs on one device.
+        total_bytes: HBM that the program needs on one device; of a program that does not fit, what
+            the compiler's message states, after it tried to save memory.
         memory: The compiler's own figures: `arguments`, `outputs`, `aliased`, `temporaries`,
             `code`. Empty if the program did not fit and could not be sized.
         state: Bytes of weights, optimizer, metrics and inputs on one device, without the padding
@@ -84,7 +85,8 @@ class DryRun:
         effort: `"quick"` or `"exact"`: how hard the compiler tried.
         tokens: Tokens per batch, 0 if the model reads none.
         error: The compiler's message if the program does not fit.
-        sized_on: The larger slice on which a program that does not fit was measured.
+        sized_on: The larger slice that `memory` and `cost` speak of, for a program that does not
+            fit.
         rematerialized: Layers at which the partitioner gathers a whole array because it cannot
             go from one layout to the other.
         build_seconds: Time to build and lower, in this process.
@@ -135,6 +137,14 @@ class DryRun:
         return 0 if self.limit_bytes is None else max(0, self.total_bytes - self.limit_bytes)
 
     @property
+    def breakdown_bytes(self) -> int:
+        """The sum of `memory`: `total_bytes`, or what was needed on the slice `sized_on`."""
+        m = self.memory
+        if not m:
+            return 0
+        return m["arguments"] + m["outputs"] - m["aliased"] + m["temporaries"] + m["code"]
+
+    @property
     def largest_buffers(self) -> tuple[Buffer, ...]:
         """The largest arrays in HBM."""
         return () if self.cost is None else self.cost.largest_buffers
@@ -153,6 +163,8 @@ class DryRun:
 
     def __str__(self) -> str:
         parts = [self._headline()]
+        if self.error:
+            parts.append(f"the compiler says: {self.error}")
         for title, header, rows in self._tables():
             parts.append(f"{title}\n{text_table(header, rows)}")
         parts += [f"note: {note}" for note in self.notes]
@@ -160,6 +172,8 @@ class DryRun:
 
     def _repr_html_(self) -> str:
         parts = [f"<p><b>{html.escape(self._headline())}</b></p>"]
+        if self.error:
+            parts.append(f"<p>the compiler says: {html.escape(self.error)}</p>")
         for title, header, rows in self._tables():
             parts.append(f"<p>{html.escape(title)}</p>{html_table(header, rows)}")
         parts += [f"<p>note: {html.escape(note)}</p>" for note in self.notes]
@@ -202,8 +216,9 @@ class DryRun:
             kept = self.memory["outputs"] - self.memory["aliased"]
             rows.append(("new state and outputs", size(kept)))
             rows.append(("program", size(self.memory["code"])))
-        sized = f" (sized on {self.sized_on})" if self.sized_on else ""
-        rows.append(("total", size(self.total_bytes) + sized))
+        if self.sized_on:
+            rows.append((f"the above on {self.sized_on}", size(self.breakdown_bytes)))
+        rows.append(("total", size(self.total_bytes)))
         if self.limit_bytes is not None:
             rows.append(("limit", size(self.limit_bytes)))
         if self.overflow_bytes:
