@@ -27,6 +27,14 @@ _REMATERIALIZED = re.compile(
 )
 
 
+# Warnings go to the log that is read here: the partitioner says in one where it gives up.
+_LOG_WARNINGS = {
+    "TF_CPP_MIN_LOG_LEVEL": "1",
+    "TPU_MIN_LOG_LEVEL": "1",
+    "TPU_STDERR_LOG_LEVEL": "1",
+}
+
+
 @dataclass(frozen=True)
 class Compiled:
     """What the compiler made of a program, or why it could not.
@@ -162,7 +170,7 @@ def _run(job: dict, environment: dict[str, str], timeout: float, where: str) -> 
             try:
                 done = subprocess.run(
                     command,
-                    env={**os.environ, **environment},
+                    env={**os.environ, **environment, **_LOG_WARNINGS},
                     stdin=subprocess.DEVNULL,
                     stdout=log_file,
                     stderr=log_file,

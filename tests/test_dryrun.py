@@ -424,6 +424,38 @@ def test_a_program_that_does_not_fit():
     assert any("split them with a layout" in note for note in run.notes)
 
 
+class Shuffled(keras.layers.Layer):
+    """Asks for one layout after the other that cannot be reached directly."""
+
+    def __init__(self, mesh):
+        super().__init__(name="shuffled")
+        self.mesh = mesh
+
+    def _lay(self, x, *axes):
+        sharding = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec(*axes))
+        return jax.lax.with_sharding_constraint(x, sharding)
+
+    def call(self, x):
+        y = self._lay(jax.numpy.sin(self._lay(x, "data", None, "model")), "model", "data", None)
+        y = self._lay(y.reshape(x.shape[0] * x.shape[1], -1), None, ("model", "data"))
+        return y.reshape(x.shape).sum(1)
+
+
+@pytest.mark.tpu_compiler
+def test_arrays_gathered_whole_are_found_and_named():
+    strategy = _slice(None)
+
+    def build():
+        model = keras.Sequential([keras.Input((16, 64)), Shuffled(strategy.mesh)])
+        model.add(keras.layers.Dense(4, name="head"))
+        model.compile("sgd", "mse")
+        return model
+
+    run = dry_run(build, strategy, batch_size=32, mode="evaluate")
+    assert run.rematerialized == ("shuffled",)
+    assert "gathered whole between two layouts" in str(run)
+
+
 # --- searches, on a model of the compiler ----------------------------------------------------
 
 
