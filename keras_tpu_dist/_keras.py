@@ -9,6 +9,7 @@ A strategy, as the seam knows it, is a `keras.distribution.Distribution` with
 - `_running(model, name, args, kwargs)`: a context around fit, evaluate, predict, *_on_batch;
 - `_make_function(model, kind)`: the step function for "train", "test" or "predict";
 - `_batches(epoch_iterator)`: the iterator over batches of one epoch;
+- `_host_batch(data)`: checks a batch of *_on_batch; the step function places it;
 - `_state_read(model, state)`: told when the training state is read from the variables.
 
 Everything here would go if Keras offered: a `Distribution` hook for input batches and step
@@ -38,6 +39,7 @@ if keras.config.backend() != "jax":
     )
 
 from keras.src.backend.jax import trainer as jax_trainer
+from keras.src.trainers.trainer import Trainer
 
 TESTED_KERAS = ("3.15.0", "3.15.1")
 
@@ -89,8 +91,9 @@ def install(find_strategy: Callable[[Any], Any], created: Callable[[Any], None])
     trainer._keras_tpu_dist_installed = True
     for name in _ENTRY_POINTS:
         _replace(trainer, name, functools.partial(_entry_point, find_strategy, name))
-    for name in ("__init__", "compile"):
-        _replace(trainer, name, functools.partial(_then_created, created))
+    _replace(trainer, "__init__", functools.partial(_then_created, created))
+    # Keras asks whether a model's compile is the base class's own, so it is replaced there.
+    _replace(Trainer, "compile", functools.partial(_then_created, created))
     for kind in ("train", "test", "predict"):
         _replace(trainer, f"make_{kind}_function", functools.partial(_make_function, kind))
     _replace(trainer, "_get_jax_state", _get_jax_state)
@@ -151,8 +154,8 @@ def _distributed_iterator(stock, epoch_iterator, distribution):
 
 
 def _distribute_data(stock, data, layouts=None):
-    # Our step functions place what they are given.
-    return data if active_strategy() is not None else stock(data, layouts)
+    strategy = active_strategy()
+    return stock(data, layouts) if strategy is None else strategy._host_batch(data)
 
 
 def is_strategy(distribution: Any) -> bool:
@@ -168,13 +171,8 @@ def active_strategy() -> Any:
 
 def state_variables(model: Any) -> list:
     """All variables a training step reads or writes."""
-    optimizer = [] if model.optimizer is None else list(model.optimizer.variables)
-    return [
-        *model.trainable_variables,
-        *model.non_trainable_variables,
-        *optimizer,
-        *model.metrics_variables,
-    ]
+    groups = ("trainable", "non_trainable", "optimizer", "metrics")
+    return [variable for name in groups for variable in _group(model, name)]
 
 
 def state_shardings(model: Any, kind: str) -> tuple[list, ...]:
@@ -222,15 +220,16 @@ def move_variable(variable: Any, layout: Any) -> None:
         variable._direct_assign(variable._value)
 
 
-def optimizer_slots(optimizer: Any) -> list[tuple[Any, Any]]:
-    """Pairs of an optimizer's per-weight variables and the weight each belongs to.
+def optimizer_slots(model: Any) -> list[tuple[Any, Any]]:
+    """Pairs of a model's optimizer variables and the weight each belongs to.
 
     Optimizers keep slots as lists in the order of their trainable variables. Public replacement:
     none; `add_variable_from_reference` knows the pair and forgets it.
     """
-    inner = getattr(optimizer, "inner_optimizer", None)
-    if inner is not None:
-        return optimizer_slots(inner)
+    optimizer = getattr(model, "optimizer", None)
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    if optimizer is None:
+        return []
     weights = getattr(optimizer, "_trainable_variables", None) or []
     pairs = []
     for name, slots in vars(optimizer).items():
@@ -243,7 +242,9 @@ def optimizer_slots(optimizer: Any) -> list[tuple[Any, Any]]:
 
 def _group(model, name: str) -> list:
     if name == "optimizer":
-        return [] if model.optimizer is None else model.optimizer.variables
+        # An uncompiled model, which can predict, has no such attribute.
+        optimizer = getattr(model, "optimizer", None)
+        return [] if optimizer is None else optimizer.variables
     return getattr(model, f"{name}_variables")
 
 

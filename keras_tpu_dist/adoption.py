@@ -139,7 +139,7 @@ def adopt(model: Any, strategy: Any) -> Membership:
         The model's membership.
     """
     member = _join(model, strategy)
-    weights = {} if model.optimizer is None else _weights_by_slot(model.optimizer)
+    weights = {id(slot): weight for slot, weight in _keras.optimizer_slots(model)}
     moved = []
     for variable in _keras.state_variables(model):
         if strategy._owns(_keras.variable_layout(variable)):
@@ -175,10 +175,6 @@ def _join(model: Any, strategy: Any) -> Membership:
     if hasattr(model, "train_function"):
         _keras.forget_functions(model)
     return member
-
-
-def _weights_by_slot(optimizer: Any) -> dict[int, Any]:
-    return {id(slot): weight for slot, weight in _keras.optimizer_slots(optimizer)}
 
 
 def _chosen(variable: Any, layout: Any) -> Any:

@@ -96,11 +96,9 @@ class BatchPlacer:
             ValueError: If an array has no rows, lacks the declared batch axis, holds strings or
                 objects, or if the arrays' numbers of rows differ.
         """
-        leaves, treedef = _flatten(batch)
-        leaves = [_as_array(leaf) for leaf in leaves]
-        plan = self._plan(batch, treedef, leaves)
+        leaves, treedef, plan = self._planned(batch)
         padded = [
-            _pad(leaf, slot.axis, padding) if padding else leaf
+            _pad(leaf, slot.axis, padding) if padding and slot.axis is not None else leaf
             for leaf, slot, padding in zip(leaves, plan.slots, plan.paddings)
         ]
         arrays = jax.device_put(padded, list(plan.shardings))
@@ -112,9 +110,7 @@ class BatchPlacer:
         Outside a compiled program JAX has no uneven shards: arrays whose rows do not divide are
         replicated.
         """
-        leaves, treedef = _flatten(batch)
-        leaves = [_as_array(leaf) for leaf in leaves]
-        plan = self._plan(batch, treedef, leaves)
+        leaves, treedef, plan = self._planned(batch)
         shardings = [
             self._replicated if padding else sharding
             for sharding, padding in zip(plan.shardings, plan.paddings)
@@ -135,14 +131,19 @@ class BatchPlacer:
             The batch with padded shapes and shardings.
         """
         leaves, treedef = _flatten(batch)
-        plan = self._plan(batch, treedef, leaves)
+        plan = self._make_plan(batch, leaves)
         described = []
         for leaf, slot, padding, sharding in zip(leaves, plan.slots, plan.paddings, plan.shardings):
             shape = list(leaf.shape)
-            if padding:
+            if padding and slot.axis is not None:
                 shape[slot.axis] += padding
             described.append(jax.ShapeDtypeStruct(tuple(shape), leaf.dtype, sharding=sharding))
         return PlacedBatch(jax.tree.unflatten(treedef, described), plan.slots)
+
+    def checked(self, batch: Any) -> Any:
+        """A host batch as arrays, after every check that `place` makes."""
+        leaves, treedef, _ = self._planned(batch)
+        return jax.tree.unflatten(treedef, leaves)
 
     def trim(self, batch: PlacedBatch) -> Any:
         """Cuts a placed batch back to its true rows; call it inside the compiled program."""
@@ -155,21 +156,23 @@ class BatchPlacer:
         """The sharding of an array whose dimension `axis` is the batch."""
         if axis is None or not self.data_axes:
             return self._replicated
-        entry = self.data_axes if len(self.data_axes) > 1 else self.data_axes[0]
-        return named_sharding(self.mesh, (*([None] * axis), entry))
+        entry = self.data_axes[0] if len(self.data_axes) == 1 else self.data_axes
+        return named_sharding(self.mesh, (*[None] * axis, entry))
 
     def _trim(self, leaf, slot: Slot):
-        if slot.rows is None:
+        if slot.rows is None or slot.axis is None:
             return leaf
         true = jax.lax.slice_in_dim(leaf, 0, slot.rows, axis=slot.axis)
         return jax.lax.with_sharding_constraint(true, self.sharding(slot.axis))
 
-    def _plan(self, batch, treedef, leaves) -> _Plan:
+    def _planned(self, batch):
+        leaves, treedef = _flatten(batch)
+        leaves = [_as_array(leaf) for leaf in leaves]
         key = (treedef, tuple(leaf.shape for leaf in leaves))
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plans[key] = self._make_plan(batch, leaves)
-        return plan
+        return leaves, treedef, plan
 
     def _make_plan(self, batch, leaves) -> _Plan:
         names = _leaf_names(batch)

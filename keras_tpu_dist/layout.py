@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from keras_tpu_dist.errors import message
 
 # One entry for each dimension: not split, split over one mesh axis, or over several.
-Axes = tuple[None | str | tuple[str, ...], ...]
+Axes = tuple[str | tuple[str, ...] | None, ...]
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class LayoutRules:
     @classmethod
     def from_layout_map(cls, layout_map: keras.distribution.LayoutMap) -> "LayoutRules":
         """The rules of a stock `LayoutMap`, whose patterns must match the whole path."""
-        return cls((f"^(?:{key})$", layout_map[key].axes) for key in layout_map)
+        return cls((f"^(?:{key})$", layout.axes) for key, layout in layout_map.items())
 
     def __len__(self):
         return len(self._rules)
@@ -169,7 +169,7 @@ def checked(decision: Decision, path: str, shape: Sequence[int], mesh: Mesh) -> 
             message(
                 "A layout cannot have more entries than the variable has dimensions.",
                 received=received,
-                fix=f"Give at most {len(shape)} entries, or write the rule so that it does not "
+                fix=f"Give at most {len(shape)}, or write the rule so that it does not "
                 "match this variable.",
             )
         )
@@ -189,7 +189,7 @@ def checked(decision: Decision, path: str, shape: Sequence[int], mesh: Mesh) -> 
     return decision
 
 
-def axis_size(mesh: Mesh, entry: None | str | tuple[str, ...]) -> int:
+def axis_size(mesh: Mesh, entry: str | tuple[str, ...] | None) -> int:
     """How many shards one entry of a layout makes."""
     ways = 1
     for name in _flat((entry,)):

@@ -13,6 +13,7 @@ from keras_tpu_dist import _keras, adoption
 from keras_tpu_dist.data import BatchPlacer, DeviceIterator
 from keras_tpu_dist.errors import message
 from keras_tpu_dist.layout import (
+    Decision,
     LayoutRules,
     check_axis_names,
     checked,
@@ -65,8 +66,8 @@ class TPUStrategy(keras.distribution.ModelParallel):
     >>> with strategy.scope():
     ...     model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
     ...     model.compile("adam", "mse")
-    >>> model.layers[0].kernel.value.sharding.spec
-    PartitionSpec(None, 'model')
+    >>> tuple(model.layers[0].kernel.value.sharding.spec)
+    (None, 'model')
     """
 
     def __init__(
@@ -203,9 +204,8 @@ class TPUStrategy(keras.distribution.ModelParallel):
             axes = tuple(given.spec)
         else:
             return given
-        rule = LayoutRules([(".*", axes)])
-        check_axis_names(rule, self._mesh.axis_names)
-        decision = decide(variable.path, rule)
+        check_axis_names(LayoutRules([(variable.path, axes)]), self._mesh.axis_names)
+        decision = Decision(axes, "the variable's own layout")
         checked(decision, variable.path, variable.shape, self._mesh)
         return named_sharding(self._mesh, axes)
 
@@ -256,6 +256,9 @@ class TPUStrategy(keras.distribution.ModelParallel):
             self._prefetch,
             epoch_iterator.steps_per_epoch,
         )
+
+    def _host_batch(self, data):
+        return self._placer.checked(data)
 
     @staticmethod
     def _check_options(prefetch, donate_state):
@@ -342,7 +345,7 @@ def _check_input(name: str, args: tuple, kwargs: Mapping) -> None:
     x = args[0] if args else kwargs.get("x")
     if x is None:
         raise ValueError(_no_data(f"{name}(x=None)"))
-    for leaf in jax.tree.leaves(x):
+    for leaf in keras.tree.flatten(x):
         shape = getattr(leaf, "shape", None)
         if isinstance(shape, tuple) and shape and math.prod(shape[:1]) == 0:
             raise ValueError(_no_data(f"{name} on an array of shape {shape}"))

@@ -7,6 +7,15 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("TPU_LOG_DIR", "disabled")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
+# Tests compile much and run little.
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_backend_optimization_level=0",
+        "--xla_llvm_disable_expensive_passes=true",
+    ]
+)
+
 import keras_tpu_dist as ktd
 
 ktd.simulate(8)

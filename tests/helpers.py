@@ -1,0 +1,72 @@
+"""Models, data and comparisons shared by the tests."""
+
+import contextlib
+
+import keras
+import numpy as np
+
+TOLERANCE = 1e-5
+
+
+def data(rows=103, features=6, classes=3, seed=0):
+    """A classification problem with `rows` rows."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(rows, features)).astype("float32")
+    return x, rng.integers(0, classes, rows)
+
+
+def mlp():
+    """A two-layer classifier of 6 features and 3 classes."""
+    model = keras.Sequential(
+        [
+            keras.Input((6,)),
+            keras.layers.Dense(16, activation="relu", name="hidden"),
+            keras.layers.Dense(3, activation="softmax", name="out"),
+        ]
+    )
+    model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
+    return model
+
+
+def scoped(strategy):
+    """The strategy's scope, or no scope for `None`."""
+    return contextlib.nullcontext() if strategy is None else strategy.scope()
+
+
+def built(build, strategy, seed=1):
+    """`build()` under a strategy, with the seeds and names of every other call."""
+    keras.utils.clear_session(free_memory=False)
+    keras.utils.set_random_seed(seed)
+    with scoped(strategy):
+        return build()
+
+
+def largest_difference(a, b):
+    """The largest absolute difference between two structures of arrays."""
+    if isinstance(a, dict):
+        assert list(a) == list(b)
+        a, b = list(a.values()), list(b.values())
+    if isinstance(a, (list, tuple)):
+        assert len(a) == len(b)
+        return max((largest_difference(p, q) for p, q in zip(a, b)), default=0.0)
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    assert a.shape == b.shape
+    np.testing.assert_array_equal(np.isnan(a), np.isnan(b))
+    return float(np.nanmax(np.abs(a - b), initial=0.0))
+
+
+def assert_close(a, b, tolerance=TOLERANCE):
+    """Structures of arrays that differ by at most `tolerance`."""
+    assert largest_difference(a, b) <= tolerance
+
+
+def results(model, x, y, predict_on=None, evaluate=True, **fit):
+    """History, weights, predictions and evaluation after a fit."""
+    history = model.fit(x, y, verbose=0, **fit).history
+    predict_on = x if predict_on is None else predict_on
+    return {
+        "history": history,
+        "weights": model.get_weights(),
+        "predictions": model.predict(predict_on, batch_size=32, verbose=0),
+        "evaluation": model.evaluate(x, y, batch_size=32, verbose=0) if evaluate else 0.0,
+    }

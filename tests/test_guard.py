@@ -1,0 +1,276 @@
+"""No failed call leaves a model without the weights of its last completed step."""
+
+import os
+import signal
+
+import jax
+import keras
+import numpy as np
+import pytest
+from helpers import assert_close, built, data, mlp
+
+import keras_tpu_dist as ktd
+
+X, Y = data(40)
+
+
+def _strategy(**options):
+    return ktd.TPUStrategy({"data": 4, "model": 2}, **options)
+
+
+def _weights_after(steps, batch_size=8):
+    """The weights of an undisturbed run after `steps` steps, unshuffled."""
+    model = built(mlp, None)
+    if steps:
+        model.fit(
+            X[: steps * batch_size], Y[: steps * batch_size], batch_size, shuffle=False, verbose=0
+        )
+    return model.get_weights()
+
+
+def _still_trains(model):
+    history = model.fit(X, Y, batch_size=8, verbose=0).history
+    assert np.isfinite(history["loss"][0])
+
+
+def _batches(failing_step, error):
+    for step in range(5):
+        if step == failing_step:
+            raise error
+        yield X[8 * step : 8 * step + 8], Y[8 * step : 8 * step + 8]
+
+
+class RaiseAfter(keras.callbacks.Callback):
+    """Raises at the end of a batch of fit, evaluate or predict."""
+
+    def __init__(self, step, error):
+        super().__init__()
+        self.step, self.error = step, error
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == self.step:
+            raise self.error
+
+    on_test_batch_end = on_predict_batch_end = on_train_batch_end
+
+
+@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("step", [0, 1, 3])
+@pytest.mark.parametrize("error", [ValueError("bad logs"), KeyboardInterrupt()])
+def test_callback_that_raises_in_fit(donate, step, error):
+    model = built(mlp, _strategy(donate_state=donate))
+    with pytest.raises(type(error)):
+        model.fit(X, Y, batch_size=8, shuffle=False, verbose=0, callbacks=[RaiseAfter(step, error)])
+    assert_close(model.get_weights(), _weights_after(step + 1))
+    _still_trains(model)
+
+
+@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("step", [2, 3])
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_generator_that_raises(donate, step, prefetch):
+    model = built(mlp, _strategy(donate_state=donate, prefetch=prefetch))
+    with pytest.raises(OSError, match="disk gone"):
+        model.fit(_batches(step, OSError("disk gone")), shuffle=False, verbose=0)
+    assert_close(model.get_weights(), _weights_after(step))
+    _still_trains(model)
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_first_batch_that_does_not_fit_the_model(donate):
+    model = built(mlp, _strategy(donate_state=donate))
+    before = model.get_weights()
+    with pytest.raises(ValueError, match=r"expected.*6|incompatible"):
+        model.fit(X[:, :5], Y, batch_size=8, verbose=0)
+    assert_close(model.get_weights(), before, 0)
+    with pytest.raises(ValueError, match="shape"):
+        model.fit(X, np.zeros((40, 3, 7)), batch_size=8, verbose=0)
+    assert_close(model.get_weights(), before, 0)
+    _still_trains(model)
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_later_batch_that_does_not_fit_the_model(donate):
+    def batches():
+        yield X[:8], Y[:8]
+        yield X[8:16], Y[8:16]
+        yield X[16:24, :5], Y[16:24]
+
+    model = built(mlp, _strategy(donate_state=donate))
+    with pytest.raises(ValueError, match=r"expected.*6|incompatible"):
+        model.fit(batches(), shuffle=False, verbose=0)
+    assert_close(model.get_weights(), _weights_after(2))
+    _still_trains(model)
+
+
+@pytest.mark.parametrize("error", [ValueError("bad logs"), KeyboardInterrupt()])
+@pytest.mark.parametrize("step", [0, 2])
+@pytest.mark.parametrize("name", ["evaluate", "predict"])
+def test_evaluate_and_predict_that_raise(name, step, error):
+    model = built(mlp, _strategy())
+    model.fit(X, Y, batch_size=8, verbose=0)
+    before = model.get_weights()
+    call = getattr(model, name)
+    arguments = {"x": X, "batch_size": 8, "verbose": 0}
+    if name == "evaluate":
+        arguments["y"] = Y
+    with pytest.raises(type(error)):
+        call(**arguments, callbacks=[RaiseAfter(step, error)])
+    assert_close(model.get_weights(), before, 0)
+    with pytest.raises(ValueError, match=r"expected.*6|incompatible"):
+        call(**{**arguments, "x": X[:, :5]})
+    assert_close(model.get_weights(), before, 0)
+    _still_trains(model)
+
+
+def test_on_batch_calls_that_raise():
+    model = built(mlp, _strategy(donate_state=True))
+    model.train_on_batch(X[:13], Y[:13])
+    before = model.get_weights()
+    with pytest.raises(ValueError, match=r"expected.*6|incompatible"):
+        model.train_on_batch(X[:13, :5], Y[:13])
+    with pytest.raises(ValueError, match="same number of rows"):
+        model.test_on_batch(X[:13], Y[:12])
+    with pytest.raises(ValueError, match=r"expected.*6|incompatible"):
+        model.predict_on_batch(X[:13, :5])
+    assert_close(model.get_weights(), before, 0)
+    model.train_on_batch(X[:13], Y[:13])
+
+
+def test_validation_that_raises_keeps_the_epoch():
+    model = built(mlp, _strategy())
+
+    class Raise(keras.callbacks.Callback):
+        def on_test_batch_end(self, batch, logs=None):
+            raise ValueError("in validation")
+
+    with pytest.raises(ValueError, match="in validation"):
+        model.fit(
+            X,
+            Y,
+            batch_size=8,
+            shuffle=False,
+            verbose=0,
+            validation_data=(X, Y),
+            callbacks=[Raise()],
+        )
+    assert_close(model.get_weights(), _weights_after(5))
+    _still_trains(model)
+
+
+def test_a_learning_rate_set_between_epochs_survives_a_failure_in_the_next_first_step():
+    class Lower(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            self.model.optimizer.learning_rate = 0.125
+
+    def batches():
+        for step in range(5):
+            yield X[8 * step : 8 * step + 8], Y[8 * step : 8 * step + 8]
+        raise OSError("second epoch")
+
+    model = built(mlp, _strategy())
+    with pytest.raises(OSError, match="second epoch"):
+        model.fit(
+            batches(), steps_per_epoch=5, epochs=2, shuffle=False, verbose=0, callbacks=[Lower()]
+        )
+    assert float(model.optimizer.learning_rate.numpy()) == 0.125
+    assert_close(model.get_weights(), _weights_after(5))
+
+
+class Sabotage:
+    """Stands in for a launch that dies on the device after it consumed its donated input."""
+
+    def __init__(self, monkeypatch, at_step):
+        from keras_tpu_dist import loop
+
+        real = loop._jit
+
+        def sabotaged(trainer, kind, *rest):
+            step = real(trainer, kind, *rest)
+            calls = []
+
+            def run(state, batch):
+                calls.append(1)
+                done = step(state, batch)
+                if kind == "train" and len(calls) == at_step:
+                    raise RuntimeError("the launch died")
+                return done
+
+            return run
+
+        monkeypatch.setattr(loop, "_jit", sabotaged)
+
+
+def test_a_launch_that_dies_after_it_began_gives_back_the_state_before_it(monkeypatch):
+    Sabotage(monkeypatch, at_step=4)
+    model = built(mlp, _strategy(donate_state=False))
+    with pytest.raises(RuntimeError, match="the launch died"):
+        model.fit(X, Y, batch_size=8, shuffle=False, verbose=0)
+    assert_close(model.get_weights(), _weights_after(3))
+    _still_trains(model)
+
+
+def test_a_launch_that_consumed_its_state_gives_back_the_start_of_the_epoch(monkeypatch, caplog):
+    Sabotage(monkeypatch, at_step=8)
+    model = built(mlp, _strategy(donate_state=True))
+    with pytest.raises(RuntimeError, match="the launch died"):
+        model.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+    assert_close(model.get_weights(), _weights_after(5))
+    assert "state of the start of the epoch" in caplog.text
+    assert "donate_state=False" in caplog.text
+    _still_trains(model)
+
+
+def test_ctrl_c_within_a_launch_waits_until_the_new_state_has_a_name(monkeypatch):
+    from keras_tpu_dist import loop
+
+    real = loop._jit
+
+    def interrupting(trainer, kind, *rest):
+        step = real(trainer, kind, *rest)
+        calls = []
+
+        def run(state, batch):
+            done = step(state, batch)
+            calls.append(1)
+            if len(calls) == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+                assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state[0]))
+            return done
+
+        return run
+
+    monkeypatch.setattr(loop, "_jit", interrupting)
+    handler = signal.getsignal(signal.SIGINT)
+    model = built(mlp, _strategy(donate_state=True))
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(X, Y, batch_size=8, shuffle=False, verbose=0)
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert_close(model.get_weights(), _weights_after(3))
+
+
+def test_nan_check_of_jax_names_the_failure_and_keeps_the_weights():
+    model = built(mlp, _strategy(donate_state=False))
+    poisoned = X.copy()
+    poisoned[20] = np.nan
+    with jax.debug_nans(True), pytest.raises(FloatingPointError):
+        model.fit(poisoned, Y, batch_size=8, shuffle=False, verbose=0)
+    assert_close(model.get_weights(), _weights_after(2))
+    _still_trains(model)
+
+
+def test_auto_keeps_small_states_and_donates_large_ones(monkeypatch):
+    from keras_tpu_dist.loop import should_donate
+
+    model = built(mlp, _strategy())
+    assert not should_donate("auto", model.variables)
+    assert should_donate(True, model.variables)
+    monkeypatch.setattr("keras_tpu_dist.loop._KEEP_BYTES_WHERE_MEMORY_IS_UNKNOWN", 100)
+    assert should_donate("auto", model.variables)
+    assert not should_donate(False, model.variables)
+
+
+@pytest.mark.parametrize("bad", ["sometimes", 3])
+def test_donate_state_of_no_kind(bad):
+    with pytest.raises(ValueError, match=r"donate_state is True, False or 'auto'.*Leave it out"):
+        ktd.TPUStrategy(donate_state=bad)

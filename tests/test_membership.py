@@ -1,0 +1,219 @@
+"""A model keeps its strategy; what was built elsewhere is moved, once, and said so."""
+
+import gc
+import logging
+import weakref
+
+import keras
+import numpy as np
+import pytest
+from helpers import assert_close, built, data, mlp, results
+from jax.sharding import NamedSharding
+
+import keras_tpu_dist as ktd
+from keras_tpu_dist import adoption
+
+X, Y = data()
+
+
+def _run(model):
+    return results(model, X, Y, batch_size=30, epochs=2)
+
+
+@pytest.fixture
+def expected():
+    return _run(built(mlp, None))
+
+
+def _on_mesh(model, strategy):
+    variables = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
+    return all(
+        isinstance(v.value.sharding, NamedSharding) and v.value.sharding.mesh == strategy.mesh
+        for v in variables
+    )
+
+
+def test_fit_outside_of_the_scope_keeps_the_strategy(expected):
+    strategy = ktd.TPUStrategy()
+    model = built(mlp, strategy)
+    assert keras.distribution.distribution() is None
+    assert_close(_run(model), expected)
+    assert _on_mesh(model, strategy)
+    assert keras.distribution.distribution() is None
+
+
+def test_set_distribution_is_enough(expected):
+    strategy = ktd.TPUStrategy()
+    keras.distribution.set_distribution(strategy)
+    keras.utils.set_random_seed(1)
+    model = mlp()
+    assert_close(_run(model), expected)
+    assert _on_mesh(model, strategy)
+    assert keras.distribution.distribution() is strategy
+
+
+def test_model_optimizer_and_metric_built_before_the_scope_are_moved_once(expected, caplog):
+    caplog.set_level(logging.INFO, "keras_tpu_dist")
+    model = built(mlp, None)
+    model.optimizer.build(model.trainable_variables)
+    strategy = ktd.TPUStrategy()
+    with strategy.scope():
+        assert_close(_run(model), expected)
+    assert _on_mesh(model, strategy)
+    told = [r.getMessage() for r in caplog.records if "built outside of the scope" in r.message]
+    assert len(told) == 1
+    assert "onto the mesh {'data': 8}" in told[0]
+    assert "build and compile inside strategy.scope()" in told[0]
+
+
+def test_a_model_that_trained_on_one_device_goes_on_under_a_strategy():
+    def run(model):
+        return results(model, X, Y, batch_size=30, epochs=2, shuffle=False)
+
+    first = built(mlp, None)
+    found = built(mlp, None)
+    run(first)
+    run(found)
+    strategy = ktd.TPUStrategy({"data": 4, "model": 2}, [("hidden/kernel", (None, "model"))])
+    with strategy.scope():
+        second = run(found)
+    assert_close(second, run(first))
+    slots = [v for v in found.optimizer.variables if v.shape == (6, 16)]
+    assert len(slots) == 2
+    assert all("model" in v.value.sharding.spec for v in slots)
+
+
+def test_a_model_moves_to_the_strategy_it_is_called_under(expected, caplog):
+    caplog.set_level(logging.INFO, "keras_tpu_dist")
+    one, two = ktd.TPUStrategy(), ktd.TPUStrategy({"data": 4, "model": 2})
+    model = built(mlp, one)
+    model.predict(X[:8], verbose=0)
+    with two.scope():
+        assert_close(_run(model), expected)
+    assert _on_mesh(model, two)
+    assert "moves from <TPUStrategy mesh={'data': 8}" in caplog.text
+    # From now on it is the second one's, inside or outside of a scope.
+    model.evaluate(X[:8], Y[:8], verbose=0)
+    assert _on_mesh(model, two)
+
+
+def test_model_compiled_in_another_scope_than_it_was_built_in(expected):
+    one, two = ktd.TPUStrategy(), ktd.TPUStrategy({"data": 4, "model": 2})
+    model = built(mlp, one)
+    with two.scope():
+        model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
+    assert_close(_run(model), expected)
+    assert _on_mesh(model, two)
+
+
+def test_another_distribution_is_refused_clearly():
+    model = built(mlp, ktd.TPUStrategy())
+    before = model.get_weights()
+    with (
+        keras.distribution.DataParallel().scope(),
+        pytest.raises(
+            ValueError,
+            match=r"belongs to a TPUStrategy cannot run under another distribution.*"
+            r"model='sequential'.*DataParallel.*inside its strategy.scope\(\)",
+        ),
+    ):
+        model.fit(X, Y, verbose=0)
+    assert_close(model.get_weights(), before, 0)
+
+
+def test_clear_session_does_not_turn_distribution_off(expected, caplog):
+    strategy = ktd.TPUStrategy()
+    model = built(mlp, strategy)
+    keras.utils.clear_session()
+    assert_close(_run(model), expected)
+    assert _on_mesh(model, strategy)
+    with strategy.scope():
+        keras.utils.clear_session()
+        keras.utils.set_random_seed(1)
+        model = mlp()
+        assert_close(_run(model), expected)
+    assert _on_mesh(model, strategy)
+    assert "clear_session() inside strategy.scope() had turned distribution off" in caplog.text
+
+
+def test_scopes_nest_and_restore_what_was_there():
+    one, two = ktd.TPUStrategy(), ktd.TPUStrategy({"model": 8})
+    stock = keras.distribution.DataParallel()
+    with stock.scope():
+        with one.scope() as entered, two.scope(), two.scope():
+            assert entered is one
+            assert keras.distribution.distribution() is two
+        assert keras.distribution.distribution() is stock
+
+
+def test_a_scope_is_left_after_an_exception():
+    with pytest.raises(OSError, match="inside"), ktd.TPUStrategy().scope():
+        raise OSError("inside")
+    assert keras.distribution.distribution() is None
+    assert adoption.current_strategy() is None
+
+
+def test_one_scope_object_cannot_be_entered_twice():
+    scope = ktd.TPUStrategy().scope()
+    words = r"can be entered only once.*Write `with strategy.scope\(\):` each time"
+    with scope, pytest.raises(RuntimeError, match=words):
+        scope.__enter__()
+    assert keras.distribution.distribution() is None
+    with pytest.raises(RuntimeError, match=words), scope:
+        pass
+
+
+def test_the_strategy_itself_is_no_context():
+    with pytest.raises(TypeError, match=r"its scope is.*Write `with strategy.scope\(\):`"):
+        with ktd.TPUStrategy():
+            pass
+
+
+def test_an_unbuilt_model_is_built_on_the_mesh():
+    def build():
+        model = keras.Sequential([keras.layers.Dense(4), keras.layers.Dense(3)])
+        model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return model
+
+    strategy = ktd.TPUStrategy()
+    expected = _run(built(build, None))
+    found = built(build, strategy)
+    assert_close(_run(found), expected)
+    assert _on_mesh(found, strategy)
+    untouched = built(lambda: keras.Sequential([keras.layers.Dense(4)]), strategy)
+    assert untouched.predict(X[:13], verbose=0).shape == (13, 4)
+
+
+def test_loading_weights_keeps_them_on_the_mesh():
+    strategy = ktd.TPUStrategy({"data": 4, "model": 2}, [("hidden/kernel", (None, "model"))])
+    model = built(mlp, strategy)
+    other = built(mlp, None, seed=2)
+    model.set_weights(other.get_weights())
+    assert "model" in model.layers[0].kernel.value.sharding.spec
+    assert_close(model.predict(X, verbose=0), other.predict(X, verbose=0))
+
+
+def test_cloned_models_and_submodels():
+    strategy = ktd.TPUStrategy()
+    model = built(mlp, strategy)
+    clone = keras.models.clone_model(model)
+    clone.compile("sgd", "sparse_categorical_crossentropy")
+    with strategy.scope():
+        clone.fit(X, Y, batch_size=30, verbose=0)
+        outer = keras.Sequential([keras.Input((6,)), model, keras.layers.Dense(2)])
+        outer.compile("sgd", "sparse_categorical_crossentropy")
+    outer.fit(X, np.minimum(Y, 1), batch_size=30, verbose=0)
+    assert _on_mesh(clone, strategy)
+    assert _on_mesh(outer, strategy)
+
+
+def test_a_strategy_does_not_keep_models_alive():
+    strategy = ktd.TPUStrategy()
+    model = built(mlp, strategy)
+    model.fit(X[:8], Y[:8], verbose=0)
+    gone = weakref.ref(model)
+    del model
+    keras.utils.clear_session()
+    gc.collect()
+    assert gone() is None
+    assert strategy.num_replicas_in_sync == 8

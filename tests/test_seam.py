@@ -1,0 +1,167 @@
+"""The names the seam needs, and stock Keras unchanged where no strategy is active."""
+
+import subprocess
+import sys
+import types
+
+import keras
+import numpy as np
+import pytest
+from helpers import assert_close, data, mlp, results
+
+import keras_tpu_dist as ktd
+from keras_tpu_dist import _keras
+
+
+def test_this_keras_has_every_name():
+    _keras.check_names()
+    assert keras.__version__ in _keras.TESTED_KERAS, (
+        f"run the tests with keras {keras.__version__} and add it to TESTED_KERAS"
+    )
+
+
+@pytest.mark.parametrize(
+    "missing",
+    [
+        *_keras.REQUIRED_NAMES,
+        *(f"{name}.{a}" for name, attributes in _keras.REQUIRED_NAMES.items() for a in attributes),
+    ],
+)
+def test_a_name_that_moved_is_named(missing):
+    trainer = types.SimpleNamespace(__name__="keras.src.backend.jax.trainer")
+    for name, attributes in _keras.REQUIRED_NAMES.items():
+        if name != missing:
+            present = {a: None for a in attributes if f"{name}.{a}" != missing}
+            setattr(trainer, name, types.SimpleNamespace(**present))
+    if missing.endswith("__init__"):
+        pytest.skip("every object has an __init__")
+    with pytest.raises(
+        ImportError, match=rf"keras=={keras.__version__}, missing in .*{missing}.*keras==3\.15\.0"
+    ):
+        _keras.check_names(trainer)
+
+
+def test_private_names_of_variables():
+    variable = keras.Variable(np.ones(3))
+    assert _keras.variable_layout(variable) is None
+    assert variable._value is variable.value
+    assert callable(variable._direct_assign)
+
+
+def test_slots_of_every_optimizer():
+    names = [
+        name
+        for name in dir(keras.optimizers)
+        if isinstance(getattr(keras.optimizers, name), type)
+        and issubclass(getattr(keras.optimizers, name), keras.optimizers.Optimizer)
+        and name not in ("Optimizer", "LossScaleOptimizer", "MultiOptimizer")
+    ]
+    assert len(names) >= 12
+    for name in names:
+        model = mlp()
+        model.optimizer = getattr(keras.optimizers, name)(learning_rate=0.1)
+        model.optimizer.build(model.trainable_variables)
+        shapes = {tuple(w.shape) for w in model.trainable_variables}
+        of_weights = [v for v in model.optimizer.variables if tuple(v.shape) in shapes]
+        found = {id(slot): weight for slot, weight in _keras.optimizer_slots(model)}
+        assert all(id(v) in found for v in of_weights), name
+
+
+STOCK = """
+import sys, os
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+os.environ.update(PJRT_NPROC="32", JAX_PLATFORMS="cpu", KERAS_BACKEND="jax")
+import warnings; warnings.simplefilter("ignore")
+if sys.argv[1] == "with":
+    import keras_tpu_dist
+import keras, numpy as np
+rng = np.random.default_rng(0)
+x, y = rng.normal(size=(48, 6)).astype("float32"), rng.integers(0, 3, 48)
+def run():
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8), keras.layers.Dropout(0.2),
+        keras.layers.BatchNormalization(), keras.layers.Dense(3, activation="softmax")])
+    model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
+    history = model.fit(x, y, batch_size=16, epochs=2, verbose=0, validation_data=(x, y)).history
+    predictions = model.predict(x, verbose=0)
+    print(history, model.evaluate(x, y, verbose=0), float(np.sum(predictions[:, 0])))
+    print(model.train_on_batch(x, y), [float(np.sum(w)) for w in model.get_weights()])
+    clone = keras.models.clone_model(model); print(clone.compiled)
+    try: model.fit(x[:, :5], y, verbose=0)
+    except Exception as error: print(type(error).__name__)
+run()
+with keras.distribution.DataParallel().scope():
+    run()
+    try: keras.Sequential([keras.layers.Dense(2)]).predict(x[:13], verbose=0)
+    except Exception as error: print(type(error).__name__)
+"""
+
+
+def test_stock_keras_is_unchanged_by_the_import():
+    done = [
+        subprocess.run(
+            [sys.executable, "-c", STOCK, how], capture_output=True, text=True, timeout=300
+        )
+        for how in ("with", "without")
+    ]
+    assert done[0].returncode == done[1].returncode == 0, done[0].stderr + done[1].stderr
+    assert done[0].stdout == done[1].stdout
+    assert "IndivisibleError" in done[0].stdout or "ValueError" in done[0].stdout
+
+
+def test_one_process_can_go_back_and_forth():
+    x, y = data(40)
+
+    def run():
+        keras.utils.clear_session(free_memory=False)
+        keras.utils.set_random_seed(1)
+        return results(mlp(), x, y, batch_size=8, epochs=2)
+
+    before = run()
+    with ktd.TPUStrategy().scope():
+        under = run()
+    with keras.distribution.DataParallel().scope():
+        stock = run()
+    assert_close(under, before)
+    assert_close(stock, before)
+    assert_close(run(), before, 0)
+
+
+def test_import_order_goes_one_way():
+    import ast
+    import pathlib
+
+    order = [
+        *("_keras", "errors", "simulation", "topology", "mesh", "layout", "planner"),
+        *("annotations", "lint", "data", "loop", "attention", "replica", "adoption", "strategy"),
+        *("recurrence", "layers", "hlo", "dryrun", "visualize", "callbacks", "__main__"),
+    ]
+    root = pathlib.Path(ktd.__file__).parent
+    for path in root.rglob("*.py"):
+        name = path.relative_to(root).parts[0].removesuffix(".py")
+        if name == "__init__":
+            continue
+        assert name in order, f"{name} has no place in the order"
+        for node in ast.walk(ast.parse(path.read_text())):
+            for module in _imported(node):
+                assert order.index(module) <= order.index(name), f"{path} imports {module}"
+
+
+def _imported(node):
+    import ast
+
+    if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("keras_tpu_dist"):
+        parts = node.module.split(".")
+        return [parts[1]] if len(parts) > 1 else [a.name for a in node.names]
+    return []
+
+
+def test_private_names_stand_in_one_module():
+    import pathlib
+
+    root = pathlib.Path(ktd.__file__).parent
+    for path in root.rglob("*.py"):
+        if path.name != "_keras.py":
+            text = path.read_text()
+            assert "keras.src" not in text, path
+            assert "jax._src" not in text, path
