@@ -328,16 +328,11 @@ def _shapes_text(structure: Any) -> str:
 
 
 def _lay_out(model: keras.Model, strategy: TPUStrategy) -> None:
-    slots = {} if model.optimizer is None else dict(_slot_weights(model.optimizer))
+    slots = {id(slot): weight for slot, weight in _keras.optimizer_slots(model)}
     for variable in _keras.state_variables(model):
         weight = slots.get(id(variable), variable)
         of = weight if tuple(weight.shape) == tuple(variable.shape) else variable
         _keras.set_layout(variable, adoption.choose_layout(of, strategy))
-
-
-def _slot_weights(optimizer: Any) -> Iterator[tuple[int, Any]]:
-    for slot, weight in _keras.optimizer_slots(optimizer):
-        yield id(slot), weight
 
 
 def _state(model: keras.Model, kind: str) -> tuple[list, ...]:

@@ -14,6 +14,10 @@ _TOP_LAYERS = 10
 _KERNEL_FACTOR = 3.0
 _GIB = 2**30
 
+Row = tuple[str, ...]
+# title, header, rows
+Table = tuple[str, Row, list[Row]]
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -187,8 +191,8 @@ class DryRun:
             f"{self.compiled_for} ({axes}): {verdict}"
         )
 
-    def _tables(self) -> list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
-        tables = [("memory per device", ("", "bytes"), self._memory_rows())]
+    def _tables(self) -> list[Table]:
+        tables: list[Table] = [("memory per device", ("", "bytes"), self._memory_rows())]
         if self.estimate is not None:
             tables.append(("time per step", ("", "time"), self._time_rows()))
         if self.cost is not None and self.cost.collectives:
@@ -198,10 +202,12 @@ class DryRun:
             header = ("layer", "GFLOP", "HBM MB", "cycles", "backward", "link")
             tables.append(("layers by cycles", header, layer_rows(self.cost)))
         if self.rematerialized:
-            rows = [(layer,) for layer in self.rematerialized]
+            rows: list[Row] = [(layer,) for layer in self.rematerialized]
             tables.append(("gathered whole between two layouts", ("layer",), rows))
         if self.largest_buffers:
-            buffers = [(b.shape, size(b.bytes), b.layer) for b in self.largest_buffers[:5]]
+            buffers: list[Row] = [
+                (b.shape, size(b.bytes), b.layer) for b in self.largest_buffers[:5]
+            ]
             tables.append(("largest arrays in HBM", ("array", "size", "layer"), buffers))
         return tables
 

@@ -19,7 +19,7 @@ def main(job_path: str, result_path: str) -> None:
         job = pickle.load(file)
     started = time.perf_counter()
     try:
-        result = _compile(job)
+        result: dict[str, object] = _compile(job)
     except Exception as error:  # every failure is an answer, which the parent words
         result = {"error": f"{type(error).__name__}: {error}"}
     usage = resource.getrusage(resource.RUSAGE_SELF)
@@ -46,6 +46,8 @@ def _compile(job: dict) -> dict:
     lowered = jax.jit(exported.call, donate_argnums=donated).lower(*args, **kwargs)
     compiled = lowered.compile(compiler_options=job["compiler_options"])
     memory = compiled.memory_analysis()
+    if memory is None:
+        raise RuntimeError("the compiler states no memory figures")
     return {
         "text": compiled.as_text(),
         "memory": {
