@@ -14,7 +14,7 @@ from keras_tpu_dist.dryrun_compile import (
     larger_twin,
 )
 from keras_tpu_dist.dryrun_report import DryRun as DryRun
-from keras_tpu_dist.dryrun_report import estimate
+from keras_tpu_dist.dryrun_report import estimate, size
 from keras_tpu_dist.errors import message
 from keras_tpu_dist.hlo import ProgramCost, Wire, analyze
 from keras_tpu_dist.hlo.layers import Attribution
@@ -198,6 +198,14 @@ def _report(
         notes.append(_assumption(verdict, topology))
     if fits is False:
         notes += _remedies(lowered, total, topology)
+    if topology is not None and lowered.ready_bytes > topology.hbm_bytes / 100:
+        notes.append(
+            f"besides, prefetch holds {size(lowered.ready_bytes)} of batches ready on each device"
+        )
+    if lowered.steps_per_execution > 1:
+        notes.append(
+            f"all figures are for one of {lowered.steps_per_execution} steps per execution"
+        )
     if cost is not None and cost.unestimated_kernels:
         notes.append(
             f"{len(cost.unestimated_kernels)} hand-written kernel(s) state no cost: their "

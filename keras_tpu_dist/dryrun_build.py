@@ -61,7 +61,8 @@ class Lowered:
         rows: Rows of the batch.
         tokens: Elements of the first integer input that has a time axis, else 0.
         layer_names: Names of the model's layers.
-        steps_per_execution: From `compile`.
+        steps_per_execution: From `compile`; the program is one step in any case.
+        ready_bytes: Bytes of the batches that training holds ready on one device.
         seconds: Time to build and lower.
         notes: What was assumed.
     """
@@ -78,6 +79,7 @@ class Lowered:
     tokens: int
     layer_names: frozenset[str]
     steps_per_execution: int
+    ready_bytes: int
     seconds: float
     notes: tuple[str, ...] = ()
 
@@ -123,6 +125,7 @@ def lower(
         donate = _donates(strategy, kind, state)
         exported = _export(jitted_step(model, kind, placer, donate), state, placed, platform)
         topology = strategy.topology or of_devices(strategy.mesh.devices)
+        state_bytes = _state_bytes(state, kind, placed)
         return Lowered(
             program=pickle.dumps(_keras.without_vjp(exported)),
             donate=donate,
@@ -130,12 +133,13 @@ def lower(
             devices=tuple(strategy.mesh.devices.flat),
             topology=topology if platform == "tpu" else None,
             platform=platform,
-            state=_state_bytes(state, kind, placed),
+            state=state_bytes,
             parameters=model.count_params(),
             rows=batch_size,
             tokens=_tokens(batch[0]),
             layer_names=frozenset(_keras.layer_names(model)),
             steps_per_execution=model.steps_per_execution if mode != "predict" else 1,
+            ready_bytes=strategy._prefetch * state_bytes.inputs,
             seconds=time.perf_counter() - started,
             notes=tuple(notes),
         )

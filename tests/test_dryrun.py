@@ -456,6 +456,46 @@ def test_arrays_gathered_whole_are_found_and_named():
     assert "gathered whole between two layouts" in str(run)
 
 
+@pytest.mark.parametrize(
+    ("share", "error", "efforts"),
+    [
+        (0.80, None, ["quick"]),
+        (0.95, None, ["quick", "exact"]),
+        (None, "RESOURCE_EXHAUSTED: temporaries (16.50G) exceeds (15.75G)", ["quick", "exact"]),
+        (None, "RESOURCE_EXHAUSTED: temporaries (40.00G) exceeds (15.75G)", ["quick"]),
+    ],
+)
+def test_quick_becomes_exact_near_the_limit(monkeypatch, share, error, efforts):
+    tried = []
+
+    def compile_lowered(lowered, *, effort, timeout, topology=None):
+        if topology is None:
+            tried.append(effort)
+        used = int((share or 1.5) * lowered.topology.hbm_bytes)
+        memory = dict.fromkeys(("arguments", "outputs", "aliased", "code"), 0)
+        return dryrun_compile.Compiled(
+            text="",
+            memory={} if error and topology is None else {**memory, "temporaries": used},
+            error=error if topology is None else None,
+            rematerialized=(),
+            effort=effort,
+            compiled_for=lowered.topology.name,
+            seconds=1.0,
+            cpu_seconds=2.0,
+            peak_process_bytes=3,
+        )
+
+    monkeypatch.setattr(dryrun, "has_libtpu", lambda: True)
+    monkeypatch.setattr(dryrun, "compile_lowered", compile_lowered)
+    run = dry_run(lambda: mlp(steps_per_execution=4), _slice(), batch_size=8)
+    assert tried == efforts
+    assert run.effort == efforts[-1]
+    assert run.fits is (error is None)
+    assert ("so this is the exact one" in str(run)) == (len(efforts) == 2)
+    assert "one of 4 steps per execution" in str(run)
+    assert run.compile_cpu_seconds == 2.0 * (len(efforts) + bool(error))
+
+
 # --- searches, on a model of the compiler ----------------------------------------------------
 
 
