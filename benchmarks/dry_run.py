@@ -11,10 +11,12 @@ import argparse
 import resource
 import time
 
+import keras_tpu_dist as ktd  # first: it selects Keras's JAX backend
+
+# isort: split
 import jax
 import keras
 
-import keras_tpu_dist as ktd
 from keras_tpu_dist.dryrun import dry_run
 from keras_tpu_dist.dryrun_report import duration, size
 
