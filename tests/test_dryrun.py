@@ -442,6 +442,20 @@ class Shuffled(keras.layers.Layer):
 
 
 @pytest.mark.tpu_compiler
+def test_slices_joined_by_the_data_centre_network():
+    pytest.importorskip("libtpu")
+    strategy = ktd.TPUStrategy({"data": 4, "model": 4}, TP, topology="2*v5e:2x4")
+    grid = strategy.mesh.devices
+    assert all(len({d.slice_index for d in row}) == 1 for row in grid)
+    assert [d.slice_index for d in grid[:, 0]] == [0, 0, 1, 1]
+    run = dry_run(mlp, strategy, batch_size=16)
+    assert run.compiled_for == "2*v5e:2x4"
+    networks = {(c.axes, c.network) for c in run.cost.collectives}
+    assert (("model",), "ICI") in networks
+    assert any(axes == ("data",) and network == "DCN" for axes, network in networks)
+
+
+@pytest.mark.tpu_compiler
 def test_arrays_gathered_whole_are_found_and_named():
     strategy = _slice(None)
 

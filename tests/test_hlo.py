@@ -290,6 +290,8 @@ def test_times_on_the_links():
     wire = hlo.Wire.of({"slice": 2, "data": 8}, joined.devices(), joined)
     across = collectives.replica_groups("[8,2]<=[2,8]T(1,0)", 16)
     assert collectives._bandwidth(wire, across) == ("DCN", joined.dcn_bandwidth)
+    assert wire.crossing_axes() == ("slice",)
+    assert wire.first_slice == tuple(range(8))
     assert collectives.sent_bytes("all-reduce", 800, 4) == 1200
     assert collectives.sent_bytes("all-gather", 800, 4) == 600
     assert collectives.sent_bytes("collective-permute", 800, 2) == 800

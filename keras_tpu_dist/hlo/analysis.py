@@ -107,7 +107,7 @@ class _Tally:
 class _Tallies:
     layers: dict[str, _Tally] = field(default_factory=dict)
     flops_by_rate: dict[str, int] = field(default_factory=dict)
-    collectives: dict[tuple[str, object], Collective] = field(default_factory=dict)
+    collectives: dict[tuple[str, str, str], Collective] = field(default_factory=dict)
     kernels: dict[str, None] = field(default_factory=dict)
 
     def layer(self, name: str) -> _Tally:
@@ -207,7 +207,9 @@ def _count_collective(
     computation, instruction, kind, asynchronous = found
     channel = instruction.attribute("channel_id") or instruction.name
     # copies of one collective in the kernels that overlap with it share a channel
-    key = (run.computation.name, channel)
+    # (sends to other slices count their channels for themselves)
+    network = "send" if instruction.opcode == "send" else ""
+    key = (run.computation.name, kind, network + channel)
     if key in tallies.collectives:
         return
     op_name = instruction.op_name or _origin(program, run.instruction)

@@ -23,6 +23,8 @@ KINDS = (
 # "the die-to-die interface is six times faster than a 1D ICI link", cloud.google.com/tpu/docs/tpu7x
 _ON_CHIP_LINKS = 6
 
+_MEGASCALE = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
+
 Groups = tuple[tuple[int, ...], ...]
 
 
@@ -54,6 +56,22 @@ class Wire:
     def size(self) -> int:
         """Number of devices."""
         return math.prod(size for _, size in self.axes)
+
+    @functools.cached_property
+    def first_slice(self) -> tuple[int, ...]:
+        """Positions of the first slice's devices, which a program for several slices numbers."""
+        if not self.devices:
+            return tuple(range(self.size))
+        first = self.devices[0].slice_index
+        return tuple(i for i, d in enumerate(self.devices) if d.slice_index == first)
+
+    def crossing_axes(self) -> tuple[str, ...]:
+        """Mesh axes along which the slice changes."""
+        numbers = np.array([d.slice_index for d in self.devices])
+        grid = numbers.reshape([size for _, size in self.axes])
+        return tuple(
+            name for axis, (name, _) in enumerate(self.axes) if np.ptp(grid, axis=axis).any()
+        )
 
 
 @dataclass(frozen=True)
@@ -112,6 +130,10 @@ def find(
         Computation and instruction of the collective, its kind and whether it is asynchronous;
         `None` if there is none.
     """
+    if transfer := _MEGASCALE.search(instruction.attributes):
+        # between slices the hosts carry what "send" hands them
+        kind = transfer[1].lower().replace("_", "-")
+        return (computation, instruction, kind, True) if instruction.opcode == "send" else None
     kind = kind_of(instruction)
     if kind is not None:
         overlapped = instruction.opcode.endswith("-start")
@@ -240,7 +262,27 @@ def describe(
     asynchronous: bool,
 ) -> Collective:
     """Measures one collective on the wire."""
-    groups = groups_of(instruction, wire.size)
+    if instruction.opcode == "send" and wire.topology is not None:
+        moved = sum(s.bytes for s in computation.operands(instruction)[0].shapes)
+        slices = wire.topology.num_slices
+        sent = sent_bytes(kind, moved, slices)
+        return Collective(
+            kind=kind,
+            name=instruction.name,
+            layer=layer,
+            phase=phase,
+            axes=wire.crossing_axes(),
+            group_size=slices,
+            bytes=moved,
+            times=times,
+            asynchronous=asynchronous,
+            network="DCN",
+            sent_bytes=sent,
+            seconds=sent / wire.topology.dcn_bandwidth,
+        )
+    groups = groups_of(instruction, len(wire.first_slice))
+    if wire.topology is not None and wire.topology.num_slices > 1:
+        groups = tuple(tuple(wire.first_slice[i] for i in group) for group in groups)
     operands = sum(s.bytes for o in computation.operands(instruction) for s in o.shapes)
     size = 2 if kind == "collective-permute" else len(groups[0])
     whole = operands * size if kind == "all-gather" else operands
