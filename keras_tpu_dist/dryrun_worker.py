@@ -25,7 +25,7 @@ def main(job_path: str, result_path: str) -> None:
     usage = resource.getrusage(resource.RUSAGE_SELF)
     result["seconds"] = time.perf_counter() - started
     result["cpu_seconds"] = usage.ru_utime + usage.ru_stime
-    result["peak_bytes"] = usage.ru_maxrss * 1024
+    result["peak_bytes"] = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     with open(result_path + ".part", "wb") as file:
         pickle.dump(result, file)
     os.replace(result_path + ".part", result_path)

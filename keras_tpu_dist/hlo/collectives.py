@@ -28,7 +28,8 @@ _MEGASCALE = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 Groups = tuple[tuple[int, ...], ...]
 
 
-@dataclass(frozen=True)
+# compared by identity, so that caching by it stays cheap for thousands of devices
+@dataclass(frozen=True, eq=False)
 class Wire:
     """The devices of a mesh in the order in which the program numbers them.
 
