@@ -16,6 +16,7 @@ Everything here would go if Keras offered: a `Distribution` hook for input batch
 functions, and a `Trainer` that gives its variables back on an exception.
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -38,6 +39,7 @@ if keras.config.backend() != "jax":
         "KERAS_BACKEND=jax before keras is imported, or import keras_tpu_dist before keras."
     )
 
+from keras.src.backend.common import global_state
 from keras.src.backend.jax import trainer as jax_trainer
 from keras.src.trainers.trainer import Trainer
 
@@ -307,6 +309,20 @@ def abstract_variables() -> Iterator[None]:
                 delattr(keras.Variable, name)
             else:
                 setattr(keras.Variable, name, function)
+
+
+@contextlib.contextmanager
+def fresh_names() -> Iterator[None]:
+    """Counts automatic layer names from the start, as in a program that only builds this model.
+
+    Public replacement: `keras.utils.clear_session`, which would drop the user's state as well.
+    """
+    before = global_state.get_global_attribute("object_name_uids")
+    global_state.set_global_attribute("object_name_uids", collections.defaultdict(int))
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute("object_name_uids", before)
 
 
 def symbolic_build(model: keras.Model, batch: tuple, mode: str) -> None:

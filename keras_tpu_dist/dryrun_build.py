@@ -153,7 +153,7 @@ def _model(build: Build, strategy: TPUStrategy, mode: str) -> Iterator[keras.Mod
         _check_built(build)
         yield build
         return
-    with strategy.scope(), _keras.abstract_variables():
+    with strategy.scope(), _keras.abstract_variables(), _keras.fresh_names():
         try:
             model = build()
         except Exception as error:

@@ -212,6 +212,20 @@ def test_a_model_built_in_the_scope_of_a_slice():
         model.fit(np.zeros((8, 64)), np.zeros((8, 8)))
 
 
+def test_automatic_names_do_not_depend_on_what_was_built_before():
+    def build():
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+        model.compile("adam", "mse")
+        return model
+
+    strategy = _slice([("dense/kernel", (None, "model"))])
+    first = lower(build, strategy, batch_size=8)
+    second = lower(build, strategy, batch_size=8)
+    assert first.layer_names == second.layer_names == {"input_layer", "dense", "adam"}
+    assert first.state == second.state
+    assert keras.layers.Dense(1).name == "dense"
+
+
 def test_variables_are_themselves_again_afterwards():
     with _keras.abstract_variables(), pytest.raises(KeyError):
         raise KeyError

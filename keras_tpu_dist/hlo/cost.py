@@ -134,22 +134,16 @@ def _custom_call_bytes(computation: Computation, instruction: Instruction) -> in
 
 def _fusion_bytes(program: Program, computation: Computation, fusion: Instruction) -> int:
     inner = program.computations[fusion.called[0]]
+    updates = [_update_of(program, inner, root) for root in _roots(inner)]
+    in_place = {target for target, _ in filter(None, updates)}
     total = 0
-    updated = _updated_in_place(inner)
     for parameter, operand in zip(inner.parameters, computation.operands(fusion)):
-        if parameter.name in updated:
-            continue
         full = sum(s.hbm_bytes for s in operand.shapes)
-        total += min(full, _bytes_taken(inner, parameter)) if full else 0
-    roots = _roots(inner)
-    for root, shape in zip(roots, fusion.shapes):
-        if shape.memory_space:
-            continue
-        if root.opcode == "dynamic-update-slice":
-            update = inner.operands(root)[1]
-            total += 2 * sum(s.bytes for s in update.shapes)
-        else:
-            total += shape.bytes
+        if full and parameter.name not in in_place:
+            total += min(full, _bytes_taken(program, inner, parameter))
+    for update, shape in zip(updates, fusion.shapes):
+        if shape.memory_space == 0:
+            total += shape.bytes if update is None else 2 * update[1]
     return total
 
 
@@ -157,43 +151,59 @@ def _roots(inner: Computation) -> list[Instruction]:
     root = inner.root
     if root is None:
         return []
-    roots = inner.operands(root) if root.opcode == "tuple" else [root]
-    return [_behind_views(inner, r) for r in roots]
+    return inner.operands(root) if root.opcode == "tuple" else [root]
+
+
+def _update_of(program: Program, inner: Computation, root: Instruction) -> tuple[str, int] | None:
+    """The parameter that a root changes in place and the bytes it changes; else `None`."""
+    root = _behind_views(inner, root)
+    operands = inner.operands(root)
+    if root.opcode == "dynamic-update-slice":
+        target = _behind_views(inner, operands[0])
+        if target.opcode == "parameter":
+            return target.name, sum(s.bytes for s in operands[1].shapes)
+    elif root.opcode == "fusion":
+        nested = program.computations[root.called[0]]
+        found = _update_of(program, nested, nested.root) if nested.root is not None else None
+        if found is not None:
+            position = [p.name for p in nested.parameters].index(found[0])
+            target = _behind_views(inner, operands[position])
+            if target.opcode == "parameter":
+                return target.name, found[1]
+    return None
 
 
 def _behind_views(inner: Computation, instruction: Instruction) -> Instruction:
     while instruction.opcode in _VIEWS:
         operands = inner.operands(instruction)
-        if not operands or operands[0].opcode == "parameter":
+        if not operands:
             break
         instruction = operands[0]
     return instruction
 
 
-def _updated_in_place(inner: Computation) -> set[str]:
-    """Parameters that a root changes in place: only the changed part moves."""
-    names = set()
-    for root in _roots(inner):
-        if root.opcode == "dynamic-update-slice":
-            target = _behind_views(inner, inner.operands(root)[0])
-            if target.opcode in _VIEWS:
-                target = inner.operands(target)[0]
-            names.add(target.name)
-    return names
-
-
-def _bytes_taken(inner: Computation, parameter: Instruction) -> int:
+def _bytes_taken(program: Program, inner: Computation, parameter: Instruction) -> int:
     """Bytes a fused computation reads of a parameter: all, unless it only slices it."""
-    users = inner.users.get(parameter.name, [])
+    whole = sum(s.bytes for s in parameter.shapes)
+    if parameter is inner.root:
+        return whole
     total = 0
-    for user in users:
+    for user in inner.users.get(parameter.name, []):
+        operands = user.operand_names
         if user.opcode == "bitcast":
-            total += _bytes_taken(inner, user)
-        elif user.opcode in _SLICES and user.operand_names[0] == parameter.name:
+            total += _bytes_taken(program, inner, user)
+        elif user.opcode in _SLICES and operands[0] == parameter.name:
             total += sum(s.bytes for s in user.shapes)
+        elif user.opcode == "fusion":
+            nested = program.computations[user.called[0]]
+            total += sum(
+                _bytes_taken(program, nested, nested.parameters[i])
+                for i, name in enumerate(operands)
+                if name == parameter.name
+            )
         else:
-            return sum(s.bytes for s in parameter.shapes)
-    return total
+            return whole
+    return min(total, whole)
 
 
 def _rate(*operands: Instruction) -> str:
