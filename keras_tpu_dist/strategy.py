@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from keras_tpu_dist import _keras, adoption
 from keras_tpu_dist.data import BatchPlacer, DeviceIterator
 from keras_tpu_dist.errors import message
+from keras_tpu_dist.guard import StateGuard, recover, should_donate
 from keras_tpu_dist.layout import (
     Decision,
     LayoutRules,
@@ -20,7 +21,7 @@ from keras_tpu_dist.layout import (
     decide,
     named_sharding,
 )
-from keras_tpu_dist.loop import StateGuard, make_step, recover, should_donate
+from keras_tpu_dist.loop import make_step
 from keras_tpu_dist.mesh import MeshLike, build_mesh, checked_data_axes
 from keras_tpu_dist.topology import Topology, start_without_tpu
 

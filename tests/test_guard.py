@@ -260,12 +260,12 @@ def test_nan_check_of_jax_names_the_failure_and_keeps_the_weights():
 
 
 def test_auto_keeps_small_states_and_donates_large_ones(monkeypatch):
-    from keras_tpu_dist.loop import should_donate
+    from keras_tpu_dist.guard import should_donate
 
     model = built(mlp, _strategy())
     assert not should_donate("auto", model.variables)
     assert should_donate(True, model.variables)
-    monkeypatch.setattr("keras_tpu_dist.loop._KEEP_BYTES_WHERE_MEMORY_IS_UNKNOWN", 100)
+    monkeypatch.setattr("keras_tpu_dist.guard._KEEP_BYTES_WHERE_MEMORY_IS_UNKNOWN", 100)
     assert should_donate("auto", model.variables)
     assert not should_donate(False, model.variables)
 

@@ -1,0 +1,166 @@
+"""The guard of a training state: whatever fails, it can be given back."""
+
+import contextlib
+import logging
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from keras_tpu_dist import _keras
+
+logger = logging.getLogger("keras_tpu_dist")
+
+# Launches that may be under way at once where their inputs are kept. Two keep the device busy;
+# each one more keeps one more copy of the state alive.
+_LAUNCHES_IN_FLIGHT = 2
+
+# Without donation a step needs the old and the new state at once, and the guard keeps another.
+# That is free where the state is a small part of the memory.
+_KEEP_FRACTION_OF_MEMORY = 0.05
+_KEEP_BYTES_WHERE_MEMORY_IS_UNKNOWN = 256 * 2**20
+
+
+class StateGuard:
+    """Keeps enough of a training state to give it back when a launch fails.
+
+    Kept state (`donate=False`): the inputs of the launches under way stay alive, so the state
+    before the failing step is still there, whatever went wrong. Donated state: XLA overwrites
+    the inputs, as a state that fills the memory demands; a failure before the launch (input,
+    tracing, compilation) loses nothing either, and for a failure within it a copy in host memory
+    is taken whenever the state is read from the model, that is at the start of each epoch.
+
+    Args:
+        donate: Whether launches consume their input state.
+    """
+
+    def __init__(self, donate: bool):
+        self.donate = donate
+        self._flight: deque[tuple[Any, jax.Array | None]] = deque()
+        self._newest: Any = None
+        self._host_copy: Any = None
+
+    def read(self, state: Any) -> None:
+        """Notes a state that was just read from the model's variables."""
+        self._flight.clear()
+        self._newest = state
+        if self.donate:
+            self._host_copy = jax.tree.map(_to_host_memory, state)
+
+    def launch(self, step: Callable, state: Any, batch: Any) -> tuple[Any, Any]:
+        """Runs `outputs, state = step(state, batch)`, remembering what it needs."""
+        before = state
+        if self.donate:
+            with interrupts_held(lambda: _is_whole(before, wait=False)):
+                outputs, state = step(state, batch)
+                self._newest = state
+            return outputs, state
+        if len(self._flight) == _LAUNCHES_IN_FLIGHT:
+            # The oldest launch must have ended well before its input may go.
+            jax.block_until_ready(self._flight[0][1])
+            self._flight.popleft()
+        outputs, state = step(state, batch)
+        self._flight.append((before, next(iter(jax.tree.leaves(outputs)), None)))
+        self._newest = state
+        return outputs, state
+
+    def last_whole(self) -> Any:
+        """The newest state that is neither consumed nor the result of a failed launch."""
+        for state in (self._newest, *(before for before, _ in reversed(self._flight))):
+            if state is not None and _is_whole(state):
+                return state
+        if self._host_copy is not None:
+            logger.error(
+                "the launch that failed had already consumed the donated training state: the "
+                "model is given back the state of the start of the epoch; "
+                "TPUStrategy(donate_state=False) keeps the state before every step"
+            )
+        return self._host_copy
+
+    def release(self) -> None:
+        """Lets go of every kept state."""
+        self._flight.clear()
+        self._newest = self._host_copy = None
+
+
+def recover(trainer: Any, guard: StateGuard) -> None:
+    """Gives a model its variables back after an exception, as of the last completed step."""
+    trainer.jax_state_sync()
+    if not _is_whole([v.value for v in _keras.state_variables(trainer)]):
+        state = guard.last_whole()
+        if state is not None:
+            _keras.restore_state(trainer, state)
+    _keras.forget_state(trainer)
+
+
+@contextlib.contextmanager
+def interrupts_held(may_interrupt: Callable[[], bool]):
+    """Holds Ctrl-C back while the only whole copy of the state has no name yet.
+
+    Args:
+        may_interrupt: Whether an interrupt that arrives now would lose nothing.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    held = []
+
+    def hold(signum, frame):
+        if may_interrupt():
+            handler(signum, frame)
+        else:
+            held.append(frame)
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if held:
+        handler(signal.SIGINT, held[0])
+
+
+def should_donate(setting: bool | str, variables: list) -> bool:
+    """Resolves `donate_state`: `"auto"` donates only where keeping would cost memory that counts.
+
+    Args:
+        setting: `True`, `False` or `"auto"`.
+        variables: The variables of the training state.
+
+    Returns:
+        Whether the train step consumes its input state.
+    """
+    if setting != "auto":
+        return bool(setting)
+    state_bytes = sum(_bytes_per_device(v.value) for v in variables)
+    stats = jax.local_devices()[0].memory_stats() or {}
+    limit = stats.get("bytes_limit")
+    if limit is None:
+        return state_bytes > _KEEP_BYTES_WHERE_MEMORY_IS_UNKNOWN
+    return state_bytes > limit * _KEEP_FRACTION_OF_MEMORY
+
+
+def _is_whole(state, wait: bool = True) -> bool:
+    leaves = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
+    if any(leaf.is_deleted() for leaf in leaves):
+        return False
+    if wait:
+        try:
+            jax.block_until_ready(leaves)
+        except Exception as error:
+            logger.info("a training state is not usable: %s", error)
+            return False
+    return True
+
+
+def _to_host_memory(array: jax.Array) -> jax.Array:
+    return jax.device_put(array, array.sharding.with_memory_kind("pinned_host"))
+
+
+def _bytes_per_device(array: jax.Array) -> int:
+    return int(np.prod(array.sharding.shard_shape(array.shape))) * array.dtype.itemsize
