@@ -107,13 +107,13 @@ def run_once(
     effort: str,
     timeout: float,
     progress: Progress | None = None,
-    measure_overflow: bool = True,
+    thorough: bool = True,
 ) -> DryRun:
     """One dry run; see `dry_run`.
 
     Args:
-        measure_overflow: Whether a program that does not fit is compiled once more for a larger
-            slice, to see by how much and which arrays.
+        thorough: Whether a program near the memory limit is compiled again at full effort, and
+            one that does not fit for a larger slice, to see what takes the memory.
     """
     _check_effort(effort)
     tell = progress or logger.debug
@@ -128,13 +128,13 @@ def run_once(
     where = lowered.topology.name if lowered.topology else "CPU"
     tell(f"compiling for {where}, effort {effort}")
     compiled = [compile_lowered(lowered, effort=effort, timeout=timeout)]
-    if effort == "quick" and _near_limit(compiled[-1], lowered):
+    if thorough and effort == "quick" and _near_limit(compiled[-1], lowered):
         tell(f"within {_NEAR_LIMIT:.0%} of the memory limit: compiling again, effort exact")
         notes.append("the quick compilation came near the memory limit, so this is the exact one")
         compiled.append(compile_lowered(lowered, effort="exact", timeout=timeout))
     verdict = compiled[-1]
     sized_on = None
-    twin = larger_twin(lowered) if verdict.error and measure_overflow else None
+    twin = larger_twin(lowered) if verdict.error and thorough else None
     if twin is not None:
         tell(f"does not fit: measuring on {twin.name}")
         compiled.append(compile_lowered(lowered, effort="quick", timeout=timeout, topology=twin))

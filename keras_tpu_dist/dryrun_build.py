@@ -24,7 +24,7 @@ from keras_tpu_dist.topology import Topology, of_devices
 Build = Callable[[], keras.Model] | keras.Model
 
 KINDS = {"train": "train", "evaluate": "test", "predict": "predict"}
-# Where `donate_state="auto"` draws the line; see loop.should_donate.
+# Where `donate_state="auto"` draws the line; see guard.should_donate.
 _KEEP_FRACTION_OF_MEMORY = 0.05
 
 
