@@ -1,6 +1,8 @@
 """Questions that take several dry runs: the largest batch, the best mesh, two plans compared."""
 
+import itertools
 import logging
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +16,10 @@ from keras_tpu_dist.strategy import TPUStrategy
 from keras_tpu_dist.topology import Topology
 
 logger = logging.getLogger("keras_tpu_dist")
+
+
+# No guess is more than this many times what is known to fit.
+_LARGEST_STEP = 256
 
 
 @dataclass(frozen=True)
@@ -122,19 +128,22 @@ def _next_guess(
         return None
     fitting = sorted(p for p, run in runs.items() if run.fits)
     if len(fitting) == 1:
-        state = runs[low].state
-        fixed = state.weights + state.optimizer
-        per_part = max(1, runs[low].total_bytes - fixed) / low
-        # one row is all padding; a quarter of what it predicts is safe to measure the slope at
-        predicted = low + max(1, int((limit - fixed) / per_part / 4))
+        fixed = runs[low].state.weights + runs[low].state.optimizer
+        room = max(0, limit - fixed) / max(1, runs[low].total_bytes - fixed)
+        # a small batch is mostly padding; a quarter of what it predicts is safe, and tells more
+        predicted = low + int(low * (room - 1) / 4)
     else:
-        a, b = fitting[-2:]
-        slope = max(1e-9, (runs[b].total_bytes - runs[a].total_bytes) / (b - a))
-        predicted = int(b + (limit - runs[b].total_bytes) / slope)
-        predicted = min(predicted, 64 * b)
+        # the steepest: near the limit the compiler saves memory, which makes it look flat there
+        slope = max(
+            (runs[b].total_bytes - runs[a].total_bytes) / (b - a)
+            for a, b in itertools.pairwise(fitting)
+        )
+        predicted = low + int((limit - runs[low].total_bytes) / max(1e-9, slope))
+    predicted = min(predicted, _LARGEST_STEP * low)
+    step = max(1, math.ceil(tolerance * low))
     if high is None:
-        return max(low + 1, predicted)
-    if not low < predicted < high or len(runs) > 4:
+        return max(low + step, predicted)
+    if not low + step <= predicted < high or len(runs) > 4:
         predicted = (low + high) // 2
     return min(max(predicted, low + 1), high - 1)
 
