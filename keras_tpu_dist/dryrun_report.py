@@ -98,6 +98,12 @@ class DryRun:
         compile_cpu_seconds: Their CPU time.
         compile_peak_bytes: Their peak memory.
         notes: Assumptions and advice.
+
+    Example:
+
+    >>> run = dry_run(build, strategy, batch_size=1024)  # doctest: +SKIP
+    >>> run.fits, run.total_bytes < run.limit_bytes  # doctest: +SKIP
+    (True, True)
     """
 
     mode: str

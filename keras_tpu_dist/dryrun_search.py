@@ -85,6 +85,17 @@ def largest_batch(
 
     Raises:
         ValueError: If the strategy has no topology, or `remat` is given with a built model.
+
+    Example:
+
+    >>> import keras, keras_tpu_dist as ktd
+    >>> from keras_tpu_dist.dryrun_search import largest_batch
+    >>> def build():
+    ...     model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(256)])
+    ...     model.compile("adam", "mse")
+    ...     return model
+    >>> strategy = ktd.TPUStrategy(topology="v5e:2x4")
+    >>> print(largest_batch(build, strategy))  # doctest: +SKIP
     """
     limit = _checked_topology(strategy).hbm_bytes
     unit = strategy.num_replicas_in_sync
@@ -278,6 +289,19 @@ def compare(
     Returns:
         A `Comparison`. A candidate that cannot be built, because its mesh or layout does not fit
         the slice or the model, stands last with its error.
+
+    Example:
+
+    >>> import keras
+    >>> from keras_tpu_dist.dryrun_search import compare
+    >>> def build():
+    ...     model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(256)])
+    ...     model.compile("adam", "mse")
+    ...     return model
+    >>> meshes = [{"data": 8}, {"data": 4, "model": 2}]
+    >>> ranked = compare(build, topology="v5e:2x4", meshes=meshes, batch_size=64)  # doctest: +SKIP
+    >>> dict(ranked.best.mesh)  # doctest: +SKIP
+    {'data': 8}
     """
     found = []
     inputs = {"x": x, "y": y, "sample_weight": sample_weight}
@@ -343,6 +367,11 @@ def diff(a: DryRun, b: DryRun) -> Diff:
 
     Returns:
         A `Diff`.
+
+    Example:
+
+    >>> from keras_tpu_dist.dryrun_search import diff
+    >>> print(diff(first, second))  # doctest: +SKIP
     """
     rows = [
         ("slice", a.compiled_for, b.compiled_for, ""),
