@@ -27,7 +27,8 @@ class Estimate:
         compute: Matrix operations at the chip's peak.
         hbm: HBM traffic at full bandwidth.
         link: Collectives at full link speed.
-        kernels: The compiler's own cycle estimates, summed, at the chip's clock.
+        kernels: The compiler's own cycle estimates, summed, at the chip's clock; hand-written
+            kernels, which it does not estimate, at their roofline.
         exposed_link: The part of `link` that the compiler does not overlap.
         step: The estimate: kernels and exposed collectives one after the other, and never less
             than any of `compute`, `hbm`, `link`.
@@ -55,7 +56,11 @@ def estimate(cost: ProgramCost, topology: Topology) -> Estimate:
     compute = sum(flops / topology.peak_flops(rate) for rate, flops in cost.flops_by_rate)
     hbm = cost.hbm_bytes / topology.hbm_bandwidth
     link = cost.link_seconds
-    kernels = cost.cycles / topology.chip.clock
+    # the compiler estimates no cycles for hand-written kernels: they count at their roofline
+    by_hand = max(
+        cost.kernel_flops / topology.peak_flops(), cost.kernel_bytes / topology.hbm_bandwidth
+    )
+    kernels = cost.cycles / topology.chip.clock + by_hand
     exposed = cost.exposed_link_seconds
     bounds = {"compute": compute, "HBM": hbm, "links": link}
     bound = max(bounds, key=bounds.__getitem__)

@@ -312,6 +312,29 @@ def test_times_on_the_links():
     assert collectives.sent_bytes("all-reduce", 800, 1) == 0
 
 
+_KERNEL = """
+ENTRY %main (x: f32[256,256], y: f32[256,256]) -> f32[256,256] {
+  %x = f32[256,256]{1,0:T(8,128)} parameter(0)
+  %y = f32[256,256]{1,0:T(8,128)} parameter(1)
+  ROOT %k = f32[256,256]{1,0:T(8,128)} custom-call(%x, %y), \
+custom_call_target="tpu_custom_call", metadata={op_name="jit(f)/attention/pallas_call"}, \
+backend_config={"custom_call_config":{"body":"TUzv"COST,"needs_layout_passes":true}}
+}
+"""
+
+
+def test_hand_written_kernels_cost_what_they_state():
+    stated = ',"cost_estimate":{"flops":"33554432","bytes_accessed":"786432"}'
+    known = hlo.analyze(_KERNEL.replace("COST", stated))
+    assert known.flops == known.kernel_flops == 2 * 256**3
+    assert known.hbm_bytes == known.kernel_bytes == 786432
+    assert known.layers[0].layer == "attention"
+    assert known.unestimated_kernels == ()
+    silent = hlo.analyze(_KERNEL.replace("COST", ""))
+    assert (silent.flops, silent.unestimated_kernels) == (0, ("k",))
+    assert silent.hbm_bytes == 3 * 4 * 256**2
+
+
 # --- the TPU compiler ------------------------------------------------------------------------
 
 _COMPILE = """

@@ -64,6 +64,9 @@ class ProgramCost:
         layers: Per layer, most cycles first (most operations first without cycles).
         collectives: Every collective.
         largest_buffers: The largest arrays in HBM.
+        kernel_flops: Operations of hand-written (Pallas) kernels, for which the compiler states no
+            cycles; part of `flops`.
+        kernel_bytes: Their HBM traffic; part of `hbm_bytes`.
         unknown_loops: Loops whose trip count the program does not say, counted once.
         unestimated_kernels: Hand-written kernels whose authors state no cost: their operations
             are missing above.
@@ -76,6 +79,8 @@ class ProgramCost:
     layers: tuple[LayerCost, ...]
     collectives: tuple[Collective, ...]
     largest_buffers: tuple[Buffer, ...] = ()
+    kernel_flops: int = 0
+    kernel_bytes: int = 0
     unknown_loops: tuple[str, ...] = ()
     unestimated_kernels: tuple[str, ...] = ()
 
@@ -108,7 +113,9 @@ class _Tallies:
     layers: dict[str, _Tally] = field(default_factory=dict)
     flops_by_rate: dict[str, int] = field(default_factory=dict)
     collectives: dict[tuple[str, str, str], Collective] = field(default_factory=dict)
-    kernels: dict[str, None] = field(default_factory=dict)
+    unestimated: dict[str, None] = field(default_factory=dict)
+    kernel_flops: int = 0
+    kernel_bytes: int = 0
 
     def layer(self, name: str) -> _Tally:
         return self.layers.setdefault(name, _Tally())
@@ -164,7 +171,9 @@ def analyze(
         collectives=tuple(tallies.collectives.values()),
         largest_buffers=_largest_buffers(program, runs.executions, attribution),
         unknown_loops=runs.unknown_loops,
-        unestimated_kernels=tuple(tallies.kernels),
+        kernel_flops=tallies.kernel_flops,
+        kernel_bytes=tallies.kernel_bytes,
+        unestimated_kernels=tuple(tallies.unestimated),
     )
 
 
@@ -178,9 +187,13 @@ def _count_products(
         tallies.layer(layer).flops += flops * run.times
         total = flops * run.times * passes
         tallies.flops_by_rate[rate] = tallies.flops_by_rate.get(rate, 0) + total
-    stated = cost.kernel_estimate(run.instruction, "flops")
-    if cost.is_kernel(run.instruction) and stated is None:
-        tallies.kernels[run.instruction.name] = None
+    if cost.is_kernel(run.instruction):
+        stated = cost.kernel_estimate(run.instruction, "flops")
+        tallies.kernel_flops += (stated or 0) * run.times
+        moved = cost.hbm_bytes(program, run.computation, run.instruction)
+        tallies.kernel_bytes += moved * run.times
+        if stated is None:
+            tallies.unestimated[run.instruction.name] = None
 
 
 def _count_memory(
