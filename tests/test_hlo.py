@@ -291,6 +291,25 @@ def test_collectives_are_those_in_the_text(devices, kind):
         assert {c.group_size for c in found} == {4}
 
 
+_COMBINED = """
+ENTRY %main (x: f32[8], y: f32[64,64]) -> (f32[8], f32[64,64]) {
+  %x = f32[8] parameter(0)
+  %y = f32[64,64] parameter(1)
+  %a = f32[8] negate(%x), metadata={op_name="jit(f)/jvp(loss)/neg"}
+  %b = f32[64,64] negate(%y), metadata={op_name="jit(f)/transpose(jvp(wide))/neg"}
+  ROOT %r = (f32[8], f32[64,64]) all-reduce(%a, %b), channel_id=1, \
+replica_groups=[1,8]<=[8], to_apply=%add, metadata={op_name="jit(f)/jvp(loss)/reduce_sum"}
+}
+"""
+
+
+def test_a_combined_collective_is_named_after_its_largest_part():
+    (found,) = hlo.analyze(_COMBINED, wire=hlo.Wire.of({"data": 8})).collectives
+    assert (found.layer, found.phase) == ("wide and 1 more", "backward")
+    assert found.bytes == 4 * (8 + 64 * 64)
+    assert found.axes == ("data",)
+
+
 def test_times_on_the_links():
     v5e = Topology.parse("v5e:16x16")
     wire = hlo.Wire.of({"data": 16, "model": 16}, v5e.device_grid()[0, :, :, 0, 0].flat, v5e)

@@ -7,7 +7,7 @@ from keras_tpu_dist.hlo import collectives, cost
 from keras_tpu_dist.hlo.collectives import Collective, Wire
 from keras_tpu_dist.hlo.layers import OTHER, Attribution, phase
 from keras_tpu_dist.hlo.loops import Execution, executions
-from keras_tpu_dist.hlo.parse import Instruction, Program, parse
+from keras_tpu_dist.hlo.parse import Computation, Instruction, Program, parse
 
 # Instructions that name a buffer which another instruction made.
 _VIEWS = {"tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "constant"}
@@ -225,14 +225,16 @@ def _count_collective(
     key = (run.computation.name, kind, network + channel)
     if key in tallies.collectives:
         return
-    op_name = instruction.op_name or _origin(program, run.instruction)
+    op_name = _largest_part(program, computation, instruction) or _origin(program, run.instruction)
     layer = attribution.layer(op_name) if op_name else OTHER
+    arrays = [o for o in computation.operands(instruction) if any(s.bytes for s in o.shapes)]
+    combined = len(arrays) - 1
     collective = collectives.describe(
         computation,
         instruction,
         kind,
         wire=wire,
-        layer=layer,
+        layer=f"{layer} and {combined} more" if combined > 0 else layer,
         phase=phase(op_name),
         times=run.times,
         asynchronous=asynchronous,
@@ -241,6 +243,17 @@ def _count_collective(
         return
     tallies.collectives[key] = collective
     tallies.layer(layer).link_seconds += collective.total_seconds
+
+
+def _largest_part(program: Program, computation: Computation, collective: Instruction) -> str:
+    """The name stack of a collective; of one that combines several, that of the largest array."""
+    parts = computation.operands(collective)
+    if len(parts) < 2:
+        return collective.op_name
+    part = max(parts, key=lambda i: sum(s.bytes for s in i.shapes))
+    while part.opcode in ("get-tuple-element", "bitcast", "copy", "convert") and not part.op_name:
+        part = computation.operands(part)[0]
+    return _origin(program, part) or collective.op_name
 
 
 def _largest_buffers(
