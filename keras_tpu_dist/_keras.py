@@ -202,7 +202,12 @@ def forget_state(model: Any) -> None:
 
 def has_state(model: Any) -> bool:
     """Whether a trainer may hold state that its variables do not."""
-    return model._jax_state is not None or not model._jax_state_synced
+    return getattr(model, "_jax_state", None) is not None or not model._jax_state_synced
+
+
+def is_synced(model: Any) -> bool:
+    """Whether the variables, not the trainer's own record, hold the newest state."""
+    return model._jax_state_synced
 
 
 def forget_functions(model: Any) -> None:

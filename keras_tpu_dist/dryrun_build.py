@@ -62,7 +62,7 @@ class Lowered:
         tokens: Elements of the first integer input that has a time axis, else 0.
         layer_names: Names of the model's layers.
         steps_per_execution: From `compile`; the program is one step in any case.
-        ready_bytes: Bytes of the batches that training holds ready on one device.
+        ready_bytes: Bytes of the further batches that training holds on one device.
         seconds: Time to build and lower.
         notes: What was assumed.
     """
@@ -126,6 +126,9 @@ def lower(
         exported = _export(jitted_step(model, kind, placer, donate), state, placed, platform)
         topology = strategy.topology or of_devices(strategy.mesh.devices)
         state_bytes = _state_bytes(state, kind, placed)
+        steps = model.steps_per_execution
+        # a launch of N steps has N batches on the devices, and the next N are made ready meanwhile
+        ready = strategy._prefetch if steps == 1 else 2 * steps - 1
         return Lowered(
             program=pickle.dumps(_keras.without_vjp(exported)),
             donate=donate,
@@ -138,8 +141,8 @@ def lower(
             rows=batch_size,
             tokens=_tokens(batch[0]),
             layer_names=frozenset(_keras.layer_names(model)),
-            steps_per_execution=model.steps_per_execution if mode != "predict" else 1,
-            ready_bytes=strategy._prefetch * state_bytes.inputs,
+            steps_per_execution=steps,
+            ready_bytes=ready * state_bytes.inputs,
             seconds=time.perf_counter() - started,
             notes=tuple(notes),
         )

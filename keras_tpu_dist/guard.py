@@ -15,34 +15,45 @@ from keras_tpu_dist import _keras
 
 logger = logging.getLogger("keras_tpu_dist")
 
-# Launches that may be under way at once where their inputs are kept. Two keep the device busy;
-# each one more keeps one more copy of the state alive.
-_LAUNCHES_IN_FLIGHT = 2
+# Where a launch does not consume its input state, the inputs of the launches under way stay alive:
+# at least two, which keep the devices busy, and no more than help the host to run ahead.
+_FEWEST_KEPT, _MOST_KEPT = 2, 16
 
-# Without donation a step needs the old and the new state at once, and the guard keeps another.
-# That is free where the state is a small part of the memory.
-_KEEP_FRACTION_OF_MEMORY = 0.05
+# What the kept states may take: of the device's memory, or where that is unknown.
+_KEEP_FRACTION_OF_MEMORY = 0.1
 _KEEP_BYTES_WHERE_MEMORY_IS_UNKNOWN = 256 * 2**20
 
 
 class StateGuard:
     """Keeps enough of a training state to give it back when a launch fails.
 
-    Kept state (`donate=False`): the inputs of the launches under way stay alive, so the state
+    Kept states (`kept` of 2 or more): the inputs of the launches under way stay alive, so the state
     before the failing step is still there, whatever went wrong. Donated state: XLA overwrites
     the inputs, as a state that fills the memory demands; a failure before the launch (input,
     tracing, compilation) loses nothing either, and for a failure within it a copy in host memory
     is taken whenever the state is read from the model, that is at the start of each epoch.
 
     Args:
-        donate: Whether launches consume their input state.
+        kept: How many launches may be under way with their input states kept; 0 donates.
     """
 
-    def __init__(self, donate: bool):
-        self.donate = donate
+    def __init__(self, kept: int):
+        self.kept = kept
+        # How many more train steps may run; StopAtStep sets it.
+        self.steps_left: int | None = None
         self._flight: deque[tuple[Any, jax.Array | None]] = deque()
         self._newest: Any = None
         self._host_copy: Any = None
+
+    @property
+    def donate(self) -> bool:
+        """Whether launches consume their input state."""
+        return self.kept == 0
+
+    @property
+    def holds_state(self) -> bool:
+        """Whether a train loop is under way."""
+        return self._newest is not None
 
     def read(self, state: Any) -> None:
         """Notes a state that was just read from the model's variables."""
@@ -51,21 +62,33 @@ class StateGuard:
         if self.donate:
             self._host_copy = jax.tree.map(_to_host_memory, state)
 
-    def launch(self, step: Callable, state: Any, batch: Any) -> tuple[Any, Any]:
-        """Runs `outputs, state = step(state, batch)`, remembering what it needs."""
+    def launch(self, function: Callable, state: Any, batch: Any, steps: int = 1) -> tuple[Any, Any]:
+        """Runs `outputs, state = function(state, batch)`, remembering what it needs.
+
+        Args:
+            function: The compiled step, or several of them.
+            state: The training state.
+            batch: What the steps consume.
+            steps: How many steps the launch makes.
+
+        Returns:
+            Outputs and new state.
+        """
         before = state
         if self.donate:
             with interrupts_held(lambda: _is_whole(before, wait=False)):
-                outputs, state = step(state, batch)
+                outputs, state = function(state, batch)
                 self._newest = state
-            return outputs, state
-        if len(self._flight) == _LAUNCHES_IN_FLIGHT:
-            # The oldest launch must have ended well before its input may go.
-            jax.block_until_ready(self._flight[0][1])
-            self._flight.popleft()
-        outputs, state = step(state, batch)
-        self._flight.append((before, next(iter(jax.tree.leaves(outputs)), None)))
-        self._newest = state
+        else:
+            if len(self._flight) == self.kept:
+                # The oldest launch must have ended well before its input may go.
+                jax.block_until_ready(self._flight[0][1])
+                self._flight.popleft()
+            outputs, state = function(state, batch)
+            self._flight.append((before, next(iter(jax.tree.leaves(outputs)), None)))
+            self._newest = state
+        if self.steps_left is not None:
+            self.steps_left -= steps
         return outputs, state
 
     def last_whole(self) -> Any:
@@ -89,11 +112,15 @@ class StateGuard:
 
 def recover(trainer: Any, guard: StateGuard) -> None:
     """Gives a model its variables back after an exception, as of the last completed step."""
-    trainer.jax_state_sync()
-    if not _is_whole([v.value for v in _keras.state_variables(trainer)]):
+    if guard.holds_state and not _keras.is_synced(trainer):
+        # Newer than what Keras has been told of: several steps may have run since.
         state = guard.last_whole()
-        if state is not None:
-            _keras.restore_state(trainer, state)
+    else:
+        trainer.jax_state_sync()
+        whole = _is_whole([v.value for v in _keras.state_variables(trainer)])
+        state = None if whole else guard.last_whole()
+    if state is not None:
+        _keras.restore_state(trainer, state)
     _keras.forget_state(trainer)
 
 
@@ -125,24 +152,27 @@ def interrupts_held(may_interrupt: Callable[[], bool]):
         handler(signal.SIGINT, held[0])
 
 
-def should_donate(setting: bool | str, variables: list) -> bool:
-    """Resolves `donate_state`: `"auto"` donates only where keeping would cost memory that counts.
+def states_to_keep(setting: bool | str, variables: list) -> int:
+    """Resolves `donate_state` to the number of input states kept alive.
 
     Args:
-        setting: `True`, `False` or `"auto"`.
+        setting: `True` (none), `False` (at least two), or `"auto"`: as many as fit in 10 % of the
+            device's memory (256 MiB where that is unknown), at most 16, and none if not even two
+            fit.
         variables: The variables of the training state.
 
     Returns:
-        Whether the train step consumes its input state.
+        The number; 0 means that a train step consumes its input state.
     """
-    if setting != "auto":
-        return bool(setting)
+    if setting is True:
+        return 0
     state_bytes = sum(_bytes_per_device(v.value) for v in variables)
-    stats = jax.local_devices()[0].memory_stats() or {}
-    limit = stats.get("bytes_limit")
-    if limit is None:
-        return state_bytes > _KEEP_BYTES_WHERE_MEMORY_IS_UNKNOWN
-    return state_bytes > limit * _KEEP_FRACTION_OF_MEMORY
+    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    budget = limit * _KEEP_FRACTION_OF_MEMORY if limit else _KEEP_BYTES_WHERE_MEMORY_IS_UNKNOWN
+    fitting = min(int(budget // max(state_bytes, 1)), _MOST_KEPT)
+    if fitting >= _FEWEST_KEPT:
+        return fitting
+    return 0 if setting == "auto" else _FEWEST_KEPT
 
 
 def _is_whole(state, wait: bool = True) -> bool:

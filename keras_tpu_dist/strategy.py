@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from keras_tpu_dist import _keras, adoption
 from keras_tpu_dist.data import BatchPlacer, DeviceIterator
 from keras_tpu_dist.errors import message
-from keras_tpu_dist.guard import StateGuard, recover, should_donate
+from keras_tpu_dist.guard import StateGuard, recover, states_to_keep
 from keras_tpu_dist.layout import (
     Decision,
     LayoutRules,
@@ -53,8 +53,8 @@ class TPUStrategy(keras.distribution.ModelParallel):
         prefetch: Number of batches held ready on the devices ahead of the running step.
         donate_state: Whether a train step overwrites its input state. `True` halves the memory
             of the state; after a failure inside a launch the weights are those of the start of
-            the epoch. `False` keeps the state before every step. `"auto"` keeps it where the
-            state is small (5 % of the device's memory, or 256 MiB where that is unknown).
+            the epoch. `False` keeps the state before every step. `"auto"` keeps it where two
+            states fit in 10 % of the device's memory (256 MiB where that is unknown).
 
     Raises:
         ValueError: If the mesh does not fit the devices, a name is no axis of the mesh, or a rule
@@ -227,6 +227,9 @@ class TPUStrategy(keras.distribution.ModelParallel):
         _check_input(name, args, kwargs)
         with self.scope():
             member = adoption.adopt(model, self)
+            if member.guard is not None:
+                # What a fit around this call has kept is in the variables by now.
+                member.guard.release()
             try:
                 yield
             except BaseException:
@@ -240,8 +243,8 @@ class TPUStrategy(keras.distribution.ModelParallel):
     def _make_function(self, model, kind: str):
         member = adoption.adopt(model, self)
         if member.guard is None:
-            donate = should_donate(self._donate_state, _keras.state_variables(model))
-            member.guard = StateGuard(donate)
+            kept = states_to_keep(self._donate_state, _keras.state_variables(model))
+            member.guard = StateGuard(kept)
         return make_step(model, kind, self._placer, member.guard)
 
     def _state_read(self, model, state) -> None:
