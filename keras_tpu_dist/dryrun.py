@@ -200,7 +200,7 @@ def _report(
         notes += _remedies(lowered, total, topology)
     if topology is not None and lowered.ready_bytes > topology.hbm_bytes / 100:
         notes.append(
-            f"besides, training holds {size(lowered.ready_bytes)} of further batches on each device"
+            f"besides, training holds {size(lowered.ready_bytes)} of other batches on each device"
         )
     if lowered.steps_per_execution > 1:
         notes.append(

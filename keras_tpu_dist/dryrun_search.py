@@ -75,7 +75,8 @@ def largest_batch(
         mode: As in `dry_run`.
         remat: Builds the model inside of `keras.RematScope(mode=remat)`, which recomputes
             activations instead of keeping them: `"full"`, `"activations"` and so on.
-        tolerance: Stop when the next larger batch that was refused is within this fraction.
+        tolerance: Stop when a larger batch that was refused, or the memory that is left, is within
+            this fraction of the answer.
         max_compiles: Stop after so many compilations in any case.
         timeout: As in `dry_run`.
         progress: As in `dry_run`.
@@ -145,11 +146,14 @@ def _next_guess(
         predicted = low + int(low * (room - 1) / 4)
     else:
         # the steepest: near the limit the compiler saves memory, which makes it look flat there
-        slope = max(
+        slopes = [
             (runs[b].total_bytes - runs[a].total_bytes) / (b - a)
             for a, b in itertools.pairwise(fitting)
-        )
-        predicted = low + int((limit - runs[low].total_bytes) / max(1e-9, slope))
+        ]
+        room = int((limit - runs[low].total_bytes) / max(1e-9, *slopes))
+        if high is None and room < tolerance * low:
+            return None
+        predicted = low + room * (2 if slopes[-1] < max(slopes) / 2 else 1)
     predicted = min(predicted, _LARGEST_STEP * low)
     step = max(1, math.ceil(tolerance * low))
     if high is None:
