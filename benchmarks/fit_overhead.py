@@ -2,9 +2,9 @@
 
     python benchmarks/fit_overhead.py [--rounds 9] [--steps 100]
 
-All three run the same model, data and mesh (8 simulated devices unless a TPU is attached) in one
-process, in random turns; the table gives the median over rounds of steps per second, and of the ratio of
-TPUStrategy to each of the others within a round.
+All three run the same model, data and mesh (8 simulated devices) in one
+process, in random turns; the table gives the median over rounds of steps per second, and of the
+ratio of TPUStrategy to each of the others within a round.
 """
 
 import argparse

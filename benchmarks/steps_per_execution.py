@@ -2,7 +2,7 @@
 
     python benchmarks/steps_per_execution.py [--rounds 5] [--steps 128]
 
-Same model, data and mesh (8 simulated devices unless a TPU is attached), one process, in random
+Same model, data and mesh (8 simulated devices), one process, in random
 turns; medians over rounds. Stock Keras dispatches its N steps one by one from Python.
 """
 

@@ -20,6 +20,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -143,6 +144,7 @@ def _get_jax_state(stock, model, purge_model_variables=False, **groups):
         return stock(model, purge_model_variables=purge_model_variables, **groups)
     # Stock empties the variables here, and what an exception then finds is nothing.
     state = stock(model, purge_model_variables=False, **groups)
+    # What an earlier epoch left there is older than the variables.
     model._jax_state = None
     if groups.get("optimizer_variables"):
         strategy._state_read(model, state)
@@ -173,8 +175,7 @@ def active_strategy() -> Any:
 
 def state_variables(model: Any) -> list:
     """All variables a training step reads or writes."""
-    groups = ("trainable", "non_trainable", "optimizer", "metrics")
-    return [variable for name in groups for variable in _group(model, name)]
+    return [variable for group in state_groups(model) for variable in group]
 
 
 def state_shardings(model: Any, kind: str) -> tuple[list, ...]:
@@ -187,11 +188,22 @@ def state_shardings(model: Any, kind: str) -> tuple[list, ...]:
     return tuple([v._layout for v in _group(model, name)] for name in groups)
 
 
-def restore_state(model: Any, state: tuple) -> None:
-    """Writes a training state (trainable, non-trainable, optimizer, metrics) to the variables."""
-    for name, values in zip(("trainable", "non_trainable", "optimizer", "metrics"), state):
-        for variable, value in zip(_group(model, name), values):
-            variable.assign(value)
+def state_groups(model: Any) -> tuple[list, ...]:
+    """The variables of the training state as Keras orders it."""
+    return tuple(
+        list(_group(model, name)) for name in ("trainable", "non_trainable", "optimizer", "metrics")
+    )
+
+
+def follow_state(groups: tuple[list, ...], state: tuple) -> None:
+    """Makes the variables of `state_groups` hold a training state.
+
+    Called after every launch, so it assigns without checks: the values have the layouts that the
+    step was compiled for.
+    """
+    for variables, values in zip(groups, state):
+        for variable, value in zip(variables, values):
+            variable._value = value
 
 
 def forget_state(model: Any) -> None:
@@ -203,11 +215,6 @@ def forget_state(model: Any) -> None:
 def has_state(model: Any) -> bool:
     """Whether a trainer may hold state that its variables do not."""
     return getattr(model, "_jax_state", None) is not None or not model._jax_state_synced
-
-
-def is_synced(model: Any) -> bool:
-    """Whether the variables, not the trainer's own record, hold the newest state."""
-    return model._jax_state_synced
 
 
 def forget_functions(model: Any) -> None:
@@ -394,3 +401,72 @@ def without_vjp(exported: jax.export.Exported) -> jax.export.Exported:
     Public replacement: `Exported.serialize`, which needs the package flatbuffers.
     """
     return dataclasses.replace(exported, _get_vjp=None)
+
+
+def install_attention(replacement: Callable[..., object]) -> None:
+    """Routes every dot-product attention of Keras's JAX backend through `replacement`.
+
+    `keras.ops.dot_product_attention` looks the function up in the backend's `nn` module at each
+    call, so replacing it there reaches the op, its symbolic form, MultiHeadAttention,
+    GroupedQueryAttention and libraries built on them. A second call replaces the first.
+
+    Public replacement: a way to register an attention implementation with Keras.
+
+    Args:
+        replacement: Called as `replacement(stock, query, key, value, **options)`, where `stock` is
+            Keras's own function and `options` are all of its other arguments.
+
+    Raises:
+        ImportError: If this Keras has another function, or another signature, at that place.
+    """
+    module = keras.src.backend.nn
+    stock = getattr(module, "dot_product_attention", None)
+    stock = getattr(stock, "__wrapped__", stock)
+    names = tuple(inspect.signature(stock).parameters) if stock is not None else ()
+    if stock is None or names != ATTENTION_PARAMETERS:
+        raise ImportError(
+            "keras_tpu_dist replaces keras.src.backend.jax.nn.dot_product_attention, which "
+            f"Keras 3.15 has with parameters {ATTENTION_PARAMETERS}. Received: Keras "
+            f"{keras.__version__} with {names}. Install keras>=3.15,<3.16, or a newer "
+            "keras_tpu_dist."
+        )
+
+    @functools.wraps(stock)
+    def dot_product_attention(
+        query,
+        key,
+        value,
+        bias=None,
+        mask=None,
+        scale=None,
+        is_causal=False,
+        flash_attention=None,
+        attn_logits_soft_cap=None,
+    ):
+        return replacement(
+            stock,
+            query,
+            key,
+            value,
+            bias=bias,
+            mask=mask,
+            scale=scale,
+            is_causal=is_causal,
+            flash_attention=flash_attention,
+            attn_logits_soft_cap=attn_logits_soft_cap,
+        )
+
+    module.dot_product_attention = dot_product_attention
+
+
+ATTENTION_PARAMETERS = (
+    "query",
+    "key",
+    "value",
+    "bias",
+    "mask",
+    "scale",
+    "is_causal",
+    "flash_attention",
+    "attn_logits_soft_cap",
+)

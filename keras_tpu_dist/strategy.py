@@ -9,7 +9,7 @@ import jax
 import keras
 from jax.sharding import Mesh, NamedSharding
 
-from keras_tpu_dist import _keras, adoption
+from keras_tpu_dist import _keras, adoption, attention
 from keras_tpu_dist.data import BatchPlacer, DeviceIterator
 from keras_tpu_dist.errors import message
 from keras_tpu_dist.guard import StateGuard, recover, states_to_keep
@@ -227,9 +227,10 @@ class TPUStrategy(keras.distribution.ModelParallel):
         _check_input(name, args, kwargs)
         with self.scope():
             member = adoption.adopt(model, self)
-            if member.guard is not None:
-                # What a fit around this call has kept is in the variables by now.
-                member.guard.release()
+            if _keras.has_state(model):
+                # Called within a fit, from a callback: the variables hold that fit's newest
+                # state, and the fit reads it from there when it goes on.
+                _keras.forget_state(model)
             try:
                 yield
             except BaseException:
@@ -365,3 +366,4 @@ def _no_data(received: str) -> str:
 
 
 _keras.install(adoption.find_strategy, adoption.created)
+attention.install()
