@@ -27,7 +27,7 @@ _members: "weakref.WeakKeyDictionary[Any, Membership]" = weakref.WeakKeyDictiona
 
 
 # Marks on a variable the layout that a strategy chose, as opposed to one its user gave it.
-_CHOSEN = "_keras_tpu_dist_layout"
+CHOSEN = "_keras_tpu_dist_layout"
 
 
 class _Scopes(threading.local):
@@ -123,7 +123,7 @@ def membership(model: Any) -> Membership | None:
 def choose_layout(variable: Any, strategy: Any) -> Any:
     """The layout of a variable under a strategy, keeping one that the user gave the variable."""
     given = _keras.variable_layout(variable)
-    if given is not None and given is not getattr(variable, _CHOSEN, None):
+    if given is not None and given is not getattr(variable, CHOSEN, None):
         return strategy._translate(variable, given)
     return _chosen(variable, strategy._rule_layout(variable))
 
@@ -178,5 +178,5 @@ def _join(model: Any, strategy: Any) -> Membership:
 
 
 def _chosen(variable: Any, layout: Any) -> Any:
-    setattr(variable, _CHOSEN, layout)
+    setattr(variable, CHOSEN, layout)
     return layout

@@ -142,6 +142,29 @@ class BatchPlacer:
         ]
         return jax.tree.unflatten(treedef, jax.device_put(leaves, shardings))
 
+    def axes(self, batch: Any) -> list[int | None]:
+        """The batch dimension of each array of a batch, in the order of `jax.tree.leaves`."""
+        return _spread(self.batch_axis, batch)
+
+    def describe(self, batch: Any) -> PlacedBatch:
+        """What `place` would make of a batch, as `jax.ShapeDtypeStruct`, without any data.
+
+        Args:
+            batch: A structure of `jax.ShapeDtypeStruct`.
+
+        Returns:
+            The batch with padded shapes and shardings.
+        """
+        leaves, treedef = _flatten(batch)
+        plan = self._make_plan(batch, leaves)
+        described = []
+        for leaf, slot, padding, sharding in zip(leaves, plan.slots, plan.paddings, plan.shardings):
+            shape = list(leaf.shape)
+            if padding and slot.axis is not None:
+                shape[slot.axis] += padding
+            described.append(jax.ShapeDtypeStruct(tuple(shape), leaf.dtype, sharding=sharding))
+        return PlacedBatch(jax.tree.unflatten(treedef, described), plan.slots)
+
     def checked(self, batch: Any) -> Any:
         """A host batch as arrays, after every check that `place` makes."""
         leaves, treedef, _ = self._planned(batch)

@@ -92,6 +92,21 @@ def make_step(trainer: Any, kind: str, placer: BatchPlacer, guard: StateGuard) -
     return many
 
 
+def jitted_step(trainer: Any, kind: str, placer: BatchPlacer, donate: bool) -> Callable:
+    """The jitted step alone, `(state, PlacedBatch) -> (outputs, state)`, as dry runs lower it.
+
+    Args:
+        trainer: The model.
+        kind: `"train"`, `"test"` or `"predict"`.
+        placer: Trims batches in the program.
+        donate: Whether a train step consumes its input state.
+
+    Returns:
+        A `jax.jit` function.
+    """
+    return _jit(trainer, kind, placer, donate)
+
+
 def _group_placer(placer: BatchPlacer, place: Callable, scan_length: int) -> Callable:
     def place_group(batches: list) -> list:
         if len(batches) == scan_length:

@@ -10,6 +10,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 
 from keras_tpu_dist.errors import message
+from keras_tpu_dist.topology import CompileOnlyDevice
 
 logger = logging.getLogger("keras_tpu_dist")
 
@@ -68,9 +69,17 @@ def build_mesh(mesh: MeshLike = None, devices: Sequence | None = None):
             )
         )
     sizes = _axis_sizes(mesh, len(chosen))
-    return keras.distribution.DeviceMesh(
-        tuple(sizes.values()), tuple(sizes), _in_torus_order(tuple(sizes.values()), chosen)
-    )
+    described = isinstance(chosen[0], CompileOnlyDevice)
+    kind = _DescribedMesh if described else keras.distribution.DeviceMesh
+    return kind(tuple(sizes.values()), tuple(sizes), _in_torus_order(tuple(sizes.values()), chosen))
+
+
+class _DescribedMesh(keras.distribution.DeviceMesh):
+    """A mesh of devices that are only described, which Keras would look for among real ones."""
+
+    @property
+    def backend_mesh(self) -> jax.sharding.Mesh:
+        return jax.sharding.Mesh(self.devices, self.axis_names)
 
 
 def default_data_axes(axis_names: Sequence[str]) -> tuple[str, ...]:
@@ -211,7 +220,10 @@ def _axis_sizes(mesh: Mapping[str, int], num_devices: int) -> dict[str, int]:
 
 
 def _in_torus_order(shape: tuple[int, ...], devices: list) -> np.ndarray:
+    slices = len({getattr(device, "slice_index", None) or 0 for device in devices})
     try:
+        if slices > 1:
+            return _across_slices(shape, devices, slices)
         return mesh_utils.create_device_mesh(shape, devices=devices, allow_split_physical_axes=True)
     except (ValueError, NotImplementedError, AssertionError) as error:
         # A hand-picked subset need not be a block of the torus; it is still a legal mesh.
@@ -222,3 +234,15 @@ def _in_torus_order(shape: tuple[int, ...], devices: list) -> np.ndarray:
             error,
         )
         return np.asarray(devices, dtype=object).reshape(shape)
+
+
+def _across_slices(shape: tuple[int, ...], devices: list, slices: int) -> np.ndarray:
+    """A mesh whose first axis that can runs across slices, all others within one."""
+    crossing = next((i for i, size in enumerate(shape) if size % slices == 0), None)
+    if crossing is None:
+        raise ValueError(f"no axis of {shape} is a multiple of the {slices} slices")
+    within = [size // slices if i == crossing else size for i, size in enumerate(shape)]
+    across = [slices if i == crossing else 1 for i in range(len(shape))]
+    return mesh_utils.create_hybrid_device_mesh(
+        within, across, devices=devices, allow_split_physical_axes=True
+    )

@@ -23,6 +23,7 @@ from keras_tpu_dist.layout import (
 )
 from keras_tpu_dist.loop import make_step
 from keras_tpu_dist.mesh import MeshLike, build_mesh, checked_data_axes
+from keras_tpu_dist.topology import Topology, start_without_tpu
 
 
 class TPUStrategy(keras.distribution.ModelParallel):
@@ -39,7 +40,9 @@ class TPUStrategy(keras.distribution.ModelParallel):
         layout: Where variables lie: `None` (replicated), `LayoutRules` or a list of their
             `(pattern, axes)` pairs, or a `keras.distribution.LayoutMap`.
         devices: The devices to use. Defaults to `jax.devices()`.
-        topology: Reserved for compile-only devices of a slice by name.
+        topology: A TPU slice by name, such as `"v5e:16x16"`, of which nobody needs a chip: models
+            can be built on it without memory and dry-run, not trained. See
+            `keras_tpu_dist.topology.Topology.parse` for the spellings.
         data_axes: The mesh axes that split the batch. Defaults to those of the mesh's axes that
             are named `"data"`, `"fsdp"` or `"batch"`; with none of them, or with `()`, the batch
             is replicated.
@@ -74,21 +77,18 @@ class TPUStrategy(keras.distribution.ModelParallel):
         layout: Any = None,
         *,
         devices: Sequence | None = None,
-        topology: str | None = None,
+        topology: str | Topology | None = None,
         data_axes: str | Sequence[str] | None = None,
         batch_axis: Any = 0,
         prefetch: int = 2,
         donate_state: bool | str = "auto",
     ):
-        _check_environment()
         if topology is not None:
-            raise NotImplementedError(
-                message(
-                    "Compile-only slices are not part of this release.",
-                    received={"topology": topology},
-                    fix="Leave `topology` out and use attached or simulated devices.",
-                )
-            )
+            start_without_tpu()
+        _check_environment()
+        self._topology = None if topology is None else Topology.parse(topology)
+        if self._topology is not None:
+            devices = _described_devices(self._topology, devices)
         self._check_options(prefetch, donate_state)
         if mesh is None and isinstance(layout, keras.distribution.LayoutMap):
             mesh = layout.device_mesh
@@ -112,6 +112,11 @@ class TPUStrategy(keras.distribution.ModelParallel):
     def mesh(self) -> Mesh:
         """The `jax.sharding.Mesh`."""
         return self._mesh
+
+    @property
+    def topology(self) -> Topology | None:
+        """The slice given as `topology`, else `None`."""
+        return self._topology
 
     @property
     def data_axes(self) -> tuple[str, ...]:
@@ -144,7 +149,7 @@ class TPUStrategy(keras.distribution.ModelParallel):
         Scopes nest. `keras.distribution.set_distribution(strategy)` does the same for the rest of
         the program.
         """
-        return adoption.Scope(self)
+        return adoption.Scope(self) if self._topology is None else _DescribedScope(self)
 
     def __enter__(self):
         raise TypeError(
@@ -210,6 +215,15 @@ class TPUStrategy(keras.distribution.ModelParallel):
 
     @contextlib.contextmanager
     def _running(self, model, name: str, args: tuple, kwargs: Mapping):
+        if self._topology is not None:
+            raise RuntimeError(
+                message(
+                    "A strategy for a slice that is only named can compile a model, not run it.",
+                    received=f"{name} with topology={self._topology.name!r}.",
+                    fix="Leave `topology` out to run on the devices that are here; to see what "
+                    "the slice would do, use keras_tpu_dist.dry_run.",
+                )
+            )
         _check_input(name, args, kwargs)
         with self.scope():
             member = adoption.adopt(model, self)
@@ -269,6 +283,32 @@ class TPUStrategy(keras.distribution.ModelParallel):
                     fix="Leave it out for 'auto'.",
                 )
             )
+
+
+class _DescribedScope(adoption.Scope):
+    """The scope on a slice without chips: variables made in it get no value."""
+
+    def __enter__(self):
+        strategy = super().__enter__()
+        self._abstract = _keras.abstract_variables()
+        self._abstract.__enter__()
+        return strategy
+
+    def __exit__(self, *exception):
+        self._abstract.__exit__(*exception)
+        super().__exit__(*exception)
+
+
+def _described_devices(topology: Topology, devices: Sequence | None) -> list:
+    if devices is not None:
+        raise ValueError(
+            message(
+                "A strategy has devices or a topology, not both.",
+                received={"devices": list(devices), "topology": topology.name},
+                fix="Leave one of them out.",
+            )
+        )
+    return topology.devices()
 
 
 def _check_environment() -> None:

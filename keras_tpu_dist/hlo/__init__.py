@@ -1,0 +1,9 @@
+"""A compiled program as data: operations, bytes, cycles and collectives by Keras layer."""
+
+from keras_tpu_dist.hlo.analysis import Buffer as Buffer
+from keras_tpu_dist.hlo.analysis import LayerCost as LayerCost
+from keras_tpu_dist.hlo.analysis import ProgramCost as ProgramCost
+from keras_tpu_dist.hlo.analysis import analyze as analyze
+from keras_tpu_dist.hlo.collectives import Collective as Collective
+from keras_tpu_dist.hlo.collectives import Wire as Wire
+from keras_tpu_dist.hlo.parse import parse as parse

@@ -1,0 +1,291 @@
+"""A compiled program's cost per step, loops included, by Keras layer."""
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+
+from keras_tpu_dist.hlo import collectives, cost
+from keras_tpu_dist.hlo.collectives import Collective, Wire
+from keras_tpu_dist.hlo.layers import OTHER, Attribution, phase
+from keras_tpu_dist.hlo.loops import Execution, executions
+from keras_tpu_dist.hlo.parse import Computation, Instruction, Program, parse
+
+# Instructions that name a buffer which another instruction made.
+_VIEWS = {"tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "constant"}
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """What one layer costs one device in one step.
+
+    Args:
+        layer: Path of the layer; `"(other)"` for what has no name.
+        flops: Operations of its matrix products.
+        hbm_bytes: Bytes read from and written to HBM.
+        cycles: The compiler's estimate of the cycles of its kernels.
+        backward_cycles: The part of `cycles` in the backward pass.
+        link_seconds: Time of its collectives at full link speed.
+    """
+
+    layer: str
+    flops: int
+    hbm_bytes: int
+    cycles: int
+    backward_cycles: int
+    link_seconds: float
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A large array that the program keeps in HBM.
+
+    Args:
+        bytes: Its size on one device.
+        shape: Dtype and dimensions, as in `"bf16[8,512,2048]"`.
+        layer: The layer that makes it; `"(input)"` for the program's arguments.
+        name: Its name in the program.
+    """
+
+    bytes: int
+    shape: str
+    layer: str
+    name: str
+
+
+@dataclass(frozen=True)
+class ProgramCost:
+    """What a compiled program costs one device in one step.
+
+    Args:
+        flops: Operations of matrix products (two per multiply-add).
+        flops_by_rate: The same by the dtype whose peak rate applies, times the passes that
+            higher precisions need.
+        hbm_bytes: Bytes read from and written to HBM.
+        cycles: Sum of the compiler's cycle estimates; 0 if it states none (CPU).
+        layers: Per layer, most cycles first (most operations first without cycles).
+        collectives: Every collective.
+        largest_buffers: The largest arrays in HBM.
+        kernel_flops: Operations of hand-written (Pallas) kernels, for which the compiler states no
+            cycles; part of `flops`.
+        kernel_bytes: Their HBM traffic; part of `hbm_bytes`.
+        unknown_loops: Loops whose trip count the program does not say, counted once.
+        unestimated_kernels: Hand-written kernels whose authors state no cost: their operations
+            are missing above.
+    """
+
+    flops: int
+    flops_by_rate: tuple[tuple[str, int], ...]
+    hbm_bytes: int
+    cycles: int
+    layers: tuple[LayerCost, ...]
+    collectives: tuple[Collective, ...]
+    largest_buffers: tuple[Buffer, ...] = ()
+    kernel_flops: int = 0
+    kernel_bytes: int = 0
+    unknown_loops: tuple[str, ...] = ()
+    unestimated_kernels: tuple[str, ...] = ()
+
+    @property
+    def link_seconds(self) -> float:
+        """Time of all collectives at full link speed, one after the other."""
+        return sum(c.total_seconds for c in self.collectives)
+
+    @property
+    def exposed_link_seconds(self) -> float:
+        """The part of `link_seconds` that the compiler does not overlap with other work."""
+        return sum(c.total_seconds for c in self.collectives if not c.asynchronous)
+
+    def to_dict(self) -> dict[str, object]:
+        """The cost as plain data."""
+        return asdict(self)
+
+
+@dataclass
+class _Tally:
+    flops: int = 0
+    hbm_bytes: int = 0
+    cycles: int = 0
+    backward_cycles: int = 0
+    link_seconds: float = 0.0
+
+
+@dataclass
+class _Tallies:
+    layers: dict[str, _Tally] = field(default_factory=dict)
+    flops_by_rate: dict[str, int] = field(default_factory=dict)
+    collectives: dict[tuple[str, str, str], Collective] = field(default_factory=dict)
+    unestimated: dict[str, None] = field(default_factory=dict)
+    kernel_flops: int = 0
+    kernel_bytes: int = 0
+
+    def layer(self, name: str) -> _Tally:
+        return self.layers.setdefault(name, _Tally())
+
+
+def analyze(
+    text: str,
+    *,
+    wire: Wire | None = None,
+    layer_names: Iterable[str] = (),
+) -> ProgramCost:
+    """Reads a compiled program's cost from its text.
+
+    Unlike XLA's own `cost_analysis()` a loop's body counts as often as it runs.
+
+    Args:
+        text: `compiled.as_text()` of the TPU or the CPU compiler.
+        wire: The mesh the program was compiled for; without it collectives have no axes and
+            no times.
+        layer_names: Names of the model's layers.
+
+    Returns:
+        A `ProgramCost`, per device and call of the program.
+
+    Example:
+
+    >>> import jax, jax.numpy as jnp
+    >>> from keras_tpu_dist import hlo
+    >>> compiled = jax.jit(lambda x: x @ x).lower(jnp.ones((64, 64))).compile()
+    >>> hlo.analyze(compiled.as_text()).flops == 2 * 64**3
+    True
+    """
+    program = parse(text)
+    runs = executions(program)
+    attribution = Attribution(layer_names)
+    wire = wire or Wire(())
+    tallies = _Tallies()
+    for run in runs.executions:
+        _count_products(program, run, attribution, tallies)
+        _count_memory(program, run, attribution, tallies)
+        _count_collective(program, run, attribution, wire, tallies)
+    layers = [
+        LayerCost(name, t.flops, t.hbm_bytes, t.cycles, t.backward_cycles, t.link_seconds)
+        for name, t in tallies.layers.items()
+    ]
+    layers.sort(key=lambda c: (c.cycles, c.flops, c.hbm_bytes), reverse=True)
+    return ProgramCost(
+        flops=sum(c.flops for c in layers),
+        flops_by_rate=tuple(sorted(tallies.flops_by_rate.items())),
+        hbm_bytes=sum(c.hbm_bytes for c in layers),
+        cycles=sum(c.cycles for c in layers),
+        layers=tuple(layers),
+        collectives=tuple(tallies.collectives.values()),
+        largest_buffers=_largest_buffers(program, runs.executions, attribution),
+        unknown_loops=runs.unknown_loops,
+        kernel_flops=tallies.kernel_flops,
+        kernel_bytes=tallies.kernel_bytes,
+        unestimated_kernels=tuple(tallies.unestimated),
+    )
+
+
+def _count_products(
+    program: Program, run: Execution, attribution: Attribution, tallies: _Tallies
+) -> None:
+    for product, rate, flops, passes in cost.matrix_flops(
+        program, run.computation, run.instruction
+    ):
+        layer = attribution.layer(product.op_name or run.instruction.op_name)
+        tallies.layer(layer).flops += flops * run.times
+        total = flops * run.times * passes
+        tallies.flops_by_rate[rate] = tallies.flops_by_rate.get(rate, 0) + total
+    if cost.is_kernel(run.instruction):
+        stated = cost.kernel_estimate(run.instruction, "flops")
+        tallies.kernel_flops += (stated or 0) * run.times
+        moved = cost.hbm_bytes(program, run.computation, run.instruction)
+        tallies.kernel_bytes += moved * run.times
+        if stated is None:
+            tallies.unestimated[run.instruction.name] = None
+
+
+def _count_memory(
+    program: Program, run: Execution, attribution: Attribution, tallies: _Tallies
+) -> None:
+    moved = cost.hbm_bytes(program, run.computation, run.instruction) * run.times
+    cycles = cost.estimated_cycles(run.instruction) * run.times
+    if not moved and not cycles:
+        return
+    op_name = _origin(program, run.instruction)
+    tally = tallies.layer(attribution.layer(op_name) if op_name else OTHER)
+    tally.hbm_bytes += moved
+    tally.cycles += cycles
+    if phase(op_name) == "backward":
+        tally.backward_cycles += cycles
+
+
+def _count_collective(
+    program: Program, run: Execution, attribution: Attribution, wire: Wire, tallies: _Tallies
+) -> None:
+    found = collectives.find(program, run.computation, run.instruction)
+    if found is None:
+        return
+    computation, instruction, kind, asynchronous = found
+    channel = instruction.attribute("channel_id") or instruction.name
+    # copies of one collective in the kernels that overlap with it share a channel
+    # (sends to other slices count their channels for themselves)
+    network = "send" if instruction.opcode == "send" else ""
+    key = (run.computation.name, kind, network + channel)
+    if key in tallies.collectives:
+        return
+    op_name = _largest_part(program, computation, instruction) or _origin(program, run.instruction)
+    layer = attribution.layer(op_name) if op_name else OTHER
+    arrays = [o for o in computation.operands(instruction) if any(s.bytes for s in o.shapes)]
+    combined = len(arrays) - 1
+    collective = collectives.describe(
+        computation,
+        instruction,
+        kind,
+        wire=wire,
+        layer=f"{layer} and {combined} more" if combined > 0 else layer,
+        phase=phase(op_name),
+        times=run.times,
+        asynchronous=asynchronous,
+    )
+    if collective.group_size < 2:
+        return
+    tallies.collectives[key] = collective
+    tallies.layer(layer).link_seconds += collective.total_seconds
+
+
+def _largest_part(program: Program, computation: Computation, collective: Instruction) -> str:
+    """The name stack of a collective; of one that combines several, that of the largest array."""
+    parts = computation.operands(collective)
+    if len(parts) < 2:
+        return collective.op_name
+    part = max(parts, key=lambda i: sum(s.bytes for s in i.shapes))
+    while part.opcode in ("get-tuple-element", "bitcast", "copy", "convert") and not part.op_name:
+        part = computation.operands(part)[0]
+    return _origin(program, part) or collective.op_name
+
+
+def _largest_buffers(
+    program: Program, runs: Iterable[Execution], attribution: Attribution, count: int = 8
+) -> tuple[Buffer, ...]:
+    found: dict[tuple[str, str], Buffer] = {}
+    for run in runs:
+        i = run.instruction
+        is_argument = i.opcode == "parameter" and run.computation is program.entry
+        if i.opcode in _VIEWS or (i.opcode == "parameter" and not is_argument):
+            continue
+        for shape in i.shapes:
+            if not shape.hbm_bytes or len(found) > 20_000:
+                continue
+            op_name = _origin(program, i)
+            layer = "(input)" if is_argument else attribution.layer(op_name) if op_name else OTHER
+            text = f"{shape.dtype}[{','.join(map(str, shape.dims))}]"
+            found.setdefault((text, layer), Buffer(shape.bytes, text, layer, i.name))
+    return tuple(sorted(found.values(), key=lambda b: b.bytes, reverse=True)[:count])
+
+
+def _origin(program: Program, instruction: Instruction) -> str:
+    """The name stack of an instruction; for a fusion that of its matrix product, if it has one."""
+    if instruction.opcode != "fusion":
+        return instruction.op_name
+    names = []
+    for called in instruction.called:
+        inner = program.computations[called]
+        for i in inner:
+            if i.opcode in ("convolution", "dot") and i.op_name:
+                return i.op_name
+        if inner.root is not None and inner.root.op_name:
+            names.append(inner.root.op_name)
+        names += [i.op_name for i in reversed(inner.instructions) if "/" in i.op_name]
+    return instruction.op_name or next(iter(names), "")

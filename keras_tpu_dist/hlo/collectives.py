@@ -1,0 +1,352 @@
+"""Collectives of a compiled program: which devices talk, how much, over which links."""
+
+import functools
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from keras_tpu_dist.hlo.parse import Computation, Instruction, Program
+from keras_tpu_dist.topology import CompileOnlyDevice, Topology
+
+KINDS = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+# "the die-to-die interface is six times faster than a 1D ICI link", cloud.google.com/tpu/docs/tpu7x
+_ON_CHIP_LINKS = 6
+
+_MEGASCALE = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+# compared by identity, so that caching by it stays cheap for thousands of devices
+@dataclass(frozen=True, eq=False)
+class Wire:
+    """The devices of a mesh in the order in which the program numbers them.
+
+    Args:
+        axes: Mesh axis names and sizes, in mesh order.
+        devices: The mesh's devices, flattened; empty if their links are unknown.
+        topology: The slice they belong to, or `None`.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    devices: tuple[CompileOnlyDevice, ...] = ()
+    topology: Topology | None = None
+
+    @classmethod
+    def of(
+        cls,
+        axes: Mapping[str, int],
+        devices: Sequence[CompileOnlyDevice] = (),
+        topology: Topology | None = None,
+    ) -> "Wire":
+        """Makes a `Wire` of a mesh's axis sizes and devices."""
+        return cls(tuple(axes.items()), tuple(devices), topology)
+
+    @property
+    def size(self) -> int:
+        """Number of devices."""
+        return math.prod(size for _, size in self.axes)
+
+    @functools.cached_property
+    def first_slice(self) -> tuple[int, ...]:
+        """Positions of the first slice's devices, which a program for several slices numbers."""
+        if not self.devices:
+            return tuple(range(self.size))
+        first = self.devices[0].slice_index
+        return tuple(i for i, d in enumerate(self.devices) if d.slice_index == first)
+
+    def crossing_axes(self) -> tuple[str, ...]:
+        """Mesh axes along which the slice changes."""
+        numbers = np.array([d.slice_index for d in self.devices])
+        grid = numbers.reshape([size for _, size in self.axes])
+        return tuple(
+            name for axis, (name, _) in enumerate(self.axes) if np.ptp(grid, axis=axis).any()
+        )
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective as one device sees it.
+
+    Args:
+        kind: `"all-reduce"` and so on.
+        name: Its name in the program.
+        layer: The Keras layer it came from.
+        phase: `"forward"` or `"backward"`.
+        axes: Mesh axes that it crosses.
+        group_size: Devices that take part together.
+        bytes: Bytes of the whole array: what is reduced, or what is gathered.
+        times: How often it runs per step.
+        asynchronous: Whether the compiler overlaps it with other work.
+        network: `"ICI"` within a slice, `"DCN"` between slices.
+        sent_bytes: Bytes one device sends, once.
+        seconds: Time of one run at the links' full speed; 0 where the links are unknown.
+    """
+
+    kind: str
+    name: str
+    layer: str
+    phase: str
+    axes: tuple[str, ...]
+    group_size: int
+    bytes: int
+    times: int
+    asynchronous: bool
+    network: str
+    sent_bytes: float
+    seconds: float
+
+    @property
+    def total_seconds(self) -> float:
+        """Time of all runs in a step."""
+        return self.seconds * self.times
+
+
+def kind_of(instruction: Instruction) -> str | None:
+    """The kind of collective an instruction starts or is, else `None`."""
+    opcode = instruction.opcode.removesuffix("-start")
+    return opcode if opcode in KINDS else None
+
+
+def find(
+    program: Program, computation: Computation, instruction: Instruction
+) -> tuple[Computation, Instruction, str, bool] | None:
+    """The collective in an instruction, fusions looked into.
+
+    The TPU compiler fuses a collective into the kernels it overlaps with, one copy in each; all
+    copies have one channel, so the caller counts each channel once.
+
+    Returns:
+        Computation and instruction of the collective, its kind and whether it is asynchronous;
+        `None` if there is none.
+    """
+    if transfer := _MEGASCALE.search(instruction.attributes):
+        # between slices the hosts carry what "send" hands them
+        kind = transfer[1].lower().replace("_", "-")
+        return (computation, instruction, kind, True) if instruction.opcode == "send" else None
+    kind = kind_of(instruction)
+    if kind is not None:
+        overlapped = instruction.opcode.endswith("-start")
+        return (
+            computation,
+            instruction,
+            kind,
+            overlapped
+            or "async_collective" in (instruction.attribute("frontend_attributes") or ""),
+        )
+    if instruction.opcode not in ("fusion", "async-start"):
+        return None
+    for name in instruction.called:
+        inner = program.computations[name]
+        for i in inner:
+            found = find(program, inner, i)
+            if found is None:
+                continue
+            # a reduction of which each device keeps its own part, fused into one kernel
+            if found[2] == "all-reduce" and name.startswith("all-reduce-scatter"):
+                return inner, found[1], "reduce-scatter", False
+            fused = name.startswith("async_collective") or any(
+                "AsyncCollective" in (i.attribute("custom_call_target") or "")
+                for i in inner
+                if i.opcode == "custom-call"
+            )
+            return inner, found[1], found[2], fused or instruction.opcode == "async-start"
+    return None
+
+
+def replica_groups(text: str, num_devices: int) -> Groups:
+    """Reads `replica_groups` in any of the compiler's three spellings.
+
+    Args:
+        text: `"{{0,1},{2,3}}"`, `"[2,4]<=[4,2]T(1,0)"`, or `"mesh['a'=4,'b'=2] {'b'}"`.
+        num_devices: What an empty list of groups stands for.
+
+    Returns:
+        The groups as tuples of positions in the flattened mesh.
+
+    Example:
+
+    >>> from keras_tpu_dist.hlo.collectives import replica_groups
+    >>> replica_groups("[2,2]<=[2,2]T(1,0)", 4)
+    ((0, 2), (1, 3))
+    """
+    if text.startswith("mesh"):
+        return _mesh_groups(text)
+    if match := re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
+        shape, reshape, order = (
+            [int(n) for n in group.split(",")] if group else None for group in match.groups()
+        )
+        ids = np.arange(math.prod(reshape or [])).reshape(reshape or [])
+        ids = ids.transpose(order) if order else ids
+        return _as_groups(ids.reshape(shape or []))
+    groups = re.findall(r"\{([\d, ]+)\}", text)
+    if not groups:
+        return (tuple(range(num_devices)),)
+    return tuple(tuple(int(n) for n in group.split(",")) for group in groups)
+
+
+def _mesh_groups(text: str) -> Groups:
+    mesh, _, used = text.partition("]")
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
+    ids = np.arange(math.prod(sizes.values()))
+    if order := re.search(r"device_ids=\(([\d,]+)\)", text):
+        ids = np.array([int(n) for n in order[1].split(",")])
+    used = re.sub(r"device_ids=\([\d,]*\)", "", used)
+    # "'x':(2)4" is the sub-axis of x of size 4 that has 2 before it
+    kept: list[int] = []
+    split: list[int] = []
+    chosen = {n: (p, s) for n, p, s in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", used)}
+    for name, size in sizes.items():
+        before, part = chosen.get(name, (None, None))
+        if before is None:
+            kept.append(len(split))
+            split.append(size)
+            continue
+        parts = (int(before or 1), int(part or size))
+        kept += [len(split), len(split) + 2]
+        split += [parts[0], parts[1], size // math.prod(parts)]
+    grouped = [i for i in range(len(split)) if i not in kept]
+    ids = ids.reshape(split).transpose([*kept, *grouped])
+    return _as_groups(ids.reshape(-1, math.prod(split[i] for i in grouped)))
+
+
+def _as_groups(ids: np.ndarray) -> Groups:
+    return tuple(tuple(int(i) for i in row) for row in ids.reshape(-1, ids.shape[-1]))
+
+
+def mesh_axes(groups: Groups, axes: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
+    """Names of the mesh axes along which the members of a group differ.
+
+    A group that spans only part of an axis gives the axis's name with `"(part)"`.
+    """
+    sizes = [size for _, size in axes]
+    if math.prod(sizes) <= max((max(g) for g in groups), default=0):
+        return ()
+    members = np.stack(np.unravel_index(np.array(groups[0]), sizes))
+    found = []
+    for (name, size), positions in zip(axes, members):
+        different = len(set(positions.tolist()))
+        if different > 1:
+            found.append(name if different == size else f"{name} (part)")
+    return tuple(found)
+
+
+def groups_of(instruction: Instruction, num_devices: int) -> Groups:
+    """Who takes part together; for a permute, each pair that is not a device with itself."""
+    if pairs := instruction.attribute("source_target_pairs"):
+        found = replica_groups(pairs, num_devices)
+        moved = tuple(p for p in found if p[0] != p[1])
+        return moved or found
+    return replica_groups(instruction.attribute("replica_groups") or "", num_devices)
+
+
+def describe(
+    computation: Computation,
+    instruction: Instruction,
+    kind: str,
+    *,
+    wire: Wire,
+    layer: str,
+    phase: str,
+    times: int,
+    asynchronous: bool,
+) -> Collective:
+    """Measures one collective on the wire."""
+    if instruction.opcode == "send" and wire.topology is not None:
+        moved = sum(s.bytes for s in computation.operands(instruction)[0].shapes)
+        slices = wire.topology.num_slices
+        sent = sent_bytes(kind, moved, slices)
+        return Collective(
+            kind=kind,
+            name=instruction.name,
+            layer=layer,
+            phase=phase,
+            axes=wire.crossing_axes(),
+            group_size=slices,
+            bytes=moved,
+            times=times,
+            asynchronous=asynchronous,
+            network="DCN",
+            sent_bytes=sent,
+            seconds=sent / wire.topology.dcn_bandwidth,
+        )
+    groups = groups_of(instruction, len(wire.first_slice))
+    if wire.topology is not None and wire.topology.num_slices > 1:
+        groups = tuple(tuple(wire.first_slice[i] for i in group) for group in groups)
+    operands = sum(s.bytes for o in computation.operands(instruction) for s in o.shapes)
+    size = 2 if kind == "collective-permute" else len(groups[0])
+    whole = operands * size if kind == "all-gather" else operands
+    sent = sent_bytes(kind, whole, size)
+    network, bandwidth = _bandwidth(wire, groups)
+    axes: tuple[str, ...]
+    if kind == "collective-permute":
+        axes = tuple(dict.fromkeys(a for g in groups for a in mesh_axes((g,), wire.axes)))
+        axes = tuple(a.removesuffix(" (part)") for a in axes)
+    else:
+        axes = mesh_axes(groups, wire.axes)
+    return Collective(
+        kind=kind,
+        name=instruction.name,
+        layer=layer,
+        phase=phase,
+        axes=axes,
+        group_size=len(groups[0]),
+        bytes=whole,
+        times=times,
+        asynchronous=asynchronous,
+        network=network,
+        sent_bytes=sent,
+        seconds=sent / bandwidth if bandwidth else 0.0,
+    )
+
+
+def sent_bytes(kind: str, whole: int, size: int) -> float:
+    """Bytes each of `size` devices sends, at least, for an array of `whole` bytes.
+
+    References:
+        - Chan et al., "Collective communication: theory, practice, and experience", 2007
+    """
+    if size < 2:
+        return 0.0
+    if kind == "all-reduce":
+        return 2 * whole * (size - 1) / size
+    if kind in ("collective-permute", "collective-broadcast"):
+        return float(whole)
+    return whole * (size - 1) / size
+
+
+@functools.lru_cache(maxsize=1024)
+def _bandwidth(wire: Wire, groups: Groups) -> tuple[str, float]:
+    """The network a group uses and the bytes per second one of its devices can send on it.
+
+    The best case, so that times are lower bounds: every torus dimension that the group extends
+    along gives two links if it closes to a ring, else one.
+    """
+    topology = wire.topology
+    if topology is None or not wire.devices:
+        return "ICI", 0.0
+    members = [wire.devices[i] for i in groups[0]]
+    if len({d.slice_index for d in members}) > 1:
+        # the devices of one slice share the work of a collective between slices
+        per_slice = len(members) / len({d.slice_index for d in members})
+        return "DCN", topology.dcn_bandwidth * per_slice
+    links = 0
+    for axis, side in enumerate(topology.shape):
+        along = len({d.coords[axis] for d in members})
+        if along > 1:
+            links += 2 if along == side and topology.wraps(axis) else 1
+    if not links:
+        return "ICI", _ON_CHIP_LINKS * topology.link_bandwidth
+    cores = len({d.core_on_chip for d in members})
+    return "ICI", links * topology.link_bandwidth * cores / topology.chip.devices

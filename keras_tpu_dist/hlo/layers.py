@@ -1,0 +1,69 @@
+"""Which Keras layer an instruction came from, read from its name stack."""
+
+import functools
+import re
+from collections.abc import Iterable
+
+# What JAX and XLA put into a name stack around the names that Keras gives.
+_WRAPPED = re.compile(r"(?:jvp|vmap|remat|checkpoint|custom_jvp|custom_vjp)\(([^()]*)\)")
+_STRUCTURE = {
+    "while",
+    "body",
+    "cond",
+    "closed_call",
+    "call_exported",
+    "checkpoint",
+    "rematted_computation",
+    "remat",
+    "shard_map",
+    "branch_0_fun",
+    "branch_1_fun",
+}
+OTHER = "(other)"
+
+
+def names(op_name: str) -> tuple[str, ...]:
+    """The scopes in a name stack, outermost first, without the operation's own name.
+
+    Example:
+
+    >>> from keras_tpu_dist.hlo.layers import names
+    >>> names("jit(call)/call_exported/jit(train_step)/transpose(jvp(block))/dense/dot_general")
+    ('block', 'dense')
+    """
+    stack = op_name.partition(";")[0]
+    stack = stack.replace("transpose(", "(")
+    while True:
+        inner = _WRAPPED.sub(r"\1", stack)
+        if inner == stack:
+            break
+        stack = inner
+    scopes = [s.strip("()") for s in re.sub(r"jit\([^()]*\)", "", stack).split("/")[:-1]]
+    return tuple(s for s in scopes if s and s not in _STRUCTURE)
+
+
+def phase(op_name: str) -> str:
+    """`"backward"` for what differentiation transposed, else `"forward"`."""
+    return "backward" if "transpose(" in op_name else "forward"
+
+
+class Attribution:
+    """Maps name stacks to the layers of a model.
+
+    Args:
+        known: Names of the model's layers, optimizer and so on. Without any, the outermost scope
+            counts as the layer.
+    """
+
+    def __init__(self, known: Iterable[str] = ()):
+        self._known = frozenset(known)
+        self.layer = functools.lru_cache(maxsize=4096)(self._layer)
+
+    def _layer(self, op_name: str) -> str:
+        scopes = names(op_name)
+        if not scopes:
+            return OTHER
+        if not self._known:
+            return scopes[0]
+        known = [i for i, scope in enumerate(scopes) if scope in self._known]
+        return "/".join(scopes[: known[-1] + 1]) if known else scopes[0]

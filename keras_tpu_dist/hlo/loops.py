@@ -1,0 +1,215 @@
+"""How often each instruction of a compiled program runs."""
+
+import functools
+import logging
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from keras_tpu_dist.hlo.parse import Computation, Instruction, Program
+
+logger = logging.getLogger("keras_tpu_dist")
+
+# Computations called by these run as part of the caller: one kernel, or one scalar function.
+_INLINED = {"fusion", "reduce", "reduce-window", "scatter", "sort", "map", "select-and-scatter"}
+_COLLECTIVES = ("all-reduce", "reduce-scatter")
+_ARITHMETIC: dict[str, Callable[[int, int], int]] = {
+    "add": lambda a, b: a + b,
+    "subtract": lambda a, b: a - b,
+    "multiply": lambda a, b: a * b,
+    "maximum": max,
+    "minimum": min,
+}
+_COPIES = {"copy", "bitcast", "convert", "reshape", "optimization-barrier", "copy-start"}
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """An instruction outside of any fusion, and how often it runs in one call of the program."""
+
+    computation: Computation
+    instruction: Instruction
+    times: int
+
+
+@dataclass(frozen=True)
+class Executions:
+    """Everything a program runs.
+
+    Args:
+        executions: In program order, loop bodies after the loop.
+        unknown_loops: Loops whose trip count the text does not say, counted as running once.
+    """
+
+    executions: tuple[Execution, ...]
+    unknown_loops: tuple[str, ...]
+
+
+def executions(program: Program) -> Executions:
+    """Lists what runs, and how often: loop bodies times their trip counts.
+
+    Of the branches of a conditional the one with most instructions counts, as it is not known
+    which one runs.
+    """
+    found: list[Execution] = []
+    unknown: list[str] = []
+
+    def visit(computation: Computation, times: int) -> None:
+        for instruction in computation:
+            found.append(Execution(computation, instruction, times))
+            for callee, count in _callees(program, computation, instruction):
+                if count is None:
+                    unknown.append(instruction.name)
+                visit(callee, times * (1 if count is None else count))
+
+    visit(program.entry, 1)
+    if unknown:
+        logger.warning(
+            "the trip counts of %d loop(s) are decided at run time; their bodies are counted once",
+            len(set(unknown)),
+        )
+    return Executions(tuple(found), tuple(dict.fromkeys(unknown)))
+
+
+def _callees(
+    program: Program, computation: Computation, instruction: Instruction
+) -> Iterator[tuple[Computation, int | None]]:
+    opcode = instruction.opcode
+    if opcode in _INLINED or opcode.startswith(_COLLECTIVES) or opcode.endswith("-done"):
+        return
+    called = [program.computations[n] for n in instruction.called if n in program.computations]
+    if opcode == "while":
+        body = instruction.called_by("body")
+        if body in program.computations:
+            yield program.computations[body], trip_count(program, computation, instruction)
+    elif opcode == "conditional":
+        if called:
+            yield max(called, key=lambda c: _size(program, c)), 1
+    elif opcode in ("call", "async-start"):
+        for callee in called:
+            yield callee, 1
+
+
+def _size(program: Program, computation: Computation) -> int:
+    inner = sum(
+        _size(program, program.computations[name])
+        for i in computation
+        for name in i.called
+        if name in program.computations
+    )
+    return len(computation.instructions) + inner
+
+
+def trip_count(program: Program, computation: Computation, loop: Instruction) -> int | None:
+    """How often the body of a `while` runs.
+
+    Read from the CPU compiler's annotation, or from the comparison in the loop's condition: both
+    sides before the loop and after one step give the number of steps until it is false.
+
+    Returns:
+        The count, or `None` if it depends on data.
+    """
+    if known := loop.attribute("backend_config"):
+        at = known.find('"known_trip_count"')
+        if at >= 0:
+            return int("".join(c for c in known[at + 18 :].partition("}")[0] if c.isdigit()))
+    condition = program.computations.get(loop.called_by("condition") or "")
+    body = program.computations.get(loop.called_by("body") or "")
+    initial = computation.operands(loop)
+    if condition is None or body is None or not initial or body.root is None:
+        return None
+    at_start = functools.partial(_tuple_element, program, computation, initial[0], None)
+    after_step = functools.partial(_tuple_element, program, body, body.root, at_start)
+    return _steps(program, condition, at_start, after_step)
+
+
+# gives the integer in element k of a loop's tuple, or None
+_Element = Callable[[int], int | None]
+
+
+def _tuple_element(
+    program: Program, computation: Computation, made: Instruction, outer: _Element | None, k: int
+) -> int | None:
+    if made.opcode != "tuple":
+        return None
+    elements = computation.operands(made)
+    return _integer(program, computation, elements[k], outer, None) if k < len(elements) else None
+
+
+def _steps(
+    program: Program, condition: Computation, start: _Element, after: _Element
+) -> int | None:
+    sides = _comparison(program, condition, condition.root, start)
+    next_sides = _comparison(program, condition, condition.root, after)
+    if sides is None or next_sides is None:
+        return None
+    direction, left, right = sides
+    distance = left - right
+    change = (next_sides[1] - next_sides[2]) - distance
+    if direction in ("GT", "GE"):
+        distance, change = -distance, -change
+    if direction in ("LE", "GE"):
+        distance -= 1
+    if direction not in ("LT", "LE", "GT", "GE") or change <= 0:
+        return None
+    return max(0, math.ceil(-distance / change))
+
+
+def _comparison(
+    program: Program,
+    computation: Computation,
+    root: Instruction | None,
+    element: _Element | None,
+    arguments: list[int | None] | None = None,
+) -> tuple[str, int, int] | None:
+    """Direction and integer sides of the comparison that `root` is."""
+    if root is None:
+        return None
+    if root.opcode in ("fusion", "call"):
+        callee = program.computations[root.called[0]]
+        values = [
+            _integer(program, computation, o, element, arguments)
+            for o in computation.operands(root)
+        ]
+        return _comparison(program, callee, callee.root, None, values)
+    if root.opcode in _COPIES:
+        inner = computation.operands(root)[0]
+        return _comparison(program, computation, inner, element, arguments)
+    if root.opcode != "compare":
+        return None
+    sides = [
+        _integer(program, computation, o, element, arguments) for o in computation.operands(root)
+    ]
+    if len(sides) != 2 or sides[0] is None or sides[1] is None:
+        return None
+    return root.attribute("direction") or "", sides[0], sides[1]
+
+
+def _integer(
+    program: Program,
+    computation: Computation,
+    instruction: Instruction,
+    element: _Element | None,
+    arguments: list[int | None] | None,
+) -> int | None:
+    """The value of a scalar integer instruction, if the text says it."""
+    opcode = instruction.opcode
+    operands = computation.operands(instruction)
+    if opcode == "constant":
+        text = instruction.operands.strip()
+        return int(text) if text.lstrip("-").isdigit() else None
+    if opcode == "parameter" and arguments is not None:
+        return arguments[int(instruction.operands)]
+    if opcode == "get-tuple-element" and element is not None:
+        return element((instruction.integers("index") or [0])[0])
+    if opcode in _COPIES and operands:
+        return _integer(program, computation, operands[0], element, arguments)
+    if opcode in ("fusion", "call"):
+        callee = program.computations[instruction.called[0]]
+        values = [_integer(program, computation, o, element, arguments) for o in operands]
+        root = callee.root
+        return None if root is None else _integer(program, callee, root, None, values)
+    if opcode in _ARITHMETIC and len(operands) == 2:
+        a, b = (_integer(program, computation, o, element, arguments) for o in operands)
+        return None if a is None or b is None else _ARITHMETIC[opcode](a, b)
+    return None

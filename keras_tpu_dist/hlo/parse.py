@@ -1,0 +1,266 @@
+"""The text of a compiled program as data: computations, instructions, shapes."""
+
+import functools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+_HEADER = re.compile(r"^(?:ENTRY )?%?(?P<name>[^\s(]+) \(.*\) -> .* \{$")
+_SHAPE = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
+_OPERAND = re.compile(r"%([\w.\-]+)")
+_MEMORY_SPACE = re.compile(r"S\((\d+)\)")
+_OPCODE = re.compile(r" ([a-z][a-z0-9\-]*)\(")
+_CALLED = re.compile(
+    r"\b(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)"
+)
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+_INTEGER = re.compile(r"-?\d+")
+
+_BITS = {"pred": 8, "s4": 4, "u4": 4, "s2": 2, "u2": 2, "token": 0, "opaque": 0}
+
+
+@functools.cache
+def _bits(dtype: str) -> int:
+    if dtype in _BITS:
+        return _BITS[dtype]
+    if match := re.fullmatch(r"[suf](\d+)|bf(\d+)|c(\d+)", dtype):
+        return int(next(g for g in match.groups() if g))
+    name = dtype.replace("f8", "float8_").replace("f4", "float4_")
+    return np.dtype(getattr(ml_dtypes, name)).itemsize * 8
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One array of an instruction's result.
+
+    Args:
+        dtype: XLA's name, as in `"bf16"`.
+        dims: Sizes of its dimensions on one device.
+        memory_space: 0 for HBM; the TPU compiler uses 1 for the on-chip vector memory.
+    """
+
+    dtype: str
+    dims: tuple[int, ...]
+    memory_space: int = 0
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        size = 1
+        for dim in self.dims:
+            size *= dim
+        return size
+
+    @property
+    def bytes(self) -> int:
+        """Bytes without the padding of tiled layouts."""
+        return self.size * _bits(self.dtype) // 8
+
+    @property
+    def hbm_bytes(self) -> int:
+        """Bytes if it lies in HBM, else 0."""
+        return self.bytes if self.memory_space == 0 else 0
+
+
+def shapes_of(type_text: str) -> tuple[Shape, ...]:
+    """The arrays of a type, tuples flattened."""
+    found = []
+    for dtype, dims, layout in _SHAPE.findall(type_text):
+        space = _MEMORY_SPACE.search(layout) if "S(" in layout else None
+        sizes = tuple(int(d) for d in dims.replace("<=", "").split(",") if d)
+        found.append(Shape(dtype, sizes, int(space[1]) if space else 0))
+    return tuple(found)
+
+
+class Instruction:
+    """One instruction; what is rarely needed is read from its text when asked for."""
+
+    __slots__ = ("_shapes", "_type", "attributes", "name", "opcode", "operands")
+
+    def __init__(self, name: str, opcode: str, type_text: str, operands: str, attributes: str):
+        self.name = name
+        self.opcode = opcode
+        self.operands = operands
+        self.attributes = attributes
+        self._type = type_text
+        self._shapes: tuple[Shape, ...] | None = None
+
+    def __repr__(self) -> str:
+        return f"%{self.name} = {self._type} {self.opcode}({self.operands})"
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        """The arrays of the result, tuples flattened."""
+        if self._shapes is None:
+            self._shapes = shapes_of(self._type)
+        return self._shapes
+
+    @property
+    def operand_names(self) -> list[str]:
+        """Names of the operands."""
+        return _OPERAND.findall(self.operands)
+
+    @property
+    def called(self) -> list[str]:
+        """Names of the computations it calls, branches included."""
+        called = _CALLED.findall(self.attributes)
+        if branches := _BRANCHES.search(self.attributes):
+            called += [name.strip().lstrip("%") for name in branches[1].split(",")]
+        return called
+
+    @property
+    def op_name(self) -> str:
+        """The name stack of the operation it came from, or `""`."""
+        match = _OP_NAME.search(self.attributes)
+        return match[1] if match else ""
+
+    def attribute(self, name: str) -> str | None:
+        """The text of `name=...` up to the comma that ends it, braces and brackets kept whole."""
+        start = re.search(rf"(?:^|[ ,]){re.escape(name)}=", self.attributes)
+        if start is None:
+            return None
+        depth, i = 0, start.end()
+        for i in range(start.end(), len(self.attributes)):
+            c = self.attributes[i]
+            if c in "{[(":
+                depth += 1
+            elif c in "}])":
+                depth -= 1
+            elif c == "," and depth == 0:
+                return self.attributes[start.end() : i]
+        return self.attributes[start.end() : i + 1]
+
+    def called_by(self, name: str) -> str | None:
+        """The computation in attribute `name`, such as `body`."""
+        text = self.attribute(name)
+        return text.lstrip("%") if text else None
+
+    def integers(self, name: str) -> list[int] | None:
+        """The integers in attribute `name`, or `None` without it."""
+        text = self.attribute(name)
+        return None if text is None else [int(n) for n in _INTEGER.findall(text)]
+
+    def number(self, key: str) -> int | None:
+        """The integer of `"key":"123"` in the compiler's own annotations."""
+        at = self.attributes.find(f'"{key}":')
+        match = _INTEGER.search(self.attributes, at) if at >= 0 else None
+        return int(match[0]) if match else None
+
+
+class Computation:
+    """A named list of instructions."""
+
+    def __init__(self, name: str):
+        self.name = name
+        self.instructions: list[Instruction] = []
+        self.root: Instruction | None = None
+        self.by_name: dict[str, Instruction] = {}
+
+    def __iter__(self) -> Iterator[Instruction]:
+        return iter(self.instructions)
+
+    def operands(self, instruction: Instruction) -> list[Instruction]:
+        """The instructions an instruction reads."""
+        return [self.by_name[n] for n in instruction.operand_names if n in self.by_name]
+
+    @functools.cached_property
+    def users(self) -> dict[str, list[Instruction]]:
+        """Who reads each instruction, by name."""
+        users: dict[str, list[Instruction]] = {}
+        for instruction in self.instructions:
+            for name in set(instruction.operand_names):
+                users.setdefault(name, []).append(instruction)
+        return users
+
+    @functools.cached_property
+    def parameters(self) -> list[Instruction]:
+        """The parameters in order of their number."""
+        found = [i for i in self.instructions if i.opcode == "parameter"]
+        return sorted(found, key=lambda i: int(i.operands))
+
+
+@dataclass(frozen=True)
+class Program:
+    """A compiled program: its computations by name, and the one that runs first."""
+
+    computations: dict[str, Computation]
+    entry: Computation
+
+    def __iter__(self) -> Iterator[Computation]:
+        return iter(self.computations.values())
+
+
+def parse(text: str) -> Program:
+    """Reads the text of a compiled program, `compiled.as_text()`.
+
+    Args:
+        text: HLO of the TPU or the CPU compiler.
+
+    Returns:
+        The `Program`.
+
+    Raises:
+        ValueError: If the text has no entry computation.
+
+    Example:
+
+    >>> import jax, jax.numpy as jnp
+    >>> from keras_tpu_dist.hlo.parse import parse
+    >>> compiled = jax.jit(lambda x: x @ x).lower(jnp.ones((4, 4))).compile()
+    >>> parse(compiled.as_text()).entry.root.shapes
+    (Shape(dtype='f32', dims=(4, 4), memory_space=0),)
+    """
+    computations: dict[str, Computation] = {}
+    entry = current = None
+    for line in text.splitlines():
+        if current is None:
+            header = _HEADER.match(line) if line.endswith("{") else None
+            if header:
+                current = Computation(header["name"])
+                if line.startswith("ENTRY"):
+                    entry = current
+        elif line.startswith("}"):
+            computations[current.name] = current
+            current = None
+        else:
+            _add(current, line)
+    if entry is None:
+        raise ValueError("The text is no compiled program: it has no ENTRY computation.")
+    return Program(computations, entry)
+
+
+def _add(computation: Computation, line: str) -> None:
+    name, equals, rest = line.strip().partition(" = ")
+    if not equals:
+        return
+    is_root = name.startswith("ROOT ")
+    name = name.removeprefix("ROOT ").lstrip("%")
+    type_end = _closing(rest, 0) + 1 if rest.startswith("(") else 0
+    opcode = _OPCODE.search(rest, type_end)
+    if opcode is None:
+        return
+    close = _closing(rest, opcode.end() - 1)
+    instruction = Instruction(
+        name, opcode[1], rest[: opcode.start()], rest[opcode.end() : close], rest[close + 1 :]
+    )
+    computation.instructions.append(instruction)
+    computation.by_name[name] = instruction
+    if is_root:
+        computation.root = instruction
+
+
+_PARENTHESIS = re.compile(r"[()]")
+
+
+def _closing(text: str, start: int) -> int:
+    """Where the parenthesis that opens at `start` closes."""
+    depth = 0
+    for match in _PARENTHESIS.finditer(text, start):
+        depth += 1 if match[0] == "(" else -1
+        if depth == 0:
+            return match.start()
+    return len(text)

@@ -1,0 +1,664 @@
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import keras
+import numpy as np
+import pytest
+
+import keras_tpu_dist as ktd
+from keras_tpu_dist import (
+    __main__,
+    _keras,
+    dryrun,
+    dryrun_compile,
+    dryrun_search,
+    dryrun_worker,
+)
+from keras_tpu_dist.dryrun import dry_run
+from keras_tpu_dist.dryrun_build import lower
+from keras_tpu_dist.dryrun_search import compare, diff, largest_batch
+from keras_tpu_dist.hlo import parse
+from keras_tpu_dist.loop import jitted_step
+
+TP = [("up/kernel", (None, "model")), ("up/bias", ("model",)), ("down/kernel", ("model", None))]
+
+
+def mlp(optimizer="adam", **compile_options):
+    model = keras.Sequential(
+        [
+            keras.Input((64,)),
+            keras.layers.Dense(256, activation="relu", name="up"),
+            keras.layers.Dropout(0.1, seed=1),
+            keras.layers.Dense(8, name="down"),
+        ]
+    )
+    model.compile(optimizer, "mse", metrics=["mae"], **compile_options)
+    return model
+
+
+class Subclassed(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.embed = keras.layers.Embedding(50, 16, name="embed")
+        self.rnn = keras.layers.GRU(8, name="rnn")
+        self.norm = keras.layers.BatchNormalization(name="norm")
+        self.head = keras.layers.Dense(3, name="head")
+
+    def call(self, inputs, training=False):
+        x = self.rnn(self.embed(inputs["tokens"]))
+        return self.head(self.norm(x, training=training))
+
+
+def subclassed():
+    model = Subclassed()
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss, metrics=["accuracy"])
+    return model
+
+
+def _mesh_of_cpus():
+    return ktd.TPUStrategy({"data": 4, "model": 2}, TP)
+
+
+def _slice(layout=TP):
+    return ktd.TPUStrategy({"data": 4, "model": 2}, layout, topology="v5e:2x4")
+
+
+# --- building without memory -----------------------------------------------------------------
+
+
+def test_billions_of_parameters_take_no_memory():
+    code = """
+import resource
+import keras_tpu_dist as ktd, keras
+from keras_tpu_dist.dryrun_build import lower
+def build():
+    layers = [keras.layers.Dense(2**16, name=f"d{i}") for i in range(2)]
+    model = keras.Sequential([keras.Input((2**16,)), *layers])
+    model.compile("adam", "mse")
+    return model
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+strategy = ktd.TPUStrategy({"data": 64, "model": 4}, topology="v5litepod-256")
+lowered = lower(build, strategy, batch_size=64)
+after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(lowered.parameters, (after - before) // 1024)
+"""
+    env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "PJRT_NPROC")}
+    env.pop("JAX_PLATFORMS", None)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=env
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""  # not even where libtpu is installed and no TPU is
+    parameters, megabytes = map(int, done.stdout.split())
+    assert parameters == 2 * (2**32 + 2**16)
+    assert megabytes < 200  # the weights alone would take 34 GB
+
+
+def test_state_bytes_are_those_of_the_real_arrays():
+    strategy = _mesh_of_cpus()
+    lowered = lower(mlp, strategy, batch_size=30, platform="cpu")
+    with strategy.scope():
+        model = mlp()
+    model.fit(np.zeros((30, 64)), np.zeros((30, 8)), batch_size=30, verbose=0)
+
+    def on_one_device(variables):
+        return sum(v.value.addressable_shards[0].data.nbytes for v in variables)
+
+    weights = [*model.trainable_variables, *model.non_trainable_variables]
+    assert lowered.state.weights == on_one_device(weights)
+    assert lowered.state.optimizer == on_one_device(model.optimizer.variables)
+    assert lowered.state.metrics == on_one_device(model.metrics_variables)
+    assert lowered.state.inputs == 32 // 4 * (64 + 8) * 4  # 30 rows, padded to 8 on each part
+    assert lowered.parameters == model.count_params()
+
+
+def test_the_lowered_program_is_that_of_a_real_model():
+    strategy = _mesh_of_cpus()
+    run = dry_run(mlp, strategy, batch_size=32)
+    with strategy.scope():
+        model = mlp()
+        model.fit(np.zeros((32, 64)), np.zeros((32, 8)), batch_size=32, verbose=0)
+        placer = strategy._placer
+        batch = placer.describe(
+            (jax.ShapeDtypeStruct((32, 64), "float32"), jax.ShapeDtypeStruct((32, 8), "float32"))
+        )
+        state = tuple(
+            [jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=v.value.sharding) for v in group]
+            for group in (
+                model.trainable_variables,
+                model.non_trainable_variables,
+                model.optimizer.variables,
+                model.metrics_variables,
+            )
+        )
+        step = jitted_step(model, "train", placer, donate=True)
+        real = step.lower(state, batch).compile()
+    memory = real.memory_analysis()
+    assert run.memory["arguments"] == memory.argument_size_in_bytes
+    assert run.memory["outputs"] == memory.output_size_in_bytes
+    assert run.memory["aliased"] == memory.alias_size_in_bytes
+    assert run.memory["temporaries"] == memory.temp_size_in_bytes
+
+    def opcodes(text):
+        return sorted(i.opcode for c in parse(text) for i in c if i.opcode != "call")
+
+    lowered = lower(mlp, strategy, batch_size=32, platform="cpu")
+    compiled = dryrun_compile.compile_lowered(lowered, timeout=120)
+    assert opcodes(compiled.text).count("all-reduce") == opcodes(real.as_text()).count("all-reduce")
+    assert run.compiled_for == "CPU"
+    assert (run.fits, run.estimate) == (None, None)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "adafactor", "lion", "ftrl", "muon"])
+def test_every_optimizer_lowers(optimizer):
+    assert lower(lambda: mlp(optimizer), _slice(), batch_size=8).state.weights > 0
+
+
+@pytest.mark.parametrize("mode", ["train", "evaluate", "predict"])
+def test_subclassed_models_lower_in_every_mode(mode):
+    x = {"tokens": np.zeros((1, 12), "int64")}
+    y = None if mode == "predict" else np.zeros((1,), "int32")
+    lowered = lower(subclassed, _slice(None), x=x, y=y, batch_size=16, mode=mode)
+    assert (lowered.state.optimizer > 0) == (mode == "train")
+    assert (lowered.state.metrics > 0) == (mode != "predict")
+    assert {"embed", "rnn", "norm", "head"} <= lowered.layer_names
+    assert lowered.tokens == 16 * 12
+
+
+def test_options_of_compile_lower():
+    def build():
+        keras.config.set_dtype_policy("mixed_bfloat16")
+        optimizer = keras.optimizers.AdamW(
+            keras.optimizers.schedules.CosineDecay(1e-3, 100),
+            gradient_accumulation_steps=2,
+            use_ema=True,
+            global_clipnorm=1.0,
+        )
+        return mlp(optimizer, steps_per_execution=4)
+
+    lowered = lower(build, _slice(), batch_size=8)
+    assert lowered.steps_per_execution == 4
+    # weights, two moments, accumulator, average
+    assert lowered.state.optimizer > 4 * 4 * (64 * 256 + 256 * 8) // 2
+
+
+def test_a_users_own_model_is_left_as_it_was():
+    model = mlp()
+    layouts = [_keras.variable_layout(v) for v in model.variables]
+    optimizer = model.optimizer
+    first = lower(model, _slice(), batch_size=16)
+    assert model.optimizer is optimizer
+    assert not optimizer.built
+    kept = [_keras.variable_layout(v) for v in model.variables]
+    assert kept[: len(layouts)] == layouts
+    x, y = np.ones((16, 64), "float32"), np.ones((16, 8), "float32")
+    history = model.fit(x, y, verbose=0).history
+    second = lower(model, _slice(), batch_size=16)
+    assert first.state == second.state == lower(mlp, _slice(), batch_size=16).state
+    assert np.isfinite(history["loss"][0])
+    model.fit(x, y, verbose=0)
+
+
+def test_a_model_built_in_the_scope_of_a_slice():
+    strategy = _slice()
+    with strategy.scope():
+        model = mlp()
+    assert lower(model, strategy, batch_size=16).state == lower(mlp, strategy, batch_size=16).state
+    with pytest.raises(RuntimeError, match=r"can compile a model, not run it.*fit with topology"):
+        model.fit(np.zeros((8, 64)), np.zeros((8, 8)))
+
+
+def test_automatic_names_do_not_depend_on_what_was_built_before():
+    def build():
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+        model.compile("adam", "mse")
+        return model
+
+    strategy = _slice([("dense/kernel", (None, "model"))])
+    first = lower(build, strategy, batch_size=8)
+    second = lower(build, strategy, batch_size=8)
+    assert first.layer_names == second.layer_names == {"input_layer", "dense", "adam"}
+    assert first.state == second.state
+    assert keras.layers.Dense(1).name == "dense"
+
+
+def test_variables_are_themselves_again_afterwards():
+    with _keras.abstract_variables(), pytest.raises(KeyError):
+        raise KeyError
+    layer = keras.layers.Dense(2)
+    layer.build((None, 3))
+    assert layer.kernel.value.shape == (3, 2)
+    layer.kernel.assign(np.ones((3, 2)))
+    assert float(layer.kernel.value.sum()) == 6
+
+
+# --- wrong input -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("build", "options", "words"),
+    [
+        (lambda: None, {}, r"build\(\) must return a keras\.Model.*build\(\)=None.*return model"),
+        (
+            lambda: keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)]),
+            {},
+            r"needs a compiled model.*compile\(\) was not called.*mode=\"predict\"",
+        ),
+        (mlp, {"batch_size": 3}, r"at least one for each part.*batch_size=3 with 4 part"),
+        (mlp, {"batch_size": 8.0}, r"batch_size=8\.0"),
+        (mlp, {"mode": "eval"}, r"mode='eval'.*train, evaluate, predict.*Did you mean 'evaluate'"),
+        (mlp, {"effort": "fast"}, r"effort='fast'.*'quick' or 'exact'"),
+        (subclassed, {}, r"needs to know the input.*declares no inputs.*ShapeDtypeStruct"),
+        (
+            mlp,
+            {"x": keras.KerasTensor((None, None), "float32")},
+            r"Every dimension of an input but the batch must be known",
+        ),
+    ],
+)
+def test_wrong_input_is_said(build, options, words):
+    with pytest.raises(ValueError, match=words):
+        dry_run(build, _slice(None), **{"batch_size": 8, **options})
+
+
+def test_an_unbuilt_model_is_refused():
+    model = keras.Sequential([keras.layers.Dense(2)])
+    model.compile("adam", "mse")
+    x = np.zeros((1, 4))
+    with pytest.raises(ValueError, match=r"must be built.*function that builds"):
+        dry_run(model, _slice(None), x=x, y=x, batch_size=8)
+
+
+def test_what_build_raises_comes_through():
+    def build():
+        raise KeyError("my own mistake")
+
+    with pytest.raises(KeyError, match="my own mistake") as raised:
+        dry_run(build, _slice(), batch_size=8)
+    assert "the build function given to dry_run" in raised.value.__notes__[0]
+    assert keras.distribution.distribution() is None
+
+
+def test_a_mesh_that_does_not_fill_the_slice():
+    with pytest.raises(ValueError, match=r"multiply to 6, on 8 device"):
+        ktd.TPUStrategy({"data": 3, "model": 2}, topology="v5e:2x4")
+    with pytest.raises(ValueError, match=r"TPU slice that exists.*Did you mean 'v5e:"):
+        ktd.TPUStrategy(topology="v5e:4x5")
+    with pytest.raises(ValueError, match=r"devices or a topology, not both"):
+        ktd.TPUStrategy(devices=jax.devices(), topology="v5e:2x4")
+
+
+# --- the compiling process -------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    keras.distribution.set_distribution(None)
+    return lower(mlp, _mesh_of_cpus(), batch_size=8, platform="cpu")
+
+
+def _worker(monkeypatch, tmp_path, code):
+    script = tmp_path / "worker.py"
+    script.write_text(code)
+    monkeypatch.setattr(dryrun_worker, "__file__", str(script))
+
+
+def test_an_abort_of_the_compiler_is_an_error(tiny, monkeypatch, tmp_path):
+    _worker(
+        monkeypatch,
+        tmp_path,
+        "import os, sys; print('F0000 check failed', file=sys.stderr, flush=True); os.abort()",
+    )
+    with pytest.raises(RuntimeError, match=r"exit code -6, compiling for CPU.*F0000 check failed"):
+        dryrun_compile.compile_lowered(tiny, timeout=30)
+
+
+def test_a_compiler_that_hangs_is_stopped(tiny, monkeypatch, tmp_path):
+    _worker(monkeypatch, tmp_path, "import time; time.sleep(60)")
+    with pytest.raises(RuntimeError, match=r"within the timeout.*timeout=0.5 seconds"):
+        dryrun_compile.compile_lowered(tiny, timeout=0.5)
+
+
+_FAKE = """
+import pickle, sys
+pickle.dump({{"error": {error!r}, "seconds": 1.0, "cpu_seconds": 1.0, "peak_bytes": 1}},
+    open(sys.argv[2], "wb"))
+"""
+
+
+def test_a_refusal_is_worded(tiny, monkeypatch, tmp_path):
+    _worker(monkeypatch, tmp_path, _FAKE.format(error="XlaRuntimeError: INVALID_ARGUMENT: no"))
+    with pytest.raises(RuntimeError, match=r"compiler refused the program.*INVALID_ARGUMENT"):
+        dryrun_compile.compile_lowered(tiny, timeout=30)
+
+
+def test_sizes_in_an_overflow_message():
+    text = (
+        "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO "
+        "temporaries (23.88G) exceeds available HBM (15.75G)."
+    )
+    assert dryrun_compile.bytes_in_message(text) == (int(23.88 * 2**30), int(15.75 * 2**30))
+
+
+# --- reports ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def on_tpu():
+    """One dry run of the real TPU compiler, ragged batch, tensor parallel."""
+    pytest.importorskip("libtpu")
+    keras.distribution.set_distribution(None)
+    return dry_run(mlp, _slice(), batch_size=62)
+
+
+@pytest.fixture(scope="module")
+def without_libtpu():
+    keras.distribution.set_distribution(None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dryrun, "has_libtpu", lambda: False)
+        return dry_run(mlp, _slice(), batch_size=62)
+
+
+@pytest.mark.tpu_compiler
+def test_a_report_from_the_tpu_compiler(on_tpu):
+    assert on_tpu.fits is True
+    assert on_tpu.compiled_for == "v5e:2x4"
+    m = on_tpu.memory
+    total = m["arguments"] + m["outputs"] - m["aliased"] + m["temporaries"] + m["code"]
+    assert on_tpu.total_bytes == total < on_tpu.limit_bytes
+    state = on_tpu.state
+    assert m["arguments"] >= state.weights + state.optimizer + state.metrics + state.inputs
+    # forward, and backward without the gradient of the input; 16 rows on each of 4 parts
+    rows = 16
+    flops = 2 * rows * (64 * 128 * 2 + 128 * 8 * 3)
+    assert on_tpu.cost.flops == flops
+    e = on_tpu.estimate
+    assert e.step >= max(e.compute, e.hbm, e.link, e.kernels)
+    assert on_tpu.samples_per_second == pytest.approx(62 / e.step)
+    layers = {c.layer for c in on_tpu.cost.layers}
+    assert {"up", "down", "adam"} <= layers
+    assert {axis for c in on_tpu.cost.collectives for axis in c.axes} == {"data", "model"}
+    assert all(c.seconds > 0 and c.network == "ICI" for c in on_tpu.cost.collectives)
+
+
+@pytest.mark.tpu_compiler
+def test_a_report_reads_well(on_tpu):
+    text = str(on_tpu)
+    assert "train step, 18,696 parameters, batch 62 on v5e:2x4 (data 4 x model 2): fits" in text
+    for words in ("weights", "limit", "15.75 GiB", "step, estimated", "all-reduce", "up", "note:"):
+        assert words in text
+    data = json.loads(on_tpu.to_json())
+    assert data["mesh"] == {"data": 4, "model": 2}
+    assert data["cost"]["collectives"][0]["axes"]
+    assert "<table>" in on_tpu._repr_html_()
+
+
+def test_without_libtpu_the_cpu_compiler_stands_in(without_libtpu, on_tpu):
+    run = without_libtpu
+    assert run.compiled_for == "CPU"
+    assert (run.fits, run.limit_bytes, run.estimate) == (None, None, None)
+    assert run.state == on_tpu.state
+    assert {a for c in run.cost.collectives for a in c.axes} == {"data", "model"}
+    assert any("keras_tpu_dist[tpu]" in note for note in run.notes)
+    assert "memory limit unknown" in str(run)
+    assert run.cost.flops == on_tpu.cost.flops
+
+
+def test_two_plans_side_by_side(on_tpu, without_libtpu):
+    text = str(diff(on_tpu, without_libtpu))
+    assert "v5e:2x4" in text
+    assert "CPU" in text
+    assert "memory per device" in text
+    same = {row[0]: row for row in diff(on_tpu, on_tpu).rows}
+    assert same["step"][3] == "1.00"
+
+
+@pytest.mark.tpu_compiler
+def test_a_program_that_does_not_fit():
+    def build():
+        model = keras.Sequential([keras.Input((1024,)), keras.layers.Dense(2**22, name="wide")])
+        model.compile("sgd", "mse")
+        return model
+
+    strategy = ktd.TPUStrategy({"data": 8}, topology="v5e:2x4")
+    run = dry_run(build, strategy, batch_size=8)
+    assert run.fits is False
+    assert "RESOURCE_EXHAUSTED" in run.error
+    assert run.sized_on == "v5p:2x2x2"
+    assert run.overflow_bytes == run.total_bytes - run.limit_bytes > 2**30
+    # what the compiler states includes the arguments, as the figures of the larger slice do
+    assert run.total_bytes == pytest.approx(run.breakdown_bytes, rel=0.01)
+    assert run.estimate is None
+    assert any("wide" in b.layer or b.layer == "(input)" for b in run.largest_buffers)
+    assert "does NOT fit" in str(run)
+    assert any("split them with a layout" in note for note in run.notes)
+
+
+class Shuffled(keras.layers.Layer):
+    """Asks for one layout after the other that cannot be reached directly."""
+
+    def __init__(self, mesh):
+        super().__init__(name="shuffled")
+        self.mesh = mesh
+
+    def _lay(self, x, *axes):
+        sharding = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec(*axes))
+        return jax.lax.with_sharding_constraint(x, sharding)
+
+    def call(self, x):
+        y = self._lay(jax.numpy.sin(self._lay(x, "data", None, "model")), "model", "data", None)
+        y = self._lay(y.reshape(x.shape[0] * x.shape[1], -1), None, ("model", "data"))
+        return y.reshape(x.shape).sum(1)
+
+
+@pytest.mark.tpu_compiler
+def test_slices_joined_by_the_data_centre_network():
+    pytest.importorskip("libtpu")
+    strategy = ktd.TPUStrategy({"data": 4, "model": 4}, TP, topology="2*v5e:2x4")
+    grid = strategy.mesh.devices
+    assert all(len({d.slice_index for d in row}) == 1 for row in grid)
+    assert [d.slice_index for d in grid[:, 0]] == [0, 0, 1, 1]
+    run = dry_run(mlp, strategy, batch_size=16)
+    assert run.compiled_for == "2*v5e:2x4"
+    networks = {(c.axes, c.network) for c in run.cost.collectives}
+    assert (("model",), "ICI") in networks
+    assert any(axes == ("data",) and network == "DCN" for axes, network in networks)
+
+
+@pytest.mark.tpu_compiler
+def test_arrays_gathered_whole_are_found_and_named():
+    strategy = _slice(None)
+
+    def build():
+        model = keras.Sequential([keras.Input((16, 64)), Shuffled(strategy.mesh)])
+        model.add(keras.layers.Dense(4, name="head"))
+        model.compile("sgd", "mse")
+        return model
+
+    run = dry_run(build, strategy, batch_size=32, mode="evaluate")
+    assert run.rematerialized == ("shuffled",)
+    assert "gathered whole between two layouts" in str(run)
+
+
+@pytest.mark.parametrize(
+    ("share", "error", "efforts"),
+    [
+        (0.80, None, ["quick"]),
+        (0.95, None, ["quick", "exact"]),
+        (None, "RESOURCE_EXHAUSTED: temporaries (16.50G) exceeds (15.75G)", ["quick", "exact"]),
+        (None, "RESOURCE_EXHAUSTED: temporaries (40.00G) exceeds (15.75G)", ["quick"]),
+    ],
+)
+def test_quick_becomes_exact_near_the_limit(monkeypatch, share, error, efforts):
+    tried = []
+
+    def compile_lowered(lowered, *, effort, timeout, topology=None):
+        if topology is None:
+            tried.append(effort)
+        used = int((share or 1.5) * lowered.topology.hbm_bytes)
+        memory = dict.fromkeys(("arguments", "outputs", "aliased", "code"), 0)
+        return dryrun_compile.Compiled(
+            text="",
+            memory={} if error and topology is None else {**memory, "temporaries": used},
+            error=error if topology is None else None,
+            rematerialized=(),
+            effort=effort,
+            compiled_for=lowered.topology.name,
+            seconds=1.0,
+            cpu_seconds=2.0,
+            peak_process_bytes=3,
+        )
+
+    monkeypatch.setattr(dryrun, "has_libtpu", lambda: True)
+    monkeypatch.setattr(dryrun, "compile_lowered", compile_lowered)
+    run = dry_run(lambda: mlp(steps_per_execution=4), _slice(), batch_size=8)
+    assert tried == efforts
+    assert run.effort == efforts[-1]
+    assert run.fits is (error is None)
+    assert ("so this is the exact one" in str(run)) == (len(efforts) == 2)
+    assert "one of 4 steps per execution" in str(run)
+    assert run.compile_cpu_seconds == 2.0 * (len(efforts) + bool(error))
+
+
+# --- searches, on a model of the compiler ----------------------------------------------------
+
+
+class _Compiler:
+    """Memory affine in the batch, with the padding of small batches."""
+
+    def __init__(self, template, fixed, per_row):
+        self.template, self.fixed, self.per_row = template, fixed, per_row
+        self.batches = []
+
+    def __call__(self, build, strategy, *, batch_size, **options):
+        self.batches.append(batch_size)
+        total = int(self.fixed + self.per_row * (batch_size + 0.5))
+        limit = strategy.topology.hbm_bytes
+        return self.template(total_bytes=total, fits=total <= limit, batch_size=batch_size)
+
+
+@pytest.fixture
+def template(without_libtpu):
+    import dataclasses
+
+    def make(**changes):
+        return dataclasses.replace(
+            without_libtpu, **{"compiled_for": "v5e:2x4", "limit_bytes": 15 * 2**30, **changes}
+        )
+
+    return make
+
+
+@pytest.mark.parametrize("per_row", [2**18, 3 * 2**20, 2**27, 2**30])
+@pytest.mark.parametrize("fixed", [0, 2**30, 15 * 2**30])
+def test_largest_batch_takes_few_compilations(template, monkeypatch, fixed, per_row):
+    compiler = _Compiler(template, fixed, per_row)
+    monkeypatch.setattr(dryrun_search, "run_once", compiler)
+    strategy = _slice()
+    found = largest_batch(mlp, strategy)
+    limit = strategy.topology.hbm_bytes
+    true = int((limit - fixed) / per_row - 0.5) // 4 * 4
+    assert len(compiler.batches) <= 8
+    assert found.batch_size <= max(true, 0)
+    assert found.batch_size >= min(true, true * 0.9 - 4)
+    assert f"largest batch on v5e:2x4: {found.batch_size}" in str(found)
+
+
+def test_nothing_fits(template, monkeypatch):
+    monkeypatch.setattr(dryrun_search, "run_once", _Compiler(template, 2**40, 1))
+    found = largest_batch(mlp, _slice())
+    assert found.batch_size == 0
+    assert found.run.fits is False
+    with pytest.raises(ValueError, match="slice whose memory is known"):
+        largest_batch(mlp, _mesh_of_cpus())
+    with pytest.raises(ValueError, match="decided when layers are made"):
+        largest_batch(mlp(), _slice(), remat="full")
+
+
+def test_remat_reaches_the_layers(template, monkeypatch):
+    seen = []
+
+    def run_once(build, strategy, *, batch_size, **options):
+        build()
+        return template(total_bytes=2**50, fits=False)
+
+    def build():
+        seen.append(keras.src.backend.common.remat.get_current_remat_mode())
+        return mlp()
+
+    monkeypatch.setattr(dryrun_search, "run_once", run_once)
+    largest_batch(build, _slice(), remat="full")
+    assert seen[0].mode == "full"
+
+
+def test_candidates_are_ranked(template, monkeypatch, on_tpu):
+    import dataclasses
+
+    def run_once(build, strategy, **options):
+        data = strategy.num_replicas_in_sync
+        step = dataclasses.replace(on_tpu.estimate, step=1.0 / data)
+        return template(estimate=step, fits=data < 8, total_bytes=2**20)
+
+    monkeypatch.setattr(dryrun_search, "run_once", run_once)
+    meshes = [{"data": d, "model": 8 // d} for d in (1, 2, 4, 8)] + [{"data": 3}]
+    ranked = compare(mlp, topology="v5e:2x4", meshes=meshes, batch_size=8)
+    assert [dict(c.mesh)["data"] for c in ranked.candidates] == [4, 2, 1, 8, 3]
+    assert dict(ranked.best.mesh) == {"data": 4, "model": 2}
+    assert "multiply to 3, on 8" in ranked.candidates[-1].error
+    assert "too large" in str(ranked)
+    assert json.dumps(ranked.to_dict())
+
+
+# --- the shell -------------------------------------------------------------------------------
+
+
+def _shell(*arguments):
+    return __main__.main(arguments)
+
+
+def test_topologies_in_the_shell(capsys):
+    assert _shell("topologies", "v5e") == 0
+    assert "v5litepod-256" in capsys.readouterr().out
+    assert _shell("topologies", "v4", "--json") == 0
+    assert json.loads(capsys.readouterr().out)[0]["name"] == "v4:2x2x1"
+
+
+def test_devices_in_the_shell(capsys):
+    assert _shell("devices") == 0
+    assert capsys.readouterr().out.count("cpu") >= 8
+
+
+def test_a_dry_run_in_the_shell(capsys, monkeypatch, tmp_path, template):
+    module = tmp_path / "my_model.py"
+    module.write_text("def build(): raise AssertionError('never called here')")
+    monkeypatch.chdir(tmp_path)
+    seen = {}
+
+    def fake(build, strategy, **options):
+        seen.update(options, build=build, strategy=strategy)
+        options["progress"]("compiling")
+        return template(fits=False)
+
+    monkeypatch.setattr(dryrun, "dry_run", fake)
+    arguments = ["dry-run", "my_model:build", "--topology", "v5litepod-8", "--mesh"]
+    arguments += ["data=4,model=2", "--batch-size", "64", "--x", "int32:512", "--json"]
+    assert _shell(*arguments) == 1
+    streams = capsys.readouterr()
+    assert json.loads(streams.out)["fits"] is False
+    assert "compiling ..." in streams.err
+    assert seen["x"].shape == (1, 512)
+    assert dict(seen["strategy"].mesh.shape) == {"data": 4, "model": 2}
+    assert seen["build"].__name__ == "build"
+    for bad, words in (
+        (["my_model", *arguments[2:]], "module:function"),
+        (["my_model:nope", *arguments[2:]], "has no function 'nope'"),
+        (["my_model:build", "--topology", "v5e:9x9", "--batch-size", "8"], "that exists"),
+        (["my_model:build", *arguments[2:5], "data", *arguments[6:]], "data=64,model=4"),
+        ([*arguments[1:-2], "int32:a"], "dtype:sizes"),
+    ):
+        assert _shell("dry-run", *bad) == 2, bad
+        assert words in capsys.readouterr().err
