@@ -251,3 +251,57 @@ def jax_backend_started() -> bool:
     Public replacement: none; `jax.config` refuses some updates after start-up, not all.
     """
     return xla_bridge.backends_are_initialized()
+
+
+# What follows reads a built model's structure, for plans, explanations and lint.
+
+
+def flatten_layers(model: Any) -> list:
+    """A model and all layers in it, parents first, each once.
+
+    Public replacement: a recursive `Model.layers` that also enters layers.
+    """
+    found = {id(layer): layer for layer in model._flatten_layers(include_self=True)}
+    return [layer for layer in found.values() if not isinstance(layer, keras.metrics.Metric)]
+
+
+def sublayers(layer: Any) -> list:
+    """The layers a layer holds directly, in the order they were assigned.
+
+    Public replacement: `Layer.layers`, which only models have.
+    """
+    return [inner for inner in layer._layers if isinstance(inner, keras.Layer)]
+
+
+def own_variables(layer: Any) -> list:
+    """The variables that belong to a layer itself, not to a layer within it.
+
+    Public replacement: none; `Layer.variables` includes those of inner layers.
+    """
+    found = [*layer._trainable_variables, *layer._non_trainable_variables]
+    return [variable for variable in found if isinstance(variable, keras.Variable)]
+
+
+def stored_weight(layer: Any, name: str) -> Any:
+    """A layer's weight as stored: the public `kernel` of a LoRA layer is a computed sum.
+
+    Public replacement: none.
+    """
+    for attribute in (f"_{name}", name):
+        value = vars(layer).get(attribute)
+        if isinstance(value, keras.Variable):
+            return value
+    return None
+
+
+def graph(model: Any) -> list[tuple[Any, Any, list]] | None:
+    """A functional model's calls in order: `(node, operation, parent nodes)`; else `None`.
+
+    Public replacement: none; `Functional.operations` gives no edges.
+    """
+    functional = getattr(model, "_functional", None) or model
+    by_depth = getattr(functional, "_nodes_by_depth", None)
+    if by_depth is None:
+        return None
+    nodes = [node for depth in sorted(by_depth, reverse=True) for node in by_depth[depth]]
+    return [(node, node.operation, list(node.parent_nodes)) for node in nodes]
