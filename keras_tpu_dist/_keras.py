@@ -10,7 +10,8 @@ A strategy, as the seam knows it, is a `keras.distribution.Distribution` with
 - `_make_function(model, kind)`: the step function for "train", "test" or "predict";
 - `_batches(epoch_iterator)`: the iterator over batches of one epoch;
 - `_host_batch(data)`: checks a batch of *_on_batch; the step function places it;
-- `_state_read(model, state)`: told when the training state is read from the variables.
+- `_state_read(model, state)`: told when the training state is read from the variables;
+- `_place_output(outputs, layout)`: lays what a layer returned.
 
 Everything here would go if Keras offered: a `Distribution` hook for input batches and step
 functions, and a `Trainer` that gives its variables back on an exception.
@@ -36,6 +37,7 @@ if keras.config.backend() != "jax":
     )
 
 from keras.src.backend.jax import trainer as jax_trainer
+from keras.src.distribution import distribution_lib
 from keras.src.trainers.trainer import Trainer
 
 TESTED_KERAS = ("3.15.0", "3.15.1")
@@ -96,6 +98,7 @@ def install(find_strategy: Callable[[Any], Any], created: Callable[[Any], None])
     _replace(trainer, "_get_jax_state", _get_jax_state)
     _replace(jax_trainer.JAXEpochIterator, "_get_distributed_iterator", _distributed_iterator)
     _replace(jax_trainer, "_distribute_data", _distribute_data)
+    _replace(distribution_lib, "distribute_tensor", _distribute_output)
 
 
 def _replace(owner: Any, name: str, replacement: Callable) -> None:
@@ -153,6 +156,12 @@ def _distributed_iterator(stock, epoch_iterator, distribution):
 def _distribute_data(stock, data, layouts=None):
     strategy = active_strategy()
     return stock(data, layouts) if strategy is None else strategy._host_batch(data)
+
+
+def _distribute_output(stock, tensor, layout):
+    # Layer.__call__ reaches this name; stock knows tensors only, no tuples, dicts or states.
+    strategy = active_strategy()
+    return stock(tensor, layout) if strategy is None else strategy._place_output(tensor, layout)
 
 
 def is_strategy(distribution: Any) -> bool:

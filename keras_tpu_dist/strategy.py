@@ -10,6 +10,7 @@ import keras
 from jax.sharding import Mesh, NamedSharding
 
 from keras_tpu_dist import _keras, adoption
+from keras_tpu_dist.annotations import place_output
 from keras_tpu_dist.data import BatchPlacer, DeviceIterator
 from keras_tpu_dist.errors import message
 from keras_tpu_dist.layout import (
@@ -22,6 +23,8 @@ from keras_tpu_dist.layout import (
 )
 from keras_tpu_dist.loop import StateGuard, make_step, recover, should_donate
 from keras_tpu_dist.mesh import MeshLike, build_mesh, checked_data_axes
+from keras_tpu_dist.planner import PLANS, Plan, Planner
+from keras_tpu_dist.planner_placement import Placement, Setting, place
 
 
 class TPUStrategy(keras.distribution.ModelParallel):
@@ -36,7 +39,9 @@ class TPUStrategy(keras.distribution.ModelParallel):
         mesh: `None` (all devices on one axis `"data"`), a dict of axis sizes of which one may be
             -1, a `keras.distribution.DeviceMesh`, or a `jax.sharding.Mesh`.
         layout: Where variables lie: `None` (replicated), `LayoutRules` or a list of their
-            `(pattern, axes)` pairs, or a `keras.distribution.LayoutMap`.
+            `(pattern, axes)` pairs, a `keras.distribution.LayoutMap`, or a plan in one word:
+            `"fsdp"`, `"tensor_parallel"`, `"auto"` (see `Planner`, which also has options). What
+            `split` and `replicate` say on layers comes first.
         devices: The devices to use. Defaults to `jax.devices()`.
         topology: Reserved for compile-only devices of a slice by name.
         data_axes: The mesh axes that split the batch. Defaults to those of the mesh's axes that
@@ -51,6 +56,8 @@ class TPUStrategy(keras.distribution.ModelParallel):
             of the state; after a failure inside a launch the weights are those of the start of
             the epoch. `False` keeps the state before every step. `"auto"` keeps it where the
             state is small (5 % of the device's memory, or 256 MiB where that is unknown).
+        shard_optimizer: Whether optimizer slots are split over the data axes while the weights
+            stay as `layout` says (ZeRO-1).
 
     Raises:
         ValueError: If the mesh does not fit the devices, a name is no axis of the mesh, or a rule
@@ -78,6 +85,7 @@ class TPUStrategy(keras.distribution.ModelParallel):
         batch_axis: Any = 0,
         prefetch: int = 2,
         donate_state: bool | str = "auto",
+        shard_optimizer: bool = False,
     ):
         _check_environment()
         if topology is not None:
@@ -103,6 +111,18 @@ class TPUStrategy(keras.distribution.ModelParallel):
         self._batch_dim_name = self._data_axes[0] if self._data_axes else None
         self._layout = _checked_layout(layout, names)
         self._mesh = device_mesh.backend_mesh
+        if isinstance(self._layout, Planner):
+            self._layout.check_mesh(self._mesh, self._data_axes)
+        if shard_optimizer and not self._data_axes:
+            raise ValueError(
+                message(
+                    "shard_optimizer splits optimizer slots over the data axes.",
+                    received={"shard_optimizer": True, "data axes": ()},
+                    fix='Add an axis "data" to the mesh, or name one with data_axes=.',
+                )
+            )
+        self._setting = Setting(self._mesh, self._data_axes, self._layout, bool(shard_optimizer))
+        self._running_member: adoption.Membership | None = None
         self._placer = BatchPlacer(self._mesh, self._data_axes, batch_axis)
         self._prefetch = prefetch
         self._donate_state = donate_state
@@ -172,9 +192,48 @@ class TPUStrategy(keras.distribution.ModelParallel):
         return adoption.choose_layout(variable, self)
 
     def get_tensor_layout(self, path: str) -> NamedSharding | None:
-        """The layout of a layer's output, by a rule on `<layer path>/output`, or `None`."""
+        """The layout of a layer's output, or `None`.
+
+        Args:
+            path: The layer's path and `/output`. An annotation on the layer comes first, then a
+                rule for this path, then the plan of the model that is running.
+        """
+        member = self._running_member
+        placement = None if member is None else member.placement
+        layer = path.removesuffix("/output")
+        if placement is not None and layer in placement.annotations.outputs:
+            return _output_layout(self._mesh, placement.annotations.outputs[layer])
         decision = decide(path, self._layout)
-        return None if decision is None else named_sharding(self._mesh, decision.axes)
+        if decision is not None:
+            return named_sharding(self._mesh, decision.axes)
+        planned = {} if placement is None else placement.layouts_of_outputs()
+        return _output_layout(self._mesh, planned[layer]) if layer in planned else None
+
+    def plan(self, model: Any) -> Plan:
+        """The layouts that the strategy's plan gives a built model.
+
+        Args:
+            model: A built model.
+
+        Returns:
+            The plan; `plan.rules()` are plain rules, to edit and pass back as `layout=`.
+
+        Raises:
+            ValueError: If the strategy's layout is not a plan.
+        """
+        if not isinstance(self._layout, Planner):
+            raise ValueError(
+                message(
+                    "Only a strategy whose layout is a plan can plan.",
+                    received={"layout": self._layout},
+                    fix='Use layout="fsdp", "tensor_parallel" or "auto".',
+                )
+            )
+        return self._layout.plan(model, self._mesh, self._data_axes)
+
+    def placement(self, model: Any) -> Placement:
+        """What decides about each variable of a model, and why; `explain` prints it."""
+        return place(model, self._setting, adoption.given_layout)
 
     def get_data_layout(self, data_shape: Sequence[int]) -> NamedSharding:
         """The layout of an input whose first dimension is the batch."""
@@ -184,8 +243,20 @@ class TPUStrategy(keras.distribution.ModelParallel):
         platform = self._mesh.devices.flat[0].platform
         return f"<TPUStrategy mesh={dict(self._mesh.shape)} on {self._mesh.size} {platform}>"
 
+    def _target(self, variable, placement: Placement) -> Any:
+        """The layout a variable of a known model should have."""
+        given = adoption.given_layout(variable)
+        if given is not None and not placement.is_slot(variable):
+            return self._translate(variable, given)
+        return named_sharding(self._mesh, placement.decision(variable).axes)
+
+    def _place_output(self, outputs, layout):
+        return place_output(outputs, layout, self._mesh)
+
     def _rule_layout(self, variable) -> NamedSharding:
         decision = decide(variable.path, self._layout)
+        if decision is None and isinstance(self._layout, Planner):
+            decision = self._layout.before_build(variable.shape, self._mesh, self._data_axes)
         if decision is None:
             return named_sharding(self._mesh)
         checked(decision, variable.path, variable.shape, self._mesh)
@@ -212,6 +283,7 @@ class TPUStrategy(keras.distribution.ModelParallel):
         _check_input(name, args, kwargs)
         with self.scope():
             member = adoption.adopt(model, self)
+            outer, self._running_member = self._running_member, member
             try:
                 yield
             except BaseException:
@@ -219,6 +291,7 @@ class TPUStrategy(keras.distribution.ModelParallel):
                     recover(model, member.guard)
                 raise
             finally:
+                self._running_member = outer
                 if member.guard is not None:
                     member.guard.release()
 
@@ -285,15 +358,27 @@ def _check_environment() -> None:
         )
 
 
+def _output_layout(mesh, axes):
+    """One layout for all tensors as a sharding; a list or dict of layouts as it is."""
+    return axes if isinstance(axes, (list, dict)) else named_sharding(mesh, axes)
+
+
 def _checked_layout(layout, axis_names):
-    if layout is None or isinstance(layout, keras.distribution.LayoutMap):
+    if layout is None or isinstance(layout, (keras.distribution.LayoutMap, Planner)):
         return layout
+    if isinstance(layout, Plan):
+        layout = layout.rules()
+    if isinstance(layout, str) and layout in PLANS:
+        return Planner(layout)
     if isinstance(layout, str) or not isinstance(layout, (LayoutRules, Sequence, Mapping)):
         raise ValueError(
             message(
-                "A layout is None, LayoutRules, a list of (pattern, axes) pairs or a LayoutMap.",
+                "A layout is None, LayoutRules, a list of (pattern, axes) pairs, a LayoutMap or "
+                "one of the plans fsdp, tensor_parallel, auto.",
                 received={"layout": layout},
                 fix='Write for example layout=[("dense/kernel", (None, "model"))].',
+                name=layout if isinstance(layout, str) else None,
+                choices=PLANS,
             )
         )
     rules = layout if isinstance(layout, LayoutRules) else LayoutRules(layout)
