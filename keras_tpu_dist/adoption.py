@@ -23,7 +23,7 @@ class Membership:
     strategy: Any
     guard: StateGuard | None = None
     placement: Placement | None = None
-    checked: bool = False
+    linted: bool = False
     _targets: list[tuple[Any, Any]] = field(default_factory=list)
     _version: int = -1
 

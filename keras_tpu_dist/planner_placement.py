@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.annotations import Annotated, annotated
-from keras_tpu_dist.layout import Decision, LayoutRules, check_axis_names, checked, decide
+from keras_tpu_dist.layout import Decision, LayoutRules, check_axis_names, checked, decide, matching
 from keras_tpu_dist.planner import Plan, Planner, slot_decision
 
 
@@ -56,6 +56,8 @@ class Placement:
             ValueError: If a rule or annotation does not fit the shape or the mesh.
         """
         found = self.decisions.get(id(variable), _REPLICATED)
+        if found.reason.startswith(_AMBIGUOUS):
+            decide(variable.path, self._setting.layout)  # raises, in Keras's words
         rule = LayoutRules([(re.escape(variable.path), found.axes)])
         check_axis_names(rule, self._setting.mesh.axis_names)
         return checked(found, variable.path, variable.shape, self._setting.mesh)
@@ -70,6 +72,7 @@ class Placement:
         return {**planned, **self.annotations.outputs}
 
 
+_AMBIGUOUS = "LayoutMap: several keys match"
 _REPLICATED = Decision((), "default: replicated")
 
 
@@ -113,6 +116,10 @@ def _decide(variable, given, notes: Annotated, setting: Setting, plan: Plan | No
         return Decision(_axes_of(given), "the variable's own layout")
     if id(variable) in notes.weights:
         return Decision(*notes.weights[id(variable)])
+    if isinstance(setting.layout, keras.distribution.LayoutMap):
+        keys = matching(setting.layout, variable.path)
+        if len(keys) > 1:
+            return Decision((), f"{_AMBIGUOUS}: {keys}")
     found = decide(variable.path, setting.layout)
     if found is None and plan is not None:
         found = plan.decision(variable)

@@ -13,6 +13,7 @@ from keras_tpu_dist import _keras, adoption
 from keras_tpu_dist.annotations import place_output
 from keras_tpu_dist.data import BatchPlacer, DeviceIterator
 from keras_tpu_dist.errors import message
+from keras_tpu_dist.explain import Explanation, VariableRow, explain_model, one_row
 from keras_tpu_dist.layout import (
     Decision,
     LayoutRules,
@@ -21,6 +22,7 @@ from keras_tpu_dist.layout import (
     decide,
     named_sharding,
 )
+from keras_tpu_dist.lint import LintReport, lint_model, log_report
 from keras_tpu_dist.loop import StateGuard, make_step, recover, should_donate
 from keras_tpu_dist.mesh import MeshLike, build_mesh, checked_data_axes
 from keras_tpu_dist.planner import PLANS, Plan, Planner
@@ -231,6 +233,49 @@ class TPUStrategy(keras.distribution.ModelParallel):
             )
         return self._layout.plan(model, self._mesh, self._data_axes)
 
+    def explain(self, model: Any, path: str | None = None) -> Explanation | VariableRow:
+        """Where each variable of a model lies, its bytes, and why.
+
+        Args:
+            model: A model, built or with the variables it has so far.
+            path: The path of one variable, or the end of it, for that one alone with the
+                alternatives considered.
+
+        Returns:
+            The explanation, or the row of one variable; both print well.
+
+        Raises:
+            ValueError: If not exactly one variable has the path.
+        """
+        explanation = explain_model(model, self.placement(model), self._mesh)
+        return explanation if path is None else one_row(explanation, path)
+
+    def lint(
+        self, model: Any, batch_size: int | None = None, *, strict: bool = False
+    ) -> LintReport:
+        """Mistakes in the layouts of a model, each with its fix.
+
+        Args:
+            model: A model.
+            batch_size: The global batch size, to compare with the mesh.
+            strict: Whether errors and warnings raise.
+
+        Returns:
+            The report.
+
+        Raises:
+            ValueError: If `strict` and there is an error or a warning.
+        """
+        foreign = [
+            v.path
+            for v in _keras.state_variables(model)
+            if not self._owns(_keras.variable_layout(v))
+        ]
+        report = lint_model(
+            model, self.placement(model), self._setting, batch_size=batch_size, foreign=foreign
+        )
+        return report.raise_if_bad() if strict else report
+
     def placement(self, model: Any) -> Placement:
         """What decides about each variable of a model, and why; `explain` prints it."""
         return place(model, self._setting, adoption.given_layout)
@@ -297,6 +342,10 @@ class TPUStrategy(keras.distribution.ModelParallel):
 
     def _make_function(self, model, kind: str):
         member = adoption.adopt(model, self)
+        if not member.linted and model.built:
+            member.linted = True
+            placement = member.placement or self.placement(model)
+            log_report(lint_model(model, placement, self._setting, cheap=True))
         if member.guard is None:
             donate = should_donate(self._donate_state, _keras.state_variables(model))
             member.guard = StateGuard(donate)
