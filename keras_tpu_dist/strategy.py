@@ -27,6 +27,7 @@ from keras_tpu_dist.loop import StateGuard, make_step, recover, should_donate
 from keras_tpu_dist.mesh import MeshLike, build_mesh, checked_data_axes
 from keras_tpu_dist.planner import PLANS, Plan, Planner
 from keras_tpu_dist.planner_placement import Placement, Setting, place
+from keras_tpu_dist.visualize import ModelPicture, Picture, picture_of_mesh, picture_of_tensor
 
 
 class TPUStrategy(keras.distribution.ModelParallel):
@@ -275,6 +276,35 @@ class TPUStrategy(keras.distribution.ModelParallel):
             model, self.placement(model), self._setting, batch_size=batch_size, foreign=foreign
         )
         return report.raise_if_bad() if strict else report
+
+    def show(self, what: Any = None) -> Picture:
+        """A picture of the mesh, of a tensor over it, or of a model.
+
+        Args:
+            what: `None` for the mesh; a model; a `keras.Variable` or `jax.Array`.
+
+        Returns:
+            A picture that draws itself in a notebook; `print` it or `rich.print` it in a
+            terminal, or `picture.save("x.png")` (needs matplotlib) or `"x.svg"`.
+
+        Raises:
+            ValueError: If it is none of these.
+        """
+        if what is None or isinstance(what, Mesh | keras.distribution.DeviceMesh):
+            return picture_of_mesh(self._mesh if not isinstance(what, Mesh) else what)
+        if isinstance(what, keras.Model):
+            return ModelPicture(self.explain(what))
+        if isinstance(what, keras.Variable):
+            return picture_of_tensor(what.path, what.shape, self.get_variable_layout(what))
+        if isinstance(what, jax.Array) and isinstance(what.sharding, NamedSharding):
+            return picture_of_tensor("array", what.shape, what.sharding)
+        raise ValueError(
+            message(
+                "show draws the mesh, a model, a variable or an array on the mesh.",
+                received={"what": type(what).__name__},
+                fix="Call strategy.show(), or pass one of these.",
+            )
+        )
 
     def placement(self, model: Any) -> Placement:
         """What decides about each variable of a model, and why; `explain` prints it."""
