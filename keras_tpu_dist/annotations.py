@@ -1,5 +1,6 @@
 """split and replicate: layouts written on the layers themselves."""
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,17 +34,10 @@ class Annotation:
     output: Any = None
 
 
-class MarkedName(str):
-    """A layer's name that carries the layer's annotation.
-
-    A clone is made from the layer's config, and its name is the one entry of every layer's config
-    that Keras hands on as it is.
-    """
+class _MarkedConfig(dict):
+    """A layer's config that carries the layer's annotation to the layer made from it."""
 
     annotation: Annotation
-
-    def __getnewargs__(self):
-        return (str(self),)
 
 
 def split(layer: Any, output: Any = None, **weights: Sequence | None) -> Any:
@@ -110,9 +104,8 @@ def replicate(layer: Any) -> Any:
 
 
 def annotation_of(layer: Any) -> Annotation | None:
-    """The annotation of a layer, or of the layer it was cloned from."""
-    own = getattr(layer, _ATTRIBUTE, None)
-    return own if own is not None else getattr(layer.name, "annotation", None)
+    """The annotation of a layer, or `None`."""
+    return getattr(layer, _ATTRIBUTE, None)
 
 
 def version() -> int:
@@ -237,10 +230,35 @@ def _annotate(layer, annotation: Annotation):
         )
     _version = next(_versions)
     object.__setattr__(layer, _ATTRIBUTE, annotation)
-    name = MarkedName(layer.name)
-    name.annotation = annotation
-    layer.name = name
+    _carry_through_configs(type(layer))
     return layer
+
+
+def _carry_through_configs(kind: type) -> None:
+    """Makes `kind.from_config(layer.get_config())`, which is how Keras clones, keep annotations."""
+    if "_keras_tpu_dist_carries" in vars(kind):
+        return
+    get_config, from_config = kind.get_config, kind.from_config
+
+    @functools.wraps(get_config)
+    def get_marked_config(self):
+        config = _MarkedConfig(get_config(self))
+        annotation = annotation_of(self)
+        if annotation is None:
+            return dict(config)
+        config.annotation = annotation
+        return config
+
+    @functools.wraps(from_config)
+    def from_marked_config(cls, config, *args, **kwargs):
+        layer = from_config.__func__(cls, config, *args, **kwargs)
+        if isinstance(config, _MarkedConfig):
+            _annotate(layer, config.annotation)
+        return layer
+
+    kind.get_config = get_marked_config
+    kind.from_config = classmethod(from_marked_config)
+    kind._keras_tpu_dist_carries = True
 
 
 def _check_names(layer, rules: LayoutRules) -> None:
