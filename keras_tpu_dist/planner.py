@@ -60,7 +60,8 @@ class Plan:
         Returns:
             One rule for each split variable and each output; what has none is replicated.
         """
-        pairs = {f"^{re.escape(p)}$": d.axes for p, _, d in self.decisions if any(d.axes)}
+        paths = [path for path, _, _ in self.decisions]
+        pairs = {_pattern(p, paths): d.axes for p, _, d in self.decisions if any(d.axes)}
         pairs |= {f"^{re.escape(path)}/output$": axes for path, axes in self.outputs.items()}
         return LayoutRules(pairs)
 
@@ -268,6 +269,13 @@ def slot_decision(weight: Decision, shape: Sequence[int], mesh: Mesh, data_axes)
     if split_ways(mesh, found.axes) == split_ways(mesh, weight.axes):
         return weight
     return Decision(found.axes, "shard_optimizer: split over the data axes", found.alternatives)
+
+
+def _pattern(path: str, paths: Sequence[str]) -> str:
+    """The path itself, anchored where it is also the end of another path."""
+    plain = re.escape(path)
+    longer = [p for p in paths if p != path and p.endswith(f"/{path}")]
+    return f"^{plain}$" if longer else plain
 
 
 def _worse(choice, best) -> str:

@@ -17,7 +17,7 @@ from keras_tpu_dist.explain import Explanation, layout_text, size_text
 
 # Ten colours that stay apart for colour-blind readers (Okabe-Ito, then its lighter kin).
 _COLOURS = (
-    *("#e69f00", "#56b4e9", "#009e73", "#f0e442", "#0072b2"),
+    *("#e69f00", "#56b4e9", "#009e73", "#f0e442", "#8fa8ff"),
     *("#d55e00", "#cc79a7", "#999999", "#b3de69", "#bc80bd"),
 )
 _PANELS_SHOWN = 64
@@ -446,7 +446,8 @@ def _draw_grids(figure_type, panels, title, label, colour):
     down = -(-len(panels) // across)
     rows = max(len(grid) for _, grid in panels)
     columns = max(len(grid[0]) for _, grid in panels)
-    figure = figure_type(figsize=(across * (0.9 * columns + 0.8), down * (0.45 * rows + 0.9)))
+    size = (across * (0.9 * columns + 0.8), down * (0.45 * rows + 0.7) + 0.4)
+    figure = figure_type(figsize=size, layout="constrained")
     figure.suptitle(title, fontsize=10)
     for n, (caption, grid) in enumerate(panels):
         axes = figure.add_subplot(down, across, n + 1)
@@ -458,7 +459,7 @@ def _draw_grids(figure_type, panels, title, label, colour):
             for c, cell in enumerate(line):
                 box = {"facecolor": colour(r, cell), "edgecolor": "white"}
                 axes.fill([c, c + 1, c + 1, c], [r, r, r + 1, r + 1], **box)
-                axes.text(c + 0.5, r + 0.5, label(cell), ha="center", va="center", fontsize=7)
+                axes.text(c + 0.5, r + 0.5, label(cell), ha="center", va="center", fontsize=6)
     return figure
 
 
@@ -467,7 +468,7 @@ def _draw_tensor(picture: TensorPicture, figure_type):
 
     def label(piece):
         parts = [slice_text(i, n) for i, n in zip(piece.index, picture.shape)]
-        return f"[{', '.join(parts)}]\n{_devices_text(piece)}"
+        return f"[{', '.join(parts)}]\ndevice {_devices_text(piece)}"
 
     panels = picture.panels()[:_PANELS_SHOWN]
     return _draw_grids(figure_type, panels, title, label, lambda _, piece: _colour(piece))
