@@ -50,6 +50,7 @@ class Projection:
         experts: The kernel's dimensions that input and output have too.
         bias: The bias, or `None`.
         bias_dims: For each dimension of the bias, the kernel dimension it belongs to.
+        features: Input and output features where the kernel is packed (4-bit weights).
     """
 
     layer: Any
@@ -59,15 +60,20 @@ class Projection:
     experts: tuple[int, ...] = ()
     bias: Any = None
     bias_dims: tuple[int | None, ...] = ()
+    features: tuple[int, int] | None = None
 
     @property
     def in_sizes(self) -> tuple[int, ...]:
         """The sizes of the summed dimensions."""
+        if self.features is not None:
+            return self.features[:1]
         return tuple(self.kernel.shape[dim] for dim in self.ins)
 
     @property
     def out_sizes(self) -> tuple[int, ...]:
         """The sizes of the feature dimensions."""
+        if self.features is not None:
+            return self.features[1:]
         return tuple(self.kernel.shape[dim] for dim in self.outs)
 
 
@@ -100,7 +106,8 @@ def projection_of(layer: Any) -> Projection | None:
     if isinstance(layer, keras.layers.EinsumDense):
         return _einsum_projection(layer, kernel, bias)
     if isinstance(layer, keras.layers.Dense) and rank == 2:
-        return Projection(layer, kernel, (0,), (1,), (), bias, (1,))
+        features = (layer.input_spec.axes[-1], layer.units)
+        return Projection(layer, kernel, (0,), (1,), (), bias, (1,), features)
     if isinstance(layer, _TRANSPOSED):
         return Projection(layer, kernel, (rank - 1,), (rank - 2,), (), bias, (rank - 2,))
     if isinstance(layer, _CONVOLUTIONS) and layer.groups == 1:

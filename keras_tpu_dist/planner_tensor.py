@@ -133,7 +133,7 @@ class TensorPlan:
     def _follower(self, layer) -> None:
         source = self._pairing.followers.get(id(layer))
         projection = projection_of(source) if source is not None else None
-        if projection is None:
+        if source is None or projection is None:
             return
         _, entry = self._first_dividing(projection.kernel.shape, projection.outs)
         for weight in _keras.own_variables(layer):
@@ -166,20 +166,26 @@ class TensorPlan:
         factor_a = _keras.stored_weight(layer, f"lora_{name}_a")
         factor_b = _keras.stored_weight(layer, f"lora_{name}_b")
         reason = f"follows {base.path!r}"
-        if factor_a is not None and tuple(factor_a.shape[:-1]) == shape[:-1]:
+        if factor_a is not None and len(factor_a.shape) == len(shape):
             self._put(factor_a, (*axes[:-1], None), reason)
-        if factor_b is not None and factor_b.shape[-1] == shape[-1]:
+        if factor_b is not None:
             self._put(factor_b, (*(None,) * (len(factor_b.shape) - 1), axes[-1]), reason)
-        scale = _keras.stored_weight(layer, f"{name}_scale")
-        if scale is None:
-            return
-        if len(scale.shape) == len(shape):
-            kept = tuple(e if n == m else None for e, n, m in zip(axes, scale.shape, shape))
-            self._put(scale, kept, reason)
-        elif tuple(scale.shape) == tuple(shape[d] for d in outs):
-            self._put(scale, tuple(axes[d] for d in outs), reason)
-        elif name == "embeddings" and tuple(scale.shape) == shape[:1]:
-            self._put(scale, axes[:1], reason)
+        for companion in (f"{name}_scale", f"{name}_zero"):
+            scale = _keras.stored_weight(layer, companion)
+            if scale is not None:
+                self._put(scale, self._scale_axes(scale, shape, axes, outs), reason)
+
+    @staticmethod
+    def _scale_axes(scale, shape, axes: Axes, outs) -> Axes:
+        """One scale per output feature, per group and feature, or per row of an embedding."""
+        if len(scale.shape) == len(shape) == 2:
+            return (None, axes[1]) if scale.shape[1] >= shape[1] else ()
+        if tuple(scale.shape) == tuple(shape[d] for d in outs):
+            return tuple(axes[d] for d in outs)
+        if tuple(scale.shape) == shape[:1]:
+            return axes[:1]
+        same = len(scale.shape) == len(shape)
+        return tuple(e if n == m else None for e, n, m in zip(axes, scale.shape, shape) if same)
 
     def _first_dividing(self, shape, dims) -> tuple[int, Any]:
         for dim in dims:
@@ -194,6 +200,8 @@ class TensorPlan:
                 reason = f"{reason}; but {tuple(variable.shape)} does not divide as {axes}"
                 axes = ()
                 break
+        if not any(axes):
+            axes = ()
         self.decisions[id(variable)] = Decision(axes, f"tensor_parallel: {reason}")
 
     def _keep(self, layer, reason: str) -> None:

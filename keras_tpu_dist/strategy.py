@@ -293,7 +293,7 @@ class TPUStrategy(keras.distribution.ModelParallel):
         if what is None or isinstance(what, Mesh | keras.distribution.DeviceMesh):
             return picture_of_mesh(self._mesh if not isinstance(what, Mesh) else what)
         if isinstance(what, keras.Model):
-            return ModelPicture(self.explain(what))
+            return ModelPicture(explain_model(what, self.placement(what), self._mesh))
         if isinstance(what, keras.Variable):
             return picture_of_tensor(what.path, what.shape, self.get_variable_layout(what))
         if isinstance(what, jax.Array) and isinstance(what.sharding, NamedSharding):
