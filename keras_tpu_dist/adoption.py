@@ -35,13 +35,12 @@ class Membership:
         )
         if same and self._version == annotations.version() and self.placement is not None:
             return self._targets
-        before, self.placement = self.placement, self.strategy.placement(model)
-        if before is not None and before.layouts_of_outputs() != (
-            self.placement.layouts_of_outputs()
-        ):
+        before, after = self.placement, self.strategy.placement(model)
+        if before is not None and before.layouts_of_outputs() != after.layouts_of_outputs():
             _keras.forget_functions(model)
+        self.placement = after
         self._version = annotations.version()
-        self._targets = [(v, self.strategy._target(v, self.placement)) for v in variables]
+        self._targets = [(v, self.strategy._target(v, after)) for v in variables]
         return self._targets
 
 

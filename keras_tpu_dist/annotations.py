@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import keras
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.errors import did_you_mean, message
@@ -77,7 +77,7 @@ def split(layer: Any, output: Any = None, **weights: Sequence | None) -> Any:
                 fix='Write for example split(layer, kernel=(None, "model")), or replicate(layer).',
             )
         )
-    rules = LayoutRules(weights)
+    rules = LayoutRules([(name, () if axes is None else axes) for name, axes in weights.items()])
     for axes in _leaves(output):
         LayoutRules([("output", axes)])
     _check_names(layer, rules)
@@ -162,7 +162,7 @@ def annotated(model: Any) -> Annotated:
     return Annotated(weights, outputs, tuple(unknown))
 
 
-def place_output(outputs: Any, layout: Any, mesh: Mesh) -> Any:
+def place_output(outputs: Any, layout: Any, mesh: Any) -> Any:
     """Lays a layer's outputs, whatever their structure, as an annotation or rule says.
 
     Args:
@@ -187,7 +187,9 @@ def place_output(outputs: Any, layout: Any, mesh: Mesh) -> Any:
     _check_structure(not isinstance(layout, (dict, list)), outputs, layout)
     if layout is None:
         return outputs
-    sharding = layout if isinstance(layout, NamedSharding) else named_sharding(mesh, layout)
+    if not isinstance(layout, NamedSharding):
+        layout = named_sharding(mesh, tuple(layout))
+    sharding: NamedSharding = layout
     return keras.tree.map_structure(lambda leaf: _place_leaf(leaf, sharding), outputs)
 
 
@@ -198,8 +200,8 @@ def _place_leaf(leaf, sharding: NamedSharding):
         # Inside shard_map there is no whole array left to lay out.
         manual = jax.sharding.get_abstract_mesh().manual_axes
         return leaf if manual else jax.lax.with_sharding_constraint(leaf, sharding)
-    entries = zip(leaf.shape, tuple(sharding.spec))
-    uneven = any(size % axis_size(sharding.mesh, entry) for size, entry in entries)
+    mesh: Any = sharding.mesh
+    uneven = any(n % axis_size(mesh, entry) for n, entry in zip(leaf.shape, sharding.spec))
     # Only a compiled program can hold an uneven array.
     return leaf if uneven else jax.device_put(leaf, sharding)
 

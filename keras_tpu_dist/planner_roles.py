@@ -106,7 +106,8 @@ def projection_of(layer: Any) -> Projection | None:
     if isinstance(layer, keras.layers.EinsumDense):
         return _einsum_projection(layer, kernel, bias)
     if isinstance(layer, keras.layers.Dense) and rank == 2:
-        features = (layer.input_spec.axes[-1], layer.units)
+        spec: Any = layer.input_spec
+        features = (spec.axes[-1], layer.units)
         return Projection(layer, kernel, (0,), (1,), (), bias, (1,), features)
     if isinstance(layer, _TRANSPOSED):
         return Projection(layer, kernel, (rank - 1,), (rank - 2,), (), bias, (rank - 2,))

@@ -194,7 +194,7 @@ class TPUStrategy(keras.distribution.ModelParallel):
         """
         return adoption.choose_layout(variable, self)
 
-    def get_tensor_layout(self, path: str) -> NamedSharding | None:
+    def get_tensor_layout(self, path: str) -> Any:
         """The layout of a layer's output, or `None`.
 
         Args:

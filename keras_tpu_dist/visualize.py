@@ -1,6 +1,7 @@
 """Pictures of meshes, of tensors over a mesh, and of models: terminal, HTML/SVG, PNG."""
 
 import html
+import io
 import itertools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -354,17 +355,9 @@ def slice_text(index: tuple[int, int], size: int) -> str:
 
 
 def _plain(renderable) -> str:
-    console = Console(width=120, color_system=None, record=True, file=_Nowhere())
+    console = Console(width=120, color_system=None, record=True, file=io.StringIO())
     console.print(renderable)
     return console.export_text().rstrip()
-
-
-class _Nowhere:
-    def write(self, text):
-        """Drops it: the console records."""
-
-    def flush(self):
-        """Has nothing to flush."""
 
 
 def _devices_text(piece: Piece) -> str:

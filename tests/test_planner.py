@@ -6,6 +6,7 @@ import keras
 import pytest
 from jax.sharding import AbstractMesh
 
+from keras_tpu_dist import _keras
 from keras_tpu_dist.layout import checked, split_ways
 from keras_tpu_dist.planner import Planner, slot_decision
 
@@ -347,3 +348,23 @@ def test_auto_takes_the_smallest_change_that_fits():
 def test_what_is_no_plan():
     with pytest.raises(ValueError, match=r"in one word.*layout='fdsp'.*Did you mean 'fsdp'"):
         Planner("fdsp")
+
+
+def test_the_private_names_that_read_a_model_exist():
+    """Plans would be silently empty if Keras renamed one of these."""
+    x = keras.Input((8,))
+    model = keras.Model(x, L.Dense(4, name="a")(L.ReLU()(x)))
+    assert [type(layer).__name__ for layer in _keras.flatten_layers(model)][-1] == "Dense"
+    assert len(_keras.flatten_layers(model)) == 4
+    assert len(_keras.sublayers(model)) == 3
+    dense = model.layers[-1]
+    assert _keras.own_variables(dense) == [dense.kernel, dense.bias]
+    assert _keras.own_variables(model) == []
+    assert _keras.stored_weight(dense, "kernel") is dense.kernel
+    assert _keras.stored_weight(dense, "gamma") is None
+    calls = _keras.graph(model)
+    assert [operation for _, operation, _ in calls] == model.layers
+    assert [node for node, _, _ in calls][1:2] == calls[2][2]
+    assert _keras.graph(dense) is None
+    sequential = keras.Sequential([x, L.Dense(4)])
+    assert len(_keras.graph(sequential)) == 2
