@@ -1,10 +1,10 @@
 """Steps per second of `fit` under TPUStrategy, stock DataParallel and a hand-written loop.
 
-    python benchmarks/fit_overhead.py [--rounds 9] [--steps 60]
+    python benchmarks/fit_overhead.py [--rounds 9] [--steps 100]
 
-All three run the same model, data and mesh (8 simulated devices unless a TPU is attached) in one
-process, in turn; the table gives the median over rounds of steps per second, and of the ratio of
-TPUStrategy to each of the others within a round.
+All three run the same model, data and mesh (8 simulated devices) in one
+process, in random turns; the table gives the median over rounds of steps per second, and of the
+ratio of TPUStrategy to each of the others within a round.
 """
 
 import argparse
@@ -133,9 +133,7 @@ def measure(build, batch_size, steps, rounds):
     }
     seconds = {name: [] for name in runs}
     for turn in range(rounds + 1):
-        # The order turns, so that no candidate always runs after the same other one.
-        names = list(runs)
-        for name in names[turn % 3 :] + names[: turn % 3]:
+        for name in rng.permutation(list(runs)):
             start = time.perf_counter()
             runs[name]()
             if turn:
@@ -150,7 +148,7 @@ def measure(build, batch_size, steps, rounds):
 def main():
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     arguments.add_argument("--rounds", type=int, default=9)
-    arguments.add_argument("--steps", type=int, default=60)
+    arguments.add_argument("--steps", type=int, default=100)
     arguments.add_argument("--batch-size", type=int, default=256)
     arguments = arguments.parse_args()
     ktd.simulate(8)

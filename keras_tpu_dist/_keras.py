@@ -18,6 +18,7 @@ functions, and a `Trainer` that gives its variables back on an exception.
 """
 
 import functools
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -206,7 +207,12 @@ def forget_state(model: Any) -> None:
 
 def has_state(model: Any) -> bool:
     """Whether a trainer may hold state that its variables do not."""
-    return model._jax_state is not None or not model._jax_state_synced
+    return getattr(model, "_jax_state", None) is not None or not model._jax_state_synced
+
+
+def is_synced(model: Any) -> bool:
+    """Whether the variables, not the trainer's own record, hold the newest state."""
+    return model._jax_state_synced
 
 
 def forget_functions(model: Any) -> None:
@@ -314,3 +320,72 @@ def graph(model: Any) -> list[tuple[Any, Any, list]] | None:
         return None
     nodes = [node for depth in sorted(by_depth, reverse=True) for node in by_depth[depth]]
     return [(node, node.operation, list(node.parent_nodes)) for node in nodes]
+
+
+def install_attention(replacement: Callable[..., object]) -> None:
+    """Routes every dot-product attention of Keras's JAX backend through `replacement`.
+
+    `keras.ops.dot_product_attention` looks the function up in the backend's `nn` module at each
+    call, so replacing it there reaches the op, its symbolic form, MultiHeadAttention,
+    GroupedQueryAttention and libraries built on them. A second call replaces the first.
+
+    Public replacement: a way to register an attention implementation with Keras.
+
+    Args:
+        replacement: Called as `replacement(stock, query, key, value, **options)`, where `stock` is
+            Keras's own function and `options` are all of its other arguments.
+
+    Raises:
+        ImportError: If this Keras has another function, or another signature, at that place.
+    """
+    module = keras.src.backend.nn
+    stock = getattr(module, "dot_product_attention", None)
+    stock = getattr(stock, "__wrapped__", stock)
+    names = tuple(inspect.signature(stock).parameters) if stock is not None else ()
+    if stock is None or names != ATTENTION_PARAMETERS:
+        raise ImportError(
+            "keras_tpu_dist replaces keras.src.backend.jax.nn.dot_product_attention, which "
+            f"Keras 3.15 has with parameters {ATTENTION_PARAMETERS}. Received: Keras "
+            f"{keras.__version__} with {names}. Install keras>=3.15,<3.16, or a newer "
+            "keras_tpu_dist."
+        )
+
+    @functools.wraps(stock)
+    def dot_product_attention(
+        query,
+        key,
+        value,
+        bias=None,
+        mask=None,
+        scale=None,
+        is_causal=False,
+        flash_attention=None,
+        attn_logits_soft_cap=None,
+    ):
+        return replacement(
+            stock,
+            query,
+            key,
+            value,
+            bias=bias,
+            mask=mask,
+            scale=scale,
+            is_causal=is_causal,
+            flash_attention=flash_attention,
+            attn_logits_soft_cap=attn_logits_soft_cap,
+        )
+
+    module.dot_product_attention = dot_product_attention
+
+
+ATTENTION_PARAMETERS = (
+    "query",
+    "key",
+    "value",
+    "bias",
+    "mask",
+    "scale",
+    "is_causal",
+    "flash_attention",
+    "attn_logits_soft_cap",
+)

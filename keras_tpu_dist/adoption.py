@@ -10,7 +10,7 @@ import keras
 
 from keras_tpu_dist import _keras, annotations
 from keras_tpu_dist.errors import message
-from keras_tpu_dist.loop import StateGuard
+from keras_tpu_dist.guard import StateGuard
 from keras_tpu_dist.planner_placement import Placement
 
 logger = logging.getLogger("keras_tpu_dist")

@@ -104,6 +104,31 @@ class BatchPlacer:
         arrays = jax.device_put(padded, list(plan.shardings))
         return PlacedBatch(jax.tree.unflatten(treedef, arrays), plan.slots)
 
+    def place_many(self, batches: list) -> PlacedBatch | None:
+        """Transfers several batches of one shape at once, for a launch of several steps.
+
+        Args:
+            batches: Host batches.
+
+        Returns:
+            The batches stacked along a new first dimension, with the slots of one of them; or
+            `None` if they differ in structure or shape, or cannot be stacked.
+        """
+        planned = [self._planned(batch) for batch in batches]
+        leaves, treedef, plan = planned[0]
+        if any(other is not plan or tree != treedef for _, tree, other in planned):
+            return None
+        if any(isinstance(leaf, JAXSparse) for leaf in leaves):
+            return None
+        columns = [np.stack(column) for column in zip(*(leaves for leaves, _, _ in planned))]
+        padded = [
+            _pad(column, slot.axis + 1, padding) if padding and slot.axis is not None else column
+            for column, slot, padding in zip(columns, plan.slots, plan.paddings)
+        ]
+        shardings = [self.sharding(s.axis if s.axis is None else s.axis + 1) for s in plan.slots]
+        arrays = jax.device_put(padded, shardings)
+        return PlacedBatch(jax.tree.unflatten(treedef, arrays), plan.slots)
+
     def place_eagerly(self, batch: Any) -> Any:
         """Transfers a host batch for code that is not compiled.
 
@@ -227,11 +252,65 @@ class DeviceIterator:
             raise item
         return item
 
-    def _look_ahead(self) -> int:
+    def take_steps(self, steps: int, place_group: Callable[[list], list]) -> tuple[Any, int]:
+        """What to launch next: one placed batch, or several of one shape stacked.
+
+        Args:
+            steps: The most steps the caller wants to run.
+            place_group: From host batches to a list of `(placed, number of steps)`, or of
+                exceptions in place of what could not be placed.
+
+        Returns:
+            A placed batch and its number of steps.
+
+        Raises:
+            StopIteration: At the end of the input.
+        """
+        if not self._ahead:
+            self._read_group(min(steps, self._left_in_epoch()), place_group)
+        if not self._ahead:
+            raise StopIteration
+        item = self._ahead.popleft()
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+    def prepare_steps(self, steps: int, place_group: Callable[[list], list]) -> None:
+        """Reads and transfers the next group while the devices run the one before."""
+        if not self._ahead and not self.at_epoch_end:
+            self._read_group(min(steps, self._left_in_epoch()), place_group)
+
+    @property
+    def at_epoch_end(self) -> bool:
+        """Whether all steps of an epoch of known length have been taken."""
+        return bool(self._steps_per_epoch) and not (
+            self._ahead or self._taken % self._steps_per_epoch
+        )
+
+    def _read_group(self, steps: float, place_group) -> None:
+        group: list = []
+        error = None
+        try:
+            while not self._ended and len(group) < steps:
+                group.append(next(self._batches))
+        except StopIteration:
+            self._ended = True
+        except Exception as caught:
+            # Kept, not swallowed: raised after the steps that come before it.
+            self._ended, error = True, caught
+        self._taken += len(group)
+        if group:
+            self._ahead.extend(place_group(group))
+        if error is not None:
+            self._ahead.append(error)
+
+    def _left_in_epoch(self) -> float:
         if not self._steps_per_epoch:
-            return self._prefetch
-        left_in_epoch = self._steps_per_epoch - self._taken % self._steps_per_epoch
-        return min(self._prefetch, left_in_epoch - 1)
+            return math.inf
+        return self._steps_per_epoch - self._taken % self._steps_per_epoch
+
+    def _look_ahead(self) -> int:
+        return int(min(self._prefetch, self._left_in_epoch() - 1))
 
     def _pull(self, place) -> None:
         try:

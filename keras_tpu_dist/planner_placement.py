@@ -48,6 +48,7 @@ class Placement:
     plan: Plan | None
     annotations: Annotated
     _setting: Setting = field(repr=False)
+    _slot_ids: frozenset[int] = field(repr=False)
 
     def decision(self, variable: Any) -> Decision:
         """The decision for a variable, valid for its shape.
@@ -64,7 +65,7 @@ class Placement:
 
     def is_slot(self, variable: Any) -> bool:
         """Whether a variable is an optimizer's slot, whose layout Keras copied from its weight."""
-        return any(slot is variable for slot, _ in self.slots)
+        return id(variable) in self._slot_ids
 
     def layouts_of_outputs(self) -> dict[str, Any]:
         """From a layer's path to the layout of its output, by annotation or plan."""
@@ -108,7 +109,8 @@ def place(model: Any, setting: Setting, given: Any) -> Placement:
         if setting.shard_optimizer:
             own = slot_decision(own, slot.shape, setting.mesh, setting.data_axes)
         decisions[id(slot)] = own
-    return Placement(decisions, slots, plan, notes, setting)
+    slot_ids = frozenset(id(slot) for slot, _ in slots)
+    return Placement(decisions, slots, plan, notes, setting, slot_ids)
 
 
 def _decide(variable, given, notes: Annotated, setting: Setting, plan: Plan | None) -> Decision:

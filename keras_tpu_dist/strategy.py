@@ -9,11 +9,12 @@ import jax
 import keras
 from jax.sharding import Mesh, NamedSharding
 
-from keras_tpu_dist import _keras, adoption
+from keras_tpu_dist import _keras, adoption, attention
 from keras_tpu_dist.annotations import place_output
 from keras_tpu_dist.data import BatchPlacer, DeviceIterator
 from keras_tpu_dist.errors import message
 from keras_tpu_dist.explain import Explanation, VariableRow, explain_model, one_row
+from keras_tpu_dist.guard import StateGuard, recover, states_to_keep
 from keras_tpu_dist.layout import (
     Decision,
     LayoutRules,
@@ -23,7 +24,7 @@ from keras_tpu_dist.layout import (
     named_sharding,
 )
 from keras_tpu_dist.lint import LintReport, lint_model, log_report
-from keras_tpu_dist.loop import StateGuard, make_step, recover, should_donate
+from keras_tpu_dist.loop import make_step
 from keras_tpu_dist.mesh import MeshLike, build_mesh, checked_data_axes
 from keras_tpu_dist.planner import PLANS, Plan, Planner
 from keras_tpu_dist.planner_placement import Placement, Setting, place
@@ -57,8 +58,8 @@ class TPUStrategy(keras.distribution.ModelParallel):
         prefetch: Number of batches held ready on the devices ahead of the running step.
         donate_state: Whether a train step overwrites its input state. `True` halves the memory
             of the state; after a failure inside a launch the weights are those of the start of
-            the epoch. `False` keeps the state before every step. `"auto"` keeps it where the
-            state is small (5 % of the device's memory, or 256 MiB where that is unknown).
+            the epoch. `False` keeps the state before every step. `"auto"` keeps it where two
+            states fit in 10 % of the device's memory (256 MiB where that is unknown).
         shard_optimizer: Whether optimizer slots are split over the data axes while the weights
             stay as `layout` says (ZeRO-1).
 
@@ -359,6 +360,9 @@ class TPUStrategy(keras.distribution.ModelParallel):
         with self.scope():
             member = adoption.adopt(model, self)
             outer, self._running_member = self._running_member, member
+            if member.guard is not None:
+                # What a fit around this call has kept is in the variables by now.
+                member.guard.release()
             try:
                 yield
             except BaseException:
@@ -377,8 +381,8 @@ class TPUStrategy(keras.distribution.ModelParallel):
             placement = member.placement or self.placement(model)
             log_report(lint_model(model, placement, self._setting, cheap=True))
         if member.guard is None:
-            donate = should_donate(self._donate_state, _keras.state_variables(model))
-            member.guard = StateGuard(donate)
+            kept = states_to_keep(self._donate_state, _keras.state_variables(model))
+            member.guard = StateGuard(kept)
         return make_step(model, kind, self._placer, member.guard)
 
     def _state_read(self, model, state) -> None:
@@ -485,3 +489,4 @@ def _no_data(received: str) -> str:
 
 
 _keras.install(adoption.find_strategy, adoption.created)
+attention.install()

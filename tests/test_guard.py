@@ -185,8 +185,8 @@ class Sabotage:
 
         real = loop._jit
 
-        def sabotaged(trainer, kind, *rest):
-            step = real(trainer, kind, *rest)
+        def sabotaged(trainer, kind, *rest, **options):
+            step = real(trainer, kind, *rest, **options)
             calls = []
 
             def run(state, batch):
@@ -226,8 +226,8 @@ def test_ctrl_c_within_a_launch_waits_until_the_new_state_has_a_name(monkeypatch
 
     real = loop._jit
 
-    def interrupting(trainer, kind, *rest):
-        step = real(trainer, kind, *rest)
+    def interrupting(trainer, kind, *rest, **options):
+        step = real(trainer, kind, *rest, **options)
         calls = []
 
         def run(state, batch):
@@ -260,14 +260,16 @@ def test_nan_check_of_jax_names_the_failure_and_keeps_the_weights():
 
 
 def test_auto_keeps_small_states_and_donates_large_ones(monkeypatch):
-    from keras_tpu_dist.loop import should_donate
+    from keras_tpu_dist.guard import states_to_keep
 
-    model = built(mlp, _strategy())
-    assert not should_donate("auto", model.variables)
-    assert should_donate(True, model.variables)
-    monkeypatch.setattr("keras_tpu_dist.loop._KEEP_BYTES_WHERE_MEMORY_IS_UNKNOWN", 100)
-    assert should_donate("auto", model.variables)
-    assert not should_donate(False, model.variables)
+    variables = built(mlp, _strategy()).variables
+    state_bytes = sum(v.value.nbytes for v in variables)
+    assert [states_to_keep(s, variables) for s in ("auto", False, True)] == [16, 16, 0]
+    budget = "keras_tpu_dist.guard._KEEP_BYTES_WHERE_MEMORY_IS_UNKNOWN"
+    monkeypatch.setattr(budget, 3 * state_bytes)
+    assert [states_to_keep(s, variables) for s in ("auto", False, True)] == [3, 3, 0]
+    monkeypatch.setattr(budget, state_bytes)
+    assert [states_to_keep(s, variables) for s in ("auto", False, True)] == [0, 2, 0]
 
 
 @pytest.mark.parametrize("bad", ["sometimes", 3])

@@ -133,7 +133,17 @@ def test_import_order_goes_one_way():
 
     order = [
         *("_keras", "errors", "simulation", "topology", "mesh", "layout", "planner"),
-        *("annotations", "lint", "data", "loop", "attention", "replica", "adoption", "strategy"),
+        *(
+            "annotations",
+            "lint",
+            "data",
+            "guard",
+            "loop",
+            "attention",
+            "replica",
+            "adoption",
+            "strategy",
+        ),
         *("recurrence", "layers", "hlo", "dryrun", "visualize", "callbacks", "__main__"),
     ]
     root = pathlib.Path(ktd.__file__).parent

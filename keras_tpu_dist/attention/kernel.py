@@ -1,0 +1,242 @@
+"""Flash attention on one device's share: JAX's splash kernel, with every mask made exact.
+
+References:
+    - The kernel: https://github.com/jax-ml/jax/tree/main/jax/experimental/pallas/ops/tpu/splash_attention
+    - FlashAttention-2, https://arxiv.org/abs/2307.08691
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+LANES = 128  # a block of keys must fill whole vector registers
+_BLOCKS = (512, 384, 256, 128)
+# Setting up one more block is taken to cost as much as this many rows. An estimate: it only
+# weighs padding against small blocks, and has not been measured on a chip.
+_ROWS_PER_STEP = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """How one sequence is cut: its length after padding, and the block size that divides it."""
+
+    padded: int
+    block: int
+
+
+@functools.lru_cache(maxsize=256)
+def tiling(length: int) -> Tiling:
+    """Chooses the block size that wastes least on padding and on many small blocks.
+
+    Args:
+        length: Sequence length, at least 1.
+
+    Returns:
+        The `Tiling`.
+
+    Example:
+
+    >>> tiling(1024)
+    Tiling(padded=1024, block=512)
+    >>> tiling(100)
+    Tiling(padded=128, block=128)
+    """
+    options = (Tiling(-(-length // block) * block, block) for block in _BLOCKS)
+    return min(options, key=lambda t: t.padded * (1 + _ROWS_PER_STEP / t.block))
+
+
+@dataclasses.dataclass(frozen=True)
+class _StaticMask(splash.Mask):
+    """Causality and padded keys, computed inside the kernel instead of read from memory.
+
+    The kernel skips blocks that this mask empties, and calls `mask_function` with the row and
+    column numbers of the others. Equal masks must hash alike: the kernel caches by mask.
+    """
+
+    rows: int
+    columns: int
+    true_columns: int
+    is_causal: bool
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows, self.columns
+
+    @property
+    def q_sequence(self) -> np.ndarray:
+        return np.arange(self.rows, dtype=np.int32)
+
+    def mask_function(self, rows, columns):
+        real = columns < self.true_columns
+        if not self.is_causal:
+            return real & (rows >= 0)  # as tall as the block, which the kernel asks of a mask
+        return real & (rows >= columns) if self.true_columns < self.columns else rows >= columns
+
+    def __getitem__(self, index) -> np.ndarray:
+        rows, columns = (
+            np.arange(*part.indices(size)) for size, part in zip(self.shape, index, strict=True)
+        )
+        return np.asarray(self.mask_function(rows[:, None], columns[None, :]))
+
+
+def _block_sizes(rows: int, columns: int) -> splash.BlockSizes:
+    # Not the fused backward kernel: it keeps one dq per key block, in the input's dtype.
+    return splash.BlockSizes(
+        block_q=rows,
+        block_kv=columns,
+        block_q_dkv=rows,
+        block_kv_dkv=columns,
+        block_q_dq=rows,
+        block_kv_dq=columns,
+    )
+
+
+def _heads_first(x: jax.Array, length: int) -> jax.Array:
+    """`(batch, time, heads, width)` to `(batch, heads, length, width)`, zeros behind."""
+    x = jnp.swapaxes(x, 1, 2)
+    return jnp.pad(x, ((0, 0), (0, 0), (0, length - x.shape[2]), (0, 0)))
+
+
+def _static_kernel(make, heads: int, time: int, source: int, is_causal: bool):
+    rows, columns = tiling(time), tiling(source)
+    if is_causal or columns.padded > source:
+        mask = _StaticMask(rows.padded, columns.padded, source, is_causal)
+    else:
+        mask = splash.FullMask((rows.padded, columns.padded))
+    return make(splash.MultiHeadMask([mask] * heads))
+
+
+def _pad_dense(mask: jax.Array, rows: int, columns: int) -> jax.Array:
+    """Pads a mask and lets every row that sees nothing see the first key.
+
+    The kernel skips blocks that a mask empties; a row that never runs divides by zero, and its
+    NaN would reach the gradients of keys and values. What such rows compute is replaced.
+    """
+    mask = jnp.pad(mask, ((0, 0), (0, 0), (0, rows - mask.shape[2]), (0, columns - mask.shape[3])))
+    blind = ~jnp.any(mask, axis=-1, keepdims=True)
+    return mask | (blind & (jnp.arange(columns) == 0))
+
+
+def _seen_by_row(valid: jax.Array, time: int, is_causal: bool) -> jax.Array:
+    """Whether each row sees a key, `(batch, time)`; `valid` is `(batch, source)`."""
+    if not is_causal:
+        return jnp.broadcast_to(jnp.any(valid, axis=1)[:, None], (valid.shape[0], time))
+    so_far = jax.lax.cummax(valid.astype(jnp.int32), axis=1) > 0
+    return so_far[:, np.minimum(np.arange(time), valid.shape[1] - 1)]
+
+
+def flash_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mask: jax.Array | None,
+    *,
+    is_causal: bool,
+    soft_cap: float | None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Attention without a `(time, source)` buffer per head, for arrays that lie on one device.
+
+    Lengths are padded to whole blocks inside. The mask is passed in the cheapest form that its
+    shape allows: a mask of keys only (`time` is 1) as segment ids, a mask of queries only
+    (`source` is 1) not at all, any other as one boolean matrix per batch row, shared by the heads
+    that share it. A row that sees no key gets the mean of all values, as from XLA attention.
+
+    Args:
+        query: `(batch, time, heads, width)`, float32 or bfloat16, already scaled.
+        key: `(batch, source, kv_heads, width)`; `kv_heads` divides `heads`.
+        value: `(batch, source, kv_heads, value_width)`.
+        mask: Boolean, rank 4, each dimension 1 or that of `(batch, heads, time, source)`, or
+            `None`.
+        is_causal: Whether query `i` sees only keys `0..i`.
+        soft_cap: `cap * tanh(logits / cap)`, or `None`.
+        interpret: Run the kernel's program in plain JAX, on any platform, for tests.
+
+    Returns:
+        `(batch, time, heads, value_width)` in the dtype of `query`.
+    """
+    time, source, heads = query.shape[1], key.shape[1], query.shape[2]
+    rows, columns = tiling(time), tiling(source)
+    make = functools.partial(
+        splash.make_splash_mha,
+        head_shards=1,
+        q_seq_shards=1,
+        block_sizes=_block_sizes(rows.block, columns.block),
+        attn_logits_soft_cap=soft_cap,
+        interpret=interpret,
+    )
+    arrays = (
+        _heads_first(query, rows.padded),
+        _heads_first(key, columns.padded),
+        _heads_first(value, columns.padded),
+    )
+    sees = None
+    if mask is None or mask.shape[3] == 1:
+        output = jax.vmap(_static_kernel(make, heads, time, source, is_causal))(*arrays)
+        sees = mask
+    elif mask.shape[1] == mask.shape[2] == 1:
+        output, sees = _with_key_mask(make, arrays, mask[:, 0, 0], time, is_causal)
+    else:
+        output, sees = _with_dense_mask(make, arrays, mask, is_causal)
+    output = jnp.swapaxes(jnp.asarray(output)[:, :, :time], 1, 2)
+    if sees is None:
+        return output
+    mean = jnp.mean(value.astype(jnp.float32), axis=1, keepdims=True).astype(output.dtype)
+    mean = jnp.repeat(mean, heads // value.shape[2], axis=2)
+    return jnp.where(jnp.swapaxes(sees, 1, 2), output, mean)
+
+
+def _with_key_mask(make, arrays, valid: jax.Array, time: int, is_causal: bool):
+    """Keys of another segment than every query's are those that the mask hides."""
+    query, key = arrays[0], arrays[1]
+    batch, source = query.shape[0], valid.shape[1]
+    valid = jnp.broadcast_to(valid, (batch, source))
+    segments = splash.SegmentIds(
+        q=jnp.ones((batch, query.shape[2]), jnp.int32),
+        kv=jnp.pad(valid.astype(jnp.int32), ((0, 0), (0, key.shape[2] - source))),
+    )
+    kernel = _static_kernel(make, query.shape[1], time, source, is_causal)
+    output = jax.vmap(kernel)(*arrays, segments)
+    return output, _seen_by_row(valid, time, is_causal)[:, None, :, None]
+
+
+def _with_dense_mask(make, arrays, mask: jax.Array, is_causal: bool):
+    """One boolean matrix per batch row.
+
+    With several blocks the kernel runs row by row and skips those that the row's mask empties;
+    with a single block there is nothing to skip, and all rows go in one launch.
+    """
+    query, key = arrays[0], arrays[1]
+    if is_causal:
+        mask = mask & jnp.tril(jnp.ones(mask.shape[2:], bool))
+    sees = jnp.any(mask, axis=-1, keepdims=True)
+    mask = _pad_dense(mask, query.shape[2], key.shape[2])
+
+    def one_row(mask, query, key, value):
+        kernel = make(mask)
+        # The kernel's maker turns this flag into an array, which is not readable inside a jit.
+        info = kernel.fwd_mask_info._replace(is_dynamic_mask=True)
+        if info.block_mask.shape[1:] == (1, 1):
+            kernel.dq_mask_info = _no_skipping(kernel.dq_mask_info)
+            kernel.dkv_mask_info = _no_skipping(kernel.dkv_mask_info)
+            info = _no_skipping(info)
+        kernel.fwd_mask_info = info
+        return kernel(query, key, value)
+
+    if mask.shape[0] == 1:
+        return jax.vmap(functools.partial(one_row, mask[0]))(*arrays), sees
+    return jax.vmap(one_row)(mask, *arrays), sees
+
+
+def _no_skipping(info):
+    """Block numbers that are the same for every batch row, so that rows need no loop."""
+    heads = info.block_mask.shape[0]
+    return info._replace(
+        block_mask=jnp.ones((heads, 1, 1), jnp.int32),
+        data_next=jnp.zeros((heads, 1, 1), jnp.int32),
+        mask_next=jnp.arange(heads, dtype=jnp.int32).reshape(heads, 1, 1),
+    )

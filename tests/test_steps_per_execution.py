@@ -1,0 +1,196 @@
+"""N steps in one launch give what N single steps give, with a bounded number of programs."""
+
+import jax
+import keras
+import numpy as np
+import pytest
+from helpers import assert_close, built, data
+
+import keras_tpu_dist as ktd
+
+
+class Counting(keras.Model):
+    """Counts the traces of its steps; dropout, batch statistics and a metric are its state."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers_of_it = [
+            keras.layers.Dense(5, use_bias=False),  # batch statistics undo a bias
+            keras.layers.BatchNormalization(),
+            keras.layers.Dropout(0.2),
+            keras.layers.Dense(3, activation="softmax"),
+        ]
+        self.traces = []
+
+    def call(self, x, training=False):
+        for layer in self.layers_of_it:
+            x = layer(x, training=training) if layer.name[0] in "bd" else layer(x)
+        return x
+
+    def train_step(self, state, data):
+        self.traces.append(("train", len(data[0])))
+        return super().train_step(state, data)
+
+    def test_step(self, state, data):
+        self.traces.append(("test", len(data[0])))
+        return super().test_step(state, data)
+
+    def predict_step(self, state, data):
+        self.traces.append(("predict", len(keras.tree.flatten(data)[0])))
+        return super().predict_step(state, data)
+
+
+def _build(steps_per_execution, optimizer=lambda: keras.optimizers.Adam(0.01)):
+    def build():
+        model = Counting()
+        model.compile(
+            optimizer(),
+            "sparse_categorical_crossentropy",
+            metrics=["accuracy"],
+            steps_per_execution=steps_per_execution,
+        )
+        return model
+
+    return build
+
+
+def _strategy():
+    return ktd.TPUStrategy({"data": 4, "model": 2})
+
+
+def _run(model, x, y, batch_size=4, epochs=2):
+    history = model.fit(x, y, batch_size=batch_size, epochs=epochs, verbose=0).history
+    return {
+        "history": history,
+        "weights": model.get_weights(),
+        "metrics": [v.numpy() for v in model.metrics_variables],
+        "evaluation": model.evaluate(x, y, batch_size=batch_size, verbose=0),
+        "predictions": model.predict(x, batch_size=batch_size, verbose=0),
+        "optimizer": [v.numpy() for v in model.optimizer.variables],
+    }
+
+
+@pytest.mark.parametrize("tail", [0, 3])
+@pytest.mark.parametrize("steps", [1, 7, 64, 100])
+def test_any_number_of_steps_equals_one_by_one(steps, tail):
+    x, y = data(4 * steps + tail)
+    expected = _run(built(_build(1), _strategy()), x, y)
+    for n in (2, 7, 32):
+        model = built(_build(n), _strategy())
+        assert_close(_run(model, x, y), expected, 1e-6)
+        # Traced: the scan where it fits, the single step for what is left over, the tail.
+        scans, single = steps >= n, bool(steps % n) or (tail and steps % n) or steps < n
+        mixed = tail and (steps + 1) % n == 0 and steps % n
+        bound = int(scans) + int(bool(single or mixed)) + int(bool(tail))
+        for kind in ("train", "test", "predict"):
+            assert len([t for t in model.traces if t[0] == kind]) <= bound
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=3),
+        lambda: keras.optimizers.SGD(0.05, momentum=0.9, use_ema=True, ema_overwrite_frequency=5),
+        lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.05)),
+        lambda: keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.1, 20)),
+    ],
+)
+def test_optimizers_under_a_scan(optimizer):
+    x, y = data(4 * 11 + 2)
+    expected = _run(built(_build(1, optimizer), _strategy()), x, y)
+    assert_close(_run(built(_build(4, optimizer), _strategy()), x, y), expected, 1e-6)
+
+
+def test_generators_with_steps_per_epoch_stop_exactly():
+    x, y = data(4 * 30)
+
+    def run(model):
+        read = []
+
+        def batches():
+            for start in range(0, 120, 4):
+                read.append(start)
+                yield x[start : start + 4], y[start : start + 4]
+
+        history = model.fit(
+            batches(), steps_per_epoch=7, epochs=3, shuffle=False, verbose=0
+        ).history
+        return [history, model.get_weights(), int(model.optimizer.iterations), len(read)]
+
+    expected = run(built(_build(1), None))
+    assert expected[-2:] == [21, 21]
+    for n in (2, 7, 32):
+        assert_close(run(built(_build(n), _strategy())), expected)
+
+
+def test_batches_of_changing_size_in_one_launch():
+    x, y = data(60)
+
+    def run(model):
+        def batches():
+            start = 0
+            for size in (4, 4, 4, 5, 4, 4, 3, 3):
+                yield x[start : start + size], y[start : start + size]
+                start += size
+
+        history = model.fit(batches(), steps_per_epoch=8, shuffle=False, verbose=0).history
+        return [history, model.get_weights()]
+
+    assert_close(run(built(_build(3), _strategy())), run(built(_build(1), None)))
+
+
+def test_an_error_in_the_middle_of_a_group_keeps_the_steps_before_it():
+    x, y = data(40)
+
+    def batches(error_at):
+        for step in range(10):
+            if step == error_at:
+                raise OSError("disk gone")
+            yield x[4 * step : 4 * step + 4], y[4 * step : 4 * step + 4]
+
+    for error_at in (3, 4, 6):
+        model = built(_build(4), _strategy())
+        with pytest.raises(OSError, match="disk gone"):
+            model.fit(batches(error_at), shuffle=False, verbose=0)
+        expected = built(_build(1), None)
+        rows = 4 * error_at
+        expected.fit(x[:rows], y[:rows], batch_size=4, shuffle=False, verbose=0)
+        assert_close(model.get_weights(), expected.get_weights())
+        model.fit(x, y, batch_size=4, verbose=0)
+
+
+def test_a_scan_is_one_program_with_a_loop():
+    model = built(_build(5), _strategy())
+    x, y = data(40)
+    model.fit(x, y, batch_size=4, verbose=0)
+    strategy = _strategy()
+    from keras_tpu_dist import _keras, loop
+
+    with strategy.scope():
+        scan = loop._jit(model, "train", strategy._placer, False, scanned=True)
+        state = model._get_jax_state(
+            trainable_variables=True,
+            non_trainable_variables=True,
+            optimizer_variables=True,
+            metrics_variables=True,
+        )
+        batches = strategy._placer.place_many([(x[:4], y[:4])] * 5)
+        program = scan.lower(state, batches).as_text()
+    assert program.count("stablehlo.while") >= 1
+    assert _keras.active_strategy() is None
+    assert jax.tree.leaves(batches.data)[0].shape == (5, 4, 6)
+
+
+def test_on_batch_methods_ignore_the_setting():
+    x, y = data(13)
+    model, expected = built(_build(4), _strategy()), built(_build(1), None)
+    assert_close(model.train_on_batch(x, y), expected.train_on_batch(x, y))
+    assert_close(model.predict_on_batch(x), expected.predict_on_batch(x))
+
+
+def test_stacking_wants_equal_shapes():
+    placer = _strategy()._placer
+    assert placer.place_many([(np.ones((4, 2)),), (np.ones((3, 2)),)]) is None
+    assert placer.place_many([(np.ones((4, 2)),), [np.ones((4, 2))]]) is None
+    stacked = placer.place_many([(np.ones((3, 2)),), (np.zeros((3, 2)),)])
+    assert stacked.data[0].shape == (2, 4, 2)
