@@ -2,7 +2,7 @@
 
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -24,12 +24,14 @@ class Setting:
         data_axes: Its axes that split the batch.
         layout: `None`, `LayoutRules`, a stock `LayoutMap` or a `Planner`.
         shard_optimizer: Whether optimizer slots are split over the data axes.
+        batch_first: Whether the batch is the first dimension, so that plans may lay outputs.
     """
 
     mesh: Mesh
     data_axes: tuple[str, ...]
     layout: Any = None
     shard_optimizer: bool = False
+    batch_first: bool = True
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,8 @@ def place(model: Any, setting: Setting, given: Any) -> Placement:
     weights = [*model.trainable_variables, *model.non_trainable_variables]
     if isinstance(setting.layout, Planner) and weights:
         plan = setting.layout.plan(model, setting.mesh, setting.data_axes)
+        if not setting.batch_first:
+            plan = replace(plan, outputs={})
     decisions = {id(v): _decide(v, given(v), notes, setting, plan) for v in weights}
     for other in _keras.state_variables(model):
         if id(other) not in decisions:

@@ -125,7 +125,9 @@ class TPUStrategy(keras.distribution.ModelParallel):
                     fix='Add an axis "data" to the mesh, or name one with data_axes=.',
                 )
             )
-        self._setting = Setting(self._mesh, self._data_axes, self._layout, bool(shard_optimizer))
+        self._setting = Setting(
+            self._mesh, self._data_axes, self._layout, bool(shard_optimizer), batch_axis == 0
+        )
         self._running_member: adoption.Membership | None = None
         self._placer = BatchPlacer(self._mesh, self._data_axes, batch_axis)
         self._prefetch = prefetch

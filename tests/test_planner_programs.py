@@ -177,3 +177,10 @@ def test_a_plan_is_printed_edited_and_passed_back():
 def test_plans_that_the_mesh_cannot_serve(mesh, layout, options, words):
     with pytest.raises(ValueError, match=words):
         ktd.TPUStrategy(mesh, layout, **options)
+
+
+def test_outputs_are_laid_only_where_the_batch_comes_first():
+    for batch_axis, expected in ((0, {"sequential/hidden", "sequential/out"}), ((1, 0), set())):
+        strategy = ktd.TPUStrategy({"data": 8}, "fsdp", batch_axis=batch_axis)
+        placement = strategy.placement(built(mlp, strategy))
+        assert set(placement.layouts_of_outputs()) == expected
