@@ -1,6 +1,7 @@
 """One model, laid out by a plan: explained, linted, edited and drawn.
 
-Run it with `python examples/layouts.py [FOLDER]`; with a folder, it saves the pictures there.
+Run it with `python examples/layouts.py [FOLDER]`; with a folder, it saves the
+pictures there (needs matplotlib).
 """
 
 import sys
@@ -52,4 +53,4 @@ pictures = {
 for name, picture in pictures.items():
     print(picture)
     if len(sys.argv) > 1:
-        picture.save(f"{sys.argv[1]}/{name}.svg")
+        picture.save(f"{sys.argv[1]}/{name}.png")

@@ -27,6 +27,10 @@ class Membership:
     _targets: list[tuple[Any, Any]] = field(default_factory=list)
     _version: int = -1
 
+    def owns_slot(self, variable: Any) -> bool:
+        """Whether a variable is an optimizer's slot, whose layout is its weight's, not a user's."""
+        return self.placement is not None and self.placement.is_slot(variable)
+
     def targets(self, model: Any) -> list[tuple[Any, Any]]:
         """The model's state variables, each with the layout it should have."""
         variables = _keras.state_variables(model)
@@ -172,7 +176,8 @@ def adopt(model: Any, strategy: Any) -> Membership:
         if layout == target:
             continue
         (moved if strategy._owns(layout) else foreign).append(variable.path)
-        _keras.move_variable(variable, _chosen(variable, target))
+        own = given_layout(variable) is not None and not member.owns_slot(variable)
+        _keras.move_variable(variable, target if own else _chosen(variable, target))
     if moved or foreign:
         member.guard = None
         _keras.forget_functions(model)

@@ -195,10 +195,32 @@ def test_what_wins():
     fit(model)
     kernels = [layer.kernel for layer in model.layers]
     assert [spec(k) for k in kernels] == [("data",), ("model",), ("data",)]
-    with strategy.scope():
-        own = keras.distribution.TensorLayout((None, "model"), device_mesh)
-        variable = keras.Variable(np.ones((8, 8)), layout=own)
-    assert spec(variable) == (None, "model")
+
+
+@pytest.mark.parametrize("layout", ["fsdp", [("own", ("data",))]])
+def test_a_layout_given_to_a_weight_stays_through_every_call(layout):
+    device_mesh = keras.distribution.DeviceMesh((4, 2), ("data", "model"))
+
+    class Own(L.Layer):
+        def build(self, shape):
+            self.own = keras.Variable(
+                "glorot_uniform",
+                shape=(8, 64, 8),
+                name="own",
+                layout=keras.distribution.TensorLayout((None, "model", None), device_mesh),
+            )
+
+        def call(self, x):
+            return keras.ops.einsum("bi,ijk->bk", x, self.own)
+
+    strategy = ktd.TPUStrategy(device_mesh, layout)
+    model = built(compiled(lambda: keras.Sequential([keras.Input((8,)), Own()])), strategy)
+    for _ in range(2):
+        fit(model)
+        replicate(L.Dense(1))  # whatever is derived from annotations is derived anew
+        assert spec(model.layers[0].own) == (None, "model")
+    slots = [v for v in model.optimizer.variables if v.shape == (8, 64, 8)]
+    assert [spec(v) for v in slots] == [(None, "model")]
 
 
 def test_mistakes():
