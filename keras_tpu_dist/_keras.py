@@ -10,7 +10,8 @@ A strategy, as the seam knows it, is a `keras.distribution.Distribution` with
 - `_make_function(model, kind)`: the step function for "train", "test" or "predict";
 - `_batches(epoch_iterator)`: the iterator over batches of one epoch;
 - `_host_batch(data)`: checks a batch of *_on_batch; the step function places it;
-- `_state_read(model, state)`: told when the training state is read from the variables.
+- `_state_read(model, state)`: told when the training state is read from the variables;
+- `_place_output(outputs, layout)`: lays what a layer returned.
 
 Everything here would go if Keras offered: a `Distribution` hook for input batches and step
 functions, and a `Trainer` that gives its variables back on an exception.
@@ -46,6 +47,7 @@ if keras.config.backend() != "jax":
 
 from keras.src.backend.common import global_state
 from keras.src.backend.jax import trainer as jax_trainer
+from keras.src.distribution import distribution_lib
 from keras.src.trainers.trainer import Trainer
 
 TESTED_KERAS = ("3.15.0", "3.15.1")
@@ -106,6 +108,7 @@ def install(find_strategy: Callable[[Any], Any], created: Callable[[Any], None])
     _replace(trainer, "_get_jax_state", _get_jax_state)
     _replace(jax_trainer.JAXEpochIterator, "_get_distributed_iterator", _distributed_iterator)
     _replace(jax_trainer, "_distribute_data", _distribute_data)
+    _replace(distribution_lib, "distribute_tensor", _distribute_output)
 
 
 def _replace(owner: Any, name: str, replacement: Callable) -> None:
@@ -164,6 +167,12 @@ def _distributed_iterator(stock, epoch_iterator, distribution):
 def _distribute_data(stock, data, layouts=None):
     strategy = active_strategy()
     return stock(data, layouts) if strategy is None else strategy._host_batch(data)
+
+
+def _distribute_output(stock, tensor, layout):
+    # Layer.__call__ reaches this name; stock knows tensors only, no tuples, dicts or states.
+    strategy = active_strategy()
+    return stock(tensor, layout) if strategy is None else strategy._place_output(tensor, layout)
 
 
 def is_strategy(distribution: Any) -> bool:
@@ -405,6 +414,58 @@ def without_vjp(exported: jax.export.Exported) -> jax.export.Exported:
     Public replacement: `Exported.serialize`, which needs the package flatbuffers.
     """
     return dataclasses.replace(exported, _get_vjp=None)
+# What follows reads a built model's structure, for plans, explanations and lint.
+
+
+def flatten_layers(model: Any) -> list:
+    """A model and all layers in it, parents first, each once.
+
+    Public replacement: a recursive `Model.layers` that also enters layers.
+    """
+    found = {id(layer): layer for layer in model._flatten_layers(include_self=True)}
+    return [layer for layer in found.values() if not isinstance(layer, keras.metrics.Metric)]
+
+
+def sublayers(layer: Any) -> list:
+    """The layers a layer holds directly, in the order they were assigned.
+
+    Public replacement: `Layer.layers`, which only models have.
+    """
+    return [inner for inner in layer._layers if isinstance(inner, keras.Layer)]
+
+
+def own_variables(layer: Any) -> list:
+    """The variables that belong to a layer itself, not to a layer within it.
+
+    Public replacement: none; `Layer.variables` includes those of inner layers.
+    """
+    found = [*layer._trainable_variables, *layer._non_trainable_variables]
+    return [variable for variable in found if isinstance(variable, keras.Variable)]
+
+
+def stored_weight(layer: Any, name: str) -> Any:
+    """A layer's weight as stored: the public `kernel` of a LoRA layer is a computed sum.
+
+    Public replacement: none.
+    """
+    for attribute in (f"_{name}", name):
+        value = vars(layer).get(attribute)
+        if isinstance(value, keras.Variable):
+            return value
+    return None
+
+
+def graph(model: Any) -> list[tuple[Any, Any, list]] | None:
+    """A functional model's calls in order: `(node, operation, parent nodes)`; else `None`.
+
+    Public replacement: none; `Functional.operations` gives no edges.
+    """
+    functional = getattr(model, "_functional", None) or model
+    by_depth = getattr(functional, "_nodes_by_depth", None)
+    if by_depth is None:
+        return None
+    nodes = [node for depth in sorted(by_depth, reverse=True) for node in by_depth[depth]]
+    return [(node, node.operation, list(node.parent_nodes)) for node in nodes]
 
 
 def install_attention(replacement: Callable[..., object]) -> None:

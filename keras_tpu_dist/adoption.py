@@ -3,24 +3,49 @@
 import logging
 import threading
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import keras
 
-from keras_tpu_dist import _keras
+from keras_tpu_dist import _keras, annotations
 from keras_tpu_dist.errors import message
 from keras_tpu_dist.guard import StateGuard
+from keras_tpu_dist.planner_placement import Placement
 
 logger = logging.getLogger("keras_tpu_dist")
 
 
 @dataclass
 class Membership:
-    """A model's strategy, and the guard of its training state once it trains."""
+    """A model's strategy, the guard of its training state once it trains, and its placement."""
 
     strategy: Any
     guard: StateGuard | None = None
+    placement: Placement | None = None
+    linted: bool = False
+    _targets: list[tuple[Any, Any]] = field(default_factory=list)
+    _version: int = -1
+
+    def owns_slot(self, variable: Any) -> bool:
+        """Whether a variable is an optimizer's slot, whose layout is its weight's, not a user's."""
+        return self.placement is not None and self.placement.is_slot(variable)
+
+    def targets(self, model: Any) -> list[tuple[Any, Any]]:
+        """The model's state variables, each with the layout it should have."""
+        variables = _keras.state_variables(model)
+        same = len(variables) == len(self._targets) and all(
+            variable is known for variable, (known, _) in zip(variables, self._targets)
+        )
+        if same and self._version == annotations.version() and self.placement is not None:
+            return self._targets
+        before, after = self.placement, self.strategy.placement(model)
+        if before is not None and before.layouts_of_outputs() != after.layouts_of_outputs():
+            _keras.forget_functions(model)
+        self.placement = after
+        self._version = annotations.version()
+        self._targets = [(v, self.strategy._target(v, after)) for v in variables]
+        return self._targets
 
 
 _members: "weakref.WeakKeyDictionary[Any, Membership]" = weakref.WeakKeyDictionary()
@@ -122,10 +147,16 @@ def membership(model: Any) -> Membership | None:
 
 def choose_layout(variable: Any, strategy: Any) -> Any:
     """The layout of a variable under a strategy, keeping one that the user gave the variable."""
-    given = _keras.variable_layout(variable)
-    if given is not None and given is not getattr(variable, CHOSEN, None):
+    given = given_layout(variable)
+    if given is not None:
         return strategy._translate(variable, given)
     return _chosen(variable, strategy._rule_layout(variable))
+
+
+def given_layout(variable: Any) -> Any:
+    """The layout that the user gave a variable, or `None`."""
+    layout = _keras.variable_layout(variable)
+    return None if layout is getattr(variable, CHOSEN, None) else layout
 
 
 def adopt(model: Any, strategy: Any) -> Membership:
@@ -139,28 +170,27 @@ def adopt(model: Any, strategy: Any) -> Membership:
         The model's membership.
     """
     member = _join(model, strategy)
-    weights = {id(slot): weight for slot, weight in _keras.optimizer_slots(model)}
-    moved = []
-    for variable in _keras.state_variables(model):
-        if strategy._owns(_keras.variable_layout(variable)):
+    moved, foreign = [], []
+    for variable, target in member.targets(model):
+        layout = _keras.variable_layout(variable)
+        if layout == target:
             continue
-        weight = weights.get(id(variable))
-        if weight is not None and tuple(weight.shape) == tuple(variable.shape):
-            layout = _chosen(variable, choose_layout(weight, strategy))
-        else:
-            layout = choose_layout(variable, strategy)
-        _keras.move_variable(variable, layout)
-        moved.append(variable.path)
-    if moved:
+        (moved if strategy._owns(layout) else foreign).append(variable.path)
+        own = given_layout(variable) is not None and not member.owns_slot(variable)
+        _keras.move_variable(variable, target if own else _chosen(variable, target))
+    if moved or foreign:
         member.guard = None
         _keras.forget_functions(model)
+    if moved:
+        logger.debug("%d variable(s) of model %r take their final layout", len(moved), model.name)
+    if foreign:
         logger.info(
             "moved %d variable(s) of model %r, built outside of the scope, onto the mesh %s "
             "(first: %s); build and compile inside strategy.scope() to create them there",
-            len(moved),
+            len(foreign),
             model.name,
             dict(strategy.mesh.shape),
-            moved[0],
+            foreign[0],
         )
     return member
 

@@ -1,9 +1,13 @@
 """From a variable's path and shape to its layout on the mesh, with the reason."""
 
+import difflib
+import itertools
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import keras
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -21,10 +25,12 @@ class Decision:
     Attributes:
         axes: One entry per dimension; `()` means replicated.
         reason: The rule or default that decided, for `explain`.
+        alternatives: What else was considered, each with the reason it was not taken.
     """
 
     axes: Axes
     reason: str
+    alternatives: tuple[str, ...] = ()
 
 
 class LayoutRules:
@@ -135,11 +141,97 @@ def decide(path: str, layout: LayoutRules | keras.distribution.LayoutMap | None)
         if index is None:
             return None
         pattern, axes = layout.rules[index]
-        return Decision(axes, f"rule {index} {pattern!r}")
+        others = tuple(
+            f"rule {i} {layout.rules[i][0]!r} also matches, but stands later"
+            for i in layout.matches(path)[1:]
+        )
+        return Decision(axes, f"rule {index} {pattern!r}", others)
     if isinstance(layout, keras.distribution.LayoutMap):
         found = layout[path]
-        return None if found is None else Decision(tuple(found.axes), "LayoutMap")
+        if found is None:
+            return None
+        return Decision(tuple(found.axes), f"LayoutMap {matching(layout, path)[0]!r}")
     return None
+
+
+def patterns(layout: Any) -> list[str]:
+    """The patterns of rules or of a stock layout map, in order; none for anything else."""
+    if isinstance(layout, LayoutRules):
+        return [pattern for pattern, _ in layout.rules]
+    return list(layout) if isinstance(layout, keras.distribution.LayoutMap) else []
+
+
+def matching(layout: Any, path: str) -> list[str]:
+    """The patterns that match a path, the winner first, by the layout's own way of matching."""
+    if isinstance(layout, LayoutRules):
+        return [layout.rules[i][0] for i in layout.matches(path)]
+    if path in patterns(layout):
+        return [path]
+    return [pattern for pattern in patterns(layout) if re.fullmatch(pattern, path)]
+
+
+def dead_patterns(layout: Any, paths: Iterable[str]) -> list[str]:
+    """The patterns that decide for none of the paths and match none either.
+
+    Args:
+        layout: `LayoutRules` or a stock `LayoutMap`.
+        paths: The paths of a model's variables, and of its layers' outputs.
+
+    Returns:
+        The patterns, in order.
+
+    Example:
+
+    >>> dead_patterns(LayoutRules([("dense/kernal", ("model",))]), ["m/dense/kernel"])
+    ['dense/kernal']
+    """
+    alive = {pattern for path in paths for pattern in matching(layout, path)}
+    return [pattern for pattern in patterns(layout) if pattern not in alive]
+
+
+def nearest_path(pattern: str, paths: Iterable[str]) -> str | None:
+    """The real path that looks most like what a pattern says, or `None`.
+
+    Args:
+        pattern: A pattern that matches nothing.
+        paths: The real paths.
+
+    Returns:
+        A path, compared on as many segments from the right as the pattern has.
+    """
+    plain = re.sub(r"\\[dwSs]|[\^$.*+?()\[\]{}|\\]", "", pattern).strip("/")
+    segments = plain.count("/") + 1
+    scored = [
+        (difflib.SequenceMatcher(None, plain, "/".join(path.split("/")[-segments:])).ratio(), path)
+        for path in paths
+    ]
+    score, path = max(scored, key=lambda pair: pair[0], default=(0.0, None))
+    return path if score >= 0.5 else None
+
+
+def split_ways(mesh: Mesh, axes: Axes) -> int:
+    """Into how many different pieces a layout cuts a tensor."""
+    return math.prod(axis_size(mesh, entry) for entry in axes)
+
+
+def dividing_axes(size: int, names: Sequence[str], mesh: Mesh) -> str | tuple[str, ...] | None:
+    """The entry that splits a dimension most ways with some of the axes, evenly.
+
+    Args:
+        size: The dimension.
+        names: The mesh axes that may split it.
+        mesh: The mesh.
+
+    Returns:
+        An axis, a tuple of axes in mesh order, or `None` if none of them divides the dimension.
+    """
+    usable = [name for name in mesh.axis_names if name in names and mesh.shape[name] > 1]
+    choices = [c for n in range(1, len(usable) + 1) for c in itertools.combinations(usable, n)]
+    legal = [c for c in choices if size and size % axis_size(mesh, c) == 0]
+    if not legal:
+        return None
+    best = max(legal, key=lambda c: (axis_size(mesh, c), -len(c)))
+    return best[0] if len(best) == 1 else best
 
 
 def checked(decision: Decision, path: str, shape: Sequence[int], mesh: Mesh) -> Decision:

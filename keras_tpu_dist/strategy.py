@@ -10,8 +10,10 @@ import keras
 from jax.sharding import Mesh, NamedSharding
 
 from keras_tpu_dist import _keras, adoption, attention
+from keras_tpu_dist.annotations import place_output
 from keras_tpu_dist.data import BatchPlacer, DeviceIterator
 from keras_tpu_dist.errors import message
+from keras_tpu_dist.explain import Explanation, VariableRow, explain_model, one_row
 from keras_tpu_dist.guard import StateGuard, recover, states_to_keep
 from keras_tpu_dist.layout import (
     Decision,
@@ -21,9 +23,13 @@ from keras_tpu_dist.layout import (
     decide,
     named_sharding,
 )
+from keras_tpu_dist.lint import LintReport, lint_model, log_report
 from keras_tpu_dist.loop import make_step
 from keras_tpu_dist.mesh import MeshLike, build_mesh, checked_data_axes
+from keras_tpu_dist.planner import PLANS, Plan, Planner
+from keras_tpu_dist.planner_placement import Placement, Setting, place
 from keras_tpu_dist.topology import Topology, start_without_tpu
+from keras_tpu_dist.visualize import ModelPicture, Picture, picture_of_mesh, picture_of_tensor
 
 
 class TPUStrategy(keras.distribution.ModelParallel):
@@ -38,7 +44,9 @@ class TPUStrategy(keras.distribution.ModelParallel):
         mesh: `None` (all devices on one axis `"data"`), a dict of axis sizes of which one may be
             -1, a `keras.distribution.DeviceMesh`, or a `jax.sharding.Mesh`.
         layout: Where variables lie: `None` (replicated), `LayoutRules` or a list of their
-            `(pattern, axes)` pairs, or a `keras.distribution.LayoutMap`.
+            `(pattern, axes)` pairs, a `keras.distribution.LayoutMap`, or a plan in one word:
+            `"fsdp"`, `"tensor_parallel"`, `"auto"` (see `Planner`, which also has options). What
+            `split` and `replicate` say on layers comes first.
         devices: The devices to use. Defaults to `jax.devices()`.
         topology: A TPU slice by name, such as `"v5e:16x16"`, of which nobody needs a chip: models
             can be built on it without memory and dry-run, not trained. See
@@ -55,6 +63,8 @@ class TPUStrategy(keras.distribution.ModelParallel):
             of the state; after a failure inside a launch the weights are those of the start of
             the epoch. `False` keeps the state before every step. `"auto"` keeps it where two
             states fit in 10 % of the device's memory (256 MiB where that is unknown).
+        shard_optimizer: Whether optimizer slots are split over the data axes while the weights
+            stay as `layout` says (ZeRO-1).
 
     Raises:
         ValueError: If the mesh does not fit the devices, a name is no axis of the mesh, or a rule
@@ -82,6 +92,7 @@ class TPUStrategy(keras.distribution.ModelParallel):
         batch_axis: Any = 0,
         prefetch: int = 2,
         donate_state: bool | str = "auto",
+        shard_optimizer: bool = False,
     ):
         if topology is not None:
             start_without_tpu()
@@ -104,6 +115,20 @@ class TPUStrategy(keras.distribution.ModelParallel):
         self._batch_dim_name = self._data_axes[0] if self._data_axes else None
         self._layout = _checked_layout(layout, names)
         self._mesh = device_mesh.backend_mesh
+        if isinstance(self._layout, Planner):
+            self._layout.check_mesh(self._mesh, self._data_axes)
+        if shard_optimizer and not self._data_axes:
+            raise ValueError(
+                message(
+                    "shard_optimizer splits optimizer slots over the data axes.",
+                    received={"shard_optimizer": True, "data axes": ()},
+                    fix='Add an axis "data" to the mesh, or name one with data_axes=.',
+                )
+            )
+        self._setting = Setting(
+            self._mesh, self._data_axes, self._layout, bool(shard_optimizer), batch_axis == 0
+        )
+        self._running_member: adoption.Membership | None = None
         self._placer = BatchPlacer(self._mesh, self._data_axes, batch_axis)
         self._prefetch = prefetch
         self._donate_state = donate_state
@@ -177,10 +202,121 @@ class TPUStrategy(keras.distribution.ModelParallel):
         """
         return adoption.choose_layout(variable, self)
 
-    def get_tensor_layout(self, path: str) -> NamedSharding | None:
-        """The layout of a layer's output, by a rule on `<layer path>/output`, or `None`."""
+    def get_tensor_layout(self, path: str) -> Any:
+        """The layout of a layer's output, or `None`.
+
+        Args:
+            path: The layer's path and `/output`. An annotation on the layer comes first, then a
+                rule for this path, then the plan of the model that is running.
+        """
+        member = self._running_member
+        placement = None if member is None else member.placement
+        layer = path.removesuffix("/output")
+        if placement is not None and layer in placement.annotations.outputs:
+            return _output_layout(self._mesh, placement.annotations.outputs[layer])
         decision = decide(path, self._layout)
-        return None if decision is None else named_sharding(self._mesh, decision.axes)
+        if decision is not None:
+            return named_sharding(self._mesh, decision.axes)
+        planned = {} if placement is None else placement.layouts_of_outputs()
+        return _output_layout(self._mesh, planned[layer]) if layer in planned else None
+
+    def plan(self, model: Any) -> Plan:
+        """The layouts that the strategy's plan gives a built model.
+
+        Args:
+            model: A built model.
+
+        Returns:
+            The plan; `plan.rules()` are plain rules, to edit and pass back as `layout=`.
+
+        Raises:
+            ValueError: If the strategy's layout is not a plan.
+        """
+        if not isinstance(self._layout, Planner):
+            raise ValueError(
+                message(
+                    "Only a strategy whose layout is a plan can plan.",
+                    received={"layout": self._layout},
+                    fix='Use layout="fsdp", "tensor_parallel" or "auto".',
+                )
+            )
+        return self._layout.plan(model, self._mesh, self._data_axes)
+
+    def explain(self, model: Any, path: str | None = None) -> Explanation | VariableRow:
+        """Where each variable of a model lies, its bytes, and why.
+
+        Args:
+            model: A model, built or with the variables it has so far.
+            path: The path of one variable, or the end of it, for that one alone with the
+                alternatives considered.
+
+        Returns:
+            The explanation, or the row of one variable; both print well.
+
+        Raises:
+            ValueError: If not exactly one variable has the path.
+        """
+        explanation = explain_model(model, self.placement(model), self._mesh)
+        return explanation if path is None else one_row(explanation, path)
+
+    def lint(
+        self, model: Any, batch_size: int | None = None, *, strict: bool = False
+    ) -> LintReport:
+        """Mistakes in the layouts of a model, each with its fix.
+
+        Args:
+            model: A model.
+            batch_size: The global batch size, to compare with the mesh.
+            strict: Whether errors and warnings raise.
+
+        Returns:
+            The report.
+
+        Raises:
+            ValueError: If `strict` and there is an error or a warning.
+        """
+        foreign = [
+            v.path
+            for v in _keras.state_variables(model)
+            if not self._owns(_keras.variable_layout(v))
+        ]
+        report = lint_model(
+            model, self.placement(model), self._setting, batch_size=batch_size, foreign=foreign
+        )
+        return report.raise_if_bad() if strict else report
+
+    def show(self, what: Any = None) -> Picture:
+        """A picture of the mesh, of a tensor over it, or of a model.
+
+        Args:
+            what: `None` for the mesh; a model; a `keras.Variable` or `jax.Array`.
+
+        Returns:
+            A picture that draws itself in a notebook; `print` it or `rich.print` it in a
+            terminal, or `picture.save("x.png")` (needs matplotlib) or `"x.svg"`.
+
+        Raises:
+            ValueError: If it is none of these.
+        """
+        if what is None or isinstance(what, Mesh | keras.distribution.DeviceMesh):
+            return picture_of_mesh(self._mesh if not isinstance(what, Mesh) else what)
+        if isinstance(what, keras.Model):
+            return ModelPicture(explain_model(what, self.placement(what), self._mesh))
+        if isinstance(what, keras.Variable):
+            return picture_of_tensor(what.path, what.shape, self.get_variable_layout(what))
+        if isinstance(what, jax.Array) and isinstance(what.sharding, NamedSharding):
+            return picture_of_tensor("array", what.shape, what.sharding)
+        raise ValueError(
+            message(
+                "show draws the mesh, a model, a variable or an array on the mesh.",
+                received={"what": type(what).__name__},
+                fix="Call strategy.show(), or pass one of these.",
+            )
+        )
+
+    def placement(self, model: Any) -> Placement:
+        """What decides about each variable of a model, and why; `explain` prints it."""
+        return place(model, self._setting, adoption.given_layout)
 
     def get_data_layout(self, data_shape: Sequence[int]) -> NamedSharding:
         """The layout of an input whose first dimension is the batch."""
@@ -190,8 +326,20 @@ class TPUStrategy(keras.distribution.ModelParallel):
         platform = self._mesh.devices.flat[0].platform
         return f"<TPUStrategy mesh={dict(self._mesh.shape)} on {self._mesh.size} {platform}>"
 
+    def _target(self, variable, placement: Placement) -> Any:
+        """The layout a variable of a known model should have."""
+        given = adoption.given_layout(variable)
+        if given is not None and not placement.is_slot(variable):
+            return self._translate(variable, given)
+        return named_sharding(self._mesh, placement.decision(variable).axes)
+
+    def _place_output(self, outputs, layout):
+        return place_output(outputs, layout, self._mesh)
+
     def _rule_layout(self, variable) -> NamedSharding:
         decision = decide(variable.path, self._layout)
+        if decision is None and isinstance(self._layout, Planner):
+            decision = self._layout.before_build(variable.shape, self._mesh, self._data_axes)
         if decision is None:
             return named_sharding(self._mesh)
         checked(decision, variable.path, variable.shape, self._mesh)
@@ -227,6 +375,7 @@ class TPUStrategy(keras.distribution.ModelParallel):
         _check_input(name, args, kwargs)
         with self.scope():
             member = adoption.adopt(model, self)
+            outer, self._running_member = self._running_member, member
             if _keras.has_state(model):
                 # Called within a fit, from a callback: the variables hold that fit's newest
                 # state, and the fit reads it from there when it goes on.
@@ -238,11 +387,16 @@ class TPUStrategy(keras.distribution.ModelParallel):
                     recover(model, member.guard)
                 raise
             finally:
+                self._running_member = outer
                 if member.guard is not None:
                     member.guard.release()
 
     def _make_function(self, model, kind: str):
         member = adoption.adopt(model, self)
+        if not member.linted and model.built:
+            member.linted = True
+            placement = member.placement or self.placement(model)
+            log_report(lint_model(model, placement, self._setting, cheap=True))
         if member.guard is None:
             kept = states_to_keep(self._donate_state, _keras.state_variables(model))
             member.guard = StateGuard(kept)
@@ -330,15 +484,27 @@ def _check_environment() -> None:
         )
 
 
+def _output_layout(mesh, axes):
+    """One layout for all tensors as a sharding; a list or dict of layouts as it is."""
+    return axes if isinstance(axes, (list, dict)) else named_sharding(mesh, axes)
+
+
 def _checked_layout(layout, axis_names):
-    if layout is None or isinstance(layout, keras.distribution.LayoutMap):
+    if layout is None or isinstance(layout, (keras.distribution.LayoutMap, Planner)):
         return layout
+    if isinstance(layout, Plan):
+        layout = layout.rules()
+    if isinstance(layout, str) and layout in PLANS:
+        return Planner(layout)
     if isinstance(layout, str) or not isinstance(layout, (LayoutRules, Sequence, Mapping)):
         raise ValueError(
             message(
-                "A layout is None, LayoutRules, a list of (pattern, axes) pairs or a LayoutMap.",
+                "A layout is None, LayoutRules, a list of (pattern, axes) pairs, a LayoutMap or "
+                "one of the plans fsdp, tensor_parallel, auto.",
                 received={"layout": layout},
                 fix='Write for example layout=[("dense/kernel", (None, "model"))].',
+                name=layout if isinstance(layout, str) else None,
+                choices=PLANS,
             )
         )
     rules = layout if isinstance(layout, LayoutRules) else LayoutRules(layout)

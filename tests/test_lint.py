@@ -1,0 +1,200 @@
+"""Every finding, its severity and its words."""
+
+import logging
+
+import keras
+import numpy as np
+import pytest
+from helpers import built, mlp
+
+import keras_tpu_dist as ktd
+from keras_tpu_dist.annotations import split
+from keras_tpu_dist.layout import LayoutRules
+from keras_tpu_dist.lint import lint_main
+
+MESH = {"data": 4, "model": 2}
+
+
+def strategy_of(layout, mesh=None):
+    return ktd.TPUStrategy(mesh or MESH, layout)
+
+
+def outside(layout, build=mlp, mesh=None):
+    """A model built under no scope, so that a wrong rule does not raise before lint sees it."""
+    return built(build, None), strategy_of(layout, mesh)
+
+
+def finding(report, code):
+    found = [f for f in report.findings if f.code == code]
+    assert found, str(report)
+    return found[0]
+
+
+def layout_map(**entries):
+    device_mesh = keras.distribution.DeviceMesh((4, 2), ("data", "model"))
+    stock = keras.distribution.LayoutMap(device_mesh)
+    for key, axes in entries.items():
+        stock[key] = axes
+    return stock
+
+
+def test_dead_rule_names_the_nearest_real_path():
+    model, strategy = outside([("hiden/kernel", (None, "model")), ("out/kernel", ("model",))])
+    found = finding(strategy.lint(model), "dead-rule")
+    assert (found.severity, found.path) == ("warning", "hiden/kernel")
+    assert "matches no variable and no layer output" in found.words
+    assert "'sequential/hidden/kernel'" in found.fix
+
+
+def test_rules_for_outputs_are_not_dead():
+    model, strategy = outside([("hidden/output", ("data", "model"))])
+    assert not [f for f in strategy.lint(model).findings if f.code == "dead-rule"]
+
+
+def test_dead_pattern_of_a_stock_layout_map_is_warned_once_by_fit(caplog):
+    strategy = ktd.TPUStrategy(layout=layout_map(**{"hidden/kernel": (None, "model")}))
+    model = built(mlp, strategy)
+    with caplog.at_level(logging.WARNING, logger="keras_tpu_dist"):
+        for _ in range(2):
+            model.fit(np.ones((8, 6)), np.zeros(8), verbose=0)
+    warnings = [r.getMessage() for r in caplog.records if "dead-rule" in r.getMessage()]
+    assert len(warnings) == 1
+    assert "hidden/kernel" in warnings[0]
+    assert "The nearest path is 'sequential/hidden/kernel'" in warnings[0]
+    assert "must match the whole path" in warnings[0]
+
+
+def test_overlapping_rules():
+    model, strategy = outside([("hidden/kernel", (None, "model")), ("kernel", ())])
+    found = finding(strategy.lint(model), "overlap")
+    assert found.severity == "info"
+    assert "2 rules match: 'hidden/kernel', 'kernel'" in found.words
+    model, strategy = outside(layout_map(**{".*kernel": (None, "model"), ".*hidden.*": ()}))
+    found = finding(strategy.lint(model), "overlap")
+    assert found.severity == "error"
+    assert "Keras allows one" in found.fix
+
+
+def test_illegal_layouts():
+    rules = [("hidden/bias", (None, "model")), ("out/kernel", (None, "model"))]
+    model, strategy = outside(rules)
+    report = strategy.lint(model)
+    long = finding(report, "too-long")
+    assert long.severity == "error"
+    assert "more entries than the variable has dimensions" in long.words
+    assert "at most 1" in long.fix
+    uneven = finding(report, "indivisible")
+    assert (uneven.severity, uneven.path) == ("error", "sequential/out/kernel")
+    assert "dimension 1 has 3 elements for 2 shards" in uneven.words
+    assert "Make it 2 or 4" in uneven.fix
+    split(model.layers[0], kernel=(None, "modle"))
+    unknown = finding(strategy_of(None).lint(model), "unknown-axis")
+    assert "may only use axes of the mesh" in unknown.words
+    assert "Did you mean 'model'?" in unknown.fix
+
+
+def test_a_weight_that_the_annotated_layer_does_not_have():
+    layer = split(keras.layers.Dense(4), kernal=(None, "model"))
+    model = keras.Sequential([keras.Input((4,)), layer])
+    found = finding(strategy_of(None).lint(model), "unknown-weight")
+    assert "split(kernal=...)" in found.words
+
+
+def wide():
+    return keras.Sequential([keras.Input((512,)), keras.layers.Dense(1024, name="wide")])
+
+
+def test_giants_left_whole():
+    model, strategy = outside([("bias", ("model",))], wide)
+    found = finding(strategy.lint(model), "giant")
+    assert (found.severity, found.path) == ("warning", model.layers[0].kernel.path)
+    assert "2.0 MiB lie whole on every device although dimension" in found.words
+    assert f'Add the rule ("{found.path}"' in found.fix
+    # Replication by choice is no mistake.
+    assert finding(strategy_of(None).lint(model), "giant").severity == "info"
+
+
+def test_siblings_laid_out_differently():
+    def build():
+        layers = [keras.layers.Dense(8, name=f"block_{i}") for i in range(4)]
+        return keras.Sequential([keras.Input((8,)), *layers])
+
+    model, strategy = outside([(r"block_[0-2]/kernel", (None, "model"))], build)
+    found = finding(strategy.lint(model), "siblings")
+    assert found.path.endswith("block_3/kernel")
+    assert "It lies replicated, while 3 other Dense kernel" in found.words
+    assert "(·, model)" in found.words
+
+
+def test_mesh_axis_that_nothing_uses():
+    model, strategy = outside(None)
+    found = finding(strategy.lint(model), "unused-axis")
+    assert (found.severity, found.path) == ("warning", "model")
+    assert "2 devices do the same work" in found.words
+
+
+def test_batch_against_the_data_axes():
+    model, strategy = outside("fsdp", mesh={"data": 8})
+    small = finding(strategy.lint(model, batch_size=5), "small-batch")
+    assert small.severity == "warning"
+    assert "5 rows for 8 parts: 3 devices have no row" in small.words
+    uneven = finding(strategy.lint(model, batch_size=30), "uneven-batch")
+    assert "24 or 32" in uneven.fix
+    assert not [f for f in strategy.lint(model, batch_size=32).findings if "batch" in f.code]
+
+
+def test_fewer_key_value_heads_than_model_devices():
+    x = keras.Input((4, 16))
+    layer = keras.layers.GroupQueryAttention(4, 4, 2)
+    model = keras.Model(x, layer(x, x))
+    found = finding(strategy_of("tensor_parallel", {"data": 2, "model": 4}).lint(model), "kv-heads")
+    assert "2 key-value heads do not divide by 4" in found.words
+
+
+def test_built_outside_the_scope():
+    model, strategy = outside(None)
+    found = finding(strategy.lint(model), "outside-scope")
+    assert "not on the mesh {'data': 4, 'model': 2}" in found.words
+    assert "inside strategy.scope()" in found.fix
+    inside = built(mlp, strategy)
+    assert not [f for f in strategy.lint(inside).findings if f.code == "outside-scope"]
+
+
+def test_not_built():
+    model = keras.Sequential([keras.layers.Dense(3)])
+    assert "no variables yet" in finding(strategy_of(None).lint(model), "not-built").words
+
+
+def test_strict_raises_and_a_clean_model_is_clean():
+    rules = LayoutRules([("hidden/kernel", (None, "model"))])
+    strategy = strategy_of(rules)
+    model = built(mlp, strategy)
+    report = strategy.lint(model, batch_size=32, strict=True)
+    assert report.ok
+    assert str(report) == "sequential: no findings"
+    with pytest.raises(ValueError, match=r"(?s)neither errors nor warnings.*small-batch"):
+        strategy.lint(model, batch_size=1, strict=True)
+
+
+PROGRAM = """
+import keras, keras_tpu_dist as ktd
+def good():
+    strategy = ktd.TPUStrategy({"data": 8})
+    with strategy.scope():
+        return keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)]), strategy
+def bad():
+    strategy = ktd.TPUStrategy({"data": 8}, [("dens/kernel", ("data",))])
+    with strategy.scope():
+        return keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)]), strategy
+"""
+
+
+def test_shell_command(tmp_path, capsys):
+    file = tmp_path / "program.py"
+    file.write_text(PROGRAM)
+    assert lint_main([f"{file}:good"]) == 0
+    assert "no findings" in capsys.readouterr().out
+    assert lint_main([f"{file}:bad", "--json"]) == 1
+    assert '"code": "dead-rule"' in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=r"FILE\.py:function"):
+        lint_main(["nothing"])

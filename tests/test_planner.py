@@ -1,0 +1,370 @@
+import math
+
+import hypothesis
+import hypothesis.strategies as st
+import keras
+import pytest
+from jax.sharding import AbstractMesh
+
+from keras_tpu_dist import _keras
+from keras_tpu_dist.layout import checked, split_ways
+from keras_tpu_dist.planner import Planner, slot_decision
+
+L = keras.layers
+MESHES = [(1,), (2,), (3,), (8,), (13,), (1, 8), (2, 4), (4, 2), (3, 5), (7, 2), (2, 3, 2)]
+KINDS = ["fsdp", "tensor_parallel", "auto"]
+
+
+def mesh_of(sizes):
+    names = ("data", "model") if len(sizes) < 3 else ("data", "fsdp", "model")
+    return AbstractMesh(sizes, names[: len(sizes)])
+
+
+def data_axes_of(mesh):
+    return tuple(n for n in mesh.axis_names if n != "model")
+
+
+class Experts(L.Layer):
+    """A mixture of experts as people write it."""
+
+    def __init__(self, experts, hidden):
+        super().__init__()
+        self.experts, self.hidden = experts, hidden
+
+    def build(self, shape):
+        width = shape[-1]
+        self.router = self.add_weight(shape=(width, self.experts), name="router")
+        self.up = self.add_weight(shape=(self.experts, width, self.hidden), name="up")
+        self.up_bias = self.add_weight(shape=(self.experts, self.hidden), name="up_bias")
+        self.down = self.add_weight(shape=(self.experts, self.hidden, width), name="down")
+
+    def call(self, x):
+        gate = keras.ops.softmax(keras.ops.matmul(x, self.router))
+        hidden = keras.ops.relu(keras.ops.einsum("bd,edf->bef", x, self.up) + self.up_bias)
+        return keras.ops.einsum("bef,efd,be->bd", hidden, self.down, gate)
+
+
+class Bag(L.Layer):
+    """Layers without a graph, as in a subclassed model."""
+
+    def __init__(self, parts):
+        super().__init__()
+        self.parts = parts
+
+
+sizes = st.integers(1, 24)
+
+
+@st.composite
+def layers(draw):
+    kind = draw(st.sampled_from(range(11)))
+    a, b, c = draw(sizes), draw(sizes), draw(sizes)
+    if kind == 0:
+        return (lambda: L.Dense(a)), (None, b)
+    if kind == 1:
+        return (lambda: L.EinsumDense("abc,cde->abde", (None, a, c), bias_axes="de")), (None, 3, b)
+    if kind == 2:
+        return (lambda: L.Conv2D(a, 3)), (None, 8, 8, b)
+    if kind == 3:
+        return (lambda: L.Embedding(a, b)), (None, 4)
+    if kind == 4:
+        return (lambda: L.MultiHeadAttention(a, b)), (None, 4, c)
+    if kind == 5:
+        groups = draw(st.integers(1, 4))
+        return (lambda: L.GroupQueryAttention(b, a * groups, a)), (None, 4, c)
+    if kind == 6:
+        recurrent = draw(st.sampled_from([L.LSTM, L.GRU, L.SimpleRNN]))
+        return (lambda: recurrent(a)), (None, 4, b)
+    if kind == 7:
+        return (lambda: L.BatchNormalization()), (None, a)
+    if kind == 8:
+        return (lambda: L.EinsumDense("ebc,ecd->ebd", (None, b), bias_axes="d")), (a, None, c)
+    if kind == 9:
+        return (lambda: L.Conv2DTranspose(a, 2)), (None, 4, 4, b)
+    return (lambda: Experts(a, b)), (None, c)
+
+
+def build(layer, shape):
+    if isinstance(layer, (L.MultiHeadAttention, L.GroupQueryAttention)):
+        layer.build(shape, shape)
+    else:
+        layer.build(shape)
+
+
+def check_legal(plan, variables, mesh):
+    assert len(plan.decisions) == len(variables) > 0
+    for variable, (path, shape, decision) in zip(variables, plan.decisions):
+        assert path == variable.path
+        assert shape == tuple(variable.shape)
+        checked(decision, path, shape, mesh)
+        names = [n for e in decision.axes if e for n in ((e,) if isinstance(e, str) else e)]
+        assert len(names) == len(set(names))
+        assert decision.reason
+        total = math.prod(shape)
+        ways = split_ways(mesh, decision.axes)
+        per_device = math.prod(
+            size // split_ways(mesh, (entry,))
+            for size, entry in zip(shape, (*decision.axes, *(None,) * len(shape)))
+        )
+        assert per_device * ways == total
+        assert per_device <= total
+        slot = slot_decision(decision, shape, mesh, data_axes_of(mesh))
+        checked(slot, path, shape, mesh)
+        assert split_ways(mesh, slot.axes) >= ways
+
+
+@hypothesis.settings(max_examples=300, deadline=None, derandomize=True)
+@hypothesis.given(
+    parts=st.lists(layers(), min_size=1, max_size=4),
+    mesh=st.sampled_from(MESHES).map(mesh_of),
+    kind=st.sampled_from(KINDS),
+    min_size=st.sampled_from([1, 64]),
+    memory=st.sampled_from([1, 10**4, 10**9]),
+)
+def test_every_plan_is_legal(parts, mesh, kind, min_size, memory):
+    with keras.StatelessScope(initialize_variables=False):
+        made = [(make(), shape) for make, shape in parts]
+        bag = Bag([layer for layer, _ in made])
+        for layer, shape in made:
+            build(layer, shape)
+    model = Model(bag)
+    planner = Planner(kind, min_size=min_size, memory_bytes=memory)
+    plan = planner.plan(model, mesh, data_axes_of(mesh))
+    check_legal(plan, [*model.trainable_variables, *model.non_trainable_variables], mesh)
+    for variable in model.trainable_variables:
+        decision = planner.before_build(variable.shape, mesh, data_axes_of(mesh))
+        checked(decision, variable.path, variable.shape, mesh)
+    keras.utils.clear_session(free_memory=False)
+
+
+class Model(keras.Model):
+    def __init__(self, bag):
+        super().__init__()
+        self.bag = bag
+
+
+def functional(call, shape=(8,)):
+    with keras.StatelessScope(initialize_variables=False):
+        x = keras.Input(shape)
+        return keras.Model(x, call(x))
+
+
+COLUMN, ROW = (None, "model"), ("model", None)
+
+
+def roles(model):
+    found = {}
+    for layer in model.layers:
+        for variable in layer.variables:
+            if variable.name == "kernel":
+                found[layer.name] = variable
+    plan = Planner("tensor_parallel", min_size=10**9).plan(model, mesh_of((2, 2)), ("data",))
+    return {name: plan.decision(variable).axes for name, variable in found.items()}
+
+
+def test_pairs_alternate_along_a_chain():
+    model = functional(
+        lambda x: L.Dense(8, name="d")(
+            L.Dense(16, name="c")(L.ReLU()(L.Dense(8, name="b")(L.Dense(16, name="a")(x))))
+        )
+    )
+    assert roles(model) == {"a": COLUMN, "b": ROW, "c": COLUMN, "d": ROW}
+
+
+def test_gate_and_value_share_one_row():
+    def call(x):
+        gate = L.Dense(16, activation="silu", name="gate")(x)
+        return L.Dense(8, name="down")(gate * L.Dense(16, name="up")(x))
+
+    assert roles(functional(call)) == {"gate": COLUMN, "up": COLUMN, "down": ROW}
+
+
+def test_features_that_something_else_needs_whole_are_not_split():
+    def residual(x):
+        h = L.Dense(8, name="a")(x)
+        return L.Add()([x, L.Dense(8, name="b")(h), h])
+
+    assert roles(functional(residual)) == {"a": (), "b": ()}
+
+    def mixed(x):
+        return L.Dense(8, name="b")(L.LayerNormalization()(L.Dense(16, name="a")(x)))
+
+    assert roles(functional(mixed)) == {"a": (), "b": ()}
+
+    def softmax(x):
+        return L.Dense(8, name="b")(L.Dense(16, activation="softmax", name="a")(x))
+
+    assert roles(functional(softmax)) == {"a": (), "b": ()}
+
+
+def test_convolutions_pair_through_batch_normalization():
+    def call(x):
+        h = L.ReLU()(L.BatchNormalization(name="norm")(L.Conv2D(4, 3, name="a")(x)))
+        return L.Conv2D(6, 3, name="b")(L.MaxPooling2D()(h))
+
+    plan = Planner("tensor_parallel", min_size=10**9)
+    model = functional(call, (16, 16, 3))
+    decisions = plan.plan(model, mesh_of((2, 2)), ("data",)).decisions
+    by_path = {path: decision.axes for path, _, decision in decisions}
+    assert by_path["a/kernel"] == (None, None, None, "model")
+    assert by_path["a/bias"] == ("model",)
+    assert by_path["norm/gamma"] == by_path["norm/moving_mean"] == ("model",)
+    assert by_path["b/kernel"] == (None, None, "model", None)
+    assert by_path["b/bias"] == ()
+
+
+class Block(L.Layer):
+    """A gated feed-forward layer and a handwritten attention, without a graph."""
+
+    def __init__(self, names, units):
+        super().__init__()
+        self.parts = [L.Dense(n, name=name) for name, n in zip(names, units)]
+        self.widths = [8 if n != 8 or len(set(units)) == 1 else 16 for n in units]
+
+    def build(self, shape):
+        for part, width in zip(self.parts, self.widths):
+            part.build((None, width))
+
+
+@pytest.mark.parametrize(
+    ("units", "axes"),
+    [
+        ((16, 8), [COLUMN, ROW]),
+        ((16, 16, 8), [COLUMN, COLUMN, ROW]),
+        ((8, 8, 8, 8), [COLUMN, COLUMN, COLUMN, ROW]),
+        ((8, 8), [(), ()]),
+    ],
+)
+def test_layers_without_a_graph(units, axes):
+    with keras.StatelessScope(initialize_variables=False):
+        block = Block("abcd", units)
+        block.build(None)
+    plan = Planner("tensor_parallel", min_size=10**9).plan(Model(block), mesh_of((2, 2)), ("data",))
+    assert [plan.decision(part.kernel).axes for part in block.parts] == axes
+
+
+def test_attention_by_heads():
+    with keras.StatelessScope(initialize_variables=False):
+        grouped = L.GroupQueryAttention(4, 8, 2)
+        grouped.build((None, 4, 16), (None, 4, 16))
+        odd = L.MultiHeadAttention(3, 4)
+        odd.build((None, 4, 16), (None, 4, 16))
+    plan = Planner("tensor_parallel").plan(Model(Bag([grouped, odd])), mesh_of((2, 4)), ("data",))
+    by_path = {path: decision for path, _, decision in plan.decisions}
+
+    def axes(layer, name):
+        return by_path[f"{layer.name}/{name}"].axes
+
+    assert axes(grouped, "query/kernel") == (None, "model", None)
+    assert axes(grouped, "query/bias") == ("model", None)
+    assert axes(grouped, "attention_output/kernel") == ("model", None, None)
+    key = by_path[f"{grouped.name}/key/kernel"]
+    assert key.axes == ()
+    assert "2 key-value heads do not divide by 4" in key.reason
+    query = by_path[f"{odd.name}/query/kernel"]
+    assert query.axes == ()
+    assert "3 heads do not divide by {'model': 4}" in query.reason
+
+
+def test_recurrent_by_whole_gates():
+    with keras.StatelessScope(initialize_variables=False):
+        made = {"lstm": L.LSTM(8), "gru": L.GRU(8), "rnn": L.SimpleRNN(8)}
+        for layer in made.values():
+            layer.build((None, 4, 8))
+    for ways, split in ((2, {"lstm", "rnn"}), (3, {"gru"}), (8, {"rnn"})):
+        mesh = mesh_of((1, ways))
+        plan = Planner("tensor_parallel").plan(Model(Bag(list(made.values()))), mesh, ("data",))
+        for name, layer in made.items():
+            axes = [plan.decision(v).axes for v in layer.cell.trainable_variables]
+            expected = "model" if name in split else None
+            assert [a[-1] if a else None for a in axes] == [expected] * 3, (ways, name)
+
+
+def test_embedding_by_vocabulary_else_by_width():
+    with keras.StatelessScope(initialize_variables=False):
+        tables = [L.Embedding(10, 6), L.Embedding(9, 6), L.Embedding(9, 5)]
+        for table in tables:
+            table.build(None)
+    plan = Planner("tensor_parallel").plan(Model(Bag(tables)), mesh_of((2, 2)), ("data",))
+    assert [plan.decision(t.embeddings).axes for t in tables] == [ROW, COLUMN, ()]
+
+
+def test_experts_by_expert_and_a_router_whole():
+    with keras.StatelessScope(initialize_variables=False):
+        layer = Experts(4, 6)
+        layer.build((None, 8))
+    plan = Planner("tensor_parallel").plan(Model(layer), mesh_of((2, 4)), ("data",))
+    experts = ("model", None, None)
+    assert plan.decision(layer.up).axes == plan.decision(layer.down).axes == experts
+    assert plan.decision(layer.up_bias).axes == ROW
+    assert plan.decision(layer.router).axes == ()
+
+
+@pytest.mark.parametrize("mode", ["int8", "int4", "float8"])
+def test_quantized_and_lora_weights_follow_their_base(mode):
+    first, second = L.Dense(16), L.Dense(8)
+    model = keras.Sequential([keras.Input((8,)), first, second])
+    if mode != "float8":
+        for layer in (first, second):
+            layer.quantize(mode)
+            layer.enable_lora(2)
+    mesh = mesh_of((2, 2))
+    plan = Planner("tensor_parallel").plan(model, mesh, ("data",))
+    check_legal(plan, [*model.trainable_variables, *model.non_trainable_variables], mesh)
+    found = {path.split("/", 1)[1]: d.axes for path, _, d in plan.decisions}
+    names = [layer.name for layer in (first, second)]
+    assert found[f"{names[0]}/kernel"] == COLUMN
+    assert found[f"{names[1]}/kernel"] == ROW
+    if mode == "int4":
+        assert found[f"{names[0]}/kernel_scale"] == COLUMN
+    if mode == "int8":
+        assert found[f"{names[0]}/kernel_scale"] == ("model",)
+        assert not any(found[f"{names[1]}/kernel_scale"])
+    if mode != "float8":
+        assert found[f"{names[0]}/lora_kernel_b"] == COLUMN
+        assert not any(found[f"{names[0]}/lora_kernel_a"])
+        assert found[f"{names[1]}/lora_kernel_a"] == ROW
+
+
+def test_auto_takes_the_smallest_change_that_fits():
+    model = functional(lambda x: L.Dense(64)(L.Dense(256)(x)), (64,))
+    state = 4 * 4 * sum(math.prod(v.shape) for v in model.variables)
+    cases = [
+        ((4, 2), 4 * state, "auto, replicated", False, False),
+        ((4, 2), state, "auto, fsdp", True, False),
+        ((4, 2), state // 4, "auto, tensor_parallel and fsdp", True, True),
+        ((4,), state // 100, "auto, fsdp", True, False),
+        ((1, 8), state, "auto, tensor_parallel", False, True),
+    ]
+    for sizes_, memory, name, data, tensor in cases:
+        mesh = mesh_of(sizes_)
+        plan = Planner("auto", memory_bytes=memory).plan(model, mesh, ("data",))
+        assert plan.name.startswith(name + " ("), (plan.name, name)
+        entries = [entry for _, _, d in plan.decisions for entry in d.axes if entry]
+        used = {n for e in entries for n in ((e,) if isinstance(e, str) else e)}
+        assert used == ({"data"} if data else set()) | ({"model"} if tensor else set())
+
+
+def test_what_is_no_plan():
+    with pytest.raises(ValueError, match=r"in one word.*layout='fdsp'.*Did you mean 'fsdp'"):
+        Planner("fdsp")
+
+
+def test_the_private_names_that_read_a_model_exist():
+    """Plans would be silently empty if Keras renamed one of these."""
+    x = keras.Input((8,))
+    model = keras.Model(x, L.Dense(4, name="a")(L.ReLU()(x)))
+    assert [type(layer).__name__ for layer in _keras.flatten_layers(model)][-1] == "Dense"
+    assert len(_keras.flatten_layers(model)) == 4
+    assert len(_keras.sublayers(model)) == 3
+    dense = model.layers[-1]
+    assert _keras.own_variables(dense) == [dense.kernel, dense.bias]
+    assert _keras.own_variables(model) == []
+    assert _keras.stored_weight(dense, "kernel") is dense.kernel
+    assert _keras.stored_weight(dense, "gamma") is None
+    calls = _keras.graph(model)
+    assert [operation for _, operation, _ in calls] == model.layers
+    assert [node for node, _, _ in calls][1:2] == calls[2][2]
+    assert _keras.graph(dense) is None
+    sequential = keras.Sequential([x, L.Dense(4)])
+    assert len(_keras.graph(sequential)) == 2

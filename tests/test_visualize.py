@@ -1,0 +1,132 @@
+import xml.etree.ElementTree as ElementTree
+
+import jax
+import numpy as np
+import pytest
+from helpers import built, mlp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import keras_tpu_dist as ktd
+from keras_tpu_dist.visualize import picture_of_mesh, picture_of_tensor
+
+MESH = {"data": 2, "model": 2, "expert": 2}
+
+
+def cells(picture):
+    return sum(len(line) for _, grid in picture.panels() for line in grid)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "pieces", "panels", "drawn"),
+    [
+        ((), (), 1, 1, (None, None)),
+        ((8,), ("data",), 2, 1, (None, 0)),
+        ((8, 6), (), 1, 1, (0, 1)),
+        ((8, 6), (("data", "model"), "expert"), 8, 1, (0, 1)),
+        ((4, 6, 8), ("expert", None, "model"), 4, 1, (0, 2)),
+        ((4, 6, 8), ("expert", "data", "model"), 8, 2, (1, 2)),
+        ((2, 4, 6, 8), ("data", None, "expert", "model"), 8, 2, (2, 3)),
+        ((2, 4, 6, 8, 2), (("data", "expert"), None, None, None, None), 2, 1, None),
+    ],
+)
+def test_every_element_is_drawn_once_for_each_holder(shape, axes, pieces, panels, drawn):
+    mesh = ktd.TPUStrategy(MESH).mesh
+    if shape and len(shape) == 5:
+        axes = ("data", None, None, None, None)
+    picture = picture_of_tensor("t", shape, NamedSharding(mesh, P(*axes)))
+    assert len(picture.pieces) == pieces == cells(picture)
+    assert len(picture.panels()) == panels
+    if drawn is not None:
+        assert (picture.rows, picture.columns) == drawn
+    covered = np.zeros(shape, int)
+    for piece in picture.pieces:
+        covered[tuple(slice(*index) for index in piece.index)] += 1
+    assert (covered == 1).all()
+    devices = [d for piece in picture.pieces for d in piece.devices]
+    assert sorted(devices) == list(range(8))
+
+
+def test_where_the_shards_of_a_real_array_are():
+    strategy = ktd.TPUStrategy(MESH)
+    sharding = NamedSharding(strategy.mesh, P("expert", None, ("data", "model")))
+    array = jax.device_put(np.zeros((4, 3, 8)), sharding)
+    picture = strategy.show(array)
+    where = {d: piece.index for piece in picture.pieces for d in piece.devices}
+    for shard in array.addressable_shards:
+        index = tuple(s.indices(n)[:2] for s, n in zip(shard.index, array.shape))
+        assert where[shard.device.id] == index
+
+
+def test_text_of_a_four_dimensional_tensor():
+    mesh = ktd.TPUStrategy(MESH).mesh
+    sharding = NamedSharding(mesh, P("data", None, "expert", "model"))
+    text = str(picture_of_tensor("activations", (2, 4, 6, 8), sharding))
+    assert "activations (2, 4, 6, 8) (data, ·, expert, model): 8 piece(s)" in text
+    assert "[0:1, :, ·, ·]" in text
+    assert "[1:2, :, ·, ·]" in text
+    assert "3:6" in text
+    assert "4:8" in text
+
+
+def test_mesh():
+    strategy = ktd.TPUStrategy(MESH)
+    text = str(strategy.show())
+    assert "mesh {'data': 2, 'model': 2, 'expert': 2}" in text
+    assert "data=1" in text
+    assert "expert=1" in text
+
+    class Chip:
+        def __init__(self, number):
+            self.id, self.process_index = number, number // 2
+            self.coords = (number % 2, number // 2, 0)
+
+    devices = np.array([Chip(i) for i in range(4)], object).reshape(2, 2)
+    fake = type("FakeMesh", (), {"devices": devices, "shape": {"data": 2, "model": 2}})
+    picture = picture_of_mesh(fake)
+    assert "2 @0,1,0 host 1" in str(picture)
+    assert picture.to_dict()["axes"] == {"data": 2, "model": 2}
+
+
+def test_model_table_names_axes():
+    strategy = ktd.TPUStrategy({"data": 4, "model": 2}, [("hidden/kernel", (None, "model"))])
+    picture = strategy.show(built(mlp, strategy))
+    assert "(6, 16/model)" in str(picture)
+    assert "sequential/hidden/kernel" in str(picture)
+    page = picture._repr_html_()
+    assert '<span style="background:#56b4e9;color:#000">16/model</span>' in page
+    assert picture.to_dict()["bytes"] == 652
+
+
+def test_svg_and_png(tmp_path):
+    strategy = ktd.TPUStrategy({"data": 4, "model": 2}, [("hidden/kernel", (None, "model"))])
+    model = built(mlp, strategy)
+    for what in (None, model, model.layers[0].kernel):
+        picture = strategy.show(what)
+        root = ElementTree.fromstring(picture.svg())
+        assert root.findall("{http://www.w3.org/2000/svg}rect")
+        picture.save(tmp_path / "p.svg")
+        assert (tmp_path / "p.svg").read_text() == picture.svg()
+        assert "<" in picture._repr_html_()
+
+
+def test_png(tmp_path):
+    pytest.importorskip("matplotlib")
+    strategy = ktd.TPUStrategy({"data": 4, "model": 2})
+    model = built(mlp, strategy)
+    for what in (None, model, model.layers[0].kernel):
+        strategy.show(what).save(tmp_path / "p.png")
+        assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_png_without_matplotlib(tmp_path, monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"drawn by matplotlib.*\[plot\].*\.svg"):
+        ktd.TPUStrategy().show().save(tmp_path / "p.png")
+
+
+def test_what_cannot_be_shown():
+    with pytest.raises(ValueError, match=r"show draws the mesh.*'str'"):
+        ktd.TPUStrategy().show("kernel")
