@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from keras_tpu_dist.dryrun_report import size, text_table
+from keras_tpu_dist.lint import lint_main
 from keras_tpu_dist.topology import CHIPS, Topology, all_names, start_without_tpu
 
 
@@ -23,7 +24,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     for add in (_add_topologies, _add_devices, _add_dry_run):
         add(commands)
-    options = parser.parse_args(arguments)
+    # lint reads its own arguments; here it is only named, for the help.
+    commands.add_parser("lint", help="mistakes in the layouts of what FILE.py:function builds")
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["lint"]:
+        return lint_main(given[1:])
+    options = parser.parse_args(given)
     try:
         return options.run(options)
     except (ValueError, ImportError) as error:

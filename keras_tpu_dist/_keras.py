@@ -414,6 +414,8 @@ def without_vjp(exported: jax.export.Exported) -> jax.export.Exported:
     Public replacement: `Exported.serialize`, which needs the package flatbuffers.
     """
     return dataclasses.replace(exported, _get_vjp=None)
+
+
 # What follows reads a built model's structure, for plans, explanations and lint.
 
 
@@ -535,6 +537,8 @@ ATTENTION_PARAMETERS = (
     "flash_attention",
     "attn_logits_soft_cap",
 )
+
+
 def full_precision(variable):
     """A variable's value in its own dtype, also inside a layer whose policy casts it.
 
