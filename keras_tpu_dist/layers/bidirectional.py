@@ -44,7 +44,7 @@ class Bidirectional(keras.layers.Bidirectional):
                 sequences, initial_state=initial_state, mask=mask, training=training
             )
         forward, backward = self.forward_layer, self.backward_layer
-        sequences = ops.convert_to_tensor(sequences, dtype=self.compute_dtype)
+        sequences: Any = ops.convert_to_tensor(sequences, dtype=self.compute_dtype)
         mask = mask[0] if isinstance(mask, list | tuple) else mask
         mask = check_mask(self.name, mask, sequences.shape)
         weights = _stack([weights_of(forward.cell), weights_of(backward.cell)])
@@ -97,7 +97,8 @@ class Bidirectional(keras.layers.Bidirectional):
         return ahead, behind
 
     def _merge(self, directions, states):
-        ahead, behind = (ops.cast(h, self.compute_dtype) for h in directions)
+        cast: list[Any] = [ops.cast(h, self.compute_dtype) for h in directions]
+        ahead, behind = cast
         merged = {
             "concat": lambda: ops.concatenate([ahead, behind], axis=-1),
             "sum": lambda: ahead + behind,

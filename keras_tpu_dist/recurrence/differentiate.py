@@ -144,7 +144,8 @@ def recur(loop: Loop, split: Split, x, weights: Weights, state, mask=None):
     if short:
         rows: Any = (x, state, mask)
         x, state, mask = jax.tree.map(lambda a: _pad_rows(a, short), rows)
-    hs, last = differentiable(loop, split, x, weights, tuple(state), mask)
+    result: Any = differentiable(loop, split, x, weights, tuple(state), mask)
+    hs, last = result
     if short:
         hs, last = jax.tree.map(
             lambda a: lax.slice_in_dim(a, 0, batch, axis=a.ndim - 2), (hs, last)
