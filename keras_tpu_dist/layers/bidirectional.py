@@ -1,6 +1,6 @@
 """Both directions of a bidirectional layer in one time loop."""
 
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 import keras
@@ -44,7 +44,7 @@ class Bidirectional(keras.layers.Bidirectional):
                 sequences, initial_state=initial_state, mask=mask, training=training
             )
         forward, backward = self.forward_layer, self.backward_layer
-        sequences: Any = ops.convert_to_tensor(sequences, dtype=self.compute_dtype)
+        sequences = cast(Any, ops.convert_to_tensor(sequences, dtype=self.compute_dtype))
         mask = mask[0] if isinstance(mask, list | tuple) else mask
         mask = check_mask(self.name, mask, sequences.shape)
         weights = _stack([weights_of(forward.cell), weights_of(backward.cell)])
@@ -97,8 +97,7 @@ class Bidirectional(keras.layers.Bidirectional):
         return ahead, behind
 
     def _merge(self, directions, states):
-        cast: list[Any] = [ops.cast(h, self.compute_dtype) for h in directions]
-        ahead, behind = cast
+        ahead, behind = (cast(Any, ops.cast(h, self.compute_dtype)) for h in directions)
         merged = {
             "concat": lambda: ops.concatenate([ahead, behind], axis=-1),
             "sum": lambda: ahead + behind,
