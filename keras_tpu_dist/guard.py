@@ -97,7 +97,8 @@ class StateGuard:
                 "model is given back the state of the start of the epoch; "
                 "TPUStrategy(donate_state=False) keeps the state before every step"
             )
-        return self._host_copy
+            return jax.tree.map(_to_device_memory, self._host_copy)
+        return None
 
     def release(self) -> None:
         """Lets go of every kept state."""
@@ -184,6 +185,10 @@ def _is_whole(state, wait: bool = True) -> bool:
 
 def _to_host_memory(array: jax.Array) -> jax.Array:
     return jax.device_put(array, array.sharding.with_memory_kind("pinned_host"))
+
+
+def _to_device_memory(array: jax.Array) -> jax.Array:
+    return jax.device_put(array, array.sharding.with_memory_kind("device"))
 
 
 def _bytes_per_device(array: jax.Array) -> int:
