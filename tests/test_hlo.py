@@ -342,6 +342,18 @@ backend_config={"custom_call_config":{"body":"TUzv"COST,"needs_layout_passes":tr
 """
 
 
+def test_metadata_that_breaks_lines_does_not_end_the_program():
+    attributes = 'frontend_attributes={kernel_metadata={\n "blocks":"{1}"\n}}, metadata='
+    text = _KERNEL.replace("COST", "").replace("metadata=", attributes)
+    text = text.replace("ROOT %k", "%k").replace(
+        "}\n}\n", "}\n  ROOT %n = f32[256,256]{1,0} negate(%k)\n}\n"
+    )
+    program = parse(text)
+    assert [i.name for i in program.entry] == ["x", "y", "k", "n"]
+    assert program.entry.by_name["k"].op_name == "jit(f)/attention/pallas_call"
+    assert hlo.analyze(text).unestimated_kernels == ("k",)
+
+
 def test_hand_written_kernels_cost_what_they_state():
     stated = ',"cost_estimate":{"flops":"33554432","bytes_accessed":"786432"}'
     known = hlo.analyze(_KERNEL.replace("COST", stated))

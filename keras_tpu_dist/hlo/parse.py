@@ -223,11 +223,14 @@ def parse(text: str) -> Program:
                 current = Computation(header["name"])
                 if line.startswith("ENTRY"):
                     entry = current
-        elif line.startswith("}"):
+        elif line.rstrip() == "}":
             computations[current.name] = current
             current = None
-        else:
+        elif line.startswith("  "):
             _add(current, line)
+        elif current.instructions:
+            # the metadata of hand-written kernels may break lines
+            current.instructions[-1].attributes += line
     if entry is None:
         raise ValueError("The text is no compiled program: it has no ENTRY computation.")
     return Program(computations, entry)
