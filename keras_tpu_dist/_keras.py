@@ -142,6 +142,7 @@ def _get_jax_state(stock, model, purge_model_variables=False, **groups):
         return stock(model, purge_model_variables=purge_model_variables, **groups)
     # Stock empties the variables here, and what an exception then finds is nothing.
     state = stock(model, purge_model_variables=False, **groups)
+    # What an earlier epoch left there is older than the variables.
     model._jax_state = None
     if groups.get("optimizer_variables"):
         strategy._state_read(model, state)
@@ -178,8 +179,7 @@ def active_strategy() -> Any:
 
 def state_variables(model: Any) -> list:
     """All variables a training step reads or writes."""
-    groups = ("trainable", "non_trainable", "optimizer", "metrics")
-    return [variable for name in groups for variable in _group(model, name)]
+    return [variable for group in state_groups(model) for variable in group]
 
 
 def state_shardings(model: Any, kind: str) -> tuple[list, ...]:
@@ -192,11 +192,22 @@ def state_shardings(model: Any, kind: str) -> tuple[list, ...]:
     return tuple([v._layout for v in _group(model, name)] for name in groups)
 
 
-def restore_state(model: Any, state: tuple) -> None:
-    """Writes a training state (trainable, non-trainable, optimizer, metrics) to the variables."""
-    for name, values in zip(("trainable", "non_trainable", "optimizer", "metrics"), state):
-        for variable, value in zip(_group(model, name), values):
-            variable.assign(value)
+def state_groups(model: Any) -> tuple[list, ...]:
+    """The variables of the training state as Keras orders it."""
+    return tuple(
+        list(_group(model, name)) for name in ("trainable", "non_trainable", "optimizer", "metrics")
+    )
+
+
+def follow_state(groups: tuple[list, ...], state: tuple) -> None:
+    """Makes the variables of `state_groups` hold a training state.
+
+    Called after every launch, so it assigns without checks: the values have the layouts that the
+    step was compiled for.
+    """
+    for variables, values in zip(groups, state):
+        for variable, value in zip(variables, values):
+            variable._value = value
 
 
 def forget_state(model: Any) -> None:
@@ -208,11 +219,6 @@ def forget_state(model: Any) -> None:
 def has_state(model: Any) -> bool:
     """Whether a trainer may hold state that its variables do not."""
     return getattr(model, "_jax_state", None) is not None or not model._jax_state_synced
-
-
-def is_synced(model: Any) -> bool:
-    """Whether the variables, not the trainer's own record, hold the newest state."""
-    return model._jax_state_synced
 
 
 def forget_functions(model: Any) -> None:

@@ -50,11 +50,6 @@ class StateGuard:
         """Whether launches consume their input state."""
         return self.kept == 0
 
-    @property
-    def holds_state(self) -> bool:
-        """Whether a train loop is under way."""
-        return self._newest is not None
-
     def read(self, state: Any) -> None:
         """Notes a state that was just read from the model's variables."""
         self._flight.clear()
@@ -102,7 +97,8 @@ class StateGuard:
                 "model is given back the state of the start of the epoch; "
                 "TPUStrategy(donate_state=False) keeps the state before every step"
             )
-        return self._host_copy
+            return jax.tree.map(_to_device_memory, self._host_copy)
+        return None
 
     def release(self) -> None:
         """Lets go of every kept state."""
@@ -111,16 +107,15 @@ class StateGuard:
 
 
 def recover(trainer: Any, guard: StateGuard) -> None:
-    """Gives a model its variables back after an exception, as of the last completed step."""
-    if guard.holds_state and not _keras.is_synced(trainer):
-        # Newer than what Keras has been told of: several steps may have run since.
+    """Gives a model its variables back after an exception, as of the last completed step.
+
+    The variables follow every launch, so they are right unless a launch consumed its input and
+    gave nothing, or gave a result that turns out to have failed.
+    """
+    if not _is_whole([v.value for v in _keras.state_variables(trainer)]):
         state = guard.last_whole()
-    else:
-        trainer.jax_state_sync()
-        whole = _is_whole([v.value for v in _keras.state_variables(trainer)])
-        state = None if whole else guard.last_whole()
-    if state is not None:
-        _keras.restore_state(trainer, state)
+        if state is not None:
+            _keras.follow_state(_keras.state_groups(trainer), state)
     _keras.forget_state(trainer)
 
 
@@ -190,6 +185,10 @@ def _is_whole(state, wait: bool = True) -> bool:
 
 def _to_host_memory(array: jax.Array) -> jax.Array:
     return jax.device_put(array, array.sharding.with_memory_kind("pinned_host"))
+
+
+def _to_device_memory(array: jax.Array) -> jax.Array:
+    return jax.device_put(array, array.sharding.with_memory_kind("device"))
 
 
 def _bytes_per_device(array: jax.Array) -> int:

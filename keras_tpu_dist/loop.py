@@ -32,6 +32,7 @@ def make_step(trainer: Any, kind: str, placer: BatchPlacer, guard: StateGuard) -
     Returns:
         The function; it takes a `DeviceIterator`, or any iterator over host batches.
     """
+    groups = _keras.state_groups(trainer)
     compiled = not trainer.run_eagerly and trainer.jit_compile
     if not compiled:
         step = scan = _step_function(trainer, kind)
@@ -45,7 +46,9 @@ def make_step(trainer: Any, kind: str, placer: BatchPlacer, guard: StateGuard) -
         if kind != "train":
             return function(state, batch)
         try:
-            return guard.launch(function, state, batch, steps)
+            outputs, state = guard.launch(function, state, batch, steps)
+            _keras.follow_state(groups, state)
+            return outputs, state
         except BaseException:
             recover(trainer, guard)
             raise

@@ -362,9 +362,10 @@ class TPUStrategy(keras.distribution.ModelParallel):
         with self.scope():
             member = adoption.adopt(model, self)
             outer, self._running_member = self._running_member, member
-            if member.guard is not None:
-                # What a fit around this call has kept is in the variables by now.
-                member.guard.release()
+            if _keras.has_state(model):
+                # Called within a fit, from a callback: the variables hold that fit's newest
+                # state, and the fit reads it from there when it goes on.
+                _keras.forget_state(model)
             try:
                 yield
             except BaseException:

@@ -184,3 +184,29 @@ def test_stop_training_within_an_epoch():
 
     history, _ = _both(lambda: [Stop()])
     assert len(history["loss"]) == 1
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_a_model_called_by_its_own_name_within_an_epoch_is_up_to_date(donate):
+    strategy = ktd.TPUStrategy(donate_state=donate)
+    model = built(mlp, strategy)
+    seen = []
+
+    def look(batch, logs):
+        # Not through `callback.model`, which would make Keras sync.
+        seen.append(model.get_weights())
+        if batch == 1:
+            seen.append(model.predict(X[:5], verbose=0))
+            model.evaluate(X[:5], Y[:5], verbose=0)
+
+    history = _fit(model, [keras.callbacks.LambdaCallback(on_train_batch_end=look)], epochs=1)
+    expected = built(mlp, None)
+    weights = []
+    for start in range(0, 40, 12):
+        expected.fit(X[start : start + 12], Y[start : start + 12], 12, shuffle=False, verbose=0)
+        weights.append(expected.get_weights())
+        if start == 12:
+            weights.append(expected.predict(X[:5], verbose=0))
+    assert_close(seen, weights)
+    assert_close(model.get_weights(), weights[-1])
+    assert len(history.history["loss"]) == 1
