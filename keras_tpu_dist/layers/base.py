@@ -155,7 +155,7 @@ class FastRecurrence:
             self.unroll = unroll
 
     def _outputs(self, hs, last, mask):
-        """What `keras.src.backend.rnn` returns: last output, outputs in loop order, states."""
+        """What Keras's backend loop returns: last output, outputs in loop order, states."""
         if mask is not None:
             mask = mask[..., None]
         if hs is None:
