@@ -33,10 +33,6 @@ if "keras" not in sys.modules:
 import jax.export
 import keras
 from jax._src import xla_bridge
-from keras.src.backend.common.variables import AutocastScope
-
-# Public replacement: none; `keras.Model` is what its constructor returns for functional models too.
-from keras.src.models.functional import Functional as Functional
 
 if keras.config.backend() != "jax":
     raise ImportError(
@@ -46,8 +42,12 @@ if keras.config.backend() != "jax":
     )
 
 from keras.src.backend.common import global_state
+from keras.src.backend.common.variables import AutocastScope
 from keras.src.backend.jax import trainer as jax_trainer
 from keras.src.distribution import distribution_lib
+
+# Public replacement: none; `keras.Model` is what its constructor returns for functional models too.
+from keras.src.models.functional import Functional as Functional
 from keras.src.trainers.trainer import Trainer
 
 TESTED_KERAS = ("3.15.0", "3.15.1")
@@ -78,6 +78,8 @@ def check_names(module: Any = jax_trainer) -> None:
         for attribute in ("", *attributes)
         if not hasattr(getattr(module, name, None) if attribute else module, attribute or name)
     ]
+    if not hasattr(distribution_lib, "distribute_tensor"):
+        missing.append("keras.src.distribution.distribution_lib.distribute_tensor")
     if missing:
         raise ImportError(
             "keras_tpu_dist reaches Keras's JAX trainer by names that this Keras does not have. "

@@ -118,8 +118,7 @@ def lower(
             _build_metrics(build, symbolic, mode)
             stack.enter_context(_borrowed(build, strategy))
         _keras.symbolic_build(model, symbolic, mode)
-        if isinstance(build, keras.Model):
-            _lay_out(model, strategy)
+        stack.enter_context(_laid_out(model, strategy))
         placed = placer.describe(batch)
         state = _state(model, kind)
         donate = _donates(strategy, kind, state)
@@ -334,12 +333,14 @@ def _shapes_text(structure: Any) -> str:
     return ", ".join(f"{t.dtype}{tuple(t.shape)}" for t in jax.tree.leaves(structure))
 
 
-def _lay_out(model: keras.Model, strategy: TPUStrategy) -> None:
-    slots = {id(slot): weight for slot, weight in _keras.optimizer_slots(model)}
-    for variable in _keras.state_variables(model):
-        weight = slots.get(id(variable), variable)
-        of = weight if tuple(weight.shape) == tuple(variable.shape) else variable
-        _keras.set_layout(variable, adoption.choose_layout(of, strategy))
+@contextlib.contextmanager
+def _laid_out(model: keras.Model, strategy: TPUStrategy) -> Iterator[None]:
+    """Gives variables and layers' outputs the layouts that training under the strategy would."""
+    member = adoption.Membership(strategy)
+    for variable, layout in member.targets(model):
+        _keras.set_layout(variable, layout)
+    with strategy._as_running(member):
+        yield
 
 
 def _state(model: keras.Model, kind: str) -> tuple[list, ...]:

@@ -375,21 +375,29 @@ class TPUStrategy(keras.distribution.ModelParallel):
         _check_input(name, args, kwargs)
         with self.scope():
             member = adoption.adopt(model, self)
-            outer, self._running_member = self._running_member, member
             if _keras.has_state(model):
                 # Called within a fit, from a callback: the variables hold that fit's newest
                 # state, and the fit reads it from there when it goes on.
                 _keras.forget_state(model)
             try:
-                yield
+                with self._as_running(member):
+                    yield
             except BaseException:
                 if member.guard is not None and _keras.has_state(model):
                     recover(model, member.guard)
                 raise
             finally:
-                self._running_member = outer
                 if member.guard is not None:
                     member.guard.release()
+
+    @contextlib.contextmanager
+    def _as_running(self, member: adoption.Membership):
+        """The layouts of layers' outputs are those of this model's plan and annotations."""
+        outer, self._running_member = self._running_member, member
+        try:
+            yield
+        finally:
+            self._running_member = outer
 
     def _make_function(self, model, kind: str):
         member = adoption.adopt(model, self)

@@ -41,6 +41,20 @@ def test_a_name_that_moved_is_named(missing):
         _keras.check_names(trainer)
 
 
+def test_a_distribute_tensor_that_moved_is_named(monkeypatch):
+    monkeypatch.delattr(_keras.distribution_lib, "distribute_tensor")
+    with pytest.raises(ImportError, match=r"distribution_lib\.distribute_tensor"):
+        _keras.check_names()
+
+
+def test_private_names_of_layers():
+    assert _keras.Functional in type(mlp()).__mro__ or issubclass(_keras.Functional, keras.Model)
+    variable = keras.Variable(np.ones(3), dtype="float32")
+    with _keras.AutocastScope("bfloat16"):
+        assert variable.value.dtype == "bfloat16"
+        assert _keras.full_precision(variable).dtype == "float32"
+
+
 def test_private_names_of_variables():
     variable = keras.Variable(np.ones(3))
     assert _keras.variable_layout(variable) is None
