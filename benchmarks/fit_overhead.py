@@ -20,12 +20,12 @@ def mlp():
 
     return Sequential(
         [
-            layers.Input((64,)),
-            layers.Dense(256, activation="relu"),
-            layers.Dense(256, activation="relu"),
+            layers.Input((784,)),
+            layers.Dense(512, activation="relu"),
+            layers.Dense(512, activation="relu"),
             layers.Dense(10),
         ]
-    ), (64,)
+    ), (784,)
 
 
 def cnn():

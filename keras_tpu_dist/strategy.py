@@ -58,11 +58,12 @@ class TPUStrategy(keras.distribution.ModelParallel):
             without a batch, or a structure of those that is a prefix of `(x, y, sample_weight)`:
             `(1, 0)` for time-major `x`, `({"image": 0, "anchors": None}, 0)`. A dict alone speaks
             of `x`.
-        prefetch: Number of batches held ready on the devices ahead of the running step.
+        prefetch: Number of batches held ready on the devices ahead of the running step. Defaults
+            to 2, and on CPU to 0: there, transfers and steps share the same cores.
         donate_state: Whether a train step overwrites its input state. `True` halves the memory
             of the state; after a failure inside a launch the weights are those of the start of
             the epoch. `False` keeps the state before every step. `"auto"` keeps it where two
-            states fit in 10 % of the device's memory (256 MiB where that is unknown).
+            states fit in 10 % of the device's memory (8 MiB where that is unknown).
         shard_optimizer: Whether optimizer slots are split over the data axes while the weights
             stay as `layout` says (ZeRO-1).
 
@@ -90,7 +91,7 @@ class TPUStrategy(keras.distribution.ModelParallel):
         topology: str | Topology | None = None,
         data_axes: str | Sequence[str] | None = None,
         batch_axis: Any = 0,
-        prefetch: int = 2,
+        prefetch: int | None = None,
         donate_state: bool | str = "auto",
         shard_optimizer: bool = False,
     ):
@@ -130,7 +131,8 @@ class TPUStrategy(keras.distribution.ModelParallel):
         )
         self._running_member: adoption.Membership | None = None
         self._placer = BatchPlacer(self._mesh, self._data_axes, batch_axis)
-        self._prefetch = prefetch
+        on_cpu = self._mesh.devices.flat[0].platform == "cpu"
+        self._prefetch = prefetch if prefetch is not None else 0 if on_cpu else 2
         self._donate_state = donate_state
 
     @property
@@ -429,7 +431,8 @@ class TPUStrategy(keras.distribution.ModelParallel):
 
     @staticmethod
     def _check_options(prefetch, donate_state):
-        if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
+        counted = isinstance(prefetch, int) and not isinstance(prefetch, bool) and prefetch >= 0
+        if prefetch is not None and not counted:
             raise ValueError(
                 message(
                     "prefetch is a number of batches, 0 or more.",
