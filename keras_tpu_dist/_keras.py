@@ -70,6 +70,14 @@ _ENTRY_POINTS = (
 )
 
 
+# What each step function reads and gives back, in Keras's order.
+_GROUPS = {
+    "train": ("trainable", "non_trainable", "optimizer", "metrics"),
+    "test": ("trainable", "non_trainable", "metrics"),
+    "predict": ("trainable", "non_trainable"),
+}
+
+
 def check_names(module: Any = jax_trainer) -> None:
     """Raises an `ImportError` that lists every name of Keras the seam needs and does not find."""
     missing = [
@@ -195,19 +203,12 @@ def state_variables(model: Any) -> list:
 
 def state_shardings(model: Any, kind: str) -> tuple[list, ...]:
     """The layouts of the state of a step function, in Keras's order."""
-    groups = {
-        "train": ("trainable", "non_trainable", "optimizer", "metrics"),
-        "test": ("trainable", "non_trainable", "metrics"),
-        "predict": ("trainable", "non_trainable"),
-    }[kind]
-    return tuple([v._layout for v in _group(model, name)] for name in groups)
+    return tuple([v._layout for v in _group(model, name)] for name in _GROUPS[kind])
 
 
 def state_groups(model: Any) -> tuple[list, ...]:
     """The variables of the training state as Keras orders it."""
-    return tuple(
-        list(_group(model, name)) for name in ("trainable", "non_trainable", "optimizer", "metrics")
-    )
+    return tuple(list(_group(model, name)) for name in _GROUPS["train"])
 
 
 def follow_state(groups: tuple[list, ...], state: tuple) -> None:

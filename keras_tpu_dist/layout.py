@@ -283,10 +283,7 @@ def checked(decision: Decision, path: str, shape: Sequence[int], mesh: Mesh) -> 
 
 def axis_size(mesh: Mesh, entry: str | tuple[str, ...] | None) -> int:
     """How many shards one entry of a layout makes."""
-    ways = 1
-    for name in _flat((entry,)):
-        ways *= mesh.shape[name]
-    return ways
+    return math.prod(mesh.shape[name] for name in entry_names(entry))
 
 
 def named_sharding(mesh: Mesh, axes: Axes = ()) -> NamedSharding:
@@ -301,11 +298,13 @@ def named_sharding(mesh: Mesh, axes: Axes = ()) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*entries))
 
 
+def entry_names(entry: str | Iterable[str] | None) -> tuple[str, ...]:
+    """The mesh axes in one entry of a layout."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
 def _flat(axes: Iterable) -> list[str]:
-    names: list[str] = []
-    for entry in axes:
-        names.extend(() if entry is None else (entry,) if isinstance(entry, str) else entry)
-    return names
+    return [name for entry in axes for name in entry_names(entry)]
 
 
 def _checked_rule(rule) -> tuple[str, Axes]:

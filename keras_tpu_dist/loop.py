@@ -38,8 +38,8 @@ def make_step(trainer: Any, kind: str, placer: BatchPlacer, guard: StateGuard) -
         step = scan = _step_function(trainer, kind)
         place = placer.place_eagerly
     else:
-        step = _jit(trainer, kind, placer, guard.donate)
-        scan = _jit(trainer, kind, placer, guard.donate, scanned=True)
+        step = jitted_step(trainer, kind, placer, guard.donate)
+        scan = jitted_step(trainer, kind, placer, guard.donate, scanned=True)
         place = placer.place
 
     def launch(function, state, batch, steps=1):
@@ -92,21 +92,6 @@ def make_step(trainer: Any, kind: str, placer: BatchPlacer, guard: StateGuard) -
     return many
 
 
-def jitted_step(trainer: Any, kind: str, placer: BatchPlacer, donate: bool) -> Callable:
-    """The jitted step alone, `(state, PlacedBatch) -> (outputs, state)`, as dry runs lower it.
-
-    Args:
-        trainer: The model.
-        kind: `"train"`, `"test"` or `"predict"`.
-        placer: Trims batches in the program.
-        donate: Whether a train step consumes its input state.
-
-    Returns:
-        A `jax.jit` function.
-    """
-    return _jit(trainer, kind, placer, donate)
-
-
 def _group_placer(placer: BatchPlacer, place: Callable, scan_length: int) -> Callable:
     def place_group(batches: list) -> list:
         if len(batches) == scan_length:
@@ -152,7 +137,21 @@ def _step_function(trainer, kind: str) -> Callable:
     return predict_step
 
 
-def _jit(trainer, kind: str, placer: BatchPlacer, donate: bool, scanned: bool = False) -> Callable:
+def jitted_step(
+    trainer: Any, kind: str, placer: BatchPlacer, donate: bool, scanned: bool = False
+) -> Callable:
+    """The jitted step alone, `(state, PlacedBatch) -> (outputs, state)`, as dry runs lower it.
+
+    Args:
+        trainer: The model.
+        kind: `"train"`, `"test"` or `"predict"`.
+        placer: Trims batches in the program.
+        donate: Whether a train step consumes its input state.
+        scanned: Whether the batch is several, stacked, of which each is a step.
+
+    Returns:
+        A `jax.jit` function.
+    """
     step = _step_function(trainer, kind)
     replicated = named_sharding(placer.mesh)
     shardings = _keras.state_shardings(trainer, kind)

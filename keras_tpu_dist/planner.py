@@ -16,6 +16,7 @@ from keras_tpu_dist.layout import (
     LayoutRules,
     axis_size,
     dividing_axes,
+    entry_names,
     split_ways,
 )
 from keras_tpu_dist.planner_tensor import TensorPlan
@@ -244,7 +245,7 @@ def spread(
                         f"divides by {ways}")  # fmt: skip
     choices.sort(reverse=True, key=lambda choice: choice[:4])
     _, _, inner, dim, entry = choices[0]
-    axes[-dim] = entry if axes[-dim] is None else (*_names(axes[-dim]), *_names(entry))
+    axes[-dim] = entry if axes[-dim] is None else (*entry_names(axes[-dim]), *entry_names(entry))
     others = tuple(
         f"dimension {-d} over {e!r}: {_worse(c, choices[0])}"
         for c in choices[1:]
@@ -263,7 +264,7 @@ def slot_decision(weight: Decision, shape: Sequence[int], mesh: Mesh, data_axes)
         mesh: The mesh.
         data_axes: The axes that split the batch.
     """
-    used = {name for entry in weight.axes for name in _names(entry)}
+    used = {name for entry in weight.axes for name in entry_names(entry)}
     free = [name for name in data_axes if name not in used]
     found = spread(shape, weight.axes, mesh, free)
     if split_ways(mesh, found.axes) == split_ways(mesh, weight.axes):
@@ -282,10 +283,6 @@ def _worse(choice, best) -> str:
     if choice[0] < best[0]:
         return "fewer ways"
     return "already split" if choice[1] < best[1] else "not larger"
-
-
-def _names(entry) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _model_axes(mesh, data_axes) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from keras_tpu_dist.errors import message
 from keras_tpu_dist.explain import Explanation, layout_text, size_text
+from keras_tpu_dist.layout import entry_names
 
 # Ten colours that stay apart for colour-blind readers (Okabe-Ito, then its lighter kin).
 _COLOURS = (
@@ -287,7 +288,7 @@ class ModelPicture:
             y = 8 + n * 24
             parts.append(_svg_text(292, y + 15, row.path[-44:], "end"))
             for size, colour in ((row.bytes, "#e8e8e8"), (row.bytes_per_device, None)):
-                names = [n for entry in row.axes for n in _names(entry)]
+                names = [n for entry in row.axes for n in entry_names(entry)]
                 fill = colour or (colours[names[0]] if names else "#bbbbbb")
                 width = max(2.0, 300 * size / largest)
                 parts.append(
@@ -382,23 +383,19 @@ def _device_label(device_id: int, process: int, coords) -> str:
     return f"{device_id}{place}" + (f" host {process}" if process else "")
 
 
-def _names(entry) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-
-
 def _dimension_text(size: int, entry) -> str:
-    return f"{size}/{'+'.join(_names(entry))}" if _names(entry) else str(size)
+    return f"{size}/{'+'.join(entry_names(entry))}" if entry_names(entry) else str(size)
 
 
 def _style(entry, colours) -> str:
-    return f"black on {colours[_names(entry)[0]]}" if _names(entry) else ""
+    return f"black on {colours[entry_names(entry)[0]]}" if entry_names(entry) else ""
 
 
 def _html_dimension(size: int, entry, colours) -> str:
     text = html.escape(_dimension_text(size, entry))
-    if not _names(entry):
+    if not entry_names(entry):
         return text
-    return f'<span style="background:{colours[_names(entry)[0]]};color:#000">{text}</span>'
+    return f'<span style="background:{colours[entry_names(entry)[0]]};color:#000">{text}</span>'
 
 
 def _svg(width: float, height: float, parts: Sequence[str]) -> str:
@@ -484,7 +481,7 @@ def _draw_model(picture: ModelPicture, figure_type):
     places = range(len(e.rows))
     fills = []
     for row in e.rows:
-        names = [name for entry in row.axes for name in _names(entry)]
+        names = [name for entry in row.axes for name in entry_names(entry)]
         fills.append(colours[names[0]] if names else "#bbbbbb")
     axes.barh(places, [row.bytes for row in e.rows], color="#e8e8e8")
     axes.barh(places, [row.bytes_per_device for row in e.rows], color=fills)

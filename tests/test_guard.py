@@ -183,7 +183,7 @@ class Sabotage:
     def __init__(self, monkeypatch, at_step):
         from keras_tpu_dist import loop
 
-        real = loop._jit
+        real = loop.jitted_step
 
         def sabotaged(trainer, kind, *rest, **options):
             step = real(trainer, kind, *rest, **options)
@@ -198,7 +198,7 @@ class Sabotage:
 
             return run
 
-        monkeypatch.setattr(loop, "_jit", sabotaged)
+        monkeypatch.setattr(loop, "jitted_step", sabotaged)
 
 
 def test_a_launch_that_dies_after_it_began_gives_back_the_state_before_it(monkeypatch):
@@ -224,7 +224,7 @@ def test_a_launch_that_consumed_its_state_gives_back_the_start_of_the_epoch(monk
 def test_ctrl_c_within_a_launch_waits_until_the_new_state_has_a_name(monkeypatch):
     from keras_tpu_dist import loop
 
-    real = loop._jit
+    real = loop.jitted_step
 
     def interrupting(trainer, kind, *rest, **options):
         step = real(trainer, kind, *rest, **options)
@@ -240,7 +240,7 @@ def test_ctrl_c_within_a_launch_waits_until_the_new_state_has_a_name(monkeypatch
 
         return run
 
-    monkeypatch.setattr(loop, "_jit", interrupting)
+    monkeypatch.setattr(loop, "jitted_step", interrupting)
     handler = signal.getsignal(signal.SIGINT)
     model = built(mlp, _strategy(donate_state=True))
     with pytest.raises(KeyboardInterrupt):

@@ -42,7 +42,7 @@ def program(model, strategy, x, y):
              "metrics_variables"], True)  # fmt: skip
         with strategy._running(model, "train_on_batch", (x, y), {}):
             state = model._get_jax_state(**groups)
-            step = loop._jit(model, "train", strategy._placer, donate=False)
+            step = loop.jitted_step(model, "train", strategy._placer, donate=False)
             return step.lower(state, strategy._placer.place((x, y))).compile().as_text()
 
 

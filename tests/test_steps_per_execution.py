@@ -167,7 +167,7 @@ def test_a_scan_is_one_program_with_a_loop():
     from keras_tpu_dist import _keras, loop
 
     with strategy.scope():
-        scan = loop._jit(model, "train", strategy._placer, False, scanned=True)
+        scan = loop.jitted_step(model, "train", strategy._placer, False, scanned=True)
         state = model._get_jax_state(
             trainable_variables=True,
             non_trainable_variables=True,

@@ -76,7 +76,7 @@ class FastRecurrence:
             return self._stock_loop(arithmetic, sequences, initial_state, mask, training)
         if training and self.dropout:
             sequences = sequences * self.cell.get_dropout_mask(sequences[:, 0, :])[:, None, :]
-        loop = self._loop(arithmetic, place, sequences, self.variant(sequences.shape, place))
+        loop = self._loop(arithmetic, place, self.variant(sequences.shape, place))
         hs, last = recur(
             loop,
             place.split,
@@ -114,7 +114,7 @@ class FastRecurrence:
             segment=self.segment,
         )
 
-    def _loop(self, arithmetic, place: Place, sequences, variant: Variant, directions=1) -> Loop:
+    def _loop(self, arithmetic, place: Place, variant: Variant, directions=1) -> Loop:
         compute = jnp.dtype(self.compute_dtype)
         return Loop(
             arithmetic,

@@ -56,7 +56,7 @@ class Bidirectional(keras.layers.Bidirectional):
         ]
         state = tuple(jnp.stack(pair) for pair in zip(states[:half], states[half:]))
         loop = forward._loop(
-            arithmetic, place, sequences, forward.variant(sequences.shape, place), directions=2
+            arithmetic, place, forward.variant(sequences.shape, place), directions=2
         )
         hs, last = recur(loop, place.split, sequences, weights, state, mask)
         return self._merge(
