@@ -16,10 +16,12 @@ import re
 
 from keras_tpu_dist.chips import CHIPS
 from keras_tpu_dist.hlo import cost
+from keras_tpu_dist.hlo.kernels import is_kernel
 from keras_tpu_dist.hlo.loops import executions
 from keras_tpu_dist.hlo.parse import Instruction, parse
 
 _BUNDLE = re.compile(r"^\s*(?:0x[0-9a-f]+|0)\s+(?:[A-Z]{2})?\s*:((?: >)*) +\{")
+_EXIT = re.compile(r"scmp\.ge\.s32\.totalorder %\w+, (\d+) /\* loop exit test")
 _DUMPED = re.compile(r"\d+-(.*)-\d+-final_bundles")
 _COLLECTIVES = {"all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter"}
 _CHIP = CHIPS["v5e"]
@@ -109,11 +111,13 @@ def _is_collective(instruction: Instruction) -> bool:
     return instruction.opcode.removesuffix("-start") in _COLLECTIVES
 
 
-def _bundles(path: pathlib.Path) -> tuple[int, int]:
-    """Bundles outside of the window loop, and inside."""
-    found = [m[1] for m in map(_BUNDLE.match, path.read_text().splitlines()) if m]
+def _bundles(path: pathlib.Path) -> tuple[int, int, int]:
+    """Bundles outside of the window loop, and inside; how often that is run by its exit test."""
+    text = path.read_text()
+    found = [m[1] for m in map(_BUNDLE.match, text.splitlines()) if m]
     inside = sum(">" in depth for depth in found)
-    return len(found) - inside, inside
+    exits = [int(n) for n in _EXIT.findall(text)]
+    return len(found) - inside, inside, exits[0] if len(exits) == 1 else 1
 
 
 def _twin(instruction: Instruction) -> tuple:
@@ -146,13 +150,15 @@ def kernels(program: str, dump: pathlib.Path) -> list[Kernel]:
         instruction = run.instruction
         estimated = cost.estimated_cycles(instruction)
         moved = cost.hbm_bytes(parsed, run.computation, instruction)
-        outside, inside = dumped.get(
-            instruction.name, twins.get(_twin(instruction), (0, 0)) if estimated else (0, 0)
+        outside, inside, exit_at = dumped.get(
+            instruction.name, twins.get(_twin(instruction), (0, 0, 1)) if estimated else (0, 0, 1)
         )
         if not (estimated or outside or inside or moved):
             continue
         windows = re.search(r'"iteration_bounds":\[([^\]]*)\]', instruction.attributes)
         trips = math.prod(map(int, re.findall(r"\d+", windows[1]))) if windows else 1
+        if is_kernel(instruction):
+            trips = exit_at
         found.append(
             Kernel(
                 name=instruction.name,

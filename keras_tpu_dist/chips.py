@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 _GIB = 2**30
+_MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Chip:
         pod: Chips of the largest slice.
         chips_per_host: Chips per host, as libtpu lays them out.
         device_hbm_bytes: What the compiler lets one JAX device use.
+        vmem_bytes: On-chip memory of one TensorCore.
         hbm_bandwidth: Bytes per second.
         flops: Peak operations per second by dtype, as pairs.
         clock: TensorCore clock in hertz, which turns the compiler's cycles into seconds.
@@ -41,6 +43,7 @@ class Chip:
     pod: int
     chips_per_host: int
     device_hbm_bytes: int
+    vmem_bytes: int
     hbm_bandwidth: float
     flops: tuple[tuple[str, float], ...]
     clock: float
@@ -82,6 +85,7 @@ CHIPS: dict[str, Chip] = {
             pod=256,
             chips_per_host=4,
             device_hbm_bytes=int(7.48 * _GIB),  # L
+            vmem_bytes=16 * _MIB,  # J
             hbm_bandwidth=716e9,  # J
             flops=(("bfloat16", 46e12),),  # J
             clock=0.70e9,  # C
@@ -101,6 +105,7 @@ CHIPS: dict[str, Chip] = {
             pod=1024,
             chips_per_host=4,
             device_hbm_bytes=int(15.48 * _GIB),  # L
+            vmem_bytes=16 * _MIB,  # J
             hbm_bandwidth=900e9,  # G
             flops=(("bfloat16", 123e12),),  # G
             clock=0.94e9,  # C
@@ -119,6 +124,7 @@ CHIPS: dict[str, Chip] = {
             pod=4096,
             chips_per_host=4,
             device_hbm_bytes=int(30.75 * _GIB),  # L
+            vmem_bytes=16 * _MIB,  # J
             hbm_bandwidth=1200e9,  # G
             flops=(("bfloat16", 275e12), ("int8", 275e12)),  # G
             clock=1.05e9,  # C
@@ -138,6 +144,7 @@ CHIPS: dict[str, Chip] = {
             pod=256,
             chips_per_host=4,
             device_hbm_bytes=int(15.75 * _GIB),  # L
+            vmem_bytes=128 * _MIB,  # J
             hbm_bandwidth=819e9,  # G
             flops=(("bfloat16", 197e12), ("int8", 393e12)),  # G
             clock=1.50e9,  # C, S
@@ -156,6 +163,7 @@ CHIPS: dict[str, Chip] = {
             pod=8960,
             chips_per_host=4,
             device_hbm_bytes=int(95.74 * _GIB),  # L
+            vmem_bytes=64 * _MIB,  # J
             hbm_bandwidth=2765e9,  # G
             flops=(("bfloat16", 459e12), ("int8", 918e12)),  # G; int8: S, J
             clock=1.75e9,  # C
@@ -174,6 +182,7 @@ CHIPS: dict[str, Chip] = {
             pod=256,
             chips_per_host=4,
             device_hbm_bytes=int(31.25 * _GIB),  # L
+            vmem_bytes=128 * _MIB,  # J
             hbm_bandwidth=1638e9,  # G
             flops=(("bfloat16", 918e12), ("int8", 1836e12)),  # G
             clock=1.75e9,  # none published; v5p's. The rule of C gives 3.5, faster than libtpu
@@ -193,6 +202,7 @@ CHIPS: dict[str, Chip] = {
             pod=9216,
             chips_per_host=4,
             device_hbm_bytes=int(94.75 * _GIB),  # L
+            vmem_bytes=64 * _MIB,  # J
             hbm_bandwidth=7380e9,  # G
             flops=(("bfloat16", 2307e12), ("float8", 4614e12)),  # G
             clock=2.20e9,  # none published
@@ -227,6 +237,7 @@ def simulated_chip(platform: str, device_kind: str, per_host: int) -> Chip:
         pod=0,
         chips_per_host=per_host,
         device_hbm_bytes=0,
+        vmem_bytes=0,
         hbm_bandwidth=0.0,
         flops=(("bfloat16", 0.0),),
         clock=0.0,

@@ -112,11 +112,12 @@ def hbm_bytes(program: Program, computation: Computation, instruction: Instructi
 def _custom_call_bytes(computation: Computation, instruction: Instruction) -> int:
     if not kernels.is_kernel(instruction):
         return 0  # AllocateBuffer and other markers
+    arrays = [s for i in (instruction, *computation.operands(instruction)) for s in i.shapes]
     stated = kernels.stated(instruction, "bytes_accessed")
     if stated:
-        return stated
-    operands = computation.operands(instruction)
-    return sum(s.hbm_bytes for i in (instruction, *operands) for s in i.shapes)
+        # Its author could not know which arrays the compiler would place on the chip.
+        return max(stated - sum(s.bytes - s.hbm_bytes for s in arrays), 0)
+    return sum(s.hbm_bytes for s in arrays)
 
 
 def _fusion_bytes(program: Program, computation: Computation, fusion: Instruction) -> int:

@@ -118,16 +118,24 @@ class FastRecurrence:
             features=shape[2],
             unroll=self.unroll,
             segment=self.segment,
+            core=place.core if self._rounded_to(place) == "bfloat16" else "it is not in bfloat16",
         )
 
-    def _loop(self, arithmetic, place: Place, variant: Variant, directions=1) -> Loop:
+    def _rounded_to(self, place: Place) -> str | None:
+        """What operands of products are rounded to."""
         compute = jnp.dtype(self.compute_dtype)
+        if compute.itemsize < 4:
+            return compute.name
+        # What the TPU does with float32 of its own accord; said, what only products read is small.
+        return "bfloat16" if place.rounds else None
+
+    def _loop(self, arithmetic, place: Place, variant: Variant, directions=1) -> Loop:
         on_tpu = place.platform == "tpu"
         if isinstance(arithmetic, recurrence.LSTM):
             arithmetic = dataclasses.replace(arithmetic, wide=on_tpu)
         return Loop(
             arithmetic,
-            product=Product(compute.name if compute.itemsize < 4 else None, on_tpu),
+            product=Product(self._rounded_to(place), on_tpu),
             sequences=self.return_sequences,
             reverse=self.go_backwards and directions == 1,
             directions=directions,
@@ -138,6 +146,7 @@ class FastRecurrence:
             recompute=variant.recompute,
             unroll=variant.unroll,
             pin_layout=place.alone and on_tpu,
+            kernel=variant.kernel,
         )
 
     def _fast(self, place: Place, training):

@@ -5,7 +5,13 @@ import dataclasses
 import jax
 import keras
 
-from keras_tpu_dist.recurrence import Split
+from keras_tpu_dist.chips import CHIPS
+from keras_tpu_dist.recurrence import Core, Split
+
+# The kernel compiler cannot multiply bfloat16 on them.
+_WITHOUT_KERNELS = ("v2", "v3")
+# At these, products of float32 round their operands to bfloat16 on TPU.
+_ROUNDING = (None, "default", "bfloat16", "fastest")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,14 +20,39 @@ class Place:
 
     Args:
         split: The mesh and the axes that split the batch, if one is active here.
-        platform: "cpu", "gpu" or "tpu".
         alone: Whether what the layer computes stays on one device, so that a memory layout may be
             asked for without an automatic partitioner meeting it.
+        device: One of the devices.
     """
 
     split: Split
-    platform: str
     alone: bool
+    device: jax.Device
+
+    @property
+    def platform(self) -> str:
+        """ "cpu", "gpu" or "tpu"."""
+        return self.device.platform
+
+    @property
+    def rounds(self) -> bool:
+        """Whether products of float32 round their operands to bfloat16."""
+        return self.platform == "tpu" and jax.config.jax_default_matmul_precision in _ROUNDING
+
+    @property
+    def core(self) -> Core | str:
+        """What a kernel would run on, or why there can be none."""
+        if not self.alone:
+            return "arrays may lie on several devices"
+        if not self.rounds:
+            return "jax_default_matmul_precision is set"
+        kind = self.device.device_kind
+        chips = [c for c in CHIPS.values() if c.device_kind == kind]
+        if not chips:
+            return f"nothing is known of {kind!r}"
+        if chips[0].name in _WITHOUT_KERNELS:
+            return f"{chips[0].name} has none for bfloat16"
+        return Core(chips[0].vmem_bytes, chips[0].cores // chips[0].devices)
 
 
 def find() -> Place:
@@ -35,17 +66,17 @@ def find() -> Place:
     if not around.empty and around.manual_axes:
         # Inside somebody's shard_map: what is seen here is already one device's part.
         whole = set(around.manual_axes) == set(around.axis_names)
-        return Place(Split(), _platform(distribution), whole)
+        return Place(Split(), whole, _device(distribution))
     if distribution is None:
-        return Place(Split(), jax.default_backend(), jax.device_count() == 1)
+        return Place(Split(), jax.device_count() == 1, jax.devices()[0])
     mesh, axes = _mesh_and_axes(distribution)
-    return Place(Split(mesh, axes), mesh.devices.flat[0].platform, True)
+    return Place(Split(mesh, axes), True, mesh.devices.flat[0])
 
 
-def _platform(distribution) -> str:
+def _device(distribution) -> jax.Device:
     if distribution is None:
-        return jax.default_backend()
-    return _mesh_and_axes(distribution)[0].devices.flat[0].platform
+        return jax.devices()[0]
+    return _mesh_and_axes(distribution)[0].devices.flat[0]
 
 
 def _mesh_and_axes(distribution):

@@ -7,9 +7,11 @@ from keras_tpu_dist.recurrence.differentiate import Split as Split
 from keras_tpu_dist.recurrence.differentiate import recur as recur
 from keras_tpu_dist.recurrence.gru import GRU as GRU
 from keras_tpu_dist.recurrence.gru import GRUResetBefore as GRUResetBefore
+from keras_tpu_dist.recurrence.kernel import Kernel as Kernel
 from keras_tpu_dist.recurrence.loop import Loop as Loop
 from keras_tpu_dist.recurrence.loop import Weights as Weights
 from keras_tpu_dist.recurrence.lstm import LSTM as LSTM
+from keras_tpu_dist.recurrence.on_chip import Core as Core
 from keras_tpu_dist.recurrence.plan import Gathering as Gathering
 from keras_tpu_dist.recurrence.plan import Variant as Variant
 from keras_tpu_dist.recurrence.plan import check_segment as check_segment

@@ -120,26 +120,13 @@ class Product:
             preferred_element_type=jnp.promote_types(dtype, jnp.float32),
         )
 
-    def sum_rows(self, cotangents: Array) -> Array:
-        """A bias's gradient: the sum over time and batch.
-
-        Args:
-            cotangents: `(time, batch, out)` or `(time, directions, batch, out)`.
-        """
+    def outer_and_sum(self, rows: Array, cotangents: Array) -> tuple[Array, Array]:
+        """`outer`, and the sum of the same cotangents over time and batch: a bias's gradient."""
         if not self.sum_by_product:
             wide = jnp.promote_types(cotangents.dtype, jnp.float32)
-            return jnp.sum(cotangents, axis=(0, -2), dtype=wide)
-        # Eight rows of ones, a tile's height: a single one the compiler turns back into a sum.
-        ones = jnp.ones((*cotangents.shape[:-1], 8), cotangents.dtype)
-        if cotangents.ndim == 4:
-            return self.outer(ones[:, 0], cotangents)[:, 0]
-        return self.outer(ones, cotangents)[0]
-
-    def outer_and_sum(self, rows: Array, cotangents: Array) -> tuple[Array, Array]:
-        """`outer` and `sum_rows` of the same cotangents, in one product on TPU."""
-        if not self.sum_by_product:
-            return self.outer(rows, cotangents), self.sum_rows(cotangents)
+            return self.outer(rows, cotangents), jnp.sum(cotangents, axis=(0, -2), dtype=wide)
         inputs = rows.shape[-1]
+        # Eight rows of ones, a tile's height: a single one the compiler turns back into a sum.
         ones = jnp.ones((*rows.shape[:-1], 8), rows.dtype)
         both = self.outer(join(rows, ones), cotangents)
         return both[..., :inputs, :], both[..., inputs, :]
@@ -151,6 +138,8 @@ class Cell(Protocol):
     gates: int
     num_states: int
     states_suffice: bool
+    only_multiplied: tuple[bool, ...]
+    rebuilds_by_step: bool
 
     def advance(self, product, recurrent, bias, projected, state) -> Any:
         """One step: `(new state, the activations' inputs)`."""

@@ -10,6 +10,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from keras_tpu_dist.recurrence.loop import Loop, Weights, run, run_back
+from keras_tpu_dist.recurrence.on_chip import LANES
 from keras_tpu_dist.recurrence.segments import run_segments, run_segments_back
 
 
@@ -144,8 +145,11 @@ def recur(loop: Loop, split: Split, x, weights: Weights, state, mask=None):
     if short:
         rows: Any = (x, state, mask)
         x, state, mask = jax.tree.map(lambda a: _pad_rows(a, short), rows)
+    units = state[0].shape[-1]
+    if loop.kernel:
+        weights, state = _pad_units(loop, weights, state, -units % LANES)
     result: Any = differentiable(loop, split, x, weights, tuple(state), mask)
-    hs, last = result
+    hs, last = jax.tree.map(lambda a: a[..., :units], result)
     if short:
         hs, last = jax.tree.map(
             lambda a: lax.slice_in_dim(a, 0, batch, axis=a.ndim - 2), (hs, last)
@@ -156,6 +160,29 @@ def recur(loop: Loop, split: Split, x, weights: Weights, state, mask=None):
 
 
 def _pad_rows(a, short: int):
+    return _pad(a, -2, short)
+
+
+def _pad(a, axis: int, short: int):
     widths = [(0, 0)] * a.ndim
-    widths[-2] = (0, short)
+    widths[axis] = (0, short)
     return jnp.pad(a, widths)
+
+
+def _pad_units(loop: Loop, weights: Weights, state, short: int):
+    """More units, so that every gate starts at a tile. Nothing leads from them to the others.
+
+    In memory a tile is as wide anyway; inside a kernel gates would have to be moved sideways.
+    """
+    if not short:
+        return weights, state
+
+    def gates(w):
+        if w is None:
+            return None
+        apart = w.reshape(*w.shape[:-1], loop.cell.gates, -1)
+        return _pad(apart, -1, short).reshape(*w.shape[:-1], -1)
+
+    kernel, bias, recurrent, recurrent_bias = map(gates, weights)
+    padded = Weights(kernel, bias, _pad(recurrent, -2, short), recurrent_bias)
+    return padded, tuple(_pad(s, -1, short) for s in state)

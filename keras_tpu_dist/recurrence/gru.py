@@ -19,7 +19,9 @@ class GRU:
     recurrent_activation: Activation = SIGMOID
     gates = 3
     num_states = 1
+    only_multiplied = (False,)
     states_suffice = False
+    rebuilds_by_step = True
 
     def advance(self, product, recurrent, bias, projected, state):
         """One step."""
@@ -68,7 +70,7 @@ class GRU:
         (h,) = previous
         d_recurrent, total = product.outer_and_sum(h, inner)
         gates = 2 * h.shape[-1]
-        totals = total[..., :gates], product.sum_rows(dn)
+        totals = total[..., :gates], None
         return (inner[..., :gates], dn), totals, d_recurrent, total
 
 
@@ -84,7 +86,9 @@ class GRUResetBefore:
     recurrent_activation: Activation = SIGMOID
     gates = 3
     num_states = 1
+    only_multiplied = (False,)
     states_suffice = False
+    rebuilds_by_step = False  # the weights' gradient reads what would be rebuilt
 
     @staticmethod
     def _kernels(recurrent):

@@ -5,6 +5,7 @@ of a bidirectional layer run in one loop; the batch is always the second to last
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +15,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from keras_tpu_dist.errors import message
 from keras_tpu_dist.recurrence.cells import Array, Cell, Product, State, join
+from keras_tpu_dist.recurrence.kernel import Kernel, over_time
 
 
 class Weights(NamedTuple):
@@ -70,6 +72,7 @@ class Loop:
     recompute: bool = True
     unroll: int = 1
     pin_layout: bool = False
+    kernel: Kernel | None = None
 
     def __post_init__(self):
         if self.directions == 2 and self.segment is not None:
@@ -107,9 +110,15 @@ class Saved(NamedTuple):
     inputs: Any
 
 
-def _per_step_bias(loop: Loop, bias) -> Any:
-    """A bias that broadcasts against `(batch, gates * units)`, with a direction axis if any."""
-    return None if bias is None else (bias[:, None] if loop.directions == 2 else bias)
+def ready(loop: Loop, weights: Weights) -> Weights:
+    """Weights rounded once for all products, biases so that they broadcast against a step."""
+    kernel, bias, recurrent, recurrent_bias = weights
+    return Weights(
+        loop.product.weight(kernel),
+        None if bias is None else bias[..., None, :],
+        loop.product.weight(recurrent),
+        None if recurrent_bias is None else recurrent_bias[..., None, :],
+    )
 
 
 def _flip_second(x):
@@ -119,7 +128,7 @@ def _flip_second(x):
 
 def project(loop: Loop, x: Array, weights: Weights) -> Array:
     """The input's part of all steps, in one product: `(time, batch, gates * units)`."""
-    kernel = loop.product.weight(weights.kernel)
+    kernel = weights.kernel
     if loop.directions == 2:
         projected = jnp.einsum(
             "tbf,dfg->tdbg",
@@ -130,9 +139,7 @@ def project(loop: Loop, x: Array, weights: Weights) -> Array:
         projected = _flip_second(projected)
     else:
         projected = loop.product(x, kernel)
-    if weights.bias is not None:
-        projected = projected + _per_step_bias(loop, weights.bias)
-    return projected
+    return projected if weights.bias is None else projected + weights.bias
 
 
 def run(loop: Loop, x, weights: Weights, state: State, mask, *, save: bool) -> tuple[Any, Any, Any]:
@@ -150,49 +157,99 @@ def run(loop: Loop, x, weights: Weights, state: State, mask, *, save: bool) -> t
         The states `h` after every step or None, the final states, and `Saved` or None.
     """
     cell, product = loop.cell, loop.product
+    weights = ready(loop, weights)
     hoist = loop.hoist or loop.directions == 2
-    read = loop.pin(project(loop, x, weights) if hoist else x)
-    recurrent = product.weight(weights.recurrent)
-    bias = _per_step_bias(loop, weights.recurrent_bias)
-    wide = jnp.promote_types(recurrent.dtype, jnp.float32)
+    mask = _for_kernel(loop, mask)
+    read = loop.pin(project(loop, x, weights) if hoist else loop.product.weight(x))
+    dtype, wide = x.dtype, jnp.promote_types(weights.recurrent.dtype, jnp.float32)
     state = tuple(s.astype(wide) for s in state)
 
-    def step(before, inputs):
+    def step(weights, before, inputs):
         projected_now, mask_now = inputs
         if not hoist:
             projected_now = project(loop, projected_now, weights)
-        after, at = cell.advance(product, recurrent, bias, projected_now, before)
+        after, at = cell.advance(
+            product, weights.recurrent, weights.recurrent_bias, projected_now, before
+        )
         if mask_now is not None:
-            after = tuple(jnp.where(mask_now, a, b) for a, b in zip(after, before))
-        out = {}
-        if loop.sequences:
-            out["h"] = after[0].astype(x.dtype)
-        if save:
-            # The states after a step are made by the kernel that could also write them out; those
-            # before it would need a kernel of their own. If h is given out it is kept already.
-            out["states"] = after[1:] if loop.sequences else after
-            out["inputs"] = at if loop.keep and not cell.states_suffice else None
-        return after, out
+            alive = _alive(mask_now, after[0])
+            after = tuple(jnp.where(alive, a, b) for a, b in zip(after, before))
+        return after, _outputs(loop, before, after, at, dtype, save)
 
-    last, out = _over_time(loop, step, state, (read, mask), reverse=loop.reverse)
+    last, out = _over_time(
+        loop, "forwards", step, weights, state, (read, mask), reverse=loop.reverse
+    )
     out = loop.pin(out)
     hs = out.get("h")
     if not save:
         return hs, last, None
-    states = (hs, *out["states"]) if loop.sequences else out["states"]
-    return hs, last, Saved(states, state, out["inputs"])
+    if loop.kernel or not loop.sequences:
+        return hs, last, Saved(out["states"], state, out["inputs"])
+    return hs, last, Saved((hs, *out["states"]), state, out["inputs"])
 
 
-def _over_time(loop: Loop, step, carry, inputs, *, reverse: bool) -> tuple[Any, Any]:
-    """`lax.scan` of `step`, which on TPU writes into memory that nothing has filled before.
+def _for_kernel(loop: Loop, mask):
+    return mask if mask is None or loop.kernel is None else mask.astype(jnp.int32)
+
+
+def _alive(mask_now, like):
+    """A step's mask for every unit; kernels have it as numbers, which they can repeat."""
+    return jnp.broadcast_to(mask_now, like.shape) != 0
+
+
+def _outputs(loop: Loop, before: State, after: State, at, dtype, save: bool) -> dict[str, Any]:
+    """What a step forwards writes to memory."""
+    out = {}
+    if loop.sequences:
+        out["h"] = after[0].astype(dtype)
+    if not save:
+        return out
+    out["inputs"] = at if loop.keep and not loop.cell.states_suffice else None
+    if loop.kernel:
+        # A kernel writes the states before a step as easily as those after it.
+        out["states"] = tuple(
+            s.astype(loop.product.dtype or s.dtype) if only else s
+            for s, only in zip(before, loop.cell.only_multiplied)
+        )
+        if loop.cell.states_suffice:
+            out["inputs"] = after[0]
+    else:
+        # The states after a step are made by the kernel that could also write them out; those
+        # before it would need a kernel of their own. If h is given out it is kept already.
+        out["states"] = after[1:] if loop.sequences else after
+    return out
+
+
+def _over_time(loop: Loop, name, step, held, carry, inputs, *, reverse: bool) -> tuple[Any, Any]:
+    """`lax.scan` of `step`, on TPU in one kernel or at least without filling memory twice."""
+    if loop.kernel:
+        name = f"{type(loop.cell).__name__.lower()}_{name}"
+        return over_time(
+            loop.kernel,
+            name,
+            step,
+            held,
+            carry,
+            inputs,
+            reverse=reverse,
+            unroll=loop.unroll,
+            directions=loop.directions,
+        )
+    step = functools.partial(step, held)
+    if loop.pin_layout:
+        return _into_empty(loop, step, carry, inputs, reverse)
+    length = jax.tree.leaves(inputs)[0].shape[0]
+    return lax.scan(step, carry, inputs, reverse=reverse, unroll=min(loop.unroll, length))
+
+
+def _into_empty(loop: Loop, step, carry, inputs, reverse: bool) -> tuple[Any, Any]:
+    """`lax.scan` of `step` that writes into memory that nothing has filled before.
 
     A scan clears what it will write, unless the compiler sees that all of it is written; of loops
     that run backwards it does not. That is a pass over as much memory as the loop itself touches.
     """
     length = jax.tree.leaves(inputs)[0].shape[0]
     unroll = min(loop.unroll, length)
-    if not loop.pin_layout:
-        return lax.scan(step, carry, inputs, reverse=reverse, unroll=unroll)
 
     def at(t):
         return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, t, 0, keepdims=False), inputs)
@@ -230,17 +287,13 @@ def _shift(loop: Loop, after: Array, first: Array) -> Array:
 
 
 def _inputs(loop: Loop, x, weights: Weights, saved: Saved, previous: State):
-    """The activations' inputs of all steps, or the states after where those suffice."""
-    if loop.cell.states_suffice:
-        return saved.states[0]
+    """The activations' inputs, or the states after where those suffice."""
     if saved.inputs is not None:
         return saved.inputs
+    if loop.cell.states_suffice:
+        return saved.states[0]
     return loop.cell.rebuild(
-        loop.product,
-        loop.product.weight(weights.recurrent),
-        _per_step_bias(loop, weights.recurrent_bias),
-        project(loop, x, weights),
-        previous,
+        loop.product, weights.recurrent, weights.recurrent_bias, project(loop, x, weights), previous
     )
 
 
@@ -261,57 +314,83 @@ def run_back(loop: Loop, x, weights: Weights, saved: Saved, mask, d_hs, d_last: 
         before the first step.
     """
     cell, product = loop.cell, loop.product
-    previous = tuple(_shift(loop, s, first) for s, first in zip(saved.states, saved.first))
-    at = loop.pin(_inputs(loop, x, weights, saved, previous))
-    local = (at, previous)
+    own = ready(loop, weights)
+    mask = _for_kernel(loop, mask)
+    x_read = loop.pin(product.weight(x))
+    previous = saved.states
+    if not loop.kernel:
+        previous = tuple(_shift(loop, s, first) for s, first in zip(previous, saved.first))
+    emit = product.dtype or x.dtype
+    # Only a kernel rebuilds step by step: it has the weights at hand.
+    rebuild = loop.kernel is not None and saved.inputs is None and cell.rebuilds_by_step
+    at = x_read if rebuild else loop.pin(_inputs(loop, x_read, own, saved, previous))
+    needed = tuple(
+        None if only and not rebuild else s for s, only in zip(previous, cell.only_multiplied)
+    )
+    local = (at, needed)
     if loop.early:
-        local = loop.pin(cell.coefficients(at, previous))
-    recurrent = product.weight(weights.recurrent)
+        local = loop.pin(cell.coefficients(at, needed))
     d_last = tuple(d.astype(jnp.promote_types(d.dtype, jnp.float32)) for d in d_last)
 
-    def step(d_after, inputs):
+    def step(weights, d_after, inputs):
         coefficients, d_h, mask_now = inputs
         if not loop.early:
-            coefficients = cell.coefficients(*coefficients)
+            at, before = coefficients
+            if rebuild:
+                at = cell.rebuild(
+                    product, weights.recurrent, weights.recurrent_bias, project(loop, at, weights), before
+                )
+            coefficients = cell.coefficients(at, before)
         if d_h is not None:
             d_after = (d_after[0] + d_h, *d_after[1:])
-        alive = d_after
+        d_step = d_after
         if mask_now is not None:
-            alive = tuple(jnp.where(mask_now, d, 0) for d in d_after)
-        d_before, emitted = cell.retreat(product, recurrent, coefficients, alive)
+            alive = _alive(mask_now, d_after[0])
+            d_step = tuple(jnp.where(alive, d, 0) for d in d_after)
+        d_before, emitted = cell.retreat(product, weights.recurrent, coefficients, d_step)
         if mask_now is not None:
-            d_before = tuple(b + jnp.where(mask_now, 0, d) for b, d in zip(d_before, d_after))
-        return d_before, tuple(part.astype(x.dtype) for part in emitted)
+            d_before = tuple(b + jnp.where(alive, 0, d) for b, d in zip(d_before, d_after))
+        # Nothing but products reads what a step emits.
+        return d_before, tuple(part.astype(emit) for part in emitted)
 
+    held = own if rebuild else own._replace(kernel=None, bias=None, recurrent_bias=None)
+    inputs = (local, loop.pin(d_hs), mask)
     d_first, emitted = _over_time(
-        loop, step, d_last, (local, loop.pin(d_hs), mask), reverse=not loop.reverse
+        loop, "backwards", step, held, d_last, inputs, reverse=not loop.reverse
     )
     parts, totals, d_recurrent, d_recurrent_bias = cell.gradients(
-        product, loop.pin(emitted), at, previous
+        product, loop.pin(emitted), None if rebuild else at, previous
     )
-    d_x, d_kernel = _project_back(loop, x, weights, parts)
-    d_bias = None if weights.bias is None else join(*totals)
+    d_x, d_kernel, d_bias = _project_back(loop, x_read, own, parts, totals)
     if weights.recurrent_bias is None:
         d_recurrent_bias = None
     return d_x, Weights(d_kernel, d_bias, d_recurrent, d_recurrent_bias), d_first
 
 
-def _project_back(loop: Loop, x, weights: Weights, parts):
-    """The cotangents of the input and the kernel, from those of the gates' inputs.
+def _project_back(loop: Loop, x, weights: Weights, parts, totals):
+    """The cotangents of the input, the kernel and the bias, from those of the gates' inputs.
 
-    `parts` follow one another along the gates; joining them would copy all of them.
+    `parts` follow one another along the gates; joining them would copy all of them. A part's sum
+    over rows is None in `totals` where the kernel's product is to find it.
     """
     product = loop.product
     if loop.directions == 2:
         parts = [_flip_second(part) for part in parts]
-    kernel = product.weight(weights.kernel)
+    kernel = weights.kernel
     spec = "tdbg,dfg->tbf" if loop.directions == 2 else "tbg,fg->tbf"
     d_x = jnp.zeros((), jnp.promote_types(kernel.dtype, jnp.float32))
     start = 0
-    for part in parts:
+    d_kernel, d_bias = [], []
+    for part, total in zip(parts, totals):
         columns = lax.slice_in_dim(kernel, start, start + part.shape[-1], axis=-1)
         start += part.shape[-1]
         d_x += jnp.einsum(
             spec, part.astype(kernel.dtype), columns, preferred_element_type=d_x.dtype
         )
-    return d_x, join(*(product.outer(x, part) for part in parts))
+        if total is None and weights.bias is not None:
+            of_columns, total = product.outer_and_sum(x, part)
+        else:
+            of_columns = product.outer(x, part)
+        d_kernel.append(of_columns)
+        d_bias.append(total)
+    return d_x, join(*d_kernel), None if weights.bias is None else join(*d_bias)

@@ -24,7 +24,9 @@ class LSTM:
     wide: bool = False
     gates = 4
     num_states = 2
+    only_multiplied = (True, False)
     states_suffice = False
+    rebuilds_by_step = True
 
     def advance(self, product, recurrent, bias, projected, state):
         """One step."""

@@ -5,6 +5,8 @@ import math
 
 from keras_tpu_dist.errors import message
 from keras_tpu_dist.recurrence.cells import Cell
+from keras_tpu_dist.recurrence.kernel import Kernel
+from keras_tpu_dist.recurrence.on_chip import Core, Sizes, fitted, unfit
 
 # Measured on two cores with 128 rows of 256 units: segments of 4 steps made a train step of LSTM
 # 1.4 times as fast as Keras's, where all steps at once were 0.8 times as fast.
@@ -68,6 +70,7 @@ class Variant:
         segment: Steps that are run and differentiated together, or None for all.
         recompute: With segments, whether only the states between them are kept.
         reason: Why.
+        kernel: The kernel that the loop is, or None for the compiler's loop.
     """
 
     keep: bool
@@ -77,6 +80,7 @@ class Variant:
     reason: str
     recompute: bool = True
     hoist: bool = True
+    kernel: Kernel | None = None
 
     def __str__(self):
         kept = "activations' inputs kept" if self.keep else "activations' inputs rebuilt"
@@ -84,8 +88,9 @@ class Variant:
         inside = "recomputed" if self.recompute else "kept"
         cut = f", segments of {self.segment} steps ({inside})" if self.segment else ""
         projected = "before" if self.hoist else "inside"
+        loop = "one kernel, " if self.kernel else ""
         return (
-            f"{kept}, coefficients {when} the backward loop, input projected {projected} the loop, "
+            f"{loop}{kept}, coefficients {when} the backward loop, input projected {projected} the loop, "
             f"{self.unroll} step(s) an iteration{cut}: {self.reason}"
         )
 
@@ -104,16 +109,18 @@ def choose(
     features: int | None = None,
     unroll: bool | int = False,
     segment: int | str | None = None,
+    core: Core | str = "nothing is known of the chip",
 ) -> Variant:
     """The variant for a layer.
 
     The rule. What the user asked for with `segment` is done. On CPU, time is run and
     differentiated in segments of `ROWS_IN_CACHE` rows, with everything kept. Elsewhere all steps
     are differentiated together, and the activations' inputs are kept from the forward pass if that
-    takes at most `KEPT_BYTES` on a device, else rebuilt by one product. On TPU nothing else is
-    written to memory for the loops: coefficients are worked out inside the backward loop, and the
-    input is projected inside the forward loop where that costs the matrix unit less time than the
-    projection of all steps costs HBM (`_hoisted`).
+    takes at most `KEPT_BYTES` on a device, else rebuilt. On TPU nothing else is written to memory
+    for the loops: coefficients are worked out inside the backward loop, and the input is projected
+    inside the forward loop where that costs the matrix unit less time than the projection of all
+    steps costs HBM (`_hoisted`). There the loop is one kernel if its weights, states and a few
+    steps fit the core's on-chip memory (`on_chip.fitted`), unless `unroll=True` asks for no loop.
 
     Args:
         cell: The recurrence.
@@ -122,8 +129,10 @@ def choose(
         steps: Length of time.
         units: Size of the state.
         features: Size of the input, or None if it is not known.
-        unroll: True for all steps, False for one, or the number of steps per iteration.
+        unroll: True for all steps, False for the rule's choice, or the number of steps per
+            iteration.
         segment: As `check_segment` accepts.
+        core: What a kernel would run on, or why there can be none.
 
     Returns:
         The choice and its reason.
@@ -135,16 +144,9 @@ def choose(
     True
     """
     per_iteration = steps if unroll is True else max(int(unroll), 1)
+    on_tpu = platform == "tpu"
     asked = check_segment(segment, steps)
-    if isinstance(asked, int):
-        return Variant(
-            keep=True,
-            early=True,
-            unroll=per_iteration,
-            segment=asked,
-            reason="asked for; inside a segment memory is short-lived, so nothing is rebuilt",
-        )
-    if platform == "cpu" and unroll is not True:
+    if platform == "cpu" and asked is None and unroll is not True:
         cached = max(ROWS_IN_CACHE // batch, 4)
         if cached < steps:
             return Variant(
@@ -155,23 +157,57 @@ def choose(
                 reason=f"on CPU about {ROWS_IN_CACHE} rows at a time stay in cache",
                 recompute=False,
             )
-    kept = 4 * steps * batch * units * (cell.gates + 1)
-    on_tpu = platform == "tpu"
-    keep = cell.states_suffice or kept <= KEPT_BYTES
-    if cell.states_suffice:
-        reason = "the states give the slopes"
-    elif keep:
-        reason = "kept inputs save one product of all steps"
+    if isinstance(asked, int):
+        variant = Variant(
+            keep=True,
+            early=True,
+            unroll=per_iteration,
+            segment=asked,
+            reason="asked for; inside a segment memory is short-lived, so nothing is rebuilt",
+        )
     else:
-        reason = f"{kept / 2**30:.1f} GiB would have to be kept"
-    return Variant(
-        keep=keep,
-        early=cell.states_suffice or not on_tpu,
-        unroll=per_iteration,
-        segment=None,
-        reason=reason,
-        hoist=not on_tpu or _hoisted(batch, features, 4 * steps * batch * units * cell.gates),
-    )
+        kept = 4 * steps * batch * units * (cell.gates + 1)
+        variant = Variant(
+            keep=cell.states_suffice or kept <= KEPT_BYTES,
+            early=cell.states_suffice or not on_tpu,
+            unroll=per_iteration,
+            segment=None,
+            reason=_why_kept(cell, kept),
+            hoist=not on_tpu or _hoisted(batch, features, 4 * steps * batch * units * cell.gates),
+        )
+    if not on_tpu:
+        return variant
+    unroll = "unroll=True asks for no loop" if unroll is True else unroll
+    return _as_kernel(cell, variant, Sizes(batch, units, features), unroll, core)
+
+
+def _why_kept(cell: Cell, size: int) -> str:
+    if cell.states_suffice:
+        return "the states give the slopes"
+    if size <= KEPT_BYTES:
+        return "kept inputs save one product of all steps"
+    return f"{size / 2**30:.1f} GiB would have to be kept"
+
+
+def _as_kernel(
+    cell: Cell, variant: Variant, sizes: Sizes, unroll: int | str, core: Core | str
+) -> Variant:
+    """The variant as one kernel, or with the reason why it is none."""
+    without = unfit(cell, sizes.units)
+    for reason in (core, unroll, without):
+        if isinstance(reason, str):
+            return _no_kernel(variant, reason)
+    for hoist in dict.fromkeys([variant.hoist, True]):
+        fit = fitted(cell, sizes, core, most=unroll or None, hoist=hoist, keep=variant.keep)
+        if fit is not None:
+            return dataclasses.replace(
+                variant, kernel=fit[0], unroll=fit[1], hoist=hoist, early=False
+            )
+    return _no_kernel(variant, f"{core.vmem_bytes // 2**20} MiB on the chip are too few")
+
+
+def _no_kernel(variant: Variant, why: str) -> Variant:
+    return dataclasses.replace(variant, reason=f"{variant.reason}; no kernel, as {why}")
 
 
 # Rows the matrix unit takes in the time it takes to load their weights: 128 on every TPU.

@@ -16,6 +16,8 @@ class SimpleRNN:
     activation: Activation = TANH
     gates = 1
     num_states = 1
+    only_multiplied = (True,)
+    rebuilds_by_step = True
 
     @property
     def states_suffice(self) -> bool:

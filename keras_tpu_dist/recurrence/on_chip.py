@@ -1,0 +1,121 @@
+"""Whether a TPU core's on-chip memory (VMEM) has room for a time loop as one kernel, and how."""
+
+import dataclasses
+from collections.abc import Iterator
+
+from keras_tpu_dist.recurrence.cells import BUILT_IN, Cell
+from keras_tpu_dist.recurrence.kernel import TILE_ROWS, Kernel
+
+# Values of a tile side by side, and rows that fill the matrix unit, on every TPU.
+LANES = 128
+# By the compiler's schedule four steps an iteration are up to 10 % faster than one, eight no more.
+STEPS = 4
+# With fewer units more than half of what is kept for the backward pass would be padding.
+FEWEST_UNITS = 64
+_MIB = 2**20
+# What the compiler gives to a kernel that does not say what it needs.
+_DEFAULT_LIMIT = 16 * _MIB
+
+
+@dataclasses.dataclass(frozen=True)
+class Core:
+    """What kernels need to know of a TPU.
+
+    Args:
+        vmem_bytes: On-chip memory of one core.
+        cores: Cores that run one program together.
+    """
+
+    vmem_bytes: int
+    cores: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """One layer on one device.
+
+    Args:
+        batch: Rows.
+        units: Size of the state.
+        features: Size of the input, or None if it is not known.
+    """
+
+    batch: int
+    units: int
+    features: int | None = None
+
+
+def padded(size: int) -> int:
+    """The next multiple of a tile's width."""
+    return -(-size // LANES) * LANES
+
+
+def need(cell: Cell, sizes: Sizes, *, parts: int, steps: int, hoist: bool, keep: bool) -> int:
+    """Bytes of on-chip memory that the larger of the two loops takes, at most.
+
+    Weights are there once, states and the blocks of all other arrays twice, as one is computed
+    while the next arrives; the values of a step and of its spilled registers four times.
+
+    Args:
+        cell: The recurrence.
+        sizes: The layer's.
+        parts: Into how many parts the rows are cut.
+        steps: Steps in a block.
+        hoist: Whether the input is projected before the loop.
+        keep: Whether the activations' inputs are kept.
+    """
+    rows = -(-sizes.batch // (parts * TILE_ROWS)) * TILE_ROWS
+    units, features = padded(sizes.units), padded(sizes.features or 1)
+    gates = cell.gates * units
+    kept = gates + units
+    forwards = (gates if hoist else features) + 3 * units + (kept if keep else 0)
+    backwards = (kept if keep else features) + 2 * units + kept
+    weights = 2 * gates * (units + (0 if hoist and keep else features))
+    state = 4 * cell.num_states * units
+    return weights + 4 * rows * (2 * steps * max(forwards, backwards) + state + 4 * gates)
+
+
+def fitted(
+    cell: Cell, sizes: Sizes, core: Core, *, most: int | None, hoist: bool, keep: bool
+) -> tuple[Kernel, int] | None:
+    """The kernel and the most steps in one of its blocks, or None if there is no room.
+
+    Three quarters of the memory may be used. Rows are cut into as many parts as there are cores, or
+    more if that makes room and leaves the matrix unit full.
+
+    Args:
+        cell: The recurrence.
+        sizes: The layer's.
+        core: The chip's.
+        most: The most steps in one iteration, or None for `STEPS`.
+        hoist: As in `need`.
+        keep: As in `need`.
+    """
+    steps = most or STEPS
+    while steps:
+        for parts in _cuts(sizes.batch, core.cores):
+            size = need(cell, sizes, parts=parts, steps=steps, hoist=hoist, keep=keep)
+            if size <= core.vmem_bytes * 3 // 4:
+                limit = min(max(size + size // 4, _DEFAULT_LIMIT), core.vmem_bytes)
+                return Kernel(parts=parts, vmem_bytes=limit), steps
+        steps //= 2
+    return None
+
+
+def _cuts(rows: int, cores: int) -> Iterator[int]:
+    parts = cores if rows % (cores * TILE_ROWS) == 0 else 1
+    yield parts
+    while rows % (2 * parts * LANES) == 0:
+        parts *= 2
+        yield parts
+
+
+def unfit(cell: Cell, units: int) -> str | None:
+    """Why a recurrence cannot be a kernel, whatever the memory; None if it can."""
+    functions = {cell.activation, getattr(cell, "recurrent_activation", cell.activation)}
+    other = [f.name for f in functions if f not in BUILT_IN.values()]
+    if other:
+        return f"activation {other[0]!r} is none of {', '.join(BUILT_IN)}"
+    if units < FEWEST_UNITS:
+        return f"of {units} units most of a tile's {LANES} values would be padding"
+    return None
