@@ -374,7 +374,11 @@ def test_hand_written_kernels_cost_what_they_state():
     assert known.hbm_bytes == known.kernel_bytes == 786432
     assert known.layers[0].layer == "attention"
     assert known.unestimated_kernels == ()
-    near = hlo.analyze(_KERNEL.replace("COST", stated).replace("%y = f32[256,256]{1,0:T(8,128)}", "%y = f32[256,256]{1,0:T(8,128)S(1)}"))
+    near = hlo.analyze(
+        _KERNEL.replace("COST", stated).replace(
+            "%y = f32[256,256]{1,0:T(8,128)}", "%y = f32[256,256]{1,0:T(8,128)S(1)}"
+        )
+    )
     assert near.hbm_bytes == 786432 - 4 * 256**2
     silent = hlo.analyze(_KERNEL.replace("COST", ""))
     assert (silent.flops, silent.unestimated_kernels) == (0, ("k",))

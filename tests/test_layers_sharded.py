@@ -130,7 +130,8 @@ def test_split_weights_are_gathered_as_long_as_they_fit(monkeypatch, caplog):
 
 
 def test_the_place_is_read_from_any_distribution():
-    assert place.find() == place.Place(recurrence.Split(), "cpu", alone=False)
+    assert place.find() == place.Place(recurrence.Split(), alone=False, device=jax.devices()[0])
+    assert place.find().core == "arrays may lie on several devices"
     parallel = keras.distribution.DataParallel(auto_shard_dataset=False)
     with parallel.scope():
         found = place.find()
@@ -139,9 +140,32 @@ def test_the_place_is_read_from_any_distribution():
     with ktd.TPUStrategy({"model": 8}, data_axes=()).scope():
         found = place.find()
         assert (found.split.axes, found.split.parts, found.alone) == ((), 1, True)
+        assert not found.rounds
         x = jnp.asarray(data(3)[0])
         layer = fast.SimpleRNN(UNITS)
         assert layer(x).shape == (3, UNITS)
+
+
+@pytest.mark.parametrize(
+    ("topology", "vmem_mib", "cores"), [("v4:2x2x1", 16, 2), ("v5e:2x4", 128, 1), ("v3:2x2", 0, 0)]
+)
+def test_what_a_kernel_would_run_on(topology, vmem_mib, cores):
+    with ktd.TPUStrategy(topology=topology).scope():
+        found = place.find()
+        assert found.rounds
+        if cores:
+            assert found.core == recurrence.Core(vmem_mib * 2**20, cores)
+        else:
+            assert found.core == "v3 has none for bfloat16"
+        with jax.default_matmul_precision("highest"):
+            assert not found.rounds
+            assert found.core == "jax_default_matmul_precision is set"
+            assert fast.LSTM(64)._rounded_to(found) is None
+        assert fast.LSTM(64)._rounded_to(found) == "bfloat16"
+        half = fast.LSTM(64, dtype="mixed_float16")
+        assert half._core(found) == (
+            "float16 is not what it multiplies" if cores else "v3 has none for bfloat16"
+        )
 
 
 def test_a_layer_inside_of_a_shard_map_sees_its_part_alone():

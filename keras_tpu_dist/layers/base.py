@@ -118,8 +118,14 @@ class FastRecurrence:
             features=shape[2],
             unroll=self.unroll,
             segment=self.segment,
-            core=place.core if self._rounded_to(place) == "bfloat16" else "it is not in bfloat16",
+            core=self._core(place),
         )
+
+    def _core(self, place: Place):
+        core = place.core
+        if not isinstance(core, str) and self._rounded_to(place) != "bfloat16":
+            return f"{self.compute_dtype} is not what it multiplies"
+        return core
 
     def _rounded_to(self, place: Place) -> str | None:
         """What operands of products are rounded to."""

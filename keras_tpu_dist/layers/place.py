@@ -1,6 +1,7 @@
 """Where a layer runs: which mesh, which axes split its batch, which platform."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import keras
@@ -22,12 +23,12 @@ class Place:
         split: The mesh and the axes that split the batch, if one is active here.
         alone: Whether what the layer computes stays on one device, so that a memory layout may be
             asked for without an automatic partitioner meeting it.
-        device: One of the devices.
+        device: One of the devices, a `jax.Device`.
     """
 
     split: Split
     alone: bool
-    device: jax.Device
+    device: Any
 
     @property
     def platform(self) -> str:
@@ -73,7 +74,7 @@ def find() -> Place:
     return Place(Split(mesh, axes), True, mesh.devices.flat[0])
 
 
-def _device(distribution) -> jax.Device:
+def _device(distribution):
     if distribution is None:
         return jax.devices()[0]
     return _mesh_and_axes(distribution)[0].devices.flat[0]

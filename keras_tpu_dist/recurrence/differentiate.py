@@ -9,7 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from keras_tpu_dist.recurrence.loop import Loop, Weights, run, run_back
+from keras_tpu_dist.recurrence.backwards import run_back
+from keras_tpu_dist.recurrence.forwards import run
+from keras_tpu_dist.recurrence.loop import Loop, Weights
 from keras_tpu_dist.recurrence.on_chip import LANES
 from keras_tpu_dist.recurrence.segments import run_segments, run_segments_back
 
@@ -178,11 +180,8 @@ def _pad_units(loop: Loop, weights: Weights, state, short: int):
         return weights, state
 
     def gates(w):
-        if w is None:
-            return None
         apart = w.reshape(*w.shape[:-1], loop.cell.gates, -1)
         return _pad(apart, -1, short).reshape(*w.shape[:-1], -1)
 
-    kernel, bias, recurrent, recurrent_bias = map(gates, weights)
-    padded = Weights(kernel, bias, _pad(recurrent, -2, short), recurrent_bias)
-    return padded, tuple(_pad(s, -1, short) for s in state)
+    rows = weights._replace(recurrent=_pad(weights.recurrent, -2, short))
+    return jax.tree.map(gates, rows), tuple(_pad(s, -1, short) for s in state)

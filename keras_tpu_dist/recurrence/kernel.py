@@ -7,6 +7,7 @@ this step's gates are worked out, and the arrays of later steps arrive meanwhile
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -27,11 +28,15 @@ class Kernel:
     Args:
         parts: Into how many parts the rows are cut. Each goes through all of time, one after the
             other or on a core of its own.
+        reread: Whether every step reads the weights anew. Read once for all steps of a block they
+            are faster (by the compiler's schedule up to 6 %) but there twice, as registers are too
+            few for them.
         vmem_bytes: On-chip memory it may use, or None for the compiler's default.
         interpret: Whether to run the kernel's steps as plain JAX, for where there is no TPU.
     """
 
     parts: int = 1
+    reread: bool = False
     vmem_bytes: int | None = None
     interpret: bool = False
 
@@ -95,7 +100,7 @@ def _run(call: _Call, held, carry, inputs):
     arguments, results = (held, carry, inputs), (carry, out)
     cuts = (grid.whole, grid.rows, grid.steps)
     made = pl.pallas_call(
-        functools.partial(_body, call.step, call.reverse, jax.tree.map(_no_array, arguments)),
+        functools.partial(_body, call, jax.tree.map(_no_array, arguments)),
         grid=grid.shape,
         in_specs=[cut(a) for cut, part in zip(cuts, arguments) for a in jax.tree.leaves(part)],
         out_specs=[cut(a) for cut, part in zip(cuts[1:], results) for a in jax.tree.leaves(part)],
@@ -117,11 +122,12 @@ def _no_array(array):
     return 0
 
 
-def _body(step: Step, reverse: bool, arguments, *refs):
+def _body(call: _Call, arguments, *refs):
     """One block of steps. The states live in the results that the last of them are written to."""
+    step, reverse, reread = call.step, call.reverse, call.kernel.reread
     trees = [jax.tree.structure(part) for part in arguments]
     ends = [sum(t.num_leaves for t in trees[:n]) for n in range(4)]
-    held_refs, first_refs, input_refs = (refs[a:b] for a, b in zip(ends, ends[1:]))
+    held_refs, first_refs, input_refs = (refs[a:b] for a, b in itertools.pairwise(ends))
     state_refs = refs[ends[3] : ends[3] + len(first_refs)]
     out_refs = refs[ends[3] + len(first_refs) :]
 
@@ -130,10 +136,12 @@ def _body(step: Step, reverse: bool, arguments, *refs):
         for state, first in zip(state_refs, first_refs):
             state[...] = first[...]
 
-    held = jax.tree.unflatten(trees[0], [ref[...] for ref in held_refs])
     state = jax.tree.unflatten(trees[1], [ref[...] for ref in state_refs])
+    held = None
     order = range(input_refs[0].shape[0])
     for t in reversed(order) if reverse else order:
+        if reread or held is None:
+            held = jax.tree.unflatten(trees[0], [ref[...] for ref in held_refs])
         state, made = step(held, state, jax.tree.unflatten(trees[2], [r[t] for r in input_refs]))
         for ref, value in zip(out_refs, jax.tree.leaves(made)):
             ref[t] = value

@@ -1,6 +1,7 @@
 """Whether a TPU core's on-chip memory (VMEM) has room for a time loop as one kernel, and how."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 
 from keras_tpu_dist.recurrence.cells import BUILT_IN, Cell
@@ -50,17 +51,21 @@ def padded(size: int) -> int:
     return -(-size // LANES) * LANES
 
 
-def need(cell: Cell, sizes: Sizes, *, parts: int, steps: int, hoist: bool, keep: bool) -> int:
+def need(
+    cell: Cell, sizes: Sizes, *, parts: int, steps: int, reread: bool, hoist: bool, keep: bool
+) -> int:
     """Bytes of on-chip memory that the larger of the two loops takes, at most.
 
-    Weights are there once, states and the blocks of all other arrays twice, as one is computed
-    while the next arrives; the values of a step and of its spilled registers four times.
+    Weights are there once, or twice without `reread`; states and the blocks of all other arrays
+    twice, as one is computed while the next arrives; the values of a step, with those spilled from
+    registers, four times.
 
     Args:
         cell: The recurrence.
         sizes: The layer's.
         parts: Into how many parts the rows are cut.
         steps: Steps in a block.
+        reread: As in `Kernel`.
         hoist: Whether the input is projected before the loop.
         keep: Whether the activations' inputs are kept.
     """
@@ -71,6 +76,7 @@ def need(cell: Cell, sizes: Sizes, *, parts: int, steps: int, hoist: bool, keep:
     forwards = (gates if hoist else features) + 3 * units + (kept if keep else 0)
     backwards = (kept if keep else features) + 2 * units + kept
     weights = 2 * gates * (units + (0 if hoist and keep else features))
+    weights *= 1 if reread or steps == 1 else 2
     state = 4 * cell.num_states * units
     return weights + 4 * rows * (2 * steps * max(forwards, backwards) + state + 4 * gates)
 
@@ -93,11 +99,12 @@ def fitted(
     """
     steps = most or STEPS
     while steps:
-        for parts in _cuts(sizes.batch, core.cores):
-            size = need(cell, sizes, parts=parts, steps=steps, hoist=hoist, keep=keep)
+        for parts, reread in itertools.product(_cuts(sizes.batch, core.cores), (False, True)):
+            how = {"steps": steps, "parts": parts, "reread": reread, "hoist": hoist, "keep": keep}
+            size = need(cell, sizes, **how)
             if size <= core.vmem_bytes * 3 // 4:
                 limit = min(max(size + size // 4, _DEFAULT_LIMIT), core.vmem_bytes)
-                return Kernel(parts=parts, vmem_bytes=limit), steps
+                return Kernel(parts, reread, limit), steps
         steps //= 2
     return None
 

@@ -1,10 +1,9 @@
 """Which variant of the gradient runs where, by a stated rule."""
 
 import dataclasses
-import math
 
-from keras_tpu_dist.errors import message
 from keras_tpu_dist.recurrence.cells import Cell
+from keras_tpu_dist.recurrence.checks import check_segment
 from keras_tpu_dist.recurrence.kernel import Kernel
 from keras_tpu_dist.recurrence.on_chip import Core, Sizes, fitted, unfit
 
@@ -13,49 +12,6 @@ from keras_tpu_dist.recurrence.on_chip import Core, Sizes, fitted, unfit
 ROWS_IN_CACHE = 512
 # A sixteenth of the memory of the smallest TPU core that XLA still serves (v5e: 16 GB).
 KEPT_BYTES = 2**30
-# As much again may be spent on weights that are brought together from all devices.
-GATHERED_BYTES = 2**30
-
-
-@dataclasses.dataclass(frozen=True)
-class Gathering:
-    """Whether weights that are split over devices are brought together for the loop.
-
-    Args:
-        gather: Whether they are: once before the loop, which then has no collective in it.
-        bytes: Bytes of the layer's weights, whole.
-        reason: Why.
-    """
-
-    gather: bool
-    bytes: int
-    reason: str
-
-    def __str__(self):
-        return self.reason
-
-    def to_dict(self):
-        """The choice as plain values."""
-        return dataclasses.asdict(self)
-
-
-def gathering(size: int) -> Gathering:
-    """The choice for a layer some of whose weights are split over devices.
-
-    A split kept inside the loop would exchange states in every step, hundreds of small collectives
-    where two large ones do. So weights are gathered as long as a device has room for all of them.
-
-    Args:
-        size: Bytes of the layer's weights, whole.
-    """
-    have = f"its weights are split and {size / 2**20:.1f} MiB whole"
-    if size <= GATHERED_BYTES:
-        reason = f"{have}: gathered on every device before the loop, which has no collective in it"
-        return Gathering(True, size, reason)
-    limit = f"{GATHERED_BYTES / 2**20:.0f} MiB"
-    return Gathering(
-        False, size, f"{have}, more than the {limit} to gather: the loop exchanges states instead"
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,8 +46,8 @@ class Variant:
         projected = "before" if self.hoist else "inside"
         loop = "one kernel, " if self.kernel else ""
         return (
-            f"{loop}{kept}, coefficients {when} the backward loop, input projected {projected} the loop, "
-            f"{self.unroll} step(s) an iteration{cut}: {self.reason}"
+            f"{loop}{kept}, coefficients {when} the backward loop, input projected {projected} the "
+            f"loop, {self.unroll} step(s) an iteration{cut}: {self.reason}"
         )
 
     def to_dict(self):
@@ -177,8 +133,10 @@ def choose(
         )
     if not on_tpu:
         return variant
-    unroll = "unroll=True asks for no loop" if unroll is True else unroll
-    return _as_kernel(cell, variant, Sizes(batch, units, features), unroll, core)
+    without = "unroll=True asks for no loop" if unroll is True else unfit(cell, units)
+    if isinstance(core, str) or without:
+        return _no_kernel(variant, core if isinstance(core, str) else str(without))
+    return _as_kernel(cell, variant, Sizes(batch, units, features), unroll or None, core)
 
 
 def _why_kept(cell: Cell, size: int) -> str:
@@ -189,19 +147,14 @@ def _why_kept(cell: Cell, size: int) -> str:
     return f"{size / 2**30:.1f} GiB would have to be kept"
 
 
-def _as_kernel(
-    cell: Cell, variant: Variant, sizes: Sizes, unroll: int | str, core: Core | str
-) -> Variant:
-    """The variant as one kernel, or with the reason why it is none."""
-    without = unfit(cell, sizes.units)
-    for reason in (core, unroll, without):
-        if isinstance(reason, str):
-            return _no_kernel(variant, reason)
+def _as_kernel(cell: Cell, variant: Variant, sizes: Sizes, most: int | None, core: Core) -> Variant:
+    """The variant as one kernel if there is room for it."""
     for hoist in dict.fromkeys([variant.hoist, True]):
-        fit = fitted(cell, sizes, core, most=unroll or None, hoist=hoist, keep=variant.keep)
+        fit = fitted(cell, sizes, core, most=most, hoist=hoist, keep=variant.keep)
         if fit is not None:
+            kernel, steps = fit
             return dataclasses.replace(
-                variant, kernel=fit[0], unroll=fit[1], hoist=hoist, early=False
+                variant, kernel=kernel, unroll=steps, hoist=hoist, early=False
             )
     return _no_kernel(variant, f"{core.vmem_bytes // 2**20} MiB on the chip are too few")
 
@@ -235,68 +188,3 @@ def _hoisted(batch: int, features: int | None, projection: int) -> bool:
     idle = max(MATRIX_ROWS - batch, 0)
     small = projection <= ON_CHIP_BYTES
     return small or features is None or idle * features > 8 * batch * MULTIPLICATIONS_PER_BYTE
-
-
-def check_unroll(unroll: bool | int) -> bool | int:
-    """Refuses what cannot be a number of steps."""
-    if isinstance(unroll, bool):
-        return unroll
-    if not isinstance(unroll, int) or unroll < 1:
-        raise ValueError(
-            message(
-                "`unroll` must be True (all steps), False (one step) or a positive integer, the "
-                "number of steps in one iteration of the compiled loop.",
-                received={"unroll": unroll},
-                fix="Write unroll=4, or leave it out.",
-            )
-        )
-    return unroll
-
-
-def check_segment(segment: int | str | None, steps: int | None = None) -> int | str | None:
-    """Refuses segments that cannot be; with the number of steps, resolves "auto".
-
-    Args:
-        segment: None, "auto", or the number of steps between kept states.
-        steps: The length of time if it is known.
-
-    Returns:
-        The segment as given, or for "auto" with known `steps` about the square root of it: states
-        at the ends of the segments and one segment's gates then take about equal room.
-
-    Raises:
-        ValueError: If it is neither, or longer than time.
-
-    References:
-        Chen et al., "Training deep nets with sublinear memory cost",
-        https://arxiv.org/abs/1604.06174.
-    """
-    if segment is None:
-        return None
-    if segment == "auto":
-        return segment if steps is None else _near_root(steps)
-    if isinstance(segment, bool) or not isinstance(segment, int) or segment < 1:
-        raise ValueError(
-            message(
-                "`segment` must be None, 'auto' or a positive integer, the number of steps between "
-                "kept states.",
-                received={"segment": segment},
-                fix="Write segment='auto'.",
-            )
-        )
-    if steps is not None and segment > steps:
-        raise ValueError(
-            message(
-                "`segment` must not be longer than the sequence.",
-                received={"segment": segment, "timesteps": steps},
-                fix=f"Write segment='auto', which here means {_near_root(steps)}.",
-            )
-        )
-    return segment
-
-
-def _near_root(steps: int) -> int:
-    """A divisor of `steps` within a factor of two of its root, else the root rounded up."""
-    root = math.isqrt(steps - 1) + 1
-    near = [d for d in range((root + 1) // 2, 2 * root + 1) if steps % d == 0]
-    return min(near, key=lambda d: abs(d - root)) if near else root

@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from keras_tpu_dist.recurrence.loop import Loop, Weights, run, run_back
+from keras_tpu_dist.recurrence.backwards import run_back
+from keras_tpu_dist.recurrence.forwards import run
+from keras_tpu_dist.recurrence.loop import Loop, Weights
 
 
 def _cut(loop: Loop, tree):
