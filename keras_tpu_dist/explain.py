@@ -182,20 +182,20 @@ def explain_model(model: Any, placement: Placement, mesh: Mesh) -> Explanation:
     if not model.built:
         note = "the model is not built: variables that do not exist yet are not listed"
     assigned = tuple(placement.annotations.logical_devices.items())
-    layers = tuple(_layer_rows(model, placement))
+    layers = tuple(_layer_rows(model, placement, mesh))
     return Explanation(model.name, dict(mesh.shape), rows, outputs, note, assigned, layers)
 
 
-def _layer_rows(model, placement: Placement):
+def _layer_rows(model, placement: Placement, mesh: Mesh):
     """Layers say themselves what they do: recurrent ones, which know what their loop needs."""
 
-    def split(variable) -> bool:
+    def axes_of(variable) -> tuple:
         decision = placement.decisions.get(id(variable))
-        return decision is not None and any(decision.axes)
+        return () if decision is None else tuple(decision.axes)
 
     for layer in _keras.flatten_layers(model):
         choose = getattr(layer, "gathering", None)
-        choice = choose(split) if callable(choose) else None
+        choice = choose(axes_of, mesh, placement.data_axes) if callable(choose) else None
         if choice is not None:
             yield LayerRow(layer.path, str(choice))
 

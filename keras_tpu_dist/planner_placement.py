@@ -73,6 +73,11 @@ class Placement:
         check_axis_names(rule, self._setting.mesh.axis_names)
         return checked(found, variable.path, variable.shape, self._setting.mesh)
 
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """The mesh axes that split the batch."""
+        return self._setting.data_axes
+
     def is_slot(self, variable: Any) -> bool:
         """Whether a variable is an optimizer's slot, whose layout Keras copied from its weight."""
         return id(variable) in self._slot_ids

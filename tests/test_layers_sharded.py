@@ -1,7 +1,10 @@
 """Recurrent layers on meshes: equal to one device, and no collective inside a loop."""
 
+import functools
 import json
+import math
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -18,7 +21,7 @@ from benchmarks.tpu_schedule import collectives
 from keras_tpu_dist import layers as fast
 from keras_tpu_dist import recurrence
 from keras_tpu_dist.layers import place
-from keras_tpu_dist.recurrence import plan
+from keras_tpu_dist.recurrence import gather
 
 MESHES = {
     "data8": ({"data": 8}, None),
@@ -30,9 +33,9 @@ MESHES = {
 WIDTH, UNITS, STEPS = 3, 8, 6
 
 
-def small(kind, package):
+def small(kind, package, **config):
     """A model whose gradient passes through the input of the second recurrent layer."""
-    layer = getattr(package, kind)
+    layer = functools.partial(getattr(package, kind), **config)
     model = keras.Sequential(
         [
             keras.Input((STEPS, WIDTH)),
@@ -119,14 +122,62 @@ def test_split_weights_are_gathered_as_long_as_they_fit(monkeypatch, caplog):
     assert first.path == model.layers[1].path
     assert "whole: gathered on every device before the loop" in first.choice
     assert "gathered on every device before the loop" in str(strategy.explain(model))
+    assert not ktd.TPUStrategy().explain(small("LSTM", fast)).layers
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "GRU before", "SimpleRNN"])
+def test_larger_weights_stay_split_by_whole_gates(kind, monkeypatch):
+    monkeypatch.setattr(gather, "GATHERED_BYTES", 100)
+    config = {"reset_after": False} if kind == "GRU before" else {}
+    kind = kind.split()[0]
+    reference = small(kind, keras.layers, **config)
+    strategy = ktd.TPUStrategy(*MESHES["data2_model4"])
+    with strategy.scope():
+        model = small(kind, fast, **config)
+    choice = strategy.explain(model).layers[0].choice
+    assert "more than the 0 MiB to gather: every gate's units are split over 'model'" in choice
+    for rows in (16, 13):
+        x, y = data(rows)
+        assert model.train_on_batch(x, y) == pytest.approx(reference.train_on_batch(x, y), rel=1e-5)
+    close([w.value for w in model.weights], [w.value for w in reference.weights])
+    close(model.predict(x, verbose=0), reference.predict(x, verbose=0))
+
+
+def test_no_device_ever_has_the_whole_of_larger_weights(monkeypatch):
+    monkeypatch.setattr(gather, "GATHERED_BYTES", 100)
+    strategy = ktd.TPUStrategy(*MESHES["data2_model4"])
+    with strategy.scope():
+        layer = fast.LSTM(64)
+        layer.build((16, STEPS, 32))
+    text = train_step(layer, (16, STEPS, 32), strategy).compile().as_text()
+    assert collectives(text)[1] == 2  # states forwards, their cotangents backwards
+    gathered = [
+        re.search(r"f32\[([\d,]+)\]", line) for line in text.splitlines() if " all-gather" in line
+    ]
+    sizes = [math.prod(map(int, match[1].split(","))) for match in gathered if match]
+    assert sizes
+    assert max(sizes) < layer.cell.recurrent_kernel.shape[0] * 4 * 64
+
+
+def test_a_split_that_no_gate_can_follow_takes_the_path_of_keras(monkeypatch, caplog):
+    monkeypatch.setattr(gather, "GATHERED_BYTES", 100)
+    rules = [(".*/recurrent_kernel", ("model", None)), (".*_cell/kernel", (None, "model"))]
+    strategy = ktd.TPUStrategy({"data": 2, "model": 4}, rules)
+    with strategy.scope():
+        model = small("LSTM", fast)
+    assert (
+        "columns are not split over axes of their own" in strategy.explain(model).layers[0].choice
+    )
     reference = small("LSTM", keras.layers)
     x, y = data(16)
-    monkeypatch.setattr(plan, "GATHERED_BYTES", 1000)
-    assert "more than the 0 MiB to gather" in strategy.explain(model).layers[0].choice
     assert model.train_on_batch(x, y) == pytest.approx(reference.train_on_batch(x, y), rel=1e-5)
     close([w.value for w in model.weights], [w.value for w in reference.weights])
-    assert caplog.text.count("the loop exchanges states instead") == 2  # once for each layer
-    assert not ktd.TPUStrategy().explain(small("LSTM", fast)).layers
+    assert caplog.text.count("the loop is Keras's") == 2  # once for each layer
+    mesh = {"model": 4, "data": 2}
+    odd = recurrence.gathering(10**10, units=6, entry="model", mesh=mesh, data_axes=("data",))
+    assert "6 units do not divide by 4" in str(odd)
+    rows = recurrence.gathering(10**10, units=6, entry="data", mesh=mesh, data_axes=("data",))
+    assert not rows.units_axes
 
 
 def test_the_place_is_read_from_any_distribution():

@@ -10,7 +10,7 @@ from keras import tree
 from keras_tpu_dist import recurrence
 from keras_tpu_dist._keras import full_precision
 from keras_tpu_dist.errors import message
-from keras_tpu_dist.layers.place import Place, find, is_split
+from keras_tpu_dist.layers.place import Place, axes_of, find
 from keras_tpu_dist.recurrence import (
     Gathering,
     Loop,
@@ -122,6 +122,9 @@ class FastRecurrence:
         )
 
     def _core(self, place: Place):
+        gathered = self._gathered(place)
+        if gathered is not None and gathered.units_axes:
+            return "its units are split over devices"
         core = place.core
         if not isinstance(core, str) and self._rounded_to(place) != "bfloat16":
             return f"{self.compute_dtype} is not what it multiplies"
@@ -137,6 +140,8 @@ class FastRecurrence:
 
     def _loop(self, arithmetic, place: Place, variant: Variant, directions=1) -> Loop:
         on_tpu = place.platform == "tpu"
+        gathered = self._gathered(place)
+        units_axes = () if gathered is None else gathered.units_axes
         if isinstance(arithmetic, recurrence.LSTM):
             arithmetic = dataclasses.replace(arithmetic, wide=on_tpu)
         return Loop(
@@ -153,6 +158,7 @@ class FastRecurrence:
             unroll=variant.unroll,
             pin_layout=place.alone and on_tpu,
             kernel=variant.kernel,
+            units_axes=units_axes,
         )
 
     def _fast(self, place: Place, training):
@@ -165,24 +171,37 @@ class FastRecurrence:
             return "recurrent_dropout masks the state inside every step"
         if training and self.dropout and getattr(self.cell, "implementation", 2) == 1:
             return "implementation=1 draws one dropout mask per gate"
-        gathered = None if place.split.mesh is None else self.gathering(is_split)
-        if gathered is not None and not gathered.gather:
+        gathered = self._gathered(place)
+        if gathered is not None and not (gathered.gather or gathered.units_axes):
             return gathered.reason
         return self._arithmetic()
 
-    def gathering(self, split) -> Gathering | None:
+    def _gathered(self, place: Place) -> Gathering | None:
+        if place.split.mesh is None:
+            return None
+        return self.gathering(axes_of, place.split.mesh, place.split.axes)
+
+    def gathering(self, axes_of, mesh, data_axes) -> Gathering | None:
         """What is done about weights that are split over devices; None if none is.
 
         Args:
-            split: Says of a variable whether it is.
+            axes_of: Says of a variable how it is split, dimension by dimension.
+            mesh: The mesh.
+            data_axes: Its axes that split the batch.
         """
         if not self.built:
             return None
         weights = [self.cell.kernel, self.cell.recurrent_kernel, self.cell.bias]
         weights = [v for v in weights if v is not None]
-        if not any(split(v) for v in weights):
+        if not any(any(axes_of(v)) for v in weights):
             return None
-        return gathering(sum(math.prod(v.shape) * jnp.dtype(v.dtype).itemsize for v in weights))
+        return gathering(
+            sum(math.prod(v.shape) * jnp.dtype(v.dtype).itemsize for v in weights),
+            units=self.units,
+            entry=(*axes_of(self.cell.recurrent_kernel), None)[1],
+            mesh=dict(mesh.shape),
+            data_axes=data_axes,
+        )
 
     def _stock_loop(self, reason, sequences, initial_state, mask, training):
         if reason not in self._said:

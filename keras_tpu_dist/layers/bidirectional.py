@@ -75,7 +75,9 @@ class Bidirectional(keras.layers.Bidirectional):
         for name in ("units", "use_bias", "compute_dtype", "unroll", "zero_output_for_mask"):
             same = same and getattr(forward, name) == getattr(backward, name)
         for layer in (forward, backward):
-            plain = not layer.stateful and layer.segment is None
+            gathered = layer._gathered(place)
+            plain = gathered is None or gathered.gather
+            plain = plain and not layer.stateful and layer.segment is None
             plain = plain and layer.activity_regularizer is None and layer.unroll is not True
             same = same and plain and not (training and layer.dropout)
         return pair[0] if same else None

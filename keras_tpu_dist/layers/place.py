@@ -89,11 +89,10 @@ def _mesh_and_axes(distribution):
     return device_mesh.backend_mesh, (axis,) if axis in device_mesh.axis_names else ()
 
 
-def is_split(variable) -> bool:
-    """Whether the active distribution lays a variable out in parts over devices."""
+def axes_of(variable) -> tuple:
+    """How the active distribution splits a variable, dimension by dimension."""
     distribution = keras.distribution.distribution()
     if distribution is None:
-        return False
+        return ()
     layout = distribution.get_variable_layout(variable)
-    axes = layout.spec if isinstance(layout, jax.sharding.NamedSharding) else layout.axes
-    return any(axes)
+    return tuple(layout.spec if isinstance(layout, jax.sharding.NamedSharding) else layout.axes)

@@ -7,8 +7,8 @@ from keras_tpu_dist.recurrence.checks import check_segment as check_segment
 from keras_tpu_dist.recurrence.checks import check_unroll as check_unroll
 from keras_tpu_dist.recurrence.differentiate import Split as Split
 from keras_tpu_dist.recurrence.differentiate import recur as recur
-from keras_tpu_dist.recurrence.gathering import Gathering as Gathering
-from keras_tpu_dist.recurrence.gathering import gathering as gathering
+from keras_tpu_dist.recurrence.gather import Gathering as Gathering
+from keras_tpu_dist.recurrence.gather import gathering as gathering
 from keras_tpu_dist.recurrence.gru import GRU as GRU
 from keras_tpu_dist.recurrence.gru import GRUResetBefore as GRUResetBefore
 from keras_tpu_dist.recurrence.kernel import Kernel as Kernel

@@ -49,7 +49,7 @@ def _rebuilt(loop: Loop, x, weights: Weights, previous: State):
     """The activations' inputs again, of all steps or of one."""
     projected = project(loop, x, weights)
     return loop.cell.rebuild(
-        loop.product, weights.recurrent, weights.recurrent_bias, projected, previous
+        loop.between, weights.recurrent, weights.recurrent_bias, projected, previous
     )
 
 
@@ -95,7 +95,7 @@ def run_back(loop: Loop, x, weights: Weights, saved: Saved, mask, d_hs, d_last: 
         reverse=not loop.reverse,
     )
     parts, totals, d_recurrent, d_recurrent_bias = cell.gradients(
-        product, loop.pin(emitted), at, previous
+        loop.between, loop.pin(emitted), at, previous
     )
     d_x, d_kernel, d_bias = _project_back(loop, x_read, own, parts, totals)
     if weights.recurrent_bias is None:
@@ -126,7 +126,7 @@ def _step(loop: Loop, rebuild: bool, emit, weights: Weights, d_after: State, inp
     if mask_now is not None:
         alive = alive_in(mask_now, d_after[0])
         d_step = tuple(jnp.where(alive, d, 0) for d in d_after)
-    d_before, emitted = cell.retreat(loop.product, weights.recurrent, coefficients, d_step)
+    d_before, emitted = cell.retreat(loop.between, weights.recurrent, coefficients, d_step)
     if mask_now is not None:
         d_before = tuple(b + jnp.where(alive, 0, d) for b, d in zip(d_before, d_after))
     # Nothing but products reads what a step emits.

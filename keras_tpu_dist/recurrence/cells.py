@@ -132,6 +132,34 @@ class Product:
         return both[..., :inputs, :], both[..., inputs, :]
 
 
+@dataclasses.dataclass(frozen=True)
+class Exchange(Product):
+    """Products with a recurrent kernel of which every device has some units' part of all gates.
+
+    Args:
+        axes: Mesh axes over which the units are split.
+    """
+
+    axes: tuple[str, ...] = ()
+
+    def __call__(self, rows: Array, weight: Array) -> Array:
+        """The product with this device's columns: every unit's state is collected first."""
+        return super().__call__(self._all(rows.astype(weight.dtype)), weight)
+
+    def back(self, rows: Array, weight: Array) -> Array:
+        """This device's part of the sum over all devices' columns."""
+        whole = super().back(rows, weight)
+        return lax.psum_scatter(whole, self.axes, scatter_dimension=whole.ndim - 1, tiled=True)
+
+    def outer_and_sum(self, rows: Array, cotangents: Array) -> tuple[Array, Array]:
+        """The gradients of this device's columns, and of its units' bias."""
+        whole = Product(self.dtype, self.sum_by_product)
+        return whole.outer_and_sum(self._all(rows), cotangents)
+
+    def _all(self, rows: Array) -> Array:
+        return lax.all_gather(rows, self.axes, axis=rows.ndim - 1, tiled=True)
+
+
 class Cell(Protocol):
     """What the loop needs to know of a recurrence."""
 

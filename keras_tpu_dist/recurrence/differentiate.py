@@ -38,78 +38,111 @@ class Split:
             parts *= self.mesh.shape[axis]
         return parts
 
-    def by_batch(self, tree):
-        """The batch is the second to last axis of every array that has one."""
-        return jax.tree.map(
-            lambda a: PartitionSpec(*[None] * (len(a.shape) - 2), self.axes or None, None), tree
-        )
-
-    def apply(self, function, rows, weights):
-        """Runs `function(rows, weights) -> (rows, summed)` on every part of the batch.
+    def apply(self, function, loop: Loop, shared, own, weights: Weights):
+        """Runs `function(loop, shared, own, weights)` on every part of the batch.
 
         The loop lies inside `shard_map`, so that no partitioner can put a collective into it and
-        layout constraints hold where they are written. Weights come in whole: a split weight is
-        gathered here, once. What is summed over rows is summed over devices after the loop.
+        layout constraints hold where they are written. Weights come in whole, and a split one is
+        gathered here, once; unless the loop's units are split, and with them the weights' gates.
+
+        Args:
+            function: What to run; returns arrays like `shared`, like `own`, and a sum over rows for
+                every weight, or nothing in its place. The sums are added up over devices.
+            loop: How to run.
+            shared: Arrays over rows and features.
+            own: Arrays over rows and units.
+            weights: The weights.
         """
         if self.mesh is None:
-            return function(rows, weights)
-        rows_out, summed_out = jax.eval_shape(function, rows, weights)
+            return function(loop, shared, own, weights)
+        whole = dataclasses.replace(loop, units_axes=())
+        results = jax.eval_shape(functools.partial(function, whole), shared, own, weights)
 
-        def local(rows, weights):
-            rows, summed = function(rows, weights)
+        def local(shared, own, weights):
+            shared, own, summed = function(loop, shared, own, _join_gates(loop, weights))
             if self.axes:
                 summed = lax.psum(summed, self.axes)
-            return rows, summed
+            return shared, own, _part_gates(loop, summed)
 
-        whole = jax.tree.map(lambda _: PartitionSpec(), (weights, summed_out))
-        return jax.shard_map(
+        def specs(shared, own, weights):
+            columns = (None, loop.units_axes) if loop.units_axes else ()
+            rows = functools.partial(_rows, axes=self.axes or None)
+            return (
+                jax.tree.map(rows, shared),
+                jax.tree.map(functools.partial(rows, last=loop.units_axes or None), own),
+                jax.tree.map(
+                    lambda w: PartitionSpec(*[None] * (len(w.shape) - 1), *columns), weights
+                ),
+            )
+
+        shared, own, summed = jax.shard_map(
             local,
             mesh=self.mesh,
-            in_specs=(self.by_batch(rows), whole[0]),
-            out_specs=(self.by_batch(rows_out), whole[1]),
+            in_specs=specs(shared, own, weights),
+            out_specs=specs(*results),
             check_vma=False,
-        )(rows, weights)
+        )(shared, own, _part_gates(loop, weights))
+        return shared, own, _join_gates(loop, summed)
 
 
-def _forwards(loop: Loop, save: bool, rows, weights):
-    x, state, mask = rows
-    if loop.segment is not None:
-        hs, last, saved = run_segments(loop, x, weights, state, mask, save=save)
-    else:
-        hs, last, saved = run(loop, x, weights, state, mask, save=save)
+def _rows(array, axes, last=None) -> PartitionSpec:
+    """The batch is the second to last axis of every array that has one."""
+    return PartitionSpec(*[None] * (len(array.shape) - 2), axes, last)
+
+
+def _part_gates(loop: Loop, weights):
+    """Weights with an axis for the gates, if every gate is split over devices."""
+    if not loop.units_axes:
+        return weights
+    return jax.tree.map(lambda w: w.reshape(*w.shape[:-1], loop.cell.gates, -1), weights)
+
+
+def _join_gates(loop: Loop, weights):
+    """Undoes `_part_gates`."""
+    if not loop.units_axes:
+        return weights
+    return jax.tree.map(lambda w: w.reshape(*w.shape[:-2], -1), weights)
+
+
+def _forwards(save: bool, loop: Loop, shared, state, weights):
+    x, mask = shared
+    forwards = run if loop.segment is None else run_segments
+    hs, last, saved = forwards(loop, x, weights, state, mask, save=save)
     last = tuple(s.astype(before.dtype) for s, before in zip(last, state))
-    return (hs, last, saved if save else None), ()
+    return (), (hs, last, saved if save else None), ()
 
 
-def _backwards(loop: Loop, rows, weights):
-    x, mask, saved, d_hs, d_last = rows
+def _backwards(loop: Loop, shared, own, weights):
+    x, mask = shared
+    saved, d_hs, d_last = own
     back = run_back if loop.segment is None else run_segments_back
     d_x, d_weights, d_first = back(loop, x, weights, saved, mask, d_hs, d_last)
+    if loop.units_axes:
+        d_x = lax.psum(d_x, loop.units_axes)
     d_first = tuple(d.astype(last.dtype) for d, last in zip(d_first, d_last))
-    return (d_x.astype(x.dtype), d_first), d_weights
+    return d_x.astype(x.dtype), d_first, d_weights
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def differentiable(loop: Loop, split: Split, x, weights: Weights, state, mask):
     """The recurrence; `x` is `(time, batch, features)`, the batch divisible by the split."""
-    (hs, last, _), _ = split.apply(
-        functools.partial(_forwards, loop, False), (x, state, mask), weights
+    _, (hs, last, _), _ = split.apply(
+        functools.partial(_forwards, False), loop, (x, mask), state, weights
     )
     return hs, last
 
 
 def _save(loop: Loop, split: Split, x, weights: Weights, state, mask):
-    (hs, last, saved), _ = split.apply(
-        functools.partial(_forwards, loop, True), (x, state, mask), weights
+    _, (hs, last, saved), _ = split.apply(
+        functools.partial(_forwards, True), loop, (x, mask), state, weights
     )
     return (hs, last), (x, weights, mask, saved)
 
 
 def _differentiate(loop: Loop, split: Split, residuals, cotangents):
     x, weights, mask, saved = residuals
-    d_hs, d_last = cotangents
-    (d_x, d_first), d_weights = split.apply(
-        functools.partial(_backwards, loop), (x, mask, saved, d_hs, d_last), weights
+    d_x, d_first, d_weights = split.apply(
+        _backwards, loop, (x, mask), (saved, *cotangents), weights
     )
     d_weights = jax.tree.map(lambda d, w: d.astype(w.dtype), d_weights, weights)
     return d_x, d_weights, d_first, None

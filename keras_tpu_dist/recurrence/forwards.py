@@ -31,7 +31,7 @@ def run(loop: Loop, x, weights: Weights, state: State, mask, *, save: bool) -> t
     Returns:
         The states `h` after every step or None, the final states, and `Saved` or None.
     """
-    cell, product = loop.cell, loop.product
+    cell, between = loop.cell, loop.between
     weights = ready(loop, weights)
     hoist = loop.hoist or loop.directions == 2
     mask = mask_for(loop, mask)
@@ -44,7 +44,7 @@ def run(loop: Loop, x, weights: Weights, state: State, mask, *, save: bool) -> t
         if not hoist:
             projected_now = project(loop, projected_now, weights)
         after, at = cell.advance(
-            product, weights.recurrent, weights.recurrent_bias, projected_now, before
+            between, weights.recurrent, weights.recurrent_bias, projected_now, before
         )
         if mask_now is not None:
             alive = alive_in(mask_now, after[0])

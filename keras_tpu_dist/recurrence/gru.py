@@ -92,8 +92,8 @@ class GRUResetBefore:
 
     @staticmethod
     def _kernels(recurrent):
-        units = recurrent.shape[-2]
-        return recurrent[..., : 2 * units], recurrent[..., 2 * units :]
+        gates = recurrent.shape[-1] // 3 * 2
+        return recurrent[..., :gates], recurrent[..., gates:]
 
     def advance(self, product, recurrent, bias, projected, state):
         """One step of two products."""

@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from keras_tpu_dist.errors import message
-from keras_tpu_dist.recurrence.cells import Array, Cell, Product, State
+from keras_tpu_dist.recurrence.cells import Array, Cell, Exchange, Product, State
 from keras_tpu_dist.recurrence.kernel import Kernel, over_time
 
 
@@ -58,6 +58,7 @@ class Loop:
         unroll: Steps per iteration of the compiled loop.
         kernel: The kernel that the loop is on TPU, or None for a loop of the compiler's. One works
             out its coefficients inside (not `early`).
+        units_axes: Mesh axes over which the units are split, so that every step exchanges states.
         pin_layout: Whether to force what the loop reads to be time-major in memory; for TPU, as the
             CPU compiler gets it wrong for arrays that leave the compiled program.
     """
@@ -75,6 +76,7 @@ class Loop:
     unroll: int = 1
     pin_layout: bool = False
     kernel: Kernel | None = None
+    units_axes: tuple[str, ...] = ()
 
     def __post_init__(self):
         if self.directions == 2 and self.segment is not None:
@@ -86,6 +88,13 @@ class Loop:
                     fix="Run the directions one after the other.",
                 )
             )
+
+    @property
+    def between(self) -> Product:
+        """Products with the recurrent kernel; those with the input's kernel are `product`."""
+        if not self.units_axes:
+            return self.product
+        return Exchange(self.product.dtype, self.product.sum_by_product, self.units_axes)
 
     def pin(self, tree: Any) -> Any:
         """Keeps arrays time-major in memory.
