@@ -127,7 +127,8 @@ VARIANTS = [
     {"unroll": 4},
     {"segment": 2, "unroll": 2},
     {"early": False},
-    {"keep": True, "segment": 3, "recompute": False, "unroll": 3},
+    {"keep": True, "segment": 3, "recompute": False, "unroll": 3, "turn": True},
+    {"keep": True, "turn": True},
     # What TPU gets; off it the memory is cleared after all.
     {"keep": True, "pin_layout": True, "product": rec.Product(sum_by_product=True)},
     {"keep": True, "pin_layout": True, "unroll": 3, "hoist": False, "early": False},
@@ -229,6 +230,8 @@ def test_the_rule_says_what_it_chose_and_why():
     cpu = chosen(platform="cpu")
     assert (cpu.segment, cpu.recompute) == (4, False)
     assert "stay in cache" in cpu.reason
+    assert cpu.turn
+    assert not chosen().turn
     assert chosen(platform="cpu", batch=8, steps=64).segment is None
     assert chosen(segment="auto", steps=8192).segment == 64
     assert chosen(unroll=True).unroll == 128

@@ -159,6 +159,7 @@ class FastRecurrence:
             pin_layout=place.alone and on_tpu,
             kernel=variant.kernel,
             units_axes=units_axes,
+            turn=variant.turn,
         )
 
     def _fast(self, place: Place, training):

@@ -16,6 +16,7 @@ from keras_tpu_dist.recurrence.loop import (
     over_steps,
     project,
     ready,
+    turned,
 )
 
 
@@ -53,7 +54,7 @@ def _rebuilt(loop: Loop, x, weights: Weights, previous: State):
     )
 
 
-def run_back(loop: Loop, x, weights: Weights, saved: Saved, mask, d_hs, d_last: State):
+def run_back(loop: Loop, x, weights: Weights, saved: Saved, mask, d_hs, d_last: State, behind=None):
     """All steps backwards, then one product for every weight.
 
     Args:
@@ -64,6 +65,7 @@ def run_back(loop: Loop, x, weights: Weights, saved: Saved, mask, d_hs, d_last: 
         mask: As in `run`.
         d_hs: Cotangent of the states after every step, or None.
         d_last: Cotangents of the final states.
+        behind: What `turned` makes of the weights, if that has been done.
 
     Returns:
         The cotangents of x, of the weights (accumulated in at least float32) and of the states
@@ -83,7 +85,7 @@ def run_back(loop: Loop, x, weights: Weights, saved: Saved, mask, d_hs, d_last: 
     local = (x_read if rebuild else at, needed)
     if loop.early:
         local = loop.pin(cell.coefficients(*local))
-    held = own if rebuild else own._replace(kernel=None, bias=None, recurrent_bias=None)
+    held = own if rebuild else behind or turned(loop, weights)
     d_last = tuple(d.astype(jnp.promote_types(d.dtype, jnp.float32)) for d in d_last)
     d_first, emitted = over_steps(
         loop,
@@ -126,7 +128,7 @@ def _step(loop: Loop, rebuild: bool, emit, weights: Weights, d_after: State, inp
     if mask_now is not None:
         alive = alive_in(mask_now, d_after[0])
         d_step = tuple(jnp.where(alive, d, 0) for d in d_after)
-    d_before, emitted = cell.retreat(loop.between, weights.recurrent, coefficients, d_step)
+    d_before, emitted = cell.retreat(loop.back, weights.recurrent, coefficients, d_step)
     if mask_now is not None:
         d_before = tuple(b + jnp.where(alive, 0, d) for b, d in zip(d_before, d_after))
     # Nothing but products reads what a step emits.

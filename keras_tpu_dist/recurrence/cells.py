@@ -71,10 +71,12 @@ class Product:
         sum_by_product: Whether sums over time and batch are products with ones. By the TPU
             compiler's schedule a sum of its own reads the cotangents a further time in float32,
             where products let them be kept in the precision products take.
+        turned: Whether `back`, `width` and `columns` are given the weight transposed.
     """
 
     dtype: str | None = None
     sum_by_product: bool = False
+    turned: bool = False
 
     def weight(self, weight: Array) -> Array:
         """A weight, rounded once for many products."""
@@ -89,7 +91,9 @@ class Product:
         )
 
     def back(self, rows: Array, weight: Array) -> Array:
-        """`rows @ weight.T`, with no transposed copy of the weight."""
+        """`rows @ weight.T`, with no transposed copy of the weight; `rows @ weight` if turned."""
+        if self.turned:
+            return Product.__call__(self, rows, weight)
         batch = tuple(range(weight.ndim - 2))
         return lax.dot_general(
             rows.astype(weight.dtype),
@@ -97,6 +101,14 @@ class Product:
             (((rows.ndim - 1,), (weight.ndim - 1,)), (batch, batch)),
             preferred_element_type=jnp.promote_types(weight.dtype, jnp.float32),
         )
+
+    def width(self, weight: Array) -> int:
+        """How many columns a weight has."""
+        return weight.shape[-2 if self.turned else -1]
+
+    def columns(self, weight: Array, parts: slice) -> Array:
+        """Some columns of a weight."""
+        return weight[..., parts, :] if self.turned else weight[..., parts]
 
     def outer(self, rows: Array, cotangents: Array) -> Array:
         """The gradient of a weight: rows times cotangents, summed over time and batch.

@@ -91,9 +91,10 @@ class GRUResetBefore:
     rebuilds_by_step = False  # the weights' gradient reads what would be rebuilt
 
     @staticmethod
-    def _kernels(recurrent):
-        gates = recurrent.shape[-1] // 3 * 2
-        return recurrent[..., :gates], recurrent[..., gates:]
+    def _kernels(product, recurrent):
+        gates = product.width(recurrent) // 3 * 2
+        of_gates, of_candidate = slice(gates), slice(gates, None)
+        return product.columns(recurrent, of_gates), product.columns(recurrent, of_candidate)
 
     def advance(self, product, recurrent, bias, projected, state):
         """One step of two products."""
@@ -106,7 +107,7 @@ class GRUResetBefore:
         """The activations' inputs of all steps, by two products."""
         del bias
         (h,) = previous
-        gate_kernel, candidate_kernel = self._kernels(recurrent)
+        gate_kernel, candidate_kernel = self._kernels(product, recurrent)
         x_z, x_r, x_n = split(projected, 3)
         h_z, h_r = split(product(h, gate_kernel), 2)
         r = self.recurrent_activation(x_r + h_r)
@@ -125,7 +126,7 @@ class GRUResetBefore:
         """Two products; emits the cotangent of the activations' inputs."""
         to_z, to_r, to_n, carry, r = coefficients
         (dh,) = cotangent
-        gate_kernel, candidate_kernel = self._kernels(recurrent)
+        gate_kernel, candidate_kernel = self._kernels(product, recurrent)
         dn = dh * to_n
         d_reset = product.back(dn, candidate_kernel)
         dz, dr = dh * to_z, d_reset * to_r

@@ -29,7 +29,7 @@ class Weights(NamedTuple):
             has one.
     """
 
-    kernel: Array
+    kernel: Any
     bias: Array | None
     recurrent: Array
     recurrent_bias: Array | None = None
@@ -59,6 +59,7 @@ class Loop:
         kernel: The kernel that the loop is on TPU, or None for a loop of the compiler's. One works
             out its coefficients inside (not `early`).
         units_axes: Mesh axes over which the units are split, so that every step exchanges states.
+        turn: Whether the backward loop multiplies with a transposed copy of the recurrent kernel.
         pin_layout: Whether to force what the loop reads to be time-major in memory; for TPU, as the
             CPU compiler gets it wrong for arrays that leave the compiled program.
     """
@@ -77,6 +78,7 @@ class Loop:
     pin_layout: bool = False
     kernel: Kernel | None = None
     units_axes: tuple[str, ...] = ()
+    turn: bool = False
 
     def __post_init__(self):
         if self.directions == 2 and self.segment is not None:
@@ -94,7 +96,12 @@ class Loop:
         """Products with the recurrent kernel; those with the input's kernel are `product`."""
         if not self.units_axes:
             return self.product
-        return Exchange(self.product.dtype, self.product.sum_by_product, self.units_axes)
+        return Exchange(self.product.dtype, self.product.sum_by_product, axes=self.units_axes)
+
+    @property
+    def back(self) -> Product:
+        """Products of the backward loop with what `turned` makes of the recurrent kernel."""
+        return dataclasses.replace(self.between, turned=self.turn)
 
     def pin(self, tree: Any) -> Any:
         """Keeps arrays time-major in memory.
@@ -135,6 +142,15 @@ def ready(loop: Loop, weights: Weights) -> Weights:
 def flip_second(x):
     """Reverses time for the second direction of `(time, 2, batch, ...)`."""
     return jnp.stack([x[:, 0], jnp.flip(x[:, 1], axis=0)], axis=1)
+
+
+def turned(loop: Loop, weights: Weights) -> Weights:
+    """Weights for the backward loop; they are made once, also where the loop runs in segments."""
+    recurrent = loop.product.weight(weights.recurrent)
+    if loop.turn:
+        # Left to itself XLA would fold the transposition into every step's product again.
+        recurrent = lax.optimization_barrier(jnp.swapaxes(recurrent, -1, -2))
+    return Weights(None, None, recurrent)
 
 
 def project(loop: Loop, x: Array, weights: Weights) -> Array:

@@ -27,6 +27,7 @@ class Variant:
         recompute: With segments, whether only the states between them are kept.
         reason: Why.
         kernel: The kernel that the loop is, or None for the compiler's loop.
+        turn: Whether the backward loop multiplies with a transposed copy of the recurrent kernel.
     """
 
     keep: bool
@@ -37,6 +38,7 @@ class Variant:
     recompute: bool = True
     hoist: bool = True
     kernel: Kernel | None = None
+    turn: bool = False
 
     def __str__(self):
         kept = "activations' inputs kept" if self.keep else "activations' inputs rebuilt"
@@ -70,7 +72,9 @@ def choose(
     """The variant for a layer.
 
     The rule. What the user asked for with `segment` is done. On CPU, time is run and
-    differentiated in segments of `ROWS_IN_CACHE` rows, with everything kept. Elsewhere all steps
+    differentiated in segments of `ROWS_IN_CACHE` rows, with everything kept, and the backward loop
+    multiplies with a transposed copy of the recurrent kernel, because a product that transposes it
+    reads it up to twice as slowly. Elsewhere all steps
     are differentiated together, and the activations' inputs are kept from the forward pass if that
     takes at most `KEPT_BYTES` on a device, else rebuilt. On TPU nothing else is written to memory
     for the loops: coefficients are worked out inside the backward loop, and the input is projected
@@ -100,9 +104,9 @@ def choose(
     True
     """
     per_iteration = steps if unroll is True else max(int(unroll), 1)
-    on_tpu = platform == "tpu"
+    on_cpu, on_tpu = platform == "cpu", platform == "tpu"
     asked = check_segment(segment, steps)
-    if platform == "cpu" and asked is None and unroll is not True:
+    if on_cpu and asked is None and unroll is not True:
         cached = max(ROWS_IN_CACHE // batch, 4)
         if cached < steps:
             return Variant(
@@ -112,6 +116,7 @@ def choose(
                 segment=cached,
                 reason=f"on CPU about {ROWS_IN_CACHE} rows at a time stay in cache",
                 recompute=False,
+                turn=True,
             )
     if isinstance(asked, int):
         variant = Variant(
@@ -120,6 +125,7 @@ def choose(
             unroll=per_iteration,
             segment=asked,
             reason="asked for; inside a segment memory is short-lived, so nothing is rebuilt",
+            turn=on_cpu,
         )
     else:
         kept = 4 * steps * batch * units * (cell.gates + 1)
@@ -129,6 +135,7 @@ def choose(
             unroll=per_iteration,
             segment=None,
             reason=_why_kept(cell, kept),
+            turn=on_cpu,
             hoist=not on_tpu or _hoisted(batch, features, 4 * steps * batch * units * cell.gates),
         )
     if not on_tpu:

@@ -8,7 +8,7 @@ from jax import lax
 
 from keras_tpu_dist.recurrence.backwards import run_back
 from keras_tpu_dist.recurrence.forwards import run
-from keras_tpu_dist.recurrence.loop import Loop, Weights
+from keras_tpu_dist.recurrence.loop import Loop, Weights, turned
 
 
 def _cut(loop: Loop, tree):
@@ -71,13 +71,14 @@ def run_segments_back(loop: Loop, x, weights: Weights, kept, mask, d_hs, d_last)
     """All steps backwards, one segment after the other; arguments and results as `run_back`."""
     kept_whole, kept_short = kept
     whole, short = _cut(loop, (x, mask, d_hs))
+    behind = turned(loop, weights)
 
     def segment(d_after, inputs):
         saved, (x_now, mask_now, d_hs_now) = inputs
         if loop.recompute:
             _, _, saved = run(loop, x_now, weights, saved, mask_now, save=True)
         d_x, d_weights, d_before = run_back(
-            loop, x_now, weights, saved, mask_now, d_hs_now, d_after
+            loop, x_now, weights, saved, mask_now, d_hs_now, d_after, behind
         )
         return d_before, (d_x.astype(x.dtype), d_weights)
 
