@@ -9,7 +9,8 @@
 
 Every program is one train step of one layer of U units on (B, T, U) inputs, as it stands in the
 middle of a network: loss, gradients of all weights and of the input, gradient descent. All that
-are compared by wall time run in one process, in turn.
+are compared by wall time run in one process, in turn. "Products alone" is what the step's matrix
+products would take at the rate of one large product on the same CPU: no layer can be faster.
 """
 
 import argparse
@@ -29,6 +30,7 @@ WALL_SIZES = {
 }
 CELLS = ["LSTM", "GRU", "SimpleRNN"]
 KINDS = ["stock", "ours", "stock unrolled", "scan"]
+PRODUCT = 2048
 UNROLLED_STEPS = 64  # longer ones take minutes to compile
 
 
@@ -276,14 +278,34 @@ def wall(args):
             programs = {}
             for kind in kinds_for(args, size):
                 programs[kind] = program_on_devices(kind, cell, size, args.devices)
+            programs["product"] = one_product()
             times = race(programs, args.seconds)
+            alone = products(cell, size) * times.pop("product") / PRODUCT**3
             del programs
             line = ", ".join(
                 f"{kind} {1e3 * t:.0f} ms ({times['stock'] / t:.2f}x)" for kind, t in times.items()
             )
+            line += f", products alone {1e3 * alone:.0f} ms"
             print(f"{cell}, (B, T, U) = {size}, {args.devices} CPU device(s): {line}", flush=True)
             jax.clear_caches()
     assert np.isfinite(list(times.values())).all()
+
+
+def one_product():
+    """A large matrix product, compiled."""
+    import jax
+    import jax.numpy as jnp
+
+    a = jnp.ones((PRODUCT, PRODUCT))
+    return jax.jit(lambda a: a @ a).lower(a).compile(), (a,)
+
+
+def products(cell, size):
+    """Multiplications of a step: the products of input and states, two gradients of each."""
+    from keras_tpu_dist import recurrence
+
+    batch, steps, units = size
+    return 6 * batch * steps * units * units * getattr(recurrence, cell).gates
 
 
 def program_on_devices(kind, cell, size, devices):

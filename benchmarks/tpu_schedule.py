@@ -6,7 +6,8 @@ the window loop inside a fusion (`iteration_bounds`). What bundles do not say is
 waits for HBM; the compiler's own estimate says it, but it was made before arrays were placed in
 on-chip memory, and charges every kernel some 2000 cycles for memory that most no longer touch. So
 there is a third number: of every kernel the larger of its bundles and the cycles in which HBM can
-move its bytes.
+move its bytes. Of a hand-written kernel the compiler estimates nothing; there the third number
+stands in for its estimate. Its loop is multiplied by what the loop's exit test says.
 """
 
 import dataclasses
@@ -34,9 +35,10 @@ class Schedule:
 
     Args:
         scheduled_cycles: Bundles times the trip counts of both kinds of loops.
-        bundles: Bundles times the trip counts of `while` loops only: what the time loop costs,
-            with all work outside of it counted nearly as nothing.
-        estimated_cycles: The compiler's cost model, loops counted.
+        bundles: Bundles times the trip counts of the time loop only, whose work it tells; all
+            outside of it is counted nearly as nothing.
+        estimated_cycles: The compiler's cost model, loops counted; of hand-written kernels, which
+            it does not know, the same as in `bound_cycles`.
         bound_cycles: Of every kernel the larger of its scheduled cycles and the time HBM needs.
         hbm_bytes: Bytes read from and written to HBM, loops counted.
         collectives: Collective calls a step.
@@ -70,7 +72,7 @@ class Kernel:
     Args:
         name: Its name in the program.
         runs: How often a step runs it.
-        bundles: Its bundles.
+        bundles: Its bundles; of a hand-written kernel with its loop counted.
         scheduled: The same with its window loop counted.
         estimated: The compiler's estimate.
         hbm_bytes: Bytes it moves to and from HBM.
@@ -90,13 +92,17 @@ class Kernel:
         """The larger of its bundles and the cycles HBM needs."""
         if not self.bundles:  # a copy that runs beside the kernels
             return 0
-        return max(self.scheduled, math.ceil(self.hbm_bytes / _HBM_BYTES_PER_CYCLE))
+        return _bound(self.scheduled, self.hbm_bytes)
 
     def __str__(self):
         return (
             f"{self.runs:6} x {self.name:46} {self.scheduled:8} cycles, {self.bound:8} with HBM, "
             f"{self.estimated:8} estimated  {self.result}"
         )
+
+
+def _bound(scheduled: int, hbm_bytes: int) -> int:
+    return max(scheduled, math.ceil(hbm_bytes / _HBM_BYTES_PER_CYCLE))
 
 
 def collectives(program: str) -> tuple[int, int]:
@@ -157,15 +163,17 @@ def kernels(program: str, dump: pathlib.Path) -> list[Kernel]:
             continue
         windows = re.search(r'"iteration_bounds":\[([^\]]*)\]', instruction.attributes)
         trips = math.prod(map(int, re.findall(r"\d+", windows[1]))) if windows else 1
-        if is_kernel(instruction):
+        by_hand = is_kernel(instruction)
+        if by_hand:
             trips = exit_at
+        scheduled = outside + inside * trips
         found.append(
             Kernel(
                 name=instruction.name,
                 runs=run.times,
-                bundles=outside + inside,
-                scheduled=outside + inside * trips,
-                estimated=estimated,
+                bundles=scheduled if by_hand else outside + inside,
+                scheduled=scheduled,
+                estimated=_bound(scheduled, moved) if by_hand else estimated,
                 hbm_bytes=moved,
                 result=str(instruction).split(" = ")[-1].split(" ")[0],
             )

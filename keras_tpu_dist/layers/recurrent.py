@@ -27,15 +27,16 @@ class LSTM(FastRecurrence, keras.layers.LSTM):
     whose weights and files it reads and writes. What differs:
 
     Args:
-        unroll: False for one step in each iteration of the compiled loop, True for all steps, or
-            the number of steps. Defaults to `False`.
+        unroll: False for as many steps in each iteration of the compiled loop as `variant` says,
+            True for all steps and no loop, or the number of steps. Defaults to `False`.
         segment: None to keep the states of all steps for the gradient; the number of steps between
             kept states, between which all is computed again for the gradient; or `"auto"` for
             about the square root of the number of steps. Defaults to `None`.
 
     `recurrent_dropout`, activations that are not element-wise functions of Keras, and cuDNN on GPU
     take Keras's path, which is logged once with the reason. With `stateful=True` the states are
-    carried by `fit` and `predict` too.
+    carried by `fit` and `predict` too. `layer.variant((batch, time, features))` says how the loop
+    runs, on TPU as one kernel if it fits on the chip, and why.
 
     Raises:
         ValueError: If `unroll` or `segment` cannot be, if `unroll=True` meets an unknown number of
@@ -62,15 +63,16 @@ class GRU(FastRecurrence, keras.layers.GRU):
     whose weights and files it reads and writes. What differs:
 
     Args:
-        unroll: False for one step in each iteration of the compiled loop, True for all steps, or
-            the number of steps. Defaults to `False`.
+        unroll: False for as many steps in each iteration of the compiled loop as `variant` says,
+            True for all steps and no loop, or the number of steps. Defaults to `False`.
         segment: None to keep the states of all steps for the gradient; the number of steps between
             kept states, between which all is computed again for the gradient; or `"auto"` for
             about the square root of the number of steps. Defaults to `None`.
 
     `recurrent_dropout`, activations that are not element-wise functions of Keras, and cuDNN on GPU
     take Keras's path, which is logged once with the reason. With `stateful=True` the states are
-    carried by `fit` and `predict` too.
+    carried by `fit` and `predict` too. `layer.variant((batch, time, features))` says how the loop
+    runs, on TPU as one kernel if it fits on the chip, and why.
 
     Raises:
         ValueError: If `unroll` or `segment` cannot be, if `unroll=True` meets an unknown number of
@@ -97,15 +99,16 @@ class SimpleRNN(FastRecurrence, keras.layers.SimpleRNN):
     whose weights and files it reads and writes. What differs:
 
     Args:
-        unroll: False for one step in each iteration of the compiled loop, True for all steps, or
-            the number of steps. Defaults to `False`.
+        unroll: False for as many steps in each iteration of the compiled loop as `variant` says,
+            True for all steps and no loop, or the number of steps. Defaults to `False`.
         segment: None to keep the states of all steps for the gradient; the number of steps between
             kept states, between which all is computed again for the gradient; or `"auto"` for
             about the square root of the number of steps. Defaults to `None`.
 
     `recurrent_dropout`, activations that are not element-wise functions of Keras, and cuDNN on GPU
     take Keras's path, which is logged once with the reason. With `stateful=True` the states are
-    carried by `fit` and `predict` too.
+    carried by `fit` and `predict` too. `layer.variant((batch, time, features))` says how the loop
+    runs, on TPU as one kernel if it fits on the chip, and why.
 
     Raises:
         ValueError: If `unroll` or `segment` cannot be, if `unroll=True` meets an unknown number of

@@ -32,13 +32,14 @@ class Kernel:
             are faster (by the compiler's schedule up to 6 %) but there twice, as registers are too
             few for them.
         vmem_bytes: On-chip memory it may use, or None for the compiler's default.
-        interpret: Whether to run the kernel's steps as plain JAX, for where there is no TPU.
+        interpret: Whether to run the kernel's steps as plain JAX, for where there is no TPU; or how
+            to simulate a TPU's memory and copies.
     """
 
     parts: int = 1
     reread: bool = False
     vmem_bytes: int | None = None
-    interpret: bool = False
+    interpret: bool | pltpu.InterpretParams = False
 
 
 @dataclasses.dataclass(frozen=True)
