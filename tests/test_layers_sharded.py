@@ -21,7 +21,7 @@ from benchmarks.tpu_schedule import collectives
 from keras_tpu_dist import layers as fast
 from keras_tpu_dist import recurrence
 from keras_tpu_dist.layers import place
-from keras_tpu_dist.recurrence import gather
+from keras_tpu_dist.recurrence import gather, regroup
 
 MESHES = {
     "data8": ({"data": 8}, None),
@@ -143,20 +143,44 @@ def test_larger_weights_stay_split_by_whole_gates(kind, monkeypatch):
     close(model.predict(x, verbose=0), reference.predict(x, verbose=0))
 
 
-def test_no_device_ever_has_the_whole_of_larger_weights(monkeypatch):
+@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+def test_no_device_ever_has_the_whole_of_larger_weights(kind, monkeypatch):
     monkeypatch.setattr(gather, "GATHERED_BYTES", 100)
     strategy = ktd.TPUStrategy(*MESHES["data2_model4"])
     with strategy.scope():
-        layer = fast.LSTM(64)
+        layer = getattr(fast, kind)(64)
         layer.build((16, STEPS, 32))
     text = train_step(layer, (16, STEPS, 32), strategy).compile().as_text()
     assert collectives(text)[1] == 2  # states forwards, their cotangents backwards
-    gathered = [
-        re.search(r"f32\[([\d,]+)\]", line) for line in text.splitlines() if " all-gather" in line
+    # The largest that any instruction makes: states of all steps, or a device's part of a weight.
+    sizes = [
+        math.prod(map(int, dims.split(",")))
+        for dims in re.findall(r"= f32\[([\d,]+)\]\S* all-gather", text)
     ]
-    sizes = [math.prod(map(int, match[1].split(","))) for match in gathered if match]
     assert sizes
-    assert max(sizes) < layer.cell.recurrent_kernel.shape[0] * 4 * 64
+    assert max(sizes) <= STEPS * 8 * 64
+    whole = math.prod(layer.cell.recurrent_kernel.shape)
+    assert f"f32[{','.join(map(str, layer.cell.recurrent_kernel.shape))}]" not in text
+    assert whole > STEPS * 8 * 64
+
+
+@pytest.mark.parametrize("gates", [1, 3, 4])
+@pytest.mark.parametrize("ways", [1, 2, 3, 4, 8])
+def test_columns_become_units_and_units_columns(gates, ways):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:ways]), ("model",))
+    units = 2 * ways
+    columns = jnp.arange(3 * gates * units).reshape(3, -1)
+    spec = PartitionSpec(None, "model")
+
+    def both(weight):
+        mine = regroup.by_units(weight, gates, ("model",))
+        return mine, regroup.by_columns(mine, gates, ("model",))
+
+    mapped = jax.shard_map(both, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    split, again = jax.jit(mapped)(columns)
+    np.testing.assert_array_equal(again, columns)
+    apart = columns.reshape(3, gates, ways, -1).swapaxes(1, 2)
+    np.testing.assert_array_equal(split, apart.reshape(3, -1))
 
 
 def test_a_split_that_no_gate_can_follow_takes_the_path_of_keras(monkeypatch, caplog):

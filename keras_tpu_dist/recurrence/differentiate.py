@@ -13,6 +13,7 @@ from keras_tpu_dist.recurrence.backwards import run_back
 from keras_tpu_dist.recurrence.forwards import run
 from keras_tpu_dist.recurrence.loop import Loop, Weights
 from keras_tpu_dist.recurrence.on_chip import LANES
+from keras_tpu_dist.recurrence.regroup import by_columns, by_units
 from keras_tpu_dist.recurrence.segments import run_segments, run_segments_back
 
 
@@ -59,30 +60,27 @@ class Split:
         results = jax.eval_shape(functools.partial(function, whole), shared, own, weights)
 
         def local(shared, own, weights):
-            shared, own, summed = function(loop, shared, own, _join_gates(loop, weights))
+            weights = _regrouped(by_units, loop, weights)
+            shared, own, summed = function(loop, shared, own, weights)
             if self.axes:
                 summed = lax.psum(summed, self.axes)
-            return shared, own, _part_gates(loop, summed)
+            return shared, own, _regrouped(by_columns, loop, summed)
 
         def specs(shared, own, weights):
-            columns = (None, loop.units_axes) if loop.units_axes else ()
             rows = functools.partial(_rows, axes=self.axes or None)
             return (
                 jax.tree.map(rows, shared),
                 jax.tree.map(functools.partial(rows, last=loop.units_axes or None), own),
-                jax.tree.map(
-                    lambda w: PartitionSpec(*[None] * (len(w.shape) - 1), *columns), weights
-                ),
+                jax.tree.map(functools.partial(_columns, axes=loop.units_axes), weights),
             )
 
-        shared, own, summed = jax.shard_map(
+        return jax.shard_map(
             local,
             mesh=self.mesh,
             in_specs=specs(shared, own, weights),
             out_specs=specs(*results),
             check_vma=False,
-        )(shared, own, _part_gates(loop, weights))
-        return shared, own, _join_gates(loop, summed)
+        )(shared, own, weights)
 
 
 def _rows(array, axes, last=None) -> PartitionSpec:
@@ -90,18 +88,15 @@ def _rows(array, axes, last=None) -> PartitionSpec:
     return PartitionSpec(*[None] * (len(array.shape) - 2), axes, last)
 
 
-def _part_gates(loop: Loop, weights):
-    """Weights with an axis for the gates, if every gate is split over devices."""
-    if not loop.units_axes:
-        return weights
-    return jax.tree.map(lambda w: w.reshape(*w.shape[:-1], loop.cell.gates, -1), weights)
+def _columns(weight, axes) -> PartitionSpec:
+    return PartitionSpec(*[None] * (len(weight.shape) - 1), axes) if axes else PartitionSpec()
 
 
-def _join_gates(loop: Loop, weights):
-    """Undoes `_part_gates`."""
+def _regrouped(regroup, loop: Loop, weights):
+    """Weights with their columns exchanged between devices, if every gate is split over devices."""
     if not loop.units_axes:
         return weights
-    return jax.tree.map(lambda w: w.reshape(*w.shape[:-2], -1), weights)
+    return jax.tree.map(lambda w: regroup(w, loop.cell.gates, loop.units_axes), weights)
 
 
 def _forwards(save: bool, loop: Loop, shared, state, weights):

@@ -1,0 +1,78 @@
+"""From columns split one after the other to every gate split by its units, and back.
+
+A weight of `gates * units` columns that is split over devices lies there in contiguous pieces: one
+device may have two whole gates, or the end of one and the beginning of the next. A loop whose units
+are split needs the same units of every gate on a device. Each device has as many blocks of columns
+as there are gates, and needs as many, so that they reach their places in that many rounds in which
+every device sends one block and gets one.
+"""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import maximum_bipartite_matching
+
+
+@functools.cache
+def rounds(gates: int, ways: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Who sends what in which round.
+
+    Args:
+        gates: Gates of the recurrence, and blocks of a device.
+        ways: Devices over which the columns are split.
+
+    Returns:
+        For each round `(to, place, gate)`: for every device the one it sends to, the place of the
+        block it sends among its own, and the gate that block is of.
+
+    References:
+        König, 1916: a bipartite graph whose nodes all have the same number of edges falls apart
+        into perfect matchings.
+    """
+    left = {(k // gates, k % ways): [] for k in range(gates * ways)}
+    for k in range(gates * ways):
+        left[k // gates, k % ways].append((k % gates, k // ways))
+    found = []
+    for _ in range(gates):
+        edges = np.array([pair for pair, blocks in left.items() if blocks]).T
+        graph = csr_array((np.ones(edges.shape[1]), edges), shape=(ways, ways))
+        to = maximum_bipartite_matching(graph, perm_type="column").tolist()
+        blocks = [left[source, target].pop() for source, target in enumerate(to)]
+        found.append((tuple(to), *(tuple(n) for n in zip(*blocks))))
+    return tuple(found)
+
+
+def by_units(weight, gates: int, axes: tuple[str, ...]):
+    """This device's units of every gate, from its contiguous columns; inside `shard_map`.
+
+    Args:
+        weight: `(..., gates * units / devices)`.
+        gates: Gates of the recurrence.
+        axes: Mesh axes over which the columns are split.
+
+    Returns:
+        The same shape.
+    """
+    return _exchange(weight, gates, axes, back=False)
+
+
+def by_columns(weight, gates: int, axes: tuple[str, ...]):
+    """Undoes `by_units`."""
+    return _exchange(weight, gates, axes, back=True)
+
+
+def _exchange(weight, gates: int, axes: tuple[str, ...], *, back: bool):
+    here = lax.axis_index(axes)
+    have = weight.reshape(*weight.shape[:-1], gates, -1)
+    want = jnp.zeros_like(have)
+    for to, place, gate in rounds(gates, lax.axis_size(axes)):
+        came_from = tuple(np.argsort(to).tolist())
+        gate_here = tuple(gate[source] for source in came_from)
+        sent, target, got = (gate_here, came_from, place) if back else (place, to, gate_here)
+        block = lax.dynamic_index_in_dim(have, jnp.asarray(sent)[here], -2, keepdims=False)
+        block = lax.ppermute(block, axes, list(enumerate(target)))
+        want = lax.dynamic_update_index_in_dim(want, block, jnp.asarray(got)[here], -2)
+    return want.reshape(weight.shape)
