@@ -14,12 +14,13 @@ import jax.export
 import keras
 import numpy as np
 
-from keras_tpu_dist import _keras, adoption, attention
+from keras_tpu_dist import _keras, adoption
 from keras_tpu_dist.auto_steps import MOST_STEPS
 from keras_tpu_dist.data import BatchPlacer, PlacedBatch
 from keras_tpu_dist.errors import message
 from keras_tpu_dist.lint import Finding
 from keras_tpu_dist.loop import jitted_step
+from keras_tpu_dist.plain import plain_operations
 from keras_tpu_dist.topology import Topology, of_devices
 
 Build = Callable[[], keras.Model] | keras.Model
@@ -118,7 +119,7 @@ def lower(
     notes: list[str] = []
     with contextlib.ExitStack() as stack:
         if platform != "tpu":
-            stack.enter_context(attention.plain_operations())
+            stack.enter_context(plain_operations())
         model = stack.enter_context(_model(build, strategy, mode))
         batch = _batch(model, placer, x, y, sample_weight, batch_size, mode, notes)
         symbolic = jax.tree.map(lambda leaf: keras.KerasTensor(leaf.shape, leaf.dtype), batch)

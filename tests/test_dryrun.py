@@ -591,6 +591,20 @@ def test_a_report_reads_well(on_tpu):
     assert "<table>" in on_tpu._repr_html_()
 
 
+def test_recurrent_layers_without_libtpu(monkeypatch):
+    monkeypatch.setattr(dryrun, "has_libtpu", lambda: False)
+
+    def build():
+        layers = [keras.Input((4, 128)), ktd.layers.LSTM(128), keras.layers.Dense(1)]
+        model = keras.Sequential(layers)
+        model.compile("sgd", "mse")
+        return model
+
+    run = dry_run(build, ktd.TPUStrategy(topology="v5e:2x2"), batch_size=8)
+    assert run.compiled_for == "CPU"
+    assert not run.cost.kernel_flops
+
+
 def test_without_libtpu_the_cpu_compiler_stands_in(without_libtpu, on_tpu):
     run = without_libtpu
     assert run.compiled_for == "CPU"

@@ -190,8 +190,8 @@ def test_the_checkpoint_of_the_epoch_is_finite(models, after, tmp_path):
     path = tmp_path / "at.weights.h5"
     model = models(8, True)
     save = keras.callbacks.ModelCheckpoint(path, save_weights_only=True)
-    with pytest.raises(FloatingPointError):
-        _fit(model, _poisoned(15), [save, NameNaN()])
+    # Raising could come before the end of the epoch, and with it before the checkpoint.
+    _fit(model, _poisoned(15), [save, NameNaN(stop=True)])
     model.load_weights(path)
     assert_close(_state(model), after[14])
 

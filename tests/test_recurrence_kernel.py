@@ -168,6 +168,7 @@ def test_the_rule_says_when_there_is_a_kernel_and_why_not():
     assert chosen.kernel.parts == 1
     assert (chosen.unroll, chosen.early, chosen.hoist) == (4, False, False)
     assert str(chosen).startswith("one kernel, activations' inputs kept")
+    assert tpu(directions=2).hoist
     assert tpu(unroll=2).unroll == 2
     assert tpu(segment=16).kernel is not None
     for changes, words in (

@@ -2,4 +2,3 @@
 
 from keras_tpu_dist.attention.dispatch import dot_product_attention as dot_product_attention
 from keras_tpu_dist.attention.dispatch import install as install
-from keras_tpu_dist.attention.dispatch import plain_operations as plain_operations

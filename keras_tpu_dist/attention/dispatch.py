@@ -1,11 +1,9 @@
 """Which attention runs, and on which share of the arrays each device runs it."""
 
-import contextlib
-import contextvars
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.export
@@ -17,27 +15,13 @@ from jax.sharding import PartitionSpec as P
 from keras_tpu_dist import _keras
 from keras_tpu_dist.attention.xla import xla_attention
 from keras_tpu_dist.errors import message
+from keras_tpu_dist.plain import only_plain_operations
 
 logger = logging.getLogger("keras_tpu_dist")
 
 # Blocks are at least 128 x 128: below a quarter of useful work XLA's own program wins.
 _MOST_PADDING = 4
 _OLD_CHIPS = ("TPU v2", "TPU v3")
-
-_plain = contextvars.ContextVar("plain", default=False)
-
-
-@contextlib.contextmanager
-def plain_operations() -> Iterator[None]:
-    """Within it attention takes XLA's operations, even if the kernel was asked for.
-
-    For programs that are lowered for another platform than the mesh's, where no kernel compiles.
-    """
-    token = _plain.set(True)
-    try:
-        yield
-    finally:
-        _plain.reset(token)
 
 
 def dot_product_attention(
@@ -137,7 +121,7 @@ def dot_product_attention(
 
 def _takes_kernel(flash_attention, query, key, bias, mesh: Mesh, platform: str | None) -> bool:
     """Decides, says why not, and refuses an order that cannot be carried out."""
-    if _plain.get():
+    if only_plain_operations():
         return False
     if flash_attention is None:
         flash_attention = keras.config.is_flash_attention_enabled()

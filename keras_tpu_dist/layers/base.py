@@ -92,12 +92,13 @@ class FastRecurrence:
         )
         return self._outputs(hs, list(last), mask)
 
-    def variant(self, shape, place: Place | None = None) -> Variant:
+    def variant(self, shape, place: Place | None = None, directions: int = 1) -> Variant:
         """Which variant of the gradient runs for an input shape, and why.
 
         Args:
             shape: `(batch, time, features)` of all devices together.
             place: Where; found from the active distribution by default.
+            directions: 2 where a `Bidirectional` runs both in one loop.
         """
         place = place or find()
         arithmetic = self._arithmetic()
@@ -118,6 +119,7 @@ class FastRecurrence:
             features=shape[2],
             unroll=self.unroll,
             segment=self.segment,
+            directions=directions,
             core=self._core(place),
         )
 

@@ -55,9 +55,8 @@ class Bidirectional(keras.layers.Bidirectional):
             ops.convert_to_tensor(s, dtype=self.compute_dtype) for s in initial_state
         ]
         state = tuple(jnp.stack(pair) for pair in zip(states[:half], states[half:]))
-        loop = forward._loop(
-            arithmetic, place, forward.variant(sequences.shape, place), directions=2
-        )
+        variant = forward.variant(sequences.shape, place, directions=2)
+        loop = forward._loop(arithmetic, place, variant, directions=2)
         hs, last = recur(loop, place.split, sequences, weights, state, mask)
         return self._merge(
             self._directions(hs, last, mask), [s[0] for s in last] + [s[1] for s in last]

@@ -7,6 +7,7 @@ import jax
 import keras
 
 from keras_tpu_dist.chips import CHIPS
+from keras_tpu_dist.plain import only_plain_operations
 from keras_tpu_dist.recurrence import Core, Split
 
 # The kernel compiler cannot multiply bfloat16 on them.
@@ -43,6 +44,8 @@ class Place:
     @property
     def core(self) -> Core | str:
         """What a kernel would run on, or why there can be none."""
+        if only_plain_operations():
+            return "the program is lowered for another platform"
         if not self.alone:
             return "arrays may lie on several devices"
         if not self.rounds:

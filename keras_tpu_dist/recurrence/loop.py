@@ -118,9 +118,11 @@ class Saved(NamedTuple):
     """What the backward pass is given; `inputs` of the activations only if they are kept.
 
     Args:
-        states: The states after every step.
+        states: The states after every step; from a kernel those before every step, where only
+            products read them in the precision that products take.
         first: The states before the first step.
-        inputs: The activations' inputs of all steps, or None.
+        inputs: The activations' inputs of all steps, or None; from a kernel whose cell needs no
+            more than the states after every step, those.
     """
 
     states: State

@@ -67,6 +67,7 @@ def choose(
     features: int | None = None,
     unroll: bool | int = False,
     segment: int | str | None = None,
+    directions: int = 1,
     core: Core | str = "nothing is known of the chip",
 ) -> Variant:
     """The variant for a layer.
@@ -74,13 +75,13 @@ def choose(
     The rule. What the user asked for with `segment` is done. On CPU, time is run and
     differentiated in segments of `ROWS_IN_CACHE` rows, with everything kept, and the backward loop
     multiplies with a transposed copy of the recurrent kernel, because a product that transposes it
-    reads it up to twice as slowly. Elsewhere all steps
-    are differentiated together, and the activations' inputs are kept from the forward pass if that
-    takes at most `KEPT_BYTES` on a device, else rebuilt. On TPU nothing else is written to memory
-    for the loops: coefficients are worked out inside the backward loop, and the input is projected
-    inside the forward loop where that costs the matrix unit less time than the projection of all
-    steps costs HBM (`_hoisted`). There the loop is one kernel if its weights, states and a few
-    steps fit the core's on-chip memory (`on_chip.fitted`), unless `unroll=True` asks for no loop.
+    reads it up to twice as slowly. Elsewhere all steps are differentiated together, and the
+    activations' inputs are kept from the forward pass if that takes at most `KEPT_BYTES` on a
+    device, else rebuilt. On TPU nothing else is written to memory for the loops: coefficients are
+    worked out inside the backward loop, and the input is projected inside the forward loop where
+    that costs the matrix unit less time than the projection of all steps costs HBM (`_hoisted`).
+    There the loop is one kernel if its weights, states and a few steps fit the core's on-chip
+    memory (`on_chip.fitted`), unless `unroll=True` asks for no loop.
 
     Args:
         cell: The recurrence.
@@ -92,6 +93,7 @@ def choose(
         unroll: True for all steps, False for the rule's choice, or the number of steps per
             iteration.
         segment: As `check_segment` accepts.
+        directions: 2 where two directions run in one loop; their input is projected before it.
         core: What a kernel would run on, or why there can be none.
 
     Returns:
@@ -136,7 +138,9 @@ def choose(
             segment=None,
             reason=_why_kept(cell, kept),
             turn=on_cpu,
-            hoist=not on_tpu or _hoisted(batch, features, 4 * steps * batch * units * cell.gates),
+            hoist=not on_tpu
+            or directions == 2
+            or _hoisted(batch, features, 4 * steps * batch * units * cell.gates),
         )
     if not on_tpu:
         return variant
