@@ -129,7 +129,7 @@ class FastRecurrence:
             return "its units are split over devices"
         core = place.core
         if not isinstance(core, str) and self._rounded_to(place) != "bfloat16":
-            return f"{self.compute_dtype} is not what it multiplies"
+            return f"kernels multiply bfloat16, not {self.compute_dtype}"
         return core
 
     def _rounded_to(self, place: Place) -> str | None:
@@ -201,7 +201,7 @@ class FastRecurrence:
         return gathering(
             sum(math.prod(v.shape) * jnp.dtype(v.dtype).itemsize for v in weights),
             units=self.units,
-            entry=(*axes_of(self.cell.recurrent_kernel), None)[1],
+            entry=(*axes_of(self.cell.recurrent_kernel), None, None)[1],
             mesh=dict(mesh.shape),
             data_axes=data_axes,
         )
