@@ -136,25 +136,25 @@ VARIANTS = [
 MASKS = ["none", "padded", "arbitrary", "row"]
 
 
+def cases_of(name, variants, steps):
+    """Every cell meets every variant; time, masks, direction and outputs turn from cell to cell."""
+    for number, variant in enumerate(variants):
+        turn = number + list(CELLS).index(name)
+        yield case(
+            CELLS[name],
+            steps=7 if "segment" in variant else steps[turn % len(steps)],
+            mask=MASKS[turn % 4],
+            reverse=turn % 2 == 0,
+            sequences=turn % 3 > 0,
+            bias=turn % 4 > 0,
+            **variant,
+        )
+
+
 @pytest.mark.parametrize("name", CELLS)
 def test_equals_autodiff_of_a_plain_scan(name):
-    cases = []
-    for number, variant in enumerate(VARIANTS):
-        # Every cell meets every variant; masks, direction and outputs turn from cell to cell.
-        turn = number + list(CELLS).index(name)
-        cases.append(
-            case(
-                CELLS[name],
-                steps=(7, 7, 3)[turn % 3],
-                mask=MASKS[turn % 4],
-                reverse=turn % 2 == 0,
-                sequences=turn % 3 > 0,
-                bias=turn % 4 > 0,
-                **variant,
-            )
-        )
-    cases.append(case(CELLS[name], steps=1, mask="row", keep=True))
-    check(cases)
+    cases = list(cases_of(name, VARIANTS, steps=(7, 7, 3)))
+    check([*cases, case(CELLS[name], steps=1, mask="row", keep=True)])
 
 
 def test_long_sequences_and_segments_found_by_themselves():

@@ -11,7 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
-from test_recurrence import BATCH, CELLS, FEATURES, MASKS, UNITS, case, check, close, mask_for
+from test_recurrence import (
+    BATCH,
+    CELLS,
+    FEATURES,
+    MASKS,
+    UNITS,
+    case,
+    cases_of,
+    check,
+    close,
+    mask_for,
+)
 from test_recurrence import weights_for as weights_of_case
 
 import keras_tpu_dist as ktd
@@ -37,21 +48,8 @@ VARIANTS = [
 
 @pytest.mark.parametrize("name", CELLS)
 def test_equals_autodiff_of_a_plain_scan(name):
-    cases = []
-    for number, variant in enumerate(VARIANTS):
-        turn = number + list(CELLS).index(name)
-        cases.append(
-            case(
-                CELLS[name],
-                steps=(6, 8, 1)[turn % 3] if "segment" not in variant else 7,
-                mask=MASKS[turn % 4],
-                reverse=turn % 2 == 0,
-                sequences=turn % 3 > 0,
-                bias=turn % 4 > 0,
-                **(ON_TPU | variant),
-            )
-        )
-    check(cases)
+    variants = [ON_TPU | variant for variant in VARIANTS]
+    check(list(cases_of(name, variants, steps=(6, 8, 1))))
 
 
 @settings(max_examples=4, deadline=None, derandomize=True)
