@@ -214,6 +214,15 @@ CHIPS: dict[str, Chip] = {
 }
 
 
+# By `device_kind`: chips for which Pallas kernels do not compile, or not in bfloat16.
+WITHOUT_KERNELS = ("TPU v2", "TPU v3")
+
+
+def of_kind(device_kind: str) -> Chip | None:
+    """The generation that calls its devices so, or `None` if none does."""
+    return next((chip for chip in CHIPS.values() if chip.device_kind == device_kind), None)
+
+
 def simulated_chip(platform: str, device_kind: str, per_host: int) -> Chip:
     """A stand-in for a device that is no TPU: one of a line, with no speeds to speak of.
 

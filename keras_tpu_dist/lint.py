@@ -16,7 +16,14 @@ import keras
 from keras_tpu_dist import _keras
 from keras_tpu_dist.errors import message
 from keras_tpu_dist.explain import layout_text
-from keras_tpu_dist.layout import axis_size, dead_patterns, dividing_axes, matching, nearest_path
+from keras_tpu_dist.layout import (
+    axis_size,
+    dead_patterns,
+    dividing_axes,
+    entry_names,
+    matching,
+    nearest_path,
+)
 from keras_tpu_dist.mesh import LOGICAL_AXIS
 from keras_tpu_dist.planner_placement import Placement, Setting, bytes_of
 from keras_tpu_dist.text import size_text
@@ -286,7 +293,7 @@ def _unused_axes(model, placement: Placement, setting: Setting) -> list[Finding]
     used |= {name for name in setting.mesh.axis_names if name.startswith(f"{LOGICAL_AXIS}_")}
     for variable in _weights(model):
         for entry in placement.decisions[id(variable)].axes:
-            used.update((entry,) if isinstance(entry, str) else entry or ())
+            used.update(entry_names(entry))
     return [
         Finding(
             "warning",

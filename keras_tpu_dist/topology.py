@@ -16,7 +16,7 @@ import numpy as np
 from keras_tpu_dist._keras import jax_backend_started
 from keras_tpu_dist.chips import CHIPS as CHIPS
 from keras_tpu_dist.chips import Chip as Chip
-from keras_tpu_dist.chips import simulated_chip
+from keras_tpu_dist.chips import of_kind, simulated_chip
 from keras_tpu_dist.errors import message
 
 _CHIP_BY_SPELLING = {alias: c for c in CHIPS.values() for alias in (c.name, *c.aliases)}
@@ -350,7 +350,7 @@ def of_devices(mesh_devices: object) -> Topology | None:
         The `Topology`, or `None` if the devices are no TPU or only part of a slice.
     """
     found = list(np.asarray(mesh_devices, dtype=object).flat)
-    chip = next((c for c in CHIPS.values() if c.device_kind == found[0].device_kind), None)
+    chip = of_kind(found[0].device_kind)
     if chip is None:
         return None
     sides = tuple(max(d.coords[i] for d in found) + 1 for i in range(3))

@@ -242,17 +242,8 @@ def test_import_order_goes_one_way():
     import pathlib
 
     order = [
-        *(
-            "_keras",
-            "errors",
-            "text",
-            "plain",
-            "simulation",
-            "chips",
-            "topology",
-            "assignment",
-            "mesh",
-        ),
+        *("_keras", "errors", "text", "plain", "simulation", "chips", "topology"),
+        *("assignment", "mesh"),
         *("layout", "planner_roles", "planner_tensor", "planner", "annotations"),
         *("planner_placement", "explain", "lint", "visualize", "reading", "data", "finite"),
         *("guard", "auto_steps", "loop", "attention", "adoption", "logical_call", "logical"),

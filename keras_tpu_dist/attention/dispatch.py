@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.attention.xla import xla_attention
+from keras_tpu_dist.chips import WITHOUT_KERNELS
 from keras_tpu_dist.errors import message
 from keras_tpu_dist.plain import only_plain_operations
 
@@ -21,7 +22,6 @@ logger = logging.getLogger("keras_tpu_dist")
 
 # Blocks are at least 128 x 128: below a quarter of useful work XLA's own program wins.
 _MOST_PADDING = 4
-_OLD_CHIPS = ("TPU v2", "TPU v3")
 
 
 def dot_product_attention(
@@ -195,7 +195,7 @@ def _why_not_kernel(query, key, bias, mesh: Mesh, platform: str | None) -> str |
     chip = mesh.devices.flat[0].device_kind
     if (platform or _platform(mesh)) != "tpu":
         return f"the mesh's devices are of platform {platform or _platform(mesh)!r}, not 'tpu'"
-    if chip in _OLD_CHIPS:
+    if chip in WITHOUT_KERNELS:
         return f"Pallas kernels need TPU v4 or later, these are {chip}"
     if bias is not None:
         return "the kernel has no bias"

@@ -11,6 +11,7 @@ from keras_tpu_dist import recurrence
 from keras_tpu_dist._keras import full_precision
 from keras_tpu_dist.errors import message
 from keras_tpu_dist.layers.place import Place, axes_of, find
+from keras_tpu_dist.layout import entry_names
 from keras_tpu_dist.recurrence import (
     Gathering,
     Loop,
@@ -72,7 +73,7 @@ class FastRecurrence:
 
     def inner_loop(self, sequences, initial_state, mask, training=False):
         """Runs all steps; called by Keras's `RNN.call`, which knows states and dropout masks."""
-        place = find()
+        place = self._at(find())
         arithmetic = self._fast(place, training)
         if tree.is_nested(mask):
             mask = mask[0]
@@ -81,7 +82,8 @@ class FastRecurrence:
             return self._stock_loop(arithmetic, sequences, initial_state, mask, training)
         if training and self.dropout:
             sequences = sequences * self.cell.get_dropout_mask(sequences[:, 0, :])[:, None, :]
-        loop = self._loop(arithmetic, place, self.variant(sequences.shape, place))
+        variant = self._variant(arithmetic, sequences.shape, place)
+        loop = self._loop(arithmetic, place, variant)
         hs, last = recur(
             loop,
             place.split,
@@ -100,7 +102,6 @@ class FastRecurrence:
             place: Where; found from the active distribution by default.
             directions: 2 where a `Bidirectional` runs both in one loop.
         """
-        place = place or find()
         arithmetic = self._arithmetic()
         if isinstance(arithmetic, str):
             raise ValueError(
@@ -110,6 +111,9 @@ class FastRecurrence:
                     fix="Change what the reason names, or do not ask.",
                 )
             )
+        return self._variant(arithmetic, shape, self._at(place or find()), directions)
+
+    def _variant(self, arithmetic, shape, place: Place, directions=1) -> Variant:
         return choose(
             arithmetic,
             platform=place.platform,
@@ -124,9 +128,6 @@ class FastRecurrence:
         )
 
     def _core(self, place: Place):
-        gathered = self._gathered(place)
-        if gathered is not None and gathered.units_axes:
-            return "its units are split over devices"
         core = place.core
         if not isinstance(core, str) and self._rounded_to(place) != "bfloat16":
             return f"kernels multiply bfloat16, not {self.compute_dtype}"
@@ -142,8 +143,6 @@ class FastRecurrence:
 
     def _loop(self, arithmetic, place: Place, variant: Variant, directions=1) -> Loop:
         on_tpu = place.platform == "tpu"
-        gathered = self._gathered(place)
-        units_axes = () if gathered is None else gathered.units_axes
         if isinstance(arithmetic, recurrence.LSTM):
             arithmetic = dataclasses.replace(arithmetic, wide=on_tpu)
         return Loop(
@@ -160,7 +159,7 @@ class FastRecurrence:
             unroll=variant.unroll,
             pin_layout=place.alone and on_tpu,
             kernel=variant.kernel,
-            units_axes=units_axes,
+            units_axes=place.units_axes,
             turn=variant.turn,
         )
 
@@ -174,15 +173,16 @@ class FastRecurrence:
             return "recurrent_dropout masks the state inside every step"
         if training and self.dropout and getattr(self.cell, "implementation", 2) == 1:
             return "implementation=1 draws one dropout mask per gate"
-        gathered = self._gathered(place)
+        gathered = place.gathering
         if gathered is not None and not (gathered.gather or gathered.units_axes):
             return gathered.reason
         return self._arithmetic()
 
-    def _gathered(self, place: Place) -> Gathering | None:
-        if place.split.mesh is None:
-            return None
-        return self.gathering(axes_of, place.split.mesh, place.split.axes)
+    def _at(self, place: Place) -> Place:
+        """The place with what it means for this layer's weights."""
+        mesh, axes = place.split.mesh, place.split.axes
+        found = None if mesh is None else self.gathering(axes_of, mesh, axes)
+        return dataclasses.replace(place, gathering=found)
 
     def gathering(self, axes_of, mesh, data_axes) -> Gathering | None:
         """What is done about weights that are split over devices; None if none is.
@@ -201,7 +201,7 @@ class FastRecurrence:
         return gathering(
             sum(math.prod(v.shape) * jnp.dtype(v.dtype).itemsize for v in weights),
             units=self.units,
-            entry=(*axes_of(self.cell.recurrent_kernel), None, None)[1],
+            axes=entry_names((*axes_of(self.cell.recurrent_kernel), None, None)[1]),
             mesh=dict(mesh.shape),
             data_axes=data_axes,
         )

@@ -55,7 +55,7 @@ class Bidirectional(keras.layers.Bidirectional):
             ops.convert_to_tensor(s, dtype=self.compute_dtype) for s in initial_state
         ]
         state = tuple(jnp.stack(pair) for pair in zip(states[:half], states[half:]))
-        variant = forward.variant(sequences.shape, place, directions=2)
+        variant = forward._variant(arithmetic, sequences.shape, place, directions=2)
         loop = forward._loop(arithmetic, place, variant, directions=2)
         hs, last = recur(loop, place.split, sequences, weights, state, mask)
         return self._merge(
@@ -69,14 +69,15 @@ class Bidirectional(keras.layers.Bidirectional):
             return None
         if forward.go_backwards or not (forward.built and backward.built):
             return None
-        pair = [layer._fast(place, training) for layer in (forward, backward)]
+        places = [layer._at(place) for layer in (forward, backward)]
+        if any(at.units_axes for at in places):
+            return None
+        pair = [layer._fast(at, training) for layer, at in zip((forward, backward), places)]
         same = pair[0] == pair[1] and not isinstance(pair[0], str)
         for name in ("units", "use_bias", "compute_dtype", "unroll", "zero_output_for_mask"):
             same = same and getattr(forward, name) == getattr(backward, name)
         for layer in (forward, backward):
-            gathered = layer._gathered(place)
-            plain = gathered is None or gathered.gather
-            plain = plain and not layer.stateful and layer.segment is None
+            plain = not layer.stateful and layer.segment is None
             plain = plain and layer.activity_regularizer is None and layer.unroll is not True
             same = same and plain and not (training and layer.dropout)
         return pair[0] if same else None

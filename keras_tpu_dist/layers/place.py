@@ -6,12 +6,10 @@ from typing import Any
 import jax
 import keras
 
-from keras_tpu_dist.chips import CHIPS
+from keras_tpu_dist.chips import WITHOUT_KERNELS, of_kind
 from keras_tpu_dist.plain import only_plain_operations
-from keras_tpu_dist.recurrence import Core, Split
+from keras_tpu_dist.recurrence import Core, Gathering, Split
 
-# The kernel compiler cannot multiply bfloat16 on them.
-_WITHOUT_KERNELS = ("v2", "v3")
 # At these, products of float32 round their operands to bfloat16 on TPU.
 _ROUNDING = (None, "default", "bfloat16", "fastest")
 
@@ -25,11 +23,18 @@ class Place:
         alone: Whether what the layer computes stays on one device, so that a memory layout may be
             asked for without an automatic partitioner meeting it.
         device: One of the devices, a `jax.Device`.
+        gathering: What is done there about the layer's split weights, if it has any.
     """
 
     split: Split
     alone: bool
     device: Any
+    gathering: Gathering | None = None
+
+    @property
+    def units_axes(self) -> tuple[str, ...]:
+        """Mesh axes over which the layer's units are split."""
+        return () if self.gathering is None else self.gathering.units_axes
 
     @property
     def platform(self) -> str:
@@ -44,6 +49,8 @@ class Place:
     @property
     def core(self) -> Core | str:
         """What a kernel would run on, or why there can be none."""
+        if self.units_axes:
+            return "its units are split over devices"
         if only_plain_operations():
             return "the program is lowered for another platform"
         if not self.alone:
@@ -51,12 +58,12 @@ class Place:
         if not self.rounds:
             return "jax_default_matmul_precision is set"
         kind = self.device.device_kind
-        chips = [c for c in CHIPS.values() if c.device_kind == kind]
-        if not chips:
+        chip = of_kind(kind)
+        if chip is None:
             return f"nothing is known of {kind!r}"
-        if chips[0].name in _WITHOUT_KERNELS:
-            return f"{chips[0].name} has none for bfloat16"
-        return Core(chips[0].vmem_bytes, chips[0].cores // chips[0].devices)
+        if kind in WITHOUT_KERNELS:
+            return f"{chip.name} has none for bfloat16"
+        return Core(chip.vmem_bytes, chip.cores // chip.devices)
 
 
 def find() -> Place:
@@ -66,21 +73,14 @@ def find() -> Place:
     device mesh and batch axis.
     """
     distribution = keras.distribution.distribution()
+    mesh, axes = (None, ()) if distribution is None else _mesh_and_axes(distribution)
+    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
     around = jax.sharding.get_abstract_mesh()
     if not around.empty and around.manual_axes:
         # Inside somebody's shard_map: what is seen here is already one device's part.
         whole = set(around.manual_axes) == set(around.axis_names)
-        return Place(Split(), whole, _device(distribution))
-    if distribution is None:
-        return Place(Split(), jax.device_count() == 1, jax.devices()[0])
-    mesh, axes = _mesh_and_axes(distribution)
-    return Place(Split(mesh, axes), True, mesh.devices.flat[0])
-
-
-def _device(distribution):
-    if distribution is None:
-        return jax.devices()[0]
-    return _mesh_and_axes(distribution)[0].devices.flat[0]
+        return Place(Split(), whole, device)
+    return Place(Split(mesh, axes), mesh is not None or jax.device_count() == 1, device)
 
 
 def _mesh_and_axes(distribution):

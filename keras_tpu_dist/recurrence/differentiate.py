@@ -176,10 +176,13 @@ def recur(loop: Loop, split: Split, x, weights: Weights, state, mask=None):
         rows: Any = (x, state, mask)
         x, state, mask = jax.tree.map(lambda a: _pad_rows(a, short), rows)
     units = state[0].shape[-1]
-    if loop.kernel:
-        weights, state = _pad_units(loop, weights, state, -units % LANES)
+    more = -units % LANES if loop.kernel else 0
+    if more:
+        weights, state = _pad_units(loop, weights, state, more)
     result: Any = differentiable(loop, split, x, weights, tuple(state), mask)
-    hs, last = jax.tree.map(lambda a: a[..., :units], result)
+    hs, last = result
+    if more:
+        hs, last = jax.tree.map(lambda a: a[..., :units], (hs, last))
     if short:
         hs, last = jax.tree.map(
             lambda a: lax.slice_in_dim(a, 0, batch, axis=a.ndim - 2), (hs, last)
@@ -204,8 +207,6 @@ def _pad_units(loop: Loop, weights: Weights, state, short: int):
 
     In memory a tile is as wide anyway; inside a kernel gates would have to be moved sideways.
     """
-    if not short:
-        return weights, state
 
     def gates(w):
         apart = w.reshape(*w.shape[:-1], loop.cell.gates, -1)

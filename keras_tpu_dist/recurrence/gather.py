@@ -36,7 +36,12 @@ class Gathering:
 
 
 def gathering(
-    size: int, *, units: int, entry, mesh: Mapping[str, int], data_axes: tuple[str, ...]
+    size: int,
+    *,
+    units: int,
+    axes: tuple[str, ...],
+    mesh: Mapping[str, int],
+    data_axes: tuple[str, ...],
 ) -> Gathering:
     """The choice for a layer some of whose weights are split over devices.
 
@@ -46,7 +51,7 @@ def gathering(
     Args:
         size: Bytes of the layer's weights, whole.
         units: Size of the state.
-        entry: How the recurrent kernel's last dimension is split: None, a mesh axis or several.
+        axes: Mesh axes over which the recurrent kernel's last dimension is split.
         mesh: Sizes of the mesh's axes.
         data_axes: Those that split the batch.
     """
@@ -55,7 +60,6 @@ def gathering(
         reason = f"{have}: gathered on every device before the loop, which has no collective in it"
         return Gathering(True, (), size, reason)
     have += f", more than the {GATHERED_BYTES / 2**20:.0f} MiB to gather"
-    axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
     ways = math.prod(mesh[axis] for axis in axes)
     if axes and units % ways == 0 and not set(axes) & set(data_axes):
         over = " and ".join(repr(axis) for axis in axes)

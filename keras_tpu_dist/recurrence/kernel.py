@@ -101,7 +101,7 @@ def _run(call: _Call, held, carry, inputs):
     arguments, results = (held, carry, inputs), (carry, out)
     cuts = (grid.whole, grid.rows, grid.steps)
     made = pl.pallas_call(
-        functools.partial(_body, call, jax.tree.map(_no_array, arguments)),
+        functools.partial(_body, call, list(map(jax.tree.structure, arguments))),
         grid=grid.shape,
         in_specs=[cut(a) for cut, part in zip(cuts, arguments) for a in jax.tree.leaves(part)],
         out_specs=[cut(a) for cut, part in zip(cuts[1:], results) for a in jax.tree.leaves(part)],
@@ -117,16 +117,9 @@ def _run(call: _Call, held, carry, inputs):
     return jax.tree.unflatten(jax.tree.structure(results), made)
 
 
-def _no_array(array):
-    """A leaf that stands for an array in a tree's structure."""
-    del array
-    return 0
-
-
-def _body(call: _Call, arguments, *refs):
+def _body(call: _Call, trees, *refs):
     """One block of steps. The states live in the results that the last of them are written to."""
     step, reverse, reread = call.step, call.reverse, call.kernel.reread
-    trees = [jax.tree.structure(part) for part in arguments]
     ends = [sum(t.num_leaves for t in trees[:n]) for n in range(4)]
     held_refs, first_refs, input_refs = (refs[a:b] for a, b in itertools.pairwise(ends))
     state_refs = refs[ends[3] : ends[3] + len(first_refs)]

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from keras_tpu_dist.recurrence.cells import BUILT_IN, Cell
 from keras_tpu_dist.recurrence.kernel import TILE_ROWS, Kernel
 
-# Values of a tile side by side, and rows that fill the matrix unit, on every TPU.
+# Values of a tile side by side, on every TPU.
 LANES = 128
+# Rows the matrix unit takes in the time it takes to load their weights: 128 on every TPU.
+MATRIX_ROWS = 128
 # By the compiler's schedule four steps an iteration are up to 10 % faster than one, eight no more.
 STEPS = 4
 # With fewer units more than half of what is kept for the backward pass would be padding.
@@ -112,7 +114,7 @@ def fitted(
 def _cuts(rows: int, cores: int) -> Iterator[int]:
     parts = cores if rows % (cores * TILE_ROWS) == 0 else 1
     yield parts
-    while rows % (2 * parts * LANES) == 0:
+    while rows % (2 * parts * MATRIX_ROWS) == 0:
         parts *= 2
         yield parts
 

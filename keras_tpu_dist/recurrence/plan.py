@@ -5,7 +5,7 @@ import dataclasses
 from keras_tpu_dist.recurrence.cells import Cell
 from keras_tpu_dist.recurrence.checks import check_segment
 from keras_tpu_dist.recurrence.kernel import Kernel
-from keras_tpu_dist.recurrence.on_chip import Core, Sizes, fitted, unfit
+from keras_tpu_dist.recurrence.on_chip import MATRIX_ROWS, Core, Sizes, fitted, unfit
 
 # Measured on two cores with 128 rows of 256 units: segments of 4 steps made a train step of LSTM
 # 1.4 times as fast as Keras's, where all steps at once were 0.8 times as fast.
@@ -174,13 +174,9 @@ def _no_kernel(variant: Variant, why: str) -> Variant:
     return dataclasses.replace(variant, reason=f"{variant.reason}; no kernel, as {why}")
 
 
-# Rows the matrix unit takes in the time it takes to load their weights: 128 on every TPU.
-MATRIX_ROWS = 128
 # Multiplications a TPU v5e's core does while HBM moves one byte, 65536 a cycle and 546 bytes a
 # cycle (197 TFLOP/s, 819 GB/s, 1.5 GHz).
 MULTIPLICATIONS_PER_BYTE = 120
-
-
 # A quarter of the on-chip memory of a TPU v5e: what is smaller usually stays there.
 ON_CHIP_BYTES = 2**25
 
