@@ -232,6 +232,11 @@ def test_the_rule_says_what_it_chose_and_why():
     assert "stay in cache" in cpu.reason
     assert cpu.turn
     assert not chosen().turn
+    large = chosen(platform="cpu", units=1024)
+    assert (large.turn, large.weight_first) == (True, True)
+    assert "weight first" in str(large)
+    assert not cpu.weight_first
+    assert not chosen(units=1024).weight_first
     assert chosen(platform="cpu", batch=8, steps=64).segment is None
     assert chosen(segment="auto", steps=8192).segment == 64
     assert chosen(unroll=True).unroll == 128

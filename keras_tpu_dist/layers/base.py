@@ -161,6 +161,7 @@ class FastRecurrence:
             kernel=variant.kernel,
             units_axes=place.units_axes,
             turn=variant.turn,
+            weight_first=variant.weight_first,
         )
 
     def _fast(self, place: Place, training):

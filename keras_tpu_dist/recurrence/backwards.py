@@ -54,7 +54,9 @@ def _rebuilt(loop: Loop, x, weights: Weights, previous: State):
     )
 
 
-def run_back(loop: Loop, x, weights: Weights, saved: Saved, mask, d_hs, d_last: State, behind=None):
+def run_back(
+    loop: Loop, x, weights: Weights, saved: Saved, mask, d_hs, d_last: State, recurrent=None
+):
     """All steps backwards, then one product for every weight.
 
     Args:
@@ -65,7 +67,7 @@ def run_back(loop: Loop, x, weights: Weights, saved: Saved, mask, d_hs, d_last: 
         mask: As in `run`.
         d_hs: Cotangent of the states after every step, or None.
         d_last: Cotangents of the final states.
-        behind: What `turned` makes of the weights, if that has been done.
+        recurrent: What `turned` makes of the weights for `loop.back`, if that has been done.
 
     Returns:
         The cotangents of x, of the weights (accumulated in at least float32) and of the states
@@ -85,7 +87,9 @@ def run_back(loop: Loop, x, weights: Weights, saved: Saved, mask, d_hs, d_last: 
     local = (x_read if rebuild else at, needed)
     if loop.early:
         local = loop.pin(cell.coefficients(*local))
-    held = own if rebuild else behind or turned(loop, weights)
+    if not rebuild:
+        recurrent = turned(loop.back, weights) if recurrent is None else recurrent
+    held = own if rebuild else Weights(None, None, recurrent)
     d_last = tuple(d.astype(jnp.promote_types(d.dtype, jnp.float32)) for d in d_last)
     d_first, emitted = over_steps(
         loop,

@@ -71,12 +71,16 @@ class Product:
         sum_by_product: Whether sums over time and batch are products with ones. By the TPU
             compiler's schedule a sum of its own reads the cotangents a further time in float32,
             where products let them be kept in the precision products take.
-        turned: Whether `back`, `width` and `columns` are given the weight transposed.
+        turned: Whether the weight is given transposed.
+        weight_first: Whether products are `weight @ rows`, with rows and result transposed. A CPU's
+            product puts its first operand in order while it multiplies and its second one before
+            that, so it is the large weight that should come first.
     """
 
     dtype: str | None = None
     sum_by_product: bool = False
     turned: bool = False
+    weight_first: bool = False
 
     def weight(self, weight: Array) -> Array:
         """A weight, rounded once for many products."""
@@ -84,23 +88,38 @@ class Product:
 
     def __call__(self, rows: Array, weight: Array) -> Array:
         """`rows @ weight` over the last two axes, accumulated in at least float32."""
-        return jnp.matmul(
-            rows.astype(weight.dtype),
-            weight,
-            preferred_element_type=jnp.promote_types(weight.dtype, jnp.float32),
-        )
+        return self._over_last(rows, weight) if self.turned else self._over_first(rows, weight)
 
     def back(self, rows: Array, weight: Array) -> Array:
-        """`rows @ weight.T`, with no transposed copy of the weight; `rows @ weight` if turned."""
-        if self.turned:
-            return Product.__call__(self, rows, weight)
-        batch = tuple(range(weight.ndim - 2))
+        """`rows @ weight.T`, with no transposed copy of the weight."""
+        return self._over_first(rows, weight) if self.turned else self._over_last(rows, weight)
+
+    def _over_first(self, rows: Array, stored: Array) -> Array:
+        """`rows @ stored`."""
+        if self.weight_first:
+            return self._upright(rows, jnp.swapaxes(stored, -1, -2))
+        wide = jnp.promote_types(stored.dtype, jnp.float32)
+        return jnp.matmul(rows.astype(stored.dtype), stored, preferred_element_type=wide)
+
+    def _over_last(self, rows: Array, stored: Array) -> Array:
+        """`rows @ stored.T`."""
+        if self.weight_first:
+            return self._upright(rows, stored)
+        batch = tuple(range(stored.ndim - 2))
         return lax.dot_general(
-            rows.astype(weight.dtype),
-            weight,
-            (((rows.ndim - 1,), (weight.ndim - 1,)), (batch, batch)),
-            preferred_element_type=jnp.promote_types(weight.dtype, jnp.float32),
+            rows.astype(stored.dtype),
+            stored,
+            (((rows.ndim - 1,), (stored.ndim - 1,)), (batch, batch)),
+            preferred_element_type=jnp.promote_types(stored.dtype, jnp.float32),
         )
+
+    @staticmethod
+    def _upright(rows: Array, stored: Array) -> Array:
+        """`(stored @ rows.T).T`; XLA would make `rows @ stored.T` of it again."""
+        wide = jnp.promote_types(stored.dtype, jnp.float32)
+        columns = lax.optimization_barrier(jnp.swapaxes(rows.astype(stored.dtype), -1, -2))
+        product = jnp.matmul(stored, columns, preferred_element_type=wide)
+        return jnp.swapaxes(lax.optimization_barrier(product), -1, -2)
 
     def width(self, weight: Array) -> int:
         """How many columns a weight has."""

@@ -14,10 +14,13 @@ from keras_tpu_dist.recurrence.loop import (
     over_steps,
     project,
     ready,
+    turned,
 )
 
 
-def run(loop: Loop, x, weights: Weights, state: State, mask, *, save: bool) -> tuple[Any, Any, Any]:
+def run(
+    loop: Loop, x, weights: Weights, state: State, mask, *, save: bool, recurrent=None
+) -> tuple[Any, Any, Any]:
     """All steps forwards.
 
     Args:
@@ -27,12 +30,14 @@ def run(loop: Loop, x, weights: Weights, state: State, mask, *, save: bool) -> t
         state: States before the first step, each `(batch, units)`.
         mask: `(time, batch, 1)` boolean, False where the state is carried over, or None.
         save: Whether the backward pass will need anything.
+        recurrent: What `turned` makes of the weights for `loop.ahead`, if that has been done.
 
     Returns:
         The states `h` after every step or None, the final states, and `Saved` or None.
     """
-    cell, between = loop.cell, loop.between
-    weights = ready(loop, weights)
+    cell, product = loop.cell, loop.ahead
+    recurrent = turned(product, weights) if recurrent is None else recurrent
+    weights = ready(loop, weights)._replace(recurrent=recurrent)
     hoist = loop.hoist or loop.directions == 2
     mask = mask_for(loop, mask)
     read = loop.pin(project(loop, x, weights) if hoist else loop.product.weight(x))
@@ -44,7 +49,7 @@ def run(loop: Loop, x, weights: Weights, state: State, mask, *, save: bool) -> t
         if not hoist:
             projected_now = project(loop, projected_now, weights)
         after, at = cell.advance(
-            between, weights.recurrent, weights.recurrent_bias, projected_now, before
+            product, weights.recurrent, weights.recurrent_bias, projected_now, before
         )
         if mask_now is not None:
             alive = alive_in(mask_now, after[0])

@@ -59,7 +59,10 @@ class Loop:
         kernel: The kernel that the loop is on TPU, or None for a loop of the compiler's. One works
             out its coefficients inside (not `early`).
         units_axes: Mesh axes over which the units are split, so that every step exchanges states.
-        turn: Whether the backward loop multiplies with a transposed copy of the recurrent kernel.
+        turn: Whether the loop whose product reads the recurrent kernel across its order, the
+            backward one, multiplies with a transposed copy; if the weight comes first, it is the
+            forward one.
+        weight_first: Whether the loops' products take the weight first.
         pin_layout: Whether to force what the loop reads to be time-major in memory; for TPU, as the
             CPU compiler gets it wrong for arrays that leave the compiled program.
     """
@@ -79,6 +82,7 @@ class Loop:
     kernel: Kernel | None = None
     units_axes: tuple[str, ...] = ()
     turn: bool = False
+    weight_first: bool = False
 
     def __post_init__(self):
         if self.directions == 2 and self.segment is not None:
@@ -99,9 +103,16 @@ class Loop:
         return Exchange(self.product.dtype, self.product.sum_by_product, axes=self.units_axes)
 
     @property
+    def ahead(self) -> Product:
+        """Products of the forward loop with what `turned` makes of the recurrent kernel."""
+        turned = self.turn and self.weight_first
+        return dataclasses.replace(self.between, turned=turned, weight_first=self.weight_first)
+
+    @property
     def back(self) -> Product:
         """Products of the backward loop with what `turned` makes of the recurrent kernel."""
-        return dataclasses.replace(self.between, turned=self.turn)
+        turned = self.turn and not self.weight_first
+        return dataclasses.replace(self.between, turned=turned, weight_first=self.weight_first)
 
     def pin(self, tree: Any) -> Any:
         """Keeps arrays time-major in memory.
@@ -146,13 +157,13 @@ def flip_second(x):
     return jnp.stack([x[:, 0], jnp.flip(x[:, 1], axis=0)], axis=1)
 
 
-def turned(loop: Loop, weights: Weights) -> Weights:
-    """Weights for the backward loop; they are made once, also where the loop runs in segments."""
-    recurrent = loop.product.weight(weights.recurrent)
-    if loop.turn:
+def turned(product: Product, weights: Weights) -> Array:
+    """The recurrent kernel for the products of a loop; made once, also where segments run."""
+    recurrent = product.weight(weights.recurrent)
+    if product.turned:
         # Left to itself XLA would fold the transposition into every step's product again.
         recurrent = lax.optimization_barrier(jnp.swapaxes(recurrent, -1, -2))
-    return Weights(None, None, recurrent)
+    return recurrent
 
 
 def project(loop: Loop, x: Array, weights: Weights) -> Array:

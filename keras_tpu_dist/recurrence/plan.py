@@ -10,6 +10,9 @@ from keras_tpu_dist.recurrence.on_chip import MATRIX_ROWS, Core, Sizes, fitted, 
 # Measured on two cores with 128 rows of 256 units: segments of 4 steps made a train step of LSTM
 # 1.4 times as fast as Keras's, where all steps at once were 0.8 times as fast.
 ROWS_IN_CACHE = 512
+# Measured with 1 to 256 rows: products with a kernel of 16 MiB are up to twice as fast with the
+# weight first, of 4 MiB as fast or faster, of less, which a core's own cache holds, slower.
+WEIGHT_FIRST_BYTES = 2**22
 # A sixteenth of the memory of the smallest TPU core that XLA still serves (v5e: 16 GB).
 KEPT_BYTES = 2**30
 
@@ -27,7 +30,8 @@ class Variant:
         recompute: With segments, whether only the states between them are kept.
         reason: Why.
         kernel: The kernel that the loop is, or None for the compiler's loop.
-        turn: Whether the backward loop multiplies with a transposed copy of the recurrent kernel.
+        turn: Whether one of the loops multiplies with a transposed copy of the recurrent kernel.
+        weight_first: Whether the loops' products take the weight first.
     """
 
     keep: bool
@@ -39,6 +43,7 @@ class Variant:
     hoist: bool = True
     kernel: Kernel | None = None
     turn: bool = False
+    weight_first: bool = False
 
     def __str__(self):
         kept = "activations' inputs kept" if self.keep else "activations' inputs rebuilt"
@@ -47,9 +52,10 @@ class Variant:
         cut = f", segments of {self.segment} steps ({inside})" if self.segment else ""
         projected = "before" if self.hoist else "inside"
         loop = "one kernel, " if self.kernel else ""
+        first = ", products with the weight first" if self.weight_first else ""
         return (
             f"{loop}{kept}, coefficients {when} the backward loop, input projected {projected} the "
-            f"loop, {self.unroll} step(s) an iteration{cut}: {self.reason}"
+            f"loop, {self.unroll} step(s) an iteration{cut}{first}: {self.reason}"
         )
 
     def to_dict(self):
@@ -72,12 +78,13 @@ def choose(
 ) -> Variant:
     """The variant for a layer.
 
-    The rule. What the user asked for with `segment` is done. On CPU, time is run and
-    differentiated in segments of `ROWS_IN_CACHE` rows, with everything kept, and the backward loop
-    multiplies with a transposed copy of the recurrent kernel, because a product that transposes it
-    reads it up to twice as slowly. Elsewhere all steps are differentiated together, and the
-    activations' inputs are kept from the forward pass if that takes at most `KEPT_BYTES` on a
-    device, else rebuilt. On TPU nothing else is written to memory for the loops: coefficients are
+    The rule. What the user asked for with `segment` is done. On CPU, time is run and differentiated
+    in segments of `ROWS_IN_CACHE` rows, with everything kept, and one loop multiplies with a
+    transposed copy of the recurrent kernel, because a product that transposes it reads it up to
+    twice as slowly: the backward loop, or, where a kernel of `WEIGHT_FIRST_BYTES` or more comes
+    first in the loops' products, the forward one. Elsewhere all steps are differentiated together,
+    and the activations' inputs are kept from the forward pass if that takes at most `KEPT_BYTES` on
+    a device, else rebuilt. On TPU nothing else is written to memory for the loops: coefficients are
     worked out inside the backward loop, and the input is projected inside the forward loop where
     that costs the matrix unit less time than the projection of all steps costs HBM (`_hoisted`).
     There the loop is one kernel if its weights, states and a few steps fit the core's on-chip
@@ -107,6 +114,7 @@ def choose(
     """
     per_iteration = steps if unroll is True else max(int(unroll), 1)
     on_cpu, on_tpu = platform == "cpu", platform == "tpu"
+    first = on_cpu and 4 * cell.gates * units**2 >= WEIGHT_FIRST_BYTES
     asked = check_segment(segment, steps)
     if on_cpu and asked is None and unroll is not True:
         cached = max(ROWS_IN_CACHE // batch, 4)
@@ -119,6 +127,7 @@ def choose(
                 reason=f"on CPU about {ROWS_IN_CACHE} rows at a time stay in cache",
                 recompute=False,
                 turn=True,
+                weight_first=first,
             )
     if isinstance(asked, int):
         variant = Variant(
@@ -128,6 +137,7 @@ def choose(
             segment=asked,
             reason="asked for; inside a segment memory is short-lived, so nothing is rebuilt",
             turn=on_cpu,
+            weight_first=first,
         )
     else:
         kept = 4 * steps * batch * units * (cell.gates + 1)
@@ -138,6 +148,7 @@ def choose(
             segment=None,
             reason=_why_kept(cell, kept),
             turn=on_cpu,
+            weight_first=first,
             hoist=not on_tpu
             or directions == 2
             or _hoisted(batch, features, 4 * steps * batch * units * cell.gates),

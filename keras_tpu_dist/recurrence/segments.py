@@ -51,11 +51,14 @@ def run_segments(loop: Loop, x, weights: Weights, state, mask, *, save: bool):
         save: Whether the backward pass will need anything.
     """
     keep_all = save and not loop.recompute
+    recurrent = turned(loop.ahead, weights)
     whole, short = _cut(loop, (x, mask))
 
     def segment(before, inputs):
         x_now, mask_now = inputs
-        hs, after, saved = run(loop, x_now, weights, before, mask_now, save=keep_all)
+        hs, after, saved = run(
+            loop, x_now, weights, before, mask_now, save=keep_all, recurrent=recurrent
+        )
         return after, (saved if keep_all else before, hs)
 
     wide = jnp.promote_types(x.dtype, jnp.float32)
@@ -71,14 +74,14 @@ def run_segments_back(loop: Loop, x, weights: Weights, kept, mask, d_hs, d_last)
     """All steps backwards, one segment after the other; arguments and results as `run_back`."""
     kept_whole, kept_short = kept
     whole, short = _cut(loop, (x, mask, d_hs))
-    behind = turned(loop, weights)
+    ahead, back = turned(loop.ahead, weights), turned(loop.back, weights)
 
     def segment(d_after, inputs):
         saved, (x_now, mask_now, d_hs_now) = inputs
         if loop.recompute:
-            _, _, saved = run(loop, x_now, weights, saved, mask_now, save=True)
+            _, _, saved = run(loop, x_now, weights, saved, mask_now, save=True, recurrent=ahead)
         d_x, d_weights, d_before = run_back(
-            loop, x_now, weights, saved, mask_now, d_hs_now, d_after, behind
+            loop, x_now, weights, saved, mask_now, d_hs_now, d_after, back
         )
         return d_before, (d_x.astype(x.dtype), d_weights)
 

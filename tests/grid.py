@@ -1,0 +1,160 @@
+"""Every case of the recurrent layers' grid against Keras's layers; too many for every run.
+
+    PYTHONPATH=. python tests/grid.py                  # without a mesh: 10,240 cases
+    PYTHONPATH=. python tests/grid.py --mesh data8     # on eight simulated devices
+    PYTHONPATH=. python tests/grid.py --mesh data2_model4
+    PYTHONPATH=. python tests/grid.py --part 0 2       # every second group, as one of two processes
+    PYTHONPATH=. python tests/grid.py --steps 1 2 7    # some columns only
+    PYTHONPATH=. python tests/grid.py --weight-first   # products as for large kernels
+
+A group is one compiled program: Keras's layer, and ours with every `unroll`, run with every
+kind of mask. Outputs, states and the gradients of every weight, the input and the initial state
+are compared to 1e-5. `tests/test_layers_recurrent.py` runs a sample.
+"""
+
+import argparse
+import itertools
+import sys
+import time
+
+import conftest  # noqa: F401  eight simulated devices, before JAX starts
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+from test_recurrence import close, mask_for
+
+import keras_tpu_dist as ktd
+from keras_tpu_dist import layers as fast
+from keras_tpu_dist.recurrence import plan
+
+UNROLLS = [False, True, 2, 4, 5]
+MASKS = ["padded", "arbitrary", "row"]
+GROUPS = {
+    "steps": [1, 2, 7, 64],
+    "name": ["LSTM", "GRU", "SimpleRNN", "GRU, reset before"],
+    "masked": [False, True],
+    "go_backwards": [False, True],
+    "return_sequences": [False, True],
+    "return_state": [False, True],
+    "use_bias": [True, False],
+    "initial": [False, True],
+}
+MODEL = [(".*/recurrent_kernel", (None, "model")), (".*_cell/kernel", (None, "model"))]
+MESHES = {
+    "none": None,
+    "data8": ({"data": 8}, None),
+    "data2_model4": ({"data": 2, "model": 4}, MODEL),
+}
+BATCH, FEATURES, UNITS = 8, 3, 8
+
+
+def groups(names, steps):
+    """All groups of some layers and lengths, as dictionaries."""
+    columns = GROUPS | {"name": names, "steps": steps}
+    return [dict(zip(columns, values)) for values in itertools.product(*columns.values())]
+
+
+def run(group, strategy):
+    """Compiles and compares one group.
+
+    Returns:
+        The number of cases.
+
+    Raises:
+        AssertionError: If a case differs.
+    """
+    config = dict(group)
+    steps, name, masked, initial = (config.pop(k) for k in ("steps", "name", "masked", "initial"))
+    kind = name.split(",")[0]
+    if kind == "GRU":
+        config["reset_after"] = kind == name
+    stock = getattr(keras.layers, kind)
+    theirs = [built(stock(UNITS, **config), steps)]
+    if masked:  # Keras's own result for rows that begin masked depends on unroll
+        theirs.append(built(stock(UNITS, unroll=True, **config), steps))
+    ours = []
+    for unroll in UNROLLS:
+        with scope(strategy):
+            ours.append(built(getattr(fast, kind)(UNITS, unroll=unroll, **config), steps))
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(BATCH, steps, FEATURES)).astype("float32")
+    states = 2 if kind == "LSTM" else 1
+    state = [rng.normal(size=(BATCH, UNITS)).astype("float32") for _ in range(states)]
+    masks = [np.asarray(mask_for(m, rng, BATCH, steps)) for m in MASKS] if masked else [None]
+    values = [
+        rng.normal(size=w.shape).astype("float32") * 0.4 for w in theirs[0].trainable_variables
+    ]
+
+    def everything(*arrays):
+        references = [gradients(layer, *arrays) for layer in theirs]
+        with scope(strategy):
+            return references, [gradients(layer, *arrays) for layer in ours]
+
+    compiled = jax.jit(everything).lower(values, x, state if initial else None, masks[0]).compile()
+    for mask in masks:
+        references, results = compiled(values, x, state if initial else None, mask)
+        for unroll, result in zip(UNROLLS, results):
+            try:
+                close(result, references[-1 if unroll is True else 0])
+            except AssertionError as error:
+                error.add_note(f"{group}, unroll={unroll}")
+                raise
+    return len(masks) * len(ours)
+
+
+def scope(strategy):
+    return keras.name_scope("one_device") if strategy is None else strategy.scope()
+
+
+def built(layer, steps):
+    layer.build((BATCH, steps, FEATURES))
+    return layer
+
+
+def gradients(layer, values, x, state, mask):
+    """Outputs, and the gradients of every weight, the input and the initial state."""
+    frozen = [v.value for v in layer.non_trainable_variables]
+
+    def loss(values, x, state):
+        outputs, _ = layer.stateless_call(values, frozen, x, initial_state=state, mask=mask)
+        leaves = jax.tree.leaves(outputs)
+        factors = [jnp.cos(jnp.arange(a.size, dtype=a.dtype)).reshape(a.shape) for a in leaves]
+        return sum(jnp.vdot(a, f) for a, f in zip(leaves, factors)), leaves
+
+    return jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)(values, x, state)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mesh", choices=MESHES, default="none")
+    parser.add_argument("--part", type=int, nargs=2, default=[0, 1], metavar=("K", "N"))
+    parser.add_argument("--weight-first", action="store_true")
+    parser.add_argument("--only", nargs="*", default=GROUPS["name"], choices=GROUPS["name"])
+    parser.add_argument("--steps", nargs="*", default=GROUPS["steps"], type=int)
+    args = parser.parse_args()
+    if args.weight_first:
+        plan.WEIGHT_FIRST_BYTES = 0
+    strategy = MESHES[args.mesh] and ktd.TPUStrategy(*MESHES[args.mesh])
+    part, parts = args.part
+    mine = groups(args.only, args.steps)[part::parts]
+    started, cases, wrong = time.time(), 0, 0
+    for number, group in enumerate(mine, 1):
+        try:
+            cases += run(group, strategy)
+        except AssertionError as error:
+            wrong += 1
+            print("DIFFERS", error, *error.__notes__, sep="\n", flush=True)
+        jax.clear_caches()
+        keras.utils.clear_session()
+        if number % 16 == 0 or number == len(mine):
+            print(
+                f"{args.mesh}: {number} of {len(mine)} groups, {cases} cases equal, "
+                f"{wrong} groups not, {time.time() - started:.0f} s",
+                flush=True,
+            )
+    sys.exit(wrong > 0)
+
+
+if __name__ == "__main__":
+    main()
