@@ -55,7 +55,7 @@ def groups(names, steps):
     return [dict(zip(columns, values)) for values in itertools.product(*columns.values())]
 
 
-def run(group, strategy):
+def run(group, strategy, tolerance=1e-5):
     """Compiles and compares one group.
 
     Returns:
@@ -96,7 +96,7 @@ def run(group, strategy):
         references, results = compiled(values, x, state if initial else None, mask)
         for unroll, result in zip(UNROLLS, results):
             try:
-                close(result, references[-1 if unroll is True else 0])
+                close(result, references[-1 if unroll is True else 0], tolerance)
             except AssertionError as error:
                 error.add_note(f"{group}, unroll={unroll}")
                 raise

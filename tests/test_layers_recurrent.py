@@ -2,6 +2,7 @@
 
 import itertools
 
+import grid
 import jax
 import jax.numpy as jnp
 import keras
@@ -127,6 +128,15 @@ def test_equals_keras_over_the_grid(monkeypatch):
         cases.append((stock, ours, *arrays(name, steps, mask, initial, seed=number)))
     assert len(cases) >= 20
     compare(cases)
+
+
+def test_the_script_for_the_whole_grid_runs_and_notices():
+    (group,) = (g for g in grid.groups(["GRU"], [2]) if list(g.values())[2:] == [True] * 6)
+    assert len(grid.groups(grid.GROUPS["name"], grid.GROUPS["steps"])) == 1024
+    assert grid.run(group, None) == 15
+    with pytest.raises(AssertionError, match="Not equal to tolerance") as caught:
+        grid.run(group, None, tolerance=-1)
+    assert "unroll=False" in caught.value.__notes__[0]
 
 
 def test_products_with_the_weight_first_equal_keras(monkeypatch):

@@ -87,8 +87,7 @@ def run_back(
     local = (x_read if rebuild else at, needed)
     if loop.early:
         local = loop.pin(cell.coefficients(*local))
-    if not rebuild:
-        recurrent = turned(loop.back, weights) if recurrent is None else recurrent
+    recurrent = turned(loop.back, weights) if recurrent is None else recurrent
     held = own if rebuild else Weights(None, None, recurrent)
     d_last = tuple(d.astype(jnp.promote_types(d.dtype, jnp.float32)) for d in d_last)
     d_first, emitted = over_steps(

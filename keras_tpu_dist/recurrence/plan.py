@@ -11,7 +11,8 @@ from keras_tpu_dist.recurrence.on_chip import MATRIX_ROWS, Core, Sizes, fitted, 
 # 1.4 times as fast as Keras's, where all steps at once were 0.8 times as fast.
 ROWS_IN_CACHE = 512
 # Measured with 1 to 256 rows: products with a kernel of 16 MiB are up to twice as fast with the
-# weight first, of 4 MiB as fast or faster, of less, which a core's own cache holds, slower.
+# weight first, of 4 MiB as fast or faster, of less, which a core's own cache holds, slower
+# (`benchmarks/recurrent.py order`).
 WEIGHT_FIRST_BYTES = 2**22
 # A sixteenth of the memory of the smallest TPU core that XLA still serves (v5e: 16 GB).
 KEPT_BYTES = 2**30
