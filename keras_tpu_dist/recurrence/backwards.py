@@ -141,13 +141,17 @@ def _step(loop: Loop, rebuild: bool, emit, weights: Weights, d_after: State, inp
 def _project_back(loop: Loop, x, weights: Weights, parts, totals):
     """The cotangents of the input, the kernel and the bias, from those of the gates' inputs.
 
-    `parts` follow one another along the gates; joining them would copy all of them. A part's sum
-    over rows is None in `totals` where the kernel's product is to find it.
+    `parts` follow one another along the gates; joining them would copy all of them, which only few
+    rows are worth. A part's sum over rows is None in `totals` where the kernel's product is to find
+    it.
     """
     product = loop.product
     if loop.directions == 2:
         parts = [flip_second(part) for part in parts]
     kernel = weights.kernel
+    if loop.turn and len(parts) > 1 and x.shape[0] * x.shape[-2] < kernel.shape[-2]:
+        # Only a CPU turns; there a weight's columns are copied to be multiplied with.
+        parts, totals = [join(*parts)], [None]
     spec = "tdbg,dfg->tbf" if loop.directions == 2 else "tbg,fg->tbf"
     d_x = jnp.zeros((), jnp.promote_types(kernel.dtype, jnp.float32))
     start = 0
