@@ -14,6 +14,7 @@ are compared to 1e-5. `tests/test_layers_recurrent.py` runs a sample.
 
 import argparse
 import ast
+import contextlib
 import itertools
 import sys
 import time
@@ -72,9 +73,8 @@ def run(group, strategy, unrolls=UNROLLS, tolerance=1e-5):
         config["reset_after"] = kind == name
     stock = getattr(keras.layers, kind)
     theirs = [built(stock(UNITS, **config), steps)]
-    if (
-        masked and True in unrolls
-    ):  # Keras's own result for rows that begin masked depends on unroll
+    if masked and True in unrolls:
+        # Keras's own result for rows that begin masked depends on it.
         theirs.append(built(stock(UNITS, unroll=True, **config), steps))
     ours = []
     for unroll in unrolls:
@@ -107,7 +107,7 @@ def run(group, strategy, unrolls=UNROLLS, tolerance=1e-5):
 
 
 def scope(strategy):
-    return keras.name_scope("one_device") if strategy is None else strategy.scope()
+    return contextlib.nullcontext() if strategy is None else strategy.scope()
 
 
 def built(layer, steps):
