@@ -9,7 +9,9 @@
 
 A group is one compiled program: Keras's layer, and ours with every `unroll`, run with every
 kind of mask. Outputs, states and the gradients of every weight, the input and the initial state
-are compared to 1e-5. `tests/test_layers_recurrent.py` runs a sample.
+are compared to 1e-5. Most of the time goes into compiling `unroll=True` at 64 steps, which
+XLA_FLAGS=--xla_disable_hlo_passes=fusion makes three times as fast.
+`tests/test_layers_recurrent.py` runs a sample.
 """
 
 import argparse
@@ -85,8 +87,11 @@ def run(group, strategy, unrolls=UNROLLS, tolerance=1e-5):
     states = 2 if kind == "LSTM" else 1
     state = [rng.normal(size=(BATCH, UNITS)).astype("float32") for _ in range(states)]
     masks = [np.asarray(mask_for(m, rng, BATCH, steps)) for m in MASKS] if masked else [None]
+    # With weights of 0.4 a SimpleRNN of 64 steps multiplies whatever enters it: Keras's own gradients
+    # are then 2e-5 to 3e-5 from those in float64.
+    scale = np.float32(0.4 if steps < 64 else 0.2)
     values = [
-        rng.normal(size=w.shape).astype("float32") * 0.4 for w in theirs[0].trainable_variables
+        rng.normal(size=w.shape).astype("float32") * scale for w in theirs[0].trainable_variables
     ]
 
     def everything(*arrays):
