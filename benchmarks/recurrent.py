@@ -33,10 +33,9 @@ CELLS = ["LSTM", "GRU", "SimpleRNN"]
 KINDS = ["stock", "ours", "stock unrolled", "scan"]
 ROWS = [1, 8, 32, 128]
 KERNELS = [(256, 4), (1024, 1), (512, 4), (1024, 4)]
+LOOPED = 4e9
 PRODUCT = 2048
 UNROLLED_STEPS = 64  # longer ones take minutes to compile
-
-
 WHATS = ["tpu", "wall", "order", "segments", "time-distributed"]
 
 
@@ -354,9 +353,6 @@ def order(args):
             rates = ", ".join(f"{n} {LOOPED / t / 1e9:.0f}" for n, t in times.items())
             size = 4 * gates * units**2 / 2**20
             print(f"{rows} rows, ({units}, {gates * units}) = {size:.0f} MiB, GFLOP/s: {rates}")
-
-
-LOOPED = 4e9
 
 
 def product_in_loop(rows, units, gates, way, weight_first):

@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
+from test_layers_sharded import MESHES as ON_MESHES
 from test_recurrence import close, mask_for
 
 import keras_tpu_dist as ktd
@@ -44,12 +45,7 @@ GROUPS = {
     "use_bias": [True, False],
     "initial": [False, True],
 }
-MODEL = [(".*/recurrent_kernel", (None, "model")), (".*_cell/kernel", (None, "model"))]
-MESHES = {
-    "none": None,
-    "data8": ({"data": 8}, None),
-    "data2_model4": ({"data": 2, "model": 4}, MODEL),
-}
+MESHES = {"none": None, **ON_MESHES}
 BATCH, FEATURES, UNITS = 8, 3, 8
 
 
