@@ -116,15 +116,19 @@ def built(layer, steps):
     return layer
 
 
-def gradients(layer, values, x, state, mask):
+def cosines(leaves):
+    """A factor for every output."""
+    return [jnp.cos(jnp.arange(a.size, dtype=a.dtype)).reshape(a.shape) for a in leaves]
+
+
+def gradients(layer, values, x, state, mask, factors=cosines):
     """Outputs, and the gradients of every weight, the input and the initial state."""
     frozen = [v.value for v in layer.non_trainable_variables]
 
     def loss(values, x, state):
         outputs, _ = layer.stateless_call(values, frozen, x, initial_state=state, mask=mask)
         leaves = jax.tree.leaves(outputs)
-        factors = [jnp.cos(jnp.arange(a.size, dtype=a.dtype)).reshape(a.shape) for a in leaves]
-        return sum(jnp.vdot(a, f) for a, f in zip(leaves, factors)), leaves
+        return sum(jnp.vdot(a, f) for a, f in zip(leaves, factors(leaves))), leaves
 
     return jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)(values, x, state)
 

@@ -37,19 +37,16 @@ def pair(name, steps, **config):
     return stock, ours
 
 
-def program(layer, x, state, mask, cotangents=None):
+def program(layer, x, state, mask):
     """Loss, outputs and gradients of one layer."""
-
-    def loss(weights, x, state):
-        frozen = [v.value for v in layer.non_trainable_variables]
-        outputs, _ = layer.stateless_call(weights, frozen, x, initial_state=state, mask=mask)
-        leaves = jax.tree.leaves(outputs)
-        keys = jax.random.split(jax.random.key(3), len(leaves))
-        factors = [jax.random.normal(k, leaf.shape, leaf.dtype) for k, leaf in zip(keys, leaves)]
-        return sum(jnp.vdot(a, b) for a, b in zip(leaves, factors)), leaves
-
     weights = [v.value for v in layer.trainable_variables]
-    return jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)(weights, x, state)
+    return grid.gradients(layer, weights, x, state, mask, factors)
+
+
+def factors(leaves):
+    """A random factor for every output."""
+    keys = jax.random.split(jax.random.key(3), len(leaves))
+    return [jax.random.normal(k, leaf.shape, leaf.dtype) for k, leaf in zip(keys, leaves)]
 
 
 def compare(cases):
