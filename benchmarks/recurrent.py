@@ -280,9 +280,15 @@ def wall(args):
     for cell in args.only:
         for number in args.size:
             size = WALL_SIZES[args.devices][number]
-            programs = {}
+            programs, left_out = {}, ""
             for kind in kinds_for(args, size):
-                programs[kind] = program_on_devices(kind, cell, size, args.devices)
+                program = program_on_devices(kind, cell, size, args.devices)
+                needed = args.devices * program[0].memory_analysis().temp_size_in_bytes
+                if needed > installed_bytes():
+                    left_out += f", {kind} needs {needed / 1e9:.0f} GB (left out)"
+                else:
+                    programs[kind] = program
+                del program
             programs["product"] = one_product()
             times = race(programs, args.seconds)
             alone = products(cell, size) * times.pop("product") / PRODUCT**3
@@ -290,10 +296,14 @@ def wall(args):
             line = ", ".join(
                 f"{kind} {1e3 * t:.0f} ms ({times['stock'] / t:.2f}x)" for kind, t in times.items()
             )
-            line += f", products alone {1e3 * alone:.0f} ms"
+            line += f", products alone {1e3 * alone:.0f} ms{left_out}"
             print(f"{cell}, (B, T, U) = {size}, {args.devices} CPU device(s): {line}", flush=True)
             jax.clear_caches()
     assert np.isfinite(list(times.values())).all()
+
+
+def installed_bytes():
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def one_product():
