@@ -12,6 +12,7 @@ Every program is one train step of one layer of U units on (B, T, U) inputs, as 
 middle of a network: loss, gradients of all weights and of the input, gradient descent. All that
 are compared by wall time run in one process, in turn. "Products alone" is what the step's matrix
 products would take at the rate of one large product on the same CPU: no layer can be faster.
+A program that needs more memory than is installed is left out, and the line says so.
 """
 
 import argparse
