@@ -295,7 +295,8 @@ def wall(args):
             alone = products(cell, size) * times.pop("product") / PRODUCT**3
             del programs
             line = ", ".join(
-                f"{kind} {1e3 * t:.0f} ms ({times['stock'] / t:.2f}x)" for kind, t in times.items()
+                f"{kind} {1e3 * t:.0f} ms ({times.get('stock', t) / t:.2f}x)"
+                for kind, t in times.items()
             )
             line += f", products alone {1e3 * alone:.0f} ms{left_out}"
             print(f"{cell}, (B, T, U) = {size}, {args.devices} CPU device(s): {line}", flush=True)
