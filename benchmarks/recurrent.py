@@ -281,15 +281,11 @@ def wall(args):
     for cell in args.only:
         for number in args.size:
             size = WALL_SIZES[args.devices][number]
-            programs, left_out = {}, ""
-            for kind in kinds_for(args, size):
-                program = program_on_devices(kind, cell, size, args.devices)
-                needed = args.devices * program[0].memory_analysis().temp_size_in_bytes
-                if needed > installed_bytes():
-                    left_out += f", {kind} needs {needed / 1e9:.0f} GB (left out)"
-                else:
-                    programs[kind] = program
-                del program
+            programs = {
+                kind: program_on_devices(kind, cell, size, args.devices)
+                for kind in kinds_for(args, size)
+            }
+            left_out = leave_out(programs, args.devices)
             programs["product"] = one_product()
             times = race(programs, args.seconds)
             alone = products(cell, size) * times.pop("product") / PRODUCT**3
@@ -304,8 +300,16 @@ def wall(args):
     assert np.isfinite(list(times.values())).all()
 
 
-def installed_bytes():
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def leave_out(programs, devices):
+    """Removes programs that need more memory than is installed, and says which."""
+    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    said = ""
+    for kind, (run, _) in list(programs.items()):
+        needed = devices * run.memory_analysis().temp_size_in_bytes
+        if needed > installed:
+            del programs[kind]
+            said += f", {kind} needs {needed / 1e9:.0f} GB (left out)"
+    return said
 
 
 def one_product():
