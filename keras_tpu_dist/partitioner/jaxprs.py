@@ -1,0 +1,91 @@
+"""Jaxprs taken apart and put together: the one way to look into equations, for every JAX."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from jax.extend import core
+
+
+def opened(jaxpr: Any) -> Any:
+    """The `Jaxpr` within a `ClosedJaxpr`; newer versions of JAX have only one of the two."""
+    return jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
+
+
+def is_jaxpr(value: Any) -> bool:
+    """Whether a parameter of an equation is a program."""
+    return isinstance(value, (core.ClosedJaxpr, core.Jaxpr))
+
+
+def with_equations(jaxpr: Any, equations: list) -> Any:
+    """The program with other equations between the same inputs and outputs."""
+    edited = opened(jaxpr).replace(eqns=equations)
+    if isinstance(jaxpr, core.Jaxpr):
+        return edited
+    return jaxpr.replace(jaxpr=edited)
+
+
+def inner_jaxprs(equation: Any) -> Iterator[Any]:
+    """The programs that an equation calls."""
+    for value in equation.params.values():
+        entries = value if isinstance(value, (tuple, list)) else (value,)
+        yield from (entry for entry in entries if is_jaxpr(entry))
+
+
+def with_inner_jaxprs(equation: Any, edit: Callable[[Any], Any]) -> Any:
+    """The equation with `edit` applied to each program that it calls; itself if none changes."""
+    changed = {}
+    for name, value in equation.params.items():
+        if is_jaxpr(value):
+            new = edit(value)
+        elif isinstance(value, (tuple, list)) and any(map(is_jaxpr, value)):
+            new = type(value)(edit(entry) if is_jaxpr(entry) else entry for entry in value)
+            new = value if all(a is b for a, b in zip(new, value)) else new
+        else:
+            continue
+        if new is not value:
+            changed[name] = new
+    return equation.replace(params={**equation.params, **changed}) if changed else equation
+
+
+def any_equation(jaxpr: Any, holds: Callable[[Any], bool], seen: set[int] | None = None) -> bool:
+    """Whether an equation of a program, or of one that it calls, has a property."""
+    seen = set() if seen is None else seen
+    if id(opened(jaxpr)) in seen:
+        return False
+    seen.add(id(opened(jaxpr)))
+    return any(
+        holds(equation) or any(any_equation(inner, holds, seen) for inner in inner_jaxprs(equation))
+        for equation in opened(jaxpr).eqns
+    )
+
+
+def replacement(equation: Any, function: Callable) -> list:
+    """Equations that compute an equation's results by another function.
+
+    Args:
+        equation: The equation.
+        function: From its operands to its result, or to a list of them. It must not use arrays
+            of its own.
+
+    Returns:
+        The equations, with the places in the source code and the layers of the one replaced.
+    """
+    avals = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in equation.invars]
+    with equation.ctx.manager:
+        traced = jax.make_jaxpr(function)(*avals)
+    assert not traced.consts, "a replacement uses arrays of its own"
+    inner = opened(traced)
+    names = dict(zip(inner.invars, equation.invars))
+    results = dict(zip(inner.outvars, equation.outvars))
+    assert len(results) == len(equation.outvars), "a replacement returns one value twice"
+    made = []
+    for each in inner.eqns:
+        each = each.replace(
+            invars=[a if isinstance(a, core.Literal) else names.get(a, a) for a in each.invars],
+            outvars=[results.get(v, v) for v in each.outvars],
+            source_info=equation.source_info,
+        )
+        names.update((v, w) for v, w in results.items() if w in each.outvars)
+        made.append(each)
+    return made

@@ -1,0 +1,29 @@
+"""Layouts asked for within a program, some dimensions left to the compiler."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+
+def mesh_here(mesh: Mesh) -> Any:
+    """The mesh to name in a layout: within a `shard_map` the one that it made of it."""
+    around = jax.sharding.get_abstract_mesh()
+    return around if around.manual_axes else mesh
+
+
+def constrained(array: Any, mesh: Mesh, dimensions: Mapping[int, tuple[str, ...]]) -> Any:
+    """An array with a layout for some of its dimensions.
+
+    Args:
+        array: The array.
+        mesh: The mesh.
+        dimensions: From a dimension to the axes that split it, `()` for none. The compiler is free
+            to choose for the others.
+    """
+    free = PartitionSpec.UNCONSTRAINED
+    spec = PartitionSpec(
+        *((dimensions[d] or None) if d in dimensions else free for d in range(array.ndim))
+    )
+    return jax.lax.with_sharding_constraint(array, NamedSharding(mesh_here(mesh), spec))

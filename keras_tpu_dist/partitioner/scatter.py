@@ -1,0 +1,71 @@
+"""Scatters whose rows do not divide: rows added that write nowhere."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+
+from keras_tpu_dist.partitioner.spread import Spread
+
+PRIMITIVES = ("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
+
+
+def repaired(equation: Any, spread: Spread) -> Callable | None:
+    """A scatter right on every mesh, or `None` where it is so already.
+
+    Rows of indices and updates that may be split unevenly are padded to a multiple with an index
+    beyond the end, which writes nowhere. Rows that operand and indices share are padded in all
+    three and cut off the result.
+    """
+    numbers = equation.params["dimension_numbers"]
+    operand, indices, updates = equation.invars[:3]
+    rows = [d for d in range(updates.aval.ndim) if d not in numbers.update_window_dims]
+    shared = dict(zip(numbers.scatter_indices_batching_dims, numbers.operand_batching_dims))
+    paddings: dict[int, int] = {}
+    for dimension, of_updates in enumerate(rows):
+        parts = max(spread.parts(indices, dimension), spread.parts(updates, of_updates))
+        paddings[dimension] = -indices.aval.shape[dimension] % parts
+    if not any(paddings.values()):
+        return None
+    free = {d: n for d, n in paddings.items() if d not in shared}
+    both = {d: n for d, n in paddings.items() if d in shared}
+
+    def scatter(operand, indices, updates, *rest):
+        params = {**equation.params, "indices_are_sorted": False, "unique_indices": False}
+        if equation.params["mode"] == lax.GatherScatterMode.CLIP:
+            indices = _clipped(operand, indices, updates, numbers)
+        params["mode"] = lax.GatherScatterMode.FILL_OR_DROP
+        indices = indices.astype(jax.dtypes.canonicalize_dtype("int64"))
+        beyond = max(operand.shape, default=0) + sum(both.values())
+        before = operand.shape
+        operand = _padded(operand, {shared[d]: n for d, n in both.items()}, 0)
+        indices = _padded(_padded(indices, both, 0), free, beyond)
+        updates = _padded(updates, {rows[d]: n for d, n in paddings.items()}, 0)
+        result = equation.primitive.bind(operand, indices, updates, *rest, **params)
+        return lax.slice(result, [0] * len(before), before) if both else result
+
+    return scatter
+
+
+def _clipped(operand, indices, updates, numbers):
+    """Indices that stay inside, as `GatherScatterMode.CLIP` means them."""
+    gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    sizes = iter(updates.shape[d] for d in numbers.update_window_dims)
+    window = [1 if d in gone else next(sizes) for d in range(operand.ndim)]
+    columns = [
+        lax.clamp(
+            jax.numpy.zeros((), indices.dtype),
+            lax.slice_in_dim(indices, i, i + 1, axis=indices.ndim - 1),
+            jax.numpy.array(operand.shape[d] - window[d], indices.dtype),
+        )
+        for i, d in enumerate(numbers.scatter_dims_to_operand_dims)
+    ]
+    return lax.concatenate(columns, indices.ndim - 1) if columns else indices
+
+
+def _padded(array, paddings: dict[int, int], value):
+    if not any(paddings.values()):
+        return array
+    widths = [(0, paddings.get(d, 0), 0) for d in range(array.ndim)]
+    return lax.pad(array, lax.full((), value, array.dtype), widths)

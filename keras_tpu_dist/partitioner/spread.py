@@ -1,0 +1,360 @@
+"""Which mesh axes may split which dimension of which value of a program.
+
+A dimension that the compiler may split like another one is in one class with it, in whichever
+direction it looks. The classes err on the large side: a dimension may be said to be split that is
+not, never the other way round.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+from jax.sharding import Mesh, NamedSharding
+
+from keras_tpu_dist.partitioner.jaxprs import inner_jaxprs, opened
+
+# For each dimension of an array, the mesh axes that split it.
+Axes = Sequence[Iterable[str]]
+
+
+class Spread:
+    """The classes of a program's dimensions, and the mesh axes of each.
+
+    Args:
+        jaxpr: The program.
+        inputs: For each input, the axes of each dimension.
+        outputs: The same for outputs that are given a layout; may be shorter than they are.
+        mesh: The mesh.
+    """
+
+    def __init__(self, jaxpr: Any, inputs: Sequence[Axes], outputs: Sequence[Axes], mesh: Mesh):
+        self.mesh = mesh
+        self.sizes = {name: size for name, size in mesh.shape.items() if size > 1}
+        self.manual: frozenset[str] = frozenset()
+        self._parents: dict[Any, Any] = {}
+        self._axes: dict[Any, set[str]] = {}
+        self._linked: set[int] = set()
+        for atoms, layouts in ((opened(jaxpr).invars, inputs), (opened(jaxpr).outvars, outputs)):
+            for atom, axes in zip(atoms, layouts):
+                self._seed(atom, axes)
+        self._link_program(opened(jaxpr))
+
+    def axes(self, atom: Any, dimension: int) -> frozenset[str]:
+        """The mesh axes that may split a dimension."""
+        if isinstance(atom, core.Literal):
+            return frozenset()
+        return frozenset(self._axes.get(self._find((atom, dimension)), ())) - self.manual
+
+    def product(self, axes: Iterable[str]) -> int:
+        """The number of parts that mesh axes make."""
+        return math.prod(self.sizes[name] for name in axes)
+
+    def parts(self, atom: Any, dimension: int) -> int:
+        """The most parts that a dimension may be split into."""
+        return self.product(self.axes(atom, dimension))
+
+    @contextlib.contextmanager
+    def within(self, axes: Iterable[str]) -> Iterator[None]:
+        """Inside of a `shard_map`, whose own axes split nothing any more."""
+        outer, self.manual = self.manual, self.manual | frozenset(axes)
+        try:
+            yield
+        finally:
+            self.manual = outer
+
+    def uneven(self, atom: Any, dimension: int) -> bool:
+        """Whether a dimension may be split into parts of different sizes."""
+        return bool(atom.aval.shape[dimension] % self.parts(atom, dimension))
+
+    def link(self, one: Any, i: int, other: Any, j: int) -> None:
+        """Puts two dimensions into one class, unless one of them is too small to be split."""
+        if isinstance(one, core.Literal) or isinstance(other, core.Literal):
+            return
+        if one.aval.shape[i] == 1 or other.aval.shape[j] == 1:
+            return
+        a, b = self._find((one, i)), self._find((other, j))
+        if a != b:
+            self._parents[a] = b
+            axes = self._axes.pop(a, None)
+            if axes:
+                self._axes.setdefault(b, set()).update(axes)
+
+    def link_positions(self, one: Any, other: Any, skip: Iterable[int] = ()) -> None:
+        """Links the dimensions of two values of the same rank, one by one."""
+        if _rank(one) == _rank(other):
+            for i in set(range(_rank(one))) - set(skip):
+                self.link(one, i, other, i)
+
+    def _seed(self, atom: Any, axes: Axes) -> None:
+        if isinstance(atom, core.Literal):
+            return
+        for dimension, names in enumerate(axes):
+            names = {name for name in names if name in self.sizes}
+            if names:
+                self._axes.setdefault(self._find((atom, dimension)), set()).update(names)
+
+    def _find(self, node: Any) -> Any:
+        path = []
+        while (parent := self._parents.get(node, node)) != node:
+            path.append(node)
+            node = parent
+        for each in path:
+            self._parents[each] = node
+        return node
+
+    def _link_program(self, jaxpr: Any) -> None:
+        if id(jaxpr) in self._linked:
+            return
+        self._linked.add(id(jaxpr))
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "sharding_constraint":
+                self._seed(equation.invars[0], spec_axes(equation.params["sharding"]))
+            rule = _RULES.get(equation.primitive.name)
+            inner = [opened(each) for each in inner_jaxprs(equation)]
+            if rule is not None:
+                rule(self, equation)
+            elif inner:
+                _call(self, equation, inner)
+            else:
+                _unknown(self, equation)
+            for each in inner:
+                self._link_program(each)
+
+
+def spec_axes(sharding: Any) -> Axes:
+    """The mesh axes of each dimension in a `NamedSharding`; none for other shardings."""
+    if not isinstance(sharding, NamedSharding):
+        return ()
+    free = jax.sharding.PartitionSpec.UNCONSTRAINED
+    return [
+        () if entry is None or entry is free else (entry,) if isinstance(entry, str) else entry
+        for entry in sharding.spec
+    ]
+
+
+def _rank(atom: Any) -> int:
+    return len(getattr(atom.aval, "shape", ()))
+
+
+def _call(spread: Spread, equation: Any, inner: list) -> None:
+    """A program called once: its inputs are the last operands, its outputs the results.
+
+    Operands of a scan over time have a dimension more outside than inside; those of a conditional
+    come after its index.
+    """
+    if any(len(jaxpr.outvars) != len(equation.outvars) for jaxpr in inner):
+        _unknown(spread, equation)  # a kernel, which writes to what it is given
+        return
+    for jaxpr in inner:
+        count = len(jaxpr.invars)
+        operands = equation.invars[len(equation.invars) - count :]
+        for outer, own in [*zip(operands, jaxpr.invars), *zip(equation.outvars, jaxpr.outvars)]:
+            shift = max(_rank(outer) - _rank(own), 0)
+            for dimension in range(min(_rank(own), _rank(outer))):
+                spread.link(outer, dimension + shift, own, dimension)
+
+
+def _scan(spread: Spread, equation: Any) -> None:
+    (jaxpr,) = (opened(each) for each in inner_jaxprs(equation))
+    _call(spread, equation, [jaxpr])
+    stacked = [_rank(a) > _rank(b) for a, b in zip(equation.outvars, jaxpr.outvars)]
+    carries = stacked.index(True) if True in stacked else len(stacked)
+    xs = [_rank(a) > _rank(b) for a, b in zip(equation.invars, jaxpr.invars)]
+    first = (xs.index(True) if True in xs else len(xs)) - carries
+    for own, result in zip(jaxpr.invars[first:], jaxpr.outvars[:carries]):
+        spread.link_positions(own, result)
+
+
+def _while(spread: Spread, equation: Any) -> None:
+    params = equation.params
+    of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
+    cond, body = opened(params["cond_jaxpr"]), opened(params["body_jaxpr"])
+    carry = equation.invars[of_cond + of_body :]
+    for outer, own in [
+        *zip(equation.invars[:of_cond], cond.invars),
+        *zip(carry, cond.invars[of_cond:]),
+        *zip(equation.invars[of_cond:], body.invars),
+        *zip(carry, body.outvars),
+        *zip(carry, equation.outvars),
+    ]:
+        spread.link_positions(outer, own)
+
+
+def _positions(spread: Spread, equation: Any) -> None:
+    first = equation.outvars[0]
+    for atom in [*equation.invars, *equation.outvars[1:]]:
+        spread.link_positions(atom, first)
+
+
+def _unknown(spread: Spread, equation: Any) -> None:
+    """Links what has the same rank and size, else everything with everything."""
+    atoms = [a for a in [*equation.invars, *equation.outvars] if _rank(a)]
+    if len({a.aval.shape for a in atoms}) == 1:
+        _positions(spread, equation)
+        return
+    dimensions = [(a, i) for a in atoms for i in range(_rank(a))]
+    for one, other in zip(dimensions, dimensions[1:]):
+        spread.link(*one, *other)
+
+
+def _nothing(spread: Spread, equation: Any) -> None:
+    """Results that depend on no operand's dimensions."""
+
+
+def _broadcast(spread: Spread, equation: Any) -> None:
+    for i, j in enumerate(equation.params["broadcast_dimensions"]):
+        spread.link(equation.invars[0], i, equation.outvars[0], int(j))
+
+
+def _transpose(spread: Spread, equation: Any) -> None:
+    for j, i in enumerate(equation.params["permutation"]):
+        spread.link(equation.invars[0], int(i), equation.outvars[0], j)
+
+
+def _removed(parameter: str) -> Callable:
+    def rule(spread: Spread, equation: Any) -> None:
+        gone = {int(i) for i in equation.params[parameter]}
+        rank = _rank(equation.invars[0])
+        kept = [i for i in range(rank) if i not in gone and i - rank not in gone]
+        for operand in equation.invars:
+            for result in equation.outvars:
+                if _rank(operand) == rank and _rank(result) == len(kept):
+                    for j, i in enumerate(kept):
+                        spread.link(operand, i, result, j)
+
+    return rule
+
+
+def _reshape(spread: Spread, equation: Any) -> None:
+    """Dimensions that are merged or taken apart are one class."""
+    operand, result = equation.invars[0], equation.outvars[0]
+    before, after = list(operand.aval.shape), list(result.aval.shape)
+    i = j = 0
+    while i < len(before) and j < len(after):
+        left, right = [i], [j]
+        a, b = before[i], after[j]
+        while a != b:
+            if a < b and i + 1 < len(before):
+                i += 1
+                left.append(i)
+                a *= before[i]
+            elif b < a and j + 1 < len(after):
+                j += 1
+                right.append(j)
+                b *= after[j]
+            else:
+                break
+        large = [(operand, n) for n in left if before[n] > 1]
+        large += [(result, n) for n in right if after[n] > 1]
+        for one, other in zip(large, large[1:]):
+            spread.link(*one, *other)
+        i, j = i + 1, j + 1
+
+
+def _dot(spread: Spread, equation: Any) -> None:
+    (contract, batch) = equation.params["dimension_numbers"]
+    left, right = equation.invars[:2]
+    result = equation.outvars[0]
+    for i, j in [*zip(*contract), *zip(*batch)]:
+        spread.link(left, int(i), right, int(j))
+    free = [
+        [n for n in range(_rank(atom)) if n not in contract[side] and n not in batch[side]]
+        for side, atom in enumerate((left, right))
+    ]
+    for j, i in enumerate([*batch[0], *free[0]]):
+        spread.link(left, int(i), result, j)
+    for j, i in enumerate(free[1], len(batch[0]) + len(free[0])):
+        spread.link(right, i, result, j)
+
+
+def _convolution(spread: Spread, equation: Any) -> None:
+    numbers = equation.params["dimension_numbers"]
+    left, right = equation.invars
+    result = equation.outvars[0]
+    lhs, rhs, out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
+    spread.link(left, lhs[0], result, out[0])
+    spread.link(left, lhs[1], right, rhs[1])
+    spread.link(right, rhs[0], result, out[1])
+    for i, k, j in zip(lhs[2:], rhs[2:], out[2:]):
+        spread.link(left, i, result, j)
+        spread.link(left, i, right, k)
+    if equation.params["feature_group_count"] > 1:
+        spread.link(left, lhs[1], result, out[1])
+    if equation.params["batch_group_count"] > 1:
+        spread.link(left, lhs[0], result, out[1])
+
+
+def _gather(spread: Spread, equation: Any) -> None:
+    numbers = equation.params["dimension_numbers"]
+    operand, indices = equation.invars[:2]
+    result = equation.outvars[0]
+    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    window = [i for i in range(_rank(operand)) if i not in gone]
+    for i, j in zip(window, numbers.offset_dims):
+        spread.link(operand, i, result, j)
+    batch = [j for j in range(_rank(result)) if j not in numbers.offset_dims]
+    for i, j in zip(range(_rank(indices) - 1), batch):
+        spread.link(indices, i, result, j)
+    for i, j in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims):
+        spread.link(operand, i, indices, j)
+
+
+def _scatter(spread: Spread, equation: Any) -> None:
+    numbers = equation.params["dimension_numbers"]
+    operand, indices, updates = equation.invars[:3]
+    spread.link_positions(operand, equation.outvars[0])
+    gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    window = [i for i in range(_rank(operand)) if i not in gone]
+    for i, j in zip(window, numbers.update_window_dims):
+        spread.link(operand, i, updates, j)
+    batch = [j for j in range(_rank(updates)) if j not in numbers.update_window_dims]
+    for i, j in zip(range(_rank(indices) - 1), batch):
+        spread.link(indices, i, updates, j)
+    for i, j in zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims):
+        spread.link(operand, i, indices, j)
+
+
+def _dynamic_slice(spread: Spread, equation: Any) -> None:
+    spread.link_positions(equation.invars[0], equation.outvars[0])
+    if equation.primitive.name == "dynamic_update_slice":
+        spread.link_positions(equation.invars[1], equation.outvars[0])
+
+
+_RULES: dict[str, Callable[[Spread, Any], None]] = {
+    **dict.fromkeys(
+        [
+            *("pad", "slice", "concatenate", "rev", "sort", "split", "top_k", "select_n", "clamp"),
+            *("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sharding_constraint"),
+            *("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min"),
+            *("select_and_scatter_add", "select_and_gather_add", "approx_top_k"),
+        ],
+        _positions,
+    ),
+    **dict.fromkeys(["iota", "random_bits", "random_seed", "random_wrap", "axis_index"], _nothing),
+    **dict.fromkeys(
+        [
+            *("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"),
+            *("reduce_xor", "argmax", "argmin"),
+        ],
+        _removed("axes"),
+    ),
+    "squeeze": _removed("dimensions"),
+    "reduce": _removed("dimensions"),
+    "broadcast_in_dim": _broadcast,
+    "transpose": _transpose,
+    "reshape": _reshape,
+    "dot_general": _dot,
+    "conv_general_dilated": _convolution,
+    "gather": _gather,
+    **dict.fromkeys(
+        ["scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"],
+        _scatter,
+    ),
+    "dynamic_slice": _dynamic_slice,
+    "dynamic_update_slice": _dynamic_slice,
+    "scan": _scan,
+    "while": _while,
+}
