@@ -190,6 +190,19 @@ class BatchPlacer:
         entry = self.data_axes[0] if len(self.data_axes) == 1 else self.data_axes
         return named_sharding(self.mesh, (*[None] * axis, entry))
 
+    def shardings(self, batch: PlacedBatch, stacked: bool = False) -> list[NamedSharding]:
+        """The shardings of a placed batch's arrays, in the order of `jax.tree.leaves`.
+
+        Args:
+            batch: The batch.
+            stacked: Whether it is several batches, stacked along a first dimension.
+        """
+        found = []
+        for leaf, slot in zip(_flatten(batch.data)[0], batch.slots):
+            axis = slot.axis if slot.axis is None or not stacked else slot.axis + 1
+            found.extend([self.sharding(axis)] * len(jax.tree.leaves(leaf)))
+        return found
+
     def _trim(self, leaf, slot: Slot):
         if slot.rows is None or slot.axis is None:
             return leaf

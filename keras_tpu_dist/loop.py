@@ -14,6 +14,7 @@ from keras_tpu_dist.data import BatchPlacer, DeviceIterator, PlacedBatch
 from keras_tpu_dist.finite import first_bad, watched_step
 from keras_tpu_dist.guard import StateGuard, recover
 from keras_tpu_dist.layout import named_sharding
+from keras_tpu_dist.partitioner import made_right
 
 logger = logging.getLogger("keras_tpu_dist")
 
@@ -259,11 +260,15 @@ def jitted_step(
         return outputs, state
 
     run = many_steps if scanned else one_step
+
+    def layouts(state, batch: PlacedBatch):
+        return shardings, placer.shardings(batch, stacked=scanned)
+
     if kind == "train":
         # The name that JAX's logs and profiles show.
         run.__name__ = "train_steps" if scanned else "train_step"
         return jax.jit(
-            run,
+            made_right(run, placer.mesh, layouts, (replicated, shardings)),
             donate_argnums=(0,) if donate else (),
             out_shardings=(replicated, shardings),
         )
@@ -275,7 +280,7 @@ def jitted_step(
     # Weights that a step only reads are not among its outputs: JAX forwards them, neither copied
     # nor donated, as long as no output sharding is asked for.
     forward.__name__ = f"{kind}_steps" if scanned else f"{kind}_step"
-    return jax.jit(forward)
+    return jax.jit(made_right(forward, placer.mesh, layouts))
 
 
 def _constrain_if_new(old, new, sharding: NamedSharding):

@@ -1,19 +1,19 @@
 """Kernel gradients of grouped convolutions, summed over the devices that have a part and no more."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from keras_tpu_dist.partitioner.jaxprs import replacement
 from keras_tpu_dist.partitioner.places import constrained, mesh_here
 from keras_tpu_dist.partitioner.spread import Spread
 
 PRIMITIVES = ("conv_general_dilated",)
 
 
-def repaired(equation: Any, spread: Spread) -> Callable | None:
+def repaired(equation: Any, spread: Spread) -> list | None:
     """A convolution with batch groups right on every mesh, or `None` where it is so already.
 
     Each device convolves the rows it has, in a `shard_map` over the axes that may split them; the
@@ -52,7 +52,7 @@ def repaired(equation: Any, spread: Spread) -> Callable | None:
         )(left, right)
         return parts.sum(axis=0, dtype=parts.dtype)
 
-    return convolve
+    return replacement(equation, convolve)
 
 
 def _spec(rank: int, dimension: int, names: tuple[str, ...]) -> PartitionSpec:

@@ -71,21 +71,56 @@ def replacement(equation: Any, function: Callable) -> list:
     Returns:
         The equations, with the places in the source code and the layers of the one replaced.
     """
-    avals = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in equation.invars]
+    inner = _traced(equation, function, equation.invars)
+    return _inlined(inner, equation, equation.invars, equation.outvars)
+
+
+def surrounded(equation: Any, before: Callable, after: Callable) -> list:
+    """An equation whose operands and results pass through functions.
+
+    Args:
+        equation: The equation.
+        before: From its operands to as many of the same shapes.
+        after: From its results to as many of the same shapes.
+
+    Returns:
+        The equations.
+    """
+    first = _traced(equation, before, equation.invars)
+    last = _traced(equation, after, equation.outvars)
+    names = dict(zip(first.invars, equation.invars))
+    operands = [names.get(atom, atom) for atom in first.outvars]
+    passed = {v: w for v, w in zip(last.outvars, equation.outvars) if v in set(last.invars)}
+    own = equation.replace(invars=operands, outvars=[passed.get(v, v) for v in last.invars])
+    results = [(v, w) for v, w in zip(last.outvars, equation.outvars) if v not in passed]
+    return [
+        *_inlined(first, equation, equation.invars, first.outvars),
+        own,
+        *_inlined(last, equation, own.outvars, [w for _, w in results], [v for v, _ in results]),
+    ]
+
+
+def _traced(equation: Any, function: Callable, atoms: list) -> Any:
+    avals = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in atoms]
     with equation.ctx.manager:
-        traced = jax.make_jaxpr(function)(*avals)
+        traced = jax.make_jaxpr(lambda *operands: function(*operands))(*avals)
     assert not traced.consts, "a replacement uses arrays of its own"
-    inner = opened(traced)
-    names = dict(zip(inner.invars, equation.invars))
-    results = dict(zip(inner.outvars, equation.outvars))
-    assert len(results) == len(equation.outvars), "a replacement returns one value twice"
+    return opened(traced)
+
+
+def _inlined(inner: Any, equation: Any, operands: list, results: list, own: Any = None) -> list:
+    """The equations of a program with its inputs and outputs renamed."""
+    names = dict(zip(inner.invars, operands))
+    own = inner.outvars if own is None else own
+    assert len(set(own)) == len(own), "a replacement returns one value twice"
+    outputs = dict(zip(own, results))
     made = []
     for each in inner.eqns:
         each = each.replace(
             invars=[a if isinstance(a, core.Literal) else names.get(a, a) for a in each.invars],
-            outvars=[results.get(v, v) for v in each.outvars],
+            outvars=[outputs.get(v, v) for v in each.outvars],
             source_info=equation.source_info,
         )
-        names.update((v, w) for v, w in results.items() if w in each.outvars)
         made.append(each)
+        names.update((v, w) for v, w in outputs.items() if w in each.outvars)
     return made

@@ -12,7 +12,6 @@ from keras_tpu_dist.partitioner.jaxprs import (
     any_equation,
     is_jaxpr,
     opened,
-    replacement,
     with_equations,
     with_inner_jaxprs,
 )
@@ -24,7 +23,7 @@ _CLOSED = ("pallas_call",)
 
 
 def made_right(
-    function: Callable, mesh: Mesh, shardings: Sequence[Any], outputs: Any = ()
+    function: Callable, mesh: Mesh, shardings: Callable[..., Sequence[Any]], outputs: Any = ()
 ) -> Callable:
     """A function whose compiled program computes on a mesh what it computes on one device.
 
@@ -35,8 +34,9 @@ def made_right(
     Args:
         function: A function of arrays.
         mesh: The mesh.
-        shardings: For each argument a structure of shardings or `None`, a prefix of its arrays'.
-        outputs: The same for the structure that it returns.
+        shardings: From the arguments to a structure of `NamedSharding` or `None` for each of them,
+            one for each array or a prefix of its structure.
+        outputs: The same for the structure that it returns, if it is given layouts.
     """
     if mesh.size == 1:
         return function
@@ -44,8 +44,8 @@ def made_right(
     @functools.wraps(function)
     def right(*args):
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-        inputs = _axes_of(shardings, args)
-        results = _axes_of(outputs, shapes)
+        inputs = [axes for pair in zip(shardings(*args), args) for axes in _axes_of(*pair)]
+        results = [axes for pair in zip(outputs, shapes) for axes in _axes_of(*pair)]
         closed = rewritten(closed, mesh, inputs, results)
         flat = core.jaxpr_as_fun(closed)(*jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shapes), flat)
@@ -95,10 +95,9 @@ class _Rewriter:
         name = equation.primitive.name
         if name in _CLOSED:
             return equation
-        for repaired in REPAIRS.get(name, ()):
-            function = repaired(equation, self._spread)
-            if function is not None:
-                return replacement(equation, function)
+        repaired = REPAIRS.get(name)
+        if repaired is not None and (equations := repaired(equation, self._spread)) is not None:
+            return equations
         if not any(map(is_jaxpr, jax.tree.leaves(equation.params, is_leaf=is_jaxpr))):
             return equation
         manual = equation.params["newly_manual_axes"] if name == "shard_map" else ()
@@ -108,10 +107,9 @@ class _Rewriter:
 
 def _axes_of(shardings: Any, tree: Any) -> list[Axes]:
     """The mesh axes of each dimension of each array of a structure."""
-    if not isinstance(shardings, jax.sharding.Sharding) and not shardings:
-        return [() for _ in jax.tree.leaves(tree)]
-    flat = jax.tree.broadcast(
-        shardings, tree, is_leaf=lambda x: x is None or isinstance(x, jax.sharding.Sharding)
-    )
-    leaves = jax.tree.leaves(flat, is_leaf=lambda x: x is None)
-    return [spec_axes(sharding) for sharding in leaves]
+    is_leaf = lambda x: x is None or isinstance(x, jax.sharding.Sharding)
+    given, arrays = jax.tree.leaves(shardings, is_leaf=is_leaf), jax.tree.leaves(tree)
+    if len(given) != len(arrays):
+        spread = jax.tree.broadcast(shardings, tree, is_leaf=is_leaf)
+        given = jax.tree.leaves(spread, is_leaf=is_leaf)
+    return [spec_axes(sharding) for sharding in given]

@@ -1,17 +1,17 @@
 """Scatters whose rows do not divide: rows added that write nowhere."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax import lax
 
+from keras_tpu_dist.partitioner.jaxprs import replacement
 from keras_tpu_dist.partitioner.spread import Spread
 
 PRIMITIVES = ("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
 
 
-def repaired(equation: Any, spread: Spread) -> Callable | None:
+def repaired(equation: Any, spread: Spread) -> list | None:
     """A scatter right on every mesh, or `None` where it is so already.
 
     Rows of indices and updates that may be split unevenly are padded to a multiple with an index
@@ -45,7 +45,7 @@ def repaired(equation: Any, spread: Spread) -> Callable | None:
         result = equation.primitive.bind(operand, indices, updates, *rest, **params)
         return lax.slice(result, [0] * len(before), before) if both else result
 
-    return scatter
+    return replacement(equation, scatter)
 
 
 def _clipped(operand, indices, updates, numbers):

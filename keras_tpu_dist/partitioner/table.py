@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-from keras_tpu_dist.partitioner import convolution, scatter
+from keras_tpu_dist.partitioner import branches, convolution, scatter
 
-REPAIRS: dict[str, list[Callable[[Any, Any], Callable | None]]] = {}
-for _module in (scatter, convolution):
-    for _name in _module.PRIMITIVES:
-        REPAIRS.setdefault(_name, []).append(_module.repaired)
+REPAIRS: dict[str, Callable[[Any, Any], list | None]] = {
+    name: module.repaired
+    for module in (scatter, convolution, branches)
+    for name in module.PRIMITIVES
+}

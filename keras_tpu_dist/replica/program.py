@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 
 from keras_tpu_dist import _keras, adoption
 from keras_tpu_dist.errors import message
+from keras_tpu_dist.partitioner import made_right
 from keras_tpu_dist.replica.call import Call, Leaf
 from keras_tpu_dist.replica.context import ReplicaContext, entered
 from keras_tpu_dist.replica.flow import differing, shard_map_body
@@ -185,7 +186,14 @@ class Program:
 
         by_replica = self._strategy._placer.sharding(0)
         placed = {"outs": by_replica, "own": by_replica, "mirrored": None, "combined": None}
-        return jax.jit(replica_function, out_shardings=placed)
+
+        def layouts(inputs):
+            mirrored = [self._layout(v) for v in known if not is_own(v)]
+            others = {name: None for name in inputs}
+            return ({**others, "mirrored": mirrored},)
+
+        right = made_right(replica_function, self._strategy.mesh, layouts)
+        return jax.jit(right, out_shardings=placed)
 
     def _layout(self, variable) -> Any:
         """Where a variable's new value goes; until it is adopted that is not known."""
