@@ -14,45 +14,72 @@ PRIMITIVES = ("conv_general_dilated",)
 
 
 def repaired(equation: Any, spread: Spread) -> list | None:
-    """A convolution with batch groups right on every mesh, or `None` where it is so already.
+    """A convolution right on every mesh, or `None` where it is so already.
 
-    Each device convolves the rows it has, in a `shard_map` over the axes that may split them; the
-    parts are summed outside of it. Dimensions of the image are made whole.
+    With batch groups (the kernel's gradient of a grouped convolution), each device convolves the
+    rows it has, in a `shard_map` over the axes that may split them; the parts are summed outside.
+    A convolution with a window that is split itself (the kernel's gradient where images are) is
+    left to XLA where all axes of the mesh take part, which it gets right; else its image and
+    window are made whole.
     """
-    if equation.params["batch_group_count"] == 1:
-        return None
     numbers = equation.params["dimension_numbers"]
     left, right = equation.invars
     lhs, rhs = numbers.lhs_spec, numbers.rhs_spec
-    axes = spread.axes(left, lhs[1]) | spread.axes(right, rhs[1])
-    spatial = [spread.axes(left, i) | spread.axes(right, k) for i, k in zip(lhs[2:], rhs[2:])]
-    if not axes and not any(spatial):
+    grouped = equation.params["batch_group_count"] > 1
+    rows = spread.axes(left, lhs[1]) | spread.axes(right, rhs[1])
+    windows = [spread.axes(left, i) | spread.axes(right, k) for i, k in zip(lhs[2:], rhs[2:])]
+    windowed = any(spread.axes(right, k) for k in rhs[2:])
+    if not windowed and not (grouped and (rows or any(windows))):
         return None
-    names = tuple(name for name in spread.sizes if name in axes)
-    padding = -left.aval.shape[lhs[1]] % max(spread.product(axes), 1)
+    asked = [spread.asked(left, i) | spread.asked(right, k) for i, k in zip(lhs[2:], rhs[2:])]
+    if frozenset().union(rows, *asked) == spread.open_axes:
+        return None if len(spread.open_axes) == 1 else _pinned(equation, spread, rows, asked)
 
     def convolve(left, right):
-        if any(spatial):
+        if any(windows):
             left = constrained(left, spread.mesh, dict.fromkeys(lhs[2:], ()))
             right = constrained(right, spread.mesh, dict.fromkeys(rhs[2:], ()))
-        if not names:
+        if not grouped or not rows:
             return equation.primitive.bind(left, right, **equation.params)
-
-        def local(left, right):
-            return equation.primitive.bind(left, right, **equation.params)[None]
-
-        left, right = _padded(left, lhs[1], padding), _padded(right, rhs[1], padding)
-        parts = jax.shard_map(
-            local,
-            mesh=mesh_here(spread.mesh),
-            in_specs=(_spec(left.ndim, lhs[1], names), _spec(right.ndim, rhs[1], names)),
-            out_specs=PartitionSpec(names),
-            axis_names=set(names),
-            check_vma=False,
-        )(left, right)
-        return parts.sum(axis=0, dtype=parts.dtype)
+        return _by_rows(equation, spread, rows, left, right)
 
     return replacement(equation, convolve)
+
+
+def _pinned(equation: Any, spread: Spread, rows: frozenset, asked: list) -> list:
+    """The convolution with its operands split as they are meant to be, over all axes."""
+    numbers = equation.params["dimension_numbers"]
+
+    def convolve(left, right):
+        pinned = []
+        for array, spec in ((left, numbers.lhs_spec), (right, numbers.rhs_spec)):
+            axes = {d: spread.ordered(names) for d, names in zip(spec[1:], [rows, *asked])}
+            pinned.append(constrained(array, spread.mesh, axes))
+        return equation.primitive.bind(*pinned, **equation.params)
+
+    return replacement(equation, convolve)
+
+
+def _by_rows(equation: Any, spread: Spread, axes: frozenset, left: Any, right: Any) -> Any:
+    """Each device's own rows convolved, and the sum of them."""
+    numbers = equation.params["dimension_numbers"]
+    lhs, rhs = numbers.lhs_spec[1], numbers.rhs_spec[1]
+    names = spread.ordered(axes)
+
+    def local(left, right):
+        return equation.primitive.bind(left, right, **equation.params)[None]
+
+    padding = -left.shape[lhs] % spread.product(axes)
+    left, right = _padded(left, lhs, padding), _padded(right, rhs, padding)
+    parts = jax.shard_map(
+        local,
+        mesh=mesh_here(spread.mesh),
+        in_specs=(_spec(left.ndim, lhs, names), _spec(right.ndim, rhs, names)),
+        out_specs=PartitionSpec(names),
+        axis_names=set(names),
+        check_vma=False,
+    )(left, right)
+    return parts.sum(axis=0, dtype=parts.dtype)
 
 
 def _spec(rank: int, dimension: int, names: tuple[str, ...]) -> PartitionSpec:

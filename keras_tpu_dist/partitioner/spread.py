@@ -36,6 +36,7 @@ class Spread:
         self.manual: frozenset[str] = frozenset()
         self._parents: dict[Any, Any] = {}
         self._axes: dict[Any, set[str]] = {}
+        self._asked: dict[Any, set[str]] = {}
         self._linked: set[int] = set()
         for atoms, layouts in ((opened(jaxpr).invars, inputs), (opened(jaxpr).outvars, outputs)):
             for atom, axes in zip(atoms, layouts):
@@ -47,6 +48,21 @@ class Spread:
         if isinstance(atom, core.Literal):
             return frozenset()
         return frozenset(self._axes.get(self._find((atom, dimension)), ())) - self.manual
+
+    def asked(self, atom: Any, dimension: int) -> frozenset[str]:
+        """The mesh axes that the program itself asks to split a dimension over."""
+        if isinstance(atom, core.Literal):
+            return frozenset()
+        return frozenset(self._asked.get(self._find((atom, dimension)), ())) - self.manual
+
+    @property
+    def open_axes(self) -> frozenset[str]:
+        """The mesh axes that the compiler may split over."""
+        return frozenset(self.sizes) - self.manual
+
+    def ordered(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """Mesh axes in the order of the mesh."""
+        return tuple(name for name in self.sizes if name in axes)
 
     def product(self, axes: Iterable[str]) -> int:
         """The number of parts that mesh axes make."""
@@ -78,9 +94,9 @@ class Spread:
         a, b = self._find((one, i)), self._find((other, j))
         if a != b:
             self._parents[a] = b
-            axes = self._axes.pop(a, None)
-            if axes:
-                self._axes.setdefault(b, set()).update(axes)
+            for known in (self._axes, self._asked):
+                if axes := known.pop(a, None):
+                    known.setdefault(b, set()).update(axes)
 
     def link_positions(self, one: Any, other: Any, skip: Iterable[int] = ()) -> None:
         """Links the dimensions of two values of the same rank, one by one."""
@@ -88,13 +104,14 @@ class Spread:
             for i in set(range(_rank(one))) - set(skip):
                 self.link(one, i, other, i)
 
-    def _seed(self, atom: Any, axes: Axes) -> None:
+    def _seed(self, atom: Any, axes: Axes, into: dict | None = None) -> None:
         if isinstance(atom, core.Literal):
             return
+        into = self._axes if into is None else into
         for dimension, names in enumerate(axes):
             names = {name for name in names if name in self.sizes}
             if names:
-                self._axes.setdefault(self._find((atom, dimension)), set()).update(names)
+                into.setdefault(self._find((atom, dimension)), set()).update(names)
 
     def _find(self, node: Any) -> Any:
         path = []
@@ -111,7 +128,9 @@ class Spread:
         self._linked.add(id(jaxpr))
         for equation in jaxpr.eqns:
             if equation.primitive.name == "sharding_constraint":
-                self._seed(equation.invars[0], spec_axes(equation.params["sharding"]))
+                axes = spec_axes(equation.params["sharding"])
+                self._seed(equation.invars[0], axes)
+                self._seed(equation.invars[0], axes, self._asked)
             rule = _RULES.get(equation.primitive.name)
             inner = [opened(each) for each in inner_jaxprs(equation)]
             if rule is not None:

@@ -1,0 +1,42 @@
+"""Slices at a place known at run time, kept inside before the partitioner cuts the array up."""
+
+from typing import Any
+
+from jax import lax
+from jax.extend import core
+
+from keras_tpu_dist.partitioner.jaxprs import replacement
+from keras_tpu_dist.partitioner.spread import Spread
+
+PRIMITIVES = ("dynamic_slice", "dynamic_update_slice")
+
+
+def repaired(equation: Any, spread: Spread) -> list | None:
+    """A slice whose start cannot lie outside, or `None` where it is right already.
+
+    A start beyond the end means the last place where the slice fits. XLA's partitioner moves it
+    back into each device's part instead.
+    """
+    operand, *rest = equation.invars
+    updates = rest[:1] if equation.primitive.name == "dynamic_update_slice" else []
+    starts = rest[len(updates) :]
+    size = (updates or equation.outvars)[0].aval.shape
+    last = [whole - part for whole, part in zip(operand.aval.shape, size)]
+    atoms = [operand, *updates, *equation.outvars]
+    split = [any(spread.axes(atom, d) for atom in atoms) for d in range(len(last))]
+    clamped = [
+        split[d] and not (isinstance(start, core.Literal) and 0 <= start.val <= last[d])
+        for d, start in enumerate(starts)
+    ]
+    if not any(clamped):
+        return None
+
+    def sliced(*operands):
+        arrays, starts = operands[: -len(last)], operands[-len(last) :]
+        starts = [
+            lax.clamp(start.dtype.type(0), start, start.dtype.type(end)) if clamp else start
+            for start, end, clamp in zip(starts, last, clamped)
+        ]
+        return equation.primitive.bind(*arrays, *starts, **equation.params)
+
+    return replacement(equation, sliced)

@@ -1,0 +1,253 @@
+"""One comparison: an operation, layer or model on a mesh against one device."""
+
+import functools
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+import keras
+import layers
+import models
+import numpy as np
+import operations
+
+import keras_tpu_dist as ktd
+from keras_tpu_dist.data import BatchPlacer
+from keras_tpu_dist.layout import named_sharding
+from keras_tpu_dist.mesh import checked_data_axes
+from keras_tpu_dist.partitioner import made_right
+
+MESHES: dict[str, dict[str, int]] = {
+    "8": {"data": 8},
+    "4x2": {"data": 4, "model": 2},
+    "2x4": {"data": 2, "model": 4},
+    "2x2x2": {"data": 2, "fsdp": 2, "model": 2},
+}
+EVEN, RAGGED = 16, 13
+TOLERANCE = 1e-5
+# A weight's update over a whole model: sums of many rounded terms, relative to the largest.
+UPDATE_TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to compare.
+
+    Attributes:
+        kind: `"operation"`, `"layer"` or `"model"`.
+        case: The case's name.
+        rows: The number of rows.
+        mesh: A name of `MESHES`.
+        plan: `"none"` or a plan.
+        repair: Whether programs are made right; `False` shows what XLA makes of them.
+    """
+
+    kind: str
+    case: str
+    rows: int
+    mesh: str
+    plan: str = "none"
+    repair: bool = True
+
+    def __str__(self):
+        rows = "even" if self.rows == EVEN else "ragged"
+        return f"{self.kind} {self.case} on {self.mesh}, {rows}, {self.plan}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The job as plain values."""
+        return asdict(self)
+
+
+def all_jobs(kinds: tuple[str, ...], repair: bool = True) -> list[Job]:
+    """Every job of some kinds; those of one case and number of rows stand together."""
+    jobs = []
+    for kind in kinds:
+        for case in CASES[kind]:
+            for rows in (EVEN, RAGGED):
+                combinations = [(mesh, "none") for mesh in MESHES]
+                if kind != "operation":
+                    combinations += PLANNED[kind, rows]
+                jobs += [Job(kind, case, rows, *pair, repair) for pair in combinations]
+    return jobs
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "operation": {case.name: case for case in operations.CASES},
+    "layer": {case.name: case for case in layers.CASES},
+    "model": {case.name: case for case in getattr(models, "CASES", ())},
+}
+PLANNED = {
+    ("layer", EVEN): [("2x4", "tensor_parallel"), ("2x2x2", "auto")],
+    ("layer", RAGGED): [("4x2", "tensor_parallel"), ("2x2x2", "fsdp")],
+    ("model", EVEN): [("2x4", "tensor_parallel"), ("2x2x2", "auto")],
+    ("model", RAGGED): [
+        ("8", "fsdp"),
+        ("4x2", "tensor_parallel"),
+        ("2x4", "tensor_parallel"),
+        ("2x4", "auto"),
+        ("2x2x2", "fsdp"),
+        ("2x2x2", "tensor_parallel"),
+    ],
+}
+
+
+def worst_difference(job: Job) -> tuple[float, str]:
+    """The largest difference from one device relative to the largest value, and where it is."""
+    strategy_needed = job.kind != "operation"
+    got = _trained(job, _strategy(job)) if strategy_needed else _computed(job)
+    expected = _expected(Job(job.kind, job.case, job.rows, "1"))
+    assert list(got) == list(expected), f"{list(got)} and {list(expected)}"
+    differences = {name: _difference(got[name], expected[name]) for name in expected}
+    name = max(differences, key=differences.get)
+    return differences[name], name
+
+
+def tolerance(job: Job) -> float:
+    """What may differ."""
+    return TOLERANCE if job.kind == "operation" else UPDATE_TOLERANCE
+
+
+def _difference(got: np.ndarray, expected: np.ndarray) -> float:
+    assert got.shape == expected.shape, f"{got.shape} and {expected.shape}"
+    got, expected = (np.asarray(a, np.complex128) for a in (got, expected))
+    if np.any(np.isnan(got) != np.isnan(expected)):
+        return float("inf")
+    scale = np.max(np.abs(expected), initial=1.0, where=np.isfinite(expected))
+    gap = np.where(got == expected, 0.0, np.abs(got - expected))
+    return float(np.nanmax(gap, initial=0.0) / scale)
+
+
+@functools.lru_cache(maxsize=2)
+def _expected(job: Job) -> dict[str, np.ndarray]:
+    return _computed(job) if job.kind == "operation" else _trained(job, None)
+
+
+class _Used:
+    """The arrays of a pool that a case reads, each float one times a weight of its own."""
+
+    def __init__(self, arrays: dict, weights: dict):
+        self._arrays, self._weights = arrays, weights
+        self.read: set[str] = set()
+
+    def __getattr__(self, name: str):
+        self.read.add(name)
+        if name.startswith("w_"):
+            return self._weights[name]
+        array = self._arrays[name]
+        return array * self._weights[name] if name in self._weights else array
+
+
+def _computed(job: Job) -> dict[str, np.ndarray]:
+    """Results and gradients of an operation on a job's mesh, or on one device."""
+    case = CASES["operation"][job.case]
+    pool = operations.pool(job.rows)
+    weights = {name: _weight(name, array) for name, array in pool.items() if _is_float(array)}
+    weights |= {name: array for name, array in pool.items() if name.startswith("w_")}
+    names = _names_used(case, pool, weights)
+    batch = {n: pool[n] for n in names if not n.startswith("w_")}
+    weights = {n: weights[n] for n in names if n in weights}
+    function = functools.partial(_results, case)
+    if job.mesh == "1":
+        return _named(jax.jit(function)(weights, batch))
+    mesh = _mesh(job.mesh)
+    placer = BatchPlacer(mesh, checked_data_axes(None, tuple(mesh.axis_names)))
+    whole = named_sharding(mesh)
+
+    def program(weights, batch):
+        results = function(weights, placer.trim(batch)[0])
+        # Uneven rows cannot leave a program split over devices.
+        return jax.lax.with_sharding_constraint(results, whole)
+
+    if job.repair:
+        layouts = lambda weights, batch: (whole, placer.shardings(batch))  # noqa: E731
+        program = made_right(program, mesh, layouts)
+    return _named(jax.jit(program)(jax.device_put(weights, whole), placer.place((batch,))))
+
+
+def _names_used(case, pool: dict, weights: dict) -> list[str]:
+    names: set[str] = set()
+
+    def look(pool, weights):
+        used = _Used(pool, weights)
+        try:
+            return case.fn(used)
+        finally:
+            names.update(used.read)
+
+    jax.eval_shape(look, pool, weights)
+    return sorted(names)
+
+
+def _results(case, weights: dict, batch: dict) -> dict[str, Any]:
+    floats = {n: a for n, a in batch.items() if n in weights}
+
+    def loss(weights, floats):
+        outputs = jax.tree.leaves(case.fn(_Used({**batch, **floats}, weights)))
+        return sum(map(_scalar, outputs)), outputs
+
+    if not case.differentiable:
+        return {"output": loss(weights, floats)[1]}
+    gradients, outputs = jax.grad(loss, argnums=(0, 1), has_aux=True)(weights, floats)
+    return {"output": outputs, "gradient": gradients}
+
+
+def _scalar(output) -> Any:
+    output = jax.numpy.asarray(output)
+    if not jax.numpy.issubdtype(output.dtype, jax.numpy.inexact):
+        return 0.0
+    if jax.numpy.iscomplexobj(output):
+        return _scalar(output.real) + _scalar(output.imag)
+    flat = jax.lax.broadcasted_iota(output.dtype, output.shape or (1,), max(output.ndim - 1, 0))
+    pattern = jax.numpy.cos(flat.reshape(output.shape))
+    return (jax.numpy.sin(output) * pattern + 0.5 * output).sum()
+
+
+def _is_float(array: np.ndarray) -> bool:
+    return np.issubdtype(array.dtype, np.floating)
+
+
+def _weight(name: str, array: np.ndarray) -> np.ndarray:
+    rng = np.random.default_rng(len(name))
+    return rng.uniform(0.95, 1.05, array.shape[1:]).astype(array.dtype)
+
+
+def _named(tree: Any) -> dict[str, np.ndarray]:
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
+
+
+def _mesh(name: str):
+    return _strategy(Job("", "", 0, name)).mesh
+
+
+def _strategy(job: Job) -> ktd.TPUStrategy:
+    return ktd.TPUStrategy(MESHES[job.mesh], None if job.plan == "none" else job.plan)
+
+
+def _trained(job: Job, strategy: ktd.TPUStrategy | None) -> dict[str, np.ndarray]:
+    """What one step of SGD makes of a model's variables, and its outputs before it."""
+    case = CASES[job.kind][job.case]
+    keras.utils.clear_session(free_memory=False)
+    keras.utils.set_random_seed(0)
+    if job.kind == "layer":
+        build, (x, y) = functools.partial(layers.model_of, case, job.rows), layers.data_of(case, job.rows)
+        loss, rate = "mse", 0.1
+    else:
+        build, (x, y) = case.build, case.data(job.rows, np.random.default_rng(0))
+        loss, rate = case.loss, 1.0
+    if strategy is None:
+        model = build()
+        model.compile(keras.optimizers.SGD(rate), loss)
+    else:
+        with strategy.scope():
+            model = build()
+            model.compile(keras.optimizers.SGD(rate), loss)
+    before = [np.asarray(v.value) for v in model.weights]
+    value = model.train_on_batch(x, y)
+    after = [np.asarray(v.value) for v in model.weights]
+    found = {"loss": np.asarray(value)}
+    for i, (variable, a, b) in enumerate(zip(model.weights, after, before)):
+        if np.issubdtype(a.dtype, np.inexact):
+            # In units of its own largest update: SGD shows gradients as they are.
+            found[f"{i} {variable.path}"] = a - b
+    return found

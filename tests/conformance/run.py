@@ -1,0 +1,200 @@
+"""Compares every operation, layer and model of the tables on every mesh with one device.
+
+    python tests/conformance/run.py [--kind operation ...] [--only PATTERN] [--without-repairs]
+
+Each comparison runs in a process that is given up after a time: an abort of the compiler and a
+hang are findings like a wrong value.
+"""
+
+import argparse
+import json
+import os
+import queue
+import re
+import selectors
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+_WORKER = Path(__file__).with_name("worker.py")
+KINDS = ("operation", "layer", "model")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What became of a job.
+
+    Attributes:
+        job: The job, as `jobs.Job.to_dict` gives it.
+        outcome: `"right"`, `"wrong"`, `"error"`, `"abort"` or `"hang"`.
+        detail: The difference and where, or the last words.
+        seconds: The time it took.
+    """
+
+    job: dict
+    outcome: str
+    detail: str
+    seconds: float
+
+    def __str__(self):
+        job = self.job
+        name = f"{job['kind']} {job['case']} on {job['mesh']}, {job['rows']} rows, {job['plan']}"
+        return f"{self.outcome:6} {name}: {self.detail}"
+
+
+class _Worker:
+    """A process that compares; started anew after it died."""
+
+    def __init__(self, timeout: float):
+        self._timeout = timeout
+        self._process: subprocess.Popen | None = None
+
+    def compare(self, job: dict) -> Finding:
+        if self._process is None:
+            self._start()
+        start = time.perf_counter()
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        line = self._line()
+        seconds = time.perf_counter() - start
+        if line is None or not line:
+            outcome = "hang" if line is None else "abort"
+            self.stop()
+            self._log.seek(0)
+            return Finding(job, outcome, self._log.read()[-300:].strip(), seconds)
+        answer = json.loads(line)
+        if "error" in answer:
+            return Finding(job, "error", answer["error"], seconds)
+        detail = f"{answer['difference']:.1e} at {answer['where']}"
+        return Finding(job, "right" if answer["right"] else "wrong", detail, seconds)
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process.stdin.close()
+            self._process.stdout.close()
+        self._process = None
+
+    def _start(self) -> None:
+        import tempfile
+
+        self._log = tempfile.TemporaryFile("w+", errors="replace")
+        self._process = subprocess.Popen(
+            [sys.executable, str(_WORKER)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env={**os.environ},
+        )
+
+    def _line(self) -> str | None:
+        """The next answer, `""` if the process died, `None` if it takes too long."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            ready = selector.select(self._timeout)
+        return self._process.stdout.readline() if ready else None
+
+
+def compare_all(jobs: list[dict], *, processes: int = 2, timeout: float = 120.0, tell=None) -> list:
+    """Runs jobs in several processes.
+
+    Args:
+        jobs: The jobs; those of one case in a row share what one device computes.
+        processes: How many at a time.
+        timeout: Seconds after which a job counts as a hang.
+        tell: Called with each `Finding` as it comes.
+
+    Returns:
+        The findings, in the order of the jobs.
+    """
+    groups: dict[tuple, list] = {}
+    for i, job in enumerate(jobs):
+        groups.setdefault((job["kind"], job["case"], job["rows"]), []).append((i, job))
+    todo: queue.SimpleQueue = queue.SimpleQueue()
+    for group in groups.values():
+        todo.put(group)
+    findings: dict[int, Finding] = {}
+
+    def work():
+        worker = _Worker(timeout)
+        try:
+            while True:
+                for i, job in todo.get_nowait():
+                    findings[i] = worker.compare(job)
+                    if tell is not None:
+                        tell(findings[i])
+        except queue.Empty:
+            return
+        finally:
+            worker.stop()
+
+    threads = [threading.Thread(target=work) for _ in range(processes)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [findings[i] for i in range(len(jobs))]
+
+
+def listed(kinds: tuple[str, ...], only: str = "", repair: bool = True) -> list[dict]:
+    """The jobs of some kinds, asked of a worker's own tables."""
+    sys.path[:0] = [str(_WORKER.parent)]
+    import jobs
+
+    chosen = jobs.all_jobs(kinds, repair)
+    return [job.to_dict() for job in chosen if re.search(only, str(job))]
+
+
+def main() -> int:
+    """Prints what is not right, and the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kind", nargs="*", default=KINDS, choices=KINDS)
+    parser.add_argument("--only", default="", help="a regular expression over the jobs")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--timeout", type=float, default=120.0)
+    parser.add_argument("--without-repairs", action="store_true")
+    parser.add_argument("--verbose", action="store_true")
+    arguments = parser.parse_args()
+
+    def tell(finding):
+        if arguments.verbose or finding.outcome != "right":
+            print(finding, flush=True)
+
+    start = time.perf_counter()
+    found = compare_all(
+        listed(tuple(arguments.kind), arguments.only, not arguments.without_repairs),
+        processes=arguments.processes,
+        timeout=arguments.timeout,
+        tell=tell,
+    )
+    print(table(found, time.perf_counter() - start))
+    return int(any(finding.outcome != "right" for finding in found))
+
+
+def table(found: list[Finding], seconds: float) -> str:
+    """How many comparisons of each kind are right on each mesh."""
+    lines = [f"{'':24}{'compared':>10}{'right':>8}{'wrong':>8}{'error':>8}{'abort':>8}{'hang':>8}"]
+    groups: dict[str, Counter] = {}
+    for finding in found:
+        job = finding.job
+        name = f"{job['kind']} {job['mesh']} {job['plan'] if job['plan'] != 'none' else ''}"
+        groups.setdefault(name, Counter())[finding.outcome] += 1
+    for name, counts in groups.items():
+        numbers = [counts[o] for o in ("right", "wrong", "error", "abort", "hang")]
+        row = "".join(f"{n:8}" for n in numbers)
+        lines.append(f"{name:24}{sum(numbers):10}{row}")
+    cases = {(f.job["kind"], f.job["case"]) for f in found}
+    return "\n".join([*lines, f"{len(cases)} cases, {len(found)} comparisons, {seconds:.0f} s"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
