@@ -28,6 +28,8 @@ def repaired(equation: Any, spread: Spread) -> list | None:
         paddings[dimension] = -indices.aval.shape[dimension] % parts
     if not any(paddings.values()):
         return None
+    if len(spread.open_axes) == 1 and jax.numpy.issubdtype(indices.aval.dtype, jax.numpy.signedinteger):
+        return None  # XLA fills with -1, which it drops
     free = {d: n for d, n in paddings.items() if d not in shared}
     both = {d: n for d, n in paddings.items() if d in shared}
 

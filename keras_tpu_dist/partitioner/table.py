@@ -1,12 +1,86 @@
-"""What XLA's partitioner gets wrong, and what is done instead."""
+"""What XLA's partitioner gets wrong, and what is done instead.
+
+`docs/xla_partitioner.md` has a program of pure JAX for each fault, and
+`tests/conformance/test_reports.py` runs them: the test of a fault fails as soon as an XLA gets it
+right, so that its repair can go.
+"""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from keras_tpu_dist.partitioner import branches, convolution, scatter, slices
 
+_SEEN = ("jax 0.10.2, libtpu 0.0.42.1", "jax 0.12.0.1, libtpu 0.0.50.1")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A kind of program that XLA partitions wrongly.
+
+    Attributes:
+        name: What it is about, also the heading of its report.
+        operations: The JAX primitives it occurs in.
+        wrong: What XLA makes of them, and where.
+        instead: What is compiled in their place.
+        repaired: From an equation and the `Spread` of its program to the equations that replace
+            it, or `None` where it is partitioned rightly.
+        seen: The versions in which it was seen.
+        upstream: The report it is known under, or `None`.
+    """
+
+    name: str
+    operations: tuple[str, ...]
+    wrong: str
+    instead: str
+    repaired: Callable[[Any, Any], list | None]
+    seen: tuple[str, ...] = _SEEN
+    upstream: str | None = None
+
+    def __str__(self):
+        where = f" ({self.upstream})" if self.upstream else ""
+        return f"{self.name}: {self.wrong}{where}. Instead: {self.instead}."
+
+
+FAULTS = (
+    Fault(
+        "Scatter of unevenly split rows",
+        scatter.PRIMITIVES,
+        "on a mesh with a second axis the rows that are missing in the last parts get index 0 "
+        "instead of one beyond the end, so that what nobody sent is added to row 0; with unsigned "
+        "indices the compiler aborts on every mesh",
+        "rows are added whose index lies beyond the end, which XLA drops",
+        scatter.repaired,
+    ),
+    Fault(
+        "Kernel gradient of a grouped convolution",
+        convolution.PRIMITIVES,
+        "a convolution with batch_group_count, or with a window that is split itself, is summed "
+        "over all devices, also over those that have the same part, so that it is too large by "
+        "the size of the other axes",
+        "each device convolves its rows in a shard_map over the axes that split them, and the "
+        "parts are summed outside; a split image is made whole",
+        convolution.repaired,
+    ),
+    Fault(
+        "Slice at a place beyond the end",
+        slices.PRIMITIVES,
+        "a start beyond the end, which means the last place where the slice fits, is moved back "
+        "within each device's part, or the update is dropped",
+        "the start is moved back before",
+        slices.repaired,
+        upstream="openxla/xla#49118, openxla/xla#49122",
+    ),
+    Fault(
+        "Rows exchanged in a branch",
+        branches.PRIMITIVES,
+        "a branch that only some devices take gets a collective permute over all of them where "
+        "rows are split unevenly or move, and the program hangs",
+        "rows are whole in such a branch",
+        branches.repaired,
+    ),
+)
+
 REPAIRS: dict[str, Callable[[Any, Any], list | None]] = {
-    name: module.repaired
-    for module in (scatter, convolution, slices, branches)
-    for name in module.PRIMITIVES
+    operation: fault.repaired for fault in FAULTS for operation in fault.operations
 }
