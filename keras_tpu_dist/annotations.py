@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from keras_tpu_dist import _keras
 from keras_tpu_dist.errors import did_you_mean, message
 from keras_tpu_dist.layout import LayoutRules, axis_size, named_sharding
+from keras_tpu_dist.partitioner import in_compiled_code
 
 _ATTRIBUTE = "_keras_tpu_dist_annotation"
 _versions = itertools.count(1)
@@ -205,10 +206,12 @@ def place_output(outputs: Any, layout: Any, mesh: Any) -> Any:
 def _place_leaf(leaf, sharding: NamedSharding):
     if not isinstance(leaf, jax.Array) or leaf.ndim < len(sharding.spec):
         return leaf
-    if isinstance(leaf, jax.core.Tracer):
+    if in_compiled_code():
         # Inside shard_map there is no whole array left to lay out.
         manual = jax.sharding.get_abstract_mesh().manual_axes
         return leaf if manual else jax.lax.with_sharding_constraint(leaf, sharding)
+    if isinstance(leaf, jax.core.Tracer):
+        return leaf  # run_eagerly: the batch is whole, see BatchPlacer.place_eagerly
     mesh: Any = sharding.mesh
     uneven = any(n % axis_size(mesh, entry) for n, entry in zip(leaf.shape, sharding.spec))
     # Only a compiled program can hold an uneven array.

@@ -138,12 +138,14 @@ class BatchPlacer:
     def place_eagerly(self, batch: Any) -> Any:
         """Transfers a host batch for code that is not compiled.
 
-        Outside a compiled program JAX has no uneven shards: arrays whose rows do not divide are
-        replicated.
+        Outside a compiled program JAX has no uneven shards, and each operation is a program of
+        its own that XLA partitions, on a mesh with a second axis not always rightly (see
+        `keras_tpu_dist.partitioner`): there, and where rows do not divide, arrays are replicated.
         """
         leaves, treedef, plan = self._planned(batch)
+        whole = self.num_shards not in (1, self.mesh.size)
         shardings = [
-            self._replicated if padding else sharding
+            self._replicated if whole or padding else sharding
             for sharding, padding in zip(plan.shardings, plan.paddings)
         ]
         return jax.tree.unflatten(treedef, jax.device_put(leaves, shardings))

@@ -17,6 +17,7 @@ from keras_tpu_dist import _keras
 from keras_tpu_dist.annotations import Annotation, annotate, annotation_of
 from keras_tpu_dist.errors import message
 from keras_tpu_dist.layout import LayoutRules
+from keras_tpu_dist.partitioner import in_compiled_code
 
 logger = logging.getLogger("keras_tpu_dist")
 
@@ -254,7 +255,7 @@ def _replica(device: int, what: Any) -> _Replica | None:
                 )
             )
         return None
-    if not isinstance(jax.numpy.zeros(()), jax.core.Tracer):
+    if not in_compiled_code():
         say_once(
             "assigned layers are computed by all logical devices while code is not compiled "
             "(run_eagerly, or a direct call); the results are the same"

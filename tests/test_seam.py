@@ -242,7 +242,7 @@ def test_import_order_goes_one_way():
     import pathlib
 
     order = [
-        *("_keras", "errors", "text", "plain", "simulation", "chips", "topology"),
+        *("_keras", "errors", "text", "plain", "simulation", "partitioner", "chips", "topology"),
         *("assignment", "mesh"),
         *("layout", "planner_roles", "planner_tensor", "planner", "annotations"),
         *("planner_placement", "explain", "lint", "visualize", "reading", "data", "finite"),

@@ -16,6 +16,7 @@ from keras_tpu_dist import _keras
 from keras_tpu_dist.attention.xla import xla_attention
 from keras_tpu_dist.chips import WITHOUT_KERNELS
 from keras_tpu_dist.errors import message
+from keras_tpu_dist.partitioner import in_compiled_code
 from keras_tpu_dist.plain import only_plain_operations
 
 logger = logging.getLogger("keras_tpu_dist")
@@ -279,7 +280,7 @@ def _on_shares(
 
 def _split_batch(x: jax.Array, mesh: Mesh, data_axes: tuple[str, ...]) -> jax.Array:
     """Keeps the batch split where XLA partitions: a split bias or weight may pull it elsewhere."""
-    if not isinstance(x, jax.core.Tracer) or jax.sharding.get_abstract_mesh().manual_axes:
+    if not in_compiled_code() or jax.sharding.get_abstract_mesh().manual_axes:
         return x
     rest = (P.UNCONSTRAINED,) * (x.ndim - 1)
     return jax.lax.with_sharding_constraint(

@@ -1,4 +1,4 @@
-"""Kernel gradients of grouped convolutions, summed over the devices that have a part and no more."""
+"""Kernel gradients of convolutions, summed over the devices that have a part and no more."""
 
 from typing import Any
 

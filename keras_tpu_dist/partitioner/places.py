@@ -7,6 +7,15 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 
+def in_compiled_code() -> bool:
+    """Whether what is computed here becomes part of a program.
+
+    A value that is differentiated is a tracer also where nothing is compiled, so looking at a
+    value does not tell.
+    """
+    return isinstance(jax.numpy.zeros(()), jax.core.Tracer)
+
+
 def mesh_here(mesh: Mesh) -> Any:
     """The mesh to name in a layout: within a `shard_map` the one that it made of it."""
     around = jax.sharding.get_abstract_mesh()

@@ -107,7 +107,10 @@ class _Rewriter:
 
 def _axes_of(shardings: Any, tree: Any) -> list[Axes]:
     """The mesh axes of each dimension of each array of a structure."""
-    is_leaf = lambda x: x is None or isinstance(x, jax.sharding.Sharding)
+
+    def is_leaf(x):
+        return x is None or isinstance(x, jax.sharding.Sharding)
+
     given, arrays = jax.tree.leaves(shardings, is_leaf=is_leaf), jax.tree.leaves(tree)
     if len(given) != len(arrays):
         spread = jax.tree.broadcast(shardings, tree, is_leaf=is_leaf)

@@ -19,7 +19,7 @@ def repaired(equation: Any, spread: Spread) -> list | None:
     three and cut off the result.
     """
     numbers = equation.params["dimension_numbers"]
-    operand, indices, updates = equation.invars[:3]
+    indices, updates = equation.invars[1:3]
     rows = [d for d in range(updates.aval.ndim) if d not in numbers.update_window_dims]
     shared = dict(zip(numbers.scatter_indices_batching_dims, numbers.operand_batching_dims))
     paddings: dict[int, int] = {}
@@ -28,7 +28,8 @@ def repaired(equation: Any, spread: Spread) -> list | None:
         paddings[dimension] = -indices.aval.shape[dimension] % parts
     if not any(paddings.values()):
         return None
-    if len(spread.open_axes) == 1 and jax.numpy.issubdtype(indices.aval.dtype, jax.numpy.signedinteger):
+    signed = jax.numpy.issubdtype(indices.aval.dtype, jax.numpy.signedinteger)
+    if signed and len(spread.open_axes) == 1:
         return None  # XLA fills with -1, which it drops
     free = {d: n for d, n in paddings.items() if d not in shared}
     both = {d: n for d, n in paddings.items() if d in shared}

@@ -6,6 +6,7 @@ not, never the other way round.
 """
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -215,7 +216,7 @@ def _unknown(spread: Spread, equation: Any) -> None:
         _positions(spread, equation)
         return
     dimensions = [(a, i) for a in atoms for i in range(_rank(a))]
-    for one, other in zip(dimensions, dimensions[1:]):
+    for one, other in itertools.pairwise(dimensions):
         spread.link(*one, *other)
 
 
@@ -268,7 +269,7 @@ def _reshape(spread: Spread, equation: Any) -> None:
                 break
         large = [(operand, n) for n in left if before[n] > 1]
         large += [(result, n) for n in right if after[n] > 1]
-        for one, other in zip(large, large[1:]):
+        for one, other in itertools.pairwise(large):
             spread.link(*one, *other)
         i, j = i + 1, j + 1
 

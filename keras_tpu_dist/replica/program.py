@@ -189,7 +189,7 @@ class Program:
 
         def layouts(inputs):
             mirrored = [self._layout(v) for v in known if not is_own(v)]
-            others = {name: None for name in inputs}
+            others = dict.fromkeys(inputs)
             return ({**others, "mirrored": mirrored},)
 
         right = made_right(replica_function, self._strategy.mesh, layouts)

@@ -1,5 +1,6 @@
 """One comparison: an operation, layer or model on a mesh against one device."""
 
+import contextlib
 import functools
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -74,7 +75,7 @@ def all_jobs(kinds: tuple[str, ...], repair: bool = True) -> list[Job]:
 CASES: dict[str, dict[str, Any]] = {
     "operation": {case.name: case for case in operations.CASES},
     "layer": {case.name: case for case in layers.CASES},
-    "model": {case.name: case for case in getattr(models, "CASES", ())},
+    "model": {case.name: case for case in models.CASES},
 }
 PLANNED = {
     ("layer", EVEN): [("2x4", "tensor_parallel"), ("2x2x2", "auto")],
@@ -225,29 +226,24 @@ def _strategy(job: Job) -> ktd.TPUStrategy:
 
 
 def _trained(job: Job, strategy: ktd.TPUStrategy | None) -> dict[str, np.ndarray]:
-    """What one step of SGD makes of a model's variables, and its outputs before it."""
-    case = CASES[job.kind][job.case]
+    """The loss of a model, and what one step of SGD adds to each of its variables."""
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(0)
-    if job.kind == "layer":
-        build, (x, y) = functools.partial(layers.model_of, case, job.rows), layers.data_of(case, job.rows)
-        loss, rate = "mse", 0.1
-    else:
-        build, (x, y) = case.build, case.data(job.rows, np.random.default_rng(0))
-        loss, rate = case.loss, 1.0
-    if strategy is None:
-        model = build()
-        model.compile(keras.optimizers.SGD(rate), loss)
-    else:
-        with strategy.scope():
-            model = build()
-            model.compile(keras.optimizers.SGD(rate), loss)
+    with contextlib.nullcontext() if strategy is None else strategy.scope():
+        model, x, y = _compiled(job)
     before = [np.asarray(v.value) for v in model.weights]
-    value = model.train_on_batch(x, y)
-    after = [np.asarray(v.value) for v in model.weights]
-    found = {"loss": np.asarray(value)}
-    for i, (variable, a, b) in enumerate(zip(model.weights, after, before)):
-        if np.issubdtype(a.dtype, np.inexact):
-            # In units of its own largest update: SGD shows gradients as they are.
-            found[f"{i} {variable.path}"] = a - b
+    found = {"loss": np.asarray(model.train_on_batch(x, y))}
+    for i, (variable, old) in enumerate(zip(model.weights, before)):
+        if np.issubdtype(old.dtype, np.inexact):
+            found[f"{i} {variable.path}"] = np.asarray(variable.value) - old
     return found
+
+
+def _compiled(job: Job) -> tuple:
+    case = CASES[job.kind][job.case]
+    if job.kind == "layer":
+        model, (x, y), loss = layers.model_of(case, job.rows), layers.data_of(case, job.rows), "mse"
+    else:
+        model, (x, y), loss = case.build(), case.data(job.rows, np.random.default_rng(0)), case.loss
+    model.compile(keras.optimizers.SGD(1.0), loss)
+    return model, x, y

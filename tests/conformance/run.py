@@ -7,6 +7,7 @@ hang are findings like a wrong value.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import queue
@@ -14,6 +15,7 @@ import re
 import selectors
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -55,6 +57,7 @@ class _Worker:
     def __init__(self, timeout: float):
         self._timeout = timeout
         self._process: subprocess.Popen | None = None
+        self._files = contextlib.ExitStack()
 
     def compare(self, job: dict) -> Finding:
         if self._process is None:
@@ -66,9 +69,10 @@ class _Worker:
         seconds = time.perf_counter() - start
         if line is None or not line:
             outcome = "hang" if line is None else "abort"
-            self.stop()
             self._log.seek(0)
-            return Finding(job, outcome, self._log.read()[-300:].strip(), seconds)
+            words = [line for line in self._log if line.startswith(("F", "E"))]
+            self.stop()
+            return Finding(job, outcome, "".join(words)[:300].strip(), seconds)
         answer = json.loads(line)
         if "error" in answer:
             return Finding(job, "error", answer["error"], seconds)
@@ -81,12 +85,11 @@ class _Worker:
             self._process.wait()
             self._process.stdin.close()
             self._process.stdout.close()
+        self._files.close()
         self._process = None
 
     def _start(self) -> None:
-        import tempfile
-
-        self._log = tempfile.TemporaryFile("w+", errors="replace")
+        self._log = self._files.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
         self._process = subprocess.Popen(
             [sys.executable, str(_WORKER)],
             stdin=subprocess.PIPE,
