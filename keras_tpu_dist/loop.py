@@ -1,7 +1,7 @@
 """The step as compiled: batches trimmed in the program, one or many steps in one launch."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from keras_tpu_dist.data import BatchPlacer, DeviceIterator, PlacedBatch
 from keras_tpu_dist.finite import first_bad, watched_step
 from keras_tpu_dist.guard import StateGuard, recover
 from keras_tpu_dist.layout import named_sharding
-from keras_tpu_dist.partitioner import made_right
+from keras_tpu_dist.partitioner import Jitted
 
 logger = logging.getLogger("keras_tpu_dist")
 
@@ -215,7 +215,7 @@ def jitted_step(
     donate: bool,
     scanned: bool = False,
     mask: tuple[bool, ...] | None = None,
-) -> Callable:
+) -> Jitted:
     """The jitted step alone, `(state, PlacedBatch) -> (outputs, state)`, as dry runs lower it.
 
     Args:
@@ -228,7 +228,7 @@ def jitted_step(
             check; see `keras_tpu_dist.finite`.
 
     Returns:
-        A `jax.jit` function.
+        A function that is compiled for each shape of batch; a `Jitted`.
     """
     step = _step_function(trainer, kind)
     replicated = named_sharding(placer.mesh)
@@ -267,10 +267,12 @@ def jitted_step(
     if kind == "train":
         # The name that JAX's logs and profiles show.
         run.__name__ = "train_steps" if scanned else "train_step"
-        return jax.jit(
-            made_right(run, placer.mesh, layouts, (replicated, shardings)),
-            donate_argnums=(0,) if donate else (),
-            out_shardings=(replicated, shardings),
+        outputs = (replicated, shardings)
+        donated = (0,) if donate else ()
+        return Jitted(
+            *(run, placer.mesh, layouts, outputs, _kind_of_batch),
+            donate_argnums=donated,
+            out_shardings=outputs,
         )
 
     def forward(state, batch: PlacedBatch):
@@ -280,7 +282,13 @@ def jitted_step(
     # Weights that a step only reads are not among its outputs: JAX forwards them, neither copied
     # nor donated, as long as no output sharding is asked for.
     forward.__name__ = f"{kind}_steps" if scanned else f"{kind}_step"
-    return jax.jit(made_right(forward, placer.mesh, layouts))
+    return Jitted(forward, placer.mesh, layouts, kind_of=_kind_of_batch)
+
+
+def _kind_of_batch(state, batch: PlacedBatch) -> Hashable:
+    """What tells step programs apart; the form of the state does not change."""
+    leaves, structure = jax.tree.flatten(batch)
+    return structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
 
 
 def _constrain_if_new(old, new, sharding: NamedSharding):

@@ -1,5 +1,5 @@
 """Programs that are right on every mesh, whatever XLA's partitioner makes of them."""
 
+from keras_tpu_dist.partitioner.jit import Jitted as Jitted
 from keras_tpu_dist.partitioner.places import in_compiled_code as in_compiled_code
-from keras_tpu_dist.partitioner.rewrite import made_right as made_right
 from keras_tpu_dist.partitioner.rewrite import rewritten as rewritten

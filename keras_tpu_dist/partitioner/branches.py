@@ -15,6 +15,11 @@ from keras_tpu_dist.partitioner.spread import Spread
 PRIMITIVES = ("shard_map",)
 
 
+def candidate(equation: Any, devices: int) -> bool:
+    """Whether a `shard_map` has branches."""
+    return any(each.primitive.name == "cond" for each in _equations(equation))
+
+
 def repaired(equation: Any, spread: Spread) -> list | None:
     """A `shard_map` with branches, its rows whole wherever they would be exchanged.
 

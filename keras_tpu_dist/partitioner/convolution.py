@@ -13,6 +13,11 @@ from keras_tpu_dist.partitioner.spread import Spread
 PRIMITIVES = ("conv_general_dilated",)
 
 
+def candidate(equation: Any, devices: int) -> bool:
+    """Whether a convolution has something that devices could have parts of, and sum."""
+    return equation.params["batch_group_count"] > 1 or max(_windows(equation), default=1) > 1
+
+
 def repaired(equation: Any, spread: Spread) -> list | None:
     """A convolution right on every mesh, or `None` where it is so already.
 
@@ -44,6 +49,11 @@ def repaired(equation: Any, spread: Spread) -> list | None:
         return _by_rows(equation, spread, rows, left, right)
 
     return replacement(equation, convolve)
+
+
+def _windows(equation: Any) -> list[int]:
+    right = equation.invars[1].aval.shape
+    return [right[d] for d in equation.params["dimension_numbers"].rhs_spec[2:]]
 
 
 def _pinned(equation: Any, spread: Spread, rows: frozenset, asked: list) -> list:

@@ -28,8 +28,10 @@ def with_equations(jaxpr: Any, equations: list) -> Any:
 def inner_jaxprs(equation: Any) -> Iterator[Any]:
     """The programs that an equation calls."""
     for value in equation.params.values():
-        entries = value if isinstance(value, (tuple, list)) else (value,)
-        yield from (entry for entry in entries if is_jaxpr(entry))
+        if isinstance(value, (tuple, list)):
+            yield from (entry for entry in value if is_jaxpr(entry))
+        elif is_jaxpr(value):
+            yield value
 
 
 def with_inner_jaxprs(equation: Any, edit: Callable[[Any], Any]) -> Any:
@@ -39,7 +41,9 @@ def with_inner_jaxprs(equation: Any, edit: Callable[[Any], Any]) -> Any:
         if is_jaxpr(value):
             new = edit(value)
         elif isinstance(value, (tuple, list)) and any(map(is_jaxpr, value)):
-            new = type(value)(edit(entry) if is_jaxpr(entry) else entry for entry in value)
+            entries = [edit(entry) if is_jaxpr(entry) else entry for entry in value]
+            named = hasattr(value, "_fields")
+            new = type(value)(*entries) if named else type(value)(entries)
             new = value if all(a is b for a, b in zip(new, value)) else new
         else:
             continue
@@ -54,10 +58,14 @@ def any_equation(jaxpr: Any, holds: Callable[[Any], bool], seen: set[int] | None
     if id(opened(jaxpr)) in seen:
         return False
     seen.add(id(opened(jaxpr)))
-    return any(
-        holds(equation) or any(any_equation(inner, holds, seen) for inner in inner_jaxprs(equation))
-        for equation in opened(jaxpr).eqns
-    )
+    for equation in opened(jaxpr).eqns:
+        if holds(equation):
+            return True
+        if equation.params:
+            for inner in inner_jaxprs(equation):
+                if any_equation(inner, holds, seen):
+                    return True
+    return False
 
 
 def replacement(equation: Any, function: Callable) -> list:

@@ -11,6 +11,12 @@ from keras_tpu_dist.partitioner.spread import Spread
 PRIMITIVES = ("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
 
 
+def candidate(equation: Any, devices: int) -> bool:
+    """Whether rows of a scatter can be split unevenly over so many devices."""
+    rows = equation.invars[1].aval.shape[:-1]
+    return any(size % devices for size in rows if size > 1)
+
+
 def repaired(equation: Any, spread: Spread) -> list | None:
     """A scatter right on every mesh, or `None` where it is so already.
 

@@ -11,6 +11,11 @@ from keras_tpu_dist.partitioner.spread import Spread
 PRIMITIVES = ("dynamic_slice", "dynamic_update_slice")
 
 
+def candidate(equation: Any, devices: int) -> bool:
+    """Whether the place of a slice is known at run time only."""
+    return any(not isinstance(a, core.Literal) and a.aval.ndim == 0 for a in equation.invars)
+
+
 def repaired(equation: Any, spread: Spread) -> list | None:
     """A slice whose start cannot lie outside, or `None` where it is right already.
 

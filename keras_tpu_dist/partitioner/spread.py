@@ -35,26 +35,24 @@ class Spread:
         self.mesh = mesh
         self.sizes = {name: size for name, size in mesh.shape.items() if size > 1}
         self.manual: frozenset[str] = frozenset()
-        self._parents: dict[Any, Any] = {}
-        self._axes: dict[Any, set[str]] = {}
-        self._asked: dict[Any, set[str]] = {}
+        # For each value the class of each dimension, and for each class the one it became part of.
+        self._classes: dict[Any, list[int | None]] = {}
+        self._parents: list[int] = []
+        self._axes: dict[int, set[str]] = {}
+        self._asked: dict[int, set[str]] = {}
         self._linked: set[int] = set()
         for atoms, layouts in ((opened(jaxpr).invars, inputs), (opened(jaxpr).outvars, outputs)):
             for atom, axes in zip(atoms, layouts):
-                self._seed(atom, axes)
+                self._seed(atom, axes, self._axes)
         self._link_program(opened(jaxpr))
 
     def axes(self, atom: Any, dimension: int) -> frozenset[str]:
         """The mesh axes that may split a dimension."""
-        if isinstance(atom, core.Literal):
-            return frozenset()
-        return frozenset(self._axes.get(self._find((atom, dimension)), ())) - self.manual
+        return self._known(self._axes, atom, dimension)
 
     def asked(self, atom: Any, dimension: int) -> frozenset[str]:
         """The mesh axes that the program itself asks to split a dimension over."""
-        if isinstance(atom, core.Literal):
-            return frozenset()
-        return frozenset(self._asked.get(self._find((atom, dimension)), ())) - self.manual
+        return self._known(self._asked, atom, dimension)
 
     @property
     def open_axes(self) -> frozenset[str]:
@@ -86,62 +84,119 @@ class Spread:
         """Whether a dimension may be split into parts of different sizes."""
         return bool(atom.aval.shape[dimension] % self.parts(atom, dimension))
 
+    def ask(self, atom: Any, axes: Axes) -> None:
+        """Notes that the program itself asks for a layout."""
+        self._seed(atom, axes, self._axes)
+        self._seed(atom, axes, self._asked)
+
     def link(self, one: Any, i: int, other: Any, j: int) -> None:
         """Puts two dimensions into one class, unless one of them is too small to be split."""
         if isinstance(one, core.Literal) or isinstance(other, core.Literal):
             return
         if one.aval.shape[i] == 1 or other.aval.shape[j] == 1:
             return
-        a, b = self._find((one, i)), self._find((other, j))
-        if a != b:
-            self._parents[a] = b
-            for known in (self._axes, self._asked):
-                if axes := known.pop(a, None):
-                    known.setdefault(b, set()).update(axes)
+        ours, theirs = self._of(one), self._of(other)
+        if theirs[j] is None:
+            theirs[j] = self._class(ours, i)
+        elif ours[i] is None:
+            ours[i] = theirs[j]
+        elif ours[i] != theirs[j]:
+            self._merge(self._root(ours[i]), self._root(theirs[j]))
 
-    def link_positions(self, one: Any, other: Any, skip: Iterable[int] = ()) -> None:
+    def link_positions(self, one: Any, other: Any) -> None:
         """Links the dimensions of two values of the same rank, one by one."""
-        if _rank(one) == _rank(other):
-            for i in set(range(_rank(one))) - set(skip):
-                self.link(one, i, other, i)
-
-    def _seed(self, atom: Any, axes: Axes, into: dict | None = None) -> None:
-        if isinstance(atom, core.Literal):
+        if isinstance(one, core.Literal) or isinstance(other, core.Literal):
             return
-        into = self._axes if into is None else into
+        shape, classes = one.aval.shape, self._classes
+        ours, theirs = classes.get(one), classes.get(other)
+        if shape != other.aval.shape or (ours is not None and theirs is not None):
+            if ours is not theirs and len(shape) == len(other.aval.shape):
+                for i in range(len(shape)):
+                    self.link(one, i, other, i)
+        elif ours is not None:
+            classes[other] = ours
+        else:
+            classes[one] = classes[other] = theirs or [None] * len(shape)
+
+    def _of(self, atom: Any) -> list[int | None]:
+        classes = self._classes.get(atom)
+        if classes is None:
+            classes = self._classes[atom] = [None] * _rank(atom)
+        return classes
+
+    def _class(self, classes: list[int | None], dimension: int) -> int:
+        if classes[dimension] is None:
+            classes[dimension] = len(self._parents)
+            self._parents.append(len(self._parents))
+        return classes[dimension]
+
+    def _merge(self, one: int, other: int) -> None:
+        if one != other:
+            self._parents[one] = other
+            for known in (self._axes, self._asked):
+                if axes := known.pop(one, None):
+                    known.setdefault(other, set()).update(axes)
+
+    def _root(self, node: int) -> int:
+        parents = self._parents
+        while parents[node] != node:
+            parents[node] = parents[parents[node]]
+            node = parents[node]
+        return node
+
+    def _seed(self, atom: Any, axes: Axes, into: dict[int, set[str]]) -> None:
         for dimension, names in enumerate(axes):
             names = {name for name in names if name in self.sizes}
-            if names:
-                into.setdefault(self._find((atom, dimension)), set()).update(names)
+            if names and not isinstance(atom, core.Literal):
+                node = self._root(self._class(self._of(atom), dimension))
+                into.setdefault(node, set()).update(names)
 
-    def _find(self, node: Any) -> Any:
-        path = []
-        while (parent := self._parents.get(node, node)) != node:
-            path.append(node)
-            node = parent
-        for each in path:
-            self._parents[each] = node
-        return node
+    def _known(self, known: dict[int, set[str]], atom: Any, dimension: int) -> frozenset[str]:
+        if isinstance(atom, core.Literal) or atom.aval.shape[dimension] == 1:
+            return frozenset()
+        classes = self._classes.get(atom)
+        if classes is None or classes[dimension] is None:
+            return frozenset()
+        return frozenset(known.get(self._root(classes[dimension]), ())) - self.manual
 
     def _link_program(self, jaxpr: Any) -> None:
         if id(jaxpr) in self._linked:
             return
         self._linked.add(id(jaxpr))
         for equation in jaxpr.eqns:
-            if equation.primitive.name == "sharding_constraint":
-                axes = spec_axes(equation.params["sharding"])
-                self._seed(equation.invars[0], axes)
-                self._seed(equation.invars[0], axes, self._asked)
             rule = _RULES.get(equation.primitive.name)
-            inner = [opened(each) for each in inner_jaxprs(equation)]
             if rule is not None:
                 rule(self, equation)
-            elif inner:
-                _call(self, equation, inner)
-            else:
+                continue
+            if not equation.params and self._elementwise(equation):
+                continue
+            inner = [opened(each) for each in inner_jaxprs(equation)]
+            if not inner:
                 _unknown(self, equation)
+                continue
+            _INNER.get(equation.primitive.name, _call)(self, equation, inner)
             for each in inner:
                 self._link_program(each)
+
+    def _elementwise(self, equation: Any) -> bool:
+        """Links operands and the result of one shape, the most frequent equations, quickly."""
+        result, classes = equation.outvars[0], self._classes
+        shape = getattr(result.aval, "shape", None)
+        own = None
+        for atom in equation.invars:
+            if type(atom) is core.Literal:
+                continue
+            if atom.aval.shape != shape:
+                return False
+            theirs = classes.get(atom)
+            if own is None:
+                own = self._of(atom)
+                classes.setdefault(result, own)
+            elif theirs is None:
+                classes[atom] = own
+            elif theirs is not own:
+                self.link_positions(atom, result)
+        return classes.get(result) is own
 
 
 def spec_axes(sharding: Any) -> Axes:
@@ -172,13 +227,16 @@ def _call(spread: Spread, equation: Any, inner: list) -> None:
         count = len(jaxpr.invars)
         operands = equation.invars[len(equation.invars) - count :]
         for outer, own in [*zip(operands, jaxpr.invars), *zip(equation.outvars, jaxpr.outvars)]:
+            if _rank(outer) == _rank(own):
+                spread.link_positions(outer, own)
+                continue
             shift = max(_rank(outer) - _rank(own), 0)
             for dimension in range(min(_rank(own), _rank(outer))):
                 spread.link(outer, dimension + shift, own, dimension)
 
 
-def _scan(spread: Spread, equation: Any) -> None:
-    (jaxpr,) = (opened(each) for each in inner_jaxprs(equation))
+def _scan(spread: Spread, equation: Any, inner: list) -> None:
+    (jaxpr,) = inner
     _call(spread, equation, [jaxpr])
     stacked = [_rank(a) > _rank(b) for a, b in zip(equation.outvars, jaxpr.outvars)]
     carries = stacked.index(True) if True in stacked else len(stacked)
@@ -188,7 +246,7 @@ def _scan(spread: Spread, equation: Any) -> None:
         spread.link_positions(own, result)
 
 
-def _while(spread: Spread, equation: Any) -> None:
+def _while(spread: Spread, equation: Any, inner: list) -> None:
     params = equation.params
     of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
     cond, body = opened(params["cond_jaxpr"]), opened(params["body_jaxpr"])
@@ -211,9 +269,15 @@ def _positions(spread: Spread, equation: Any) -> None:
 
 def _unknown(spread: Spread, equation: Any) -> None:
     """Links what has the same rank and size, else everything with everything."""
-    atoms = [a for a in [*equation.invars, *equation.outvars] if _rank(a)]
-    if len({a.aval.shape for a in atoms}) == 1:
-        _positions(spread, equation)
+    atoms = [a for a in equation.invars if type(a) is not core.Literal and _rank(a)]
+    atoms += [a for a in equation.outvars if _rank(a)]
+    if not atoms:
+        return
+    first, *others = atoms
+    shape = first.aval.shape
+    if all(a.aval.shape == shape for a in others):
+        for atom in others:
+            spread.link_positions(first, atom)
         return
     dimensions = [(a, i) for a in atoms for i in range(_rank(a))]
     for one, other in itertools.pairwise(dimensions):
@@ -337,6 +401,11 @@ def _scatter(spread: Spread, equation: Any) -> None:
         spread.link(operand, i, indices, j)
 
 
+def _constraint(spread: Spread, equation: Any) -> None:
+    spread.link_positions(equation.invars[0], equation.outvars[0])
+    spread.ask(equation.outvars[0], spec_axes(equation.params["sharding"]))
+
+
 def _dynamic_slice(spread: Spread, equation: Any) -> None:
     spread.link_positions(equation.invars[0], equation.outvars[0])
     if equation.primitive.name == "dynamic_update_slice":
@@ -347,7 +416,7 @@ _RULES: dict[str, Callable[[Spread, Any], None]] = {
     **dict.fromkeys(
         [
             *("pad", "slice", "concatenate", "rev", "sort", "split", "top_k", "select_n", "clamp"),
-            *("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sharding_constraint"),
+            *("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"),
             *("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min"),
             *("select_and_scatter_add", "select_and_gather_add", "approx_top_k"),
         ],
@@ -375,6 +444,11 @@ _RULES: dict[str, Callable[[Spread, Any], None]] = {
     ),
     "dynamic_slice": _dynamic_slice,
     "dynamic_update_slice": _dynamic_slice,
-    "scan": _scan,
-    "while": _while,
+    "sharding_constraint": _constraint,
 }
+
+# Equations that run programs otherwise than once, from operands to results.
+_INNER: dict[str, Callable[[Spread, Any, list], None]] = {"scan": _scan, "while": _while}
+
+# Primitives with a rule of their own call no program.
+CALL_NOTHING = tuple(_RULES)

@@ -23,6 +23,7 @@ class Fault:
         operations: The JAX primitives it occurs in.
         wrong: What XLA makes of them, and where.
         instead: What is compiled in their place.
+        candidate: Whether an equation may be partitioned wrongly on so many devices, at a glance.
         repaired: From an equation and the `Spread` of its program to the equations that replace
             it, or `None` where it is partitioned rightly.
         seen: The versions in which it was seen.
@@ -33,6 +34,7 @@ class Fault:
     operations: tuple[str, ...]
     wrong: str
     instead: str
+    candidate: Callable[[Any, int], bool]
     repaired: Callable[[Any, Any], list | None]
     seen: tuple[str, ...] = _SEEN
     upstream: str | None = None
@@ -50,6 +52,7 @@ FAULTS = (
         "instead of one beyond the end, so that what nobody sent is added to row 0; with unsigned "
         "indices the compiler aborts on every mesh",
         "rows are added whose index lies beyond the end, which XLA drops",
+        scatter.candidate,
         scatter.repaired,
     ),
     Fault(
@@ -60,6 +63,7 @@ FAULTS = (
         "the size of the other axes",
         "each device convolves its rows in a shard_map over the axes that split them, and the "
         "parts are summed outside; a split image is made whole",
+        convolution.candidate,
         convolution.repaired,
     ),
     Fault(
@@ -68,6 +72,7 @@ FAULTS = (
         "a start beyond the end, which means the last place where the slice fits, is moved back "
         "within each device's part, or the update is dropped",
         "the start is moved back before",
+        slices.candidate,
         slices.repaired,
         upstream="openxla/xla#49118, openxla/xla#49122",
     ),
@@ -77,10 +82,15 @@ FAULTS = (
         "a branch that only some devices take gets a collective permute over all of them where "
         "rows are split unevenly or move, and the program hangs",
         "rows are whole in such a branch",
+        branches.candidate,
         branches.repaired,
     ),
 )
 
 REPAIRS: dict[str, Callable[[Any, Any], list | None]] = {
     operation: fault.repaired for fault in FAULTS for operation in fault.operations
+}
+
+CANDIDATES: dict[str, Callable[[Any, int], bool]] = {
+    operation: fault.candidate for fault in FAULTS for operation in fault.operations
 }

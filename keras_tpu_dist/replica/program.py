@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from keras_tpu_dist import _keras, adoption
 from keras_tpu_dist.errors import message
-from keras_tpu_dist.partitioner import made_right
+from keras_tpu_dist.partitioner import Jitted
 from keras_tpu_dist.replica.call import Call, Leaf
 from keras_tpu_dist.replica.context import ReplicaContext, entered
 from keras_tpu_dist.replica.flow import differing, shard_map_body
@@ -192,8 +192,11 @@ class Program:
             others = dict.fromkeys(inputs)
             return ({**others, "mirrored": mirrored},)
 
-        right = made_right(replica_function, self._strategy.mesh, layouts)
-        return jax.jit(right, out_shardings=placed)
+        return Jitted(
+            *(replica_function, self._strategy.mesh, layouts),
+            kind_of=lambda inputs: None,  # a Program is for arguments of one form
+            out_shardings=placed,
+        )
 
     def _layout(self, variable) -> Any:
         """Where a variable's new value goes; until it is adopted that is not known."""

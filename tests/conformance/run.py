@@ -89,7 +89,8 @@ class _Worker:
         self._process = None
 
     def _start(self) -> None:
-        self._log = self._files.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
+        log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (closed by stop)
+        self._log = self._files.enter_context(log)
         self._process = subprocess.Popen(
             [sys.executable, str(_WORKER)],
             stdin=subprocess.PIPE,
