@@ -15,7 +15,9 @@ PRIMITIVES = ("conv_general_dilated",)
 
 def candidate(equation: Any, devices: int) -> bool:
     """Whether a convolution has something that devices could have parts of, and sum."""
-    return equation.params["batch_group_count"] > 1 or max(_windows(equation), default=1) > 1
+    sizes = enumerate(_windows(equation))
+    parts = any(size > 1 or _loses_its_place(equation, n) for n, size in sizes)
+    return parts or equation.params["batch_group_count"] > 1
 
 
 def repaired(equation: Any, spread: Spread) -> list | None:
@@ -24,8 +26,8 @@ def repaired(equation: Any, spread: Spread) -> list | None:
     With batch groups (the kernel's gradient of a grouped convolution), each device convolves the
     rows it has, in a `shard_map` over the axes that may split them; the parts are summed outside.
     A convolution with a window that is split itself (the kernel's gradient where images are) is
-    left to XLA where all axes of the mesh take part, which it gets right; else its image and
-    window are made whole.
+    left to XLA where all axes of the mesh take part, which it gets right; else, and where it would
+    lose its place, its image and window are made whole.
     """
     numbers = equation.params["dimension_numbers"]
     left, right = equation.invars
@@ -34,21 +36,36 @@ def repaired(equation: Any, spread: Spread) -> list | None:
     rows = spread.axes(left, lhs[1]) | spread.axes(right, rhs[1])
     windows = [spread.axes(left, i) | spread.axes(right, k) for i, k in zip(lhs[2:], rhs[2:])]
     windowed = any(spread.axes(right, k) for k in rhs[2:])
-    if not windowed and not (grouped and (rows or any(windows))):
+    fragile = any(axes and _loses_its_place(equation, n) for n, axes in enumerate(windows))
+    if not windowed and not fragile and not (grouped and (rows or any(windows))):
         return None
     asked = [spread.asked(left, i) | spread.asked(right, k) for i, k in zip(lhs[2:], rhs[2:])]
-    if frozenset().union(rows, *asked) == spread.open_axes:
+    if frozenset().union(rows, *asked) == spread.open_axes and not fragile:
         return None if len(spread.open_axes) == 1 else _pinned(equation, spread, rows, asked)
 
     def convolve(left, right):
         if any(windows):
             left = constrained(left, spread.mesh, dict.fromkeys(lhs[2:], ()))
             right = constrained(right, spread.mesh, dict.fromkeys(rhs[2:], ()))
-        if not grouped or not rows:
-            return equation.primitive.bind(left, right, **equation.params)
-        return _by_rows(equation, spread, rows, left, right)
+        if grouped and rows:
+            return _by_rows(equation, spread, rows, left, right)
+        result = equation.primitive.bind(left, right, **equation.params)
+        image = dict.fromkeys(numbers.out_spec[2:], ())
+        return constrained(result, spread.mesh, image) if any(windows) else result
 
     return replacement(equation, convolve)
+
+
+def _loses_its_place(equation: Any, spatial: int) -> bool:
+    """Whether XLA cuts a convolution along a dimension of the image wrongly, or aborts.
+
+    Strides are dilations in gradients, and padding beyond the window or taken away is.
+    """
+    params = equation.params
+    low, high = params["padding"][spatial]
+    reach = (_windows(equation)[spatial] - 1) * params["rhs_dilation"][spatial]
+    within = 0 <= low <= reach and 0 <= high <= reach
+    return not within or params["lhs_dilation"][spatial] > 1 or params["rhs_dilation"][spatial] > 1
 
 
 def _windows(equation: Any) -> list[int]:

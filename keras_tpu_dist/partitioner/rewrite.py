@@ -16,7 +16,6 @@ from keras_tpu_dist.partitioner.table import CANDIDATES, REPAIRS
 
 # Programs of kernels are not partitioned.
 _CLOSED = ("pallas_call",)
-_OF_NO_INTEREST = frozenset(CALL_NOTHING) - frozenset(REPAIRS)
 
 
 def rewritten(jaxpr: Any, mesh: Mesh, inputs: Sequence[Axes], outputs: Sequence[Axes] = ()) -> Any:
@@ -36,6 +35,12 @@ def rewritten(jaxpr: Any, mesh: Mesh, inputs: Sequence[Axes], outputs: Sequence[
     return _Rewriter(Spread(jaxpr, inputs, outputs, mesh)).program(jaxpr)
 
 
+def _of_interest(equation: Any) -> bool:
+    """Whether an equation may have to be repaired, or calls a program; the rest is passed by."""
+    name = equation.primitive.name
+    return name in REPAIRS or bool(equation.params and name not in CALL_NOTHING)
+
+
 def _any_candidate(jaxpr: Any, devices: int, seen: set[int]) -> bool:
     """Whether a program has an operation that may be partitioned wrongly, at a quick glance."""
     if id(opened(jaxpr)) in seen:
@@ -43,7 +48,7 @@ def _any_candidate(jaxpr: Any, devices: int, seen: set[int]) -> bool:
     seen.add(id(opened(jaxpr)))
     for equation in opened(jaxpr).eqns:
         name = equation.primitive.name
-        if not equation.params or name in _OF_NO_INTEREST or name in _CLOSED:
+        if name in _CLOSED or not _of_interest(equation):
             continue
         if name in CANDIDATES and CANDIDATES[name](equation, devices):
             return True
@@ -68,7 +73,7 @@ class _Rewriter:
         equations: list = []
         changed = False
         for equation in opened(jaxpr).eqns:
-            if not equation.params or equation.primitive.name in _OF_NO_INTEREST:
+            if not _of_interest(equation):
                 equations.append(equation)
                 continue
             new = self._equation(equation)

@@ -14,7 +14,7 @@ PRIMITIVES = ("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-m
 def candidate(equation: Any, devices: int) -> bool:
     """Whether rows of a scatter can be split unevenly over so many devices."""
     rows = equation.invars[1].aval.shape[:-1]
-    return any(size % devices for size in rows if size > 1)
+    return any(size % devices for size in rows)
 
 
 def repaired(equation: Any, spread: Spread) -> list | None:

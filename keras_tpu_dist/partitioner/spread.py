@@ -90,10 +90,11 @@ class Spread:
         self._seed(atom, axes, self._asked)
 
     def link(self, one: Any, i: int, other: Any, j: int) -> None:
-        """Puts two dimensions into one class, unless one of them is too small to be split."""
+        """Puts two dimensions into one class, unless one of them is only repeated."""
         if isinstance(one, core.Literal) or isinstance(other, core.Literal):
             return
-        if one.aval.shape[i] == 1 or other.aval.shape[j] == 1:
+        before, after = one.aval.shape[i], other.aval.shape[j]
+        if before != after and 1 in (before, after):
             return
         ours, theirs = self._of(one), self._of(other)
         if theirs[j] is None:
@@ -102,6 +103,11 @@ class Spread:
             ours[i] = theirs[j]
         elif ours[i] != theirs[j]:
             self._merge(self._root(ours[i]), self._root(theirs[j]))
+
+    def merge(self, one: Any, i: int, other: Any, j: int) -> None:
+        """Puts two dimensions into one class, whatever their sizes."""
+        ours, theirs = self._class(self._of(one), i), self._class(self._of(other), j)
+        self._merge(self._root(ours), self._root(theirs))
 
     def link_positions(self, one: Any, other: Any) -> None:
         """Links the dimensions of two values of the same rank, one by one."""
@@ -152,7 +158,7 @@ class Spread:
                 into.setdefault(node, set()).update(names)
 
     def _known(self, known: dict[int, set[str]], atom: Any, dimension: int) -> frozenset[str]:
-        if isinstance(atom, core.Literal) or atom.aval.shape[dimension] == 1:
+        if isinstance(atom, core.Literal):
             return frozenset()
         classes = self._classes.get(atom)
         if classes is None or classes[dimension] is None:
@@ -331,10 +337,11 @@ def _reshape(spread: Spread, equation: Any) -> None:
                 b *= after[j]
             else:
                 break
-        large = [(operand, n) for n in left if before[n] > 1]
-        large += [(result, n) for n in right if after[n] > 1]
-        for one, other in itertools.pairwise(large):
-            spread.link(*one, *other)
+        group = [*((operand, n) for n in left), *((result, n) for n in right)]
+        # One row is split, too, where rows are; else a dimension of 1 stands for nothing.
+        merged = [(a, n) for a, n in group if a.aval.shape[n] > 1 or spread.axes(a, n)]
+        for one, other in itertools.pairwise(merged):
+            spread.merge(*one, *other)
         i, j = i + 1, j + 1
 
 
@@ -451,4 +458,4 @@ _RULES: dict[str, Callable[[Spread, Any], None]] = {
 _INNER: dict[str, Callable[[Spread, Any, list], None]] = {"scan": _scan, "while": _while}
 
 # Primitives with a rule of their own call no program.
-CALL_NOTHING = tuple(_RULES)
+CALL_NOTHING = frozenset(_RULES)

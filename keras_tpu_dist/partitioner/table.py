@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from keras_tpu_dist.partitioner import branches, convolution, scatter, slices
+from keras_tpu_dist.partitioner import branches, convolution, scatter, slices, windows
 
 _SEEN = ("jax 0.10.2, libtpu 0.0.42.1", "jax 0.12.0.1, libtpu 0.0.50.1")
 
@@ -75,6 +75,15 @@ FAULTS = (
         slices.candidate,
         slices.repaired,
         upstream="openxla/xla#49118, openxla/xla#49122",
+    ),
+    Fault(
+        "Windows and steps along a split dimension",
+        windows.PRIMITIVES,
+        "pooling and its gradient, slices with a step, sums that go on, and padding in front lose "
+        "rows along a split dimension, or the compiler gives up or aborts",
+        "the dimension is made whole there",
+        windows.candidate,
+        windows.repaired,
     ),
     Fault(
         "Rows exchanged in a branch",

@@ -9,6 +9,7 @@ import jax
 import keras
 import layers
 import models
+import moves
 import numpy as np
 import operations
 
@@ -64,9 +65,9 @@ def all_jobs(kinds: tuple[str, ...], repair: bool = True) -> list[Job]:
     jobs = []
     for kind in kinds:
         for case in CASES[kind]:
-            for rows in (EVEN, RAGGED):
+            for rows in moves.ROWS if kind == "move" else (EVEN, RAGGED):
                 combinations = [(mesh, "none") for mesh in MESHES]
-                if kind != "operation":
+                if kind in ("layer", "model"):
                     combinations += PLANNED[kind, rows]
                 jobs += [Job(kind, case, rows, *pair, repair) for pair in combinations]
     return jobs
@@ -74,6 +75,7 @@ def all_jobs(kinds: tuple[str, ...], repair: bool = True) -> list[Job]:
 
 CASES: dict[str, dict[str, Any]] = {
     "operation": {case.name: case for case in operations.CASES},
+    "move": moves.FAMILIES,
     "layer": {case.name: case for case in layers.CASES},
     "model": {case.name: case for case in models.CASES},
 }
@@ -94,14 +96,13 @@ PLANNED = {
 
 def worst_difference(job: Job) -> tuple[float, str]:
     """The largest difference from one device relative to the largest value, and where it is."""
-    strategy_needed = job.kind != "operation"
-    got = _trained(job, _strategy(job)) if strategy_needed else _computed(job)
+    got = _RUN[job.kind](job)
     expected = _expected(Job(job.kind, job.case, job.rows, "1"))
     assert list(got) == list(expected), f"{list(got)} and {list(expected)}"
     sizes = {name: _largest(value) for name, value in expected.items()}
     # An operation's results are compared with 1 if they are smaller; a variable's update with the
     # updates of all, since a bias in front of a normalization has none but rounding.
-    least = 1.0 if job.kind == "operation" else 1e-3 * max(sizes.values())
+    least = 1.0 if job.kind in ("operation", "move") else 1e-3 * max(sizes.values())
     differences = {
         name: _largest_gap(got[name], expected[name]) / max(sizes[name], least) for name in expected
     }
@@ -109,9 +110,33 @@ def worst_difference(job: Job) -> tuple[float, str]:
     return differences[name], name
 
 
+def _moved(job: Job) -> dict[str, np.ndarray]:
+    """Results of a family of moves and their gradients."""
+    x = np.arange(1.0, job.rows + 1, dtype="float32") / job.rows
+    found = {}
+    for gradient in (False, True):
+        if job.mesh == "1":
+            function = jax.jit(moves.results(job.case, job.rows, gradient, lambda y: y))
+            found.update(_named({f"gradient {gradient}": function(x)}))
+            continue
+        mesh = _mesh(job.mesh)
+        placer = BatchPlacer(mesh, checked_data_axes(None, tuple(mesh.axis_names)))
+        laid = lambda y: jax.lax.with_sharding_constraint(y, placer.sharding(0 if y.ndim else None))  # noqa: E731
+        function = moves.results(job.case, job.rows, gradient, laid)
+
+        def program(batch):
+            results = function(placer.trim(batch))
+            return jax.lax.with_sharding_constraint(results, named_sharding(mesh))
+
+        layouts = lambda batch: (placer.shardings(batch),)  # noqa: E731
+        program = Jitted(program, mesh, layouts) if job.repair else jax.jit(program)
+        found.update(_named({f"gradient {gradient}": program(placer.place(x))}))
+    return found
+
+
 def tolerance(job: Job) -> float:
     """What may differ."""
-    return TOLERANCE if job.kind == "operation" else UPDATE_TOLERANCE
+    return TOLERANCE if job.kind in ("operation", "move") else UPDATE_TOLERANCE
 
 
 def _largest(values: np.ndarray) -> float:
@@ -128,7 +153,7 @@ def _largest_gap(got: np.ndarray, expected: np.ndarray) -> float:
 
 @functools.lru_cache(maxsize=2)
 def _expected(job: Job) -> dict[str, np.ndarray]:
-    return _computed(job) if job.kind == "operation" else _trained(job, None)
+    return _RUN[job.kind](job)
 
 
 class _Used:
@@ -234,8 +259,9 @@ def _strategy(job: Job) -> ktd.TPUStrategy:
     return ktd.TPUStrategy(MESHES[job.mesh], None if job.plan == "none" else job.plan)
 
 
-def _trained(job: Job, strategy: ktd.TPUStrategy | None) -> dict[str, np.ndarray]:
+def _trained(job: Job) -> dict[str, np.ndarray]:
     """The loss of a model, and what one step of SGD adds to each of its variables."""
+    strategy = None if job.mesh == "1" else _strategy(job)
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(0)
     with contextlib.nullcontext() if strategy is None else strategy.scope():
@@ -257,3 +283,6 @@ def _compiled(job: Job) -> tuple:
     # One step whose updates are large beside the weights they are taken off: nothing is rounded.
     model.compile(keras.optimizers.SGD(100.0), loss)
     return model, x, y
+
+
+_RUN = {"operation": _computed, "move": _moved, "layer": _trained, "model": _trained}

@@ -1,0 +1,91 @@
+"""Windows and steps along a split dimension, which is made whole where XLA loses its place."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from keras_tpu_dist.partitioner.jaxprs import replacement
+from keras_tpu_dist.partitioner.places import mesh_here
+from keras_tpu_dist.partitioner.spread import Spread
+
+
+def candidate(equation: Any, devices: int) -> bool:
+    """Whether an operation is one of those that XLA gets wrong along a split dimension."""
+    return any(_WRONG[equation.primitive.name](equation, d, devices) for d in _dimensions(equation))
+
+
+def repaired(equation: Any, spread: Spread) -> list | None:
+    """The operation with the dimensions whole that it goes along, or `None` where they are.
+
+    It is computed in a `shard_map`, which the partitioner does not look into: a layout alone does
+    not keep XLA from taking a part of another operation on the same rows for this one's.
+    """
+    wrong = _WRONG[equation.primitive.name]
+    rank = len(_dimensions(equation))
+    atoms = [a for a in [*equation.invars, *equation.outvars] if len(a.aval.shape) == rank]
+    axes: set[str] = set()
+    for d in _dimensions(equation):
+        split = frozenset().union(*(spread.axes(atom, d) for atom in atoms))
+        if split and wrong(equation, d, spread.product(split)):
+            axes |= split
+    if not axes:
+        return None
+
+    def whole(*arrays):
+        return equation.primitive.bind(*arrays, **equation.params)
+
+    def mapped(*arrays):
+        # An array of its own: XLA mixes up the parts it has taken of one array for several uses.
+        arrays = jax.lax.optimization_barrier(arrays)
+        return jax.shard_map(
+            whole,
+            mesh=mesh_here(spread.mesh),
+            in_specs=PartitionSpec(),
+            out_specs=PartitionSpec(),
+            axis_names=axes,
+            check_vma=False,
+        )(*arrays)
+
+    return replacement(equation, mapped)
+
+
+def _dimensions(equation: Any) -> range:
+    return range(len(equation.invars[0].aval.shape))
+
+
+def _pad(equation: Any, dimension: int, parts: int) -> bool:
+    low, high, interior = equation.params["padding_config"][dimension]
+    rows = equation.invars[0].aval.shape[dimension]
+    # Rows added at the end, as every repair of a scatter adds them, move nothing.
+    uneven = rows < parts or rows % parts != 0
+    return low < 0 or high < 0 or interior > 0 or (uneven and low > 0)
+
+
+def _slice(equation: Any, dimension: int, parts: int) -> bool:
+    before, after = (a.aval.shape[dimension] for a in (equation.invars[0], equation.outvars[0]))
+    steps = equation.params["strides"]
+    far = steps is not None and steps[dimension] > 1
+    # What is cut off rows that divide, as the trim of a ragged batch, is cut rightly.
+    return far or (before != after and before % parts != 0)
+
+
+def _cumulate(equation: Any, dimension: int, parts: int) -> bool:
+    return equation.params["axis"] == dimension
+
+
+def _window(equation: Any, dimension: int, parts: int) -> bool:
+    params = equation.params
+    return params["window_dimensions"][dimension] > 1 or params["window_strides"][dimension] > 1
+
+
+_WRONG: dict[str, Callable[[Any, int, int], bool]] = {
+    **dict.fromkeys(["cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"], _cumulate),
+    "pad": _pad,
+    "slice": _slice,
+    **dict.fromkeys(["reduce_window", "reduce_window_sum", "reduce_window_max"], _window),
+    "reduce_window_min": _window,
+    **dict.fromkeys(["select_and_scatter_add", "select_and_gather_add"], _window),
+}
+PRIMITIVES = tuple(_WRONG)
