@@ -40,7 +40,8 @@ def repaired(equation: Any, spread: Spread) -> list | None:
     if not windowed and not fragile and not (grouped and (rows or any(windows))):
         return None
     asked = [spread.asked(left, i) | spread.asked(right, k) for i, k in zip(lhs[2:], rhs[2:])]
-    if frozenset().union(rows, *asked) == spread.open_axes and not fragile:
+    apart = sum(map(len, [rows, *asked])) == len(spread.open_axes)
+    if apart and frozenset().union(rows, *asked) == spread.open_axes and not fragile:
         return None if len(spread.open_axes) == 1 else _pinned(equation, spread, rows, asked)
 
     def convolve(left, right):

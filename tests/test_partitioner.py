@@ -1,0 +1,359 @@
+"""What XLA partitions wrongly comes out right: through fit, evaluate, predict, run and dry runs."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+from helpers import assert_close, built, mlp
+from jax.sharding import PartitionSpec as P
+
+import keras_tpu_dist as ktd
+from keras_tpu_dist import loop
+from keras_tpu_dist.partitioner import Jitted, jit
+from keras_tpu_dist.partitioner.spread import Spread
+from keras_tpu_dist.partitioner.table import FAULTS
+
+MESHES = [{"data": 4, "model": 2}, {"data": 2, "model": 4}, {"data": 2, "fsdp": 2, "model": 2}]
+L = keras.layers
+
+
+def compiled(layers, loss="mse", metrics=(), **options):
+    def build():
+        model = keras.Sequential(layers())
+        model.compile(keras.optimizers.SGD(1.0), loss, metrics=list(metrics), **options)
+        return model
+
+    return build
+
+
+def embedding_classifier(**options):
+    return compiled(
+        lambda: [
+            keras.Input((7,), dtype="int32"),
+            L.Embedding(32, 16),
+            L.GlobalAveragePooling1D(),
+            L.Dense(4),
+        ],
+        **options,
+    )
+
+
+def grouped(**options):
+    return compiled(
+        lambda: [
+            keras.Input((8, 8, 4)),
+            L.DepthwiseConv2D(3, padding="same", depth_multiplier=2),
+            L.SeparableConv2D(8, 3, strides=2),
+            L.Conv2D(8, 1, groups=4),
+            L.GlobalAveragePooling2D(),
+            L.Dense(4),
+        ],
+        **options,
+    )
+
+
+def tokens(rows):
+    rng = np.random.default_rng(0)
+    return rng.integers(0, 32, (rows, 7)), rng.normal(size=(rows, 4)).astype("float32")
+
+
+def images(rows):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(rows, 8, 8, 4)).astype("float32")
+    return x, rng.normal(size=(rows, 4)).astype("float32")
+
+
+def trained(build, strategy, x, y, **fit):
+    model = built(build, strategy)
+    model.fit(x, y, verbose=0, shuffle=False, **fit)
+    return model
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("plan", [None, "fsdp", "tensor_parallel", "auto"])
+@pytest.mark.parametrize("rows", [5, 13])
+def test_embeddings_of_ragged_rows(mesh, plan, rows):
+    x, y = tokens(rows)
+    expected = trained(embedding_classifier(), None, x, y, batch_size=8)
+    strategy = ktd.TPUStrategy(mesh, plan)
+    model = trained(embedding_classifier(), strategy, x, y, batch_size=8)
+    assert_close(model.get_weights(), expected.get_weights())
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("rows", [8, 13])
+def test_kernels_of_grouped_convolutions(mesh, rows):
+    x, y = images(rows)
+    expected = trained(grouped(), None, x, y, batch_size=8)
+    model = trained(grouped(), ktd.TPUStrategy(mesh), x, y, batch_size=8)
+    assert_close(model.get_weights(), expected.get_weights())
+
+
+@pytest.mark.parametrize("options", [{"run_eagerly": True}, {"steps_per_execution": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("build", "data"), [(embedding_classifier, tokens), (grouped, images)], ids=["ids", "images"]
+)
+def test_eagerly_and_several_steps_a_launch(build, data, options):
+    x, y = data(13)
+    expected = trained(build(), None, x, y, batch_size=4)
+    model = trained(build(**options), ktd.TPUStrategy(MESHES[0]), x, y, batch_size=4)
+    assert_close(model.get_weights(), expected.get_weights())
+
+
+def sorting():
+    @keras.saving.register_keras_serializable("test_partitioner")
+    class Sorted(keras.Layer):
+        def build(self, shape):
+            self.scale = self.add_weight(shape=(shape[-1],), initializer="ones")
+
+        def call(self, x):
+            x = x * self.scale
+            ordered = keras.ops.sort(x, axis=0)
+            middle = keras.ops.median(x, axis=0)
+            start = keras.ops.cast(keras.ops.shape(x)[0] + 5, "int32")
+            moved = jax.lax.dynamic_update_slice(x, x[:2], [start + (x[0, 0] * 0).astype(int), 0])
+            return ordered * middle + keras.ops.take(moved, [0, 1, 0], axis=0).sum() * x
+
+    return compiled(lambda: [keras.Input((4,)), Sorted(), L.Dense(4)])
+
+
+@pytest.mark.parametrize("mesh", [{"data": 8}, *MESHES], ids=str)
+def test_sorting_and_slices_of_the_batch(mesh):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(13, 4)).astype("float32")
+    y = rng.normal(size=(13, 4)).astype("float32")
+    expected = built(sorting(), None)
+    model = built(sorting(), ktd.TPUStrategy(mesh))
+    for each in (expected, model):
+        each.train_on_batch(x, y)
+    assert_close(model.get_weights(), expected.get_weights())
+
+
+@keras.saving.register_keras_serializable("test_partitioner")
+class Confusion(keras.metrics.Metric):
+    """Counts of labels and predictions."""
+
+    def __init__(self, name="confusion"):
+        super().__init__(name=name)
+        self.counts = self.add_weight(shape=(4, 4), initializer="zeros", name="counts")
+
+    def update_state(self, y, predicted, sample_weight=None):
+        labels, predicted = jnp.asarray(y).reshape(-1).astype(int), jnp.argmax(predicted, -1)
+        self.counts.assign(self.counts.value.at[labels, predicted].add(1.0))
+
+    def result(self):
+        return (self.counts * jnp.arange(16.0).reshape(4, 4)).sum()
+
+
+# Keras asks for int64 labels.
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64:UserWarning")
+@pytest.mark.parametrize("mesh", [{"data": 8}, *MESHES], ids=str)
+def test_metrics_that_count_are_exact(mesh):
+    def build():
+        model = keras.Sequential(
+            [
+                keras.Input((3,), dtype="int32"),
+                L.CategoryEncoding(8, output_mode="count"),
+                L.Dense(4, activation="softmax"),
+            ]
+        )
+        metrics = [
+            Confusion(),
+            keras.metrics.MeanIoU(4, sparse_y_true=True, sparse_y_pred=False),
+            "accuracy",
+        ]
+        model.compile("sgd", "sparse_categorical_crossentropy", metrics=metrics)
+        return model
+
+    def binary():
+        model = keras.Sequential([keras.Input((4,)), L.Dense(1, activation="sigmoid")])
+        model.compile("sgd", "binary_crossentropy", metrics=[keras.metrics.AUC(num_thresholds=20)])
+        return model
+
+    rng = np.random.default_rng(0)
+    ids, labels = rng.integers(0, 8, (13, 3)), rng.integers(0, 4, 13)
+    x, truth = rng.normal(size=(13, 4)).astype("float32"), rng.integers(0, 2, 13)
+    for make, data in ((build, (ids, labels)), (binary, (x, truth))):
+        models = [built(make, s) for s in (None, ktd.TPUStrategy(mesh))]
+        scores = [m.evaluate(*data, batch_size=8, verbose=0) for m in models]
+        assert_close(*scores)
+        assert_close(*(m.test_on_batch(*data) for m in models))
+        assert_close(*(m.predict_on_batch(data[0]) for m in models))
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_replica_code(mesh):
+    strategy = ktd.TPUStrategy(mesh)
+    x, y = images(16)
+    expected = built(grouped(), None)
+    expected.train_on_batch(x, y)
+    model = built(grouped(), strategy)
+
+    def step(batch):
+        x, y = batch
+
+        def loss(weights, others):
+            outputs, _ = model.stateless_call(weights, others, x)
+            return ((outputs - y) ** 2).mean()
+
+        gradients = jax.grad(loss)(
+            [v.value for v in model.trainable_variables],
+            [v.value for v in model.non_trainable_variables],
+        )
+        gradients = ktd.get_replica_context().all_reduce("mean", gradients)
+        model.optimizer.apply(gradients, model.trainable_variables)
+
+    for batch in strategy.distribute_dataset((x, y), batch_size=16):
+        strategy.run(step, (batch,))
+    assert_close(model.get_weights(), expected.get_weights())
+
+
+def split_images(strategy):
+    @keras.saving.register_keras_serializable("test_partitioner")
+    class Split(keras.Layer):
+        def call(self, x):
+            return strategy.split_to_logical_devices(x, [1, 2, 1, 1]) if strategy else x
+
+    def layers():
+        return [
+            keras.Input((8, 8, 4)),
+            Split(),
+            L.Conv2D(8, 3, padding="same"),
+            L.Conv2D(8, 3, strides=2, padding="same"),
+            L.MaxPooling2D(2),
+            L.DepthwiseConv2D(2),
+            L.AveragePooling2D(1),
+            L.GlobalAveragePooling2D(),
+            L.Dense(4),
+        ]
+
+    return compiled(layers)
+
+
+@pytest.mark.parametrize("rows", [8, 13])
+def test_images_split_where_an_axis_is_left_over(rows):
+    strategy = ktd.TPUStrategy({"data": 2, "other": 2, "rows": 2}, data_axes=("data", "other"))
+    over = ktd.TPUStrategy(
+        {"data": 2, "rows": 2, "model": 2}, [("conv2d/kernel", (None, None, None, "model"))]
+    )
+    x, y = images(rows)
+    expected = built(split_images(None), None)
+    expected.train_on_batch(x, y)
+    model = built(split_images(strategy), strategy)
+    model.train_on_batch(x, y)
+    assert_close(model.get_weights(), expected.get_weights())
+    with pytest.raises(ValueError, match="product of partition_dimensions"):
+        built(split_images(over), over).train_on_batch(x, y)
+
+
+@pytest.mark.parametrize("mesh", [{"data": 8}, *MESHES], ids=str)
+@pytest.mark.parametrize("rows", [8, 13])
+def test_a_program_without_a_fault_is_the_same_text(mesh, rows, monkeypatch):
+    strategy = ktd.TPUStrategy(mesh)
+    x = np.ones((rows, 6), "float32")
+    y = np.zeros(rows, int)
+
+    def text():
+        model = built(mlp, strategy)
+        with strategy.scope():
+            model.train_on_batch(x, y)
+            with strategy._running(model, "train_on_batch", (x, y), {}):
+                groups = ("trainable", "non_trainable", "optimizer", "metrics")
+                state = model._get_jax_state(**{f"{g}_variables": True for g in groups})
+                step = loop.jitted_step(model, "train", strategy._placer, donate=False)
+                return step.lower(state, strategy._placer.place((x, y))).as_text()
+
+    repaired = text()
+    monkeypatch.setattr(jit, "rewritten", lambda jaxpr, *_: jaxpr)
+    assert repaired == text()
+
+
+def test_a_function_is_traced_once_and_given_its_inputs_back():
+    strategy = ktd.TPUStrategy(MESHES[0])
+    whole = strategy._placer.sharding(None)
+    traces = []
+
+    def function(table, ids):
+        traces.append(ids.shape)
+        ids = jax.lax.with_sharding_constraint(ids[:5], strategy._placer.sharding(0))
+        return table, jnp.zeros(8).at[ids].add(1.0)
+
+    layouts = lambda table, ids: (whole, strategy._placer.sharding(0))  # noqa: E731
+    jitted = Jitted(function, strategy.mesh, layouts)
+    table = jax.device_put(jnp.ones(4), whole)
+    ids = jax.device_put(np.arange(8), strategy._placer.sharding(0))
+    same, counts = jitted(table, ids)
+    assert counts.tolist() == [1, 1, 1, 1, 1, 0, 0, 0]
+    assert same.unsafe_buffer_pointer if same is table else same.tolist() == table.tolist()
+    jitted(table, ids)
+    assert traces == [(8,)]
+
+
+def test_which_axes_split_which_dimension():
+    strategy = ktd.TPUStrategy(MESHES[0])
+
+    def function(x, w):
+        flat = (x @ w).reshape(6, -1)
+        return flat.T, flat.sum(0), jnp.pad(x, ((0, 0), (0, 0), (1, 0)))
+
+    closed = jax.make_jaxpr(function)(jnp.ones((6, 2, 3)), jnp.ones((3, 4)))
+    jaxpr = closed.jaxpr
+    spread = Spread(closed, [[("data",)], [(), ("model",)]], (), strategy.mesh)
+    turned, summed, padded = jaxpr.outvars
+    assert spread.axes(turned, 1) == {"data"}
+    assert spread.axes(turned, 0) == spread.axes(summed, 0) == {"model"}
+    assert spread.axes(padded, 0) == {"data"}
+    assert not spread.axes(padded, 2)
+    assert spread.uneven(padded, 0)
+    assert not spread.uneven(turned, 0)
+
+
+def test_loops_and_branches_are_looked_into():
+    strategy = ktd.TPUStrategy(MESHES[0])
+    rows = strategy._placer.sharding(0)
+
+    def counted(ids):
+        ids = jax.lax.with_sharding_constraint(ids[:5], rows)
+        add = lambda counts: counts.at[ids].add(1.0)  # noqa: E731
+
+        def body(counts, _):
+            return jax.lax.cond(counts[0] < 100, add, lambda c: c, counts), counts.sum()
+
+        counts, sums = jax.lax.scan(body, jnp.zeros(8), None, length=3)
+        counts = jax.lax.fori_loop(0, 2, lambda _, c: jax.checkpoint(add)(c), counts)
+        return counts, sums
+
+    jitted = Jitted(counted, strategy.mesh, lambda ids: (rows,))
+    counts, sums = jitted(jax.device_put(np.arange(8), rows))
+    assert counts.tolist() == [5, 5, 5, 5, 5, 0, 0, 0]
+    assert sums.tolist() == [0, 5, 10]
+
+
+def test_faults_say_what_is_wrong_and_what_is_done():
+    words = [str(fault) for fault in FAULTS]
+    assert any("openxla/xla#49118" in each for each in words)
+    assert all(re.search(r": .+ Instead: .+\.$", each) for each in words)
+    assert all(fault.seen for fault in FAULTS)
+
+
+@pytest.mark.tpu_compiler
+def test_the_tpu_compilers_program_sums_over_the_devices_that_have_rows():
+    pytest.importorskip("libtpu", reason="needs libtpu")
+    strategy = ktd.TPUStrategy(MESHES[0], topology="v5e:2x4")
+    x, y = images(16)
+    report = ktd.dry_run(grouped(), strategy, x=x, y=y, batch_size=16)
+    reduced = [c for c in report.cost.collectives if c.kind == "all-reduce"]
+    assert reduced
+    assert {c.axes for c in reduced} == {("data",)}
+
+
+def test_partition_spec_of_a_free_dimension():
+    from keras_tpu_dist.partitioner.places import constrained
+
+    strategy = ktd.TPUStrategy(MESHES[0])
+    split = jax.device_put(np.ones((8, 4)), strategy._placer.sharding(0))
+    made = jax.jit(lambda x: constrained(x, strategy.mesh, {1: ("model",)}))(split)
+    assert made.sharding.spec == P("data", "model")
