@@ -75,6 +75,11 @@ def _cumulate(equation: Any, dimension: int, parts: int) -> bool:
     return equation.params["axis"] == dimension
 
 
+def _transform(equation: Any, dimension: int, parts: int) -> bool:
+    rank = len(_dimensions(equation))
+    return dimension >= rank - len(equation.params["fft_lengths"])
+
+
 def _window(equation: Any, dimension: int, parts: int) -> bool:
     params = equation.params
     return params["window_dimensions"][dimension] > 1 or params["window_strides"][dimension] > 1
@@ -82,6 +87,7 @@ def _window(equation: Any, dimension: int, parts: int) -> bool:
 
 _WRONG: dict[str, Callable[[Any, int, int], bool]] = {
     **dict.fromkeys(["cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"], _cumulate),
+    "fft": _transform,
     "pad": _pad,
     "slice": _slice,
     **dict.fromkeys(["reduce_window", "reduce_window_sum", "reduce_window_max"], _window),

@@ -2,9 +2,12 @@
 
 import contextlib
 import functools
+import os
+import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import assigned
 import jax
 import keras
 import layers
@@ -36,7 +39,7 @@ class Job:
     """What to compare.
 
     Attributes:
-        kind: `"operation"`, `"layer"` or `"model"`.
+        kind: A name of `CASES`, or `"probe"` for what the runner must survive.
         case: The case's name.
         rows: The number of rows.
         mesh: A name of `MESHES`.
@@ -52,7 +55,7 @@ class Job:
     repair: bool = True
 
     def __str__(self):
-        rows = "even" if self.rows == EVEN else "ragged"
+        rows = {EVEN: "even", RAGGED: "ragged"}.get(self.rows, f"{self.rows} rows")
         return f"{self.kind} {self.case} on {self.mesh}, {rows}, {self.plan}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -65,8 +68,9 @@ def all_jobs(kinds: tuple[str, ...], repair: bool = True) -> list[Job]:
     jobs = []
     for kind in kinds:
         for case in CASES[kind]:
-            for rows in moves.ROWS if kind == "move" else (EVEN, RAGGED):
-                combinations = [(mesh, "none") for mesh in MESHES]
+            for rows in _ROWS.get(kind, (EVEN, RAGGED)):
+                meshes = assigned.MESHES if kind == "assigned" else MESHES
+                combinations = [(mesh, "none") for mesh in meshes]
                 if kind in ("layer", "model"):
                     combinations += PLANNED[kind, rows]
                 jobs += [Job(kind, case, rows, *pair, repair) for pair in combinations]
@@ -76,9 +80,11 @@ def all_jobs(kinds: tuple[str, ...], repair: bool = True) -> list[Job]:
 CASES: dict[str, dict[str, Any]] = {
     "operation": {case.name: case for case in operations.CASES},
     "move": moves.FAMILIES,
+    "assigned": assigned.CASES,
     "layer": {case.name: case for case in layers.CASES},
     "model": {case.name: case for case in models.CASES},
 }
+_ROWS = {"move": moves.ROWS, "assigned": assigned.ROWS}
 PLANNED = {
     ("layer", EVEN): [("2x4", "tensor_parallel"), ("2x2x2", "auto")],
     ("layer", RAGGED): [("4x2", "tensor_parallel"), ("2x2x2", "fsdp")],
@@ -276,7 +282,9 @@ def _trained(job: Job) -> dict[str, np.ndarray]:
 
 def _compiled(job: Job) -> tuple:
     case = CASES[job.kind][job.case]
-    if job.kind == "layer":
+    if job.kind == "assigned":
+        model, (x, y), loss = case(), assigned.data(job.rows), "mse"
+    elif job.kind == "layer":
         model, (x, y), loss = layers.model_of(case, job.rows), layers.data_of(case, job.rows), "mse"
     else:
         model, (x, y), loss = case.build(), case.data(job.rows, np.random.default_rng(0)), case.loss
@@ -285,4 +293,15 @@ def _compiled(job: Job) -> tuple:
     return model, x, y
 
 
-_RUN = {"operation": _computed, "move": _moved, "layer": _trained, "model": _trained}
+def _probed(job: Job) -> dict[str, np.ndarray]:
+    """What the processes that compare are to survive."""
+    if job.case == "abort":
+        os.abort()
+    time.sleep(3600)
+    return {}
+
+
+_RUN = {
+    **{"operation": _computed, "move": _moved, "layer": _trained, "model": _trained},
+    **{"assigned": _trained, "probe": _probed},
+}

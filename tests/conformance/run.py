@@ -26,7 +26,7 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 _WORKER = Path(__file__).with_name("worker.py")
-KINDS = ("operation", "move", "layer", "model")
+KINDS = ("operation", "move", "assigned", "layer", "model")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,52 @@
+"""A sample of the comparisons; `python tests/conformance/run.py` makes all of them."""
+
+import layers
+import models
+import operations
+import pytest
+import run
+
+# What XLA gets wrong without repairs, one or two of each kind, and what it has always got right.
+_SAMPLE = (
+    r"operation (take/table|take_along_axis/rows|segment_max/own_rows|sort/axis0|det/batched|"
+    r"depthwise_conv/2d|separable_conv/2d|correlate/same|slice_update/clamped_rows|"
+    r"einsum/across|pad/reflect_both|cumsum/axis0) on (4x2|8), ragged",
+    r"move (at|slice_) on 2x4, .*",
+    r"layer (Embedding|DepthwiseConv2D|BatchNormalization|MultiHeadAttention)/\w+ on 2x2x2, ragged",
+    r"model (ranking|moe_like) on (4x2, ragged, tensor_parallel|2x2x2, ragged, fsdp)",
+    r"assigned \w+ on 4x2, .*",
+)
+
+
+@pytest.mark.parametrize("pattern", _SAMPLE, ids=lambda pattern: pattern.split()[0])
+def test_sample(pattern):
+    chosen = run.listed(run.KINDS, f"^{pattern}")[:24]
+    assert chosen
+    found = run.compare_all(chosen, processes=1)
+    assert not [str(finding) for finding in found if finding.outcome != "right"]
+
+
+@pytest.mark.parametrize("table", [operations, layers], ids=lambda table: table.__name__)
+def test_every_public_name_has_a_case_or_a_reason(table):
+    compared = {case.name.split("/")[0] for case in table.CASES}
+    assert sorted(compared | set(table.LEFT_OUT)) == sorted(table.all_names())
+    assert all(table.LEFT_OUT.values())
+
+
+def test_names_of_cases_are_unique():
+    for table in (operations, layers, models):
+        names = [case.name for case in table.CASES]
+        assert len(set(names)) == len(names)
+
+
+def test_an_abort_a_hang_and_an_error_are_findings():
+    job = run.listed(("operation",), "^operation sin/batch on 8, even")[0]
+    probe = {**job, "kind": "probe"}
+    found = run.compare_all(
+        [{**job, "case": "none"}, {**probe, "case": "abort"}, {**probe, "case": "hang"}, job],
+        processes=1,
+        timeout=20,
+    )
+    assert [finding.outcome for finding in found] == ["error", "abort", "hang", "right"]
+    assert str(found[2]).startswith("hang")
+    assert run.table(found, 9.0).endswith("4 cases, 4 comparisons, 9 s")
