@@ -9,6 +9,7 @@ from typing import Any
 import keras
 from jax.sharding import Mesh
 
+from keras_tpu_dist.chips import of_kind
 from keras_tpu_dist.errors import message
 from keras_tpu_dist.layout import (
     Axes,
@@ -20,6 +21,7 @@ from keras_tpu_dist.layout import (
     split_ways,
 )
 from keras_tpu_dist.planner_tensor import TensorPlan
+from keras_tpu_dist.topology import CompileOnlyDevice
 
 PLANS = ("fsdp", "tensor_parallel", "auto")
 
@@ -305,6 +307,9 @@ def _state_bytes(variable) -> int:
 
 def _device_memory(mesh) -> int:
     device = mesh.devices.flat[0]
+    if isinstance(device, CompileOnlyDevice):
+        chip = of_kind(device.device_kind)
+        return _MEMORY_WHERE_UNKNOWN if chip is None else chip.device_hbm_bytes
     stats = device.memory_stats() if device.platform in ("tpu", "gpu", "cuda") else None
     return (stats or {}).get("bytes_limit", _MEMORY_WHERE_UNKNOWN)
 

@@ -340,11 +340,19 @@ def test_faults_say_what_is_wrong_and_what_is_done():
 
 
 @pytest.mark.tpu_compiler
-def test_the_tpu_compilers_program_sums_over_the_devices_that_have_rows():
+@pytest.mark.parametrize("rows", [16, 13])
+@pytest.mark.parametrize("case", ["grouped", "embedding", "sorting"])
+def test_the_tpu_compilers_program_sums_over_the_devices_that_have_rows(case, rows):
     pytest.importorskip("libtpu", reason="needs libtpu")
     strategy = ktd.TPUStrategy(MESHES[0], topology="v5e:2x4")
-    x, y = images(16)
-    report = ktd.dry_run(grouped(), strategy, x=x, y=y, batch_size=16)
+    rng = np.random.default_rng(0)
+    vectors = tuple(rng.normal(size=(rows, 4)).astype("float32") for _ in range(2))
+    build, (x, y) = {
+        "grouped": (grouped(), images(rows)),
+        "embedding": (embedding_classifier(), tokens(rows)),
+        "sorting": (sorting(), vectors),
+    }[case]
+    report = ktd.dry_run(build, strategy, x=x, y=y, batch_size=rows)
     reduced = [c for c in report.cost.collectives if c.kind == "all-reduce"]
     assert reduced
     assert {c.axes for c in reduced} == {("data",)}

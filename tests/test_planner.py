@@ -6,6 +6,7 @@ import keras
 import pytest
 from jax.sharding import AbstractMesh
 
+import keras_tpu_dist as ktd
 from keras_tpu_dist import _keras
 from keras_tpu_dist.layout import checked, split_ways
 from keras_tpu_dist.planner import Planner, slot_decision
@@ -368,3 +369,10 @@ def test_the_private_names_that_read_a_model_exist():
     assert _keras.graph(dense) is None
     sequential = keras.Sequential([x, L.Dense(4)])
     assert len(_keras.graph(sequential)) == 2
+
+
+def test_auto_on_a_slice_that_is_only_named():
+    strategy = ktd.TPUStrategy({"data": 8}, "auto", topology="v5e:2x4")
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+    assert "fits on one device" in str(strategy.plan(model))

@@ -15,7 +15,7 @@ import jax
 from jax.extend import core
 from jax.sharding import Mesh, NamedSharding
 
-from keras_tpu_dist.partitioner.jaxprs import inner_jaxprs, opened
+from keras_tpu_dist.partitioner.jaxprs import inner_jaxprs, opened, scan_parts
 
 # For each dimension of an array, the mesh axes that split it.
 Axes = Sequence[Iterable[str]]
@@ -242,13 +242,9 @@ def _call(spread: Spread, equation: Any, inner: list) -> None:
 
 
 def _scan(spread: Spread, equation: Any, inner: list) -> None:
-    (jaxpr,) = inner
-    _call(spread, equation, [jaxpr])
-    stacked = [_rank(a) > _rank(b) for a, b in zip(equation.outvars, jaxpr.outvars)]
-    carries = stacked.index(True) if True in stacked else len(stacked)
-    xs = [_rank(a) > _rank(b) for a, b in zip(equation.invars, jaxpr.invars)]
-    first = (xs.index(True) if True in xs else len(xs)) - carries
-    for own, result in zip(jaxpr.invars[first:], jaxpr.outvars[:carries]):
+    _call(spread, equation, inner)
+    body, constants, carries = scan_parts(equation)
+    for own, result in zip(body.invars[constants:], body.outvars[:carries]):
         spread.link_positions(own, result)
 
 

@@ -11,6 +11,8 @@ from typing import Any
 
 from jax.extend import core
 
+from keras_tpu_dist.partitioner.jaxprs import opened, scan_parts
+
 _COMBINING = {"psum": "axes", "pmax": "axes", "pmin": "axes", "all_gather": "axis_name"}
 
 _CALLED_ONCE = ("jaxpr", "call_jaxpr", "fun_jaxpr")
@@ -18,9 +20,9 @@ _CALLED_ONCE = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 def shard_map_body(jaxpr: Any) -> Any:
     """The program of one replica inside of a traced `jax.shard_map`, or `None`."""
-    for equation in _open(jaxpr).eqns:
+    for equation in opened(jaxpr).eqns:
         if equation.primitive.name == "shard_map":
-            return _open(equation.params["jaxpr"])
+            return opened(equation.params["jaxpr"])
     return None
 
 
@@ -35,7 +37,7 @@ def differing(jaxpr: Any, inputs: Sequence[bool], axes: Iterable[str]) -> list[b
     Returns:
         For each output, whether it may differ. `False` is certain.
     """
-    return _Flow(frozenset(axes)).of(_open(jaxpr), list(inputs))
+    return _Flow(frozenset(axes)).of(opened(jaxpr), list(inputs))
 
 
 class _Flow:
@@ -61,7 +63,7 @@ class _Flow:
         if name == "axis_index":
             return [bool(self._axes & set(_names(params["axis_name"])))] * count
         if name == "scan":
-            return self._scan(params, inputs)
+            return self._scan(equation, inputs)
         if name == "while":
             return self._while(params, inputs)
         if name == "cond":
@@ -69,7 +71,7 @@ class _Flow:
         for key in _CALLED_ONCE:
             called = params.get(key)
             if called is not None:
-                body = _open(called)
+                body = opened(called)
                 if len(body.invars) == len(inputs) and len(body.outvars) == count:
                     return self.of(body, inputs)
         inner = any(self._mentions_replica(value) for value in params.values())
@@ -79,9 +81,8 @@ class _Flow:
         groups = params.get("axis_index_groups")
         return groups is None and self._axes <= set(_names(params[key]))
 
-    def _scan(self, params, inputs):
-        consts, carries = params["num_consts"], params["num_carry"]
-        body = _open(params["jaxpr"])
+    def _scan(self, equation, inputs):
+        body, consts, carries = scan_parts(equation)
         fixed, carry, xs = (
             inputs[:consts],
             inputs[consts : consts + carries],
@@ -96,7 +97,7 @@ class _Flow:
 
     def _while(self, params, inputs):
         of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
-        cond, body = _open(params["cond_jaxpr"]), _open(params["body_jaxpr"])
+        cond, body = opened(params["cond_jaxpr"]), opened(params["body_jaxpr"])
         cond_consts, body_consts = inputs[:of_cond], inputs[of_cond : of_cond + of_body]
         carry = inputs[of_cond + of_body :]
         while True:
@@ -109,24 +110,19 @@ class _Flow:
             carry = grown
 
     def _cond(self, params, inputs, count: int):
-        branches = [self.of(_open(branch), inputs[1:]) for branch in params["branches"]]
+        branches = [self.of(opened(branch), inputs[1:]) for branch in params["branches"]]
         return [inputs[0] or any(branch[i] for branch in branches) for i in range(count)]
 
     def _mentions_replica(self, value) -> bool:
         if isinstance(value, (tuple, list)):
             return any(self._mentions_replica(entry) for entry in value)
-        if not hasattr(_open(value), "eqns"):
+        if not hasattr(opened(value), "eqns"):
             return False
         return any(
             equation.primitive.name == "axis_index"
             or any(self._mentions_replica(inner) for inner in equation.params.values())
-            for equation in _open(value).eqns
+            for equation in opened(value).eqns
         )
-
-
-def _open(jaxpr):
-    """The `Jaxpr` within a `ClosedJaxpr`."""
-    return jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
 
 
 def _names(axes) -> tuple:

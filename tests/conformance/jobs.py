@@ -30,6 +30,8 @@ MESHES: dict[str, dict[str, int]] = {
 }
 EVEN, RAGGED = 16, 13
 TOLERANCE = 1e-5
+# Between the names of operations that one program computes.
+TOGETHER = " + "
 # A weight's update over a whole model: sums of many rounded terms, relative to the largest.
 UPDATE_TOLERANCE = 1e-4
 
@@ -178,15 +180,23 @@ class _Used:
 
 
 def _computed(job: Job) -> dict[str, np.ndarray]:
-    """Results and gradients of an operation on a job's mesh, or on one device."""
-    case = CASES["operation"][job.case]
+    """Results and gradients of operations on a job's mesh, or on one device."""
+    cases = [CASES["operation"][name] for name in job.case.split(TOGETHER)]
     pool = operations.pool(job.rows)
     weights = {name: _weight(name, array) for name, array in pool.items() if _is_float(array)}
     weights |= {name: array for name, array in pool.items() if name.startswith("w_")}
-    names = _names_used(case, pool, weights)
+    used = {case: _names_used(case, pool, weights) for case in cases}
+    names = sorted(set().union(*used.values()))
     batch = {n: pool[n] for n in names if not n.startswith("w_")}
     weights = {n: weights[n] for n in names if n in weights}
-    function = functools.partial(_results, case)
+
+    def function(weights, batch):
+        found = {}
+        for case, own in used.items():
+            arrays = [{n: a for n, a in each.items() if n in own} for each in (weights, batch)]
+            found[case.name] = _results(case, *arrays)
+        return found
+
     if job.mesh == "1":
         return _named(jax.jit(function)(weights, batch))
     mesh = _mesh(job.mesh)
@@ -205,7 +215,7 @@ def _computed(job: Job) -> dict[str, np.ndarray]:
     return _named(program(jax.device_put(weights, whole), placer.place((batch,))))
 
 
-def _names_used(case, pool: dict, weights: dict) -> list[str]:
+def _names_used(case, pool: dict, weights: dict) -> set[str]:
     names: set[str] = set()
 
     def look(pool, weights):
@@ -216,7 +226,7 @@ def _names_used(case, pool: dict, weights: dict) -> list[str]:
             names.update(used.read)
 
     jax.eval_shape(look, pool, weights)
-    return sorted(names)
+    return names
 
 
 def _results(case, weights: dict, batch: dict) -> dict[str, Any]:

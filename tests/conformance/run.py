@@ -19,6 +19,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,34 +109,42 @@ class _Worker:
         return self._process.stdout.readline() if ready else None
 
 
-def compare_all(jobs: list[dict], *, processes: int = 2, timeout: float = 120.0, tell=None) -> list:
+def compare_all(
+    jobs: list[dict],
+    *,
+    processes: int = 2,
+    timeout: float = 120.0,
+    together: int = 1,
+    tell: Callable[[Finding], None] = lambda finding: None,
+) -> list[Finding]:
     """Runs jobs in several processes.
 
     Args:
         jobs: The jobs; those of one case in a row share what one device computes.
         processes: How many at a time.
         timeout: Seconds after which a job counts as a hang.
+        together: How many operations one program computes, which is quicker; where not all of
+            them are right they are compared one by one.
         tell: Called with each `Finding` as it comes.
 
     Returns:
-        The findings, in the order of the jobs.
+        The findings, in no order.
     """
-    groups: dict[tuple, list] = {}
-    for i, job in enumerate(jobs):
-        groups.setdefault((job["kind"], job["case"], job["rows"]), []).append((i, job))
     todo: queue.SimpleQueue = queue.SimpleQueue()
-    for group in groups.values():
+    for group in _groups(jobs, together):
         todo.put(group)
-    findings: dict[int, Finding] = {}
+    found: list[Finding] = []
 
-    def work():
+    def note(finding: Finding) -> None:
+        found.append(finding)
+        tell(finding)
+
+    def work() -> None:
         worker = _Worker(timeout)
         try:
             while True:
-                for i, job in todo.get_nowait():
-                    findings[i] = worker.compare(job)
-                    if tell is not None:
-                        tell(findings[i])
+                for part in todo.get_nowait():
+                    _compare_part(worker, part, note)
         except queue.Empty:
             return
         finally:
@@ -146,7 +155,34 @@ def compare_all(jobs: list[dict], *, processes: int = 2, timeout: float = 120.0,
         thread.start()
     for thread in threads:
         thread.join()
-    return [findings[i] for i in range(len(jobs))]
+    return found
+
+
+def _groups(jobs: list[dict], together: int) -> list[list[list[dict]]]:
+    """Jobs that one process makes in turn, each a list of those that one program computes."""
+    by_case: dict[tuple, list[dict]] = {}
+    for job in jobs:
+        by_case.setdefault((job["kind"], job["rows"], job["case"]), []).append(job)
+    groups: dict[tuple, list[list[dict]]] = {}
+    for number, ((kind, rows, _), own) in enumerate(sorted(by_case.items())):
+        step = together if kind == "operation" else 1
+        configurations = tuple((job["mesh"], job["plan"]) for job in own)
+        parts = groups.setdefault((kind, rows, configurations, number // step), [[] for _ in own])
+        for part, job in zip(parts, own):
+            part.append(job)
+    return list(groups.values())
+
+
+def _compare_part(worker: _Worker, part: list[dict], note: Callable[[Finding], None]) -> None:
+    if len(part) > 1:
+        together = {**part[0], "case": " + ".join(job["case"] for job in part)}
+        finding = worker.compare(together)
+        if finding.outcome == "right":
+            for job in part:
+                note(Finding(job, "right", finding.detail, finding.seconds / len(part)))
+            return
+    for job in part:
+        note(worker.compare(job))
 
 
 def listed(kinds: tuple[str, ...], only: str = "", repair: bool = True) -> list[dict]:
@@ -164,6 +200,7 @@ def main() -> int:
     parser.add_argument("--kind", nargs="*", default=KINDS, choices=KINDS)
     parser.add_argument("--only", default="", help="a regular expression over the jobs")
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--together", type=int, default=8, help="operations in one program")
     parser.add_argument("--timeout", type=float, default=120.0)
     parser.add_argument("--without-repairs", action="store_true")
     parser.add_argument("--verbose", action="store_true")
@@ -177,6 +214,7 @@ def main() -> int:
     found = compare_all(
         listed(tuple(arguments.kind), arguments.only, not arguments.without_repairs),
         processes=arguments.processes,
+        together=arguments.together,
         timeout=arguments.timeout,
         tell=tell,
     )
