@@ -270,20 +270,25 @@ def _positions(spread: Spread, equation: Any) -> None:
 
 
 def _unknown(spread: Spread, equation: Any) -> None:
-    """Links what has the same rank and size, else everything with everything."""
+    """Links what has the same rank and sizes, ones repeated, else everything with everything."""
     atoms = [a for a in equation.invars if type(a) is not core.Literal and _rank(a)]
     atoms += [a for a in equation.outvars if _rank(a)]
     if not atoms:
         return
-    first, *others = atoms
-    shape = first.aval.shape
-    if all(a.aval.shape == shape for a in others):
-        for atom in others:
-            spread.link_positions(first, atom)
+    largest = max(atoms, key=lambda a: math.prod(a.aval.shape))
+    if all(_repeats(a.aval.shape, largest.aval.shape) for a in atoms):
+        for atom in atoms:
+            if atom is not largest:
+                spread.link_positions(largest, atom)
         return
     dimensions = [(a, i) for a in atoms for i in range(_rank(a))]
     for one, other in itertools.pairwise(dimensions):
         spread.link(*one, *other)
+
+
+def _repeats(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+    """Whether values of a shape are repeated to another one."""
+    return len(shape) == len(whole) and all(a in (b, 1) for a, b in zip(shape, whole))
 
 
 def _nothing(spread: Spread, equation: Any) -> None:
