@@ -144,8 +144,8 @@ def traffic(text):
     found = hlo.analyze(text).collectives
     kinds = {}
     for collective in found:
-        kinds[collective.kind] = kinds.get(collective.kind, 0) + collective.count
-    sent = sum(c.count * c.bytes for c in found)
+        kinds[collective.kind] = kinds.get(collective.kind, 0) + collective.times
+    sent = sum(c.times * c.bytes for c in found)
     return f"{', '.join(f'{n} {kind}' for kind, n in sorted(kinds.items()))}; {sent:,} bytes"
 
 

@@ -97,12 +97,13 @@ class Spread:
         if before != after and 1 in (before, after):
             return
         ours, theirs = self._of(one), self._of(other)
-        if theirs[j] is None:
+        mine, yours = ours[i], theirs[j]
+        if yours is None:
             theirs[j] = self._class(ours, i)
-        elif ours[i] is None:
-            ours[i] = theirs[j]
-        elif ours[i] != theirs[j]:
-            self._merge(self._root(ours[i]), self._root(theirs[j]))
+        elif mine is None:
+            ours[i] = yours
+        elif mine != yours:
+            self._merge(self._root(mine), self._root(yours))
 
     def merge(self, one: Any, i: int, other: Any, j: int) -> None:
         """Puts two dimensions into one class, whatever their sizes."""
@@ -131,10 +132,11 @@ class Spread:
         return classes
 
     def _class(self, classes: list[int | None], dimension: int) -> int:
-        if classes[dimension] is None:
-            classes[dimension] = len(self._parents)
-            self._parents.append(len(self._parents))
-        return classes[dimension]
+        known = classes[dimension]
+        if known is None:
+            known = classes[dimension] = len(self._parents)
+            self._parents.append(known)
+        return known
 
     def _merge(self, one: int, other: int) -> None:
         if one != other:
@@ -161,9 +163,8 @@ class Spread:
         if isinstance(atom, core.Literal):
             return frozenset()
         classes = self._classes.get(atom)
-        if classes is None or classes[dimension] is None:
-            return frozenset()
-        return frozenset(known.get(self._root(classes[dimension]), ())) - self.manual
+        node = None if classes is None else classes[dimension]
+        return frozenset(() if node is None else known.get(self._root(node), ())) - self.manual
 
     def _link_program(self, jaxpr: Any) -> None:
         if id(jaxpr) in self._linked:
