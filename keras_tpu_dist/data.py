@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from keras_tpu_dist.errors import message
 from keras_tpu_dist.layout import named_sharding
+from keras_tpu_dist.notices import say_once
 from keras_tpu_dist.reading import InputClock
 
 _ELEMENTS = ("x", "y", "sample_weight")
@@ -131,8 +132,8 @@ class BatchPlacer:
             else column
             for column, slot, padding in zip(columns, plan.slots, plan.paddings)
         ]
-        shardings = [self.sharding(s.axis if s.axis is None else s.axis + 1) for s in plan.slots]
-        arrays = jax.device_put(columns, shardings)
+        stack = PlacedBatch(jax.tree.unflatten(treedef, columns), plan.slots)
+        arrays = jax.device_put(columns, self.shardings(stack, stacked=True))
         return PlacedBatch(jax.tree.unflatten(treedef, arrays), plan.slots)
 
     def place_eagerly(self, batch: Any) -> Any:
@@ -144,6 +145,11 @@ class BatchPlacer:
         """
         leaves, treedef, plan = self._planned(batch)
         whole = self.num_shards not in (1, self.mesh.size)
+        if whole or any(plan.paddings):
+            say_once(
+                "run_eagerly: batches are whole on every device, since "
+                + ("the mesh has an axis besides the data axes" if whole else "rows do not divide")
+            )
         shardings = [
             self._replicated if whole or padding else sharding
             for sharding, padding in zip(plan.shardings, plan.paddings)

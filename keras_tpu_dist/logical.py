@@ -12,8 +12,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.errors import message
-from keras_tpu_dist.logical_call import assign, assigning, on_logical_device, say_once
+from keras_tpu_dist.logical_call import assign, assigning, on_logical_device
 from keras_tpu_dist.mesh import LOGICAL_AXIS
+from keras_tpu_dist.notices import say_once
 from keras_tpu_dist.topology import Topology
 
 

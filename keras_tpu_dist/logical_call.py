@@ -3,7 +3,6 @@
 import contextlib
 import contextvars
 import functools
-import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,15 +16,13 @@ from keras_tpu_dist import _keras
 from keras_tpu_dist.annotations import Annotation, annotate, annotation_of
 from keras_tpu_dist.errors import message
 from keras_tpu_dist.layout import LayoutRules
+from keras_tpu_dist.notices import say_once
 from keras_tpu_dist.partitioner import in_compiled_code
-
-logger = logging.getLogger("keras_tpu_dist")
 
 _ROUTED = "_keras_tpu_dist_routed"
 # The logical device whose branch is being traced, and the one that new layers are assigned to.
 _tracing: contextvars.ContextVar[int | None] = contextvars.ContextVar("tracing", default=None)
 _creating: contextvars.ContextVar[int | None] = contextvars.ContextVar("creating", default=None)
-_said: set[str] = set()
 
 
 def assign(layer: Any, logical_device: int | None) -> Any:
@@ -333,13 +330,6 @@ def _layer_created(layer: Any) -> None:
     device = _creating.get()
     if device is not None and not isinstance(layer, (keras.Model, keras.layers.InputLayer)):
         assign(layer, device)
-
-
-def say_once(words: str) -> None:
-    """Logs what would be tedious at each call."""
-    if words not in _said:
-        _said.add(words)
-        logger.info(words)
 
 
 _keras.tell_of_layers(_layer_created)

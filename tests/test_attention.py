@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from keras_tpu_dist import TPUStrategy, _keras, attention
+from keras_tpu_dist import TPUStrategy, _keras, attention, notices
 from keras_tpu_dist.attention import dispatch, kernel
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
@@ -134,7 +134,7 @@ def mesh():
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_float64(case, mesh, caplog):
     (q, k, v), g, bias, mask = inputs(case)
-    dispatch._log_once.cache_clear()
+    notices.forget()
 
     @jax.jit
     def ours(q, k, v, bias):
@@ -375,7 +375,7 @@ def test_flash_attention_true_is_an_order(mesh):
 
 def test_old_chips_and_short_sequences_take_xla(mesh, caplog):
     caplog.set_level(logging.INFO, "keras_tpu_dist")
-    dispatch._log_once.cache_clear()
+    notices.forget()
     x = jnp.ones((4, 8, 2, 4))
     for _ in range(2):
         attention.dot_product_attention(x, x, x, mesh=mesh, **OPTIONS)

@@ -16,10 +16,9 @@ from keras_tpu_dist import _keras
 from keras_tpu_dist.attention.xla import xla_attention
 from keras_tpu_dist.chips import WITHOUT_KERNELS
 from keras_tpu_dist.errors import message
+from keras_tpu_dist.notices import say_once
 from keras_tpu_dist.partitioner import in_compiled_code
 from keras_tpu_dist.plain import only_plain_operations
-
-logger = logging.getLogger("keras_tpu_dist")
 
 # Blocks are at least 128 x 128: below a quarter of useful work XLA's own program wins.
 _MOST_PADDING = 4
@@ -139,11 +138,11 @@ def _takes_kernel(flash_attention, query, key, bias, mesh: Mesh, platform: str |
             )
         )
     if reason is not None:
-        _log_once(logging.WARNING, reason)
+        _say(reason, logging.WARNING)
         return False
     wasteful = None if flash_attention else _why_wasteful(query, key)
     if wasteful is not None:
-        _log_once(logging.INFO, wasteful)
+        _say(wasteful)
     return wasteful is None
 
 
@@ -216,9 +215,8 @@ def _why_wasteful(query, key) -> str | None:
     return None
 
 
-@functools.lru_cache(maxsize=256)
-def _log_once(level: int, reason: str) -> None:
-    logger.log(level, "attention runs as plain XLA operations: %s", reason)
+def _say(reason: str, level: int = logging.INFO) -> None:
+    say_once(f"attention runs as plain XLA operations: {reason}", level)
 
 
 def _dividing_axes(axes: Sequence[str], mesh: Mesh, number: int) -> tuple[str, ...]:

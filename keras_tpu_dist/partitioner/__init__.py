@@ -2,4 +2,3 @@
 
 from keras_tpu_dist.partitioner.jit import Jitted as Jitted
 from keras_tpu_dist.partitioner.places import in_compiled_code as in_compiled_code
-from keras_tpu_dist.partitioner.rewrite import rewritten as rewritten

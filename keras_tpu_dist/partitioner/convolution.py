@@ -3,11 +3,10 @@
 from typing import Any
 
 import jax
-from jax import lax
 from jax.sharding import PartitionSpec
 
 from keras_tpu_dist.partitioner.jaxprs import replacement
-from keras_tpu_dist.partitioner.places import constrained, mesh_here
+from keras_tpu_dist.partitioner.places import constrained, mesh_here, padded_at_the_end
 from keras_tpu_dist.partitioner.spread import Spread
 
 PRIMITIVES = ("conv_general_dilated",)
@@ -98,7 +97,9 @@ def _by_rows(equation: Any, spread: Spread, axes: frozenset, left: Any, right: A
         return equation.primitive.bind(left, right, **equation.params)[None]
 
     padding = -left.shape[lhs] % spread.product(axes)
-    left, right = _padded(left, lhs, padding), _padded(right, rhs, padding)
+    # Rows of zeros add nothing to a sum over rows.
+    left = padded_at_the_end(left, {lhs: padding})
+    right = padded_at_the_end(right, {rhs: padding})
     parts = jax.shard_map(
         local,
         mesh=mesh_here(spread.mesh),
@@ -112,11 +113,3 @@ def _by_rows(equation: Any, spread: Spread, axes: frozenset, left: Any, right: A
 
 def _spec(rank: int, dimension: int, names: tuple[str, ...]) -> PartitionSpec:
     return PartitionSpec(*(names if d == dimension else None for d in range(rank)))
-
-
-def _padded(array, dimension: int, rows: int):
-    """Rows of zeros at the end, which add nothing to a sum over rows."""
-    if not rows:
-        return array
-    widths = [(0, rows if d == dimension else 0, 0) for d in range(array.ndim)]
-    return lax.pad(array, lax.full((), 0, array.dtype), widths)

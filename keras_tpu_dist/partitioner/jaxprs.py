@@ -52,20 +52,31 @@ def with_inner_jaxprs(equation: Any, edit: Callable[[Any], Any]) -> Any:
     return equation.replace(params={**equation.params, **changed}) if changed else equation
 
 
-def any_equation(jaxpr: Any, holds: Callable[[Any], bool], seen: set[int] | None = None) -> bool:
-    """Whether an equation of a program, or of one that it calls, has a property."""
-    seen = set() if seen is None else seen
-    if id(opened(jaxpr)) in seen:
+def any_equation(
+    jaxpr: Any,
+    holds: Callable[[Any], bool],
+    of_interest: Callable[[Any], bool] = lambda equation: True,
+) -> bool:
+    """Whether an equation of a program, or of one that it calls, has a property.
+
+    Equations that are not of interest are passed by, and what they call.
+    """
+    seen: set[int] = set()
+
+    def found(jaxpr: Any) -> bool:
+        if id(opened(jaxpr)) in seen:
+            return False
+        seen.add(id(opened(jaxpr)))
+        for equation in opened(jaxpr).eqns:
+            if not of_interest(equation):
+                continue
+            if holds(equation):
+                return True
+            if equation.params and any(map(found, inner_jaxprs(equation))):
+                return True
         return False
-    seen.add(id(opened(jaxpr)))
-    for equation in opened(jaxpr).eqns:
-        if holds(equation):
-            return True
-        if equation.params:
-            for inner in inner_jaxprs(equation):
-                if any_equation(inner, holds, seen):
-                    return True
-    return False
+
+    return found(jaxpr)
 
 
 def scan_parts(equation: Any) -> tuple[Any, int, int]:

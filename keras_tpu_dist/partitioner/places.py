@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 
@@ -36,3 +37,11 @@ def constrained(array: Any, mesh: Mesh, dimensions: Mapping[int, tuple[str, ...]
         *((dimensions[d] or None) if d in dimensions else free for d in range(array.ndim))
     )
     return jax.lax.with_sharding_constraint(array, NamedSharding(mesh_here(mesh), spec))
+
+
+def padded_at_the_end(array: Any, rows: Mapping[int, int], value: Any = 0) -> Any:
+    """An array with rows of one value added at the end of some dimensions."""
+    if not any(rows.values()):
+        return array
+    widths = [(0, rows.get(d, 0), 0) for d in range(array.ndim)]
+    return lax.pad(array, lax.full((), value, array.dtype), widths)

@@ -6,6 +6,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from keras_tpu_dist.partitioner.jaxprs import (
+    any_equation,
     inner_jaxprs,
     opened,
     with_equations,
@@ -30,7 +31,7 @@ def rewritten(jaxpr: Any, mesh: Mesh, inputs: Sequence[Axes], outputs: Sequence[
     Returns:
         The program; the same object where nothing is to be done.
     """
-    if not _any_candidate(jaxpr, mesh.size, set()):
+    if not _any_candidate(jaxpr, mesh.size):
         return jaxpr
     return _Rewriter(Spread(jaxpr, inputs, outputs, mesh)).program(jaxpr)
 
@@ -38,23 +39,19 @@ def rewritten(jaxpr: Any, mesh: Mesh, inputs: Sequence[Axes], outputs: Sequence[
 def _of_interest(equation: Any) -> bool:
     """Whether an equation may have to be repaired, or calls a program; the rest is passed by."""
     name = equation.primitive.name
+    if name in _CLOSED:
+        return False
     return name in REPAIRS or bool(equation.params and name not in CALL_NOTHING)
 
 
-def _any_candidate(jaxpr: Any, devices: int, seen: set[int]) -> bool:
+def _any_candidate(jaxpr: Any, devices: int) -> bool:
     """Whether a program has an operation that may be partitioned wrongly, at a quick glance."""
-    if id(opened(jaxpr)) in seen:
-        return False
-    seen.add(id(opened(jaxpr)))
-    for equation in opened(jaxpr).eqns:
-        name = equation.primitive.name
-        if name in _CLOSED or not _of_interest(equation):
-            continue
-        if name in CANDIDATES and CANDIDATES[name](equation, devices):
-            return True
-        if any(_any_candidate(inner, devices, seen) for inner in inner_jaxprs(equation)):
-            return True
-    return False
+
+    def candidate(equation: Any) -> bool:
+        holds = CANDIDATES.get(equation.primitive.name)
+        return holds is not None and holds(equation, devices)
+
+    return any_equation(jaxpr, candidate, _of_interest)
 
 
 class _Rewriter:
@@ -83,8 +80,6 @@ class _Rewriter:
 
     def _equation(self, equation: Any) -> Any:
         name = equation.primitive.name
-        if name in _CLOSED:
-            return equation
         repaired = REPAIRS.get(name)
         if repaired is not None and (equations := repaired(equation, self._spread)) is not None:
             return equations

@@ -6,6 +6,7 @@ import jax
 from jax import lax
 
 from keras_tpu_dist.partitioner.jaxprs import replacement
+from keras_tpu_dist.partitioner.places import padded_at_the_end
 from keras_tpu_dist.partitioner.spread import Spread
 
 PRIMITIVES = ("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
@@ -48,9 +49,9 @@ def repaired(equation: Any, spread: Spread) -> list | None:
         indices = indices.astype(jax.dtypes.canonicalize_dtype("int64"))
         beyond = max(operand.shape, default=0) + sum(both.values())
         before = operand.shape
-        operand = _padded(operand, {shared[d]: n for d, n in both.items()}, 0)
-        indices = _padded(_padded(indices, both, 0), free, beyond)
-        updates = _padded(updates, {rows[d]: n for d, n in paddings.items()}, 0)
+        operand = padded_at_the_end(operand, {shared[d]: n for d, n in both.items()})
+        indices = padded_at_the_end(padded_at_the_end(indices, both), free, beyond)
+        updates = padded_at_the_end(updates, {rows[d]: n for d, n in paddings.items()})
         result = equation.primitive.bind(operand, indices, updates, *rest, **params)
         return lax.slice(result, [0] * len(before), before) if both else result
 
@@ -71,10 +72,3 @@ def _clipped(operand, indices, updates, numbers):
         for i, d in enumerate(numbers.scatter_dims_to_operand_dims)
     ]
     return lax.concatenate(columns, indices.ndim - 1) if columns else indices
-
-
-def _padded(array, paddings: dict[int, int], value):
-    if not any(paddings.values()):
-        return array
-    widths = [(0, paddings.get(d, 0), 0) for d in range(array.ndim)]
-    return lax.pad(array, lax.full((), value, array.dtype), widths)

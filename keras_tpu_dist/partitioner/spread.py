@@ -2,7 +2,8 @@
 
 A dimension that the compiler may split like another one is in one class with it, in whichever
 direction it looks. The classes err on the large side: a dimension may be said to be split that is
-not, never the other way round.
+not. A dimension of one row that is reshaped is the exception: whether it stands for rows is told by
+what was known when it was met.
 """
 
 import contextlib
@@ -382,31 +383,35 @@ def _convolution(spread: Spread, equation: Any) -> None:
 
 def _gather(spread: Spread, equation: Any) -> None:
     numbers = equation.params["dimension_numbers"]
+    gone = numbers.collapsed_slice_dims, numbers.operand_batching_dims
+    shared = numbers.operand_batching_dims, numbers.start_indices_batching_dims
     operand, indices = equation.invars[:2]
-    result = equation.outvars[0]
-    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    window = [i for i in range(_rank(operand)) if i not in gone]
-    for i, j in zip(window, numbers.offset_dims):
-        spread.link(operand, i, result, j)
-    batch = [j for j in range(_rank(result)) if j not in numbers.offset_dims]
-    for i, j in zip(range(_rank(indices) - 1), batch):
-        spread.link(indices, i, result, j)
-    for i, j in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims):
-        spread.link(operand, i, indices, j)
+    slices = equation.outvars[0], numbers.offset_dims
+    _link_slices(spread, operand, indices, slices, gone, shared)
 
 
 def _scatter(spread: Spread, equation: Any) -> None:
     numbers = equation.params["dimension_numbers"]
+    gone = numbers.inserted_window_dims, numbers.operand_batching_dims
+    shared = numbers.operand_batching_dims, numbers.scatter_indices_batching_dims
     operand, indices, updates = equation.invars[:3]
     spread.link_positions(operand, equation.outvars[0])
-    gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
-    window = [i for i in range(_rank(operand)) if i not in gone]
-    for i, j in zip(window, numbers.update_window_dims):
-        spread.link(operand, i, updates, j)
-    batch = [j for j in range(_rank(updates)) if j not in numbers.update_window_dims]
+    _link_slices(spread, operand, indices, (updates, numbers.update_window_dims), gone, shared)
+
+
+def _link_slices(
+    spread: Spread, operand: Any, indices: Any, slices: tuple, gone: tuple, shared: tuple
+) -> None:
+    """Links an operand, indices into it, and the slices that they stand for."""
+    slices, windows = slices
+    missing = {*gone[0], *gone[1]}
+    kept = [i for i in range(_rank(operand)) if i not in missing]
+    for i, j in zip(kept, windows):
+        spread.link(operand, i, slices, j)
+    batch = [j for j in range(_rank(slices)) if j not in windows]
     for i, j in zip(range(_rank(indices) - 1), batch):
-        spread.link(indices, i, updates, j)
-    for i, j in zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims):
+        spread.link(indices, i, slices, j)
+    for i, j in zip(*shared):
         spread.link(operand, i, indices, j)
 
 

@@ -7,7 +7,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from keras_tpu_dist.partitioner.jaxprs import replacement
-from keras_tpu_dist.partitioner.places import mesh_here
+from keras_tpu_dist.partitioner.places import constrained, mesh_here
 from keras_tpu_dist.partitioner.spread import Spread
 
 
@@ -20,35 +20,44 @@ def repaired(equation: Any, spread: Spread) -> list | None:
     """The operation with the dimensions whole that it goes along, or `None` where they are.
 
     It is computed in a `shard_map`, which the partitioner does not look into: a layout alone does
-    not keep XLA from taking a part of another operation on the same rows for this one's.
+    not always keep XLA from taking a part of another operation on the same rows for this one's.
+    That makes the other dimensions whole over the same axes too; where one of them may be split
+    (the rows of images that are pooled, whose pixels become features), it is to stay so, and only
+    layouts are asked for.
     """
     wrong = _WRONG[equation.primitive.name]
     rank = len(_dimensions(equation))
     atoms = [a for a in [*equation.invars, *equation.outvars] if len(a.aval.shape) == rank]
-    axes: set[str] = set()
-    for d in _dimensions(equation):
-        split = frozenset().union(*(spread.axes(atom, d) for atom in atoms))
-        if split and wrong(equation, d, spread.product(split)):
-            axes |= split
-    if not axes:
+    split = [frozenset().union(*(spread.axes(a, d) for a in atoms)) for d in _dimensions(equation)]
+    whole = [d for d, axes in enumerate(split) if axes and wrong(equation, d, spread.product(axes))]
+    if not whole:
         return None
+    axes = frozenset().union(*(split[d] for d in whole))
+    shared = any(axes & others for d, others in enumerate(split) if d not in whole)
 
-    def whole(*arrays):
+    def operation(*arrays):
         return equation.primitive.bind(*arrays, **equation.params)
 
-    def mapped(*arrays):
+    def laid_out(array):
+        dimensions = dict.fromkeys(whole, ())
+        return constrained(array, spread.mesh, dimensions) if array.ndim == rank else array
+
+    def computed(*arrays):
+        arrays = map(laid_out, arrays) if shared else arrays
         # An array of its own: XLA mixes up the parts it has taken of one array for several uses.
-        arrays = jax.lax.optimization_barrier(arrays)
+        arrays = jax.lax.optimization_barrier([*arrays])
+        if shared:
+            return jax.tree.map(laid_out, operation(*map(laid_out, arrays)))
         return jax.shard_map(
-            whole,
+            operation,
             mesh=mesh_here(spread.mesh),
             in_specs=PartitionSpec(),
             out_specs=PartitionSpec(),
-            axis_names=axes,
+            axis_names=set(axes),
             check_vma=False,
         )(*arrays)
 
-    return replacement(equation, mapped)
+    return replacement(equation, computed)
 
 
 def _dimensions(equation: Any) -> range:

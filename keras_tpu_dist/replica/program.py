@@ -293,7 +293,7 @@ class Program:
             ]
             known, combine = attempt.known, attempt.combine
             again = self._compiled(_Record(), known, combine)
-            second = jax.eval_shape(again, {**described, "arrays": arrays})["outs"]
+            second = again.trace({**described, "arrays": arrays}).out_info["outs"]
             for i, (a, b) in enumerate(zip(first, second)):
                 cuts[i][kind] = _follows(kind, size, a, b.shape[1:])
         return cuts

@@ -15,6 +15,7 @@ import models
 import moves
 import numpy as np
 import operations
+from keras.src.backend.common import dtypes
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.data import BatchPlacer
@@ -34,6 +35,8 @@ TOLERANCE = 1e-5
 TOGETHER = " + "
 # A weight's update over a whole model: sums of many rounded terms, relative to the largest.
 UPDATE_TOLERANCE = 1e-4
+# The same in float64: what is left of it after hundreds of layers.
+PRECISE_TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True)
@@ -144,6 +147,8 @@ def _moved(job: Job) -> dict[str, np.ndarray]:
 
 def tolerance(job: Job) -> float:
     """What may differ."""
+    if _is_precise(job):
+        return PRECISE_TOLERANCE
     return TOLERANCE if job.kind in ("operation", "move") else UPDATE_TOLERANCE
 
 
@@ -275,13 +280,39 @@ def _strategy(job: Job) -> ktd.TPUStrategy:
     return ktd.TPUStrategy(MESHES[job.mesh], None if job.plan == "none" else job.plan)
 
 
+def _is_precise(job: Job) -> bool:
+    return job.kind == "model" and CASES["model"][job.case].float64
+
+
+@contextlib.contextmanager
+def _in_float64():
+    """Keras, on JAX, makes float32 of float64 wherever it promotes dtypes; here it does not."""
+    shorter, dtype = dtypes.BIT64_TO_BIT32_DTYPE["float64"], keras.config.floatx()
+    dtypes.BIT64_TO_BIT32_DTYPE["float64"] = "float64"
+    keras.config.set_floatx("float64")
+    try:
+        with jax.enable_x64(True):
+            yield
+    finally:
+        dtypes.BIT64_TO_BIT32_DTYPE["float64"] = shorter
+        keras.config.set_floatx(dtype)
+
+
 def _trained(job: Job) -> dict[str, np.ndarray]:
     """The loss of a model, and what one step of SGD adds to each of its variables."""
+    with _in_float64() if _is_precise(job) else contextlib.nullcontext():
+        return _updates(job)
+
+
+def _updates(job: Job) -> dict[str, np.ndarray]:
     strategy = None if job.mesh == "1" else _strategy(job)
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(0)
     with contextlib.nullcontext() if strategy is None else strategy.scope():
         model, x, y = _compiled(job)
+    if _is_precise(job):
+        assert {str(v.value.dtype) for v in model.trainable_variables} == {"float64"}
+        x = x.astype("float64")
     before = [np.asarray(v.value) for v in model.weights]
     found = {"loss": np.asarray(model.train_on_batch(x, y))}
     for i, (variable, old) in enumerate(zip(model.weights, before)):
@@ -297,7 +328,11 @@ def _compiled(job: Job) -> tuple:
     elif job.kind == "layer":
         model, (x, y), loss = layers.model_of(case, job.rows), layers.data_of(case, job.rows), "mse"
     else:
-        model, (x, y), loss = case.build(), case.data(job.rows, np.random.default_rng(0)), case.loss
+        model, (x, y), loss = (
+            case.build(),
+            case.data(job.rows, np.random.default_rng(0)),
+            case.loss(),
+        )
     # One step whose updates are large beside the weights they are taken off: nothing is rounded.
     model.compile(keras.optimizers.SGD(100.0), loss)
     return model, x, y
