@@ -7,7 +7,6 @@ Weights are drawn from Keras's global generator: call `keras.utils.set_random_se
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import keras
 import numpy as np
