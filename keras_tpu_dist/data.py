@@ -263,6 +263,7 @@ class DeviceIterator:
             the end.
         clock: Measures how long the devices wait for the batches.
         num_batches: The number of batches of an epoch where it is known, for the clock.
+        not_made: Told how many steps a launch made less than it was counted for.
     """
 
     def __init__(
@@ -272,10 +273,12 @@ class DeviceIterator:
         steps_per_epoch: int | None = None,
         clock: InputClock | None = None,
         num_batches: int | None = None,
+        not_made: Callable[[int], None] = lambda steps: None,
     ):
         self._batches = iter(batches)
         self._clock = clock or InputClock()
         self._num_batches = num_batches
+        self.not_made = not_made
         self._prefetch = prefetch
         self._steps_per_epoch = steps_per_epoch
         self._ahead: deque = deque()

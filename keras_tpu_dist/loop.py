@@ -119,6 +119,8 @@ def make_step(
             left -= steps
             if iterator.at_epoch_end:
                 break
+        if left:
+            iterator.not_made(left)
         iterator.prepare_steps(steps_wanted(), place_group)
         return (_all_rows(collected) if kind == "predict" else outputs), state
 

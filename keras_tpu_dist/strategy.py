@@ -441,7 +441,10 @@ class TPUStrategy(
         if self._input_timeout_s is not None:
             batches = TimedInput(batches, self._input_timeout_s)
         steps, clock = epoch_iterator.steps_per_epoch, self._new_clock()
-        return DeviceIterator(batches, self._prefetch, steps, clock, epoch_iterator.num_batches)
+        return DeviceIterator(
+            *(batches, self._prefetch, steps, clock, epoch_iterator.num_batches),
+            not_made=lambda steps: _keras.uncount_steps(epoch_iterator, steps),
+        )
 
     def _host_batch(self, data):
         return self._placer.checked(data)
@@ -584,4 +587,5 @@ def _no_data(received: str) -> str:
 
 
 _keras.install(adoption.find_strategy, adoption.created)
+_keras.install_inputs()
 attention.install()

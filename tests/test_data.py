@@ -1,7 +1,5 @@
 """Every kind of input, every batch axis, nothing read too early."""
 
-import sys
-
 import jax
 import keras
 import numpy as np
@@ -175,22 +173,6 @@ def test_kinds_of_arrays(kind):
 def _functional():
     one = keras.Input((6,))
     return [one], keras.layers.Dense(3, activation="softmax")(one)
-
-
-def test_torch_loader():
-    if "torch" not in sys.modules:
-        pytest.importorskip("torch", reason="torch is not installed")
-    import torch
-
-    pairs = torch.utils.data.TensorDataset(torch.from_numpy(X), torch.from_numpy(Y))
-    loader = torch.utils.data.DataLoader(pairs, batch_size=10)
-    assert_close(_fit(ktd.TPUStrategy(), loader), _fit(None, X, Y, batch_size=10))
-
-
-def test_tf_dataset():
-    tf = pytest.importorskip("tensorflow", reason="tensorflow is not installed")
-    dataset = tf.data.Dataset.from_tensor_slices((X, Y)).batch(10)
-    assert_close(_fit(ktd.TPUStrategy(), dataset), _fit(None, X, Y, batch_size=10))
 
 
 def test_time_major_input():

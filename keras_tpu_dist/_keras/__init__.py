@@ -41,6 +41,8 @@ from keras_tpu_dist._keras.building import layer_names as layer_names
 from keras_tpu_dist._keras.building import set_layout as set_layout
 from keras_tpu_dist._keras.building import symbolic_build as symbolic_build
 from keras_tpu_dist._keras.building import without_vjp as without_vjp
+from keras_tpu_dist._keras.inputs import install_inputs as install_inputs
+from keras_tpu_dist._keras.inputs import uncount_steps as uncount_steps
 from keras_tpu_dist._keras.progress import backup_position as backup_position
 from keras_tpu_dist._keras.progress import restore_seeds as restore_seeds
 from keras_tpu_dist._keras.progress import save_backup as save_backup

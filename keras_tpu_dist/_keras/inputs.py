@@ -1,0 +1,34 @@
+"""The seam to Keras's input: whose dataset is split by whom, and the count of an epoch's steps."""
+
+from typing import Any
+
+from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
+from keras.src.trainers.epoch_iterator import EpochIterator
+
+from keras_tpu_dist._keras.trainer import is_strategy, replace_method
+
+
+def install_inputs() -> None:
+    """Replaces what reads a `tf.data.Dataset`, once."""
+    if getattr(TFDatasetAdapter, "_keras_tpu_dist_installed", False):
+        return
+    TFDatasetAdapter._keras_tpu_dist_installed = True
+    replace_method(TFDatasetAdapter, "__init__", _read_dataset)
+
+
+def _read_dataset(stock, adapter, dataset, class_weight=None, distribution=None):
+    # Keras has the distribution cut the dataset for its process and expects one back; a method of
+    # the same name makes per-replica batches here, as in tf.distribute.
+    # Public replacement: none.
+    ours = is_strategy(distribution)
+    stock(adapter, dataset, class_weight=class_weight, distribution=None if ours else distribution)
+
+
+def uncount_steps(epoch_iterator: EpochIterator, steps: int) -> None:
+    """Tells an epoch's iterator of steps that it counted and that were not made.
+
+    Keras counts `steps_per_execution` for each launch, also for one that an epoch's end cut short.
+    Public replacement: none.
+    """
+    seen: Any = epoch_iterator._steps_seen
+    epoch_iterator._steps_seen = seen - steps

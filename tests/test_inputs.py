@@ -1,0 +1,169 @@
+"""Every input library that Keras reads gives what arrays give, on every mesh."""
+
+import importlib
+import itertools
+
+import keras
+import numpy as np
+import pytest
+from helpers import assert_close, built, data, mlp
+
+import keras_tpu_dist as ktd
+
+MESHES = [{"data": 8}, {"data": 4, "model": 2}, {"data": 2, "fsdp": 2, "model": 2}]
+# Keras says so of inputs that do not tell their length, too, and of epochs that data does not fill.
+pytestmark = pytest.mark.filterwarnings("ignore:Your input ran out of data")
+X, Y = data(rows=53)
+WEIGHTS = np.linspace(0.5, 1.5, 53).astype("float32")
+BATCH = 10
+
+
+def library(name):
+    return pytest.importorskip(name, reason=f"{name} is not installed")
+
+
+def tf_dataset(*arrays):
+    tf = library("tensorflow")
+    return tf.data.Dataset.from_tensor_slices(arrays).batch(BATCH)
+
+
+def torch_loader(*arrays):
+    torch = library("torch")
+    pairs = torch.utils.data.TensorDataset(*map(torch.from_numpy, arrays))
+    return torch.utils.data.DataLoader(pairs, batch_size=BATCH)
+
+
+def grain_dataset(*arrays):
+    grain = library("grain")
+    rows = [tuple(a[i] for a in arrays) for i in range(len(X))]
+    return grain.MapDataset.source(rows).to_iter_dataset().batch(BATCH)
+
+
+def grain_loader(*arrays):
+    grain = library("grain")
+    rows = [tuple(a[i] for a in arrays) for i in range(len(X))]
+    sampler = grain.samplers.SequentialSampler(len(rows), grain.sharding.ShardOptions(0, 1), seed=0)
+    operations = [grain.transforms.Batch(BATCH)]
+    return grain.DataLoader(data_source=rows, sampler=sampler, operations=operations)
+
+
+SOURCES = {
+    "tf.data": tf_dataset,
+    "torch": torch_loader,
+    "grain": grain_dataset,
+    "grain loader": grain_loader,
+}
+
+
+@pytest.fixture(autouse=True)
+def _modules():
+    """Keras asks `sys.modules` which libraries a dataset could be of."""
+    for name in ("grain", "grain.samplers", "grain.sharding", "grain.transforms"):
+        if importlib.util.find_spec("grain"):
+            importlib.import_module(name)
+
+
+def histories(strategy, *args, build=mlp, **fit):
+    model = built(build, strategy)
+    fit = {"epochs": 2, "verbose": 0, "shuffle": False, **fit}
+    history = model.fit(*args, **fit).history
+    return {**history, "weights": model.get_weights()}
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("source", SOURCES)
+def test_every_library_equals_arrays(source, mesh):
+    make = SOURCES[source]
+    strategy = ktd.TPUStrategy(mesh)
+    expected = histories(None, X, Y, batch_size=BATCH, validation_data=(X, Y, WEIGHTS))
+    found = histories(strategy, make(X, Y), validation_data=make(X, Y, WEIGHTS))
+    assert_close(found, expected)
+    model, stock = built(mlp, strategy), built(mlp, None)
+    assert_close(model.evaluate(make(X, Y), verbose=0), stock.evaluate(X, Y, BATCH, verbose=0))
+    assert_close(model.predict(make(X), verbose=0), stock.predict(X, BATCH, verbose=0))
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_tf_data_infinite_weighted_and_cached(steps):
+    tf = library("tensorflow")
+    rows = tf.data.Dataset.from_tensor_slices((X, Y))
+    strategy = ktd.TPUStrategy({"data": 4, "model": 2})
+    weights = {0: 0.5, 1: 1.0, 2: 2.0}
+
+    def build():
+        model = mlp()
+        model.steps_per_execution = steps
+        return model
+
+    endless = rows.repeat().batch(BATCH)
+    ordered = np.resize(np.arange(len(X)), 7 * 2 * BATCH)
+    expected = histories(None, X[ordered], Y[ordered], batch_size=BATCH, steps_per_epoch=7)
+    found = histories(strategy, endless, build=build, steps_per_epoch=7)
+    assert_close(found, expected)
+    expected = histories(None, X, Y, batch_size=BATCH, class_weight=weights)
+    found = histories(strategy, rows.batch(BATCH).cache(), build=build, class_weight=weights)
+    assert_close(found, expected)
+
+
+def test_tf_data_of_dicts():
+    tf = library("tensorflow")
+
+    def build():
+        inputs = {name: keras.Input((3,), name=name) for name in ("a", "b")}
+        x = keras.layers.Concatenate()([inputs["b"], inputs["a"]])
+        model = keras.Model(inputs, keras.layers.Dense(3, "softmax")(x))
+        model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
+        return model
+
+    parts = {"a": X[:, :3], "b": X[:, 3:]}
+    dataset = tf.data.Dataset.from_tensor_slices((parts, Y, WEIGHTS)).batch(BATCH)
+    strategy = ktd.TPUStrategy({"data": 4, "model": 2}, "fsdp")
+    expected = histories(None, parts, Y, build=build, batch_size=BATCH, sample_weight=WEIGHTS)
+    assert_close(histories(strategy, dataset, build=build), expected)
+
+
+def test_a_tf_dataset_can_still_be_distributed_by_hand():
+    strategy = ktd.TPUStrategy()
+    batches = list(strategy.distribute_dataset(tf_dataset(X, Y)))
+    assert len(batches) == 6
+    assert strategy.gather(batches[0][0], 0).shape == (BATCH, X.shape[1])
+
+
+@pytest.mark.parametrize("rows", [80, 77])
+@pytest.mark.parametrize("steps_per_epoch", [3, 5, 10])
+@pytest.mark.parametrize("launch", [1, 2, 4, "auto"])
+def test_steps_of_an_epoch_that_launches_do_not_fill(rows, steps_per_epoch, launch):
+    """Keras counts whole launches, also those that the end of an epoch cut short."""
+    x, y = data(rows=rows)
+    made = []
+
+    def build(steps):
+        model = mlp()
+        model.steps_per_execution = steps
+        return model
+
+    for strategy, steps in ((None, 1), (ktd.TPUStrategy({"data": 4, "model": 2}), launch)):
+        model = built(lambda steps=steps: build(steps), strategy)
+        model.fit(
+            *(x, y, 8),
+            epochs=30 // steps_per_epoch - 1,
+            initial_epoch=1,
+            steps_per_epoch=steps_per_epoch,
+            validation_data=(x, y),
+            validation_steps=2,
+            verbose=0,
+            shuffle=False,
+        )
+        made.append((int(model.optimizer.iterations.value), model.get_weights()))
+    assert made[0][0] == made[1][0]
+    assert_close(made[1][1], made[0][1])
+
+
+def test_a_pairwise_table_of_launches_and_epochs():
+    for batches, per_epoch, launch in itertools.product((6, 20), (4, 6), (3, 4)):
+        x, y = data(rows=8 * batches)
+        model = built(mlp, ktd.TPUStrategy())
+        model.steps_per_execution = launch
+        epochs = batches // per_epoch
+        model.fit(x, y, 8, epochs=epochs, steps_per_epoch=per_epoch, verbose=0)
+        assert int(model.optimizer.iterations.value) == epochs * per_epoch
