@@ -456,3 +456,39 @@ def test_a_step_is_one_all_reduce(four):
     ]
     # four weights and two scales, two moving statistics, total and count of the metric
     assert sum(sizes) == (6 * 8 + 8) + (8 + 8) + (8 + 1) + (8 + 8) + 2
+
+
+@pytest.mark.parametrize("inner", [keras.optimizers.SGD, keras.optimizers.Adam])
+@pytest.mark.parametrize("mesh", [{"data": 8}, {"data": 4, "model": 2}], ids=str)
+def test_loss_scaling_applies_skips_and_rescales_inside(mesh, inner):
+    """Its `apply` assigns in branches of a conditional, which fails on JAX also without us."""
+    steps = [0.5, 1.0, np.inf, 2.0, 0.25, np.nan, 1.5]
+
+    def make():
+        optimizer = keras.optimizers.LossScaleOptimizer(
+            inner(0.1), initial_scale=8.0, dynamic_growth_steps=2
+        )
+        return keras.Variable(np.ones((4, 2)), dtype="float32", name="w"), optimizer
+
+    expected_weight, stock = make()
+    stock.build([expected_weight])
+    strategy = ktd.TPUStrategy(mesh)
+    with strategy.scope():
+        weight, optimizer = make()
+
+    def step(size):
+        gradient = context().all_reduce("mean", jnp.ones((4, 2)) * size.mean())
+        optimizer.apply([optimizer.scale_loss(gradient)], [weight])
+
+    for size in steps:
+        gradient = stock.scale_loss(jnp.ones((4, 2)) * size)
+        values = [v.value for v in stock.variables]
+        new = stock.stateless_apply(values, [gradient], [expected_weight.value])
+        for variable, value in zip([expected_weight, *stock.variables], [*new[0], *new[1]]):
+            variable.assign(value)
+        rows = np.full(strategy.num_replicas_in_sync, size, "float32")
+        (batch,) = strategy.distribute_dataset(rows, batch_size=len(rows))
+        strategy.run(step, (batch,))
+        assert_close(weight.numpy(), expected_weight.numpy())
+    found, expected = ([v.numpy() for v in o.variables] for o in (optimizer, stock))
+    assert_close(found, expected)

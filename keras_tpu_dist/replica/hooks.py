@@ -1,6 +1,6 @@
 """What Keras does differently while code runs once per replica.
 
-Three public methods of Keras are replaced, once, and act only there; a hook in Keras for each
+Some public methods of Keras are replaced, once, and act only there; a hook in Keras for each
 would replace the replacing.
 """
 
@@ -13,7 +13,7 @@ from keras_tpu_dist.replica.context import running_context, running_recorder
 
 
 def install() -> None:
-    """Replaces the three methods; a second call does nothing."""
+    """Replaces the methods; a second call does nothing."""
     if getattr(keras.random.SeedGenerator, "_keras_tpu_dist_installed", False):
         return
     keras.random.SeedGenerator._keras_tpu_dist_installed = True  # pyright: ignore
@@ -21,6 +21,7 @@ def install() -> None:
     _keras.replace_method(keras.Variable, "assign_add", functools.partial(_add, 1))
     _keras.replace_method(keras.Variable, "assign_sub", functools.partial(_add, -1))
     _keras.replace_method(keras.StatelessScope, "get_current_value", _current_value)
+    _keras.replace_method(keras.optimizers.LossScaleOptimizer, "apply", _apply_scaled)
 
 
 def _next_seed(stock, generator, *args, **kwargs):
@@ -41,3 +42,17 @@ def _current_value(stock, scope, variable):
     """A scope inside of the replica's code that has no value asks the recorder, not Keras."""
     value, recorder = stock(scope, variable), running_recorder()
     return recorder.read(variable) if value is None and recorder is not None else value
+
+
+def _apply_scaled(stock, optimizer, grads, trainable_variables=None):
+    """Loss scaling without assignments in branches, whose values would not come out of them."""
+    if running_recorder() is None:
+        return stock(optimizer, grads, trainable_variables)
+    weights = trainable_variables or optimizer._trainable_variables
+    if not optimizer.built:
+        optimizer.build(weights)
+    state = list(optimizer.variables)
+    values = [[v.value for v in variables] for variables in (state, weights)]
+    new_weights, new_state = optimizer.stateless_apply(values[0], grads, values[1])
+    for variable, value in zip([*weights, *state], [*new_weights, *new_state]):
+        variable.assign(value)
