@@ -257,11 +257,16 @@ def _giants(model, placement: Placement, setting: Setting) -> list[Finding]:
 
 
 def _siblings(model, placement: Placement) -> list[Finding]:
-    """Layers of one class with weights of one shape, one of which lies unlike the others."""
+    """Layers of one class with weights of one shape, one of which lies unlike the others.
+
+    A plan that puts them so has its reason; a rule may have been written too narrowly.
+    """
+    plan = placement.plan
+    planned = set() if plan is None else {v.path for v in _weights(model) if plan.decision(v)}
     groups: dict[tuple, list] = {}
     for layer in _keras.flatten_layers(model):
         for variable in _keras.own_variables(layer):
-            if id(variable) in placement.decisions:
+            if id(variable) in placement.decisions and variable.path not in planned:
                 key = (type(layer), variable.name, tuple(variable.shape))
                 groups.setdefault(key, []).append(variable)
     found = []

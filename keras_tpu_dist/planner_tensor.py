@@ -10,6 +10,11 @@ from keras_tpu_dist import _keras
 from keras_tpu_dist.layout import Axes, Decision, axis_size, dividing_axes
 from keras_tpu_dist.planner_roles import Pairing, Projection, pair_up, projection_of
 
+_BY_CHANNEL = (
+    *(keras.layers.DepthwiseConv1D, keras.layers.DepthwiseConv2D),
+    *(keras.layers.SeparableConv1D, keras.layers.SeparableConv2D),
+    *(keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D),
+)
 _ATTENTION = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
 
 
@@ -29,13 +34,16 @@ class TensorPlan:
         self._min_size = min_size
         self._pairing: Pairing = pair_up(model)
         self.decisions: dict[int, Decision] = {}
-        for layer in _keras.flatten_layers(model):
+        layers = list(_keras.flatten_layers(model))
+        for layer in layers:
             self._layer(layer)
+        for layer in layers:
+            self._remaining(layer)
 
     def _layer(self, layer) -> None:
         if isinstance(layer, _ATTENTION):
             self._attention(layer)
-        elif isinstance(layer, keras.layers.Embedding):
+        elif _keras.stored_weight(layer, "embeddings") is not None:
             self._embedding(layer)
         elif _gates(layer):
             self._recurrent(layer, _gates(layer))
@@ -58,7 +66,7 @@ class TensorPlan:
         elif partner is not None:
             self._split_kernel(p, p.outs, f"column: feeds {partner.path!r}")
         elif _elements(p.kernel) >= self._min_size:
-            self._split_kernel(p, p.outs, "column, without a partner")
+            self._split_kernel(p, (*p.outs, *p.ins), "without a partner")
         else:
             self._keep(
                 layer,
@@ -104,17 +112,21 @@ class TensorPlan:
                 self._assign_projection(q, q.ins[0], entry, "attention: row, by heads")
 
     def _embedding(self, layer) -> None:
-        table = _keras.stored_weight(layer, "embeddings")
-        if table is None:
-            return
-        dim, entry = self._first_dividing(table.shape, (0, 1))
-        if entry is None:
-            reason = f"embedding: {tuple(table.shape)} does not divide by {self._ways()}"
-            self._keep(layer, reason)
-            return
-        axes = tuple(entry if d == dim else None for d in (0, 1))
-        self._put(table, axes, f"embedding: by {('vocabulary', 'width')[dim]}")
-        self._companions(layer, "embeddings", table, axes, (1,))
+        """A table of tokens or positions, and the untied one that turns features into logits."""
+        names = ("vocabulary", "width")
+        for name, sides in (("embeddings", names), ("reverse_embeddings", names[::-1])):
+            table = _keras.stored_weight(layer, name)
+            if table is None or len(table.shape) != 2:
+                continue
+            by_vocabulary = sides.index("vocabulary")
+            dim, entry = self._first_dividing(table.shape, (by_vocabulary, 1 - by_vocabulary))
+            if entry is None:
+                reason = f"embedding: {tuple(table.shape)} does not divide by {self._ways()}"
+                self._put(table, (), f"replicated: {reason}")
+                continue
+            axes = tuple(entry if d == dim else None for d in (0, 1))
+            self._put(table, axes, f"embedding: by {sides[dim]}")
+            self._companions(layer, name, table, axes, (1,))
 
     def _recurrent(self, layer, gates: int) -> None:
         units = layer.units if hasattr(layer, "units") else layer.filters
@@ -150,6 +162,8 @@ class TensorPlan:
         if len(banks) < 2 or len({w.shape[0] for w in banks}) != 1:
             return
         count = banks[0].shape[0]
+        if count == 1:
+            return  # a dimension to repeat, as of a table of positions
         features = {w.shape[2] for w in banks}
         entry = dividing_axes(count, self._axes, self._mesh)
         if entry is None:
@@ -159,6 +173,22 @@ class TensorPlan:
         for weight in (*banks, *(w for w in biases if w.shape[1] in features)):
             axes = (entry, *(None,) * (len(weight.shape) - 1))
             self._put(weight, axes, "experts, one group per shard")
+
+    def _remaining(self, layer) -> None:
+        """Large weights that no rule knows: depthwise kernels by channel, else where it divides."""
+        for weight in _keras.own_variables(layer):
+            if id(weight) in self.decisions or _elements(weight) < self._min_size:
+                continue
+            shape = weight.shape
+            dims = sorted(range(len(shape)), key=lambda d: (-shape[d], -d))
+            reason = "no rule for this layer class: the largest dimension that divides"
+            if isinstance(layer, _BY_CHANNEL) and len(shape) > 2:
+                channels = (len(shape) - 1, len(shape) - 2)
+                dims, reason = sorted(channels, key=lambda d: -shape[d]), "by channels"
+            dim, entry = self._first_dividing(shape, dims)
+            if entry is not None:
+                axes = tuple(entry if d == dim else None for d in range(len(shape)))
+                self._put(weight, axes, reason)
 
     def _companions(self, layer, name: str, base, axes: Axes, outs) -> None:
         """LoRA factors and quantization scales lie as the weight they belong to."""

@@ -32,9 +32,7 @@ def main() -> None:
         job = jobs.Job(**json.loads(line))
         start = time.perf_counter()
         try:
-            difference, where = jobs.worst_difference(job)
-            right = difference <= jobs.tolerance(job)
-            answer = {"right": right, "difference": difference, "where": where}
+            answer = jobs.compared(job)
         except Exception as error:
             answer = {"right": False, "error": f"{type(error).__name__}: {error}"[:2000]}
         answers.write(json.dumps({**answer, "seconds": time.perf_counter() - start}) + "\n")
