@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import importlib.util
 import json
 import os
 import sys
@@ -9,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from keras_tpu_dist.lint import lint_main
+from keras_tpu_dist.errors import message
 from keras_tpu_dist.text import size_text, text_table
 from keras_tpu_dist.topology import CHIPS, Topology, all_names, start_without_tpu
 
@@ -22,14 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser("python -m keras_tpu_dist", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    for add in (_add_topologies, _add_devices, _add_dry_run):
+    for add in (_add_topologies, _add_devices, _add_dry_run, _add_lint):
         add(commands)
-    # lint reads its own arguments; here it is only named, for the help.
-    commands.add_parser("lint", help="mistakes in the layouts of what FILE.py:function builds")
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if given[:1] == ["lint"]:
-        return lint_main(given[1:])
-    options = parser.parse_args(given)
+    options = parser.parse_args(arguments)
     try:
         return options.run(options)
     except (ValueError, ImportError) as error:
@@ -103,10 +99,7 @@ def _add_dry_run(commands: Any) -> None:
     )
     parser.add_argument("build", help="module:function that returns a compiled model")
     parser.add_argument("--topology", required=True, help="the slice, such as v5e:16x16")
-    parser.add_argument("--mesh", help="axis sizes, such as data=64,model=4; default: data=-1")
-    parser.add_argument(
-        "--layout", help="fsdp, tensor_parallel, auto, or a JSON file of LayoutRules"
-    )
+    _add_strategy(parser)
     parser.add_argument("--batch-size", type=int, required=True, help="rows of all devices")
     parser.add_argument(
         "--x", help="input, such as int32:512 or float32:224,224,3, without the batch"
@@ -117,6 +110,60 @@ def _add_dry_run(commands: Any) -> None:
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_dry_run)
+
+
+def _add_strategy(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--mesh", help="axis sizes, such as data=64,model=4; default: data=-1")
+    parser.add_argument(
+        "--layout", help="fsdp, tensor_parallel, auto, or a JSON file of LayoutRules"
+    )
+
+
+def _add_lint(commands: Any) -> None:
+    parser = commands.add_parser(
+        "lint", help="mistakes in the layouts of what a function builds; exit code 1 if there are"
+    )
+    parser.add_argument(
+        "build",
+        help="module:function or FILE.py:function, which returns (model, strategy), or a model "
+        "alone as for dry-run",
+    )
+    parser.add_argument("--topology", help="the slice, such as v5e:16x16; default: what is here")
+    _add_strategy(parser)
+    parser.add_argument("--batch-size", type=int, help="rows of all devices")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=_lint)
+
+
+def _lint(options: argparse.Namespace) -> int:
+    model, strategy = _linted(options)
+    report = strategy.lint(model, batch_size=options.batch_size)
+    print(json.dumps(report.to_dict(), indent=1) if options.json else report)
+    return 0 if report.ok else 1
+
+
+def _linted(options: argparse.Namespace) -> tuple:
+    """A model and its strategy: the function's own, or that of the options."""
+    if options.topology is not None:
+        start_without_tpu()
+    build = _build_function(options.build)
+    if (options.topology, options.mesh, options.layout) == (None, None, None):
+        built = build()
+        if isinstance(built, (tuple, list)) and len(built) == 2:
+            return tuple(built)
+        raise ValueError(
+            message(
+                "A function to lint returns (model, strategy), unless the strategy is given here.",
+                received={"build": options.build, "which returned": type(built).__name__},
+                fix="Add --mesh data=4,model=2, --layout fsdp or --topology v5e:4x4.",
+            )
+        )
+    from keras_tpu_dist.strategy import TPUStrategy
+
+    strategy = TPUStrategy(_mesh(options.mesh), _layout(options.layout), topology=options.topology)
+    with strategy.scope():
+        built = build()
+    return (built[0] if isinstance(built, (tuple, list)) else built), strategy
 
 
 def _dry_run(options: argparse.Namespace) -> int:
@@ -141,14 +188,46 @@ def _dry_run(options: argparse.Namespace) -> int:
 
 
 def _build_function(name: str) -> Callable:
-    module, colon, attribute = name.partition(":")
+    module, colon, attribute = name.rpartition(":")
     if not colon:
-        raise ValueError(f"Name the build function as module:function. Received: {name!r}.")
+        raise ValueError(
+            message(
+                "The function that builds is named as module:function or FILE.py:function.",
+                received={"build": name},
+                fix="Write for example models:build or path/to/models.py:build.",
+            )
+        )
     sys.path.insert(0, os.getcwd())
-    found = importlib.import_module(module)
+    found = _module_of_file(module) if module.endswith(".py") else importlib.import_module(module)
     if not hasattr(found, attribute):
-        raise ValueError(f"Module {module!r} has no function {attribute!r}.")
+        raise ValueError(
+            message(
+                f"Module {module!r} has no such function.",
+                received={"build": name},
+                fix="Name a function in it.",
+                name=attribute,
+                choices=[n for n, value in vars(found).items() if callable(value)],
+            )
+        )
     return getattr(found, attribute)
+
+
+def _module_of_file(file: str) -> Any:
+    path = Path(file)
+    spec = importlib.util.spec_from_file_location(path.stem, path) if path.is_file() else None
+    if spec is None or spec.loader is None:
+        raise ValueError(
+            message(
+                "FILE.py:function names a Python file that exists.",
+                received={"file": file},
+                fix="Give the path of one.",
+            )
+        )
+    module = importlib.util.module_from_spec(spec)
+    # A model's pickles and dataclasses look their module up.
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 def _mesh(text: str | None) -> dict[str, int] | None:

@@ -122,6 +122,7 @@ def find_strategy(model: Any) -> Any:
         return active
     member = _members.get(model)
     if member is None:
+        _check_one_mesh(model)
         return None
     other = keras.distribution.distribution()
     if other is not None:
@@ -138,6 +139,29 @@ def find_strategy(model: Any) -> Any:
             )
         )
     return member.strategy
+
+
+def _check_one_mesh(model: Any) -> None:
+    """Raises a `ValueError` if a model made outside of any scope has layers of two strategies."""
+    meshes: dict[Any, str] = {}
+    for variable in _keras.state_variables(model):
+        layout = getattr(variable, CHOSEN, None)
+        if layout is not None and layout is _keras.variable_layout(variable):
+            meshes.setdefault(layout.mesh, variable.path)
+    if len(meshes) > 1:
+        raise ValueError(
+            message(
+                "All layers of a model train on one mesh.",
+                received="; ".join(
+                    f"{path!r} on {dict(mesh.shape)} of devices "
+                    f"{[device.id for device in mesh.devices.flat]}"
+                    for mesh, path in meshes.items()
+                )
+                + ".",
+                fix="Create and compile the model inside one strategy.scope(): its layers are "
+                "moved there.",
+            )
+        )
 
 
 def membership(model: Any) -> Membership | None:
@@ -190,7 +214,7 @@ def adopt(model: Any, strategy: Any) -> Membership:
     if moved:
         logger.debug("%d variable(s) of model %r take their final layout", len(moved), model.name)
     if foreign:
-        logger.info(
+        logger.warning(
             "moved %d variable(s) of model %r, built outside of the scope, onto the mesh %s "
             "(first: %s); build and compile inside strategy.scope() to create them there",
             len(foreign),

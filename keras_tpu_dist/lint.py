@@ -1,14 +1,10 @@
 """Mistakes in layouts, each named with its fix."""
 
-import argparse
-import importlib.util
-import json
+import html
 import logging
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -26,7 +22,7 @@ from keras_tpu_dist.layout import (
 )
 from keras_tpu_dist.mesh import LOGICAL_AXIS
 from keras_tpu_dist.planner_placement import Placement, Setting, bytes_of
-from keras_tpu_dist.text import size_text
+from keras_tpu_dist.text import html_table, size_text
 
 logger = logging.getLogger("keras_tpu_dist")
 
@@ -80,6 +76,11 @@ class LintReport:
         """The report as plain dicts and lists."""
         return {**asdict(self), "ok": self.ok}
 
+    def _repr_html_(self) -> str:
+        rows = [(f.severity, f.path, f.words, f.fix, f.code) for f in self.findings]
+        table = html_table(("severity", "where", "what", "fix", "code"), rows)
+        return f"<p><b>{html.escape(self.model)}</b></p>{table if rows else 'no findings'}"
+
     def __str__(self):
         if not self.findings:
             return f"{self.model}: no findings"
@@ -122,6 +123,7 @@ def lint_model(
         The report.
     """
     found = [*_dead_rules(model, setting), *_illegal(model, placement), *_unknown(placement)]
+    found += _fallbacks(model, placement)
     if not cheap:
         found += _overlaps(model, setting)
         found += _giants(model, placement, setting)
@@ -230,8 +232,33 @@ def _overlaps(model, setting: Setting) -> list[Finding]:
     ]
 
 
+def _fallbacks(model, placement: Placement) -> list[Finding]:
+    """Large weights that a plan could not split."""
+    plan = placement.plan
+    if plan is None or plan.keeps_all:
+        return []
+    whole = [
+        (variable, plan.decision(variable))
+        for variable in sorted(_weights(model), key=bytes_of, reverse=True)
+        if bytes_of(variable) >= _GIANT_BYTES and not any(placement.decisions[id(variable)].axes)
+    ]
+    return [
+        Finding(
+            "warning",
+            "plan-falls-back",
+            variable.path,
+            f"{size_text(bytes_of(variable))} lie whole on every device: {decision.reason}.",
+            "Choose axis sizes that divide, or give rules.",
+        )
+        for variable, decision in whole[:_GIANTS_SHOWN]
+        if decision is not None
+    ]
+
+
 def _giants(model, placement: Placement, setting: Setting) -> list[Finding]:
     found = []
+    if placement.plan is not None:
+        return []  # see _fallbacks
     for variable in sorted(_weights(model), key=bytes_of, reverse=True):
         axes = placement.decisions[id(variable)].axes
         if any(axes) or bytes_of(variable) < _GIANT_BYTES or len(found) == _GIANTS_SHOWN:
@@ -354,44 +381,3 @@ def _built_outside(foreign: Sequence[str], setting: Setting) -> list[Finding]:
     words = f"{len(foreign)} variable(s) are not on the mesh {dict(setting.mesh.shape)}."
     fix = "Build and compile inside strategy.scope(); else they are moved at the first call."
     return [Finding("warning", "outside-scope", foreign[0], words, fix)]
-
-
-def lint_main(argv: Sequence[str] | None = None) -> int:
-    """The shell command: lints what a Python file builds.
-
-    Args:
-        argv: `FILE.py:function [--batch-size N] [--json]`; the function takes no arguments and
-            returns `(model, strategy)`.
-
-    Returns:
-        0 if there is neither an error nor a warning, else 1.
-    """
-    parser = argparse.ArgumentParser(prog="python -m keras_tpu_dist lint", description=__doc__)
-    parser.add_argument("target", help="FILE.py:function, which returns (model, strategy)")
-    parser.add_argument("--batch-size", type=int, default=None)
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    options = parser.parse_args(argv)
-    model, strategy = _load(options.target)()
-    report = strategy.lint(model, batch_size=options.batch_size)
-    text = json.dumps(report.to_dict(), indent=1) if options.json else str(report)
-    sys.stdout.write(text + "\n")
-    return 0 if report.ok else 1
-
-
-def _load(target: str):
-    file, _, name = target.rpartition(":")
-    path = Path(file)
-    if not file or not path.is_file():
-        raise SystemExit(
-            message(
-                "lint takes FILE.py:function.",
-                received={"target": target},
-                fix="Give a file that exists and the name of a function in it.",
-            )
-        )
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise SystemExit(f"{file} is not a Python file.")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return getattr(module, name)

@@ -10,7 +10,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 
 from keras_tpu_dist.assignment import DeviceAssignment, prime_factors
-from keras_tpu_dist.errors import message
+from keras_tpu_dist.errors import did_you_mean, message
 from keras_tpu_dist.topology import CompileOnlyDevice
 
 logger = logging.getLogger("keras_tpu_dist")
@@ -111,6 +111,17 @@ def default_data_axes(axis_names: Sequence[str]) -> tuple[str, ...]:
     return tuple(name for name in axis_names if name in DATA_AXIS_NAMES)
 
 
+def replicated_batch(axis_names: Sequence[str]) -> str:
+    """What is said where no axis splits the batch and nobody asked for that."""
+    names = {name for name in axis_names if did_you_mean(name, DATA_AXIS_NAMES)}
+    hint = did_you_mean(names.pop(), DATA_AXIS_NAMES) if len(names) == 1 else ""
+    return (
+        f"the mesh axes {tuple(axis_names)} hold no data axis ({', '.join(DATA_AXIS_NAMES)}): "
+        f"every device computes the whole batch; name the axis that splits it with "
+        f"data_axes=(...), or data_axes=() if that is meant.{hint}"
+    )
+
+
 def checked_data_axes(data_axes, axis_names: Sequence[str]) -> tuple[str, ...]:
     """Validates the user's `data_axes` against the mesh.
 
@@ -126,15 +137,7 @@ def checked_data_axes(data_axes, axis_names: Sequence[str]) -> tuple[str, ...]:
         ValueError: If a name is not an axis of the mesh or stands twice.
     """
     if data_axes is None:
-        chosen = default_data_axes(axis_names)
-        if not chosen:
-            logger.info(
-                "the mesh axes %s hold no data axis (%s): the batch is replicated, not split; "
-                "name one with data_axes=(...)",
-                tuple(axis_names),
-                ", ".join(DATA_AXIS_NAMES),
-            )
-        return chosen
+        return default_data_axes(axis_names)
     chosen = (data_axes,) if isinstance(data_axes, str) else tuple(data_axes)
     for name in chosen:
         if name not in axis_names:

@@ -1,5 +1,6 @@
 """Layouts for any Keras model in one word: "fsdp", "tensor_parallel", "auto"."""
 
+import html
 import math
 import re
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from typing import Any
 import keras
 from jax.sharding import Mesh
 
+from keras_tpu_dist import _keras
 from keras_tpu_dist.chips import of_kind
 from keras_tpu_dist.errors import message
 from keras_tpu_dist.layout import (
@@ -21,6 +23,7 @@ from keras_tpu_dist.layout import (
     split_ways,
 )
 from keras_tpu_dist.planner_tensor import TensorPlan
+from keras_tpu_dist.text import html_table
 from keras_tpu_dist.topology import CompileOnlyDevice
 
 PLANS = ("fsdp", "tensor_parallel", "auto")
@@ -57,6 +60,11 @@ class Plan:
         """The decision for one of the model's variables."""
         return self._by_id.get(id(variable))
 
+    @property
+    def keeps_all(self) -> bool:
+        """Whether the plan is to replicate everything."""
+        return self.name.startswith("auto, replicated")
+
     def rules(self) -> LayoutRules:
         """The plan as plain rules, to print, edit and pass back as `layout=`.
 
@@ -67,6 +75,11 @@ class Plan:
         pairs = {_pattern(p, paths): d.axes for p, _, d in self.decisions if any(d.axes)}
         pairs |= {f"^{re.escape(path)}/output$": axes for path, axes in self.outputs.items()}
         return LayoutRules(pairs)
+
+    def _repr_html_(self) -> str:
+        rows = [(p, str(s), str(d.axes), d.reason) for p, s, d in self.decisions]
+        table = html_table(("variable", "shape", "layout", "reason"), rows)
+        return f"<p><b>plan {html.escape(self.name)}</b></p>{table}"
 
     def __str__(self):
         width = max((len(path) for path, _, _ in self.decisions), default=0)
@@ -325,6 +338,6 @@ def _block_outputs(model, data_axes) -> dict[str, Axes]:
     entry = data_axes[0] if len(data_axes) == 1 else tuple(data_axes)
     return {
         layer.path: (entry,)
-        for layer in model.layers
+        for layer in _keras.sublayers(model)
         if layer.path and not isinstance(layer, keras.layers.InputLayer)
     }

@@ -1,6 +1,7 @@
 """TPUStrategy: the distribution under which plain Keras models run on a mesh."""
 
 import contextlib
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,7 +10,7 @@ import jax
 import keras
 from jax.sharding import Mesh, NamedSharding
 
-from keras_tpu_dist import _keras, adoption, attention
+from keras_tpu_dist import _keras, adoption, attention, pickling
 from keras_tpu_dist.annotations import place_output
 from keras_tpu_dist.assignment import DeviceAssignment
 from keras_tpu_dist.auto_steps import AutoSteps
@@ -28,7 +29,8 @@ from keras_tpu_dist.layout import (
 from keras_tpu_dist.lint import LintReport, lint_model, log_report
 from keras_tpu_dist.logical import LogicalDevices
 from keras_tpu_dist.loop import make_step
-from keras_tpu_dist.mesh import MeshLike, build_mesh, checked_data_axes
+from keras_tpu_dist.mesh import MeshLike, build_mesh, checked_data_axes, replicated_batch
+from keras_tpu_dist.notices import say_once
 from keras_tpu_dist.planner import PLANS, Plan, Planner
 from keras_tpu_dist.planner_placement import Placement, Setting, place
 from keras_tpu_dist.reading import InputReports, TimedInput, checked_timeout
@@ -113,6 +115,7 @@ class TPUStrategy(
             start_without_tpu()
         _check_environment()
         self._topology = _only_named(mesh, topology)
+        self._given_mesh = mesh
         self._given = {
             **{"data_axes": data_axes, "batch_axis": batch_axis, "prefetch": prefetch},
             **{"donate_state": donate_state, "shard_optimizer": shard_optimizer},
@@ -126,6 +129,8 @@ class TPUStrategy(
         device_mesh = build_mesh(mesh, devices)
         names = tuple(device_mesh.axis_names)
         self._data_axes = checked_data_axes(data_axes, names)
+        if data_axes is None and not self._data_axes and device_mesh.backend_mesh.size > 1:
+            say_once(replicated_batch(names), logging.WARNING)
         layout_map = keras.distribution.LayoutMap(device_mesh)
         if isinstance(layout, keras.distribution.LayoutMap):
             layout_map = layout
@@ -339,6 +344,15 @@ class TPUStrategy(
         """The layout of an input whose first dimension is the batch."""
         return self._placer.sharding(0 if len(data_shape) else None)
 
+    def __reduce__(self):
+        recipe = (
+            pickling.mesh_recipe(self._mesh, self._given_mesh, self._topology),
+            pickling.layout_recipe(self._layout),
+            None if isinstance(self._given_mesh, DeviceAssignment) else self._topology,
+            self._given,
+        )
+        return _made_again, (type(self), *recipe)
+
     def __repr__(self):
         platform = self._mesh.devices.flat[0].platform
         return f"<TPUStrategy mesh={dict(self._mesh.shape)} on {self._mesh.size} {platform}>"
@@ -470,6 +484,12 @@ class TPUStrategy(
             )
 
 
+def _made_again(cls: type, mesh: Any, layout: Any, topology: Any, given: dict) -> TPUStrategy:
+    """A strategy from what was pickled of it."""
+    mesh = pickling.mesh_of(mesh)
+    return cls(mesh, pickling.layout_of(layout, mesh), topology=topology, **given)
+
+
 class _DescribedScope(adoption.Scope):
     """The scope on a slice without chips: variables made in it get no value."""
 
@@ -589,3 +609,4 @@ def _no_data(received: str) -> str:
 _keras.install(adoption.find_strategy, adoption.created)
 _keras.install_inputs()
 attention.install()
+pickling.install()

@@ -8,9 +8,9 @@ import pytest
 from helpers import built, mlp
 
 import keras_tpu_dist as ktd
+from keras_tpu_dist.__main__ import main
 from keras_tpu_dist.annotations import split
 from keras_tpu_dist.layout import LayoutRules
-from keras_tpu_dist.lint import lint_main
 
 MESH = {"data": 4, "model": 2}
 
@@ -182,6 +182,8 @@ def good():
     strategy = ktd.TPUStrategy({"data": 8})
     with strategy.scope():
         return keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)]), strategy
+def alone():
+    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
 def bad():
     strategy = ktd.TPUStrategy({"data": 8}, [("dens/kernel", ("data",))])
     with strategy.scope():
@@ -192,9 +194,19 @@ def bad():
 def test_shell_command(tmp_path, capsys):
     file = tmp_path / "program.py"
     file.write_text(PROGRAM)
-    assert lint_main([f"{file}:good"]) == 0
+    assert main(["lint", f"{file}:good"]) == 0
     assert "no findings" in capsys.readouterr().out
-    assert lint_main([f"{file}:bad", "--json"]) == 1
+    assert main(["lint", f"{file}:bad", "--json"]) == 1
     assert '"code": "dead-rule"' in capsys.readouterr().out
-    with pytest.raises(SystemExit, match=r"FILE\.py:function"):
-        lint_main(["nothing"])
+    assert main(["lint", f"{file}:alone", "--mesh", "data=8", "--layout", "fsdp"]) == 0
+    assert main(["lint", f"{file}:alone", "--topology", "v5e:4x4", "--batch-size", "3"]) == 1
+    assert "[small-batch]" in capsys.readouterr().out
+    wrong = {
+        "nothing": "module:function or FILE.py:function",
+        "nowhere.py:good": "a Python file that exists. Received: file='nowhere.py'",
+        f"{file}:god": "Did you mean 'good'?",
+        f"{file}:alone": "which returned='Sequential'. Add --mesh",
+    }
+    for target, words in wrong.items():
+        assert main(["lint", target]) == 2
+        assert words in capsys.readouterr().err
