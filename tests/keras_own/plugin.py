@@ -7,6 +7,7 @@ line, as soon as it is known, so that an abort or a hang loses nothing.
 
 # ruff: noqa: E402 (the devices come before JAX)
 
+import contextlib
 import os
 import random
 import sys
@@ -26,6 +27,10 @@ os.environ["XLA_FLAGS"] = " ".join(
         "--xla_llvm_disable_expensive_passes=true",
     ]
 )
+
+# TensorFlow and torch's triton each bring LLVM; imported after TensorFlow, triton aborts.
+with contextlib.suppress(ImportError):
+    import triton  # noqa: F401
 
 import keras_tpu_dist as ktd
 

@@ -6,6 +6,7 @@ anew with the tests that are left.
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -152,9 +153,10 @@ class _Batch:
         return outcomes, "finished" in last
 
     def _last_words(self) -> str:
-        text = (self._folder / "log").read_text(errors="replace").splitlines()
-        words = [line for line in text if line.startswith(("F0", "Fatal", "E0", "ERROR", "Error"))]
-        return " ".join(words or text[-1:])[:200]
+        text = (self._folder / "log").read_text(errors="replace")
+        # Python's and XLA's; pytest's dots may stand before them.
+        words = re.findall(r"Fatal Python error.*|\b[FE]\d{4} \d\d:.*|^ERROR.*", text, re.M)
+        return " ".join(words or text.splitlines()[-1:])[:200]
 
     def _command(self, results: Path, listed: bool) -> list[str]:
         root = keras_source()

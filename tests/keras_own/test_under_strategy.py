@@ -8,19 +8,19 @@ import suite
 import verdict
 
 PROBE = Path(__file__).with_name("probe_distribution.py")
-# What takes a few seconds; two of the exceptions are among it.
+# What takes a few seconds and needs no TensorFlow; two of the exceptions are among it.
 SAMPLE = [
+    "callbacks/early_stopping_test.py",
     "callbacks/learning_rate_scheduler_test.py",
-    "callbacks/swap_ema_weights_test.py",
     "callbacks/terminate_on_nan_test.py",
     "trainers/trainer_test.py",
 ]
 # All other ids are the probe's.
 KERASS = ("callbacks/", "trainers/")
 TESTS = (
-    "probe_distribution or LearningRateScheduler or SwapEMA or test_TerminateOnNaN or test_fit_flow"
-    " or predict_flow or test_predict_preserve_order or test_retracing or test_on_batch_methods"
-    " or test_steps_per_epoch_not_match_too_low or jax_model_weights"
+    "probe_distribution or LearningRateScheduler or early_stopping_reuse or test_TerminateOnNaN"
+    " or test_fit_flow or predict_flow or test_predict_preserve_order or test_retracing"
+    " or test_on_batch_methods or test_steps_per_epoch_not_match_too_low or jax_model_weights"
     " or execution_steps_per_epoch_match_multi_epoch_jit"
 )
 
@@ -36,6 +36,26 @@ class TestSample:
         assert len(found.expected) == 2
         assert not found.new, str(found)
         assert not found.healed, str(found)
+
+
+class TestHangAndAbort:
+    FILE = """
+import os, time
+
+def test_first(): pass
+def test_abort(): os.abort()
+def test_hang(): time.sleep(1000)
+def test_last(): assert False, "last"
+"""
+
+    def test_are_findings_and_the_rest_is_run(self, tmp_path):
+        file = tmp_path / "probe_dead.py"
+        file.write_text(self.FILE)
+        outcomes = suite.run_files([str(file)], "none", timeout=8)
+        assert [o.outcome for o in outcomes] == ["passed", "abort", "hang", "failed"]
+        assert "Fatal Python error: Aborted" in outcomes[1].line
+        assert outcomes[2].line == "8 s without an end"
+        assert "last" in outcomes[3].line
 
 
 class TestVerdict:
