@@ -43,6 +43,24 @@ def cnn():
     ), (16, 16, 3)
 
 
+def residual(blocks):
+    """Four weights a block: 162 with 40 blocks, 402 with 100."""
+
+    def build():
+        from keras import Input, Model, layers
+
+        inputs = Input((32,))
+        x = layers.Dense(32)(inputs)
+        for _ in range(blocks):
+            x = x + layers.Dense(32)(layers.Dense(32, activation="relu")(x))
+        return Model(inputs, x), (32,)
+
+    return build
+
+
+MODELS = {"MLP": mlp, "CNN": cnn, "162 weights": residual(40), "402 weights": residual(100)}
+
+
 def compiled(build):
     import keras
 
@@ -154,18 +172,17 @@ def main():
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     arguments.add_argument("--builds", type=int, default=5)
     arguments.add_argument("--rounds", type=int, default=4)
-    arguments.add_argument("--model", choices=["MLP", "CNN"], action="append")
+    arguments.add_argument("--model", choices=list(MODELS), action="append")
     arguments.add_argument("--steps", type=int, default=100)
     arguments.add_argument("--batch-size", type=int, default=256)
     arguments = arguments.parse_args()
     ktd.simulate(8)
-    print(f"{'model':6} {'loop':14} {'steps/s':>9} {'TPUStrategy is':>16}")
-    for name in arguments.model or ["MLP", "CNN"]:
-        build = {"MLP": mlp, "CNN": cnn}[name]
+    print(f"{'model':11} {'loop':14} {'steps/s':>9} {'TPUStrategy is':>16}")
+    for name in arguments.model or MODELS:
         sizes = (arguments.batch_size, arguments.steps, arguments.rounds, arguments.builds)
-        table = measure(build, *sizes)
+        table = measure(MODELS[name], *sizes)
         for loop, (rate, ratio) in table.items():
-            print(f"{name:6} {loop:14} {rate:9.1f} {ratio:15.3f}x")
+            print(f"{name:11} {loop:14} {rate:9.1f} {ratio:15.3f}x", flush=True)
 
 
 if __name__ == "__main__":

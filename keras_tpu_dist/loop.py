@@ -142,7 +142,9 @@ def _programs(trainer, kind: str, placer, guard, compiled: bool) -> Callable[[bo
     made: dict[Any, Callable] = {}
 
     def program(scanned: bool) -> Callable:
-        mask = None if guard.watch is None else guard.watch.mask
+        # Validation within a fit that is watched updates nothing that could be watched.
+        watched = kind == "train" and guard.watch is not None
+        mask = guard.watch.mask if watched else None
         if (scanned, mask) not in made:
             if compiled:
                 step = jitted_step(trainer, kind, placer, guard.donate, scanned=scanned, mask=mask)

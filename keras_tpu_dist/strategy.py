@@ -76,7 +76,8 @@ class TPUStrategy(
         donate_state: Whether a train step overwrites its input state. `True` halves the memory
             of the state; after a failure inside a launch the weights are those of the start of
             the epoch. `False` keeps the state before every step. `"auto"` keeps it where two
-            states fit in 10 % of the device's memory (8 MiB where that is unknown).
+            states fit in 10 % of the device's memory (8 MiB where that is unknown) and there are
+            at most 64 variables.
         shard_optimizer: Whether optimizer slots are split over the data axes while the weights
             stay as `layout` says (ZeRO-1).
         input_timeout_s: The most seconds that reading one batch may take; more ends the run with a

@@ -268,6 +268,11 @@ def test_auto_keeps_small_states_and_donates_large_ones(monkeypatch):
     budget = "keras_tpu_dist.guard._KEEP_BYTES_WHERE_MEMORY_IS_UNKNOWN"
     monkeypatch.setattr(budget, 3 * state_bytes)
     assert [states_to_keep(s, variables) for s in ("auto", False, True)] == [3, 3, 0]
+    monkeypatch.setattr(budget, 100 * state_bytes)
+    many = variables * 20
+    assert len(many) > 65
+    assert [bool(states_to_keep(s, many[:64])) for s in ("auto", False)] == [True, True]
+    assert [bool(states_to_keep(s, many[:65])) for s in ("auto", False)] == [False, True]
     monkeypatch.setattr(budget, state_bytes)
     assert [states_to_keep(s, variables) for s in ("auto", False, True)] == [0, 2, 0]
 

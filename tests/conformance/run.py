@@ -7,106 +7,23 @@ hang are findings like a wrong value.
 """
 
 import argparse
-import contextlib
-import json
 import os
 import queue
 import re
-import selectors
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+
+from processes import Finding, Worker
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 _WORKER = Path(__file__).with_name("worker.py")
 KINDS = ("operation", "move", "assigned", "layer", "model")
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What became of a job.
-
-    Attributes:
-        job: The job, as `jobs.Job.to_dict` gives it.
-        outcome: `"right"`, `"wrong"`, `"error"`, `"abort"` or `"hang"`.
-        detail: The difference and where, or the last words.
-        seconds: The time it took.
-    """
-
-    job: dict
-    outcome: str
-    detail: str
-    seconds: float
-
-    def __str__(self):
-        job = self.job
-        name = f"{job['kind']} {job['case']} on {job['mesh']}, {job['rows']} rows, {job['plan']}"
-        return f"{self.outcome:6} {name}: {self.detail}"
-
-
-class _Worker:
-    """A process that compares; started anew after it died."""
-
-    def __init__(self, timeout: float):
-        self._timeout = timeout
-        self._process: subprocess.Popen | None = None
-        self._files = contextlib.ExitStack()
-
-    def compare(self, job: dict) -> Finding:
-        if self._process is None:
-            self._start()
-        start = time.perf_counter()
-        self._process.stdin.write(json.dumps(job) + "\n")
-        self._process.stdin.flush()
-        line = self._line()
-        seconds = time.perf_counter() - start
-        if line is None or not line:
-            outcome = "hang" if line is None else "abort"
-            self._log.seek(0)
-            words = [line for line in self._log if line.startswith(("F", "E"))]
-            self.stop()
-            return Finding(job, outcome, "".join(words)[:300].strip(), seconds)
-        answer = json.loads(line)
-        if "error" in answer:
-            return Finding(job, "error", answer["error"], seconds)
-        detail = f"{answer['difference']:.1e} at {answer['where']}"
-        return Finding(job, "right" if answer["right"] else "wrong", detail, seconds)
-
-    def stop(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process.stdin.close()
-            self._process.stdout.close()
-        self._files.close()
-        self._process = None
-
-    def _start(self) -> None:
-        log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (closed by stop)
-        self._log = self._files.enter_context(log)
-        self._process = subprocess.Popen(
-            [sys.executable, str(_WORKER)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            env={**os.environ},
-        )
-
-    def _line(self) -> str | None:
-        """The next answer, `""` if the process died, `None` if it takes too long."""
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._process.stdout, selectors.EVENT_READ)
-            ready = selector.select(self._timeout)
-        return self._process.stdout.readline() if ready else None
 
 
 def compare_all(
@@ -140,7 +57,7 @@ def compare_all(
         tell(finding)
 
     def work() -> None:
-        worker = _Worker(timeout)
+        worker = Worker(_WORKER, timeout)
         try:
             while True:
                 for part in todo.get_nowait():
@@ -173,7 +90,7 @@ def _groups(jobs: list[dict], together: int) -> list[list[list[dict]]]:
     return list(groups.values())
 
 
-def _compare_part(worker: _Worker, part: list[dict], note: Callable[[Finding], None]) -> None:
+def _compare_part(worker: Worker, part: list[dict], note: Callable[[Finding], None]) -> None:
     if len(part) > 1:
         together = {**part[0], "case": " + ".join(job["case"] for job in part)}
         finding = worker.compare(together)

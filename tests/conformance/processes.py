@@ -1,0 +1,102 @@
+"""Processes that compare: an abort of the compiler and a hang are findings like a wrong value."""
+
+import contextlib
+import json
+import os
+import selectors
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What became of a job.
+
+    Attributes:
+        job: The job, as plain values.
+        outcome: `"right"`, `"wrong"`, `"error"`, `"abort"` or `"hang"`.
+        detail: The difference and where, or the last words.
+        seconds: The time it took.
+    """
+
+    job: dict
+    outcome: str
+    detail: str
+    seconds: float
+
+    def __str__(self):
+        job = self.job
+        name = job.get("name") or (
+            f"{job['kind']} {job['case']} on {job['mesh']}, {job['rows']} rows, {job['plan']}"
+        )
+        return f"{self.outcome:6} {name}: {self.detail}"
+
+
+class Worker:
+    """A process that compares; started anew after it died, and for every job if `fresh`.
+
+    Args:
+        script: What it runs: it answers each line of JSON with one.
+        timeout: Seconds after which a job counts as a hang.
+        fresh: Whether every job gets a process of its own.
+    """
+
+    def __init__(self, script: Path, timeout: float, fresh: bool = False):
+        self._script, self._fresh = script, fresh
+        self._timeout = timeout
+        self._process: subprocess.Popen | None = None
+        self._files = contextlib.ExitStack()
+
+    def compare(self, job: dict) -> Finding:
+        if self._process is None:
+            self._start()
+        start = time.perf_counter()
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        line = self._line()
+        seconds = time.perf_counter() - start
+        if line is None or not line:
+            outcome = "hang" if line is None else "abort"
+            self._log.seek(0)
+            words = [line for line in self._log if line.startswith(("F", "E"))]
+            self.stop()
+            return Finding(job, outcome, "".join(words)[:300].strip(), seconds)
+        answer = json.loads(line)
+        if "error" in answer:
+            return Finding(job, "error", answer["error"], seconds)
+        if self._fresh:
+            self.stop()
+        detail = f"{answer['difference']:.1e} at {answer['where']}"
+        return Finding(job, "right" if answer["right"] else "wrong", detail, seconds)
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process.stdin.close()
+            self._process.stdout.close()
+        self._files.close()
+        self._process = None
+
+    def _start(self) -> None:
+        log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (closed by stop)
+        self._log = self._files.enter_context(log)
+        self._process = subprocess.Popen(
+            [sys.executable, str(self._script)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env={**os.environ},
+        )
+
+    def _line(self) -> str | None:
+        """The next answer, `""` if the process died, `None` if it takes too long."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            ready = selector.select(self._timeout)
+        return self._process.stdout.readline() if ready else None

@@ -1,0 +1,39 @@
+"""What every process that compares does: eight simulated devices, and answers to lines of JSON."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+os.environ["JAX_PLATFORMS"] = "cpu"
+# Comparisons compile much and run little.
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
+    ]
+)
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+
+import keras_tpu_dist as ktd  # noqa: E402
+
+ktd.simulate(8)
+
+
+def serve(compared: Callable[[dict], dict[str, Any]]) -> None:
+    """Answers every line of the input with what `compared` says of it, until the input ends."""
+    # What XLA and Keras print must not mix with the answers.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        start = time.perf_counter()
+        try:
+            answer = compared(json.loads(line))
+        except Exception as error:
+            answer = {"right": False, "error": f"{type(error).__name__}: {error}"[:2000]}
+        answers.write(json.dumps({**answer, "seconds": time.perf_counter() - start}) + "\n")
+        answers.flush()

@@ -1,0 +1,135 @@
+"""A program's data, through every library that Keras reads."""
+
+import importlib
+import importlib.util
+import math
+from typing import Any
+
+import keras
+import numpy as np
+import small_models
+from options import LIBRARIES, Program
+
+_CLASS_WEIGHTS = {0: 0.5, 1: 1.0, 2: 2.0, 3: 0.25}
+
+
+class Data:
+    """What fit, evaluate and predict are called with.
+
+    Args:
+        program: The program.
+        model: Its model, for the shapes.
+    """
+
+    def __init__(self, program: Program, model: keras.Model):
+        choices = program.choices
+        self._choices = choices
+        rng = np.random.default_rng(program.seed)
+        rows = choices["rows"]
+        self._x = keras.tree.map_structure(lambda each: _values(rng, rows, each), model.input)
+        per_token = (small_models.STEPS,) if choices["model"] in ("tokens", "experts") else ()
+        self._y = rng.integers(0, small_models.CLASSES, (rows, *per_token)).astype("int32")
+        self._weights = rng.uniform(0.5, 1.5, (rows, *per_token)).astype("float32")
+        kind = choices["input"]
+        library = LIBRARIES.get(kind)
+        missing = library is not None and importlib.util.find_spec(library) is None
+        self._kind = "arrays" if missing else kind
+
+    def of_fit(self) -> dict[str, Any]:
+        """Keyword arguments of `fit`."""
+        arrays = [self._x, self._y]
+        keywords: dict[str, Any] = {"steps_per_epoch": self._choices["steps_per_epoch"]}
+        if self._choices["weighted"] == "sample_weight":
+            arrays.append(self._weights)
+        if self._choices["weighted"] == "class_weight":
+            keywords["class_weight"] = _CLASS_WEIGHTS
+        if self._kind == "generator" and keywords["steps_per_epoch"] is None:
+            keywords["steps_per_epoch"] = self._batches
+        keywords |= self._fed(arrays, endless=keywords["steps_per_epoch"] is not None)
+        if self._choices["validation"] != "none":
+            keywords["validation_data"] = (self._x, self._y)
+            keywords["validation_batch_size"] = self._choices["batch_size"]
+        if self._choices["validation"] == "steps":
+            keywords["validation_steps"] = 1
+        return keywords
+
+    def of_evaluate(self) -> dict[str, Any]:
+        """Keyword arguments of `evaluate`."""
+        steps = {"steps": self._batches} if self._kind == "generator" else {}
+        return {**self._fed([self._x, self._y], endless=False), **steps}
+
+    def of_predict(self) -> dict[str, Any]:
+        """Keyword arguments of `predict`."""
+        return {"x": self._x, "batch_size": self._choices["batch_size"]}
+
+    @property
+    def _batches(self) -> int:
+        return math.ceil(self._choices["rows"] / self._choices["batch_size"])
+
+    def _fed(self, arrays: list, endless: bool) -> dict[str, Any]:
+        if self._kind == "arrays":
+            names = ("x", "y", "sample_weight")
+            return {**dict(zip(names, arrays)), "batch_size": self._choices["batch_size"]}
+        size = self._choices["batch_size"]
+        return {"x": _FEEDS[self._kind](tuple(arrays), size, self._batches, endless)}
+
+
+def _values(rng, rows: int, tensor: Any) -> np.ndarray:
+    shape = (rows, *tensor.shape[1:])
+    if "int" not in tensor.dtype:
+        return rng.normal(size=shape).astype(keras.config.floatx())
+    ids = rng.integers(1, small_models.VOCAB, shape)
+    # Padding at the end of each row, and at least one token.
+    lengths = rng.integers(1, shape[1] + 1, (rows, 1))
+    return (ids * (np.arange(shape[1]) < lengths)).astype("int32")
+
+
+def _batch(arrays: tuple, size: int, number: int) -> tuple:
+    rows = slice(number * size, (number + 1) * size)
+    return keras.tree.map_structure(lambda a: a[rows], arrays)
+
+
+def _generator(arrays, size, batches, endless):
+    while True:
+        for number in range(batches):
+            yield _batch(arrays, size, number)
+        if not endless:
+            return
+
+
+def _pydataset(arrays, size, batches, endless):
+    class Batches(keras.utils.PyDataset):
+        def __len__(self):
+            return batches
+
+        def __getitem__(self, number):
+            return _batch(arrays, size, number)
+
+    return Batches()
+
+
+def _tf_data(arrays, size, batches, endless):
+    tf = importlib.import_module("tensorflow")
+    dataset = tf.data.Dataset.from_tensor_slices(arrays).batch(size)
+    return dataset.repeat() if endless else dataset
+
+
+def _torch(arrays, size, batches, endless):
+    torch = importlib.import_module("torch")
+    return torch.utils.data.DataLoader(_rows(arrays), batch_size=size)
+
+
+def _grain(arrays, size, batches, endless):
+    grain = importlib.import_module("grain")
+    return grain.MapDataset.source(_rows(arrays)).to_iter_dataset().batch(size)
+
+
+def _rows(arrays) -> list:
+    count = len(arrays[1])
+    return [keras.tree.map_structure(lambda a, i=i: a[i], arrays) for i in range(count)]
+
+
+_FEEDS = {
+    **{"generator": _generator, "pydataset": _pydataset, "tf.data": _tf_data},
+    **{"torch": _torch, "grain": _grain},
+}

@@ -1,0 +1,176 @@
+"""Runs a program, on one device without a strategy or on a mesh, and says what came of it."""
+
+import contextlib
+import warnings
+from typing import Any
+
+import feeds
+import jax
+import keras
+import numpy as np
+import small_models
+from keras.src.backend.common import dtypes
+from options import Program
+
+import keras_tpu_dist as ktd
+
+MESHES = {
+    "8": {"data": 8},
+    "4x2": {"data": 4, "model": 2},
+    "2x4": {"data": 2, "model": 4},
+    "2x2x2": {"data": 2, "fsdp": 2, "model": 2},
+}
+EPOCHS = 2
+# Relative to the largest value of each array. Three bits of bfloat16's eight are lost by rounding
+# in another order; a lost row or a wrong gradient is far beyond.
+TOLERANCES = {"float32": 1e-5, "float64": 1e-6, "mixed_bfloat16": 5e-2}
+
+
+def compared(program: Program) -> dict[str, Any]:
+    """Whether a program gives on its mesh what it gives on one device, and the difference."""
+    policy = program.choices["policy"]
+    difference, where = _difference(program)
+    if difference <= TOLERANCES[policy]:
+        return {"right": True, "difference": difference, "where": where}
+    # Rounding, amplified by training, is gone in float64; a fault is not.
+    program = Program(program.seed, {**program.choices, "policy": "float64"})
+    with _in_float64():
+        precise, there = _difference(program)
+    where = f"{where} ({precise:.1e} at {there} in float64)"
+    return {
+        "right": precise <= TOLERANCES["float64"],
+        "difference": difference,
+        "where": where,
+    }
+
+
+def _difference(program: Program) -> tuple[float, str]:
+    expected, found = results(program, False), results(program, True)
+    assert found.keys() == expected.keys(), f"{list(found)} and {list(expected)}"
+    gaps = {name: _gap(found[name], expected[name]) for name in expected}
+    name = max(gaps, key=gaps.get)
+    return gaps[name], name
+
+
+def _gap(found: np.ndarray, expected: np.ndarray) -> float:
+    found, expected = (np.asarray(a, np.float64) for a in (found, expected))
+    assert found.shape == expected.shape, f"{found.shape} and {expected.shape}"
+    assert np.all(np.isfinite(expected)), "the program itself is not finite"
+    gap = np.max(np.abs(found - expected), initial=0.0)
+    gap = gap / max(np.max(np.abs(expected), initial=0.0), 1e-2)
+    return float("inf") if np.isnan(gap) else float(gap)
+
+
+@contextlib.contextmanager
+def _in_float64():
+    """Keras, on JAX, makes float32 of float64 wherever it promotes dtypes; here it does not."""
+    shorter = dtypes.BIT64_TO_BIT32_DTYPE["float64"]
+    dtypes.BIT64_TO_BIT32_DTYPE["float64"] = "float64"
+    keras.config.set_floatx("float64")
+    try:
+        with jax.enable_x64(True):
+            yield
+    finally:
+        dtypes.BIT64_TO_BIT32_DTYPE["float64"] = shorter
+        keras.config.set_floatx("float32")
+
+
+def results(program: Program, on_mesh: bool) -> dict[str, np.ndarray]:
+    """Histories, weights, optimizer steps, evaluation and predictions of a program."""
+    keras.distribution.set_distribution(None)
+    keras.utils.clear_session(free_memory=False)
+    keras.utils.set_random_seed(program.seed)
+    keras.config.set_dtype_policy(program.choices["policy"])
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return _run(program, _strategy(program) if on_mesh else None)
+    finally:
+        keras.config.set_dtype_policy("float32")
+        keras.distribution.set_distribution(None)
+
+
+def _strategy(program: Program) -> ktd.TPUStrategy:
+    choices = program.choices
+    mesh = MESHES[choices["mesh"]]
+    layout = choices["layout"]
+    if layout == "tensor_parallel" and len(mesh) == 1:
+        layout = "fsdp"
+    if layout == "rules":
+        axis = "model" if "model" in mesh else "data"
+        layout = [(r"/wide.*/kernel$", (None, axis)), (r"/narrow.*/kernel$", (axis, None))]
+    return ktd.TPUStrategy(
+        mesh,
+        None if layout == "none" else layout,
+        donate_state=choices["donate_state"],
+        prefetch=choices["prefetch"],
+        shard_optimizer=choices["shard_optimizer"],
+    )
+
+
+def _run(program: Program, strategy: Any) -> dict[str, np.ndarray]:
+    choices = program.choices
+    scope = contextlib.nullcontext if strategy is None else strategy.scope
+    # "moved": a model built before its scope, which then moves onto the mesh.
+    with contextlib.nullcontext() if choices["where"] == "moved" else scope():
+        model = _compiled(program, strategy)
+    inside = choices["where"] in ("inside", "moved")
+    with scope() if inside else contextlib.nullcontext():
+        return _trained(program, model, strategy is not None)
+
+
+def _trained(program: Program, model: keras.Model, on_mesh: bool) -> dict[str, np.ndarray]:
+    data = feeds.Data(program, model)
+    history = model.fit(
+        **data.of_fit(),
+        epochs=EPOCHS,
+        callbacks=_callbacks(program.choices["callbacks"], on_mesh),
+        shuffle=program.choices["shuffle"],
+        verbose=0,
+    ).history
+    found = {f"history {name}": np.asarray(values) for name, values in history.items()}
+    found |= {f"{i} {v.path}": np.asarray(v.value) for i, v in enumerate(model.weights)}
+    found["iterations"] = np.asarray(model.optimizer.iterations)
+    evaluated = model.evaluate(**data.of_evaluate(), verbose=0, return_dict=True)
+    found |= {f"evaluate {name}": np.asarray(value) for name, value in evaluated.items()}
+    found["predict"] = np.asarray(model.predict(**data.of_predict(), verbose=0))
+    return found
+
+
+def _callbacks(kind: str, on_mesh: bool) -> list:
+    if kind == "batches":
+        return [keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: None)]
+    if kind == "name_nan" and on_mesh:
+        return [ktd.callbacks.NameNaN()]
+    if kind == "early_stopping":
+        return [keras.callbacks.EarlyStopping("loss", patience=1, min_delta=100.0)]
+    return []
+
+
+def _compiled(program: Program, strategy: Any) -> keras.Model:
+    choices = program.choices
+    model = small_models.MODELS[choices["model"]]()
+    # Stock Keras loses steps where launches of several do not fill an epoch.
+    steps = 1 if strategy is None else choices["steps_per_execution"]
+    weighted = ["accuracy"] if choices["weighted"] == "sample_weight" else None
+    model.compile(
+        _OPTIMIZERS[choices["optimizer"]](),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+        weighted_metrics=weighted,
+        steps_per_execution=steps,
+        run_eagerly=choices["run_eagerly"],
+    )
+    return model
+
+
+# Adam divides by what it measured, so that rounding counts as much as the gradient where that is
+# small: epsilon keeps it from it.
+_OPTIMIZERS = {
+    "sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+    "adam": lambda: keras.optimizers.Adam(0.01, epsilon=1e-3),
+    "clipped": lambda: keras.optimizers.AdamW(0.01, epsilon=1e-3, global_clipnorm=0.5),
+    "accumulated": lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2),
+    "averaged": lambda: keras.optimizers.SGD(0.1, use_ema=True, ema_overwrite_frequency=2),
+    "scaled": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)),
+}

@@ -1,0 +1,102 @@
+"""Random programs on meshes against one device, until every pair of options has met.
+
+    python tests/random_models/run.py [--programs 200] [--seed N] [--only SEED] [--processes 2]
+
+Each program runs in a process that is given up after a time; an abort and a hang are failures. A
+seed that fails is named, and runs again by `--only SEED`.
+"""
+
+import argparse
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parents[1] / "conformance"), str(Path(__file__).parent)]
+
+from options import Program, all_pairs, covering, drawn, pairs_of  # noqa: E402
+from processes import Finding, Worker  # noqa: E402
+
+_WORKER = Path(__file__).with_name("worker.py")
+
+
+def run_all(
+    programs: list[Program],
+    *,
+    processes: int = 2,
+    timeout: float = 180.0,
+    tell: Callable[[Finding], None] = lambda finding: None,
+) -> list[Finding]:
+    """Runs programs in several processes.
+
+    Args:
+        programs: The programs.
+        processes: How many at a time.
+        timeout: Seconds after which a program counts as a hang.
+        tell: Called with each `Finding` as it comes.
+
+    Returns:
+        The findings, in no order.
+    """
+    todo: queue.SimpleQueue = queue.SimpleQueue()
+    for program in programs:
+        todo.put({**program.to_dict(), "name": str(program)})
+    found: list[Finding] = []
+
+    def work() -> None:
+        worker = Worker(_WORKER, timeout)
+        try:
+            while True:
+                finding = worker.compare(todo.get_nowait())
+                found.append(finding)
+                tell(finding)
+        except queue.Empty:
+            return
+        finally:
+            worker.stop()
+
+    threads = [threading.Thread(target=work) for _ in range(processes)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def main() -> int:
+    """Prints what is not right, how many programs ran and how many pairs of options met."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--programs", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=None, help="the first; default: the time")
+    parser.add_argument("--only", type=int, nargs="*", help="these seeds alone")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--timeout", type=float, default=180.0)
+    parser.add_argument("--verbose", action="store_true")
+    arguments = parser.parse_args()
+    first = int(time.time()) if arguments.seed is None else arguments.seed
+    if arguments.only:
+        programs = [drawn(seed) for seed in arguments.only]
+    else:
+        base = [drawn(first + number) for number in range(arguments.programs)]
+        programs = covering(base, first + arguments.programs)
+
+    def tell(finding: Finding) -> None:
+        if arguments.verbose or finding.outcome != "right":
+            print(finding, flush=True)
+
+    start = time.perf_counter()
+    found = run_all(programs, processes=arguments.processes, timeout=arguments.timeout, tell=tell)
+    bad = [finding for finding in found if finding.outcome != "right"]
+    pairs = set().union(*map(pairs_of, programs)) & all_pairs()
+    print(
+        f"{len(found)} programs from seed {programs[0].seed}, {len(bad)} not right; "
+        f"{len(pairs)} of {len(all_pairs())} pairs of options; "
+        f"{time.perf_counter() - start:.0f} s"
+    )
+    return int(bool(bad))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""Small classifiers, each with something of its own."""
+
+import keras
+from keras import layers as kl
+from keras import ops
+
+import keras_tpu_dist as ktd
+
+CLASSES, FEATURES, STEPS, VOCAB = 4, 6, 5, 11
+
+
+def _wide(x, activation="relu"):
+    x = kl.Dense(16, activation, name="wide")(x)
+    return kl.Dense(8, name="narrow")(x)
+
+
+def vectors() -> keras.Model:
+    x = keras.Input((FEATURES,))
+    return keras.Model(x, kl.Dense(CLASSES)(kl.Dropout(0.2, seed=3)(_wide(x))))
+
+
+def normalized() -> keras.Model:
+    x = keras.Input((FEATURES,))
+    return keras.Model(x, kl.Dense(CLASSES)(ops.tanh(kl.BatchNormalization()(_wide(x)))))
+
+
+def masked() -> keras.Model:
+    ids = keras.Input((STEPS,), dtype="int32")
+    x = kl.Embedding(VOCAB, 8, mask_zero=True)(ids)
+    return keras.Model(ids, kl.Dense(CLASSES)(kl.Bidirectional(kl.LSTM(8))(x)))
+
+
+def images() -> keras.Model:
+    x = keras.Input((8, 8, 2))
+    y = kl.MaxPooling2D()(kl.Conv2D(8, 3, padding="same", activation="relu")(x))
+    y = kl.AveragePooling2D(2)(kl.DepthwiseConv2D(3, padding="same")(y))
+    return keras.Model(x, kl.Dense(CLASSES)(kl.Flatten()(y)))
+
+
+def tokens() -> keras.Model:
+    """A class for each token."""
+    ids = keras.Input((STEPS,), dtype="int32")
+    x = kl.Embedding(VOCAB, 8)(ids)
+    x = x + kl.MultiHeadAttention(2, 4)(x, x, use_causal_mask=True)
+    return keras.Model(ids, kl.Dense(CLASSES)(kl.LayerNormalization()(_wide(x, "gelu") + x)))
+
+
+def nested() -> keras.Model:
+    inner = keras.Sequential([keras.Input((FEATURES,)), kl.Dense(16, "relu"), kl.Dense(FEATURES)])
+    x = keras.Input((FEATURES,))
+    outer = keras.Model(x, inner(x) + x)
+    x = keras.Input((FEATURES,))
+    return keras.Model(x, keras.Sequential([outer, kl.Dense(CLASSES)])(x))
+
+
+def shared() -> keras.Model:
+    x = keras.Input((FEATURES,))
+    dense = kl.Dense(FEATURES, "tanh")
+    return keras.Model(x, kl.Dense(CLASSES)(dense(dense(x)) + dense(x)))
+
+
+def two_inputs() -> keras.Model:
+    inputs = {"a": keras.Input((FEATURES,), name="a"), "b": keras.Input((STEPS,), name="b")}
+    x = kl.Concatenate()([inputs["b"], inputs["a"]])
+    return keras.Model(inputs, kl.Dense(CLASSES)(_wide(x)))
+
+
+def recurrent() -> keras.Model:
+    x = keras.Input((STEPS, FEATURES))
+    y = ktd.layers.LSTM(8, return_sequences=True)(x)
+    return keras.Model(x, kl.Dense(CLASSES)(ktd.layers.GRU(8, unroll=True)(y)))
+
+
+@keras.saving.register_keras_serializable("random_models")
+class Experts(keras.Layer):
+    """Mixes four kernels by a gate and adds a loss of its own."""
+
+    def build(self, shape):
+        weight = self.add_weight
+        self.gate = weight(shape=(shape[-1], 4), initializer="glorot_uniform", name="gate")
+        self.up = weight(shape=(4, shape[-1], 8), initializer="glorot_uniform", name="up")
+        self.down = weight(shape=(4, 8, shape[-1]), initializer="glorot_uniform", name="down")
+
+    def call(self, x):
+        shares = ops.softmax(x @ self.gate)
+        self.add_loss(0.01 * ops.mean(ops.square(shares)))
+        inner = ops.gelu(ops.einsum("btd,ndf->btnf", x, self.up))
+        return ops.einsum("btnf,nfd,btn->btd", inner, self.down, shares)
+
+    def compute_output_shape(self, shape):
+        return shape
+
+
+def experts() -> keras.Model:
+    """A class for each token."""
+    ids = keras.Input((STEPS,), dtype="int32")
+    x = kl.Embedding(VOCAB, 8)(ids)
+    return keras.Model(ids, kl.Dense(CLASSES)(x + Experts()(x)))
+
+
+def assigned() -> keras.Model:
+    x = keras.Input((FEATURES,))
+    one = ktd.assign(kl.Dense(16, "relu"), 0)(x)
+    other = ktd.assign(keras.Sequential([kl.Dense(8), kl.Dense(16)]), 1)(x)
+    return keras.Model(x, kl.Dense(CLASSES)(kl.Add()([one, other])))
+
+
+def split() -> keras.Model:
+    x = keras.Input((FEATURES,))
+    y = ktd.split(kl.Dense(16, "relu"), kernel=(None, "model"), output=(None, "model"))(x)
+    y = ktd.split(kl.Dense(8), kernel=("model", None))(y)
+    return keras.Model(x, ktd.replicate(kl.Dense(CLASSES))(y))
+
+
+MODELS = {
+    function.__name__: function
+    for function in (
+        *(vectors, normalized, masked, images, tokens, nested, shared, two_inputs),
+        *(recurrent, experts, assigned, split),
+    )
+}

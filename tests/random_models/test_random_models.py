@@ -1,0 +1,51 @@
+"""Programs drawn at random, some of every run; seeds that once failed, with what was wrong."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path[:0] = [str(Path(__file__).parent)]
+import run
+from options import all_pairs, covering, drawn, is_legal, pairs_of
+
+# What failed before it was mended, by the options that matter.
+FAILED = {
+    "NameNaN and validation: the evaluation's program was handed a train step's watch": (
+        ("callbacks", "name_nan"),
+        ("validation", "steps"),
+        ("model", "vectors"),
+        ("run_eagerly", False),
+    ),
+    "tf.data: Keras expects a dataset back from distribute_dataset": (
+        ("input", "tf.data"),
+        ("model", "vectors"),
+    ),
+    "launches that an epoch cuts short were counted whole": (
+        ("steps_per_execution", 3),
+        ("steps_per_epoch", 2),
+        ("input", "arrays"),
+        ("model", "shared"),
+    ),
+}
+
+
+def test_what_failed_before():
+    programs = [drawn(number, fixed) for number, fixed in enumerate(FAILED.values())]
+    found = run.run_all(programs, timeout=300)
+    assert [str(finding) for finding in found if finding.outcome != "right"] == []
+    assert len(found) == len(FAILED)
+
+
+def test_every_pair_of_options_meets():
+    programs = covering([drawn(seed) for seed in range(30)], 1000)
+    assert all_pairs() <= set().union(*map(pairs_of, programs))
+    assert all(is_legal(program.choices) for program in programs)
+    assert len(programs) < 120
+
+
+def test_a_seed_is_one_program_and_what_is_not_legal_is_said():
+    assert drawn(5) == drawn(5)
+    assert drawn(5).choices != drawn(6).choices
+    with pytest.raises(ValueError, match="no legal program has"):
+        drawn(0, [("model", "split"), ("mesh", "8")])

@@ -1,0 +1,15 @@
+"""Runs programs: a line of JSON in, a line out."""
+
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parents[1] / "conformance"), str(Path(__file__).parent)]
+
+import serving  # first: it chooses the devices  # noqa: E402
+
+# isort: split
+import programs  # noqa: E402
+from options import Program  # noqa: E402
+
+if __name__ == "__main__":
+    serving.serve(lambda job: programs.compared(Program(job["seed"], job["choices"])))
