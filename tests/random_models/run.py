@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1] / "conformance"), str(Path(__file__).parent)]
 
-from options import Program, all_pairs, covering, drawn, pairs_of  # noqa: E402
+from options import Program, all_pairs, covering, drawn, is_legal, pairs_of  # noqa: E402, F401
 from processes import Finding, Worker  # noqa: E402
 
 _WORKER = Path(__file__).with_name("worker.py")
