@@ -220,7 +220,8 @@ class BatchPlacer:
     def _planned(self, batch):
         leaves, treedef = _flatten(batch)
         leaves = [_as_array(leaf) for leaf in leaves]
-        key = (treedef, tuple(leaf.shape for leaf in leaves))
+        # A sparse array is a leaf too, and lies otherwise than a dense one of its shape.
+        key = (treedef, tuple((leaf.shape, isinstance(leaf, JAXSparse)) for leaf in leaves))
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plans[key] = self._make_plan(batch, leaves)

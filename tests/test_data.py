@@ -379,3 +379,26 @@ def test_sparse_input_is_replicated(mesh):
     placed = BatchPlacer(mesh, ("data",)).place((matrix, np.arange(5)))
     assert [slot.axis for slot in placed.slots] == [None, 0]
     assert_close(placed.data[0].todense(), np.eye(5), 0)
+
+
+@pytest.mark.parametrize("sparse_first", [False, True])
+def test_sparse_and_dense_batches_of_one_shape(sparse_first):
+    from jax.experimental import sparse
+
+    dense, y = np.eye(5, 3, dtype="float32"), np.ones((5, 4), "float32")
+    batches = [dense, sparse.BCOO.fromdense(dense, n_batch=1)]
+    batches = batches[::-1] if sparse_first else batches
+
+    def one(x):
+        yield x, y
+
+    def build():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4)])
+        model.compile("sgd", "mse")
+        return model
+
+    models = [built(build, strategy) for strategy in (ktd.TPUStrategy(), None)]
+    for model in models:
+        for batch in batches:
+            model.fit(one(batch), shuffle=False, verbose=0)
+    assert_close(models[0].get_weights(), models[1].get_weights())

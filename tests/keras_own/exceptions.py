@@ -3,11 +3,6 @@
 A key is a test's id, or the beginning of ids followed by `*`.
 """
 
-_SPARSE = (
-    "BUG: a sparse batch fails if one strategy has laid out a dense batch of the same shape"
-    " before (`BatchPlacer._planned` takes the dense one's plan); alone the test passes."
-)
-
 EXCEPTIONS: dict[str, str] = {
     # trainers
     "trainers/trainer_test.py::TestTrainer::test_fit_eval_flow_for_jax_model_weights": (
@@ -19,9 +14,6 @@ EXCEPTIONS: dict[str, str] = {
         "Counts launches: Keras makes 6 and then 4 steps of two epochs of 5, by twos; ours ends"
         " the launch with the epoch, 5 steps each in 3 launches."
     ),
-    # layers
-    "layers/core/dense_test.py::DenseTest::test_dense_sparse": _SPARSE,
-    "layers/core/embedding_test.py::EmbeddingTest::test_sparse": _SPARSE,
 }
 
 
