@@ -70,6 +70,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--programs", type=int, default=200)
     parser.add_argument("--seed", type=int, default=None, help="the first; default: the time")
+    parser.add_argument("--pairs-of-these", action="store_true", help="add none for the pairs")
     parser.add_argument("--only", type=int, nargs="*", help="these seeds alone")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--timeout", type=float, default=180.0)
@@ -80,7 +81,8 @@ def main() -> int:
         programs = [drawn(seed) for seed in arguments.only]
     else:
         base = [drawn(first + number) for number in range(arguments.programs)]
-        programs = covering(base, first + arguments.programs)
+        more = not arguments.pairs_of_these
+        programs = covering(base, first + arguments.programs) if more else base
 
     def tell(finding: Finding) -> None:
         if arguments.verbose or finding.outcome != "right":
