@@ -15,7 +15,7 @@ import models
 import moves
 import numpy as np
 import operations
-from keras.src.backend.common import dtypes
+from precision import in_float64
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.data import BatchPlacer
@@ -297,23 +297,9 @@ def _strategy(job: Job) -> ktd.TPUStrategy:
     return ktd.TPUStrategy(MESHES[job.mesh], None if job.plan == "none" else job.plan)
 
 
-@contextlib.contextmanager
-def _in_float64():
-    """Keras, on JAX, makes float32 of float64 wherever it promotes dtypes; here it does not."""
-    shorter, dtype = dtypes.BIT64_TO_BIT32_DTYPE["float64"], keras.config.floatx()
-    dtypes.BIT64_TO_BIT32_DTYPE["float64"] = "float64"
-    keras.config.set_floatx("float64")
-    try:
-        with jax.enable_x64(True):
-            yield
-    finally:
-        dtypes.BIT64_TO_BIT32_DTYPE["float64"] = shorter
-        keras.config.set_floatx(dtype)
-
-
 def _trained(job: Job) -> dict[str, np.ndarray]:
     """The loss of a model, and what one step of SGD adds to each of its variables."""
-    with _in_float64() if job.float64 else contextlib.nullcontext():
+    with in_float64() if job.float64 else contextlib.nullcontext():
         return _updates(job)
 
 

@@ -5,12 +5,11 @@ import warnings
 from typing import Any
 
 import feeds
-import jax
 import keras
 import numpy as np
 import small_models
-from keras.src.backend.common import dtypes
 from options import Program
+from precision import in_float64
 
 import keras_tpu_dist as ktd
 
@@ -34,7 +33,7 @@ def compared(program: Program) -> dict[str, Any]:
         return {"right": True, "difference": difference, "where": where}
     # Rounding, amplified by training, is gone in float64; a fault is not.
     program = Program(program.seed, {**program.choices, "policy": "float64"})
-    with _in_float64():
+    with in_float64():
         precise, there = _difference(program)
     where = f"{where} ({precise:.1e} at {there} in float64)"
     return {
@@ -59,20 +58,6 @@ def _gap(found: np.ndarray, expected: np.ndarray) -> float:
     gap = np.max(np.abs(found - expected), initial=0.0)
     gap = gap / max(np.max(np.abs(expected), initial=0.0), 1e-2)
     return float("inf") if np.isnan(gap) else float(gap)
-
-
-@contextlib.contextmanager
-def _in_float64():
-    """Keras, on JAX, makes float32 of float64 wherever it promotes dtypes; here it does not."""
-    shorter = dtypes.BIT64_TO_BIT32_DTYPE["float64"]
-    dtypes.BIT64_TO_BIT32_DTYPE["float64"] = "float64"
-    keras.config.set_floatx("float64")
-    try:
-        with jax.enable_x64(True):
-            yield
-    finally:
-        dtypes.BIT64_TO_BIT32_DTYPE["float64"] = shorter
-        keras.config.set_floatx("float32")
 
 
 def results(program: Program, on_mesh: bool) -> dict[str, np.ndarray]:
