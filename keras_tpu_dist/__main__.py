@@ -202,7 +202,7 @@ def _build_function(name: str) -> Callable:
     if not hasattr(found, attribute):
         raise ValueError(
             message(
-                f"Module {module!r} has no such function.",
+                f"Module {module!r} has no function {attribute!r}.",
                 received={"build": name},
                 fix="Name a function in it.",
                 name=attribute,

@@ -242,8 +242,8 @@ def test_import_order_goes_one_way():
     import pathlib
 
     order = [
-        *("_keras", "errors", "text", "plain", "simulation", "partitioner", "chips", "topology"),
-        *("assignment", "mesh"),
+        *("_keras", "errors", "notices", "text", "plain", "simulation", "partitioner", "chips"),
+        *("topology", "assignment", "mesh"),
         *("layout", "planner_roles", "planner_tensor", "planner", "annotations"),
         *("planner_placement", "explain", "lint", "visualize", "reading", "data", "finite"),
         *("guard", "auto_steps", "loop", "attention", "adoption", "logical_call", "logical"),
@@ -256,7 +256,15 @@ def test_import_order_goes_one_way():
             "dryrun_compile",
             "dryrun",
         ),
-        *("retarget", "strategy", "recurrence", "layers", "dryrun_search", "host_metrics"),
+        *(
+            "retarget",
+            "pickling",
+            "strategy",
+            "recurrence",
+            "layers",
+            "dryrun_search",
+            "host_metrics",
+        ),
         *("backup", "callbacks", "__main__"),
     ]
     root = pathlib.Path(ktd.__file__).parent
