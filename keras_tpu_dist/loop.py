@@ -143,8 +143,8 @@ def _programs(trainer, kind: str, placer, guard, compiled: bool) -> Callable[[bo
 
     def program(scanned: bool) -> Callable:
         # Validation within a fit that is watched updates nothing that could be watched.
-        watched = kind == "train" and guard.watch is not None
-        mask = guard.watch.mask if watched else None
+        watch = guard.watch if kind == "train" else None
+        mask = None if watch is None else watch.mask
         if (scanned, mask) not in made:
             if compiled:
                 step = jitted_step(trainer, kind, placer, guard.donate, scanned=scanned, mask=mask)
