@@ -3,13 +3,17 @@
 import contextlib
 import json
 import os
+import queue
 import selectors
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -37,16 +41,15 @@ class Finding:
 
 
 class Worker:
-    """A process that compares; started anew after it died, and for every job if `fresh`.
+    """A process that compares; started anew after it died.
 
     Args:
         script: What it runs: it answers each line of JSON with one.
         timeout: Seconds after which a job counts as a hang.
-        fresh: Whether every job gets a process of its own.
     """
 
-    def __init__(self, script: Path, timeout: float, fresh: bool = False):
-        self._script, self._fresh = script, fresh
+    def __init__(self, script: Path, timeout: float):
+        self._script = script
         self._timeout = timeout
         self._process: subprocess.Popen | None = None
         self._files = contextlib.ExitStack()
@@ -68,8 +71,6 @@ class Worker:
         answer = json.loads(line)
         if "error" in answer:
             return Finding(job, "error", answer["error"], seconds)
-        if self._fresh:
-            self.stop()
         detail = f"{answer['difference']:.1e} at {answer['where']}"
         return Finding(job, "right" if answer["right"] else "wrong", detail, seconds)
 
@@ -100,3 +101,41 @@ class Worker:
             selector.register(self._process.stdout, selectors.EVENT_READ)
             ready = selector.select(self._timeout)
         return self._process.stdout.readline() if ready else None
+
+
+def work_through(
+    items: Iterable[Any],
+    do: Callable[[Worker, Any], None],
+    script: Path,
+    *,
+    processes: int,
+    timeout: float,
+) -> None:
+    """Does something with each item, in several processes.
+
+    Args:
+        items: The items.
+        do: Called with a `Worker` and an item.
+        script: What the workers run.
+        processes: How many there are.
+        timeout: Seconds after which a job counts as a hang.
+    """
+    todo: queue.SimpleQueue = queue.SimpleQueue()
+    for item in items:
+        todo.put(item)
+
+    def work() -> None:
+        worker = Worker(script, timeout)
+        try:
+            while True:
+                do(worker, todo.get_nowait())
+        except queue.Empty:
+            return
+        finally:
+            worker.stop()
+
+    threads = [threading.Thread(target=work) for _ in range(processes)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()

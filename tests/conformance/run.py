@@ -8,16 +8,14 @@ hang are findings like a wrong value.
 
 import argparse
 import os
-import queue
 import re
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from processes import Finding, Worker
+from processes import Finding, Worker, work_through
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -47,31 +45,18 @@ def compare_all(
     Returns:
         The findings, in no order.
     """
-    todo: queue.SimpleQueue = queue.SimpleQueue()
-    for group in _groups(jobs, together):
-        todo.put(group)
     found: list[Finding] = []
 
     def note(finding: Finding) -> None:
         found.append(finding)
         tell(finding)
 
-    def work() -> None:
-        worker = Worker(_WORKER, timeout)
-        try:
-            while True:
-                for part in todo.get_nowait():
-                    _compare_part(worker, part, note)
-        except queue.Empty:
-            return
-        finally:
-            worker.stop()
+    def compare(worker: Worker, group: list[list[dict]]) -> None:
+        for part in group:
+            _compare_part(worker, part, note)
 
-    threads = [threading.Thread(target=work) for _ in range(processes)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    groups = _groups(jobs, together)
+    work_through(groups, compare, _WORKER, processes=processes, timeout=timeout)
     return found
 
 

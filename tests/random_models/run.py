@@ -7,9 +7,7 @@ seed that fails is named, and runs again by `--only SEED`.
 """
 
 import argparse
-import queue
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +15,7 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parents[1] / "conformance"), str(Path(__file__).parent)]
 
 from options import Program, all_pairs, covering, drawn, is_legal, pairs_of  # noqa: E402, F401
-from processes import Finding, Worker  # noqa: E402
+from processes import Finding, Worker, work_through  # noqa: E402
 
 _WORKER = Path(__file__).with_name("worker.py")
 
@@ -40,28 +38,14 @@ def run_all(
     Returns:
         The findings, in no order.
     """
-    todo: queue.SimpleQueue = queue.SimpleQueue()
-    for program in programs:
-        todo.put({**program.to_dict(), "name": str(program)})
     found: list[Finding] = []
 
-    def work() -> None:
-        worker = Worker(_WORKER, timeout)
-        try:
-            while True:
-                finding = worker.compare(todo.get_nowait())
-                found.append(finding)
-                tell(finding)
-        except queue.Empty:
-            return
-        finally:
-            worker.stop()
+    def compare(worker: Worker, program: Program) -> None:
+        finding = worker.compare({**program.to_dict(), "name": str(program)})
+        found.append(finding)
+        tell(finding)
 
-    threads = [threading.Thread(target=work) for _ in range(processes)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    work_through(programs, compare, _WORKER, processes=processes, timeout=timeout)
     return found
 
 
