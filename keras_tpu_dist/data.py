@@ -264,7 +264,8 @@ class DeviceIterator:
             the end.
         clock: Measures how long the devices wait for the batches.
         num_batches: The number of batches of an epoch where it is known, for the clock.
-        not_made: Told how many steps a launch made less than it was counted for.
+        not_made: Told how many steps a launch made less than it was counted for, and whether it
+            was the epoch's last one, cut short by the end of the input.
     """
 
     def __init__(
@@ -274,12 +275,12 @@ class DeviceIterator:
         steps_per_epoch: int | None = None,
         clock: InputClock | None = None,
         num_batches: int | None = None,
-        not_made: Callable[[int], None] = lambda steps: None,
+        not_made: Callable[[int, bool], None] = lambda steps, ran_out: None,
     ):
         self._batches = iter(batches)
         self._clock = clock or InputClock()
         self._num_batches = num_batches
-        self.not_made = not_made
+        self._not_made = not_made
         self._prefetch = prefetch
         self._steps_per_epoch = steps_per_epoch
         self._ahead: deque = deque()
@@ -305,6 +306,11 @@ class DeviceIterator:
         batch = next(self._batches)
         self._clock.was_read(start, time.perf_counter())
         return batch
+
+    def not_made(self, steps: int) -> None:
+        """Tells whoever counts that a launch ended `steps` steps before its end."""
+        ends = not self.at_epoch_end and steps >= self._left_in_epoch()
+        self._not_made(steps, ends and self._ended)
 
     def skip(self, batches: int) -> None:
         """Reads batches that nobody needs any more; fewer if the input ends before.

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -458,7 +459,7 @@ class TPUStrategy(
         steps, clock = epoch_iterator.steps_per_epoch, self._new_clock()
         return DeviceIterator(
             *(batches, self._prefetch, steps, clock, epoch_iterator.num_batches),
-            not_made=lambda steps: _keras.uncount_steps(epoch_iterator, steps),
+            not_made=partial(_keras.uncount_steps, epoch_iterator),
         )
 
     def _host_batch(self, data):

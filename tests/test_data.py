@@ -400,5 +400,5 @@ def test_sparse_and_dense_batches_of_one_shape(sparse_first):
     models = [built(build, strategy) for strategy in (ktd.TPUStrategy(), None)]
     for model in models:
         for batch in batches:
-            model.fit(one(batch), shuffle=False, verbose=0)
+            model.fit(one(batch), steps_per_epoch=1, shuffle=False, verbose=0)
     assert_close(models[0].get_weights(), models[1].get_weights())

@@ -33,10 +33,14 @@ def torch_loader(*arrays):
     return torch.utils.data.DataLoader(pairs, batch_size=BATCH)
 
 
-def grain_dataset(*arrays):
+def grain_rows(*arrays):
     grain = library("grain")
-    rows = [tuple(a[i] for a in arrays) for i in range(len(X))]
-    return grain.MapDataset.source(rows).to_iter_dataset().batch(BATCH)
+    rows = list(zip(*arrays))
+    return grain.MapDataset.source(rows).to_iter_dataset()
+
+
+def grain_dataset(*arrays):
+    return grain_rows(*arrays).batch(BATCH)
 
 
 def grain_loader(*arrays):
@@ -157,6 +161,26 @@ def test_steps_of_an_epoch_that_launches_do_not_fill(rows, steps_per_epoch, laun
         made.append((int(model.optimizer.iterations.value), model.get_weights()))
     assert made[0][0] == made[1][0]
     assert_close(made[1][1], made[0][1])
+
+
+@pytest.mark.parametrize(
+    ("launch", "steps_per_epoch"), [(2, 6), (3, 4), (4, 3), (3, 7), (2, 5), (8, 6)]
+)
+def test_inputs_of_unknown_length_that_end_within_a_launch(launch, steps_per_epoch):
+    """Keras learns of the end from a launch without a batch; an epoch's last one may have some."""
+    x, y = data(rows=37)
+    library("grain")
+
+    def trained(strategy, steps):
+        model = built(mlp, strategy)
+        model.steps_per_execution = steps
+        rows = grain_rows(x, y).batch(8)
+        model.fit(rows, epochs=4, steps_per_epoch=steps_per_epoch, verbose=0, shuffle=False)
+        return int(model.optimizer.iterations.value), model.get_weights()
+
+    expected, made = trained(None, 1), trained(ktd.TPUStrategy(), launch)
+    assert made[0] == expected[0]
+    assert_close(made[1], expected[1])
 
 
 def test_a_pairwise_table_of_launches_and_epochs():

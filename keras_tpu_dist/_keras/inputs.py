@@ -24,11 +24,16 @@ def _read_dataset(stock, adapter, dataset, class_weight=None, distribution=None)
     stock(adapter, dataset, class_weight=class_weight, distribution=None if ours else distribution)
 
 
-def uncount_steps(epoch_iterator: EpochIterator, steps: int) -> None:
+def uncount_steps(epoch_iterator: EpochIterator, steps: int, ran_out: bool) -> None:
     """Tells an epoch's iterator of steps that it counted and that were not made.
 
-    Keras counts `steps_per_execution` for each launch, also for one that an epoch's end cut short.
+    Keras counts `steps_per_execution` for each launch, also for one that was cut short; and it
+    learns that an input of unknown length ran out from a launch without any batch, of which there
+    is none after the last of an epoch.
     Public replacement: none.
     """
     seen: Any = epoch_iterator._steps_seen
     epoch_iterator._steps_seen = seen - steps
+    if ran_out and epoch_iterator._num_batches is None:
+        epoch_iterator._num_batches = epoch_iterator._steps_seen
+        epoch_iterator._interrupted_warning()

@@ -70,11 +70,6 @@ def is_legal(choices: dict[str, Any]) -> bool:
         return False  # the input's own order
     if given("model") in ("assigned", "split") and given("mesh") == "8":
         return False  # one logical device
-    launches = given("steps_per_execution") in (3, "auto")
-    if given("input") == "grain" and given("steps_per_epoch") and launches:
-        # OPEN FAULT (seeds 2006 and 2023 before this line): an input of unknown length that ends
-        # within a launch, before steps_per_epoch, is not begun anew in the next epoch.
-        return False
     # Every operation is compiled alone, for minutes.
     large = ("masked", "images", "tokens", "recurrent", "experts")
     return not (given("run_eagerly") and given("model") in large)

@@ -31,6 +31,14 @@ FAILED = {
         ("input", "arrays"),
         ("model", "shared"),
     ),
+    "an input of unknown length ended within an epoch's last launch, and was not begun anew": (
+        ("steps_per_execution", 3),
+        ("steps_per_epoch", 2),
+        ("rows", 13),
+        ("batch_size", 16),
+        ("input", "grain"),
+        ("model", "vectors"),
+    ),
 }
 
 
