@@ -15,8 +15,8 @@ import keras_tpu_dist as ktd  # first: it selects Keras's JAX backend
 # isort: split
 import keras
 
-from keras_tpu_dist.dryrun_build import lower
-from keras_tpu_dist.dryrun_compile import compile_lowered
+from keras_tpu_dist.dryrun.build import lower
+from keras_tpu_dist.dryrun.compile import compile_lowered
 from keras_tpu_dist.hlo.parse import parse
 
 DEVICES = 2

@@ -92,7 +92,8 @@ def stepper(build, mesh, rows):
     """The jitted train step of a model with its state and a placed batch."""
     import keras
 
-    from keras_tpu_dist import _keras, loop
+    from keras_tpu_dist import _keras
+    from keras_tpu_dist.training import loop
 
     strategy = ktd.TPUStrategy(mesh)
     with strategy.scope():
@@ -179,7 +180,7 @@ def tracing(rounds):
     import jax
     import keras
 
-    from keras_tpu_dist import loop
+    from keras_tpu_dist.training import loop
 
     strategy = ktd.TPUStrategy(MESHES[1])
     seconds = {"right": [], "wrong": []}

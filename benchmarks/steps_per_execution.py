@@ -83,8 +83,9 @@ def measure(name, build, ns, batch_size, steps, rounds):
 
 def launch_bytes(strategy, model, n, x, y, batch_size):
     """The memory that the compiler gives a launch of N train steps, and its batches, by device."""
-    from keras_tpu_dist import _keras, loop
-    from keras_tpu_dist.guard import states_to_keep
+    from keras_tpu_dist import _keras
+    from keras_tpu_dist.training import loop
+    from keras_tpu_dist.training.guard import states_to_keep
 
     rows = [slice(i * batch_size, (i + 1) * batch_size) for i in range(n)]
     batches = [(x[part], y[part]) for part in rows]

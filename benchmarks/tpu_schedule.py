@@ -15,7 +15,7 @@ import math
 import pathlib
 import re
 
-from keras_tpu_dist.chips import CHIPS
+from keras_tpu_dist.hardware.chips import CHIPS
 from keras_tpu_dist.hlo import cost
 from keras_tpu_dist.hlo.kernels import is_kernel
 from keras_tpu_dist.hlo.loops import executions

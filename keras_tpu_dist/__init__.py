@@ -3,18 +3,20 @@
 from keras_tpu_dist import _keras as _keras  # first: selects and checks Keras's JAX backend
 from keras_tpu_dist import callbacks as callbacks
 from keras_tpu_dist import layers as layers
-from keras_tpu_dist.annotations import replicate as replicate
-from keras_tpu_dist.annotations import split as split
-from keras_tpu_dist.assignment import DeviceAssignment as DeviceAssignment
-from keras_tpu_dist.dryrun import DryRun as DryRun
-from keras_tpu_dist.dryrun import dry_run as dry_run
-from keras_tpu_dist.dryrun_search import compare as compare
-from keras_tpu_dist.dryrun_search import diff as diff
-from keras_tpu_dist.dryrun_search import largest_batch as largest_batch
+from keras_tpu_dist.dryrun.run import DryRun as DryRun
+from keras_tpu_dist.dryrun.run import dry_run as dry_run
+from keras_tpu_dist.dryrun.search import compare as compare
+from keras_tpu_dist.dryrun.search import diff as diff
+from keras_tpu_dist.dryrun.search import largest_batch as largest_batch
+from keras_tpu_dist.hardware.assignment import DeviceAssignment as DeviceAssignment
+from keras_tpu_dist.hardware.simulation import simulate as simulate
+from keras_tpu_dist.hardware.topology import Topology as Topology
 from keras_tpu_dist.layers import convert as convert
-from keras_tpu_dist.layout import LayoutRules as LayoutRules
-from keras_tpu_dist.logical_call import assign as assign
-from keras_tpu_dist.planner import Planner as Planner
+from keras_tpu_dist.layout.annotations import replicate as replicate
+from keras_tpu_dist.layout.annotations import split as split
+from keras_tpu_dist.layout.planner import Planner as Planner
+from keras_tpu_dist.layout.rules import LayoutRules as LayoutRules
+from keras_tpu_dist.logical.assign import assign as assign
 from keras_tpu_dist.replica import DistributedDataset as DistributedDataset
 from keras_tpu_dist.replica import InputContext as InputContext
 from keras_tpu_dist.replica import PerReplica as PerReplica
@@ -22,8 +24,6 @@ from keras_tpu_dist.replica import ReplicaContext as ReplicaContext
 from keras_tpu_dist.replica import RunOptions as RunOptions
 from keras_tpu_dist.replica import ValueContext as ValueContext
 from keras_tpu_dist.replica import get_replica_context as get_replica_context
-from keras_tpu_dist.simulation import simulate as simulate
 from keras_tpu_dist.strategy import TPUStrategy as TPUStrategy
-from keras_tpu_dist.topology import Topology as Topology
 
 __version__ = "0.1.0"

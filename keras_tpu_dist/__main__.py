@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from keras_tpu_dist.errors import message
-from keras_tpu_dist.text import size_text, text_table
-from keras_tpu_dist.topology import CHIPS, Topology, all_names, start_without_tpu
+from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.text import size_text, text_table
+from keras_tpu_dist.hardware.topology import CHIPS, Topology, all_names, start_without_tpu
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -168,7 +168,7 @@ def _linted(options: argparse.Namespace) -> tuple:
 
 def _dry_run(options: argparse.Namespace) -> int:
     start_without_tpu()
-    from keras_tpu_dist.dryrun import dry_run
+    from keras_tpu_dist.dryrun.run import dry_run
     from keras_tpu_dist.strategy import TPUStrategy
 
     strategy = TPUStrategy(_mesh(options.mesh), _layout(options.layout), topology=options.topology)
@@ -243,7 +243,7 @@ def _mesh(text: str | None) -> dict[str, int] | None:
 def _layout(text: str | None) -> Any:
     if text is None or not text.endswith(".json"):
         return text
-    from keras_tpu_dist.layout import LayoutRules
+    from keras_tpu_dist.layout.rules import LayoutRules
 
     return LayoutRules.from_json(Path(text).read_text())
 

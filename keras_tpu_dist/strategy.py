@@ -11,15 +11,20 @@ import jax
 import keras
 from jax.sharding import Mesh, NamedSharding
 
-from keras_tpu_dist import _keras, adoption, attention, pickling
-from keras_tpu_dist.annotations import place_output
-from keras_tpu_dist.assignment import DeviceAssignment
-from keras_tpu_dist.auto_steps import AutoSteps
-from keras_tpu_dist.data import BatchPlacer, DeviceIterator
-from keras_tpu_dist.errors import message
-from keras_tpu_dist.explain import Explanation, VariableRow, explain_model, one_row
-from keras_tpu_dist.guard import StateGuard, recover, states_to_keep
-from keras_tpu_dist.layout import (
+from keras_tpu_dist import _keras, attention
+from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.once import say_once
+from keras_tpu_dist.dryrun.retarget import DryRuns
+from keras_tpu_dist.hardware.assignment import DeviceAssignment
+from keras_tpu_dist.hardware.mesh import MeshLike, build_mesh, checked_data_axes, replicated_batch
+from keras_tpu_dist.hardware.topology import Topology, start_without_tpu
+from keras_tpu_dist.layout.annotations import place_output
+from keras_tpu_dist.layout.explain import Explanation, VariableRow, explain_model, one_row
+from keras_tpu_dist.layout.lint import LintReport, lint_model, log_report
+from keras_tpu_dist.layout.pictures import ModelPicture, Picture, picture_of_mesh, picture_of_tensor
+from keras_tpu_dist.layout.placement import Placement, Setting, place
+from keras_tpu_dist.layout.planner import PLANS, Plan, Planner
+from keras_tpu_dist.layout.rules import (
     Decision,
     LayoutRules,
     check_axis_names,
@@ -27,18 +32,14 @@ from keras_tpu_dist.layout import (
     decide,
     named_sharding,
 )
-from keras_tpu_dist.lint import LintReport, lint_model, log_report
-from keras_tpu_dist.logical import LogicalDevices
-from keras_tpu_dist.loop import make_step
-from keras_tpu_dist.mesh import MeshLike, build_mesh, checked_data_axes, replicated_batch
-from keras_tpu_dist.notices import say_once
-from keras_tpu_dist.planner import PLANS, Plan, Planner
-from keras_tpu_dist.planner_placement import Placement, Setting, place
-from keras_tpu_dist.reading import InputReports, TimedInput, checked_timeout
+from keras_tpu_dist.logical.devices import LogicalDevices
 from keras_tpu_dist.replica.run import ReplicaCode
-from keras_tpu_dist.retarget import DryRuns
-from keras_tpu_dist.topology import Topology, start_without_tpu
-from keras_tpu_dist.visualize import ModelPicture, Picture, picture_of_mesh, picture_of_tensor
+from keras_tpu_dist.training import membership, pickling
+from keras_tpu_dist.training.auto_steps import AutoSteps
+from keras_tpu_dist.training.batches import BatchPlacer, DeviceIterator
+from keras_tpu_dist.training.guard import StateGuard, recover, states_to_keep
+from keras_tpu_dist.training.input_clock import InputReports, TimedInput, checked_timeout
+from keras_tpu_dist.training.loop import make_step
 
 
 class TPUStrategy(
@@ -64,7 +65,7 @@ class TPUStrategy(
         devices: The devices to use. Defaults to `jax.devices()`.
         topology: A TPU slice by name, such as `"v5e:16x16"`, of which nobody needs a chip: models
             can be built on it without memory and dry-run, not trained. See
-            `keras_tpu_dist.topology.Topology.parse` for the spellings.
+            `keras_tpu_dist.hardware.topology.Topology.parse` for the spellings.
         data_axes: The mesh axes that split the batch. Defaults to those of the mesh's axes that
             are named `"data"`, `"fsdp"` or `"batch"`; with none of them, or with `()`, the batch
             is replicated.
@@ -155,7 +156,7 @@ class TPUStrategy(
         self._setting = Setting(
             self._mesh, self._data_axes, self._layout, bool(shard_optimizer), batch_axis == 0
         )
-        self._running_member: adoption.Membership | None = None
+        self._running_member: membership.Membership | None = None
         self._placer = BatchPlacer(self._mesh, self._data_axes, batch_axis)
         on_cpu = self._mesh.devices.flat[0].platform == "cpu"
         self._prefetch = prefetch if prefetch is not None else 0 if on_cpu else 2
@@ -192,13 +193,13 @@ class TPUStrategy(
         """The number of processes whose devices are in the mesh."""
         return len({device.process_index for device in self._mesh.devices.flat})
 
-    def scope(self) -> adoption.Scope:
+    def scope(self) -> membership.Scope:
         """A context in which models are built, compiled and run on this strategy's mesh.
 
         Scopes nest. `keras.distribution.set_distribution(strategy)` does the same for the rest of
         the program.
         """
-        return adoption.Scope(self) if self._topology is None else _DescribedScope(self)
+        return membership.Scope(self) if self._topology is None else _DescribedScope(self)
 
     def __enter__(self):
         raise TypeError(
@@ -224,7 +225,7 @@ class TPUStrategy(
         Raises:
             ValueError: If the rule that matches does not fit the variable's shape.
         """
-        return adoption.choose_layout(variable, self)
+        return membership.choose_layout(variable, self)
 
     def get_tensor_layout(self, path: str) -> Any:
         """The layout of a layer's output, or `None`.
@@ -340,7 +341,7 @@ class TPUStrategy(
 
     def placement(self, model: Any) -> Placement:
         """What decides about each variable of a model, and why; `explain` prints it."""
-        return place(model, self._setting, adoption.given_layout)
+        return place(model, self._setting, membership.given_layout)
 
     def get_data_layout(self, data_shape: Sequence[int]) -> NamedSharding:
         """The layout of an input whose first dimension is the batch."""
@@ -361,7 +362,7 @@ class TPUStrategy(
 
     def _target(self, variable, placement: Placement) -> Any:
         """The layout a variable of a known model should have."""
-        given = adoption.given_layout(variable)
+        given = membership.given_layout(variable)
         if given is not None and not placement.is_slot(variable):
             return self._translate(variable, given)
         return named_sharding(self._mesh, placement.decision(variable).axes)
@@ -407,7 +408,7 @@ class TPUStrategy(
             )
         _check_input(name, args, kwargs)
         with self.scope():
-            member = adoption.adopt(model, self)
+            member = membership.adopt(model, self)
             if _keras.has_state(model):
                 # Called within a fit, from a callback: the variables hold that fit's newest
                 # state, and the fit reads it from there when it goes on.
@@ -424,7 +425,7 @@ class TPUStrategy(
                     member.guard.release(end_of_fit=name == "fit")
 
     @contextlib.contextmanager
-    def _as_running(self, member: adoption.Membership):
+    def _as_running(self, member: membership.Membership):
         """The layouts of layers' outputs are those of this model's plan and annotations."""
         outer, self._running_member = self._running_member, member
         try:
@@ -433,7 +434,7 @@ class TPUStrategy(
             self._running_member = outer
 
     def _make_function(self, model, kind: str):
-        member = adoption.adopt(model, self)
+        member = membership.adopt(model, self)
         if not member.linted and model.built:
             member.linted = True
             placement = member.placement or self.placement(model)
@@ -445,7 +446,7 @@ class TPUStrategy(
         return make_step(model, kind, self._placer, member.guard, auto)
 
     def _state_read(self, model, state) -> None:
-        member = adoption.membership(model)
+        member = membership.of_model(model)
         if member is not None and member.guard is not None:
             member.guard.read(state)
 
@@ -492,7 +493,7 @@ def _made_again(cls: type, mesh: Any, layout: Any, topology: Any, given: dict) -
     return cls(mesh, pickling.layout_of(layout, mesh), topology=topology, **given)
 
 
-class _DescribedScope(adoption.Scope):
+class _DescribedScope(membership.Scope):
     """The scope on a slice without chips: variables made in it get no value."""
 
     def __enter__(self):
@@ -608,7 +609,7 @@ def _no_data(received: str) -> str:
     )
 
 
-_keras.install(adoption.find_strategy, adoption.created)
+_keras.install(membership.find_strategy, membership.created)
 _keras.install_inputs()
 attention.install()
 pickling.install()

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.assignment import DeviceAssignment, prime_factors
-from keras_tpu_dist.topology import Topology
+from keras_tpu_dist.hardware.assignment import DeviceAssignment, prime_factors
+from keras_tpu_dist.hardware.topology import Topology
 
 
 def sides(topology):

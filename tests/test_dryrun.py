@@ -20,11 +20,11 @@ from keras_tpu_dist import (
     dryrun_search,
     dryrun_worker,
 )
-from keras_tpu_dist.dryrun import dry_run
-from keras_tpu_dist.dryrun_build import lower
-from keras_tpu_dist.dryrun_search import compare, diff, largest_batch
+from keras_tpu_dist.dryrun.build import lower
+from keras_tpu_dist.dryrun.run import dry_run
+from keras_tpu_dist.dryrun.search import compare, diff, largest_batch
 from keras_tpu_dist.hlo import parse
-from keras_tpu_dist.loop import jitted_step
+from keras_tpu_dist.training.loop import jitted_step
 
 TP = [("up/kernel", (None, "model")), ("up/bias", ("model",)), ("down/kernel", ("model", None))]
 
@@ -83,7 +83,7 @@ def test_billions_of_parameters_take_no_memory():
     code = """
 import resource
 import keras_tpu_dist as ktd, keras
-from keras_tpu_dist.dryrun_build import lower
+from keras_tpu_dist.dryrun.build import lower
 def build():
     layers = [keras.layers.Dense(2**16, name=f"d{i}") for i in range(2)]
     model = keras.Sequential([keras.Input((2**16,)), *layers])

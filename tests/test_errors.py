@@ -1,6 +1,6 @@
 import pytest
 
-from keras_tpu_dist.errors import did_you_mean, message
+from keras_tpu_dist.common.errors import did_you_mean, message
 
 
 def test_message_has_rule_received_and_fix_in_this_order():

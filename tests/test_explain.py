@@ -6,7 +6,7 @@ import pytest
 from helpers import built, mlp
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.annotations import split
+from keras_tpu_dist.layout.annotations import split
 
 MESH = {"data": 4, "model": 2}
 

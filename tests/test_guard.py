@@ -181,7 +181,7 @@ class Sabotage:
     """Stands in for a launch that dies on the device after it consumed its donated input."""
 
     def __init__(self, monkeypatch, at_step):
-        from keras_tpu_dist import loop
+        from keras_tpu_dist.training import loop
 
         real = loop.jitted_step
 
@@ -222,7 +222,7 @@ def test_a_launch_that_consumed_its_state_gives_back_the_start_of_the_epoch(monk
 
 
 def test_ctrl_c_within_a_launch_waits_until_the_new_state_has_a_name(monkeypatch):
-    from keras_tpu_dist import loop
+    from keras_tpu_dist.training import loop
 
     real = loop.jitted_step
 
@@ -260,12 +260,12 @@ def test_nan_check_of_jax_names_the_failure_and_keeps_the_weights():
 
 
 def test_auto_keeps_small_states_and_donates_large_ones(monkeypatch):
-    from keras_tpu_dist.guard import states_to_keep
+    from keras_tpu_dist.training.guard import states_to_keep
 
     variables = built(mlp, _strategy()).variables
     state_bytes = sum(v.value.nbytes for v in variables)
     assert [states_to_keep(s, variables) for s in ("auto", False, True)] == [32, 32, 0]
-    budget = "keras_tpu_dist.guard._KEEP_BYTES_WHERE_MEMORY_IS_UNKNOWN"
+    budget = "keras_tpu_dist.training.guard._KEEP_BYTES_WHERE_MEMORY_IS_UNKNOWN"
     monkeypatch.setattr(budget, 3 * state_bytes)
     assert [states_to_keep(s, variables) for s in ("auto", False, True)] == [3, 3, 0]
     monkeypatch.setattr(budget, 100 * state_bytes)

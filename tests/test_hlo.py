@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from keras_tpu_dist import hlo, topology
+from keras_tpu_dist import hlo
 from keras_tpu_dist.attention import kernel
+from keras_tpu_dist.hardware import topology
+from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.hlo import collectives, cost, layers, loops
 from keras_tpu_dist.hlo.parse import Shape, parse, shapes_of
-from keras_tpu_dist.topology import Topology
 
 
 def _text(function, *arguments):

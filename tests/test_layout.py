@@ -6,7 +6,7 @@ from helpers import built, mlp
 from jax.sharding import Mesh, PartitionSpec
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.layout import LayoutRules, named_sharding
+from keras_tpu_dist.layout.rules import LayoutRules, named_sharding
 
 
 def test_patterns_match_whole_segments_from_the_right():

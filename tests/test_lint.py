@@ -9,8 +9,8 @@ from helpers import built, mlp
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.__main__ import main
-from keras_tpu_dist.annotations import split
-from keras_tpu_dist.layout import LayoutRules
+from keras_tpu_dist.layout.annotations import split
+from keras_tpu_dist.layout.rules import LayoutRules
 
 MESH = {"data": 4, "model": 2}
 

@@ -10,9 +10,9 @@ from helpers import assert_close, built, largest_difference, results, through_co
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist import _keras
-from keras_tpu_dist.annotations import annotation_of, split
 from keras_tpu_dist.hlo.parse import parse
-from keras_tpu_dist.loop import jitted_step
+from keras_tpu_dist.layout.annotations import annotation_of, split
+from keras_tpu_dist.training.loop import jitted_step
 
 L = keras.layers
 PAIRS = {"data": 4, "model": 2}

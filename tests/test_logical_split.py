@@ -10,7 +10,7 @@ import pytest
 from helpers import assert_close, built, results
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.logical import ReplicateToLogicalDevices, SplitToLogicalDevices
+from keras_tpu_dist.logical.devices import ReplicateToLogicalDevices, SplitToLogicalDevices
 
 L = keras.layers
 

@@ -7,8 +7,8 @@ import pytest
 from helpers import through_conditionals
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.dryrun_build import lower
-from keras_tpu_dist.dryrun_compile import compile_lowered
+from keras_tpu_dist.dryrun.build import lower
+from keras_tpu_dist.dryrun.compile import compile_lowered
 from keras_tpu_dist.hlo.parse import parse
 
 pytestmark = [

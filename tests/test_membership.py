@@ -11,7 +11,7 @@ from helpers import assert_close, built, data, mlp, results
 from jax.sharding import NamedSharding
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist import adoption
+from keras_tpu_dist.training import membership
 
 X, Y = data()
 
@@ -150,7 +150,7 @@ def test_a_scope_is_left_after_an_exception():
     with pytest.raises(OSError, match="inside"), ktd.TPUStrategy().scope():
         raise OSError("inside")
     assert keras.distribution.distribution() is None
-    assert adoption.current_strategy() is None
+    assert membership.current_strategy() is None
 
 
 def test_one_scope_object_cannot_be_entered_twice():

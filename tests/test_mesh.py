@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.mesh import build_mesh, checked_data_axes
+from keras_tpu_dist.hardware.mesh import build_mesh, checked_data_axes
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,11 @@ from helpers import assert_close, built, mlp
 from jax.sharding import PartitionSpec as P
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist import loop, notices
+from keras_tpu_dist.common import once as notices
 from keras_tpu_dist.partitioner import Jitted, jit
 from keras_tpu_dist.partitioner.spread import Spread
 from keras_tpu_dist.partitioner.table import FAULTS
+from keras_tpu_dist.training import loop
 
 MESHES = [{"data": 4, "model": 2}, {"data": 2, "model": 4}, {"data": 2, "fsdp": 2, "model": 2}]
 L = keras.layers

@@ -10,8 +10,8 @@ import pytest
 from helpers import assert_close, built, data, mlp
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist import notices
-from keras_tpu_dist.assignment import DeviceAssignment
+from keras_tpu_dist.common import once as notices
+from keras_tpu_dist.hardware.assignment import DeviceAssignment
 
 pytestmark = pytest.mark.filterwarnings("ignore:Skipping variable loading for optimizer")
 WAYS = {"deepcopy": copy.deepcopy, "pickle": lambda one: pickle.loads(pickle.dumps(one))}

@@ -8,8 +8,8 @@ import pytest
 from helpers import assert_close, built, mlp
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist import loop
-from keras_tpu_dist.planner import Planner
+from keras_tpu_dist.layout.planner import Planner
+from keras_tpu_dist.training import loop
 
 L = keras.layers
 

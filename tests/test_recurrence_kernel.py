@@ -27,8 +27,8 @@ from test_recurrence import weights_for as weights_of_case
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist import recurrence as rec
-from keras_tpu_dist.dryrun_build import lower
-from keras_tpu_dist.dryrun_compile import compile_lowered
+from keras_tpu_dist.dryrun.build import lower
+from keras_tpu_dist.dryrun.compile import compile_lowered
 from keras_tpu_dist.hlo.kernels import is_kernel
 from keras_tpu_dist.hlo.loops import executions
 from keras_tpu_dist.hlo.parse import parse

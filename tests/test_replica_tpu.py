@@ -14,7 +14,7 @@ import pytest
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist import _keras
-from keras_tpu_dist.dryrun_compile import compile_lowered
+from keras_tpu_dist.dryrun.compile import compile_lowered
 from keras_tpu_dist.replica.call import prepare
 
 pytestmark = [

@@ -164,7 +164,8 @@ def test_a_scan_is_one_program_with_a_loop():
     x, y = data(40)
     model.fit(x, y, batch_size=4, verbose=0)
     strategy = _strategy()
-    from keras_tpu_dist import _keras, loop
+    from keras_tpu_dist import _keras
+    from keras_tpu_dist.training import loop
 
     with strategy.scope():
         scan = loop.jitted_step(model, "train", strategy._placer, False, scanned=True)

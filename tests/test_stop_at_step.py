@@ -8,8 +8,9 @@ import pytest
 from helpers import assert_close, built, data, mlp
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist import _keras, adoption
+from keras_tpu_dist import _keras
 from keras_tpu_dist.callbacks import StopAtStep
+from keras_tpu_dist.training import membership
 
 # 19 batches an epoch, the last one ragged: launches of 8, 8, and 3 single steps.
 X, Y = data(4 * 18 + 3)
@@ -107,7 +108,7 @@ def test_a_second_fit_goes_on_from_the_first(undisturbed):
     with pytest.raises(ValueError, match=r"has made 30 steps.*iterations is 30.*larger n"):
         _fit(model, stop)
     # Neither the error nor a stop outlasts its fit.
-    assert adoption.membership(model).guard.steps_left is None
+    assert membership.of_model(model).guard.steps_left is None
     _fit(model, epochs=1)
     assert int(model.optimizer.iterations) == 49
     with pytest.raises(ValueError, match=r"iterations is 49"):

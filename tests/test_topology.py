@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from keras_tpu_dist import topology
-from keras_tpu_dist.topology import CHIPS, Topology
+from keras_tpu_dist.hardware import topology
+from keras_tpu_dist.hardware.topology import CHIPS, Topology
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,11 @@ from jax.sharding import PartitionSpec as P
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.attention.xla import xla_attention
-from keras_tpu_dist.chips import WITHOUT_KERNELS
-from keras_tpu_dist.errors import message
-from keras_tpu_dist.notices import say_once
+from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.once import say_once
+from keras_tpu_dist.common.plain import only_plain_operations
+from keras_tpu_dist.hardware.chips import WITHOUT_KERNELS
 from keras_tpu_dist.partitioner import in_compiled_code
-from keras_tpu_dist.plain import only_plain_operations
 
 # Blocks are at least 128 x 128: below a quarter of useful work XLA's own program wins.
 _MOST_PADDING = 4

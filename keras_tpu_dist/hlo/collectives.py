@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from keras_tpu_dist.hardware.topology import CompileOnlyDevice, Topology
 from keras_tpu_dist.hlo.parse import Computation, Instruction, Program
-from keras_tpu_dist.topology import CompileOnlyDevice, Topology
 
 KINDS = (
     "all-reduce",

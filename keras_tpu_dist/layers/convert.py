@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import keras
 
 from keras_tpu_dist._keras import Functional
-from keras_tpu_dist.errors import message
+from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.layers.bidirectional import Bidirectional
 from keras_tpu_dist.layers.recurrent import GRU, LSTM, SimpleRNN
 from keras_tpu_dist.layers.time_distributed import TimeDistributed

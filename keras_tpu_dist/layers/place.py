@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import keras
 
-from keras_tpu_dist.chips import WITHOUT_KERNELS, of_kind
-from keras_tpu_dist.plain import only_plain_operations
+from keras_tpu_dist.common.plain import only_plain_operations
+from keras_tpu_dist.hardware.chips import WITHOUT_KERNELS, of_kind
 from keras_tpu_dist.recurrence import Core, Gathering, Split
 
 # At these, products of float32 round their operands to bfloat16 on TPU.

@@ -2,7 +2,7 @@
 
 import math
 
-from keras_tpu_dist.errors import message
+from keras_tpu_dist.common.errors import message
 
 
 def check_unroll(unroll: bool | int) -> bool | int:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from keras_tpu_dist.errors import message
+from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.recurrence.cells import Array, Cell, Exchange, Product, State
 from keras_tpu_dist.recurrence.kernel import Kernel, over_time
 

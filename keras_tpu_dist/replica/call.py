@@ -8,7 +8,7 @@ import jax
 import keras
 import numpy as np
 
-from keras_tpu_dist.errors import message
+from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.replica.options import RunOptions, exact, pad_host, pad_value, refilled
 from keras_tpu_dist.replica.values import PerReplica, check_owner
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import keras
 
-from keras_tpu_dist.errors import message
+from keras_tpu_dist.common.errors import message
 
 REDUCTIONS = ("sum", "mean", "max", "min")
 

@@ -9,10 +9,10 @@ import jax
 import keras
 import numpy as np
 
-from keras_tpu_dist.data import DeviceIterator, padded
-from keras_tpu_dist.errors import message
+from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.replica.options import RunOptions, pad_host
 from keras_tpu_dist.replica.values import PerReplica, stack
+from keras_tpu_dist.training.batches import DeviceIterator, padded
 
 
 @dataclass(frozen=True)

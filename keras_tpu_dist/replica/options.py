@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from keras_tpu_dist.data import padded
-from keras_tpu_dist.errors import message
+from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.replica.values import PerReplica
+from keras_tpu_dist.training.batches import padded
 
 logger = logging.getLogger("keras_tpu_dist")
 

@@ -11,8 +11,8 @@ import keras
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from keras_tpu_dist import _keras, adoption
-from keras_tpu_dist.errors import message
+from keras_tpu_dist import _keras
+from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.partitioner import Jitted
 from keras_tpu_dist.replica.call import Call, Leaf
 from keras_tpu_dist.replica.context import ReplicaContext, entered
@@ -26,6 +26,7 @@ from keras_tpu_dist.replica.state import (
     to_combine,
 )
 from keras_tpu_dist.replica.values import PerReplica
+from keras_tpu_dist.training import membership
 
 # Variables may be created while tracing, and what is read may depend on what exists.
 _MOST_TRACES = 8
@@ -107,7 +108,7 @@ class Program:
                 shared.append(variable)
         _keras.follow_state((shared,), (outputs["mirrored"],))
         if shared:
-            adoption.variables_changed(self._strategy)
+            membership.variables_changed(self._strategy)
         return jax.tree.unflatten(self._record.treedef, results)
 
     @property
@@ -118,7 +119,7 @@ class Program:
 
     def _settle(self, call: Call) -> _Attempt:
         """Traces until every variable the function uses is an input, and combined as it must."""
-        adoption.adopt_all(self._strategy)
+        membership.adopt_all(self._strategy)
         known: list[Any] = []
         combine: set[int] = set()
         for _ in range(_MOST_TRACES):

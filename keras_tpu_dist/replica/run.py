@@ -11,7 +11,7 @@ import jax
 import keras
 import numpy as np
 
-from keras_tpu_dist.errors import message
+from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.replica import hooks
 from keras_tpu_dist.replica import values as replica_values
 from keras_tpu_dist.replica.call import prepare

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from keras_tpu_dist import _keras, adoption
-from keras_tpu_dist.errors import message
+from keras_tpu_dist import _keras
+from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.replica.context import ReplicaContext
+from keras_tpu_dist.training import membership
 
 logger = logging.getLogger("keras_tpu_dist")
 
@@ -170,7 +171,7 @@ def adopt_variables(variables: list, strategy: Any) -> None:
         layout = _keras.variable_layout(variable)
         if not strategy._owns(layout):
             moved.append(variable.path)
-            _keras.move_variable(variable, adoption.choose_layout(variable, strategy))
+            _keras.move_variable(variable, membership.choose_layout(variable, strategy))
         value = _keras.full_precision(variable)
         if value.weak_type:
             # keras.Variable(1.0) holds a weakly typed array and an update a strong one, for which

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from keras_tpu_dist.data import padded
-from keras_tpu_dist.errors import message
+from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.replica.context import checked_axis, checked_reduction
+from keras_tpu_dist.training.batches import padded
 
 
 class PerReplica:

@@ -1,0 +1,325 @@
+"""Metrics in plain Python, on the outputs of the whole evaluation set."""
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_tpu_dist.common.errors import message
+
+# Callbacks that read all of `logs`, not one name that they monitor.
+_READERS = ("CSVLogger", "History", "ProgbarLogger", "RemoteMonitor", "TensorBoard")
+
+
+class HostMetrics(keras.callbacks.Callback):
+    """Adds any Python metric of the whole evaluation set to the logs of each epoch.
+
+    At the end of an epoch the model predicts the evaluation set, and each function gets all targets
+    and all outputs at once, as NumPy arrays: what scikit-learn's metrics expect, and what
+    averages over batches cannot give. The values stand in `logs` for the callbacks after this
+    one, `EarlyStopping("val_f1", mode="max")` or `ModelCheckpoint(monitor="val_f1")`, and in the
+    history.
+
+    Works under a `TPUStrategy`, with N steps per launch if the model is compiled so, and under
+    stock Keras.
+
+    Args:
+        metrics: Functions by name, called as `fn(y_true, y_pred)`, or
+            `fn(y_true, y_pred, sample_weight=...)` where the data has sample weights. For a
+            model of several outputs they get the structures of targets and outputs as they
+            are; `{"output name": {"name": fn}}` gives them one output.
+        validation_data: The evaluation set: `(x, y)` or `(x, y, sample_weight)` of arrays, a
+            `keras.utils.PyDataset`, any iterable over such batches that can be read again
+            (`tf.data.Dataset`, torch `DataLoader`), a function that returns one, or a generator
+            together with `steps`, of which each epoch reads the next `steps` batches. Defaults
+            to the `validation_data` of `fit`, whose `validation_freq` is followed.
+        batch_size: Rows in a batch, for arrays. Defaults to that of `fit`'s validation.
+        steps: The number of batches to read.
+        prefix: Stands before each name in `logs`.
+
+    Raises:
+        ValueError: For metrics that are no functions; in `fit`, if there is no data, if it can be
+            read only once, or if a callback that needs the values stands before this one.
+
+    Example:
+
+    >>> import keras, numpy as np, keras_tpu_dist as ktd
+    >>> from sklearn.metrics import r2_score
+    >>> with ktd.TPUStrategy().scope():
+    ...     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    ...     model.compile("sgd", "mse")
+    >>> x, y = np.random.rand(100, 4), np.random.rand(100, 1)
+    >>> r2 = ktd.callbacks.HostMetrics({"r2": r2_score})
+    >>> history = model.fit(x, y, validation_data=(x[:13], y[:13]), verbose=0, callbacks=[r2])
+    >>> sorted(history.history)
+    ['loss', 'val_loss', 'val_r2']
+    """
+
+    def __init__(
+        self,
+        metrics: Mapping[str, Any],
+        validation_data: Any = None,
+        *,
+        batch_size: int | None = None,
+        steps: int | None = None,
+        prefix: str = "val_",
+    ):
+        super().__init__()
+        self._functions = _checked_metrics(metrics)
+        self._prefix = prefix
+        self._given = None if validation_data is None else (validation_data, batch_size, steps)
+        self._source = self._given
+        self._frequency: Any = 1
+        if self._given is not None:
+            _check_readable(validation_data, steps)
+
+    @property
+    def names(self) -> list[str]:
+        """The names that stand in `logs`."""
+        return [self._prefix + "_".join(key) for key in self._functions]
+
+    def before_fit(self, arguments: Mapping[str, Any]) -> None:
+        """Sees the arguments of `fit` before it begins: its validation data, other callbacks."""
+        callbacks = list(arguments["callbacks"])
+        for callback in callbacks[: callbacks.index(self)]:
+            self._check_earlier(callback)
+        self._frequency = arguments.get("validation_freq", 1)
+        if self._given is None:
+            data = arguments.get("validation_data")
+            if data is None:
+                raise ValueError(_no_data(arguments))
+            steps = arguments.get("validation_steps")
+            if _read_once(data):
+                raise ValueError(_one_reading("fit's validation_data"))
+            batch_size = arguments.get("validation_batch_size") or arguments.get("batch_size")
+            self._source = (data, batch_size, steps)
+
+    def on_epoch_end(self, epoch, logs=None):
+        """Computes the metrics and adds them to the logs."""
+        if not self._due(epoch):
+            return
+        values = self.compute(self.model)
+        if logs is None:
+            return
+        taken = [name for name in values if name in logs]
+        if taken:
+            raise ValueError(
+                message(
+                    "A host metric needs a name of its own in the logs.",
+                    received={"names": taken, "logs": sorted(logs)},
+                    fix="Rename it, or give another prefix=.",
+                )
+            )
+        logs.update(values)
+
+    def compute(self, model: Any) -> dict[str, float]:
+        """The metrics of a model now.
+
+        Args:
+            model: A model.
+
+        Returns:
+            The values by their names in `logs`.
+        """
+        if self._source is None:
+            raise ValueError(_no_data({}))
+        y_true, y_pred, weights = _outputs(model, *self._source)
+        values = {}
+        for (*output, _), name, function in zip(
+            self._functions, self.names, self._functions.values()
+        ):
+            arguments = [y_true, y_pred, weights]
+            if output:
+                arguments = [_of_output(each, output[0], model) for each in arguments]
+            values[name] = _value(name, function, *arguments)
+        return values
+
+    def _due(self, epoch: int) -> bool:
+        if isinstance(self._frequency, int):
+            return (epoch + 1) % self._frequency == 0
+        return epoch + 1 in self._frequency
+
+    def _check_earlier(self, callback) -> None:
+        names = self.names
+        monitored = getattr(callback, "monitor", None)
+        path = str(getattr(callback, "filepath", ""))
+        reads_all = type(callback).__name__ in _READERS
+        if monitored in names or reads_all or any("{" + name in path for name in names):
+            raise ValueError(
+                message(
+                    "Keras hands logs from callback to callback in their order, so HostMetrics "
+                    "must stand before those that read its values.",
+                    received=f"{type(callback).__name__} before HostMetrics({names}).",
+                    fix="Write HostMetrics first in callbacks=[...].",
+                )
+            )
+
+
+def _checked_metrics(metrics) -> dict[tuple[str, ...], Callable]:
+    """Functions by `(name,)` or `(output, name)`."""
+    functions = {}
+    if isinstance(metrics, Mapping):
+        for name, entry in metrics.items():
+            inner = entry if isinstance(entry, Mapping) else {None: entry}
+            functions |= {(name, key) if key else (name,): fn for key, fn in inner.items()}
+    strange = [key for key, function in functions.items() if not callable(function)]
+    if not functions or strange:
+        raise ValueError(
+            message(
+                "HostMetrics takes functions by name.",
+                received={"metrics": metrics},
+                fix='Write for example HostMetrics({"f1": sklearn.metrics.f1_score}).',
+            )
+        )
+    return functions
+
+
+def _check_readable(data, steps) -> None:
+    if _read_once(data) and steps is None:
+        raise ValueError(_one_reading("validation_data"))
+
+
+def _read_once(data) -> bool:
+    return isinstance(data, Iterator)
+
+
+def _one_reading(name: str) -> str:
+    return message(
+        "HostMetrics reads its data at the end of each epoch.",
+        received=f"a generator as {name}, which can be read only once.",
+        fix="Pass HostMetrics(..., validation_data=) arrays, a function that returns a fresh "
+        "generator, or a generator of its own and steps=.",
+    )
+
+
+def _no_data(arguments) -> str:
+    split = arguments.get("validation_split")
+    return message(
+        "HostMetrics needs an evaluation set.",
+        received=f"validation_split={split}." if split else "no validation_data.",
+        fix="Pass validation_data=(x, y) to fit, or to HostMetrics.",
+    )
+
+
+def _outputs(model, data, batch_size, steps) -> tuple[Any, Any, Any]:
+    """Targets, outputs and sample weights of all rows."""
+    if isinstance(data, (tuple, list)) and steps is None:
+        x, y, weights = keras.utils.unpack_x_y_sample_weight(tuple(data))
+        y_pred = model.predict(x, batch_size=batch_size, verbose=0)
+        targets = [(_arrays(y), _arrays(weights))]
+    else:
+        targets = []
+        y_pred = _predict(model, _batches(data, batch_size, steps), targets)
+    y_true = _joined([y for y, _ in targets])
+    if y_true is None:
+        raise ValueError(
+            message(
+                "HostMetrics compares outputs with targets.",
+                received="an evaluation set without y.",
+                fix="Pass validation_data=(x, y).",
+            )
+        )
+    return y_true, y_pred, _joined([weights for _, weights in targets])
+
+
+def _predict(model, batches: Iterable, targets: list) -> Any:
+    """Predicts batch after batch, as the model is compiled, noting targets on the way."""
+
+    def inputs():
+        for batch in batches:
+            x, y, weights = keras.utils.unpack_x_y_sample_weight(batch)
+            targets.append((_arrays(y), _arrays(weights)))
+            yield (_arrays(x),)
+
+    with warnings.catch_warnings():
+        # The end of this input is the end of the evaluation set.
+        warnings.filterwarnings("ignore", message="Your input ran out of data")
+        return model.predict(inputs(), verbose=0)
+
+
+def _batches(data: Any, batch_size: int | None, steps: int | None) -> Iterator:
+    if isinstance(data, (tuple, list)):
+        rows = len(keras.tree.flatten(data)[0])
+        size = batch_size or 32
+        starts = range(0, rows, size)[:steps]
+        return (_rows(tuple(data), slice(start, start + size)) for start in starts)
+    if callable(data) and not isinstance(data, (Iterable, keras.utils.PyDataset)):
+        data = data()
+    if isinstance(data, keras.utils.PyDataset):
+        count = steps or data.num_batches
+        if count is None:
+            raise ValueError(_one_reading("validation_data"))
+        return (data[i] for i in range(count))
+    batches = iter(data)
+    if steps is None:
+        return batches
+    return (batch for _, batch in zip(range(steps), batches))
+
+
+def _rows(arrays, rows: slice):
+    return keras.tree.map_structure(lambda a: None if a is None else a[rows], arrays)
+
+
+def _arrays(structure):
+    return keras.tree.map_structure(lambda a: None if a is None else np.asarray(a), structure)
+
+
+def _joined(structures: list) -> Any:
+    if not structures or structures[0] is None:
+        return None
+    return keras.tree.map_structure(lambda *parts: np.concatenate(parts), *structures)
+
+
+def _of_output(structure: Any, name: str, model: Any) -> Any:
+    """One output's part of a structure of targets, outputs or sample weights."""
+    names = list(structure) if isinstance(structure, Mapping) else model.output_names
+    if isinstance(structure, (Mapping, list, tuple)):
+        if name not in names:
+            raise ValueError(
+                message(
+                    "A host metric of one output is given by the output's name.",
+                    received={"name": name, "outputs": names},
+                    fix="Use one of these.",
+                    name=name,
+                    choices=names,
+                )
+            )
+        if isinstance(structure, Mapping):
+            return structure[name]
+        return structure[names.index(name)]
+    return structure
+
+
+def _value(name: str, function: Callable, y_true, y_pred, weights) -> float:
+    if weights is None:
+        value = function(y_true, y_pred)
+    else:
+        if not _takes_weights(function):
+            raise ValueError(
+                message(
+                    "With sample weights in the evaluation set, a host metric must take them.",
+                    received=f"{name}, whose function has no sample_weight argument.",
+                    fix="Give it one, or pass HostMetrics(..., validation_data=(x, y)) without.",
+                )
+            )
+        value = function(y_true, y_pred, sample_weight=weights)
+    value = np.asarray(value)
+    if value.size != 1:
+        raise ValueError(
+            message(
+                "A host metric is one number.",
+                received=f"{name} of shape {value.shape}.",
+                fix="Average it, for example f1_score(..., average='macro').",
+            )
+        )
+    return float(value.reshape(()))
+
+
+def _takes_weights(function: Callable) -> bool:
+    parameters = inspect.signature(function).parameters
+    return "sample_weight" in parameters or any(
+        p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()
+    )

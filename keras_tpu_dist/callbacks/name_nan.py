@@ -1,0 +1,111 @@
+"""NaN and infinity: found in the step that made them, and named."""
+
+import logging
+from typing import Any
+
+import keras
+
+from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.training.finite import FiniteWatch, NonFinite
+from keras_tpu_dist.training.membership import guard_in_training
+
+logger = logging.getLogger("keras_tpu_dist")
+
+
+class NameNaN(keras.callbacks.Callback):
+    """Finds the first train step that gives NaN or infinity, names what did, and ends training.
+
+    The loss, the weights and the optimizer's variables are checked inside of the compiled step. A
+    step that spoils one of them, and whatever runs after it, leaves the model as it was: so the
+    weights are those after the last finite step, exactly, also in the middle of a launch of many
+    steps, and also with `donate_state=True`. The host gets to know at most two launches later, and
+    before `on_epoch_end`. Named are the step, the losses and the variables, and the inputs of
+    that step that held NaN or infinity already. Variables that are infinite before training, such
+    as masks, are left out.
+
+    The check reads the state once more in each step, and keeps it until the step has ended, so a
+    step needs memory for a second copy of it. It is a program of its own: compiled once more.
+
+    Works under a `TPUStrategy`. Stock Keras has `keras.callbacks.TerminateOnNaN`, which looks at
+    the loss alone, after the weights are spoiled.
+
+    Args:
+        stop: Whether to stop training and log an error, instead of raising one.
+
+    Attributes:
+        found: The `NonFinite` of the last fit, or `None`.
+
+    Raises:
+        FloatingPointError: In `fit`, unless `stop`, when a step is not finite.
+        ValueError: In `fit`, if a weight is not finite before the first step, or without a
+            `TPUStrategy`.
+
+    Example:
+
+    >>> import keras, numpy as np, keras_tpu_dist as ktd
+    >>> with ktd.TPUStrategy().scope():
+    ...     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, name="out")])
+    ...     model.compile("sgd", "mse", steps_per_execution=4)
+    >>> x, y = np.ones((64, 4)), np.ones((64, 1))
+    >>> x[43] = np.nan
+    >>> name = ktd.callbacks.NameNaN(stop=True)
+    >>> _ = model.fit(x, y, batch_size=8, shuffle=False, verbose=0, callbacks=[name])
+    >>> name.found.step, name.found.launch, name.found.inputs
+    (6, (5, 8), ('x',))
+    """
+
+    def __init__(self, stop: bool = False):
+        super().__init__()
+        self.stop = stop
+        self.found: NonFinite | None = None
+        self._trainer: Any = None
+        self._watch: FiniteWatch | None = None
+
+    def set_model(self, model):
+        """Notes the model."""
+        super().set_model(model)
+        # Not `self.model`: reading that makes the trainer copy its state to the variables.
+        self._trainer = model
+
+    def on_train_begin(self, logs=None):
+        """Forgets the last fit."""
+        self.found = self._watch = None
+        if guard_in_training(self._trainer) is None:
+            raise ValueError(
+                message(
+                    "NameNaN checks inside the compiled step of a TPUStrategy.",
+                    received="a fit without one.",
+                    fix="Build the model in TPUStrategy().scope(), or use "
+                    "keras.callbacks.TerminateOnNaN.",
+                )
+            )
+
+    def on_epoch_begin(self, epoch, logs=None):
+        """Starts to watch, before the first step."""
+        # Not in on_train_begin: callbacks that restore a model do so there, some of them later.
+        guard = guard_in_training(self._trainer)
+        if self._watch is None and guard is not None:
+            self._watch = guard.watch = FiniteWatch(self._trainer, self._on_found)
+
+    def on_epoch_end(self, epoch, logs=None):
+        """Reads what the epoch's last launches found."""
+        if self._watch is not None:
+            self._watch.read()
+
+    def _on_found(self, found: NonFinite) -> None:
+        self.found = found
+        look = (
+            "Clean the input first."
+            if found.inputs
+            else "Look for division, logarithms and square roots in the loss, lower the learning "
+            "rate, or clip gradients with the optimizer's clipnorm or global_clipnorm."
+        )
+        said = message(
+            "A train step must give finite losses and weights.",
+            received=f"{found}.",
+            fix=f"The weights are those after {found.step - 1} steps of this fit. {look}",
+        )
+        if not self.stop:
+            raise FloatingPointError(said)
+        logger.error(said)
+        self._trainer.stop_training = True

@@ -1,0 +1,170 @@
+"""Training that ends after an exact number of optimizer steps."""
+
+import logging
+from typing import Any
+
+import keras
+
+from keras_tpu_dist import _keras
+from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.training.guard import StateGuard
+from keras_tpu_dist.training.membership import guard_in_training
+
+logger = logging.getLogger("keras_tpu_dist")
+
+
+class StopAtStep(keras.callbacks.Callback):
+    """Stops training when the optimizer has made exactly `n` steps.
+
+    Steps are the optimizer's own, `optimizer.iterations`, which learning-rate schedules see and
+    checkpoints keep: a model that was restored at step 700 makes 300 more under
+    `StopAtStep(1000)`. With `gradient_accumulation_steps`, they are updates of the weights; a step
+    that a `LossScaleOptimizer` skips does not count. The last launch of several steps
+    (`steps_per_execution`) is shortened. The epoch ends there: its logs are those of the steps it
+    made, validation and `on_epoch_end` follow as usual.
+
+    A custom `train_step` that never applies `model.optimizer` is counted by its train steps, from
+    the start of the fit. `epochs` must be enough to get there; else training ends before.
+
+    Works under a `TPUStrategy`; under stock Keras where `steps_per_execution` is 1.
+
+    Args:
+        n: The number of optimizer steps, counted over the model's life.
+
+    Raises:
+        ValueError: If `n` is no whole number above 0; in `fit`, if the model is already there.
+
+    Example:
+
+    >>> import keras, numpy as np, keras_tpu_dist as ktd
+    >>> with ktd.TPUStrategy().scope():
+    ...     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    ...     model.compile("sgd", "mse", steps_per_execution=8)
+    >>> x, y = np.ones((96, 4)), np.ones((96, 1))
+    >>> _ = model.fit(x, y, batch_size=8, verbose=0, callbacks=[ktd.callbacks.StopAtStep(11)])
+    >>> int(model.optimizer.iterations)
+    11
+    """
+
+    def __init__(self, n: int):
+        super().__init__()
+        if isinstance(n, bool) or not hasattr(n, "__index__") or n.__index__() < 1:
+            raise ValueError(
+                message(
+                    "StopAtStep(n) takes a whole number of optimizer steps, 1 or more.",
+                    received={"n": n},
+                    fix="Write for example StopAtStep(10_000).",
+                )
+            )
+        self.n = n.__index__()
+        self._trainer: Any = None
+        self._guard: StateGuard | None = None
+        self._first: int | None = None
+        self._left = 0
+
+    @property
+    def async_safe(self) -> bool:
+        """Whether Keras may run batch callbacks beside training: the strategy's loop counts."""
+        return _keras.active_strategy() is not None
+
+    def set_model(self, model):
+        """Notes the model."""
+        super().set_model(model)
+        # Not `self.model`: reading that makes the trainer copy its state to the variables.
+        self._trainer = model
+
+    def on_train_begin(self, logs=None):
+        """Looks for the loop that counts."""
+        self._first = None
+        self._guard = guard_in_training(self._trainer)
+        # Under a strategy there is nothing to do after a batch, and where no callback listens, the
+        # logs of each step need not be fetched.
+        vars(self).pop("on_train_batch_end", None)
+        if self._guard is not None:
+            vars(self)["on_train_batch_end"] = super().on_train_batch_end
+        if self._guard is None and self._trainer.steps_per_execution != 1:
+            raise ValueError(
+                message(
+                    "Stock Keras cannot shorten a launch of several steps; under a TPUStrategy "
+                    "StopAtStep can.",
+                    received={"steps_per_execution": self._trainer.steps_per_execution},
+                    fix="Build the model in TPUStrategy().scope(), or compile it with "
+                    "steps_per_execution=1.",
+                )
+            )
+
+    def on_epoch_begin(self, epoch, logs=None):
+        """Counts what is left to do."""
+        # Not in on_train_begin: callbacks that restore a model do so there, some of them later.
+        if self._first is None:
+            self._first = self._made()
+            self._left = self._from_optimizer()
+            self._check_left()
+        elif self._made() != self._first:
+            self._left = self._from_optimizer()
+        elif self._guard is not None:
+            self._left = self._guard.steps_left or self._left
+        if self._guard is not None:
+            self._guard.steps_left, self._guard.more_steps = self._left, self._more_steps
+
+    def on_train_batch_end(self, batch, logs=None):
+        """Counts under stock Keras."""
+        self._left -= 1
+        if self._left <= 0:
+            # Reading `model` brings its variables up to date.
+            self._trainer = self.model
+            self._left = self._more_steps()
+            if self._left <= 0:
+                self._trainer.stop_training = True
+
+    def on_epoch_end(self, epoch, logs=None):
+        """Stops also where a train step made more than one optimizer step."""
+        if self._made() != self._first and self._more_steps() == 0:
+            self._trainer.stop_training = True
+
+    def _made(self) -> int:
+        optimizer = getattr(self._trainer, "optimizer", None)
+        return 0 if optimizer is None else _keras.train_steps_counted(optimizer)
+
+    def _from_optimizer(self) -> int:
+        optimizer = getattr(self._trainer, "optimizer", None)
+        optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+        return (
+            self.n * (getattr(optimizer, "gradient_accumulation_steps", None) or 1) - self._made()
+        )
+
+    def _check_left(self) -> None:
+        if self._left <= 0:
+            raise ValueError(
+                message(
+                    f"StopAtStep({self.n}) stops when the optimizer has made {self.n} steps.",
+                    received=f"a model whose optimizer.iterations is "
+                    f"{int(self._trainer.optimizer.iterations)}.",
+                    fix="Give a larger n: it counts over the model's life, not from this fit on.",
+                )
+            )
+
+    def _more_steps(self) -> int:
+        """How many steps are missing after those that seemed to be enough."""
+        made = self._made()
+        skips = isinstance(
+            getattr(self._trainer, "optimizer", None), keras.optimizers.LossScaleOptimizer
+        )
+        if made == self._first and not skips:
+            logger.info(
+                "StopAtStep(%d): the train step of %r never applies model.optimizer, so its train "
+                "steps were counted",
+                self.n,
+                self._trainer.name,
+            )
+            return 0
+        left = self._from_optimizer()
+        if left < 0:
+            logger.warning(
+                "StopAtStep(%d): %r made %d optimizer steps, as its train step applies "
+                "model.optimizer more than once",
+                self.n,
+                self._trainer.name,
+                self.n - left,
+            )
+        return max(left, 0)

@@ -1,0 +1,1 @@
+"""What every room uses: the text of errors, notices said once, sizes as text."""

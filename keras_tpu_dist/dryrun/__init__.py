@@ -1,0 +1,1 @@
+"""A model compiled for a slice that nobody here owns, and what the program says."""

@@ -1,0 +1,130 @@
+"""A strategy on a slice other than its own: `strategy.on_topology` and `strategy.dry_run`."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, Self
+
+from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.dryrun.run import Build, DryRun, Progress, dry_run
+from keras_tpu_dist.hardware.topology import Topology
+
+
+class DryRuns:
+    """What a strategy says about slices it does not have."""
+
+    _mesh: Any
+    _data_axes: tuple[str, ...]
+    _layout: Any
+    _given: Mapping[str, Any]
+
+    def on_topology(self, topology: str | Topology, mesh: Mapping[str, int] | None = None) -> Self:
+        """The same strategy for a slice that nobody has to own.
+
+        Args:
+            topology: The slice, such as `"v5e:16x16"`.
+            mesh: Its axis sizes. By default the axes are this strategy's: the first data axis
+                grows or shrinks to fill the slice, all others keep their size.
+
+        Returns:
+            A strategy like this one with that `topology`: to `explain`, `lint` and dry-run
+            models, not to train them.
+
+        Raises:
+            ValueError: If the other axes do not divide the slice, or no axis splits the batch.
+
+        Example:
+
+        >>> import keras_tpu_dist as ktd
+        >>> here = ktd.TPUStrategy({"data": 4, "model": 2})
+        >>> dict(here.on_topology("v5e:16x16").mesh.shape)
+        {'data': 128, 'model': 2}
+        """
+        topology = Topology.parse(topology)
+        if mesh is None:
+            mesh = _grown(dict(self._mesh.shape), self._data_axes, topology)
+        return type(self)(mesh, self._layout, topology=topology, **self._given)  # pyright: ignore
+
+    def dry_run(
+        self,
+        model: Build,
+        *,
+        batch_size: int,
+        topology: str | Topology | None = None,
+        mesh: Mapping[str, int] | None = None,
+        x: Any = None,
+        y: Any = None,
+        sample_weight: Any = None,
+        mode: str = "train",
+        effort: str = "quick",
+        timeout: float = 1800.0,
+        progress: Progress | None = None,
+    ) -> DryRun:
+        """Compiles one step of a model for this strategy's devices or for another slice.
+
+        Args:
+            model: A built model, which may live on this strategy's mesh and is left as it is; or
+                a function that builds, compiles and returns one, which costs no memory.
+            batch_size: Rows of all devices together.
+            topology: A slice, such as `"v5e:16x16"`; see `on_topology`. Defaults to this
+                strategy's own devices.
+            mesh: Axis sizes on that slice. By default the first data axis fills it.
+            x: As in `keras_tpu_dist.dry_run`, as are all further arguments.
+            y: The target.
+            sample_weight: Sample weights.
+            mode: `"train"`, `"evaluate"` or `"predict"`.
+            effort: `"quick"` or `"exact"`.
+            timeout: Seconds after which a compilation is stopped.
+            progress: Called with a line of text at each stage.
+
+        Returns:
+            A `DryRun`. Not fitting is an answer, not an exception.
+
+        Raises:
+            ValueError: If an argument is wrong, or the mesh does not fill the slice.
+            RuntimeError: If the compiler fails for another reason than memory.
+
+        Example:
+
+        >>> import keras, keras_tpu_dist as ktd
+        >>> strategy = ktd.TPUStrategy()
+        >>> with strategy.scope():
+        ...     model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(256)])
+        ...     model.compile("adam", "mse")
+        >>> print(strategy.dry_run(model, batch_size=4096, topology="v5e:16x16"))  # doctest: +SKIP
+        """
+        if topology is None and mesh is not None:
+            raise ValueError(
+                message(
+                    "mesh gives the axis sizes on another slice.",
+                    received={"mesh": dict(mesh), "topology": None},
+                    fix='Name the slice, as in topology="v5e:16x16", or leave mesh out.',
+                )
+            )
+        return dry_run(
+            model,
+            self if topology is None else self.on_topology(topology, mesh),
+            x=x,
+            y=y,
+            sample_weight=sample_weight,
+            batch_size=batch_size,
+            mode=mode,
+            effort=effort,
+            timeout=timeout,
+            progress=progress,
+        )
+
+
+def _grown(axes: dict[str, int], data_axes: tuple[str, ...], topology: Topology) -> dict[str, int]:
+    """The axes with the first data axis as large as the slice allows."""
+    grows = next(iter(data_axes), None)
+    others = math.prod(size for name, size in axes.items() if name != grows)
+    if grows is None or topology.num_devices % others:
+        raise ValueError(
+            message(
+                "On another slice the first data axis takes what the other axes leave.",
+                received=f"{topology.num_devices} devices of {topology.name} for the mesh {axes} "
+                f"with data axes {data_axes}.",
+                fix='Give the axis sizes on that slice, as in mesh={"data": -1, "model": 4}.',
+            )
+        )
+    return {**axes, grows: topology.num_devices // others}

@@ -1,0 +1,309 @@
+"""Dry run: compile any Keras model for a TPU slice that nobody here owns."""
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.text import size_text
+from keras_tpu_dist.dryrun.build import Build, Lowered, lower
+from keras_tpu_dist.dryrun.compile import (
+    EFFORTS,
+    Compiled,
+    bytes_in_message,
+    compile_lowered,
+    has_libtpu,
+    larger_twin,
+)
+from keras_tpu_dist.dryrun.report import DryRun as DryRun
+from keras_tpu_dist.dryrun.report import estimate
+from keras_tpu_dist.hardware.topology import Topology
+from keras_tpu_dist.hlo import ProgramCost, Wire, analyze
+from keras_tpu_dist.hlo.layers import Attribution
+
+logger = logging.getLogger("keras_tpu_dist")
+
+# Within this distance of the limit the quick compilation is repeated at full effort.
+_NEAR_LIMIT = 0.10
+# What quick compilation says of a program with loops or convolutions is up to this many times too
+# much (measured: 3.3 for two LSTM layers over 128 steps, 2.2 for MobileNetV2).
+_OVERSTATEMENT = 4.0
+
+Progress = Callable[[str], None]
+
+
+def dry_run(
+    build: Build,
+    strategy: Any,
+    *,
+    x: Any = None,
+    y: Any = None,
+    sample_weight: Any = None,
+    batch_size: int,
+    mode: str = "train",
+    effort: str = "quick",
+    timeout: float = 1800.0,
+    progress: Progress | None = None,
+) -> DryRun:
+    """Compiles one step of a model for a TPU slice and says what it would take.
+
+    The model is built without memory and compiled by the real TPU compiler in a process of its
+    own, on any machine with libtpu (the extra `keras_tpu_dist[tpu]`). Without libtpu the CPU
+    compiler partitions the program instead: memory and collectives, but no times.
+
+    Args:
+        build: A function without arguments that builds, compiles and returns a model; or a
+            built model, which is left as it is.
+        strategy: A `TPUStrategy`, usually with `topology="v5e:16x16"`.
+        x: The input: an array, `jax.ShapeDtypeStruct((1, 512), "int32")`, or a structure of
+            them, whose rows are replaced by `batch_size`. Defaults to the model's declared
+            inputs.
+        y: The target, likewise. Defaults to what the model's outputs and its loss suggest.
+        sample_weight: Sample weights, likewise.
+        batch_size: Rows of all devices together.
+        mode: `"train"`, `"evaluate"` or `"predict"`.
+        effort: `"quick"` (XLA's `EFFORT_O1`) or `"exact"`, which is what training would run.
+            Quick is about three times faster, is repeated as exact when the memory comes within
+            10 % of the limit (within four times the limit for programs with loops or
+            convolutions, whose memory it overstates), and its cycle estimates come out
+            1.9 to 2.5 times too high.
+        timeout: Seconds after which a compilation is stopped.
+        progress: Called with a line of text at each stage.
+
+    Returns:
+        A `DryRun`. Not fitting is an answer, not an exception. Operations are those that run:
+        what the backward pass computes again counts again, flash attention counts the blocks that
+        its mask leaves.
+
+    Raises:
+        ValueError: If an argument is wrong, or `build` does not return a compiled model.
+        RuntimeError: If the compiler fails for another reason than memory.
+
+    Example:
+
+    >>> import keras, keras_tpu_dist as ktd
+    >>> from keras_tpu_dist.dryrun.run import dry_run
+    >>> def build():
+    ...     model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(256, name="dense")])
+    ...     model.compile("adam", "mse")
+    ...     return model
+    >>> strategy = ktd.TPUStrategy({"data": 8}, topology="v5e:2x4")
+    >>> run = dry_run(build, strategy, batch_size=64)  # doctest: +SKIP
+    >>> run.fits, [c.axes for c in run.cost.collectives]  # doctest: +SKIP
+    (True, [('data',)])
+    """
+    return run_once(
+        build,
+        strategy,
+        inputs={"x": x, "y": y, "sample_weight": sample_weight},
+        batch_size=batch_size,
+        mode=mode,
+        effort=effort,
+        timeout=timeout,
+        progress=progress,
+    )
+
+
+def run_once(
+    build: Build,
+    strategy: Any,
+    *,
+    inputs: Mapping[str, Any],
+    batch_size: int,
+    mode: str,
+    effort: str,
+    timeout: float,
+    progress: Progress | None = None,
+    thorough: bool = True,
+) -> DryRun:
+    """One dry run; see `dry_run`.
+
+    Args:
+        thorough: Whether a program near the memory limit is compiled again at full effort, and
+            one that does not fit for a larger slice, to see what takes the memory.
+    """
+    _check_effort(effort)
+    tell = progress or logger.debug
+    for_tpu = has_libtpu() and _is_tpu(strategy)
+    tell("building and lowering")
+    platform = "tpu" if for_tpu else "cpu"
+    lowered = lower(build, strategy, **inputs, batch_size=batch_size, mode=mode, platform=platform)
+    notes = list(lowered.notes)
+    if _is_tpu(strategy) and not for_tpu:
+        notes.append(_NO_LIBTPU)
+        logger.warning(_NO_LIBTPU)
+    where = lowered.topology.name if lowered.topology else "CPU"
+    tell(f"compiling for {where}, effort {effort}")
+    compiled = [compile_lowered(lowered, effort=effort, timeout=timeout)]
+    if thorough and effort == "quick" and _near_limit(compiled[-1], lowered):
+        tell("near the memory limit: compiling again, effort exact")
+        why = ", and overstates loops and convolutions" if lowered.overstated else ""
+        notes.append(f"quick compilation came near the memory limit{why}: this is the exact one")
+        compiled.append(compile_lowered(lowered, effort="exact", timeout=timeout))
+    verdict = compiled[-1]
+    sized_on = None
+    twin = larger_twin(lowered) if verdict.error and thorough else None
+    if twin is not None:
+        tell(f"does not fit: measuring on {twin.name}")
+        compiled.append(compile_lowered(lowered, effort="quick", timeout=timeout, topology=twin))
+        sized_on = twin.name if compiled[-1].error is None else None
+    tell("analysing")
+    return _report(lowered, mode, compiled, verdict, sized_on, notes)
+
+
+_NO_LIBTPU = (
+    "libtpu is not installed, so XLA's CPU partitioner stands in for the TPU compiler: memory and "
+    "collectives are approximate, attention is plain XLA operations, times are missing. pip "
+    "install 'keras_tpu_dist[tpu]' brings it."
+)
+
+
+def _check_effort(effort: str) -> None:
+    if effort not in EFFORTS:
+        raise ValueError(
+            message(
+                "The effort is how hard the compiler tries.",
+                received={"effort": effort},
+                fix="Use 'quick' or 'exact'.",
+                name=effort,
+                choices=EFFORTS,
+            )
+        )
+
+
+def _is_tpu(strategy: Any) -> bool:
+    return strategy.mesh.devices.flat[0].platform == "tpu"
+
+
+def _near_limit(compiled: Compiled, lowered: Lowered) -> bool:
+    if lowered.topology is None:
+        return False
+    limit = lowered.topology.hbm_bytes
+    if compiled.error is None:
+        return compiled.total_bytes > (1 - _NEAR_LIMIT) * limit
+    stated = bytes_in_message(compiled.error)
+    hope = _OVERSTATEMENT if lowered.overstated else 1 + _NEAR_LIMIT
+    held = lowered.state.weights + lowered.state.optimizer
+    return bool(stated) and stated[0] < hope * limit and held < limit
+
+
+def _report(
+    lowered: Lowered,
+    mode: str,
+    compiled: list[Compiled],
+    verdict: Compiled,
+    sized_on: str | None,
+    notes: list[str],
+) -> DryRun:
+    measured = compiled[-1] if sized_on else verdict
+    topology = lowered.topology
+    cost = _cost(lowered, measured, Topology.parse(sized_on) if sized_on else topology)
+    times = estimate(cost, topology) if topology and cost and not verdict.error else None
+    # The message counts arguments too, although it speaks of temporaries: 32.03G where the
+    # same program has arguments of 16.02 and temporaries of 16.05 GiB.
+    stated = bytes_in_message(verdict.error or "")
+    total = stated[0] if stated else measured.total_bytes if measured.memory else 0
+    fits = None if topology is None else verdict.error is None
+    layer = Attribution(lowered.layer_names).layer
+    if times is not None and topology is not None and cost is not None:
+        notes.append(_assumption(verdict, topology, cost))
+    if fits is False:
+        notes += _remedies(lowered, total, measured, topology)
+    if topology is not None and lowered.ready_bytes > topology.hbm_bytes / 100:
+        notes.append(
+            f"besides, training holds {size_text(lowered.ready_bytes)} of other batches on each "
+            "device"
+        )
+    if lowered.steps_per_execution > 1:
+        notes.append(
+            f"all figures are for one of {lowered.steps_per_execution} steps per execution"
+        )
+    if cost is not None and cost.unestimated_kernels:
+        notes.append(
+            f"{len(cost.unestimated_kernels)} hand-written kernel(s) state no cost: their "
+            "operations are missing from the FLOPs"
+        )
+    if cost is not None and cost.whole_kernels:
+        notes.append(
+            f"{len(cost.whole_kernels)} attention kernel(s) skip what a mask in the data leaves "
+            "out: counted as if they skipped nothing"
+        )
+    if cost is not None and cost.unknown_loops:
+        notes.append(
+            f"{len(cost.unknown_loops)} loop(s) run as often as the data says; counted once"
+        )
+    return DryRun(
+        mode=mode,
+        compiled_for=verdict.compiled_for,
+        mesh=lowered.axes,
+        batch_size=lowered.rows,
+        parameters=lowered.parameters,
+        fits=fits,
+        limit_bytes=topology.hbm_bytes if topology else None,
+        total_bytes=total,
+        memory=measured.memory,
+        state=lowered.state,
+        cost=cost,
+        estimate=times,
+        effort=verdict.effort,
+        tokens=lowered.tokens,
+        error=verdict.error,
+        sized_on=sized_on,
+        rematerialized=tuple(dict.fromkeys(layer(n) for n in verdict.rematerialized)),
+        build_seconds=lowered.seconds,
+        compile_seconds=sum(c.seconds for c in compiled),
+        compile_cpu_seconds=sum(c.cpu_seconds for c in compiled),
+        compile_peak_bytes=max(c.peak_process_bytes for c in compiled),
+        findings=lowered.findings,
+        notes=tuple(notes),
+    )
+
+
+def _cost(lowered: Lowered, compiled: Compiled, topology: Topology | None) -> ProgramCost | None:
+    if not compiled.text:
+        return None
+    devices = lowered.devices if topology is lowered.topology else ()
+    wire = Wire.of(dict(lowered.axes), devices if topology else (), topology)
+    return analyze(compiled.text, wire=wire, layer_names=lowered.layer_names)
+
+
+def _assumption(verdict: Compiled, topology: Topology, cost: ProgramCost) -> str:
+    chip = topology.chip
+    note = (
+        f"the step's time is the compiler's cycle estimates at {chip.clock / 1e9:.2f} GHz plus the "
+        "collectives it does not overlap, without the input pipeline; it was not measured"
+    )
+    if cost.kernel_flops:
+        note += "; hand-written kernels such as attention's count as if they ran at full speed"
+    if verdict.effort == "quick":
+        note += "; the cycles of effort quick come out 1.9 to 2.5 times too high"
+    if chip.assumed:
+        names = " and ".join(name.replace("_", " ") for name in chip.assumed)
+        note += f"; Google publishes no {names} of {chip.name}, the one used here is assumed"
+    return note
+
+
+def _remedies(
+    lowered: Lowered, total: int, measured: Compiled, topology: Topology | None
+) -> list[str]:
+    """What would make it fit, by arithmetic."""
+    if topology is None:
+        return []
+    state = lowered.state.weights + lowered.state.optimizer
+    # the larger slice tells what the activations take before the compiler saves memory
+    temporaries = measured.memory.get("temporaries", total - state)
+    found = []
+    if state > topology.hbm_bytes / 2:
+        ways = dict(lowered.axes)
+        found.append(
+            f"weights and optimizer alone take {size_text(state)} a device on {ways}: "
+            'split them with a layout ("fsdp", "tensor_parallel" or rules), over more devices if '
+            "they are split already"
+        )
+    if temporaries > topology.hbm_bytes / 2:
+        found.append(
+            f"activations and other temporaries take {size_text(temporaries)}: a smaller "
+            "batch_size, mixed_bfloat16, or keras.remat on the repeated blocks would shrink them; "
+            "largest_batch() finds the batch that fits"
+        )
+    return found

@@ -1,0 +1,275 @@
+"""Named axes over devices: from a dict of sizes to a mesh in torus order."""
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+
+import jax
+import keras
+import numpy as np
+from jax.experimental import mesh_utils
+
+from keras_tpu_dist.common.errors import did_you_mean, message
+from keras_tpu_dist.hardware.assignment import DeviceAssignment, prime_factors
+from keras_tpu_dist.hardware.topology import CompileOnlyDevice
+
+logger = logging.getLogger("keras_tpu_dist")
+
+# Axes that split the batch when `data_axes` is not given. "batch" is the name that Keras's own
+# DataParallel and most LayoutMap examples use.
+DATA_AXIS_NAMES = ("data", "fsdp", "batch")
+
+# The sub-axes of a replica's logical devices are called "logical_0", "logical_1", ...
+LOGICAL_AXIS = "logical"
+
+MeshLike = (
+    Mapping[str, int] | keras.distribution.DeviceMesh | jax.sharding.Mesh | DeviceAssignment | None
+)
+
+
+def build_mesh(mesh: MeshLike = None, devices: Sequence | None = None):
+    """Makes a `keras.distribution.DeviceMesh` from what a user gave.
+
+    Args:
+        mesh: `None` for all devices on one axis `"data"`; a dict of axis sizes in order, of which
+            one may be -1 (whatever is left); a finished `keras.distribution.DeviceMesh` or
+            `jax.sharding.Mesh`, whose device order is kept; or a `DeviceAssignment`, whose
+            replicas lie on axis `"data"` and whose logical devices lie, row-major, on axes
+            `"logical_0"`, `"logical_1"`, ..., one for each prime factor of their number.
+        devices: Devices to use, as `jax.Device` objects or Keras's `"cpu:0"` strings. Defaults to
+            all of `jax.devices()`.
+
+    Returns:
+        A `keras.distribution.DeviceMesh` of `jax.Device` objects. For a dict, neighbours on an
+        axis are neighbours on the TPU's torus.
+
+    Raises:
+        ValueError: If the sizes do not multiply to the number of devices, -1 stands twice, a size
+            is not a positive integer, an axis has no name, or `devices` and a finished mesh are
+            both given.
+
+    Example:
+
+    >>> build_mesh({"data": -1, "model": 2}).shape
+    (4, 2)
+    """
+    if isinstance(mesh, jax.sharding.Mesh):
+        mesh = keras.distribution.DeviceMesh(mesh.devices.shape, mesh.axis_names, mesh.devices)
+    finished = isinstance(mesh, keras.distribution.DeviceMesh)
+    if finished or isinstance(mesh, DeviceAssignment):
+        if devices is not None:
+            raise ValueError(
+                message(
+                    "A finished mesh already holds its devices.",
+                    received=f"mesh={mesh!r} and devices={list(devices)!r}.",
+                    fix="Leave `devices` out, or give the mesh as a dict of axis sizes.",
+                )
+            )
+        return mesh if finished else _of_assignment(mesh)
+    chosen = _devices(devices)
+    if mesh is None:
+        mesh = {"data": len(chosen)}
+    if not isinstance(mesh, Mapping):
+        raise ValueError(
+            message(
+                "A mesh is a dict of axis sizes, a keras.distribution.DeviceMesh, a "
+                "DeviceAssignment or None.",
+                received={"mesh": mesh},
+                fix='Write for example mesh={"data": -1, "model": 2}.',
+            )
+        )
+    sizes = _axis_sizes(mesh, len(chosen))
+    shape = tuple(sizes.values())
+    return _device_mesh(shape, tuple(sizes), _in_torus_order(shape, chosen))
+
+
+def _of_assignment(assignment: DeviceAssignment):
+    # Prime sub-axes: every partition of a power of two is a tuple of them, in one mesh, and two
+    # meshes over the same devices cannot meet in one program.
+    factors = prime_factors(assignment.num_cores_per_replica)
+    shape = (assignment.num_replicas, *factors)
+    names = ("data", *(f"{LOGICAL_AXIS}_{i}" for i in range(len(factors))))
+    return _device_mesh(shape, names, assignment.devices.reshape(shape))
+
+
+def _device_mesh(shape: tuple[int, ...], names: tuple[str, ...], devices: np.ndarray):
+    described = isinstance(devices.flat[0], CompileOnlyDevice)
+    kind = _DescribedMesh if described else keras.distribution.DeviceMesh
+    return kind(shape, names, devices)
+
+
+class _DescribedMesh(keras.distribution.DeviceMesh):
+    """A mesh of devices that are only described, which Keras would look for among real ones."""
+
+    @property
+    def backend_mesh(self) -> jax.sharding.Mesh:
+        return jax.sharding.Mesh(self.devices, self.axis_names)
+
+
+def default_data_axes(axis_names: Sequence[str]) -> tuple[str, ...]:
+    """The axes of a mesh that split the batch unless the user says otherwise."""
+    return tuple(name for name in axis_names if name in DATA_AXIS_NAMES)
+
+
+def replicated_batch(axis_names: Sequence[str]) -> str:
+    """What is said where no axis splits the batch and nobody asked for that."""
+    names = {name for name in axis_names if did_you_mean(name, DATA_AXIS_NAMES)}
+    hint = did_you_mean(names.pop(), DATA_AXIS_NAMES) if len(names) == 1 else ""
+    return (
+        f"the mesh axes {tuple(axis_names)} hold no data axis ({', '.join(DATA_AXIS_NAMES)}): "
+        f"every device computes the whole batch; name the axis that splits it with "
+        f"data_axes=(...), or data_axes=() if that is meant.{hint}"
+    )
+
+
+def checked_data_axes(data_axes, axis_names: Sequence[str]) -> tuple[str, ...]:
+    """Validates the user's `data_axes` against the mesh.
+
+    Args:
+        data_axes: One axis name, a sequence of them, an empty sequence (replicate the batch), or
+            `None` for the default.
+        axis_names: The mesh's axes.
+
+    Returns:
+        A tuple of axis names, in the order given.
+
+    Raises:
+        ValueError: If a name is not an axis of the mesh or stands twice.
+    """
+    if data_axes is None:
+        return default_data_axes(axis_names)
+    chosen = (data_axes,) if isinstance(data_axes, str) else tuple(data_axes)
+    for name in chosen:
+        if name not in axis_names:
+            raise ValueError(
+                message(
+                    "Every data axis must be an axis of the mesh.",
+                    received={"data_axes": chosen, "mesh axes": tuple(axis_names)},
+                    fix=f"Use names among {', '.join(axis_names)}.",
+                    name=name,
+                    choices=axis_names,
+                )
+            )
+    if len(set(chosen)) != len(chosen):
+        raise ValueError(
+            message(
+                "A data axis can stand only once.",
+                received={"data_axes": chosen},
+                fix="Name each axis once.",
+            )
+        )
+    return chosen
+
+
+def _devices(devices) -> list:
+    if devices is None:
+        return list(jax.devices())
+    chosen = list(devices)
+    if not chosen:
+        raise ValueError(
+            message(
+                "A mesh needs at least one device.",
+                received={"devices": chosen},
+                fix="Leave `devices` out to use all of jax.devices().",
+            )
+        )
+    by_name = {}
+    if any(isinstance(device, str) for device in chosen):
+        by_name = {f"{device.platform}:{device.id}": device for device in jax.devices()}
+    found = []
+    for device in chosen:
+        if isinstance(device, str) and device not in by_name:
+            raise ValueError(
+                message(
+                    "Every device must be attached.",
+                    received={"device": device, "attached": sorted(by_name)},
+                    fix="Use names from keras.distribution.list_devices().",
+                    name=device,
+                    choices=by_name,
+                )
+            )
+        found.append(by_name.get(device, device) if isinstance(device, str) else device)
+    if len(set(found)) != len(found):
+        raise ValueError(
+            message(
+                "A device can stand in a mesh only once.",
+                received={"devices": chosen},
+                fix="Name each device once.",
+            )
+        )
+    return found
+
+
+def _axis_sizes(mesh: Mapping[str, int], num_devices: int) -> dict[str, int]:
+    sizes = dict(mesh)
+    if not sizes:
+        raise ValueError(
+            message(
+                "A mesh needs at least one axis.",
+                received={"mesh": sizes},
+                fix='Write mesh={"data": -1}, or leave it out.',
+            )
+        )
+    for name, size in sizes.items():
+        named = isinstance(name, str) and name.strip()
+        counted = isinstance(size, (int, np.integer)) and not isinstance(size, bool)
+        if not named or not counted or (size < 1 and size != -1):
+            raise ValueError(
+                message(
+                    "A mesh axis is a name with a positive size, or -1 for whatever is left.",
+                    received={"axis": name, "size": size},
+                    fix='Write for example mesh={"data": -1, "model": 2}.',
+                )
+            )
+    open_axes = [name for name, size in sizes.items() if size == -1]
+    if len(open_axes) > 1:
+        raise ValueError(
+            message(
+                "Only one axis size may be -1.",
+                received={"mesh": sizes},
+                fix=f"Give a number to all but one of {', '.join(open_axes)}.",
+            )
+        )
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    if open_axes and num_devices % fixed == 0:
+        sizes[open_axes[0]] = num_devices // fixed
+    elif open_axes or fixed != num_devices:
+        raise ValueError(
+            message(
+                "The axis sizes must multiply to the number of devices.",
+                received=f"mesh={sizes!r}, whose sizes multiply to {fixed}, on {num_devices} "
+                "device(s).",
+                fix=f"Choose sizes whose product is {num_devices}, let one be -1, or pass "
+                f"`devices` with {fixed} of them.",
+            )
+        )
+    return {name: int(size) for name, size in sizes.items()}
+
+
+def _in_torus_order(shape: tuple[int, ...], devices: list) -> np.ndarray:
+    slices = len({getattr(device, "slice_index", None) or 0 for device in devices})
+    try:
+        if slices > 1:
+            return _across_slices(shape, devices, slices)
+        return mesh_utils.create_device_mesh(shape, devices=devices, allow_split_physical_axes=True)
+    except (ValueError, NotImplementedError, AssertionError) as error:
+        # A hand-picked subset need not be a block of the torus; it is still a legal mesh.
+        logger.warning(
+            "the %d devices cannot be laid on the torus as %s (%s): kept in the order given",
+            len(devices),
+            shape,
+            error,
+        )
+        return np.asarray(devices, dtype=object).reshape(shape)
+
+
+def _across_slices(shape: tuple[int, ...], devices: list, slices: int) -> np.ndarray:
+    """A mesh whose first axis that can runs across slices, all others within one."""
+    crossing = next((i for i, size in enumerate(shape) if size % slices == 0), None)
+    if crossing is None:
+        raise ValueError(f"no axis of {shape} is a multiple of the {slices} slices")
+    within = [size // slices if i == crossing else size for i, size in enumerate(shape)]
+    across = [slices if i == crossing else 1 for i in range(len(shape))]
+    return mesh_utils.create_hybrid_device_mesh(
+        within, across, devices=devices, allow_split_physical_axes=True
+    )

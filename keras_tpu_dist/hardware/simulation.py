@@ -1,0 +1,72 @@
+"""Virtual CPU devices, so that a laptop stands in for a slice."""
+
+import logging
+import os
+import re
+
+from keras_tpu_dist._keras import jax_backend_started
+from keras_tpu_dist.common.errors import message
+
+logger = logging.getLogger("keras_tpu_dist")
+
+_DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
+# Eight virtual devices on two cores deadlock in XLA's all-reduce rendezvous: each device blocks a
+# thread of a pool that is sized by the number of cores. Four threads a device were enough
+# wherever this was measured.
+_THREADS_PER_DEVICE = 4
+
+
+def simulate(num_devices: int = 8) -> None:
+    """Makes the CPU appear to JAX as `num_devices` devices.
+
+    Must run before JAX starts its backend, that is before the first array, `jax.devices()` or
+    Keras variable; importing jax, keras or this package is fine. It selects the CPU platform,
+    splits it, and gives XLA enough threads for that many devices to meet in an all-reduce on a
+    machine with few cores. A second call with the same number does nothing.
+
+    Args:
+        num_devices: Number of virtual devices, at least 1.
+
+    Raises:
+        ValueError: If `num_devices` is not a positive integer.
+        RuntimeError: If JAX has already started with other devices.
+
+    Example:
+
+    >>> import keras_tpu_dist as ktd
+    >>> ktd.simulate(8)
+    >>> import jax
+    >>> len(jax.devices())
+    8
+    """
+    if isinstance(num_devices, bool) or not isinstance(num_devices, int) or num_devices < 1:
+        raise ValueError(
+            message(
+                "The number of simulated devices must be a positive integer.",
+                received={"num_devices": num_devices},
+                fix="Write ktd.simulate(8).",
+            )
+        )
+    import jax
+
+    if jax_backend_started():
+        devices = jax.devices()
+        if devices[0].platform == "cpu" and len(devices) == num_devices:
+            return
+        raise RuntimeError(
+            message(
+                "simulate() must run before JAX starts.",
+                received=f"num_devices={num_devices}, but JAX already runs on {len(devices)} "
+                f"device(s) of platform {devices[0].platform!r}.",
+                fix="Call ktd.simulate() right after the imports, before the first array, model "
+                "or jax.devices(); in a notebook, restart the kernel first.",
+            )
+        )
+    flags = re.sub(rf"{_DEVICE_COUNT_FLAG}=\S*", "", os.environ.get("XLA_FLAGS", "")).split()
+    os.environ["XLA_FLAGS"] = " ".join([*flags, f"{_DEVICE_COUNT_FLAG}={num_devices}"])
+    threads = max(_THREADS_PER_DEVICE * num_devices, int(os.environ.get("PJRT_NPROC") or 0))
+    os.environ["PJRT_NPROC"] = str(threads)
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    # jax read its environment when it was imported, which may have been before this line.
+    jax.config.update("jax_platforms", "cpu")
+    logger.info("simulating %d CPU devices with %d threads", num_devices, threads)

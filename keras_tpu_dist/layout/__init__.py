@@ -1,0 +1,1 @@
+"""Which mesh axes split which dimension of a variable: rules, annotations, plans, reports."""

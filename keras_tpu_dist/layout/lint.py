@@ -1,0 +1,383 @@
+"""Mistakes in layouts, each named with its fix."""
+
+import html
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import keras
+
+from keras_tpu_dist import _keras
+from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.text import html_table, size_text
+from keras_tpu_dist.hardware.mesh import LOGICAL_AXIS
+from keras_tpu_dist.layout.explain import layout_text
+from keras_tpu_dist.layout.placement import Placement, Setting, bytes_of
+from keras_tpu_dist.layout.rules import (
+    axis_size,
+    dead_patterns,
+    dividing_axes,
+    entry_names,
+    matching,
+    nearest_path,
+)
+
+logger = logging.getLogger("keras_tpu_dist")
+
+SEVERITIES = ("error", "warning", "info")
+
+# Below this a replicated weight is no giant, whatever the model.
+_GIANT_BYTES = 2**20
+_GIANTS_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One mistake or doubt.
+
+    Attributes:
+        severity: `"error"` (fit would fail), `"warning"` (not what the layout says) or `"info"`.
+        code: A short stable name.
+        path: The variable, layer, pattern or axis it is about.
+        words: What is the case.
+        fix: What to write instead.
+    """
+
+    severity: str
+    code: str
+    path: str
+    words: str
+    fix: str
+
+    def __str__(self):
+        return f"{self.severity}: {self.path}: {self.words} {self.fix} [{self.code}]"
+
+
+@dataclass(frozen=True)
+class LintReport:
+    """All findings about one model, the gravest first.
+
+    Attributes:
+        model: The model's name.
+        findings: The findings.
+    """
+
+    model: str
+    findings: tuple[Finding, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is neither an error nor a warning."""
+        return not any(f.severity in ("error", "warning") for f in self.findings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain dicts and lists."""
+        return {**asdict(self), "ok": self.ok}
+
+    def _repr_html_(self) -> str:
+        rows = [(f.severity, f.path, f.words, f.fix, f.code) for f in self.findings]
+        table = html_table(("severity", "where", "what", "fix", "code"), rows)
+        return f"<p><b>{html.escape(self.model)}</b></p>{table if rows else 'no findings'}"
+
+    def __str__(self):
+        if not self.findings:
+            return f"{self.model}: no findings"
+        return "\n".join([f"{self.model}:", *(f"  {finding}" for finding in self.findings)])
+
+    def raise_if_bad(self) -> "LintReport":
+        """Raises a `ValueError` with all errors and warnings, if there are any."""
+        if self.ok:
+            return self
+        bad = [str(f) for f in self.findings if f.severity != "info"]
+        raise ValueError(
+            message(
+                "lint(strict=True) allows neither errors nor warnings.",
+                received="\n" + "\n".join(bad) + "\n",
+                fix="Apply the fixes above.",
+            )
+        )
+
+
+def lint_model(
+    model: Any,
+    placement: Placement,
+    setting: Setting,
+    *,
+    batch_size: int | None = None,
+    foreign: Sequence[str] = (),
+    cheap: bool = False,
+) -> LintReport:
+    """Looks for mistakes in a model's layouts.
+
+    Args:
+        model: The model.
+        placement: Its placement.
+        setting: The strategy's mesh and layout.
+        batch_size: The global batch size, to compare with the mesh.
+        foreign: Paths of variables that are not on the strategy's mesh.
+        cheap: Only what fit says by itself.
+
+    Returns:
+        The report.
+    """
+    found = [*_dead_rules(model, setting), *_illegal(model, placement), *_unknown(placement)]
+    found += _fallbacks(model, placement)
+    if not cheap:
+        found += _overlaps(model, setting)
+        found += _giants(model, placement, setting)
+        found += _siblings(model, placement)
+        found += _unused_axes(model, placement, setting)
+        found += _batch(batch_size, setting)
+        found += _heads(model, setting)
+        found += _built_outside(foreign, setting)
+        if not model.built:
+            found.append(
+                Finding(
+                    "info",
+                    "not-built",
+                    model.name,
+                    "The model has no variables yet, so that most checks see nothing.",
+                    "Call model.build(input_shape), or lint it after the first fit.",
+                )
+            )
+    found.sort(key=lambda finding: SEVERITIES.index(finding.severity))
+    return LintReport(model.name, tuple(found))
+
+
+def log_report(report: LintReport) -> None:
+    """Logs errors and warnings, as fit does once per model."""
+    for finding in report.findings:
+        if finding.severity != "info":
+            logger.warning("layout of model %r: %s", report.model, finding)
+
+
+def _weights(model) -> list:
+    return [*model.trainable_variables, *model.non_trainable_variables]
+
+
+def _paths(model) -> list[str]:
+    outputs = [f"{layer.path}/output" for layer in _keras.flatten_layers(model) if layer.path]
+    return [v.path for v in _weights(model)] + outputs
+
+
+def _dead_rules(model, setting: Setting) -> list[Finding]:
+    paths = _paths(model)
+    if not _weights(model):
+        return []
+    found = []
+    for pattern in dead_patterns(setting.layout, paths):
+        near = nearest_path(pattern, paths)
+        fix = f"The nearest path is {near!r}." if near else "Remove it, or use a path of the model."
+        if near and isinstance(setting.layout, keras.distribution.LayoutMap):
+            fix += " A LayoutMap pattern must match the whole path; LayoutRules need only its end."
+        words = "This rule matches no variable and no layer output, so it does nothing."
+        found.append(Finding("warning", "dead-rule", pattern, words, fix))
+    return found
+
+
+def _illegal(model, placement: Placement) -> list[Finding]:
+    found = []
+    for variable in _weights(model):
+        try:
+            placement.decision(variable)
+        except ValueError as error:
+            if " Received: " not in str(error):
+                continue  # Keras's own, of keys that overlap: a finding of its own
+            words, _, fix = str(error).partition(" Received: ")
+            received, _, fix = fix.rpartition(". ")
+            code = (
+                "too-long"
+                if "more entries" in words
+                else "indivisible"
+                if "divide" in words
+                else "unknown-axis"
+            )
+            words = f"{words} Received: {received}."
+            found.append(Finding("error", code, variable.path, words, fix))
+    return found
+
+
+def _unknown(placement: Placement) -> list[Finding]:
+    return [
+        Finding(
+            "warning",
+            "unknown-weight",
+            path,
+            f"split({name}=...) names a weight that this layer does not have.",
+            "Use the name of a weight, as in layer.variables[0].name.",
+        )
+        for path, name in placement.annotations.unknown
+    ]
+
+
+def _overlaps(model, setting: Setting) -> list[Finding]:
+    hidden: dict[tuple[str, ...], list[str]] = {}
+    for variable in _weights(model):
+        patterns = matching(setting.layout, variable.path)
+        if len(patterns) > 1:
+            hidden.setdefault(tuple(patterns), []).append(variable.path)
+    stock = isinstance(setting.layout, keras.distribution.LayoutMap)
+    return [
+        Finding(
+            "error" if stock else "info",
+            "overlap",
+            paths[0],
+            f"{len(patterns)} rules match: {', '.join(map(repr, patterns))} "
+            f"({len(paths)} variable(s)).",
+            "Keras allows one; narrow the patterns." if stock else "The first one decides.",
+        )
+        for patterns, paths in hidden.items()
+    ]
+
+
+def _fallbacks(model, placement: Placement) -> list[Finding]:
+    """Large weights that a plan could not split."""
+    plan = placement.plan
+    if plan is None or plan.keeps_all:
+        return []
+    whole = [
+        (variable, plan.decision(variable))
+        for variable in sorted(_weights(model), key=bytes_of, reverse=True)
+        if bytes_of(variable) >= _GIANT_BYTES and not any(placement.decisions[id(variable)].axes)
+    ]
+    return [
+        Finding(
+            "warning",
+            "plan-falls-back",
+            variable.path,
+            f"{size_text(bytes_of(variable))} lie whole on every device: {decision.reason}.",
+            "Choose axis sizes that divide, or give rules.",
+        )
+        for variable, decision in whole[:_GIANTS_SHOWN]
+        if decision is not None
+    ]
+
+
+def _giants(model, placement: Placement, setting: Setting) -> list[Finding]:
+    found = []
+    if placement.plan is not None:
+        return []  # see _fallbacks
+    for variable in sorted(_weights(model), key=bytes_of, reverse=True):
+        axes = placement.decisions[id(variable)].axes
+        if any(axes) or bytes_of(variable) < _GIANT_BYTES or len(found) == _GIANTS_SHOWN:
+            continue
+        names = setting.mesh.axis_names
+        entries = [(d, dividing_axes(n, names, setting.mesh)) for d, n in enumerate(variable.shape)]
+        possible = [(d, entry) for d, entry in entries if entry is not None]
+        if not possible:
+            continue
+        dim, entry = max(possible, key=lambda p: axis_size(setting.mesh, p[1]))
+        rule = tuple(entry if d == dim else None for d in range(dim + 1))
+        found.append(
+            Finding(
+                "warning" if setting.layout else "info",
+                "giant",
+                variable.path,
+                f"{size_text(bytes_of(variable))} lie whole on every device although dimension "
+                f"{dim} ({variable.shape[dim]}) divides.",
+                f'Add the rule ("{variable.path}", {rule}).',
+            )
+        )
+    return found
+
+
+def _siblings(model, placement: Placement) -> list[Finding]:
+    """Layers of one class with weights of one shape, one of which lies unlike the others.
+
+    A plan that puts them so has its reason; a rule may have been written too narrowly.
+    """
+    plan = placement.plan
+    planned = set() if plan is None else {v.path for v in _weights(model) if plan.decision(v)}
+    groups: dict[tuple, list] = {}
+    for layer in _keras.flatten_layers(model):
+        for variable in _keras.own_variables(layer):
+            if id(variable) in placement.decisions and variable.path not in planned:
+                key = (type(layer), variable.name, tuple(variable.shape))
+                groups.setdefault(key, []).append(variable)
+    found = []
+    for (kind, name, shape), variables in groups.items():
+        texts = [layout_text(placement.decisions[id(v)].axes) for v in variables]
+        usual = max(set(texts), key=texts.count)
+        odd = [(v, t) for v, t in zip(variables, texts) if t != usual]
+        # A column and a row projection of one square size rightly differ.
+        if odd and len(variables) > 2 and len(odd) < len(variables) / 2 and len(set(texts)) == 2:
+            variable, text = odd[0]
+            found.append(
+                Finding(
+                    "info",
+                    "siblings",
+                    variable.path,
+                    f"It lies {text}, while {texts.count(usual)} other {kind.__name__} {name} of "
+                    f"shape {shape} lie {usual}.",
+                    "If that is not meant, widen the rule.",
+                )
+            )
+    return found
+
+
+def _unused_axes(model, placement: Placement, setting: Setting) -> list[Finding]:
+    used = set(setting.data_axes)
+    if placement.annotations.logical_devices:
+        return []
+    # What is split within a layer's call over a DeviceAssignment's axes cannot be seen here.
+    used |= {name for name in setting.mesh.axis_names if name.startswith(f"{LOGICAL_AXIS}_")}
+    for variable in _weights(model):
+        for entry in placement.decisions[id(variable)].axes:
+            used.update(entry_names(entry))
+    return [
+        Finding(
+            "warning",
+            "unused-axis",
+            name,
+            f"Nothing is split over this mesh axis: its {size} devices do the same work.",
+            "Give the devices to the data axis, or split weights over it "
+            '(layout="tensor_parallel").',
+        )
+        for name, size in setting.mesh.shape.items()
+        if size > 1 and name not in used
+    ]
+
+
+def _batch(batch_size: int | None, setting: Setting) -> list[Finding]:
+    if batch_size is None:
+        return []
+    ways = math.prod(setting.mesh.shape[name] for name in setting.data_axes)
+    if batch_size < ways:
+        words = f"{batch_size} rows for {ways} parts: {ways - batch_size} devices have no row."
+        fix = f"Use a batch of at least {ways}."
+        return [Finding("warning", "small-batch", "batch_size", words, fix)]
+    if batch_size % ways:
+        words = f"{batch_size} rows do not divide by {ways} parts: the last devices have fewer."
+        fix = f"{batch_size // ways * ways} or {(batch_size // ways + 1) * ways} keeps all busy."
+        return [Finding("info", "uneven-batch", "batch_size", words, fix)]
+    return []
+
+
+def _heads(model, setting: Setting) -> list[Finding]:
+    ways = math.prod(n for name, n in setting.mesh.shape.items() if name not in setting.data_axes)
+    found = []
+    for layer in _keras.flatten_layers(model):
+        if isinstance(layer, keras.layers.GroupQueryAttention) and ways > 1:
+            heads = layer.num_key_value_heads
+            if heads % ways:
+                found.append(
+                    Finding(
+                        "info",
+                        "kv-heads",
+                        layer.path or layer.name,
+                        f"{heads} key-value heads do not divide by {ways} model devices: keys and "
+                        "values are computed on each of them.",
+                        f"Use {ways} key-value heads or a model axis that divides {heads}.",
+                    )
+                )
+    return found
+
+
+def _built_outside(foreign: Sequence[str], setting: Setting) -> list[Finding]:
+    if not foreign:
+        return []
+    words = f"{len(foreign)} variable(s) are not on the mesh {dict(setting.mesh.shape)}."
+    fix = "Build and compile inside strategy.scope(); else they are moved at the first call."
+    return [Finding("warning", "outside-scope", foreign[0], words, fix)]

@@ -1,0 +1,167 @@
+"""All that decides about one model's variables, in one place and in one order."""
+
+import math
+import re
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import keras
+from jax.sharding import Mesh, NamedSharding
+
+from keras_tpu_dist import _keras
+from keras_tpu_dist.layout.annotations import Annotated, annotated
+from keras_tpu_dist.layout.planner import Plan, Planner, slot_decision
+from keras_tpu_dist.layout.rules import (
+    Decision,
+    LayoutRules,
+    check_axis_names,
+    checked,
+    decide,
+    matching,
+    spell_out,
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a strategy brings to the decision.
+
+    Attributes:
+        mesh: The mesh.
+        data_axes: Its axes that split the batch.
+        layout: `None`, `LayoutRules`, a stock `LayoutMap` or a `Planner`.
+        shard_optimizer: Whether optimizer slots are split over the data axes.
+        batch_first: Whether the batch is the first dimension, so that plans may lay outputs.
+    """
+
+    mesh: Mesh
+    data_axes: tuple[str, ...]
+    layout: Any = None
+    shard_optimizer: bool = False
+    batch_first: bool = True
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where each variable of a model lies.
+
+    Attributes:
+        decisions: From the id of a variable to its decision, not yet checked against its shape.
+        slots: `(slot, weight)` pairs of the optimizer.
+        plan: The plan, if the layout is a planner.
+        annotations: What is written on the model's layers.
+    """
+
+    decisions: dict[int, Decision]
+    slots: list[tuple[Any, Any]]
+    plan: Plan | None
+    annotations: Annotated
+    _setting: Setting = field(repr=False)
+    _slot_ids: frozenset[int] = field(repr=False)
+
+    def decision(self, variable: Any) -> Decision:
+        """The decision for a variable, valid for its shape.
+
+        Raises:
+            ValueError: If a rule or annotation does not fit the shape or the mesh.
+        """
+        found = self.decisions.get(id(variable), _REPLICATED)
+        if found.reason.startswith(_AMBIGUOUS):
+            decide(variable.path, self._setting.layout)  # raises, in Keras's words
+        rule = LayoutRules([(re.escape(variable.path), found.axes)])
+        check_axis_names(rule, self._setting.mesh.axis_names)
+        return checked(found, variable.path, variable.shape, self._setting.mesh)
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """The mesh axes that split the batch."""
+        return self._setting.data_axes
+
+    def is_slot(self, variable: Any) -> bool:
+        """Whether a variable is an optimizer's slot, whose layout Keras copied from its weight."""
+        return id(variable) in self._slot_ids
+
+    def layouts_of_outputs(self) -> dict[str, Any]:
+        """From a layer's path to the layout of its output, by annotation or plan."""
+        planned = self.plan.outputs if self.plan is not None else {}
+        return {**planned, **self.annotations.outputs}
+
+    def written_in_program(self) -> tuple[dict[str, Any], dict[str, int]]:
+        """All that a compiled step holds beside its variables' layouts."""
+        return self.layouts_of_outputs(), self.annotations.logical_devices
+
+
+_AMBIGUOUS = "LayoutMap: several keys match"
+_REPLICATED = Decision((), "default: replicated")
+
+
+def place(model: Any, setting: Setting, given: Any) -> Placement:
+    """Decides for every variable of a model.
+
+    In this order: a layout given to the variable itself, an annotation on its layer, the rules,
+    the plan, replication. Optimizer slots lie as their weight; metrics and what else the
+    optimizer holds go by the rules.
+
+    Args:
+        model: A model, built as far as it is.
+        setting: What the strategy says.
+        given: From a variable to the layout its user gave it, or `None`.
+
+    Returns:
+        The placement.
+    """
+    notes = annotated(model)
+    plan = None
+    weights = [*model.trainable_variables, *model.non_trainable_variables]
+    if isinstance(setting.layout, Planner) and weights:
+        plan = setting.layout.plan(model, setting.mesh, setting.data_axes)
+        if not setting.batch_first:
+            plan = replace(plan, outputs={})
+    decisions = {id(v): _decide(v, given(v), notes, setting, plan) for v in weights}
+    for other in _keras.state_variables(model):
+        if id(other) not in decisions:
+            decisions[id(other)] = _decide(other, given(other), notes, setting, None)
+    slots = _keras.optimizer_slots(model)
+    for slot, weight in slots:
+        if tuple(slot.shape) != tuple(weight.shape):
+            continue
+        own = decisions.get(id(weight), _REPLICATED)
+        if setting.shard_optimizer:
+            own = slot_decision(own, slot.shape, setting.mesh, setting.data_axes)
+        decisions[id(slot)] = own
+    slot_ids = frozenset(id(slot) for slot, _ in slots)
+    return Placement(decisions, slots, plan, notes, setting, slot_ids)
+
+
+def _decide(variable, given, notes: Annotated, setting: Setting, plan: Plan | None) -> Decision:
+    found = _first_that_speaks(variable, given, notes, setting, plan)
+    return replace(found, axes=spell_out(found.axes, setting.mesh.axis_names))
+
+
+def _first_that_speaks(variable, given, notes: Annotated, setting: Setting, plan) -> Decision:
+    if given is not None:
+        return Decision(_axes_of(given), "the variable's own layout")
+    if id(variable) in notes.weights:
+        return Decision(*notes.weights[id(variable)])
+    if isinstance(setting.layout, keras.distribution.LayoutMap):
+        keys = matching(setting.layout, variable.path)
+        if len(keys) > 1:
+            return Decision((), f"{_AMBIGUOUS}: {keys}")
+    found = decide(variable.path, setting.layout)
+    if found is None and plan is not None:
+        found = plan.decision(variable)
+    if found is not None:
+        return found
+    return Decision((), "no rule matches: replicated" if setting.layout else _REPLICATED.reason)
+
+
+def _axes_of(layout) -> tuple:
+    if isinstance(layout, keras.distribution.TensorLayout):
+        return tuple(layout.axes)
+    return tuple(layout.spec) if isinstance(layout, NamedSharding) else ()
+
+
+def bytes_of(variable: Any) -> int:
+    """The bytes of a variable's whole value."""
+    return math.prod(variable.shape) * jax.numpy.dtype(variable.dtype).itemsize

@@ -1,0 +1,343 @@
+"""Layouts for any Keras model in one word: "fsdp", "tensor_parallel", "auto"."""
+
+import html
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+from jax.sharding import Mesh
+
+from keras_tpu_dist import _keras
+from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.text import html_table
+from keras_tpu_dist.hardware.chips import of_kind
+from keras_tpu_dist.hardware.topology import CompileOnlyDevice
+from keras_tpu_dist.layout.rules import (
+    Axes,
+    Decision,
+    LayoutRules,
+    axis_size,
+    dividing_axes,
+    entry_names,
+    split_ways,
+)
+from keras_tpu_dist.layout.tensor import TensorPlan
+
+PLANS = ("fsdp", "tensor_parallel", "auto")
+
+# Splitting a small tensor saves little memory and costs a collective.
+_MIN_SIZE = 4096
+
+# The smallest chip on sale (v5e), for devices that do not tell their memory, as simulated ones.
+_MEMORY_WHERE_UNKNOWN = int(15.75e9)
+
+# "auto" leaves the rest for activations, temporaries and fragmentation.
+_STATE_FRACTION = 0.5
+
+# Weight, gradient, and two slots of Adam.
+_COPIES_OF_A_TRAINABLE_WEIGHT = 4
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A layout for every variable of one model.
+
+    Attributes:
+        name: The plan's name; for `"auto"` also what it chose and why.
+        decisions: For each variable its path, shape and decision.
+        outputs: From a layer's path to the layout of its output.
+    """
+
+    name: str
+    decisions: tuple[tuple[str, tuple[int, ...], Decision], ...]
+    outputs: dict[str, Axes] = field(default_factory=dict)
+    _by_id: dict[int, Decision] = field(default_factory=dict, repr=False, compare=False)
+
+    def decision(self, variable: Any) -> Decision | None:
+        """The decision for one of the model's variables."""
+        return self._by_id.get(id(variable))
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether the plan is to replicate everything."""
+        return self.name.startswith("auto, replicated")
+
+    def rules(self) -> LayoutRules:
+        """The plan as plain rules, to print, edit and pass back as `layout=`.
+
+        Returns:
+            One rule for each split variable and each output; what has none is replicated.
+        """
+        paths = [path for path, _, _ in self.decisions]
+        pairs = {_pattern(p, paths): d.axes for p, _, d in self.decisions if any(d.axes)}
+        pairs |= {f"^{re.escape(path)}/output$": axes for path, axes in self.outputs.items()}
+        return LayoutRules(pairs)
+
+    def _repr_html_(self) -> str:
+        rows = [(p, str(s), str(d.axes), d.reason) for p, s, d in self.decisions]
+        table = html_table(("variable", "shape", "layout", "reason"), rows)
+        return f"<p><b>plan {html.escape(self.name)}</b></p>{table}"
+
+    def __str__(self):
+        width = max((len(path) for path, _, _ in self.decisions), default=0)
+        lines = [f"plan {self.name}"]
+        lines += [f"  {p:<{width}}  {s!s:<18} {d.axes!s}  {d.reason}" for p, s, d in self.decisions]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Makes layouts from layer classes, shapes and neighbours; never from names.
+
+    Args:
+        kind: `"fsdp"`: every variable of `min_size` elements or more is split on its largest
+            dimension that divides, over the data axes. `"tensor_parallel"`: kernels in column and
+            row pairs, attention by heads, embeddings by vocabulary or width, convolutions by
+            channels, experts by expert, recurrent kernels by gates, over the axes that do not
+            split the batch. `"auto"`: replicated if the training state fits, else fsdp, else
+            both, with the axes that the mesh has.
+        min_size: Elements from which on a variable is worth splitting.
+        memory_bytes: Memory of a device, for `"auto"`. Defaults to what the device says, else to
+            that of a v5e chip.
+
+    Raises:
+        ValueError: If `kind` is no plan.
+
+    References:
+        [Megatron-LM](https://arxiv.org/abs/1909.08053) for pairs;
+        [ZeRO](https://arxiv.org/abs/1910.02054) for fsdp and split optimizer slots.
+
+    Example:
+
+    >>> import jax, keras, numpy as np
+    >>> from jax.sharding import Mesh
+    >>> mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+    >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(32, name="up"),
+    ...                           keras.layers.Dense(8, name="down")], name="m")
+    >>> plan = Planner("tensor_parallel").plan(model, mesh, ("data",))
+    >>> [axes for pattern, axes in plan.rules().rules]
+    [(None, 'model'), ('model',), ('model', None)]
+    """
+
+    kind: str
+    min_size: int = _MIN_SIZE
+    memory_bytes: int | None = None
+
+    def __post_init__(self):
+        if self.kind not in PLANS:
+            raise ValueError(
+                message(
+                    'A layout in one word is "fsdp", "tensor_parallel" or "auto".',
+                    received={"layout": self.kind},
+                    fix="Use one of them, or give rules.",
+                    name=self.kind,
+                    choices=PLANS,
+                )
+            )
+
+    def check_mesh(self, mesh: Mesh, data_axes: Sequence[str]) -> None:
+        """Raises a `ValueError` if the mesh has no axis this plan could split over."""
+        missing = {
+            "fsdp": None if data_axes else 'split the batch, such as "data"',
+            "tensor_parallel": None
+            if _model_axes(mesh, data_axes)
+            else 'do not split the batch, such as "model"',
+        }.get(self.kind)
+        if missing is not None:
+            raise ValueError(
+                message(
+                    f"The plan {self.kind!r} splits over mesh axes that {missing}.",
+                    received={"mesh": dict(mesh.shape), "data axes": tuple(data_axes)},
+                    fix='Add such an axis, for example mesh={"data": -1, "model": 2}, or choose '
+                    'layout="auto".',
+                )
+            )
+
+    def plan(self, model: Any, mesh: Mesh, data_axes: Sequence[str]) -> Plan:
+        """Decides for every variable of a built model.
+
+        Args:
+            model: A model whose variables exist.
+            mesh: The mesh.
+            data_axes: Its axes that split the batch.
+
+        Returns:
+            The plan; each layout in it divides its variable.
+        """
+        variables = _weights(model)
+        kind, name = self._resolved(variables, mesh, data_axes)
+        tensor: dict[int, Decision] = {}
+        if kind in ("tensor_parallel", "both"):
+            model_axes = _model_axes(mesh, data_axes)
+            tensor = TensorPlan(model, mesh, model_axes, self.min_size).decisions
+        by_id = {}
+        for variable in variables:
+            decision = tensor.get(id(variable))
+            if kind in ("fsdp", "both"):
+                decision = self._spread(variable.shape, decision, mesh, data_axes)
+            elif decision is None:
+                decision = Decision((), f"{name}: replicated: {_no_rule(kind)}")
+            by_id[id(variable)] = decision
+        rows = tuple((v.path, tuple(v.shape), by_id[id(v)]) for v in variables)
+        split_state = kind in ("fsdp", "both")
+        outputs = _block_outputs(model, data_axes) if split_state else {}
+        return Plan(name, rows, outputs, by_id)
+
+    def before_build(self, shape: Sequence[int], mesh: Mesh, data_axes: Sequence[str]) -> Decision:
+        """Where a variable is created, before its model and so its plan is known.
+
+        A variable is created spread over all axes the plan may use, so that a model that does
+        not fit on one device can be built, and moved once when the plan is known.
+
+        Args:
+            shape: The variable's shape.
+            mesh: The mesh.
+            data_axes: Its axes that split the batch.
+        """
+        axes = {
+            "fsdp": data_axes,
+            "tensor_parallel": _model_axes(mesh, data_axes),
+            "auto": mesh.axis_names,
+        }[self.kind]
+        return self._spread(shape, None, mesh, axes)
+
+    def _resolved(self, variables, mesh, data_axes) -> tuple[str, str]:
+        if self.kind != "auto":
+            return self.kind, self.kind
+        limit = self.memory_bytes or _device_memory(mesh)
+        room = limit * _STATE_FRACTION
+        state = sum(_state_bytes(v) for v in variables)
+        shards = math.prod(mesh.shape[name] for name in data_axes)
+        needs = f"state of {state / 1e9:.3g} GB, {room / 1e9:.3g} GB of room per device"
+        if state <= room:
+            return "replicate", f"auto, replicated ({needs})"
+        model_axes = _model_axes(mesh, data_axes)
+        if shards > 1 and (state / shards <= room or not model_axes):
+            return "fsdp", f"auto, fsdp ({needs})"
+        if shards == 1:
+            return "tensor_parallel", f"auto, tensor_parallel ({needs})"
+        return "both", f"auto, tensor_parallel and fsdp ({needs})"
+
+    def _spread(self, shape, decision: Decision | None, mesh, data_axes) -> Decision:
+        """Adds the data axes to the largest dimension that divides by them."""
+        before = decision.reason + "; " if decision is not None else ""
+        taken = decision.axes if decision is not None else ()
+        if math.prod(shape) < self.min_size:
+            few = f"{math.prod(shape)} elements are below min_size={self.min_size}"
+            return Decision(taken, f"{before}fsdp: not split: {few}")
+        return spread(shape, taken, mesh, data_axes, before)
+
+
+def spread(
+    shape: Sequence[int], taken: Axes, mesh: Mesh, data_axes: Sequence[str], before: str = ""
+) -> Decision:
+    """Splits the largest dimension that divides over the data axes, besides what is split already.
+
+    Args:
+        shape: The tensor's shape.
+        taken: Its layout so far; the axes in it are kept.
+        mesh: The mesh.
+        data_axes: The axes to add.
+        before: The reason so far, to begin the new one with.
+
+    Returns:
+        The decision; `taken` itself if no dimension divides.
+    """
+    axes = [*taken, *(None,) * (len(shape) - len(taken))]
+    choices = []
+    for dim, size in enumerate(shape):
+        inner = size // axis_size(mesh, axes[dim])
+        entry = dividing_axes(inner, data_axes, mesh)
+        if entry is not None:
+            # Most ways first, then untouched dimensions, then the largest.
+            choices.append((axis_size(mesh, entry), axes[dim] is None, inner, -dim, entry))
+    if not choices:
+        ways = {name: mesh.shape[name] for name in data_axes}
+        return Decision(taken, f"{before}fsdp: not split: no dimension of {tuple(shape)} "
+                        f"divides by {ways}")  # fmt: skip
+    choices.sort(reverse=True, key=lambda choice: choice[:4])
+    _, _, inner, dim, entry = choices[0]
+    axes[-dim] = entry if axes[-dim] is None else (*entry_names(axes[-dim]), *entry_names(entry))
+    others = tuple(
+        f"dimension {-d} over {e!r}: {_worse(c, choices[0])}"
+        for c in choices[1:]
+        for d, e in [(c[3], c[4])]
+    )
+    reason = f"{before}fsdp: dimension {-dim}, the largest that divides"
+    return Decision(tuple(axes), reason, others)
+
+
+def slot_decision(weight: Decision, shape: Sequence[int], mesh: Mesh, data_axes) -> Decision:
+    """The layout of an optimizer slot under ZeRO-1: its weight's, split over the data axes too.
+
+    Args:
+        weight: Where the slot's weight lies.
+        shape: The slot's shape.
+        mesh: The mesh.
+        data_axes: The axes that split the batch.
+    """
+    used = {name for entry in weight.axes for name in entry_names(entry)}
+    free = [name for name in data_axes if name not in used]
+    found = spread(shape, weight.axes, mesh, free)
+    if split_ways(mesh, found.axes) == split_ways(mesh, weight.axes):
+        return weight
+    return Decision(found.axes, "shard_optimizer: split over the data axes", found.alternatives)
+
+
+def _pattern(path: str, paths: Sequence[str]) -> str:
+    """The path itself, anchored where it is also the end of another path."""
+    plain = re.escape(path)
+    longer = [p for p in paths if p != path and p.endswith(f"/{path}")]
+    return f"^{plain}$" if longer else plain
+
+
+def _worse(choice, best) -> str:
+    if choice[0] < best[0]:
+        return "fewer ways"
+    return "already split" if choice[1] < best[1] else "not larger"
+
+
+def _model_axes(mesh, data_axes) -> tuple[str, ...]:
+    return tuple(name for name in mesh.axis_names if name not in data_axes)
+
+
+def _weights(model) -> list:
+    return [*model.trainable_variables, *model.non_trainable_variables]
+
+
+def _no_rule(kind: str) -> str:
+    return "the state fits on one device" if kind == "replicate" else "no rule for this layer class"
+
+
+def _state_bytes(variable) -> int:
+    copies = _COPIES_OF_A_TRAINABLE_WEIGHT if variable.trainable else 1
+    item = 2 if "16" in str(variable.dtype) else 1 if "8" in str(variable.dtype) else 4
+    return math.prod(variable.shape) * item * copies
+
+
+def _device_memory(mesh) -> int:
+    device = mesh.devices.flat[0]
+    if isinstance(device, CompileOnlyDevice):
+        chip = of_kind(device.device_kind)
+        return _MEMORY_WHERE_UNKNOWN if chip is None else chip.device_hbm_bytes
+    stats = device.memory_stats() if device.platform in ("tpu", "gpu", "cuda") else None
+    return (stats or {}).get("bytes_limit", _MEMORY_WHERE_UNKNOWN)
+
+
+def _block_outputs(model, data_axes) -> dict[str, Axes]:
+    """Outputs of a model's own layers stay split by rows.
+
+    Without this XLA may gather the batch instead of the weights, as the weights are split over
+    the batch's axes.
+    """
+    if not data_axes:
+        return {}
+    entry = data_axes[0] if len(data_axes) == 1 else tuple(data_axes)
+    return {
+        layer.path: (entry,)
+        for layer in _keras.sublayers(model)
+        if layer.path and not isinstance(layer, keras.layers.InputLayer)
+    }

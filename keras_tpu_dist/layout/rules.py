@@ -1,0 +1,386 @@
+"""From a variable's path and shape to its layout on the mesh, with the reason."""
+
+import difflib
+import itertools
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from keras_tpu_dist.common.errors import message
+
+_LOGICAL = "logical"
+_SUB_AXIS = re.compile(r"logical_\d+")
+
+# One entry for each dimension: not split, split over one mesh axis, or over several.
+Axes = tuple[str | tuple[str, ...] | None, ...]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Where a tensor lies and why.
+
+    Attributes:
+        axes: One entry per dimension; `()` means replicated.
+        reason: The rule or default that decided, for `explain`.
+        alternatives: What else was considered, each with the reason it was not taken.
+    """
+
+    axes: Axes
+    reason: str
+    alternatives: tuple[str, ...] = ()
+
+
+class LayoutRules:
+    """Ordered rules from variable paths to mesh axes; the first match wins.
+
+    A pattern matches whole path segments from the right: `"dense/kernel"` matches both
+    `dense/kernel` and `sequential/dense/kernel`, but not `my_dense/kernel`. It may be any regular
+    expression. A rule for an activation ends in `/output` behind the layer's path.
+
+    Args:
+        rules: `(pattern, axes)` pairs, or a mapping of them. `axes` has one entry per dimension:
+            `None` (not split), a mesh axis, or a tuple of mesh axes that split it together;
+            missing entries at the end mean `None`.
+
+    Raises:
+        ValueError: If a rule is not a pair, a pattern is no regular expression, an entry is
+            neither `None` nor axis names, or an axis stands twice in one rule.
+
+    Example:
+
+    >>> rules = LayoutRules([("dense/kernel", (None, "model")), ("kernel", ("data",))])
+    >>> rules.match("sequential/dense/kernel")
+    0
+    >>> rules.match("sequential/conv2d/kernel")
+    1
+    """
+
+    def __init__(self, rules: Iterable[tuple[str, Sequence]] | Mapping[str, Sequence]):
+        pairs = rules.items() if isinstance(rules, Mapping) else rules
+        self._rules = tuple(_checked_rule(rule) for rule in pairs)
+        self._compiled = tuple(re.compile(rf"(?:.*/)?(?:{pattern})") for pattern, _ in self._rules)
+
+    @property
+    def rules(self) -> tuple[tuple[str, Axes], ...]:
+        """The `(pattern, axes)` pairs, in order."""
+        return self._rules
+
+    def matches(self, path: str) -> list[int]:
+        """The indices of all rules that match `path`, the winner first."""
+        return [i for i, pattern in enumerate(self._compiled) if pattern.fullmatch(path)]
+
+    def match(self, path: str) -> int | None:
+        """The index of the rule that decides for `path`, or `None`."""
+        return next(iter(self.matches(path)), None)
+
+    def axis_names(self) -> set[str]:
+        """Every mesh axis that a rule uses."""
+        return {name for _, axes in self._rules for name in _flat(axes)}
+
+    def to_json(self) -> str:
+        """The rules as JSON; `from_json` reads it back."""
+        return json.dumps([[pattern, axes] for pattern, axes in self._rules], indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "LayoutRules":
+        """Reads what `to_json` wrote."""
+        return cls(
+            (pattern, tuple(tuple(e) if isinstance(e, list) else e for e in axes))
+            for pattern, axes in json.loads(text)
+        )
+
+    @classmethod
+    def from_layout_map(cls, layout_map: keras.distribution.LayoutMap) -> "LayoutRules":
+        """The rules of a stock `LayoutMap`, whose patterns must match the whole path."""
+        return cls((f"^(?:{key})$", layout.axes) for key, layout in layout_map.items())
+
+    def __len__(self):
+        return len(self._rules)
+
+    def __eq__(self, other):
+        return isinstance(other, LayoutRules) and self._rules == other._rules
+
+    def __hash__(self):
+        return hash(self._rules)
+
+    def __repr__(self):
+        return f"LayoutRules({list(self._rules)!r})"
+
+
+def check_axis_names(rules: LayoutRules, axis_names: Sequence[str]) -> None:
+    """Raises a `ValueError` if a rule names an axis that the mesh does not have."""
+    for pattern, axes in rules.rules:
+        for name in _flat(spell_out(axes, axis_names)):
+            if name not in axis_names:
+                raise ValueError(
+                    message(
+                        "A layout rule may only use axes of the mesh.",
+                        received={"rule": (pattern, axes), "mesh axes": tuple(axis_names)},
+                        fix=f"Use names among {', '.join(axis_names)}.",
+                        name=name,
+                        choices=axis_names,
+                    )
+                )
+
+
+def decide(path: str, layout: LayoutRules | keras.distribution.LayoutMap | None) -> Decision | None:
+    """Looks a path up in the rules or the stock layout map.
+
+    Args:
+        path: The path of a variable, or of a layer's output (`".../output"`).
+        layout: The rules, in the user's form.
+
+    Returns:
+        The decision, or `None` if no rule speaks of this path.
+    """
+    if isinstance(layout, LayoutRules):
+        index = layout.match(path)
+        if index is None:
+            return None
+        pattern, axes = layout.rules[index]
+        others = tuple(
+            f"rule {i} {layout.rules[i][0]!r} also matches, but stands later"
+            for i in layout.matches(path)[1:]
+        )
+        return Decision(axes, f"rule {index} {pattern!r}", others)
+    if isinstance(layout, keras.distribution.LayoutMap):
+        found = layout[path]
+        if found is None:
+            return None
+        return Decision(tuple(found.axes), f"LayoutMap {matching(layout, path)[0]!r}")
+    return None
+
+
+def patterns(layout: Any) -> list[str]:
+    """The patterns of rules or of a stock layout map, in order; none for anything else."""
+    if isinstance(layout, LayoutRules):
+        return [pattern for pattern, _ in layout.rules]
+    return list(layout) if isinstance(layout, keras.distribution.LayoutMap) else []
+
+
+def matching(layout: Any, path: str) -> list[str]:
+    """The patterns that match a path, the winner first, by the layout's own way of matching."""
+    if isinstance(layout, LayoutRules):
+        return [layout.rules[i][0] for i in layout.matches(path)]
+    if path in patterns(layout):
+        return [path]
+    return [pattern for pattern in patterns(layout) if re.fullmatch(pattern, path)]
+
+
+def dead_patterns(layout: Any, paths: Iterable[str]) -> list[str]:
+    """The patterns that decide for none of the paths and match none either.
+
+    Args:
+        layout: `LayoutRules` or a stock `LayoutMap`.
+        paths: The paths of a model's variables, and of its layers' outputs.
+
+    Returns:
+        The patterns, in order.
+
+    Example:
+
+    >>> dead_patterns(LayoutRules([("dense/kernal", ("model",))]), ["m/dense/kernel"])
+    ['dense/kernal']
+    """
+    alive = {pattern for path in paths for pattern in matching(layout, path)}
+    return [pattern for pattern in patterns(layout) if pattern not in alive]
+
+
+def nearest_path(pattern: str, paths: Iterable[str]) -> str | None:
+    """The real path that looks most like what a pattern says, or `None`.
+
+    Args:
+        pattern: A pattern that matches nothing.
+        paths: The real paths.
+
+    Returns:
+        A path, compared on as many segments from the right as the pattern has.
+    """
+    plain = re.sub(r"\\[dwSs]|[\^$.*+?()\[\]{}|\\]", "", pattern).strip("/")
+    segments = plain.count("/") + 1
+    scored = [
+        (difflib.SequenceMatcher(None, plain, "/".join(path.split("/")[-segments:])).ratio(), path)
+        for path in paths
+    ]
+    score, path = max(scored, key=lambda pair: pair[0], default=(0.0, None))
+    return path if score >= 0.5 else None
+
+
+def split_ways(mesh: Mesh, axes: Axes) -> int:
+    """Into how many different pieces a layout cuts a tensor."""
+    return math.prod(axis_size(mesh, entry) for entry in axes)
+
+
+def dividing_axes(size: int, names: Sequence[str], mesh: Mesh) -> str | tuple[str, ...] | None:
+    """The entry that splits a dimension most ways with some of the axes, evenly.
+
+    Args:
+        size: The dimension.
+        names: The mesh axes that may split it.
+        mesh: The mesh.
+
+    Returns:
+        An axis, a tuple of axes in mesh order, or `None` if none of them divides the dimension.
+    """
+    usable = [name for name in mesh.axis_names if name in names and mesh.shape[name] > 1]
+    choices = [c for n in range(1, len(usable) + 1) for c in itertools.combinations(usable, n)]
+    legal = [c for c in choices if size and size % axis_size(mesh, c) == 0]
+    if not legal:
+        return None
+    best = max(legal, key=lambda c: (axis_size(mesh, c), -len(c)))
+    return best[0] if len(best) == 1 else best
+
+
+def checked(decision: Decision, path: str, shape: Sequence[int], mesh: Mesh) -> Decision:
+    """Validates a decision against a variable's shape and the mesh.
+
+    Args:
+        decision: What a rule decided.
+        path: The variable's path, for the error.
+        shape: The variable's shape.
+        mesh: The mesh.
+
+    Returns:
+        The decision, unchanged.
+
+    Raises:
+        ValueError: If the layout is longer than the shape, or a split dimension does not divide.
+    """
+    received = {
+        "variable": path,
+        "shape": tuple(shape),
+        "layout": decision.axes,
+        "from": decision.reason,
+        "mesh": dict(mesh.shape),
+    }
+    if len(decision.axes) > len(shape):
+        raise ValueError(
+            message(
+                "A layout cannot have more entries than the variable has dimensions.",
+                received=received,
+                fix=f"Give at most {len(shape)}, or write the rule so that it does not "
+                "match this variable.",
+            )
+        )
+    for dim, entry in enumerate(decision.axes):
+        ways = axis_size(mesh, entry)
+        if shape[dim] % ways:
+            raise ValueError(
+                message(
+                    f"A split dimension must divide by its mesh axes: dimension {dim} has "
+                    f"{shape[dim]} elements for {ways} shards.",
+                    received=received,
+                    fix=f"Make it {shape[dim] // ways * ways or ways} or "
+                    f"{(shape[dim] // ways + 1) * ways}, split another dimension, or replicate "
+                    "it with None.",
+                )
+            )
+    return decision
+
+
+def axis_size(mesh: Mesh, entry: str | tuple[str, ...] | None) -> int:
+    """How many shards one entry of a layout makes."""
+    names = spell_out((entry,), mesh.axis_names)
+    return math.prod(mesh.shape[name] for name in _flat(names))
+
+
+def named_sharding(mesh: Mesh, axes: Axes = ()) -> NamedSharding:
+    """The sharding of a layout, written without trailing `None`s.
+
+    JAX compares shardings by their text when it looks for a compiled program, so that one layout
+    must have one spelling.
+    """
+    entries = list(spell_out(axes, mesh.axis_names))
+    while entries and entries[-1] in (None, ()):
+        entries.pop()
+    return NamedSharding(mesh, PartitionSpec(*entries))
+
+
+def spell_out(axes: Axes, axis_names: Sequence[str]) -> Axes:
+    """A layout in which `"logical"` is written as all of a mesh's logical sub-axes.
+
+    Args:
+        axes: One entry per dimension.
+        axis_names: The mesh's axes.
+
+    Returns:
+        The layout, unchanged where the mesh has an axis of that name or no sub-axes.
+
+    Example:
+
+    >>> spell_out((None, "logical"), ("data", "logical_0", "logical_1"))
+    (None, ('logical_0', 'logical_1'))
+    """
+    parts = tuple(name for name in axis_names if _SUB_AXIS.fullmatch(name))
+    if not parts or _LOGICAL in axis_names or all(_LOGICAL not in entry_names(e) for e in axes):
+        return axes
+    spelled = []
+    for entry in axes:
+        names = [p for n in entry_names(entry) for p in (parts if n == _LOGICAL else (n,))]
+        spelled.append(names[0] if len(names) == 1 else tuple(names) or None)
+    return tuple(spelled)
+
+
+def entry_names(entry: str | Iterable[str] | None) -> tuple[str, ...]:
+    """The mesh axes in one entry of a layout."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _flat(axes: Iterable) -> list[str]:
+    return [name for entry in axes for name in entry_names(entry)]
+
+
+def _checked_rule(rule) -> tuple[str, Axes]:
+    fix = 'Write for example ("dense/kernel", (None, "model")).'
+    if not (isinstance(rule, (tuple, list)) and len(rule) == 2 and isinstance(rule[0], str)):
+        raise ValueError(
+            message("A layout rule is a (pattern, axes) pair.", received={"rule": rule}, fix=fix)
+        )
+    pattern, axes = rule
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(
+            message(
+                "The pattern of a layout rule is a regular expression.",
+                received=f"pattern={pattern!r}, which fails with: {error}.",
+                fix="Escape special characters with a backslash.",
+            )
+        ) from error
+    if axes is None:
+        axes = ()
+    if isinstance(axes, str) or not isinstance(axes, Sequence):
+        raise ValueError(
+            message(
+                "The axes of a layout rule are a tuple with one entry per dimension.",
+                received={"pattern": pattern, "axes": axes},
+                fix=fix,
+            )
+        )
+    entries = tuple(tuple(e) if isinstance(e, list) else e for e in axes)
+    for entry in entries:
+        names = _flat((entry,)) if isinstance(entry, (str, tuple)) or entry is None else [entry]
+        if not all(isinstance(name, str) for name in names):
+            raise ValueError(
+                message(
+                    "An entry of a layout is None, an axis name or a tuple of axis names.",
+                    received={"pattern": pattern, "entry": entry},
+                    fix=fix,
+                )
+            )
+    names = _flat(entries)
+    if len(set(names)) != len(names):
+        raise ValueError(
+            message(
+                "A mesh axis can split only one dimension of a tensor.",
+                received={"pattern": pattern, "axes": entries},
+                fix="Use each axis once.",
+            )
+        )
+    return pattern, entries

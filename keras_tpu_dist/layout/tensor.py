@@ -1,0 +1,268 @@
+"""Tensor parallelism: which dimension of each weight the model axes split, by layer class."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+from jax.sharding import Mesh
+
+from keras_tpu_dist import _keras
+from keras_tpu_dist.layout.roles import Pairing, Projection, pair_up, projection_of
+from keras_tpu_dist.layout.rules import Axes, Decision, axis_size, dividing_axes
+
+_BY_CHANNEL = (
+    *(keras.layers.DepthwiseConv1D, keras.layers.DepthwiseConv2D),
+    *(keras.layers.SeparableConv1D, keras.layers.SeparableConv2D),
+    *(keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D),
+)
+_ATTENTION = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
+
+
+class TensorPlan:
+    """Decides for every weight of a model that tensor parallelism has a rule for.
+
+    Args:
+        model: A built model.
+        mesh: The mesh.
+        axes: The mesh axes that split weights.
+        min_size: Elements below which a projection without a partner stays whole.
+    """
+
+    def __init__(self, model: Any, mesh: Mesh, axes: Sequence[str], min_size: int):
+        self._mesh = mesh
+        self._axes = tuple(axes)
+        self._min_size = min_size
+        self._pairing: Pairing = pair_up(model)
+        self.decisions: dict[int, Decision] = {}
+        layers = list(_keras.flatten_layers(model))
+        for layer in layers:
+            self._layer(layer)
+        for layer in layers:
+            self._remaining(layer)
+
+    def _layer(self, layer) -> None:
+        if isinstance(layer, _ATTENTION):
+            self._attention(layer)
+        elif _keras.stored_weight(layer, "embeddings") is not None:
+            self._embedding(layer)
+        elif _gates(layer):
+            self._recurrent(layer, _gates(layer))
+        elif isinstance(layer, keras.layers.BatchNormalization):
+            self._follower(layer)
+        elif (projection := projection_of(layer)) is not None:
+            if id(projection.kernel) not in self.decisions:
+                self._projection(projection)
+        else:
+            self._experts(layer)
+
+    def _projection(self, p: Projection) -> None:
+        layer = p.layer
+        row = self._pairing.rows.get(id(layer))
+        partner = self._pairing.columns.get(id(layer))
+        if p.experts:
+            self._split_kernel(p, p.experts, "experts, one group per shard")
+        elif row is not None:
+            self._split_kernel(p, p.ins, f"row: consumes the features of {row.path!r}")
+        elif partner is not None:
+            self._split_kernel(p, p.outs, f"column: feeds {partner.path!r}")
+        elif _elements(p.kernel) >= self._min_size:
+            self._split_kernel(p, (*p.outs, *p.ins), "without a partner")
+        else:
+            self._keep(
+                layer,
+                f"no partner, and its {_elements(p.kernel)} elements are below "
+                f"min_size={self._min_size}",
+            )
+
+    def _split_kernel(self, p: Projection, dims, reason: str) -> None:
+        # The dimensions that a pair shares have equal sizes, so both kernels cut the same one.
+        dim, entry = self._first_dividing(p.kernel.shape, dims)
+        if entry is None:
+            sizes = [p.kernel.shape[d] for d in dims]
+            self._keep(p.layer, f"{reason}; but {sizes} do not divide by {self._ways()}")
+            return
+        self._assign_projection(p, dim, entry, reason)
+
+    def _assign_projection(self, p: Projection, dim: int, entry, reason: str) -> None:
+        axes = tuple(entry if d == dim else None for d in range(len(p.kernel.shape)))
+        self._put(p.kernel, axes, reason)
+        if p.bias is not None:
+            self._put(p.bias, tuple(entry if d == dim else None for d in p.bias_dims), reason)
+        self._companions(p.layer, "kernel", p.kernel, axes, p.outs)
+
+    def _attention(self, layer) -> None:
+        inner = [q for q in map(projection_of, _keras.sublayers(layer)) if q is not None]
+        heads = [q for q in inner if len(q.outs) > 1]
+        back = [q for q in inner if len(q.ins) > 1]
+        counts = [q.kernel.shape[q.outs[0]] for q in heads]
+        most = max(counts, default=0)
+        entry = dividing_axes(most, self._axes, self._mesh)
+        if entry is None:
+            self._keep(layer, f"attention: {most} heads do not divide by {self._ways()}")
+            return
+        ways = axis_size(self._mesh, entry)
+        for q, count in zip(heads, counts):
+            if count % ways:
+                reason = f"attention: {count} key-value heads do not divide by {ways}"
+                self._keep(q.layer, reason)
+            else:
+                self._assign_projection(q, q.outs[0], entry, "attention: column, by heads")
+        for q in back:
+            if q.kernel.shape[q.ins[0]] % ways == 0:
+                self._assign_projection(q, q.ins[0], entry, "attention: row, by heads")
+
+    def _embedding(self, layer) -> None:
+        """A table of tokens or positions, and the untied one that turns features into logits."""
+        names = ("vocabulary", "width")
+        for name, sides in (("embeddings", names), ("reverse_embeddings", names[::-1])):
+            table = _keras.stored_weight(layer, name)
+            if table is None or len(table.shape) != 2:
+                continue
+            by_vocabulary = sides.index("vocabulary")
+            dim, entry = self._first_dividing(table.shape, (by_vocabulary, 1 - by_vocabulary))
+            if entry is None:
+                reason = f"embedding: {tuple(table.shape)} does not divide by {self._ways()}"
+                self._put(table, (), f"replicated: {reason}")
+                continue
+            axes = tuple(entry if d == dim else None for d in (0, 1))
+            self._put(table, axes, f"embedding: by {sides[dim]}")
+            self._companions(layer, name, table, axes, (1,))
+
+    def _recurrent(self, layer, gates: int) -> None:
+        units = layer.units if hasattr(layer, "units") else layer.filters
+        # With one gate every split is inside it, and its units are independent of each other.
+        size = gates if gates > 1 else units
+        entry = dividing_axes(size, self._axes, self._mesh)
+        if entry is None:
+            reason = f"recurrent: {size} gates or units do not divide by {self._ways()}"
+            self._keep(layer, f"{reason}, and a gate must not cross a shard")
+            return
+        for weight in _keras.own_variables(layer):
+            if len(weight.shape) and weight.shape[-1] == gates * units:
+                axes = (*(None,) * (len(weight.shape) - 1), entry)
+                self._put(weight, axes, "recurrent: whole gates per shard")
+
+    def _follower(self, layer) -> None:
+        source = self._pairing.followers.get(id(layer))
+        projection = projection_of(source) if source is not None else None
+        if source is None or projection is None:
+            return
+        _, entry = self._first_dividing(projection.kernel.shape, projection.outs)
+        for weight in _keras.own_variables(layer):
+            if entry is not None and len(weight.shape) == 1:
+                self._put(weight, (entry,), f"follows the channels of {source.path!r}")
+
+    def _experts(self, layer) -> None:
+        """In a layer nobody knows, kernels of three dimensions with one leading size are experts.
+
+        Biases of shape `(experts, features)` go with them; a router does not.
+        """
+        weights = [w for w in _keras.own_variables(layer) if w.trainable]
+        banks = [w for w in weights if len(w.shape) == 3]
+        if len(banks) < 2 or len({w.shape[0] for w in banks}) != 1:
+            return
+        count = banks[0].shape[0]
+        if count == 1:
+            return  # a dimension to repeat, as of a table of positions
+        features = {w.shape[2] for w in banks}
+        entry = dividing_axes(count, self._axes, self._mesh)
+        if entry is None:
+            self._keep(layer, f"experts: {count} do not divide by {self._ways()}")
+            return
+        biases = [w for w in weights if len(w.shape) == 2 and w.shape[0] == count]
+        for weight in (*banks, *(w for w in biases if w.shape[1] in features)):
+            axes = (entry, *(None,) * (len(weight.shape) - 1))
+            self._put(weight, axes, "experts, one group per shard")
+
+    def _remaining(self, layer) -> None:
+        """Large weights that no rule knows: depthwise kernels by channel, else where it divides."""
+        for weight in _keras.own_variables(layer):
+            if id(weight) in self.decisions or _elements(weight) < self._min_size:
+                continue
+            shape = weight.shape
+            dims = sorted(range(len(shape)), key=lambda d: (-shape[d], -d))
+            reason = "no rule for this layer class: the largest dimension that divides"
+            if isinstance(layer, _BY_CHANNEL) and len(shape) > 2:
+                channels = (len(shape) - 1, len(shape) - 2)
+                dims, reason = sorted(channels, key=lambda d: -shape[d]), "by channels"
+            dim, entry = self._first_dividing(shape, dims)
+            if entry is not None:
+                axes = tuple(entry if d == dim else None for d in range(len(shape)))
+                self._put(weight, axes, reason)
+
+    def _companions(self, layer, name: str, base, axes: Axes, outs) -> None:
+        """LoRA factors and quantization scales lie as the weight they belong to."""
+        shape = tuple(base.shape)
+        factor_a = _keras.stored_weight(layer, f"lora_{name}_a")
+        factor_b = _keras.stored_weight(layer, f"lora_{name}_b")
+        reason = f"follows {base.path!r}"
+        if factor_a is not None and len(factor_a.shape) == len(shape):
+            self._put(factor_a, (*axes[:-1], None), reason)
+        if factor_b is not None:
+            self._put(factor_b, (*(None,) * (len(factor_b.shape) - 1), axes[-1]), reason)
+        for companion in (f"{name}_scale", f"{name}_zero"):
+            scale = _keras.stored_weight(layer, companion)
+            if scale is not None:
+                self._put(scale, self._scale_axes(scale, shape, axes, outs), reason)
+
+    @staticmethod
+    def _scale_axes(scale, shape, axes: Axes, outs) -> Axes:
+        """One scale per output feature, per group and feature, or per row of an embedding."""
+        if len(scale.shape) == len(shape) == 2:
+            return (None, axes[1]) if scale.shape[1] >= shape[1] else ()
+        if tuple(scale.shape) == tuple(shape[d] for d in outs):
+            return tuple(axes[d] for d in outs)
+        if tuple(scale.shape) == shape[:1]:
+            return axes[:1]
+        same = len(scale.shape) == len(shape)
+        return tuple(e if n == m else None for e, n, m in zip(axes, scale.shape, shape) if same)
+
+    def _first_dividing(self, shape, dims) -> tuple[int, Any]:
+        for dim in dims:
+            entry = dividing_axes(shape[dim], self._axes, self._mesh)
+            if entry is not None:
+                return dim, entry
+        return -1, None
+
+    def _put(self, variable, axes: Axes, reason: str) -> None:
+        for size, entry in zip(variable.shape, axes):
+            if size % axis_size(self._mesh, entry):
+                reason = f"{reason}; but {tuple(variable.shape)} does not divide as {axes}"
+                axes = ()
+                break
+        if not any(axes):
+            axes = ()
+        self.decisions[id(variable)] = Decision(axes, f"tensor_parallel: {reason}")
+
+    def _keep(self, layer, reason: str) -> None:
+        for variable in layer.variables:
+            self.decisions[id(variable)] = Decision((), f"tensor_parallel: replicated: {reason}")
+
+    def _ways(self) -> str:
+        return f"{ {name: self._mesh.shape[name] for name in self._axes} }"
+
+
+_GATES: dict[Any, int] = {
+    keras.layers.LSTMCell: 4,
+    keras.layers.GRUCell: 3,
+    keras.layers.SimpleRNNCell: 1,
+}
+
+
+def _gates(layer) -> int:
+    for cell, gates in _GATES.items():
+        if isinstance(layer, cell):
+            return gates
+    # ConvLSTMCell is not exported.
+    recurrent = _keras.stored_weight(layer, "recurrent_kernel")
+    filters = getattr(layer, "filters", None)
+    if recurrent is None or not isinstance(filters, int):
+        return 0
+    return recurrent.shape[-1] // filters if recurrent.shape[-1] % filters == 0 else 0
+
+
+def _elements(variable) -> int:
+    total = 1
+    for size in variable.shape:
+        total *= size
+    return total

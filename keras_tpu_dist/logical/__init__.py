@@ -1,0 +1,1 @@
+"""Logical devices: layers assigned to one, tensors split over them."""

@@ -1,0 +1,335 @@
+"""Layers and functions that one logical device of each replica computes for all of them."""
+
+import contextlib
+import contextvars
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from keras_tpu_dist import _keras
+from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.once import say_once
+from keras_tpu_dist.layout.annotations import Annotation, annotate, annotation_of
+from keras_tpu_dist.layout.rules import LayoutRules
+from keras_tpu_dist.partitioner import in_compiled_code
+
+_ROUTED = "_keras_tpu_dist_routed"
+# The logical device whose branch is being traced, and the one that new layers are assigned to.
+_tracing: contextvars.ContextVar[int | None] = contextvars.ContextVar("tracing", default=None)
+_creating: contextvars.ContextVar[int | None] = contextvars.ContextVar("creating", default=None)
+
+
+def assign(layer: Any, logical_device: int | None) -> Any:
+    """Lets one logical device of each replica compute a layer.
+
+    The others skip it and get the result: one conditional and one sum over the replica's devices
+    in the compiled program, and the same for the gradients. Results, gradients, weights, metrics,
+    dropout seeds and moving statistics are those of the layer without it. Layers that do not need
+    each other's results, on different devices, run at the same time. Each device still holds the
+    layer's weights, and those that skip it write zeros for its output and gradients: it pays where
+    the layer computes much for the size of both. It acts in compiled code under a `TPUStrategy`
+    whose replicas have several logical devices; everywhere else the layer is computed as usual.
+
+    Works before and after the layer is built. On a layer that holds layers all of them run there.
+    `keras.models.clone_model` and `from_config` keep it; a saved file does not.
+
+    Args:
+        layer: A layer or model.
+        logical_device: The logical device, from 0; `None` takes an assignment back.
+
+    Returns:
+        The layer, so that the call reads inline in a Sequential or functional model.
+
+    Raises:
+        ValueError: If `layer` is no layer, or `logical_device` no number from 0. That the number
+            is too large for the strategy is told when the layer is first computed under it.
+
+    Example:
+
+    >>> import keras
+    >>> first = assign(keras.layers.Dense(16), 0)
+    >>> annotation_of(first).logical_device
+    0
+    """
+    counted = isinstance(logical_device, (int, np.integer)) and not isinstance(logical_device, bool)
+    if logical_device is not None and (not counted or logical_device < 0):
+        raise ValueError(
+            message(
+                "A logical device is counted from 0 within its replica.",
+                received={"logical_device": logical_device},
+                fix="Write for example assign(layer, 0).",
+            )
+        )
+    if isinstance(layer, keras.layers.InputLayer):
+        raise ValueError(
+            message(
+                "An input is not computed.",
+                received={"layer": layer.name},
+                fix="Assign the layers that use it.",
+            )
+        )
+    before = annotation_of(layer) or Annotation(LayoutRules([]))
+    device = None if logical_device is None else int(logical_device)
+    annotate(layer, Annotation(before.weights, before.output, device))
+    _route(type(layer))
+    return layer
+
+
+def on_logical_device(function: Callable[..., Any], logical_device: int) -> Callable[..., Any]:
+    """A function that one logical device of each replica computes; see `assign`.
+
+    Args:
+        function: A function of arrays. Layers called in it may update their variables, but not
+            `add_loss`. On a `keras.KerasTensor` it becomes a `keras.layers.Lambda`.
+        logical_device: The logical device.
+
+    Returns:
+        The function.
+    """
+
+    @functools.wraps(function)
+    def assigned(*args, **kwargs):
+        if any(isinstance(a, keras.KerasTensor) for a in keras.tree.flatten((args, kwargs))):
+            return assign(keras.layers.Lambda(function), logical_device)(*args, **kwargs)
+        return _call(function, logical_device, None, args, kwargs)
+
+    return assigned
+
+
+@contextlib.contextmanager
+def assigning(logical_device: int) -> Iterator[None]:
+    """Assigns the layers created inside, but for models and inputs."""
+    token = _creating.set(logical_device)
+    try:
+        yield
+    finally:
+        _creating.reset(token)
+
+
+@dataclass(frozen=True)
+class _Replica:
+    """The devices that share a replica where something is about to be computed."""
+
+    mesh: Any
+    axes: tuple[str, ...]
+    devices: int
+
+
+class _Recorder(keras.StatelessScope):
+    """Keeps which variables are read and updated; reads those it is not given from around it."""
+
+    def __init__(self, given: Iterable[tuple[Any, Any]], around: keras.StatelessScope | None):
+        super().__init__(given, collect_losses=True, initialize_variables=False)
+        self._around = around
+        self.read: dict[int, Any] = {}
+        self.updated: dict[int, Any] = {}
+
+    def add_update(self, update):
+        self.updated[id(update[0])] = update[0]
+        super().add_update(update)
+
+    def get_current_value(self, variable):
+        self.read[id(variable)] = variable
+        value = super().get_current_value(variable)
+        if value is None and self._around is not None:
+            value = self._around.get_current_value(variable)
+        return value
+
+
+@dataclass
+class _Results:
+    """What of a call's results is no array, found while it is traced."""
+
+    structure: Any = None
+    leaves: tuple[Any, ...] = ()
+    read: tuple[Any, ...] = ()
+    updated: tuple[Any, ...] = ()
+
+
+def _route(kind: type) -> None:
+    """Makes calls of layers of a class look whether the layer is assigned."""
+    for name in ("call", "quantized_call"):
+        stock = getattr(kind, name, None)
+        if stock is None or hasattr(stock, _ROUTED):
+            continue
+        routed = _routed(stock)
+        setattr(routed, _ROUTED, True)
+        setattr(kind, name, routed)
+
+
+def _routed(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def call(self, *args, **kwargs):
+        annotation = annotation_of(self)
+        if annotation is None or annotation.logical_device is None:
+            return stock(self, *args, **kwargs)
+        bound = functools.partial(stock, self)
+        return _call(bound, annotation.logical_device, self, args, kwargs)
+
+    return call
+
+
+def _call(function, device: int, layer: Any, args: tuple, kwargs: dict) -> Any:
+    replica = _replica(device, getattr(layer, "name", None) or function)
+    if replica is None:
+        return function(*args, **kwargs)
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    arrays = {i: leaf for i, leaf in enumerate(leaves) if _is_array(leaf)}
+    masks = {i: m for i, leaf in arrays.items() if _is_array(m := _keras.keras_mask(leaf))}
+    found = _Results()
+
+    def compute(values: list, arrays: dict[int, Any], masks: dict[int, Any]) -> dict[str, Any]:
+        for i, mask in masks.items():
+            _keras.with_keras_mask(arrays[i], mask)
+        inputs = [arrays.get(i, leaf) for i, leaf in enumerate(leaves)]
+        args, kwargs = jax.tree.unflatten(structure, inputs)
+        token = _tracing.set(device)
+        try:
+            with _Recorder(zip(found.read, values), _keras.stateless_scope()) as scope:
+                outputs = function(*args, **kwargs)
+        finally:
+            _tracing.reset(token)
+        return _arrays_of(outputs, scope, found)
+
+    # A first look finds the variables that are read. Their values go in as arguments: a value
+    # from outside of a shard_map carries another mesh than what is computed inside.
+    shapes = jax.eval_shape(functools.partial(compute, []), arrays, masks)
+    values = [_keras.full_precision(variable) for variable in found.read]
+    results = _on_one_device(replica, device, compute, shapes, values, arrays, masks)
+    for variable, value in zip(found.updated, results["updates"]):
+        variable.assign(value)
+    if results["losses"] and layer is None:
+        raise ValueError(
+            message(
+                "A layer in an assigned function cannot add_loss.",
+                received={"function": function},
+                fix="Assign the layer that adds the loss instead of the function.",
+            )
+        )
+    for loss in results["losses"]:
+        layer.add_loss(loss)
+    for i, mask in results["masks"].items():
+        _keras.with_keras_mask(results["out"][i], mask)
+    outputs = [results["out"].get(i, leaf) for i, leaf in enumerate(found.leaves)]
+    return jax.tree.unflatten(found.structure, outputs)
+
+
+def _replica(device: int, what: Any) -> _Replica | None:
+    """Where an assigned call is to be split up, or `None` where it is computed as usual."""
+    strategy = _keras.active_strategy()
+    devices = 1 if strategy is None else strategy.num_logical_devices
+    if strategy is None or devices == 1:
+        return None
+    if device >= devices:
+        raise ValueError(
+            message(
+                "A layer or function must be assigned to a logical device of the replica.",
+                received={
+                    "assigned": what,
+                    "logical device": device,
+                    "num_logical_devices": devices,
+                    "mesh": dict(strategy.mesh.shape),
+                },
+                fix=f"Assign it to 0 to {devices - 1}.",
+            )
+        )
+    if _keras.in_symbolic_scope():
+        return None
+    outer = _tracing.get()
+    if outer is not None:
+        if outer != device:
+            raise ValueError(
+                message(
+                    "What runs within an assigned layer or function runs on its device.",
+                    received={"assigned": what, "to": device, "within one assigned to": outer},
+                    fix="Assign both to the same logical device, or only the inner ones.",
+                )
+            )
+        return None
+    if not in_compiled_code():
+        say_once(
+            "assigned layers are computed by all logical devices while code is not compiled "
+            "(run_eagerly, or a direct call); the results are the same"
+        )
+        return None
+    around = jax.sharding.get_abstract_mesh()
+    axes = tuple(strategy.logical_axes)
+    taken = set(around.manual_axes)
+    if taken & set(axes):
+        say_once("assigned layers are computed as usual in a shard_map over their replica")
+        return None
+    return _Replica(around if taken else strategy.mesh, axes, devices)
+
+
+def _on_one_device(
+    replica: _Replica, device: int, compute: Callable, shapes: Any, *operands: Any
+) -> Any:
+    """`compute(*operands)` by one device, zeros by the others, and their sum."""
+
+    def body(index, *operands):
+        def skip(*_):
+            return jax.tree.map(lambda s: jax.numpy.zeros(s.shape, s.dtype), shapes)
+
+        # Collectives over the batch stay in the branch: all devices that take part in one have
+        # the same logical number, so they take the same branch.
+        mine = jax.tree.map(lambda x: x[0], operands)
+        own = jax.lax.cond(index[0] == device, compute, skip, *mine)
+        return jax.tree.map(lambda x: x[None], own)
+
+    # One copy for each device, as they have them already, and the sum of the results, both outside
+    # of the shard_map: there the gradient of a copy is a sum that the partitioner makes, and that
+    # of the sum a copy. A psum inside would add a second sum to the gradients, and XLA's CPU
+    # compiler aborts on one of bfloat16.
+    copies = jax.tree.map(
+        lambda x: jax.numpy.broadcast_to(x, (replica.devices, *x.shape)), operands
+    )
+    stacked = jax.shard_map(
+        body,
+        mesh=replica.mesh,
+        in_specs=PartitionSpec(replica.axes),
+        out_specs=PartitionSpec(replica.axes),
+        axis_names=set(replica.axes),
+        # A layer need not say over which axes its loop carries vary.
+        check_vma=False,
+    )(jax.numpy.arange(replica.devices), *copies)
+    return jax.tree.map(_only_one, stacked)
+
+
+def _only_one(stacked: jax.Array) -> jax.Array:
+    if stacked.dtype == jax.numpy.bool_:
+        return stacked.any(axis=0)
+    return stacked.sum(axis=0, dtype=stacked.dtype)
+
+
+def _arrays_of(outputs: Any, scope: _Recorder, found: _Results) -> dict[str, Any]:
+    leaves, found.structure = jax.tree.flatten(outputs)
+    arrays = {i: leaf for i, leaf in enumerate(leaves) if _is_array(leaf)}
+    found.leaves = tuple(None if i in arrays else leaf for i, leaf in enumerate(leaves))
+    found.read = found.read or tuple(scope.read.values())
+    found.updated = tuple(scope.updated.values())
+    masks = {i: _keras.keras_mask(leaf) for i, leaf in arrays.items()}
+    return {
+        "out": arrays,
+        "masks": {i: mask for i, mask in masks.items() if _is_array(mask)},
+        "updates": [scope.get_current_value(variable) for variable in found.updated],
+        "losses": list(scope.losses),
+    }
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, (jax.Array, np.ndarray))
+
+
+def _layer_created(layer: Any) -> None:
+    device = _creating.get()
+    if device is not None and not isinstance(layer, (keras.Model, keras.layers.InputLayer)):
+        assign(layer, device)
+
+
+_keras.tell_of_layers(_layer_created)

@@ -1,0 +1,401 @@
+"""A replica's logical devices: tensors split over them, layers computed on one of them."""
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from keras_tpu_dist import _keras
+from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.once import say_once
+from keras_tpu_dist.hardware.mesh import LOGICAL_AXIS
+from keras_tpu_dist.hardware.topology import Topology
+from keras_tpu_dist.logical.assign import assign, assigning, on_logical_device
+
+
+class LogicalDevices:
+    """What a strategy can say about the devices that share one replica.
+
+    The logical devices of a replica are those on the mesh axes that do not split the batch,
+    counted row-major in the order of the axes.
+    """
+
+    mesh: Mesh
+    data_axes: tuple[str, ...]
+    topology: Topology | None
+
+    @property
+    def logical_axes(self) -> tuple[str, ...]:
+        """The mesh axes that make up a replica."""
+        return tuple(name for name in self.mesh.axis_names if name not in self.data_axes)
+
+    @property
+    def num_logical_devices(self) -> int:
+        """The number of devices that share one replica."""
+        return math.prod(self.mesh.shape[name] for name in self.logical_axes)
+
+    def split_to_logical_devices(
+        self, tensor: Any, partition_dimensions: Sequence[int], batch_axis: int | None = 0
+    ) -> Any:
+        """Splits a tensor over the logical devices of each replica.
+
+        Logical device `i` of a replica gets block `i` of the replica's rows, row-major, as
+        `numpy.arange(num_logical_devices).reshape(partition_dimensions)` counts them. What is
+        computed from the tensor is computed where its parts are; the compiler adds the exchange of
+        borders that a convolution needs. Values do not change.
+
+        Use it in `Layer.call`, in custom steps, in functions given to `strategy.run`, on
+        `keras.KerasTensor` of a functional model (it becomes a layer of it, and is saved with it)
+        or on arrays.
+
+        Args:
+            tensor: A tensor whose dimension `batch_axis` is the batch, `(batch, ...)`.
+            partition_dimensions: One positive integer for each dimension: how many parts. In
+                compiled code the batch may have any size; every other dimension must divide.
+            batch_axis: The dimension that is also split over the replicas, or `None` if each
+                replica has the whole tensor.
+
+        Returns:
+            The tensor, split.
+
+        Raises:
+            ValueError: If there is not one number for each dimension, a dimension does not
+                divide, the product is not `num_logical_devices`, or the mesh's axes cannot
+                express the partition.
+
+        References:
+            - tensorflow.org/api_docs/python/tf/distribute/TPUStrategy,
+              `experimental_split_to_logical_devices`.
+
+        Example:
+
+        >>> import jax, keras_tpu_dist as ktd
+        >>> strategy = ktd.TPUStrategy({"data": 2, "rows": 2, "columns": 2})
+        >>> images = jax.numpy.ones((4, 8, 6, 3))
+        >>> split = strategy.split_to_logical_devices(images, [1, 2, 2, 1])
+        >>> split.addressable_shards[0].data.shape
+        (2, 4, 3, 3)
+        """
+        partition = self._checked_partition(partition_dimensions)
+        if isinstance(tensor, keras.KerasTensor):
+            _check_fits(tensor.shape, partition, batch_axis)
+            return SplitToLogicalDevices(partition, batch_axis)(tensor)
+        tensor = jax.numpy.asarray(tensor)
+        traced = isinstance(tensor, jax.core.Tracer)
+        _check_fits(tensor.shape, partition, batch_axis, sizes=not _keras.in_symbolic_scope())
+        entries = self._entries(partition)
+        if batch_axis is not None:
+            batch_axis = _dimension(batch_axis, tensor.ndim)
+            if not traced:
+                self._check_batch(tensor.shape, batch_axis, partition[batch_axis])
+            entries[batch_axis] = (*self.data_axes, *entries[batch_axis])
+        return self._constrain(tensor, entries)
+
+    def replicate_to_logical_devices(self, tensor: Any, batch_axis: int | None = 0) -> Any:
+        """Makes a tensor whole on every logical device of its replica.
+
+        Args:
+            tensor: A tensor whose dimension `batch_axis` is the batch; see
+                `split_to_logical_devices` for where it may come from.
+            batch_axis: The dimension that the replicas split, or `None`.
+
+        Returns:
+            The tensor, whole on every logical device; the batch stays split over the replicas.
+
+        Raises:
+            ValueError: If an array that is not in compiled code has a batch that does not divide.
+        """
+        if isinstance(tensor, keras.KerasTensor):
+            return ReplicateToLogicalDevices(batch_axis)(tensor)
+        tensor = jax.numpy.asarray(tensor)
+        entries: list[tuple[str, ...]] = [()] * tensor.ndim
+        if batch_axis is not None and tensor.ndim:
+            batch_axis = _dimension(batch_axis, tensor.ndim)
+            if not isinstance(tensor, jax.core.Tracer):
+                self._check_batch(tensor.shape, batch_axis, 1)
+            entries[batch_axis] = self.data_axes
+        return self._constrain(tensor, entries)
+
+    def assign_to_logical_device(self, target: Any, logical_device_id: int) -> Any:
+        """Lets one logical device of each replica compute a layer or a function.
+
+        Args:
+            target: A layer or model, or a function of arrays; see `keras_tpu_dist.assign`. A
+                `keras.KerasTensor` stands for the layer that makes it. An array is returned as it
+                is: it has been computed already.
+            logical_device_id: The logical device, from 0.
+
+        Returns:
+            The layer; a function that computes on that device; or the tensor.
+
+        Raises:
+            ValueError: If there is no such logical device, or nothing that could be assigned.
+        """
+        self._check_logical_device(logical_device_id)
+        if isinstance(target, keras.Layer):
+            return assign(target, logical_device_id)
+        if isinstance(target, keras.KerasTensor):
+            operation = target._keras_history.operation
+            if isinstance(operation, keras.Layer) and not isinstance(
+                operation, keras.layers.InputLayer
+            ):
+                assign(operation, logical_device_id)
+                return target
+        elif isinstance(target, (jax.Array, np.ndarray)):
+            say_once(
+                "assign_to_logical_device was given an array, which has been computed already: "
+                "it stays where it is; pass the layer or the function that computes it"
+            )
+            return target
+        elif callable(target):
+            return on_logical_device(target, logical_device_id)
+        raise ValueError(
+            message(
+                "A layer, the output of a layer, or a function can be assigned.",
+                received={"target": target},
+                fix="Pass the layer or the function that computes the tensor.",
+            )
+        )
+
+    @contextlib.contextmanager
+    def logical_device(self, logical_device_id: int) -> Iterator[None]:
+        """A scope that assigns the layers created in it to one logical device.
+
+        Models created in it are not assigned as a whole; their layers are.
+
+        Args:
+            logical_device_id: The logical device, from 0.
+
+        Raises:
+            ValueError: If there is no such logical device.
+        """
+        self._check_logical_device(logical_device_id)
+        with assigning(logical_device_id):
+            yield
+
+    experimental_split_to_logical_devices = split_to_logical_devices
+    experimental_replicate_to_logical_devices = replicate_to_logical_devices
+    experimental_assign_to_logical_device = assign_to_logical_device
+    experimental_logical_device = logical_device
+
+    def _checked_partition(self, given: Any) -> tuple[int, ...]:
+        fix = "Write for example partition_dimensions=[1, 2, 4, 1]."
+        numbers = list(given) if isinstance(given, (Sequence, np.ndarray)) else [given]
+        whole = all(isinstance(n, (int, np.integer)) and not isinstance(n, bool) for n in numbers)
+        if not whole or isinstance(given, (str, int)) or any(n < 1 for n in numbers):
+            raise ValueError(
+                message(
+                    "partition_dimensions is a list of positive integers, one per dimension.",
+                    received={"partition_dimensions": given},
+                    fix=fix,
+                )
+            )
+        partition = tuple(map(int, numbers))
+        if math.prod(partition) != self.num_logical_devices:
+            raise ValueError(
+                message(
+                    "The product of partition_dimensions must be the number of logical devices of "
+                    f"a replica, {self.num_logical_devices}.",
+                    received={
+                        "partition_dimensions": list(partition),
+                        "product": math.prod(partition),
+                        "mesh": dict(self.mesh.shape),
+                    },
+                    fix="Use all logical devices, or make replicas of "
+                    f"{math.prod(partition)} with mesh=DeviceAssignment.build(...).",
+                )
+            )
+        self._entries(partition)
+        return partition
+
+    def _entries(self, partition: tuple[int, ...]) -> list[tuple[str, ...]]:
+        """The mesh axes for each dimension: consecutive ones whose sizes multiply to its part."""
+        left = [name for name in self.logical_axes if self.mesh.shape[name] > 1]
+        entries = []
+        for parts in partition:
+            taken: list[str] = []
+            while left and math.prod(self.mesh.shape[n] for n in taken) < parts:
+                taken.append(left.pop(0))
+            if math.prod(self.mesh.shape[n] for n in taken) != parts:
+                raise ValueError(self._inexpressible(partition))
+            entries.append(tuple(taken))
+        return entries
+
+    def _inexpressible(self, partition: tuple[int, ...]) -> str:
+        axes = {name: self.mesh.shape[name] for name in self.logical_axes}
+        parts = {f"part_{i}": n for i, n in enumerate(n for n in partition if n > 1)}
+        mesh = {**{name: self.mesh.shape[name] for name in self.data_axes}, **parts}
+        ours = any(name.startswith(f"{LOGICAL_AXIS}_") for name in axes)
+        other = "" if ours else ", or mesh=DeviceAssignment.build(...), which has prime axes"
+        return message(
+            "Each part of partition_dimensions must be a product of consecutive logical axes of "
+            "the mesh.",
+            received={"partition_dimensions": list(partition), "logical axes": axes},
+            fix=f"Write mesh={mesh} with names you like{other}.",
+        )
+
+    def _check_batch(self, shape: tuple[int, ...], batch_axis: int, parts: int) -> None:
+        ways = parts * math.prod(self.mesh.shape[name] for name in self.data_axes)
+        if shape[batch_axis] % ways:
+            raise ValueError(
+                message(
+                    "Outside of compiled code the batch must divide by the replicas and by its "
+                    "part of partition_dimensions.",
+                    received={"shape": shape, "batch axis": batch_axis, "parts": ways},
+                    fix=f"Use a multiple of {ways} rows, call it within jax.jit, or pass "
+                    "batch_axis=None for a tensor without a batch.",
+                )
+            )
+
+    def _constrain(self, tensor: jax.Array, entries: list[tuple[str, ...]]) -> jax.Array:
+        if _keras.in_symbolic_scope():
+            return tensor
+        # Within strategy.run() a function sees the rows of its replica.
+        around = jax.sharding.get_abstract_mesh()
+        taken = set(around.manual_axes)
+        if not taken:
+            spec = PartitionSpec(*(names or None for names in entries))
+            sharding = NamedSharding(self.mesh, spec)
+        elif taken & set(self.logical_axes):
+            say_once(
+                "a tensor within an assigned layer is on one logical device: it is neither split "
+                "nor replicated there"
+            )
+            return tensor
+        else:
+            free = (tuple(name for name in names if name not in taken) for names in entries)
+            sharding = NamedSharding(around, PartitionSpec(*(names or None for names in free)))
+        if not taken and not isinstance(tensor, jax.core.Tracer):
+            if self.topology is not None:
+                raise ValueError(
+                    message(
+                        "An array cannot be put on a slice that is only named.",
+                        received={"topology": self.topology.name, "shape": tensor.shape},
+                        fix="Call it in code that is compiled, or on attached devices.",
+                    )
+                )
+            return jax.device_put(tensor, sharding)
+        mask = _keras.keras_mask(tensor)
+        return _keras.with_keras_mask(jax.lax.with_sharding_constraint(tensor, sharding), mask)
+
+    def _check_logical_device(self, logical_device_id: Any) -> None:
+        whole = isinstance(logical_device_id, (int, np.integer))
+        if (
+            not whole
+            or isinstance(logical_device_id, bool)
+            or not 0 <= logical_device_id < self.num_logical_devices
+        ):
+            raise ValueError(
+                message(
+                    "A logical device is counted from 0 within its replica.",
+                    received={
+                        "logical_device_id": logical_device_id,
+                        "num_logical_devices": self.num_logical_devices,
+                        "mesh": dict(self.mesh.shape),
+                    },
+                    fix=f"Use 0 to {self.num_logical_devices - 1}.",
+                )
+            )
+
+
+class _Annotation(keras.layers.Layer):
+    """A layer that says where its input lies; without a strategy it does nothing."""
+
+    def __init__(self, batch_axis: int | None = 0, **kwargs):
+        super().__init__(autocast=False, **kwargs)
+        self.batch_axis = batch_axis
+        self.supports_masking = True
+
+    def call(self, inputs):
+        strategy = _keras.active_strategy()
+        if strategy is None or strategy.num_logical_devices == 1:
+            return inputs
+        return self._say(strategy, inputs)
+
+    def _say(self, strategy, inputs):
+        raise NotImplementedError
+
+    def compute_output_spec(self, inputs):
+        return keras.KerasTensor(inputs.shape, inputs.dtype)
+
+    def get_config(self):
+        return {**super().get_config(), "batch_axis": self.batch_axis}
+
+
+@keras.saving.register_keras_serializable("keras_tpu_dist")
+class SplitToLogicalDevices(_Annotation):
+    """`strategy.split_to_logical_devices` as a layer of a functional model.
+
+    It splits over the logical devices of the strategy that the model runs under; with no strategy,
+    or one logical device, it returns its input.
+
+    Args:
+        partition_dimensions: How many parts, for each dimension.
+        batch_axis: The dimension that the replicas split, or `None`.
+    """
+
+    def __init__(self, partition_dimensions: Sequence[int], batch_axis: int | None = 0, **kwargs):
+        super().__init__(batch_axis, **kwargs)
+        self.partition_dimensions = tuple(partition_dimensions)
+
+    def _say(self, strategy, inputs):
+        return strategy.split_to_logical_devices(inputs, self.partition_dimensions, self.batch_axis)
+
+    def get_config(self):
+        """The arguments it is made from."""
+        return {**super().get_config(), "partition_dimensions": list(self.partition_dimensions)}
+
+
+@keras.saving.register_keras_serializable("keras_tpu_dist")
+class ReplicateToLogicalDevices(_Annotation):
+    """`strategy.replicate_to_logical_devices` as a layer of a functional model.
+
+    Args:
+        batch_axis: The dimension that the replicas split, or `None`.
+    """
+
+    def _say(self, strategy, inputs):
+        return strategy.replicate_to_logical_devices(inputs, self.batch_axis)
+
+
+def _check_fits(
+    shape: tuple[int | None, ...],
+    partition: tuple[int, ...],
+    batch_axis: int | None,
+    sizes: bool = True,
+) -> None:
+    if len(partition) != len(shape):
+        raise ValueError(
+            message(
+                "partition_dimensions has one number for each dimension of the tensor.",
+                received={"shape": tuple(shape), "partition_dimensions": list(partition)},
+                fix=f"Give {len(shape)} numbers.",
+            )
+        )
+    batch = None if batch_axis is None else _dimension(batch_axis, len(shape))
+    for dim, (size, parts) in enumerate(zip(shape, partition)):
+        if sizes and dim != batch and size is not None and size % parts:
+            raise ValueError(
+                message(
+                    f"Dimension {dim} must divide by its part of partition_dimensions.",
+                    received={"shape": tuple(shape), "partition_dimensions": list(partition)},
+                    fix=f"Pad it to {-(-size // parts) * parts}, or split another dimension.",
+                )
+            )
+
+
+def _dimension(batch_axis: int, rank: int) -> int:
+    if not -rank <= batch_axis < rank:
+        raise ValueError(
+            message(
+                "batch_axis is a dimension of the tensor.",
+                received={"batch_axis": batch_axis, "rank": rank},
+                fix="Count it from 0, or pass None for a tensor without a batch.",
+            )
+        )
+    return batch_axis % rank

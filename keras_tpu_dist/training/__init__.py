@@ -1,0 +1,1 @@
+"""A batch's way through fit: placed, stepped, guarded, counted."""

@@ -1,0 +1,230 @@
+"""Train steps that stop changing the state when something in it is no longer finite."""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from keras_tpu_dist import _keras
+from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.layout.rules import named_sharding
+from keras_tpu_dist.training.batches import PlacedBatch, element_names
+
+# Reports of launches still under way. Reading one waits for its launch, so the newest are left
+# alone; the state cannot be spoiled meanwhile, as the launches after a bad one change nothing.
+_UNREAD_REPORTS = 2
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """The first train step that gave a value that is not finite.
+
+    Attributes:
+        step: The step, counted from 1 at the start of the fit.
+        launch: The first and last step of the launch it was in.
+        iterations: How many steps the optimizer had made before the fit.
+        losses: The losses that were not finite, with their values.
+        variables: Paths of the variables that would have become NaN or infinite.
+        inputs: The arrays of the step's batch that were not finite already.
+    """
+
+    step: int
+    launch: tuple[int, int]
+    iterations: int
+    losses: dict[str, float]
+    variables: tuple[str, ...]
+    inputs: tuple[str, ...]
+
+    def to_dict(self) -> dict:
+        """The attributes as a dict of plain values."""
+        return dict(vars(self))
+
+    def __str__(self):
+        found = [f"{name} became {value}" for name, value in self.losses.items()]
+        if self.variables:
+            more = f" and {len(self.variables) - 3} more" if len(self.variables) > 3 else ""
+            found.append(f"NaN or infinity in {', '.join(self.variables[:3])}{more}")
+        if self.inputs:
+            found.append(f"its batch holds NaN or infinity in {', '.join(self.inputs)}")
+        first, last = self.launch
+        launch = f", in the launch of steps {first} to {last}" if last > first else ""
+        before = f", begun after {self.iterations} optimizer steps" if self.iterations else ""
+        return f"at step {self.step} of this fit{before}{launch}: {'; '.join(found)}"
+
+
+class FiniteWatch:
+    """What a fit carries along to find its first step that is not finite.
+
+    The check is part of the compiled step: a step whose loss or variables are not finite, and every
+    step after it, leaves the state as it was. So the state is that of the last finite step
+    whenever the host gets to know, also in the middle of a launch, also with donated state.
+
+    Args:
+        trainer: The model, before its first step.
+        on_found: Called, once, with the first step that was not finite.
+
+    Attributes:
+        found: The first step that was not finite, once the host knows.
+        mask: Which variables are checked, in the order of the training state without metrics; what
+            is infinite before training, such as a mask of an attention layer, is not.
+        health: The part of the state that the steps hand on; `None` before the first.
+
+    Raises:
+        ValueError: If a trainable variable is not finite already.
+    """
+
+    def __init__(self, trainer: Any, on_found: Callable[[NonFinite], None]):
+        trainable, non_trainable, slots, _ = _keras.state_groups(trainer)
+        bad = [v.path for v in trainable if not _finite_now(v)]
+        if bad:
+            raise ValueError(
+                message(
+                    "NameNaN finds the first step that is not finite, so training must begin with "
+                    "finite weights.",
+                    received=f"NaN or infinity in {', '.join(bad[:3])} before the first step.",
+                    fix="Load or initialize these weights anew.",
+                )
+            )
+        variables = [*trainable, *non_trainable, *slots]
+        self.mask = tuple(_finite_now(v) for v in variables)
+        self.health: Any = None
+        self.found: NonFinite | None = None
+        self._on_found = on_found
+        self._paths = [v.path for v in variables]
+        optimizer = getattr(trainer, "optimizer", None)
+        self._iterations = 0 if optimizer is None else int(optimizer.iterations)
+        self._steps = 0
+        self._unread: deque = deque()
+
+    def health_on(self, mesh: Mesh) -> Any:
+        """What the next launch takes along: whether all is well, and the number of steps so far."""
+        if self.health is None:
+            self.health = jax.device_put([np.bool_(True), np.int32(0)], named_sharding(mesh))
+        return self.health
+
+    def noted(self, outputs: Any, batch: Any, steps: int) -> Any:
+        """Takes the report out of a launch's outputs and reads those of earlier launches.
+
+        Args:
+            outputs: `(outputs of the step, report)`.
+            batch: The batch of the launch.
+            steps: How many steps it made.
+
+        Returns:
+            The outputs of the step.
+        """
+        outputs, report = outputs
+        structure = jax.tree.structure(_data(batch))
+        first = self._steps + 1
+        self._steps += steps
+        self._unread.append((report, structure, outputs, (first, self._steps)))
+        self.read(all_of_them=False)
+        return outputs
+
+    def read(self, all_of_them: bool = True) -> None:
+        """Reads the reports of launches that have ended, or of all of them, waiting."""
+        while self._unread and self.found is None:
+            report, structure, outputs, launch = self._unread[0]
+            due = all_of_them or len(self._unread) > _UNREAD_REPORTS
+            if not (due or report["bad"].is_ready()):
+                return
+            self._unread.popleft()
+            if report["bad"]:
+                report = jax.tree.map(np.asarray, report)
+                self.found = self._explained(report, structure, outputs, launch)
+                self._on_found(self.found)
+
+    def _explained(self, report, structure, outputs, launch) -> NonFinite:
+        inputs = element_names(jax.tree.unflatten(structure, range(structure.num_leaves)))
+        losses = {
+            name: float(value)
+            for (name, _), value, bad in zip(_losses(outputs), report["values"], report["losses"])
+            if bad
+        }
+        return NonFinite(
+            int(report["step"]),
+            launch,
+            self._iterations,
+            losses,
+            tuple(path for path, bad in zip(self._paths, report["variables"]) if bad),
+            tuple(name for name, bad in zip(inputs, report["inputs"]) if bad),
+        )
+
+
+def watched_step(step: Callable, mask: tuple[bool, ...]) -> Callable:
+    """A train step that also takes and gives the watch's health, and changes nothing once bad.
+
+    Args:
+        step: `(state, batch) -> (outputs, state)`.
+        mask: Which variables to check; see `FiniteWatch.mask`.
+
+    Returns:
+        `((*state, health), batch) -> ((outputs, report), (*state, health))`.
+    """
+
+    def watched(state, batch):
+        *state, (well, done) = state
+        outputs, new_state = step(tuple(state), batch)
+        *groups, _ = new_state
+        variables = [value for group in groups for value in group]
+        report = {
+            "losses": _flags([value for _, value in _losses(outputs)]),
+            "values": _stacked([jnp.mean(value) for _, value in _losses(outputs)]),
+            "variables": _flags([v if check else None for v, check in zip(variables, mask)]),
+            "inputs": _flags(jax.tree.leaves(_data(batch))),
+            "step": done + 1,
+        }
+        good = well & ~jnp.any(report["losses"]) & ~jnp.any(report["variables"])
+        report["bad"] = ~good
+        kept = [
+            [jnp.where(good, new, old) for new, old in zip(new_group, old_group)]
+            for new_group, old_group in zip(new_state, state)
+        ]
+        return (outputs, report), (*kept, [good, done + 1])
+
+    return watched
+
+
+def first_bad(reports: Any) -> Any:
+    """The report of the first bad step of a launch, from all of them; the first if none is bad."""
+    index = jnp.argmax(reports["bad"])
+    return jax.tree.map(lambda each: each[index], reports)
+
+
+def _losses(outputs) -> list[tuple[str, Any]]:
+    """The losses among what a train step returns, or all of it if nothing is named so."""
+    leaves = jax.tree_util.tree_flatten_with_path(outputs)[0]
+    named = [(_name(path), leaf) for path, leaf in leaves]
+    return [(name, leaf) for name, leaf in named if "loss" in name.lower()] or named
+
+
+def _name(path) -> str:
+    return "/".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path) or "output"
+
+
+def _data(batch):
+    return batch.data if isinstance(batch, PlacedBatch) else batch
+
+
+def _flags(values: list) -> jax.Array:
+    """Whether each of the values holds NaN or infinity; `None` never does."""
+    return _stacked([_is_bad(value) for value in values], bool)
+
+
+def _is_bad(value) -> Any:
+    if value is None or not jnp.issubdtype(jnp.result_type(value), jnp.inexact):
+        return jnp.asarray(False)
+    return ~jnp.all(jnp.isfinite(value))
+
+
+def _stacked(values: list, dtype: Any = "float32") -> jax.Array:
+    return jnp.stack([jnp.asarray(v, dtype) for v in values]) if values else jnp.zeros(0, dtype)
+
+
+def _finite_now(variable) -> bool:
+    return not bool(_is_bad(variable.value))

@@ -1,0 +1,260 @@
+"""Which model belongs to which strategy, and moving what was built elsewhere."""
+
+import logging
+import threading
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+
+from keras_tpu_dist import _keras
+from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.layout import annotations
+from keras_tpu_dist.layout.placement import Placement
+from keras_tpu_dist.training.guard import StateGuard
+
+logger = logging.getLogger("keras_tpu_dist")
+
+
+@dataclass
+class Membership:
+    """A model's strategy, the guard of its training state once it trains, and its placement."""
+
+    strategy: Any
+    guard: StateGuard | None = None
+    placement: Placement | None = None
+    linted: bool = False
+    _targets: list[tuple[Any, Any]] = field(default_factory=list)
+    _version: int = -1
+
+    def owns_slot(self, variable: Any) -> bool:
+        """Whether a variable is an optimizer's slot, whose layout is its weight's, not a user's."""
+        return self.placement is not None and self.placement.is_slot(variable)
+
+    def targets(self, model: Any) -> list[tuple[Any, Any]]:
+        """The model's state variables, each with the layout it should have."""
+        variables = _keras.state_variables(model)
+        same = len(variables) == len(self._targets) and all(
+            variable is known for variable, (known, _) in zip(variables, self._targets)
+        )
+        if same and self._version == annotations.version() and self.placement is not None:
+            return self._targets
+        before, after = self.placement, self.strategy.placement(model)
+        if before is not None and before.written_in_program() != after.written_in_program():
+            _keras.forget_functions(model)
+        self.placement = after
+        self._version = annotations.version()
+        self._targets = [(v, self.strategy._target(v, after)) for v in variables]
+        return self._targets
+
+
+_members: "weakref.WeakKeyDictionary[Any, Membership]" = weakref.WeakKeyDictionary()
+
+
+# Marks on a variable the layout that a strategy chose, as opposed to one its user gave it.
+CHOSEN = "_keras_tpu_dist_layout"
+
+
+class _Scopes(threading.local):
+    def __init__(self):
+        self.entered: list = []
+
+
+_scopes = _Scopes()
+
+
+class Scope:
+    """The context of `strategy.scope()`. Nests; each object can be entered once at a time."""
+
+    def __init__(self, strategy: Any):
+        self._strategy = strategy
+        self._entered = False
+        self._outer: Any = None
+
+    def __enter__(self):
+        if self._entered:
+            raise RuntimeError(
+                message(
+                    "A scope object can be entered only once.",
+                    received=f"a second entry into a scope of {self._strategy!r}.",
+                    fix="Write `with strategy.scope():` each time; scopes may nest.",
+                )
+            )
+        self._entered = True
+        self._outer = keras.distribution.distribution()
+        keras.distribution.set_distribution(self._strategy)
+        _scopes.entered.append(self._strategy)
+        return self._strategy
+
+    def __exit__(self, *exception):
+        _scopes.entered.pop()
+        keras.distribution.set_distribution(self._outer)
+
+
+def current_strategy() -> Any:
+    """The active strategy; inside a scope also after `clear_session()` dropped it."""
+    active = _keras.active_strategy()
+    if active is None and _scopes.entered and keras.distribution.distribution() is None:
+        active = _scopes.entered[-1]
+        keras.distribution.set_distribution(active)
+        logger.warning(
+            "keras.utils.clear_session() inside strategy.scope() had turned distribution off; "
+            "it is on again for the models of this scope"
+        )
+    return active
+
+
+def created(model: Any) -> None:
+    """Notes that a model was created or compiled under the current strategy."""
+    strategy = current_strategy()
+    if strategy is not None:
+        _join(model, strategy)
+
+
+def find_strategy(model: Any) -> Any:
+    """The strategy to run a model under: the active one, else the one it was created in.
+
+    Raises:
+        ValueError: If the model has a strategy and a distribution that is not ours is active.
+    """
+    active = current_strategy()
+    if active is not None:
+        return active
+    member = _members.get(model)
+    if member is None:
+        _check_one_mesh(model)
+        return None
+    other = keras.distribution.distribution()
+    if other is not None:
+        raise ValueError(
+            message(
+                "A model that belongs to a TPUStrategy cannot run under another distribution.",
+                received={
+                    "model": model.name,
+                    "its strategy": member.strategy,
+                    "active distribution": other,
+                },
+                fix="Call it inside its strategy.scope() or outside of any scope; for another "
+                "distribution, build the model anew there and copy the weights.",
+            )
+        )
+    return member.strategy
+
+
+def _check_one_mesh(model: Any) -> None:
+    """Raises a `ValueError` if a model made outside of any scope has layers of two strategies."""
+    meshes: dict[Any, str] = {}
+    for variable in _keras.state_variables(model):
+        layout = getattr(variable, CHOSEN, None)
+        if layout is not None and layout is _keras.variable_layout(variable):
+            meshes.setdefault(layout.mesh, variable.path)
+    if len(meshes) > 1:
+        raise ValueError(
+            message(
+                "All layers of a model train on one mesh.",
+                received="; ".join(
+                    f"{path!r} on {dict(mesh.shape)} of devices "
+                    f"{[device.id for device in mesh.devices.flat]}"
+                    for mesh, path in meshes.items()
+                )
+                + ".",
+                fix="Create and compile the model inside one strategy.scope(): its layers are "
+                "moved there.",
+            )
+        )
+
+
+def of_model(model: Any) -> Membership | None:
+    """What is known of a model's strategy."""
+    return _members.get(model)
+
+
+def guard_in_training(model: Any) -> StateGuard | None:
+    """The guard of a model that trains under a strategy now, for callbacks."""
+    member = None if _keras.active_strategy() is None else _members.get(model)
+    return None if member is None else member.guard
+
+
+def choose_layout(variable: Any, strategy: Any) -> Any:
+    """The layout of a variable under a strategy, keeping one that the user gave the variable."""
+    given = given_layout(variable)
+    if given is not None:
+        return strategy._translate(variable, given)
+    return _chosen(variable, strategy._rule_layout(variable))
+
+
+def given_layout(variable: Any) -> Any:
+    """The layout that the user gave a variable, or `None`."""
+    layout = _keras.variable_layout(variable)
+    return None if layout is getattr(variable, CHOSEN, None) else layout
+
+
+def adopt(model: Any, strategy: Any) -> Membership:
+    """Moves whatever of a model is not on the strategy's mesh yet, and says so once.
+
+    Args:
+        model: A model; also unbuilt.
+        strategy: The strategy it is about to run under.
+
+    Returns:
+        The model's membership.
+    """
+    member = _join(model, strategy)
+    moved, foreign = [], []
+    for variable, target in member.targets(model):
+        layout = _keras.variable_layout(variable)
+        if layout == target:
+            continue
+        (moved if strategy._owns(layout) else foreign).append(variable.path)
+        own = given_layout(variable) is not None and not member.owns_slot(variable)
+        _keras.move_variable(variable, target if own else _chosen(variable, target))
+    if moved or foreign:
+        member.guard = None
+        _keras.forget_functions(model)
+    if moved:
+        logger.debug("%d variable(s) of model %r take their final layout", len(moved), model.name)
+    if foreign:
+        logger.warning(
+            "moved %d variable(s) of model %r, built outside of the scope, onto the mesh %s "
+            "(first: %s); build and compile inside strategy.scope() to create them there",
+            len(foreign),
+            model.name,
+            dict(strategy.mesh.shape),
+            foreign[0],
+        )
+    return member
+
+
+def adopt_all(strategy: Any) -> None:
+    """Adopts every built model of a strategy that is not part of another one."""
+    models = [m for m, member in list(_members.items()) if member.strategy is strategy]
+    built = [model for model in models if _keras.is_built(model)]
+    inner = {id(layer) for m in built for layer in _keras.flatten_layers(m) if layer is not m}
+    for model in built:
+        if id(model) not in inner:
+            adopt(model, strategy)
+
+
+def variables_changed(strategy: Any) -> None:
+    """Lets a fit that is under way go on from the variables, which somebody else updated."""
+    for model, member in list(_members.items()):
+        if member.strategy is strategy and _keras.has_state(model):
+            _keras.forget_state(model)
+
+
+def _join(model: Any, strategy: Any) -> Membership:
+    member = _members.get(model)
+    if member is not None and member.strategy is strategy:
+        return member
+    if member is not None:
+        logger.info("model %r moves from %r to %r", model.name, member.strategy, strategy)
+    member = _members[model] = Membership(strategy)
+    if hasattr(model, "train_function"):
+        _keras.forget_functions(model)
+    return member
+
+
+def _chosen(variable: Any, layout: Any) -> Any:
+    setattr(variable, CHOSEN, layout)
+    return layout

@@ -1,0 +1,117 @@
+"""Strategies and models that are pickled or copied keep their mesh and their strategy."""
+
+import logging
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+from jax.sharding import Mesh
+
+from keras_tpu_dist import _keras
+from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.hardware.assignment import DeviceAssignment
+from keras_tpu_dist.training import membership
+
+logger = logging.getLogger("keras_tpu_dist")
+
+
+def mesh_recipe(mesh: Mesh, given: Any, topology: Any) -> Any:
+    """A mesh without devices, which no other process has: their numbers instead.
+
+    Args:
+        mesh: The mesh.
+        given: What the user gave as one.
+        topology: The slice it is of, if nobody has it.
+    """
+    if isinstance(given, DeviceAssignment) or topology is not None:
+        return given if isinstance(given, DeviceAssignment) else dict(mesh.shape)
+    ids = [device.id for device in mesh.devices.flat]
+    return tuple(mesh.axis_names), mesh.devices.shape, ids
+
+
+def mesh_of(recipe: Any) -> Any:
+    """The mesh of a recipe, on the devices that are here.
+
+    Raises:
+        ValueError: If a device is not here.
+    """
+    if not isinstance(recipe, tuple):
+        return recipe
+    names, shape, ids = recipe
+    here = {device.id: device for device in jax.devices()}
+    missing = [number for number in ids if number not in here]
+    if missing:
+        raise ValueError(
+            message(
+                "A strategy is unpickled on the devices that it was pickled on.",
+                received=f"the mesh {dict(zip(names, shape))}, whose devices {missing} are not "
+                f"among the {len(here)} here.",
+                fix="Make a TPUStrategy for these devices, and load the model in its scope from a "
+                "file saved with model.save().",
+            )
+        )
+    devices = np.asarray([here[number] for number in ids], dtype=object)
+    return Mesh(devices.reshape(shape), names)
+
+
+def layout_recipe(layout: Any) -> Any:
+    """A layout without devices; a `LayoutMap` as its pairs, marked as such."""
+    if isinstance(layout, keras.distribution.LayoutMap):
+        return "LayoutMap", [(key, tuple(value.axes)) for key, value in layout.items()]
+    return layout
+
+
+def layout_of(recipe: Any, mesh: Any) -> Any:
+    """The layout of a recipe, on a mesh."""
+    if not isinstance(recipe, tuple):
+        return recipe
+    layout = keras.distribution.LayoutMap(
+        keras.distribution.DeviceMesh(mesh.devices.shape, mesh.axis_names, mesh.devices)
+    )
+    for key, axes in recipe[1]:
+        layout[key] = axes
+    return layout
+
+
+class _Belonging:
+    """The strategy of a model that is copied: itself in this process, made anew in another."""
+
+    def __init__(self, strategy: Any):
+        self.strategy = strategy
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def __reduce__(self):
+        return _belonging, (*self.strategy.__reduce__(),)
+
+
+def _belonging(make: Any, arguments: tuple) -> _Belonging:
+    try:
+        return _Belonging(make(*arguments))
+    except ValueError as error:
+        logger.warning("a model that was unpickled is on one device: %s", error)
+        return _Belonging(None)
+
+
+def install() -> None:
+    """Lets models take their strategy along, once."""
+    if not getattr(keras.Model, "_keras_tpu_dist_pickled", False):
+        keras.Model._keras_tpu_dist_pickled = True  # pyright: ignore
+        _keras.replace_method(keras.Model, "__reduce__", _reduce_model)
+
+
+def _reduce_model(stock, model):
+    make, arguments = stock(model)
+    member = membership.of_model(model)
+    if member is None:
+        return make, arguments
+    return _in_its_scope, (make, arguments, _Belonging(member.strategy))
+
+
+def _in_its_scope(make: Any, arguments: tuple, belonging: _Belonging) -> Any:
+    if belonging.strategy is None:
+        return make(*arguments)
+    with belonging.strategy.scope():
+        return make(*arguments)
