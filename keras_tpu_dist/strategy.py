@@ -36,10 +36,11 @@ from keras_tpu_dist.logical.devices import LogicalDevices
 from keras_tpu_dist.replica.run import ReplicaCode
 from keras_tpu_dist.training import membership, pickling
 from keras_tpu_dist.training.auto_steps import AutoSteps
-from keras_tpu_dist.training.batches import BatchPlacer, DeviceIterator
+from keras_tpu_dist.training.batches import BatchPlacer
 from keras_tpu_dist.training.guard import StateGuard, recover, states_to_keep
 from keras_tpu_dist.training.input_clock import InputReports, TimedInput, checked_timeout
-from keras_tpu_dist.training.loop import make_step
+from keras_tpu_dist.training.iterator import DeviceIterator
+from keras_tpu_dist.training.loop import StepLoop
 
 
 class TPUStrategy(
@@ -443,7 +444,7 @@ class TPUStrategy(
             kept = states_to_keep(self._donate_state, _keras.state_variables(model))
             member.guard = StateGuard(kept)
         auto = lambda: self._auto_model is model  # noqa: E731
-        return make_step(model, kind, self._placer, member.guard, auto)
+        return StepLoop(model, kind, self._placer, member.guard, auto)
 
     def _state_read(self, model, state) -> None:
         member = membership.of_model(model)

@@ -8,7 +8,8 @@ from helpers import assert_close, built, data, mlp
 from jax.sharding import PartitionSpec
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.training.batches import BatchPlacer, DeviceIterator, PlacedBatch, Slot
+from keras_tpu_dist.training.batches import BatchPlacer, PlacedBatch, Slot
+from keras_tpu_dist.training.iterator import DeviceIterator
 
 X, Y = data(29)
 

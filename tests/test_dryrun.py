@@ -24,7 +24,7 @@ from keras_tpu_dist.dryrun.build import lower
 from keras_tpu_dist.dryrun.run import dry_run
 from keras_tpu_dist.dryrun.search import compare, diff, largest_batch
 from keras_tpu_dist.hlo import parse
-from keras_tpu_dist.training.loop import jitted_step
+from keras_tpu_dist.training.step import jitted_step
 
 TP = [("up/kernel", (None, "model")), ("up/bias", ("model",)), ("down/kernel", ("model", None))]
 

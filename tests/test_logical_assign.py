@@ -12,7 +12,7 @@ import keras_tpu_dist as ktd
 from keras_tpu_dist import _keras
 from keras_tpu_dist.hlo.parse import parse
 from keras_tpu_dist.layout.annotations import annotation_of, split
-from keras_tpu_dist.training.loop import jitted_step
+from keras_tpu_dist.training.step import jitted_step
 
 L = keras.layers
 PAIRS = {"data": 4, "model": 2}

@@ -22,7 +22,7 @@ from keras_tpu_dist.layout.lint import Finding
 from keras_tpu_dist.training import membership
 from keras_tpu_dist.training.auto_steps import MOST_STEPS
 from keras_tpu_dist.training.batches import BatchPlacer, PlacedBatch
-from keras_tpu_dist.training.loop import jitted_step
+from keras_tpu_dist.training.step import jitted_step
 
 Build = Callable[[], keras.Model] | keras.Model
 

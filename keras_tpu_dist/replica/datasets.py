@@ -12,7 +12,8 @@ import numpy as np
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.replica.options import RunOptions, pad_host
 from keras_tpu_dist.replica.values import PerReplica, stack
-from keras_tpu_dist.training.batches import DeviceIterator, padded
+from keras_tpu_dist.training.batches import padded
+from keras_tpu_dist.training.iterator import DeviceIterator
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,6 @@
-"""Batches on their way to the mesh: any number of rows, any batch axis, look-ahead."""
+"""Batches on their way to the mesh: any number of rows, any batch axis."""
 
 import math
-import time
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,9 +12,12 @@ from jax.sharding import Mesh, NamedSharding
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.once import say_once
 from keras_tpu_dist.layout.rules import named_sharding
-from keras_tpu_dist.training.input_clock import InputClock
-
-_ELEMENTS = ("x", "y", "sample_weight")
+from keras_tpu_dist.training.batch_axis import (
+    checked_batch_axis,
+    element_names,
+    flatten,
+    spread,
+)
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class BatchPlacer:
 
     def axes(self, batch: Any) -> list[int | None]:
         """The batch dimension of each array of a batch, in the order of `jax.tree.leaves`."""
-        return _spread(self.batch_axis, batch)
+        return spread(self.batch_axis, batch)
 
     def describe(self, batch: Any) -> PlacedBatch:
         """What `place` would make of a batch, as `jax.ShapeDtypeStruct`, without any data.
@@ -169,7 +169,7 @@ class BatchPlacer:
         Returns:
             The batch with padded shapes and shardings.
         """
-        leaves, treedef = _flatten(batch)
+        leaves, treedef = flatten(batch)
         plan = self._make_plan(batch, leaves)
         described = []
         for leaf, slot, padding, sharding in zip(leaves, plan.slots, plan.paddings, plan.shardings):
@@ -186,7 +186,7 @@ class BatchPlacer:
 
     def trim(self, batch: PlacedBatch) -> Any:
         """Cuts a placed batch back to its true rows; call it inside the compiled program."""
-        leaves, treedef = _flatten(batch.data)
+        leaves, treedef = flatten(batch.data)
         return jax.tree.unflatten(
             treedef, [self._trim(leaf, slot) for leaf, slot in zip(leaves, batch.slots)]
         )
@@ -206,7 +206,7 @@ class BatchPlacer:
             stacked: Whether it is several batches, stacked along a first dimension.
         """
         found = []
-        for leaf, slot in zip(_flatten(batch.data)[0], batch.slots):
+        for leaf, slot in zip(flatten(batch.data)[0], batch.slots):
             axis = slot.axis if slot.axis is None or not stacked else slot.axis + 1
             found.extend([self.sharding(axis)] * len(jax.tree.leaves(leaf)))
         return found
@@ -218,7 +218,7 @@ class BatchPlacer:
         return jax.lax.with_sharding_constraint(true, self.sharding(slot.axis))
 
     def _planned(self, batch):
-        leaves, treedef = _flatten(batch)
+        leaves, treedef = flatten(batch)
         leaves = [_as_array(leaf) for leaf in leaves]
         # A sparse array is a leaf too, and lies otherwise than a dense one of its shape.
         key = (treedef, tuple((leaf.shape, isinstance(leaf, JAXSparse)) for leaf in leaves))
@@ -229,7 +229,7 @@ class BatchPlacer:
 
     def _make_plan(self, batch, leaves) -> _Plan:
         names = element_names(batch)
-        axes = _spread(self.batch_axis, batch)
+        axes = spread(self.batch_axis, batch)
         slots, paddings = [], []
         first = None
         for name, axis, leaf in zip(names, axes, leaves):
@@ -245,266 +245,6 @@ class BatchPlacer:
             paddings.append(padding)
         shardings = tuple(self.sharding(slot.axis) for slot in slots)
         return _Plan(tuple(slots), tuple(paddings), shardings)
-
-
-class DeviceIterator:
-    """Batches on the devices, some ahead of the step that uses them.
-
-    Plain iteration yields host batches, one at a time and without look-ahead: Keras builds
-    unbuilt models from them. `take` yields placed ones.
-
-    What goes wrong while looking ahead is raised when the step that would have used that batch
-    comes, so that a failing input stops training exactly where it would without look-ahead; and
-    a generator is never read beyond the steps of the running epoch.
-
-    Args:
-        batches: The host batches.
-        prefetch: How many batches to hold ready on the devices.
-        steps_per_epoch: Steps after which the caller may stop reading, or `None` if it reads to
-            the end.
-        clock: Measures how long the devices wait for the batches.
-        num_batches: The number of batches of an epoch where it is known, for the clock.
-        not_made: Told how many steps a launch made less than it was counted for, and whether it
-            was the epoch's last one, cut short by the end of the input.
-    """
-
-    def __init__(
-        self,
-        batches: Iterable,
-        prefetch: int,
-        steps_per_epoch: int | None = None,
-        clock: InputClock | None = None,
-        num_batches: int | None = None,
-        not_made: Callable[[int, bool], None] = lambda steps, ran_out: None,
-    ):
-        self._batches = iter(batches)
-        self._clock = clock or InputClock()
-        self._num_batches = num_batches
-        self._not_made = not_made
-        self._prefetch = prefetch
-        self._steps_per_epoch = steps_per_epoch
-        self._ahead: deque = deque()
-        self._taken = 0
-        self._ended = False
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        self._taken += 1
-        return next(self._batches)
-
-    def launched(self, outputs: Any, last: bool) -> None:
-        """Tells the clock that training launched what was taken, and whether it stops there."""
-        self._clock.launched(outputs)
-        whole = self._num_batches and not (self._ahead or self._taken % self._num_batches)
-        if whole or last:
-            self._clock.finish()
-
-    def _read(self) -> Any:
-        start = time.perf_counter()
-        batch = next(self._batches)
-        self._clock.was_read(start, time.perf_counter())
-        return batch
-
-    def not_made(self, steps: int) -> None:
-        """Tells whoever counts that a launch ended `steps` steps before its end."""
-        ends = not self.at_epoch_end and steps >= self._left_in_epoch()
-        self._not_made(steps, ends and self._ended)
-
-    def skip(self, batches: int) -> None:
-        """Reads batches that nobody needs any more; fewer if the input ends before.
-
-        Raises:
-            StopIteration: If it had ended already.
-        """
-        for number in range(batches):
-            try:
-                self._read()
-            except StopIteration:
-                if not number:
-                    raise
-                self._ended = True
-                return
-            self._taken += 1
-
-    def take(self, place: Callable[[Any], Any]) -> Any:
-        """The next batch, on the devices.
-
-        Args:
-            place: Puts a host batch on the devices.
-
-        Raises:
-            StopIteration: At the end of the input.
-        """
-        while not self._ended and len(self._ahead) <= self._look_ahead():
-            self._pull(place)
-        if not self._ahead:
-            self._clock.finish()
-            raise StopIteration
-        self._taken += 1
-        item = self._ahead.popleft()
-        if isinstance(item, Exception):
-            raise item
-        return item
-
-    def take_steps(self, steps: int, place_group: Callable[[list], list]) -> tuple[Any, int]:
-        """What to launch next: one placed batch, or several of one shape stacked.
-
-        Args:
-            steps: The most steps the caller wants to run.
-            place_group: From host batches to a list of `(placed, number of steps)`, or of
-                exceptions in place of what could not be placed.
-
-        Returns:
-            A placed batch and its number of steps.
-
-        Raises:
-            StopIteration: At the end of the input.
-        """
-        if not self._ahead:
-            self._read_group(min(steps, self._left_in_epoch()), place_group)
-        if not self._ahead:
-            self._clock.finish()
-            raise StopIteration
-        item = self._ahead.popleft()
-        if isinstance(item, Exception):
-            raise item
-        return item
-
-    def prepare_steps(self, steps: int, place_group: Callable[[list], list]) -> None:
-        """Reads and transfers the next group while the devices run the one before."""
-        if not self._ahead and not self.at_epoch_end:
-            self._read_group(min(steps, self._left_in_epoch()), place_group)
-
-    @property
-    def at_epoch_end(self) -> bool:
-        """Whether all steps of an epoch of known length have been taken."""
-        return bool(self._steps_per_epoch) and not (
-            self._ahead or self._taken % self._steps_per_epoch
-        )
-
-    def _read_group(self, steps: float, place_group) -> None:
-        group: list = []
-        error = None
-        try:
-            while not self._ended and len(group) < steps:
-                group.append(self._read())
-        except StopIteration:
-            self._ended = True
-        except Exception as caught:
-            # Kept, not swallowed: raised after the steps that come before it.
-            self._ended, error = True, caught
-        self._taken += len(group)
-        if group:
-            self._ahead.extend(place_group(group))
-        if error is not None:
-            self._ahead.append(error)
-
-    def _left_in_epoch(self) -> float:
-        if not self._steps_per_epoch:
-            return math.inf
-        return self._steps_per_epoch - self._taken % self._steps_per_epoch
-
-    def _look_ahead(self) -> int:
-        return int(min(self._prefetch, self._left_in_epoch() - 1))
-
-    def _pull(self, place) -> None:
-        try:
-            self._ahead.append(place(self._read()))
-        except StopIteration:
-            self._ended = True
-        except Exception as error:
-            # Kept, not swallowed: `take` raises it when this batch's turn comes.
-            self._ended = True
-            self._ahead.append(error)
-
-
-def checked_batch_axis(batch_axis: Any) -> Any:
-    """Validates the user's `batch_axis` structure: dimensions, `None`s, tuples, lists, dicts."""
-    if isinstance(batch_axis, Mapping):
-        return {name: checked_batch_axis(axis) for name, axis in batch_axis.items()}
-    if isinstance(batch_axis, (tuple, list)):
-        return tuple(checked_batch_axis(axis) for axis in batch_axis)
-    whole = isinstance(batch_axis, int) and not isinstance(batch_axis, bool)
-    if batch_axis is not None and (not whole or batch_axis < 0):
-        raise ValueError(
-            message(
-                "A batch axis is a dimension (0, 1, ...), None for an array without a batch, or "
-                "a structure of those.",
-                received={"batch_axis": batch_axis},
-                fix="Write for example batch_axis=(1, 0) for time-major x and batch-major y.",
-            )
-        )
-    return batch_axis
-
-
-def _is_leaf(node) -> bool:
-    return isinstance(node, JAXSparse)
-
-
-def _flatten(batch):
-    return jax.tree.flatten(batch, is_leaf=_is_leaf)
-
-
-def element_names(batch: Any) -> list[str]:
-    """Names of a batch's arrays as errors show them: `x['image']`, `y`, `sample_weight`."""
-    paths = jax.tree_util.tree_flatten_with_path(batch, is_leaf=_is_leaf)[0]
-    names = []
-    for path, _ in paths:
-        if isinstance(batch, (tuple, list)) and path and path[0].idx < len(_ELEMENTS):
-            names.append(_ELEMENTS[path[0].idx] + jax.tree_util.keystr(path[1:]))
-        else:
-            names.append("x" + jax.tree_util.keystr(path))
-    return names
-
-
-def _spread(batch_axis, batch) -> list[int | None]:
-    """One axis for each array of the batch, in flattening order."""
-    top = isinstance(batch, (tuple, list)) and len(batch) <= len(_ELEMENTS)
-    if isinstance(batch_axis, Mapping):
-        batch_axis = (batch_axis,)
-    if isinstance(batch_axis, tuple):
-        if not top:
-            batch_axis = batch_axis[0] if batch_axis else 0
-        else:
-            given = batch_axis[: len(batch)]
-            batch_axis = given + (0,) * (len(batch) - len(given))
-    axes: list[int | None] = []
-    _spread_into(axes, batch_axis, batch, "batch")
-    return axes
-
-
-def _spread_into(axes: list, axis, node, name: str) -> None:
-    if not isinstance(axis, (tuple, Mapping)):
-        axes.extend([axis] * len(_flatten(node)[0]))
-        return
-    same_kind = isinstance(node, Mapping) == isinstance(axis, Mapping)
-    if not same_kind or not isinstance(node, (Mapping, tuple, list)):
-        raise ValueError(_structure_message(name, axis, node))
-    if isinstance(axis, Mapping):
-        for key in axis:
-            if key not in node:
-                raise ValueError(_structure_message(name, axis, node, key))
-        # JAX flattens a dict in the order of its sorted keys.
-        for key in sorted(node):
-            _spread_into(axes, axis.get(key, 0), node[key], f"{name}[{key!r}]")
-        return
-    if len(axis) != len(node):
-        raise ValueError(_structure_message(name, axis, node))
-    for i, (entry, child) in enumerate(zip(axis, node)):
-        _spread_into(axes, entry, child, f"{name}[{i}]")
-
-
-def _structure_message(name, axis, node, key=None) -> str:
-    form = sorted(node) if isinstance(node, Mapping) else type(node).__name__
-    return message(
-        "The structure of batch_axis must be a prefix of the batch's.",
-        received={"at": name, "batch_axis": axis, "batch": form},
-        fix="Give one entry for each element, or one integer for all of them.",
-        name=key,
-        choices=node if key is not None else (),
-    )
 
 
 def _as_array(leaf):

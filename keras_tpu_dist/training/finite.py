@@ -13,7 +13,8 @@ from jax.sharding import Mesh
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.layout.rules import named_sharding
-from keras_tpu_dist.training.batches import PlacedBatch, element_names
+from keras_tpu_dist.training.batch_axis import element_names
+from keras_tpu_dist.training.batches import PlacedBatch
 
 # Reports of launches still under way. Reading one waits for its launch, so the newest are left
 # alone; the state cannot be spoiled meanwhile, as the launches after a bad one change nothing.

@@ -1,0 +1,99 @@
+"""Which dimension of each array of a batch holds its rows."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.experimental.sparse import JAXSparse
+
+from keras_tpu_dist.common.errors import message
+
+_ELEMENTS = ("x", "y", "sample_weight")
+
+
+def checked_batch_axis(batch_axis: Any) -> Any:
+    """Validates the user's `batch_axis` structure: dimensions, `None`s, tuples, lists, dicts."""
+    if isinstance(batch_axis, Mapping):
+        return {name: checked_batch_axis(axis) for name, axis in batch_axis.items()}
+    if isinstance(batch_axis, (tuple, list)):
+        return tuple(checked_batch_axis(axis) for axis in batch_axis)
+    whole = isinstance(batch_axis, int) and not isinstance(batch_axis, bool)
+    if batch_axis is not None and (not whole or batch_axis < 0):
+        raise ValueError(
+            message(
+                "A batch axis is a dimension (0, 1, ...), None for an array without a batch, or "
+                "a structure of those.",
+                received={"batch_axis": batch_axis},
+                fix="Write for example batch_axis=(1, 0) for time-major x and batch-major y.",
+            )
+        )
+    return batch_axis
+
+
+def _is_leaf(node) -> bool:
+    return isinstance(node, JAXSparse)
+
+
+def flatten(batch: Any) -> tuple[list, Any]:
+    """A batch's arrays and its structure; a sparse array is one."""
+    return jax.tree.flatten(batch, is_leaf=_is_leaf)
+
+
+def element_names(batch: Any) -> list[str]:
+    """Names of a batch's arrays as errors show them: `x['image']`, `y`, `sample_weight`."""
+    paths = jax.tree_util.tree_flatten_with_path(batch, is_leaf=_is_leaf)[0]
+    names = []
+    for path, _ in paths:
+        if isinstance(batch, (tuple, list)) and path and path[0].idx < len(_ELEMENTS):
+            names.append(_ELEMENTS[path[0].idx] + jax.tree_util.keystr(path[1:]))
+        else:
+            names.append("x" + jax.tree_util.keystr(path))
+    return names
+
+
+def spread(batch_axis: Any, batch: Any) -> list[int | None]:
+    """One axis for each array of the batch, in flattening order."""
+    top = isinstance(batch, (tuple, list)) and len(batch) <= len(_ELEMENTS)
+    if isinstance(batch_axis, Mapping):
+        batch_axis = (batch_axis,)
+    if isinstance(batch_axis, tuple):
+        if not top:
+            batch_axis = batch_axis[0] if batch_axis else 0
+        else:
+            given = batch_axis[: len(batch)]
+            batch_axis = given + (0,) * (len(batch) - len(given))
+    axes: list[int | None] = []
+    _spread_into(axes, batch_axis, batch, "batch")
+    return axes
+
+
+def _spread_into(axes: list, axis, node, name: str) -> None:
+    if not isinstance(axis, (tuple, Mapping)):
+        axes.extend([axis] * len(flatten(node)[0]))
+        return
+    same_kind = isinstance(node, Mapping) == isinstance(axis, Mapping)
+    if not same_kind or not isinstance(node, (Mapping, tuple, list)):
+        raise ValueError(_structure_message(name, axis, node))
+    if isinstance(axis, Mapping):
+        for key in axis:
+            if key not in node:
+                raise ValueError(_structure_message(name, axis, node, key))
+        # JAX flattens a dict in the order of its sorted keys.
+        for key in sorted(node):
+            _spread_into(axes, axis.get(key, 0), node[key], f"{name}[{key!r}]")
+        return
+    if len(axis) != len(node):
+        raise ValueError(_structure_message(name, axis, node))
+    for i, (entry, child) in enumerate(zip(axis, node)):
+        _spread_into(axes, entry, child, f"{name}[{i}]")
+
+
+def _structure_message(name, axis, node, key=None) -> str:
+    form = sorted(node) if isinstance(node, Mapping) else type(node).__name__
+    return message(
+        "The structure of batch_axis must be a prefix of the batch's.",
+        received={"at": name, "batch_axis": axis, "batch": form},
+        fix="Give one entry for each element, or one integer for all of them.",
+        name=key,
+        choices=node if key is not None else (),
+    )

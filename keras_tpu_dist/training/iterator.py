@@ -1,0 +1,182 @@
+"""Batches on the devices, some ahead of the step that uses them."""
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from keras_tpu_dist.training.input_clock import InputClock
+
+
+class DeviceIterator:
+    """Batches on the devices, some ahead of the step that uses them.
+
+    Plain iteration yields host batches, one at a time and without look-ahead: Keras builds
+    unbuilt models from them. `take` yields placed ones.
+
+    What goes wrong while looking ahead is raised when the step that would have used that batch
+    comes, so that a failing input stops training exactly where it would without look-ahead; and
+    a generator is never read beyond the steps of the running epoch.
+
+    Args:
+        batches: The host batches.
+        prefetch: How many batches to hold ready on the devices.
+        steps_per_epoch: Steps after which the caller may stop reading, or `None` if it reads to
+            the end.
+        clock: Measures how long the devices wait for the batches.
+        num_batches: The number of batches of an epoch where it is known, for the clock.
+        not_made: Told how many steps a launch made less than it was counted for, and whether it
+            was the epoch's last one, cut short by the end of the input.
+    """
+
+    def __init__(
+        self,
+        batches: Iterable,
+        prefetch: int,
+        steps_per_epoch: int | None = None,
+        clock: InputClock | None = None,
+        num_batches: int | None = None,
+        not_made: Callable[[int, bool], None] = lambda steps, ran_out: None,
+    ):
+        self._batches = iter(batches)
+        self._clock = clock or InputClock()
+        self._num_batches = num_batches
+        self._not_made = not_made
+        self._prefetch = prefetch
+        self._steps_per_epoch = steps_per_epoch
+        self._ahead: deque = deque()
+        self._taken = 0
+        self._ended = False
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self._taken += 1
+        return next(self._batches)
+
+    def launched(self, outputs: Any, last: bool) -> None:
+        """Tells the clock that training launched what was taken, and whether it stops there."""
+        self._clock.launched(outputs)
+        whole = self._num_batches and not (self._ahead or self._taken % self._num_batches)
+        if whole or last:
+            self._clock.finish()
+
+    def _read(self) -> Any:
+        start = time.perf_counter()
+        batch = next(self._batches)
+        self._clock.was_read(start, time.perf_counter())
+        return batch
+
+    def not_made(self, steps: int) -> None:
+        """Tells whoever counts that a launch ended `steps` steps before its end."""
+        ends = not self.at_epoch_end and steps >= self._left_in_epoch()
+        self._not_made(steps, ends and self._ended)
+
+    def skip(self, batches: int) -> None:
+        """Reads batches that nobody needs any more; fewer if the input ends before.
+
+        Raises:
+            StopIteration: If it had ended already.
+        """
+        for number in range(batches):
+            try:
+                self._read()
+            except StopIteration:
+                if not number:
+                    raise
+                self._ended = True
+                return
+            self._taken += 1
+
+    def take(self, place: Callable[[Any], Any]) -> Any:
+        """The next batch, on the devices.
+
+        Args:
+            place: Puts a host batch on the devices.
+
+        Raises:
+            StopIteration: At the end of the input.
+        """
+        while not self._ended and len(self._ahead) <= self._look_ahead():
+            self._pull(place)
+        if not self._ahead:
+            self._clock.finish()
+            raise StopIteration
+        self._taken += 1
+        item = self._ahead.popleft()
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+    def take_steps(self, steps: int, place_group: Callable[[list], list]) -> tuple[Any, int]:
+        """What to launch next: one placed batch, or several of one shape stacked.
+
+        Args:
+            steps: The most steps the caller wants to run.
+            place_group: From host batches to a list of `(placed, number of steps)`, or of
+                exceptions in place of what could not be placed.
+
+        Returns:
+            A placed batch and its number of steps.
+
+        Raises:
+            StopIteration: At the end of the input.
+        """
+        if not self._ahead:
+            self._read_group(min(steps, self._left_in_epoch()), place_group)
+        if not self._ahead:
+            self._clock.finish()
+            raise StopIteration
+        item = self._ahead.popleft()
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+    def prepare_steps(self, steps: int, place_group: Callable[[list], list]) -> None:
+        """Reads and transfers the next group while the devices run the one before."""
+        if not self._ahead and not self.at_epoch_end:
+            self._read_group(min(steps, self._left_in_epoch()), place_group)
+
+    @property
+    def at_epoch_end(self) -> bool:
+        """Whether all steps of an epoch of known length have been taken."""
+        return bool(self._steps_per_epoch) and not (
+            self._ahead or self._taken % self._steps_per_epoch
+        )
+
+    def _read_group(self, steps: float, place_group) -> None:
+        group: list = []
+        error = None
+        try:
+            while not self._ended and len(group) < steps:
+                group.append(self._read())
+        except StopIteration:
+            self._ended = True
+        except Exception as caught:
+            # Kept, not swallowed: raised after the steps that come before it.
+            self._ended, error = True, caught
+        self._taken += len(group)
+        if group:
+            self._ahead.extend(place_group(group))
+        if error is not None:
+            self._ahead.append(error)
+
+    def _left_in_epoch(self) -> float:
+        if not self._steps_per_epoch:
+            return math.inf
+        return self._steps_per_epoch - self._taken % self._steps_per_epoch
+
+    def _look_ahead(self) -> int:
+        return int(min(self._prefetch, self._left_in_epoch() - 1))
+
+    def _pull(self, place) -> None:
+        try:
+            self._ahead.append(place(self._read()))
+        except StopIteration:
+            self._ended = True
+        except Exception as error:
+            # Kept, not swallowed: `take` raises it when this batch's turn comes.
+            self._ended = True
+            self._ahead.append(error)

@@ -1,0 +1,113 @@
+"""The step as compiled: batches trimmed in the program, one or many steps in one launch."""
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from keras_tpu_dist import _keras
+from keras_tpu_dist.layout.rules import named_sharding
+from keras_tpu_dist.partitioner import Jitted
+from keras_tpu_dist.training.batches import BatchPlacer, PlacedBatch
+from keras_tpu_dist.training.finite import first_bad, watched_step
+
+
+def step_function(trainer: Any, kind: str) -> Callable:
+    """What a train, test or predict step computes, uncompiled: `(state, batch)` to the new."""
+    user_step = getattr(trainer, f"{kind}_step")
+    if kind != "predict":
+        return user_step
+
+    def predict_step(state, data):
+        outputs, non_trainable = user_step(state, data)
+        return outputs, (state[0], non_trainable)
+
+    return predict_step
+
+
+def jitted_step(
+    trainer: Any,
+    kind: str,
+    placer: BatchPlacer,
+    donate: bool,
+    scanned: bool = False,
+    mask: tuple[bool, ...] | None = None,
+) -> Jitted:
+    """The jitted step alone, `(state, PlacedBatch) -> (outputs, state)`, as dry runs lower it.
+
+    Args:
+        trainer: The model.
+        kind: `"train"`, `"test"` or `"predict"`.
+        placer: Trims batches in the program.
+        donate: Whether a train step consumes its input state.
+        scanned: Whether the batch is several, stacked, of which each is a step.
+        mask: For a train step that watches for values that are not finite, the variables to
+            check; see `keras_tpu_dist.training.finite`.
+
+    Returns:
+        A function that is compiled for each shape of batch; a `Jitted`.
+    """
+    step = step_function(trainer, kind)
+    replicated = named_sharding(placer.mesh)
+    shardings = _keras.state_shardings(trainer, kind)
+
+    def one_step(state, batch: PlacedBatch):
+        outputs, new_state = step(state, placer.trim(batch))
+        if kind == "predict" and batch.ragged:
+            # Uneven rows cannot leave a program split over devices.
+            outputs = jax.lax.with_sharding_constraint(outputs, replicated)
+        return outputs, tuple(list(group) for group in new_state)
+
+    if mask is not None:
+        one_step = watched_step(one_step, mask)
+        shardings = (*shardings, [replicated, replicated])
+
+    def many_steps(state, batches: PlacedBatch):
+        def body(state, data):
+            outputs, new_state = one_step(state, PlacedBatch(data, batches.slots))
+            return jax.tree.map(lambda new, old: new.astype(old.dtype), new_state, state), outputs
+
+        state, outputs = jax.lax.scan(body, state, batches.data)
+        if kind == "predict":
+            return outputs, state
+        outputs, *report = outputs if mask is not None else (outputs,)
+        outputs = jax.tree.map(lambda each: each[-1], outputs)
+        if report:
+            outputs = (outputs, first_bad(*report))
+        return outputs, state
+
+    run = many_steps if scanned else one_step
+
+    def layouts(state, batch: PlacedBatch):
+        return shardings, placer.shardings(batch, stacked=scanned)
+
+    if kind == "train":
+        # The name that JAX's logs and profiles show.
+        run.__name__ = "train_steps" if scanned else "train_step"
+        outputs = (replicated, shardings)
+        donated = (0,) if donate else ()
+        return Jitted(
+            *(run, placer.mesh, layouts, outputs, _kind_of_batch),
+            donate_argnums=donated,
+            out_shardings=outputs,
+        )
+
+    def forward(state, batch: PlacedBatch):
+        outputs, new_state = run(state, batch)
+        return outputs, jax.tree.map(_constrain_if_new, state, new_state, shardings)
+
+    # Weights that a step only reads are not among its outputs: JAX forwards them, neither copied
+    # nor donated, as long as no output sharding is asked for.
+    forward.__name__ = f"{kind}_steps" if scanned else f"{kind}_step"
+    return Jitted(forward, placer.mesh, layouts, kind_of=_kind_of_batch)
+
+
+def _kind_of_batch(state, batch: PlacedBatch) -> Hashable:
+    """What tells step programs apart; the form of the state does not change."""
+    leaves, structure = jax.tree.flatten(batch)
+    return structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+
+
+def _constrain_if_new(old, new, sharding: NamedSharding):
+    return old if new is old else jax.lax.with_sharding_constraint(new, sharding)
