@@ -3,11 +3,11 @@
 from keras_tpu_dist import _keras as _keras  # first: selects and checks Keras's JAX backend
 from keras_tpu_dist import callbacks as callbacks
 from keras_tpu_dist import layers as layers
+from keras_tpu_dist.comparison import compare as compare
+from keras_tpu_dist.dryrun.diff import diff as diff
+from keras_tpu_dist.dryrun.largest_batch import largest_batch as largest_batch
 from keras_tpu_dist.dryrun.run import DryRun as DryRun
 from keras_tpu_dist.dryrun.run import dry_run as dry_run
-from keras_tpu_dist.dryrun.search import compare as compare
-from keras_tpu_dist.dryrun.search import diff as diff
-from keras_tpu_dist.dryrun.search import largest_batch as largest_batch
 from keras_tpu_dist.hardware.assignment import DeviceAssignment as DeviceAssignment
 from keras_tpu_dist.hardware.simulation import simulate as simulate
 from keras_tpu_dist.hardware.topology import Topology as Topology

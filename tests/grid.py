@@ -11,7 +11,7 @@ A group is one compiled program: Keras's layer, and ours with every `unroll`, ru
 kind of mask. Outputs, states and the gradients of every weight, the input and the initial state
 are compared to 1e-5. Most of the time goes into compiling `unroll=True` at 64 steps, which
 XLA_FLAGS=--xla_disable_hlo_passes=fusion makes three times as fast.
-`tests/test_layers_recurrent.py` runs a sample.
+`tests/layers/test_layers_recurrent.py` runs a sample.
 """
 
 import argparse
@@ -26,8 +26,8 @@ import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
-from test_layers_sharded import MESHES as ON_MESHES
-from test_recurrence import close, mask_for
+from recurrent import MESHES as ON_MESHES
+from recurrent import close, mask_for
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist import layers as fast

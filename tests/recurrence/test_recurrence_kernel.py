@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
+from recurrent import close, mask_for
 from test_recurrence import (
     BATCH,
     CELLS,
@@ -20,8 +21,6 @@ from test_recurrence import (
     case,
     cases_of,
     check,
-    close,
-    mask_for,
 )
 from test_recurrence import weights_for as weights_of_case
 

@@ -12,17 +12,16 @@ import numpy as np
 import pytest
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist import (
-    __main__,
-    _keras,
-    dryrun,
-    dryrun_compile,
-    dryrun_search,
-    dryrun_worker,
-)
+from keras_tpu_dist import __main__, _keras, comparison
+from keras_tpu_dist.comparison import compare
+from keras_tpu_dist.dryrun import compile as dryrun_compile
+from keras_tpu_dist.dryrun import largest_batch as largest_batch_module
+from keras_tpu_dist.dryrun import run as dryrun
+from keras_tpu_dist.dryrun import worker as dryrun_worker
 from keras_tpu_dist.dryrun.build import lower
+from keras_tpu_dist.dryrun.diff import diff
+from keras_tpu_dist.dryrun.largest_batch import largest_batch
 from keras_tpu_dist.dryrun.run import dry_run
-from keras_tpu_dist.dryrun.search import compare, diff, largest_batch
 from keras_tpu_dist.hlo import parse
 from keras_tpu_dist.training.step import jitted_step
 
@@ -770,7 +769,7 @@ def template(without_libtpu):
 @pytest.mark.parametrize("fixed", [0, 2**30, 15 * 2**30])
 def test_largest_batch_takes_few_compilations(template, monkeypatch, fixed, per_row):
     compiler = _Compiler(template, fixed, per_row)
-    monkeypatch.setattr(dryrun_search, "run_once", compiler)
+    monkeypatch.setattr(largest_batch_module, "run_once", compiler)
     strategy = _slice()
     found = largest_batch(mlp, strategy)
     limit = strategy.topology.hbm_bytes
@@ -782,7 +781,7 @@ def test_largest_batch_takes_few_compilations(template, monkeypatch, fixed, per_
 
 
 def test_nothing_fits(template, monkeypatch):
-    monkeypatch.setattr(dryrun_search, "run_once", _Compiler(template, 2**40, 1))
+    monkeypatch.setattr(largest_batch_module, "run_once", _Compiler(template, 2**40, 1))
     found = largest_batch(mlp, _slice())
     assert found.batch_size == 0
     assert found.run.fits is False
@@ -803,7 +802,7 @@ def test_remat_reaches_the_layers(template, monkeypatch):
         seen.append(keras.src.backend.common.remat.get_current_remat_mode())
         return mlp()
 
-    monkeypatch.setattr(dryrun_search, "run_once", run_once)
+    monkeypatch.setattr(largest_batch_module, "run_once", run_once)
     largest_batch(build, _slice(), remat="full")
     assert seen[0].mode == "full"
 
@@ -816,7 +815,7 @@ def test_candidates_are_ranked(template, monkeypatch, on_tpu):
         step = dataclasses.replace(on_tpu.estimate, step=1.0 / data)
         return template(estimate=step, fits=data < 8, total_bytes=2**20)
 
-    monkeypatch.setattr(dryrun_search, "run_once", run_once)
+    monkeypatch.setattr(comparison, "run_once", run_once)
     meshes = [{"data": d, "model": 8 // d} for d in (1, 2, 4, 8)] + [{"data": 3}]
     ranked = compare(mlp, topology="v5e:2x4", meshes=meshes, batch_size=8)
     assert [dict(c.mesh)["data"] for c in ranked.candidates] == [4, 2, 1, 8, 3]

@@ -11,7 +11,7 @@ from helpers import assert_close, built, mlp
 from jax.sharding import PartitionSpec as P
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.common import once as notices
+from keras_tpu_dist.common import once
 from keras_tpu_dist.partitioner import Jitted, jit
 from keras_tpu_dist.partitioner.spread import Spread
 from keras_tpu_dist.partitioner.table import FAULTS
@@ -313,7 +313,7 @@ def test_a_repaired_step_still_updates_its_state_in_place():
 
 
 def test_a_step_run_eagerly_says_that_batches_are_whole(caplog):
-    notices.forget()
+    once.forget()
     strategy = ktd.TPUStrategy(MESHES[0])
     model = built(embedding_classifier(run_eagerly=True), strategy)
     with caplog.at_level("INFO", logger="keras_tpu_dist"):

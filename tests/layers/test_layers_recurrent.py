@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_recurrence import close, mask_for, plain
+from recurrent import close, mask_for, plain
 
 from keras_tpu_dist import layers as fast
 from keras_tpu_dist.recurrence import Weights, plan

@@ -1,6 +1,6 @@
 """Keras transformers compiled by the real TPU compiler, for slices nobody has attached.
 
-`python tests/test_attention_tpu.py --all` compiles the longer list (about 7 CPU minutes).
+`python tests/attention/test_attention_tpu.py --all` compiles the longer list (about 7 CPU minutes).
 """
 
 import dataclasses
@@ -215,7 +215,7 @@ def compile_apart(cases, timeout):
         TPU_WORKER_HOSTNAMES="localhost",
         ALLOW_MULTIPLE_LIBTPU_LOAD="1",
         TPU_LOG_DIR="disabled",
-        PYTHONPATH=str(pathlib.Path(__file__).parent.parent),
+        PYTHONPATH=str(pathlib.Path(__file__).parents[2]),
     )
     done = subprocess.run(
         [sys.executable, __file__, json.dumps([dataclasses.asdict(c) for c in cases])],

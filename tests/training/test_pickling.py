@@ -10,7 +10,7 @@ import pytest
 from helpers import assert_close, built, data, mlp
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.common import once as notices
+from keras_tpu_dist.common import once
 from keras_tpu_dist.hardware.assignment import DeviceAssignment
 
 pytestmark = pytest.mark.filterwarnings("ignore:Skipping variable loading for optimizer")
@@ -133,7 +133,7 @@ def test_a_trainer_that_is_no_model(layout):
 
 
 def test_what_costs_time_or_memory_is_a_warning_once(caplog):
-    notices.forget()
+    once.forget()
     for _ in range(2):
         strategy = ktd.TPUStrategy({"date": 4, "model": 2})
     ktd.TPUStrategy({"model": 8}, data_axes=())

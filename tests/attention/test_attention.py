@@ -15,8 +15,9 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from keras_tpu_dist import TPUStrategy, _keras, attention, notices
+from keras_tpu_dist import TPUStrategy, _keras, attention
 from keras_tpu_dist.attention import dispatch, kernel
+from keras_tpu_dist.common import once
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
 
@@ -134,7 +135,7 @@ def mesh():
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_float64(case, mesh, caplog):
     (q, k, v), g, bias, mask = inputs(case)
-    notices.forget()
+    once.forget()
 
     @jax.jit
     def ours(q, k, v, bias):
@@ -375,7 +376,7 @@ def test_flash_attention_true_is_an_order(mesh):
 
 def test_old_chips_and_short_sequences_take_xla(mesh, caplog):
     caplog.set_level(logging.INFO, "keras_tpu_dist")
-    notices.forget()
+    once.forget()
     x = jnp.ones((4, 8, 2, 4))
     for _ in range(2):
         attention.dot_product_attention(x, x, x, mesh=mesh, **OPTIONS)
@@ -410,7 +411,7 @@ def test_masks_of_lower_rank(mesh):
 
 
 def test_the_example_trains_as_on_one_device(monkeypatch, capsys):
-    path = pathlib.Path(__file__).parent.parent / "examples" / "char_transformer.py"
+    path = pathlib.Path(__file__).parents[2] / "examples" / "char_transformer.py"
     spec = importlib.util.spec_from_file_location("char_transformer", path)
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)

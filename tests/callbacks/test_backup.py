@@ -1,6 +1,7 @@
 """Training that is killed in the middle of an epoch and goes on ends with the same weights."""
 
 import json
+import pathlib
 import signal
 import subprocess
 import sys
@@ -87,7 +88,7 @@ def _resumed(backup, n=4, strategy=None, **fit):
 
 CHILD = """
 import sys
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {folders!r}
 import conftest, keras, test_backup
 import keras_tpu_dist as ktd
 from helpers import built
@@ -105,7 +106,7 @@ model.fit(test_backup.X, test_backup.Y, callbacks=[Say(), backup], **test_backup
 
 
 def test_sigterm_from_outside(tmp_path, uninterrupted):
-    code = CHILD.format(tests=str(__file__.rsplit("/", 1)[0]))
+    code = CHILD.format(folders=[str(folder) for folder in pathlib.Path(__file__).parents[:2]])
     command = [sys.executable, "-c", code, str(tmp_path / "backup")]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, **pipes) as child:

@@ -9,7 +9,7 @@ import pytest
 
 import keras_tpu_dist as ktd
 
-sys.path.insert(0, str(Path(__file__).parent / "conformance"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
 import models
 
 SIZES = {

@@ -14,7 +14,7 @@ import keras
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from test_recurrence import close
+from recurrent import MESHES, close
 
 import keras_tpu_dist as ktd
 from benchmarks.tpu_schedule import collectives
@@ -23,13 +23,6 @@ from keras_tpu_dist import recurrence
 from keras_tpu_dist.layers import place
 from keras_tpu_dist.recurrence import gather, regroup
 
-MESHES = {
-    "data8": ({"data": 8}, None),
-    "data2_model4": (
-        {"data": 2, "model": 4},
-        [(".*/recurrent_kernel", (None, "model")), (".*_cell/kernel", (None, "model"))],
-    ),
-}
 WIDTH, UNITS, STEPS = 3, 8, 6
 
 
@@ -266,7 +259,7 @@ def test_a_layer_inside_of_a_shard_map_sees_its_part_alone():
 
 @pytest.mark.tpu_compiler
 def test_no_collective_lies_inside_a_loop_on_tpu():
-    script = pathlib.Path(__file__).parents[1] / "benchmarks" / "recurrent.py"
+    script = pathlib.Path(__file__).parents[2] / "benchmarks" / "recurrent.py"
     case = {"cell": "LSTM", "size": (16, 8, 128), "kind": "ours"}
     cases = [case | {"mesh": mesh} for mesh in ({"data": 8}, {"data": 2, "model": 4})]
     command = [sys.executable, str(script), "one", "--case", json.dumps(cases)]

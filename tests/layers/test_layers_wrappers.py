@@ -6,8 +6,8 @@ import keras
 import numpy as np
 import pytest
 from keras import layers as stock
+from recurrent import close, mask_for
 from test_layers_recurrent import compare
-from test_recurrence import close, mask_for
 
 from keras_tpu_dist import layers as fast
 from keras_tpu_dist.recurrence import plan

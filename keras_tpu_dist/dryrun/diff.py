@@ -1,0 +1,87 @@
+"""Two dry runs side by side."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from keras_tpu_dist.common.text import duration_text, html_table, size_text, text_table
+from keras_tpu_dist.dryrun.run import DryRun
+
+
+@dataclass(frozen=True)
+class Diff:
+    """Two dry runs side by side.
+
+    Args:
+        rows: Name, first, second, and second divided by first.
+    """
+
+    rows: tuple[tuple[str, str, str, str], ...]
+
+    def __str__(self) -> str:
+        return text_table(("", "first", "second", "ratio"), self.rows)
+
+    def _repr_html_(self) -> str:
+        return html_table(("", "first", "second", "ratio"), self.rows)
+
+
+def diff(a: DryRun, b: DryRun) -> Diff:
+    """Compares two dry runs: memory, times, operations, and each layer that differs.
+
+    Args:
+        a: The first.
+        b: The second.
+
+    Returns:
+        A `Diff`.
+
+    Example:
+
+    >>> from keras_tpu_dist import diff
+    >>> print(diff(first, second))  # doctest: +SKIP
+    """
+    rows = [
+        ("slice", a.compiled_for, b.compiled_for, ""),
+        ("mesh", _axes(a), _axes(b), ""),
+        ("batch size", str(a.batch_size), str(b.batch_size), ""),
+        ("fits", str(a.fits), str(b.fits), ""),
+        _row("memory per device", a.total_bytes, b.total_bytes, size_text),
+        _row("weights", a.state.weights, b.state.weights, size_text),
+        _row("optimizer", a.state.optimizer, b.state.optimizer, size_text),
+        _row(
+            "temporaries", a.memory.get("temporaries", 0), b.memory.get("temporaries", 0), size_text
+        ),
+    ]
+    if a.estimate and b.estimate:
+        for name in ("step", "compute", "hbm", "link", "exposed_link", "kernels"):
+            times = getattr(a.estimate, name), getattr(b.estimate, name)
+            rows.append(_row(name.replace("_", " "), *times, duration_text))
+        rows.append(("bound by", a.estimate.bound, b.estimate.bound, ""))
+    if a.cost and b.cost:
+        rows.append(_row("operations", a.cost.flops, b.cost.flops, lambda n: f"{n / 1e9:,.3f} G"))
+        counts = [sum(c.times for c in cost.collectives) for cost in (a.cost, b.cost)]
+        rows.append(_row("collectives per step", counts[0], counts[1], str))
+        rows += _layer_rows(a, b)
+    return Diff(tuple(rows))
+
+
+def _layer_rows(a: DryRun, b: DryRun, limit: int = 8) -> list[tuple[str, str, str, str]]:
+    cycles: list[dict[str, int]] = [
+        {c.layer: c.cycles for c in run.cost.layers} if run.cost else {} for run in (a, b)
+    ]
+    names = sorted(
+        {*cycles[0], *cycles[1]},
+        key=lambda n: -abs(cycles[0].get(n, 0) - cycles[1].get(n, 0)),
+    )
+    return [
+        _row(f"cycles of {n}", cycles[0].get(n, 0), cycles[1].get(n, 0), lambda c: f"{c:,}")
+        for n in names[:limit]
+        if cycles[0].get(n, 0) != cycles[1].get(n, 0)
+    ]
+
+
+def _axes(run: DryRun) -> str:
+    return " x ".join(f"{name} {n}" for name, n in run.mesh)
+
+
+def _row(name: str, a: float, b: float, text: Any) -> tuple[str, str, str, str]:
+    return name, text(a), text(b), f"{b / a:.2f}" if a else ""
