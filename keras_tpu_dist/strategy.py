@@ -11,7 +11,8 @@ import jax
 import keras
 from jax.sharding import Mesh, NamedSharding
 
-from keras_tpu_dist import _keras, attention
+from keras_tpu_dist import _keras
+from keras_tpu_dist import attention as attention  # declares what it replaces in Keras
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.once import say_once
 from keras_tpu_dist.dryrun.retarget import DryRuns
@@ -115,6 +116,7 @@ class TPUStrategy(
         shard_optimizer: bool = False,
         input_timeout_s: float | None = None,
     ):
+        _keras.install()
         if topology is not None:
             start_without_tpu()
         _check_environment()
@@ -608,9 +610,3 @@ def _no_data(received: str) -> str:
         fix="Pass arrays, a generator, a keras.utils.PyDataset, a tf.data.Dataset or a torch "
         "DataLoader that yields at least one batch.",
     )
-
-
-_keras.install(membership.find_strategy, membership.created)
-_keras.install_inputs()
-attention.install()
-pickling.install()

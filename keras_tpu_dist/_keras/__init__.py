@@ -1,8 +1,8 @@
 """The one place that touches private names of Keras and JAX: the seam.
 
 Keras resolves its JAX trainer at import, so `model.fit` can only be reached by replacing methods
-of that class. They are replaced once, at import; each looks for a strategy of ours and calls the
-stock method where there is none.
+of that class. They are declared in one table (`seam`), and replaced when the first strategy is
+made; each looks for a strategy of ours and calls the stock method where there is none.
 
 A strategy, as the seam knows it, is a `keras.distribution.Distribution` with
 
@@ -41,45 +41,48 @@ from keras_tpu_dist._keras.building import layer_names as layer_names
 from keras_tpu_dist._keras.building import set_layout as set_layout
 from keras_tpu_dist._keras.building import symbolic_build as symbolic_build
 from keras_tpu_dist._keras.building import without_vjp as without_vjp
-from keras_tpu_dist._keras.inputs import install_inputs as install_inputs
 from keras_tpu_dist._keras.inputs import uncount_steps as uncount_steps
 from keras_tpu_dist._keras.progress import backup_position as backup_position
 from keras_tpu_dist._keras.progress import restore_seeds as restore_seeds
 from keras_tpu_dist._keras.progress import save_backup as save_backup
 from keras_tpu_dist._keras.progress import train_steps_counted as train_steps_counted
-from keras_tpu_dist._keras.structure import ATTENTION_PARAMETERS as ATTENTION_PARAMETERS
+from keras_tpu_dist._keras.seam import TESTED_KERAS as TESTED_KERAS
+from keras_tpu_dist._keras.seam import Replacement as Replacement
+from keras_tpu_dist._keras.seam import check_keras as check_keras
+from keras_tpu_dist._keras.seam import declare as declare
+from keras_tpu_dist._keras.seam import install as install
+from keras_tpu_dist._keras.seam import table as table
+from keras_tpu_dist._keras.structure import ATTENTION_OPTIONS as ATTENTION_OPTIONS
 from keras_tpu_dist._keras.structure import AutocastScope as AutocastScope
 from keras_tpu_dist._keras.structure import Functional as Functional
-from keras_tpu_dist._keras.structure import JaxLayer as JaxLayer
 from keras_tpu_dist._keras.structure import call_takes as call_takes
+from keras_tpu_dist._keras.structure import declared_inputs as declared_inputs
+from keras_tpu_dist._keras.structure import declared_outputs as declared_outputs
 from keras_tpu_dist._keras.structure import flatten_layers as flatten_layers
 from keras_tpu_dist._keras.structure import full_precision as full_precision
 from keras_tpu_dist._keras.structure import graph as graph
 from keras_tpu_dist._keras.structure import in_symbolic_scope as in_symbolic_scope
-from keras_tpu_dist._keras.structure import install_attention as install_attention
 from keras_tpu_dist._keras.structure import keras_mask as keras_mask
 from keras_tpu_dist._keras.structure import own_variables as own_variables
+from keras_tpu_dist._keras.structure import producer as producer
+from keras_tpu_dist._keras.structure import route_attention as route_attention
 from keras_tpu_dist._keras.structure import stateless_scope as stateless_scope
 from keras_tpu_dist._keras.structure import stored_weight as stored_weight
 from keras_tpu_dist._keras.structure import sublayers as sublayers
 from keras_tpu_dist._keras.structure import tell_of_layers as tell_of_layers
 from keras_tpu_dist._keras.structure import with_keras_mask as with_keras_mask
-from keras_tpu_dist._keras.trainer import REQUIRED_NAMES as REQUIRED_NAMES
-from keras_tpu_dist._keras.trainer import TESTED_KERAS as TESTED_KERAS
 from keras_tpu_dist._keras.trainer import active_strategy as active_strategy
-from keras_tpu_dist._keras.trainer import check_names as check_names
-from keras_tpu_dist._keras.trainer import distribution_lib as distribution_lib
 from keras_tpu_dist._keras.trainer import follow_state as follow_state
 from keras_tpu_dist._keras.trainer import forget_functions as forget_functions
 from keras_tpu_dist._keras.trainer import forget_state as forget_state
 from keras_tpu_dist._keras.trainer import has_state as has_state
-from keras_tpu_dist._keras.trainer import install as install
 from keras_tpu_dist._keras.trainer import is_strategy as is_strategy
 from keras_tpu_dist._keras.trainer import listens as listens
 from keras_tpu_dist._keras.trainer import move_variable as move_variable
 from keras_tpu_dist._keras.trainer import optimizer_slots as optimizer_slots
-from keras_tpu_dist._keras.trainer import replace_method as replace_method
+from keras_tpu_dist._keras.trainer import serve as serve
 from keras_tpu_dist._keras.trainer import state_groups as state_groups
 from keras_tpu_dist._keras.trainer import state_shardings as state_shardings
 from keras_tpu_dist._keras.trainer import state_variables as state_variables
 from keras_tpu_dist._keras.trainer import variable_layout as variable_layout
+from keras_tpu_dist._keras.trainer import weights_of as weights_of

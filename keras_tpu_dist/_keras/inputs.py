@@ -2,24 +2,13 @@
 
 from typing import Any
 
-from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 from keras.src.trainers.epoch_iterator import EpochIterator
 
-from keras_tpu_dist._keras.trainer import is_strategy, replace_method
-
-
-def install_inputs() -> None:
-    """Replaces what reads a `tf.data.Dataset`, once."""
-    if getattr(TFDatasetAdapter, "_keras_tpu_dist_installed", False):
-        return
-    TFDatasetAdapter._keras_tpu_dist_installed = True
-    replace_method(TFDatasetAdapter, "__init__", _read_dataset)
+from keras_tpu_dist._keras.seam import Replacement, declare
+from keras_tpu_dist._keras.trainer import is_strategy
 
 
 def _read_dataset(stock, adapter, dataset, class_weight=None, distribution=None):
-    # Keras has the distribution cut the dataset for its process and expects one back; a method of
-    # the same name makes per-replica batches here, as in tf.distribute.
-    # Public replacement: none.
     ours = is_strategy(distribution)
     stock(adapter, dataset, class_weight=class_weight, distribution=None if ours else distribution)
 
@@ -37,3 +26,16 @@ def uncount_steps(epoch_iterator: EpochIterator, steps: int, ran_out: bool) -> N
     if ran_out and epoch_iterator._num_batches is None:
         epoch_iterator._num_batches = epoch_iterator._steps_seen
         epoch_iterator._interrupted_warning()
+
+
+declare(
+    Replacement(
+        "keras.src.trainers.data_adapters.tf_dataset_adapter:TFDatasetAdapter",
+        "__init__",
+        _read_dataset,
+        why="Keras has the distribution cut the dataset for its process; a method of the same name "
+        "makes per-replica batches here, as in tf.distribute",
+        hook="a name of its own for that",
+        parameters=("dataset", "class_weight", "distribution"),
+    )
+)

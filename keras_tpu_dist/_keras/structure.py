@@ -1,19 +1,18 @@
 """Private names for what a model is made of: layers, their weights, the graph, masks, scopes."""
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 import keras
 from keras.src.backend.common import global_state
 from keras.src.backend.common.variables import AutocastScope
-from keras.src.backend.jax.layer import JaxLayer
 
 # Public replacement: none; `keras.Model` is what its constructor returns for functional models too.
 from keras.src.models.functional import Functional as Functional
 
-from keras_tpu_dist._keras.trainer import replace_method, then_created
+from keras_tpu_dist._keras.seam import Replacement, declare
+from keras_tpu_dist._keras.trainer import then_created
 
 
 def flatten_layers(model: Any) -> list:
@@ -62,6 +61,28 @@ def stored_weight(layer: Any, name: str) -> Any:
     return None
 
 
+def declared_inputs(model: Any) -> Any:
+    """The symbolic inputs of a model in the structure that its call takes.
+
+    Public replacement: none; `Model.inputs` is flat.
+    """
+    return _only(getattr(model, "_inputs_struct", model.inputs))
+
+
+def declared_outputs(model: Any) -> Any:
+    """The symbolic outputs of a model in their structure; public replacement: as for inputs."""
+    return _only(getattr(model, "_outputs_struct", model.outputs))
+
+
+def _only(tensors: Any) -> Any:
+    return tensors[0] if isinstance(tensors, list) and len(tensors) == 1 else tensors
+
+
+def producer(tensor: Any) -> Any:
+    """The operation that a symbolic tensor came out of; public replacement: none."""
+    return tensor._keras_history.operation
+
+
 def graph(model: Any) -> list[tuple[Any, Any, list]] | None:
     """A functional model's calls in order: `(node, operation, parent nodes)`; else `None`.
 
@@ -75,72 +96,29 @@ def graph(model: Any) -> list[tuple[Any, Any, list]] | None:
     return [(node, node.operation, list(node.parent_nodes)) for node in nodes]
 
 
-def install_attention(replacement: Callable[..., object]) -> None:
+def route_attention(replacement: Callable[..., object]) -> None:
     """Routes every dot-product attention of Keras's JAX backend through `replacement`.
 
     `keras.ops.dot_product_attention` looks the function up in the backend's `nn` module at each
     call, so replacing it there reaches the op, its symbolic form, MultiHeadAttention,
-    GroupedQueryAttention and libraries built on them. A second call replaces the first.
-
-    Public replacement: a way to register an attention implementation with Keras.
+    GroupedQueryAttention and libraries built on them.
 
     Args:
-        replacement: Called as `replacement(stock, query, key, value, **options)`, where `stock` is
-            Keras's own function and `options` are all of its other arguments.
-
-    Raises:
-        ImportError: If this Keras has another function, or another signature, at that place.
+        replacement: Called as `replacement(stock, query, key, value, ...)`, where `stock` is
+            Keras's own function, with all of its arguments.
     """
-    module = keras.src.backend.nn
-    stock = getattr(module, "dot_product_attention", None)
-    stock = getattr(stock, "__wrapped__", stock)
-    names = tuple(inspect.signature(stock).parameters) if stock is not None else ()
-    if stock is None or names != ATTENTION_PARAMETERS:
-        raise ImportError(
-            "keras_tpu_dist replaces keras.src.backend.jax.nn.dot_product_attention, which "
-            f"Keras 3.15 has with parameters {ATTENTION_PARAMETERS}. Received: Keras "
-            f"{keras.__version__} with {names}. Install keras>=3.15,<3.16, or a newer "
-            "keras_tpu_dist."
+    declare(
+        Replacement(
+            *("keras.src.backend.jax.nn", "dot_product_attention", replacement),
+            why="on TPU, Keras's own kernel drops the bias and the scale and is not partitioned",
+            hook="a way to register an attention implementation",
+            parameters=("query", "key", "value", *ATTENTION_OPTIONS),
         )
-
-    @functools.wraps(stock)
-    def dot_product_attention(
-        query,
-        key,
-        value,
-        bias=None,
-        mask=None,
-        scale=None,
-        is_causal=False,
-        flash_attention=None,
-        attn_logits_soft_cap=None,
-    ):
-        return replacement(
-            stock,
-            query,
-            key,
-            value,
-            bias=bias,
-            mask=mask,
-            scale=scale,
-            is_causal=is_causal,
-            flash_attention=flash_attention,
-            attn_logits_soft_cap=attn_logits_soft_cap,
-        )
-
-    module.dot_product_attention = dot_product_attention
+    )
 
 
-ATTENTION_PARAMETERS = (
-    "query",
-    "key",
-    "value",
-    "bias",
-    "mask",
-    "scale",
-    "is_causal",
-    "flash_attention",
-    "attn_logits_soft_cap",
+ATTENTION_OPTIONS = (
+    *("bias", "mask", "scale", "is_causal", "flash_attention", "attn_logits_soft_cap"),
 )
 
 
@@ -180,9 +158,16 @@ def with_keras_mask(tensor: Any, mask: Any) -> Any:
 
 
 def tell_of_layers(created: Callable[[Any], None]) -> None:
-    """Calls `created(layer)` at the start of every `Layer.__init__`.
+    """Declares that `created(layer)` is called at the start of every `Layer.__init__`.
 
     Keras reads the signature of `Layer.__init__` for its configs, so the hook is in the backend's
-    base class, which `Layer.__init__` calls first. Public replacement: none.
+    base class, which `Layer.__init__` calls first.
     """
-    replace_method(JaxLayer, "__init__", functools.partial(then_created, created))
+    declare(
+        Replacement(
+            *("keras.src.backend.jax.layer:JaxLayer", "__init__"),
+            functools.partial(then_created, created),
+            why="layers that are made within strategy.logical_device are assigned to it",
+            hook="a scope that is told of layers",
+        )
+    )

@@ -9,22 +9,13 @@ import jax
 import keras
 import numpy
 from keras.src.backend.jax import trainer as jax_trainer
-from keras.src.distribution import distribution_lib
-from keras.src.trainers.trainer import Trainer
 
-TESTED_KERAS = ("3.15.0", "3.15.1")
+from keras_tpu_dist._keras import seam
+from keras_tpu_dist._keras.seam import Replacement
 
-# What the seam replaces or reads. Each name has a test that fails when Keras moves it.
-REQUIRED_NAMES = {
-    "JAXTrainer": (
-        *("__init__", "fit", "evaluate", "predict"),
-        *("train_on_batch", "test_on_batch", "predict_on_batch"),
-        *("make_train_function", "make_test_function", "make_predict_function"),
-        *("_get_jax_state", "jax_state_sync", "compile"),
-    ),
-    "JAXEpochIterator": ("_get_distributed_iterator",),
-    "_distribute_data": (),
-}
+_MODULE = "keras.src.backend.jax.trainer"
+_TRAINER = f"{_MODULE}:JAXTrainer"
+_BASE = "keras.src.trainers.trainer:Trainer"
 
 _ENTRY_POINTS = (
     *("fit", "evaluate", "predict"),
@@ -40,63 +31,100 @@ _GROUPS = {
 }
 
 
-def check_names(module: Any = jax_trainer) -> None:
-    """Raises an `ImportError` that lists every name of Keras the seam needs and does not find."""
-    missing = [
-        name if not attribute else f"{name}.{attribute}"
-        for name, attributes in REQUIRED_NAMES.items()
-        for attribute in ("", *attributes)
-        if not hasattr(getattr(module, name, None) if attribute else module, attribute or name)
-    ]
-    if not hasattr(distribution_lib, "distribute_tensor"):
-        missing.append("keras.src.distribution.distribution_lib.distribute_tensor")
-    if missing:
-        raise ImportError(
-            "keras_tpu_dist reaches Keras's JAX trainer by names that this Keras does not have. "
-            f"Received: keras=={keras.__version__}, missing in {module.__name__}: "
-            f"{', '.join(missing)}. Install a tested version: keras=={' or =='.join(TESTED_KERAS)}."
-        )
-
-
-def install(find_strategy: Callable[[Any], Any], created: Callable[[Any], None]) -> None:
-    """Replaces the trainer's methods, once.
+def serve(find_strategy: Callable[[Any], Any], created: Callable[[Any], None]) -> None:
+    """Declares what the trainer's methods become.
 
     Args:
         find_strategy: From a model to the strategy to run it under, or `None` for stock Keras.
         created: Told about each new model, and each one that is compiled.
     """
-    check_names()
-    trainer = jax_trainer.JAXTrainer
-    if getattr(trainer, "_keras_tpu_dist_installed", False):
-        return
-    trainer._keras_tpu_dist_installed = True
-    for name in _ENTRY_POINTS:
-        replace_method(trainer, name, functools.partial(_entry_point, find_strategy, name))
-    replace_method(trainer, "__init__", functools.partial(then_created, created))
-    # Keras asks whether a model's compile is the base class's own, so it is replaced there.
-    replace_method(Trainer, "compile", functools.partial(then_created, created))
-    for kind in ("train", "test", "predict"):
-        replace_method(trainer, f"make_{kind}_function", functools.partial(_make_function, kind))
-    replace_method(trainer, "_get_jax_state", _get_jax_state)
-    replace_method(jax_trainer.JAXEpochIterator, "_get_distributed_iterator", _distributed_iterator)
-    replace_method(jax_trainer, "_distribute_data", _distribute_data)
-    replace_method(distribution_lib, "distribute_tensor", _distribute_output)
-    for kind in ("train", "test", "predict"):
-        batch_end = functools.partial(_batch_end, kind)
-        replace_method(keras.callbacks.CallbackList, f"on_{kind}_batch_end", batch_end)
-    trainer.__setattr__ = _set_attribute
-    replace_method(Trainer, "get_metrics_result", _get_metrics_result)
+    seam.declare(*_running(find_strategy), *_creating(created), *_data(), *_bookkeeping())
 
 
-def replace_method(owner: Any, name: str, replacement: Callable) -> None:
-    """Makes `owner.name(...)` call `replacement(stock, ...)`, where `stock` was there before."""
-    stock = getattr(owner, name)
+def _running(find_strategy) -> list[Replacement]:
+    run = [
+        Replacement(
+            *(_TRAINER, name, functools.partial(_entry_point, find_strategy, name)),
+            why="a model runs under the strategy it was made in, also outside of its scope",
+            hook="a distribution that a model carries",
+        )
+        for name in _ENTRY_POINTS
+    ]
+    make = [
+        Replacement(
+            *(_TRAINER, f"make_{kind}_function", functools.partial(_make_function, kind)),
+            why="the step is compiled with the state's layouts, batches trimmed, N in one scan",
+            hook="a distribution that makes step functions",
+            parameters=("force",),
+        )
+        for kind in ("train", "test", "predict")
+    ]
+    return [*run, *make]
 
-    @functools.wraps(stock)
-    def replaced(*args, **kwargs):
-        return replacement(stock, *args, **kwargs)
 
-    setattr(owner, name, replaced)
+def _creating(created) -> list[Replacement]:
+    told = functools.partial(then_created, created)
+    why = "a model that is made or compiled in a scope belongs to its strategy"
+    return [
+        Replacement(_TRAINER, "__init__", told, why=why, hook="a distribution told of models"),
+        # Keras asks whether a model's compile is the base class's own, so it is replaced there.
+        Replacement(_BASE, "compile", told, why=why, hook="a distribution told of models"),
+    ]
+
+
+def _data() -> list[Replacement]:
+    return [
+        Replacement(
+            *(f"{_MODULE}:JAXEpochIterator", "_get_iterator", _device_iterator),
+            why="batches of any number of rows, placed ahead of the step",
+            hook="a distribution that makes the iterator",
+        ),
+        Replacement(
+            *(_MODULE, "_distribute_data", _distribute_data),
+            why="*_on_batch: Keras refuses rows that do not divide",
+            hook="Distribution.distribute_data",
+            parameters=("data", "layouts"),
+        ),
+        Replacement(
+            *("keras.src.distribution.distribution_lib", "distribute_tensor", _distribute_output),
+            why="layers' outputs may be structures, and rows may be uneven",
+            hook="Distribution.distribute_tensor",
+            parameters=("tensor", "layout"),
+        ),
+    ]
+
+
+def _bookkeeping() -> list[Replacement]:
+    batch_ends = [
+        Replacement(
+            *("keras.callbacks:CallbackList", f"on_{kind}_batch_end"),
+            functools.partial(_batch_end, kind),
+            why="a thread waits for the logs of every step, also where no callback reads them",
+            hook="callbacks that say whether they listen",
+            parameters=("batch", "logs"),
+        )
+        for kind in ("train", "test", "predict")
+    ]
+    return [
+        *batch_ends,
+        Replacement(
+            *(_TRAINER, "_get_jax_state", _get_jax_state),
+            why="variables keep their values during fit, so an exception loses nothing",
+            hook="a setting not to purge variables",
+            parameters=("purge_model_variables",),
+        ),
+        Replacement(
+            *(_TRAINER, "__setattr__", _set_attribute),
+            why="the whole training state is searched for layers after every step",
+            hook="an attribute that Keras does not track",
+            whole=True,
+        ),
+        Replacement(
+            *(_BASE, "get_metrics_result", _get_metrics_result),
+            why="a few operations on scalars would each be launched on every device",
+            hook="a distribution that works out results",
+        ),
+    ]
 
 
 def _entry_point(find_strategy, name, stock, model, *args, **kwargs):
@@ -156,15 +184,15 @@ def _get_jax_state(stock, model, purge_model_variables=False, **groups):
     return state
 
 
-def _distributed_iterator(stock, epoch_iterator, distribution):
-    if is_strategy(distribution):
-        return distribution._batches(epoch_iterator)
-    return stock(epoch_iterator, distribution)
-
-
-def _distribute_data(stock, data, layouts=None):
+def _device_iterator(stock, epoch_iterator):
     strategy = active_strategy()
-    return stock(data, layouts) if strategy is None else strategy._host_batch(data)
+    return stock(epoch_iterator) if strategy is None else strategy._batches(epoch_iterator)
+
+
+def _distribute_data(stock, data, *args, **kwargs):
+    # Keras 3.16 asks for batches of several steps here; those are the device iterator's.
+    strategy = active_strategy()
+    return stock(data, *args, **kwargs) if strategy is None else strategy._host_batch(data)
 
 
 def _distribute_output(stock, tensor, layout):
@@ -297,7 +325,7 @@ def optimizer_slots(model: Any) -> list[tuple[Any, Any]]:
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     if optimizer is None:
         return []
-    weights = getattr(optimizer, "_trainable_variables", None) or []
+    weights = weights_of(optimizer)
     pairs = []
     for name, slots in vars(optimizer).items():
         # `_variables` lists all, the step count and the learning rate first.
@@ -306,6 +334,11 @@ def optimizer_slots(model: Any) -> list[tuple[Any, Any]]:
         if len(slots) == len(weights):
             pairs.extend(zip(slots, weights))
     return [(slot, w) for slot, w in pairs if isinstance(slot, keras.Variable)]
+
+
+def weights_of(optimizer: Any) -> list:
+    """The weights that an optimizer was built for; public replacement: none."""
+    return getattr(optimizer, "_trainable_variables", None) or []
 
 
 def _group(model, name: str) -> list:

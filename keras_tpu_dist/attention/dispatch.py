@@ -290,17 +290,23 @@ def _more_rows(x: jax.Array, rows: int) -> jax.Array:
     return jnp.pad(x, ((0, rows), *((0, 0),) * (x.ndim - 1))) if rows else x
 
 
-def install() -> None:
-    """Sends Keras's attention through `dot_product_attention` under a strategy with a mesh.
-
-    It reaches `keras.ops.dot_product_attention` and the layers that call it. It acts only while
-    the active distribution has a JAX `mesh` and `data_axes`, on TPU devices; everything else is
-    Keras's own, unchanged. Calling it again does nothing.
-    """
-    _keras.install_attention(_under_strategy)
-
-
-def _under_strategy(stock: Callable[..., jax.Array], query, key, value, **options):
+def _under_strategy(
+    stock: Callable[..., jax.Array],
+    query,
+    key,
+    value,
+    bias=None,
+    mask=None,
+    scale=None,
+    is_causal=False,
+    flash_attention=None,
+    attn_logits_soft_cap=None,
+):
+    """Keras's attention under a strategy with a mesh, on TPU; elsewhere Keras's own, unchanged."""
+    options = {
+        **{"bias": bias, "mask": mask, "scale": scale, "is_causal": is_causal},
+        **{"flash_attention": flash_attention, "attn_logits_soft_cap": attn_logits_soft_cap},
+    }
     strategy = keras.distribution.distribution()
     mesh = getattr(strategy, "mesh", None)
     data_axes = getattr(strategy, "data_axes", None)
@@ -316,3 +322,6 @@ def _under_strategy(stock: Callable[..., jax.Array], query, key, value, **option
         head_axes=getattr(strategy, "head_axes", None),
         **options,
     )
+
+
+_keras.route_attention(_under_strategy)

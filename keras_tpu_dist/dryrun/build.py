@@ -17,18 +17,18 @@ import numpy as np
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.plain import plain_operations
+from keras_tpu_dist.dryrun.inputs import check_batch_size, count_tokens, described_batch
 from keras_tpu_dist.hardware.topology import Topology, of_devices
 from keras_tpu_dist.layout.lint import Finding
 from keras_tpu_dist.training import membership
 from keras_tpu_dist.training.auto_steps import MOST_STEPS
-from keras_tpu_dist.training.batches import BatchPlacer, PlacedBatch
+from keras_tpu_dist.training.batches import PlacedBatch
+from keras_tpu_dist.training.guard import states_that_fit
 from keras_tpu_dist.training.step import jitted_step
 
 Build = Callable[[], keras.Model] | keras.Model
 
 KINDS = {"train": "train", "evaluate": "test", "predict": "predict"}
-# Where `donate_state="auto"` draws the line; see guard.should_donate.
-_KEEP_FRACTION_OF_MEMORY = 0.05
 
 
 @dataclass(frozen=True)
@@ -116,13 +116,13 @@ def lower(
     started = time.perf_counter()
     placer = strategy._placer
     kind = _checked_mode(mode)
-    _check_batch_size(batch_size, strategy)
+    check_batch_size(batch_size, strategy)
     notes: list[str] = []
     with contextlib.ExitStack() as stack:
         if platform != "tpu":
             stack.enter_context(plain_operations())
         model = stack.enter_context(_model(build, strategy, mode))
-        batch = _batch(model, placer, x, y, sample_weight, batch_size, mode, notes)
+        batch = described_batch(model, placer, x, y, sample_weight, batch_size, mode, notes)
         symbolic = jax.tree.map(lambda leaf: keras.KerasTensor(leaf.shape, leaf.dtype), batch)
         if isinstance(build, keras.Model):
             _build_metrics(build, symbolic, mode)
@@ -150,7 +150,7 @@ def lower(
             state=state_bytes,
             parameters=model.count_params(),
             rows=batch_size,
-            tokens=_tokens(batch[0]),
+            tokens=count_tokens(batch[0]),
             layer_names=frozenset(_keras.layer_names(model)),
             # the names of operations in MLIR's bytecode
             overstated=any(
@@ -257,110 +257,6 @@ def _checked_mode(mode: str) -> str:
     return KINDS[mode]
 
 
-def _check_batch_size(batch_size: int, strategy: Any) -> None:
-    is_count = isinstance(batch_size, (int, np.integer)) and not isinstance(batch_size, bool)
-    if not is_count or batch_size < strategy.num_replicas_in_sync:
-        raise ValueError(
-            message(
-                "The batch size counts the rows of all devices together, at least one for each "
-                "part that the data axes make.",
-                received=f"batch_size={batch_size!r} with {strategy.num_replicas_in_sync} part(s) "
-                f"(data axes {strategy.data_axes}).",
-                fix=f"Use a batch size of {strategy.num_replicas_in_sync} or more.",
-            )
-        )
-
-
-def _batch(
-    model: keras.Model,
-    placer: BatchPlacer,
-    x: Any,
-    y: Any,
-    sample_weight: Any,
-    batch_size: int,
-    mode: str,
-    notes: list[str],
-) -> tuple[Any, Any, Any]:
-    """The batch `(x, y, sample_weight)` as `jax.ShapeDtypeStruct`."""
-    if x is None:
-        if not getattr(model, "inputs", None):
-            raise ValueError(
-                message(
-                    "A dry run needs to know the input.",
-                    received=f"x=None and model {model.name!r}, which declares no inputs.",
-                    fix='Give x as an array, or jax.ShapeDtypeStruct((1, 28, 28), "float32"); '
-                    "its rows are replaced by batch_size.",
-                )
-            )
-        x = _declared_inputs(model)
-    assumed = False
-    if mode == "predict":
-        y = sample_weight = None
-    elif y is None and getattr(model, "inputs", None):
-        y = _targets(model)
-        assumed = True
-    batch = (x, y, sample_weight)
-    leaves, treedef = jax.tree.flatten(batch)
-    axes = placer.axes(batch)
-    described = jax.tree.unflatten(
-        treedef, [_described(leaf, axis, batch_size) for leaf, axis in zip(leaves, axes)]
-    )
-    if assumed:
-        notes.append(f"y was not given, {_shapes_text(described[1])} is assumed from the outputs")
-    return described
-
-
-def _declared_inputs(model: keras.Model) -> Any:
-    tensors = getattr(model, "_inputs_struct", model.inputs)
-    return tensors[0] if isinstance(tensors, list) and len(tensors) == 1 else tensors
-
-
-def _declared_outputs(model: keras.Model) -> Any:
-    tensors = getattr(model, "_outputs_struct", model.outputs)
-    return tensors[0] if isinstance(tensors, list) and len(tensors) == 1 else tensors
-
-
-def _targets(model: keras.Model) -> Any:
-    """What the model's outputs and their losses suggest as targets."""
-    outputs, treedef = jax.tree.flatten(_declared_outputs(model))
-    losses = model.loss
-    if isinstance(losses, dict):
-        losses = [losses.get(name) for name in getattr(model, "output_names", ())]
-    if not isinstance(losses, (list, tuple)) or len(losses) != len(outputs):
-        losses = [losses] * len(outputs)
-    return jax.tree.unflatten(treedef, [_target(o, loss) for o, loss in zip(outputs, losses)])
-
-
-def _target(output: Any, loss: Any) -> Any:
-    name = loss if isinstance(loss, str) else getattr(loss, "__name__", type(loss).__name__)
-    if "sparse" in name.lower():
-        return keras.KerasTensor(output.shape[:-1], "int32")
-    return keras.KerasTensor(output.shape, keras.config.floatx())
-
-
-def _described(leaf: Any, axis: int | None, batch_size: int) -> jax.ShapeDtypeStruct:
-    leaf = leaf if hasattr(leaf, "shape") else np.asarray(leaf)
-    shape = list(leaf.shape)
-    if axis is not None and axis < len(shape):
-        shape[axis] = batch_size
-    if None in shape:
-        raise ValueError(
-            message(
-                "Every dimension of an input but the batch must be known.",
-                received={"shape": tuple(leaf.shape)},
-                fix='Give x with its sizes, as in jax.ShapeDtypeStruct((1, 512), "int32").',
-            )
-        )
-    dtype = keras.backend.standardize_dtype(leaf.dtype)
-    # fit casts what NumPy makes by default to the model's default float
-    dtype = {"float64": keras.config.floatx(), "int64": "int32"}.get(dtype, dtype)
-    return jax.ShapeDtypeStruct(tuple(shape), dtype)
-
-
-def _shapes_text(structure: Any) -> str:
-    return ", ".join(f"{t.dtype}{tuple(t.shape)}" for t in jax.tree.leaves(structure))
-
-
 @contextlib.contextmanager
 def _laid_out(model: keras.Model, strategy: Any) -> Iterator[None]:
     """Gives variables and layers' outputs the layouts that training under the strategy would."""
@@ -391,10 +287,9 @@ def _state(model: keras.Model, kind: str) -> tuple[list, ...]:
 def _donates(strategy: Any, kind: str, state: tuple) -> bool:
     if kind != "train" or strategy._donate_state is False:
         return False
-    if strategy._donate_state is True or strategy.topology is None:
-        return True
-    kept = sum(_bytes_per_device(v) for v in jax.tree.leaves(state))
-    return kept > strategy.topology.hbm_bytes * _KEEP_FRACTION_OF_MEMORY
+    sizes = [_bytes_per_device(v) for v in jax.tree.leaves(state)]
+    hbm_bytes = None if strategy.topology is None else strategy.topology.hbm_bytes
+    return states_that_fit(strategy._donate_state, sizes, hbm_bytes) == 0
 
 
 def _export(
@@ -425,10 +320,3 @@ def _state_bytes(state: tuple, kind: str, placed: PlacedBatch) -> StateBytes:
 def _bytes_per_device(array: jax.ShapeDtypeStruct) -> int:
     shard = array.sharding.shard_shape(array.shape) if array.sharding else array.shape
     return math.prod(shard) * np.dtype(array.dtype).itemsize
-
-
-def _tokens(x: Any) -> int:
-    for leaf in jax.tree.leaves(x):
-        if np.dtype(leaf.dtype).kind in "iu" and leaf.ndim == 2:
-            return math.prod(leaf.shape)
-    return 0

@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 import keras
 
-from keras_tpu_dist._keras import Functional
+from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.layers.bidirectional import Bidirectional
 from keras_tpu_dist.layers.recurrent import GRU, LSTM, SimpleRNN
@@ -52,7 +52,7 @@ def convert(model):
             )
         )
     clone, build, compiled = _make_again(model)
-    for layer in clone._flatten_layers():
+    for layer in _keras.flatten_layers(clone):
         if type(layer) in _REPLACED:
             # Our classes add methods to Keras's and no state, so that the clone's layer becomes
             # one of ours where it stands, in whatever attribute, list or wrapper that is.
@@ -71,7 +71,7 @@ def _make_again(model):
     try:
         config: Any = keras.saving.serialize_keras_object(model)
         build, compiled = config.pop("build_config", None), config.pop("compile_config", None)
-        if isinstance(model, keras.Sequential | Functional):
+        if isinstance(model, keras.Sequential | _keras.Functional):
             return keras.saving.deserialize_keras_object(config), build, compiled
         return type(model).from_config(config["config"]), build, compiled
     except (TypeError, NotImplementedError) as error:

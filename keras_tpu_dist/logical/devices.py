@@ -140,7 +140,7 @@ class LogicalDevices:
         if isinstance(target, keras.Layer):
             return assign(target, logical_device_id)
         if isinstance(target, keras.KerasTensor):
-            operation = target._keras_history.operation
+            operation = _keras.producer(target)
             if isinstance(operation, keras.Layer) and not isinstance(
                 operation, keras.layers.InputLayer
             ):

@@ -1,27 +1,12 @@
 """What Keras does differently while code runs once per replica.
 
-Some public methods of Keras are replaced, once, and act only there; a hook in Keras for each
-would replace the replacing.
+Some public methods of Keras are replaced, and act only there.
 """
 
 import functools
 
-import keras
-
 from keras_tpu_dist import _keras
 from keras_tpu_dist.replica.context import running_context, running_recorder
-
-
-def install() -> None:
-    """Replaces the methods; a second call does nothing."""
-    if getattr(keras.random.SeedGenerator, "_keras_tpu_dist_installed", False):
-        return
-    keras.random.SeedGenerator._keras_tpu_dist_installed = True  # pyright: ignore
-    _keras.replace_method(keras.random.SeedGenerator, "next", _next_seed)
-    _keras.replace_method(keras.Variable, "assign_add", functools.partial(_add, 1))
-    _keras.replace_method(keras.Variable, "assign_sub", functools.partial(_add, -1))
-    _keras.replace_method(keras.StatelessScope, "get_current_value", _current_value)
-    _keras.replace_method(keras.optimizers.LossScaleOptimizer, "apply", _apply_scaled)
 
 
 def _next_seed(stock, generator, *args, **kwargs):
@@ -48,7 +33,7 @@ def _apply_scaled(stock, optimizer, grads, trainable_variables=None):
     """Loss scaling without assignments in branches, whose values would not come out of them."""
     if running_recorder() is None:
         return stock(optimizer, grads, trainable_variables)
-    weights = trainable_variables or optimizer._trainable_variables
+    weights = trainable_variables or _keras.weights_of(optimizer)
     if not optimizer.built:
         optimizer.build(weights)
     state = list(optimizer.variables)
@@ -56,3 +41,33 @@ def _apply_scaled(stock, optimizer, grads, trainable_variables=None):
     new_weights, new_state = optimizer.stateless_apply(values[0], grads, values[1])
     for variable, value in zip([*weights, *state], [*new_weights, *new_state]):
         variable.assign(value)
+
+
+_keras.declare(
+    _keras.Replacement(
+        *("keras.random:SeedGenerator", "next", _next_seed),
+        why="every replica draws numbers of its own",
+        hook="a scope that seeds ask",
+    ),
+    *(
+        _keras.Replacement(
+            *("keras:Variable", name, functools.partial(_add, sign)),
+            why="what replicas add is summed, what they assign must agree",
+            hook="StatelessScope told of additions",
+            parameters=("value",),
+        )
+        for name, sign in (("assign_add", 1), ("assign_sub", -1))
+    ),
+    _keras.Replacement(
+        *("keras:StatelessScope", "get_current_value", _current_value),
+        why="a scope within a replica's code reads what the replica wrote",
+        hook="stateless scopes that nest",
+        parameters=("variable",),
+    ),
+    _keras.Replacement(
+        *("keras.optimizers:LossScaleOptimizer", "apply", _apply_scaled),
+        why="Keras assigns within a branch, whose values do not come out of it on JAX",
+        hook="LossScaleOptimizer.apply that works on JAX",
+        parameters=("grads", "trainable_variables"),
+    ),
+)

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 
 from keras_tpu_dist.common.errors import message
-from keras_tpu_dist.replica import hooks
+from keras_tpu_dist.replica import hooks as hooks  # declares what it replaces in Keras
 from keras_tpu_dist.replica import values as replica_values
 from keras_tpu_dist.replica.call import prepare
 from keras_tpu_dist.replica.context import in_replica_context
@@ -252,6 +252,3 @@ def _without_jit(fn):
     """The function under `jax.jit`: the program is compiled as a whole."""
     jitted = hasattr(fn, "lower") and hasattr(fn, "trace") and hasattr(fn, "__wrapped__")
     return fn.__wrapped__ if jitted else fn
-
-
-hooks.install()

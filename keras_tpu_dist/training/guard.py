@@ -5,7 +5,7 @@ import logging
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -188,14 +188,29 @@ def states_to_keep(setting: bool | str, variables: list) -> int:
     Returns:
         The number; 0 means that a train step consumes its input state.
     """
-    if setting is True or (setting == "auto" and len(variables) > _MOST_VARIABLES_KEPT):
-        return 0
-    state_bytes = sum(_bytes_per_device(v.value) for v in variables)
     device = jax.local_devices()[0]
     limit = (device.memory_stats() or {}).get("bytes_limit")
-    budget = limit * _KEEP_FRACTION_OF_MEMORY if limit else _KEEP_BYTES_WHERE_MEMORY_IS_UNKNOWN
-    most = _MOST_KEPT_ON_CPU if device.platform == "cpu" else _MOST_KEPT
-    fitting = min(int(budget // max(state_bytes, 1)), most)
+    kept = states_that_fit(setting, [_bytes_per_device(v.value) for v in variables], limit)
+    return min(kept, _MOST_KEPT_ON_CPU if device.platform == "cpu" else _MOST_KEPT)
+
+
+def states_that_fit(setting: bool | str, sizes: Sequence[int], memory_bytes: int | None) -> int:
+    """How many input states `donate_state` lets stay alive on a device; see `states_to_keep`.
+
+    Args:
+        setting: `True`, `False` or `"auto"`.
+        sizes: The bytes of each variable on one device.
+        memory_bytes: The device's memory, or `None` if that is unknown.
+
+    Returns:
+        The number; 0 means that a train step consumes its input state.
+    """
+    if setting is True or (setting == "auto" and len(sizes) > _MOST_VARIABLES_KEPT):
+        return 0
+    budget = _KEEP_BYTES_WHERE_MEMORY_IS_UNKNOWN
+    if memory_bytes:
+        budget = memory_bytes * _KEEP_FRACTION_OF_MEMORY
+    fitting = int(budget // max(sum(sizes), 1))
     if fitting >= _FEWEST_KEPT:
         return fitting
     return 0 if setting == "auto" else _FEWEST_KEPT

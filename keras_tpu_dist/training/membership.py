@@ -258,3 +258,6 @@ def _join(model: Any, strategy: Any) -> Membership:
 def _chosen(variable: Any, layout: Any) -> Any:
     setattr(variable, CHOSEN, layout)
     return layout
+
+
+_keras.serve(find_strategy, created)

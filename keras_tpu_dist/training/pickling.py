@@ -95,13 +95,6 @@ def _belonging(make: Any, arguments: tuple) -> _Belonging:
         return _Belonging(None)
 
 
-def install() -> None:
-    """Lets models take their strategy along, once."""
-    if not getattr(keras.Model, "_keras_tpu_dist_pickled", False):
-        keras.Model._keras_tpu_dist_pickled = True  # pyright: ignore
-        _keras.replace_method(keras.Model, "__reduce__", _reduce_model)
-
-
 def _reduce_model(stock, model):
     make, arguments = stock(model)
     member = membership.of_model(model)
@@ -115,3 +108,12 @@ def _in_its_scope(make: Any, arguments: tuple, belonging: _Belonging) -> Any:
         return make(*arguments)
     with belonging.strategy.scope():
         return make(*arguments)
+
+
+_keras.declare(
+    _keras.Replacement(
+        *("keras:Model", "__reduce__", _reduce_model),
+        why="a model that is copied or pickled takes its strategy along",
+        hook="a distribution that a model carries",
+    )
+)

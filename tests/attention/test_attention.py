@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from keras_tpu_dist import TPUStrategy, _keras, attention
+from keras_tpu_dist import TPUStrategy, attention
 from keras_tpu_dist.attention import dispatch, kernel
 from keras_tpu_dist.common import once
 
@@ -215,7 +215,6 @@ def test_inside_a_mapped_function(mesh):
 @pytest.fixture
 def pretend_tpu(monkeypatch):
     """Takes the TPU path on simulated devices, the kernel in interpret mode."""
-    attention.install()
     monkeypatch.setattr(dispatch, "_platform", lambda mesh: "tpu")
     interpreted = functools.partial(dispatch.dot_product_attention, interpret=True)
     monkeypatch.setattr(dispatch, "dot_product_attention", interpreted)
@@ -323,19 +322,10 @@ def test_stock_untouched_without_our_strategy(mesh, pretend_tpu, monkeypatch):
     assert len(calls) == 3
 
 
-def test_install_checks_keras(monkeypatch):
-    monkeypatch.setattr(keras.src.backend.nn, "dot_product_attention", lambda query, key: None)
-    with pytest.raises(ImportError, match=r"Received: Keras .* with \('query', 'key'\)"):
-        _keras.install_attention(lambda stock, *args, **options: None)
-    monkeypatch.delattr(keras.src.backend.nn, "dot_product_attention")
-    with pytest.raises(ImportError, match=r"dot_product_attention, which Keras 3\.15 has"):
-        _keras.install_attention(lambda stock, *args, **options: None)
-
-
-def test_install_reaches_every_caller_once():
-    attention.install()
+def test_the_first_strategy_reaches_every_caller_once():
+    TPUStrategy()
     stock = keras.src.backend.nn.dot_product_attention.__wrapped__
-    attention.install()
+    TPUStrategy()
     assert keras.src.backend.nn.dot_product_attention.__wrapped__ is stock
     assert not hasattr(stock, "__wrapped__")
     assert keras.src.ops.nn.backend.nn is keras.src.backend.nn

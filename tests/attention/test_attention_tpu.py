@@ -145,9 +145,8 @@ def compile_case(case):
     from jax.sharding import Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
 
-    from keras_tpu_dist import TPUStrategy, attention
+    from keras_tpu_dist import TPUStrategy
 
-    attention.install()
     model = build(case)
     sizes = MESHES[case.mesh]
     devices = topologies.get_topology_desc(platform="tpu", topology_name=case.topology).devices

@@ -500,7 +500,6 @@ def test_private_names_of_the_seam():
     tensor, mask = jax.numpy.ones((2, 3)), jax.numpy.ones((2, 3), bool)
     assert _keras.keras_mask(_keras.with_keras_mask(tensor, None)) is None
     assert _keras.keras_mask(_keras.with_keras_mask(tensor, mask)) is mask
-    assert _keras.JaxLayer in keras.Layer.__mro__
     with ktd.TPUStrategy(PAIRS).logical_device(1):
         assert annotation_of(L.Dense(1)).logical_device == 1, "Layer.__init__ calls JaxLayer's"
     assert "units" in L.Dense(3).get_config()

@@ -1,0 +1,131 @@
+"""What the package replaces in Keras: one table, put in place when the first strategy is made."""
+
+import functools
+import importlib
+import inspect
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+
+# The whole test suite ran with these.
+TESTED_KERAS = ("3.15.0", "3.15.1")
+# The test of the seam ran with sources of these, too, before their release.
+_FIRST_KERAS, _FIRST_UNKNOWN_KERAS = (3, 15), (3, 17)
+_ANY_KERAS = "KTD_ANY_KERAS"
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """One name of Keras that is replaced, and what for.
+
+    Attributes:
+        owner: Where it is: `"module"`, or `"module:Class"`.
+        name: The function's name there.
+        by: Called as `by(stock, ...)`; with `whole`, put in its place as it is.
+        why: What Keras's own does that a strategy cannot use.
+        hook: The public hook of Keras that would replace the replacing.
+        parameters: Names of parameters that `by` relies on.
+        whole: Whether `by` does without the stock function.
+    """
+
+    owner: str
+    name: str
+    by: Callable
+    why: str
+    hook: str
+    parameters: tuple[str, ...] = ()
+    whole: bool = False
+
+    def __str__(self):
+        return f"{self.owner.replace(':', '.')}.{self.name}"
+
+    def holder(self) -> Any:
+        """The module or class that has the name.
+
+        Raises:
+            ImportError: If there is no such module.
+            AttributeError: If there is no such class.
+        """
+        module, _, attribute = self.owner.partition(":")
+        found = importlib.import_module(module)
+        return getattr(found, attribute) if attribute else found
+
+    def fault(self) -> str | None:
+        """What this Keras lacks for the replacement, or `None`."""
+        try:
+            stock = getattr(self.holder(), self.name)
+        except (ImportError, AttributeError):
+            return f"{self} is missing"
+        found = inspect.signature(stock).parameters if self.parameters else {}
+        lacking = [name for name in self.parameters if name not in found]
+        return f"{self} has no parameter {', '.join(lacking)}" if lacking else None
+
+
+_declared: list[Replacement] = []
+_installed: dict[tuple[str, str], tuple[Replacement, Any]] = {}
+_lock = threading.Lock()
+
+
+def declare(*replacements: Replacement) -> None:
+    """Adds to the table; Keras stays as it is until `install`."""
+    _declared.extend(replacements)
+
+
+def table() -> tuple[Replacement, ...]:
+    """Everything that `install` replaces."""
+    return tuple(_declared)
+
+
+def install() -> None:
+    """Replaces what was declared, each name once; all of it or nothing.
+
+    Raises:
+        ImportError: If this Keras is of an unknown version, or lacks a name or a parameter.
+    """
+    missing = [each for each in _declared if (each.owner, each.name) not in _installed]
+    if not missing:
+        return
+    with _lock:
+        check_keras(missing)
+        for each in missing:
+            if (each.owner, each.name) not in _installed:
+                _installed[each.owner, each.name] = each, _put_in_place(each)
+
+
+def check_keras(replacements: Any = None) -> None:
+    """Raises an `ImportError` with all that this Keras lacks for the replacements (all of them)."""
+    version = tuple(int(part) for part in keras.__version__.split(".")[:2])
+    known = _FIRST_KERAS <= version < _FIRST_UNKNOWN_KERAS
+    if not known and not os.environ.get(_ANY_KERAS):
+        raise ImportError(
+            "keras_tpu_dist works with Keras 3.15 and 3.16. "
+            f"Received: keras=={keras.__version__}. Install 'keras>=3.15,<3.17', or set "
+            f"{_ANY_KERAS}=1 to try this one; tests/_keras/test_seam.py then tells what holds."
+        )
+    faults = [each.fault() for each in (_declared if replacements is None else replacements)]
+    if any(faults):
+        raise ImportError(
+            "keras_tpu_dist reaches Keras by names that this Keras does not have. "
+            f"Received: keras=={keras.__version__}: {'; '.join(filter(None, faults))}. "
+            f"Install a tested version: keras=={' or =='.join(TESTED_KERAS)}."
+        )
+
+
+def _put_in_place(replacement: Replacement) -> Any:
+    holder = replacement.holder()
+    stock = getattr(holder, replacement.name)
+    by = replacement.by if replacement.whole else _in_front_of(stock, replacement.by)
+    setattr(holder, replacement.name, by)
+    return stock
+
+
+def _in_front_of(stock: Callable, by: Callable) -> Callable:
+    @functools.wraps(stock)
+    def replaced(*args, **kwargs):
+        return by(stock, *args, **kwargs)
+
+    return replaced

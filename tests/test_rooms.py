@@ -1,0 +1,147 @@
+"""Rooms and what they may know: imports run one way, private names stand in one room."""
+
+import ast
+import functools
+import pathlib
+import statistics
+
+import pytest
+
+import keras_tpu_dist as ktd
+
+ROOT = pathlib.Path(ktd.__file__).parent
+# Each room, and those whose names it may import.
+BASE = {"common", "_keras"}
+ROOMS = {
+    "common": set(),
+    "_keras": {"common"},
+    "partitioner": {"common"},
+    "hardware": BASE,
+    "recurrence": {"common", "hardware"},
+    "hlo": {"common", "hardware"},
+    "attention": {*BASE, "hardware", "partitioner"},
+    "layout": {*BASE, "hardware", "partitioner"},
+    "layers": {*BASE, "hardware", "layout", "recurrence"},
+    "logical": {*BASE, "hardware", "layout", "partitioner"},
+    "training": {*BASE, "hardware", "layout", "partitioner"},
+    "replica": {*BASE, "layout", "partitioner", "training"},
+    "callbacks": {*BASE, "training"},
+    "dryrun": {*BASE, "hardware", "hlo", "layout", "training"},
+}
+ROOMS["strategy"] = {*ROOMS} - {"recurrence", "layers", "callbacks"}
+ROOMS["comparison"] = {"common", "dryrun", "hardware", "strategy"}
+ROOMS["__main__"] = {*ROOMS}
+MOST_LINES_OF_A_MODULE, MOST_LINES_OF_A_FUNCTION = 600, 70
+
+
+@functools.cache
+def trees():
+    return {path: ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
+
+
+def room(path):
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def imported(node):
+    if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("keras_tpu_dist"):
+        parts = node.module.split(".")
+        return [parts[1]] if len(parts) > 1 else [a.name for a in node.names]
+    return []
+
+
+def test_imports_run_one_way():
+    assert {room(path) for path in trees()} - {"__init__"} == set(ROOMS)
+    for path, tree in trees().items():
+        if path == ROOT / "__init__.py":
+            continue
+        known = {room(path), *ROOMS[room(path)]}
+        for node in ast.walk(tree):
+            assert set(imported(node)) <= known, f"{path} imports {imported(node)}"
+
+
+def test_the_table_has_no_circle():
+    order = []
+    rest = {name: set(knows) for name, knows in ROOMS.items()}
+    while rest:
+        ready = sorted(name for name, knows in rest.items() if knows <= {*order, name})
+        assert ready, f"a circle within {sorted(rest)}"
+        order += ready
+        for name in ready:
+            del rest[name]
+
+
+def own_names():
+    """Every private name that this package gives to something itself."""
+    names = set()
+    for tree in trees().values():
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                names.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                names.add(node.attr)
+    return names
+
+
+def private_names(tree):
+    """Private attributes that are read, also by name: `(line, name)`."""
+    for node in ast.walk(tree):
+        name = None
+        if isinstance(node, ast.Attribute):
+            name = node.attr
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            by_name = node.func.id in ("getattr", "hasattr", "setattr", "delattr")
+            if by_name and isinstance(node.args[1], ast.Constant):
+                name = str(node.args[1].value)
+        if name and name.startswith("_") and not name.startswith("__"):
+            yield node.lineno, name
+
+
+# Python's own, of named tuples and of `os`.
+PYTHONS = {"_replace", "_fields", "_asdict", "_exit"}
+
+
+def test_private_names_of_keras_and_jax_stand_in_one_room():
+    own = own_names() | PYTHONS
+    for path, tree in trees().items():
+        if room(path) == "_keras":
+            continue
+        text = path.read_text()
+        assert "jax._src" not in text, path
+        assert "from keras.src" not in text, path
+        assert "import keras.src" not in text, path
+        found = [(line, name) for line, name in private_names(tree) if name not in own]
+        assert not found, f"{path}: {found}"
+
+
+def functions():
+    for path, tree in trees().items():
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                first = node.body[0]
+                text = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+                words = first.end_lineno - first.lineno + 1 if text else 0
+                yield f"{path}:{node.name}", node.end_lineno - node.lineno + 1 - words
+
+
+def test_modules_and_functions_are_small():
+    modules = {str(path): len(path.read_text().splitlines()) for path in trees()}
+    assert {p: n for p, n in modules.items() if n > MOST_LINES_OF_A_MODULE} == {}
+    lengths = dict(functions())
+    assert {f: n for f, n in lengths.items() if n > MOST_LINES_OF_A_FUNCTION} == {}
+    assert statistics.median(lengths.values()) < 10
+    assert statistics.quantiles(lengths.values(), n=10)[-1] < 30
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("layer._flatten_layers()", [(1, "_flatten_layers")]),
+        ("getattr(model, '_functional', None)", [(1, "_functional")]),
+        ("layer.name", []),
+    ],
+)
+def test_the_search_for_private_names_finds_them(source, found):
+    assert list(private_names(ast.parse(source))) == found
