@@ -1,6 +1,7 @@
 """Eight virtual CPU devices for every test, set before JAX starts."""
 
 import os
+import signal
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 # Several test processes share two cores and may each load libtpu for compile-only tests.
@@ -19,6 +20,8 @@ os.environ["XLA_FLAGS"] = " ".join(
 import keras_tpu_dist as ktd
 
 ktd.simulate(8)
+# A shell that starts tests in the background has them ignore Ctrl-C, and their children too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import jax
 import keras

@@ -15,6 +15,7 @@ MODULES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODULES)
 def test_examples_in_docstrings(name):
     module = importlib.import_module(name)

@@ -19,6 +19,7 @@ def _example(name):
     return example
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_both_ways_train_as_on_one_device(name, capsys, monkeypatch):
     example = _example(name)
@@ -35,6 +36,7 @@ def test_both_ways_train_as_on_one_device(name, capsys, monkeypatch):
     assert capsys.readouterr().out == f"epoch 1: loss {alone[0]:.6f}\n"
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize(
     ("name", "unroll", "topology"),

@@ -110,6 +110,7 @@ def test_every_name_of_ours_exists():
     assert {"dynamic_batch", "buckets", "axis"} <= set(inspect.signature(ktd.RunOptions).parameters)
 
 
+@pytest.mark.slow
 def test_the_example_runs(capsys):
     specification = importlib.util.spec_from_file_location("migrate", EXAMPLE)
     assert specification is not None

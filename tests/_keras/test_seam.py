@@ -169,6 +169,7 @@ with keras.distribution.DataParallel().scope():
 """
 
 
+@pytest.mark.slow
 def test_stock_keras_is_unchanged_where_no_strategy_is_active():
     done = [
         subprocess.run(
@@ -181,6 +182,7 @@ def test_stock_keras_is_unchanged_where_no_strategy_is_active():
     assert "IndivisibleError" in done[0].stdout or "ValueError" in done[0].stdout
 
 
+@pytest.mark.slow
 def test_one_process_can_go_back_and_forth():
     x, y = data(40)
 

@@ -132,6 +132,7 @@ def mesh():
     return Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_float64(case, mesh, caplog):
     (q, k, v), g, bias, mask = inputs(case)
@@ -188,6 +189,7 @@ def test_each_device_gets_only_the_key_heads_it_needs(mesh):
     assert shapes[0] == ((1, 8, 2, 16), (1, 8, 1, 16), (1, 8, 1, 16))
 
 
+@pytest.mark.slow
 def test_inside_a_mapped_function(mesh):
     """As under `strategy.run`, which has already split the batch."""
     case = Case("keys", causal=True)
@@ -252,6 +254,7 @@ def padded_tokens(time=72):
     return tokens
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Layer .* does not support masking")  # Keras's grouped layer
 def test_layers_under_a_strategy_equal_stock(mesh, pretend_tpu):
     model, tokens = small_transformer(), padded_tokens()
@@ -400,6 +403,7 @@ def test_masks_of_lower_rank(mesh):
         dispatch._rank4("bias", np.ones((3, 4, 8, 9)), shape)
 
 
+@pytest.mark.slow
 def test_the_example_trains_as_on_one_device(monkeypatch, capsys):
     path = pathlib.Path(__file__).parents[2] / "examples" / "char_transformer.py"
     spec = importlib.util.spec_from_file_location("char_transformer", path)

@@ -227,6 +227,7 @@ def compile_apart(cases, timeout):
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_compiler
 def test_train_steps_compile():
     pytest.importorskip("libtpu")

@@ -105,6 +105,7 @@ model.fit(test_backup.X, test_backup.Y, callbacks=[Say(), backup], **test_backup
 """
 
 
+@pytest.mark.slow
 def test_sigterm_from_outside(tmp_path, uninterrupted):
     code = CHILD.format(folders=[str(folder) for folder in pathlib.Path(__file__).parents[:2]])
     command = [sys.executable, "-c", code, str(tmp_path / "backup")]
@@ -137,6 +138,7 @@ def test_sigterm_from_outside(tmp_path, uninterrupted):
     assert_close(history.history["loss"][-1], uninterrupted[1]["loss"][-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("epoch", "batch", "saved", "n"),
     [(0, 0, (0, 4), 5), (1, 16, (1, 20), 4)],
@@ -159,6 +161,7 @@ def test_sigterm_finishes_the_launch_saves_and_goes_on(
     assert not (tmp_path / "backup").exists()
 
 
+@pytest.mark.slow
 def test_a_crash_goes_back_to_the_last_backup(tmp_path, handler, uninterrupted):
     class Crash(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):

@@ -43,6 +43,7 @@ def _both(callbacks):
     return found[1]
 
 
+@pytest.mark.slow
 def test_early_stopping_restores_the_best_weights():
     history, _ = _both(
         lambda: [
@@ -54,6 +55,7 @@ def test_early_stopping_restores_the_best_weights():
     assert len(history["loss"]) == 2
 
 
+@pytest.mark.slow
 def test_learning_rates():
     schedule = lambda epoch, lr: 0.01 / (epoch + 1)  # noqa: E731
     history, _ = _both(lambda: [keras.callbacks.LearningRateScheduler(schedule)])
@@ -83,6 +85,7 @@ def test_terminate_on_nan():
         assert not np.isfinite(history.history["loss"][0])
 
 
+@pytest.mark.slow
 def test_csv_logger(tmp_path):
     model = built(mlp, _strategy())
     history = _fit(model, [keras.callbacks.CSVLogger(tmp_path / "log.csv")]).history
@@ -91,6 +94,7 @@ def test_csv_logger(tmp_path):
     assert_close([float(r["loss"]) for r in rows], history["loss"], 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["best.keras", "best.weights.h5"])
 def test_model_checkpoint_and_loading_onto_another_mesh(tmp_path, name):
     path = tmp_path / name
@@ -128,6 +132,7 @@ def test_model_checkpoint_and_loading_onto_another_mesh(tmp_path, name):
         assert_close(alone.predict(X, verbose=0), loaded.predict(X, verbose=0))
 
 
+@pytest.mark.slow
 def test_backup_and_restore_goes_on_where_it_stopped(tmp_path):
     class Crash(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):
@@ -146,6 +151,7 @@ def test_backup_and_restore_goes_on_where_it_stopped(tmp_path):
     assert_close(resumed.get_weights(), expected.get_weights())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # Orbax warns of its own interfaces as Keras uses them.
 def test_orbax_checkpoint_onto_another_mesh(tmp_path):
     pytest.importorskip("orbax.checkpoint", reason="orbax-checkpoint is not installed")
@@ -159,6 +165,7 @@ def test_orbax_checkpoint_onto_another_mesh(tmp_path):
     assert loaded.get_layer("hidden").kernel.value.sharding.mesh == other.mesh
 
 
+@pytest.mark.slow
 def test_a_callback_that_reads_and_changes_weights_every_step():
     class Decay(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
@@ -167,6 +174,7 @@ def test_a_callback_that_reads_and_changes_weights_every_step():
     _both(lambda: [Decay()])
 
 
+@pytest.mark.slow
 def test_a_callback_that_evaluates_within_the_epoch():
     class Peek(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
@@ -186,6 +194,7 @@ def test_stop_training_within_an_epoch():
     assert len(history["loss"]) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("donate", [True, False])
 def test_a_model_called_by_its_own_name_within_an_epoch_is_up_to_date(donate):
     strategy = ktd.TPUStrategy(donate_state=donate)

@@ -58,6 +58,7 @@ class Sequence(keras.utils.PyDataset):
         return VX[4 * index : 4 * index + 4], VY[4 * index : 4 * index + 4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["stock", "strategy"])
 def test_the_whole_set_at_the_end_of_each_epoch(model, where):
     if where == "stock":

@@ -67,6 +67,7 @@ def models():
     return model_for
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("n", "donate", "step"),
     [

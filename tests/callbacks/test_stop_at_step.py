@@ -65,6 +65,7 @@ def undisturbed():
     return record.steps, history
 
 
+@pytest.mark.slow
 def test_every_step_up_to_forty(undisturbed):
     steps, whole = undisturbed
     model = built(_build(8), ktd.TPUStrategy({"data": 4, "model": 2}))
@@ -178,6 +179,7 @@ def test_a_model_restored_as_training_begins():
         assert int(model.optimizer.iterations) == 20
 
 
+@pytest.mark.slow
 def test_gradient_accumulation_counts_updates():
     optimizer = lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=3)  # noqa: E731
     for strategy, n in ((ktd.TPUStrategy(), 8), (None, 1)):

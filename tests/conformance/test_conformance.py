@@ -18,6 +18,7 @@ _SAMPLE = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", _SAMPLE, ids=lambda pattern: pattern.split()[0])
 def test_sample(pattern):
     chosen = run.listed(run.KINDS, f"^{pattern}")[:24]
@@ -39,6 +40,7 @@ def test_names_of_cases_are_unique():
         assert len(set(names)) == len(names)
 
 
+@pytest.mark.slow
 def test_an_abort_a_hang_and_an_error_are_findings():
     job = run.listed(("operation",), "^operation sin/batch on 8, even")[0]
     probe = {**job, "kind": "probe"}

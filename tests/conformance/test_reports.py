@@ -30,6 +30,7 @@ def test_every_fault_has_a_report():
     assert all(_BLOCK.search(section) for section in _SECTIONS[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("program", "printed"), _reports())
 def test_xla_still_gets_it_wrong(program, printed):
     start = _START.replace("device_count=8", f"device_count=8 {_PATIENCE}")

@@ -78,6 +78,7 @@ def _slice(layout=TP):
 # --- building without memory -----------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_billions_of_parameters_take_no_memory():
     code = """
 import resource
@@ -106,6 +107,7 @@ print(lowered.parameters, (after - before) // 1024)
     assert megabytes < 200  # the weights alone would take 34 GB
 
 
+@pytest.mark.slow
 def test_state_bytes_are_those_of_the_real_arrays():
     strategy = _mesh_of_cpus()
     lowered = lower(mlp, strategy, batch_size=30, platform="cpu")
@@ -124,6 +126,7 @@ def test_state_bytes_are_those_of_the_real_arrays():
     assert lowered.parameters == model.count_params()
 
 
+@pytest.mark.slow
 def test_the_lowered_program_is_that_of_a_real_model():
     strategy = _mesh_of_cpus()
     run = dry_run(mlp, strategy, batch_size=32)
@@ -166,6 +169,7 @@ def test_every_optimizer_lowers(optimizer):
     assert lower(lambda: mlp(optimizer), _slice(), batch_size=8).state.weights > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["train", "evaluate", "predict"])
 def test_subclassed_models_lower_in_every_mode(mode):
     x = {"tokens": np.zeros((1, 12), "int64")}
@@ -404,6 +408,7 @@ def _until(condition, seconds):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
     ("sent", "forever"), [(signal.SIGTERM, _HOLD_THE_LOCK), (signal.SIGINT, _SLEEP)]
@@ -556,6 +561,7 @@ def test_attention_inside_a_layer_of_ones_own(length):
     assert b"tpu_custom_call" in pickle.loads(lowered.program).mlir_module_serialized
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_compiler
 def test_operations_of_a_cnn_and_a_transformer_are_those_of_the_formula():
     pytest.importorskip("libtpu")
@@ -624,6 +630,7 @@ def test_two_plans_side_by_side(on_tpu, without_libtpu):
     assert same["step"][3] == "1.00"
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_compiler
 def test_a_program_that_does_not_fit():
     def build():

@@ -95,6 +95,7 @@ def _model():
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout", [[("hidden/kernel", (None, "model"))], "tensor_parallel", _layout_map, None]
 )
@@ -141,6 +142,7 @@ def _annotated():
     return model
 
 
+@pytest.mark.slow
 def test_a_dry_run_of_a_model_that_is_here(no_libtpu):
     x, y = data(40)
     here = ktd.TPUStrategy()
@@ -159,6 +161,7 @@ def test_a_dry_run_of_a_model_that_is_here(no_libtpu):
     model.fit(x, y, batch_size=16, verbose=0)
 
 
+@pytest.mark.slow
 def test_mistakes_in_the_layouts_are_in_the_report(no_libtpu):
     rules = [("hiden/kernel", (None, "model"))]
     run = ktd.TPUStrategy({"data": 4, "model": 2}, rules).dry_run(

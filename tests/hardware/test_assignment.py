@@ -237,6 +237,7 @@ def test_the_mesh_of_an_assignment(devices):
     assert described.topology == Topology.parse("v5e:2x4")
 
 
+@pytest.mark.slow
 def test_the_axis_logical_in_rules_and_annotations():
     assignment = DeviceAssignment.build(computation_shape=(4,))
     rules = [("hidden/kernel", (None, "logical")), ("hidden/bias", ("logical_1",))]
@@ -263,6 +264,7 @@ def test_the_axis_logical_in_rules_and_annotations():
         ktd.TPUStrategy({"data": 8}, [("kernel", ("logical",))])
 
 
+@pytest.mark.slow
 def test_plans_use_the_logical_axes():
     strategy = ktd.TPUStrategy(DeviceAssignment.build(computation_shape=(4,)), "tensor_parallel")
     x, y = data(26)

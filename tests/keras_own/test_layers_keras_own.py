@@ -9,7 +9,7 @@ import pytest
 from keras_tpu_dist import layers as fast
 
 # Keras's test helpers warn about their own generators and variables.
-pytestmark = pytest.mark.filterwarnings("default")
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.slow]
 
 OURS = ("LSTM", "GRU", "SimpleRNN", "Bidirectional", "TimeDistributed")
 MIXED = types.SimpleNamespace(

@@ -26,6 +26,7 @@ TESTS = (
 
 
 class TestSample:
+    @pytest.mark.slow
     def test_no_failure_outside_the_list(self):
         # In one process: starting one takes as long as these tests.
         outcomes = suite.run_files([str(PROBE), *SAMPLE], "ours", expression=TESTS)
@@ -48,6 +49,7 @@ def test_hang(): time.sleep(1000)
 def test_last(): assert False, "last"
 """
 
+    @pytest.mark.slow
     def test_are_findings_and_the_rest_is_run(self, tmp_path):
         file = tmp_path / "probe_dead.py"
         file.write_text(self.FILE)

@@ -113,6 +113,7 @@ def pairwise(columns, seed):
     return rows
 
 
+@pytest.mark.slow
 def test_equals_keras_over_the_grid(monkeypatch):
     # Segments of four steps, which on CPU are for larger batches.
     monkeypatch.setattr(plan, "ROWS_IN_CACHE", 1)
@@ -127,6 +128,7 @@ def test_equals_keras_over_the_grid(monkeypatch):
     compare(cases)
 
 
+@pytest.mark.slow
 def test_the_script_for_the_whole_grid_runs_and_notices():
     (group,) = (g for g in grid.groups(["GRU"], [2]) if list(g.values())[2:] == [True] * 6)
     assert len(grid.groups(grid.GROUPS["name"], grid.GROUPS["steps"])) == 1024
@@ -136,6 +138,7 @@ def test_the_script_for_the_whole_grid_runs_and_notices():
     assert "unroll=False" in caught.value.__notes__[0]
 
 
+@pytest.mark.slow
 def test_products_with_the_weight_first_equal_keras(monkeypatch):
     # As kernels of some MiB would have them, in segments and without.
     monkeypatch.setattr(plan, "WEIGHT_FIRST_BYTES", 0)
@@ -195,6 +198,7 @@ def _drawn_layers():
     return st.fixed_dictionaries(options)
 
 
+@pytest.mark.slow
 @settings(max_examples=2, deadline=None, derandomize=True)
 @given(st.lists(_drawn_layers(), min_size=5, max_size=5))
 def test_any_options_equal_keras(rows):

@@ -51,6 +51,7 @@ def data(rows):
     return x, rng.normal(size=(rows, 1)).astype("float32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "mesh"), [("LSTM", "data8"), ("GRU", "data2_model4")])
 def test_a_train_step_equals_keras_on_one_device(kind, mesh):
     reference = small(kind, keras.layers)
@@ -88,6 +89,7 @@ def train_step(layer, shape, strategy):
         return jax.jit(step, out_shardings=(None, [w.sharding for w in weights])).lower(weights, x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 def test_no_collective_lies_inside_a_loop(mesh):
     counts = {}
@@ -118,6 +120,7 @@ def test_split_weights_are_gathered_as_long_as_they_fit(monkeypatch, caplog):
     assert not ktd.TPUStrategy().explain(small("LSTM", fast)).layers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "GRU before", "SimpleRNN"])
 def test_larger_weights_stay_split_by_whole_gates(kind, monkeypatch):
     monkeypatch.setattr(gather, "GATHERED_BYTES", 100)
@@ -136,6 +139,7 @@ def test_larger_weights_stay_split_by_whole_gates(kind, monkeypatch):
     close(model.predict(x, verbose=0), reference.predict(x, verbose=0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])
 def test_no_device_ever_has_the_whole_of_larger_weights(kind, monkeypatch):
     monkeypatch.setattr(gather, "GATHERED_BYTES", 100)
@@ -157,6 +161,7 @@ def test_no_device_ever_has_the_whole_of_larger_weights(kind, monkeypatch):
     assert whole > STEPS * 8 * 64
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gates", [1, 3, 4])
 @pytest.mark.parametrize("ways", [1, 2, 3, 4, 8])
 def test_columns_become_units_and_units_columns(gates, ways):
@@ -176,6 +181,7 @@ def test_columns_become_units_and_units_columns(gates, ways):
     np.testing.assert_array_equal(split, apart.reshape(3, -1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows_of_recurrent", [True, False])
 def test_a_split_that_no_gate_can_follow_takes_the_path_of_keras(
     rows_of_recurrent, monkeypatch, caplog
@@ -257,6 +263,7 @@ def test_a_layer_inside_of_a_shard_map_sees_its_part_alone():
     close(jax.jit(parts)(x), jax.jit(call)(x))
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_compiler
 def test_no_collective_lies_inside_a_loop_on_tpu():
     script = pathlib.Path(__file__).parents[2] / "benchmarks" / "recurrent.py"

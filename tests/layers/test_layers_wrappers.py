@@ -30,6 +30,7 @@ def loops_in(function, *args):
     return str(jax.make_jaxpr(function)(*args)).count("scan[")
 
 
+@pytest.mark.slow
 def test_bidirectional_equals_keras(monkeypatch):
     # As a large batch would be: one direction alone would run in segments.
     monkeypatch.setattr(plan, "ROWS_IN_CACHE", 1)
@@ -91,6 +92,7 @@ def wrapped(kind):
     }[kind]()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "folds"),
     [
@@ -156,6 +158,7 @@ def trained(model):
     return x, y
 
 
+@pytest.mark.slow
 def test_convert_keeps_weights_names_and_compile_state():
     model = nested_model()
     x, y = trained(model)
@@ -204,6 +207,7 @@ class Holder(stock.Layer):
         return self.recurrent(x[:, None])
 
 
+@pytest.mark.slow
 def test_convert_reaches_all_of_a_subclassed_model():
     model = Subclassed()
     x, y = trained(model)
@@ -215,6 +219,7 @@ def test_convert_reaches_all_of_a_subclassed_model():
     close(clone.train_on_batch(x, y), model.train_on_batch(x, y))
 
 
+@pytest.mark.slow
 def test_convert_says_what_a_model_without_a_config_lacks():
     class Plain(keras.Model):
         def __init__(self, units):
@@ -235,6 +240,7 @@ def test_convert_needs_a_built_model():
         fast.convert(keras.Sequential([stock.LSTM(2)]))
 
 
+@pytest.mark.slow
 def test_saved_files_pass_both_ways(tmp_path):
     model = nested_model()
     clone = fast.convert(model)

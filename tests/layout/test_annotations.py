@@ -40,6 +40,7 @@ def dense_model(annotate=True):
     return keras.Sequential([keras.Input((6,)), first, L.Dense(1, name="last")])
 
 
+@pytest.mark.slow
 def test_before_build_and_after_build():
     strategy = ktd.TPUStrategy(MESH)
     expected = fit(built(compiled(lambda: dense_model(False)), None))
@@ -69,6 +70,7 @@ def test_output_layout_is_in_the_program():
     assert {tuple(layout.spec) for layout in seen} == {("data", "model")}
 
 
+@pytest.mark.slow
 def test_wrappers_nested_models_attention_and_shared_layers():
     def build():
         x = keras.Input((5, 8))
@@ -137,6 +139,7 @@ class Subclassed(keras.Model):
         return self.last(sequence[:, 0] + h + c) + more["sum"][:, None]
 
 
+@pytest.mark.slow
 def test_outputs_that_are_tuples_dicts_and_states():
     def run(annotate, strategy):
         model = built(compiled(lambda: Subclassed(annotate)), strategy)

@@ -32,6 +32,7 @@ def test_every_variable_with_its_layout_bytes_and_reason():
     assert (hidden.slot_bytes, hidden.slot_bytes_per_device) == (768, 384)
 
 
+@pytest.mark.slow
 def test_what_it_says_is_where_the_arrays_are():
     for layout in ("fsdp", "tensor_parallel", None):
         strategy = ktd.TPUStrategy(MESH, layout and ktd.planner.Planner(layout, min_size=1))

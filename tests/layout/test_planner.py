@@ -301,6 +301,7 @@ def test_experts_by_expert_and_a_router_whole():
     assert plan.decision(layer.router).axes == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["int8", "int4", "float8"])
 def test_quantized_and_lora_weights_follow_their_base(mode):
     first, second = L.Dense(16), L.Dense(8)

@@ -113,6 +113,7 @@ def run(model):
     return [history, model.get_weights()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_plans_equal_one_device(name):
     expected = run(built(compiled(MODELS[name]), None))

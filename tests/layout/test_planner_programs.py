@@ -55,6 +55,7 @@ def collectives(text, kind="all-reduce"):
 KINDS = ("all-gather", "reduce-scatter", "collective-permute", "all-to-all")
 
 
+@pytest.mark.slow
 def test_fsdp_of_twelve_blocks_holds_an_eighth():
     strategy = ktd.TPUStrategy({"data": 8}, "fsdp")
     model = built(compiled(lambda: transformer(12)), strategy)
@@ -91,6 +92,7 @@ def mlp_regression():
     return keras.Sequential([keras.Input((6,)), L.Dense(16, activation="relu"), L.Dense(3)])
 
 
+@pytest.mark.slow
 def test_collectives_of_tensor_parallel():
     blocks = 2
     strategy = ktd.TPUStrategy({"data": 2, "model": 4}, "tensor_parallel")

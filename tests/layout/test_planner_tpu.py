@@ -30,6 +30,7 @@ def _collectives(layout, mesh):
     return run, run.cost.collectives
 
 
+@pytest.mark.slow
 def test_fsdp_scatters_the_gradients_of_split_weights():
     run, collectives = _collectives("fsdp", {"data": 8})
     weight_bytes = 4 * WIDTH * 4 * WIDTH

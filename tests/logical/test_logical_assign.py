@@ -61,6 +61,7 @@ def unassigned():
     return results(built(many_layers, None), x, y, batch_size=8, epochs=2, evaluate=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "devices"),
     [
@@ -159,6 +160,7 @@ def states_and_masks(assigned):
     return sgd(Everything())
 
 
+@pytest.mark.slow
 def test_states_masks_structures_losses_and_shared_layers():
     rng = np.random.default_rng(0)
     x, y = rng.integers(0, 3, (8, 4)), rng.normal(size=(8, 4)).astype("float32")
@@ -188,6 +190,7 @@ def wrappers(assign):
     return sgd(keras.Model(x, L.Dense(2)(assign(L.Dense(64, name="wide"), 1)(h))))
 
 
+@pytest.mark.slow
 def test_wrappers_and_split_weights():
     """Weights that are split over the replicas, and over the devices of a replica."""
 
@@ -205,6 +208,7 @@ def test_wrappers_and_split_weights():
     assert_close(fitted(split_weights, ktd.assign), expected)
 
 
+@pytest.mark.slow
 def test_a_whole_model_and_a_quantized_layer():
     strategy = ktd.TPUStrategy(PAIRS)
 
@@ -247,6 +251,7 @@ def plain():
     return fit(built(small, None))
 
 
+@pytest.mark.slow
 def test_where_there_is_nothing_to_share(plain, caplog):
     """Without a strategy, with one device per replica, and where code is not compiled."""
     assert_close(fit(built(lambda: small(1), None)), plain)
@@ -273,6 +278,7 @@ def test_scanned_steps(plain):
     assert_close(fit(built(scanned, ktd.TPUStrategy(PAIRS))), plain)
 
 
+@pytest.mark.slow
 def test_mixed_precision():
     strategy = ktd.TPUStrategy(PAIRS)
     expected = fit(built(lambda: small(None, "mixed_bfloat16"), strategy))
@@ -281,6 +287,7 @@ def test_mixed_precision():
     assert {w.dtype for w in found} == {np.dtype("float32")}
 
 
+@pytest.mark.slow
 def test_after_fit_and_taken_back(plain):
     strategy = ktd.TPUStrategy(PAIRS)
     model = built(small, strategy)
@@ -313,6 +320,7 @@ def test_clones_keep_it_and_split_goes_with_it(tmp_path):
     assert annotation_of(keras.models.load_model(tmp_path / "m.keras").layers[0]) is None
 
 
+@pytest.mark.slow
 def test_a_scope_assigns_the_layers_made_in_it(plain):
     strategy = ktd.TPUStrategy(PAIRS)
 
@@ -335,6 +343,7 @@ def test_a_scope_assigns_the_layers_made_in_it(plain):
     assert_close(fit(model), plain)
 
 
+@pytest.mark.slow
 def test_functions():
     strategy = ktd.TPUStrategy(PAIRS)
 

@@ -40,6 +40,7 @@ def assert_blocks(assignment, array, partition, split):
             np.testing.assert_array_equal(held[assignment.tpu_device(replica, core)], block)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [8, 4, 2])
 def test_every_factorisation_over_four_dimensions(size):
     """1, 2 and 4 replicas of 8, 4 and 2 logical devices, 35 partitions in all: one program each."""
@@ -217,6 +218,7 @@ def cnn(strategy, partition, functional):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "partition", "functional"),
     [
@@ -274,6 +276,7 @@ def test_functional_models_are_saved_with_their_splits(tmp_path):
     assert_close(clone.predict(x, verbose=0), expected)
 
 
+@pytest.mark.slow
 def test_dtypes_and_masks_pass_through():
     strategy = ktd.TPUStrategy(line(2))
     keras.config.set_dtype_policy("mixed_bfloat16")

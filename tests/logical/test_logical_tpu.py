@@ -45,6 +45,7 @@ def compiled_for_tpu(build):
     return parse(compiled.text)
 
 
+@pytest.mark.slow
 def test_four_replicas_of_two_logical_devices():
     program = compiled_for_tpu(build)
     inside = through_conditionals(program)
@@ -77,6 +78,7 @@ def towers():
     return model
 
 
+@pytest.mark.slow
 def test_two_towers_run_at_the_same_time():
     """No device waits for another between the first and the second conditional."""
     program = compiled_for_tpu(towers)

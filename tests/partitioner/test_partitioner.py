@@ -85,6 +85,7 @@ def trained(build, strategy, x, y, **fit):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("plan", [None, "fsdp", "tensor_parallel", "auto"])
 @pytest.mark.parametrize("rows", [5, 13])
@@ -96,6 +97,7 @@ def test_embeddings_of_ragged_rows(mesh, plan, rows):
     assert_close(model.get_weights(), expected.get_weights())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("rows", [8, 13])
 def test_kernels_of_grouped_convolutions(mesh, rows):
@@ -105,6 +107,7 @@ def test_kernels_of_grouped_convolutions(mesh, rows):
     assert_close(model.get_weights(), expected.get_weights())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"run_eagerly": True}, {"steps_per_execution": 2}], ids=str)
 @pytest.mark.parametrize(
     ("build", "data"), [(embedding_classifier, tokens), (grouped, images)], ids=["ids", "images"]
@@ -162,6 +165,7 @@ class Confusion(keras.metrics.Metric):
 
 
 # Keras asks for int64 labels.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64:UserWarning")
 @pytest.mark.parametrize("mesh", [{"data": 8}, *MESHES], ids=str)
 def test_metrics_that_count_are_exact(mesh):
@@ -288,6 +292,7 @@ def test_rows_of_pooled_images_stay_where_they_are(rows):
     assert set(gathered) == {"f32[1152,4]"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"data": 8}, *MESHES], ids=str)
 @pytest.mark.parametrize("rows", [8, 13])
 def test_a_program_without_a_fault_is_the_same_text(mesh, rows, monkeypatch):
@@ -393,6 +398,7 @@ def test_faults_say_what_is_wrong_and_what_is_done():
     assert all(fault.seen for fault in FAULTS)
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize("rows", [16, 13])
 @pytest.mark.parametrize("case", ["grouped", "embedding", "sorting"])

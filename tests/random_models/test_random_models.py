@@ -42,6 +42,7 @@ FAILED = {
 }
 
 
+@pytest.mark.slow
 def test_what_failed_before():
     programs = [drawn(number, fixed) for number, fixed in enumerate(FAILED.values())]
     found = run.run_all(programs, timeout=300)

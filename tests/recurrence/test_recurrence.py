@@ -117,6 +117,7 @@ def cases_of(name, variants, steps):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CELLS)
 def test_equals_autodiff_of_a_plain_scan(name):
     cases = list(cases_of(name, VARIANTS, steps=(7, 7, 3)))
@@ -132,6 +133,7 @@ def test_long_sequences_and_segments_found_by_themselves():
     check([case(rec.LSTM(), steps=64, mask="padded", segment=rec.check_segment("auto", 64))])
 
 
+@pytest.mark.slow
 @settings(max_examples=4, deadline=None, derandomize=True)
 @given(
     name=st.sampled_from(sorted(CELLS)),
@@ -149,6 +151,7 @@ def test_any_options_equal_autodiff(name, steps, batch, segment, unroll, mask, f
     check([case(CELLS[name], steps=steps, batch=batch, mask=mask, sequences=sequences, **loop)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pin_layout", [False, True])
 def test_gradients_are_differentiable(pin_layout):
     def squared(scale):

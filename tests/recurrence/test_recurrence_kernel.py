@@ -45,12 +45,14 @@ VARIANTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CELLS)
 def test_equals_autodiff_of_a_plain_scan(name):
     variants = [ON_TPU | variant for variant in VARIANTS]
     check(list(cases_of(name, variants, steps=(6, 8, 1))))
 
 
+@pytest.mark.slow
 @settings(max_examples=4, deadline=None, derandomize=True)
 @given(
     name=st.sampled_from(sorted(CELLS)),
@@ -68,6 +70,7 @@ def test_any_options_equal_autodiff(name, steps, parts, unroll, mask, flags):
     check([case(CELLS[name], steps=steps, batch=4 * parts, mask=mask, **loop)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CELLS)
 @pytest.mark.parametrize("keep", [True, False])
 def test_two_directions_in_one_kernel(name, keep):
@@ -93,6 +96,7 @@ def test_two_directions_in_one_kernel(name, keep):
     close(gradients(kernel), gradients(plain))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["lstm", "gru_before"])
 def test_equals_autodiff_with_a_simulated_memory(name):
     # Copies between HBM and VMEM run as on a TPU, and nothing is zero that nobody wrote.
@@ -106,6 +110,7 @@ def test_equals_autodiff_with_a_simulated_memory(name):
     )
 
 
+@pytest.mark.slow
 def test_operands_are_rounded_as_without_a_kernel():
     rng = np.random.default_rng(0)
     weights = weights_of_case(rec.LSTM(), rng)
@@ -128,6 +133,7 @@ def test_operands_are_rounded_as_without_a_kernel():
     assert np.abs(rounded.recurrent - full.recurrent).max() > 1e-4
 
 
+@pytest.mark.slow
 def test_gradients_are_differentiable_and_mapped():
     rng = np.random.default_rng(0)
     weights = weights_of_case(rec.GRU(), rng)
@@ -185,6 +191,7 @@ def test_the_rule_says_when_there_is_a_kernel_and_why_not():
     assert tpu(core=rec.Core(16 * 2**20), batch=100).kernel.parts == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", ["LSTM", "GRU", "SimpleRNN", "Bidirectional"])
 def test_layers_under_a_strategy_equal_those_of_keras(layer, monkeypatch):
     rng = np.random.default_rng(0)
@@ -231,6 +238,7 @@ def several_layers():
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_compiler
 @pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu (extra 'tpu') is not installed"

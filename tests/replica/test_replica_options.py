@@ -40,6 +40,7 @@ def compilations():
     return counted
 
 
+@pytest.mark.slow
 def test_lengths_1_to_100_compile_at_most_7_programs(two):
     """Equal to the unpadded ones: what is computed along the length, and what is reduced."""
     rng = np.random.default_rng(0)

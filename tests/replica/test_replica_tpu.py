@@ -44,6 +44,7 @@ def compiled_for_tpu(strategy, function, args, topology):
     )
 
 
+@pytest.mark.slow
 def test_a_step_of_4_replicas_of_2_logical_devices_compiles():
     strategy = ktd.TPUStrategy({"data": 4, "model": 2}, [("hidden/kernel", (None, "model"))])
     layers = keras.layers

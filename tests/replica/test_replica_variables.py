@@ -187,6 +187,7 @@ def test_a_variable_that_moves_between_strategies(devices):
         assert v.value.sharding.mesh == strategy.mesh
 
 
+@pytest.mark.slow
 def test_what_is_built_inside_gets_its_values_outside(four):
     """Layers and optimizers that create their variables at the first call, as in TF."""
     x = np.random.default_rng(0).normal(size=(8, 3)).astype("float32")
@@ -272,6 +273,7 @@ def custom_loop(strategy, optimizer, x, y, batch_size, epochs=2):
     return history, model.get_weights()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "layout", "optimizer"),
     [
@@ -458,6 +460,7 @@ def test_a_step_is_one_all_reduce(four):
     assert sum(sizes) == (6 * 8 + 8) + (8 + 8) + (8 + 1) + (8 + 8) + 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inner", [keras.optimizers.SGD, keras.optimizers.Adam])
 @pytest.mark.parametrize("mesh", [{"data": 8}, {"data": 4, "model": 2}], ids=str)
 def test_loss_scaling_applies_skips_and_rescales_inside(mesh, inner):

@@ -35,6 +35,7 @@ class Ends(keras.callbacks.Callback):
         self.test.append(batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("steps", "tail", "n"), [(1, 0, 1), (40, 3, 20)])
 def test_like_one_by_one_in_few_launches(steps, tail, n):
     x, y = data(4 * steps + tail)

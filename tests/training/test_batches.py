@@ -135,6 +135,7 @@ def _fit(strategy, x, y=None, build=mlp, **options):
     return [history, model.get_weights()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["jax", "list", "float64", "pydataset", "on_mesh"])
 def test_kinds_of_arrays(kind):
     expected = _fit(None, X, Y, batch_size=10)
@@ -176,6 +177,7 @@ def _functional():
     return [one], keras.layers.Dense(3, activation="softmax")(one)
 
 
+@pytest.mark.slow
 def test_time_major_input():
     class TimeMajor(keras.Model):
         def __init__(self):
@@ -266,6 +268,7 @@ def test_batches_whose_rank_or_structure_changes():
     assert_close(found, expected)
 
 
+@pytest.mark.slow
 def test_one_compilation_for_each_true_shape():
     traces = []
 

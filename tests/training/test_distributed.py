@@ -190,6 +190,7 @@ def test_bad_datasets(four):
         next(iter(four.distribute_datasets_from_function(lambda c: [x, (x, x), x, x])))
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(
     rows=st.integers(1, 11),

@@ -86,6 +86,7 @@ def check(build, run, meshes=MESHES, tolerance=1e-5, **strategy):
         assert_close(found, expected, tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [8, 30, 32, 64])
 @pytest.mark.parametrize("name", MODELS)
 def test_fit_equals_one_device(name, batch_size):
@@ -93,6 +94,7 @@ def test_fit_equals_one_device(name, batch_size):
     check(MODELS[name], lambda m: results(m, x, y, batch_size=batch_size, epochs=3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [8, 30, 32, 64])
 def test_two_inputs_two_outputs_with_sample_and_class_weights(batch_size):
     def build():
@@ -126,6 +128,7 @@ def test_two_inputs_two_outputs_with_sample_and_class_weights(batch_size):
     check(build, run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [30, 64])
 def test_class_weight(batch_size):
     x, y = data()
@@ -133,6 +136,7 @@ def test_class_weight(batch_size):
     check(mlp, lambda m: results(m, x, y, batch_size=batch_size, epochs=3, class_weight=weight))
 
 
+@pytest.mark.slow
 def test_validation_split_and_validation_data():
     x, y = data()
     check(mlp, lambda m: results(m, x, y, batch_size=30, epochs=3, validation_split=0.21))
@@ -144,6 +148,7 @@ def test_validation_split_and_validation_data():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 def test_evaluate_and_predict_for_every_number_of_rows(mesh):
     x, y = data(33)
@@ -159,6 +164,7 @@ def test_evaluate_and_predict_for_every_number_of_rows(mesh):
         assert_close(evaluation, [losses[:n].mean(), hits[:n].mean()])
 
 
+@pytest.mark.slow
 def test_steps_per_epoch_continues_through_the_data():
     x, y = data()
 
@@ -193,6 +199,7 @@ def test_one_generator_through_two_fits_is_read_no_further_than_on_one_device():
     check(mlp, run)
 
 
+@pytest.mark.slow
 def test_generator_whose_batches_change_size():
     x, y = data()
 
@@ -209,6 +216,7 @@ def test_generator_whose_batches_change_size():
     check(mlp, run)
 
 
+@pytest.mark.slow
 def test_run_eagerly():
     def build():
         model = mlp()
@@ -221,6 +229,7 @@ def test_run_eagerly():
     check(build, lambda m: results(m, x, y, batch_size=10, epochs=1), meshes=MESHES[:1])
 
 
+@pytest.mark.slow
 def test_steps_per_execution():
     def build():
         model = mlp()
@@ -294,6 +303,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers(name):
     def build():
@@ -305,6 +315,7 @@ def test_optimizers(name):
     check(build, lambda m: results(m, x, y, batch_size=30, epochs=3))
 
 
+@pytest.mark.slow
 def test_mixed_bfloat16():
     def build():
         keras.config.set_dtype_policy("mixed_bfloat16")
@@ -328,6 +339,7 @@ class LargestConfidence(keras.metrics.Metric):
         return keras.ops.convert_to_tensor(self.largest)
 
 
+@pytest.mark.slow
 def test_metrics_are_exact_on_ragged_tails():
     def build():
         model = keras.Sequential(
@@ -351,6 +363,7 @@ def test_metrics_are_exact_on_ragged_tails():
     check(build, lambda m: results(m, x, y, batch_size=30, epochs=2))
 
 
+@pytest.mark.slow
 def test_train_test_and_predict_on_batch():
     x, y = data(13)
 
@@ -369,6 +382,7 @@ def test_train_test_and_predict_on_batch():
     check(mlp, run)
 
 
+@pytest.mark.slow
 def test_split_weights_on_several_axes():
     x, y = data()
     rules = [("hidden/kernel", (None, ("data", "model"))), ("out/kernel", ("model",))]
@@ -380,6 +394,7 @@ def test_split_weights_on_several_axes():
     )
 
 
+@pytest.mark.slow
 def test_stock_layout_map():
     def build(strategy=None):
         return mlp()

@@ -54,6 +54,7 @@ class RaiseAfter(keras.callbacks.Callback):
     on_test_batch_end = on_predict_batch_end = on_train_batch_end
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("donate", [True, False])
 @pytest.mark.parametrize("step", [0, 1, 3])
 @pytest.mark.parametrize("error", [ValueError("bad logs"), KeyboardInterrupt()])
@@ -65,6 +66,7 @@ def test_callback_that_raises_in_fit(donate, step, error):
     _still_trains(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("donate", [True, False])
 @pytest.mark.parametrize("step", [2, 3])
 @pytest.mark.parametrize("prefetch", [0, 2])

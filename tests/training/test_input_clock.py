@@ -47,6 +47,7 @@ def _input_threads():
     return [t.name for t in threading.enumerate() if t.name.startswith("keras_tpu_dist")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 4])
 def test_a_stall_is_an_error_that_keeps_the_steps_before_it(n):
     release = threading.Event()
@@ -68,6 +69,7 @@ def test_a_stall_is_an_error_that_keeps_the_steps_before_it(n):
     assert "keras_tpu_dist input" not in _input_threads()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 4])
 def test_in_time_changes_nothing(n):
     model = built(_build(n), ktd.TPUStrategy(input_timeout_s=20))
@@ -125,6 +127,7 @@ def test_bad_timeouts(timeout):
         ktd.TPUStrategy(input_timeout_s=timeout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 4])
 def test_a_slow_generator_is_reported_at_the_end_of_the_epoch(n, caplog):
     strategy = ktd.TPUStrategy()

@@ -74,6 +74,7 @@ def histories(strategy, *args, build=mlp, **fit):
     return {**history, "weights": model.get_weights()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("source", SOURCES)
 def test_every_library_equals_arrays(source, mesh):
@@ -87,6 +88,7 @@ def test_every_library_equals_arrays(source, mesh):
     assert_close(model.predict(make(X), verbose=0), stock.predict(X, BATCH, verbose=0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, 3])
 def test_tf_data_infinite_weighted_and_cached(steps):
     tf = library("tensorflow")
@@ -109,6 +111,7 @@ def test_tf_data_infinite_weighted_and_cached(steps):
     assert_close(found, expected)
 
 
+@pytest.mark.slow
 def test_tf_data_of_dicts():
     tf = library("tensorflow")
 
@@ -133,6 +136,7 @@ def test_a_tf_dataset_can_still_be_distributed_by_hand():
     assert strategy.gather(batches[0][0], 0).shape == (BATCH, X.shape[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [80, 77])
 @pytest.mark.parametrize("steps_per_epoch", [3, 5, 10])
 @pytest.mark.parametrize("launch", [1, 2, 4, "auto"])
@@ -163,6 +167,7 @@ def test_steps_of_an_epoch_that_launches_do_not_fill(rows, steps_per_epoch, laun
     assert_close(made[1][1], made[0][1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("launch", "steps_per_epoch"), [(2, 6), (3, 4), (4, 3), (3, 7), (2, 5), (8, 6)]
 )
@@ -183,6 +188,7 @@ def test_inputs_of_unknown_length_that_end_within_a_launch(launch, steps_per_epo
     assert_close(made[1], expected[1])
 
 
+@pytest.mark.slow
 def test_a_pairwise_table_of_launches_and_epochs():
     for batches, per_epoch, launch in itertools.product((6, 20), (4, 6), (3, 4)):
         x, y = data(rows=8 * batches)

@@ -33,6 +33,7 @@ def _on_mesh(model, strategy):
     )
 
 
+@pytest.mark.slow
 def test_fit_outside_of_the_scope_keeps_the_strategy(expected):
     strategy = ktd.TPUStrategy()
     model = built(mlp, strategy)
@@ -42,6 +43,7 @@ def test_fit_outside_of_the_scope_keeps_the_strategy(expected):
     assert keras.distribution.distribution() is None
 
 
+@pytest.mark.slow
 def test_set_distribution_is_enough(expected):
     strategy = ktd.TPUStrategy()
     keras.distribution.set_distribution(strategy)
@@ -66,6 +68,7 @@ def test_model_optimizer_and_metric_built_before_the_scope_are_moved_once(expect
     assert "build and compile inside strategy.scope()" in told[0]
 
 
+@pytest.mark.slow
 def test_a_model_that_trained_on_one_device_goes_on_under_a_strategy():
     def run(model):
         return results(model, X, Y, batch_size=30, epochs=2, shuffle=False)
@@ -83,6 +86,7 @@ def test_a_model_that_trained_on_one_device_goes_on_under_a_strategy():
     assert all("model" in v.value.sharding.spec for v in slots)
 
 
+@pytest.mark.slow
 def test_a_model_moves_to_the_strategy_it_is_called_under(expected, caplog):
     caplog.set_level(logging.INFO, "keras_tpu_dist")
     one, two = ktd.TPUStrategy(), ktd.TPUStrategy({"data": 4, "model": 2})
@@ -97,6 +101,7 @@ def test_a_model_moves_to_the_strategy_it_is_called_under(expected, caplog):
     assert _on_mesh(model, two)
 
 
+@pytest.mark.slow
 def test_model_compiled_in_another_scope_than_it_was_built_in(expected):
     one, two = ktd.TPUStrategy(), ktd.TPUStrategy({"data": 4, "model": 2})
     model = built(mlp, one)
@@ -121,6 +126,7 @@ def test_another_distribution_is_refused_clearly():
     assert_close(model.get_weights(), before, 0)
 
 
+@pytest.mark.slow
 def test_clear_session_does_not_turn_distribution_off(expected, caplog):
     strategy = ktd.TPUStrategy()
     model = built(mlp, strategy)
@@ -169,6 +175,7 @@ def test_the_strategy_itself_is_no_context():
             pass
 
 
+@pytest.mark.slow
 def test_an_unbuilt_model_is_built_on_the_mesh():
     def build():
         model = keras.Sequential([keras.layers.Dense(4), keras.layers.Dense(3)])
@@ -207,6 +214,7 @@ def test_cloned_models_and_submodels():
     assert _on_mesh(outer, strategy)
 
 
+@pytest.mark.slow
 def test_a_strategy_does_not_keep_models_alive():
     strategy = ktd.TPUStrategy()
     model = built(mlp, strategy)

@@ -53,6 +53,7 @@ def test_a_strategy(kind, way):
         assert dict(again._layout.items()).keys() == dict(strategy._layout.items()).keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_a_model_keeps_its_strategy_and_trains_on(way):
     x, y = data()
@@ -132,6 +133,7 @@ def test_a_trainer_that_is_no_model(layout):
     assert_close(trained(ktd.TPUStrategy({"data": 4, "model": 2}, layout)), trained(None))
 
 
+@pytest.mark.slow
 def test_what_costs_time_or_memory_is_a_warning_once(caplog):
     once.forget()
     for _ in range(2):

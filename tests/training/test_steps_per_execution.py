@@ -70,6 +70,7 @@ def _run(model, x, y, batch_size=4, epochs=2):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tail", [0, 3])
 @pytest.mark.parametrize("steps", [1, 7, 64, 100])
 def test_any_number_of_steps_equals_one_by_one(steps, tail):
@@ -86,6 +87,7 @@ def test_any_number_of_steps_equals_one_by_one(steps, tail):
             assert len([t for t in model.traces if t[0] == kind]) <= bound
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -101,6 +103,7 @@ def test_optimizers_under_a_scan(optimizer):
     assert_close(_run(built(_build(4, optimizer), _strategy()), x, y), expected, 1e-6)
 
 
+@pytest.mark.slow
 def test_generators_with_steps_per_epoch_stop_exactly():
     x, y = data(4 * 30)
 
@@ -123,6 +126,7 @@ def test_generators_with_steps_per_epoch_stop_exactly():
         assert_close(run(built(_build(n), _strategy())), expected)
 
 
+@pytest.mark.slow
 def test_batches_of_changing_size_in_one_launch():
     x, y = data(60)
 
@@ -139,6 +143,7 @@ def test_batches_of_changing_size_in_one_launch():
     assert_close(run(built(_build(3), _strategy())), run(built(_build(1), None)))
 
 
+@pytest.mark.slow
 def test_an_error_in_the_middle_of_a_group_keeps_the_steps_before_it():
     x, y = data(40)
 
