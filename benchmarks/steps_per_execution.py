@@ -91,7 +91,7 @@ def launch_bytes(strategy, model, n, x, y, batch_size):
     batches = [(x[part], y[part]) for part in rows]
     variables = _keras.state_variables(model)
     with strategy.scope():
-        placer = strategy._placer
+        placer = strategy.placer
         batch = placer.place_many(batches) if n > 1 else placer.place(batches[0])
         donate = states_to_keep("auto", variables) == 0
         step = loop.jitted_step(model, "train", placer, donate, scanned=n > 1)

@@ -1,10 +1,7 @@
 """TPUStrategy: the distribution under which plain Keras models run on a mesh."""
 
-import contextlib
 import logging
-import math
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,35 +16,22 @@ from keras_tpu_dist.dryrun.retarget import DryRuns
 from keras_tpu_dist.hardware.assignment import DeviceAssignment
 from keras_tpu_dist.hardware.mesh import MeshLike, build_mesh, checked_data_axes, replicated_batch
 from keras_tpu_dist.hardware.topology import Topology, start_without_tpu
-from keras_tpu_dist.layout.annotations import place_output
 from keras_tpu_dist.layout.explain import Explanation, VariableRow, explain_model, one_row
-from keras_tpu_dist.layout.lint import LintReport, lint_model, log_report
+from keras_tpu_dist.layout.layouts import Layouts
+from keras_tpu_dist.layout.lint import LintReport, lint_model
 from keras_tpu_dist.layout.pictures import ModelPicture, Picture, picture_of_mesh, picture_of_tensor
-from keras_tpu_dist.layout.placement import Placement, Setting, place
-from keras_tpu_dist.layout.planner import PLANS, Plan, Planner
-from keras_tpu_dist.layout.rules import (
-    Decision,
-    LayoutRules,
-    check_axis_names,
-    checked,
-    decide,
-    named_sharding,
-)
+from keras_tpu_dist.layout.placement import Placement
+from keras_tpu_dist.layout.planner import Plan
 from keras_tpu_dist.logical.devices import LogicalDevices
 from keras_tpu_dist.replica.run import ReplicaCode
 from keras_tpu_dist.training import membership, pickling
-from keras_tpu_dist.training.auto_steps import AutoSteps
 from keras_tpu_dist.training.batches import BatchPlacer
-from keras_tpu_dist.training.guard import StateGuard, recover, states_to_keep
-from keras_tpu_dist.training.input_clock import InputReports, TimedInput, checked_timeout
-from keras_tpu_dist.training.iterator import DeviceIterator
-from keras_tpu_dist.training.loop import StepLoop
+from keras_tpu_dist.training.input_clock import InputWait
+from keras_tpu_dist.training.options import Options
+from keras_tpu_dist.training.runner import Runner
 
 
-class TPUStrategy(
-    *(ReplicaCode, LogicalDevices, AutoSteps, InputReports, DryRuns),
-    keras.distribution.ModelParallel,
-):
+class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.ModelParallel):
     """Trains a plain Keras model on a mesh of TPU chips, exactly as on one device.
 
     Build and compile the model inside `strategy.scope()`; then call `fit`, `evaluate`, `predict`
@@ -129,47 +113,30 @@ class TPUStrategy(
         }
         if self._topology is not None and not isinstance(mesh, DeviceAssignment):
             devices = _described_devices(self._topology, devices)
-        self._check_options(prefetch, donate_state)
+        options = Options(prefetch, donate_state, input_timeout_s)
         if mesh is None and isinstance(layout, keras.distribution.LayoutMap):
             mesh = layout.device_mesh
         device_mesh = build_mesh(mesh, devices)
         names = tuple(device_mesh.axis_names)
-        self._data_axes = checked_data_axes(data_axes, names)
-        if data_axes is None and not self._data_axes and device_mesh.backend_mesh.size > 1:
+        split = checked_data_axes(data_axes, names)
+        if data_axes is None and not split and device_mesh.backend_mesh.size > 1:
             say_once(replicated_batch(names), logging.WARNING)
-        layout_map = keras.distribution.LayoutMap(device_mesh)
-        if isinstance(layout, keras.distribution.LayoutMap):
-            layout_map = layout
-            check_axis_names(LayoutRules.from_layout_map(layout), names)
+        given = isinstance(layout, keras.distribution.LayoutMap)
+        layout_map = layout if given else keras.distribution.LayoutMap(device_mesh)
+        self.layouts = Layouts(
+            *(device_mesh.backend_mesh, split, layout, shard_optimizer, batch_axis == 0)
+        )
         super().__init__(layout_map=layout_map, batch_dim_name=names[0])
         self._device_mesh = device_mesh
-        self._batch_dim_name = self._data_axes[0] if self._data_axes else None
-        self._layout = _checked_layout(layout, names)
-        self._mesh = device_mesh.backend_mesh
-        if isinstance(self._layout, Planner):
-            self._layout.check_mesh(self._mesh, self._data_axes)
-        if shard_optimizer and not self._data_axes:
-            raise ValueError(
-                message(
-                    "shard_optimizer splits optimizer slots over the data axes.",
-                    received={"shard_optimizer": True, "data axes": ()},
-                    fix='Add an axis "data" to the mesh, or name one with data_axes=.',
-                )
-            )
-        self._setting = Setting(
-            self._mesh, self._data_axes, self._layout, bool(shard_optimizer), batch_axis == 0
-        )
-        self._running_member: membership.Membership | None = None
-        self._placer = BatchPlacer(self._mesh, self._data_axes, batch_axis)
-        on_cpu = self._mesh.devices.flat[0].platform == "cpu"
-        self._prefetch = prefetch if prefetch is not None else 0 if on_cpu else 2
-        self._donate_state = donate_state
-        self._input_timeout_s = checked_timeout(input_timeout_s)
+        self._batch_dim_name = split[0] if split else None
+        self.placer = BatchPlacer(self.layouts.mesh, split, batch_axis)
+        only_described = None if self._topology is None else self._topology.name
+        self.runner = Runner(self.layouts, self.placer, options, only_described)
 
     @property
     def mesh(self) -> Mesh:
         """The `jax.sharding.Mesh`."""
-        return self._mesh
+        return self.layouts.mesh
 
     @property
     def topology(self) -> Topology | None:
@@ -179,22 +146,27 @@ class TPUStrategy(
     @property
     def data_axes(self) -> tuple[str, ...]:
         """The mesh axes that split the batch."""
-        return self._data_axes
+        return self.layouts.data_axes
 
     @property
     def num_replicas_in_sync(self) -> int:
         """The number of parts the batch is split into."""
-        return self._placer.num_shards
+        return self.placer.num_shards
 
     @property
     def num_model_replicas(self) -> int:
         """Keras's name for `num_replicas_in_sync`."""
-        return self._placer.num_shards
+        return self.placer.num_shards
 
     @property
     def num_hosts(self) -> int:
         """The number of processes whose devices are in the mesh."""
-        return len({device.process_index for device in self._mesh.devices.flat})
+        return len({device.process_index for device in self.layouts.mesh.devices.flat})
+
+    @property
+    def input_wait(self) -> InputWait | None:
+        """How long the devices waited for input in the last epoch that was trained, or `None`."""
+        return self.runner.reports.input_wait
 
     def scope(self) -> membership.Scope:
         """A context in which models are built, compiled and run on this strategy's mesh.
@@ -237,16 +209,7 @@ class TPUStrategy(
             path: The layer's path and `/output`. An annotation on the layer comes first, then a
                 rule for this path, then the plan of the model that is running.
         """
-        member = self._running_member
-        placement = None if member is None else member.placement
-        layer = path.removesuffix("/output")
-        if placement is not None and layer in placement.annotations.outputs:
-            return _output_layout(self._mesh, placement.annotations.outputs[layer])
-        decision = decide(path, self._layout)
-        if decision is not None:
-            return named_sharding(self._mesh, decision.axes)
-        planned = {} if placement is None else placement.layouts_of_outputs()
-        return _output_layout(self._mesh, planned[layer]) if layer in planned else None
+        return self.runner.output_layout(path)
 
     def plan(self, model: Any) -> Plan:
         """The layouts that the strategy's plan gives a built model.
@@ -260,15 +223,7 @@ class TPUStrategy(
         Raises:
             ValueError: If the strategy's layout is not a plan.
         """
-        if not isinstance(self._layout, Planner):
-            raise ValueError(
-                message(
-                    "Only a strategy whose layout is a plan can plan.",
-                    received={"layout": self._layout},
-                    fix='Use layout="fsdp", "tensor_parallel" or "auto".',
-                )
-            )
-        return self._layout.plan(model, self._mesh, self._data_axes)
+        return self.layouts.planned(model)
 
     def explain(self, model: Any, path: str | None = None) -> Explanation | VariableRow:
         """Where each variable of a model lies, its bytes, and why.
@@ -284,7 +239,7 @@ class TPUStrategy(
         Raises:
             ValueError: If not exactly one variable has the path.
         """
-        explanation = explain_model(model, self.placement(model), self._mesh)
+        explanation = explain_model(model, self.placement(model), self.layouts.mesh)
         return explanation if path is None else one_row(explanation, path)
 
     def lint(
@@ -306,10 +261,14 @@ class TPUStrategy(
         foreign = [
             v.path
             for v in _keras.state_variables(model)
-            if not self._owns(_keras.variable_layout(v))
+            if not self.layouts.owns(_keras.variable_layout(v))
         ]
         report = lint_model(
-            model, self.placement(model), self._setting, batch_size=batch_size, foreign=foreign
+            model,
+            self.placement(model),
+            self.layouts.setting,
+            batch_size=batch_size,
+            foreign=foreign,
         )
         return report.raise_if_bad() if strict else report
 
@@ -327,9 +286,9 @@ class TPUStrategy(
             ValueError: If it is none of these.
         """
         if what is None or isinstance(what, Mesh | keras.distribution.DeviceMesh):
-            return picture_of_mesh(self._mesh if not isinstance(what, Mesh) else what)
+            return picture_of_mesh(self.layouts.mesh if not isinstance(what, Mesh) else what)
         if isinstance(what, keras.Model):
-            return ModelPicture(explain_model(what, self.placement(what), self._mesh))
+            return ModelPicture(explain_model(what, self.placement(what), self.layouts.mesh))
         if isinstance(what, keras.Variable):
             return picture_of_tensor(what.path, what.shape, self.get_variable_layout(what))
         if isinstance(what, jax.Array) and isinstance(what.sharding, NamedSharding):
@@ -344,150 +303,25 @@ class TPUStrategy(
 
     def placement(self, model: Any) -> Placement:
         """What decides about each variable of a model, and why; `explain` prints it."""
-        return place(model, self._setting, membership.given_layout)
+        return self.layouts.placement(model, membership.given_layout)
 
     def get_data_layout(self, data_shape: Sequence[int]) -> NamedSharding:
         """The layout of an input whose first dimension is the batch."""
-        return self._placer.sharding(0 if len(data_shape) else None)
+        return self.placer.sharding(0 if len(data_shape) else None)
 
     def __reduce__(self):
         recipe = (
-            pickling.mesh_recipe(self._mesh, self._given_mesh, self._topology),
-            pickling.layout_recipe(self._layout),
+            pickling.mesh_recipe(self.layouts.mesh, self._given_mesh, self._topology),
+            pickling.layout_recipe(self.layouts.layout),
             None if isinstance(self._given_mesh, DeviceAssignment) else self._topology,
             self._given,
         )
         return _made_again, (type(self), *recipe)
 
     def __repr__(self):
-        platform = self._mesh.devices.flat[0].platform
-        return f"<TPUStrategy mesh={dict(self._mesh.shape)} on {self._mesh.size} {platform}>"
-
-    def _target(self, variable, placement: Placement) -> Any:
-        """The layout a variable of a known model should have."""
-        given = membership.given_layout(variable)
-        if given is not None and not placement.is_slot(variable):
-            return self._translate(variable, given)
-        return named_sharding(self._mesh, placement.decision(variable).axes)
-
-    def _place_output(self, outputs, layout):
-        return place_output(outputs, layout, self._mesh)
-
-    def _rule_layout(self, variable) -> NamedSharding:
-        decision = decide(variable.path, self._layout)
-        if decision is None and isinstance(self._layout, Planner):
-            decision = self._layout.before_build(variable.shape, self._mesh, self._data_axes)
-        if decision is None:
-            return named_sharding(self._mesh)
-        checked(decision, variable.path, variable.shape, self._mesh)
-        return named_sharding(self._mesh, decision.axes)
-
-    def _translate(self, variable, given: Any) -> NamedSharding:
-        """A layout that a user gave a variable, on this strategy's mesh."""
-        if isinstance(given, keras.distribution.TensorLayout):
-            axes = tuple(given.axes)
-        elif isinstance(given, NamedSharding):
-            axes = tuple(given.spec)
-        else:
-            return given
-        check_axis_names(LayoutRules([(variable.path, axes)]), self._mesh.axis_names)
-        decision = Decision(axes, "the variable's own layout")
-        checked(decision, variable.path, variable.shape, self._mesh)
-        return named_sharding(self._mesh, axes)
-
-    def _owns(self, layout: Any) -> bool:
-        return isinstance(layout, NamedSharding) and layout.mesh == self._mesh
-
-    @contextlib.contextmanager
-    def _running(self, model, name: str, args: tuple, kwargs: Mapping):
-        if self._topology is not None:
-            raise RuntimeError(
-                message(
-                    "A strategy for a slice that is only named can compile a model, not run it.",
-                    received=f"{name} with topology={self._topology.name!r}.",
-                    fix="Leave `topology` out to run on the devices that are here; to see what "
-                    "the slice would do, use keras_tpu_dist.dry_run.",
-                )
-            )
-        _check_input(name, args, kwargs)
-        with self.scope():
-            member = membership.adopt(model, self)
-            if _keras.has_state(model):
-                # Called within a fit, from a callback: the variables hold that fit's newest
-                # state, and the fit reads it from there when it goes on.
-                _keras.forget_state(model)
-            try:
-                with self._as_running(member), self._auto_steps(model):
-                    yield
-            except BaseException:
-                if member.guard is not None and _keras.has_state(model):
-                    recover(model, member.guard)
-                raise
-            finally:
-                if member.guard is not None:
-                    member.guard.release(end_of_fit=name == "fit")
-
-    @contextlib.contextmanager
-    def _as_running(self, member: membership.Membership):
-        """The layouts of layers' outputs are those of this model's plan and annotations."""
-        outer, self._running_member = self._running_member, member
-        try:
-            yield
-        finally:
-            self._running_member = outer
-
-    def _make_function(self, model, kind: str):
-        member = membership.adopt(model, self)
-        if not member.linted and model.built:
-            member.linted = True
-            placement = member.placement or self.placement(model)
-            log_report(lint_model(model, placement, self._setting, cheap=True))
-        if member.guard is None:
-            kept = states_to_keep(self._donate_state, _keras.state_variables(model))
-            member.guard = StateGuard(kept)
-        auto = lambda: self._auto_model is model  # noqa: E731
-        return StepLoop(model, kind, self._placer, member.guard, auto)
-
-    def _state_read(self, model, state) -> None:
-        member = membership.of_model(model)
-        if member is not None and member.guard is not None:
-            member.guard.read(state)
-
-    def _batches(self, epoch_iterator) -> DeviceIterator:
-        if epoch_iterator.data_adapter.num_batches == 0:
-            raise ValueError(_no_data("an input without any batch"))
-        self._choose_steps(epoch_iterator)
-        batches = iter(epoch_iterator.data_adapter.get_jax_iterator())
-        if self._input_timeout_s is not None:
-            batches = TimedInput(batches, self._input_timeout_s)
-        steps, clock = epoch_iterator.steps_per_epoch, self._new_clock()
-        return DeviceIterator(
-            *(batches, self._prefetch, steps, clock, epoch_iterator.num_batches),
-            not_made=partial(_keras.uncount_steps, epoch_iterator),
-        )
-
-    def _host_batch(self, data):
-        return self._placer.checked(data)
-
-    @staticmethod
-    def _check_options(prefetch, donate_state):
-        counted = isinstance(prefetch, int) and not isinstance(prefetch, bool) and prefetch >= 0
-        if prefetch is not None and not counted:
-            raise ValueError(
-                message(
-                    "prefetch is a number of batches, 0 or more.",
-                    received={"prefetch": prefetch},
-                    fix="Write for example prefetch=2.",
-                )
-            )
-        if donate_state not in (True, False, "auto"):
-            raise ValueError(
-                message(
-                    "donate_state is True, False or 'auto'.",
-                    received={"donate_state": donate_state},
-                    fix="Leave it out for 'auto'.",
-                )
-            )
+        platform = self.layouts.mesh.devices.flat[0].platform
+        mesh = self.layouts.mesh
+        return f"<TPUStrategy mesh={dict(mesh.shape)} on {mesh.size} {platform}>"
 
 
 def _made_again(cls: type, mesh: Any, layout: Any, topology: Any, given: dict) -> TPUStrategy:
@@ -563,50 +397,3 @@ def _check_environment() -> None:
                 fix="Use one host, or keras.distribution.DataParallel.",
             )
         )
-
-
-def _output_layout(mesh, axes):
-    """One layout for all tensors as a sharding; a list or dict of layouts as it is."""
-    return axes if isinstance(axes, (list, dict)) else named_sharding(mesh, axes)
-
-
-def _checked_layout(layout, axis_names):
-    if layout is None or isinstance(layout, (keras.distribution.LayoutMap, Planner)):
-        return layout
-    if isinstance(layout, Plan):
-        layout = layout.rules()
-    if isinstance(layout, str) and layout in PLANS:
-        return Planner(layout)
-    if isinstance(layout, str) or not isinstance(layout, (LayoutRules, Sequence, Mapping)):
-        raise ValueError(
-            message(
-                "A layout is None, LayoutRules, a list of (pattern, axes) pairs, a LayoutMap or "
-                "one of the plans fsdp, tensor_parallel, auto.",
-                received={"layout": layout},
-                fix='Write for example layout=[("dense/kernel", (None, "model"))].',
-                name=layout if isinstance(layout, str) else None,
-                choices=PLANS,
-            )
-        )
-    rules = layout if isinstance(layout, LayoutRules) else LayoutRules(layout)
-    check_axis_names(rules, axis_names)
-    return rules
-
-
-def _check_input(name: str, args: tuple, kwargs: Mapping) -> None:
-    x = args[0] if args else kwargs.get("x")
-    if x is None:
-        raise ValueError(_no_data(f"{name}(x=None)"))
-    for leaf in keras.tree.flatten(x):
-        shape = getattr(leaf, "shape", None)
-        if isinstance(shape, tuple) and shape and math.prod(shape[:1]) == 0:
-            raise ValueError(_no_data(f"{name} on an array of shape {shape}"))
-
-
-def _no_data(received: str) -> str:
-    return message(
-        "fit, evaluate and predict need data with at least one row.",
-        received=f"{received}.",
-        fix="Pass arrays, a generator, a keras.utils.PyDataset, a tf.data.Dataset or a torch "
-        "DataLoader that yields at least one batch.",
-    )

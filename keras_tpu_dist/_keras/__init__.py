@@ -4,14 +4,14 @@ Keras resolves its JAX trainer at import, so `model.fit` can only be reached by 
 of that class. They are declared in one table (`seam`), and replaced when the first strategy is
 made; each looks for a strategy of ours and calls the stock method where there is none.
 
-A strategy, as the seam knows it, is a `keras.distribution.Distribution` with
+A strategy, as the seam knows it, is a `keras.distribution.Distribution` with a `runner`, which has
 
-- `_running(model, name, args, kwargs)`: a context around fit, evaluate, predict, *_on_batch;
-- `_make_function(model, kind)`: the step function for "train", "test" or "predict";
-- `_batches(epoch_iterator)`: the iterator over batches of one epoch;
-- `_host_batch(data)`: checks a batch of *_on_batch; the step function places it;
-- `_state_read(model, state)`: told when the training state is read from the variables;
-- `_place_output(outputs, layout)`: lays what a layer returned.
+- `running(strategy, model, name, args, kwargs)`: a context around fit, predict, *_on_batch, ...;
+- `make_function(strategy, model, kind)`: the step function for "train", "test" or "predict";
+- `batches(epoch_iterator)`: the iterator over batches of one epoch;
+- `host_batch(data)`: checks a batch of *_on_batch; the step function places it;
+- `state_read(model, state)`: told when the training state is read from the variables;
+- `place_output(outputs, layout)`: lays what a layer returned.
 
 Everything here would go if Keras offered: a `Distribution` hook for input batches and step
 functions, and a `Trainer` that gives its variables back on an exception.

@@ -2,8 +2,12 @@
 
 import collections
 import contextlib
+import contextvars
 import dataclasses
-from collections.abc import Iterator
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
 
 import jax.export
 import keras
@@ -21,7 +25,7 @@ def jax_backend_started() -> bool:
 
 @contextlib.contextmanager
 def abstract_variables() -> Iterator[None]:
-    """Keras variables made inside have a shape, a dtype and a layout, but no value.
+    """Keras variables made inside, by this thread, have a shape, a dtype and a layout, no value.
 
     Models of any size can be built this way without memory. Assigning to such a variable does
     nothing; reading it while layers are built or traced gives its initializer's value, as Keras
@@ -31,42 +35,86 @@ def abstract_variables() -> Iterator[None]:
     in it no optimizer can be constructed, and the variables are left in a global list that the
     next scope initializes.
     """
-
-    def initialize_with_initializer(self, initializer):
-        self._initialize_layout()
-        self._initializer = initializer
-        self._value = None
-
-    def deferred_initialize(self):
-        self._initialize_layout()
-
-    def initialize(self, value):
-        # scalars such as an optimizer's step count: in memory already, and read while compiling
-        self._shape = self._validate_shape(value.shape)
-        self._initialize_layout()
-        self._value = value
-
-    def direct_assign(self, value):
-        if self._value is not None:
-            self._value = value
-
-    replaced = {
-        "_initialize_with_initializer": initialize_with_initializer,
-        "_deferred_initialize": deferred_initialize,
-        "_initialize": initialize,
-        "_direct_assign": direct_assign,
-    }
-    kept = {name: vars(keras.Variable).get(name) for name in replaced}
-    for name, function in replaced.items():
-        setattr(keras.Variable, name, function)
+    token = _abstract.set(True)
+    _methods.take()
     try:
         yield
     finally:
-        for name, function in kept.items():
-            if function is None:
-                delattr(keras.Variable, name)
-            else:
-                setattr(keras.Variable, name, function)
+        _methods.give_back()
+        _abstract.reset(token)
+
+
+_abstract = contextvars.ContextVar("abstract", default=False)
+
+
+def _initialize_with_initializer(variable, initializer):
+    variable._initialize_layout()
+    variable._initializer = initializer
+    variable._value = None
+
+
+def _deferred_initialize(variable):
+    variable._initialize_layout()
+
+
+def _initialize(variable, value):
+    # scalars such as an optimizer's step count: in memory already, and read while compiling
+    variable._shape = variable._validate_shape(value.shape)
+    variable._initialize_layout()
+    variable._value = value
+
+
+def _direct_assign(variable, value):
+    if variable._value is not None:
+        variable._value = value
+
+
+class _Methods:
+    """Methods of `keras.Variable` that are other ones while a thread builds without values."""
+
+    _ABSTRACT: ClassVar = {
+        "_initialize_with_initializer": _initialize_with_initializer,
+        "_deferred_initialize": _deferred_initialize,
+        "_initialize": _initialize,
+        "_direct_assign": _direct_assign,
+    }
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._users = 0
+        self._own: dict[str, Any] = {}
+
+    def take(self) -> None:
+        with self._lock:
+            self._users += 1
+            if self._users > 1:
+                return
+            for name, abstract in self._ABSTRACT.items():
+                self._own[name] = vars(keras.Variable).get(name)
+                chosen = _by_thread(getattr(keras.Variable, name), abstract)
+                setattr(keras.Variable, name, chosen)
+
+    def give_back(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users:
+                return
+            for name, own in self._own.items():
+                if own is None:
+                    delattr(keras.Variable, name)
+                else:
+                    setattr(keras.Variable, name, own)
+
+
+def _by_thread(stock: Callable, abstract: Callable) -> Callable:
+    @functools.wraps(stock)
+    def chosen(variable, *args):
+        return (abstract if _abstract.get() else stock)(variable, *args)
+
+    return chosen
+
+
+_methods = _Methods()
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import jax
 import keras
 import numpy
 from keras.src.backend.jax import trainer as jax_trainer
+from keras.src.distribution import distribution_lib
 
 from keras_tpu_dist._keras import seam
 from keras_tpu_dist._keras.seam import Replacement
@@ -133,7 +134,7 @@ def _entry_point(find_strategy, name, stock, model, *args, **kwargs):
     strategy = find_strategy(model)
     if strategy is None:
         return stock(model, *args, **kwargs)
-    with strategy._running(model, name, args, kwargs):
+    with strategy.runner.running(strategy, model, name, args, kwargs):
         return stock(model, *args, **kwargs)
 
 
@@ -167,7 +168,7 @@ def _make_function(kind, stock, model, force=False):
     if strategy is None:
         return stock(model, force=force)
     if getattr(model, attribute) is None or force:
-        setattr(model, attribute, strategy._make_function(model, kind))
+        setattr(model, attribute, strategy.runner.make_function(strategy, model, kind))
     return getattr(model, attribute) if kind == "predict" else None
 
 
@@ -180,25 +181,27 @@ def _get_jax_state(stock, model, purge_model_variables=False, **groups):
     # What an earlier epoch left there is older than the variables.
     model._jax_state = None
     if groups.get("optimizer_variables"):
-        strategy._state_read(model, state)
+        strategy.runner.state_read(model, state)
     return state
 
 
 def _device_iterator(stock, epoch_iterator):
     strategy = active_strategy()
-    return stock(epoch_iterator) if strategy is None else strategy._batches(epoch_iterator)
+    return stock(epoch_iterator) if strategy is None else strategy.runner.batches(epoch_iterator)
 
 
 def _distribute_data(stock, data, *args, **kwargs):
     # Keras 3.16 asks for batches of several steps here; those are the device iterator's.
     strategy = active_strategy()
-    return stock(data, *args, **kwargs) if strategy is None else strategy._host_batch(data)
+    return stock(data, *args, **kwargs) if strategy is None else strategy.runner.host_batch(data)
 
 
 def _distribute_output(stock, tensor, layout):
     # Layer.__call__ reaches this name; stock knows tensors only, no tuples, dicts or states.
     strategy = active_strategy()
-    return stock(tensor, layout) if strategy is None else strategy._place_output(tensor, layout)
+    return (
+        stock(tensor, layout) if strategy is None else strategy.runner.place_output(tensor, layout)
+    )
 
 
 def _batch_end(kind, stock, callbacks, batch, logs=None):
@@ -252,7 +255,9 @@ def listens(callbacks: list, kind: str) -> bool:
 
 def is_strategy(distribution: Any) -> bool:
     """Whether a distribution is one that the seam serves."""
-    return hasattr(type(distribution), "_make_function")
+    return isinstance(distribution, distribution_lib.Distribution) and hasattr(
+        distribution, "runner"
+    )
 
 
 def active_strategy() -> Any:

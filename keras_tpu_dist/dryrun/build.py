@@ -114,7 +114,7 @@ def lower(
         ValueError: If `build` does not give a compiled model, or the batch does not fit.
     """
     started = time.perf_counter()
-    placer = strategy._placer
+    placer = strategy.placer
     kind = _checked_mode(mode)
     check_batch_size(batch_size, strategy)
     notes: list[str] = []
@@ -139,7 +139,7 @@ def lower(
         steps = model.steps_per_execution
         steps = MOST_STEPS if steps == "auto" else steps
         # a launch of N steps has N batches on the devices, and the next N are made ready meanwhile
-        ready = strategy._prefetch if steps == 1 else 2 * steps - 1
+        ready = strategy.runner.prefetch if steps == 1 else 2 * steps - 1
         return Lowered(
             program=pickle.dumps(_keras.without_vjp(exported)),
             donate=donate,
@@ -263,7 +263,7 @@ def _laid_out(model: keras.Model, strategy: Any) -> Iterator[None]:
     member = membership.Membership(strategy)
     for variable, layout in member.targets(model):
         _keras.set_layout(variable, layout)
-    with strategy._as_running(member):
+    with strategy.runner.call(member):
         yield
 
 
@@ -285,11 +285,11 @@ def _state(model: keras.Model, kind: str) -> tuple[list, ...]:
 
 
 def _donates(strategy: Any, kind: str, state: tuple) -> bool:
-    if kind != "train" or strategy._donate_state is False:
+    if kind != "train" or strategy.runner.options.donate_state is False:
         return False
     sizes = [_bytes_per_device(v) for v in jax.tree.leaves(state)]
     hbm_bytes = None if strategy.topology is None else strategy.topology.hbm_bytes
-    return states_that_fit(strategy._donate_state, sizes, hbm_bytes) == 0
+    return states_that_fit(strategy.runner.options.donate_state, sizes, hbm_bytes) == 0
 
 
 def _export(

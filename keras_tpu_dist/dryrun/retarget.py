@@ -7,14 +7,13 @@ from typing import Any, Self
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.dryrun.run import Build, DryRun, Progress, dry_run
 from keras_tpu_dist.hardware.topology import Topology
+from keras_tpu_dist.layout.layouts import Layouts
 
 
 class DryRuns:
     """What a strategy says about slices it does not have."""
 
-    _mesh: Any
-    _data_axes: tuple[str, ...]
-    _layout: Any
+    layouts: Layouts
     _given: Mapping[str, Any]
 
     def on_topology(self, topology: str | Topology, mesh: Mapping[str, int] | None = None) -> Self:
@@ -41,8 +40,8 @@ class DryRuns:
         """
         topology = Topology.parse(topology)
         if mesh is None:
-            mesh = _grown(dict(self._mesh.shape), self._data_axes, topology)
-        return type(self)(mesh, self._layout, topology=topology, **self._given)  # pyright: ignore
+            mesh = _grown(dict(self.layouts.mesh.shape), self.layouts.data_axes, topology)
+        return type(self)(mesh, self.layouts.layout, topology=topology, **self._given)  # pyright: ignore
 
     def dry_run(
         self,

@@ -200,7 +200,7 @@ def _whole_leaf(value, axis, options: RunOptions, strategy) -> Leaf:
         array = pad_host(np.asarray(array), axis, options, "an array")
     elif isinstance(array, jax.Array) and array.sharding.device_set != strategy._devices_as_set:
         # Computed on one device, for example taken out of local_results.
-        array = jax.device_put(array, strategy._placer.sharding(None))
+        array = jax.device_put(array, strategy.placer.sharding(None))
     return Leaf(array, length=axis)
 
 

@@ -138,8 +138,8 @@ class DistributedInput:
     topology: Any
     scope: Any
     num_replicas_in_sync: int
-    _placer: Any
-    _prefetch: int
+    placer: Any
+    runner: Any
 
     def distribute_dataset(
         self, dataset: Any, options: RunOptions | None = None, *, batch_size: int | None = None
@@ -193,7 +193,7 @@ class DistributedInput:
             )
         batches, length = _batches_of(dataset, batch_size)
         return DistributedDataset(
-            batches, lambda batch: self._place_global(batch, options), self._prefetch, length
+            batches, lambda batch: self._place_global(batch, options), self.runner.prefetch, length
         )
 
     def distribute_datasets_from_function(
@@ -218,7 +218,7 @@ class DistributedInput:
         return DistributedDataset(
             lambda: _groups(batches(), self.num_replicas_in_sync),
             self._place_parts,
-            self._prefetch,
+            self.runner.prefetch,
             steps,
         )
 
@@ -262,7 +262,7 @@ class DistributedInput:
         padded: list[tuple[int, int] | None] | None = None
         if options is not None and options.buckets is not None:
             batch, padded = _bucketed(batch, options)
-        placed = self._placer.place(batch)
+        placed = self.placer.place(batch)
         leaves, treedef = jax.tree.flatten(placed.data)
         number = self.num_replicas_in_sync
         spread = []
@@ -277,7 +277,7 @@ class DistributedInput:
         return jax.tree.unflatten(treedef, spread)
 
     def _place_parts(self, parts: list) -> Any:
-        columns, treedef, axes = _columns(parts, self._placer)
+        columns, treedef, axes = _columns(parts, self.placer)
         leaves = [self._place_column(column, axis) for column, axis in zip(columns, axes)]
         return jax.tree.unflatten(treedef, leaves)
 
@@ -289,7 +289,7 @@ class DistributedInput:
         true = (*(array.shape[axis] for array in arrays), *(0,) * missing)
         empty = np.zeros_like(arrays[0]).take([], axis)
         longer = [padded(a, axis, max(true)) for a in [*arrays, *[empty] * missing]]
-        joined = jax.device_put(np.concatenate(longer, axis), self._placer.sharding(axis))
+        joined = jax.device_put(np.concatenate(longer, axis), self.placer.sharding(axis))
         sizes = {axis: true} if len(set(true)) > 1 else {}
         return PerReplica(joined, self, axis=axis, sizes=sizes)
 

@@ -185,7 +185,7 @@ class Program:
                 "combined": [_constrained(*pair) for pair in zip(outputs["combined"], layouts[1])],
             }
 
-        by_replica = self._strategy._placer.sharding(0)
+        by_replica = self._strategy.placer.sharding(0)
         placed = {"outs": by_replica, "own": by_replica, "mirrored": None, "combined": None}
 
         def layouts(inputs):
@@ -202,7 +202,9 @@ class Program:
     def _layout(self, variable) -> Any:
         """Where a variable's new value goes; until it is adopted that is not known."""
         layout = _keras.variable_layout(variable)
-        return layout if self._strategy._owns(layout) else self._strategy._placer.sharding(None)
+        return (
+            layout if self._strategy.layouts.owns(layout) else self._strategy.placer.sharding(None)
+        )
 
     def _body(self, record: _Record, known: list, combine: set[int], inputs: dict) -> dict:
         """What one replica computes."""

@@ -156,7 +156,7 @@ class ReplicaCode(DistributedInput):
     @functools.cached_property
     def _replica_ids(self) -> jax.Array:
         ids = np.arange(self.num_replicas_in_sync, dtype=np.int32)
-        return jax.device_put(ids, self._placer.sharding(0))
+        return jax.device_put(ids, self.placer.sharding(0))
 
     @functools.cached_property
     def _devices_as_set(self) -> set:

@@ -169,7 +169,7 @@ def adopt_variables(variables: list, strategy: Any) -> None:
     moved = []
     for variable in variables:
         layout = _keras.variable_layout(variable)
-        if not strategy._owns(layout):
+        if not strategy.layouts.owns(layout):
             moved.append(variable.path)
             _keras.move_variable(variable, membership.choose_layout(variable, strategy))
         value = _keras.full_precision(variable)
@@ -195,7 +195,7 @@ def copies_of(variable: Any, strategy: Any) -> jax.Array:
     """
     value = _keras.full_precision(variable)
     combined, copies = getattr(variable, COPIES, (None, value))
-    sharding = strategy._placer.sharding(0)
+    sharding = strategy.placer.sharding(0)
     if combined is value and copies.sharding.is_equivalent_to(sharding, copies.ndim):
         return copies
     number = strategy.num_replicas_in_sync

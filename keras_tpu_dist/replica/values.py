@@ -165,7 +165,7 @@ def stack(parts: Sequence[Any], strategy: Any, name: str) -> PerReplica:
         sizes[0] = tuple(len(array) for array in arrays)
         longest = max(sizes[0])
         arrays = [padded(array, 0, longest) for array in arrays]
-    array = jax.device_put(np.stack(arrays), strategy._placer.sharding(0))
+    array = jax.device_put(np.stack(arrays), strategy.placer.sharding(0))
     return PerReplica(array, strategy, stacked=True, sizes=sizes)
 
 
@@ -225,7 +225,7 @@ def _reduce_leaf(op: str, value, axis, strategy):
         at=value.axis,
         stacked=value.stacked,
         number=strategy.num_replicas_in_sync,
-        sharding=strategy._placer.sharding(None),
+        sharding=strategy.placer.sharding(None),
     )
 
 
@@ -297,14 +297,14 @@ def _gather_leaf(value, axis, strategy):
                 )
             )
         joined = np.concatenate(parts, axis=at)
-        return jax.device_put(joined, strategy._placer.sharding(None))
+        return jax.device_put(joined, strategy.placer.sharding(None))
     return _gather_whole(
         value.array,
         at=at,
         split=value.axis,
         stacked=value.stacked,
         number=strategy.num_replicas_in_sync,
-        sharding=strategy._placer.sharding(None),
+        sharding=strategy.placer.sharding(None),
     )
 
 

@@ -1,6 +1,7 @@
 """`steps_per_execution="auto"`: how many steps a launch makes when nobody says."""
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -46,29 +47,36 @@ def steps_that_fit(batch: Any, steps: int, num_shards: int) -> int:
 
 
 class AutoSteps:
-    """Gives `steps_per_execution="auto"` a number while a model runs under a strategy."""
+    """Gives `steps_per_execution="auto"` a number while a model runs.
 
-    _auto_model: Any = None
+    Args:
+        outer: That of the call within which this one is made, if one is.
+    """
+
+    def __init__(self, outer: "AutoSteps | None" = None):
+        self._outer = outer
+        self.model: Any = None
 
     @contextlib.contextmanager
-    def _auto_steps(self, model):
-        outer, setting = self._auto_model, model.steps_per_execution
+    def chosen_for(self, model: Any) -> Iterator[None]:
+        """The context in which the model's steps are chosen, if its user leaves them to us."""
+        setting = model.steps_per_execution
         if setting == "auto":
-            self._auto_model, model.steps_per_execution = model, MOST_STEPS
-        elif outer is not model:
-            self._auto_model = None
+            self.model, model.steps_per_execution = model, MOST_STEPS
+        elif self._outer is not None and self._outer.model is model:
+            self.model = model
         try:
             yield
         finally:
-            model.steps_per_execution, self._auto_model = setting, outer
+            model.steps_per_execution = setting
 
-    def _choose_steps(self, epoch_iterator) -> None:
+    def choose(self, epoch_iterator: Any) -> None:
         """Sets the number for an epoch that is about to begin; Keras counts its steps by it."""
-        if self._auto_model is None:
+        if self.model is None:
             return
         ragged = not epoch_iterator.steps_per_epoch and _ends_ragged(epoch_iterator.data_adapter)
         steps = steps_of_a_launch(epoch_iterator.num_batches, ragged)
-        epoch_iterator.steps_per_execution = self._auto_model.steps_per_execution = steps
+        epoch_iterator.steps_per_execution = self.model.steps_per_execution = steps
 
 
 def _ends_ragged(data_adapter) -> bool:

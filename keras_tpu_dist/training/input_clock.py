@@ -229,20 +229,22 @@ def checked_timeout(timeout_s: Any) -> float | None:
 
 
 class InputReports:
-    """What a strategy says about the input of its epochs."""
+    """What a strategy says about the input of its epochs.
 
-    _input_wait: InputWait | None = None
+    Attributes:
+        input_wait: How long the devices waited for input in the last epoch that was trained, or
+            `None`.
+    """
 
-    @property
-    def input_wait(self) -> InputWait | None:
-        """How long the devices waited for input in the last epoch that was trained, or `None`."""
-        return self._input_wait
+    def __init__(self):
+        self.input_wait: InputWait | None = None
 
-    def _new_clock(self) -> InputClock:
+    def new_clock(self) -> InputClock:
+        """A clock for the next epoch."""
         return InputClock(self._epoch_was_read)
 
     def _epoch_was_read(self, wait: InputWait) -> None:
-        self._input_wait = wait
+        self.input_wait = wait
         if wait.waited > max(REPORTED_SECONDS, REPORTED_SHARE * wait.seconds):
             logger.warning(
                 "%s: read faster with keras.utils.PyDataset(workers=...), tf.data or Grain, or "

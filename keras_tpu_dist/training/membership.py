@@ -45,7 +45,9 @@ class Membership:
             _keras.forget_functions(model)
         self.placement = after
         self._version = annotations.version()
-        self._targets = [(v, self.strategy._target(v, after)) for v in variables]
+        self._targets = [
+            (v, self.strategy.layouts.target(v, given_layout(v), after)) for v in variables
+        ]
         return self._targets
 
 
@@ -180,8 +182,8 @@ def choose_layout(variable: Any, strategy: Any) -> Any:
     """The layout of a variable under a strategy, keeping one that the user gave the variable."""
     given = given_layout(variable)
     if given is not None:
-        return strategy._translate(variable, given)
-    return _chosen(variable, strategy._rule_layout(variable))
+        return strategy.layouts.translated(variable, given)
+    return _chosen(variable, strategy.layouts.by_rule(variable))
 
 
 def given_layout(variable: Any) -> Any:
@@ -206,7 +208,7 @@ def adopt(model: Any, strategy: Any) -> Membership:
         layout = _keras.variable_layout(variable)
         if layout == target:
             continue
-        (moved if strategy._owns(layout) else foreign).append(variable.path)
+        (moved if strategy.layouts.owns(layout) else foreign).append(variable.path)
         own = given_layout(variable) is not None and not member.owns_slot(variable)
         _keras.move_variable(variable, target if own else _chosen(variable, target))
     if moved or foreign:

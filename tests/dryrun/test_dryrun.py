@@ -133,7 +133,7 @@ def test_the_lowered_program_is_that_of_a_real_model():
     with strategy.scope():
         model = mlp()
         model.fit(np.zeros((32, 64)), np.zeros((32, 8)), batch_size=32, verbose=0)
-        placer = strategy._placer
+        placer = strategy.placer
         batch = placer.describe(
             (jax.ShapeDtypeStruct((32, 64), "float32"), jax.ShapeDtypeStruct((32, 8), "float32"))
         )

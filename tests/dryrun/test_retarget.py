@@ -54,14 +54,14 @@ def test_options_go_along():
     there = here.on_topology("v5e:4x4")
     assert _axes(there) == {"rows": 8, "model": 2}
     assert there.data_axes == ("rows",)
-    assert there._placer.batch_axis == here._placer.batch_axis
-    assert there._setting.shard_optimizer is True
-    assert (there._donate_state, there._prefetch) == (True, 5)
+    assert there.placer.batch_axis == here.placer.batch_axis
+    assert there.layouts.setting.shard_optimizer is True
+    assert (there.runner.options.donate_state, there.runner.prefetch) == (True, 5)
     options = set(inspect.signature(ktd.TPUStrategy).parameters)
     assert set(here._given) == options - {"mesh", "layout", "devices", "topology"}
     # what depends on the devices is chosen anew
-    assert ktd.TPUStrategy()._prefetch == 0
-    assert ktd.TPUStrategy().on_topology("v5e:4x4")._prefetch == 2
+    assert ktd.TPUStrategy().runner.prefetch == 0
+    assert ktd.TPUStrategy().on_topology("v5e:4x4").runner.prefetch == 2
 
 
 def test_what_does_not_fit_a_slice_is_said():

@@ -64,8 +64,10 @@ def test_output_layout_is_in_the_program():
     split(model.layers[0], output=("data", "model"))
     model.compile("sgd", "mse")
     seen = []
-    stock = strategy._place_output
-    strategy._place_output = lambda outputs, layout: seen.append(layout) or stock(outputs, layout)
+    stock = strategy.runner.place_output
+    strategy.runner.place_output = lambda outputs, layout: (
+        seen.append(layout) or stock(outputs, layout)
+    )
     fit(model)
     assert {tuple(layout.spec) for layout in seen} == {("data", "model")}
 
@@ -241,5 +243,7 @@ def test_mistakes():
         split(dense, output=[("data", "data")])
     model = keras.Sequential([keras.Input((4,)), split(L.Dense(3), kernel=(None, "modle"))])
     model.compile("sgd", "mse")
+    runner = ktd.TPUStrategy(MESH).runner
+    running = runner.running(ktd.TPUStrategy(MESH), model, "fit", (np.ones((4, 4)),), {})
     with pytest.raises(ValueError, match=r"axes of the mesh.*Did you mean 'model'"):
-        ktd.TPUStrategy(MESH)._running(model, "fit", (np.ones((4, 4)),), {}).__enter__()
+        running.__enter__()

@@ -35,7 +35,7 @@ def test_every_variable_with_its_layout_bytes_and_reason():
 @pytest.mark.slow
 def test_what_it_says_is_where_the_arrays_are():
     for layout in ("fsdp", "tensor_parallel", None):
-        strategy = ktd.TPUStrategy(MESH, layout and ktd.planner.Planner(layout, min_size=1))
+        strategy = ktd.TPUStrategy(MESH, layout and ktd.Planner(layout, min_size=1))
         model = built(mlp, strategy)
         model.fit(np.ones((8, 6)), np.zeros(8), verbose=0)
         explanation = strategy.explain(model)

@@ -40,10 +40,10 @@ def program(model, strategy, x, y):
         groups = dict.fromkeys(
             ["trainable_variables", "non_trainable_variables", "optimizer_variables",
              "metrics_variables"], True)  # fmt: skip
-        with strategy._running(model, "train_on_batch", (x, y), {}):
+        with strategy.runner.running(strategy, model, "train_on_batch", (x, y), {}):
             state = model._get_jax_state(**groups)
-            step = loop.jitted_step(model, "train", strategy._placer, donate=False)
-            return step.lower(state, strategy._placer.place((x, y))).compile().as_text()
+            step = loop.jitted_step(model, "train", strategy.placer, donate=False)
+            return step.lower(state, strategy.placer.place((x, y))).compile().as_text()
 
 
 def collectives(text, kind="all-reduce"):

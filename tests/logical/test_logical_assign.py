@@ -82,9 +82,9 @@ def train_program(model, strategy, x, y):
     """The compiled text of one step of fit."""
     with strategy.scope():
         _keras.symbolic_build(model, (x, y, None), "train")
-        function = jitted_step(model, "train", strategy._placer, donate=False)
+        function = jitted_step(model, "train", strategy.placer, donate=False)
         state = tuple([v.value for v in group] for group in _keras.state_groups(model))
-        batch = strategy._placer.place((x, y, None))
+        batch = strategy.placer.place((x, y, None))
         return function.lower(state, batch).compile().as_text()
 
 

@@ -71,11 +71,11 @@ def step_text(strategy, model, x, y, compile=False, donate=False):
     """The program of a train step, as it is lowered or compiled."""
     with strategy.scope():
         model.train_on_batch(x, y)
-        with strategy._running(model, "train_on_batch", (x, y), {}):
+        with strategy.runner.running(strategy, model, "train_on_batch", (x, y), {}):
             groups = ("trainable", "non_trainable", "optimizer", "metrics")
             state = model._get_jax_state(**{f"{g}_variables": True for g in groups})
-            step = loop.jitted_step(model, "train", strategy._placer, donate=donate)
-            lowered = step.lower(state, strategy._placer.place((x, y)))
+            step = loop.jitted_step(model, "train", strategy.placer, donate=donate)
+            lowered = step.lower(state, strategy.placer.place((x, y)))
     return (lowered.compile() if compile else lowered).as_text()
 
 
@@ -332,18 +332,18 @@ def test_a_step_run_eagerly_says_that_batches_are_whole(caplog):
 
 def test_a_function_is_traced_once_and_given_its_inputs_back():
     strategy = ktd.TPUStrategy(MESHES[0])
-    whole = strategy._placer.sharding(None)
+    whole = strategy.placer.sharding(None)
     traces = []
 
     def function(table, ids):
         traces.append(ids.shape)
-        ids = jax.lax.with_sharding_constraint(ids[:5], strategy._placer.sharding(0))
+        ids = jax.lax.with_sharding_constraint(ids[:5], strategy.placer.sharding(0))
         return table, jnp.zeros(8).at[ids].add(1.0)
 
-    layouts = lambda table, ids: (whole, strategy._placer.sharding(0))  # noqa: E731
+    layouts = lambda table, ids: (whole, strategy.placer.sharding(0))  # noqa: E731
     jitted = Jitted(function, strategy.mesh, layouts)
     table = jax.device_put(jnp.ones(4), whole)
-    ids = jax.device_put(np.arange(8), strategy._placer.sharding(0))
+    ids = jax.device_put(np.arange(8), strategy.placer.sharding(0))
     same, counts = jitted(table, ids)
     assert counts.tolist() == [1, 1, 1, 1, 1, 0, 0, 0]
     assert same.tolist() == table.tolist()
@@ -372,7 +372,7 @@ def test_which_axes_split_which_dimension():
 
 def test_loops_and_branches_are_looked_into():
     strategy = ktd.TPUStrategy(MESHES[0])
-    rows = strategy._placer.sharding(0)
+    rows = strategy.placer.sharding(0)
 
     def counted(ids):
         ids = jax.lax.with_sharding_constraint(ids[:5], rows)
@@ -422,6 +422,6 @@ def test_partition_spec_of_a_free_dimension():
     from keras_tpu_dist.partitioner.places import constrained
 
     strategy = ktd.TPUStrategy(MESHES[0])
-    split = jax.device_put(np.ones((8, 4)), strategy._placer.sharding(0))
+    split = jax.device_put(np.ones((8, 4)), strategy.placer.sharding(0))
     made = jax.jit(lambda x: constrained(x, strategy.mesh, {1: ("model",)}))(split)
     assert made.sharding.spec == P("data", "model")

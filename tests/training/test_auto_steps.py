@@ -6,7 +6,7 @@ import pytest
 from helpers import assert_close, built, data, mlp, results
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.training import auto_steps
+from keras_tpu_dist.training import auto_steps, batches
 from keras_tpu_dist.training.auto_steps import steps_of_a_launch, steps_that_fit
 
 
@@ -107,9 +107,9 @@ def test_big_batches_are_launched_in_smaller_parts(monkeypatch):
     bytes_of_a_batch = 4 * (6 * 4 + 8)
     monkeypatch.setattr(auto_steps, "_BYTES_WHERE_MEMORY_IS_UNKNOWN", 5 * bytes_of_a_batch / 8)
     calls = []
-    real = ktd.data.BatchPlacer.place_many
+    real = batches.BatchPlacer.place_many
     monkeypatch.setattr(
-        ktd.data.BatchPlacer,
+        batches.BatchPlacer,
         "place_many",
         lambda self, batches: calls.append(len(batches)) or real(self, batches),
     )
@@ -121,11 +121,11 @@ def test_big_batches_are_launched_in_smaller_parts(monkeypatch):
 
 
 def test_the_numbers():
-    for batches in range(1, 200):
+    for number in range(1, 200):
         for ragged in (False, True):
-            n = steps_of_a_launch(batches, ragged)
-            assert 1 <= n <= min(32, batches)
-            equal = batches - ragged
+            n = steps_of_a_launch(number, ragged)
+            assert 1 <= n <= min(32, number)
+            equal = number - ragged
             launches = equal // n + equal % n
             assert all(launches <= equal // m + equal % m for m in range(1, min(32, equal) + 1))
     assert steps_of_a_launch(None, False) == 32

@@ -46,11 +46,14 @@ def test_a_strategy(kind, way):
     assert again._given == strategy._given
     assert again.topology == strategy.topology
     assert again.data_axes == strategy.data_axes
-    assert type(again._layout) is type(strategy._layout)
+    assert type(again.layouts.layout) is type(strategy.layouts.layout)
     if kind in ("plan", "rules"):
-        assert again._layout == strategy._layout
+        assert again.layouts.layout == strategy.layouts.layout
     if kind == "layout map":
-        assert dict(again._layout.items()).keys() == dict(strategy._layout.items()).keys()
+        assert (
+            dict(again.layouts.layout.items()).keys()
+            == dict(strategy.layouts.layout.items()).keys()
+        )
 
 
 @pytest.mark.slow

@@ -173,14 +173,14 @@ def test_a_scan_is_one_program_with_a_loop():
     from keras_tpu_dist.training import loop
 
     with strategy.scope():
-        scan = loop.jitted_step(model, "train", strategy._placer, False, scanned=True)
+        scan = loop.jitted_step(model, "train", strategy.placer, False, scanned=True)
         state = model._get_jax_state(
             trainable_variables=True,
             non_trainable_variables=True,
             optimizer_variables=True,
             metrics_variables=True,
         )
-        batches = strategy._placer.place_many([(x[:4], y[:4])] * 5)
+        batches = strategy.placer.place_many([(x[:4], y[:4])] * 5)
         program = scan.lower(state, batches).as_text()
     assert program.count("stablehlo.while") >= 1
     assert _keras.active_strategy() is None
@@ -195,7 +195,7 @@ def test_on_batch_methods_ignore_the_setting():
 
 
 def test_stacking_wants_equal_shapes():
-    placer = _strategy()._placer
+    placer = _strategy().placer
     assert placer.place_many([(np.ones((4, 2)),), (np.ones((3, 2)),)]) is None
     assert placer.place_many([(np.ones((4, 2)),), [np.ones((4, 2))]]) is None
     stacked = placer.place_many([(np.ones((3, 2)),), (np.zeros((3, 2)),)])

@@ -1,0 +1,172 @@
+"""A strategy's layouts: what lies where, decided for variables, outputs and whole models."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+from jax.sharding import Mesh, NamedSharding
+
+from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.layout.placement import Placement, Setting, place
+from keras_tpu_dist.layout.planner import PLANS, Plan, Planner
+from keras_tpu_dist.layout.rules import (
+    Decision,
+    LayoutRules,
+    check_axis_names,
+    checked,
+    decide,
+    named_sharding,
+)
+
+
+class Layouts:
+    """Decides where variables and layers' outputs lie on one mesh.
+
+    Args:
+        mesh: The mesh.
+        data_axes: The mesh axes that split the batch.
+        layout: `None`, `LayoutRules`, `(pattern, axes)` pairs, a `LayoutMap`, a plan or its name.
+        shard_optimizer: Whether optimizer slots are split over the data axes.
+        batch_first: Whether the batch is the first dimension of every input.
+
+    Raises:
+        ValueError: If the layout is none of these, names an axis that the mesh lacks, or there is
+            no axis for the slots.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        data_axes: tuple[str, ...],
+        layout: Any,
+        shard_optimizer: bool = False,
+        batch_first: bool = True,
+    ):
+        self.mesh = mesh
+        self.data_axes = data_axes
+        self.layout = checked_layout(layout, mesh.axis_names)
+        if isinstance(self.layout, Planner):
+            self.layout.check_mesh(mesh, data_axes)
+        if shard_optimizer and not data_axes:
+            raise ValueError(
+                message(
+                    "shard_optimizer splits optimizer slots over the data axes.",
+                    received={"shard_optimizer": True, "data axes": ()},
+                    fix='Add an axis "data" to the mesh, or name one with data_axes=.',
+                )
+            )
+        self.setting = Setting(mesh, data_axes, self.layout, bool(shard_optimizer), batch_first)
+
+    def owns(self, layout: Any) -> bool:
+        """Whether a layout is on this mesh."""
+        return isinstance(layout, NamedSharding) and layout.mesh == self.mesh
+
+    def placement(self, model: Any, given: Callable[[Any], Any]) -> Placement:
+        """What decides about each variable of a model.
+
+        Args:
+            model: A model, built or with the variables it has so far.
+            given: From a variable to the layout that its user gave it, or `None`.
+        """
+        return place(model, self.setting, given)
+
+    def planned(self, model: Any) -> Plan:
+        """The layouts that the plan gives a built model.
+
+        Raises:
+            ValueError: If the layout is not a plan.
+        """
+        if not isinstance(self.layout, Planner):
+            raise ValueError(
+                message(
+                    "Only a strategy whose layout is a plan can plan.",
+                    received={"layout": self.layout},
+                    fix='Use layout="fsdp", "tensor_parallel" or "auto".',
+                )
+            )
+        return self.layout.plan(model, self.mesh, self.data_axes)
+
+    def target(self, variable: Any, given: Any, placement: Placement) -> Any:
+        """The layout a variable of a known model should have, with the one its user gave it."""
+        if given is not None and not placement.is_slot(variable):
+            return self.translated(variable, given)
+        return named_sharding(self.mesh, placement.decision(variable).axes)
+
+    def by_rule(self, variable: Any) -> NamedSharding:
+        """The layout of a variable of which only path and shape are known.
+
+        Raises:
+            ValueError: If the rule that matches does not fit the shape.
+        """
+        decision = decide(variable.path, self.layout)
+        if decision is None and isinstance(self.layout, Planner):
+            decision = self.layout.before_build(variable.shape, self.mesh, self.data_axes)
+        if decision is None:
+            return named_sharding(self.mesh)
+        checked(decision, variable.path, variable.shape, self.mesh)
+        return named_sharding(self.mesh, decision.axes)
+
+    def translated(self, variable: Any, given: Any) -> Any:
+        """A layout that a user gave a variable, on this mesh."""
+        if isinstance(given, keras.distribution.TensorLayout):
+            axes = tuple(given.axes)
+        elif isinstance(given, NamedSharding):
+            axes = tuple(given.spec)
+        else:
+            return given
+        check_axis_names(LayoutRules([(variable.path, axes)]), self.mesh.axis_names)
+        decision = Decision(axes, "the variable's own layout")
+        checked(decision, variable.path, variable.shape, self.mesh)
+        return named_sharding(self.mesh, axes)
+
+    def of_output(self, path: str, placement: Placement | None) -> Any:
+        """The layout of a layer's output, or `None`.
+
+        Args:
+            path: The layer's path and `/output`. An annotation on the layer comes first, then a
+                rule for this path, then the plan.
+            placement: That of the model that is running, if one is.
+        """
+        layer = path.removesuffix("/output")
+        if placement is not None and layer in placement.annotations.outputs:
+            return self._on_mesh(placement.annotations.outputs[layer])
+        decision = decide(path, self.layout)
+        if decision is not None:
+            return named_sharding(self.mesh, decision.axes)
+        planned = {} if placement is None else placement.layouts_of_outputs()
+        return self._on_mesh(planned[layer]) if layer in planned else None
+
+    def _on_mesh(self, axes: Any) -> Any:
+        """One layout for all tensors as a sharding; a list or dict of layouts as it is."""
+        return axes if isinstance(axes, (list, dict)) else named_sharding(self.mesh, axes)
+
+
+def checked_layout(layout: Any, axis_names: Sequence[str]) -> Any:
+    """What a strategy was given as `layout`, as `None`, rules, a `LayoutMap` or a planner.
+
+    Raises:
+        ValueError: If it is none of these, or names an axis that the mesh lacks.
+    """
+    if layout is None or isinstance(layout, Planner):
+        return layout
+    if isinstance(layout, keras.distribution.LayoutMap):
+        check_axis_names(LayoutRules.from_layout_map(layout), axis_names)
+        return layout
+    if isinstance(layout, Plan):
+        layout = layout.rules()
+    if isinstance(layout, str) and layout in PLANS:
+        return Planner(layout)
+    if isinstance(layout, str) or not isinstance(layout, (LayoutRules, Sequence, Mapping)):
+        raise ValueError(
+            message(
+                "A layout is None, LayoutRules, a list of (pattern, axes) pairs, a LayoutMap or "
+                "one of the plans fsdp, tensor_parallel, auto.",
+                received={"layout": layout},
+                fix='Write for example layout=[("dense/kernel", (None, "model"))].',
+                name=layout if isinstance(layout, str) else None,
+                choices=PLANS,
+            )
+        )
+    rules = layout if isinstance(layout, LayoutRules) else LayoutRules(layout)
+    check_axis_names(rules, axis_names)
+    return rules

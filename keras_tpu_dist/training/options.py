@@ -1,0 +1,53 @@
+"""What a user can choose about how models are fed and run; checked once."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.training.input_clock import checked_timeout
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a strategy feeds and runs models; see `TPUStrategy`, which takes the same.
+
+    Attributes:
+        prefetch: Batches held ready on the devices ahead of the running step; `None` is 2, and 0
+            on CPU.
+        donate_state: Whether a train step overwrites its input state: `True`, `False`, `"auto"`.
+        input_timeout_s: The most seconds that reading one batch may take, or `None`.
+
+    Raises:
+        ValueError: If one of them is of no such kind.
+    """
+
+    prefetch: int | None = None
+    donate_state: Any = "auto"
+    input_timeout_s: float | None = None
+
+    def __post_init__(self):
+        prefetch, donate_state = self.prefetch, self.donate_state
+        counted = isinstance(prefetch, int) and not isinstance(prefetch, bool) and prefetch >= 0
+        if prefetch is not None and not counted:
+            raise ValueError(
+                message(
+                    "prefetch is a number of batches, 0 or more.",
+                    received={"prefetch": prefetch},
+                    fix="Write for example prefetch=2.",
+                )
+            )
+        if donate_state not in (True, False, "auto"):
+            raise ValueError(
+                message(
+                    "donate_state is True, False or 'auto'.",
+                    received={"donate_state": donate_state},
+                    fix="Leave it out for 'auto'.",
+                )
+            )
+        checked_timeout(self.input_timeout_s)
+
+    def batches_ahead(self, platform: str) -> int:
+        """How many batches to hold ready on devices of a platform."""
+        # On CPU, transfers and steps share the same cores.
+        default = 0 if platform == "cpu" else 2
+        return default if self.prefetch is None else self.prefetch

@@ -1,0 +1,194 @@
+"""Runs a model's fit, evaluate and predict under a strategy: what Keras's trainer asks for."""
+
+import contextlib
+import contextvars
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import keras
+
+from keras_tpu_dist import _keras
+from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.layout.annotations import place_output
+from keras_tpu_dist.layout.layouts import Layouts
+from keras_tpu_dist.layout.lint import lint_model, log_report
+from keras_tpu_dist.training import membership
+from keras_tpu_dist.training.auto_steps import AutoSteps
+from keras_tpu_dist.training.batches import BatchPlacer
+from keras_tpu_dist.training.guard import StateGuard, recover, states_to_keep
+from keras_tpu_dist.training.input_clock import InputReports, TimedInput
+from keras_tpu_dist.training.iterator import DeviceIterator
+from keras_tpu_dist.training.loop import StepLoop
+from keras_tpu_dist.training.options import Options
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A running fit, evaluate, predict, *_on_batch or dry run."""
+
+    runner: "Runner"
+    member: membership.Membership
+    auto_steps: AutoSteps
+
+
+# Not on the strategy, which threads share.
+_running: contextvars.ContextVar[_Call | None] = contextvars.ContextVar("running", default=None)
+
+
+class Runner:
+    """Runs models on one mesh.
+
+    Args:
+        layouts: The strategy's layouts.
+        placer: Puts batches on the mesh.
+        options: How models are fed and run.
+        only_described: The name of the slice if nobody has it, and nothing can run.
+    """
+
+    def __init__(
+        self,
+        layouts: Layouts,
+        placer: BatchPlacer,
+        options: Options,
+        only_described: str | None = None,
+    ):
+        self.layouts = layouts
+        self.placer = placer
+        self.options = options
+        self.prefetch = options.batches_ahead(layouts.mesh.devices.flat[0].platform)
+        self.reports = InputReports()
+        self._only_described = only_described
+
+    @contextlib.contextmanager
+    def running(
+        self, strategy: Any, model: Any, name: str, args: tuple, kwargs: Mapping
+    ) -> Iterator[None]:
+        """The context of one of Keras's entry points.
+
+        Args:
+            strategy: The distribution to be active.
+            model: The model.
+            name: `"fit"`, `"evaluate"`, and so on.
+            args: What it is called with.
+            kwargs: What it is called with by name.
+
+        Raises:
+            RuntimeError: On a slice that nobody has.
+            ValueError: If the input has no rows.
+        """
+        if self._only_described is not None:
+            raise RuntimeError(
+                message(
+                    "A strategy for a slice that is only named can compile a model, not run it.",
+                    received=f"{name} with topology={self._only_described!r}.",
+                    fix="Leave `topology` out to run on the devices that are here; to see what "
+                    "the slice would do, use keras_tpu_dist.dry_run.",
+                )
+            )
+        _check_input(name, args, kwargs)
+        with strategy.scope():
+            member = membership.adopt(model, strategy)
+            if _keras.has_state(model):
+                # Called within a fit, from a callback: the variables hold that fit's newest
+                # state, and the fit reads it from there when it goes on.
+                _keras.forget_state(model)
+            try:
+                with self.call(member) as call, call.auto_steps.chosen_for(model):
+                    yield
+            except BaseException:
+                if member.guard is not None and _keras.has_state(model):
+                    recover(model, member.guard)
+                raise
+            finally:
+                if member.guard is not None:
+                    member.guard.release(end_of_fit=name == "fit")
+
+    @contextlib.contextmanager
+    def call(self, member: membership.Membership) -> Iterator[_Call]:
+        """The layouts of layers' outputs are those of this model's plan and annotations."""
+        outer = _running.get()
+        call = _Call(self, member, AutoSteps(None if outer is None else outer.auto_steps))
+        token = _running.set(call)
+        try:
+            yield call
+        finally:
+            _running.reset(token)
+
+    def make_function(self, strategy: Any, model: Any, kind: str) -> StepLoop:
+        """The function that Keras calls for `"train"`, `"test"` or `"predict"` steps."""
+        member = membership.adopt(model, strategy)
+        if not member.linted and model.built:
+            member.linted = True
+            placement = member.placement or strategy.placement(model)
+            log_report(lint_model(model, placement, self.layouts.setting, cheap=True))
+        if member.guard is None:
+            kept = states_to_keep(self.options.donate_state, _keras.state_variables(model))
+            member.guard = StateGuard(kept)
+        return StepLoop(model, kind, self.placer, member.guard, partial(self._chooses_steps, model))
+
+    def state_read(self, model: Any, state: Any) -> None:
+        """Told when the training state is read from the variables."""
+        member = membership.of_model(model)
+        if member is not None and member.guard is not None:
+            member.guard.read(state)
+
+    def batches(self, epoch_iterator: Any) -> DeviceIterator:
+        """The iterator over the batches of one epoch.
+
+        Raises:
+            ValueError: If the input is known to have none.
+        """
+        if epoch_iterator.data_adapter.num_batches == 0:
+            raise ValueError(_no_data("an input without any batch"))
+        call = _running.get()
+        if call is not None:
+            call.auto_steps.choose(epoch_iterator)
+        batches = iter(epoch_iterator.data_adapter.get_jax_iterator())
+        if self.options.input_timeout_s is not None:
+            batches = TimedInput(batches, self.options.input_timeout_s)
+        steps, clock = epoch_iterator.steps_per_epoch, self.reports.new_clock()
+        return DeviceIterator(
+            *(batches, self.prefetch, steps, clock, epoch_iterator.num_batches),
+            not_made=partial(_keras.uncount_steps, epoch_iterator),
+        )
+
+    def host_batch(self, data: Any) -> Any:
+        """Checks a batch of *_on_batch; the step function places it."""
+        return self.placer.checked(data)
+
+    def place_output(self, outputs: Any, layout: Any) -> Any:
+        """Lays what a layer returned."""
+        return place_output(outputs, layout, self.layouts.mesh)
+
+    def output_layout(self, path: str) -> Any:
+        """The layout of a layer's output, by the model that is running here."""
+        call = _running.get()
+        if call is None or call.runner is not self:
+            return self.layouts.of_output(path, None)
+        return self.layouts.of_output(path, call.member.placement)
+
+    def _chooses_steps(self, model: Any) -> bool:
+        call = _running.get()
+        return call is not None and call.auto_steps.model is model
+
+
+def _check_input(name: str, args: tuple, kwargs: Mapping) -> None:
+    x = args[0] if args else kwargs.get("x")
+    if x is None:
+        raise ValueError(_no_data(f"{name}(x=None)"))
+    for leaf in keras.tree.flatten(x):
+        shape = getattr(leaf, "shape", None)
+        if isinstance(shape, tuple) and shape and math.prod(shape[:1]) == 0:
+            raise ValueError(_no_data(f"{name} on an array of shape {shape}"))
+
+
+def _no_data(received: str) -> str:
+    return message(
+        "fit, evaluate and predict need data with at least one row.",
+        received=f"{received}.",
+        fix="Pass arrays, a generator, a keras.utils.PyDataset, a tf.data.Dataset or a torch "
+        "DataLoader that yields at least one batch.",
+    )
