@@ -6,6 +6,7 @@ from typing import Any
 import keras
 
 from keras_tpu_dist import _keras
+from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.training.guard import StateGuard
 from keras_tpu_dist.training.membership import guard_in_training
@@ -48,7 +49,7 @@ class StopAtStep(keras.callbacks.Callback):
 
     def __init__(self, n: int):
         super().__init__()
-        if isinstance(n, bool) or not hasattr(n, "__index__") or n.__index__() < 1:
+        if not is_count(n, 1):
             raise ValueError(
                 message(
                     "StopAtStep(n) takes a whole number of optimizer steps, 1 or more.",

@@ -8,14 +8,14 @@ import keras
 import numpy as np
 
 from keras_tpu_dist import _keras
+from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.training.batches import BatchPlacer
 
 
 def check_batch_size(batch_size: int, strategy: Any) -> None:
     """Raises a `ValueError` unless every part of the batch gets a row."""
-    is_count = isinstance(batch_size, (int, np.integer)) and not isinstance(batch_size, bool)
-    if not is_count or batch_size < strategy.num_replicas_in_sync:
+    if not is_count(batch_size, strategy.num_replicas_in_sync):
         raise ValueError(
             message(
                 "The batch size counts the rows of all devices together, at least one for each "

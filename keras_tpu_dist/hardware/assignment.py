@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.hardware.topology import Topology
 
@@ -87,8 +88,7 @@ class DeviceAssignment:
         block = _checked_block(chosen, computation_shape)
         rows = _blocks(chosen, block)
         wanted = len(rows) if num_replicas is None else num_replicas
-        counted = isinstance(wanted, (int, np.integer)) and not isinstance(wanted, bool)
-        if not counted or not 1 <= wanted <= len(rows):
+        if not is_count(wanted, 1) or wanted > len(rows):
             raise ValueError(
                 message(
                     f"{chosen} holds {len(rows)} blocks of {_text(_written(chosen, block))}.",
@@ -290,8 +290,8 @@ def _coordinates(topology: Topology) -> np.ndarray:
 def _checked_block(topology: Topology, shape: Sequence[int] | None) -> tuple[int, int, int, int]:
     dims, per_chip = topology.chip.dims, topology.chip.devices
     entries = (1, 1, 1, 1) if shape is None else tuple(shape)
-    whole = all(isinstance(n, (int, np.integer)) and not isinstance(n, bool) for n in entries)
-    if len(entries) not in (dims, dims + 1, 4) or not whole or min(entries) < 1:
+    counted = all(is_count(n, 1) for n in entries)
+    if len(entries) not in (dims, dims + 1, 4) or not counted:
         names = ("x", "y", "z")[:dims]
         raise ValueError(
             message(

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 from jax.experimental import mesh_utils
 
+from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import did_you_mean, message
 from keras_tpu_dist.hardware.assignment import DeviceAssignment, prime_factors
 from keras_tpu_dist.hardware.topology import CompileOnlyDevice
@@ -212,8 +213,7 @@ def _axis_sizes(mesh: Mapping[str, int], num_devices: int) -> dict[str, int]:
         )
     for name, size in sizes.items():
         named = isinstance(name, str) and name.strip()
-        counted = isinstance(size, (int, np.integer)) and not isinstance(size, bool)
-        if not named or not counted or (size < 1 and size != -1):
+        if not named or not is_count(size, -1) or size == 0:
             raise ValueError(
                 message(
                     "A mesh axis is a name with a positive size, or -1 for whatever is left.",

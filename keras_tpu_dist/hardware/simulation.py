@@ -5,6 +5,7 @@ import os
 import re
 
 from keras_tpu_dist._keras import jax_backend_started
+from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import message
 
 logger = logging.getLogger("keras_tpu_dist")
@@ -39,7 +40,7 @@ def simulate(num_devices: int = 8) -> None:
     >>> len(jax.devices())
     8
     """
-    if isinstance(num_devices, bool) or not isinstance(num_devices, int) or num_devices < 1:
+    if not is_count(num_devices, 1):
         raise ValueError(
             message(
                 "The number of simulated devices must be a positive integer.",

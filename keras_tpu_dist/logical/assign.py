@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from keras_tpu_dist import _keras
+from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.once import say_once
 from keras_tpu_dist.layout.annotations import Annotation, annotate, annotation_of
@@ -57,8 +58,7 @@ def assign(layer: Any, logical_device: int | None) -> Any:
     >>> annotation_of(first).logical_device
     0
     """
-    counted = isinstance(logical_device, (int, np.integer)) and not isinstance(logical_device, bool)
-    if logical_device is not None and (not counted or logical_device < 0):
+    if logical_device is not None and not is_count(logical_device, 0):
         raise ValueError(
             message(
                 "A logical device is counted from 0 within its replica.",

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from keras_tpu_dist import _keras
+from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.once import say_once
 from keras_tpu_dist.hardware.mesh import LOGICAL_AXIS
@@ -186,7 +187,7 @@ class LogicalDevices:
     def _checked_partition(self, given: Any) -> tuple[int, ...]:
         fix = "Write for example partition_dimensions=[1, 2, 4, 1]."
         numbers = list(given) if isinstance(given, (Sequence, np.ndarray)) else [given]
-        whole = all(isinstance(n, (int, np.integer)) and not isinstance(n, bool) for n in numbers)
+        whole = all(map(is_count, numbers))
         if not whole or isinstance(given, (str, int)) or any(n < 1 for n in numbers):
             raise ValueError(
                 message(
@@ -284,12 +285,8 @@ class LogicalDevices:
         return _keras.with_keras_mask(jax.lax.with_sharding_constraint(tensor, sharding), mask)
 
     def _check_logical_device(self, logical_device_id: Any) -> None:
-        whole = isinstance(logical_device_id, (int, np.integer))
-        if (
-            not whole
-            or isinstance(logical_device_id, bool)
-            or not 0 <= logical_device_id < self.num_logical_devices
-        ):
+        counted = is_count(logical_device_id, 0)
+        if not counted or logical_device_id >= self.num_logical_devices:
             raise ValueError(
                 message(
                     "A logical device is counted from 0 within its replica.",

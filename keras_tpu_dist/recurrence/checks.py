@@ -2,6 +2,7 @@
 
 import math
 
+from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import message
 
 
@@ -9,7 +10,7 @@ def check_unroll(unroll: bool | int) -> bool | int:
     """Refuses what cannot be a number of steps."""
     if isinstance(unroll, bool):
         return unroll
-    if not isinstance(unroll, int) or unroll < 1:
+    if not is_count(unroll, 1):
         raise ValueError(
             message(
                 "`unroll` must be True (all steps), False (one step) or a positive integer, the "
@@ -43,7 +44,7 @@ def check_segment(segment: int | str | None, steps: int | None = None) -> int | 
         return None
     if segment == "auto":
         return segment if steps is None else _near_root(steps)
-    if isinstance(segment, bool) or not isinstance(segment, int) or segment < 1:
+    if not is_count(segment, 1):
         raise ValueError(
             message(
                 "`segment` must be None, 'auto' or a positive integer, the number of steps between "

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import keras
 
+from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import message
 
 REDUCTIONS = ("sum", "mean", "max", "min")
@@ -298,8 +299,7 @@ def checked_axis(name: str, axis: Any, rank: int) -> int:
     Raises:
         ValueError: If the array does not have it.
     """
-    whole = isinstance(axis, int) and not isinstance(axis, bool)
-    if not whole or not -rank <= axis < rank:
+    if not is_count(axis, -rank) or axis >= rank:
         raise ValueError(
             message(
                 f"{name} joins or reduces along a dimension of each replica's value.",

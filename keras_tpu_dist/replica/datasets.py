@@ -9,6 +9,7 @@ import jax
 import keras
 import numpy as np
 
+from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.replica.options import RunOptions, pad_host
 from keras_tpu_dist.replica.values import PerReplica, stack
@@ -408,8 +409,7 @@ def _cut(arrays: Any, batch_size: int) -> tuple[Callable[[], Iterator], int]:
     leaves, treedef = jax.tree.flatten(arrays)
     leaves = [np.asarray(leaf) for leaf in leaves]
     rows = {leaf.shape[0] if leaf.ndim else 0 for leaf in leaves}
-    whole = isinstance(batch_size, int) and not isinstance(batch_size, bool) and batch_size > 0
-    if len(rows) != 1 or 0 in rows or not whole:
+    if len(rows) != 1 or 0 in rows or not is_count(batch_size, 1):
         raise ValueError(
             message(
                 "Arrays to cut into batches have one number of rows, at least 1, and the "

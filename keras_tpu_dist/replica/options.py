@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.replica.values import PerReplica
 from keras_tpu_dist.training.batches import padded
@@ -67,7 +68,7 @@ class RunOptions:
         if buckets is None or buckets == "power_of_two":
             return
         listed = () if isinstance(buckets, str) else tuple(buckets)
-        counted = all(isinstance(b, int) and not isinstance(b, bool) and b > 0 for b in listed)
+        counted = all(is_count(b, 1) for b in listed)
         if not listed or not counted or list(listed) != sorted(set(listed)):
             raise ValueError(
                 message(
@@ -103,7 +104,7 @@ class RunOptions:
         """The varying dimension of each leaf of `args`, `None` where there is none."""
         if self.buckets is None:
             return [None] * len(ranks)
-        if isinstance(self.axis, int) and not isinstance(self.axis, bool):
+        if is_count(self.axis):
             return [self.axis if r is not None and r > self.axis else None for r in ranks]
         prefix = self.axis if isinstance(self.axis, tuple) else (self.axis,)
         try:

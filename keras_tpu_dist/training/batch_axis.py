@@ -6,6 +6,7 @@ from typing import Any
 import jax
 from jax.experimental.sparse import JAXSparse
 
+from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import message
 
 _ELEMENTS = ("x", "y", "sample_weight")
@@ -17,8 +18,7 @@ def checked_batch_axis(batch_axis: Any) -> Any:
         return {name: checked_batch_axis(axis) for name, axis in batch_axis.items()}
     if isinstance(batch_axis, (tuple, list)):
         return tuple(checked_batch_axis(axis) for axis in batch_axis)
-    whole = isinstance(batch_axis, int) and not isinstance(batch_axis, bool)
-    if batch_axis is not None and (not whole or batch_axis < 0):
+    if batch_axis is not None and not is_count(batch_axis, 0):
         raise ValueError(
             message(
                 "A batch axis is a dimension (0, 1, ...), None for an array without a batch, or "

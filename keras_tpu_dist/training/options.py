@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.training.input_clock import checked_timeout
 
@@ -27,8 +28,7 @@ class Options:
 
     def __post_init__(self):
         prefetch, donate_state = self.prefetch, self.donate_state
-        counted = isinstance(prefetch, int) and not isinstance(prefetch, bool) and prefetch >= 0
-        if prefetch is not None and not counted:
+        if prefetch is not None and not is_count(prefetch, 0):
             raise ValueError(
                 message(
                     "prefetch is a number of batches, 0 or more.",
