@@ -2,7 +2,11 @@
 
 import doctest
 import importlib
+import importlib.util
+import inspect
+import pathlib
 import pkgutil
+import re
 
 import pytest
 
@@ -29,3 +33,32 @@ def test_public_names_are_documented(name):
     assert public.__doc__, name
     if callable(public):
         assert "Example:" in public.__doc__, f"{name} has no example"
+
+
+def architecture():
+    path = pathlib.Path(__file__).parents[1] / "docs" / "architecture.py"
+    spec = importlib.util.spec_from_file_location("architecture", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_architecture_page_is_as_the_code_is():
+    page = architecture()
+    text = page.PAGE.read_text()
+    assert page.written(text) == text, "run `python docs/architecture.py`"
+
+
+def test_what_the_architecture_page_names_exists():
+    text = architecture().PAGE.read_text()
+    names = set(re.findall(r"`((?:[a-z_]+\.)+[A-Za-z_.]+)`", text)) - {"strategy.runner"}
+    names = {name for name in names if not name.startswith(("keras", "model.", "strategy."))}
+    assert len(names) > 20
+    for name in names:
+        found = ktd
+        for part in name.split("."):
+            inner = f"{getattr(found, '__name__', '')}.{part}"
+            if not hasattr(found, part) or inspect.isfunction(found):
+                found = importlib.import_module(inner)
+            else:
+                found = getattr(found, part)

@@ -1,0 +1,86 @@
+"""Draws what `docs/architecture.md` shows of the code: the rooms and the table of the seam.
+
+python docs/architecture.py          # writes the page's generated parts
+"""
+
+import ast
+import pathlib
+
+import keras_tpu_dist
+from keras_tpu_dist import _keras
+
+PACKAGE = pathlib.Path(keras_tpu_dist.__file__).parent
+PAGE = pathlib.Path(__file__).with_suffix(".md")
+
+
+def imports() -> dict[str, set[str]]:
+    """From each room, or module beside the rooms, to those it imports."""
+    found: dict[str, set[str]] = {}
+    for path in PACKAGE.rglob("*.py"):
+        room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if room == "__init__":
+            continue
+        known = found.setdefault(room, set())
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("keras_tpu_"):
+                parts = node.module.split(".")
+                names = [parts[1]] if len(parts) > 1 else [alias.name for alias in node.names]
+                known.update(name for name in names if name != room)
+    return found
+
+
+def floors(graph: dict[str, set[str]]) -> list[list[str]]:
+    """The rooms by floor: each imports from floors below it only."""
+    placed: dict[str, int] = {}
+    while len(placed) < len(graph):
+        ready = [room for room in graph if room not in placed and graph[room] <= placed.keys()]
+        assert ready, f"a circle within {sorted(graph.keys() - placed.keys())}"
+        placed |= {
+            room: 1 + max((placed[below] for below in graph[room]), default=-1) for room in ready
+        }
+    return [sorted(r for r in placed if placed[r] == n) for n in range(max(placed.values()) + 1)]
+
+
+def picture() -> str:
+    """The floors, the highest first, as text."""
+    rows = []
+    for number, rooms in reversed(list(enumerate(floors(imports())))):
+        rows.append(f"floor {number}   " + "   ".join(f"[ {room} ]" for room in rooms))
+    return "```\n" + "\n".join(rows) + "\n```"
+
+
+def rooms() -> str:
+    """What each room says of itself, and what it knows."""
+    graph = imports()
+    rows = ["| room | what it is | knows |", "|---|---|---|"]
+    for floor in floors(graph):
+        for room in floor:
+            module = PACKAGE / room / "__init__.py"
+            module = module if module.exists() else PACKAGE / f"{room}.py"
+            text = ast.get_docstring(ast.parse(module.read_text())) or ""
+            knows = ", ".join(f"`{name}`" for name in sorted(graph[room])) or "nothing"
+            rows.append(f"| `{room}` | {text.splitlines()[0]} | {knows} |")
+    return "\n".join(rows)
+
+
+def replaced() -> str:
+    """The table of the seam."""
+    rows = ["| replaced | why | the hook that would do |", "|---|---|---|"]
+    rows += [f"| `{each}` | {each.why} | {each.hook} |" for each in _keras.table()]
+    return "\n".join(rows)
+
+
+PARTS = {"picture": picture, "rooms": rooms, "replaced": replaced}
+
+
+def written(page: str) -> str:
+    """The page with its generated parts as the code now is."""
+    for name, part in PARTS.items():
+        start, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+        before, rest = page.split(start)
+        page = f"{before}{start}\n\n{part()}\n\n{end}{rest.split(end)[1]}"
+    return page
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text()))
