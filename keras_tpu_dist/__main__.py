@@ -12,7 +12,8 @@ from typing import Any
 
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.text import size_text, text_table
-from keras_tpu_dist.hardware.topology import CHIPS, Topology, all_names, start_without_tpu
+from keras_tpu_dist.hardware.libtpu import start_without_tpu
+from keras_tpu_dist.hardware.topology import CHIPS, Topology, all_names
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

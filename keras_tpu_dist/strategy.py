@@ -14,8 +14,9 @@ from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.once import say_once
 from keras_tpu_dist.dryrun.retarget import DryRuns
 from keras_tpu_dist.hardware.assignment import DeviceAssignment
+from keras_tpu_dist.hardware.libtpu import start_without_tpu
 from keras_tpu_dist.hardware.mesh import MeshLike, build_mesh, checked_data_axes, replicated_batch
-from keras_tpu_dist.hardware.topology import Topology, start_without_tpu
+from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.layout.explain import Explanation, VariableRow, explain_model, one_row
 from keras_tpu_dist.layout.layouts import Layouts
 from keras_tpu_dist.layout.lint import LintReport, lint_model

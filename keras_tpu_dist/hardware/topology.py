@@ -1,10 +1,8 @@
 """TPU slices by name: shape, chips, memory, speeds, and devices nobody has to own."""
 
 import functools
-import glob
 import itertools
 import math
-import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,11 +11,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from keras_tpu_dist._keras import jax_backend_started
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.hardware.chips import CHIPS as CHIPS
 from keras_tpu_dist.hardware.chips import Chip as Chip
 from keras_tpu_dist.hardware.chips import of_kind, simulated_chip
+from keras_tpu_dist.hardware.shapes import listed_shapes, shapes
 
 _CHIP_BY_SPELLING = {alias: c for c in CHIPS.values() for alias in (c.name, *c.aliases)}
 # "v5e:4x4", "v5e-4x4", "v5litepod-16", "v4:2x2x1"; "4*v5e:16x16" joins four slices.
@@ -189,7 +187,7 @@ class Topology:
             raise ValueError(_unknown(name))
         size = tuple(int(n) for n in match["size"].split("x"))
         shape = _shape_of_size(chip, size[0], name) if len(size) == 1 else size
-        if shape not in _shapes(chip):
+        if shape not in shapes(chip):
             raise ValueError(_unknown(name, chip))
         slices = num_slices if num_slices is not None else int(match["slices"] or 1)
         if slices < 1 or (slices > 1 and not chip.dcn_bandwidth):
@@ -361,38 +359,7 @@ def of_devices(mesh_devices: object) -> Topology | None:
 
 def all_names() -> list[str]:
     """Canonical names of every slice with an accelerator type, smallest first, chip by chip."""
-    return [Topology(chip, shape).name for chip in CHIPS.values() for shape in _listed(chip)]
-
-
-def start_without_tpu() -> None:
-    """Keeps JAX on the CPU where libtpu is installed and no TPU is, before JAX starts.
-
-    Without it JAX tries the TPU first and says in five lines that there is none.
-    """
-    attached = glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*")
-    if not (attached or jax_backend_started() or os.environ.get("JAX_PLATFORMS")):
-        jax.config.update("jax_platforms", "cpu")
-
-
-def libtpu_environment() -> dict[str, str]:
-    """Environment variables for a process that compiles with libtpu and owns no TPU.
-
-    They keep JAX on the CPU, make libtpu quiet, stop it from asking a metadata server which
-    machine it is on, and let several processes load it at once.
-    """
-    return {
-        "JAX_PLATFORMS": "cpu",
-        "TPU_ACCELERATOR_TYPE": "v5litepod-8",
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "TPU_SKIP_MDS_QUERY": "1",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-        "TPU_LOG_DIR": "disabled",
-        "TPU_MIN_LOG_LEVEL": "3",
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-        # One heap for all threads: a billion-parameter step's compilation peaked at 1.26 GB
-        # instead of 1.52 GB, in no more CPU seconds.
-        "MALLOC_ARENA_MAX": "1",
-    }
+    return [Topology(chip, shape).name for chip in CHIPS.values() for shape in listed_shapes(chip)]
 
 
 @functools.lru_cache(maxsize=32)
@@ -426,46 +393,23 @@ def _describe(topology: Topology) -> Iterator[CompileOnlyDevice]:
                 )
 
 
-@functools.cache
-def _shapes(chip: Chip) -> frozenset[tuple[int, ...]]:
-    """Every shape of a chip: those listed and, in three dimensions, whole cubes of 4x4x4."""
-    shapes = set(chip.shapes)
-    if chip.dims == 3:
-        # v5p and tpu7x pods are no cubes; no side of either exceeds 36.
-        sides = range(4, 37, 4)
-        shapes |= {s for s in itertools.product(sides, repeat=3) if math.prod(s) <= chip.pod}
-    return frozenset(shapes)
-
-
-def _listed(chip: Chip) -> list[tuple[int, ...]]:
-    """One shape per number of chips: the most cubic one, sides ascending."""
-    best: dict[int, tuple[int, ...]] = {}
-    for shape in sorted(_shapes(chip), key=lambda s: (max(s) - min(s), s)):
-        in_order = list(shape) == sorted(shape) or shape in chip.shapes
-        if in_order and _is_standard_size(math.prod(shape)):
-            best.setdefault(math.prod(shape), shape)
-    return [best[n] for n in sorted(best)]
-
-
-def _is_standard_size(chips: int) -> bool:
-    return chips & (chips - 1) == 0
-
-
 def _shape_of_size(chip: Chip, size: int, name: object) -> tuple[int, ...]:
     """The shape of an accelerator type such as `v4-8`: the most cubic one with that many chips."""
     chips, rest = divmod(size, chip.cores) if chip.counts == "cores" else (size, 0)
-    fitting = [s for s in _shapes(chip) if math.prod(s) == chips and not rest]
+    fitting = [s for s in shapes(chip) if math.prod(s) == chips and not rest]
     if not fitting:
         raise ValueError(_unknown(name, chip))
     return min(fitting, key=lambda s: (max(s) - min(s), s))
 
 
 def _unknown(name: object, chip: Chip | None = None) -> str:
-    known = [Topology(chip, shape).name for shape in _listed(chip)] if chip else all_names()
+    known = [Topology(chip, shape).name for shape in listed_shapes(chip)] if chip else all_names()
     types = list(known)
     for c in [chip] if chip else CHIPS.values():
         unit = c.cores if c.counts == "cores" else 1
-        types += [f"{a}-{math.prod(s) * unit}" for s in _listed(c) for a in (c.name, *c.aliases)]
+        types += [
+            f"{a}-{math.prod(s) * unit}" for s in listed_shapes(c) for a in (c.name, *c.aliases)
+        ]
     cubes = ", or any sides that are multiples of 4" if chip is None or chip.dims == 3 else ""
     return message(
         "The topology must be a TPU slice that exists.",

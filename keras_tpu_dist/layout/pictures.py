@@ -1,7 +1,6 @@
 """Pictures of meshes, of tensors over a mesh, and of models: terminal, HTML/SVG, PNG."""
 
 import html
-import io
 import itertools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -9,21 +8,31 @@ from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.text import size_text
+from keras_tpu_dist.layout.drawing import (
+    COLOURS,
+    PANELS_SHOWN,
+    as_plain_text,
+    colour_of,
+    device_label,
+    devices_text,
+    dimension_text,
+    draw_mesh,
+    draw_model,
+    draw_tensor,
+    html_dimension,
+    rich_style,
+    save_picture,
+    slice_text,
+    svg_document,
+    svg_text,
+)
 from keras_tpu_dist.layout.explain import Explanation, layout_text
 from keras_tpu_dist.layout.rules import entry_names
-
-# Ten colours that stay apart for colour-blind readers (Okabe-Ito, then its lighter kin).
-_COLOURS = (
-    *("#e69f00", "#56b4e9", "#009e73", "#f0e442", "#8fa8ff"),
-    *("#d55e00", "#cc79a7", "#999999", "#b3de69", "#bc80bd"),
-)
-_PANELS_SHOWN = 64
 
 
 @dataclass(frozen=True)
@@ -86,21 +95,21 @@ class TensorPicture:
         title = f"{self.name} {self.shape} {self.layout}: {len(self.pieces)} piece(s)"
         parts: list[Any] = [Text(title, style="bold")]
         panels = self.panels()
-        for caption, grid in panels[:_PANELS_SHOWN]:
+        for caption, grid in panels[:PANELS_SHOWN]:
             table = Table(title=caption or None, show_header=self.columns is not None)
             table.add_column(f"dim {self.rows}" if self.rows is not None else "")
             for piece in grid[0]:
                 table.add_column(self._label(piece, self.columns), justify="center")
             for line in grid:
-                cells = [Text(_devices_text(p), style=f"black on {_colour(p)}") for p in line]
+                cells = [Text(devices_text(p), style=f"black on {colour_of(p)}") for p in line]
                 table.add_row(self._label(line[0], self.rows), *cells)
             parts.append(table)
-        if len(panels) > _PANELS_SHOWN:
-            parts.append(Text(f"... {len(panels) - _PANELS_SHOWN} more"))
+        if len(panels) > PANELS_SHOWN:
+            parts.append(Text(f"... {len(panels) - PANELS_SHOWN} more"))
         return Group(*parts)
 
     def __str__(self):
-        return _plain(self)
+        return as_plain_text(self)
 
     def _label(self, piece: Piece, dim: int | None) -> str:
         return "" if dim is None else slice_text(piece.index[dim], self.shape[dim])
@@ -111,7 +120,7 @@ class TensorPicture:
 
     def svg(self) -> str:
         """The picture as SVG."""
-        panels = self.panels()[:_PANELS_SHOWN]
+        panels = self.panels()[:PANELS_SHOWN]
         wide = max(len(grid[0]) for _, grid in panels)
         tall = max(len(grid) for _, grid in panels)
         cell_w, cell_h, margin = 110, 34, 100
@@ -120,28 +129,28 @@ class TensorPicture:
         parts = []
         for n, (caption, grid) in enumerate(panels):
             x0, y0 = n % across * panel_w, n // across * panel_h
-            parts.append(_svg_text(x0 + margin, y0 + 16, caption, bold=True))
+            parts.append(svg_text(x0 + margin, y0 + 16, caption, bold=True))
             for c, piece in enumerate(grid[0]):
                 label = self._label(piece, self.columns)
-                parts.append(_svg_text(x0 + margin + (c + 0.5) * cell_w, y0 + 36, label, "middle"))
+                parts.append(svg_text(x0 + margin + (c + 0.5) * cell_w, y0 + 36, label, "middle"))
             for r, line in enumerate(grid):
                 y = y0 + 42 + r * cell_h
                 label = self._label(line[0], self.rows)
-                parts.append(_svg_text(x0 + margin - 6, y + 21, label, "end"))
+                parts.append(svg_text(x0 + margin - 6, y + 21, label, "end"))
                 for c, piece in enumerate(line):
                     x = x0 + margin + c * cell_w
                     parts.append(
                         f'<rect x="{x}" y="{y}" width="{cell_w - 2}" height="{cell_h - 2}" '
-                        f'rx="3" fill="{_colour(piece)}"/>'
+                        f'rx="3" fill="{colour_of(piece)}"/>'
                     )
                     middle = x + cell_w / 2
-                    parts.append(_svg_text(middle, y + 21, _devices_text(piece), "middle"))
+                    parts.append(svg_text(middle, y + 21, devices_text(piece), "middle"))
         height = -(-len(panels) // across) * panel_h
-        return _svg(across * panel_w, height, parts)
+        return svg_document(across * panel_w, height, parts)
 
     def save(self, path: str) -> None:
         """Writes a PNG (needs matplotlib), or an SVG by that ending."""
-        _save(self, path, _draw_tensor)
+        save_picture(self, path, draw_tensor)
 
 
 @dataclass(frozen=True)
@@ -161,7 +170,7 @@ class MeshPicture:
         names, sizes = list(self.axes), list(self.axes.values())
         columns = sizes[-1]
         rows = sizes[-2] if len(sizes) > 1 else 1
-        labels = [_device_label(*device[1:]) for device in self.devices]
+        labels = [device_label(*device[1:]) for device in self.devices]
         panels = []
         outer = list(itertools.product(*(range(size) for size in sizes[:-2])))
         for n, index in enumerate(outer):
@@ -177,7 +186,7 @@ class MeshPicture:
     def __rich__(self):
         names = list(self.axes)
         parts: list[Any] = [Text(f"mesh {self.axes}", style="bold")]
-        for caption, grid in self.panels()[:_PANELS_SHOWN]:
+        for caption, grid in self.panels()[:PANELS_SHOWN]:
             table = Table(title=caption or None)
             table.add_column(names[-2] if len(names) > 1 else "")
             for c in range(len(grid[0])):
@@ -188,34 +197,34 @@ class MeshPicture:
         return Group(*parts)
 
     def __str__(self):
-        return _plain(self)
+        return as_plain_text(self)
 
     def _repr_html_(self) -> str:
         return f"<p><b>mesh {html.escape(str(self.axes))}</b></p>{self.svg()}"
 
     def svg(self) -> str:
         """The picture as SVG."""
-        panels = self.panels()[:_PANELS_SHOWN]
+        panels = self.panels()[:PANELS_SHOWN]
         rows, columns = len(panels[0][1]), len(panels[0][1][0])
         cell_w, cell_h = 150, 34
         parts = []
         for n, (caption, grid) in enumerate(panels):
             y0 = n * (rows * cell_h + 40)
-            parts.append(_svg_text(4, y0 + 16, caption, bold=True))
+            parts.append(svg_text(4, y0 + 16, caption, bold=True))
             for r, line in enumerate(grid):
                 for c, label in enumerate(line):
                     x, y = c * cell_w + 4, y0 + 24 + r * cell_h
-                    colour = _COLOURS[r % len(_COLOURS)]
+                    colour = COLOURS[r % len(COLOURS)]
                     parts.append(
                         f'<rect x="{x}" y="{y}" width="{cell_w - 4}" height="{cell_h - 4}" '
                         f'rx="3" fill="{colour}"/>'
                     )
-                    parts.append(_svg_text(x + cell_w / 2, y + 20, label, "middle"))
-        return _svg(columns * cell_w + 8, len(panels) * (rows * cell_h + 40), parts)
+                    parts.append(svg_text(x + cell_w / 2, y + 20, label, "middle"))
+        return svg_document(columns * cell_w + 8, len(panels) * (rows * cell_h + 40), parts)
 
     def save(self, path: str) -> None:
         """Writes a PNG (needs matplotlib), or an SVG by that ending."""
-        _save(self, path, _draw_mesh)
+        save_picture(self, path, draw_mesh)
 
 
 @dataclass(frozen=True)
@@ -230,7 +239,7 @@ class ModelPicture:
 
     def colours(self) -> dict[str, str]:
         """The colour of each mesh axis."""
-        return {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(self.explanation.mesh)}
+        return {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(self.explanation.mesh)}
 
     def to_dict(self) -> dict[str, Any]:
         """The picture as plain dicts and lists."""
@@ -246,7 +255,7 @@ class ModelPicture:
             for d, size in enumerate(row.shape):
                 entry = row.axes[d] if d < len(row.axes) else None
                 shape.append(", " if d else "")
-                shape.append(_dimension_text(size, entry), style=_style(entry, colours))
+                shape.append(dimension_text(size, entry), style=rich_style(entry, colours))
             table.add_row(
                 row.path,
                 shape.append(")"),
@@ -258,14 +267,14 @@ class ModelPicture:
         return Group(table, Text(f"weights and optimizer: {total}"))
 
     def __str__(self):
-        return _plain(self)
+        return as_plain_text(self)
 
     def _repr_html_(self) -> str:
         e, colours = self.explanation, self.colours()
         rows = []
         for row in e.rows:
             shape = ", ".join(
-                _html_dimension(size, row.axes[d] if d < len(row.axes) else None, colours)
+                html_dimension(size, row.axes[d] if d < len(row.axes) else None, colours)
                 for d, size in enumerate(row.shape)
             )
             cells = (
@@ -287,7 +296,7 @@ class ModelPicture:
         parts = []
         for n, row in enumerate(e.rows):
             y = 8 + n * 24
-            parts.append(_svg_text(292, y + 15, row.path[-44:], "end"))
+            parts.append(svg_text(292, y + 15, row.path[-44:], "end"))
             for size, colour in ((row.bytes, "#e8e8e8"), (row.bytes_per_device, None)):
                 names = [n for entry in row.axes for n in entry_names(entry)]
                 fill = colour or (colours[names[0]] if names else "#bbbbbb")
@@ -296,12 +305,12 @@ class ModelPicture:
                     f'<rect x="300" y="{y}" width="{width:.1f}" height="20" fill="{fill}"/>'
                 )
             share = f"{layout_text(row.axes)}  {size_text(row.bytes_per_device)}"
-            parts.append(_svg_text(610, y + 15, share))
-        return _svg(860, 16 + 24 * len(e.rows), parts)
+            parts.append(svg_text(610, y + 15, share))
+        return svg_document(860, 16 + 24 * len(e.rows), parts)
 
     def save(self, path: str) -> None:
         """Writes a PNG (needs matplotlib), or an SVG by that ending."""
-        _save(self, path, _draw_model)
+        save_picture(self, path, draw_model)
 
 
 Picture = TensorPicture | MeshPicture | ModelPicture
@@ -351,143 +360,6 @@ def picture_of_tensor(name: str, shape: Sequence[int], sharding: NamedSharding) 
     return TensorPicture(name, shape, layout_text(axes), pieces, rows, columns)
 
 
-def slice_text(index: tuple[int, int], size: int) -> str:
-    """A slice as Python writes it; the whole dimension as `:`."""
-    return ":" if index == (0, size) else f"{index[0]}:{index[1]}"
-
-
-def _plain(renderable) -> str:
-    console = Console(width=120, color_system=None, record=True, file=io.StringIO())
-    console.print(renderable)
-    return console.export_text().rstrip()
-
-
-def _devices_text(piece: Piece) -> str:
-    ids = piece.devices
-    if len(ids) > 2 and ids == tuple(range(ids[0], ids[-1] + 1)):
-        return f"{ids[0]}-{ids[-1]}"
-    shown = ",".join(map(str, ids[:4]))
-    return shown if len(ids) <= 4 else f"{shown},... ({len(ids)})"
-
-
-def _colour(piece: Piece) -> str:
-    return _COLOURS[piece.devices[0] % len(_COLOURS)]
-
-
 def _coords(device) -> tuple[int, ...] | None:
     coords = getattr(device, "coords", None)
     return None if coords is None else tuple(coords)
-
-
-def _device_label(device_id: int, process: int, coords) -> str:
-    place = "" if coords is None else f" @{','.join(map(str, coords))}"
-    return f"{device_id}{place}" + (f" host {process}" if process else "")
-
-
-def _dimension_text(size: int, entry) -> str:
-    return f"{size}/{'+'.join(entry_names(entry))}" if entry_names(entry) else str(size)
-
-
-def _style(entry, colours) -> str:
-    return f"black on {colours[entry_names(entry)[0]]}" if entry_names(entry) else ""
-
-
-def _html_dimension(size: int, entry, colours) -> str:
-    text = html.escape(_dimension_text(size, entry))
-    if not entry_names(entry):
-        return text
-    return f'<span style="background:{colours[entry_names(entry)[0]]};color:#000">{text}</span>'
-
-
-def _svg(width: float, height: float, parts: Sequence[str]) -> str:
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" '
-        f'width="{width:.0f}" height="{height:.0f}" font-family="sans-serif" font-size="12">'
-        f"{''.join(parts)}</svg>"
-    )
-
-
-def _svg_text(x: float, y: float, text: str, anchor: str = "start", bold: bool = False) -> str:
-    weight = ' font-weight="bold"' if bold else ""
-    place = f'x="{x:.0f}" y="{y:.0f}" text-anchor="{anchor}"'
-    return f'<text {place} fill="#222"{weight}>{html.escape(text)}</text>'
-
-
-def _save(picture, path: str, draw) -> None:
-    if str(path).endswith(".svg"):
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(picture.svg())
-        return
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            message(
-                "A PNG is drawn by matplotlib, which is not installed.",
-                received={"path": str(path)},
-                fix='Install it with pip install "keras_tpu_dist[plot]", or save an .svg.',
-            )
-        ) from error
-    figure = draw(picture, Figure)
-    figure.savefig(path, dpi=150, bbox_inches="tight")
-
-
-def _draw_grids(figure_type, panels, title, label, colour):
-    across = min(len(panels), 4)
-    down = -(-len(panels) // across)
-    rows = max(len(grid) for _, grid in panels)
-    columns = max(len(grid[0]) for _, grid in panels)
-    size = (across * (0.9 * columns + 0.8), down * (0.45 * rows + 0.7) + 0.4)
-    figure = figure_type(figsize=size, layout="constrained")
-    figure.suptitle(title, fontsize=10)
-    for n, (caption, grid) in enumerate(panels):
-        axes = figure.add_subplot(down, across, n + 1)
-        axes.set_title(caption, fontsize=8)
-        axes.set_xlim(0, columns)
-        axes.set_ylim(rows, 0)
-        axes.axis("off")
-        for r, line in enumerate(grid):
-            for c, cell in enumerate(line):
-                box = {"facecolor": colour(r, cell), "edgecolor": "white"}
-                axes.fill([c, c + 1, c + 1, c], [r, r, r + 1, r + 1], **box)
-                axes.text(c + 0.5, r + 0.5, label(cell), ha="center", va="center", fontsize=6)
-    return figure
-
-
-def _draw_tensor(picture: TensorPicture, figure_type):
-    title = f"{picture.name} {picture.shape} {picture.layout}"
-
-    def label(piece):
-        parts = [slice_text(i, n) for i, n in zip(piece.index, picture.shape)]
-        return f"[{', '.join(parts)}]\ndevice {_devices_text(piece)}"
-
-    panels = picture.panels()[:_PANELS_SHOWN]
-    return _draw_grids(figure_type, panels, title, label, lambda _, piece: _colour(piece))
-
-
-def _draw_mesh(picture: MeshPicture, figure_type):
-    return _draw_grids(
-        figure_type,
-        picture.panels()[:_PANELS_SHOWN],
-        f"mesh {picture.axes}",
-        str,
-        lambda row, _: _COLOURS[row % len(_COLOURS)],
-    )
-
-
-def _draw_model(picture: ModelPicture, figure_type):
-    e, colours = picture.explanation, picture.colours()
-    figure = figure_type(figsize=(8, 0.26 * len(e.rows) + 0.8))
-    axes = figure.add_subplot()
-    places = range(len(e.rows))
-    fills = []
-    for row in e.rows:
-        names = [name for entry in row.axes for name in entry_names(entry)]
-        fills.append(colours[names[0]] if names else "#bbbbbb")
-    axes.barh(places, [row.bytes for row in e.rows], color="#e8e8e8")
-    axes.barh(places, [row.bytes_per_device for row in e.rows], color=fills)
-    axes.set_yticks(places, [f"{r.path}  {layout_text(r.axes)}" for r in e.rows], fontsize=6)
-    axes.invert_yaxis()
-    axes.set_xlabel("bytes: in all (grey), on one device (colour of the axis)", fontsize=7)
-    axes.set_title(f"{e.model} on {e.mesh}", fontsize=9)
-    return figure

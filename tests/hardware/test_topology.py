@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from keras_tpu_dist.hardware import topology
+from keras_tpu_dist.hardware import libtpu, topology
 from keras_tpu_dist.hardware.topology import CHIPS, Topology
 
 
@@ -154,7 +154,7 @@ def tpu_compiler():
     def run(code, *arguments):
         done = subprocess.run(
             [sys.executable, "-c", code, *arguments],
-            env={**os.environ, **topology.libtpu_environment()},
+            env={**os.environ, **libtpu.libtpu_environment()},
             capture_output=True,
             text=True,
             timeout=120,

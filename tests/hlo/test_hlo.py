@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from keras_tpu_dist import hlo
 from keras_tpu_dist.attention import kernel
-from keras_tpu_dist.hardware import topology
+from keras_tpu_dist.hardware import libtpu
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.hlo import collectives, cost, layers, loops
 from keras_tpu_dist.hlo.parse import Shape, parse, shapes_of
@@ -480,7 +480,7 @@ def tpu_programs():
     pytest.importorskip("libtpu")
     done = subprocess.run(
         [sys.executable, "-c", _COMPILE, json.dumps(Topology.parse("v5e:2x2").libtpu_arguments())],
-        env={**os.environ, **topology.libtpu_environment()},
+        env={**os.environ, **libtpu.libtpu_environment()},
         capture_output=True,
         text=True,
         timeout=300,

@@ -1,0 +1,39 @@
+"""JAX and libtpu on machines without a TPU."""
+
+import glob
+import os
+
+import jax
+
+from keras_tpu_dist._keras import jax_backend_started
+
+
+def start_without_tpu() -> None:
+    """Keeps JAX on the CPU where libtpu is installed and no TPU is, before JAX starts.
+
+    Without it JAX tries the TPU first and says in five lines that there is none.
+    """
+    attached = glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*")
+    if not (attached or jax_backend_started() or os.environ.get("JAX_PLATFORMS")):
+        jax.config.update("jax_platforms", "cpu")
+
+
+def libtpu_environment() -> dict[str, str]:
+    """Environment variables for a process that compiles with libtpu and owns no TPU.
+
+    They keep JAX on the CPU, make libtpu quiet, stop it from asking a metadata server which
+    machine it is on, and let several processes load it at once.
+    """
+    return {
+        "JAX_PLATFORMS": "cpu",
+        "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "TPU_LOG_DIR": "disabled",
+        "TPU_MIN_LOG_LEVEL": "3",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        # One heap for all threads: a billion-parameter step's compilation peaked at 1.26 GB
+        # instead of 1.52 GB, in no more CPU seconds.
+        "MALLOC_ARENA_MAX": "1",
+    }

@@ -1,0 +1,32 @@
+"""The shapes of TPU slices that exist."""
+
+import functools
+import itertools
+import math
+
+from keras_tpu_dist.hardware.chips import Chip
+
+
+@functools.cache
+def shapes(chip: Chip) -> frozenset[tuple[int, ...]]:
+    """Every shape of a chip: those listed and, in three dimensions, whole cubes of 4x4x4."""
+    found = set(chip.shapes)
+    if chip.dims == 3:
+        # v5p and tpu7x pods are no cubes; no side of either exceeds 36.
+        sides = range(4, 37, 4)
+        found |= {s for s in itertools.product(sides, repeat=3) if math.prod(s) <= chip.pod}
+    return frozenset(found)
+
+
+def listed_shapes(chip: Chip) -> list[tuple[int, ...]]:
+    """One shape per number of chips: the most cubic one, sides ascending."""
+    best: dict[int, tuple[int, ...]] = {}
+    for shape in sorted(shapes(chip), key=lambda s: (max(s) - min(s), s)):
+        in_order = list(shape) == sorted(shape) or shape in chip.shapes
+        if in_order and _is_standard_size(math.prod(shape)):
+            best.setdefault(math.prod(shape), shape)
+    return [best[n] for n in sorted(best)]
+
+
+def _is_standard_size(chips: int) -> bool:
+    return chips & (chips - 1) == 0

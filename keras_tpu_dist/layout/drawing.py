@@ -1,0 +1,169 @@
+"""How pictures of layouts are drawn: as text, HTML, SVG, and figures of matplotlib."""
+
+import html
+import io
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+
+from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.layout.explain import layout_text
+from keras_tpu_dist.layout.rules import entry_names
+
+# Ten colours that stay apart for colour-blind readers (Okabe-Ito, then its lighter kin).
+COLOURS = (
+    *("#e69f00", "#56b4e9", "#009e73", "#f0e442", "#8fa8ff"),
+    *("#d55e00", "#cc79a7", "#999999", "#b3de69", "#bc80bd"),
+)
+PANELS_SHOWN = 64
+
+
+def slice_text(index: tuple[int, int], size: int) -> str:
+    """A slice as Python writes it; the whole dimension as `:`."""
+    return ":" if index == (0, size) else f"{index[0]}:{index[1]}"
+
+
+def as_plain_text(renderable) -> str:
+    """What rich would print, without colours."""
+    console = Console(width=120, color_system=None, record=True, file=io.StringIO())
+    console.print(renderable)
+    return console.export_text().rstrip()
+
+
+def devices_text(piece: Any) -> str:
+    """The devices that hold a piece, in few words."""
+    ids = piece.devices
+    if len(ids) > 2 and ids == tuple(range(ids[0], ids[-1] + 1)):
+        return f"{ids[0]}-{ids[-1]}"
+    shown = ",".join(map(str, ids[:4]))
+    return shown if len(ids) <= 4 else f"{shown},... ({len(ids)})"
+
+
+def colour_of(piece: Any) -> str:
+    """The colour of the piece on its first device."""
+    return COLOURS[piece.devices[0] % len(COLOURS)]
+
+
+def device_label(device_id: int, process: int, coords) -> str:
+    """A device with its place on the torus and its host."""
+    place = "" if coords is None else f" @{','.join(map(str, coords))}"
+    return f"{device_id}{place}" + (f" host {process}" if process else "")
+
+
+def dimension_text(size: int, entry) -> str:
+    """A dimension and the axes that split it."""
+    return f"{size}/{'+'.join(entry_names(entry))}" if entry_names(entry) else str(size)
+
+
+def rich_style(entry, colours) -> str:
+    """The style of a dimension by the axis that splits it."""
+    return f"black on {colours[entry_names(entry)[0]]}" if entry_names(entry) else ""
+
+
+def html_dimension(size: int, entry, colours) -> str:
+    """A dimension as HTML, in the colour of its axis."""
+    text = html.escape(dimension_text(size, entry))
+    if not entry_names(entry):
+        return text
+    return f'<span style="background:{colours[entry_names(entry)[0]]};color:#000">{text}</span>'
+
+
+def svg_document(width: float, height: float, parts: Sequence[str]) -> str:
+    """An SVG of some parts."""
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" '
+        f'width="{width:.0f}" height="{height:.0f}" font-family="sans-serif" font-size="12">'
+        f"{''.join(parts)}</svg>"
+    )
+
+
+def svg_text(x: float, y: float, text: str, anchor: str = "start", bold: bool = False) -> str:
+    """A line of text in an SVG."""
+    weight = ' font-weight="bold"' if bold else ""
+    place = f'x="{x:.0f}" y="{y:.0f}" text-anchor="{anchor}"'
+    return f'<text {place} fill="#222"{weight}>{html.escape(text)}</text>'
+
+
+def save_picture(picture, path: str, draw) -> None:
+    """Writes an `.svg`, or a PNG by matplotlib with what `draw(picture, Figure)` gives."""
+    if str(path).endswith(".svg"):
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(picture.svg())
+        return
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            message(
+                "A PNG is drawn by matplotlib, which is not installed.",
+                received={"path": str(path)},
+                fix='Install it with pip install "keras_tpu_dist[plot]", or save an .svg.',
+            )
+        ) from error
+    figure = draw(picture, Figure)
+    figure.savefig(path, dpi=150, bbox_inches="tight")
+
+
+def _grids(figure_type, panels, title, label, colour):
+    across = min(len(panels), 4)
+    down = -(-len(panels) // across)
+    rows = max(len(grid) for _, grid in panels)
+    columns = max(len(grid[0]) for _, grid in panels)
+    size = (across * (0.9 * columns + 0.8), down * (0.45 * rows + 0.7) + 0.4)
+    figure = figure_type(figsize=size, layout="constrained")
+    figure.suptitle(title, fontsize=10)
+    for n, (caption, grid) in enumerate(panels):
+        axes = figure.add_subplot(down, across, n + 1)
+        axes.set_title(caption, fontsize=8)
+        axes.set_xlim(0, columns)
+        axes.set_ylim(rows, 0)
+        axes.axis("off")
+        for r, line in enumerate(grid):
+            for c, cell in enumerate(line):
+                box = {"facecolor": colour(r, cell), "edgecolor": "white"}
+                axes.fill([c, c + 1, c + 1, c], [r, r, r + 1, r + 1], **box)
+                axes.text(c + 0.5, r + 0.5, label(cell), ha="center", va="center", fontsize=6)
+    return figure
+
+
+def draw_tensor(picture: Any, figure_type):
+    """A `TensorPicture` as a figure of matplotlib."""
+    title = f"{picture.name} {picture.shape} {picture.layout}"
+
+    def label(piece):
+        parts = [slice_text(i, n) for i, n in zip(piece.index, picture.shape)]
+        return f"[{', '.join(parts)}]\ndevice {devices_text(piece)}"
+
+    panels = picture.panels()[:PANELS_SHOWN]
+    return _grids(figure_type, panels, title, label, lambda _, piece: colour_of(piece))
+
+
+def draw_mesh(picture: Any, figure_type):
+    """A `MeshPicture` as a figure of matplotlib."""
+    return _grids(
+        figure_type,
+        picture.panels()[:PANELS_SHOWN],
+        f"mesh {picture.axes}",
+        str,
+        lambda row, _: COLOURS[row % len(COLOURS)],
+    )
+
+
+def draw_model(picture: Any, figure_type):
+    """A `ModelPicture` as a figure of matplotlib."""
+    e, colours = picture.explanation, picture.colours()
+    figure = figure_type(figsize=(8, 0.26 * len(e.rows) + 0.8))
+    axes = figure.add_subplot()
+    places = range(len(e.rows))
+    fills = []
+    for row in e.rows:
+        names = [name for entry in row.axes for name in entry_names(entry)]
+        fills.append(colours[names[0]] if names else "#bbbbbb")
+    axes.barh(places, [row.bytes for row in e.rows], color="#e8e8e8")
+    axes.barh(places, [row.bytes_per_device for row in e.rows], color=fills)
+    axes.set_yticks(places, [f"{r.path}  {layout_text(r.axes)}" for r in e.rows], fontsize=6)
+    axes.invert_yaxis()
+    axes.set_xlabel("bytes: in all (grey), on one device (colour of the axis)", fontsize=7)
+    axes.set_title(f"{e.model} on {e.mesh}", fontsize=9)
+    return figure
