@@ -1,7 +1,7 @@
 """Dry run: compile any Keras model for a TPU slice that nobody here owns."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from keras_tpu_dist.common.errors import message
@@ -218,20 +218,8 @@ def _report(
         notes.append(
             f"all figures are for one of {lowered.steps_per_execution} steps per execution"
         )
-    if cost is not None and cost.unestimated_kernels:
-        notes.append(
-            f"{len(cost.unestimated_kernels)} hand-written kernel(s) state no cost: their "
-            "operations are missing from the FLOPs"
-        )
-    if cost is not None and cost.whole_kernels:
-        notes.append(
-            f"{len(cost.whole_kernels)} attention kernel(s) skip what a mask in the data leaves "
-            "out: counted as if they skipped nothing"
-        )
-    if cost is not None and cost.unknown_loops:
-        notes.append(
-            f"{len(cost.unknown_loops)} loop(s) run as often as the data says; counted once"
-        )
+    if cost is not None:
+        notes += _uncounted(cost)
     return DryRun(
         mode=mode,
         compiled_for=verdict.compiled_for,
@@ -257,6 +245,22 @@ def _report(
         findings=lowered.findings,
         notes=tuple(notes),
     )
+
+
+def _uncounted(cost: ProgramCost) -> Iterator[str]:
+    """What the figures of a program leave out."""
+    if cost.unestimated_kernels:
+        yield (
+            f"{len(cost.unestimated_kernels)} hand-written kernel(s) state no cost: their "
+            "operations are missing from the FLOPs"
+        )
+    if cost.whole_kernels:
+        yield (
+            f"{len(cost.whole_kernels)} attention kernel(s) skip what a mask in the data leaves "
+            "out: counted as if they skipped nothing"
+        )
+    if cost.unknown_loops:
+        yield f"{len(cost.unknown_loops)} loop(s) run as often as the data says; counted once"
 
 
 def _cost(lowered: Lowered, compiled: Compiled, topology: Topology | None) -> ProgramCost | None:

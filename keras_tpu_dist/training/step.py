@@ -63,21 +63,7 @@ def jitted_step(
         one_step = watched_step(one_step, mask)
         shardings = (*shardings, [replicated, replicated])
 
-    def many_steps(state, batches: PlacedBatch):
-        def body(state, data):
-            outputs, new_state = one_step(state, PlacedBatch(data, batches.slots))
-            return jax.tree.map(lambda new, old: new.astype(old.dtype), new_state, state), outputs
-
-        state, outputs = jax.lax.scan(body, state, batches.data)
-        if kind == "predict":
-            return outputs, state
-        outputs, *report = outputs if mask is not None else (outputs,)
-        outputs = jax.tree.map(lambda each: each[-1], outputs)
-        if report:
-            outputs = (outputs, first_bad(*report))
-        return outputs, state
-
-    run = many_steps if scanned else one_step
+    run = _scanned(one_step, kind, mask is not None) if scanned else one_step
 
     def layouts(state, batch: PlacedBatch):
         return shardings, placer.shardings(batch, stacked=scanned)
@@ -101,6 +87,26 @@ def jitted_step(
     # nor donated, as long as no output sharding is asked for.
     forward.__name__ = f"{kind}_steps" if scanned else f"{kind}_step"
     return Jitted(forward, placer.mesh, layouts, kind_of=_kind_of_batch)
+
+
+def _scanned(one_step: Callable, kind: str, watched: bool) -> Callable:
+    """Steps on stacked batches, one after the other; the logs are the last one's."""
+
+    def many_steps(state, batches: PlacedBatch):
+        def body(state, data):
+            outputs, new_state = one_step(state, PlacedBatch(data, batches.slots))
+            return jax.tree.map(lambda new, old: new.astype(old.dtype), new_state, state), outputs
+
+        state, outputs = jax.lax.scan(body, state, batches.data)
+        if kind == "predict":
+            return outputs, state
+        outputs, *report = outputs if watched else (outputs,)
+        outputs = jax.tree.map(lambda each: each[-1], outputs)
+        if report:
+            outputs = (outputs, first_bad(*report))
+        return outputs, state
+
+    return many_steps
 
 
 def _kind_of_batch(state, batch: PlacedBatch) -> Hashable:
