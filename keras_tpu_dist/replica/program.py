@@ -358,7 +358,8 @@ def _constrained(value, sharding):
 
 def _described(leaf):
     array = jnp.asarray(leaf) if isinstance(leaf, (int, float, complex)) else leaf
-    return jax.ShapeDtypeStruct(np.shape(array), array.dtype)
+    # JAX >= 0.11 warns of 64 bits that it will not keep.
+    return jax.ShapeDtypeStruct(np.shape(array), jax.dtypes.canonicalize_dtype(array.dtype))
 
 
 def _doubled(described, axis: int | None):

@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from keras_tpu_dist import TPUStrategy, attention
+from keras_tpu_dist import TPUStrategy, _keras, attention
 from keras_tpu_dist.attention import dispatch, kernel
 from keras_tpu_dist.common import once
 
@@ -314,11 +314,10 @@ def test_stock_untouched_without_our_strategy(mesh, pretend_tpu, monkeypatch):
     x = jnp.ones((8, 128, 2, 8))
     for strategy in (None, keras.distribution.DataParallel()):
         keras.distribution.set_distribution(strategy)
-        got = dispatch._under_strategy(
-            functools.partial(recorded, stock), x, x, x, bias=None, is_causal=True
-        )
+        got = dispatch._under_strategy(functools.partial(recorded, stock), x, x, x, is_causal=True)
         np.testing.assert_array_equal(got, stock(x, x, x, is_causal=True))
-    assert calls == [{"bias": None, "is_causal": True}] * 2
+    assert all(tuple(call) == _keras.ATTENTION_OPTIONS for call in calls)
+    assert [{k for k, v in call.items() if v} for call in calls] == [{"is_causal"}] * 2
     keras.distribution.set_distribution(TPUStrategy(mesh))
     monkeypatch.setattr(dispatch, "_platform", lambda mesh: "cpu")
     dispatch._under_strategy(functools.partial(recorded, stock), x, x, x)

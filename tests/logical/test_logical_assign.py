@@ -97,7 +97,8 @@ def test_the_matmul_stands_in_a_conditional():
 
     strategy = ktd.TPUStrategy(PAIRS)
     model = built(build, strategy)
-    program = parse(train_program(model, strategy, np.ones((16, 5), "float32"), np.ones((16, 2))))
+    x, y = np.ones((16, 5), "float32"), np.ones((16, 2), "float32")
+    program = parse(train_program(model, strategy, x, y))
     inside = through_conditionals(program)
     dots = {True: [], False: []}
     for computation in program:
