@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import chain
 
 import jax
 import keras
@@ -23,6 +24,7 @@ from keras_tpu_dist.dryrun.diff import diff
 from keras_tpu_dist.dryrun.largest_batch import largest_batch
 from keras_tpu_dist.dryrun.run import dry_run
 from keras_tpu_dist.hlo import parse
+from keras_tpu_dist.training import guard
 from keras_tpu_dist.training.step import jitted_step
 
 TP = [("up/kernel", (None, "model")), ("up/bias", ("model",)), ("down/kernel", ("model", None))]
@@ -127,8 +129,9 @@ def test_state_bytes_are_those_of_the_real_arrays():
 
 
 @pytest.mark.slow
-def test_the_lowered_program_is_that_of_a_real_model():
-    strategy = _mesh_of_cpus()
+@pytest.mark.parametrize("donate_state", [True, "auto"])
+def test_the_lowered_program_is_that_of_a_real_model(donate_state):
+    strategy = ktd.TPUStrategy({"data": 4, "model": 2}, TP, donate_state=donate_state)
     run = dry_run(mlp, strategy, batch_size=32)
     with strategy.scope():
         model = mlp()
@@ -137,16 +140,18 @@ def test_the_lowered_program_is_that_of_a_real_model():
         batch = placer.describe(
             (jax.ShapeDtypeStruct((32, 64), "float32"), jax.ShapeDtypeStruct((32, 8), "float32"))
         )
+        groups = (
+            model.trainable_variables,
+            model.non_trainable_variables,
+            model.optimizer.variables,
+            model.metrics_variables,
+        )
         state = tuple(
             [jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=v.value.sharding) for v in group]
-            for group in (
-                model.trainable_variables,
-                model.non_trainable_variables,
-                model.optimizer.variables,
-                model.metrics_variables,
-            )
+            for group in groups
         )
-        step = jitted_step(model, "train", placer, donate=True)
+        kept = guard.states_to_keep(donate_state, list(chain.from_iterable(groups)))
+        step = jitted_step(model, "train", placer, donate=kept == 0)
         real = step.lower(state, batch).compile()
     memory = real.memory_analysis()
     assert run.memory["arguments"] == memory.argument_size_in_bytes
