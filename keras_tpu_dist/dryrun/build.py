@@ -25,6 +25,7 @@ from keras_tpu_dist.training.auto_steps import MOST_STEPS
 from keras_tpu_dist.training.batches import PlacedBatch
 from keras_tpu_dist.training.guard import states_that_fit
 from keras_tpu_dist.training.step import jitted_step
+from keras_tpu_dist.training.strategy import Strategy
 
 Build = Callable[[], keras.Model] | keras.Model
 
@@ -94,7 +95,7 @@ class Lowered:
 
 def lower(
     build: Build,
-    strategy: Any,
+    strategy: Strategy,
     *,
     x: Any = None,
     y: Any = None,
@@ -165,7 +166,7 @@ def lower(
 
 
 @contextlib.contextmanager
-def _model(build: Build, strategy: Any, mode: str) -> Iterator[keras.Model]:
+def _model(build: Build, strategy: Strategy, mode: str) -> Iterator[keras.Model]:
     """The model, in the strategy's scope, with variables that have no values."""
     if isinstance(build, keras.Model):
         _check_model(build, mode)
@@ -192,7 +193,7 @@ def _build_metrics(model: keras.Model, symbolic: tuple, mode: str) -> None:
 
 
 @contextlib.contextmanager
-def _borrowed(model: keras.Model, strategy: Any) -> Iterator[None]:
+def _borrowed(model: keras.Model, strategy: Strategy) -> Iterator[None]:
     """A user's own model: its layouts and its optimizer are given back as they were."""
     optimizer = model.optimizer
     with _keras.attributes_restored(_keras.state_variables(model), membership.CHOSEN):
@@ -258,7 +259,7 @@ def _checked_mode(mode: str) -> str:
 
 
 @contextlib.contextmanager
-def _laid_out(model: keras.Model, strategy: Any) -> Iterator[None]:
+def _laid_out(model: keras.Model, strategy: Strategy) -> Iterator[None]:
     """Gives variables and layers' outputs the layouts that training under the strategy would."""
     member = membership.Membership(strategy)
     for variable, layout in member.targets(model):
@@ -284,7 +285,7 @@ def _state(model: keras.Model, kind: str) -> tuple[list, ...]:
     )
 
 
-def _donates(strategy: Any, kind: str, state: tuple) -> bool:
+def _donates(strategy: Strategy, kind: str, state: tuple) -> bool:
     if kind != "train" or strategy.runner.options.donate_state is False:
         return False
     sizes = [_bytes_per_device(v) for v in jax.tree.leaves(state)]

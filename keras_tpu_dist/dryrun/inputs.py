@@ -11,9 +11,10 @@ from keras_tpu_dist import _keras
 from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.training.batches import BatchPlacer
+from keras_tpu_dist.training.strategy import Strategy
 
 
-def check_batch_size(batch_size: int, strategy: Any) -> None:
+def check_batch_size(batch_size: int, strategy: Strategy) -> None:
     """Raises a `ValueError` unless every part of the batch gets a row."""
     if not is_count(batch_size, strategy.num_replicas_in_sync):
         raise ValueError(

@@ -11,6 +11,7 @@ from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.text import size_text, text_table
 from keras_tpu_dist.dryrun.run import Build, DryRun, Progress, run_once
 from keras_tpu_dist.hardware.topology import Topology
+from keras_tpu_dist.training.strategy import Strategy
 
 # No guess is more than this many times what is known to fit.
 _LARGEST_STEP = 256
@@ -41,7 +42,7 @@ class LargestBatch:
 
 def largest_batch(
     build: Build,
-    strategy: Any,
+    strategy: Strategy,
     *,
     x: Any = None,
     y: Any = None,
@@ -176,7 +177,7 @@ def _rematerialized(build: Build, remat: str) -> Build:
     return build_in_scope
 
 
-def _checked_topology(strategy: Any) -> Topology:
+def _checked_topology(strategy: Strategy) -> Topology:
     if strategy.topology is None:
         raise ValueError(
             message(

@@ -7,13 +7,12 @@ from typing import Any, Self
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.dryrun.run import Build, DryRun, Progress, dry_run
 from keras_tpu_dist.hardware.topology import Topology
-from keras_tpu_dist.layout.layouts import Layouts
+from keras_tpu_dist.training.strategy import StrategyPart
 
 
-class DryRuns:
+class DryRuns(StrategyPart):
     """What a strategy says about slices it does not have."""
 
-    layouts: Layouts
     _given: Mapping[str, Any]
 
     def on_topology(self, topology: str | Topology, mesh: Mapping[str, int] | None = None) -> Self:

@@ -20,6 +20,7 @@ from keras_tpu_dist.dryrun.report import estimate
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.hlo import ProgramCost, Wire, analyze
 from keras_tpu_dist.hlo.layers import Attribution
+from keras_tpu_dist.training.strategy import Strategy
 
 logger = logging.getLogger("keras_tpu_dist")
 
@@ -34,7 +35,7 @@ Progress = Callable[[str], None]
 
 def dry_run(
     build: Build,
-    strategy: Any,
+    strategy: Strategy,
     *,
     x: Any = None,
     y: Any = None,
@@ -106,7 +107,7 @@ def dry_run(
 
 def run_once(
     build: Build,
-    strategy: Any,
+    strategy: Strategy,
     *,
     inputs: Mapping[str, Any],
     batch_size: int,
@@ -171,7 +172,7 @@ def _check_effort(effort: str) -> None:
         )
 
 
-def _is_tpu(strategy: Any) -> bool:
+def _is_tpu(strategy: Strategy) -> bool:
     return strategy.mesh.devices.flat[0].platform == "tpu"
 
 

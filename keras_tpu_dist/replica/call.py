@@ -11,6 +11,7 @@ import numpy as np
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.replica.options import RunOptions, exact, pad_host, pad_value, refilled
 from keras_tpu_dist.replica.values import PerReplica, check_owner
+from keras_tpu_dist.training.strategy import Strategy
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ _PLACES = ("split", "stacked", "constant", "rows", "length", "source")
 
 
 def prepare(
-    args: Sequence[Any], kwargs: Mapping[str, Any], options: RunOptions, strategy: Any
+    args: Sequence[Any], kwargs: Mapping[str, Any], options: RunOptions, strategy: Strategy
 ) -> Call:
     """Sorts and pads the arguments of a call.
 
@@ -198,7 +199,7 @@ def _whole_leaf(value, axis, options: RunOptions, strategy) -> Leaf:
         )
     if axis is not None:
         array = pad_host(np.asarray(array), axis, options, "an array")
-    elif isinstance(array, jax.Array) and array.sharding.device_set != strategy._devices_as_set:
+    elif isinstance(array, jax.Array) and array.sharding.device_set != strategy.placer.device_set:
         # Computed on one device, for example taken out of local_results.
         array = jax.device_put(array, strategy.placer.sharding(None))
     return Leaf(array, length=axis)

@@ -11,6 +11,7 @@ import keras
 
 from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.training.strategy import Strategy
 
 REDUCTIONS = ("sum", "mean", "max", "min")
 
@@ -70,7 +71,7 @@ class ReplicaContext:
 
     def __init__(
         self,
-        strategy: Any,
+        strategy: Strategy,
         replica_id: Any,
         axes: tuple[str, ...],
         batch_size: Any = None,

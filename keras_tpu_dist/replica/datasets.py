@@ -15,6 +15,7 @@ from keras_tpu_dist.replica.options import RunOptions, pad_host
 from keras_tpu_dist.replica.values import PerReplica, stack
 from keras_tpu_dist.training.batches import padded
 from keras_tpu_dist.training.iterator import DeviceIterator
+from keras_tpu_dist.training.strategy import Strategy, StrategyPart
 
 
 @dataclass(frozen=True)
@@ -131,16 +132,8 @@ class DistributedDataset:
         return self._length
 
 
-class DistributedInput:
+class DistributedInput(StrategyPart):
     """The part of `TPUStrategy` that gives each replica its input."""
-
-    # Of TPUStrategy; named here for the type checker.
-    mesh: Any
-    topology: Any
-    scope: Any
-    num_replicas_in_sync: int
-    placer: Any
-    runner: Any
 
     def distribute_dataset(
         self, dataset: Any, options: RunOptions | None = None, *, batch_size: int | None = None
@@ -393,7 +386,7 @@ def _is_arrays(dataset) -> bool:
     return isinstance(dataset, tuple) and bool(dataset) and all(map(_is_arrays, dataset))
 
 
-def check_attached(strategy: Any, what: str) -> None:
+def check_attached(strategy: Strategy, what: str) -> None:
     """Raises a `RuntimeError` if a strategy's devices are only named."""
     if strategy.topology is not None:
         raise RuntimeError(

@@ -27,6 +27,7 @@ from keras_tpu_dist.replica.state import (
 )
 from keras_tpu_dist.replica.values import PerReplica
 from keras_tpu_dist.training import membership
+from keras_tpu_dist.training.strategy import Strategy
 
 # Variables may be created while tracing, and what is read may depend on what exists.
 _MOST_TRACES = 8
@@ -70,7 +71,7 @@ class Program:
             cannot be combined.
     """
 
-    def __init__(self, function: Callable[[], Callable], call: Call, strategy: Any):
+    def __init__(self, function: Callable[[], Callable], call: Call, strategy: Strategy):
         self._function = function
         self._strategy = strategy
         # One replica has nobody to talk to, and nothing can differ.
@@ -243,7 +244,7 @@ class Program:
     def _inputs(self, call: Call, known: list) -> dict:
         strategy = self._strategy
         return {
-            "id": strategy._replica_ids,
+            "id": strategy.placer.replica_ids,
             "arrays": call.arrays,
             "rows": None if call.rows is None else np.asarray(call.rows, np.int32),
             "length": None if call.length is None else np.int32(call.length),

@@ -7,9 +7,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import keras
-import numpy as np
 
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.replica import hooks as hooks  # declares what it replaces in Keras
@@ -152,15 +150,6 @@ class ReplicaCode(DistributedInput):
         return replica_values.gather(value, axis, self)
 
     experimental_local_results = local_results
-
-    @functools.cached_property
-    def _replica_ids(self) -> jax.Array:
-        ids = np.arange(self.num_replicas_in_sync, dtype=np.int32)
-        return jax.device_put(ids, self.placer.sharding(0))
-
-    @functools.cached_property
-    def _devices_as_set(self) -> set:
-        return set(self.mesh.devices.flat)
 
     @functools.cached_property
     def _programs(self) -> Any:

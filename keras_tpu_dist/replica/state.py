@@ -12,6 +12,7 @@ from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.replica.context import ReplicaContext
 from keras_tpu_dist.training import membership
+from keras_tpu_dist.training.strategy import Strategy
 
 logger = logging.getLogger("keras_tpu_dist")
 
@@ -164,7 +165,7 @@ def to_combine(differing: list[Any], already: set[int]) -> set[int]:
     return already | {id(variable) for variable in differing}
 
 
-def adopt_variables(variables: list, strategy: Any) -> None:
+def adopt_variables(variables: list, strategy: Strategy) -> None:
     """Moves variables that were created outside of the strategy's scope onto its mesh."""
     moved = []
     for variable in variables:
@@ -186,7 +187,7 @@ def adopt_variables(variables: list, strategy: Any) -> None:
         )
 
 
-def copies_of(variable: Any, strategy: Any) -> jax.Array:
+def copies_of(variable: Any, strategy: Strategy) -> jax.Array:
     """The replicas' own values of an "on_read" variable, stacked along a new first dimension.
 
     They are those of the last run, unless the variable was assigned since. Then, as in

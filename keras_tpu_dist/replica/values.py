@@ -11,6 +11,7 @@ import numpy as np
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.replica.context import checked_axis, checked_reduction
 from keras_tpu_dist.training.batches import padded
+from keras_tpu_dist.training.strategy import Strategy
 
 
 class PerReplica:
@@ -46,7 +47,7 @@ class PerReplica:
     def __init__(
         self,
         array: jax.Array,
-        strategy: Any,
+        strategy: Strategy,
         *,
         axis: int = 0,
         stacked: bool = False,
@@ -125,7 +126,7 @@ class PerReplica:
     __getitem__ = __rtruediv__ = __neg__ = __matmul__ = _refuse
 
 
-def stack(parts: Sequence[Any], strategy: Any, name: str) -> PerReplica:
+def stack(parts: Sequence[Any], strategy: Strategy, name: str) -> PerReplica:
     """One host value per replica as a `PerReplica`, padded along the first dimension if need be.
 
     Args:
@@ -169,7 +170,7 @@ def stack(parts: Sequence[Any], strategy: Any, name: str) -> PerReplica:
     return PerReplica(array, strategy, stacked=True, sizes=sizes)
 
 
-def check_owner(value: PerReplica, strategy: Any) -> None:
+def check_owner(value: PerReplica, strategy: Strategy) -> None:
     """Raises a `ValueError` if a value belongs to another strategy."""
     if value.strategy is not strategy:
         raise ValueError(
@@ -182,7 +183,7 @@ def check_owner(value: PerReplica, strategy: Any) -> None:
         )
 
 
-def local_results(value: Any, strategy: Any) -> tuple:
+def local_results(value: Any, strategy: Strategy) -> tuple:
     """A tuple with one structure per replica; see `TPUStrategy.local_results`."""
     leaves, treedef = jax.tree.flatten(value)
     if not any(isinstance(leaf, PerReplica) for leaf in leaves):
@@ -200,13 +201,13 @@ def local_results(value: Any, strategy: Any) -> tuple:
     return tuple(jax.tree.unflatten(treedef, row) for row in zip(*spread))
 
 
-def reduce(op: Any, value: Any, axis: Any, strategy: Any) -> Any:
+def reduce(op: Any, value: Any, axis: Any, strategy: Strategy) -> Any:
     """Combines values over replicas; see `TPUStrategy.reduce`."""
     op = checked_reduction(op)
     return jax.tree.map(lambda leaf: _reduce_leaf(op, leaf, axis, strategy), value)
 
 
-def gather(value: Any, axis: int, strategy: Any) -> Any:
+def gather(value: Any, axis: int, strategy: Strategy) -> Any:
     """Joins values of replicas; see `TPUStrategy.gather`."""
     return jax.tree.map(lambda leaf: _gather_leaf(leaf, axis, strategy), value)
 

@@ -1,5 +1,6 @@
 """Batches on their way to the mesh: any number of rows, any batch axis."""
 
+import functools
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,6 +86,17 @@ class BatchPlacer:
         self.num_shards = math.prod(mesh.shape[name] for name in data_axes)
         self._replicated = named_sharding(mesh)
         self._plans: dict[Any, _Plan] = {}
+
+    @functools.cached_property
+    def device_set(self) -> set:
+        """The devices of the mesh."""
+        return set(self.mesh.devices.flat)
+
+    @functools.cached_property
+    def replica_ids(self) -> jax.Array:
+        """The number of each replica, on its devices; shape `(replicas,)`."""
+        ids = np.arange(self.num_shards, dtype=np.int32)
+        return jax.device_put(ids, self.sharding(0))
 
     def place(self, batch: Any) -> PlacedBatch:
         """Transfers a host batch, padded where its rows do not divide.

@@ -13,6 +13,7 @@ from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.layout import annotations
 from keras_tpu_dist.layout.placement import Placement
 from keras_tpu_dist.training.guard import StateGuard
+from keras_tpu_dist.training.strategy import Strategy
 
 logger = logging.getLogger("keras_tpu_dist")
 
@@ -21,7 +22,7 @@ logger = logging.getLogger("keras_tpu_dist")
 class Membership:
     """A model's strategy, the guard of its training state once it trains, and its placement."""
 
-    strategy: Any
+    strategy: Strategy
     guard: StateGuard | None = None
     placement: Placement | None = None
     linted: bool = False
@@ -69,7 +70,7 @@ _scopes = _Scopes()
 class Scope:
     """The context of `strategy.scope()`. Nests; each object can be entered once at a time."""
 
-    def __init__(self, strategy: Any):
+    def __init__(self, strategy: Strategy):
         self._strategy = strategy
         self._entered = False
         self._outer: Any = None
@@ -178,7 +179,7 @@ def guard_in_training(model: Any) -> StateGuard | None:
     return None if member is None else member.guard
 
 
-def choose_layout(variable: Any, strategy: Any) -> Any:
+def choose_layout(variable: Any, strategy: Strategy) -> Any:
     """The layout of a variable under a strategy, keeping one that the user gave the variable."""
     given = given_layout(variable)
     if given is not None:
@@ -192,7 +193,7 @@ def given_layout(variable: Any) -> Any:
     return None if layout is getattr(variable, CHOSEN, None) else layout
 
 
-def adopt(model: Any, strategy: Any) -> Membership:
+def adopt(model: Any, strategy: Strategy) -> Membership:
     """Moves whatever of a model is not on the strategy's mesh yet, and says so once.
 
     Args:
@@ -228,7 +229,7 @@ def adopt(model: Any, strategy: Any) -> Membership:
     return member
 
 
-def adopt_all(strategy: Any) -> None:
+def adopt_all(strategy: Strategy) -> None:
     """Adopts every built model of a strategy that is not part of another one."""
     models = [m for m, member in list(_members.items()) if member.strategy is strategy]
     built = [model for model in models if _keras.is_built(model)]
@@ -238,14 +239,14 @@ def adopt_all(strategy: Any) -> None:
             adopt(model, strategy)
 
 
-def variables_changed(strategy: Any) -> None:
+def variables_changed(strategy: Strategy) -> None:
     """Lets a fit that is under way go on from the variables, which somebody else updated."""
     for model, member in list(_members.items()):
         if member.strategy is strategy and _keras.has_state(model):
             _keras.forget_state(model)
 
 
-def _join(model: Any, strategy: Any) -> Membership:
+def _join(model: Any, strategy: Strategy) -> Membership:
     member = _members.get(model)
     if member is not None and member.strategy is strategy:
         return member

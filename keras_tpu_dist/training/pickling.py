@@ -12,6 +12,7 @@ from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.hardware.assignment import DeviceAssignment
 from keras_tpu_dist.training import membership
+from keras_tpu_dist.training.strategy import Strategy
 
 logger = logging.getLogger("keras_tpu_dist")
 
@@ -77,7 +78,7 @@ def layout_of(recipe: Any, mesh: Any) -> Any:
 class _Belonging:
     """The strategy of a model that is copied: itself in this process, made anew in another."""
 
-    def __init__(self, strategy: Any):
+    def __init__(self, strategy: Strategy | None):
         self.strategy = strategy
 
     def __deepcopy__(self, memo):

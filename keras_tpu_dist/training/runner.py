@@ -23,6 +23,7 @@ from keras_tpu_dist.training.input_clock import InputReports, TimedInput
 from keras_tpu_dist.training.iterator import DeviceIterator
 from keras_tpu_dist.training.loop import StepLoop
 from keras_tpu_dist.training.options import Options
+from keras_tpu_dist.training.strategy import Strategy
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Runner:
 
     @contextlib.contextmanager
     def running(
-        self, strategy: Any, model: Any, name: str, args: tuple, kwargs: Mapping
+        self, strategy: Strategy, model: Any, name: str, args: tuple, kwargs: Mapping
     ) -> Iterator[None]:
         """The context of one of Keras's entry points.
 
@@ -117,7 +118,7 @@ class Runner:
         finally:
             _running.reset(token)
 
-    def make_function(self, strategy: Any, model: Any, kind: str) -> StepLoop:
+    def make_function(self, strategy: Strategy, model: Any, kind: str) -> StepLoop:
         """The function that Keras calls for `"train"`, `"test"` or `"predict"` steps."""
         member = membership.adopt(model, strategy)
         if not member.linted and model.built:

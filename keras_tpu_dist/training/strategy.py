@@ -1,0 +1,69 @@
+"""What rooms below the strategy may know of it."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
+
+from jax.sharding import Mesh
+
+from keras_tpu_dist.hardware.topology import Topology
+from keras_tpu_dist.layout.layouts import Layouts
+from keras_tpu_dist.layout.lint import LintReport
+from keras_tpu_dist.layout.placement import Placement
+from keras_tpu_dist.training.batches import BatchPlacer
+
+if TYPE_CHECKING:
+    from keras_tpu_dist.training.runner import Runner
+
+
+class Strategy(Protocol):
+    """The parts of a `TPUStrategy`, and what it says of itself.
+
+    Attributes:
+        layouts: Decides where variables and outputs lie.
+        placer: Puts batches on the mesh.
+        runner: Runs models.
+    """
+
+    layouts: Layouts
+    placer: BatchPlacer
+    runner: Runner
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh."""
+        ...
+
+    @property
+    def topology(self) -> Topology | None:
+        """The slice that is only named, or `None`."""
+        ...
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """The mesh axes that split the batch."""
+        ...
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of parts the batch is split into."""
+        ...
+
+    def scope(self) -> AbstractContextManager:
+        """A context in which models are built, compiled and run on the mesh."""
+        ...
+
+    def placement(self, model: Any) -> Placement:
+        """What decides about each variable of a model."""
+        ...
+
+    def lint(
+        self, model: Any, batch_size: int | None = None, *, strict: bool = False
+    ) -> LintReport:
+        """Mistakes in the layouts of a model."""
+        ...
+
+
+# What a class that `TPUStrategy` inherits from may count on: checked, not there at run time.
+StrategyPart = Strategy if TYPE_CHECKING else object
