@@ -11,8 +11,9 @@ from pathlib import Path
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.dryrun import worker
 from keras_tpu_dist.dryrun.build import Lowered
+from keras_tpu_dist.hardware.compile_only import CompileOnlyDevice
 from keras_tpu_dist.hardware.libtpu import libtpu_environment
-from keras_tpu_dist.hardware.topology import CHIPS, CompileOnlyDevice, Topology
+from keras_tpu_dist.hardware.topology import CHIPS, Topology
 
 # Quick against exact on v5e:2x4 (benchmarks/dry_run.py): a 12-layer transformer 31 and 90 CPU
 # seconds, peak memory 2.57 and 2.74 GiB, cycles 2.5 times; two LSTM layers 5 and 16 CPU seconds,

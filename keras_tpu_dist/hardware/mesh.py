@@ -12,7 +12,7 @@ from jax.experimental import mesh_utils
 from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import did_you_mean, message
 from keras_tpu_dist.hardware.assignment import DeviceAssignment, prime_factors
-from keras_tpu_dist.hardware.topology import CompileOnlyDevice
+from keras_tpu_dist.hardware.compile_only import CompileOnlyDevice
 
 logger = logging.getLogger("keras_tpu_dist")
 

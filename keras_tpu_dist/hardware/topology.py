@@ -15,6 +15,7 @@ from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.hardware.chips import CHIPS as CHIPS
 from keras_tpu_dist.hardware.chips import Chip as Chip
 from keras_tpu_dist.hardware.chips import of_kind, simulated_chip
+from keras_tpu_dist.hardware.compile_only import CompileOnlyDevice
 from keras_tpu_dist.hardware.shapes import listed_shapes, shapes
 
 _CHIP_BY_SPELLING = {alias: c for c in CHIPS.values() for alias in (c.name, *c.aliases)}
@@ -22,40 +23,6 @@ _CHIP_BY_SPELLING = {alias: c for c in CHIPS.values() for alias in (c.name, *c.a
 _NAME = re.compile(
     r"(?:(?P<slices>\d+)\s*[*]\s*)?(?P<chip>[a-z0-9]+)[:-](?P<size>\d+(?:x\d+){0,2})"
 )
-
-
-@dataclass(frozen=True)
-class _CompileOnlyClient:
-    """The attributes of a JAX client that lowering reads."""
-
-    platform: str = "tpu"
-    platform_version: str = "compile-only"
-    runtime_type: str = "compile_only"
-
-    def process_index(self) -> int:
-        return 0
-
-
-@dataclass(frozen=True)
-class CompileOnlyDevice:
-    """A TPU device that is only described: programs can be lowered for it, not run on it.
-
-    It has the attributes of the devices that `jax.experimental.topologies` gives for the same
-    slice, without loading libtpu, so a mesh over it can be made on any machine, and an impossible
-    slice cannot abort the process.
-    """
-
-    id: int
-    process_index: int
-    coords: tuple[int, int, int]
-    core_on_chip: int
-    device_kind: str
-    slice_index: int = 0
-    platform: str = "tpu"
-    client: _CompileOnlyClient = _CompileOnlyClient()
-
-    def __repr__(self) -> str:
-        return f"CompileOnlyDevice(id={self.id}, {self.device_kind!r}, coords={self.coords})"
 
 
 @dataclass(frozen=True)

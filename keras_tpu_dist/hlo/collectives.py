@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from keras_tpu_dist.hardware.topology import CompileOnlyDevice, Topology
+from keras_tpu_dist.hardware.compile_only import CompileOnlyDevice
+from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.hlo.parse import Computation, Instruction, Program
 
 KINDS = (

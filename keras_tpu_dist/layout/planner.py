@@ -14,7 +14,7 @@ from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.text import html_table
 from keras_tpu_dist.hardware.chips import of_kind
-from keras_tpu_dist.hardware.topology import CompileOnlyDevice
+from keras_tpu_dist.hardware.compile_only import CompileOnlyDevice
 from keras_tpu_dist.layout.rules import (
     Axes,
     Decision,

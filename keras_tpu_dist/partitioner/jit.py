@@ -7,9 +7,9 @@ import jax
 from jax.extend import core
 from jax.sharding import Mesh
 
+from keras_tpu_dist.partitioner.classes import Axes, spec_axes
 from keras_tpu_dist.partitioner.jaxprs import opened
 from keras_tpu_dist.partitioner.rewrite import rewritten
-from keras_tpu_dist.partitioner.spread import Axes, spec_axes
 
 
 class Jitted:

@@ -6,23 +6,19 @@ not. A dimension of one row that is reshaped is the exception: whether it stands
 what was known when it was met.
 """
 
-import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 from jax.extend import core
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
+from keras_tpu_dist.partitioner.classes import Axes, Classes, rank, spec_axes
 from keras_tpu_dist.partitioner.jaxprs import inner_jaxprs, opened, scan_parts
 
-# For each dimension of an array, the mesh axes that split it.
-Axes = Sequence[Iterable[str]]
 
-
-class Spread:
+class Spread(Classes):
     """The classes of a program's dimensions, and the mesh axes of each.
 
     Args:
@@ -33,139 +29,12 @@ class Spread:
     """
 
     def __init__(self, jaxpr: Any, inputs: Sequence[Axes], outputs: Sequence[Axes], mesh: Mesh):
-        self.mesh = mesh
-        self.sizes = {name: size for name, size in mesh.shape.items() if size > 1}
-        self.manual: frozenset[str] = frozenset()
-        # For each value the class of each dimension, and for each class the one it became part of.
-        self._classes: dict[Any, list[int | None]] = {}
-        self._parents: list[int] = []
-        self._axes: dict[int, set[str]] = {}
-        self._asked: dict[int, set[str]] = {}
+        super().__init__(mesh)
         self._linked: set[int] = set()
         for atoms, layouts in ((opened(jaxpr).invars, inputs), (opened(jaxpr).outvars, outputs)):
             for atom, axes in zip(atoms, layouts):
-                self._seed(atom, axes, self._axes)
+                self.give(atom, axes)
         self._link_program(opened(jaxpr))
-
-    def axes(self, atom: Any, dimension: int) -> frozenset[str]:
-        """The mesh axes that may split a dimension."""
-        return self._known(self._axes, atom, dimension)
-
-    def asked(self, atom: Any, dimension: int) -> frozenset[str]:
-        """The mesh axes that the program itself asks to split a dimension over."""
-        return self._known(self._asked, atom, dimension)
-
-    @property
-    def open_axes(self) -> frozenset[str]:
-        """The mesh axes that the compiler may split over."""
-        return frozenset(self.sizes) - self.manual
-
-    def ordered(self, axes: Iterable[str]) -> tuple[str, ...]:
-        """Mesh axes in the order of the mesh."""
-        return tuple(name for name in self.sizes if name in axes)
-
-    def product(self, axes: Iterable[str]) -> int:
-        """The number of parts that mesh axes make."""
-        return math.prod(self.sizes[name] for name in axes)
-
-    def parts(self, atom: Any, dimension: int) -> int:
-        """The most parts that a dimension may be split into."""
-        return self.product(self.axes(atom, dimension))
-
-    @contextlib.contextmanager
-    def within(self, axes: Iterable[str]) -> Iterator[None]:
-        """Inside of a `shard_map`, whose own axes split nothing any more."""
-        outer, self.manual = self.manual, self.manual | frozenset(axes)
-        try:
-            yield
-        finally:
-            self.manual = outer
-
-    def uneven(self, atom: Any, dimension: int) -> bool:
-        """Whether a dimension may be split into parts of different sizes."""
-        return bool(atom.aval.shape[dimension] % self.parts(atom, dimension))
-
-    def ask(self, atom: Any, axes: Axes) -> None:
-        """Notes that the program itself asks for a layout."""
-        self._seed(atom, axes, self._axes)
-        self._seed(atom, axes, self._asked)
-
-    def link(self, one: Any, i: int, other: Any, j: int) -> None:
-        """Puts two dimensions into one class, unless one of them is only repeated."""
-        if isinstance(one, core.Literal) or isinstance(other, core.Literal):
-            return
-        before, after = one.aval.shape[i], other.aval.shape[j]
-        if before != after and 1 in (before, after):
-            return
-        ours, theirs = self._of(one), self._of(other)
-        mine, yours = ours[i], theirs[j]
-        if yours is None:
-            theirs[j] = self._class(ours, i)
-        elif mine is None:
-            ours[i] = yours
-        elif mine != yours:
-            self._merge(self._root(mine), self._root(yours))
-
-    def merge(self, one: Any, i: int, other: Any, j: int) -> None:
-        """Puts two dimensions into one class, whatever their sizes."""
-        ours, theirs = self._class(self._of(one), i), self._class(self._of(other), j)
-        self._merge(self._root(ours), self._root(theirs))
-
-    def link_positions(self, one: Any, other: Any) -> None:
-        """Links the dimensions of two values of the same rank, one by one."""
-        if isinstance(one, core.Literal) or isinstance(other, core.Literal):
-            return
-        shape, classes = one.aval.shape, self._classes
-        ours, theirs = classes.get(one), classes.get(other)
-        if shape != other.aval.shape or (ours is not None and theirs is not None):
-            if ours is not theirs and len(shape) == len(other.aval.shape):
-                for i in range(len(shape)):
-                    self.link(one, i, other, i)
-        elif ours is not None:
-            classes[other] = ours
-        else:
-            classes[one] = classes[other] = theirs or [None] * len(shape)
-
-    def _of(self, atom: Any) -> list[int | None]:
-        classes = self._classes.get(atom)
-        if classes is None:
-            classes = self._classes[atom] = [None] * _rank(atom)
-        return classes
-
-    def _class(self, classes: list[int | None], dimension: int) -> int:
-        known = classes[dimension]
-        if known is None:
-            known = classes[dimension] = len(self._parents)
-            self._parents.append(known)
-        return known
-
-    def _merge(self, one: int, other: int) -> None:
-        if one != other:
-            self._parents[one] = other
-            for known in (self._axes, self._asked):
-                if axes := known.pop(one, None):
-                    known.setdefault(other, set()).update(axes)
-
-    def _root(self, node: int) -> int:
-        parents = self._parents
-        while parents[node] != node:
-            parents[node] = parents[parents[node]]
-            node = parents[node]
-        return node
-
-    def _seed(self, atom: Any, axes: Axes, into: dict[int, set[str]]) -> None:
-        for dimension, names in enumerate(axes):
-            names = {name for name in names if name in self.sizes}
-            if names and not isinstance(atom, core.Literal):
-                node = self._root(self._class(self._of(atom), dimension))
-                into.setdefault(node, set()).update(names)
-
-    def _known(self, known: dict[int, set[str]], atom: Any, dimension: int) -> frozenset[str]:
-        if isinstance(atom, core.Literal):
-            return frozenset()
-        classes = self._classes.get(atom)
-        node = None if classes is None else classes[dimension]
-        return frozenset(() if node is None else known.get(self._root(node), ())) - self.manual
 
     def _link_program(self, jaxpr: Any) -> None:
         if id(jaxpr) in self._linked:
@@ -176,7 +45,7 @@ class Spread:
             if rule is not None:
                 rule(self, equation)
                 continue
-            if not equation.params and self._elementwise(equation):
+            if not equation.params and self.link_elementwise(equation):
                 continue
             inner = [opened(each) for each in inner_jaxprs(equation)]
             if not inner:
@@ -186,71 +55,36 @@ class Spread:
             for each in inner:
                 self._link_program(each)
 
-    def _elementwise(self, equation: Any) -> bool:
-        """Links operands and the result of one shape, the most frequent equations, quickly."""
-        result, classes = equation.outvars[0], self._classes
-        shape = getattr(result.aval, "shape", None)
-        own = None
-        for atom in equation.invars:
-            if type(atom) is core.Literal:
-                continue
-            if atom.aval.shape != shape:
-                return False
-            theirs = classes.get(atom)
-            if own is None:
-                own = self._of(atom)
-                classes.setdefault(result, own)
-            elif theirs is None:
-                classes[atom] = own
-            elif theirs is not own:
-                self.link_positions(atom, result)
-        return classes.get(result) is own
 
-
-def spec_axes(sharding: Any) -> Axes:
-    """The mesh axes of each dimension in a `NamedSharding`; none for other shardings."""
-    if not isinstance(sharding, NamedSharding):
-        return ()
-    free = jax.sharding.PartitionSpec.UNCONSTRAINED
-    return [
-        () if entry is None or entry is free else (entry,) if isinstance(entry, str) else entry
-        for entry in sharding.spec
-    ]
-
-
-def _rank(atom: Any) -> int:
-    return len(getattr(atom.aval, "shape", ()))
-
-
-def _call(spread: Spread, equation: Any, inner: list) -> None:
+def _call(classes: Classes, equation: Any, inner: list) -> None:
     """A program called once: its inputs are the last operands, its outputs the results.
 
     Operands of a scan over time have a dimension more outside than inside; those of a conditional
     come after its index.
     """
     if any(len(jaxpr.outvars) != len(equation.outvars) for jaxpr in inner):
-        _unknown(spread, equation)  # a kernel, which writes to what it is given
+        _unknown(classes, equation)  # a kernel, which writes to what it is given
         return
     for jaxpr in inner:
         count = len(jaxpr.invars)
         operands = equation.invars[len(equation.invars) - count :]
         for outer, own in [*zip(operands, jaxpr.invars), *zip(equation.outvars, jaxpr.outvars)]:
-            if _rank(outer) == _rank(own):
-                spread.link_positions(outer, own)
+            if rank(outer) == rank(own):
+                classes.link_positions(outer, own)
                 continue
-            shift = max(_rank(outer) - _rank(own), 0)
-            for dimension in range(min(_rank(own), _rank(outer))):
-                spread.link(outer, dimension + shift, own, dimension)
+            shift = max(rank(outer) - rank(own), 0)
+            for dimension in range(min(rank(own), rank(outer))):
+                classes.link(outer, dimension + shift, own, dimension)
 
 
-def _scan(spread: Spread, equation: Any, inner: list) -> None:
-    _call(spread, equation, inner)
+def _scan(classes: Classes, equation: Any, inner: list) -> None:
+    _call(classes, equation, inner)
     body, constants, carries = scan_parts(equation)
     for own, result in zip(body.invars[constants:], body.outvars[:carries]):
-        spread.link_positions(own, result)
+        classes.link_positions(own, result)
 
 
-def _while(spread: Spread, equation: Any, inner: list) -> None:
+def _while(classes: Classes, equation: Any, inner: list) -> None:
     params = equation.params
     of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
     cond, body = opened(params["cond_jaxpr"]), opened(params["body_jaxpr"])
@@ -262,30 +96,30 @@ def _while(spread: Spread, equation: Any, inner: list) -> None:
         *zip(carry, body.outvars),
         *zip(carry, equation.outvars),
     ]:
-        spread.link_positions(outer, own)
+        classes.link_positions(outer, own)
 
 
-def _positions(spread: Spread, equation: Any) -> None:
+def _positions(classes: Classes, equation: Any) -> None:
     first = equation.outvars[0]
     for atom in [*equation.invars, *equation.outvars[1:]]:
-        spread.link_positions(atom, first)
+        classes.link_positions(atom, first)
 
 
-def _unknown(spread: Spread, equation: Any) -> None:
+def _unknown(classes: Classes, equation: Any) -> None:
     """Links what has the same rank and sizes, ones repeated, else everything with everything."""
-    atoms = [a for a in equation.invars if type(a) is not core.Literal and _rank(a)]
-    atoms += [a for a in equation.outvars if _rank(a)]
+    atoms = [a for a in equation.invars if type(a) is not core.Literal and rank(a)]
+    atoms += [a for a in equation.outvars if rank(a)]
     if not atoms:
         return
     largest = max(atoms, key=lambda a: math.prod(a.aval.shape))
     if all(_repeats(a.aval.shape, largest.aval.shape) for a in atoms):
         for atom in atoms:
             if atom is not largest:
-                spread.link_positions(largest, atom)
+                classes.link_positions(largest, atom)
         return
-    dimensions = [(a, i) for a in atoms for i in range(_rank(a))]
+    dimensions = [(a, i) for a in atoms for i in range(rank(a))]
     for one, other in itertools.pairwise(dimensions):
-        spread.link(*one, *other)
+        classes.link(*one, *other)
 
 
 def _repeats(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
@@ -293,35 +127,35 @@ def _repeats(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
     return len(shape) == len(whole) and all(a in (b, 1) for a, b in zip(shape, whole))
 
 
-def _nothing(spread: Spread, equation: Any) -> None:
+def _nothing(classes: Classes, equation: Any) -> None:
     """Results that depend on no operand's dimensions."""
 
 
-def _broadcast(spread: Spread, equation: Any) -> None:
+def _broadcast(classes: Classes, equation: Any) -> None:
     for i, j in enumerate(equation.params["broadcast_dimensions"]):
-        spread.link(equation.invars[0], i, equation.outvars[0], int(j))
+        classes.link(equation.invars[0], i, equation.outvars[0], int(j))
 
 
-def _transpose(spread: Spread, equation: Any) -> None:
+def _transpose(classes: Classes, equation: Any) -> None:
     for j, i in enumerate(equation.params["permutation"]):
-        spread.link(equation.invars[0], int(i), equation.outvars[0], j)
+        classes.link(equation.invars[0], int(i), equation.outvars[0], j)
 
 
 def _removed(parameter: str) -> Callable:
-    def rule(spread: Spread, equation: Any) -> None:
+    def rule(classes: Classes, equation: Any) -> None:
         gone = {int(i) for i in equation.params[parameter]}
-        rank = _rank(equation.invars[0])
-        kept = [i for i in range(rank) if i not in gone and i - rank not in gone]
+        ndim = rank(equation.invars[0])
+        kept = [i for i in range(ndim) if i not in gone and i - ndim not in gone]
         for operand in equation.invars:
             for result in equation.outvars:
-                if _rank(operand) == rank and _rank(result) == len(kept):
+                if rank(operand) == ndim and rank(result) == len(kept):
                     for j, i in enumerate(kept):
-                        spread.link(operand, i, result, j)
+                        classes.link(operand, i, result, j)
 
     return rule
 
 
-def _reshape(spread: Spread, equation: Any) -> None:
+def _reshape(classes: Classes, equation: Any) -> None:
     """Dimensions that are merged or taken apart are one class."""
     operand, result = equation.invars[0], equation.outvars[0]
     before, after = list(operand.aval.shape), list(result.aval.shape)
@@ -342,91 +176,91 @@ def _reshape(spread: Spread, equation: Any) -> None:
                 break
         group = [*((operand, n) for n in left), *((result, n) for n in right)]
         # One row is split, too, where rows are; else a dimension of 1 stands for nothing.
-        merged = [(a, n) for a, n in group if a.aval.shape[n] > 1 or spread.axes(a, n)]
+        merged = [(a, n) for a, n in group if a.aval.shape[n] > 1 or classes.axes(a, n)]
         for one, other in itertools.pairwise(merged):
-            spread.merge(*one, *other)
+            classes.merge(*one, *other)
         i, j = i + 1, j + 1
 
 
-def _dot(spread: Spread, equation: Any) -> None:
+def _dot(classes: Classes, equation: Any) -> None:
     (contract, batch) = equation.params["dimension_numbers"]
     left, right = equation.invars[:2]
     result = equation.outvars[0]
     for i, j in [*zip(*contract), *zip(*batch)]:
-        spread.link(left, int(i), right, int(j))
+        classes.link(left, int(i), right, int(j))
     free = [
-        [n for n in range(_rank(atom)) if n not in contract[side] and n not in batch[side]]
+        [n for n in range(rank(atom)) if n not in contract[side] and n not in batch[side]]
         for side, atom in enumerate((left, right))
     ]
     for j, i in enumerate([*batch[0], *free[0]]):
-        spread.link(left, int(i), result, j)
+        classes.link(left, int(i), result, j)
     for j, i in enumerate(free[1], len(batch[0]) + len(free[0])):
-        spread.link(right, i, result, j)
+        classes.link(right, i, result, j)
 
 
-def _convolution(spread: Spread, equation: Any) -> None:
+def _convolution(classes: Classes, equation: Any) -> None:
     numbers = equation.params["dimension_numbers"]
     left, right = equation.invars
     result = equation.outvars[0]
     lhs, rhs, out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
-    spread.link(left, lhs[0], result, out[0])
-    spread.link(left, lhs[1], right, rhs[1])
-    spread.link(right, rhs[0], result, out[1])
+    classes.link(left, lhs[0], result, out[0])
+    classes.link(left, lhs[1], right, rhs[1])
+    classes.link(right, rhs[0], result, out[1])
     for i, k, j in zip(lhs[2:], rhs[2:], out[2:]):
-        spread.link(left, i, result, j)
-        spread.link(left, i, right, k)
+        classes.link(left, i, result, j)
+        classes.link(left, i, right, k)
     if equation.params["feature_group_count"] > 1:
-        spread.link(left, lhs[1], result, out[1])
+        classes.link(left, lhs[1], result, out[1])
     if equation.params["batch_group_count"] > 1:
-        spread.link(left, lhs[0], result, out[1])
+        classes.link(left, lhs[0], result, out[1])
 
 
-def _gather(spread: Spread, equation: Any) -> None:
+def _gather(classes: Classes, equation: Any) -> None:
     numbers = equation.params["dimension_numbers"]
     gone = numbers.collapsed_slice_dims, numbers.operand_batching_dims
     shared = numbers.operand_batching_dims, numbers.start_indices_batching_dims
     operand, indices = equation.invars[:2]
     slices = equation.outvars[0], numbers.offset_dims
-    _link_slices(spread, operand, indices, slices, gone, shared)
+    _link_slices(classes, operand, indices, slices, gone, shared)
 
 
-def _scatter(spread: Spread, equation: Any) -> None:
+def _scatter(classes: Classes, equation: Any) -> None:
     numbers = equation.params["dimension_numbers"]
     gone = numbers.inserted_window_dims, numbers.operand_batching_dims
     shared = numbers.operand_batching_dims, numbers.scatter_indices_batching_dims
     operand, indices, updates = equation.invars[:3]
-    spread.link_positions(operand, equation.outvars[0])
-    _link_slices(spread, operand, indices, (updates, numbers.update_window_dims), gone, shared)
+    classes.link_positions(operand, equation.outvars[0])
+    _link_slices(classes, operand, indices, (updates, numbers.update_window_dims), gone, shared)
 
 
 def _link_slices(
-    spread: Spread, operand: Any, indices: Any, slices: tuple, gone: tuple, shared: tuple
+    classes: Classes, operand: Any, indices: Any, slices: tuple, gone: tuple, shared: tuple
 ) -> None:
     """Links an operand, indices into it, and the slices that they stand for."""
     slices, windows = slices
     missing = {*gone[0], *gone[1]}
-    kept = [i for i in range(_rank(operand)) if i not in missing]
+    kept = [i for i in range(rank(operand)) if i not in missing]
     for i, j in zip(kept, windows):
-        spread.link(operand, i, slices, j)
-    batch = [j for j in range(_rank(slices)) if j not in windows]
-    for i, j in zip(range(_rank(indices) - 1), batch):
-        spread.link(indices, i, slices, j)
+        classes.link(operand, i, slices, j)
+    batch = [j for j in range(rank(slices)) if j not in windows]
+    for i, j in zip(range(rank(indices) - 1), batch):
+        classes.link(indices, i, slices, j)
     for i, j in zip(*shared):
-        spread.link(operand, i, indices, j)
+        classes.link(operand, i, indices, j)
 
 
-def _constraint(spread: Spread, equation: Any) -> None:
-    spread.link_positions(equation.invars[0], equation.outvars[0])
-    spread.ask(equation.outvars[0], spec_axes(equation.params["sharding"]))
+def _constraint(classes: Classes, equation: Any) -> None:
+    classes.link_positions(equation.invars[0], equation.outvars[0])
+    classes.ask(equation.outvars[0], spec_axes(equation.params["sharding"]))
 
 
-def _dynamic_slice(spread: Spread, equation: Any) -> None:
-    spread.link_positions(equation.invars[0], equation.outvars[0])
+def _dynamic_slice(classes: Classes, equation: Any) -> None:
+    classes.link_positions(equation.invars[0], equation.outvars[0])
     if equation.primitive.name == "dynamic_update_slice":
-        spread.link_positions(equation.invars[1], equation.outvars[0])
+        classes.link_positions(equation.invars[1], equation.outvars[0])
 
 
-_RULES: dict[str, Callable[[Spread, Any], None]] = {
+_RULES: dict[str, Callable[[Classes, Any], None]] = {
     **dict.fromkeys(
         [
             *("pad", "slice", "concatenate", "rev", "sort", "split", "top_k", "select_n", "clamp"),
@@ -462,7 +296,7 @@ _RULES: dict[str, Callable[[Spread, Any], None]] = {
 }
 
 # Equations that run programs otherwise than once, from operands to results.
-_INNER: dict[str, Callable[[Spread, Any, list], None]] = {"scan": _scan, "while": _while}
+_INNER: dict[str, Callable[[Classes, Any, list], None]] = {"scan": _scan, "while": _while}
 
 # Primitives with a rule of their own call no program.
 CALL_NOTHING = frozenset(_RULES)

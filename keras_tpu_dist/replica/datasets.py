@@ -1,17 +1,15 @@
 """Datasets and values, distributed over replicas for `strategy.run`."""
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import keras
 import numpy as np
 
-from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.replica.options import RunOptions, pad_host
+from keras_tpu_dist.replica.sources import batches_of, in_groups
 from keras_tpu_dist.replica.values import PerReplica, stack
 from keras_tpu_dist.training.batches import padded
 from keras_tpu_dist.training.iterator import DeviceIterator
@@ -185,7 +183,7 @@ class DistributedInput(StrategyPart):
                     "ready is TPUStrategy(prefetch=...).",
                 )
             )
-        batches, length = _batches_of(dataset, batch_size)
+        batches, length = batches_of(dataset, batch_size)
         return DistributedDataset(
             batches, lambda batch: self._place_global(batch, options), self.runner.prefetch, length
         )
@@ -207,10 +205,10 @@ class DistributedInput(StrategyPart):
         """
         check_attached(self, "distribute_datasets_from_function")
         context = InputContext(jax.process_count(), jax.process_index(), self.num_replicas_in_sync)
-        batches, length = _batches_of(dataset_fn(context), None)
+        batches, length = batches_of(dataset_fn(context), None)
         steps = None if length is None else -(-length // self.num_replicas_in_sync)
         return DistributedDataset(
-            lambda: _groups(batches(), self.num_replicas_in_sync),
+            lambda: in_groups(batches(), self.num_replicas_in_sync),
             self._place_parts,
             self.runner.prefetch,
             steps,
@@ -340,52 +338,6 @@ def _columns(parts: list, placer) -> tuple[list, Any, list]:
     return [list(column) for column in zip(*arrays)], treedef, axes
 
 
-def _groups(batches: Iterator, number: int) -> Iterator[list]:
-    group: list = []
-    for batch in batches:
-        group.append(batch)
-        if len(group) == number:
-            yield group
-            group = []
-    if group:
-        yield group
-
-
-def _batches_of(dataset: Any, batch_size: int | None) -> tuple[Callable[[], Iterator], int | None]:
-    """A function that starts an iteration over host batches, and their number if known."""
-    arrays = _is_arrays(dataset)
-    if arrays != (batch_size is not None):
-        raise ValueError(
-            message(
-                "A dataset to distribute is an iterable of global batches, or arrays with a "
-                "batch_size.",
-                received={"dataset": type(dataset).__name__, "batch_size": batch_size},
-                fix="Write distribute_dataset((x, y), batch_size=32), or distribute_dataset("
-                "batches) with anything that yields one batch after the other.",
-            )
-        )
-    if batch_size is not None:
-        return _cut(dataset, batch_size)
-    if isinstance(dataset, keras.utils.PyDataset):
-        return lambda: _py_dataset(dataset), dataset.num_batches
-    if hasattr(dataset, "as_numpy_iterator"):
-        return lambda: iter(dataset.as_numpy_iterator()), None
-    try:
-        length = len(dataset)
-    except TypeError:
-        length = None
-    return lambda: iter(dataset), length
-
-
-def _is_arrays(dataset) -> bool:
-    if hasattr(dataset, "__array__"):
-        return True
-    if isinstance(dataset, dict):
-        return all(_is_arrays(value) for value in dataset.values())
-    # A list of arrays is a list of batches; a tuple of arrays is (x, y).
-    return isinstance(dataset, tuple) and bool(dataset) and all(map(_is_arrays, dataset))
-
-
 def check_attached(strategy: Strategy, what: str) -> None:
     """Raises a `RuntimeError` if a strategy's devices are only named."""
     if strategy.topology is not None:
@@ -396,37 +348,3 @@ def check_attached(strategy: Strategy, what: str) -> None:
                 fix="Leave `topology` out to run on the devices that are here.",
             )
         )
-
-
-def _cut(arrays: Any, batch_size: int) -> tuple[Callable[[], Iterator], int]:
-    leaves, treedef = jax.tree.flatten(arrays)
-    leaves = [np.asarray(leaf) for leaf in leaves]
-    rows = {leaf.shape[0] if leaf.ndim else 0 for leaf in leaves}
-    if len(rows) != 1 or 0 in rows or not is_count(batch_size, 1):
-        raise ValueError(
-            message(
-                "Arrays to cut into batches have one number of rows, at least 1, and the "
-                "batch_size is a positive integer.",
-                received={"shapes": [leaf.shape for leaf in leaves], "batch_size": batch_size},
-                fix="Make the rows equal.",
-            )
-        )
-    total = rows.pop()
-    starts = range(0, total, batch_size)
-
-    def batches():
-        for start in starts:
-            rows = [leaf[start : start + batch_size] for leaf in leaves]
-            yield jax.tree.unflatten(treedef, rows)
-
-    return batches, len(starts)
-
-
-def _py_dataset(dataset: Any) -> Iterator:
-    dataset.on_epoch_begin()
-    indices: Iterable[int] = itertools.count()
-    if dataset.num_batches is not None:
-        indices = range(dataset.num_batches)
-    for index in indices:
-        yield dataset[index]
-    dataset.on_epoch_end()

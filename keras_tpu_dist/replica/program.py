@@ -17,6 +17,14 @@ from keras_tpu_dist.partitioner import Jitted
 from keras_tpu_dist.replica.call import Call, Leaf
 from keras_tpu_dist.replica.context import ReplicaContext, entered
 from keras_tpu_dist.replica.flow import differing, shard_map_body
+from keras_tpu_dist.replica.padding import (
+    dimensions_that_follow,
+    doubled,
+    of_one_replica,
+    same_numbers,
+    shape_of,
+    size_at,
+)
 from keras_tpu_dist.replica.state import (
     Recorder,
     adopt_variables,
@@ -218,9 +226,9 @@ class Program:
             inputs["id"][0],
             self._axes,
             batch_size=inputs["rows"][0] if inputs["rows"] is not None else None,
-            batch_rows=_size_at(arrays, self._places, "rows"),
+            batch_rows=size_at(arrays, self._places, "rows"),
             length=inputs["length"],
-            bucket=_size_at(arrays, self._places, "length"),
+            bucket=size_at(arrays, self._places, "length"),
         )
         mirrored = {
             id(v): x for v, x in zip((v for v in known if not is_own(v)), inputs["mirrored"])
@@ -286,27 +294,26 @@ class Program:
         """
         first = attempt.shapes
         cuts: list[dict[str, list[int]]] = [{} for _ in first]
-        described = jax.tree.map(_described, self._inputs(call, attempt.known))
+        described = jax.tree.map(shape_of, self._inputs(call, attempt.known))
         for kind in ("rows", "length"):
-            size = _size_at(self._local(call), self._places, kind)
+            size = self._padded_size(call, kind)
             if getattr(call, kind) is None or size is None:
                 continue
             arrays = [
-                _doubled(array, getattr(place, kind))
+                doubled(array, getattr(place, kind))
                 for array, place in zip(described["arrays"], self._places)
             ]
             known, combine = attempt.known, attempt.combine
             again = self._compiled(_Record(), known, combine)
             second = again.trace({**described, "arrays": arrays}).out_info["outs"]
             for i, (a, b) in enumerate(zip(first, second)):
-                cuts[i][kind] = _follows(kind, size, a, b.shape[1:])
+                cuts[i][kind] = dimensions_that_follow(kind, size, a, b.shape[1:])
         return cuts
 
-    def _local(self, call: Call) -> list:
-        return [
-            _Shape(_local_shape(array, place, self._strategy.num_replicas_in_sync))
-            for array, place in zip(call.arrays, self._places)
-        ]
+    def _padded_size(self, call: Call, kind: str) -> int | None:
+        number = self._strategy.num_replicas_in_sync
+        own = [of_one_replica(a, place, number) for a, place in zip(call.arrays, self._places)]
+        return size_at(own, self._places, kind)
 
     def _wrap(self, outs: list, call: Call) -> list[PerReplica]:
         number = self._strategy.num_replicas_in_sync
@@ -324,12 +331,12 @@ class Program:
         again = self._run(self._inputs(call.with_other_padding(), self._known))
         others = self._wrap(again["outs"], call)
         same = all(
-            _close(a, b)
+            same_numbers(a, b)
             for one, other in zip(results, others)
             for a, b in zip(one.values, other.values)
         )
         state = [(outputs[k], again[k]) for k in ("mirrored", "own")]
-        if same and all(_close(a, b) for one, two in state for a, b in zip(one, two)):
+        if same and all(same_numbers(a, b) for one, two in state for a, b in zip(one, two)):
             return
         raise ValueError(
             message(
@@ -343,11 +350,6 @@ class Program:
         )
 
 
-@dataclass
-class _Shape:
-    shape: tuple[int, ...]
-
-
 def _form(leaf: Leaf) -> Leaf:
     value = leaf.value if leaf.constant else None
     return Leaf(value, leaf.split, leaf.stacked, leaf.constant, leaf.rows, leaf.length)
@@ -355,57 +357,6 @@ def _form(leaf: Leaf) -> Leaf:
 
 def _constrained(value, sharding):
     return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, sharding), value)
-
-
-def _described(leaf):
-    array = jnp.asarray(leaf) if isinstance(leaf, (int, float, complex)) else leaf
-    # JAX >= 0.11 warns of 64 bits that it will not keep.
-    return jax.ShapeDtypeStruct(np.shape(array), jax.dtypes.canonicalize_dtype(array.dtype))
-
-
-def _doubled(described, axis: int | None):
-    if axis is None:
-        return described
-    shape = list(described.shape)
-    shape[axis] *= 2
-    return jax.ShapeDtypeStruct(tuple(shape), described.dtype)
-
-
-def _local_shape(array, place: Leaf, number: int) -> tuple[int, ...]:
-    shape = list(np.shape(array))
-    if place.stacked:
-        return tuple(shape[1:])
-    if place.split is not None:
-        shape[place.split] //= number
-    return tuple(shape)
-
-
-def _size_at(arrays: list, places: list[Leaf], kind: str) -> int | None:
-    """The size, padding included, of the dimension that holds the rows or the length."""
-    for array, place in zip(arrays, places):
-        axis = getattr(place, kind)
-        if axis is not None:
-            return array.shape[axis - place.stacked]
-    return None
-
-
-def _follows(kind: str, size: int, first: tuple, second: tuple) -> list[int]:
-    axes = []
-    for axis, (a, b) in enumerate(zip(first, second)):
-        if a == b:
-            continue
-        if (a, b) != (size, 2 * size):
-            raise ValueError(
-                message(
-                    f"A result's dimension that depends on the padded {kind} must be equal to it, "
-                    "to be cut back.",
-                    received={f"padded {kind}": size, "result's shape": first, "dimension": axis},
-                    fix="Return what does not depend on it (a masked sum), or pad and cut in your "
-                    "own code without this option.",
-                )
-            )
-        axes.append(axis)
-    return axes
 
 
 def _as_output(leaf) -> jax.Array:
@@ -422,11 +373,3 @@ def _as_output(leaf) -> jax.Array:
             )
         )
     return jnp.asarray(leaf)
-
-
-def _close(a, b) -> bool:
-    a, b = np.asarray(a), np.asarray(b)
-    if not jnp.issubdtype(a.dtype, jnp.inexact):
-        return bool(np.array_equal(a, b))
-    wide = np.complex128 if np.iscomplexobj(a) else np.float64
-    return bool(np.allclose(a.astype(wide), b.astype(wide), 1e-5, 1e-6, equal_nan=True))

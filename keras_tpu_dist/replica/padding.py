@@ -1,0 +1,91 @@
+"""What padding does to a program for replicas: which results depend on it, and how to cut them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.replica.call import Leaf
+
+
+def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of an array or number."""
+    array = jnp.asarray(leaf) if isinstance(leaf, (int, float, complex)) else leaf
+    # JAX >= 0.11 warns of 64 bits that it will not keep.
+    return jax.ShapeDtypeStruct(np.shape(array), jax.dtypes.canonicalize_dtype(array.dtype))
+
+
+def doubled(described: jax.ShapeDtypeStruct, axis: int | None) -> jax.ShapeDtypeStruct:
+    """A shape whose dimension `axis`, if any, is twice as long."""
+    if axis is None:
+        return described
+    shape = list(described.shape)
+    shape[axis] *= 2
+    return jax.ShapeDtypeStruct(tuple(shape), described.dtype)
+
+
+def of_one_replica(array: Any, place: Leaf, number: int) -> jax.ShapeDtypeStruct:
+    """The shape of one replica's part of an array for `number` of them."""
+    whole = shape_of(array)
+    shape = list(whole.shape)
+    if place.stacked:
+        shape = shape[1:]
+    elif place.split is not None:
+        shape[place.split] //= number
+    return jax.ShapeDtypeStruct(tuple(shape), whole.dtype)
+
+
+def size_at(arrays: list, places: list[Leaf], kind: str) -> int | None:
+    """The size, padding included, of the dimension that holds the rows or the length.
+
+    Args:
+        arrays: The arguments as one replica has them.
+        places: How each of them is given to the replicas.
+        kind: `"rows"` or `"length"`.
+    """
+    for array, place in zip(arrays, places):
+        axis = getattr(place, kind)
+        if axis is not None:
+            return array.shape[axis - place.stacked]
+    return None
+
+
+def dimensions_that_follow(kind: str, size: int, first: tuple, second: tuple) -> list[int]:
+    """The dimensions of a result that are the padded rows, or the padded length.
+
+    Args:
+        kind: `"rows"` or `"length"`.
+        size: The padded number of them.
+        first: The result's shape.
+        second: Its shape with twice as many.
+
+    Raises:
+        ValueError: If a dimension depends on the padding in another way.
+    """
+    axes = []
+    for axis, (a, b) in enumerate(zip(first, second)):
+        if a == b:
+            continue
+        if (a, b) != (size, 2 * size):
+            raise ValueError(
+                message(
+                    f"A result's dimension that depends on the padded {kind} must be equal to it, "
+                    "to be cut back.",
+                    received={f"padded {kind}": size, "result's shape": first, "dimension": axis},
+                    fix="Return what does not depend on it (a masked sum), or pad and cut in your "
+                    "own code without this option.",
+                )
+            )
+        axes.append(axis)
+    return axes
+
+
+def same_numbers(a: Any, b: Any) -> bool:
+    """Whether two arrays are equal but for rounding."""
+    a, b = np.asarray(a), np.asarray(b)
+    if not jnp.issubdtype(a.dtype, jnp.inexact):
+        return bool(np.array_equal(a, b))
+    wide = np.complex128 if np.iscomplexobj(a) else np.float64
+    return bool(np.allclose(a.astype(wide), b.astype(wide), 1e-5, 1e-6, equal_nan=True))
