@@ -119,6 +119,11 @@ def _static_kernel(make, heads: int, time: int, source: int, is_causal: bool):
 def blocks_computed(time: int, source: int, is_causal: bool) -> tuple[int, int]:
     """The blocks that a mask of padding and causality leaves to compute, and all of them.
 
+    Args:
+        time: Number of queries, before padding.
+        source: Number of keys, before padding.
+        is_causal: Whether query `i` sees only keys `0..i`.
+
     Example:
 
     >>> blocks_computed(1024, 1024, is_causal=True)
@@ -134,7 +139,12 @@ def blocks_computed(time: int, source: int, is_causal: bool) -> tuple[int, int]:
 
 
 def blocks_scope(computed: int, blocks: int) -> str:
-    """The scope that tells profiles and dry runs how much of attention a kernel computes."""
+    """The scope that tells profiles and dry runs how much of attention a kernel computes.
+
+    Args:
+        computed: Number of blocks that the kernel computes.
+        blocks: Number of all blocks.
+    """
     return f"blocks_{computed}_of_{blocks}"
 
 
@@ -209,6 +219,8 @@ def flash_attention(
     elif mask.shape[1] == mask.shape[2] == 1:
         output, sees = _with_key_mask(make, arrays, mask[:, 0, 0], time, is_causal)
     else:
+        # A mask of keys that differs over heads is a matrix for each of them.
+        mask = jnp.broadcast_to(mask, (*mask.shape[:2], time, source))
         output, sees = _with_dense_mask(make, arrays, mask, is_causal)
     output = jnp.swapaxes(jnp.asarray(output)[:, :, :time], 1, 2)
     if sees is None:
