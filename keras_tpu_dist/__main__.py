@@ -19,12 +19,19 @@ from keras_tpu_dist.hardware.topology import CHIPS, Topology, all_names
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command.
 
+    Args:
+        arguments: The words behind `python -m keras_tpu_dist`; `None` takes those of this process.
+
     Returns:
-        The exit code: 0, 1 if a dry run does not fit, 2 for wrong arguments.
+        The exit code: 0, 1 if a dry run does not fit or lint finds a mistake, 2 for wrong
+        arguments; of `launch` that of its processes.
+
+    Raises:
+        SystemExit: For words that are no command with its options (code 2), or ask for help (0).
     """
     parser = argparse.ArgumentParser("python -m keras_tpu_dist", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    for add in (_add_topologies, _add_devices, _add_dry_run, _add_lint):
+    for add in (_add_topologies, _add_devices, _add_dry_run, _add_lint, _add_launch):
         add(commands)
     options = parser.parse_args(arguments)
     try:
@@ -134,6 +141,34 @@ def _add_lint(commands: Any) -> None:
     parser.add_argument("--batch-size", type=int, help="rows of all devices")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_lint)
+
+
+def _add_launch(commands: Any) -> None:
+    parser = commands.add_parser(
+        "launch",
+        help="run a script as several processes with simulated devices, as on several hosts; the "
+        "script calls ktd.initialize()",
+    )
+    parser.add_argument("--processes", type=int, default=2, help="how many; default: 2")
+    parser.add_argument("--devices", type=int, default=4, help="CPU devices of each; default: 4")
+    parser.add_argument("script", help="a Python file, or -m to name a module next")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    parser.set_defaults(run=_launch)
+
+
+def _launch(options: argparse.Namespace) -> int:
+    from keras_tpu_dist.processes.launch import launch
+
+    if options.processes < 1 or options.devices < 1:
+        raise ValueError(
+            message(
+                "There is at least one process, with at least one device.",
+                received={"processes": options.processes, "devices": options.devices},
+                fix="Write --processes 2 --devices 4.",
+            )
+        )
+    command = [sys.executable, options.script, *options.arguments]
+    return launch(command, options.processes, options.devices)
 
 
 def _lint(options: argparse.Namespace) -> int:

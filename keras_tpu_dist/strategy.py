@@ -53,20 +53,17 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
         topology: A TPU slice by name, such as `"v5e:16x16"`, of which nobody needs a chip: models
             can be built on it without memory and dry-run, not trained. See
             `keras_tpu_dist.hardware.topology.Topology.parse` for the spellings.
-        data_axes: The mesh axes that split the batch. Defaults to those of the mesh's axes that
-            are named `"data"`, `"fsdp"` or `"batch"`; with none of them, or with `()`, the batch
-            is replicated.
+        data_axes: The mesh axes that split the batch. Defaults to those named `"data"`, `"fsdp"`
+            or `"batch"`; with none of them, or with `()`, the batch is replicated.
         batch_axis: The dimension of the batch in each input: an integer, `None` for inputs
             without a batch, or a structure of those that is a prefix of `(x, y, sample_weight)`:
-            `(1, 0)` for time-major `x`, `({"image": 0, "anchors": None}, 0)`. A dict alone speaks
-            of `x`.
+            `(1, 0)` for time-major `x`, `({"image": 0, "anchors": None}, 0)`. A dict is for `x`.
         prefetch: Number of batches held ready on the devices ahead of the running step. Defaults
             to 2, and on CPU to 0: there, transfers and steps share the same cores.
         donate_state: Whether a train step overwrites its input state. `True` halves the memory
-            of the state; after a failure inside a launch the weights are those of the start of
-            the epoch. `False` keeps the state before every step. `"auto"` keeps it where two
-            states fit in 10 % of the device's memory (8 MiB where that is unknown) and there are
-            at most 64 variables.
+            of the state; after a failure in a launch the weights are those of the epoch's start.
+            `False` keeps the state before every step. `"auto"` keeps it where two states fit in
+            10 % of the device's memory (8 MiB if unknown) and there are at most 64 variables.
         shard_optimizer: Whether optimizer slots are split over the data axes while the weights
             stay as `layout` says (ZeRO-1).
         input_timeout_s: The most seconds that reading one batch may take; more ends the run with a
@@ -127,10 +124,11 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
         self.layouts = Layouts(
             *(device_mesh.backend_mesh, split, layout, shard_optimizer, batch_axis == 0)
         )
-        super().__init__(layout_map=layout_map, batch_dim_name=names[0])
+        self.placer = BatchPlacer(self.layouts.mesh, split, batch_axis)
+        # Keras would cut tf.data datasets by process, and asks for the number of replicas here.
+        super().__init__(layout_map=layout_map, batch_dim_name=names[0], auto_shard_dataset=False)
         self._device_mesh = device_mesh
         self._batch_dim_name = split[0] if split else None
-        self.placer = BatchPlacer(self.layouts.mesh, split, batch_axis)
         only_described = None if self._topology is None else self._topology.name
         self.runner = Runner(self.layouts, self.placer, options, only_described)
 
@@ -195,9 +193,6 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
         Args:
             variable: A `keras.Variable`.
 
-        Returns:
-            A `jax.sharding.NamedSharding`.
-
         Raises:
             ValueError: If the rule that matches does not fit the variable's shape.
         """
@@ -253,9 +248,6 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
             batch_size: The global batch size, to compare with the mesh.
             strict: Whether errors and warnings raise.
 
-        Returns:
-            The report.
-
         Raises:
             ValueError: If `strict` and there is an error or a warning.
         """
@@ -303,11 +295,19 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
         )
 
     def placement(self, model: Any) -> Placement:
-        """What decides about each variable of a model, and why; `explain` prints it."""
+        """What decides about each variable of a model, and why; `explain` prints it.
+
+        Args:
+            model: A model, built or with the variables it has so far.
+        """
         return self.layouts.placement(model, membership.given_layout)
 
     def get_data_layout(self, data_shape: Sequence[int]) -> NamedSharding:
-        """The layout of an input whose first dimension is the batch."""
+        """The layout of an input whose first dimension is the batch.
+
+        Args:
+            data_shape: The input's shape; a scalar's, `()`, has no batch and is not split.
+        """
         return self.placer.sharding(0 if len(data_shape) else None)
 
     def __reduce__(self):

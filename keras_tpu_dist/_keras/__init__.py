@@ -41,6 +41,8 @@ from keras_tpu_dist._keras.building import layer_names as layer_names
 from keras_tpu_dist._keras.building import set_layout as set_layout
 from keras_tpu_dist._keras.building import symbolic_build as symbolic_build
 from keras_tpu_dist._keras.building import without_vjp as without_vjp
+from keras_tpu_dist._keras.distributed import coordination_client as coordination_client
+from keras_tpu_dist._keras.distributed import started_as as started_as
 from keras_tpu_dist._keras.inputs import uncount_steps as uncount_steps
 from keras_tpu_dist._keras.progress import backup_position as backup_position
 from keras_tpu_dist._keras.progress import restore_seeds as restore_seeds

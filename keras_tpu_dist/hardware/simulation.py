@@ -63,11 +63,22 @@ def simulate(num_devices: int = 8) -> None:
                 "or jax.devices(); in a notebook, restart the kernel first.",
             )
         )
-    flags = re.sub(rf"{_DEVICE_COUNT_FLAG}=\S*", "", os.environ.get("XLA_FLAGS", "")).split()
-    os.environ["XLA_FLAGS"] = " ".join([*flags, f"{_DEVICE_COUNT_FLAG}={num_devices}"])
-    threads = max(_THREADS_PER_DEVICE * num_devices, int(os.environ.get("PJRT_NPROC") or 0))
-    os.environ["PJRT_NPROC"] = str(threads)
-    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ.update(simulated_environment(num_devices))
     # jax read its environment when it was imported, which may have been before this line.
     jax.config.update("jax_platforms", "cpu")
-    logger.info("simulating %d CPU devices with %d threads", num_devices, threads)
+    logger.info("simulating %d CPU devices with %s threads", num_devices, os.environ["PJRT_NPROC"])
+
+
+def simulated_environment(num_devices: int) -> dict[str, str]:
+    """The environment variables under which JAX sees virtual CPU devices.
+
+    Args:
+        num_devices: Number of virtual devices, at least 1.
+    """
+    flags = re.sub(rf"{_DEVICE_COUNT_FLAG}=\S*", "", os.environ.get("XLA_FLAGS", "")).split()
+    threads = max(_THREADS_PER_DEVICE * num_devices, int(os.environ.get("PJRT_NPROC") or 0))
+    return {
+        "XLA_FLAGS": " ".join([*flags, f"{_DEVICE_COUNT_FLAG}={num_devices}"]),
+        "PJRT_NPROC": str(threads),
+        "JAX_PLATFORMS": "cpu",
+    }

@@ -1,0 +1,3 @@
+"""Several hosts: how their processes start, find each other, and agree."""
+
+from keras_tpu_dist.processes.start import initialize as initialize

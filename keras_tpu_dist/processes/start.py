@@ -1,0 +1,169 @@
+"""Starts JAX as one of several processes, each with the devices of its host."""
+
+import logging
+import os
+import threading
+from typing import Any
+
+import jax
+
+from keras_tpu_dist import _keras
+from keras_tpu_dist.common.checks import is_count
+from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.once import say_once
+
+logger = logging.getLogger("keras_tpu_dist")
+
+# What `python -m keras_tpu_dist launch` tells the processes that it starts.
+COORDINATOR, NUM_PROCESSES, PROCESS_ID = "KTD_COORDINATOR", "KTD_NUM_PROCESSES", "KTD_PROCESS_ID"
+# As sysexits.h has it: a service that is needed is not there.
+EXIT_UNAVAILABLE = 69
+
+_ARGUMENTS = ("coordinator", "num_processes", "process_id")
+_FIX = 'Write ktd.initialize("10.0.0.1:8476", num_processes=4, process_id=0).'
+
+
+def initialize(
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    timeout_s: float = 300.0,
+    peer_timeout_s: float = 30.0,
+) -> None:
+    """Makes this process one of those that train together, each on its host's devices.
+
+    Call it first in the program, the same line in each process. On TPU VMs, GKE, SLURM and Open
+    MPI, and under `python -m keras_tpu_dist launch`, no argument is needed. Where nothing is
+    given and nothing found, the program runs as one process, and says so. A second call with the
+    same arguments does nothing.
+
+    Args:
+        coordinator: The address of process 0, `"10.0.0.1:8476"`.
+        num_processes: The number of processes.
+        process_id: The number of this one, from 0.
+        timeout_s: The most seconds to wait until all have come. After that the process ends with
+            exit code 69.
+        peer_timeout_s: The seconds after which a process that is not heard from is taken for
+            dead, and ends all others.
+
+    Raises:
+        ValueError: If only some of the first three are known, or one is malformed.
+        RuntimeError: If JAX has started already, or as another process.
+
+    Example:
+
+    >>> import keras_tpu_dist as ktd
+    >>> ktd.initialize()  # doctest: +SKIP
+    >>> ktd.TPUStrategy().num_hosts  # doctest: +SKIP
+    16
+    """
+    given = _given(coordinator, num_processes, process_id)
+    _check(*given)
+    if jax.distributed.is_initialized():
+        _check_same(given)
+        return
+    if _keras.jax_backend_started():
+        raise RuntimeError(
+            message(
+                "initialize() must run before JAX starts.",
+                received=f"a call after JAX started on {len(jax.local_devices())} device(s).",
+                fix="Call ktd.initialize() right after the imports, before the first array, model "
+                "or jax.devices().",
+            )
+        )
+    with _Deadline(timeout_s, given):
+        try:
+            jax.distributed.initialize(
+                *given,
+                cluster_detection_method=None if None in given else "deactivate",
+                initialization_timeout=int(timeout_s) + 60,
+                heartbeat_timeout_seconds=int(peer_timeout_s),
+                shutdown_timeout_seconds=int(peer_timeout_s),
+            )
+        except ValueError as error:
+            _no_cluster(given, error)
+            return
+    logger.info("process %d of %d", jax.process_index(), jax.process_count())
+
+
+def _no_cluster(given: tuple, error: ValueError) -> None:
+    """JAX knows too little: nothing was given, and that is well, or not enough."""
+    if given != (None, None, None):
+        raise ValueError(
+            message(
+                "Outside of a cluster that JAX knows (TPU VM, GKE, SLURM, Open MPI), all of "
+                "coordinator, num_processes and process_id are given, or none.",
+                received=dict(zip(_ARGUMENTS, given)),
+                fix=_FIX,
+            )
+        ) from error
+    say_once(
+        "ktd.initialize() found no cluster (TPU VM, GKE, SLURM, Open MPI) and was given no "
+        "coordinator: this program runs as one process",
+        logging.WARNING,
+    )
+
+
+class _Deadline:
+    """Ends the process if others do not come; JAX's own end is an abort without a reason."""
+
+    def __init__(self, timeout_s: float, given: tuple):
+        self._words = message(
+            "All processes must come to ktd.initialize().",
+            received={**dict(zip(_ARGUMENTS, given)), "waited_s": timeout_s},
+            fix="Start all of them with the same coordinator and num_processes, each with a "
+            "process_id of its own, on hosts that reach the coordinator's port; raise timeout_s "
+            "if they start slowly.",
+        )
+        self._timer = threading.Timer(timeout_s, self._end)
+        self._timer.daemon = True
+
+    def _end(self) -> None:
+        logger.critical("%s", self._words)
+        os._exit(EXIT_UNAVAILABLE)
+
+    def __enter__(self):
+        self._timer.start()
+
+    def __exit__(self, *exception):
+        self._timer.cancel()
+
+
+def _given(coordinator, num_processes, process_id) -> tuple[str | None, int | None, int | None]:
+    """The arguments, where they are missing the launcher's."""
+    if (coordinator, num_processes, process_id) == (None, None, None) and COORDINATOR in os.environ:
+        number, own = os.environ[NUM_PROCESSES], os.environ[PROCESS_ID]
+        return os.environ[COORDINATOR], int(number), int(own)
+    return coordinator, num_processes, process_id
+
+
+def _check(coordinator: Any, num_processes: Any, process_id: Any) -> None:
+    port = str(":0" if coordinator is None else coordinator).rpartition(":")[2]
+    counted = num_processes is None or is_count(num_processes, 1)
+    numbered = process_id is None or is_count(process_id, 0)
+    both = None not in (num_processes, process_id) and counted and numbered
+    if port.isdigit() and counted and numbered and not (both and process_id >= num_processes):
+        return
+    raise ValueError(
+        message(
+            "The coordinator is host:port, and process_id counts from 0 to num_processes - 1.",
+            received=dict(zip(_ARGUMENTS, (coordinator, num_processes, process_id))),
+            fix=_FIX,
+        )
+    )
+
+
+def _check_same(given: tuple) -> None:
+    started = _keras.started_as()
+    if any(new not in (None, old) for new, old in zip(given, started)):
+        raise RuntimeError(
+            message(
+                "A process is initialized once.",
+                received={
+                    **dict(zip(_ARGUMENTS, given)),
+                    "initialized as": dict(zip(_ARGUMENTS, started)),
+                },
+                fix="Leave the second call out.",
+            )
+        )
