@@ -17,6 +17,7 @@ ROOMS = {
     "_keras": {"common"},
     "partitioner": {"common"},
     "hardware": BASE,
+    "processes": {*BASE, "hardware"},
     "recurrence": {"common", "hardware"},
     "hlo": {"common", "hardware"},
     "attention": {*BASE, "hardware", "partitioner"},
@@ -133,6 +134,34 @@ def test_modules_and_functions_are_small():
     assert {f: n for f, n in lengths.items() if n > MOST_LINES_OF_A_FUNCTION} == {}
     assert statistics.median(lengths.values()) < 10
     assert statistics.quantiles(lengths.values(), n=10)[-1] < 30
+
+
+# Methods that Keras calls: their arguments are described there.
+KERAS_CALLS = {
+    *("build", "call", "compute_mask", "compute_output_shape", "compute_output_spec"),
+    *("from_config", "get_initial_state", "set_model", "set_params"),
+}
+
+
+def undocumented(path, body, prefix=""):
+    """Public functions with parameters whose docstring names none of them."""
+    for node in body:
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            yield from undocumented(path, node.body, f"{node.name}.")
+        if not isinstance(node, ast.FunctionDef) or node.name.startswith("_"):
+            continue
+        of_keras = node.name in KERAS_CALLS or node.name.startswith("on_")
+        setter = any(isinstance(d, ast.Attribute) for d in node.decorator_list)
+        parameters = [*node.args.args, *node.args.kwonlyargs, node.args.vararg, node.args.kwarg]
+        named = [a.arg for a in parameters if a is not None and a.arg not in ("self", "cls")]
+        words = ast.get_docstring(node) or ""
+        if named and not of_keras and not setter and not ("Args:" in words or "See `" in words):
+            yield f"{path.relative_to(ROOT)}:{node.lineno} {prefix}{node.name}({', '.join(named)})"
+
+
+def test_public_functions_describe_their_arguments():
+    found = [each for path, tree in trees().items() for each in undocumented(path, tree.body)]
+    assert not found, "\n".join(["without Args:", *found])
 
 
 @pytest.mark.parametrize(

@@ -150,6 +150,9 @@ def symbolic_build(model: keras.Model, batch: tuple, mode: str) -> None:
 def layer_names(model: keras.Model) -> set[str]:
     """Names of all layers of a model, at any depth, and of its optimizer.
 
+    Args:
+        model: A model that has an attribute `optimizer`, as `compile` sets it; it may be `None`.
+
     Public replacement: none; `model.layers` leaves out layers inside of custom layers.
     """
     names = {layer.name for layer in model._flatten_layers(include_self=False)}
@@ -158,6 +161,9 @@ def layer_names(model: keras.Model) -> set[str]:
 
 def is_built(model: keras.Model) -> bool:
     """Whether all weights of a model exist.
+
+    Args:
+        model: The model.
 
     Public replacement: none; `model.built` can be true before its layers are.
     """
@@ -184,6 +190,10 @@ def attributes_restored(variables: list, *names: str) -> Iterator[None]:
 def set_layout(variable: keras.Variable, layout: object) -> None:
     """Sets a variable's layout and leaves its value where it is.
 
+    Args:
+        variable: The variable, also one without a value.
+        layout: What Keras is to find as its layout, such as a `jax.sharding.NamedSharding`.
+
     Public replacement: none; see `attributes_restored`.
     """
     variable._layout = layout
@@ -191,6 +201,9 @@ def set_layout(variable: keras.Variable, layout: object) -> None:
 
 def without_vjp(exported: jax.export.Exported) -> jax.export.Exported:
     """An exported program that can be pickled: all of it but its gradient's closure.
+
+    Args:
+        exported: What `jax.export` made; it stays as it is.
 
     Public replacement: `Exported.serialize`, which needs the package flatbuffers.
     """

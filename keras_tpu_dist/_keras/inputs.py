@@ -20,6 +20,11 @@ def uncount_steps(epoch_iterator: EpochIterator, steps: int, ran_out: bool) -> N
     learns that an input of unknown length ran out from a launch without any batch, of which there
     is none after the last of an epoch.
     Public replacement: none.
+
+    Args:
+        epoch_iterator: The iterator of the epoch under way.
+        steps: How many of the steps that it counted were not made.
+        ran_out: Whether the launch was the epoch's last one, cut short by the end of the input.
     """
     seen: Any = epoch_iterator._steps_seen
     epoch_iterator._steps_seen = seen - steps

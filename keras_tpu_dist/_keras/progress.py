@@ -8,6 +8,9 @@ from typing import Any
 def train_steps_counted(optimizer: Any) -> int:
     """How often an optimizer was applied, gradient accumulation's steps counted singly.
 
+    Args:
+        optimizer: A Keras optimizer; of one that scales the loss, the inner one is asked.
+
     Public replacement: none; `Optimizer.iterations` rounds down to whole updates.
     """
     return int(getattr(optimizer, "inner_optimizer", optimizer)._iterations)
@@ -15,6 +18,9 @@ def train_steps_counted(optimizer: Any) -> int:
 
 def backup_position(backup: Any) -> tuple[int, int]:
     """The epoch, and the batches done in it, of a BackupAndRestore's backup.
+
+    Args:
+        backup: The callback; where it has saved nothing, both numbers are 0.
 
     Public replacement: none; Keras writes the batch and never reads it.
     """
@@ -25,6 +31,10 @@ def backup_position(backup: Any) -> tuple[int, int]:
 def restore_seeds(backup: Any, model: Any) -> None:
     """Gives the random layers of a model the state they had when it was saved.
 
+    Args:
+        backup: The callback that saved it; where it has saved nothing, nothing changes.
+        model: The model, with its random layers in the same order as the saved one.
+
     Public replacement: `Model.load_weights`, if `save_weights` saved that state.
     """
     for variable, value in zip(_seeds(model), _backup_metadata(backup).get("seeds", ())):
@@ -33,6 +43,12 @@ def restore_seeds(backup: Any, model: Any) -> None:
 
 def save_backup(backup: Any, model: Any, epoch: int, batches_done: int) -> None:
     """Saves a BackupAndRestore's model as of a number of batches of an epoch.
+
+    Args:
+        backup: The callback, which saves the weights of its own `model`.
+        model: That model, whose random state is saved as well.
+        epoch: The epoch in which training would go on, from 0.
+        batches_done: How many batches of that epoch are done, which training would skip.
 
     Public replacement: a BackupAndRestore that notes the position it saves, and random state.
     """

@@ -71,7 +71,11 @@ _lock = threading.Lock()
 
 
 def declare(*replacements: Replacement) -> None:
-    """Adds to the table; Keras stays as it is until `install`."""
+    """Adds to the table; Keras stays as it is until `install`.
+
+    Args:
+        *replacements: What to replace.
+    """
     _declared.extend(replacements)
 
 
@@ -97,7 +101,15 @@ def install() -> None:
 
 
 def check_keras(replacements: Any = None) -> None:
-    """Raises an `ImportError` with all that this Keras lacks for the replacements (all of them)."""
+    """Raises an `ImportError` with all that this Keras lacks for the replacements (all of them).
+
+    Args:
+        replacements: An iterable of `Replacement`, or `None` for all that are declared.
+
+    Raises:
+        ImportError: If this Keras is of an unknown version and `KTD_ANY_KERAS` is not set, or it
+            lacks a name or a parameter.
+    """
     version = tuple(int(part) for part in keras.__version__.split(".")[:2])
     known = _FIRST_KERAS <= version < _FIRST_UNKNOWN_KERAS
     if not known and not os.environ.get(_ANY_KERAS):

@@ -18,6 +18,9 @@ from keras_tpu_dist._keras.trainer import then_created
 def flatten_layers(model: Any) -> list:
     """A model and all layers in it, parents first, each once.
 
+    Args:
+        model: The model, or a layer. Metrics within it do not count as layers.
+
     Public replacement: a recursive `Model.layers` that also enters layers.
     """
     found = {id(layer): layer for layer in model._flatten_layers(include_self=True)}
@@ -27,6 +30,9 @@ def flatten_layers(model: Any) -> list:
 def sublayers(layer: Any) -> list:
     """The layers a layer holds directly, in the order they were assigned.
 
+    Args:
+        layer: The layer, or a model.
+
     Public replacement: `Layer.layers`, which only models have.
     """
     return [inner for inner in layer._layers if isinstance(inner, keras.Layer)]
@@ -34,6 +40,9 @@ def sublayers(layer: Any) -> list:
 
 def own_variables(layer: Any) -> list:
     """The variables that belong to a layer itself, not to a layer within it.
+
+    Args:
+        layer: The layer, or a model; before it is built, some may not exist yet.
 
     Public replacement: none; `Layer.variables` includes those of inner layers.
     """
@@ -44,6 +53,10 @@ def own_variables(layer: Any) -> list:
 def call_takes(layer: Any, argument: str) -> bool:
     """Whether a layer's call has an argument `"mask"` or `"training"`.
 
+    Args:
+        layer: The layer.
+        argument: `"mask"` or `"training"`.
+
     Public replacement: none; the signature of `call` is hidden where a layer wraps it.
     """
     return getattr(layer, f"_call_has_{argument}_arg")
@@ -51,6 +64,13 @@ def call_takes(layer: Any, argument: str) -> bool:
 
 def stored_weight(layer: Any, name: str) -> Any:
     """A layer's weight as stored: the public `kernel` of a LoRA layer is a computed sum.
+
+    Args:
+        layer: The layer.
+        name: The weight's public name, such as `"kernel"`.
+
+    Returns:
+        The variable, or `None` if the layer has none of that name.
 
     Public replacement: none.
     """
@@ -64,13 +84,22 @@ def stored_weight(layer: Any, name: str) -> Any:
 def declared_inputs(model: Any) -> Any:
     """The symbolic inputs of a model in the structure that its call takes.
 
+    Args:
+        model: A functional model, or a Sequential one whose input is known.
+
+    Returns:
+        A `keras.KerasTensor` or a structure of them; of a list of one, that one.
+
     Public replacement: none; `Model.inputs` is flat.
     """
     return _only(getattr(model, "_inputs_struct", model.inputs))
 
 
 def declared_outputs(model: Any) -> Any:
-    """The symbolic outputs of a model in their structure; public replacement: as for inputs."""
+    """The symbolic outputs of a model in their structure; public replacement: as for inputs.
+
+    See `declared_inputs`.
+    """
     return _only(getattr(model, "_outputs_struct", model.outputs))
 
 
@@ -79,12 +108,19 @@ def _only(tensors: Any) -> Any:
 
 
 def producer(tensor: Any) -> Any:
-    """The operation that a symbolic tensor came out of; public replacement: none."""
+    """The operation that a symbolic tensor came out of; public replacement: none.
+
+    Args:
+        tensor: A `keras.KerasTensor` that an operation or `keras.Input` made.
+    """
     return tensor._keras_history.operation
 
 
 def graph(model: Any) -> list[tuple[Any, Any, list]] | None:
     """A functional model's calls in order: `(node, operation, parent nodes)`; else `None`.
+
+    Args:
+        model: Any model or layer; a Sequential model counts as functional once it is built.
 
     Public replacement: none; `Functional.operations` gives no edges.
     """
@@ -127,6 +163,9 @@ def full_precision(variable):
 
     Gradients that are accumulated in float32 should not be rounded to bfloat16 on their way to a
     float32 variable. Public replacement: none; `Variable.value` always casts inside a layer call.
+
+    Args:
+        variable: The variable.
     """
     with AutocastScope(None):
         return variable.value
@@ -146,12 +185,21 @@ def stateless_scope() -> Any:
 
 
 def keras_mask(tensor: Any) -> Any:
-    """The mask that a layer left on a tensor, or `None`; public replacement: none."""
+    """The mask that a layer left on a tensor, or `None`; public replacement: none.
+
+    Args:
+        tensor: An array or a `keras.KerasTensor`.
+    """
     return keras.src.backend.get_keras_mask(tensor)
 
 
 def with_keras_mask(tensor: Any, mask: Any) -> Any:
-    """A tensor with a mask on it, if there is one; public replacement: none."""
+    """A tensor with a mask on it, if there is one; public replacement: none.
+
+    Args:
+        tensor: An array or a `keras.KerasTensor`; it is changed and given back.
+        mask: The mask to put on it, or `None` to leave it as it is.
+    """
     if mask is not None:
         keras.src.backend.set_keras_mask(tensor, mask)
     return tensor
@@ -162,6 +210,9 @@ def tell_of_layers(created: Callable[[Any], None]) -> None:
 
     Keras reads the signature of `Layer.__init__` for its configs, so the hook is in the backend's
     base class, which `Layer.__init__` calls first.
+
+    Args:
+        created: Called with each new layer, which has no name and no weights yet.
     """
     declare(
         Replacement(

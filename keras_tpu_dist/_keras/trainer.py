@@ -157,6 +157,14 @@ def _before_fit(stock, model, args, kwargs) -> None:
 
 
 def then_created(created, stock, model, *args, **kwargs):
+    """Calls a method of Keras, tells `created` of its object, and gives the method's result.
+
+    Args:
+        created: Called as `created(model)`, after the method.
+        stock: Keras's own method, called as `stock(model, *args, **kwargs)`.
+        model: The object that the method was called on: a model or a layer.
+        *args, **kwargs: The other arguments of the call.
+    """
     result = stock(model, *args, **kwargs)
     created(model)
     return result
@@ -244,7 +252,12 @@ def _is_whole_everywhere(value: Any) -> bool:
 
 
 def listens(callbacks: list, kind: str) -> bool:
-    """Whether a callback looks at the end of every "train", "test" or "predict" batch."""
+    """Whether a callback looks at the end of every "train", "test" or "predict" batch.
+
+    Args:
+        callbacks: The `keras.callbacks.Callback` objects.
+        kind: `"train"`, `"test"` or `"predict"`.
+    """
     names = [f"on_{kind}_batch_end", *(["on_batch_end"] if kind == "train" else [])]
     return any(
         not getattr(getattr(callback, name), "_is_default", False)
@@ -254,7 +267,11 @@ def listens(callbacks: list, kind: str) -> bool:
 
 
 def is_strategy(distribution: Any) -> bool:
-    """Whether a distribution is one that the seam serves."""
+    """Whether a distribution is one that the seam serves.
+
+    Args:
+        distribution: Any `keras.distribution.Distribution`, or `None`, which is not one.
+    """
     return isinstance(distribution, distribution_lib.Distribution) and hasattr(
         distribution, "runner"
     )
@@ -267,17 +284,22 @@ def active_strategy() -> Any:
 
 
 def state_variables(model: Any) -> list:
-    """All variables a training step reads or writes."""
+    """All variables a training step reads or writes. See `state_shardings`."""
     return [variable for group in state_groups(model) for variable in group]
 
 
 def state_shardings(model: Any, kind: str) -> tuple[list, ...]:
-    """The layouts of the state of a step function, in Keras's order."""
+    """The layouts of the state of a step function, in Keras's order.
+
+    Args:
+        model: The model, which is built.
+        kind: The step function's: `"train"`, `"test"` or `"predict"`.
+    """
     return tuple([v._layout for v in _group(model, name)] for name in _GROUPS[kind])
 
 
 def state_groups(model: Any) -> tuple[list, ...]:
-    """The variables of the training state as Keras orders it."""
+    """The variables of the training state as Keras orders it. See `state_shardings`."""
     return tuple(list(_group(model, name)) for name in _GROUPS["train"])
 
 
@@ -286,6 +308,10 @@ def follow_state(groups: tuple[list, ...], state: tuple) -> None:
 
     Called after every launch, so it assigns without checks: the values have the layouts that the
     step was compiled for.
+
+    Args:
+        groups: Lists of variables.
+        state: For each of them a list of values, in its order; what is beyond them is ignored.
     """
     for variables, values in zip(groups, state):
         for variable, value in zip(variables, values):
@@ -293,28 +319,37 @@ def follow_state(groups: tuple[list, ...], state: tuple) -> None:
 
 
 def forget_state(model: Any) -> None:
-    """Tells the trainer that the variables, not its own record, hold the state."""
+    """Tells the trainer that the variables, not its own record, hold the state.
+
+    Args:
+        model: The model, which in Keras is the trainer.
+    """
     model._jax_state = None
     model._jax_state_synced = True
 
 
 def has_state(model: Any) -> bool:
-    """Whether a trainer may hold state that its variables do not."""
+    """Whether a trainer may hold state that its variables do not. See `forget_state`."""
     return getattr(model, "_jax_state", None) is not None or not model._jax_state_synced
 
 
 def forget_functions(model: Any) -> None:
-    """Makes the trainer build its step functions anew."""
+    """Makes the trainer build its step functions anew. See `forget_state`."""
     model.train_function = model.test_function = model.predict_function = None
 
 
 def variable_layout(variable: Any) -> Any:
-    """The layout a variable was given, or `None`."""
+    """The layout a variable was given, or `None`. See `move_variable`."""
     return variable._layout
 
 
 def move_variable(variable: Any, layout: Any) -> None:
-    """Gives a variable a layout and moves its value there; uninitialized ones get the layout."""
+    """Gives a variable a layout and moves its value there; uninitialized ones get the layout.
+
+    Args:
+        variable: A `keras.Variable`.
+        layout: A `jax.sharding.Sharding`, or `None` to leave the value where it is.
+    """
     variable._layout = layout
     if variable._value is not None:
         variable._direct_assign(variable._value)
@@ -325,6 +360,9 @@ def optimizer_slots(model: Any) -> list[tuple[Any, Any]]:
 
     Optimizers keep slots as lists in the order of their trainable variables. Public replacement:
     none; `add_variable_from_reference` knows the pair and forgets it.
+
+    Args:
+        model: The model; without an optimizer that is built there are no pairs.
     """
     optimizer = getattr(model, "optimizer", None)
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
@@ -342,7 +380,11 @@ def optimizer_slots(model: Any) -> list[tuple[Any, Any]]:
 
 
 def weights_of(optimizer: Any) -> list:
-    """The weights that an optimizer was built for; public replacement: none."""
+    """The weights that an optimizer was built for; public replacement: none.
+
+    Args:
+        optimizer: A Keras optimizer; before it is built it has none.
+    """
     return getattr(optimizer, "_trainable_variables", None) or []
 
 

@@ -82,7 +82,15 @@ class HostMetrics(keras.callbacks.Callback):
         return [self._prefix + "_".join(key) for key in self._functions]
 
     def before_fit(self, arguments: Mapping[str, Any]) -> None:
-        """Sees the arguments of `fit` before it begins: its validation data, other callbacks."""
+        """Sees the arguments of `fit` before it begins: its validation data, other callbacks.
+
+        Args:
+            arguments: Those that `fit` was given, by name; `"callbacks"` is a flat list of all.
+
+        Raises:
+            ValueError: If there is no evaluation set, if that of `fit` can be read only once, or
+                if a callback that needs the values stands before this one.
+        """
         callbacks = list(arguments["callbacks"])
         for callback in callbacks[: callbacks.index(self)]:
             self._check_earlier(callback)

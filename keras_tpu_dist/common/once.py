@@ -7,7 +7,12 @@ _said: set[str] = set()
 
 
 def say_once(words: str, level: int = logging.INFO) -> None:
-    """Logs what would be tedious at each call."""
+    """Logs what would be tedious at each call.
+
+    Args:
+        words: The message; the same words are logged only once in a process.
+        level: The level of `logging` at which they are logged.
+    """
     if words not in _said:
         _said.add(words)
         _logger.log(level, "%s", words)

@@ -11,6 +11,9 @@ _NUMBER = re.compile(r"-?[\d.,]+(?: ?(?:[KMGT]i?)?B| ?[mu]?s|%)?")
 def size_text(count: float) -> str:
     """Bytes as people read them, in the compiler's units (1 GiB is 2^30).
 
+    Args:
+        count: The number of bytes; a negative one keeps its sign.
+
     Example:
 
     >>> size_text(1536), size_text(15.75 * 2**30)
@@ -24,6 +27,9 @@ def size_text(count: float) -> str:
 
 def duration_text(seconds: float) -> str:
     """Seconds as people read them.
+
+    Args:
+        seconds: The duration in seconds, not negative.
 
     Example:
 
@@ -68,7 +74,12 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], indent: str
 
 
 def html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The same as an HTML table."""
+    """The same as an HTML table.
+
+    Args:
+        header: The cells of its first line, or `()` for none.
+        rows: The cells of its other lines, as plain text; they are escaped here.
+    """
     head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
     body = "".join(
         "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows

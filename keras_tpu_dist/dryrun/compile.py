@@ -130,7 +130,15 @@ def compile_lowered(
 
 
 def larger_twin(lowered: Lowered) -> Topology | None:
-    """A slice of as many devices with the most memory per device, to size what does not fit."""
+    """A slice of as many devices with the most memory per device, to size what does not fit.
+
+    Args:
+        lowered: The step that does not fit.
+
+    Returns:
+        The slice, of v5p; `None` if the step is for no TPU slice, if its own devices have as much
+        memory, or if no slice of v5p has as many devices.
+    """
     if lowered.topology is None:
         return None
     chip = CHIPS["v5p"]
@@ -143,7 +151,14 @@ def larger_twin(lowered: Lowered) -> Topology | None:
 
 
 def bytes_in_message(error: str) -> tuple[int, ...]:
-    """The sizes that an out-of-memory message states, `(21.22G)` as bytes."""
+    """The sizes that an out-of-memory message states, `(21.22G)` as bytes.
+
+    Args:
+        error: The compiler's message.
+
+    Returns:
+        The sizes in the order of the message; `()` if it states none.
+    """
     return tuple(int(float(n) * _UNITS[unit]) for n, unit in _NUMBER.findall(error))
 
 

@@ -15,7 +15,12 @@ from keras_tpu_dist.training.strategy import Strategy
 
 
 def check_batch_size(batch_size: int, strategy: Strategy) -> None:
-    """Raises a `ValueError` unless every part of the batch gets a row."""
+    """Raises a `ValueError` unless every part of the batch gets a row.
+
+    Args:
+        batch_size: Rows of all devices together, a whole number.
+        strategy: The strategy, whose data axes split the batch into parts.
+    """
     if not is_count(batch_size, strategy.num_replicas_in_sync):
         raise ValueError(
             message(
@@ -38,7 +43,22 @@ def described_batch(
     mode: str,
     notes: list[str],
 ) -> tuple[Any, Any, Any]:
-    """The batch `(x, y, sample_weight)` as `jax.ShapeDtypeStruct`."""
+    """The batch `(x, y, sample_weight)` as `jax.ShapeDtypeStruct`.
+
+    Args:
+        model: The model.
+        placer: Says which dimension of each array is the batch.
+        x: The input, arrays or their shapes, with any rows. `None`: what the model declares.
+        y: The target, likewise. `None`: what outputs and losses suggest, if inputs are declared.
+        sample_weight: Sample weights, likewise; `None`: none.
+        batch_size: Rows of all devices together.
+        mode: `"train"`, `"evaluate"` or `"predict"`, which drops `y` and `sample_weight`.
+        notes: Gets a line if `y` is assumed.
+
+    Raises:
+        ValueError: If `x` is `None` and the model declares no inputs, or if a dimension other than
+            the batch is not known.
+    """
     if x is None:
         if not getattr(model, "inputs", None):
             raise ValueError(
@@ -109,7 +129,11 @@ def _shapes_text(structure: Any) -> str:
 
 
 def count_tokens(x: Any) -> int:
-    """The tokens of an input of `(batch, time)` whole numbers; 0 for any other."""
+    """The tokens of an input of `(batch, time)` whole numbers; 0 for any other.
+
+    Args:
+        x: Arrays or their shapes, in any structure. The first such array counts, no further one.
+    """
     for leaf in jax.tree.leaves(x):
         if np.dtype(leaf.dtype).kind in "iu" and leaf.ndim == 2:
             return math.prod(leaf.shape)

@@ -50,6 +50,10 @@ class Estimate:
 def estimate(cost: ProgramCost, topology: Topology) -> Estimate:
     """Estimates a step's time from a compiled program's cost.
 
+    Args:
+        cost: What the program costs one device in one step.
+        topology: The slice, for its peak rates, HBM bandwidth and clock.
+
     References:
         - Williams, Waterman, Patterson, "Roofline: an insightful visual performance model for
           multicore architectures", CACM 52(4), 2009
@@ -273,7 +277,16 @@ class DryRun:
 
 
 def collective_rows(cost: ProgramCost, limit: int = 12) -> list[tuple[str, ...]]:
-    """Collectives alike in kind, axes, layer and overlap as one row, longest first."""
+    """Collectives alike in kind, axes, layer and overlap as one row, longest first.
+
+    Args:
+        cost: The cost that has the collectives.
+        limit: The most such rows; of more, a last row says how many are left out.
+
+    Returns:
+        Per row: kind, axes, network, megabytes and runs per step, time, whether it is overlapped,
+        layer.
+    """
     grouped: dict[tuple, list] = {}
     for c in cost.collectives:
         key = (c.kind, c.axes, c.network, c.asynchronous, c.layer)
@@ -302,7 +315,15 @@ def collective_rows(cost: ProgramCost, limit: int = 12) -> list[tuple[str, ...]]
 
 
 def layer_rows(cost: ProgramCost) -> list[tuple[str, ...]]:
-    """The layers that take most cycles, or most operations where there are no cycles."""
+    """The layers that take most cycles, or most operations where there are no cycles.
+
+    Args:
+        cost: The cost, whose layers are in that order.
+
+    Returns:
+        Per row: layer, billions of operations, megabytes of HBM traffic, cycles, the part of them
+        in the backward pass, time of collectives. A last row says how many layers are left out.
+    """
     rows = [
         (
             c.layer,

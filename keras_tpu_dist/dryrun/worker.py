@@ -26,6 +26,13 @@ def run(
 ) -> int | None:
     """Runs this file as a process of its own and waits for its end.
 
+    Args:
+        job_path: The pickled job, which the process deletes once it has read it.
+        result_path: Where the process writes its pickled result.
+        env: All environment variables of the process.
+        log: The file for what it prints, overwritten.
+        timeout: Seconds after which it is stopped.
+
     Returns:
         Its exit code, or `None` if it took too long and was stopped.
     """
@@ -47,7 +54,13 @@ def run(
 
 
 def main(job_path: str, result_path: str, parent: str) -> None:
-    """Compiles the job and writes the result."""
+    """Compiles the job and writes the result.
+
+    Args:
+        job_path: The pickled job; it is deleted once it is read.
+        result_path: Where the pickled result goes, which tells the error if compiling failed.
+        parent: The parent's process id, as the command line has it.
+    """
     end_with(int(parent))
     with open(job_path, "rb") as file:
         job = pickle.load(file)
@@ -67,7 +80,11 @@ def main(job_path: str, result_path: str, parent: str) -> None:
 
 
 def end_with(parent: int) -> None:
-    """Ends this process as soon as the parent has ended, whatever ended it."""
+    """Ends this process as soon as the parent has ended, whatever ended it.
+
+    Args:
+        parent: The parent's process id, to find out whether it has ended already.
+    """
     if sys.platform == "linux":
         # The kernel does it even while the compiler keeps the interpreter's lock.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -177,38 +177,43 @@ class DeviceAssignment:
         return grid
 
     def coordinates(self, replica: int, logical_core: int) -> tuple[int, ...]:
-        """`(x, y, z, core)` of a logical device."""
+        """`(x, y, z, core)` of a logical device.
+
+        Args:
+            replica: The replica, counted from 0.
+            logical_core: The logical device, counted from 0 within its replica.
+
+        Raises:
+            ValueError: If there is no such replica or logical device.
+        """
         self._check(replica, logical_core)
         return tuple(map(int, self.core_assignment[replica, logical_core]))
 
     def tpu_device(self, replica: int = 0, logical_core: int = 0) -> Any:
-        """The JAX device of a logical device."""
+        """The JAX device of a logical device. See `coordinates`."""
         self._check(replica, logical_core)
         return self.topology.devices()[self.order[replica][logical_core]]
 
     def tpu_ordinal(self, replica: int = 0, logical_core: int = 0) -> int:
-        """The number of a logical device among the devices of its host."""
+        """The number of a logical device among the devices of its host. See `coordinates`."""
         device = self.tpu_device(replica, logical_core)
         hosted = [d for d in self.topology.devices() if d.process_index == device.process_index]
         return sorted(hosted, key=lambda d: d.id).index(device)
 
     def host(self, replica: int = 0, logical_core: int = 0) -> int:
-        """The process index of the host of a logical device; TF's `host_device`."""
+        """The host (process index) of a logical device; TF's `host_device`. See `coordinates`."""
         return int(self.tpu_device(replica, logical_core).process_index)
 
     def hosts(self, replica: int) -> tuple[int, ...]:
-        """The hosts that a replica's devices are on."""
+        """The hosts that a replica's devices are on. See `coordinates`."""
         return tuple(sorted({self.host(replica, i) for i in range(self.num_cores_per_replica)}))
 
     def lookup_replicas(self, task_id: int, logical_core: int) -> list[int]:
-        """The replicas whose logical device `logical_core` is on host `task_id`.
+        """The replicas, ascending, whose logical device `logical_core` is on host `task_id`.
 
         Args:
             task_id: A process index.
             logical_core: A logical device.
-
-        Returns:
-            Their numbers, ascending.
 
         Raises:
             ValueError: If there is none.
@@ -377,18 +382,10 @@ def _place(entry: Any, places: dict[Any, int], topology: Topology) -> int:
 
 
 def prime_factors(number: int) -> tuple[int, ...]:
-    """The prime factors of a number, ascending; `(1,)` for 1.
+    """The prime factors of a number, ascending; `(1,)` for 1: 12 has `(2, 2, 3)`.
 
     Args:
         number: A positive integer.
-
-    Returns:
-        The factors.
-
-    Example:
-
-    >>> prime_factors(12)
-    (2, 2, 3)
     """
     factors, divisor = [], 2
     while number > 1:

@@ -219,7 +219,11 @@ WITHOUT_KERNELS = ("TPU v2", "TPU v3")
 
 
 def of_kind(device_kind: str) -> Chip | None:
-    """The generation that calls its devices so, or `None` if none does."""
+    """The generation that calls its devices so, or `None` if none does.
+
+    Args:
+        device_kind: What `jax.Device.device_kind` says, such as `"TPU v5 lite"`.
+    """
     return next((chip for chip in CHIPS.values() if chip.device_kind == device_kind), None)
 
 

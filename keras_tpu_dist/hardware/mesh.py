@@ -108,12 +108,26 @@ class _DescribedMesh(keras.distribution.DeviceMesh):
 
 
 def default_data_axes(axis_names: Sequence[str]) -> tuple[str, ...]:
-    """The axes of a mesh that split the batch unless the user says otherwise."""
+    """The axes of a mesh that split the batch unless the user says otherwise.
+
+    Args:
+        axis_names: The mesh's axes.
+
+    Returns:
+        Those whose names are in `DATA_AXIS_NAMES`, in the mesh's order.
+    """
     return tuple(name for name in axis_names if name in DATA_AXIS_NAMES)
 
 
 def replicated_batch(axis_names: Sequence[str]) -> str:
-    """What is said where no axis splits the batch and nobody asked for that."""
+    """What is said where no axis splits the batch and nobody asked for that.
+
+    Args:
+        axis_names: The mesh's axes.
+
+    Returns:
+        The warning, with a hint if just one name looks like a misspelt data axis.
+    """
     names = {name for name in axis_names if did_you_mean(name, DATA_AXIS_NAMES)}
     hint = did_you_mean(names.pop(), DATA_AXIS_NAMES) if len(names) == 1 else ""
     return (

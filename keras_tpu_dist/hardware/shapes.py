@@ -19,7 +19,14 @@ def shapes(chip: Chip) -> frozenset[tuple[int, ...]]:
 
 
 def listed_shapes(chip: Chip) -> list[tuple[int, ...]]:
-    """One shape per number of chips: the most cubic one, sides ascending."""
+    """One shape per number of chips: the most cubic one, sides ascending.
+
+    Args:
+        chip: The TPU generation.
+
+    Returns:
+        The shapes, smallest first, of the numbers of chips that are powers of two.
+    """
     best: dict[int, tuple[int, ...]] = {}
     for shape in sorted(shapes(chip), key=lambda s: (max(s) - min(s), s)):
         in_order = list(shape) == sorted(shape) or shape in chip.shapes

@@ -224,6 +224,9 @@ class Topology:
 
         A dtype without a rate of its own runs at bfloat16's: the TPU compiler multiplies float32
         operands in bfloat16 unless told otherwise.
+
+        Args:
+            dtype: The operands' dtype: `"bfloat16"`, `"int8"` or `"float8"` where the chip has it.
         """
         rates = dict(self.chip.flops)
         return rates.get(dtype, rates["bfloat16"]) / self.chip.devices
@@ -233,6 +236,9 @@ class Topology:
 
         Two-dimensional slices close along sides of 16 (v2 and v3: 16 or 32), three-dimensional
         ones along sides that are multiples of 4; smaller ones are open lines.
+
+        Args:
+            axis: The dimension, from 0: x, y, z.
 
         References:
             - "How to Scale Your Model", chapter 2, jax-ml.github.io/scaling-book/tpus
@@ -301,7 +307,10 @@ class Topology:
 
 
 def devices(name: str | Topology) -> list[CompileOnlyDevice]:
-    """The described devices of a slice, by name; see `Topology.parse` and `Topology.devices`."""
+    """The described devices of a slice, by name.
+
+    See `Topology.parse` and `Topology.devices`.
+    """
     return Topology.parse(name).devices()
 
 

@@ -51,7 +51,13 @@ class Wire:
         devices: Sequence[CompileOnlyDevice] = (),
         topology: Topology | None = None,
     ) -> "Wire":
-        """Makes a `Wire` of a mesh's axis sizes and devices."""
+        """Makes a `Wire` of a mesh's axis sizes and devices.
+
+        Args:
+            axes: From the names of the mesh axes to their sizes, in mesh order.
+            devices: The mesh's devices, flattened; empty if their links are unknown.
+            topology: The slice they belong to, or `None`.
+        """
         return cls(tuple(axes.items()), tuple(devices), topology)
 
     @property
@@ -115,7 +121,11 @@ class Collective:
 
 
 def kind_of(instruction: Instruction) -> str | None:
-    """The kind of collective an instruction starts or is, else `None`."""
+    """The kind of collective an instruction starts or is, else `None`.
+
+    Args:
+        instruction: Any instruction.
+    """
     opcode = instruction.opcode.removesuffix("-start")
     return opcode if opcode in KINDS else None
 
@@ -127,6 +137,11 @@ def find(
 
     The TPU compiler fuses a collective into the kernels it overlaps with, one copy in each; all
     copies have one channel, so the caller counts each channel once.
+
+    Args:
+        program: The program, to look up the computations that are called.
+        computation: The computation that `instruction` is in.
+        instruction: The instruction to look into.
 
     Returns:
         Computation and instruction of the collective, its kind and whether it is asynchronous;
@@ -230,6 +245,10 @@ def mesh_axes(groups: Groups, axes: tuple[tuple[str, int], ...]) -> tuple[str, .
     """Names of the mesh axes along which the members of a group differ.
 
     A group that spans only part of an axis gives the axis's name with `"(part)"`.
+
+    Args:
+        groups: Positions in the flattened mesh; the first group stands for all.
+        axes: Mesh axis names and sizes, in mesh order; a mesh too small for the groups gives none.
     """
     sizes = [size for _, size in axes]
     if math.prod(sizes) <= max((max(g) for g in groups), default=0):
@@ -244,7 +263,12 @@ def mesh_axes(groups: Groups, axes: tuple[tuple[str, int], ...]) -> tuple[str, .
 
 
 def groups_of(instruction: Instruction, num_devices: int) -> Groups:
-    """Who takes part together; for a permute, each pair that is not a device with itself."""
+    """Who takes part together; for a permute, each pair that is not a device with itself.
+
+    Args:
+        instruction: The collective.
+        num_devices: What an empty list of groups stands for.
+    """
     if pairs := instruction.attribute("source_target_pairs"):
         found = replica_groups(pairs, num_devices)
         moved = tuple(p for p in found if p[0] != p[1])
@@ -263,7 +287,18 @@ def describe(
     times: int,
     asynchronous: bool,
 ) -> Collective:
-    """Measures one collective on the wire."""
+    """Measures one collective on the wire.
+
+    Args:
+        computation: The computation that `instruction` is in.
+        instruction: The collective, or the `send` of one between slices.
+        kind: Its kind, as `find` tells it.
+        wire: The mesh that the program was compiled for.
+        layer: The Keras layer it came from.
+        phase: `"forward"` or `"backward"`.
+        times: How often it runs per step.
+        asynchronous: Whether the compiler overlaps it with other work.
+    """
     if instruction.opcode == "send" and wire.topology is not None:
         moved = sum(s.bytes for s in computation.operands(instruction)[0].shapes)
         slices = wire.topology.num_slices
@@ -314,6 +349,11 @@ def describe(
 
 def sent_bytes(kind: str, whole: int, size: int) -> float:
     """Bytes each of `size` devices sends, at least, for an array of `whole` bytes.
+
+    Args:
+        kind: `"all-reduce"` and so on.
+        whole: Bytes of the whole array: what is reduced, or what is gathered.
+        size: Devices that take part together; fewer than two send nothing.
 
     References:
         - Chan et al., "Collective communication: theory, practice, and experience", 2007

@@ -43,6 +43,11 @@ def matrix_flops(
     Additions of zero padding and dilation are not counted, so a transposed convolution costs
     what its forward one does.
 
+    Args:
+        program: The program, to look up the computations that are called.
+        computation: The computation that `instruction` is in.
+        instruction: Any instruction; one without a matrix product yields nothing.
+
     Yields:
         The product's instruction, the dtype of its operands, its operations, and the passes
         the matrix unit makes over it (more than one for precision `"high"` and `"highest"`).
@@ -72,7 +77,11 @@ def matrix_flops(
 
 
 def estimated_cycles(instruction: Instruction) -> int:
-    """The compiler's cycle estimate of one run, 0 where it states none."""
+    """The compiler's cycle estimate of one run, 0 where it states none.
+
+    Args:
+        instruction: Any instruction.
+    """
     cycles = instruction.number("estimated_cycles") or 0
     # The compiler writes 2^63-1 where it could not tell.
     return cycles if cycles < 2**60 else 0
@@ -83,6 +92,11 @@ def hbm_bytes(program: Program, computation: Computation, instruction: Instructi
 
     Slices read what they take, updates in place write what they change, what lies in on-chip
     memory is free.
+
+    Args:
+        program: The program, to look up the computations that are called.
+        computation: The computation that `instruction` is in.
+        instruction: Any instruction. A fusion is one kernel; a loop or a call costs nothing itself.
     """
     opcode = instruction.opcode
     if opcode in _FREE or opcode.endswith("-done"):

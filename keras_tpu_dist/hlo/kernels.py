@@ -17,12 +17,21 @@ _DKV_RESULTS = 4
 
 
 def is_kernel(instruction: Instruction) -> bool:
-    """Whether the instruction is a hand-written TPU kernel."""
+    """Whether the instruction is a hand-written TPU kernel.
+
+    Args:
+        instruction: Any instruction.
+    """
     return instruction.opcode == "custom-call" and "tpu_custom_call" in instruction.attributes
 
 
 def stated(instruction: Instruction, key: str) -> int | None:
-    """What a Pallas kernel's author says it costs; `None` without a statement."""
+    """What a Pallas kernel's author says it costs; `None` without a statement.
+
+    Args:
+        instruction: The kernel.
+        key: Which part of the cost, such as `"flops"` or `"bytes_accessed"`.
+    """
     at = instruction.attributes.find('"cost_estimate":')
     if at < 0:
         return None
@@ -37,6 +46,10 @@ def flops(instruction: Instruction, operands: list[Instruction]) -> int | None:
     that the mask does not empty (all blocks, if the name stack does not say how many), at the
     padded lengths, in the forward kernel two, in that of dq three and in that of dk and dv four,
     because both backward kernels recompute the logits.
+
+    Args:
+        instruction: The kernel.
+        operands: The instructions that it reads, in order.
 
     Returns:
         Two per multiply-add, or `None` for a kernel that says nothing.
@@ -62,7 +75,11 @@ def flops(instruction: Instruction, operands: list[Instruction]) -> int | None:
 
 
 def counted_whole(instruction: Instruction) -> bool:
-    """Whether `flops` took all blocks of flash attention because the program does not say."""
+    """Whether `flops` took all blocks of flash attention because the program does not say.
+
+    Args:
+        instruction: The kernel.
+    """
     unsaid = stated(instruction, "flops") is None and _blocks(instruction) is None
     return unsaid and _splash(instruction) is not None
 

@@ -25,6 +25,9 @@ OTHER = "(other)"
 def names(op_name: str) -> tuple[str, ...]:
     """The scopes in a name stack, outermost first, without the operation's own name.
 
+    Args:
+        op_name: The name stack, scopes joined by `/`; what follows a `;` is left out.
+
     Example:
 
     >>> from keras_tpu_dist.hlo.layers import names
@@ -43,7 +46,11 @@ def names(op_name: str) -> tuple[str, ...]:
 
 
 def phase(op_name: str) -> str:
-    """`"backward"` for what differentiation transposed, else `"forward"`."""
+    """`"backward"` for what differentiation transposed, else `"forward"`.
+
+    Args:
+        op_name: The name stack of an instruction.
+    """
     return "backward" if "transpose(" in op_name else "forward"
 
 

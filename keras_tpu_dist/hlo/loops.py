@@ -50,6 +50,9 @@ def executions(program: Program) -> Executions:
 
     Of the branches of a conditional the one with most instructions counts, as it is not known
     which one runs.
+
+    Args:
+        program: The program.
     """
     found: list[Execution] = []
     unknown: list[str] = []
@@ -105,6 +108,11 @@ def trip_count(program: Program, computation: Computation, loop: Instruction) ->
 
     Read from the CPU compiler's annotation, or from the comparison in the loop's condition: both
     sides before the loop and after one step give the number of steps until it is false.
+
+    Args:
+        program: The program, to look up the loop's condition and body.
+        computation: The computation that `loop` is in.
+        loop: The `while` instruction.
 
     Returns:
         The count, or `None` if it depends on data.

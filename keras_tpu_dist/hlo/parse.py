@@ -67,7 +67,11 @@ class Shape:
 
 
 def shapes_of(type_text: str) -> tuple[Shape, ...]:
-    """The arrays of a type, tuples flattened."""
+    """The arrays of a type, tuples flattened.
+
+    Args:
+        type_text: As an instruction's text has it: `"bf16[8,4]{1,0}"`, or a tuple of such.
+    """
     found = []
     for dtype, dims, layout in _SHAPE.findall(type_text):
         space = _MEMORY_SPACE.search(layout) if "S(" in layout else None
@@ -119,7 +123,14 @@ class Instruction:
         return match[1] if match else ""
 
     def attribute(self, name: str) -> str | None:
-        """The text of `name=...` up to the comma that ends it, braces and brackets kept whole."""
+        """The text of `name=...` up to the comma that ends it, braces and brackets kept whole.
+
+        Args:
+            name: The attribute's name, such as `"replica_groups"`.
+
+        Returns:
+            The text, or `None` without the attribute.
+        """
         start = re.search(rf"(?:^|[ ,]){re.escape(name)}=", self.attributes)
         if start is None:
             return None
@@ -135,17 +146,35 @@ class Instruction:
         return self.attributes[start.end() : i + 1]
 
     def called_by(self, name: str) -> str | None:
-        """The computation in attribute `name`, such as `body`."""
+        """The computation in attribute `name`, such as `body`.
+
+        Args:
+            name: The attribute's name.
+
+        Returns:
+            The computation's name, or `None` without the attribute.
+        """
         text = self.attribute(name)
         return text.lstrip("%") if text else None
 
     def integers(self, name: str) -> list[int] | None:
-        """The integers in attribute `name`, or `None` without it."""
+        """The integers in attribute `name`, or `None` without it.
+
+        Args:
+            name: The attribute's name.
+        """
         text = self.attribute(name)
         return None if text is None else [int(n) for n in _INTEGER.findall(text)]
 
     def number(self, key: str) -> int | None:
-        """The integer of `"key":"123"` in the compiler's own annotations."""
+        """The integer of `"key":"123"` in the compiler's own annotations.
+
+        Args:
+            key: The annotation's key, such as `"estimated_cycles"`.
+
+        Returns:
+            The integer, or `None` without the key.
+        """
         at = self.attributes.find(f'"{key}":')
         match = _INTEGER.search(self.attributes, at) if at >= 0 else None
         return int(match[0]) if match else None
@@ -164,7 +193,11 @@ class Computation:
         return iter(self.instructions)
 
     def operands(self, instruction: Instruction) -> list[Instruction]:
-        """The instructions an instruction reads."""
+        """The instructions an instruction reads.
+
+        Args:
+            instruction: An instruction of this computation.
+        """
         return [self.by_name[n] for n in instruction.operand_names if n in self.by_name]
 
     @functools.cached_property

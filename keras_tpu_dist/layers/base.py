@@ -11,7 +11,7 @@ from keras_tpu_dist import recurrence
 from keras_tpu_dist._keras import full_precision
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.layers.place import Place, axes_of, find
-from keras_tpu_dist.layout.rules import entry_names
+from keras_tpu_dist.layout.axes import entry_names
 from keras_tpu_dist.recurrence import (
     Gathering,
     Loop,
@@ -72,7 +72,23 @@ class FastRecurrence:
         return super().variables + (list(tree.flatten(self.states)) if self.states else [])
 
     def inner_loop(self, sequences, initial_state, mask, training=False):
-        """Runs all steps; called by Keras's `RNN.call`, which knows states and dropout masks."""
+        """Runs all steps; called by Keras's `RNN.call`, which knows states and dropout masks.
+
+        Args:
+            sequences: `(batch, time, features)`.
+            initial_state: The states before the first step, each `(batch, units)`.
+            mask: As `check_mask` takes it, False where the state is carried over, or a list of
+                which the first is taken.
+            training: Whether the layer is training, so that its dropout applies.
+
+        Returns:
+            The last output, the outputs in the order of the loop (without `return_sequences` only
+            the last), and the final states.
+
+        Raises:
+            ValueError: If the mask does not have one entry for every row and timestep, or is
+                neither boolean nor integer.
+        """
         place = self._at(find())
         arithmetic = self._fast(place, training)
         if tree.is_nested(mask):
@@ -251,7 +267,11 @@ class FastRecurrence:
 
 
 def weights_of(cell) -> Weights:
-    """A Keras cell's weights as the recurrence wants them, in their own precision."""
+    """A Keras cell's weights as the recurrence wants them, in their own precision.
+
+    Args:
+        cell: A built cell of Keras's `LSTM`, `GRU` or `SimpleRNN`.
+    """
     bias = None if cell.bias is None else full_precision(cell.bias)
     recurrent_bias = None
     if bias is not None and bias.ndim == 2:  # GRU with reset_after: one for each product

@@ -93,7 +93,15 @@ def _mesh_and_axes(distribution):
 
 
 def axes_of(variable) -> tuple:
-    """How the active distribution splits a variable, dimension by dimension."""
+    """How the active distribution splits a variable, dimension by dimension.
+
+    Args:
+        variable: A `keras.Variable`.
+
+    Returns:
+        For each dimension the mesh axis or axes that split it, or None. Trailing dimensions that
+        are whole may be missing; without a distribution all are.
+    """
     distribution = keras.distribution.distribution()
     if distribution is None:
         return ()

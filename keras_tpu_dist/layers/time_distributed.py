@@ -69,6 +69,10 @@ def rows_are_independent(layer, training) -> bool:
     """Whether a layer computes every row without the others, changes nothing and draws nothing.
 
     Exact types count: a subclass may do anything in its `call`.
+
+    Args:
+        layer: The layer. Of a wrapper or a model every layer inside must be independent too.
+        training: Whether the call is one of training; None counts as not.
     """
     if isinstance(layer, layers.Wrapper | layers.Bidirectional):
         known = isinstance(layer, layers.TimeDistributed | layers.Bidirectional)

@@ -12,7 +12,8 @@ from jax.sharding import NamedSharding
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import did_you_mean, message
-from keras_tpu_dist.layout.rules import LayoutRules, axis_size, named_sharding
+from keras_tpu_dist.layout.axes import axis_size, named_sharding
+from keras_tpu_dist.layout.rules import LayoutRules
 from keras_tpu_dist.partitioner import in_compiled_code
 
 _ATTRIBUTE = "_keras_tpu_dist_annotation"
@@ -107,7 +108,11 @@ def replicate(layer: Any) -> Any:
 
 
 def annotation_of(layer: Any) -> Annotation | None:
-    """The annotation of a layer, or `None`."""
+    """The annotation of a layer, or `None`.
+
+    Args:
+        layer: A layer or model.
+    """
     return getattr(layer, _ATTRIBUTE, None)
 
 
@@ -233,7 +238,15 @@ def _check_structure(fits: bool, outputs, layout) -> None:
 
 
 def annotate(layer: Any, annotation: Annotation) -> Any:
-    """Writes an annotation on a layer, in the place of the one it has; returns the layer."""
+    """Writes an annotation on a layer, in the place of the one it has; returns the layer.
+
+    Args:
+        layer: A layer or model.
+        annotation: All that is to be said of it; nothing of an earlier one stays.
+
+    Raises:
+        ValueError: If `layer` is no Keras layer.
+    """
     global _version
     if not isinstance(layer, keras.Layer):
         raise ValueError(

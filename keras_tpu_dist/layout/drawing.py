@@ -8,8 +8,8 @@ from typing import Any
 from rich.console import Console
 
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.layout.axes import entry_names
 from keras_tpu_dist.layout.explain import layout_text
-from keras_tpu_dist.layout.rules import entry_names
 
 # Ten colours that stay apart for colour-blind readers (Okabe-Ito, then its lighter kin).
 COLOURS = (
@@ -20,19 +20,32 @@ PANELS_SHOWN = 64
 
 
 def slice_text(index: tuple[int, int], size: int) -> str:
-    """A slice as Python writes it; the whole dimension as `:`."""
+    """A slice as Python writes it; the whole dimension as `:`.
+
+    Args:
+        index: `(start, stop)` in one dimension.
+        size: The number of elements in that dimension.
+    """
     return ":" if index == (0, size) else f"{index[0]}:{index[1]}"
 
 
 def as_plain_text(renderable) -> str:
-    """What rich would print, without colours."""
+    """What rich would print, without colours.
+
+    Args:
+        renderable: A picture, or anything else that rich can print.
+    """
     console = Console(width=120, color_system=None, record=True, file=io.StringIO())
     console.print(renderable)
     return console.export_text().rstrip()
 
 
 def devices_text(piece: Any) -> str:
-    """The devices that hold a piece, in few words."""
+    """The devices that hold a piece, in few words.
+
+    Args:
+        piece: A `Piece`, its device ids in ascending order.
+    """
     ids = piece.devices
     if len(ids) > 2 and ids == tuple(range(ids[0], ids[-1] + 1)):
         return f"{ids[0]}-{ids[-1]}"
@@ -41,28 +54,57 @@ def devices_text(piece: Any) -> str:
 
 
 def colour_of(piece: Any) -> str:
-    """The colour of the piece on its first device."""
+    """The colour of the piece on its first device.
+
+    Args:
+        piece: A `Piece`.
+    """
     return COLOURS[piece.devices[0] % len(COLOURS)]
 
 
 def device_label(device_id: int, process: int, coords) -> str:
-    """A device with its place on the torus and its host."""
+    """A device with its place on the torus and its host.
+
+    Args:
+        device_id: The id that JAX gives the device.
+        process: The index of the process that drives it; the host is not named for process 0.
+        coords: Its coordinates on the torus, or `None` for a device without them.
+    """
     place = "" if coords is None else f" @{','.join(map(str, coords))}"
     return f"{device_id}{place}" + (f" host {process}" if process else "")
 
 
 def dimension_text(size: int, entry) -> str:
-    """A dimension and the axes that split it."""
+    """A dimension and the axes that split it.
+
+    Args:
+        size: The number of elements in the dimension.
+        entry: What splits it: a mesh axis, a tuple of them, or `None`.
+    """
     return f"{size}/{'+'.join(entry_names(entry))}" if entry_names(entry) else str(size)
 
 
 def rich_style(entry, colours) -> str:
-    """The style of a dimension by the axis that splits it."""
+    """The style of a dimension by the axis that splits it.
+
+    Args:
+        entry: What splits it: a mesh axis, a tuple of them, or `None`.
+        colours: From the name of a mesh axis to its colour.
+
+    Returns:
+        The style, by the first axis if there are several; `""` for a dimension that is not split.
+    """
     return f"black on {colours[entry_names(entry)[0]]}" if entry_names(entry) else ""
 
 
 def html_dimension(size: int, entry, colours) -> str:
-    """A dimension as HTML, in the colour of its axis."""
+    """A dimension as HTML, in the colour of its axis.
+
+    Args:
+        size: The number of elements in the dimension.
+        entry: What splits it: a mesh axis, a tuple of them (the first gives the colour), or `None`.
+        colours: From the name of a mesh axis to its colour.
+    """
     text = html.escape(dimension_text(size, entry))
     if not entry_names(entry):
         return text
@@ -70,7 +112,13 @@ def html_dimension(size: int, entry, colours) -> str:
 
 
 def svg_document(width: float, height: float, parts: Sequence[str]) -> str:
-    """An SVG of some parts."""
+    """An SVG of some parts.
+
+    Args:
+        width: The width of the drawing in pixels.
+        height: Its height in pixels.
+        parts: SVG elements as text, later ones drawn on top of earlier ones.
+    """
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" '
         f'width="{width:.0f}" height="{height:.0f}" font-family="sans-serif" font-size="12">'
@@ -79,14 +127,31 @@ def svg_document(width: float, height: float, parts: Sequence[str]) -> str:
 
 
 def svg_text(x: float, y: float, text: str, anchor: str = "start", bold: bool = False) -> str:
-    """A line of text in an SVG."""
+    """A line of text in an SVG.
+
+    Args:
+        x: Where the text is anchored, in pixels from the left.
+        y: Its base line, in pixels from the top.
+        text: The line as plain text; it is escaped here.
+        anchor: The part of the text that stands at `x`: `"start"`, `"middle"` or `"end"`.
+        bold: Whether it is bold.
+    """
     weight = ' font-weight="bold"' if bold else ""
     place = f'x="{x:.0f}" y="{y:.0f}" text-anchor="{anchor}"'
     return f'<text {place} fill="#222"{weight}>{html.escape(text)}</text>'
 
 
 def save_picture(picture, path: str, draw) -> None:
-    """Writes an `.svg`, or a PNG by matplotlib with what `draw(picture, Figure)` gives."""
+    """Writes an `.svg`, or a PNG by matplotlib with what `draw(picture, Figure)` gives.
+
+    Args:
+        picture: A `TensorPicture`, `MeshPicture` or `ModelPicture`.
+        path: The file to write; any ending but `.svg` is left to matplotlib.
+        draw: From the picture and the class `Figure` to a figure; not called for an `.svg`.
+
+    Raises:
+        ImportError: If the file is no `.svg` and matplotlib is not installed.
+    """
     if str(path).endswith(".svg"):
         with open(path, "w", encoding="utf-8") as file:
             file.write(picture.svg())
@@ -128,7 +193,12 @@ def _grids(figure_type, panels, title, label, colour):
 
 
 def draw_tensor(picture: Any, figure_type):
-    """A `TensorPicture` as a figure of matplotlib."""
+    """A `TensorPicture` as a figure of matplotlib.
+
+    Args:
+        picture: The picture; at most `PANELS_SHOWN` of its grids are drawn.
+        figure_type: `matplotlib.figure.Figure`, passed in so that an `.svg` needs no matplotlib.
+    """
     title = f"{picture.name} {picture.shape} {picture.layout}"
 
     def label(piece):
@@ -140,7 +210,12 @@ def draw_tensor(picture: Any, figure_type):
 
 
 def draw_mesh(picture: Any, figure_type):
-    """A `MeshPicture` as a figure of matplotlib."""
+    """A `MeshPicture` as a figure of matplotlib.
+
+    Args:
+        picture: The picture; at most `PANELS_SHOWN` of its grids are drawn.
+        figure_type: `matplotlib.figure.Figure`, passed in so that an `.svg` needs no matplotlib.
+    """
     return _grids(
         figure_type,
         picture.panels()[:PANELS_SHOWN],
@@ -151,7 +226,12 @@ def draw_mesh(picture: Any, figure_type):
 
 
 def draw_model(picture: Any, figure_type):
-    """A `ModelPicture` as a figure of matplotlib."""
+    """A `ModelPicture` as a figure of matplotlib.
+
+    Args:
+        picture: The picture; all of its variables are drawn.
+        figure_type: `matplotlib.figure.Figure`, passed in so that an `.svg` needs no matplotlib.
+    """
     e, colours = picture.explanation, picture.colours()
     figure = figure_type(figsize=(8, 0.26 * len(e.rows) + 0.8))
     axes = figure.add_subplot()

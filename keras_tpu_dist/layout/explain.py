@@ -11,8 +11,9 @@ from jax.sharding import Mesh
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.text import html_table, size_text, text_table
+from keras_tpu_dist.layout.axes import Axes, split_ways
 from keras_tpu_dist.layout.placement import Placement, bytes_of
-from keras_tpu_dist.layout.rules import Axes, Decision, nearest_path, split_ways
+from keras_tpu_dist.layout.rules import Decision, nearest_path
 
 _LARGEST_SHOWN = 5
 
@@ -203,6 +204,10 @@ def _layer_rows(model, placement: Placement, mesh: Mesh):
 def one_row(explanation: Explanation, path: str) -> VariableRow:
     """The row of one variable, by its path or the end of it.
 
+    Args:
+        explanation: The explanation of the whole model.
+        path: The variable's path, or its last segments; a leading `…` or `/` is ignored.
+
     Raises:
         ValueError: If no variable, or more than one, has this path.
     """
@@ -223,7 +228,11 @@ def one_row(explanation: Explanation, path: str) -> VariableRow:
 
 
 def layout_text(axes: Axes) -> str:
-    """A layout as people read it: `(·, model)`, `(data+model)`, or `replicated`."""
+    """A layout as people read it: `(·, model)`, `(data+model)`, or `replicated`.
+
+    Args:
+        axes: One entry per dimension: `None`, a mesh axis, or a tuple of them.
+    """
     if not any(axes):
         return "replicated"
     names = ["·" if not e else e if isinstance(e, str) else "+".join(e) for e in axes]

@@ -7,16 +7,10 @@ import keras
 from jax.sharding import Mesh, NamedSharding
 
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.layout.axes import named_sharding
 from keras_tpu_dist.layout.placement import Placement, Setting, place
 from keras_tpu_dist.layout.planner import PLANS, Plan, Planner
-from keras_tpu_dist.layout.rules import (
-    Decision,
-    LayoutRules,
-    check_axis_names,
-    checked,
-    decide,
-    named_sharding,
-)
+from keras_tpu_dist.layout.rules import Decision, LayoutRules, check_axis_names, checked, decide
 
 
 class Layouts:
@@ -58,7 +52,11 @@ class Layouts:
         self.setting = Setting(mesh, data_axes, self.layout, bool(shard_optimizer), batch_first)
 
     def owns(self, layout: Any) -> bool:
-        """Whether a layout is on this mesh."""
+        """Whether a layout is on this mesh.
+
+        Args:
+            layout: A sharding; anything but a `NamedSharding` is on no mesh.
+        """
         return isinstance(layout, NamedSharding) and layout.mesh == self.mesh
 
     def placement(self, model: Any, given: Callable[[Any], Any]) -> Placement:
@@ -72,6 +70,9 @@ class Layouts:
 
     def planned(self, model: Any) -> Plan:
         """The layouts that the plan gives a built model.
+
+        Args:
+            model: A built model.
 
         Raises:
             ValueError: If the layout is not a plan.
@@ -87,13 +88,26 @@ class Layouts:
         return self.layout.plan(model, self.mesh, self.data_axes)
 
     def target(self, variable: Any, given: Any, placement: Placement) -> Any:
-        """The layout a variable of a known model should have, with the one its user gave it."""
+        """The layout a variable of a known model should have, with the one its user gave it.
+
+        Args:
+            variable: A variable of the model or of its optimizer.
+            given: The layout that its user gave it, or `None`; ignored for an optimizer slot,
+                as Keras copied that layout from the weight.
+            placement: The placement of the variable's model.
+
+        Raises:
+            ValueError: If the layout does not fit the variable's shape or the mesh.
+        """
         if given is not None and not placement.is_slot(variable):
             return self.translated(variable, given)
         return named_sharding(self.mesh, placement.decision(variable).axes)
 
     def by_rule(self, variable: Any) -> NamedSharding:
         """The layout of a variable of which only path and shape are known.
+
+        Args:
+            variable: A variable that is being created, or whose model is not known.
 
         Raises:
             ValueError: If the rule that matches does not fit the shape.
@@ -107,7 +121,16 @@ class Layouts:
         return named_sharding(self.mesh, decision.axes)
 
     def translated(self, variable: Any, given: Any) -> Any:
-        """A layout that a user gave a variable, on this mesh."""
+        """A layout that a user gave a variable, on this mesh.
+
+        Args:
+            variable: The variable.
+            given: A `TensorLayout` or a `NamedSharding`, also of another mesh; anything else is
+                returned as it is.
+
+        Raises:
+            ValueError: If it names an axis that the mesh lacks, or does not fit the shape.
+        """
         if isinstance(given, keras.distribution.TensorLayout):
             axes = tuple(given.axes)
         elif isinstance(given, NamedSharding):
@@ -143,6 +166,10 @@ class Layouts:
 
 def checked_layout(layout: Any, axis_names: Sequence[str]) -> Any:
     """What a strategy was given as `layout`, as `None`, rules, a `LayoutMap` or a planner.
+
+    Args:
+        layout: Any of the forms that `TPUStrategy` takes, or a `Plan`, of which the rules are kept.
+        axis_names: The mesh's axes.
 
     Raises:
         ValueError: If it is none of these, or names an axis that the mesh lacks.

@@ -13,16 +13,10 @@ from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.text import html_table, size_text
 from keras_tpu_dist.hardware.mesh import LOGICAL_AXIS
+from keras_tpu_dist.layout.axes import axis_size, dividing_axes, entry_names
 from keras_tpu_dist.layout.explain import layout_text
 from keras_tpu_dist.layout.placement import Placement, Setting, bytes_of
-from keras_tpu_dist.layout.rules import (
-    axis_size,
-    dead_patterns,
-    dividing_axes,
-    entry_names,
-    matching,
-    nearest_path,
-)
+from keras_tpu_dist.layout.rules import dead_patterns, matching, nearest_path
 
 logger = logging.getLogger("keras_tpu_dist")
 
@@ -147,7 +141,11 @@ def lint_model(
 
 
 def log_report(report: LintReport) -> None:
-    """Logs errors and warnings, as fit does once per model."""
+    """Logs errors and warnings, as fit does once per model.
+
+    Args:
+        report: The report; its findings of severity `"info"` are left out.
+    """
     for finding in report.findings:
         if finding.severity != "info":
             logger.warning("layout of model %r: %s", report.model, finding)

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from keras_tpu_dist.common.text import size_text
+from keras_tpu_dist.layout.axes import entry_names
 from keras_tpu_dist.layout.drawing import (
     COLOURS,
     PANELS_SHOWN,
@@ -32,7 +33,6 @@ from keras_tpu_dist.layout.drawing import (
     svg_text,
 )
 from keras_tpu_dist.layout.explain import Explanation, layout_text
-from keras_tpu_dist.layout.rules import entry_names
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,14 @@ class TensorPicture:
         return svg_document(across * panel_w, height, parts)
 
     def save(self, path: str) -> None:
-        """Writes a PNG (needs matplotlib), or an SVG by that ending."""
+        """Writes a PNG (needs matplotlib), or an SVG by that ending.
+
+        Args:
+            path: The file to write; any ending but `.svg` is left to matplotlib.
+
+        Raises:
+            ImportError: If the file is no `.svg` and matplotlib is not installed.
+        """
         save_picture(self, path, draw_tensor)
 
 
@@ -223,7 +230,14 @@ class MeshPicture:
         return svg_document(columns * cell_w + 8, len(panels) * (rows * cell_h + 40), parts)
 
     def save(self, path: str) -> None:
-        """Writes a PNG (needs matplotlib), or an SVG by that ending."""
+        """Writes a PNG (needs matplotlib), or an SVG by that ending.
+
+        Args:
+            path: The file to write; any ending but `.svg` is left to matplotlib.
+
+        Raises:
+            ImportError: If the file is no `.svg` and matplotlib is not installed.
+        """
         save_picture(self, path, draw_mesh)
 
 
@@ -309,7 +323,14 @@ class ModelPicture:
         return svg_document(860, 16 + 24 * len(e.rows), parts)
 
     def save(self, path: str) -> None:
-        """Writes a PNG (needs matplotlib), or an SVG by that ending."""
+        """Writes a PNG (needs matplotlib), or an SVG by that ending.
+
+        Args:
+            path: The file to write; any ending but `.svg` is left to matplotlib.
+
+        Raises:
+            ImportError: If the file is no `.svg` and matplotlib is not installed.
+        """
         save_picture(self, path, draw_model)
 
 
@@ -317,7 +338,11 @@ Picture = TensorPicture | MeshPicture | ModelPicture
 
 
 def picture_of_mesh(mesh: Mesh) -> MeshPicture:
-    """Draws a mesh: which chip, with its coordinates on the torus, stands where."""
+    """Draws a mesh: which chip, with its coordinates on the torus, stands where.
+
+    Args:
+        mesh: The mesh; coordinates that its devices do not tell are left out.
+    """
     devices = tuple(
         (index, device.id, device.process_index, _coords(device))
         for index, device in np.ndenumerate(mesh.devices)

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.layout.annotations import Annotated, annotated
+from keras_tpu_dist.layout.axes import spell_out
 from keras_tpu_dist.layout.planner import Plan, Planner, slot_decision
 from keras_tpu_dist.layout.rules import (
     Decision,
@@ -19,7 +20,6 @@ from keras_tpu_dist.layout.rules import (
     checked,
     decide,
     matching,
-    spell_out,
 )
 
 
@@ -63,6 +63,9 @@ class Placement:
     def decision(self, variable: Any) -> Decision:
         """The decision for a variable, valid for its shape.
 
+        Args:
+            variable: A variable of the model or its optimizer; one that is not known is replicated.
+
         Raises:
             ValueError: If a rule or annotation does not fit the shape or the mesh.
         """
@@ -79,7 +82,11 @@ class Placement:
         return self._setting.data_axes
 
     def is_slot(self, variable: Any) -> bool:
-        """Whether a variable is an optimizer's slot, whose layout Keras copied from its weight."""
+        """Whether a variable is an optimizer's slot, whose layout Keras copied from its weight.
+
+        Args:
+            variable: A variable of the model or of its optimizer.
+        """
         return id(variable) in self._slot_ids
 
     def layouts_of_outputs(self) -> dict[str, Any]:
@@ -163,5 +170,9 @@ def _axes_of(layout) -> tuple:
 
 
 def bytes_of(variable: Any) -> int:
-    """The bytes of a variable's whole value."""
+    """The bytes of a variable's whole value.
+
+    Args:
+        variable: A variable; its shape and dtype count, it needs no value.
+    """
     return math.prod(variable.shape) * jax.numpy.dtype(variable.dtype).itemsize

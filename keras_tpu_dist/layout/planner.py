@@ -15,15 +15,8 @@ from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.text import html_table
 from keras_tpu_dist.hardware.chips import of_kind
 from keras_tpu_dist.hardware.compile_only import CompileOnlyDevice
-from keras_tpu_dist.layout.rules import (
-    Axes,
-    Decision,
-    LayoutRules,
-    axis_size,
-    dividing_axes,
-    entry_names,
-    split_ways,
-)
+from keras_tpu_dist.layout.axes import Axes, axis_size, dividing_axes, entry_names, split_ways
+from keras_tpu_dist.layout.rules import Decision, LayoutRules
 from keras_tpu_dist.layout.tensor import TensorPlan
 
 PLANS = ("fsdp", "tensor_parallel", "auto")
@@ -57,7 +50,14 @@ class Plan:
     _by_id: dict[int, Decision] = field(default_factory=dict, repr=False, compare=False)
 
     def decision(self, variable: Any) -> Decision | None:
-        """The decision for one of the model's variables."""
+        """The decision for one of the model's variables.
+
+        Args:
+            variable: The variable itself, not one of the same path in a clone of the model.
+
+        Returns:
+            The decision, or `None` for a variable that the plan does not know.
+        """
         return self._by_id.get(id(variable))
 
     @property
@@ -139,7 +139,15 @@ class Planner:
             )
 
     def check_mesh(self, mesh: Mesh, data_axes: Sequence[str]) -> None:
-        """Raises a `ValueError` if the mesh has no axis this plan could split over."""
+        """Raises a `ValueError` if the mesh has no axis this plan could split over.
+
+        Args:
+            mesh: The mesh.
+            data_axes: Its axes that split the batch.
+
+        Raises:
+            ValueError: If `"fsdp"` has no data axes, or `"tensor_parallel"` only data axes.
+        """
         missing = {
             "fsdp": None if data_axes else 'split the batch, such as "data"',
             "tensor_parallel": None

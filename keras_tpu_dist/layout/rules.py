@@ -1,24 +1,17 @@
 """From a variable's path and shape to its layout on the mesh, with the reason."""
 
 import difflib
-import itertools
 import json
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import keras
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from keras_tpu_dist.common.errors import message
-
-_LOGICAL = "logical"
-_SUB_AXIS = re.compile(r"logical_\d+")
-
-# One entry for each dimension: not split, split over one mesh axis, or over several.
-Axes = tuple[str | tuple[str, ...] | None, ...]
+from keras_tpu_dist.layout.axes import Axes, axis_size, names_in, spell_out
 
 
 @dataclass(frozen=True)
@@ -72,16 +65,23 @@ class LayoutRules:
         return self._rules
 
     def matches(self, path: str) -> list[int]:
-        """The indices of all rules that match `path`, the winner first."""
+        """The indices of all rules that match `path`, the winner first.
+
+        Args:
+            path: The path of a variable, or of a layer's output (`".../output"`).
+        """
         return [i for i, pattern in enumerate(self._compiled) if pattern.fullmatch(path)]
 
     def match(self, path: str) -> int | None:
-        """The index of the rule that decides for `path`, or `None`."""
+        """The index of the rule that decides for `path`, or `None`.
+
+        See `matches`.
+        """
         return next(iter(self.matches(path)), None)
 
     def axis_names(self) -> set[str]:
         """Every mesh axis that a rule uses."""
-        return {name for _, axes in self._rules for name in _flat(axes)}
+        return {name for _, axes in self._rules for name in names_in(axes)}
 
     def to_json(self) -> str:
         """The rules as JSON; `from_json` reads it back."""
@@ -89,7 +89,14 @@ class LayoutRules:
 
     @classmethod
     def from_json(cls, text: str) -> "LayoutRules":
-        """Reads what `to_json` wrote."""
+        """Reads what `to_json` wrote.
+
+        Args:
+            text: A JSON list of `[pattern, axes]` pairs.
+
+        Raises:
+            ValueError: If it is no JSON, or a pattern or an entry in it is malformed.
+        """
         return cls(
             (pattern, tuple(tuple(e) if isinstance(e, list) else e for e in axes))
             for pattern, axes in json.loads(text)
@@ -97,7 +104,14 @@ class LayoutRules:
 
     @classmethod
     def from_layout_map(cls, layout_map: keras.distribution.LayoutMap) -> "LayoutRules":
-        """The rules of a stock `LayoutMap`, whose patterns must match the whole path."""
+        """The rules of a stock `LayoutMap`, whose patterns must match the whole path.
+
+        Args:
+            layout_map: The map; its keys are the patterns.
+
+        Raises:
+            ValueError: If a key or its axes are malformed.
+        """
         return cls((f"^(?:{key})$", layout.axes) for key, layout in layout_map.items())
 
     def __len__(self):
@@ -114,9 +128,17 @@ class LayoutRules:
 
 
 def check_axis_names(rules: LayoutRules, axis_names: Sequence[str]) -> None:
-    """Raises a `ValueError` if a rule names an axis that the mesh does not have."""
+    """Raises a `ValueError` if a rule names an axis that the mesh does not have.
+
+    Args:
+        rules: The rules; `"logical"` in them stands for all logical sub-axes of the mesh.
+        axis_names: The mesh's axes.
+
+    Raises:
+        ValueError: If there is such a rule; the error names the first.
+    """
     for pattern, axes in rules.rules:
-        for name in _flat(spell_out(axes, axis_names)):
+        for name in names_in(spell_out(axes, axis_names)):
             if name not in axis_names:
                 raise ValueError(
                     message(
@@ -158,14 +180,23 @@ def decide(path: str, layout: LayoutRules | keras.distribution.LayoutMap | None)
 
 
 def patterns(layout: Any) -> list[str]:
-    """The patterns of rules or of a stock layout map, in order; none for anything else."""
+    """The patterns of rules or of a stock layout map, in order; none for anything else.
+
+    Args:
+        layout: A layout in any form, or `None`.
+    """
     if isinstance(layout, LayoutRules):
         return [pattern for pattern, _ in layout.rules]
     return list(layout) if isinstance(layout, keras.distribution.LayoutMap) else []
 
 
 def matching(layout: Any, path: str) -> list[str]:
-    """The patterns that match a path, the winner first, by the layout's own way of matching."""
+    """The patterns that match a path, the winner first, by the layout's own way of matching.
+
+    Args:
+        layout: `LayoutRules` or a stock `LayoutMap`; nothing else has patterns.
+        path: The path of a variable, or of a layer's output (`".../output"`).
+    """
     if isinstance(layout, LayoutRules):
         return [layout.rules[i][0] for i in layout.matches(path)]
     if path in patterns(layout):
@@ -210,31 +241,6 @@ def nearest_path(pattern: str, paths: Iterable[str]) -> str | None:
     ]
     score, path = max(scored, key=lambda pair: pair[0], default=(0.0, None))
     return path if score >= 0.5 else None
-
-
-def split_ways(mesh: Mesh, axes: Axes) -> int:
-    """Into how many different pieces a layout cuts a tensor."""
-    return math.prod(axis_size(mesh, entry) for entry in axes)
-
-
-def dividing_axes(size: int, names: Sequence[str], mesh: Mesh) -> str | tuple[str, ...] | None:
-    """The entry that splits a dimension most ways with some of the axes, evenly.
-
-    Args:
-        size: The dimension.
-        names: The mesh axes that may split it.
-        mesh: The mesh.
-
-    Returns:
-        An axis, a tuple of axes in mesh order, or `None` if none of them divides the dimension.
-    """
-    usable = [name for name in mesh.axis_names if name in names and mesh.shape[name] > 1]
-    choices = [c for n in range(1, len(usable) + 1) for c in itertools.combinations(usable, n)]
-    legal = [c for c in choices if size and size % axis_size(mesh, c) == 0]
-    if not legal:
-        return None
-    best = max(legal, key=lambda c: (axis_size(mesh, c), -len(c)))
-    return best[0] if len(best) == 1 else best
 
 
 def checked(decision: Decision, path: str, shape: Sequence[int], mesh: Mesh) -> Decision:
@@ -284,58 +290,6 @@ def checked(decision: Decision, path: str, shape: Sequence[int], mesh: Mesh) -> 
     return decision
 
 
-def axis_size(mesh: Mesh, entry: str | tuple[str, ...] | None) -> int:
-    """How many shards one entry of a layout makes."""
-    names = spell_out((entry,), mesh.axis_names)
-    return math.prod(mesh.shape[name] for name in _flat(names))
-
-
-def named_sharding(mesh: Mesh, axes: Axes = ()) -> NamedSharding:
-    """The sharding of a layout, written without trailing `None`s.
-
-    JAX compares shardings by their text when it looks for a compiled program, so that one layout
-    must have one spelling.
-    """
-    entries = list(spell_out(axes, mesh.axis_names))
-    while entries and entries[-1] in (None, ()):
-        entries.pop()
-    return NamedSharding(mesh, PartitionSpec(*entries))
-
-
-def spell_out(axes: Axes, axis_names: Sequence[str]) -> Axes:
-    """A layout in which `"logical"` is written as all of a mesh's logical sub-axes.
-
-    Args:
-        axes: One entry per dimension.
-        axis_names: The mesh's axes.
-
-    Returns:
-        The layout, unchanged where the mesh has an axis of that name or no sub-axes.
-
-    Example:
-
-    >>> spell_out((None, "logical"), ("data", "logical_0", "logical_1"))
-    (None, ('logical_0', 'logical_1'))
-    """
-    parts = tuple(name for name in axis_names if _SUB_AXIS.fullmatch(name))
-    if not parts or _LOGICAL in axis_names or all(_LOGICAL not in entry_names(e) for e in axes):
-        return axes
-    spelled = []
-    for entry in axes:
-        names = [p for n in entry_names(entry) for p in (parts if n == _LOGICAL else (n,))]
-        spelled.append(names[0] if len(names) == 1 else tuple(names) or None)
-    return tuple(spelled)
-
-
-def entry_names(entry: str | Iterable[str] | None) -> tuple[str, ...]:
-    """The mesh axes in one entry of a layout."""
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-
-
-def _flat(axes: Iterable) -> list[str]:
-    return [name for entry in axes for name in entry_names(entry)]
-
-
 def _checked_rule(rule) -> tuple[str, Axes]:
     fix = 'Write for example ("dense/kernel", (None, "model")).'
     if not (isinstance(rule, (tuple, list)) and len(rule) == 2 and isinstance(rule[0], str)):
@@ -365,7 +319,7 @@ def _checked_rule(rule) -> tuple[str, Axes]:
         )
     entries = tuple(tuple(e) if isinstance(e, list) else e for e in axes)
     for entry in entries:
-        names = _flat((entry,)) if isinstance(entry, (str, tuple)) or entry is None else [entry]
+        names = names_in((entry,)) if isinstance(entry, (str, tuple)) or entry is None else [entry]
         if not all(isinstance(name, str) for name in names):
             raise ValueError(
                 message(
@@ -374,7 +328,7 @@ def _checked_rule(rule) -> tuple[str, Axes]:
                     fix=fix,
                 )
             )
-    names = _flat(entries)
+    names = names_in(entries)
     if len(set(names)) != len(names):
         raise ValueError(
             message(

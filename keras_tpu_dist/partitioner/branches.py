@@ -16,7 +16,12 @@ PRIMITIVES = ("shard_map",)
 
 
 def candidate(equation: Any, devices: int) -> bool:
-    """Whether a `shard_map` has branches."""
+    """Whether a `shard_map` has branches.
+
+    Args:
+        equation: The `shard_map`.
+        devices: The number of devices of the mesh, which makes no difference here.
+    """
     return any(each.primitive.name == "cond" for each in _equations(equation))
 
 
@@ -24,6 +29,13 @@ def repaired(equation: Any, spread: Spread) -> list | None:
     """A `shard_map` with branches, its rows whole wherever they would be exchanged.
 
     Every device that takes the branch then computes all rows. `None` where nothing is exchanged.
+
+    Args:
+        equation: The `shard_map`.
+        spread: Which mesh axes may split which dimension of the program's values.
+
+    Returns:
+        The equations that take its place, or `None`.
     """
     conditionals = [e for e in _equations(equation) if e.primitive.name == "cond"]
     branches = [branch for each in conditionals for branch in each.params["branches"]]

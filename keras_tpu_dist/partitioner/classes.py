@@ -31,11 +31,19 @@ class Classes:
         self._asked: dict[int, set[str]] = {}
 
     def axes(self, atom: Any, dimension: int) -> frozenset[str]:
-        """The mesh axes that may split a dimension."""
+        """The mesh axes that may split a dimension.
+
+        Args:
+            atom: A value of the program; a literal is never split.
+            dimension: The number of one of its dimensions.
+        """
         return self._known(self._axes, atom, dimension)
 
     def asked(self, atom: Any, dimension: int) -> frozenset[str]:
-        """The mesh axes that the program itself asks to split a dimension over."""
+        """The mesh axes that the program itself asks to split a dimension over.
+
+        See `axes`.
+        """
         return self._known(self._asked, atom, dimension)
 
     @property
@@ -44,15 +52,26 @@ class Classes:
         return frozenset(self.sizes) - self.manual
 
     def ordered(self, axes: Iterable[str]) -> tuple[str, ...]:
-        """Mesh axes in the order of the mesh."""
+        """Mesh axes in the order of the mesh.
+
+        Args:
+            axes: Names of mesh axes; those of size 1 are left out.
+        """
         return tuple(name for name in self.sizes if name in axes)
 
     def product(self, axes: Iterable[str]) -> int:
-        """The number of parts that mesh axes make."""
+        """The number of parts that mesh axes make.
+
+        Args:
+            axes: Names of mesh axes, each of them larger than 1.
+        """
         return math.prod(self.sizes[name] for name in axes)
 
     def parts(self, atom: Any, dimension: int) -> int:
-        """The most parts that a dimension may be split into."""
+        """The most parts that a dimension may be split into.
+
+        See `axes`.
+        """
         return self.product(self.axes(atom, dimension))
 
     @contextlib.contextmanager
@@ -65,20 +84,38 @@ class Classes:
             self.manual = outer
 
     def uneven(self, atom: Any, dimension: int) -> bool:
-        """Whether a dimension may be split into parts of different sizes."""
+        """Whether a dimension may be split into parts of different sizes.
+
+        See `axes`.
+        """
         return bool(atom.aval.shape[dimension] % self.parts(atom, dimension))
 
     def give(self, atom: Any, axes: Axes) -> None:
-        """Notes that a value comes, or goes, with a layout."""
+        """Notes that a value comes, or goes, with a layout.
+
+        Args:
+            atom: A value of the program.
+            axes: For each of its dimensions, the mesh axes that split it; may end early.
+        """
         self._seed(atom, axes, self._axes)
 
     def ask(self, atom: Any, axes: Axes) -> None:
-        """Notes that the program itself asks for a layout."""
+        """Notes that the program itself asks for a layout.
+
+        See `give`.
+        """
         self._seed(atom, axes, self._axes)
         self._seed(atom, axes, self._asked)
 
     def link(self, one: Any, i: int, other: Any, j: int) -> None:
-        """Puts two dimensions into one class, unless one of them is only repeated."""
+        """Puts two dimensions into one class, unless one of them is only repeated.
+
+        Args:
+            one: A value of the program.
+            i: The number of its dimension.
+            other: Another value, or the same; where one is a literal, nothing is linked.
+            j: The number of the other's dimension.
+        """
         if isinstance(one, core.Literal) or isinstance(other, core.Literal):
             return
         before, after = one.aval.shape[i], other.aval.shape[j]
@@ -94,12 +131,24 @@ class Classes:
             self._merge(self._root(mine), self._root(yours))
 
     def merge(self, one: Any, i: int, other: Any, j: int) -> None:
-        """Puts two dimensions into one class, whatever their sizes."""
+        """Puts two dimensions into one class, whatever their sizes.
+
+        Args:
+            one: A value of the program, no literal.
+            i: The number of its dimension.
+            other: Another value, or the same.
+            j: The number of the other's dimension.
+        """
         ours, theirs = self._class(self._of(one), i), self._class(self._of(other), j)
         self._merge(self._root(ours), self._root(theirs))
 
     def link_positions(self, one: Any, other: Any) -> None:
-        """Links the dimensions of two values of the same rank, one by one."""
+        """Links the dimensions of two values of the same rank, one by one.
+
+        Args:
+            one: A value of the program.
+            other: Another value; of another rank, or where one is a literal, nothing is linked.
+        """
         if isinstance(one, core.Literal) or isinstance(other, core.Literal):
             return
         shape, classes = one.aval.shape, self._classes
@@ -114,7 +163,14 @@ class Classes:
             classes[one] = classes[other] = theirs or [None] * len(shape)
 
     def link_elementwise(self, equation: Any) -> bool:
-        """Links operands and the result of one shape, the most frequent equations, quickly."""
+        """Links operands and the result of one shape, the most frequent equations, quickly.
+
+        Args:
+            equation: An equation without parameters.
+
+        Returns:
+            Whether that is done; `False` where it has to be linked in another way.
+        """
         result, classes = equation.outvars[0], self._classes
         shape = getattr(result.aval, "shape", None)
         own = None
@@ -176,7 +232,11 @@ class Classes:
 
 
 def spec_axes(sharding: Any) -> Axes:
-    """The mesh axes of each dimension in a `NamedSharding`; none for other shardings."""
+    """The mesh axes of each dimension in a `NamedSharding`; none for other shardings.
+
+    Args:
+        sharding: The sharding of an array, or `None`.
+    """
     if not isinstance(sharding, NamedSharding):
         return ()
     free = jax.sharding.PartitionSpec.UNCONSTRAINED
@@ -187,5 +247,9 @@ def spec_axes(sharding: Any) -> Axes:
 
 
 def rank(atom: Any) -> int:
-    """The number of dimensions of a value; none for tokens and references without a shape."""
+    """The number of dimensions of a value; none for tokens and references without a shape.
+
+    Args:
+        atom: A value of a program, a variable or a literal.
+    """
     return len(getattr(atom.aval, "shape", ()))

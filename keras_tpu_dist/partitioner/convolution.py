@@ -13,7 +13,12 @@ PRIMITIVES = ("conv_general_dilated",)
 
 
 def candidate(equation: Any, devices: int) -> bool:
-    """Whether a convolution has something that devices could have parts of, and sum."""
+    """Whether a convolution has something that devices could have parts of, and sum.
+
+    Args:
+        equation: The convolution.
+        devices: The number of devices of the mesh, which makes no difference here.
+    """
     sizes = enumerate(_windows(equation))
     parts = any(size > 1 or _loses_its_place(equation, n) for n, size in sizes)
     return parts or equation.params["batch_group_count"] > 1
@@ -27,6 +32,13 @@ def repaired(equation: Any, spread: Spread) -> list | None:
     A convolution with a window that is split itself (the kernel's gradient where images are) is
     left to XLA where all axes of the mesh take part, which it gets right; else, and where it would
     lose its place, its image and window are made whole.
+
+    Args:
+        equation: The convolution.
+        spread: Which mesh axes may split which dimension of the program's values.
+
+    Returns:
+        The equations that take its place, or `None`.
     """
     numbers = equation.params["dimension_numbers"]
     left, right = equation.invars

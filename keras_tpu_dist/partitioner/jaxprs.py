@@ -8,17 +8,30 @@ from jax.extend import core
 
 
 def opened(jaxpr: Any) -> Any:
-    """The `Jaxpr` within a `ClosedJaxpr`; newer versions of JAX have only one of the two."""
+    """The `Jaxpr` within a `ClosedJaxpr`; newer versions of JAX have only one of the two.
+
+    Args:
+        jaxpr: Either of the two.
+    """
     return jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
 
 
 def is_jaxpr(value: Any) -> bool:
-    """Whether a parameter of an equation is a program."""
+    """Whether a parameter of an equation is a program.
+
+    Args:
+        value: The value of the parameter.
+    """
     return isinstance(value, (core.ClosedJaxpr, core.Jaxpr))
 
 
 def with_equations(jaxpr: Any, equations: list) -> Any:
-    """The program with other equations between the same inputs and outputs."""
+    """The program with other equations between the same inputs and outputs.
+
+    Args:
+        jaxpr: The program, a `ClosedJaxpr` or a `Jaxpr`, as the result is.
+        equations: Its new equations, all of them, in order.
+    """
     edited = opened(jaxpr).replace(eqns=equations)
     if isinstance(jaxpr, core.Jaxpr):
         return edited
@@ -26,7 +39,11 @@ def with_equations(jaxpr: Any, equations: list) -> Any:
 
 
 def inner_jaxprs(equation: Any) -> Iterator[Any]:
-    """The programs that an equation calls."""
+    """The programs that an equation calls.
+
+    Args:
+        equation: The equation.
+    """
     for value in equation.params.values():
         if isinstance(value, (tuple, list)):
             yield from (entry for entry in value if is_jaxpr(entry))
@@ -35,7 +52,12 @@ def inner_jaxprs(equation: Any) -> Iterator[Any]:
 
 
 def with_inner_jaxprs(equation: Any, edit: Callable[[Any], Any]) -> Any:
-    """The equation with `edit` applied to each program that it calls; itself if none changes."""
+    """The equation with `edit` applied to each program that it calls; itself if none changes.
+
+    Args:
+        equation: The equation.
+        edit: From a program to another one, or to the same object where nothing changes.
+    """
     changed = {}
     for name, value in equation.params.items():
         if is_jaxpr(value):
@@ -60,6 +82,11 @@ def any_equation(
     """Whether an equation of a program, or of one that it calls, has a property.
 
     Equations that are not of interest are passed by, and what they call.
+
+    Args:
+        jaxpr: The program.
+        holds: Whether an equation has the property.
+        of_interest: Whether an equation is of interest. Defaults to all.
     """
     seen: set[int] = set()
 
@@ -84,6 +111,9 @@ def scan_parts(equation: Any) -> tuple[Any, int, int]:
 
     Told by ranks: what is scanned has a dimension more outside than inside. JAX names these
     numbers differently from version to version.
+
+    Args:
+        equation: The scan.
     """
     (body,) = (opened(inner) for inner in inner_jaxprs(equation))
 

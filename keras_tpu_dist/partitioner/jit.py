@@ -53,15 +53,27 @@ class Jitted:
         return self.program(*args)(*args)
 
     def trace(self, *args: Any) -> Any:
-        """The function traced, as `jax.jit` would compile it."""
+        """The function traced, as `jax.jit` would compile it.
+
+        Args:
+            *args: The function's arguments, or `jax.ShapeDtypeStruct` for their arrays.
+        """
         return self._plain.trace(*args)
 
     def lower(self, *args: Any) -> Any:
-        """The program for such arguments, lowered."""
+        """The program for such arguments, lowered.
+
+        Args:
+            *args: The function's arguments.
+        """
         return self.program(*args).lower(*args)
 
     def program(self, *args: Any) -> Any:
-        """The `jax.jit` function to call with such arguments."""
+        """The `jax.jit` function to call with such arguments.
+
+        Args:
+            *args: The function's arguments; `kind_of` says which of them share a program.
+        """
         kind = self._kind_of(*args)
         program = self._programs.get(kind)
         if program is None:
@@ -89,7 +101,11 @@ class Jitted:
 
 
 def shapes_of(*args: Any) -> Hashable:
-    """What tells programs apart: the structure, shapes and dtypes of arguments."""
+    """What tells programs apart: the structure, shapes and dtypes of arguments.
+
+    Args:
+        *args: Arrays, numbers, or structures of them.
+    """
     leaves, structure = jax.tree.flatten(args)
     return structure, tuple((jax.numpy.shape(x), jax.numpy.result_type(x)) for x in leaves)
 

@@ -18,7 +18,11 @@ def in_compiled_code() -> bool:
 
 
 def mesh_here(mesh: Mesh) -> Any:
-    """The mesh to name in a layout: within a `shard_map` the one that it made of it."""
+    """The mesh to name in a layout: within a `shard_map` the one that it made of it.
+
+    Args:
+        mesh: The mesh to name outside of any `shard_map`.
+    """
     around = jax.sharding.get_abstract_mesh()
     return around if around.manual_axes else mesh
 
@@ -40,7 +44,13 @@ def constrained(array: Any, mesh: Mesh, dimensions: Mapping[int, tuple[str, ...]
 
 
 def padded_at_the_end(array: Any, rows: Mapping[int, int], value: Any = 0) -> Any:
-    """An array with rows of one value added at the end of some dimensions."""
+    """An array with rows of one value added at the end of some dimensions.
+
+    Args:
+        array: The array.
+        rows: From a dimension to the number of rows added to it; others get none.
+        value: What the rows are filled with.
+    """
     if not any(rows.values()):
         return array
     widths = [(0, rows.get(d, 0), 0) for d in range(array.ndim)]

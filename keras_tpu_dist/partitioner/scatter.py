@@ -13,7 +13,12 @@ PRIMITIVES = ("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-m
 
 
 def candidate(equation: Any, devices: int) -> bool:
-    """Whether rows of a scatter can be split unevenly over so many devices."""
+    """Whether rows of a scatter can be split unevenly over so many devices.
+
+    Args:
+        equation: The scatter.
+        devices: The number of devices of the mesh.
+    """
     rows = equation.invars[1].aval.shape[:-1]
     return any(size % devices for size in rows)
 
@@ -24,6 +29,13 @@ def repaired(equation: Any, spread: Spread) -> list | None:
     Rows of indices and updates that may be split unevenly are padded to a multiple with an index
     beyond the end, which writes nowhere. Rows that operand and indices share are padded in all
     three and cut off the result.
+
+    Args:
+        equation: The scatter.
+        spread: Which mesh axes may split which dimension of the program's values.
+
+    Returns:
+        The equations that take its place, or `None`.
     """
     numbers = equation.params["dimension_numbers"]
     indices, updates = equation.invars[1:3]

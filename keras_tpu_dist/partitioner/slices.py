@@ -12,7 +12,12 @@ PRIMITIVES = ("dynamic_slice", "dynamic_update_slice")
 
 
 def candidate(equation: Any, devices: int) -> bool:
-    """Whether the place of a slice is known at run time only."""
+    """Whether the place of a slice is known at run time only.
+
+    Args:
+        equation: The slice, or the update of one.
+        devices: The number of devices of the mesh, which makes no difference here.
+    """
     return any(not isinstance(a, core.Literal) and a.aval.ndim == 0 for a in equation.invars)
 
 
@@ -21,6 +26,13 @@ def repaired(equation: Any, spread: Spread) -> list | None:
 
     A start beyond the end means the last place where the slice fits. XLA's partitioner moves it
     back into each device's part instead.
+
+    Args:
+        equation: The slice, or the update of one.
+        spread: Which mesh axes may split which dimension of the program's values.
+
+    Returns:
+        The equations that take its place, or `None`.
     """
     operand, *rest = equation.invars
     updates = rest[:1] if equation.primitive.name == "dynamic_update_slice" else []

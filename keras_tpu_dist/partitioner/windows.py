@@ -12,7 +12,12 @@ from keras_tpu_dist.partitioner.spread import Spread
 
 
 def candidate(equation: Any, devices: int) -> bool:
-    """Whether an operation is one of those that XLA gets wrong along a split dimension."""
+    """Whether an operation is one of those that XLA gets wrong along a split dimension.
+
+    Args:
+        equation: The operation, one of `PRIMITIVES`.
+        devices: The number of devices of the mesh: the most parts of a dimension.
+    """
     return any(_WRONG[equation.primitive.name](equation, d, devices) for d in _dimensions(equation))
 
 
@@ -24,6 +29,13 @@ def repaired(equation: Any, spread: Spread) -> list | None:
     That makes the other dimensions whole over the same axes too; where one of them may be split
     (the rows of images that are pooled, whose pixels become features), it is to stay so, and only
     layouts are asked for.
+
+    Args:
+        equation: The operation, one of `PRIMITIVES`.
+        spread: Which mesh axes may split which dimension of the program's values.
+
+    Returns:
+        The equations that take its place, or `None`.
     """
     wrong = _WRONG[equation.primitive.name]
     rank = len(_dimensions(equation))

@@ -142,8 +142,9 @@ def _check(coordinator: Any, num_processes: Any, process_id: Any) -> None:
     port = str(":0" if coordinator is None else coordinator).rpartition(":")[2]
     counted = num_processes is None or is_count(num_processes, 1)
     numbered = process_id is None or is_count(process_id, 0)
-    both = None not in (num_processes, process_id) and counted and numbered
-    if port.isdigit() and counted and numbered and not (both and process_id >= num_processes):
+    if (port.isdigit() and counted and numbered) and (
+        num_processes is None or process_id is None or process_id < num_processes
+    ):
         return
     raise ValueError(
         message(

@@ -40,7 +40,11 @@ class Activation:
         return self.function(x)
 
     def with_slope(self, x: Array) -> tuple[Array, Array]:
-        """The activation of `x` and its derivative there."""
+        """The activation of `x` and its derivative there.
+
+        Args:
+            x: The activation's input, `(..., units)`.
+        """
         if self.slope is not None:
             y = self.function(x)
             return y, self.slope(y)
@@ -82,7 +86,11 @@ class Product:
     weight_first: bool = False
 
     def weight(self, weight: Array) -> Array:
-        """A weight, rounded once for many products."""
+        """A weight, rounded once for many products.
+
+        Args:
+            weight: The weight, of any shape, or an input that products read.
+        """
         return weight if self.dtype is None else weight.astype(self.dtype)
 
     def __call__(self, rows: Array, weight: Array) -> Array:
@@ -90,7 +98,12 @@ class Product:
         return self._over_last(rows, weight) if self.turned else self._over_first(rows, weight)
 
     def back(self, rows: Array, weight: Array) -> Array:
-        """`rows @ weight.T`, with no transposed copy of the weight."""
+        """`rows @ weight.T`, with no transposed copy of the weight.
+
+        Args:
+            rows: `(..., batch, out)`.
+            weight: `(..., in, out)`, or `(..., out, in)` if `turned`.
+        """
         return self._over_first(rows, weight) if self.turned else self._over_last(rows, weight)
 
     def _over_first(self, rows: Array, stored: Array) -> Array:
@@ -122,11 +135,20 @@ class Product:
         return jnp.swapaxes(lax.optimization_barrier(product), -1, -2)
 
     def width(self, weight: Array) -> int:
-        """How many columns a weight has."""
+        """How many columns a weight has.
+
+        Args:
+            weight: `(..., in, out)`, or `(..., out, in)` if `turned`.
+        """
         return weight.shape[-2 if self.turned else -1]
 
     def columns(self, weight: Array, parts: slice) -> Array:
-        """Some columns of a weight."""
+        """Some columns of a weight.
+
+        Args:
+            weight: `(..., in, out)`, or `(..., out, in)` if `turned`, and so the result.
+            parts: Which of the `out` columns.
+        """
         return weight[..., parts, :] if self.turned else weight[..., parts]
 
     def outer(self, rows: Array, cotangents: Array) -> Array:
@@ -152,7 +174,10 @@ class Product:
         )
 
     def outer_and_sum(self, rows: Array, cotangents: Array) -> tuple[Array, Array]:
-        """`outer`, and the sum of the same cotangents over time and batch: a bias's gradient."""
+        """`outer`, and the sum of the same cotangents over time and batch: a bias's gradient.
+
+        See `outer` for the arguments.
+        """
         if not self.sum_by_product:
             wide = jnp.promote_types(cotangents.dtype, jnp.float32)
             return self.outer(rows, cotangents), jnp.sum(cotangents, axis=(0, -2), dtype=wide)
@@ -178,12 +203,23 @@ class Exchange(Product):
         return super().__call__(self._all(rows.astype(weight.dtype)), weight)
 
     def back(self, rows: Array, weight: Array) -> Array:
-        """This device's part of the sum over all devices' columns."""
+        """This device's part of the sum over all devices' columns.
+
+        Args:
+            rows: `(..., batch, columns)`, of this device's columns.
+            weight: `(..., units, columns)`, this device's columns for the units of all devices, or
+                `(..., columns, units)` if `turned`.
+        """
         whole = super().back(rows, weight)
         return lax.psum_scatter(whole, self.axes, scatter_dimension=whole.ndim - 1, tiled=True)
 
     def outer_and_sum(self, rows: Array, cotangents: Array) -> tuple[Array, Array]:
-        """The gradients of this device's columns, and of its units' bias."""
+        """The gradients of this device's columns, and of its units' bias.
+
+        Args:
+            rows: `(time, batch, units)`, of this device's units; those of all are collected.
+            cotangents: `(time, batch, columns)`, of this device's columns.
+        """
         whole = Product(self.dtype, self.sum_by_product)
         return whole.outer_and_sum(self._all(rows), cotangents)
 
@@ -201,31 +237,76 @@ class Cell(Protocol):
     rebuilds_by_step: bool
 
     def advance(self, product, recurrent, bias, projected, state) -> Any:
-        """One step: `(new state, the activations' inputs)`."""
+        """One step: `(new state, the activations' inputs)`.
+
+        Args:
+            product: How products with the recurrent kernel are done.
+            recurrent: `(..., units, gates * units)`, the last two swapped if `product.turned`.
+            bias: The recurrent product's own, `(..., 1, gates * units)`, or None if there is none.
+            projected: The input's part, its bias included, `(..., batch, gates * units)`.
+            state: The states before the step, each `(..., batch, units)`.
+        """
         ...
 
     def rebuild(self, product, recurrent, bias, projected, previous) -> Any:
-        """The activations' inputs of all steps, from the states before each step."""
+        """The activations' inputs of all steps, from the states before each step.
+
+        Args:
+            product: As in `advance`.
+            recurrent: As in `advance`.
+            bias: As in `advance`.
+            projected: As in `advance`, of all steps or of one.
+            previous: The states before each of these steps, each `(..., batch, units)`.
+        """
         ...
 
     def coefficients(self, inputs, previous) -> Any:
-        """What `retreat` multiplies cotangents with, for one step or for all."""
+        """What `retreat` multiplies cotangents with, for one step or for all.
+
+        Args:
+            inputs: What `rebuild` returns, or the states after the steps if `states_suffice`.
+            previous: The states before the steps, each `(..., batch, units)`; of those that are
+                `only_multiplied` None may stand in place.
+        """
         ...
 
     def retreat(self, product, recurrent, coefficients, cotangent) -> Any:
-        """One step backwards: `(cotangent of the state before, parts to emit)`."""
+        """One step backwards: `(cotangent of the state before, parts to emit)`.
+
+        Args:
+            product: As in `advance`.
+            recurrent: As in `advance`.
+            coefficients: What `coefficients` returns, for this step.
+            cotangent: Cotangents of the states after the step, each `(..., batch, units)`.
+        """
         ...
 
     def gradients(self, product, emitted, inputs, previous) -> Any:
-        """`(projection's parts, their sums, recurrent kernel's gradient, recurrent bias's)`."""
+        """`(projection's parts, their sums, recurrent kernel's gradient, recurrent bias's)`.
+
+        Args:
+            product: As in `advance`.
+            emitted: What `retreat` emitted, of all steps, each `(time, ..., batch, columns)`.
+            inputs: As in `coefficients`, of all steps; None where they were rebuilt step by step.
+            previous: The states before every step, each `(time, ..., batch, units)`.
+        """
         ...
 
 
 def split(x: Array, parts: int) -> list[Array]:
-    """Splits the last axis into equal parts."""
+    """Splits the last axis into equal parts.
+
+    Args:
+        x: `(..., parts * width)`.
+        parts: How many.
+    """
     return jnp.split(x, parts, axis=-1)
 
 
 def join(*parts: Array) -> Array:
-    """Joins along the last axis."""
+    """Joins along the last axis.
+
+    Args:
+        *parts: Arrays `(..., width)`, which may differ in width only.
+    """
     return jnp.concatenate(parts, axis=-1)

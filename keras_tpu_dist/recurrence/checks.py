@@ -7,7 +7,18 @@ from keras_tpu_dist.common.errors import message
 
 
 def check_unroll(unroll: bool | int) -> bool | int:
-    """Refuses what cannot be a number of steps."""
+    """Refuses what cannot be a number of steps.
+
+    Args:
+        unroll: True for all steps, False to leave the number open, or the number of steps in one
+            iteration of the compiled loop.
+
+    Returns:
+        What was given.
+
+    Raises:
+        ValueError: If it is neither a boolean nor a whole number of at least 1.
+    """
     if isinstance(unroll, bool):
         return unroll
     if not is_count(unroll, 1):

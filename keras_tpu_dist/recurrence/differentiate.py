@@ -120,7 +120,21 @@ def _backwards(loop: Loop, shared, own, weights):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def differentiable(loop: Loop, split: Split, x, weights: Weights, state, mask):
-    """The recurrence; `x` is `(time, batch, features)`, the batch divisible by the split."""
+    """The recurrence; `x` is `(time, batch, features)`, the batch divisible by the split.
+
+    Args:
+        loop: How to run.
+        split: Over which mesh axes the batch is split.
+        x: `(time, batch, features)`.
+        weights: The weights; with two directions each has a leading axis of two.
+        state: Tuple of states before the first step, each `(batch, units)` or `(2, batch, units)`.
+        mask: `(time, batch, 1)` or `(time, 2, batch, 1)` boolean, False where the state is carried
+            over, or None.
+
+    Returns:
+        `h` after every step, `(time, batch, units)` or `(time, 2, batch, units)`, or None if
+        `loop.sequences` is False; and the tuple of final states, shaped like `state`.
+    """
     _, (hs, last, _), _ = split.apply(
         functools.partial(_forwards, False), loop, (x, mask), state, weights
     )

@@ -24,7 +24,10 @@ class GRU:
     rebuilds_by_step = True
 
     def advance(self, product, recurrent, bias, projected, state):
-        """One step."""
+        """One step.
+
+        See `Cell.advance` for the arguments.
+        """
         inputs = self.rebuild(product, recurrent, bias, projected, state)
         z, _, n, _ = self._gates(inputs, lambda activation, x: activation(x))
         return (z * state[0] + (1 - z) * n,), inputs
@@ -34,6 +37,8 @@ class GRU:
 
         That part is found as a difference, which rounds no more than the sum does, so that the
         sum can be taken where the product is.
+
+        See `Cell.rebuild` for the arguments.
         """
         total = projected + product(previous[0], recurrent)
         total = total if bias is None else total + bias
@@ -51,20 +56,29 @@ class GRU:
         return apply(self.recurrent_activation, at_z), r, n, h_n
 
     def coefficients(self, inputs, previous):
-        """How much of dh goes to each gate's input, to the recurrent candidate, and through."""
+        """How much of dh goes to each gate's input, to the recurrent candidate, and through.
+
+        See `Cell.coefficients` for the arguments.
+        """
         (z, dz), (r, dr), (n, dn), h_n = self._gates(inputs, lambda f, x: f.with_slope(x))
         to_n = (1 - z) * dn
         return join((previous[0] - n) * dz, to_n * h_n * dr, to_n * r), to_n, z
 
     def retreat(self, product, recurrent, coefficients, cotangent):
-        """One product; emits the cotangents of the inputs of z, r and n's recurrent part; of n."""
+        """One product; emits the cotangents of the inputs of z, r and n's recurrent part; of n.
+
+        See `Cell.retreat` for the arguments.
+        """
         to_inner, to_n, carry = coefficients
         (dh,) = cotangent
         inner = join(dh, dh, dh) * to_inner
         return (dh * carry + product.back(inner, recurrent),), (inner, dh * to_n)
 
     def gradients(self, product, emitted, inputs, previous):
-        """One product for the recurrent kernel of all steps."""
+        """One product for the recurrent kernel of all steps.
+
+        See `Cell.gradients` for the arguments.
+        """
         del inputs
         inner, dn = emitted
         (h,) = previous
@@ -97,14 +111,20 @@ class GRUResetBefore:
         return product.columns(recurrent, of_gates), product.columns(recurrent, of_candidate)
 
     def advance(self, product, recurrent, bias, projected, state):
-        """One step of two products."""
+        """One step of two products.
+
+        See `Cell.advance` for the arguments.
+        """
         inputs = self.rebuild(product, recurrent, bias, projected, state)
         at_z, _, at_n = split(inputs, 3)
         z = self.recurrent_activation(at_z)
         return (z * state[0] + (1 - z) * self.activation(at_n),), inputs
 
     def rebuild(self, product, recurrent, bias, projected, previous):
-        """The activations' inputs of all steps, by two products."""
+        """The activations' inputs of all steps, by two products.
+
+        See `Cell.rebuild` for the arguments.
+        """
         del bias
         (h,) = previous
         gate_kernel, candidate_kernel = self._kernels(product, recurrent)
@@ -114,7 +134,10 @@ class GRUResetBefore:
         return join(x_z + h_z, x_r + h_r, x_n + product(r * h, candidate_kernel))
 
     def coefficients(self, inputs, previous):
-        """How much of dh goes to z, n and through; of the reset state's cotangent to r and h."""
+        """How much of dh goes to z, n and through; of the reset state's cotangent to r and h.
+
+        See `Cell.coefficients` for the arguments.
+        """
         at_z, at_r, at_n = split(inputs, 3)
         z, dz = self.recurrent_activation.with_slope(at_z)
         r, dr = self.recurrent_activation.with_slope(at_r)
@@ -123,7 +146,10 @@ class GRUResetBefore:
         return (h - n) * dz, h * dr, (1 - z) * dn, z, r
 
     def retreat(self, product, recurrent, coefficients, cotangent):
-        """Two products; emits the cotangent of the activations' inputs."""
+        """Two products; emits the cotangent of the activations' inputs.
+
+        See `Cell.retreat` for the arguments.
+        """
         to_z, to_r, to_n, carry, r = coefficients
         (dh,) = cotangent
         gate_kernel, candidate_kernel = self._kernels(product, recurrent)
@@ -134,7 +160,10 @@ class GRUResetBefore:
         return (before,), (join(dz, dr), dn)
 
     def gradients(self, product, emitted, inputs, previous):
-        """Two products for the recurrent kernel of all steps."""
+        """Two products for the recurrent kernel of all steps.
+
+        See `Cell.gradients` for the arguments.
+        """
         (h,) = previous
         r = self.recurrent_activation(split(inputs, 3)[1])
         gates, dn = emitted

@@ -119,6 +119,12 @@ class Loop:
 
         Left alone, the TPU compiler lays `(time, batch, gates)` out batch-major, because that is
         how the projection's product likes it, and then every step reads eight times its bytes.
+
+        Args:
+            tree: Arrays whose first axis is time, or None.
+
+        Returns:
+            The same arrays, constrained if `pin_layout`.
         """
         if not self.pin_layout:
             return tree
@@ -142,7 +148,12 @@ class Saved(NamedTuple):
 
 
 def ready(loop: Loop, weights: Weights) -> Weights:
-    """Weights rounded once for all products, biases so that they broadcast against a step."""
+    """Weights rounded once for all products, biases so that they broadcast against a step.
+
+    Args:
+        loop: How to run; its `product` says how weights are rounded.
+        weights: The weights in their own precision.
+    """
     kernel, bias, recurrent, recurrent_bias = weights
     return Weights(
         loop.product.weight(kernel),
@@ -153,12 +164,24 @@ def ready(loop: Loop, weights: Weights) -> Weights:
 
 
 def flip_second(x):
-    """Reverses time for the second direction of `(time, 2, batch, ...)`."""
+    """Reverses time for the second direction of `(time, 2, batch, ...)`.
+
+    Args:
+        x: `(time, 2, batch, ...)`.
+    """
     return jnp.stack([x[:, 0], jnp.flip(x[:, 1], axis=0)], axis=1)
 
 
 def turned(product: Product, weights: Weights) -> Array:
-    """The recurrent kernel for the products of a loop; made once, also where segments run."""
+    """The recurrent kernel for the products of a loop; made once, also where segments run.
+
+    Args:
+        product: The products that the loop does, `Loop.ahead` or `Loop.back`.
+        weights: The weights, of which only the recurrent kernel is read.
+
+    Returns:
+        `(units, gates * units)`, or `(gates * units, units)` if `product.turned`.
+    """
     recurrent = product.weight(weights.recurrent)
     if product.turned:
         # Left to itself XLA would fold the transposition into every step's product again.
@@ -167,7 +190,17 @@ def turned(product: Product, weights: Weights) -> Array:
 
 
 def project(loop: Loop, x: Array, weights: Weights) -> Array:
-    """The input's part of all steps, in one product: `(time, batch, gates * units)`."""
+    """The input's part of all steps, in one product: `(time, batch, gates * units)`.
+
+    Args:
+        loop: How to run.
+        x: `(time, batch, features)`, or `(batch, features)` for one step of one direction.
+        weights: The weights as `ready` returns them.
+
+    Returns:
+        The projection with its bias. With two directions it is `(time, 2, batch, gates * units)`,
+        the second from the last step to the first.
+    """
     kernel = weights.kernel
     if loop.directions == 2:
         projected = jnp.einsum(
@@ -183,17 +216,41 @@ def project(loop: Loop, x: Array, weights: Weights) -> Array:
 
 
 def mask_for(loop: Loop, mask):
-    """A mask as the loop takes it: kernels cannot hold booleans in memory."""
+    """A mask as the loop takes it: kernels cannot hold booleans in memory.
+
+    Args:
+        loop: How to run.
+        mask: `(time, batch, 1)` or `(time, 2, batch, 1)` boolean, or None.
+    """
     return mask if mask is None or loop.kernel is None else mask.astype(jnp.int32)
 
 
 def alive_in(mask_now, like):
-    """A step's mask for every unit; kernels have it as numbers, which they can repeat."""
+    """A step's mask for every unit; kernels have it as numbers, which they can repeat.
+
+    Args:
+        mask_now: `(batch, 1)` or `(2, batch, 1)`, boolean or of numbers, as `mask_for` made it.
+        like: A state, `(batch, units)` or `(2, batch, units)`; only its shape is read.
+    """
     return jnp.broadcast_to(mask_now, like.shape) != 0
 
 
 def over_steps(loop: Loop, name, step, held, carry, inputs, *, reverse: bool) -> tuple[Any, Any]:
-    """`lax.scan` of `step`, on TPU in one kernel or at least without filling memory twice."""
+    """`lax.scan` of `step`, on TPU in one kernel or at least without filling memory twice.
+
+    Args:
+        loop: How to run.
+        name: Which loop it is, for the name of its kernel.
+        step: `(held, carry, inputs of one step) -> (carry, outputs of one step)`, in a kernel of
+            one direction. There no array may come in any other way.
+        held: Arrays that every step reads, such as weights.
+        carry: Arrays before the first step, each `(batch, units)` or `(2, batch, units)`.
+        inputs: Arrays over time, `(time, batch, ...)` or `(time, 2, batch, ...)`.
+        reverse: Whether the last step comes first.
+
+    Returns:
+        The carry after the step that is run last, and the outputs of all steps, stacked over time.
+    """
     if loop.kernel:
         name = f"{type(loop.cell).__name__.lower()}_{name}"
         return over_time(

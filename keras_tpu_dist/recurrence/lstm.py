@@ -29,7 +29,10 @@ class LSTM:
     rebuilds_by_step = True
 
     def advance(self, product, recurrent, bias, projected, state):
-        """One step."""
+        """One step.
+
+        See `Cell.advance` for the arguments.
+        """
         del bias
         h, c = state
         inputs = projected + product(h, recurrent)
@@ -39,12 +42,18 @@ class LSTM:
         return (gate(o) * self.activation(c), c), inputs
 
     def rebuild(self, product, recurrent, bias, projected, previous):
-        """The inputs of the activations, of all steps, by one product."""
+        """The inputs of the activations, of all steps, by one product.
+
+        See `Cell.rebuild` for the arguments.
+        """
         del bias
         return projected + product(previous[0], recurrent)
 
     def coefficients(self, inputs, previous):
-        """How much of dc goes to i, f and g and of dh to o; of dh to dc; of dc to before."""
+        """How much of dc goes to i, f and g and of dh to o; of dh to dc; of dc to before.
+
+        See `Cell.coefficients` for the arguments.
+        """
         c_before = previous[1]
         at_i, at_f, at_g, at_o = split(inputs, 4)
         gate = self.recurrent_activation.with_slope
@@ -55,7 +64,10 @@ class LSTM:
         return join(*to_inputs) if self.wide else to_inputs, o * dy, f
 
     def retreat(self, product, recurrent, coefficients, cotangent):
-        """One product; emits the cotangent of the activations' inputs."""
+        """One product; emits the cotangent of the activations' inputs.
+
+        See `Cell.retreat` for the arguments.
+        """
         to_inputs, to_c, carry = coefficients
         dh, dc = cotangent
         dc = dc + dh * to_c
@@ -67,7 +79,10 @@ class LSTM:
         return (product.back(dz, recurrent), dc * carry), (dz,)
 
     def gradients(self, product, emitted, inputs, previous):
-        """One product for the recurrent kernel of all steps."""
+        """One product for the recurrent kernel of all steps.
+
+        See `Cell.gradients` for the arguments.
+        """
         del inputs
         d_recurrent, total = product.outer_and_sum(previous[0], *emitted)
         return emitted, (total,), d_recurrent, None

@@ -49,7 +49,11 @@ class Sizes:
 
 
 def padded(size: int) -> int:
-    """The next multiple of a tile's width."""
+    """The next multiple of a tile's width.
+
+    Args:
+        size: Number of values side by side, such as units or features.
+    """
     return -(-size // LANES) * LANES
 
 
@@ -120,7 +124,12 @@ def _cuts(rows: int, cores: int) -> Iterator[int]:
 
 
 def unfit(cell: Cell, units: int) -> str | None:
-    """Why a recurrence cannot be a kernel, whatever the memory; None if it can."""
+    """Why a recurrence cannot be a kernel, whatever the memory; None if it can.
+
+    Args:
+        cell: The recurrence.
+        units: Size of the state.
+    """
     functions = {cell.activation, getattr(cell, "recurrent_activation", cell.activation)}
     other = [f.name for f in functions if f not in BUILT_IN.values()]
     if other:

@@ -60,7 +60,10 @@ def by_units(weight, gates: int, axes: tuple[str, ...]):
 
 
 def by_columns(weight, gates: int, axes: tuple[str, ...]):
-    """Undoes `by_units`."""
+    """Undoes `by_units`.
+
+    See `by_units` for the arguments.
+    """
     return _exchange(weight, gates, axes, back=True)
 
 

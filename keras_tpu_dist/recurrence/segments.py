@@ -71,7 +71,17 @@ def run_segments(loop: Loop, x, weights: Weights, state, mask, *, save: bool):
 
 
 def run_segments_back(loop: Loop, x, weights: Weights, kept, mask, d_hs, d_last):
-    """All steps backwards, one segment after the other; arguments and results as `run_back`."""
+    """All steps backwards, one segment after the other; arguments and results as `run_back`.
+
+    Args:
+        loop: How to run; `loop.segment` is the number of steps in a segment.
+        x: `(time, batch, features)`.
+        weights: The weights.
+        kept: What `run_segments` kept: of the whole segments, and of the shorter one or None.
+        mask: As in `run_segments`.
+        d_hs: Cotangent of the states after every step, or None.
+        d_last: Cotangents of the final states.
+    """
     kept_whole, kept_short = kept
     whole, short = _cut(loop, (x, mask, d_hs))
     ahead, back = turned(loop.ahead, weights), turned(loop.back, weights)

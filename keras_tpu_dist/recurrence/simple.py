@@ -25,30 +25,45 @@ class SimpleRNN:
         return self.activation.slope is not None
 
     def advance(self, product, recurrent, bias, projected, state):
-        """One step."""
+        """One step.
+
+        See `Cell.advance` for the arguments.
+        """
         del bias
         inputs = projected + product(state[0], recurrent)
         return (self.activation(inputs),), inputs
 
     def rebuild(self, product, recurrent, bias, projected, previous):
-        """The activation's inputs of all steps, by one product."""
+        """The activation's inputs of all steps, by one product.
+
+        See `Cell.rebuild` for the arguments.
+        """
         del bias
         return projected + product(previous[0], recurrent)
 
     def coefficients(self, inputs, previous):
-        """The slope of the activation; `inputs` are the states after, where they suffice."""
+        """The slope of the activation; `inputs` are the states after, where they suffice.
+
+        See `Cell.coefficients` for the arguments.
+        """
         del previous
         if self.activation.slope is not None:
             return (self.activation.slope(inputs),)
         return (self.activation.with_slope(inputs)[1],)
 
     def retreat(self, product, recurrent, coefficients, cotangent):
-        """One product; emits the cotangent of the activation's input."""
+        """One product; emits the cotangent of the activation's input.
+
+        See `Cell.retreat` for the arguments.
+        """
         dz = cotangent[0] * coefficients[0]
         return (product.back(dz, recurrent),), (dz,)
 
     def gradients(self, product, emitted, inputs, previous):
-        """One product for the recurrent kernel of all steps."""
+        """One product for the recurrent kernel of all steps.
+
+        See `Cell.gradients` for the arguments.
+        """
         del inputs
         d_recurrent, total = product.outer_and_sum(previous[0], *emitted)
         return emitted, (total,), d_recurrent, None

@@ -97,7 +97,11 @@ class Call:
         return Call(self.treedef, leaves, self.rows, self.length)
 
     def rebuild(self, arrays: Sequence[Any]) -> tuple[tuple, dict]:
-        """`(args, kwargs)` with other arrays."""
+        """`(args, kwargs)` with other arrays.
+
+        Args:
+            arrays: One for each leaf that is no constant, in the order of the leaves.
+        """
         given = iter(arrays)
         leaves = [leaf.value if leaf.constant else next(given) for leaf in self.leaves]
         return jax.tree.unflatten(self.treedef, leaves)
@@ -116,6 +120,12 @@ def prepare(
     args: Sequence[Any], kwargs: Mapping[str, Any], options: RunOptions, strategy: Strategy
 ) -> Call:
     """Sorts and pads the arguments of a call.
+
+    Args:
+        args: The positional arguments.
+        kwargs: The keyword arguments, whose lengths are never padded to a bucket.
+        options: What may vary in size, and is padded.
+        strategy: The strategy that runs the call.
 
     Raises:
         ValueError: If a per-replica value belongs to another strategy, rows are uneven without

@@ -23,6 +23,9 @@ _SEED_STRIDE = 0x9E3779B9
 def checked_reduction(op: Any) -> str:
     """The name of a reduction, from its name in any case or from an enum such as `ReduceOp.SUM`.
 
+    Args:
+        op: The name, or a member of an enum that has such a name.
+
     Raises:
         ValueError: If it is none of "sum", "mean", "max", "min".
     """
@@ -189,6 +192,14 @@ class ReplicaContext:
         All replicas run as one compiled program here, so there is no second, cross-replica thread
         of execution to switch to; what `merge_fn` would compute from all replicas' values, each
         replica can compute itself.
+
+        Args:
+            merge_fn: The function to call with all replicas' values; the error names it.
+            args: Its arguments, which are ignored.
+            kwargs: Its keyword arguments, which are ignored.
+
+        Raises:
+            NotImplementedError: Always.
         """
         raise NotImplementedError(
             message(
@@ -296,6 +307,11 @@ def entered(context: ReplicaContext, recorder: Any) -> Iterator[None]:
 
 def checked_axis(name: str, axis: Any, rank: int) -> int:
     """A dimension of an array, counted from the front.
+
+    Args:
+        name: The method that was given the dimension, for the error.
+        axis: The dimension; a negative one counts from the end.
+        rank: The array's number of dimensions.
 
     Raises:
         ValueError: If the array does not have it.

@@ -339,7 +339,12 @@ def _columns(parts: list, placer) -> tuple[list, Any, list]:
 
 
 def check_attached(strategy: Strategy, what: str) -> None:
-    """Raises a `RuntimeError` if a strategy's devices are only named."""
+    """Raises a `RuntimeError` if a strategy's devices are only named.
+
+    Args:
+        strategy: The strategy.
+        what: The method that needs devices, for the error.
+    """
     if strategy.topology is not None:
         raise RuntimeError(
             message(

@@ -19,7 +19,11 @@ _CALLED_ONCE = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
 def shard_map_body(jaxpr: Any) -> Any:
-    """The program of one replica inside of a traced `jax.shard_map`, or `None`."""
+    """The program of one replica inside of a traced `jax.shard_map`, or `None`.
+
+    Args:
+        jaxpr: The traced function, which has the `jax.shard_map` among its own equations.
+    """
     for equation in opened(jaxpr).eqns:
         if equation.primitive.name == "shard_map":
             return opened(equation.params["jaxpr"])

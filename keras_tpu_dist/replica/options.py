@@ -84,8 +84,11 @@ class RunOptions:
     def bucket(self, length: int) -> int:
         """The length to which `length` is padded.
 
+        Args:
+            length: The true length, at least 1.
+
         Raises:
-            ValueError: If it is longer than the largest bucket.
+            ValueError: If it is longer than the largest bucket, or there are no buckets.
         """
         if self.buckets == "power_of_two":
             return max(_SMALLEST_BUCKET, 1 << (length - 1).bit_length())
@@ -101,7 +104,15 @@ class RunOptions:
         )
 
     def axes(self, args: Sequence[Any], ranks: Sequence[int | None]) -> list[int | None]:
-        """The varying dimension of each leaf of `args`, `None` where there is none."""
+        """The varying dimension of each leaf of `args`, `None` where there is none.
+
+        Args:
+            args: The positional arguments of a call.
+            ranks: For each of their leaves the rank of one replica's value, `None` for a constant.
+
+        Raises:
+            ValueError: If the structure of `axis` is no prefix of `args`.
+        """
         if self.buckets is None:
             return [None] * len(ranks)
         if is_count(self.axis):
@@ -122,13 +133,32 @@ class RunOptions:
 
 
 def pad_host(array: np.ndarray, axis: int, options: RunOptions, name: str) -> np.ndarray:
-    """A host array padded to its bucket."""
+    """A host array padded to its bucket.
+
+    Args:
+        array: The array.
+        axis: The dimension whose length varies.
+        options: The options, which have the buckets.
+        name: What the array is, for the error.
+
+    Raises:
+        ValueError: If the length is 0 or longer than the largest bucket.
+    """
     _check_length(array.shape[axis], name)
     return padded(array, axis, options.bucket(array.shape[axis]))
 
 
 def pad_value(value: PerReplica, axis: int, options: RunOptions) -> PerReplica:
-    """A per-replica value padded to its bucket along a dimension of the replica's value."""
+    """A per-replica value padded to its bucket along a dimension of the replica's value.
+
+    Args:
+        value: The value, padded already or not.
+        axis: The dimension, whose true length is the same on all replicas.
+        options: The options, which have the buckets.
+
+    Raises:
+        ValueError: If the length is 0 or longer than the largest bucket.
+    """
     if axis in value.sizes:
         true = value.sizes[axis][0]
         if value.padded_shape[axis] == options.bucket(true):
@@ -147,7 +177,12 @@ def pad_value(value: PerReplica, axis: int, options: RunOptions) -> PerReplica:
 
 
 def exact(value: PerReplica, axis: int) -> PerReplica:
-    """The value with the padding of a dimension, equal on all replicas, cut off."""
+    """The value with the padding of a dimension, equal on all replicas, cut off.
+
+    Args:
+        value: The value.
+        axis: The dimension of one replica's value, a key of `value.sizes`.
+    """
     length = value.sizes[axis][0]
     array = jax.lax.slice_in_dim(value.array, 0, length, axis=axis + value.stacked)
     sizes = {a: true for a, true in value.sizes.items() if a != axis}
@@ -155,7 +190,11 @@ def exact(value: PerReplica, axis: int) -> PerReplica:
 
 
 def refilled(value: PerReplica) -> PerReplica:
-    """The value with ones in place of its padding."""
+    """The value with ones in place of its padding.
+
+    Args:
+        value: The value, which stays as it is.
+    """
     host = np.array(value.array)
     block = host.shape[value.axis] // value.strategy.num_replicas_in_sync
     for axis, true in value.sizes.items():

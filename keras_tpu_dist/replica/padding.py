@@ -11,14 +11,23 @@ from keras_tpu_dist.replica.call import Leaf
 
 
 def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of an array or number."""
+    """The shape and dtype of an array or number.
+
+    Args:
+        leaf: The array or number.
+    """
     array = jnp.asarray(leaf) if isinstance(leaf, (int, float, complex)) else leaf
     # JAX >= 0.11 warns of 64 bits that it will not keep.
     return jax.ShapeDtypeStruct(np.shape(array), jax.dtypes.canonicalize_dtype(array.dtype))
 
 
 def doubled(described: jax.ShapeDtypeStruct, axis: int | None) -> jax.ShapeDtypeStruct:
-    """A shape whose dimension `axis`, if any, is twice as long."""
+    """A shape whose dimension `axis`, if any, is twice as long.
+
+    Args:
+        described: The shape and dtype.
+        axis: The dimension, or `None` for the shape as it is.
+    """
     if axis is None:
         return described
     shape = list(described.shape)
@@ -27,7 +36,13 @@ def doubled(described: jax.ShapeDtypeStruct, axis: int | None) -> jax.ShapeDtype
 
 
 def of_one_replica(array: Any, place: Leaf, number: int) -> jax.ShapeDtypeStruct:
-    """The shape of one replica's part of an array for `number` of them."""
+    """The shape of one replica's part of an array for `number` of them.
+
+    Args:
+        array: The array for all replicas, or a number.
+        place: How it is given to the replicas.
+        number: The number of replicas.
+    """
     whole = shape_of(array)
     shape = list(whole.shape)
     if place.stacked:
@@ -83,7 +98,12 @@ def dimensions_that_follow(kind: str, size: int, first: tuple, second: tuple) ->
 
 
 def same_numbers(a: Any, b: Any) -> bool:
-    """Whether two arrays are equal but for rounding."""
+    """Whether two arrays are equal but for rounding.
+
+    Args:
+        a: An array.
+        b: Another. Unless they are exact, they may differ by 1e-6 plus 1e-5 of `b`; NaN equals NaN.
+    """
     a, b = np.asarray(a), np.asarray(b)
     if not jnp.issubdtype(a.dtype, jnp.inexact):
         return bool(np.array_equal(a, b))

@@ -97,11 +97,14 @@ class Program:
     def launch(self, call: Call) -> Any:
         """Runs the program and assigns the variables it updated.
 
+        Args:
+            call: The arguments, with the same `key` as those of the first call.
+
         Returns:
             The function's results, each a `PerReplica`.
 
         Raises:
-            ValueError: If padding changed a result.
+            ValueError: If padding changed a result, or an update of a variable.
         """
         outputs = self._run(self._inputs(call, self._known))
         results = self._wrap(outputs["outs"], call)

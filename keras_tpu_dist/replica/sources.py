@@ -13,7 +13,12 @@ from keras_tpu_dist.common.errors import message
 
 
 def in_groups(batches: Iterator, number: int) -> Iterator[list]:
-    """Batches in lists of `number`; the last list may be shorter."""
+    """Batches in lists of `number`; the last list may be shorter.
+
+    Args:
+        batches: Gives one batch after the other, each for one replica.
+        number: The number of replicas.
+    """
     group: list = []
     for batch in batches:
         group.append(batch)
@@ -25,7 +30,17 @@ def in_groups(batches: Iterator, number: int) -> Iterator[list]:
 
 
 def batches_of(dataset: Any, batch_size: int | None) -> tuple[Callable[[], Iterator], int | None]:
-    """A function that starts an iteration over host batches, and their number if known."""
+    """A function that starts an iteration over host batches, and their number if known.
+
+    Args:
+        dataset: An iterable of batches; or an array, or a tuple or dict of arrays, to cut.
+        batch_size: The rows to cut arrays into, the last batch having those that are left; `None`
+            for an iterable of batches.
+
+    Raises:
+        ValueError: If arrays come without `batch_size` or batches with it, if the arrays have no
+            rows or not equally many, or if `batch_size` is not a whole number of at least 1.
+    """
     arrays = _is_arrays(dataset)
     if arrays != (batch_size is not None):
         raise ValueError(

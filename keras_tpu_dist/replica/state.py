@@ -53,11 +53,18 @@ class Recorder(keras.StatelessScope):
         self.updated: dict[int, Any] = {}
 
     def get_current_value(self, variable: Any) -> Any:
-        """The value of a variable at this point of the function; Keras asks."""
+        """The value of a variable at this point of the function; Keras asks.
+
+        See `read`.
+        """
         return self.read(variable)
 
     def read(self, variable: Any) -> Any:
-        """The value of a variable at this point of the function."""
+        """The value of a variable at this point of the function.
+
+        Args:
+            variable: A `keras.Variable`; one that is not known yet is noted and reads as zeros.
+        """
         known = self._values.get(id(variable))
         if known is not None:
             return known
@@ -71,7 +78,14 @@ class Recorder(keras.StatelessScope):
         return zeros
 
     def add_update(self, update: tuple) -> None:
-        """Takes an assignment; Keras tells."""
+        """Takes an assignment; Keras tells.
+
+        Args:
+            update: The variable and the value that this replica assigns.
+
+        Raises:
+            ValueError: If a shared variable with `aggregation="mean"` gets no floating-point value.
+        """
         variable, value = update
         if is_own(variable):
             self._set(variable, value)
@@ -79,7 +93,17 @@ class Recorder(keras.StatelessScope):
             self._set(variable, self._combined(variable, value))
 
     def add(self, variable: Any, value: Any, sign: int, stock: Any) -> Any:
-        """Takes `assign_add` or `assign_sub`: a sum adds up what was added, not the results."""
+        """Takes `assign_add` or `assign_sub`: a sum adds up what was added, not the results.
+
+        Args:
+            variable: The variable.
+            value: What this replica adds or subtracts.
+            sign: 1 to add, -1 to subtract.
+            stock: Keras's own method, called for a variable whose updates are not summed here.
+
+        Returns:
+            What `stock` returns, or the variable's new value.
+        """
         if is_own(variable) or variable.aggregation != "sum":
             return stock(variable, value)
         value = jnp.asarray(value, _own_dtype(variable))
@@ -133,7 +157,11 @@ class Recorder(keras.StatelessScope):
 
 
 def is_own(variable: Any) -> bool:
-    """Whether each replica has its own value of a variable, combined when it is read outside."""
+    """Whether each replica has its own value of a variable, combined when it is read outside.
+
+    Args:
+        variable: A `keras.Variable`.
+    """
     return variable.synchronization == "on_read"
 
 
@@ -166,7 +194,15 @@ def to_combine(differing: list[Any], already: set[int]) -> set[int]:
 
 
 def adopt_variables(variables: list, strategy: Strategy) -> None:
-    """Moves variables that were created outside of the strategy's scope onto its mesh."""
+    """Moves variables that were created outside of the strategy's scope onto its mesh.
+
+    Args:
+        variables: The variables; those that are on the mesh already stay where they are.
+        strategy: The strategy.
+
+    Raises:
+        ValueError: If the layout of a variable does not fit its shape.
+    """
     moved = []
     for variable in variables:
         layout = _keras.variable_layout(variable)
@@ -193,6 +229,10 @@ def copies_of(variable: Any, strategy: Strategy) -> jax.Array:
     They are those of the last run, unless the variable was assigned since. Then, as in
     `tf.distribute`, a `"sum"` is shared out evenly (an integer goes to the first replica) and
     anything else is given to each replica.
+
+    Args:
+        variable: The variable.
+        strategy: The strategy.
     """
     value = _keras.full_precision(variable)
     combined, copies = getattr(variable, COPIES, (None, value))
@@ -212,7 +252,13 @@ def copies_of(variable: Any, strategy: Strategy) -> jax.Array:
 
 
 def follow_copies(variable: Any, combined: jax.Array, copies: jax.Array) -> None:
-    """Makes an "on_read" variable hold the combined value, and remember the replicas' own."""
+    """Makes an "on_read" variable hold the combined value, and remember the replicas' own.
+
+    Args:
+        variable: The variable.
+        combined: The value for those who read it outside of replicas, of the variable's shape.
+        copies: The replicas' own values, `(replicas, ...)`.
+    """
     _keras.follow_state(([variable],), ([combined],))
     setattr(variable, COPIES, (combined, copies))
 

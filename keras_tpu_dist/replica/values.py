@@ -171,7 +171,12 @@ def stack(parts: Sequence[Any], strategy: Strategy, name: str) -> PerReplica:
 
 
 def check_owner(value: PerReplica, strategy: Strategy) -> None:
-    """Raises a `ValueError` if a value belongs to another strategy."""
+    """Raises a `ValueError` if a value belongs to another strategy.
+
+    Args:
+        value: The value.
+        strategy: The strategy that is to use it.
+    """
     if value.strategy is not strategy:
         raise ValueError(
             message(
@@ -184,7 +189,18 @@ def check_owner(value: PerReplica, strategy: Strategy) -> None:
 
 
 def local_results(value: Any, strategy: Strategy) -> tuple:
-    """A tuple with one structure per replica; see `TPUStrategy.local_results`."""
+    """A tuple with one structure per replica; see `TPUStrategy.local_results`.
+
+    Args:
+        value: A `PerReplica`, or a structure with some; its other leaves go to each replica.
+        strategy: The strategy that made the values.
+
+    Returns:
+        The tuple; `(value,)` if there is no `PerReplica`.
+
+    Raises:
+        ValueError: If a value belongs to another strategy.
+    """
     leaves, treedef = jax.tree.flatten(value)
     if not any(isinstance(leaf, PerReplica) for leaf in leaves):
         return (value,)
@@ -202,13 +218,35 @@ def local_results(value: Any, strategy: Strategy) -> tuple:
 
 
 def reduce(op: Any, value: Any, axis: Any, strategy: Strategy) -> Any:
-    """Combines values over replicas; see `TPUStrategy.reduce`."""
+    """Combines values over replicas; see `TPUStrategy.reduce`.
+
+    Args:
+        op: The reduction, as `checked_reduction` takes it.
+        value: A `PerReplica`, a value that all replicas share, or a structure of those.
+        axis: The dimension, or several, of each replica's value to reduce as well, or `None`.
+        strategy: The strategy that made the values.
+
+    Raises:
+        ValueError: For an unknown reduction or a dimension that is not there; for a sum of a value
+            that all replicas share; for values of different sizes without the axis in which they
+            differ; if a value belongs to another strategy.
+    """
     op = checked_reduction(op)
     return jax.tree.map(lambda leaf: _reduce_leaf(op, leaf, axis, strategy), value)
 
 
 def gather(value: Any, axis: int, strategy: Strategy) -> Any:
-    """Joins values of replicas; see `TPUStrategy.gather`."""
+    """Joins values of replicas; see `TPUStrategy.gather`.
+
+    Args:
+        value: A `PerReplica` or a structure of them; other leaves are returned as they are.
+        axis: The dimension of each replica's value along which to join.
+        strategy: The strategy that made the values.
+
+    Raises:
+        ValueError: If a value is a scalar or lacks the dimension, or values differ in another
+            dimension, or belong to another strategy.
+    """
     return jax.tree.map(lambda leaf: _gather_leaf(leaf, axis, strategy), value)
 
 

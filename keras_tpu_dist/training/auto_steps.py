@@ -38,7 +38,17 @@ def steps_of_a_launch(num_batches: int | None, ragged: bool) -> int:
 
 
 def steps_that_fit(batch: Any, steps: int, num_shards: int) -> int:
-    """The largest divisor of `steps` whose batches leave the devices' memory to the model."""
+    """The largest divisor of `steps` whose batches leave the devices' memory to the model.
+
+    Args:
+        batch: A host batch: a structure of arrays.
+        steps: The steps of a launch as they were chosen without regard to memory.
+        num_shards: The number of parts into which the mesh splits a batch.
+
+    Returns:
+        At least 1. The batches of a launch get 5 % of the device's memory, or 256 MiB where that is
+        unknown.
+    """
     each = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(batch)) / num_shards
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     budget = limit * _FRACTION_OF_MEMORY if limit else _BYTES_WHERE_MEMORY_IS_UNKNOWN
@@ -71,7 +81,11 @@ class AutoSteps:
             model.steps_per_execution = setting
 
     def choose(self, epoch_iterator: Any) -> None:
-        """Sets the number for an epoch that is about to begin; Keras counts its steps by it."""
+        """Sets the number for an epoch that is about to begin; Keras counts its steps by it.
+
+        Args:
+            epoch_iterator: Keras's `EpochIterator` over the epoch.
+        """
         if self.model is None:
             return
         ragged = not epoch_iterator.steps_per_epoch and _ends_ragged(epoch_iterator.data_adapter)

@@ -13,7 +13,17 @@ _ELEMENTS = ("x", "y", "sample_weight")
 
 
 def checked_batch_axis(batch_axis: Any) -> Any:
-    """Validates the user's `batch_axis` structure: dimensions, `None`s, tuples, lists, dicts."""
+    """Validates the user's `batch_axis` structure: dimensions, `None`s, tuples, lists, dicts.
+
+    Args:
+        batch_axis: The structure, as `TPUStrategy` takes it.
+
+    Returns:
+        The structure, its lists as tuples.
+
+    Raises:
+        ValueError: If an entry is neither `None` nor an integer of 0 or more.
+    """
     if isinstance(batch_axis, Mapping):
         return {name: checked_batch_axis(axis) for name, axis in batch_axis.items()}
     if isinstance(batch_axis, (tuple, list)):
@@ -35,12 +45,23 @@ def _is_leaf(node) -> bool:
 
 
 def flatten(batch: Any) -> tuple[list, Any]:
-    """A batch's arrays and its structure; a sparse array is one."""
+    """A batch's arrays and its structure; a sparse array is one.
+
+    Args:
+        batch: A structure (tuple, list, dict, `None`) of arrays.
+    """
     return jax.tree.flatten(batch, is_leaf=_is_leaf)
 
 
 def element_names(batch: Any) -> list[str]:
-    """Names of a batch's arrays as errors show them: `x['image']`, `y`, `sample_weight`."""
+    """Names of a batch's arrays as errors show them: `x['image']`, `y`, `sample_weight`.
+
+    Args:
+        batch: The batch: `(x, y, sample_weight)`, the first of these, or what stands for `x` alone.
+
+    Returns:
+        One name for each array, in the order of `flatten`.
+    """
     paths = jax.tree_util.tree_flatten_with_path(batch, is_leaf=_is_leaf)[0]
     names = []
     for path, _ in paths:
@@ -52,7 +73,19 @@ def element_names(batch: Any) -> list[str]:
 
 
 def spread(batch_axis: Any, batch: Any) -> list[int | None]:
-    """One axis for each array of the batch, in flattening order."""
+    """One axis for each array of the batch, in flattening order.
+
+    Args:
+        batch_axis: What `checked_batch_axis` returned: an entry for all arrays, or a structure of
+            entries, where what a dict or the tuple `(x, y, sample_weight)` leaves out is 0.
+        batch: The batch: `(x, y, sample_weight)`, the first of these, or what stands for `x` alone.
+
+    Returns:
+        The axes; `None` for an array without a batch.
+
+    Raises:
+        ValueError: If the structure of `batch_axis` is not a prefix of the batch's.
+    """
     top = isinstance(batch, (tuple, list)) and len(batch) <= len(_ELEMENTS)
     if isinstance(batch_axis, Mapping):
         batch_axis = (batch_axis,)

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.once import say_once
-from keras_tpu_dist.layout.rules import named_sharding
+from keras_tpu_dist.layout.axes import named_sharding
 from keras_tpu_dist.training.batch_axis import (
     checked_batch_axis,
     element_names,
@@ -154,6 +154,15 @@ class BatchPlacer:
         Outside a compiled program JAX has no uneven shards, and each operation is a program of
         its own that XLA partitions, on a mesh with a second axis not always rightly (see
         `keras_tpu_dist.partitioner`): there, and where rows do not divide, arrays are replicated.
+
+        Args:
+            batch: A structure (tuple, list, dict, `None`) of arrays.
+
+        Returns:
+            The structure of arrays on the devices, not padded.
+
+        Raises:
+            ValueError: Where `place` raises it.
         """
         leaves, treedef, plan = self._planned(batch)
         whole = self.num_shards not in (1, self.mesh.size)
@@ -169,7 +178,14 @@ class BatchPlacer:
         return jax.tree.unflatten(treedef, jax.device_put(leaves, shardings))
 
     def axes(self, batch: Any) -> list[int | None]:
-        """The batch dimension of each array of a batch, in the order of `jax.tree.leaves`."""
+        """The batch dimension of each array of a batch, in the order of `jax.tree.leaves`.
+
+        Args:
+            batch: A structure of arrays, or of what stands for them.
+
+        Raises:
+            ValueError: If the structure of `batch_axis` is not a prefix of the batch's.
+        """
         return spread(self.batch_axis, batch)
 
     def describe(self, batch: Any) -> PlacedBatch:
@@ -192,19 +208,37 @@ class BatchPlacer:
         return PlacedBatch(jax.tree.unflatten(treedef, described), plan.slots)
 
     def checked(self, batch: Any) -> Any:
-        """A host batch as arrays, after every check that `place` makes."""
+        """A host batch as arrays, after every check that `place` makes.
+
+        Args:
+            batch: A structure (tuple, list, dict, `None`) of arrays.
+
+        Raises:
+            ValueError: Where `place` raises it.
+        """
         leaves, treedef, _ = self._planned(batch)
         return jax.tree.unflatten(treedef, leaves)
 
     def trim(self, batch: PlacedBatch) -> Any:
-        """Cuts a placed batch back to its true rows; call it inside the compiled program."""
+        """Cuts a placed batch back to its true rows; call it inside the compiled program.
+
+        Args:
+            batch: A batch as `place` makes it, or one of those that `place_many` stacked.
+
+        Returns:
+            The batch's structure of arrays, without the slots.
+        """
         leaves, treedef = flatten(batch.data)
         return jax.tree.unflatten(
             treedef, [self._trim(leaf, slot) for leaf, slot in zip(leaves, batch.slots)]
         )
 
     def sharding(self, axis: int | None) -> NamedSharding:
-        """The sharding of an array whose dimension `axis` is the batch."""
+        """The sharding of an array whose dimension `axis` is the batch.
+
+        Args:
+            axis: The dimension, or `None` for an array without a batch, which is replicated.
+        """
         if axis is None or not self.data_axes:
             return self._replicated
         entry = self.data_axes[0] if len(self.data_axes) == 1 else self.data_axes
@@ -310,7 +344,13 @@ def _check_same_rows(first: tuple[str, int], name: str, rows: int, leaf) -> None
 
 
 def padded(leaf: Any, axis: int, size: int) -> np.ndarray:
-    """A host array with zeros added at the end of a dimension, up to a size."""
+    """A host array with zeros added at the end of a dimension, up to a size.
+
+    Args:
+        leaf: An array, or what NumPy makes one of.
+        axis: The dimension to make longer.
+        size: The length that this dimension gets, no less than it has.
+    """
     host = np.asarray(leaf)
     if host.shape[axis] == size:
         return host

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import message
-from keras_tpu_dist.layout.rules import named_sharding
+from keras_tpu_dist.layout.axes import named_sharding
 from keras_tpu_dist.training.batch_axis import element_names
 from keras_tpu_dist.training.batches import PlacedBatch
 
@@ -103,7 +103,11 @@ class FiniteWatch:
         self._unread: deque = deque()
 
     def health_on(self, mesh: Mesh) -> Any:
-        """What the next launch takes along: whether all is well, and the number of steps so far."""
+        """What the next launch takes along: whether all is well, and the number of steps so far.
+
+        Args:
+            mesh: The mesh on which these two scalars are replicated before the first launch.
+        """
         if self.health is None:
             self.health = jax.device_put([np.bool_(True), np.int32(0)], named_sharding(mesh))
         return self.health
@@ -128,7 +132,11 @@ class FiniteWatch:
         return outputs
 
     def read(self, all_of_them: bool = True) -> None:
-        """Reads the reports of launches that have ended, or of all of them, waiting."""
+        """Reads the reports of launches that have ended, or of all of them, waiting.
+
+        Args:
+            all_of_them: Whether to wait for every launch; else the newest 2 are read only if ended.
+        """
         while self._unread and self.found is None:
             report, structure, outputs, launch = self._unread[0]
             due = all_of_them or len(self._unread) > _UNREAD_REPORTS
@@ -192,7 +200,11 @@ def watched_step(step: Callable, mask: tuple[bool, ...]) -> Callable:
 
 
 def first_bad(reports: Any) -> Any:
-    """The report of the first bad step of a launch, from all of them; the first if none is bad."""
+    """The report of the first bad step of a launch, from all of them; the first if none is bad.
+
+    Args:
+        reports: The reports of `watched_step`, each array stacked along a first dimension of steps.
+    """
     index = jnp.argmax(reports["bad"])
     return jax.tree.map(lambda each: each[index], reports)
 

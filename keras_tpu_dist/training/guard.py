@@ -68,7 +68,11 @@ class StateGuard:
         return self.kept == 0
 
     def read(self, state: Any) -> None:
-        """Notes a state that was just read from the model's variables."""
+        """Notes a state that was just read from the model's variables.
+
+        Args:
+            state: The training state, as a train step takes it.
+        """
         self._flight.clear()
         self._newest = state
         if self.donate:
@@ -115,7 +119,11 @@ class StateGuard:
         return None
 
     def spend(self, steps: int) -> bool:
-        """Counts train steps; whether the last that may run has run."""
+        """Counts train steps; whether the last that may run has run.
+
+        Args:
+            steps: How many steps the launch that was just made had.
+        """
         if self.steps_left is None:
             return False
         self.steps_left = max(self.steps_left - steps, 0)
@@ -124,7 +132,11 @@ class StateGuard:
         return self.steps_left == 0
 
     def release(self, end_of_fit: bool = True) -> None:
-        """Lets go of every kept state, and at the end of a fit of what its callbacks asked for."""
+        """Lets go of every kept state, and at the end of a fit of what its callbacks asked for.
+
+        Args:
+            end_of_fit: Whether it is a fit that ended; any other call may lie within one.
+        """
         self._flight.clear()
         self._newest = self._host_copy = None
         if end_of_fit:
@@ -140,6 +152,10 @@ def recover(trainer: Any, guard: StateGuard) -> None:
 
     The variables follow every launch, so they are right unless a launch consumed its input and
     gave nothing, or gave a result that turns out to have failed.
+
+    Args:
+        trainer: The model.
+        guard: The guard of its training state.
     """
     if not _is_whole([v.value for v in _keras.state_variables(trainer)]):
         state = guard.last_whole()

@@ -83,7 +83,12 @@ class InputClock:
             self._watcher = None
 
     def was_read(self, start: float, end: float) -> None:
-        """Notes that a batch was read."""
+        """Notes that a batch was read.
+
+        Args:
+            start: When reading it began, in seconds of `time.perf_counter()`.
+            end: When reading it ended, on the same clock.
+        """
         if self._started is None:
             self._started = start
         self._reading += end - start
@@ -97,7 +102,11 @@ class InputClock:
             weakref.finalize(self, self._watcher.stop)
 
     def launched(self, outputs: Any) -> None:
-        """Notes a launch, by its outputs."""
+        """Notes a launch, by its outputs.
+
+        Args:
+            outputs: What the launch returned; when its first array is ready, the launch has ended.
+        """
         self._launched = True
         if self._watcher is not None:
             self._watcher.watch(next(iter(jax.tree.leaves(outputs)), None))
@@ -215,7 +224,17 @@ def _read_when_wanted(batches: Iterator, wanted, arrived) -> None:
 
 
 def checked_timeout(timeout_s: Any) -> float | None:
-    """Validates `input_timeout_s`."""
+    """Validates `input_timeout_s`.
+
+    Args:
+        timeout_s: The most seconds that reading one batch may take, or `None` to wait for ever.
+
+    Returns:
+        The same.
+
+    Raises:
+        ValueError: If it is neither `None` nor a number between 0 and `threading.TIMEOUT_MAX`.
+    """
     number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
     if timeout_s is None or (number and 0 < timeout_s < threading.TIMEOUT_MAX):
         return timeout_s

@@ -57,7 +57,12 @@ class DeviceIterator:
         return next(self._batches)
 
     def launched(self, outputs: Any, last: bool) -> None:
-        """Tells the clock that training launched what was taken, and whether it stops there."""
+        """Tells the clock that training launched what was taken, and whether it stops there.
+
+        Args:
+            outputs: What the launch returned.
+            last: Whether training stops after this launch, wherever in the epoch that is.
+        """
         self._clock.launched(outputs)
         whole = self._num_batches and not (self._ahead or self._taken % self._num_batches)
         if whole or last:
@@ -70,12 +75,19 @@ class DeviceIterator:
         return batch
 
     def not_made(self, steps: int) -> None:
-        """Tells whoever counts that a launch ended `steps` steps before its end."""
+        """Tells whoever counts that a launch ended `steps` steps before its end.
+
+        Args:
+            steps: How many of the steps counted for the launch it did not make.
+        """
         ends = not self.at_epoch_end and steps >= self._left_in_epoch()
         self._not_made(steps, ends and self._ended)
 
     def skip(self, batches: int) -> None:
         """Reads batches that nobody needs any more; fewer if the input ends before.
+
+        Args:
+            batches: How many batches to read and drop.
 
         Raises:
             StopIteration: If it had ended already.
@@ -135,7 +147,12 @@ class DeviceIterator:
         return item
 
     def prepare_steps(self, steps: int, place_group: Callable[[list], list]) -> None:
-        """Reads and transfers the next group while the devices run the one before."""
+        """Reads and transfers the next group while the devices run the one before.
+
+        Args:
+            steps: The most steps that the next launch will run.
+            place_group: Places host batches, as in `take_steps`.
+        """
         if not self._ahead and not self.at_epoch_end:
             self._read_group(min(steps, self._left_in_epoch()), place_group)
 

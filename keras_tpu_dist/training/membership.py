@@ -30,11 +30,22 @@ class Membership:
     _version: int = -1
 
     def owns_slot(self, variable: Any) -> bool:
-        """Whether a variable is an optimizer's slot, whose layout is its weight's, not a user's."""
+        """Whether a variable is an optimizer's slot, whose layout is its weight's, not a user's.
+
+        Args:
+            variable: A state variable of the model; slots are known once `targets` was called.
+        """
         return self.placement is not None and self.placement.is_slot(variable)
 
     def targets(self, model: Any) -> list[tuple[Any, Any]]:
-        """The model's state variables, each with the layout it should have."""
+        """The model's state variables, each with the layout it should have.
+
+        Args:
+            model: The model whose membership this is.
+
+        Raises:
+            ValueError: If a layout does not fit its variable's shape or the mesh.
+        """
         variables = _keras.state_variables(model)
         same = len(variables) == len(self._targets) and all(
             variable is known for variable, (known, _) in zip(variables, self._targets)
@@ -109,7 +120,11 @@ def current_strategy() -> Any:
 
 
 def created(model: Any) -> None:
-    """Notes that a model was created or compiled under the current strategy."""
+    """Notes that a model was created or compiled under the current strategy.
+
+    Args:
+        model: The model, built or not.
+    """
     strategy = current_strategy()
     if strategy is not None:
         _join(model, strategy)
@@ -118,8 +133,15 @@ def created(model: Any) -> None:
 def find_strategy(model: Any) -> Any:
     """The strategy to run a model under: the active one, else the one it was created in.
 
+    Args:
+        model: The model that is about to run.
+
+    Returns:
+        The strategy, or `None` for stock Keras.
+
     Raises:
-        ValueError: If the model has a strategy and a distribution that is not ours is active.
+        ValueError: If the model has a strategy and a distribution that is not ours is active, or
+            if it has none and its layers lie on the meshes of several.
     """
     active = current_strategy()
     if active is not None:
@@ -169,18 +191,40 @@ def _check_one_mesh(model: Any) -> None:
 
 
 def of_model(model: Any) -> Membership | None:
-    """What is known of a model's strategy."""
+    """What is known of a model's strategy.
+
+    Args:
+        model: A model.
+
+    Returns:
+        Its membership, or `None` if it was never made, compiled or run under a strategy.
+    """
     return _members.get(model)
 
 
 def guard_in_training(model: Any) -> StateGuard | None:
-    """The guard of a model that trains under a strategy now, for callbacks."""
+    """The guard of a model that trains under a strategy now, for callbacks.
+
+    Args:
+        model: The callback's model.
+
+    Returns:
+        The guard, or `None` if no strategy is active or the model has no guard yet.
+    """
     member = None if _keras.active_strategy() is None else _members.get(model)
     return None if member is None else member.guard
 
 
 def choose_layout(variable: Any, strategy: Strategy) -> Any:
-    """The layout of a variable under a strategy, keeping one that the user gave the variable."""
+    """The layout of a variable under a strategy, keeping one that the user gave the variable.
+
+    Args:
+        variable: A `keras.Variable`, also one without a value yet.
+        strategy: The strategy whose mesh and rules count.
+
+    Raises:
+        ValueError: If the layout does not fit the variable's shape or the mesh.
+    """
     given = given_layout(variable)
     if given is not None:
         return strategy.layouts.translated(variable, given)
@@ -188,7 +232,11 @@ def choose_layout(variable: Any, strategy: Strategy) -> Any:
 
 
 def given_layout(variable: Any) -> Any:
-    """The layout that the user gave a variable, or `None`."""
+    """The layout that the user gave a variable, or `None`.
+
+    Args:
+        variable: A `keras.Variable`. A layout that a strategy chose for it does not count as given.
+    """
     layout = _keras.variable_layout(variable)
     return None if layout is getattr(variable, CHOSEN, None) else layout
 
@@ -230,7 +278,11 @@ def adopt(model: Any, strategy: Strategy) -> Membership:
 
 
 def adopt_all(strategy: Strategy) -> None:
-    """Adopts every built model of a strategy that is not part of another one."""
+    """Adopts every built model of a strategy that is not part of another one.
+
+    Args:
+        strategy: The strategy that is about to use their variables.
+    """
     models = [m for m, member in list(_members.items()) if member.strategy is strategy]
     built = [model for model in models if _keras.is_built(model)]
     inner = {id(layer) for m in built for layer in _keras.flatten_layers(m) if layer is not m}
@@ -240,7 +292,11 @@ def adopt_all(strategy: Strategy) -> None:
 
 
 def variables_changed(strategy: Strategy) -> None:
-    """Lets a fit that is under way go on from the variables, which somebody else updated."""
+    """Lets a fit that is under way go on from the variables, which somebody else updated.
+
+    Args:
+        strategy: The strategy whose models' fits are told.
+    """
     for model, member in list(_members.items()):
         if member.strategy is strategy and _keras.has_state(model):
             _keras.forget_state(model)

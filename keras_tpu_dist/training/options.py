@@ -47,7 +47,11 @@ class Options:
         checked_timeout(self.input_timeout_s)
 
     def batches_ahead(self, platform: str) -> int:
-        """How many batches to hold ready on devices of a platform."""
+        """How many batches to hold ready on devices of a platform.
+
+        Args:
+            platform: The devices' platform, such as `"tpu"`; it counts where `prefetch` is `None`.
+        """
         # On CPU, transfers and steps share the same cores.
         default = 0 if platform == "cpu" else 2
         return default if self.prefetch is None else self.prefetch

@@ -34,6 +34,9 @@ def mesh_recipe(mesh: Mesh, given: Any, topology: Any) -> Any:
 def mesh_of(recipe: Any) -> Any:
     """The mesh of a recipe, on the devices that are here.
 
+    Args:
+        recipe: What `mesh_recipe` returned; what names no devices is returned as it is.
+
     Raises:
         ValueError: If a device is not here.
     """
@@ -57,14 +60,23 @@ def mesh_of(recipe: Any) -> Any:
 
 
 def layout_recipe(layout: Any) -> Any:
-    """A layout without devices; a `LayoutMap` as its pairs, marked as such."""
+    """A layout without devices; a `LayoutMap` as its pairs, marked as such.
+
+    Args:
+        layout: A strategy's layout: `None`, rules, a `LayoutMap` or a planner.
+    """
     if isinstance(layout, keras.distribution.LayoutMap):
         return "LayoutMap", [(key, tuple(value.axes)) for key, value in layout.items()]
     return layout
 
 
 def layout_of(recipe: Any, mesh: Any) -> Any:
-    """The layout of a recipe, on a mesh."""
+    """The layout of a recipe, on a mesh.
+
+    Args:
+        recipe: What `layout_recipe` returned: a tuple for a `LayoutMap`, else the layout itself.
+        mesh: The `jax.sharding.Mesh` of the `LayoutMap`; other layouts do not need it.
+    """
     if not isinstance(recipe, tuple):
         return recipe
     layout = keras.distribution.LayoutMap(

@@ -119,7 +119,13 @@ class Runner:
             _running.reset(token)
 
     def make_function(self, strategy: Strategy, model: Any, kind: str) -> StepLoop:
-        """The function that Keras calls for `"train"`, `"test"` or `"predict"` steps."""
+        """The function that Keras calls for `"train"`, `"test"` or `"predict"` steps.
+
+        Args:
+            strategy: The strategy whose runner this is.
+            model: The model; what of it is not on the mesh yet is moved there.
+            kind: `"train"`, `"test"` or `"predict"`.
+        """
         member = membership.adopt(model, strategy)
         if not member.linted and model.built:
             member.linted = True
@@ -131,13 +137,21 @@ class Runner:
         return StepLoop(model, kind, self.placer, member.guard, partial(self._chooses_steps, model))
 
     def state_read(self, model: Any, state: Any) -> None:
-        """Told when the training state is read from the variables."""
+        """Told when the training state is read from the variables.
+
+        Args:
+            model: The model whose state it is.
+            state: The values of its variables, as a train step takes them.
+        """
         member = membership.of_model(model)
         if member is not None and member.guard is not None:
             member.guard.read(state)
 
     def batches(self, epoch_iterator: Any) -> DeviceIterator:
         """The iterator over the batches of one epoch.
+
+        Args:
+            epoch_iterator: Keras's `EpochIterator` over the epoch.
 
         Raises:
             ValueError: If the input is known to have none.
@@ -157,15 +171,35 @@ class Runner:
         )
 
     def host_batch(self, data: Any) -> Any:
-        """Checks a batch of *_on_batch; the step function places it."""
+        """Checks a batch of *_on_batch; the step function places it.
+
+        Args:
+            data: The host batch, `(x, y, sample_weight)`.
+
+        Returns:
+            The batch as arrays, not yet placed.
+
+        Raises:
+            ValueError: Where `BatchPlacer.place` raises it.
+        """
         return self.placer.checked(data)
 
     def place_output(self, outputs: Any, layout: Any) -> Any:
-        """Lays what a layer returned."""
+        """Lays what a layer returned.
+
+        See `keras_tpu_dist.layout.annotations.place_output`.
+        """
         return place_output(outputs, layout, self.layouts.mesh)
 
     def output_layout(self, path: str) -> Any:
-        """The layout of a layer's output, by the model that is running here."""
+        """The layout of a layer's output, by the model that is running here.
+
+        Args:
+            path: The layer's path and `/output`.
+
+        Returns:
+            A `NamedSharding`, a list or dict of axes for an output that is a structure, or `None`.
+        """
         call = _running.get()
         if call is None or call.runner is not self:
             return self.layouts.of_output(path, None)

@@ -7,14 +7,22 @@ import jax
 from jax.sharding import NamedSharding
 
 from keras_tpu_dist import _keras
-from keras_tpu_dist.layout.rules import named_sharding
+from keras_tpu_dist.layout.axes import named_sharding
 from keras_tpu_dist.partitioner import Jitted
 from keras_tpu_dist.training.batches import BatchPlacer, PlacedBatch
 from keras_tpu_dist.training.finite import first_bad, watched_step
 
 
 def step_function(trainer: Any, kind: str) -> Callable:
-    """What a train, test or predict step computes, uncompiled: `(state, batch)` to the new."""
+    """What a train, test or predict step computes, uncompiled: `(state, batch)` to the new.
+
+    Args:
+        trainer: The model.
+        kind: `"train"`, `"test"` or `"predict"`.
+
+    Returns:
+        `(state, batch) -> (outputs, state)`, where the batch is plain arrays.
+    """
     user_step = getattr(trainer, f"{kind}_step")
     if kind != "predict":
         return user_step

@@ -55,13 +55,20 @@ class Strategy(Protocol):
         ...
 
     def placement(self, model: Any) -> Placement:
-        """What decides about each variable of a model."""
+        """What decides about each variable of a model.
+
+        Args:
+            model: A model, built or with the variables it has so far.
+        """
         ...
 
     def lint(
         self, model: Any, batch_size: int | None = None, *, strict: bool = False
     ) -> LintReport:
-        """Mistakes in the layouts of a model."""
+        """Mistakes in the layouts of a model.
+
+        See `keras_tpu_dist.TPUStrategy.lint`.
+        """
         ...
 
 

@@ -19,7 +19,7 @@ from precision import in_float64
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.hardware.mesh import checked_data_axes
-from keras_tpu_dist.layout.rules import named_sharding
+from keras_tpu_dist.layout.axes import named_sharding
 from keras_tpu_dist.partitioner import Jitted
 from keras_tpu_dist.training.batches import BatchPlacer
 

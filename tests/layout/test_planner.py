@@ -8,8 +8,9 @@ from jax.sharding import AbstractMesh
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist import _keras
+from keras_tpu_dist.layout.axes import split_ways
 from keras_tpu_dist.layout.planner import Planner, slot_decision
-from keras_tpu_dist.layout.rules import checked, split_ways
+from keras_tpu_dist.layout.rules import checked
 
 L = keras.layers
 MESHES = [(1,), (2,), (3,), (8,), (13,), (1, 8), (2, 4), (4, 2), (3, 5), (7, 2), (2, 3, 2)]

@@ -6,7 +6,8 @@ from helpers import built, mlp
 from jax.sharding import Mesh, PartitionSpec
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.layout.rules import LayoutRules, named_sharding
+from keras_tpu_dist.layout.axes import named_sharding
+from keras_tpu_dist.layout.rules import LayoutRules
 
 
 def test_patterns_match_whole_segments_from_the_right():
