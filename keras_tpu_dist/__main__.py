@@ -151,7 +151,8 @@ def _add_launch(commands: Any) -> None:
     )
     parser.add_argument("--processes", type=int, default=2, help="how many; default: 2")
     parser.add_argument("--devices", type=int, default=4, help="CPU devices of each; default: 4")
-    parser.add_argument("script", help="a Python file, or -m to name a module next")
+    parser.add_argument("-m", action="store_true", dest="module", help="script names a module")
+    parser.add_argument("script", help="a Python file")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     parser.set_defaults(run=_launch)
 
@@ -167,7 +168,8 @@ def _launch(options: argparse.Namespace) -> int:
                 fix="Write --processes 2 --devices 4.",
             )
         )
-    command = [sys.executable, options.script, *options.arguments]
+    as_module = ["-m"] if options.module else []
+    command = [sys.executable, *as_module, options.script, *options.arguments]
     return launch(command, options.processes, options.devices)
 
 

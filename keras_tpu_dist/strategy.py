@@ -279,7 +279,8 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
             ValueError: If it is none of these.
         """
         if what is None or isinstance(what, Mesh | keras.distribution.DeviceMesh):
-            return picture_of_mesh(self.layouts.mesh if not isinstance(what, Mesh) else what)
+            mesh = what.backend_mesh if isinstance(what, keras.distribution.DeviceMesh) else what
+            return picture_of_mesh(mesh or self.layouts.mesh)
         if isinstance(what, keras.Model):
             return ModelPicture(explain_model(what, self.placement(what), self.layouts.mesh))
         if isinstance(what, keras.Variable):
@@ -328,7 +329,7 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
 def _made_again(cls: type, mesh: Any, layout: Any, topology: Any, given: dict) -> TPUStrategy:
     """A strategy from what was pickled of it."""
     mesh = pickling.mesh_of(mesh)
-    return cls(mesh, pickling.layout_of(layout, mesh), topology=topology, **given)
+    return cls(mesh, pickling.layout_of(layout, mesh, topology), topology=topology, **given)
 
 
 class _DescribedScope(membership.Scope):

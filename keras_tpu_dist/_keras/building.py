@@ -156,7 +156,9 @@ def layer_names(model: keras.Model) -> set[str]:
     Public replacement: none; `model.layers` leaves out layers inside of custom layers.
     """
     names = {layer.name for layer in model._flatten_layers(include_self=False)}
-    return names | ({model.optimizer.name} if model.optimizer is not None else set())
+    # An uncompiled model, which can predict, has no such attribute.
+    optimizer = getattr(model, "optimizer", None)
+    return names | ({optimizer.name} if optimizer is not None else set())
 
 
 def is_built(model: keras.Model) -> bool:

@@ -108,12 +108,13 @@ def _only(tensors: Any) -> Any:
 
 
 def producer(tensor: Any) -> Any:
-    """The operation that a symbolic tensor came out of; public replacement: none.
+    """The operation that a symbolic tensor came out of, or `None`; public replacement: none.
 
     Args:
         tensor: A `keras.KerasTensor` that an operation or `keras.Input` made.
     """
-    return tensor._keras_history.operation
+    history = getattr(tensor, "_keras_history", None)
+    return None if history is None else history.operation
 
 
 def graph(model: Any) -> list[tuple[Any, Any, list]] | None:

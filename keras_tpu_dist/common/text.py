@@ -8,6 +8,15 @@ from collections.abc import Sequence
 _NUMBER = re.compile(r"-?[\d.,]+(?: ?(?:[KMGT]i?)?B| ?[mu]?s|%)?")
 
 
+# Unit, its bytes, digits behind the point, and half of the last digit of the next smaller unit.
+_BYTE_UNITS = (
+    ("TiB", 2**40, 2, 0.005 * 2**30),
+    ("GiB", 2**30, 2, 0.05 * 2**20),
+    ("MiB", 2**20, 1, 0.05 * 2**10),
+    ("KiB", 2**10, 1, 0.5),
+)
+
+
 def size_text(count: float) -> str:
     """Bytes as people read them, in the compiler's units (1 GiB is 2^30).
 
@@ -19,10 +28,11 @@ def size_text(count: float) -> str:
     >>> size_text(1536), size_text(15.75 * 2**30)
     ('1.5 KiB', '15.75 GiB')
     """
-    for unit, scale, digits in (("TiB", 2**40, 2), ("GiB", 2**30, 2), ("MiB", 2**20, 1)):
-        if abs(count) >= scale:
+    for unit, scale, digits, rounding in _BYTE_UNITS:
+        # What would round up to 1024 of the smaller unit is one of this.
+        if abs(count) >= scale - rounding:
             return f"{count / scale:.{digits}f} {unit}"
-    return f"{count / 1024:.1f} KiB" if abs(count) >= 1024 else f"{count:.0f} B"
+    return f"{count:.0f} B"
 
 
 def duration_text(seconds: float) -> str:
@@ -38,8 +48,8 @@ def duration_text(seconds: float) -> str:
     """
     if not seconds:
         return "0"
-    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= scale:
+    for unit, scale, rounding in (("s", 1.0, 5e-6), ("ms", 1e-3, 5e-8)):
+        if seconds >= scale - rounding:
             return f"{seconds / scale:.2f} {unit}"
     return f"{seconds * 1e6:.1f} us"
 

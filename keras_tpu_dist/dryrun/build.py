@@ -185,6 +185,9 @@ def _model(build: Build, strategy: Strategy, mode: str) -> Iterator[keras.Model]
 
 def _build_metrics(model: keras.Model, symbolic: tuple, mode: str) -> None:
     """Builds the metrics of a user's own model for real, as its first `fit` would have."""
+    if mode == "predict":
+        _keras.symbolic_build(model, symbolic, mode)
+        return
     optimizer, model.optimizer = model.optimizer, None
     try:
         _keras.symbolic_build(model, symbolic, mode)
@@ -195,7 +198,7 @@ def _build_metrics(model: keras.Model, symbolic: tuple, mode: str) -> None:
 @contextlib.contextmanager
 def _borrowed(model: keras.Model, strategy: Strategy) -> Iterator[None]:
     """A user's own model: its layouts and its optimizer are given back as they were."""
-    optimizer = model.optimizer
+    optimizer = getattr(model, "optimizer", None)
     with _keras.attributes_restored(_keras.state_variables(model), membership.CHOSEN):
         try:
             with strategy.scope(), _keras.abstract_variables():

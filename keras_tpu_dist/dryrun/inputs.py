@@ -10,6 +10,7 @@ import numpy as np
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.training.batch_axis import flatten
 from keras_tpu_dist.training.batches import BatchPlacer
 from keras_tpu_dist.training.strategy import Strategy
 
@@ -77,7 +78,7 @@ def described_batch(
         y = _targets(model)
         assumed = True
     batch = (x, y, sample_weight)
-    leaves, treedef = jax.tree.flatten(batch)
+    leaves, treedef = flatten(batch)
     axes = placer.axes(batch)
     described = jax.tree.unflatten(
         treedef, [_described(leaf, axis, batch_size) for leaf, axis in zip(leaves, axes)]

@@ -251,6 +251,8 @@ def mesh_axes(groups: Groups, axes: tuple[tuple[str, int], ...]) -> tuple[str, .
         axes: Mesh axis names and sizes, in mesh order; a mesh too small for the groups gives none.
     """
     sizes = [size for _, size in axes]
+    if not sizes or not groups or not groups[0]:
+        return ()
     if math.prod(sizes) <= max((max(g) for g in groups), default=0):
         return ()
     members = np.stack(np.unravel_index(np.array(groups[0]), sizes))

@@ -68,7 +68,9 @@ def matrix_flops(
         operands = computation.operands(instruction)
         estimate = kernels.flops(instruction, operands)
         if estimate:
-            yield instruction, _rate(*operands[:2]), estimate, 1
+            # A kernel's first operands may be what tells it which blocks to compute.
+            numbers = [o for o in operands if o.shapes and _is_floating(o.shapes[0].dtype)]
+            yield instruction, _rate(*(numbers or operands[:2])), estimate, 1
         elif "matmul" in (instruction.attribute("custom_call_target") or ""):
             # the CPU compiler's library call: (rows, depth) times (depth, columns)
             out = instruction.shapes[0]
@@ -206,6 +208,10 @@ def _bytes_taken(program: Program, inner: Computation, parameter: Instruction) -
         else:
             return whole
     return min(total, whole)
+
+
+def _is_floating(dtype: str) -> bool:
+    return dtype.startswith(("f", "bf"))
 
 
 def _rate(*operands: Instruction) -> str:

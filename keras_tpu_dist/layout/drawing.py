@@ -152,7 +152,7 @@ def save_picture(picture, path: str, draw) -> None:
     Raises:
         ImportError: If the file is no `.svg` and matplotlib is not installed.
     """
-    if str(path).endswith(".svg"):
+    if str(path).lower().endswith(".svg"):
         with open(path, "w", encoding="utf-8") as file:
             file.write(picture.svg())
         return
@@ -161,7 +161,7 @@ def save_picture(picture, path: str, draw) -> None:
     except ImportError as error:
         raise ImportError(
             message(
-                "A PNG is drawn by matplotlib, which is not installed.",
+                "Pictures other than .svg are drawn by matplotlib, which is not installed.",
                 received={"path": str(path)},
                 fix='Install it with pip install "keras_tpu_dist[plot]", or save an .svg.',
             )

@@ -1,5 +1,6 @@
 """A strategy's layouts: what lies where, decided for variables, outputs and whole models."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -137,7 +138,7 @@ class Layouts:
             axes = tuple(given.spec)
         else:
             return given
-        check_axis_names(LayoutRules([(variable.path, axes)]), self.mesh.axis_names)
+        check_axis_names(LayoutRules([(re.escape(variable.path), axes)]), self.mesh.axis_names)
         decision = Decision(axes, "the variable's own layout")
         checked(decision, variable.path, variable.shape, self.mesh)
         return named_sharding(self.mesh, axes)

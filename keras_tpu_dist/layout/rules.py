@@ -97,10 +97,16 @@ class LayoutRules:
         Raises:
             ValueError: If it is no JSON, or a pattern or an entry in it is malformed.
         """
-        return cls(
-            (pattern, tuple(tuple(e) if isinstance(e, list) else e for e in axes))
-            for pattern, axes in json.loads(text)
-        )
+        rules = json.loads(text)
+        if not isinstance(rules, list):
+            raise ValueError(
+                message(
+                    "Layout rules in JSON are a list of [pattern, axes] pairs.",
+                    received={"json": text[:80]},
+                    fix='Write for example [["dense/kernel", [null, "model"]]].',
+                )
+            )
+        return cls(rules)
 
     @classmethod
     def from_layout_map(cls, layout_map: keras.distribution.LayoutMap) -> "LayoutRules":

@@ -177,7 +177,8 @@ class Classes:
         for atom in equation.invars:
             if type(atom) is core.Literal:
                 continue
-            if atom.aval.shape != shape:
+            # Tokens have no shape.
+            if shape is None or getattr(atom.aval, "shape", None) != shape:
                 return False
             theirs = classes.get(atom)
             if own is None:

@@ -12,13 +12,13 @@ PRIMITIVES = ("dynamic_slice", "dynamic_update_slice")
 
 
 def candidate(equation: Any, devices: int) -> bool:
-    """Whether the place of a slice is known at run time only.
+    """Whether the place of a slice is known at run time only, or may lie outside.
 
     Args:
         equation: The slice, or the update of one.
         devices: The number of devices of the mesh, which makes no difference here.
     """
-    return any(not isinstance(a, core.Literal) and a.aval.ndim == 0 for a in equation.invars)
+    return not all(_is_inside(start, last) for start, last in zip(*_places(equation)))
 
 
 def repaired(equation: Any, spread: Spread) -> list | None:
@@ -34,17 +34,10 @@ def repaired(equation: Any, spread: Spread) -> list | None:
     Returns:
         The equations that take its place, or `None`.
     """
-    operand, *rest = equation.invars
-    updates = rest[:1] if equation.primitive.name == "dynamic_update_slice" else []
-    starts = rest[len(updates) :]
-    size = (updates or equation.outvars)[0].aval.shape
-    last = [whole - part for whole, part in zip(operand.aval.shape, size)]
-    atoms = [operand, *updates, *equation.outvars]
+    starts, last = _places(equation)
+    atoms = [*equation.invars[: -len(last)], *equation.outvars]
     split = [any(spread.axes(atom, d) for atom in atoms) for d in range(len(last))]
-    clamped = [
-        split[d] and not (isinstance(start, core.Literal) and 0 <= start.val <= last[d])
-        for d, start in enumerate(starts)
-    ]
+    clamped = [split[d] and not _is_inside(start, last[d]) for d, start in enumerate(starts)]
     if not any(clamped):
         return None
 
@@ -57,3 +50,16 @@ def repaired(equation: Any, spread: Spread) -> list | None:
         return equation.primitive.bind(*arrays, *starts, **equation.params)
 
     return replacement(equation, sliced)
+
+
+def _places(equation: Any) -> tuple[list, list[int]]:
+    """The start of each dimension, and the last one at which the slice fits."""
+    operand, *rest = equation.invars
+    update = equation.primitive.name == "dynamic_update_slice"
+    size = (rest if update else equation.outvars)[0].aval.shape
+    last = [whole - part for whole, part in zip(operand.aval.shape, size)]
+    return rest[1:] if update else rest, last
+
+
+def _is_inside(start: Any, last: int) -> bool:
+    return isinstance(start, core.Literal) and 0 <= start.val <= last

@@ -11,6 +11,7 @@ from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.replica.options import RunOptions, pad_host
 from keras_tpu_dist.replica.sources import batches_of, in_groups
 from keras_tpu_dist.replica.values import PerReplica, stack
+from keras_tpu_dist.training.batch_axis import flatten
 from keras_tpu_dist.training.batches import padded
 from keras_tpu_dist.training.iterator import DeviceIterator
 from keras_tpu_dist.training.strategy import Strategy, StrategyPart
@@ -255,7 +256,7 @@ class DistributedInput(StrategyPart):
         if options is not None and options.buckets is not None:
             batch, padded = _bucketed(batch, options)
         placed = self.placer.place(batch)
-        leaves, treedef = jax.tree.flatten(placed.data)
+        leaves, treedef = flatten(placed.data)
         number = self.num_replicas_in_sync
         spread = []
         for array, slot, length in zip(leaves, placed.slots, padded or [None] * len(leaves)):

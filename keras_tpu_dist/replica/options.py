@@ -16,6 +16,7 @@ from keras_tpu_dist.training.batches import padded
 logger = logging.getLogger("keras_tpu_dist")
 
 _SMALLEST_BUCKET = 2
+_NOT_PADDED = -1
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,15 @@ class RunOptions:
     check_padding: bool = True
 
     def __post_init__(self):
+        for axis in jax.tree.leaves(self.axis):
+            if not is_count(axis, 0):
+                raise ValueError(
+                    message(
+                        "RunOptions.axis is a dimension, None, or a structure of those.",
+                        received={"axis": self.axis},
+                        fix="Count dimensions from the front, as in axis=1.",
+                    )
+                )
         buckets = self.buckets
         if buckets is None or buckets == "power_of_two":
             return
@@ -118,8 +128,12 @@ class RunOptions:
         if is_count(self.axis):
             return [self.axis if r is not None and r > self.axis else None for r in ranks]
         prefix = self.axis if isinstance(self.axis, tuple) else (self.axis,)
+        # None in `args` is an argument without arrays, in `axis` an array that is not padded.
+        prefix = jax.tree.map(
+            lambda axis: _NOT_PADDED if axis is None else axis, prefix, is_leaf=_is_none
+        )
         try:
-            spread = jax.tree.broadcast(prefix, tuple(args), is_leaf=lambda node: node is None)
+            spread = jax.tree.broadcast(prefix, tuple(args))
         except ValueError as error:
             raise ValueError(
                 message(
@@ -129,7 +143,7 @@ class RunOptions:
                     "axis=(1, None).",
                 )
             ) from error
-        return jax.tree.leaves(spread, is_leaf=lambda node: node is None)
+        return [None if axis == _NOT_PADDED else axis for axis in jax.tree.leaves(spread)]
 
 
 def pad_host(array: np.ndarray, axis: int, options: RunOptions, name: str) -> np.ndarray:
@@ -157,8 +171,18 @@ def pad_value(value: PerReplica, axis: int, options: RunOptions) -> PerReplica:
         options: The options, which have the buckets.
 
     Raises:
-        ValueError: If the length is 0 or longer than the largest bucket.
+        ValueError: If the length is 0 or longer than the largest bucket, or the dimension is the
+            one that is split over the replicas.
     """
+    if axis == value.axis and not value.stacked:
+        raise ValueError(
+            message(
+                "The rows of a replica are padded by RunOptions(dynamic_batch=True), not to "
+                "buckets.",
+                received={"axis": axis, "shape on all replicas": value.array.shape},
+                fix="Let RunOptions.axis name another dimension, or None for this argument.",
+            )
+        )
     if axis in value.sizes:
         true = value.sizes[axis][0]
         if value.padded_shape[axis] == options.bucket(true):
@@ -213,6 +237,10 @@ def refilled(value: PerReplica) -> PerReplica:
         stacked=value.stacked,
         sizes=value.sizes,
     )
+
+
+def _is_none(node: Any) -> bool:
+    return node is None
 
 
 def _check_length(length: int, name: str) -> None:

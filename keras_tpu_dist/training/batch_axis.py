@@ -62,14 +62,18 @@ def element_names(batch: Any) -> list[str]:
     Returns:
         One name for each array, in the order of `flatten`.
     """
-    paths = jax.tree_util.tree_flatten_with_path(batch, is_leaf=_is_leaf)[0]
-    names = []
-    for path, _ in paths:
-        if isinstance(batch, (tuple, list)) and path and path[0].idx < len(_ELEMENTS):
-            names.append(_ELEMENTS[path[0].idx] + jax.tree_util.keystr(path[1:]))
-        else:
-            names.append("x" + jax.tree_util.keystr(path))
-    return names
+    parts = [("x", batch)]
+    if isinstance(batch, (tuple, list)):
+        parts = [(_element_name(i), part) for i, part in enumerate(batch)]
+    return [
+        name + jax.tree_util.keystr(path)
+        for name, part in parts
+        for path, _ in jax.tree_util.tree_flatten_with_path(part, is_leaf=_is_leaf)[0]
+    ]
+
+
+def _element_name(index: int) -> str:
+    return _ELEMENTS[index] if index < len(_ELEMENTS) else f"x[{index}]"
 
 
 def spread(batch_axis: Any, batch: Any) -> list[int | None]:

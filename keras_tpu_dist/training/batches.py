@@ -178,7 +178,7 @@ class BatchPlacer:
         return jax.tree.unflatten(treedef, jax.device_put(leaves, shardings))
 
     def axes(self, batch: Any) -> list[int | None]:
-        """The batch dimension of each array of a batch, in the order of `jax.tree.leaves`.
+        """The batch dimension of each array of a batch, in the order of `flatten`.
 
         Args:
             batch: A structure of arrays, or of what stands for them.

@@ -8,12 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.sparse import JAXSparse
 from jax.sharding import Mesh
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.layout.axes import named_sharding
-from keras_tpu_dist.training.batch_axis import element_names
+from keras_tpu_dist.training.batch_axis import element_names, flatten
 from keras_tpu_dist.training.batches import PlacedBatch
 
 # Reports of launches still under way. Reading one waits for its launch, so the newest are left
@@ -124,7 +125,7 @@ class FiniteWatch:
             The outputs of the step.
         """
         outputs, report = outputs
-        structure = jax.tree.structure(_data(batch))
+        structure = flatten(_data(batch))[1]
         first = self._steps + 1
         self._steps += steps
         self._unread.append((report, structure, outputs, (first, self._steps)))
@@ -185,7 +186,7 @@ def watched_step(step: Callable, mask: tuple[bool, ...]) -> Callable:
             "losses": _flags([value for _, value in _losses(outputs)]),
             "values": _stacked([jnp.mean(value) for _, value in _losses(outputs)]),
             "variables": _flags([v if check else None for v, check in zip(variables, mask)]),
-            "inputs": _flags(jax.tree.leaves(_data(batch))),
+            "inputs": _flags(flatten(_data(batch))[0]),
             "step": done + 1,
         }
         good = well & ~jnp.any(report["losses"]) & ~jnp.any(report["variables"])
@@ -230,6 +231,8 @@ def _flags(values: list) -> jax.Array:
 
 
 def _is_bad(value) -> Any:
+    if isinstance(value, JAXSparse):
+        value = value.data
     if value is None or not jnp.issubdtype(jnp.result_type(value), jnp.inexact):
         return jnp.asarray(False)
     return ~jnp.all(jnp.isfinite(value))

@@ -11,6 +11,8 @@ from jax.sharding import Mesh
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.hardware.assignment import DeviceAssignment
+from keras_tpu_dist.hardware.mesh import build_mesh
+from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.training import membership
 from keras_tpu_dist.training.strategy import Strategy
 
@@ -70,18 +72,18 @@ def layout_recipe(layout: Any) -> Any:
     return layout
 
 
-def layout_of(recipe: Any, mesh: Any) -> Any:
+def layout_of(recipe: Any, mesh: Any, topology: Topology | None = None) -> Any:
     """The layout of a recipe, on a mesh.
 
     Args:
-        recipe: What `layout_recipe` returned: a tuple for a `LayoutMap`, else the layout itself.
-        mesh: The `jax.sharding.Mesh` of the `LayoutMap`; other layouts do not need it.
+        recipe: What `layout_recipe` returned.
+        mesh: A mesh, in any form that `TPUStrategy` takes.
+        topology: The slice that nobody has, whose devices the mesh is of.
     """
     if not isinstance(recipe, tuple):
         return recipe
-    layout = keras.distribution.LayoutMap(
-        keras.distribution.DeviceMesh(mesh.devices.shape, mesh.axis_names, mesh.devices)
-    )
+    described = None if topology is None else topology.devices()
+    layout = keras.distribution.LayoutMap(build_mesh(mesh, described))
     for key, axes in recipe[1]:
         layout[key] = axes
     return layout

@@ -9,7 +9,9 @@ from keras_tpu_dist.common.text import duration_text, html_table, size_text, tex
         (0, "0 B"),
         (1023, "1023 B"),
         (1024, "1.0 KiB"),
-        (2**20 - 1, "1024.0 KiB"),
+        (2**20 - 1, "1.0 MiB"),
+        (2**30 - 1, "1.00 GiB"),
+        (1023 * 2**10, "1023.0 KiB"),
         (2**20, "1.0 MiB"),
         (2**30, "1.00 GiB"),
         (int(15.75 * 2**30), "15.75 GiB"),
@@ -22,7 +24,15 @@ def test_sizes(count, text):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0"), (2e-7, "0.2 us"), (1e-3, "1.00 ms"), (90.0, "90.00 s")]
+    ("seconds", "text"),
+    [
+        (0, "0"),
+        (2e-7, "0.2 us"),
+        (1e-3, "1.00 ms"),
+        (90.0, "90.00 s"),
+        (0.9999999, "1.00 s"),
+        (0.99, "990.00 ms"),
+    ],
 )
 def test_durations(seconds, text):
     assert duration_text(seconds) == text

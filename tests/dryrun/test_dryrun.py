@@ -886,3 +886,13 @@ def test_a_dry_run_in_the_shell(capsys, monkeypatch, tmp_path, template):
     ):
         assert _shell("dry-run", *bad) == 2, bad
         assert words in capsys.readouterr().err
+
+
+def test_predict_of_a_model_that_is_not_compiled():
+    def build():
+        return keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+
+    strategy = ktd.TPUStrategy({"data": 4, "model": 2})
+    for given in (build, build()):
+        lowered = lower(given, strategy, batch_size=8, mode="predict", platform="cpu")
+        assert lowered.parameters == 36

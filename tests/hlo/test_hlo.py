@@ -392,13 +392,32 @@ def _splash(phase, results, scope=""):
     return f"""
 ENTRY %main (b: s8[1,2,2], q: bf16[2,4,1024,64]) -> f32[] {{
   %b = s8[1,2,2]{{2,1,0}} parameter(0)
+  %n = s8[1,2,2]{{2,1,0}} parameter(4)
   %q = bf16[2,4,1024,64]{{3,2,1,0}} parameter(1)
   %k = bf16[2,2,512,64]{{3,2,1,0}} parameter(2)
   %v = bf16[2,2,512,32]{{3,2,1,0}} parameter(3)
-  ROOT %call = ({outputs}) custom-call(%b, %q, %k, %v), \
+  ROOT %call = ({outputs}) custom-call(%n, %b, %q, %k, %v), \
 custom_call_target="tpu_custom_call", metadata={{op_name="{stack}"}}
 }}
 """
+
+
+@pytest.mark.parametrize(("groups", "number"), [("{}", 0), ("{{0}}", 0), ("{{0,1}}", 1)])
+def test_collectives_of_a_program_whose_mesh_is_not_told(groups, number):
+    text = f"""
+%sum (a: f32[], b: f32[]) -> f32[] {{
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %s = f32[] add(%a, %b)
+}}
+
+ENTRY %main (x: f32[8]) -> f32[8] {{
+  %x = f32[8]{{0}} parameter(0)
+  ROOT %r = f32[8]{{0}} all-reduce(%x), replica_groups={groups}, to_apply=%sum
+}}
+"""
+    found = hlo.analyze(text).collectives
+    assert [(each.kind, each.axes) for each in found] == [("all-reduce", ())] * number
 
 
 def test_flash_attention_costs_what_its_mask_leaves():
@@ -413,6 +432,7 @@ def test_flash_attention_costs_what_its_mask_leaves():
     for (phase, results), width in products.items():
         whole = hlo.analyze(_splash(phase, results), layer_names=["mha"])
         assert whole.flops == whole.kernel_flops == pairs * width, phase
+        assert dict(whole.flops_by_rate) == {"bfloat16": pairs * width}
         assert (whole.whole_kernels, whole.unestimated_kernels) == (("call",), ())
         assert whole.layers[0].layer == "mha"
         part = hlo.analyze(_splash(phase, results, "/" + kernel.blocks_scope(3, 4)))

@@ -1,6 +1,7 @@
 import xml.etree.ElementTree as ElementTree
 
 import jax
+import keras
 import numpy as np
 import pytest
 from helpers import built, mlp
@@ -130,3 +131,13 @@ def test_png_without_matplotlib(tmp_path, monkeypatch):
 def test_what_cannot_be_shown():
     with pytest.raises(ValueError, match=r"show draws the mesh.*'str'"):
         ktd.TPUStrategy().show("kernel")
+
+
+def test_a_mesh_of_keras_is_drawn_itself():
+    mesh = keras.distribution.DeviceMesh((2, 4), ("rows", "columns"), jax.devices())
+    assert ktd.TPUStrategy().show(mesh).axes == {"rows": 2, "columns": 4}
+
+
+def test_an_ending_in_capitals(tmp_path):
+    ktd.TPUStrategy().show().save(tmp_path / "mesh.SVG")
+    assert (tmp_path / "mesh.SVG").read_text().startswith("<svg")

@@ -55,6 +55,28 @@ def test_malformed_rules(rule, words):
         LayoutRules([rule])
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('[["kernel", "model"]]', r"tuple with one entry per dimension.*axes='model'"),
+        ('["kernel"]', r"A layout rule is a \(pattern, axes\) pair"),
+        ("3", r"a list of \[pattern, axes\] pairs. Received: json='3'"),
+    ],
+)
+def test_malformed_json(text, words):
+    with pytest.raises(ValueError, match=words):
+        LayoutRules.from_json(text)
+
+
+def test_a_path_that_is_no_pattern_and_has_a_layout_of_its_own(devices):
+    strategy = ktd.TPUStrategy({"data": 4, "model": 2})
+    with strategy.scope():
+        layer = keras.layers.Dense(4, name="a(b")
+        layer.build((None, 8))
+    layer.kernel._layout = keras.distribution.TensorLayout((None, "model"), strategy.device_mesh)
+    assert tuple(strategy.get_variable_layout(layer.kernel).spec) == (None, "model")
+
+
 def test_unknown_axis_has_a_did_you_mean():
     with pytest.raises(ValueError, match=r"axes of the mesh.*modle.*Did you mean 'model'\?"):
         ktd.TPUStrategy({"data": 4, "model": 2}, [("kernel", (None, "modle"))])

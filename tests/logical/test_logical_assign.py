@@ -535,3 +535,9 @@ def test_in_strategy_run():
         assert_close(each, 2 * expected)
     for each in strategy.local_results(summed):
         assert_close(each, strategy.num_replicas_in_sync * expected)
+
+
+def test_a_tensor_that_no_layer_made():
+    strategy = ktd.TPUStrategy({"data": 4, "logical": 2})
+    with pytest.raises(ValueError, match=r"A layer, the output of a layer, or a function"):
+        strategy.assign_to_logical_device(keras.KerasTensor((2, 3)), 0)

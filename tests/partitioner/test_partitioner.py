@@ -351,6 +351,28 @@ def test_a_function_is_traced_once_and_given_its_inputs_back():
     assert traces == [(8,)]
 
 
+@pytest.mark.parametrize("start", [100, -100, 9])
+def test_a_constant_place_beyond_the_end(start):
+    mesh = ktd.TPUStrategy({"data": 4, "model": 2}).mesh
+    rows = np.arange(16, dtype="float32")
+
+    def program(x):
+        part = jax.lax.dynamic_slice(x, (start,), (8,))
+        return part, jax.lax.dynamic_update_slice(x, part * 2, (start,))
+
+    by_rows = jax.NamedSharding(mesh, P("data"))
+    split = Jitted(program, mesh, lambda x: (by_rows,))
+    assert_close(jax.tree.map(np.asarray, split(jax.device_put(rows, by_rows))), program(rows))
+
+
+def test_tokens_have_no_shape():
+    def program(x):
+        return x * 2, jax.lax.create_token(), jax.lax.after_all(jax.lax.create_token())
+
+    mesh = ktd.TPUStrategy({"data": 4, "model": 2}).mesh
+    Spread(jax.make_jaxpr(program)(np.ones(8)), [["data"]], [], mesh)
+
+
 def test_which_axes_split_which_dimension():
     strategy = ktd.TPUStrategy(MESHES[0])
 

@@ -40,6 +40,29 @@ def compilations():
     return counted
 
 
+def test_an_argument_of_nothing_shifts_no_axis():
+    options = RunOptions(buckets="power_of_two", axis=(None, 1, None))
+    assert options.axes((None, np.ones((2, 3)), np.ones((2, 3))), [2, 2]) == [1, None]
+    assert options.axes((np.ones(2), {"a": np.ones((2, 3))}, 1.0), [1, 2, 0]) == [None, 1, None]
+
+
+@pytest.mark.parametrize("axis", [-1, "1", (1, 2.5)])
+def test_an_axis_that_is_none(axis):
+    with pytest.raises(ValueError, match=r"RunOptions.axis is a dimension.*Count dimensions from"):
+        RunOptions(buckets="power_of_two", axis=axis)
+
+
+def test_rows_are_not_padded_to_buckets(two):
+    value = two.distribute_values_from_function(lambda _: np.ones(3, "float32"))
+    whole = two.run(lambda x: x * 2.0, args=(value,))
+    options = RunOptions(buckets="power_of_two", axis=0)
+    out = two.run(lambda x: jnp.where(context().length_mask, x, 0).sum(), (whole,), options=options)
+    assert_close([np.asarray(v) for v in two.local_results(out)], [6.0, 6.0])
+    (batch,) = two.distribute_dataset(np.ones((6, 2), "float32"), batch_size=6)
+    with pytest.raises(ValueError, match=r"padded by RunOptions\(dynamic_batch=True\), not to"):
+        two.run(lambda x: x.sum(), (batch,), options=options)
+
+
 @pytest.mark.slow
 def test_lengths_1_to_100_compile_at_most_7_programs(two):
     """Equal to the unpadded ones: what is computed along the length, and what is reduced."""

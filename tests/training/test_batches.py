@@ -1,5 +1,7 @@
 """Every kind of input, every batch axis, nothing read too early."""
 
+from typing import NamedTuple
+
 import jax
 import keras
 import numpy as np
@@ -8,6 +10,7 @@ from helpers import assert_close, built, data, mlp
 from jax.sharding import PartitionSpec
 
 import keras_tpu_dist as ktd
+from keras_tpu_dist.training.batch_axis import element_names
 from keras_tpu_dist.training.batches import BatchPlacer, PlacedBatch, Slot
 from keras_tpu_dist.training.iterator import DeviceIterator
 
@@ -406,3 +409,23 @@ def test_sparse_and_dense_batches_of_one_shape(sparse_first):
         for batch in batches:
             model.fit(one(batch), steps_per_epoch=1, shuffle=False, verbose=0)
     assert_close(models[0].get_weights(), models[1].get_weights())
+
+
+def test_a_batch_with_names():
+    class Batch(NamedTuple):
+        x: np.ndarray
+        y: np.ndarray
+
+    batch = Batch(np.zeros((5, 2)), np.zeros((4, 1)))
+    assert element_names(batch) == ["x", "y"]
+    placer = ktd.TPUStrategy().placer
+    with pytest.raises(ValueError, match=r"same number of rows.*x with 5 rows and y with 4"):
+        placer.place(batch)
+    placed = placer.place(Batch(np.zeros((5, 2)), np.zeros((5, 1))))
+    assert isinstance(placed.data, Batch)
+
+
+def test_names_of_elements():
+    assert element_names(({"b": 1, "a": 2}, [3], None, 4)) == ["x['a']", "x['b']", "y[0]", "x[3]"]
+    assert element_names({"image": 1}) == ["x['image']"]
+    assert element_names(1) == ["x"]

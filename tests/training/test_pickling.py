@@ -17,10 +17,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:Skipping variable loading for op
 WAYS = {"deepcopy": copy.deepcopy, "pickle": lambda one: pickle.loads(pickle.dumps(one))}
 
 
-def layout_map():
+def layout_map(axis="model"):
     mesh = keras.distribution.DeviceMesh((4, 2), ("data", "model"), jax.devices())
     layout = keras.distribution.LayoutMap(mesh)
-    layout["dense.*kernel"] = (None, "model")
+    layout["dense.*kernel"] = (None, axis)
     return ktd.TPUStrategy(layout=layout)
 
 
@@ -29,6 +29,13 @@ STRATEGIES = {
     "plan": lambda: ktd.TPUStrategy({"data": 4, "model": 2}, "fsdp", shard_optimizer=True),
     "rules": lambda: ktd.TPUStrategy({"data": 4, "model": 2}, [("kernel", (None, "model"))]),
     "layout map": layout_map,
+    "map on logical": lambda: ktd.TPUStrategy(
+        DeviceAssignment.build("v5e:2x4", computation_shape=(2, 2)),
+        layout_map("data").layouts.layout,
+    ),
+    "map on a slice": lambda: ktd.TPUStrategy(
+        {"data": 4, "model": 2}, layout_map().layouts.layout, topology="v5e:2x4"
+    ),
     "some devices": lambda: ktd.TPUStrategy({"data": 2}, devices=jax.devices()[5:7], prefetch=3),
     "logical": lambda: ktd.TPUStrategy(DeviceAssignment.build("v5e:2x4", computation_shape=(2, 2))),
     "slice": lambda: ktd.TPUStrategy({"data": 8, "model": 2}, "auto", topology="v5e:4x4"),
@@ -49,7 +56,7 @@ def test_a_strategy(kind, way):
     assert type(again.layouts.layout) is type(strategy.layouts.layout)
     if kind in ("plan", "rules"):
         assert again.layouts.layout == strategy.layouts.layout
-    if kind == "layout map":
+    if "map" in kind:
         assert (
             dict(again.layouts.layout.items()).keys()
             == dict(strategy.layouts.layout.items()).keys()
