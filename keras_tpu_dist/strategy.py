@@ -391,11 +391,3 @@ def _check_environment() -> None:
                 fix="Unset KERAS_NNX_ENABLED.",
             )
         )
-    if jax.process_count() > 1:
-        raise NotImplementedError(
-            message(
-                "TPUStrategy runs in one process for now.",
-                received={"jax.process_count()": jax.process_count()},
-                fix="Use one host, or keras.distribution.DataParallel.",
-            )
-        )

@@ -24,8 +24,8 @@ ROOMS = {
     "layout": {*BASE, "hardware", "partitioner"},
     "layers": {*BASE, "hardware", "layout", "recurrence"},
     "logical": {*BASE, "hardware", "layout", "partitioner"},
-    "training": {*BASE, "hardware", "layout", "partitioner"},
-    "replica": {*BASE, "layout", "partitioner", "training"},
+    "training": {*BASE, "hardware", "layout", "partitioner", "processes"},
+    "replica": {*BASE, "layout", "partitioner", "processes", "training"},
     "callbacks": {*BASE, "training"},
     "dryrun": {*BASE, "hardware", "hlo", "layout", "training"},
 }

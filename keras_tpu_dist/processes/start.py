@@ -11,6 +11,9 @@ from keras_tpu_dist import _keras
 from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.once import say_once
+from keras_tpu_dist.processes import watch
+from keras_tpu_dist.processes.channel import Channel, opened
+from keras_tpu_dist.processes.saving import print_in_one_process
 
 logger = logging.getLogger("keras_tpu_dist")
 
@@ -19,6 +22,7 @@ COORDINATOR, NUM_PROCESSES, PROCESS_ID = "KTD_COORDINATOR", "KTD_NUM_PROCESSES",
 # As sysexits.h has it: a service that is needed is not there.
 EXIT_UNAVAILABLE = 69
 
+_LATER_S = 10
 _ARGUMENTS = ("coordinator", "num_processes", "process_id")
 _FIX = 'Write ktd.initialize("10.0.0.1:8476", num_processes=4, process_id=0).'
 
@@ -78,13 +82,25 @@ def initialize(
                 *given,
                 cluster_detection_method=None if None in given else "deactivate",
                 initialization_timeout=int(timeout_s) + 60,
-                heartbeat_timeout_seconds=int(peer_timeout_s),
-                shutdown_timeout_seconds=int(peer_timeout_s),
+                # The watch, which knows more, comes first.
+                heartbeat_timeout_seconds=int(2 * peer_timeout_s) + _LATER_S,
+                shutdown_timeout_seconds=int(2 * peer_timeout_s) + _LATER_S,
             )
         except ValueError as error:
             _no_cluster(given, error)
             return
-    logger.info("process %d of %d", jax.process_index(), jax.process_count())
+    _watch_peers(peer_timeout_s)
+
+
+def _watch_peers(peer_timeout_s: float) -> None:
+    _, number, own = _keras.started_as()
+    if number == 1:
+        return
+    logger.info("process %d of %d", own, number)
+    channel = Channel(_keras.coordination_client(), own, number)
+    channel.why_not = watch.start(channel, own, number, peer_timeout_s).why_not
+    opened(channel)
+    print_in_one_process()
 
 
 def _no_cluster(given: tuple, error: ValueError) -> None:

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.once import say_once
 from keras_tpu_dist.layout.axes import named_sharding
+from keras_tpu_dist.processes.arrays import put
 from keras_tpu_dist.training.batch_axis import (
     checked_batch_axis,
     element_names,
@@ -96,7 +97,7 @@ class BatchPlacer:
     def replica_ids(self) -> jax.Array:
         """The number of each replica, on its devices; shape `(replicas,)`."""
         ids = np.arange(self.num_shards, dtype=np.int32)
-        return jax.device_put(ids, self.sharding(0))
+        return put([ids], [self.sharding(0)])[0]
 
     def place(self, batch: Any) -> PlacedBatch:
         """Transfers a host batch, padded where its rows do not divide.
@@ -118,7 +119,7 @@ class BatchPlacer:
             else leaf
             for leaf, slot, padding in zip(leaves, plan.slots, plan.paddings)
         ]
-        arrays = jax.device_put(leaves, list(plan.shardings))
+        arrays = put(leaves, plan.shardings)
         return PlacedBatch(jax.tree.unflatten(treedef, arrays), plan.slots)
 
     def place_many(self, batches: list) -> PlacedBatch | None:
@@ -145,7 +146,7 @@ class BatchPlacer:
             for column, slot, padding in zip(columns, plan.slots, plan.paddings)
         ]
         stack = PlacedBatch(jax.tree.unflatten(treedef, columns), plan.slots)
-        arrays = jax.device_put(columns, self.shardings(stack, stacked=True))
+        arrays = put(columns, self.shardings(stack, stacked=True))
         return PlacedBatch(jax.tree.unflatten(treedef, arrays), plan.slots)
 
     def place_eagerly(self, batch: Any) -> Any:
@@ -175,7 +176,7 @@ class BatchPlacer:
             self._replicated if whole or padding else sharding
             for sharding, padding in zip(plan.shardings, plan.paddings)
         ]
-        return jax.tree.unflatten(treedef, jax.device_put(leaves, shardings))
+        return jax.tree.unflatten(treedef, put(leaves, shardings))
 
     def axes(self, batch: Any) -> list[int | None]:
         """The batch dimension of each array of a batch, in the order of `flatten`.

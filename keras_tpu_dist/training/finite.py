@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.layout.axes import named_sharding
+from keras_tpu_dist.processes.arrays import put
 from keras_tpu_dist.training.batch_axis import element_names, flatten
 from keras_tpu_dist.training.batches import PlacedBatch
 
@@ -110,7 +111,7 @@ class FiniteWatch:
             mesh: The mesh on which these two scalars are replicated before the first launch.
         """
         if self.health is None:
-            self.health = jax.device_put([np.bool_(True), np.int32(0)], named_sharding(mesh))
+            self.health = put([np.bool_(True), np.int32(0)], [named_sharding(mesh)] * 2)
         return self.health
 
     def noted(self, outputs: Any, batch: Any, steps: int) -> Any:

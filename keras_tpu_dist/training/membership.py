@@ -26,6 +26,7 @@ class Membership:
     guard: StateGuard | None = None
     placement: Placement | None = None
     linted: bool = False
+    compared: bool = False
     _targets: list[tuple[Any, Any]] = field(default_factory=list)
     _version: int = -1
 

@@ -13,9 +13,11 @@ import keras
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.layout.annotations import place_output
+from keras_tpu_dist.layout.axes import named_sharding
 from keras_tpu_dist.layout.layouts import Layouts
 from keras_tpu_dist.layout.lint import lint_model, log_report
 from keras_tpu_dist.training import membership
+from keras_tpu_dist.training.alike import compare_weights, compared, together
 from keras_tpu_dist.training.auto_steps import AutoSteps
 from keras_tpu_dist.training.batches import BatchPlacer
 from keras_tpu_dist.training.guard import StateGuard, recover, states_to_keep
@@ -62,6 +64,7 @@ class Runner:
         self.prefetch = options.batches_ahead(layouts.mesh.devices.flat[0].platform)
         self.reports = InputReports()
         self._only_described = only_described
+        self._is_local = named_sharding(layouts.mesh).is_fully_addressable
 
     @contextlib.contextmanager
     def running(
@@ -90,8 +93,9 @@ class Runner:
                 )
             )
         _check_input(name, args, kwargs)
-        with strategy.scope():
+        with strategy.scope(), together(name, model):
             member = membership.adopt(model, strategy)
+            compare_weights(member, model)
             if _keras.has_state(model):
                 # Called within a fit, from a callback: the variables hold that fit's newest
                 # state, and the fit reads it from there when it goes on.
@@ -162,6 +166,8 @@ class Runner:
         if call is not None:
             call.auto_steps.choose(epoch_iterator)
         batches = iter(epoch_iterator.data_adapter.get_jax_iterator())
+        if not self._is_local:
+            batches = compared(batches)
         if self.options.input_timeout_s is not None:
             batches = TimedInput(batches, self.options.input_timeout_s)
         steps, clock = epoch_iterator.steps_per_epoch, self.reports.new_clock()

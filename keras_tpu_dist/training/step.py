@@ -62,8 +62,8 @@ def jitted_step(
 
     def one_step(state, batch: PlacedBatch):
         outputs, new_state = step(state, placer.trim(batch))
-        if kind == "predict" and batch.ragged:
-            # Uneven rows cannot leave a program split over devices.
+        if kind == "predict" and (batch.ragged or not replicated.is_fully_addressable):
+            # Uneven rows cannot leave a program split over devices, and each host reads them all.
             outputs = jax.lax.with_sharding_constraint(outputs, replicated)
         return outputs, tuple(list(group) for group in new_state)
 

@@ -1,0 +1,148 @@
+"""The host channel: what processes tell each other beside the devices, by JAX's coordinator.
+
+A collective that not every process launches cannot be interrupted. So before the host starts one
+(a fit, reading a weight that lies on several hosts, saving) all processes say here what they are
+about to do, and all raise if it is not the same.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from keras_tpu_dist import _keras
+from keras_tpu_dist.common.errors import message
+
+_ROOM = "keras_tpu_dist"
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.0005, 0.05
+_LONGEST_UNWATCHED_WAIT_S = 300
+
+
+class PeerError(RuntimeError):
+    """Another process failed, ended, or does something else."""
+
+
+class Channel:
+    """This process's end of the channel.
+
+    Args:
+        client: JAX's client of the coordination service.
+        process_id: This process.
+        num_processes: How many there are.
+        why_not: From the processes that are waited for, and the seconds so far, to the reason to
+            wait no longer, or `None`.
+    """
+
+    def __init__(
+        self,
+        client: Any,
+        process_id: int,
+        num_processes: int,
+        why_not: Callable[[list[int], float], str | None] = lambda missing, waited_s: None,
+    ):
+        self._client = client
+        self._process_id = process_id
+        self._num_processes = num_processes
+        self.why_not = why_not
+        self._calls = 0
+
+    def tell(self, room: str, value: Any) -> None:
+        """Writes what all processes can read.
+
+        Args:
+            room: A name; what this process wrote there before is replaced.
+            value: Plain data, for JSON.
+        """
+        key = f"{_ROOM}/{room}/{self._process_id}"
+        self._client.key_value_set(key, json.dumps(value), allow_overwrite=True)
+
+    def told(self, room: str) -> dict[int, Any]:
+        """What each process wrote, by its number; without those that have not.
+
+        Args:
+            room: A name.
+        """
+        found = self._client.key_value_dir_get(f"{_ROOM}/{room}/")
+        return {int(key.rpartition("/")[2]): json.loads(value) for key, value in found}
+
+    def agree(self, what: str, fix: str, value: Any = None) -> list[Any]:
+        """Waits until all processes are about to do the same thing.
+
+        Args:
+            what: What that is, in words that are the same everywhere: `"fit of model 'a'"`.
+            fix: What to write if it is not, for the error.
+            value: Plain data for the others.
+
+        Returns:
+            The values of all processes, in their order.
+
+        Raises:
+            PeerError: On every process, if one does something else, has ended, or does not come.
+        """
+        self._calls += 1
+        room = f"agree/{self._calls}"
+        self.tell(room, [what, value])
+        here = self._gathered(room, what, fix)
+        if self._calls > 1:
+            # All have come here, so all have read what was said before.
+            self._client.key_value_delete(f"{_ROOM}/agree/{self._calls - 1}/{self._process_id}")
+        if len({said for said, _ in here.values()}) > 1:
+            raise PeerError(_apart({i: said for i, (said, _) in here.items()}, fix))
+        return [here[i][1] for i in range(self._num_processes)]
+
+    def _gathered(self, room: str, what: str, fix: str) -> dict[int, Any]:
+        began = time.monotonic()
+        wait = _FIRST_WAIT_S
+        while True:
+            here = self.told(room)
+            missing = [i for i in range(self._num_processes) if i not in here]
+            if not missing:
+                return here
+            why = self.why_not(missing, time.monotonic() - began)
+            if why is not None:
+                said = {i: each for i, (each, _) in here.items()}
+                raise PeerError(_apart({**said, **dict.fromkeys(missing, why)}, fix))
+            time.sleep(wait)
+            wait = min(2 * wait, _LONGEST_WAIT_S)
+
+
+def _apart(said: dict[int, str], fix: str) -> str:
+    return message(
+        "All processes call what needs all of them, in the same order.",
+        received="; ".join(f"process {i}: {words}" for i, words in sorted(said.items())) + ".",
+        fix=fix,
+    )
+
+
+_open: Channel | None = None
+
+
+def opened(channel: Channel | None) -> None:
+    """Makes a channel this process's.
+
+    Args:
+        channel: The channel, or `None` to have none.
+    """
+    global _open
+    _open = channel
+
+
+def agree(what: str, fix: str, value: Any = None) -> list[Any]:
+    """Waits for all processes; with one process it returns at once. See `Channel.agree`."""
+    if _open is None:
+        _open_without_initialize()
+    return [value] if _open is None else _open.agree(what, fix, value)
+
+
+def _open_without_initialize() -> None:
+    """For programs that called `jax.distributed.initialize` themselves."""
+    client = _keras.coordination_client()
+    if client is not None and jax.process_count() > 1:
+        opened(Channel(client, jax.process_index(), jax.process_count(), _not_there))
+
+
+def _not_there(missing: list[int], waited_s: float) -> str | None:
+    late = waited_s > _LONGEST_UNWATCHED_WAIT_S
+    return f"not there after {_LONGEST_UNWATCHED_WAIT_S} s" if late else None

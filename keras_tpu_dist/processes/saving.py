@@ -1,0 +1,74 @@
+"""Files of several processes: one writes, the others take part in reading the weights, and wait."""
+
+import os
+import tempfile
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+
+from keras_tpu_dist import _keras
+from keras_tpu_dist.processes.arrays import whole
+from keras_tpu_dist.processes.channel import PeerError, agree
+
+_FIX = (
+    "Call save in all processes, not under `if jax.process_index() == 0`: one of them writes, all "
+    "give their parts of the weights."
+)
+
+
+def _written_once(stock, model, filepath, *args, **kwargs):
+    if jax.process_count() == 1:
+        return stock(model, filepath, *args, **kwargs)
+    agree(f"saving model {model.name!r} to {filepath}", _FIX)
+    error = None
+    with tempfile.TemporaryDirectory() as elsewhere:
+        if jax.process_index():
+            filepath = os.path.join(elsewhere, os.path.basename(str(filepath)))
+        try:
+            stock(model, filepath, *args, **kwargs)
+        except PeerError:
+            raise
+        except Exception as caught:
+            # The others are told first; then it is raised.
+            error = caught
+    told = agree("saved", _FIX, None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    failed = [f"process {i}: {words}" for i, words in enumerate(told) if words]
+    if failed:
+        raise PeerError(f"Saving failed elsewhere. {'; '.join(failed)}")
+
+
+def _values(stock, variable: Any, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    # NumPy 2 passes `copy`, which Keras's own does not know: it makes no copy unless it must.
+    value = variable.value
+    elsewhere = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
+    if elsewhere and not value.is_fully_addressable:
+        return np.asarray(whole(value), dtype)
+    return np.array(stock(variable, dtype), copy=copy)
+
+
+def print_in_one_process() -> None:
+    """Leaves Keras's progress bars and messages to process 0."""
+    if jax.process_index():
+        keras.config.disable_interactive_logging()
+
+
+_keras.declare(
+    *(
+        _keras.Replacement(
+            *("keras.src.saving.saving_api", name, _written_once),
+            why="several processes would write one file at the same time",
+            hook="a distribution that says which process writes",
+            parameters=("model", "filepath"),
+        )
+        for name in ("save_model", "save_weights")
+    ),
+    _keras.Replacement(
+        *("keras:Variable", "__array__", _values),
+        why="a weight that lies on several hosts cannot be read: get_weights, save, callbacks",
+        hook="a distribution that reads variables",
+    ),
+)

@@ -1,0 +1,173 @@
+"""Notices that another process failed or is silent, and ends this one with the reason.
+
+A launched collective that another process will never join cannot be interrupted, so the end is
+the process's: after an error in the log that names the other process, where it was, and what it
+said itself.
+"""
+
+import atexit
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from typing import Any
+
+from keras_tpu_dist.processes.channel import Channel
+
+logger = logging.getLogger("keras_tpu_dist")
+
+# As sysexits.h has it: an error in a remote system, to be tried again.
+EXIT_PEER = 75
+_BEAT_S = 1.0
+# Seconds in which the program may end by its own exception before the watch ends it.
+_GRACE_S = 3.0
+_MOST_BEATS_PER_SECOND = 64
+
+
+class Watch:
+    """Says that this process lives, and looks whether the others do.
+
+    Args:
+        channel: The host channel.
+        process_id: This process.
+        num_processes: How many there are.
+        peer_timeout_s: Seconds of silence after which a process is taken for dead.
+    """
+
+    def __init__(
+        self, channel: Channel, process_id: int, num_processes: int, peer_timeout_s: float
+    ):
+        self._channel = channel
+        self._process_id = process_id
+        self._num_processes = num_processes
+        self._peer_timeout_s = peer_timeout_s
+        self._beats = 0
+        self._where = "before its first call"
+        self._inside = False
+        self._heard: dict[int, tuple[int, float]] = {}
+        self._gone: dict[int, str] = {}
+        self._positions: dict[int, tuple[str, bool]] = {}
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ktd-watch", daemon=True)
+
+    def start(self) -> None:
+        """Starts to watch, and to tell the others how this process ends."""
+        stock = sys.excepthook
+
+        def told(kind, error, trace):
+            stock(kind, error, trace)
+            self.failed("".join(traceback.format_exception_only(kind, error)).strip())
+
+        sys.excepthook = told
+        # Registered after JAX's own, which waits for the others, and so run before it.
+        atexit.register(self.ended)
+        self._thread.start()
+
+    def at(self, where: str, inside: bool) -> tuple[str, bool]:
+        """Notes where this process is, for the others' errors; returns where it was.
+
+        Args:
+            where: In words.
+            inside: Whether it may be waiting for others there.
+        """
+        before = self._where, self._inside
+        self._where, self._inside = where, inside
+        return before
+
+    def why_not(self, missing: list[int], waited_s: float) -> str | None:
+        """Why some of the processes will not come, or `None`.
+
+        One that lives and is on its way is waited for, however long that takes. One that is still
+        inside of a call that all had begun is not on its way.
+
+        Args:
+            missing: The numbers of those that are waited for.
+            waited_s: For how many seconds.
+        """
+        gone = {**self._told_gone(), **self._gone}
+        reason = next((gone[i] for i in missing if i in gone), None)
+        inside = [self._positions[i][0] for i in missing if self._positions.get(i, ("", False))[1]]
+        if reason or waited_s < self._peer_timeout_s or not (inside and self._inside):
+            return reason
+        return f"still {inside[0]} after {self._peer_timeout_s:g} s"
+
+    def failed(self, error: str) -> None:
+        """Tells the others that this process ends by an error, and ends it.
+
+        Args:
+            error: The error's text.
+        """
+        self._ends.set()
+        self._channel.tell("gone", f"failed {self._where} with {error}")
+        # The coordinator, if this is it, takes with it what nobody has read.
+        end = time.monotonic() + 2 * _BEAT_S + _GRACE_S
+        while time.monotonic() < end and len(self._channel.told("read")) < self._num_processes - 1:
+            time.sleep(0.05)
+        _exit(1)
+
+    def ended(self) -> None:
+        """Tells the others that this program came to its end."""
+        if not self._ends.is_set():
+            self._ends.set()
+            self._channel.tell("gone", f"has ended its program {self._where}")
+
+    def _run(self) -> None:
+        while not self._ends.wait(max(_BEAT_S, self._num_processes / _MOST_BEATS_PER_SECOND)):
+            self._beats += 1
+            self._channel.tell("alive", [self._beats, self._where, self._inside])
+            self._listen(self._channel.told("alive"))
+            self._gone.update(self._told_gone())
+            fatal = {i: why for i, why in self._gone.items() if self._is_fatal(why)}
+            if fatal:
+                self._end(fatal)
+
+    def _told_gone(self) -> dict[int, str]:
+        gone = self._channel.told("gone")
+        gone.pop(self._process_id, None)
+        return gone
+
+    def _listen(self, alive: dict[int, Any]) -> None:
+        now = time.monotonic()
+        for i in range(self._num_processes):
+            beats, where, inside = alive.get(i, (0, "before its first call", False))
+            if i == self._process_id or self._heard.get(i, (-1, now))[0] != beats:
+                self._heard[i] = beats, now
+                self._positions[i] = where, inside
+            elif now - self._heard[i][1] > self._peer_timeout_s:
+                self._gone[i] = f"silent for {self._peer_timeout_s:g} s, last heard {where}"
+
+    def _is_fatal(self, why: str) -> bool:
+        return self._inside or not why.startswith("has ended")
+
+    def _end(self, fatal: dict[int, str]) -> None:
+        """Ends this process, unless it does so itself within a few seconds."""
+        self._channel.tell("read", sorted(fatal))
+        words = "; ".join(f"process {i} {why}" for i, why in sorted(fatal.items()))
+        logger.critical("process %d ends (%s): %s", self._process_id, self._where, words)
+        if not self._ends.wait(_GRACE_S):
+            _exit(EXIT_PEER)
+
+
+def _exit(code: int) -> None:
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+_watch: Watch | None = None
+
+
+def start(channel: Channel, process_id: int, num_processes: int, peer_timeout_s: float) -> Watch:
+    """Starts the watch of this process. See `Watch`."""
+    global _watch
+    _watch = Watch(channel, process_id, num_processes, peer_timeout_s)
+    _watch.start()
+    return _watch
+
+
+def at(where: str, inside: bool) -> tuple[str, bool] | None:
+    """Notes where this process is, if it is one of several. See `Watch.at`."""
+    return None if _watch is None else _watch.at(where, inside)
