@@ -9,7 +9,7 @@ import keras
 import numpy as np
 
 from keras_tpu_dist import _keras
-from keras_tpu_dist.processes.arrays import whole
+from keras_tpu_dist.processes.arrays import put, whole
 from keras_tpu_dist.processes.channel import PeerError, agree
 
 _FIX = (
@@ -50,6 +50,16 @@ def _values(stock, variable: Any, dtype: Any = None, copy: bool | None = None) -
     return np.array(stock(variable, dtype), copy=copy)
 
 
+def _assigned(stock, variable: Any, value: Any) -> None:
+    layout = _keras.variable_layout(variable)
+    here = not isinstance(value, jax.Array) or value.is_fully_addressable
+    if not isinstance(layout, jax.sharding.Sharding) or layout.is_fully_addressable or not here:
+        stock(variable, value)
+    else:
+        # Stock would have all processes compare the value, by a collective for each variable.
+        stock(variable, put([value], [layout])[0])
+
+
 def print_in_one_process() -> None:
     """Leaves Keras's progress bars and messages to process 0."""
     if jax.process_index():
@@ -70,5 +80,11 @@ _keras.declare(
         *("keras:Variable", "__array__", _values),
         why="a weight that lies on several hosts cannot be read: get_weights, save, callbacks",
         hook="a distribution that reads variables",
+    ),
+    _keras.Replacement(
+        *("keras:Variable", "_direct_assign", _assigned),
+        why="processes that build different models would meet in different collectives",
+        hook="a distribution that places variables",
+        parameters=("value",),
     ),
 )

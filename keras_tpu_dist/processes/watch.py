@@ -14,6 +14,8 @@ import time
 import traceback
 from typing import Any
 
+import jax
+
 from keras_tpu_dist.processes.channel import Channel
 
 logger = logging.getLogger("keras_tpu_dist")
@@ -58,6 +60,8 @@ class Watch:
 
         def told(kind, error, trace):
             stock(kind, error, trace)
+            if issubclass(kind, jax.errors.JaxRuntimeError):
+                self._say_who_is_gone()
             self.failed("".join(traceback.format_exception_only(kind, error)).strip())
 
         sys.excepthook = told
@@ -112,6 +116,14 @@ class Watch:
         if not self._ends.is_set():
             self._ends.set()
             self._channel.tell("gone", f"has ended its program {self._where}")
+
+    def _say_who_is_gone(self) -> None:
+        """Where a collective failed, the reason may be a process that is not heard from."""
+        end = time.monotonic() + self._peer_timeout_s + 2 * _BEAT_S
+        while time.monotonic() < end and not self._gone:
+            time.sleep(_BEAT_S / 4)
+        for i, why in sorted(self._gone.items()):
+            logger.critical("process %d %s", i, why)
 
     def _run(self) -> None:
         while not self._ends.wait(max(_BEAT_S, self._num_processes / _MOST_BEATS_PER_SECOND)):

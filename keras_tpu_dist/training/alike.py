@@ -1,6 +1,7 @@
 """Several processes that run one model have the same weights, the same data, the same calls."""
 
 import contextlib
+import itertools
 import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -41,11 +42,13 @@ def together(name: str, model: Any) -> Iterator[None]:
     outer = watch.at(f"in {what}", inside=True)
     try:
         yield
-    finally:
-        if outer is not None and outer[1]:
-            watch.at(outer[0], inside=True)
-        else:
-            watch.at(f"after {what}", inside=False)
+    except BaseException:
+        watch.at(f"in {what}", inside=False)
+        raise
+    if outer is not None and outer[1]:
+        watch.at(outer[0], inside=True)
+    else:
+        watch.at(f"after {what}", inside=False)
 
 
 def compare_weights(member: Membership, model: Any) -> None:
@@ -65,7 +68,11 @@ def compare_weights(member: Membership, model: Any) -> None:
         "Call keras.utils.set_random_seed(0) in all processes before the model is built, or load "
         "its weights from a file."
     )
-    told = agree(f"comparing the weights of model {model.name!r}", fix, _parts(variables))
+    named = [f"{v.path} {tuple(v.shape)} {v.dtype}" for v in variables]
+    what = f"comparing the weights of model {model.name!r}"
+    told = agree(what, fix, {"names": named, "parts": _parts(variables)})
+    _check_same_variables(named, [each["names"] for each in told])
+    told = [each["parts"] for each in told]
     for index, variable in enumerate(variables):
         for part in {part for each in told for part in each[index]}:
             marks = {i: each[index][part] for i, each in enumerate(told) if part in each[index]}
@@ -79,6 +86,21 @@ def compare_weights(member: Membership, model: Any) -> None:
                     )
                 )
     member.compared = True
+
+
+def _check_same_variables(mine: list[str], told: list[list[str]]) -> None:
+    for i, theirs in enumerate(told):
+        pairs = itertools.zip_longest(mine, theirs, fillvalue="nothing")
+        different = next(((a, b) for a, b in pairs if a != b), None)
+        if different is not None:
+            raise ValueError(
+                message(
+                    "All processes build the same model.",
+                    received=f"{different[0]} in process {jax.process_index()}, {different[1]} in "
+                    f"process {i}.",
+                    fix="Let nothing in the build depend on the process.",
+                )
+            )
 
 
 def compared(batches: Iterable) -> Iterator:

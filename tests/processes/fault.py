@@ -1,0 +1,95 @@
+"""What goes wrong in one process of several; `test_faults.py` looks how all of them end."""
+
+import os
+import signal
+import sys
+import time
+
+import jax
+import keras
+import numpy as np
+
+import keras_tpu_dist as ktd
+
+PEER_TIMEOUT_S = 6
+
+
+class At(keras.callbacks.Callback):
+    """Does something in one process at the end of the first epoch's second batch, or epoch."""
+
+    def __init__(self, act, epoch=False):
+        super().__init__()
+        self.act, self.epoch = act, epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 1 and not self.epoch and jax.process_index() == 1:
+            self.act()
+
+    def on_epoch_end(self, epoch, logs=None):
+        if self.epoch and jax.process_index() == 1:
+            self.act()
+
+
+def fail():
+    raise OSError("the disk of this host is full")
+
+
+def kill(number):
+    return lambda: os.kill(os.getpid(), number)
+
+
+def batches(fault):
+    for i in range(100):
+        if fault == "input" and i == 3 and jax.process_index() == 1:
+            raise OSError("the file of this host is gone")
+        yield np.full((8, 4), i, "float32"), np.zeros((8, 1), "float32")
+
+
+def main(fault, folder):
+    ktd.initialize(timeout_s=5 if fault == "missing" else 60, peer_timeout_s=PEER_TIMEOUT_S)
+    alone = jax.process_index() == 1
+    keras.utils.set_random_seed(int(alone) if fault == "seed" else 0)
+    strategy = ktd.TPUStrategy({"data": 2, "model": 2}, "tensor_parallel")
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.Dense(1)])
+        if fault == "layers" and alone:
+            model = keras.Sequential(
+                [keras.Input((4,)), keras.layers.Dense(9), keras.layers.Dense(1)], name="sequential"
+            )
+        if fault == "model" and alone:
+            model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)], name="other")
+        model.compile("sgd", "mse")
+    x = np.arange(64, dtype="float32").reshape(16, 4) / 64
+    if fault == "data" and alone:
+        x = x[::-1]
+    y = x[:, :1]
+    callbacks = {
+        "callback": At(fail),
+        "epoch end": At(fail, epoch=True),
+        "kill": At(kill(signal.SIGKILL)),
+        "stop": At(kill(signal.SIGSTOP)),
+        "save in callback": At(lambda: model.save(f"{folder}/a.keras"), epoch=True),
+    }
+    if fault == "input":
+        model.fit(batches(fault), steps_per_epoch=50, epochs=2, verbose=0)
+    else:
+        model.fit(
+            x,
+            y,
+            batch_size=4,
+            epochs=3,
+            verbose=0,
+            callbacks=[*filter(None, [callbacks.get(fault)])],
+        )
+    if fault == "save alone" and jax.process_index() == 0:
+        model.save(f"{folder}/a.keras")
+    if fault == "fit alone" and alone:
+        model.fit(x, y, verbose=0)
+    if fault == "slow" and alone:
+        time.sleep(2 * PEER_TIMEOUT_S)
+    model.evaluate(x, y, verbose=0)
+    print("came to its end")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])

@@ -1,0 +1,106 @@
+"""What `test_processes.py` runs as several processes, and once as one: results into a file."""
+
+import json
+import os
+import sys
+
+import jax
+import keras
+import numpy as np
+
+import keras_tpu_dist as ktd
+
+ROWS, BATCH = 29, 8
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(ROWS, 12)).astype("float32")
+Y = RNG.normal(size=(ROWS, 4)).astype("float32")
+MESHES = {
+    "data": ({"data": 8}, None),
+    "fsdp": ({"fsdp": 8}, "fsdp"),
+    "tensor": ({"data": 2, "model": 4}, "tensor_parallel"),
+    "model": ({"data": 1, "model": 8}, "tensor_parallel"),
+    "cube": ({"data": 2, "fsdp": 2, "model": 2}, "tensor_parallel"),
+    "zero": ({"data": 8}, None),
+}
+
+
+def model(steps):
+    built = keras.Sequential(
+        [
+            keras.Input((12,)),
+            keras.layers.Dense(32, activation="relu"),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dropout(0.2, seed=3),
+            keras.layers.Dense(16, activation="tanh"),
+            keras.layers.Dense(4),
+        ]
+    )
+    built.compile(
+        keras.optimizers.SGD(0.05, momentum=0.9),
+        "mse",
+        metrics=["mae"],
+        steps_per_execution=steps,
+        run_eagerly=steps == "eager",
+    )
+    return built
+
+
+class Sequence(keras.utils.PyDataset):
+    def __len__(self):
+        return -(-ROWS // BATCH)
+
+    def __getitem__(self, index):
+        rows = slice(index * BATCH, (index + 1) * BATCH)
+        return X[rows], Y[rows]
+
+
+def batches():
+    while True:
+        yield from (Sequence()[i] for i in range(len(Sequence())))
+
+
+def fed(kind):
+    if kind == "arrays":
+        return {"x": X, "y": Y, "batch_size": BATCH}
+    if kind == "generator":
+        return {"x": batches(), "steps_per_epoch": len(Sequence())}
+    if kind == "pydataset":
+        return {"x": Sequence(), "shuffle": False}
+    import tensorflow as tf
+
+    return {"x": tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH)}
+
+
+def run(folder, plan, feed, steps):
+    """One case; process 0 writes its numbers, and returns them."""
+    name = f"{plan}-{feed}-{steps}"
+    keras.utils.set_random_seed(0)
+    keras.utils.clear_session()
+    mesh, layout = MESHES[plan]
+    strategy = ktd.TPUStrategy(mesh, layout, shard_optimizer=plan == "zero")
+    with strategy.scope():
+        one = model(steps)
+    validation = (X[:13], Y[:13])
+    history = one.fit(**fed(feed), epochs=2, verbose=0, validation_data=validation).history
+    found = {f"history {key}": np.asarray(values) for key, values in history.items()}
+    found["evaluate"] = np.asarray(one.evaluate(X[:13], Y[:13], batch_size=BATCH, verbose=0))
+    found["predict"] = np.asarray(one.predict(X[:13], batch_size=BATCH, verbose=0))
+    found["on_batch"] = np.asarray(one.train_on_batch(X[:5], Y[:5]))
+    found |= {f"weight {i}": value for i, value in enumerate(one.get_weights())}
+    found |= {f"optimizer {i}": v.numpy() for i, v in enumerate(one.optimizer.variables)}
+    path = os.path.join(folder, f"{name}.keras")
+    one.save(path)
+    one.save_weights(os.path.join(folder, f"{name}.weights.h5"))
+    with strategy.scope():
+        again = keras.saving.load_model(path)
+    found["loaded"] = np.asarray(again.predict(X[:13], batch_size=BATCH, verbose=0))
+    if jax.process_index() == 0:
+        np.savez(os.path.join(folder, f"{name}.npz"), **found)
+    return found
+
+
+if __name__ == "__main__":
+    ktd.initialize(timeout_s=60, peer_timeout_s=20)
+    for case in json.loads(sys.argv[2]):
+        run(sys.argv[1], *case)
+        print("done", *case)

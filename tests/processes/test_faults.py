@@ -1,0 +1,136 @@
+"""A fault in one process ends all, soon, with words that name it; nothing hangs.
+
+`python tests/processes/test_faults.py [runs]` makes all of them, as often as said.
+"""
+
+import collections
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+import time
+
+import pytest
+
+SCRIPT = pathlib.Path(__file__).parent / "fault.py"
+FIT = "fit of model 'sequential'"
+# What each fault ends with: the exit code, and what each process says.
+FAULTS = {
+    "none": (0, "came to its end", "came to its end"),
+    "slow": (0, "came to its end", "came to its end"),
+    "input": (
+        1,
+        f"process 0 ends (in {FIT}): process 1 failed in {FIT} with OSError: the file of this",
+        "OSError: the file of this host is gone",
+    ),
+    "callback": (
+        1,
+        f"process 0 ends (in {FIT}): process 1 failed in {FIT} with OSError: the disk of this",
+        "OSError: the disk of this host is full",
+    ),
+    "epoch end": (
+        1,
+        f"process 0 ends (in {FIT}): process 1 failed in {FIT} with OSError: the disk of this",
+        "OSError: the disk of this host is full",
+    ),
+    "kill": (137, f"process 1 silent for 6 s, last heard in {FIT}", ""),
+    "stop": (75, f"process 1 silent for 6 s, last heard in {FIT}", ""),
+    "save alone": (
+        1,
+        "process 0: saving model 'sequential' to",
+        "process 1: evaluate of model 'sequential'. Call model.evaluate in all processes",
+    ),
+    "save in callback": (
+        1,
+        # Process 0 may be at the next epoch's first batch, or wait for process 1 before.
+        r"process 1(:| failed in fit .*PeerError.* process 1:) saving model 'sequential' to",
+        r"process 0: (still in fit|the first batch).*; process 1: saving model 'sequential' to",
+    ),
+    "fit alone": (1, f"process 1: {FIT}", "process 0: evaluate of model 'sequential'"),
+    "seed": (
+        1,
+        *["All processes hold the same weights. Received: variable 'sequential/dense/k"] * 2,
+    ),
+    "data": (
+        1,
+        *["All processes read the same batches. Received: x of an epoch's first batch"] * 2,
+    ),
+    "model": (1, *[f"process 0: {FIT}; process 1: fit of model 'other'"] * 2),
+    "layers": (1, *["All processes build the same model. Received: sequential/dense"] * 2),
+    "missing": (69, "All processes must come to ktd.initialize()", ""),
+}
+# Start of the processes, and what they may take after a fault can be noticed.
+MOST_S = 90
+
+
+def ends_as_told(fault, folder):
+    """Runs a fault; what was wrong with how it ended, or nothing."""
+    code, *words = FAULTS[fault]
+    command = [sys.executable, "-m", "keras_tpu_dist", "launch", "--processes", "2"]
+    if fault == "missing":
+        command = [sys.executable, "-c", _ONE_OF_TWO, str(SCRIPT)]
+    else:
+        command += ["--devices", "2", str(SCRIPT)]
+    started = time.monotonic()
+    try:
+        done = subprocess.run(
+            [*command, fault, str(folder)],
+            capture_output=True,
+            text=True,
+            timeout=MOST_S,
+            env=os.environ | {"KERAS_BACKEND": "jax"},
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        return [f"still running after {MOST_S} s: {error.stdout!r}"]
+    said = done.stdout + done.stderr
+    wrong = [f"exit code {done.returncode}"] if done.returncode != code else []
+    for number, expected in enumerate(words):
+        lines = [line for line in said.splitlines() if line.startswith(f"[{number}]")]
+        told = "\n".join(lines) if fault != "missing" else said
+        if expected not in told and not re.search(expected, told):
+            wrong.append(f"process {number} does not say {expected!r}")
+    broken = [path for path in pathlib.Path(folder).iterdir() if not _opens(path)]
+    wrong += [f"{path} is broken" for path in broken]
+    return [*wrong, f"after {time.monotonic() - started:.0f} s", said[-4000:]] if wrong else []
+
+
+_ONE_OF_TWO = """
+import os, runpy, sys
+os.environ.update(KTD_COORDINATOR="127.0.0.1:29411", KTD_NUM_PROCESSES="2", KTD_PROCESS_ID="0")
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def _opens(path):
+    import zipfile
+
+    return zipfile.is_zipfile(path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["callback", "kill", "save alone", "missing"])
+def test_a_fault_ends_all_processes(fault, tmp_path):
+    wrong = ends_as_told(fault, tmp_path)
+    assert not wrong, "\n".join(wrong)
+
+
+def main(runs=1):
+    """Prints how often each fault ended as told."""
+    right = collections.Counter()
+    for fault in FAULTS:
+        for _ in range(runs):
+            with tempfile.TemporaryDirectory() as folder:
+                wrong = ends_as_told(fault, folder)
+            right[fault] += not wrong
+            if wrong:
+                print(fault, *wrong, sep="\n  ")
+        print(f"{fault:20} {right[fault]} of {runs}", flush=True)
+    return sum(right.values()) != runs * len(FAULTS)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*map(int, sys.argv[1:])))

@@ -1,0 +1,66 @@
+"""Several processes are one machine: the same numbers as one process, files that open."""
+
+import importlib.util
+import itertools
+import json
+import pathlib
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+from helpers import assert_close
+
+JOB = pathlib.Path(__file__).parent / "job.py"
+_spec = importlib.util.spec_from_file_location("process_job", JOB)
+job = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(job)
+PLANS = ("data", "fsdp", "tensor", "model", "cube", "zero")
+FEEDS = ("arrays", "generator", "pydataset", "tf.data")
+
+
+def launched(script, *arguments, processes, devices, timeout=600):
+    command = [
+        *(sys.executable, "-m", "keras_tpu_dist", "launch"),
+        *("--processes", str(processes), "--devices", str(devices)),
+        *(str(script), *map(str, arguments)),
+    ]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def compared(tmp_path, cases, processes, devices):
+    (tmp_path / "several").mkdir()
+    (tmp_path / "one").mkdir()
+    done = launched(
+        *(JOB, tmp_path / "several", json.dumps(cases)), processes=processes, devices=devices
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    for case in cases:
+        expected = job.run(tmp_path / "one", *case)
+        name = "-".join(map(str, case))
+        found = dict(np.load(tmp_path / "several" / f"{name}.npz"))
+        assert sorted(found) == sorted(expected)
+        for key, value in expected.items():
+            np.testing.assert_allclose(
+                found[key], value, rtol=1e-5, atol=1e-5, err_msg=f"{name}: {key}"
+            )
+        # What several processes wrote opens here, without a strategy.
+        loaded = keras.saving.load_model(tmp_path / "several" / f"{name}.keras")
+        weights = [value for key, value in found.items() if key.startswith("weight")]
+        assert_close(loaded.get_weights(), weights)
+        loaded.load_weights(tmp_path / "several" / f"{name}.weights.h5")
+
+
+def test_two_processes_are_one(tmp_path):
+    compared(tmp_path, [("tensor", "arrays", 1)], 2, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("processes", "devices"), [(2, 4), (4, 2)])
+def test_every_plan_and_input(tmp_path, processes, devices):
+    pytest.importorskip("tensorflow")
+    cases = list(itertools.product(PLANS, FEEDS, (1, 4)))
+    # Each plan with each input, and with each number of steps; 4 x 2 takes the other half.
+    cases = cases[processes // 4 :: 2]
+    compared(tmp_path, cases, processes, devices)
