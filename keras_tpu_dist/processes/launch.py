@@ -75,9 +75,10 @@ def _free_port() -> int:
 
 def _pass_on(process: subprocess.Popen, number: int) -> None:
     assert process.stdout is not None
-    for line in process.stdout:
-        sys.stdout.write(f"[{number}] {line}")
-        sys.stdout.flush()
+    with process.stdout as lines:
+        for line in lines:
+            sys.stdout.write(f"[{number}] {line}")
+            sys.stdout.flush()
 
 
 def _wait(processes: list[subprocess.Popen], grace_s: float) -> int:

@@ -340,7 +340,7 @@ def _columns(parts: list, placer) -> tuple[list, Any, list]:
 
 
 def check_attached(strategy: Strategy, what: str) -> None:
-    """Raises a `RuntimeError` if a strategy's devices are only named.
+    """Raises if a strategy's devices are only named, or of several processes.
 
     Args:
         strategy: The strategy.
@@ -352,5 +352,14 @@ def check_attached(strategy: Strategy, what: str) -> None:
                 "A strategy for a slice that is only named can compile a model, not run code.",
                 received=f"{what} with topology={strategy.topology.name!r}.",
                 fix="Leave `topology` out to run on the devices that are here.",
+            )
+        )
+    if strategy.num_hosts > 1:
+        raise NotImplementedError(
+            message(
+                "Replica code runs in one process for now.",
+                received=f"{what} on a mesh of {strategy.num_hosts} processes.",
+                fix="Train with model.fit, which runs over all of them, or make a strategy of "
+                "this process's devices: TPUStrategy(devices=jax.local_devices()).",
             )
         )

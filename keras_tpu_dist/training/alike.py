@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
+import keras
 import numpy as np
 
 from keras_tpu_dist import _keras
@@ -49,6 +50,36 @@ def together(name: str, model: Any) -> Iterator[None]:
         watch.at(outer[0], inside=True)
     else:
         watch.at(f"after {what}", inside=False)
+
+
+def check_callbacks(callbacks: Any) -> None:
+    """Raises for callbacks whose files several processes would write.
+
+    Args:
+        callbacks: What `fit` was given.
+
+    Raises:
+        NotImplementedError: On all processes.
+    """
+    for callback in keras.tree.flatten(callbacks):
+        if isinstance(callback, keras.callbacks.BackupAndRestore):
+            raise NotImplementedError(
+                message(
+                    "BackupAndRestore works in one process for now.",
+                    received=f"{type(callback).__name__} in a fit of {jax.process_count()} "
+                    "processes.",
+                    fix="Use keras.callbacks.ModelCheckpoint, which writes in one of them.",
+                )
+            )
+        writes = isinstance(callback, (keras.callbacks.CSVLogger, keras.callbacks.TensorBoard))
+        if writes and jax.process_index():
+            raise ValueError(
+                message(
+                    "Files of logs are written by process 0.",
+                    received=f"{type(callback).__name__} in process {jax.process_index()}.",
+                    fix="Write callbacks=[...] if jax.process_index() == 0 else [].",
+                )
+            )
 
 
 def compare_weights(member: Membership, model: Any) -> None:

@@ -17,7 +17,7 @@ from keras_tpu_dist.layout.axes import named_sharding
 from keras_tpu_dist.layout.layouts import Layouts
 from keras_tpu_dist.layout.lint import lint_model, log_report
 from keras_tpu_dist.training import membership
-from keras_tpu_dist.training.alike import compare_weights, compared, together
+from keras_tpu_dist.training.alike import check_callbacks, compare_weights, compared, together
 from keras_tpu_dist.training.auto_steps import AutoSteps
 from keras_tpu_dist.training.batches import BatchPlacer
 from keras_tpu_dist.training.guard import StateGuard, recover, states_to_keep
@@ -93,6 +93,8 @@ class Runner:
                 )
             )
         _check_input(name, args, kwargs)
+        if not self._is_local:
+            check_callbacks(kwargs.get("callbacks"))
         with strategy.scope(), together(name, model):
             member = membership.adopt(model, strategy)
             compare_weights(member, model)

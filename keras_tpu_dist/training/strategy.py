@@ -46,6 +46,11 @@ class Strategy(Protocol):
         ...
 
     @property
+    def num_hosts(self) -> int:
+        """The number of processes whose devices are in the mesh."""
+        ...
+
+    @property
     def num_replicas_in_sync(self) -> int:
         """The number of parts the batch is split into."""
         ...

@@ -1,0 +1,181 @@
+"""What processes tell each other, and how a program becomes one of several."""
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+
+import keras_tpu_dist as ktd
+from keras_tpu_dist import __main__
+from keras_tpu_dist.processes.channel import Channel, PeerError, agree
+from keras_tpu_dist.processes.launch import launch
+from keras_tpu_dist.processes.watch import Watch
+
+
+class Store:
+    """The part of JAX's client that the channel uses, within one process."""
+
+    def __init__(self):
+        self.values = {}
+
+    def key_value_set(self, key, value, allow_overwrite=False):
+        assert allow_overwrite or key not in self.values
+        self.values[key] = value
+
+    def key_value_dir_get(self, prefix):
+        return [(k, v) for k, v in dict(self.values).items() if k.startswith(prefix)]
+
+    def key_value_delete(self, key):
+        del self.values[key]
+
+
+def said_by(words, why_not=lambda missing, waited_s: None, calls=1):
+    """What `agree` returned or raised in each of several threads that say these words."""
+    store, results = Store(), {}
+
+    def work(number, said):
+        channel = Channel(store, number, len(words), why_not)
+        try:
+            for call in range(calls):
+                results[number] = channel.agree(said, "Do the same.", [number, call])
+        except PeerError as error:
+            results[number] = error
+
+    threads = [threading.Thread(target=work, args=pair) for pair in enumerate(words)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    return results, store
+
+
+def test_agreement_gives_everybodys_values():
+    results, store = said_by(["fit"] * 3, calls=4)
+    assert results == {i: [[0, 3], [1, 3], [2, 3]] for i in range(3)}
+    assert len(store.values) == 3  # what earlier calls said is gone
+
+
+def test_different_words_raise_everywhere():
+    results, _ = said_by(["fit", "fit", "save"])
+    for error in results.values():
+        assert isinstance(error, PeerError)
+        assert str(error) == (
+            "All processes call what needs all of them, in the same order. Received: process 0: "
+            "fit; process 1: fit; process 2: save. Do the same."
+        )
+
+
+def test_whoever_does_not_come_is_named():
+    gone = lambda missing, waited_s: "has ended" if missing == [1] else None  # noqa: E731
+    channel = Channel(Store(), 0, 2, gone)
+    with pytest.raises(PeerError, match=r"process 0: fit; process 1: has ended\. Do the same\."):
+        channel.agree("fit", "Do the same.")
+
+
+def test_one_process_agrees_with_itself():
+    assert agree("fit", "Do the same.", {"a": 1}) == [{"a": 1}]
+
+
+def test_a_watch_knows_who_lives_and_who_is_late():
+    store = Store()
+    watches = [Watch(Channel(store, i, 2), i, 2, peer_timeout_s=5.0) for i in range(2)]
+    channel = Channel(store, 1, 2)
+    for watch in watches:
+        watch.at("in fit", inside=True)
+    channel.tell("alive", [1, "in fit", True])
+    watches[0]._listen(channel.told("alive"))
+    assert watches[0].why_not([1], waited_s=1.0) is None
+    assert watches[0].why_not([1], waited_s=6.0) == "still in fit after 5 s"
+    watches[0].at("after fit", inside=False)
+    assert watches[0].why_not([1], waited_s=600.0) is None  # it lives and is on its way
+    channel.tell("gone", "failed in fit with OSError: full")
+    assert watches[0].why_not([1], waited_s=0.0) == "failed in fit with OSError: full"
+    assert watches[0].why_not([0], waited_s=0.0) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (("host", 2, 0), r"The coordinator is host:port.*coordinator='host'"),
+        (("host:1", 2, 2), r"process_id counts from 0 to num_processes - 1.*process_id=2"),
+        (("host:1", 0, 0), r"num_processes=0"),
+        (("host:1", True, 0), r"num_processes=True"),
+    ],
+)
+def test_malformed_arguments(given, words):
+    with pytest.raises(ValueError, match=words):
+        ktd.initialize(*given)
+
+
+def test_too_late(devices):
+    with pytest.raises(RuntimeError, match=r"initialize\(\) must run before JAX starts.*8 device"):
+        ktd.initialize("localhost:1234", 2, 0)
+
+
+def run(code, **environment):
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"} | environment,
+    )
+
+
+def test_nothing_given_and_nothing_found_is_one_process():
+    done = run(
+        "import keras_tpu_dist as ktd; ktd.initialize(); ktd.initialize(); import jax;"
+        "print(jax.process_count())"
+    )
+    assert done.stdout.strip() == "1", done.stderr
+    assert done.stderr.count("this program runs as one process") == 1
+
+
+def test_some_arguments_are_not_enough():
+    done = run("import keras_tpu_dist as ktd; ktd.initialize('localhost:1234')")
+    assert "all of coordinator, num_processes and process_id are given, or none" in done.stderr
+    assert "coordinator='localhost:1234', num_processes=None" in done.stderr
+
+
+def test_a_second_call_as_another_process():
+    done = run(
+        "import keras_tpu_dist as ktd; ktd.initialize('localhost:29417', 1, 0);"
+        "ktd.initialize(); ktd.initialize('localhost:29417', 1, 0);"
+        "ktd.initialize('localhost:29417', 4, 0)"
+    )
+    assert "A process is initialized once. Received:" in done.stderr
+    assert "num_processes=4" in done.stderr
+
+
+SCRIPT = """
+import os, sys, time
+number = int(os.environ["KTD_PROCESS_ID"])
+print("here", number, sys.argv[1:], os.environ["XLA_FLAGS"].count("device_count=3"))
+if number:
+    sys.exit(int(sys.argv[1]))
+time.sleep(60 if int(sys.argv[1]) else 0)
+"""
+
+
+@pytest.mark.parametrize("code", [0, 7])
+def test_launch(code, tmp_path, capfd):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    found = launch([sys.executable, str(script), str(code)], 2, 3, grace_s=0.5)
+    assert found == code
+    lines = capfd.readouterr().out.splitlines()
+    assert sorted(lines) == [f"[{i}] here {i} ['{code}'] 1" for i in range(2)]
+
+
+def test_launch_from_the_shell(tmp_path, capfd):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    arguments = ["--processes", "2", "--devices", "3", str(tmp_path / "script.py"), "0"]
+    assert __main__.main(["launch", *arguments]) == 0
+    assert __main__.main(["launch", "--processes", "0", "script.py"]) == 2
+    assert "There is at least one process" in capfd.readouterr().err
+    assert __main__.main(["launch", "--devices", "3", "-m", "keras_tpu_dist", "topologies"]) == 0
+    assert "[1]" in capfd.readouterr().out
