@@ -12,15 +12,6 @@ import dataclasses
 import os
 import re
 
-os.environ.update(
-    JAX_PLATFORMS="cpu",
-    KERAS_BACKEND="jax",
-    TPU_ACCELERATOR_TYPE="v5litepod-8",
-    TPU_WORKER_HOSTNAMES="localhost",
-    ALLOW_MULTIPLE_LIBTPU_LOAD="1",
-    TPU_LOG_DIR="disabled",
-)
-
 import jax
 import jax.numpy as jnp
 from jax.experimental import mesh_utils, topologies
@@ -28,6 +19,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from keras_tpu_dist.attention import dot_product_attention
+from keras_tpu_dist.hardware.libtpu import libtpu_environment
+
+os.environ.update(libtpu_environment())
+jax.config.update("jax_platforms", "cpu")
 
 
 @dataclasses.dataclass(frozen=True)

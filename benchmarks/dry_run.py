@@ -50,28 +50,32 @@ def application(name: str):
     return build, None, None, 64
 
 
-def recurrent(layers, name: str, steps: int = 128):
+def two_layers(first, second, steps: int = 128):
     def build():
         inputs = keras.Input((steps, 128))
-        x = getattr(layers, name)(256, return_sequences=True, name="first")(inputs)
-        x = getattr(layers, name)(256, name="second")(x)
+        x = second()(first()(inputs))
         model = keras.Model(inputs, keras.layers.Dense(10, name="head")(x))
         model.compile("adam", "mse")
         return model
 
     return build, None, None, 256
+
+
+def recurrent(layers, name: str, steps: int = 128):
+    layer = getattr(layers, name)
+    return two_layers(
+        lambda: layer(256, return_sequences=True, name="first"),
+        lambda: layer(256, name="second"),
+        steps,
+    )
 
 
 def bidirectional():
-    def build():
-        inputs = keras.Input((128, 128))
-        x = ktd.layers.Bidirectional(ktd.layers.LSTM(256, return_sequences=True))(inputs)
-        x = ktd.layers.Bidirectional(ktd.layers.GRU(256))(x)
-        model = keras.Model(inputs, keras.layers.Dense(10, name="head")(x))
-        model.compile("adam", "mse")
-        return model
-
-    return build, None, None, 256
+    both = ktd.layers.Bidirectional
+    return two_layers(
+        lambda: both(ktd.layers.LSTM(256, return_sequences=True)),
+        lambda: both(ktd.layers.GRU(256)),
+    )
 
 
 def video():

@@ -143,13 +143,13 @@ def shapes_on(mesh, values, size):
 def tpu_cases(cases):
     """Compiles steps for v5e:2x4 and reads their schedules, in a process that does only this."""
     dump = pathlib.Path(tempfile.mkdtemp(prefix="schedule"))
+    import jax
+
+    from keras_tpu_dist.hardware.libtpu import libtpu_environment
+
+    jax.config.update("jax_platforms", "cpu")
     os.environ.update(
-        KERAS_BACKEND="jax",
-        JAX_PLATFORMS="cpu",
-        TPU_ACCELERATOR_TYPE="v5litepod-8",
-        TPU_WORKER_HOSTNAMES="localhost",
-        ALLOW_MULTIPLE_LIBTPU_LOAD="1",
-        TPU_LOG_DIR="disabled",
+        libtpu_environment(),
         LIBTPU_INIT_ARGS=f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true "
         # Only the last of some eighty passes is read; writing out all doubles the time.
         "--xla_jf_dump_llo_pass_label_regex=final_bundles",

@@ -62,6 +62,18 @@ def _fresh_keras():
     keras.config.set_dtype_policy("float32")
 
 
+@pytest.fixture
+def two(devices):
+    """A strategy of two replicas."""
+    return ktd.TPUStrategy(devices=devices[:2])
+
+
+@pytest.fixture
+def four(devices):
+    """A strategy of four replicas."""
+    return ktd.TPUStrategy(devices=devices[:4])
+
+
 @pytest.fixture(scope="session")
 def devices():
     """The eight simulated devices."""

@@ -28,6 +28,17 @@ def mlp():
     return model
 
 
+def in_launches(n):
+    """A function that builds the classifier, compiled for launches of `n` steps."""
+
+    def build():
+        model = mlp()
+        model.compile("adam", "sparse_categorical_crossentropy", steps_per_execution=n)
+        return model
+
+    return build
+
+
 def scoped(strategy):
     """The strategy's scope, or no scope for `None`."""
     return contextlib.nullcontext() if strategy is None else strategy.scope()

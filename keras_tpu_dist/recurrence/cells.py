@@ -310,3 +310,15 @@ def join(*parts: Array) -> Array:
         *parts: Arrays `(..., width)`, which may differ in width only.
     """
     return jnp.concatenate(parts, axis=-1)
+
+
+class OneProduct:
+    """A cell whose activations' inputs are the projected ones and one product with the state."""
+
+    def rebuild(self, product, recurrent, bias, projected, previous):
+        """The inputs of the activations, of all steps, by one product.
+
+        See `Cell.rebuild` for the arguments.
+        """
+        del bias
+        return projected + product(previous[0], recurrent)

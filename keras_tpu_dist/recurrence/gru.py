@@ -6,7 +6,19 @@ from keras_tpu_dist.recurrence.cells import SIGMOID, TANH, Activation, join, spl
 
 
 @dataclasses.dataclass(frozen=True)
-class GRU:
+class _Gated:
+    """What both forms have in common."""
+
+    activation: Activation = TANH
+    recurrent_activation: Activation = SIGMOID
+    gates = 3
+    num_states = 1
+    only_multiplied = (False,)
+    states_suffice = False
+
+
+@dataclasses.dataclass(frozen=True)
+class GRU(_Gated):
     """The reset gate acts after the product with the recurrent kernel (`reset_after=True`).
 
     Gates in Keras's order: update, reset, candidate. The product has a bias of its own.
@@ -15,12 +27,6 @@ class GRU:
         Cho et al., https://arxiv.org/abs/1406.1078v1.
     """
 
-    activation: Activation = TANH
-    recurrent_activation: Activation = SIGMOID
-    gates = 3
-    num_states = 1
-    only_multiplied = (False,)
-    states_suffice = False
     rebuilds_by_step = True
 
     def advance(self, product, recurrent, bias, projected, state):
@@ -89,19 +95,13 @@ class GRU:
 
 
 @dataclasses.dataclass(frozen=True)
-class GRUResetBefore:
+class GRUResetBefore(_Gated):
     """The reset gate acts before the product with the recurrent kernel (`reset_after=False`).
 
     References:
         Cho et al., https://arxiv.org/abs/1406.1078v3.
     """
 
-    activation: Activation = TANH
-    recurrent_activation: Activation = SIGMOID
-    gates = 3
-    num_states = 1
-    only_multiplied = (False,)
-    states_suffice = False
     rebuilds_by_step = False  # the weights' gradient reads what would be rebuilt
 
     @staticmethod

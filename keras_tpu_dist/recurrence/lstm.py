@@ -2,11 +2,11 @@
 
 import dataclasses
 
-from keras_tpu_dist.recurrence.cells import SIGMOID, TANH, Activation, join, split
+from keras_tpu_dist.recurrence.cells import SIGMOID, TANH, Activation, OneProduct, join, split
 
 
 @dataclasses.dataclass(frozen=True)
-class LSTM:
+class LSTM(OneProduct):
     """Gates in Keras's order: input, forget, candidate, output.
 
     Args:
@@ -40,14 +40,6 @@ class LSTM:
         gate = self.recurrent_activation
         c = gate(f) * c + gate(i) * self.activation(g)
         return (gate(o) * self.activation(c), c), inputs
-
-    def rebuild(self, product, recurrent, bias, projected, previous):
-        """The inputs of the activations, of all steps, by one product.
-
-        See `Cell.rebuild` for the arguments.
-        """
-        del bias
-        return projected + product(previous[0], recurrent)
 
     def coefficients(self, inputs, previous):
         """How much of dc goes to i, f and g and of dh to o; of dh to dc; of dc to before.

@@ -2,11 +2,11 @@
 
 import dataclasses
 
-from keras_tpu_dist.recurrence.cells import TANH, Activation
+from keras_tpu_dist.recurrence.cells import TANH, Activation, OneProduct
 
 
 @dataclasses.dataclass(frozen=True)
-class SimpleRNN:
+class SimpleRNN(OneProduct):
     """`h = activation(x @ kernel + bias + h_before @ recurrent_kernel)`.
 
     References:
@@ -32,14 +32,6 @@ class SimpleRNN:
         del bias
         inputs = projected + product(state[0], recurrent)
         return (self.activation(inputs),), inputs
-
-    def rebuild(self, product, recurrent, bias, projected, previous):
-        """The activation's inputs of all steps, by one product.
-
-        See `Cell.rebuild` for the arguments.
-        """
-        del bias
-        return projected + product(previous[0], recurrent)
 
     def coefficients(self, inputs, previous):
         """The slope of the activation; `inputs` are the states after, where they suffice.

@@ -206,14 +206,11 @@ def square_floats(text, time):
 
 def compile_apart(cases, timeout):
     """Compiles in a fresh process: an impossible slice aborts, a fork after a compile hangs."""
+    from keras_tpu_dist.hardware.libtpu import libtpu_environment
+
     environment = dict(
-        os.environ,
-        JAX_PLATFORMS="cpu",
+        os.environ | libtpu_environment(),
         KERAS_BACKEND="jax",
-        TPU_ACCELERATOR_TYPE="v5litepod-8",
-        TPU_WORKER_HOSTNAMES="localhost",
-        ALLOW_MULTIPLE_LIBTPU_LOAD="1",
-        TPU_LOG_DIR="disabled",
         PYTHONPATH=str(pathlib.Path(__file__).parents[2]),
     )
     done = subprocess.run(

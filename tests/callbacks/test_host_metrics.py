@@ -5,7 +5,7 @@ import csv
 import keras
 import numpy as np
 import pytest
-from helpers import assert_close, built, data, mlp
+from helpers import assert_close, built, data, in_launches
 from sklearn.metrics import f1_score, mean_absolute_error, roc_auc_score
 
 import keras_tpu_dist as ktd
@@ -24,18 +24,9 @@ def _auc(y_true, y_pred, sample_weight=None):
     return roc_auc_score(y_true, y_pred, multi_class="ovr")
 
 
-def _build(n):
-    def build():
-        model = mlp()
-        model.compile("adam", "sparse_categorical_crossentropy", steps_per_execution=n)
-        return model
-
-    return build
-
-
 @pytest.fixture(scope="module")
 def model():
-    return built(_build(3), ktd.TPUStrategy({"data": 4, "model": 2}))
+    return built(in_launches(3), ktd.TPUStrategy({"data": 4, "model": 2}))
 
 
 def _fit(model, *callbacks, epochs=2, **options):
@@ -62,7 +53,7 @@ class Sequence(keras.utils.PyDataset):
 @pytest.mark.parametrize("where", ["stock", "strategy"])
 def test_the_whole_set_at_the_end_of_each_epoch(model, where):
     if where == "stock":
-        model = built(_build(1), None)
+        model = built(in_launches(1), None)
     expected = []
 
     def note(epoch, logs):
@@ -196,7 +187,7 @@ def test_callbacks_after_it_see_the_values(model, tmp_path):
 )
 def test_a_callback_that_needs_it_must_stand_after_it(model, earlier, strategy):
     if not strategy:
-        model = built(_build(1), None)
+        model = built(in_launches(1), None)
     with pytest.raises(ValueError, match=f"{type(earlier).__name__} before HostMetrics.*first"):
         _fit(model, earlier, HostMetrics({"f1": _f1}, (VX, VY)))
     unrelated = keras.callbacks.EarlyStopping("loss")

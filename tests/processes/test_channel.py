@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -43,12 +43,8 @@ def said_by(words, why_not=lambda missing, waited_s: None, calls=1):
         except PeerError as error:
             results[number] = error
 
-    threads = [threading.Thread(target=work, args=pair) for pair in enumerate(words)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-        assert not thread.is_alive()
+    with ThreadPoolExecutor(len(words)) as pool:
+        list(pool.map(work, *zip(*enumerate(words)), timeout=20))
     return results, store
 
 

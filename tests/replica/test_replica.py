@@ -24,16 +24,6 @@ class ReduceOp(enum.Enum):
     MEAN = "MEAN"
 
 
-@pytest.fixture
-def two(devices):
-    return ktd.TPUStrategy(devices=devices[:2])
-
-
-@pytest.fixture
-def four(devices):
-    return ktd.TPUStrategy(devices=devices[:4])
-
-
 def local(strategy, value):
     return jax.tree.map(np.asarray, strategy.local_results(value))
 

@@ -14,16 +14,6 @@ BUCKETS = RunOptions(buckets="power_of_two", axis=1)
 DYNAMIC = RunOptions(dynamic_batch=True)
 
 
-@pytest.fixture
-def two(devices):
-    return ktd.TPUStrategy(devices=devices[:2])
-
-
-@pytest.fixture
-def four(devices):
-    return ktd.TPUStrategy(devices=devices[:4])
-
-
 def context():
     return ktd.get_replica_context()
 

@@ -14,11 +14,6 @@ import keras_tpu_dist as ktd
 from keras_tpu_dist.replica.call import prepare
 
 
-@pytest.fixture
-def four(devices):
-    return ktd.TPUStrategy(devices=devices[:4])
-
-
 def context():
     return ktd.get_replica_context()
 

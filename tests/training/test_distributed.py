@@ -10,16 +10,6 @@ from hypothesis import strategies as st
 import keras_tpu_dist as ktd
 
 
-@pytest.fixture
-def two(devices):
-    return ktd.TPUStrategy(devices=devices[:2])
-
-
-@pytest.fixture
-def four(devices):
-    return ktd.TPUStrategy(devices=devices[:4])
-
-
 def lists(strategy, value):
     return [np.asarray(part).tolist() for part in strategy.local_results(value)]
 

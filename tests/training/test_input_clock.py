@@ -8,7 +8,7 @@ import time
 import keras
 import numpy as np
 import pytest
-from helpers import assert_close, built, data, mlp
+from helpers import assert_close, built, data, in_launches
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.training import input_clock as reading
@@ -17,17 +17,8 @@ from keras_tpu_dist.training.input_clock import InputClock, InputWait, TimedInpu
 X, Y = data(80)
 
 
-def _build(n):
-    def build():
-        model = mlp()
-        model.compile("adam", "sparse_categorical_crossentropy", steps_per_execution=n)
-        return model
-
-    return build
-
-
 def _weights_after(steps):
-    model = built(_build(1), None)
+    model = built(in_launches(1), None)
     model.fit(X[: 8 * steps], Y[: 8 * steps], batch_size=8, shuffle=False, verbose=0)
     return model.get_weights()
 
@@ -56,7 +47,7 @@ def test_a_stall_is_an_error_that_keeps_the_steps_before_it(n):
         yield from _batches(steps=6)
         release.wait(60)
 
-    model = built(_build(n), ktd.TPUStrategy(input_timeout_s=0.3))
+    model = built(in_launches(n), ktd.TPUStrategy(input_timeout_s=0.3))
     start = time.perf_counter()
     with pytest.raises(TimeoutError, match=r"within 0\.3 s.*none for step 7.*6 batches") as caught:
         model.fit(batches(), shuffle=False, verbose=0)
@@ -72,8 +63,8 @@ def test_a_stall_is_an_error_that_keeps_the_steps_before_it(n):
 @pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 4])
 def test_in_time_changes_nothing(n):
-    model = built(_build(n), ktd.TPUStrategy(input_timeout_s=20))
-    expected = built(_build(1), None)
+    model = built(in_launches(n), ktd.TPUStrategy(input_timeout_s=20))
+    expected = built(in_launches(1), None)
     fit = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0}
     assert_close(model.fit(X, Y, **fit).history, expected.fit(X, Y, **fit).history)
     assert_close(model.predict(X[:13], verbose=0), expected.predict(X[:13], verbose=0))
@@ -131,7 +122,7 @@ def test_bad_timeouts(timeout):
 @pytest.mark.parametrize("n", [1, 4])
 def test_a_slow_generator_is_reported_at_the_end_of_the_epoch(n, caplog):
     strategy = ktd.TPUStrategy()
-    model = built(_build(n), strategy)
+    model = built(in_launches(n), strategy)
     assert strategy.input_wait is None
     model.fit(X, Y, batch_size=8, verbose=0)
     assert "waited for input" not in caplog.text
@@ -154,7 +145,7 @@ def test_a_slow_generator_is_reported_at_the_end_of_the_epoch(n, caplog):
 
 def test_an_epoch_that_stops_early_or_fails_is_measured_too():
     strategy = ktd.TPUStrategy()
-    model = built(_build(4), strategy)
+    model = built(in_launches(4), strategy)
     model.fit(X, Y, batch_size=8, verbose=0, callbacks=[ktd.callbacks.StopAtStep(6)])
     assert strategy.input_wait.batches == 6
 
