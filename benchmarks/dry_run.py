@@ -99,23 +99,13 @@ def video():
     return build, None, None, 64
 
 
-def transformer(width=768, depth=12, heads=12, length=512, vocabulary=32_000):
-    """134 million parameters, as in BERT-base's size class; attention is the flash kernel."""
+def language_model(blocks, width: int, length: int, vocabulary: int):
+    """A model of tokens with `blocks` between embedding and logits, in bfloat16."""
 
     def build():
         keras.config.set_dtype_policy("mixed_bfloat16")
         tokens = keras.Input((length,), dtype="int32")
-        x = keras.layers.Embedding(vocabulary, width, name="embedding")(tokens)
-        for i in range(depth):
-            h = keras.layers.LayerNormalization(name=f"norm_a{i}")(x)
-            h = keras.layers.MultiHeadAttention(heads, width // heads, name=f"attention{i}")(
-                h, h, use_causal_mask=True
-            )
-            x = keras.layers.Add(name=f"add_a{i}")([x, h])
-            h = keras.layers.LayerNormalization(name=f"norm_b{i}")(x)
-            h = keras.layers.Dense(4 * width, activation="gelu", name=f"up{i}")(h)
-            h = keras.layers.Dense(width, name=f"down{i}")(h)
-            x = keras.layers.Add(name=f"add_b{i}")([x, h])
+        x = blocks(keras.layers.Embedding(vocabulary, width, name="embedding")(tokens))
         logits = keras.layers.Dense(vocabulary, dtype="float32", name="logits")(x)
         model = keras.Model(tokens, logits)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -125,6 +115,29 @@ def transformer(width=768, depth=12, heads=12, length=512, vocabulary=32_000):
 
     shape = jax.ShapeDtypeStruct((1, length), "int32")
     return build, shape, shape, 32
+
+
+def transformer_block(x, width: int, heads: int, number: int | str):
+    h = keras.layers.LayerNormalization(name=f"norm_a{number}")(x)
+    h = keras.layers.MultiHeadAttention(heads, width // heads, name=f"attention{number}")(
+        h, h, use_causal_mask=True
+    )
+    x = keras.layers.Add(name=f"add_a{number}")([x, h])
+    h = keras.layers.LayerNormalization(name=f"norm_b{number}")(x)
+    h = keras.layers.Dense(4 * width, activation="gelu", name=f"up{number}")(h)
+    h = keras.layers.Dense(width, name=f"down{number}")(h)
+    return keras.layers.Add(name=f"add_b{number}")([x, h])
+
+
+def transformer(width=768, depth=12, heads=12, length=512, vocabulary=32_000):
+    """134 million parameters, as in BERT-base's size class; attention is the flash kernel."""
+
+    def blocks(x):
+        for i in range(depth):
+            x = transformer_block(x, width, heads, i)
+        return x
+
+    return language_model(blocks, width, length, vocabulary)
 
 
 class Blocks(keras.layers.Layer):
@@ -147,32 +160,12 @@ class Blocks(keras.layers.Layer):
 
 
 def scanned(width=768, depth=12, heads=12, length=512, vocabulary=32_000):
-    def block():
-        x = keras.Input((length, width), dtype="bfloat16")
-        h = keras.layers.LayerNormalization(name="norm_a")(x)
-        h = keras.layers.MultiHeadAttention(heads, width // heads, name="attention")(
-            h, h, use_causal_mask=True
-        )
-        y = keras.layers.Add(name="add_a")([x, h])
-        h = keras.layers.LayerNormalization(name="norm_b")(y)
-        h = keras.layers.Dense(4 * width, activation="gelu", name="up")(h)
-        h = keras.layers.Dense(width, name="down")(h)
-        return keras.Model(x, keras.layers.Add(name="add_b")([y, h]))
+    def blocks(x):
+        one = keras.Input((length, width), dtype="bfloat16")
+        block = keras.Model(one, transformer_block(one, width, heads, ""))
+        return Blocks(block, depth)(x)
 
-    def build():
-        keras.config.set_dtype_policy("mixed_bfloat16")
-        tokens = keras.Input((length,), dtype="int32")
-        x = keras.layers.Embedding(vocabulary, width, name="embedding")(tokens)
-        x = Blocks(block(), depth)(x)
-        logits = keras.layers.Dense(vocabulary, dtype="float32", name="logits")(x)
-        model = keras.Model(tokens, logits)
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(keras.optimizers.AdamW(1e-4), loss)
-        keras.config.set_dtype_policy("float32")
-        return model
-
-    shape = jax.ShapeDtypeStruct((1, length), "int32")
-    return build, shape, shape, 32
+    return language_model(blocks, width, length, vocabulary)
 
 
 def cases():

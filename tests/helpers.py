@@ -28,12 +28,13 @@ def mlp():
     return model
 
 
-def in_launches(n):
-    """A function that builds the classifier, compiled for launches of `n` steps."""
+def in_launches(n, make=mlp, optimizer=lambda: "adam", **options):
+    """A function that builds a classifier, compiled for launches of `n` steps."""
 
     def build():
-        model = mlp()
-        model.compile("adam", "sparse_categorical_crossentropy", steps_per_execution=n)
+        model = make()
+        loss = "sparse_categorical_crossentropy"
+        model.compile(optimizer(), loss, steps_per_execution=n, **options)
         return model
 
     return build

@@ -5,7 +5,7 @@ import logging
 import keras
 import numpy as np
 import pytest
-from helpers import assert_close, built, data, mlp
+from helpers import assert_close, built, data, in_launches
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist import _keras
@@ -22,17 +22,7 @@ def _schedule():
 
 
 def _build(n, optimizer=_schedule):
-    def build():
-        model = mlp()
-        model.compile(
-            optimizer(),
-            "sparse_categorical_crossentropy",
-            metrics=["accuracy"],
-            steps_per_execution=n,
-        )
-        return model
-
-    return build
+    return in_launches(n, optimizer=optimizer, metrics=["accuracy"])
 
 
 def _fit(model, *callbacks, epochs=EPOCHS, **options):

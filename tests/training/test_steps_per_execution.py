@@ -4,7 +4,7 @@ import jax
 import keras
 import numpy as np
 import pytest
-from helpers import assert_close, built, data
+from helpers import assert_close, built, data, in_launches
 
 import keras_tpu_dist as ktd
 
@@ -41,17 +41,7 @@ class Counting(keras.Model):
 
 
 def _build(steps_per_execution, optimizer=lambda: keras.optimizers.Adam(0.01)):
-    def build():
-        model = Counting()
-        model.compile(
-            optimizer(),
-            "sparse_categorical_crossentropy",
-            metrics=["accuracy"],
-            steps_per_execution=steps_per_execution,
-        )
-        return model
-
-    return build
+    return in_launches(steps_per_execution, Counting, optimizer, metrics=["accuracy"])
 
 
 def _strategy():
