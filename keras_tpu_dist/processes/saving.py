@@ -19,7 +19,7 @@ _FIX = (
 
 
 def _written_once(stock, model, filepath, *args, **kwargs):
-    if jax.process_count() == 1:
+    if not any(_on_several_hosts(v) for v in model.variables):
         return stock(model, filepath, *args, **kwargs)
     agree(f"saving model {model.name!r} to {filepath}", _FIX)
     error = None
@@ -41,12 +41,16 @@ def _written_once(stock, model, filepath, *args, **kwargs):
         raise PeerError(f"Saving failed elsewhere. {'; '.join(failed)}")
 
 
+def _on_several_hosts(variable: Any) -> bool:
+    value = variable.value
+    concrete = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
+    return concrete and not value.is_fully_addressable
+
+
 def _values(stock, variable: Any, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
     # NumPy 2 passes `copy`, which Keras's own does not know: it makes no copy unless it must.
-    value = variable.value
-    elsewhere = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
-    if elsewhere and not value.is_fully_addressable:
-        return np.asarray(whole(value), dtype)
+    if _on_several_hosts(variable):
+        return np.asarray(whole(variable.value), dtype)
     return np.array(stock(variable, dtype), copy=copy)
 
 
@@ -60,9 +64,13 @@ def _assigned(stock, variable: Any, value: Any) -> None:
         stock(variable, put([value], [layout])[0])
 
 
-def print_in_one_process() -> None:
-    """Leaves Keras's progress bars and messages to process 0."""
-    if jax.process_index():
+def print_in_one_process(process_id: int) -> None:
+    """Leaves Keras's progress bars and messages to process 0.
+
+    Args:
+        process_id: This process.
+    """
+    if process_id:
         keras.config.disable_interactive_logging()
 
 

@@ -100,7 +100,7 @@ def _watch_peers(peer_timeout_s: float) -> None:
     channel = Channel(_keras.coordination_client(), own, number)
     channel.why_not = watch.start(channel, own, number, peer_timeout_s).why_not
     opened(channel)
-    print_in_one_process()
+    print_in_one_process(own)
 
 
 def _no_cluster(given: tuple, error: ValueError) -> None:

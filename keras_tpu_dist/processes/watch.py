@@ -26,6 +26,7 @@ _BEAT_S = 1.0
 # Seconds in which the program may end by its own exception before the watch ends it.
 _GRACE_S = 3.0
 _MOST_BEATS_PER_SECOND = 64
+_ENDED = "has ended its program"
 
 
 class Watch:
@@ -50,6 +51,7 @@ class Watch:
         self._inside = False
         self._heard: dict[int, tuple[int, float]] = {}
         self._gone: dict[int, str] = {}
+        self._gone_since: dict[int, float] = {}
         self._positions: dict[int, tuple[str, bool]] = {}
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ktd-watch", daemon=True)
@@ -109,13 +111,16 @@ class Watch:
         end = time.monotonic() + 2 * _BEAT_S + _GRACE_S
         while time.monotonic() < end and len(self._channel.told("read")) < self._num_processes - 1:
             time.sleep(0.05)
+        if not self._process_id:
+            # With the coordinator gone, JAX would abort the others before they end by themselves.
+            time.sleep(_GRACE_S + _BEAT_S)
         _exit(1)
 
     def ended(self) -> None:
         """Tells the others that this program came to its end."""
         if not self._ends.is_set():
             self._ends.set()
-            self._channel.tell("gone", f"has ended its program {self._where}")
+            self._channel.tell("gone", f"{_ENDED} {self._where}")
 
     def _say_who_is_gone(self) -> None:
         """Where a collective failed, the reason may be a process that is not heard from."""
@@ -127,13 +132,24 @@ class Watch:
 
     def _run(self) -> None:
         while not self._ends.wait(max(_BEAT_S, self._num_processes / _MOST_BEATS_PER_SECOND)):
-            self._beats += 1
-            self._channel.tell("alive", [self._beats, self._where, self._inside])
-            self._listen(self._channel.told("alive"))
-            self._gone.update(self._told_gone())
-            fatal = {i: why for i, why in self._gone.items() if self._is_fatal(why)}
-            if fatal:
-                self._end(fatal)
+            try:
+                self._look()
+            except jax.errors.JaxRuntimeError as error:
+                # JAX itself ends the process, too, if the coordinator does not come back.
+                logger.critical("process 0, which runs the coordinator, is gone: %s", error)
+                return
+
+    def _look(self) -> None:
+        self._beats += 1
+        self._channel.tell("alive", [self._beats, self._where, self._inside])
+        self._listen(self._channel.told("alive"))
+        self._gone.update(self._told_gone())
+        now = time.monotonic()
+        for i in self._gone:
+            self._gone_since.setdefault(i, now)
+        fatal = {i: why for i, why in self._gone.items() if self._is_fatal(i, now)}
+        if fatal:
+            self._end(fatal)
 
     def _told_gone(self) -> dict[int, str]:
         gone = self._channel.told("gone")
@@ -150,8 +166,11 @@ class Watch:
             elif now - self._heard[i][1] > self._peer_timeout_s:
                 self._gone[i] = f"silent for {self._peer_timeout_s:g} s, last heard {where}"
 
-    def _is_fatal(self, why: str) -> bool:
-        return self._inside or not why.startswith("has ended")
+    def _is_fatal(self, number: int, now: float) -> bool:
+        if not self._gone[number].startswith(_ENDED):
+            return True
+        # It came to its end: only who still waits for it in a collective is lost.
+        return self._inside and now - self._gone_since[number] > self._peer_timeout_s
 
     def _end(self, fatal: dict[int, str]) -> None:
         """Ends this process, unless it does so itself within a few seconds."""

@@ -35,7 +35,7 @@ def together(name: str, model: Any) -> Iterator[None]:
     Raises:
         PeerError: If they do not.
     """
-    if name not in _LONG_CALLS or jax.process_count() == 1:
+    if name not in _LONG_CALLS:
         yield
         return
     what = f"{name} of model {model.name!r}"
@@ -92,7 +92,7 @@ def compare_weights(member: Membership, model: Any) -> None:
     Raises:
         ValueError: On all processes.
     """
-    if member.compared or jax.process_count() == 1 or not _keras.is_built(model):
+    if member.compared or not _keras.is_built(model):
         return
     variables = _keras.state_variables(model)
     fix = (

@@ -4,6 +4,7 @@ import contextlib
 import contextvars
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -93,11 +94,10 @@ class Runner:
                 )
             )
         _check_input(name, args, kwargs)
-        if not self._is_local:
-            check_callbacks(kwargs.get("callbacks"))
-        with strategy.scope(), together(name, model):
+        with strategy.scope(), self._with_others(name, model, kwargs):
             member = membership.adopt(model, strategy)
-            compare_weights(member, model)
+            if not self._is_local:
+                compare_weights(member, model)
             if _keras.has_state(model):
                 # Called within a fit, from a callback: the variables hold that fit's newest
                 # state, and the fit reads it from there when it goes on.
@@ -112,6 +112,12 @@ class Runner:
             finally:
                 if member.guard is not None:
                     member.guard.release(end_of_fit=name == "fit")
+
+    def _with_others(self, name: str, model: Any, kwargs: Mapping) -> AbstractContextManager:
+        if self._is_local:
+            return contextlib.nullcontext()
+        check_callbacks(kwargs.get("callbacks"))
+        return together(name, model)
 
     @contextlib.contextmanager
     def call(self, member: membership.Membership) -> Iterator[_Call]:

@@ -17,16 +17,16 @@ PEER_TIMEOUT_S = 6
 class At(keras.callbacks.Callback):
     """Does something in one process at the end of the first epoch's second batch, or epoch."""
 
-    def __init__(self, act, epoch=False):
+    def __init__(self, act, epoch=False, process=1):
         super().__init__()
-        self.act, self.epoch = act, epoch
+        self.act, self.epoch, self.process = act, epoch, process
 
     def on_train_batch_end(self, batch, logs=None):
-        if batch == 1 and not self.epoch and jax.process_index() == 1:
+        if batch == 1 and not self.epoch and jax.process_index() == self.process:
             self.act()
 
     def on_epoch_end(self, epoch, logs=None):
-        if self.epoch and jax.process_index() == 1:
+        if self.epoch and jax.process_index() == self.process:
             self.act()
 
 
@@ -65,7 +65,9 @@ def main(fault, folder):
     y = x[:, :1]
     callbacks = {
         "callback": At(fail),
+        "callback of process 0": At(fail, process=0),
         "epoch end": At(fail, epoch=True),
+        "kill process 0": At(kill(signal.SIGKILL), process=0),
         "kill": At(kill(signal.SIGKILL)),
         "stop": At(kill(signal.SIGSTOP)),
         "save in callback": At(lambda: model.save(f"{folder}/a.keras"), epoch=True),

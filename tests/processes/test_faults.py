@@ -30,6 +30,13 @@ FAULTS = {
         f"process 0 ends (in {FIT}): process 1 failed in {FIT} with OSError: the disk of this",
         "OSError: the disk of this host is full",
     ),
+    "callback of process 0": (
+        1,
+        "OSError: the disk of this host is full",
+        f"process 1 ends (in {FIT}): process 0 failed in {FIT} with OSError: the disk of this",
+    ),
+    # JAX itself ends the others when its coordinator, which process 0 runs, is gone.
+    "kill process 0": (137, "", "(CoordinationService|is gone)"),
     "epoch end": (
         1,
         f"process 0 ends (in {FIT}): process 1 failed in {FIT} with OSError: the disk of this",
