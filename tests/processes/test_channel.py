@@ -137,6 +137,7 @@ def test_some_arguments_are_not_enough():
     assert "coordinator='localhost:1234', num_processes=None" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_second_call_as_another_process():
     done = run(
         "import keras_tpu_dist as ktd; ktd.initialize('localhost:29417', 1, 0);"
@@ -157,7 +158,7 @@ time.sleep(60 if int(sys.argv[1]) else 0)
 """
 
 
-@pytest.mark.parametrize("code", [0, 7])
+@pytest.mark.parametrize("code", [pytest.param(0, marks=pytest.mark.slow), 7])
 def test_launch(code, tmp_path, capfd):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
@@ -167,6 +168,7 @@ def test_launch(code, tmp_path, capfd):
     assert sorted(lines) == [f"[{i}] here {i} ['{code}'] 1" for i in range(2)]
 
 
+@pytest.mark.slow
 def test_launch_from_the_shell(tmp_path, capfd):
     (tmp_path / "script.py").write_text(SCRIPT)
     arguments = ["--processes", "2", "--devices", "3", str(tmp_path / "script.py"), "0"]
