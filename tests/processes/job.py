@@ -39,7 +39,7 @@ def model(steps):
         keras.optimizers.SGD(0.05, momentum=0.9),
         "mse",
         metrics=["mae"],
-        steps_per_execution=steps,
+        steps_per_execution=1 if steps == "eager" else steps,
         run_eagerly=steps == "eager",
     )
     return built
@@ -99,8 +99,76 @@ def run(folder, plan, feed, steps):
     return found
 
 
+def fitted(strategy, callbacks=(), make=model, x=X):
+    keras.utils.set_random_seed(0)
+    keras.utils.clear_session()
+    with strategy.scope():
+        one = make(1)
+    history = one.fit(x, Y, batch_size=BATCH, epochs=2, verbose=0, callbacks=[*callbacks]).history
+    found = {f"history {key}": np.asarray(values) for key, values in history.items()}
+    return found | {f"weight {i}": value for i, value in enumerate(one.get_weights())}
+
+
+def sequential(*layers, shape=(12,)):
+    def make(steps):
+        one = keras.Sequential([keras.Input(shape), *(layer() for layer in layers)])
+        one.compile(keras.optimizers.SGD(0.05), "mse")
+        return one
+
+    return make
+
+
+def on_mesh(**options):
+    return ktd.TPUStrategy({"data": 4, "model": 2}, "tensor_parallel", **options)
+
+
+def absolute(y, predicted):
+    return float(np.abs(y - predicted).mean())
+
+
+CALLBACKS = {
+    "stop": lambda folder: ktd.callbacks.StopAtStep(3),
+    "nan": lambda folder: ktd.callbacks.NameNaN(),
+    "early": lambda folder: keras.callbacks.EarlyStopping("loss", restore_best_weights=True),
+    "metrics": lambda folder: ktd.callbacks.HostMetrics(
+        {"mean": absolute}, validation_data=(X, Y), batch_size=BATCH
+    ),
+    "checkpoint": lambda folder: keras.callbacks.ModelCheckpoint(
+        os.path.join(folder, "kept.weights.h5"), save_weights_only=True
+    ),
+}
+FEATURES = {
+    "donate": lambda: fitted(on_mesh(donate_state=True)),
+    "fsdp donate": lambda: fitted(ktd.TPUStrategy({"fsdp": 8}, "fsdp", donate_state=True)),
+    "keep": lambda: fitted(on_mesh(donate_state=False)),
+    "prefetch": lambda: fitted(on_mesh(prefetch=3)),
+    "eager": lambda: fitted(on_mesh(), make=lambda steps: model("eager")),
+    "assign": lambda: fitted(
+        ktd.TPUStrategy({"data": 4, "logical": 2}),
+        make=sequential(
+            lambda: ktd.assign(keras.layers.Dense(8), 0),
+            lambda: ktd.assign(keras.layers.Dense(4), 1),
+        ),
+    ),
+    "recurrent": lambda: fitted(
+        on_mesh(),
+        make=sequential(lambda: ktd.layers.LSTM(8), lambda: keras.layers.Dense(4), shape=(6, 2)),
+        x=X.reshape(-1, 6, 2),
+    ),
+}
+
+
+def feature(folder, name):
+    """One feature; process 0 writes its numbers, and returns them."""
+    called_back = [CALLBACKS[name](folder)] if name in CALLBACKS else []
+    found = FEATURES.get(name, lambda: fitted(on_mesh(), called_back))()
+    if jax.process_index() == 0:
+        np.savez(os.path.join(folder, f"{name}.npz"), **found)
+    return found
+
+
 if __name__ == "__main__":
     ktd.initialize(timeout_s=60, peer_timeout_s=20)
     for case in json.loads(sys.argv[2]):
-        run(sys.argv[1], *case)
+        (feature if len(case) == 1 else run)(sys.argv[1], *case)
         print("done", *case)
