@@ -42,7 +42,10 @@ def _written_once(stock, model, filepath, *args, **kwargs):
 
 
 def _on_several_hosts(variable: Any) -> bool:
-    value = variable.value
+    return _spans_hosts(variable.value)
+
+
+def _spans_hosts(value: Any) -> bool:
     concrete = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
     return concrete and not value.is_fully_addressable
 
@@ -56,8 +59,8 @@ def _values(stock, variable: Any, dtype: Any = None, copy: bool | None = None) -
 
 def _assigned(stock, variable: Any, value: Any) -> None:
     layout = _keras.variable_layout(variable)
-    here = not isinstance(value, jax.Array) or value.is_fully_addressable
-    if not isinstance(layout, jax.sharding.Sharding) or layout.is_fully_addressable or not here:
+    spans = isinstance(layout, jax.sharding.Sharding) and not layout.is_fully_addressable
+    if not spans or isinstance(value, jax.core.Tracer) or _spans_hosts(value):
         stock(variable, value)
     else:
         # Stock would have all processes compare the value, by a collective for each variable.

@@ -63,12 +63,12 @@ def fed(kind):
     if kind == "arrays":
         return {"x": X, "y": Y, "batch_size": BATCH}
     if kind == "generator":
-        return {"x": batches(), "steps_per_epoch": len(Sequence())}
+        return {"x": batches(), "steps_per_epoch": len(Sequence()), "shuffle": False}
     if kind == "pydataset":
         return {"x": Sequence(), "shuffle": False}
     import tensorflow as tf
 
-    return {"x": tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH)}
+    return {"x": tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH), "shuffle": False}
 
 
 def run(folder, plan, feed, steps):
