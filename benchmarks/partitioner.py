@@ -210,16 +210,18 @@ def tracing(rounds):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parts = ("speed", "ragged", "tracing")
-    parser.add_argument("parts", nargs="*", default=parts, choices=[*parts, []])
+    # argparse compares the empty list itself with the choices.
+    parser.add_argument("parts", nargs="*", choices=[*parts, []])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=20)
     arguments = parser.parse_args()
+    chosen = arguments.parts or parts
     ktd.simulate(8)
-    if "speed" in arguments.parts:
+    if "speed" in chosen:
         speed(arguments.rounds, arguments.steps)
-    if "ragged" in arguments.parts:
+    if "ragged" in chosen:
         ragged(arguments.rounds, arguments.steps)
-    if "tracing" in arguments.parts:
+    if "tracing" in chosen:
         tracing(arguments.rounds)
 
 
