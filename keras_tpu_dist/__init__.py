@@ -3,6 +3,8 @@
 from keras_tpu_dist import _keras as _keras  # first: selects and checks Keras's JAX backend
 from keras_tpu_dist import callbacks as callbacks
 from keras_tpu_dist import layers as layers
+from keras_tpu_dist.checkpoint import CheckpointError as CheckpointError
+from keras_tpu_dist.checkpoint import restore as restore
 from keras_tpu_dist.comparison import compare as compare
 from keras_tpu_dist.dryrun.diff import diff as diff
 from keras_tpu_dist.dryrun.largest_batch import largest_batch as largest_batch
@@ -26,5 +28,6 @@ from keras_tpu_dist.replica import RunOptions as RunOptions
 from keras_tpu_dist.replica import ValueContext as ValueContext
 from keras_tpu_dist.replica import get_replica_context as get_replica_context
 from keras_tpu_dist.strategy import TPUStrategy as TPUStrategy
+from keras_tpu_dist.training.shares import InputShard as InputShard
 
 __version__ = "0.1.0"

@@ -26,10 +26,11 @@ from keras_tpu_dist.layout.planner import Plan
 from keras_tpu_dist.logical.devices import LogicalDevices
 from keras_tpu_dist.replica.run import ReplicaCode
 from keras_tpu_dist.training import membership, pickling
-from keras_tpu_dist.training.batches import BatchPlacer
 from keras_tpu_dist.training.input_clock import InputWait
 from keras_tpu_dist.training.options import Options
+from keras_tpu_dist.training.own_rows import placer_for
 from keras_tpu_dist.training.runner import Runner
+from keras_tpu_dist.training.shares import InputShard, shares_of
 
 
 class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.ModelParallel):
@@ -68,6 +69,9 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
             stay as `layout` says (ZeRO-1).
         input_timeout_s: The most seconds that reading one batch may take; more ends the run with a
             `TimeoutError`, weights kept. Defaults to `None`: it waits for ever.
+        input: What each of several processes is given: `"global"`, the same data in all of them,
+            of which each transfers its part; or `"per_process"`, its own rows (see `input_shard`).
+            `batch_size` is that of all processes together either way.
 
     Raises:
         ValueError: If the mesh does not fit the devices, a name is no axis of the mesh, or a rule
@@ -97,6 +101,7 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
         donate_state: bool | str = "auto",
         shard_optimizer: bool = False,
         input_timeout_s: float | None = None,
+        input: str = "global",
     ):
         _keras.install()
         if topology is not None:
@@ -107,11 +112,11 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
         self._given = {
             **{"data_axes": data_axes, "batch_axis": batch_axis, "prefetch": prefetch},
             **{"donate_state": donate_state, "shard_optimizer": shard_optimizer},
-            "input_timeout_s": input_timeout_s,
+            **{"input_timeout_s": input_timeout_s, "input": input},
         }
         if self._topology is not None and not isinstance(mesh, DeviceAssignment):
             devices = _described_devices(self._topology, devices)
-        options = Options(prefetch, donate_state, input_timeout_s)
+        options = Options(prefetch, donate_state, input_timeout_s, input)
         if mesh is None and isinstance(layout, keras.distribution.LayoutMap):
             mesh = layout.device_mesh
         device_mesh = build_mesh(mesh, devices)
@@ -124,7 +129,7 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
         self.layouts = Layouts(
             *(device_mesh.backend_mesh, split, layout, shard_optimizer, batch_axis == 0)
         )
-        self.placer = BatchPlacer(self.layouts.mesh, split, batch_axis)
+        self.placer = placer_for(self.layouts.mesh, split, batch_axis, options.input)
         # Keras would cut tf.data datasets by process, and asks for the number of replicas here.
         super().__init__(layout_map=layout_map, batch_dim_name=names[0], auto_shard_dataset=False)
         self._device_mesh = device_mesh
@@ -163,6 +168,15 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
         return len({device.process_index for device in self.layouts.mesh.devices.flat})
 
     @property
+    def input_shard(self) -> InputShard:
+        """Which part of each batch this process brings under `input="per_process"`.
+
+        Under `input="global"` it is the part that the process transfers of what all of them read.
+        Raises a `ValueError` on a mesh whose processes hold parts that overlap.
+        """
+        return shares_of(self.layouts.mesh, self.layouts.data_axes).shard
+
+    @property
     def input_wait(self) -> InputWait | None:
         """How long the devices waited for input in the last epoch that was trained, or `None`."""
         return self.runner.reports.input_wait
@@ -173,7 +187,7 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
         Scopes nest. `keras.distribution.set_distribution(strategy)` does the same for the rest of
         the program.
         """
-        return membership.Scope(self) if self._topology is None else _DescribedScope(self)
+        return membership.Scope(self) if self._topology is None else membership.DescribedScope(self)
 
     def __enter__(self):
         raise TypeError(
@@ -330,20 +344,6 @@ def _made_again(cls: type, mesh: Any, layout: Any, topology: Any, given: dict) -
     """A strategy from what was pickled of it."""
     mesh = pickling.mesh_of(mesh)
     return cls(mesh, pickling.layout_of(layout, mesh, topology), topology=topology, **given)
-
-
-class _DescribedScope(membership.Scope):
-    """The scope on a slice without chips: variables made in it get no value."""
-
-    def __enter__(self):
-        strategy = super().__enter__()
-        self._abstract = _keras.abstract_variables()
-        self._abstract.__enter__()
-        return strategy
-
-    def __exit__(self, *exception):
-        self._abstract.__exit__(*exception)
-        super().__exit__(*exception)
 
 
 def _only_named(mesh: MeshLike, topology: str | Topology | None) -> Topology | None:

@@ -26,10 +26,11 @@ ROOMS = {
     "logical": {*BASE, "hardware", "layout", "partitioner"},
     "training": {*BASE, "hardware", "layout", "partitioner", "processes"},
     "replica": {*BASE, "layout", "partitioner", "processes", "training"},
-    "callbacks": {*BASE, "training"},
+    "checkpoint": {*BASE, "training"},
+    "callbacks": {*BASE, "checkpoint", "processes", "training"},
     "dryrun": {*BASE, "hardware", "hlo", "layout", "training"},
 }
-ROOMS["strategy"] = {*ROOMS} - {"recurrence", "layers", "callbacks"}
+ROOMS["strategy"] = {*ROOMS} - {"recurrence", "layers", "callbacks", "checkpoint"}
 ROOMS["comparison"] = {"common", "dryrun", "hardware", "strategy"}
 ROOMS["__main__"] = {*ROOMS}
 MOST_LINES_OF_A_MODULE, MOST_LINES_OF_A_FUNCTION = 400, 60

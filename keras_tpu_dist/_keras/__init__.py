@@ -43,10 +43,14 @@ from keras_tpu_dist._keras.building import symbolic_build as symbolic_build
 from keras_tpu_dist._keras.building import without_vjp as without_vjp
 from keras_tpu_dist._keras.distributed import coordination_client as coordination_client
 from keras_tpu_dist._keras.distributed import started_as as started_as
+from keras_tpu_dist._keras.inputs import ends_ragged as ends_ragged
 from keras_tpu_dist._keras.inputs import uncount_steps as uncount_steps
 from keras_tpu_dist._keras.progress import backup_position as backup_position
+from keras_tpu_dist._keras.progress import begin_at_epoch as begin_at_epoch
+from keras_tpu_dist._keras.progress import global_seed as global_seed
 from keras_tpu_dist._keras.progress import restore_seeds as restore_seeds
 from keras_tpu_dist._keras.progress import save_backup as save_backup
+from keras_tpu_dist._keras.progress import set_global_seed as set_global_seed
 from keras_tpu_dist._keras.progress import train_steps_counted as train_steps_counted
 from keras_tpu_dist._keras.seam import TESTED_KERAS as TESTED_KERAS
 from keras_tpu_dist._keras.seam import Replacement as Replacement
@@ -65,6 +69,7 @@ from keras_tpu_dist._keras.structure import full_precision as full_precision
 from keras_tpu_dist._keras.structure import graph as graph
 from keras_tpu_dist._keras.structure import in_symbolic_scope as in_symbolic_scope
 from keras_tpu_dist._keras.structure import keras_mask as keras_mask
+from keras_tpu_dist._keras.structure import optimizer_slots as optimizer_slots
 from keras_tpu_dist._keras.structure import own_variables as own_variables
 from keras_tpu_dist._keras.structure import producer as producer
 from keras_tpu_dist._keras.structure import route_attention as route_attention
@@ -72,6 +77,7 @@ from keras_tpu_dist._keras.structure import stateless_scope as stateless_scope
 from keras_tpu_dist._keras.structure import stored_weight as stored_weight
 from keras_tpu_dist._keras.structure import sublayers as sublayers
 from keras_tpu_dist._keras.structure import tell_of_layers as tell_of_layers
+from keras_tpu_dist._keras.structure import weights_of as weights_of
 from keras_tpu_dist._keras.structure import with_keras_mask as with_keras_mask
 from keras_tpu_dist._keras.trainer import active_strategy as active_strategy
 from keras_tpu_dist._keras.trainer import follow_state as follow_state
@@ -81,10 +87,8 @@ from keras_tpu_dist._keras.trainer import has_state as has_state
 from keras_tpu_dist._keras.trainer import is_strategy as is_strategy
 from keras_tpu_dist._keras.trainer import listens as listens
 from keras_tpu_dist._keras.trainer import move_variable as move_variable
-from keras_tpu_dist._keras.trainer import optimizer_slots as optimizer_slots
 from keras_tpu_dist._keras.trainer import serve as serve
 from keras_tpu_dist._keras.trainer import state_groups as state_groups
 from keras_tpu_dist._keras.trainer import state_shardings as state_shardings
 from keras_tpu_dist._keras.trainer import state_variables as state_variables
 from keras_tpu_dist._keras.trainer import variable_layout as variable_layout
-from keras_tpu_dist._keras.trainer import weights_of as weights_of

@@ -1,16 +1,105 @@
 """The seam to Keras's input: whose dataset is split by whom, and the count of an epoch's steps."""
 
+import inspect
 from typing import Any
 
+import keras
+import numpy
+from keras.src.trainers.data_adapters.array_data_adapter import can_convert_arrays
 from keras.src.trainers.epoch_iterator import EpochIterator
 
 from keras_tpu_dist._keras.seam import Replacement, declare
-from keras_tpu_dist._keras.trainer import is_strategy
+from keras_tpu_dist._keras.trainer import active_strategy, is_strategy
+
+_NOTHING = object()
+_ONE_ROW = numpy.zeros((1, 1))
+# Keras's own, of `fit`.
+_DEFAULT_BATCH_SIZE = 32
 
 
 def _read_dataset(stock, adapter, dataset, class_weight=None, distribution=None):
     ours = is_strategy(distribution)
     stock(adapter, dataset, class_weight=class_weight, distribution=None if ours else distribution)
+
+
+def _own_part(stock, iterator, x, *args, batch_size=None, steps_per_epoch=None, **kwargs):
+    strategy = active_strategy()
+    own_input = None if strategy is None else strategy.runner.own_input
+    given = {"batch_size": batch_size, "steps_per_epoch": steps_per_epoch}
+    if own_input is None:
+        stock(iterator, x, *args, **given, **kwargs)
+        return
+    if can_convert_arrays((x, kwargs.get("y"), kwargs.get("sample_weight"))):
+        given["batch_size"] = _own_batch_size(own_input, x, batch_size, steps_per_epoch)
+    empty = False
+    if inspect.isgenerator(x):
+        x, empty = _peeked(x)
+    # Keras refuses a generator without any batch.
+    stock(iterator, _ONE_ROW if empty else x, *args, **given, **kwargs)
+    if empty:
+        iterator.data_adapter = _NoBatches()
+    iterator.data_adapter = _AgreedLength(iterator.data_adapter, own_input)
+    iterator._num_batches = iterator.data_adapter.num_batches
+
+
+def _own_batch_size(own_input, x, batch_size, steps_per_epoch) -> int:
+    if batch_size is None and steps_per_epoch is not None:
+        # As Keras has it: all rows in that many steps.
+        return max(-(-len(keras.tree.flatten(x)[0]) // steps_per_epoch), 1)
+    return own_input.shares.of(_DEFAULT_BATCH_SIZE if batch_size is None else batch_size)
+
+
+def _peeked(generator: Any) -> tuple[Any, bool]:
+    """A generator that yields the same, and whether that is nothing."""
+    first = next(generator, _NOTHING)
+
+    def again():
+        if first is not _NOTHING:
+            yield first
+            yield from generator
+
+    return again(), first is _NOTHING
+
+
+class _NoBatches:
+    """The data adapter of an input without any batch."""
+
+    num_batches = None
+    has_partial_batch = False
+
+    def get_jax_iterator(self):
+        return iter(())
+
+    def on_epoch_begin(self):
+        """Nothing to prepare."""
+
+    def on_epoch_end(self):
+        """Nothing to put away."""
+
+
+class _AgreedLength:
+    """A data adapter that says how many batches the longest input of all processes has."""
+
+    def __init__(self, adapter: Any, own_input: Any):
+        self._adapter = adapter
+        self.num_batches, self.has_partial_batch = own_input.length(
+            adapter.num_batches, ends_ragged(adapter)
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._adapter, name)
+
+
+def ends_ragged(data_adapter: Any) -> bool:
+    """Whether the last batch of an input is known to be smaller than the others.
+
+    Args:
+        data_adapter: Keras's adapter of the input.
+    """
+    try:
+        return bool(data_adapter.has_partial_batch)
+    except NotImplementedError:
+        return False  # a PyDataset, which does not know
 
 
 def uncount_steps(epoch_iterator: EpochIterator, steps: int, ran_out: bool) -> None:
@@ -35,6 +124,12 @@ def uncount_steps(epoch_iterator: EpochIterator, steps: int, ran_out: bool) -> N
 
 declare(
     Replacement(
+        *("keras.src.trainers.epoch_iterator:EpochIterator", "__init__", _own_part),
+        why="each process brings its part of a batch, and its input may be shorter than another's",
+        hook="a distribution that makes the iterator",
+        parameters=("x", "batch_size", "steps_per_epoch"),
+    ),
+    Replacement(
         "keras.src.trainers.data_adapters.tf_dataset_adapter:TFDatasetAdapter",
         "__init__",
         _read_dataset,
@@ -42,5 +137,5 @@ declare(
         "makes per-replica batches here, as in tf.distribute",
         hook="a name of its own for that",
         parameters=("dataset", "class_weight", "distribution"),
-    )
+    ),
 )

@@ -4,6 +4,9 @@ import json
 import pathlib
 from typing import Any
 
+from keras.src.backend.common import global_state
+from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, global_seed_generator
+
 
 def train_steps_counted(optimizer: Any) -> int:
     """How often an optimizer was applied, gradient accumulation's steps counted singly.
@@ -70,3 +73,34 @@ def _backup_metadata(backup) -> dict:
 def _seeds(model) -> list:
     saved = {id(variable) for variable in model.weights}
     return [v for v in model.non_trainable_variables if id(v) not in saved]
+
+
+def begin_at_epoch(model: Any, epoch: int | None) -> None:
+    """Makes the fit that begins start with an epoch, whatever it was told.
+
+    Args:
+        model: The model.
+        epoch: The epoch, from 0; `None` leaves it to `fit(initial_epoch=...)` again.
+
+    Public replacement: none; a callback learns of `fit` too late to change `initial_epoch`.
+    """
+    model._initial_epoch = epoch
+
+
+def global_seed() -> Any:
+    """Keras's own global random state, which operations without a seed draw from, or `None`.
+
+    Public replacement: none; `keras.utils.set_random_seed` sets it anew.
+    """
+    generator = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
+    return None if generator is None else generator.state.numpy().tolist()
+
+
+def set_global_seed(state: Any) -> None:
+    """Gives Keras's global random state a value. See `global_seed`.
+
+    Args:
+        state: What it returned.
+    """
+    if state is not None:
+        global_seed_generator().state.assign(state)

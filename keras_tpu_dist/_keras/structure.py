@@ -223,3 +223,36 @@ def tell_of_layers(created: Callable[[Any], None]) -> None:
             hook="a scope that is told of layers",
         )
     )
+
+
+def optimizer_slots(model: Any) -> list[tuple[str, Any, Any]]:
+    """The slots of a model's optimizer: name, variable, and the weight each belongs to.
+
+    Optimizers keep slots as lists in the order of their trainable variables. Public replacement:
+    none; `add_variable_from_reference` knows the pair and forgets it.
+
+    Args:
+        model: The model; without an optimizer that is built there are none.
+    """
+    optimizer = getattr(model, "optimizer", None)
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    if optimizer is None:
+        return []
+    weights = weights_of(optimizer)
+    found = []
+    for name, slots in vars(optimizer).items():
+        # `_variables` lists all, the step count and the learning rate first.
+        if name in ("_trainable_variables", "_variables") or not isinstance(slots, (list, tuple)):
+            continue
+        if len(slots) == len(weights):
+            found.extend((name.strip("_"), slot, weight) for slot, weight in zip(slots, weights))
+    return [each for each in found if isinstance(each[1], keras.Variable)]
+
+
+def weights_of(optimizer: Any) -> list:
+    """The weights that an optimizer was built for; public replacement: none.
+
+    Args:
+        optimizer: A Keras optimizer; before it is built it has none.
+    """
+    return getattr(optimizer, "_trainable_variables", None) or []

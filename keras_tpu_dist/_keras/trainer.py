@@ -1,5 +1,6 @@
 """The seam to Keras's trainer: methods replaced once, and the training state read and written."""
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable
@@ -129,31 +130,45 @@ def _bookkeeping() -> list[Replacement]:
 
 
 def _entry_point(find_strategy, name, stock, model, *args, **kwargs):
-    if name == "fit":
-        _before_fit(stock, model, args, kwargs)
     strategy = find_strategy(model)
-    if strategy is None:
-        return stock(model, *args, **kwargs)
-    with strategy.runner.running(strategy, model, name, args, kwargs):
-        return stock(model, *args, **kwargs)
-
-
-def _before_fit(stock, model, args, kwargs) -> None:
-    """Shows the arguments of fit to callbacks that want to see them.
-
-    Public replacement: none; `set_params` gets the number of epochs and steps alone.
-    """
     try:
-        arguments = inspect.signature(stock).bind(model, *args, **kwargs).arguments
+        arguments = _signature(stock).bind(model, *args, **kwargs).arguments
     except TypeError:
-        return  # fit itself says what is wrong
-    callbacks = arguments.get("callbacks")
-    if isinstance(callbacks, keras.callbacks.CallbackList):
-        callbacks = callbacks.callbacks
-    callbacks = keras.tree.flatten(callbacks)
-    for callback in callbacks:
+        return stock(model, *args, **kwargs)  # which says what is wrong
+    arguments = {**arguments, "callbacks": _callbacks(arguments.get("callbacks"))}
+    with contextlib.ExitStack() as stack:
+        if name == "fit":
+            stack.enter_context(_told_of_fit(arguments))
+        if strategy is not None:
+            stack.enter_context(strategy.runner.running(strategy, model, name, arguments))
+        return stock(model, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def _told_of_fit(arguments):
+    """Shows callbacks the arguments of fit before it begins, and its end, be it by an exception.
+
+    Public replacement: none; `set_params` gets the number of epochs and steps alone, and
+    `on_train_end` is not called where fit fails.
+    """
+    for callback in arguments["callbacks"]:
         if hasattr(callback, "before_fit"):
-            callback.before_fit({**arguments, "callbacks": callbacks})
+            callback.before_fit(arguments)
+    try:
+        yield
+    finally:
+        for callback in arguments["callbacks"]:
+            if hasattr(callback, "after_fit"):
+                callback.after_fit()
+
+
+_signature = functools.lru_cache(inspect.signature)
+
+
+def _callbacks(given: Any) -> list:
+    if isinstance(given, keras.callbacks.CallbackList):
+        given = given.callbacks
+    return keras.tree.flatten(given)
 
 
 def then_created(created, stock, model, *args, **kwargs):
@@ -353,39 +368,6 @@ def move_variable(variable: Any, layout: Any) -> None:
     variable._layout = layout
     if variable._value is not None:
         variable._direct_assign(variable._value)
-
-
-def optimizer_slots(model: Any) -> list[tuple[Any, Any]]:
-    """Pairs of a model's optimizer variables and the weight each belongs to.
-
-    Optimizers keep slots as lists in the order of their trainable variables. Public replacement:
-    none; `add_variable_from_reference` knows the pair and forgets it.
-
-    Args:
-        model: The model; without an optimizer that is built there are no pairs.
-    """
-    optimizer = getattr(model, "optimizer", None)
-    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
-    if optimizer is None:
-        return []
-    weights = weights_of(optimizer)
-    pairs = []
-    for name, slots in vars(optimizer).items():
-        # `_variables` lists all, the step count and the learning rate first.
-        if name in ("_trainable_variables", "_variables") or not isinstance(slots, (list, tuple)):
-            continue
-        if len(slots) == len(weights):
-            pairs.extend(zip(slots, weights))
-    return [(slot, w) for slot, w in pairs if isinstance(slot, keras.Variable)]
-
-
-def weights_of(optimizer: Any) -> list:
-    """The weights that an optimizer was built for; public replacement: none.
-
-    Args:
-        optimizer: A Keras optimizer; before it is built it has none.
-    """
-    return getattr(optimizer, "_trainable_variables", None) or []
 
 
 def _group(model, name: str) -> list:

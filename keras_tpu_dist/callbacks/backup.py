@@ -83,7 +83,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         if self._on_sigterm and threading.current_thread() is threading.main_thread():
             before = signal.signal(signal.SIGTERM, self._note_sigterm)
             self._before = signal.SIG_DFL if before is None else before
-            guard.at_end = self._stop_listening
+            guard.at_end.append(self._stop_listening)
 
     def on_epoch_begin(self, epoch, logs=None):
         """Notes the epoch."""

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import message
 
 # Callbacks that read all of `logs`, not one name that they monitor.
@@ -23,8 +24,9 @@ class HostMetrics(keras.callbacks.Callback):
     one, `EarlyStopping("val_f1", mode="max")` or `ModelCheckpoint(monitor="val_f1")`, and in the
     history.
 
-    Works under a `TPUStrategy`, with N steps per launch if the model is compiled so, and under
-    stock Keras.
+    Works under a `TPUStrategy`, with N steps per launch if the model is compiled so, over several
+    processes (under `input="per_process"` each brings its part of the evaluation set, and the
+    functions get all of it), and under stock Keras.
 
     Args:
         metrics: Functions by name, called as `fn(y_true, y_pred)`, or
@@ -134,7 +136,7 @@ class HostMetrics(keras.callbacks.Callback):
         """
         if self._source is None:
             raise ValueError(_no_data({}))
-        y_true, y_pred, weights = _outputs(model, *self._source)
+        y_true, y_pred, weights = _of_all_processes(_outputs(model, *self._source))
         values = {}
         for (*output, _), name, function in zip(
             self._functions, self.names, self._functions.values()
@@ -231,6 +233,13 @@ def _outputs(model, data, batch_size, steps) -> tuple[Any, Any, Any]:
             )
         )
     return y_true, y_pred, _joined([weights for _, weights in targets])
+
+
+def _of_all_processes(rows: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+    """Where each process brings rows of its own, those of all of them."""
+    strategy = _keras.active_strategy()
+    own_input = None if strategy is None else strategy.runner.own_input
+    return rows if own_input is None else own_input.joined(rows)
 
 
 def _predict(model, batches: Iterable, targets: list) -> Any:

@@ -129,7 +129,7 @@ def place(model: Any, setting: Setting, given: Any) -> Placement:
     for other in _keras.state_variables(model):
         if id(other) not in decisions:
             decisions[id(other)] = _decide(other, given(other), notes, setting, None)
-    slots = _keras.optimizer_slots(model)
+    slots = [(slot, weight) for _, slot, weight in _keras.optimizer_slots(model)]
     for slot, weight in slots:
         if tuple(slot.shape) != tuple(weight.shape):
             continue

@@ -1,14 +1,30 @@
 """Arrays between the host and devices of several processes."""
 
 import functools
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
+from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.processes.channel import agree
+
+# Elements of an array that are compared: a difference in seed or order shows in the first ones.
+_SAMPLE = 4096
+
+
+def mark(array: Any) -> int:
+    """A number that differs where the first elements of two host arrays do.
+
+    Args:
+        array: The array.
+    """
+    first = np.asarray(array).ravel()[:_SAMPLE]
+    return zlib.crc32(np.ascontiguousarray(first).tobytes())
 
 
 def put(arrays: Sequence[Any], shardings: Sequence[Any]) -> list:
@@ -43,6 +59,39 @@ def whole(array: jax.Array) -> np.ndarray:
         "jax.process_index() == 0 may decide who prints or writes what was read.",
     )
     return np.asarray(_to_everywhere(array.sharding)(array))
+
+
+def joined_rows(array: np.ndarray, groups: Sequence[Sequence[int]]) -> np.ndarray:
+    """The rows of host arrays of several processes, exactly as they are, in all of them.
+
+    Args:
+        array: This process's; the others' have as many dimensions, any number of rows.
+        groups: Processes that hold the same rows, in the order in which the rows are joined.
+
+    Raises:
+        PeerError: If not all processes join rows.
+        ValueError: If the arrays differ in more than their number of rows.
+    """
+    fix = "Give all processes arrays of one kind."
+    told = agree("joining the rows of all processes", fix, [*array.shape, str(array.dtype)])
+    if any(each[1:] != told[0][1:] for each in told):
+        raise ValueError(
+            message(
+                "Rows that are joined have one shape and dtype.",
+                received="; ".join(f"{tuple(each)} in process {i}" for i, each in enumerate(told))
+                + ".",
+                fix=fix,
+            )
+        )
+    longest = max(each[0] for each in told)
+    raw = np.zeros((longest, *array.shape[1:]), array.dtype)
+    raw[: len(array)] = array
+    # As bytes: JAX would make 64-bit numbers shorter.
+    flat = np.frombuffer(raw.tobytes(), np.uint8)
+    every = multihost_utils.process_allgather(flat) if flat.size else [flat] * len(told)
+    first = [group[0] for group in groups]
+    parts = [np.frombuffer(np.asarray(every[i]).tobytes(), array.dtype) for i in first]
+    return np.concatenate([part.reshape(raw.shape)[: told[i][0]] for i, part in zip(first, parts)])
 
 
 def _own_parts(array: Any, sharding: Any) -> jax.Array:

@@ -12,7 +12,7 @@ from keras_tpu_dist.replica.options import RunOptions, pad_host
 from keras_tpu_dist.replica.sources import batches_of, in_groups
 from keras_tpu_dist.replica.values import PerReplica, stack
 from keras_tpu_dist.training.batch_axis import flatten
-from keras_tpu_dist.training.batches import padded
+from keras_tpu_dist.training.host_arrays import padded
 from keras_tpu_dist.training.iterator import DeviceIterator
 from keras_tpu_dist.training.strategy import Strategy, StrategyPart
 

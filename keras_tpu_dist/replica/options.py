@@ -11,7 +11,7 @@ import numpy as np
 from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.replica.values import PerReplica
-from keras_tpu_dist.training.batches import padded
+from keras_tpu_dist.training.host_arrays import padded
 
 logger = logging.getLogger("keras_tpu_dist")
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.replica.context import checked_axis, checked_reduction
-from keras_tpu_dist.training.batches import padded
+from keras_tpu_dist.training.host_arrays import padded
 from keras_tpu_dist.training.strategy import Strategy
 
 

@@ -2,7 +2,8 @@
 
 import contextlib
 import itertools
-import zlib
+import os
+import tempfile
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -13,15 +14,16 @@ import numpy as np
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.processes import watch
+from keras_tpu_dist.processes.arrays import mark
 from keras_tpu_dist.processes.channel import agree
 from keras_tpu_dist.training.batch_axis import element_names, flatten
 from keras_tpu_dist.training.membership import Membership
 
-# Elements of an array that are compared: a difference in seed or order shows in the first ones.
-_SAMPLE = 4096
 # Calls that run many steps. What is done for each batch is not agreed on, to cost nothing.
 _LONG_CALLS = ("fit", "evaluate", "predict")
 _NO_BATCH = "no batch"
+# Callbacks of Keras that write by themselves, and the attribute that says where.
+_FILES = {keras.callbacks.CSVLogger: "filename", keras.callbacks.TensorBoard: "log_dir"}
 
 
 @contextlib.contextmanager
@@ -52,34 +54,44 @@ def together(name: str, model: Any) -> Iterator[None]:
         watch.at(f"after {what}", inside=False)
 
 
-def check_callbacks(callbacks: Any) -> None:
-    """Raises for callbacks whose files several processes would write.
+@contextlib.contextmanager
+def files_of_one(callbacks: Iterable) -> Iterator[None]:
+    """The context of a call in which process 0 alone writes the callbacks' files.
+
+    All processes run all callbacks, since reading a weight may need all of them; what the others
+    write is thrown away.
 
     Args:
-        callbacks: What `fit` was given.
+        callbacks: Those of the call.
 
     Raises:
-        NotImplementedError: On all processes.
+        NotImplementedError: On all processes, for a backup.
     """
-    for callback in keras.tree.flatten(callbacks):
-        if isinstance(callback, keras.callbacks.BackupAndRestore):
-            raise NotImplementedError(
-                message(
-                    "BackupAndRestore works in one process for now.",
-                    received=f"{type(callback).__name__} in a fit of {jax.process_count()} "
-                    "processes.",
-                    fix="Use keras.callbacks.ModelCheckpoint, which writes in one of them.",
-                )
+    moved = []
+    with tempfile.TemporaryDirectory() as elsewhere:
+        for callback in callbacks:
+            _check_no_backup(callback)
+            names = [name for kind, name in _FILES.items() if isinstance(callback, kind)]
+            if names and jax.process_index():
+                path = str(getattr(callback, names[0]))
+                moved.append((callback, names[0], path))
+                setattr(callback, names[0], os.path.join(elsewhere, str(len(moved))))
+        try:
+            yield
+        finally:
+            for callback, name, path in moved:
+                setattr(callback, name, path)
+
+
+def _check_no_backup(callback: Any) -> None:
+    if isinstance(callback, keras.callbacks.BackupAndRestore):
+        raise NotImplementedError(
+            message(
+                "BackupAndRestore works in one process.",
+                received=f"{type(callback).__name__} in a fit of {jax.process_count()} processes.",
+                fix="Use keras.callbacks.ModelCheckpoint, which writes in one of them.",
             )
-        writes = isinstance(callback, (keras.callbacks.CSVLogger, keras.callbacks.TensorBoard))
-        if writes and jax.process_index():
-            raise ValueError(
-                message(
-                    "Files of logs are written by process 0.",
-                    received=f"{type(callback).__name__} in process {jax.process_index()}.",
-                    fix="Write callbacks=[...] if jax.process_index() == 0 else [].",
-                )
-            )
+        )
 
 
 def compare_weights(member: Membership, model: Any) -> None:
@@ -169,11 +181,7 @@ def compared(batches: Iterable) -> Iterator:
 
 def _marks(batch: Any) -> list[str]:
     leaves = [np.asarray(leaf) for leaf in flatten(batch)[0]]
-    return [f"{leaf.shape} {leaf.dtype} {_mark(leaf)}" for leaf in leaves]
-
-
-def _mark(array: np.ndarray) -> int:
-    return zlib.crc32(np.ascontiguousarray(array.ravel()[:_SAMPLE]).tobytes())
+    return [f"{leaf.shape} {leaf.dtype} {mark(leaf)}" for leaf in leaves]
 
 
 def _parts(variables: list) -> list[dict[str, int]]:
@@ -182,5 +190,5 @@ def _parts(variables: list) -> list[dict[str, int]]:
     for variable in variables:
         shards = getattr(variable.value, "addressable_shards", ())
         by_place = {str(shard.index): shard for shard in shards}
-        marks.append({place: _mark(np.asarray(s.data)) for place, s in by_place.items()})
+        marks.append({place: mark(np.asarray(s.data)) for place, s in by_place.items()})
     return marks

@@ -6,6 +6,8 @@ from typing import Any
 
 import jax
 
+from keras_tpu_dist import _keras
+
 # Twice as many steps in a launch no longer halve what is left of a launch's own cost by then, and
 # callbacks on batches are called only once in a launch.
 MOST_STEPS = 32
@@ -37,23 +39,21 @@ def steps_of_a_launch(num_batches: int | None, ragged: bool) -> int:
     return min(choices, key=lambda n: (equal // n + equal % n, n))
 
 
-def steps_that_fit(batch: Any, steps: int, num_shards: int) -> int:
+def steps_that_fit(bytes_per_device: float, steps: int) -> int:
     """The largest divisor of `steps` whose batches leave the devices' memory to the model.
 
     Args:
-        batch: A host batch: a structure of arrays.
+        bytes_per_device: What one batch takes on each device.
         steps: The steps of a launch as they were chosen without regard to memory.
-        num_shards: The number of parts into which the mesh splits a batch.
 
     Returns:
         At least 1. The batches of a launch get 5 % of the device's memory, or 256 MiB where that is
         unknown.
     """
-    each = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(batch)) / num_shards
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     budget = limit * _FRACTION_OF_MEMORY if limit else _BYTES_WHERE_MEMORY_IS_UNKNOWN
     divisors = [n for n in range(1, steps + 1) if steps % n == 0]
-    return max((n for n in divisors if n * each <= budget), default=1)
+    return max((n for n in divisors if n * bytes_per_device <= budget), default=1)
 
 
 class AutoSteps:
@@ -88,13 +88,8 @@ class AutoSteps:
         """
         if self.model is None:
             return
-        ragged = not epoch_iterator.steps_per_epoch and _ends_ragged(epoch_iterator.data_adapter)
+        ragged = not epoch_iterator.steps_per_epoch and _keras.ends_ragged(
+            epoch_iterator.data_adapter
+        )
         steps = steps_of_a_launch(epoch_iterator.num_batches, ragged)
         epoch_iterator.steps_per_execution = self.model.steps_per_execution = steps
-
-
-def _ends_ragged(data_adapter) -> bool:
-    try:
-        return bool(data_adapter.has_partial_batch)
-    except NotImplementedError:
-        return False  # a PyDataset, which does not know

@@ -10,7 +10,6 @@ import numpy as np
 from jax.experimental.sparse import JAXSparse
 from jax.sharding import Mesh, NamedSharding
 
-from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.once import say_once
 from keras_tpu_dist.layout.axes import named_sharding
 from keras_tpu_dist.processes.arrays import put
@@ -20,6 +19,7 @@ from keras_tpu_dist.training.batch_axis import (
     flatten,
     spread,
 )
+from keras_tpu_dist.training.host_arrays import as_array, check_same_rows, checked_rows, padded
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,13 @@ class Slot:
     Attributes:
         axis: The dimension that is split over the data axes, or `None` if replicated.
         rows: The true number of rows along `axis` if the array was padded, else `None`.
+        filled: The true rows in each part of the batch, where they are not simply filled one after
+            the other: what several processes brought.
     """
 
     axis: int | None
     rows: int | None = None
+    filled: tuple[int, ...] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -149,7 +152,7 @@ class BatchPlacer:
         arrays = put(columns, self.shardings(stack, stacked=True))
         return PlacedBatch(jax.tree.unflatten(treedef, arrays), plan.slots)
 
-    def place_eagerly(self, batch: Any) -> Any:
+    def place_eagerly(self, batch: Any) -> PlacedBatch:
         """Transfers a host batch for code that is not compiled.
 
         Outside a compiled program JAX has no uneven shards, and each operation is a program of
@@ -160,7 +163,7 @@ class BatchPlacer:
             batch: A structure (tuple, list, dict, `None`) of arrays.
 
         Returns:
-            The structure of arrays on the devices, not padded.
+            The batch on the devices, not padded.
 
         Raises:
             ValueError: Where `place` raises it.
@@ -176,7 +179,26 @@ class BatchPlacer:
             self._replicated if whole or padding else sharding
             for sharding, padding in zip(plan.shardings, plan.paddings)
         ]
-        return jax.tree.unflatten(treedef, put(leaves, shardings))
+        slots = tuple(Slot(slot.axis) for slot in plan.slots)
+        return PlacedBatch(jax.tree.unflatten(treedef, put(leaves, shardings)), slots)
+
+    def own_rows(self, outputs: Any, batch: PlacedBatch, stacked: bool = False) -> Any:
+        """What this process gets of the outputs of `predict`: all of them.
+
+        Args:
+            outputs: A structure of arrays, with the rows of all processes.
+            batch: The batch they were made of.
+            stacked: Whether it is several batches, stacked along a first dimension.
+        """
+        return outputs
+
+    def bytes_per_device(self, batch: Any) -> float:
+        """What a host batch takes on each device.
+
+        Args:
+            batch: A structure of arrays.
+        """
+        return sum(getattr(leaf, "nbytes", 0) for leaf in flatten(batch)[0]) / self.num_shards
 
     def axes(self, batch: Any) -> list[int | None]:
         """The batch dimension of each array of a batch, in the order of `flatten`.
@@ -261,12 +283,26 @@ class BatchPlacer:
     def _trim(self, leaf, slot: Slot):
         if slot.rows is None or slot.axis is None:
             return leaf
-        true = jax.lax.slice_in_dim(leaf, 0, slot.rows, axis=slot.axis)
+        if slot.filled is None:
+            true = jax.lax.slice_in_dim(leaf, 0, slot.rows, axis=slot.axis)
+        else:
+            true = self._joined(leaf, slot.axis, slot.filled)
         return jax.lax.with_sharding_constraint(true, self.sharding(slot.axis))
+
+    def _joined(self, leaf, axis: int, filled: tuple[int, ...]):
+        # Parts that are not filled one after the other: their rows move between devices anyway.
+        leaf = jax.lax.with_sharding_constraint(leaf, self._replicated)
+        length = leaf.shape[axis] // len(filled)
+        parts = [
+            jax.lax.slice_in_dim(leaf, i * length, i * length + rows, axis=axis)
+            for i, rows in enumerate(filled)
+            if rows
+        ]
+        return jax.lax.concatenate(parts, axis)
 
     def _planned(self, batch):
         leaves, treedef = flatten(batch)
-        leaves = [_as_array(leaf) for leaf in leaves]
+        leaves = [as_array(leaf) for leaf in leaves]
         # A sparse array is a leaf too, and lies otherwise than a dense one of its shape.
         key = (treedef, tuple((leaf.shape, isinstance(leaf, JAXSparse)) for leaf in leaves))
         plan = self._plans.get(key)
@@ -284,77 +320,11 @@ class BatchPlacer:
                 slots.append(Slot(None))
                 paddings.append(0)
                 continue
-            rows = _checked_rows(name, axis, leaf)
+            rows = checked_rows(name, axis, leaf)
             first = first or (name, rows)
-            _check_same_rows(first, name, rows, leaf)
+            check_same_rows(first, name, rows, leaf)
             padding = -rows % self.num_shards
             slots.append(Slot(axis, rows if padding else None))
             paddings.append(padding)
         shardings = tuple(self.sharding(slot.axis) for slot in slots)
         return _Plan(tuple(slots), tuple(paddings), shardings)
-
-
-def _as_array(leaf):
-    if isinstance(leaf, (np.ndarray, jax.Array, JAXSparse)):
-        return leaf
-    return np.asarray(leaf)
-
-
-def _checked_rows(name: str, axis: int, leaf) -> int:
-    received = {"element": name, "shape": tuple(leaf.shape), "dtype": str(leaf.dtype)}
-    if np.dtype(leaf.dtype).kind in "OSU":
-        raise ValueError(
-            message(
-                "A batch holds numbers.",
-                received=received,
-                fix="Encode text with keras.layers.StringLookup or TextVectorization in the "
-                "input pipeline.",
-            )
-        )
-    if axis >= leaf.ndim:
-        raise ValueError(
-            message(
-                f"Every array of a batch must have its batch axis: dimension {axis}.",
-                received=received,
-                fix="Correct batch_axis=..., with None for an element that has no batch axis.",
-            )
-        )
-    if leaf.shape[axis] == 0:
-        raise ValueError(
-            message(
-                "A batch needs at least one row.",
-                received=received,
-                fix="Leave empty batches out of the input.",
-            )
-        )
-    return leaf.shape[axis]
-
-
-def _check_same_rows(first: tuple[str, int], name: str, rows: int, leaf) -> None:
-    if rows == first[1]:
-        return
-    raise ValueError(
-        message(
-            "All arrays of a batch must have the same number of rows.",
-            received=f"{first[0]} with {first[1]} rows and {name} with {rows} "
-            f"(shape {tuple(leaf.shape)}).",
-            fix="Make them equal, or declare an element that has no batch axis: "
-            "TPUStrategy(batch_axis=...) with None in its place.",
-        )
-    )
-
-
-def padded(leaf: Any, axis: int, size: int) -> np.ndarray:
-    """A host array with zeros added at the end of a dimension, up to a size.
-
-    Args:
-        leaf: An array, or what NumPy makes one of.
-        axis: The dimension to make longer.
-        size: The length that this dimension gets, no less than it has.
-    """
-    host = np.asarray(leaf)
-    if host.shape[axis] == size:
-        return host
-    longer = np.zeros((*host.shape[:axis], size, *host.shape[axis + 1 :]), host.dtype)
-    longer[(slice(None),) * axis + (slice(host.shape[axis]),)] = host
-    return longer

@@ -114,7 +114,7 @@ class FiniteWatch:
             self.health = put([np.bool_(True), np.int32(0)], [named_sharding(mesh)] * 2)
         return self.health
 
-    def noted(self, outputs: Any, batch: Any, steps: int) -> Any:
+    def noted(self, outputs: Any, batch: PlacedBatch, steps: int) -> Any:
         """Takes the report out of a launch's outputs and reads those of earlier launches.
 
         Args:
@@ -126,7 +126,7 @@ class FiniteWatch:
             The outputs of the step.
         """
         outputs, report = outputs
-        structure = flatten(_data(batch))[1]
+        structure = flatten(batch.data)[1]
         first = self._steps + 1
         self._steps += steps
         self._unread.append((report, structure, outputs, (first, self._steps)))
@@ -178,7 +178,7 @@ def watched_step(step: Callable, mask: tuple[bool, ...]) -> Callable:
         `((*state, health), batch) -> ((outputs, report), (*state, health))`.
     """
 
-    def watched(state, batch):
+    def watched(state, batch: PlacedBatch):
         *state, (well, done) = state
         outputs, new_state = step(tuple(state), batch)
         *groups, _ = new_state
@@ -187,7 +187,7 @@ def watched_step(step: Callable, mask: tuple[bool, ...]) -> Callable:
             "losses": _flags([value for _, value in _losses(outputs)]),
             "values": _stacked([jnp.mean(value) for _, value in _losses(outputs)]),
             "variables": _flags([v if check else None for v, check in zip(variables, mask)]),
-            "inputs": _flags(flatten(_data(batch))[0]),
+            "inputs": _flags(flatten(batch.data)[0]),
             "step": done + 1,
         }
         good = well & ~jnp.any(report["losses"]) & ~jnp.any(report["variables"])
@@ -220,10 +220,6 @@ def _losses(outputs) -> list[tuple[str, Any]]:
 
 def _name(path) -> str:
     return "/".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path) or "output"
-
-
-def _data(batch):
-    return batch.data if isinstance(batch, PlacedBatch) else batch
 
 
 def _flags(values: list) -> jax.Array:

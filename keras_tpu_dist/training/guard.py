@@ -13,6 +13,8 @@ import numpy as np
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.training.finite import FiniteWatch
+from keras_tpu_dist.training.input_position import InputPosition
+from keras_tpu_dist.training.iterator import DeviceIterator
 
 logger = logging.getLogger("keras_tpu_dist")
 
@@ -54,10 +56,14 @@ class StateGuard:
         self.more_steps: Callable[[], int] | None = None
         # NameNaN sets it, for one fit.
         self.watch: FiniteWatch | None = None
-        # How many batches were trained on already: BackupAndRestore sets it, for one fit, and has
-        # something to do when that ends, be it with an exception.
+        # How many batches were trained on already, and where their input began: BackupAndRestore
+        # and Checkpoint set it, for one fit, have something to do when that ends, be it with an
+        # exception, and Checkpoint after each launch, too.
         self.batches_to_skip = 0
-        self.at_end: Callable[[], None] | None = None
+        self.begin_at: InputPosition | None = None
+        self.at_end: list[Callable[[], None]] = []
+        self.after_launch: Callable[[int], None] | None = None
+        self._input: DeviceIterator | None = None
         self._flight: deque[tuple[Any, jax.Array | None]] = deque()
         self._newest: Any = None
         self._host_copy: Any = None
@@ -77,6 +83,25 @@ class StateGuard:
         self._newest = state
         if self.donate:
             self._host_copy = _moved(state, "pinned_host")
+
+    def reads(self, iterator: DeviceIterator) -> None:
+        """Notes the input that the next launch takes its batches from.
+
+        Args:
+            iterator: The input; where training goes on in the middle of it, it is sent there.
+        """
+        self._input = iterator
+        if self.begin_at is not None:
+            position, self.begin_at = self.begin_at, None
+            iterator.begin_at(position)
+
+    def input_position(self, done: int) -> InputPosition | None:
+        """Where in its input training stands, or `None` before its first step.
+
+        Args:
+            done: The steps made of the running epoch.
+        """
+        return None if self._input is None else self._input.position(done)
 
     def launch(self, function: Callable, state: Any, batch: Any) -> tuple[Any, Any]:
         """Runs `outputs, state = function(state, batch)`, remembering what it needs.
@@ -141,10 +166,11 @@ class StateGuard:
         self._newest = self._host_copy = None
         if end_of_fit:
             self.steps_left = self.more_steps = self.watch = None
+            self.after_launch = self.begin_at = self._input = None
             self.batches_to_skip = 0
-            at_end, self.at_end = self.at_end, None
-            if at_end is not None:
-                at_end()
+            at_end, self.at_end = self.at_end, []
+            for act in at_end:
+                act()
 
 
 def recover(trainer: Any, guard: StateGuard) -> None:

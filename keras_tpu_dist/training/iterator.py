@@ -1,5 +1,6 @@
 """Batches on the devices, some ahead of the step that uses them."""
 
+import logging
 import math
 import time
 from collections import deque
@@ -7,6 +8,14 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from keras_tpu_dist.training.input_clock import InputClock
+from keras_tpu_dist.training.input_position import (
+    InputPosition,
+    random_numbers,
+    set_random_numbers,
+)
+from keras_tpu_dist.training.own_input import Share
+
+logger = logging.getLogger("keras_tpu_dist")
 
 
 class DeviceIterator:
@@ -26,6 +35,7 @@ class DeviceIterator:
             the end.
         clock: Measures how long the devices wait for the batches.
         num_batches: The number of batches of an epoch where it is known, for the clock.
+        source_batches: The number of batches after which the input begins anew, if it does.
         not_made: Told how many steps a launch made less than it was counted for, and whether it
             was the epoch's last one, cut short by the end of the input.
     """
@@ -38,6 +48,7 @@ class DeviceIterator:
         clock: InputClock | None = None,
         num_batches: int | None = None,
         not_made: Callable[[int, bool], None] = lambda steps, ran_out: None,
+        source_batches: int | None = None,
     ):
         self._batches = iter(batches)
         self._clock = clock or InputClock()
@@ -48,27 +59,67 @@ class DeviceIterator:
         self._ahead: deque = deque()
         self._taken = 0
         self._ended = False
+        self._source_batches = source_batches
+        # The random numbers before the first batch was read, and the batches launched since.
+        self._start: dict[str, Any] | None = None
+        self._made = 0
 
     def __iter__(self):
         return self
 
     def __next__(self):
         self._taken += 1
-        return next(self._batches)
+        batch = next(self._batches)
+        return batch.batch if isinstance(batch, Share) else batch
 
-    def launched(self, outputs: Any, last: bool) -> None:
+    def position(self, done: int) -> InputPosition:
+        """Where in the input training stands.
+
+        Args:
+            done: The steps made of the running epoch.
+        """
+        now = random_numbers()
+        return InputPosition(self._start or now, now, self._made, done)
+
+    def begin_at(self, position: InputPosition) -> None:
+        """Goes to a position, before the first batch is read.
+
+        Batches of the running epoch are not read here: they are skipped as steps of it.
+
+        Args:
+            position: That of an iterator over the same input in an earlier process.
+        """
+        begins = not (self._steps_per_epoch or position.done)
+        if self._steps_per_epoch and self._source_batches and not position.done:
+            begins = position.made >= self._source_batches
+        set_random_numbers(position.now if begins else position.start)
+        earlier = 0 if begins or not self._steps_per_epoch else position.made - position.done
+        if earlier:
+            start = time.perf_counter()
+            self.skip(earlier)
+            self._not_made(-earlier, False)
+            logger.info(
+                "%d batches of the input were read again, to go on where training stopped: %.1f s",
+                *(earlier, time.perf_counter() - start),
+            )
+
+    def launched(self, outputs: Any, last: bool, steps: int = 1) -> None:
         """Tells the clock that training launched what was taken, and whether it stops there.
 
         Args:
             outputs: What the launch returned.
             last: Whether training stops after this launch, wherever in the epoch that is.
+            steps: How many steps it made.
         """
+        self._made += steps
         self._clock.launched(outputs)
         whole = self._num_batches and not (self._ahead or self._taken % self._num_batches)
         if whole or last:
             self._clock.finish()
 
     def _read(self) -> Any:
+        if self._start is None:
+            self._start = random_numbers()
         start = time.perf_counter()
         batch = next(self._batches)
         self._clock.was_read(start, time.perf_counter())
@@ -101,6 +152,7 @@ class DeviceIterator:
                 self._ended = True
                 return
             self._taken += 1
+            self._made += 1
 
     def take(self, place: Callable[[Any], Any]) -> Any:
         """The next batch, on the devices.

@@ -8,7 +8,7 @@ import numpy as np
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.training.auto_steps import steps_that_fit
-from keras_tpu_dist.training.batches import BatchPlacer
+from keras_tpu_dist.training.batches import BatchPlacer, PlacedBatch
 from keras_tpu_dist.training.finite import watched_step
 from keras_tpu_dist.training.guard import StateGuard, recover
 from keras_tpu_dist.training.iterator import DeviceIterator
@@ -65,17 +65,25 @@ class StepLoop:
         if not isinstance(iterator, DeviceIterator):
             # *_on_batch: one batch, whatever the setting.
             return self._launch(state, self._place(next(iterator)))
+        if self._kind == "train":
+            self._guard.reads(iterator)
         most = self._trainer.steps_per_execution
         skipped = self._skip(iterator, most)
         if skipped == most:
-            return {}, state
+            # Where a whole epoch is skipped, these are its logs.
+            return (
+                {} if self._guard.batches_to_skip else self._trainer.get_metrics_result()
+            ), state
         if most == 1:
             outputs, state = self._launch(state, iterator.take(self._place))
-            self._note(iterator, outputs)
+            self._note(iterator, outputs, 1)
             return outputs, state
         return self._launch_several(state, iterator, skipped)
 
     def _launch(self, state, batch, steps: int = 1):
+        if self._kind == "predict":
+            outputs, state = self._program(steps > 1)(state, batch)
+            return self._placer.own_rows(outputs, batch, stacked=steps > 1), state
         if self._kind != "train":
             return self._program(steps > 1)(state, batch)
         try:
@@ -112,7 +120,7 @@ class StepLoop:
                     recover(self._trainer, self._guard)
                 raise
             outputs, state = self._launch(state, batch, steps)
-            self._note(iterator, outputs)
+            self._note(iterator, outputs, steps)
             collected.append((outputs, steps))
             left -= steps
             if iterator.at_epoch_end:
@@ -122,9 +130,11 @@ class StepLoop:
         iterator.prepare_steps(self._steps_wanted(), self._place_group)
         return (_all_rows(collected) if self._kind == "predict" else outputs), state
 
-    def _note(self, iterator: DeviceIterator, outputs) -> None:
+    def _note(self, iterator: DeviceIterator, outputs, steps: int) -> None:
         if self._kind == "train":
-            iterator.launched(outputs, last=self._trainer.stop_training)
+            iterator.launched(outputs, self._trainer.stop_training, steps)
+            if self._guard.after_launch is not None:
+                self._guard.after_launch(steps)
 
     def _steps_wanted(self) -> int:
         steps = self._trainer.steps_per_execution
@@ -156,11 +166,17 @@ class StepLoop:
                 trainer, kind, self._placer, guard.donate, scanned=scanned, mask=mask
             )
         step = step_function(trainer, kind)
-        return step if mask is None else watched_step(step, mask)
+
+        def eager_step(state, batch: PlacedBatch):
+            return step(state, batch.data)
+
+        return eager_step if mask is None else watched_step(eager_step, mask)
 
     def _steps_of_a_scan(self, batch) -> int:
         steps = self._trainer.steps_per_execution if self._compiled else 1
-        return steps_that_fit(batch, steps, self._placer.num_shards) if self._auto() else steps
+        return (
+            steps_that_fit(self._placer.bytes_per_device(batch), steps) if self._auto() else steps
+        )
 
     def _place_group(self, batches: list) -> list:
         length = self._steps_of_a_scan(batches[0])

@@ -107,6 +107,20 @@ class Scope:
         keras.distribution.set_distribution(self._outer)
 
 
+class DescribedScope(Scope):
+    """The scope on a slice without chips: variables made in it get no value."""
+
+    def __enter__(self):
+        strategy = super().__enter__()
+        self._abstract = _keras.abstract_variables()
+        self._abstract.__enter__()
+        return strategy
+
+    def __exit__(self, *exception):
+        self._abstract.__exit__(*exception)
+        super().__exit__(*exception)
+
+
 def current_strategy() -> Any:
     """The active strategy; inside a scope also after `clear_session()` dropped it."""
     active = _keras.active_strategy()

@@ -7,6 +7,8 @@ from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.training.input_clock import checked_timeout
 
+INPUTS = ("global", "per_process")
+
 
 @dataclass(frozen=True)
 class Options:
@@ -17,6 +19,8 @@ class Options:
             on CPU.
         donate_state: Whether a train step overwrites its input state: `True`, `False`, `"auto"`.
         input_timeout_s: The most seconds that reading one batch may take, or `None`.
+        input: What several processes read: `"global"`, all of them the same, or `"per_process"`,
+            each its own rows.
 
     Raises:
         ValueError: If one of them is of no such kind.
@@ -25,6 +29,7 @@ class Options:
     prefetch: int | None = None
     donate_state: Any = "auto"
     input_timeout_s: float | None = None
+    input: str = "global"
 
     def __post_init__(self):
         prefetch, donate_state = self.prefetch, self.donate_state
@@ -45,6 +50,17 @@ class Options:
                 )
             )
         checked_timeout(self.input_timeout_s)
+        if self.input not in INPUTS:
+            raise ValueError(
+                message(
+                    'input is "global" (all processes read the same) or "per_process" (each reads '
+                    "its own rows).",
+                    received={"input": self.input},
+                    fix='Leave it out for "global".',
+                    name=str(self.input),
+                    choices=INPUTS,
+                )
+            )
 
     def batches_ahead(self, platform: str) -> int:
         """How many batches to hold ready on devices of a platform.

@@ -4,7 +4,6 @@ import contextlib
 import contextvars
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +17,7 @@ from keras_tpu_dist.layout.axes import named_sharding
 from keras_tpu_dist.layout.layouts import Layouts
 from keras_tpu_dist.layout.lint import lint_model, log_report
 from keras_tpu_dist.training import membership
-from keras_tpu_dist.training.alike import check_callbacks, compare_weights, compared, together
+from keras_tpu_dist.training.alike import compare_weights, compared, files_of_one, together
 from keras_tpu_dist.training.auto_steps import AutoSteps
 from keras_tpu_dist.training.batches import BatchPlacer
 from keras_tpu_dist.training.guard import StateGuard, recover, states_to_keep
@@ -26,6 +25,8 @@ from keras_tpu_dist.training.input_clock import InputReports, TimedInput
 from keras_tpu_dist.training.iterator import DeviceIterator
 from keras_tpu_dist.training.loop import StepLoop
 from keras_tpu_dist.training.options import Options
+from keras_tpu_dist.training.own_input import OwnInput
+from keras_tpu_dist.training.own_rows import OwnRowsPlacer
 from keras_tpu_dist.training.strategy import Strategy
 
 
@@ -69,7 +70,7 @@ class Runner:
 
     @contextlib.contextmanager
     def running(
-        self, strategy: Strategy, model: Any, name: str, args: tuple, kwargs: Mapping
+        self, strategy: Strategy, model: Any, name: str, arguments: Mapping[str, Any]
     ) -> Iterator[None]:
         """The context of one of Keras's entry points.
 
@@ -77,8 +78,7 @@ class Runner:
             strategy: The distribution to be active.
             model: The model.
             name: `"fit"`, `"evaluate"`, and so on.
-            args: What it is called with.
-            kwargs: What it is called with by name.
+            arguments: What it is called with, by name; `"callbacks"` as a flat list.
 
         Raises:
             RuntimeError: On a slice that nobody has.
@@ -93,8 +93,8 @@ class Runner:
                     "the slice would do, use keras_tpu_dist.dry_run.",
                 )
             )
-        _check_input(name, args, kwargs)
-        with strategy.scope(), self._with_others(name, model, kwargs):
+        _check_input(name, arguments.get("x"), may_be_empty=self.own_input is not None)
+        with strategy.scope(), self._with_others(name, model, arguments):
             member = membership.adopt(model, strategy)
             if not self._is_local:
                 compare_weights(member, model)
@@ -113,11 +113,13 @@ class Runner:
                 if member.guard is not None:
                     member.guard.release(end_of_fit=name == "fit")
 
-    def _with_others(self, name: str, model: Any, kwargs: Mapping) -> AbstractContextManager:
+    @contextlib.contextmanager
+    def _with_others(self, name: str, model: Any, arguments: Mapping) -> Iterator[None]:
         if self._is_local:
-            return contextlib.nullcontext()
-        check_callbacks(kwargs.get("callbacks"))
-        return together(name, model)
+            yield
+            return
+        with files_of_one(arguments.get("callbacks", ())), together(name, model):
+            yield
 
     @contextlib.contextmanager
     def call(self, member: membership.Membership) -> Iterator[_Call]:
@@ -174,14 +176,17 @@ class Runner:
         if call is not None:
             call.auto_steps.choose(epoch_iterator)
         batches = iter(epoch_iterator.data_adapter.get_jax_iterator())
-        if not self._is_local:
-            batches = compared(batches)
         if self.options.input_timeout_s is not None:
             batches = TimedInput(batches, self.options.input_timeout_s)
+        if self.own_input is not None:
+            batches = self.own_input.agreed(batches, epoch_iterator.steps_per_epoch)
+        elif not self._is_local:
+            batches = compared(batches)
         steps, clock = epoch_iterator.steps_per_epoch, self.reports.new_clock()
         return DeviceIterator(
             *(batches, self.prefetch, steps, clock, epoch_iterator.num_batches),
             not_made=partial(_keras.uncount_steps, epoch_iterator),
+            source_batches=epoch_iterator.data_adapter.num_batches,
         )
 
     def host_batch(self, data: Any) -> Any:
@@ -219,15 +224,21 @@ class Runner:
             return self.layouts.of_output(path, None)
         return self.layouts.of_output(path, call.member.placement)
 
+    @property
+    def own_input(self) -> OwnInput | None:
+        """How the processes make steps of what each of them brings, or `None`."""
+        return self.placer.own_input if isinstance(self.placer, OwnRowsPlacer) else None
+
     def _chooses_steps(self, model: Any) -> bool:
         call = _running.get()
         return call is not None and call.auto_steps.model is model
 
 
-def _check_input(name: str, args: tuple, kwargs: Mapping) -> None:
-    x = args[0] if args else kwargs.get("x")
+def _check_input(name: str, x: Any, may_be_empty: bool) -> None:
     if x is None:
         raise ValueError(_no_data(f"{name}(x=None)"))
+    if may_be_empty:
+        return
     for leaf in keras.tree.flatten(x):
         shape = getattr(leaf, "shape", None)
         if isinstance(shape, tuple) and shape and math.prod(shape[:1]) == 0:

@@ -126,7 +126,7 @@ def test_slots_of_every_optimizer():
         model.optimizer.build(model.trainable_variables)
         shapes = {tuple(w.shape) for w in model.trainable_variables}
         of_weights = [v for v in model.optimizer.variables if tuple(v.shape) in shapes]
-        found = {id(slot): weight for slot, weight in _keras.optimizer_slots(model)}
+        found = {id(slot): weight for _, slot, weight in _keras.optimizer_slots(model)}
         assert all(id(v) in found for v in of_weights), name
 
 

@@ -244,6 +244,6 @@ def test_mistakes():
     model = keras.Sequential([keras.Input((4,)), split(L.Dense(3), kernel=(None, "modle"))])
     model.compile("sgd", "mse")
     runner = ktd.TPUStrategy(MESH).runner
-    running = runner.running(ktd.TPUStrategy(MESH), model, "fit", (np.ones((4, 4)),), {})
+    running = runner.running(ktd.TPUStrategy(MESH), model, "fit", {"x": np.ones((4, 4))})
     with pytest.raises(ValueError, match=r"axes of the mesh.*Did you mean 'model'"):
         running.__enter__()

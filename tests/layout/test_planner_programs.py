@@ -40,7 +40,7 @@ def program(model, strategy, x, y):
         groups = dict.fromkeys(
             ["trainable_variables", "non_trainable_variables", "optimizer_variables",
              "metrics_variables"], True)  # fmt: skip
-        with strategy.runner.running(strategy, model, "train_on_batch", (x, y), {}):
+        with strategy.runner.running(strategy, model, "train_on_batch", {"x": x, "y": y}):
             state = model._get_jax_state(**groups)
             step = loop.jitted_step(model, "train", strategy.placer, donate=False)
             return step.lower(state, strategy.placer.place((x, y))).compile().as_text()

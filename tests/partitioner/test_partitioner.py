@@ -71,7 +71,7 @@ def step_text(strategy, model, x, y, compile=False, donate=False):
     """The program of a train step, as it is lowered or compiled."""
     with strategy.scope():
         model.train_on_batch(x, y)
-        with strategy.runner.running(strategy, model, "train_on_batch", (x, y), {}):
+        with strategy.runner.running(strategy, model, "train_on_batch", {"x": x, "y": y}):
             groups = ("trainable", "non_trainable", "optimizer", "metrics")
             state = model._get_jax_state(**{f"{g}_variables": True for g in groups})
             step = loop.jitted_step(model, "train", strategy.placer, donate=donate)

@@ -1,0 +1,369 @@
+"""Training that is stopped anywhere and goes on from there, on any mesh."""
+
+import logging
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import keras
+
+from keras_tpu_dist import _keras
+from keras_tpu_dist.callbacks.preemption import Preemption
+from keras_tpu_dist.callbacks.states import give_back, history_of, states_of
+from keras_tpu_dist.checkpoint.manifest import CheckpointError, Manifest
+from keras_tpu_dist.checkpoint.restore import load_newest
+from keras_tpu_dist.checkpoint.snapshot import EXTRA, snapshot
+from keras_tpu_dist.checkpoint.store import Store
+from keras_tpu_dist.common.checks import is_count
+from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.processes.channel import agree
+from keras_tpu_dist.training.guard import StateGuard
+from keras_tpu_dist.training.input_position import (
+    InputPosition,
+    random_numbers,
+    set_random_numbers,
+)
+from keras_tpu_dist.training.membership import guard_in_training
+
+logger = logging.getLogger("keras_tpu_dist")
+
+_FIX = "Give the same Checkpoint callback to fit in all processes."
+# Launches between two looks at the clock of process 0, which all processes go by.
+_LAUNCHES_BETWEEN_LOOKS = 32
+
+
+class Checkpoint(keras.callbacks.Callback):
+    """Saves the whole state of training, and goes on from the newest checkpoint.
+
+    A checkpoint holds weights, optimizer slots, random seeds, metrics, history, the place in the
+    input, and what `EarlyStopping`, `ReduceLROnPlateau` and `ModelCheckpoint` know: a run that was
+    killed and started again ends with the weights and the history of one that was not, on any
+    other mesh, plan and number of processes. It is written by Orbax from the devices' shards, whole
+    or not there, while training goes on.
+
+    In the input it goes on where it stopped: exactly for arrays, also shuffled ones, and for a
+    `PyDataset` whose batches depend on their index alone. Generators, `tf.data`, torch and Grain
+    loaders are read again from their start and batches are skipped by count, so they must yield
+    the same ones in the same order.
+
+    On SIGTERM the running launch is finished, a checkpoint is saved, and the process ends by the
+    signal; of several processes all save at the same step and end with exit code 143.
+
+    Args:
+        directory: Where the checkpoints are, one directory each; the same storage for all
+            processes.
+        every_steps: Train steps between two checkpoints; needs a `TPUStrategy`. Under
+            `steps_per_execution=N`, the launch that reaches them.
+        every_minutes: Minutes between two checkpoints; needs a `TPUStrategy`.
+        every_epochs: Epochs between two. Defaults to 1 where none of the three is given.
+        keep: How many of the newest to keep; `None` for all.
+        monitor: A name in the logs of epochs; the checkpoint of its best epoch is kept as well.
+        mode: `"min"`, `"max"`, or `"auto"`: `"max"` for names with "acc", "auc" or "f1".
+        asynchronous: Whether training goes on while a checkpoint is written.
+        resume: Whether a fit begins with the newest checkpoint that is whole.
+
+    Raises:
+        ValueError: If an argument is of no such kind.
+        ImportError: In `fit`, if Orbax is not installed.
+        CheckpointError: In `fit`, if there are checkpoints and none can be read.
+
+    Example:
+
+    >>> import keras, numpy as np, keras_tpu_dist as ktd, tempfile
+    >>> with ktd.TPUStrategy().scope():
+    ...     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    ...     model.compile("sgd", "mse")
+    >>> x, y = np.ones((64, 4)), np.ones((64, 1))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     saved = ktd.callbacks.Checkpoint(folder, every_steps=3, keep=2)
+    ...     _ = model.fit(x, y, batch_size=8, epochs=2, verbose=0, callbacks=[saved])
+    ...     saved.steps
+    [15, 16]
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike,
+        every_steps: int | None = None,
+        every_minutes: float | None = None,
+        every_epochs: int | None = None,
+        keep: int | None = 3,
+        monitor: str | None = None,
+        mode: str = "auto",
+        asynchronous: bool = True,
+        resume: bool = True,
+    ):
+        super().__init__()
+        _check(every_steps, every_minutes, every_epochs, keep, mode)
+        if (every_steps, every_minutes, every_epochs) == (None, None, None):
+            every_epochs = 1
+        self.directory = os.fspath(directory)
+        self._every_steps, self._every_epochs = every_steps, every_epochs
+        self._every_s = None if every_minutes is None else 60 * every_minutes
+        self._keep, self._asynchronous, self._resume = keep, asynchronous, resume
+        self._monitor = monitor
+        self._mode = _direction(monitor, mode)
+        self._preemption = Preemption()
+        self._store: Store | None = None
+        self._guard: StateGuard | None = None
+        self._trainer: Any = None
+        self._callbacks: list = []
+        self._to_give_back: Manifest | None = None
+        self._kept_metrics: list = []
+        self._place_in_input: InputPosition | None = None
+        self._extra: dict = {}
+        self._logs: dict | None = None
+        self._step = self._epoch = self._done = self._resumed_at = 0
+        self._since_saved = self._launches = 0
+        self._saved_at_s = 0.0
+        self._saved_step: int | None = None
+
+    @property
+    def steps(self) -> list[int]:
+        """The train steps of which there is a whole checkpoint, the newest last."""
+        if not os.path.isdir(self.directory):
+            return []
+        store = Store(self.directory, read_only=True)
+        try:
+            return store.steps
+        finally:
+            store.close()
+
+    def set_model(self, model):
+        """Notes the model."""
+        super().set_model(model)
+        # Not `self.model`: reading that makes the trainer copy its state to the variables.
+        self._trainer = model
+
+    def before_fit(self, arguments: Mapping[str, Any]) -> None:
+        """Sees the other callbacks of the fit that is about to begin.
+
+        Args:
+            arguments: Those of `fit`; `"callbacks"` is a flat list of all.
+        """
+        self._callbacks = [each for each in arguments["callbacks"] if each is not self]
+
+    def on_train_begin(self, logs=None):
+        """Goes on from the newest checkpoint."""
+        self._guard = guard_in_training(self._trainer)
+        if self._guard is None and (self._every_steps or self._every_s):
+            raise ValueError(
+                message(
+                    "Checkpoints within an epoch need the loop of a TPUStrategy.",
+                    received={"every_steps": self._every_steps}
+                    | ({"every_minutes": self._every_s / 60} if self._every_s else {})
+                    | {"strategy": None},
+                    fix="Build the model in TPUStrategy().scope(), or save every_epochs=1.",
+                )
+            )
+        best = None if self._monitor is None else (self._monitor, self._mode)
+        self._store = Store(
+            self.directory, keep=self._keep, best=best, asynchronous=self._asynchronous
+        )
+        self._step = self._epoch = self._done = self._resumed_at = self._since_saved = 0
+        self._saved_at_s, self._saved_step, self._logs = time.monotonic(), None, None
+        if self._resume and self._store.steps:
+            self._go_on(self._store)
+        if self._guard is not None:
+            self._guard.after_launch = self._after_launch
+            self._preemption.start()
+
+    def on_epoch_begin(self, epoch, logs=None):
+        """Saves what the epoch before ended with, once all callbacks have seen its end."""
+        if self._to_give_back is not None:
+            self._give_back(self._to_give_back)
+        elif self._logs is not None and self._due_after(epoch):
+            self._save(epoch, 0)
+        if epoch != self._epoch:
+            self._resumed_at = 0
+        self._epoch, self._done, self._logs = epoch, self._resumed_at, None
+
+    def on_epoch_end(self, epoch, logs=None):
+        """Notes the logs."""
+        self._logs = dict(logs or {})
+        if self._guard is None:
+            model: Any = self.model
+            self._step = _keras.train_steps_counted(model.optimizer)
+
+    def on_train_end(self, logs=None):
+        """Saves the end."""
+        if self._to_give_back is not None:
+            self._give_back(self._to_give_back)
+        elif self._saved_step != self._step:
+            self._save(self._epoch + 1, 0)
+        _keras.begin_at_epoch(self._trainer, None)
+
+    def after_fit(self) -> None:
+        """Waits for the last checkpoint, however the fit ended."""
+        self._preemption.stop()
+        self._close()
+        self._guard = None
+
+    def _after_launch(self, steps: int) -> None:
+        self._step += steps
+        self._done += steps
+        self._since_saved += steps
+        self._launches += 1
+        ends = self._preemption.comes(self._step)
+        if ends or self._is_due():
+            self._save(self._epoch, self._done)
+        if ends:
+            self._close()
+            self._preemption.end()
+
+    def _is_due(self) -> bool:
+        if self._every_steps is not None and self._since_saved >= self._every_steps:
+            return True
+        if self._every_s is None:
+            return False
+        if self._launches % _LAUNCHES_BETWEEN_LOOKS and jax.process_count() > 1:
+            return False
+        due = time.monotonic() - self._saved_at_s >= self._every_s
+        return agree("looking at the clock of process 0", _FIX, due)[0]
+
+    def _due_after(self, epochs: int) -> bool:
+        return self._every_epochs is not None and epochs % self._every_epochs == 0
+
+    def _save(self, epoch: int, done: int) -> None:
+        store = self._store
+        if store is None or self._saved_step == self._step:
+            return
+        # Under a strategy variables follow each launch, and reading `model` would bring back what
+        # the trainer noted before it; under stock Keras, it brings the variables up to date.
+        model: Any = self.model if self._guard is None else self._trainer
+        self._since_saved, self._saved_at_s = 0, time.monotonic()
+        position = self._position(done)
+        what = f"checkpoint of model {model.name!r} after {self._step} steps"
+        positions = agree(what, _FIX, None if position is None else position.to_dict())
+        states, extra = states_of(self._callbacks)
+        training = {
+            **{"epoch": epoch, "done": done, "step": self._step, "positions": positions},
+            **{"stopped": bool(model.stop_training), "callbacks": states},
+            **{"history": history_of(model.history), "global_seed": _keras.global_seed()},
+        }
+        metrics = None
+        if self._monitor is not None and self._logs is not None and not done:
+            metrics = {self._monitor: self._monitored()}
+        try:
+            arrays, manifest = snapshot(model, training, extra)
+            store.save(self._step, arrays, manifest, metrics)
+        except CheckpointError as error:
+            logger.error("training goes on without this checkpoint. %s", error)
+            return
+        self._saved_step = self._step
+
+    def _position(self, done: int) -> InputPosition | None:
+        if self._guard is not None:
+            return self._guard.input_position(done)
+        now = random_numbers()
+        return InputPosition(now, now, 0, 0)
+
+    def _monitored(self) -> float:
+        logs = self._logs or {}
+        if self._monitor not in logs:
+            raise ValueError(
+                message(
+                    "Checkpoint(monitor=...) names an entry of an epoch's logs.",
+                    received={"monitor": self._monitor, "logs": sorted(logs)},
+                    fix="Use one of these.",
+                    name=str(self._monitor),
+                    choices=logs,
+                )
+            )
+        value = float(logs[self._monitor])
+        worst = float("inf") if self._mode == "min" else -float("inf")
+        return value if value == value else worst
+
+    def _go_on(self, store: Store) -> None:
+        report, manifest = load_newest(self._trainer, store)
+        training = manifest.training
+        self._step = self._saved_step = training["step"]
+        self._epoch, self._resumed_at = training["epoch"], training["done"]
+        # Where training was stopped by a callback, nothing is left to do.
+        epoch = (
+            (self.params or {})["epochs"] if training["stopped"] and not training["done"] else None
+        )
+        _keras.begin_at_epoch(self._trainer, self._epoch if epoch is None else epoch)
+        _keras.set_global_seed(training["global_seed"])
+        self._to_give_back = manifest
+        saved = manifest.arrays.get(EXTRA, ())
+        values = store.load(report.step, [(each, None, each.entry.dtype) for each in saved])
+        self._extra = {each.entry.path: value for each, value in zip(saved, values)}
+        # fit sets metrics to zero when the epoch begins.
+        self._kept_metrics = [(v, v.value) for v in self._trainer.metrics_variables]
+        self._place_in_input = _own_position(training["positions"])
+        if self._guard is not None:
+            self._guard.batches_to_skip = self._resumed_at
+            self._guard.begin_at = self._place_in_input
+        logger.info(
+            "training goes on after %d steps, in epoch %d after %d batches (%s)",
+            *(self._step, self._epoch + 1, self._resumed_at, self.directory),
+        )
+
+    def _give_back(self, manifest: Manifest) -> None:
+        self._to_give_back = None
+        _keras.begin_at_epoch(self._trainer, None)
+        training = manifest.training
+        give_back(self._callbacks, training["callbacks"], self._extra)
+        history = self._trainer.history
+        history.epoch[:0] = training["history"]["epoch"]
+        for name, values in training["history"]["logs"].items():
+            history.history[name] = [*values, *history.history.get(name, ())]
+        if self._resumed_at:
+            for variable, value in self._kept_metrics:
+                variable.assign(value)
+        self._kept_metrics = []
+        if self._guard is None and self._place_in_input is not None:
+            set_random_numbers(self._place_in_input.now)
+
+    def _close(self) -> None:
+        store, self._store = self._store, None
+        if store is not None:
+            try:
+                store.close()
+            except CheckpointError as error:
+                logger.error("the last checkpoint is missing. %s", error)
+
+
+def _own_position(positions: list) -> InputPosition | None:
+    """Where this process's input stood; in another number of processes, where all of them stood."""
+    if len(positions) == jax.process_count():
+        own = positions[jax.process_index()]
+    else:
+        own = positions[0]
+        if any(each != own for each in positions):
+            logger.warning(
+                "%d processes wrote the checkpoint, each with random numbers of its own; of %d, "
+                "all go on with those of the first",
+                *(len(positions), jax.process_count()),
+            )
+    return None if own is None else InputPosition(**own)
+
+
+def _direction(monitor: str | None, mode: str) -> str:
+    if mode != "auto":
+        return mode
+    return "max" if any(part in str(monitor) for part in ("acc", "auc", "f1")) else "min"
+
+
+def _check(every_steps, every_minutes, every_epochs, keep, mode) -> None:
+    counts = {"every_steps": every_steps, "every_epochs": every_epochs, "keep": keep}
+    wrong: dict[str, Any] = {
+        n: v for n, v in counts.items() if v is not None and not is_count(v, 1)
+    }
+    number = isinstance(every_minutes, (int, float)) and not isinstance(every_minutes, bool)
+    if every_minutes is not None and not (number and every_minutes > 0):
+        wrong["every_minutes"] = every_minutes
+    if mode not in ("auto", "min", "max"):
+        wrong["mode"] = mode
+    if wrong:
+        raise ValueError(
+            message(
+                "every_steps, every_epochs and keep are whole numbers of at least 1, every_minutes "
+                "is above 0, mode is 'auto', 'min' or 'max'.",
+                received=wrong,
+                fix="Write for example Checkpoint(directory, every_steps=500, keep=3).",
+            )
+        )

@@ -1,0 +1,59 @@
+"""SIGTERM, as a preempted machine gets it: noted, and acted on between two launches."""
+
+import signal
+import threading
+from typing import Any
+
+import jax
+from jax.experimental import multihost_utils
+
+# What a shell reports of a process that SIGTERM ended.
+EXIT_TERMINATED = 143
+
+
+class Preemption:
+    """Notices SIGTERM while a fit runs.
+
+    In one process it is held back until the launch has ended; a second one is not. Of several
+    processes JAX's own service takes it, and tells all of them a step at which to stop.
+    """
+
+    def __init__(self):
+        self._noted = False
+        self._before: Any = None
+
+    def start(self) -> None:
+        """Begins to listen."""
+        self._noted = False
+        main = threading.current_thread() is threading.main_thread()
+        if jax.process_count() == 1 and main:
+            before = signal.signal(signal.SIGTERM, self._note)
+            self._before = signal.SIG_DFL if before is None else before
+
+    def stop(self) -> None:
+        """Gives the signal back to whoever had it."""
+        # Compared by equality: a bound method is a new object each time.
+        if signal.getsignal(signal.SIGTERM) == self._note:
+            signal.signal(signal.SIGTERM, self._before)
+
+    def comes(self, step: int) -> bool:
+        """Whether this is the step after which to end, the same in all processes.
+
+        Args:
+            step: The number of the step that was just made.
+        """
+        if jax.process_count() == 1:
+            return self._noted
+        return multihost_utils.reached_preemption_sync_point(step)
+
+    def end(self) -> None:
+        """Ends the process."""
+        if jax.process_count() > 1:
+            raise SystemExit(EXIT_TERMINATED)
+        self.stop()
+        signal.raise_signal(signal.SIGTERM)
+
+    def _note(self, number, frame):
+        if self._noted:
+            self.end()
+        self._noted = True

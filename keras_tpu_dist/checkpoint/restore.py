@@ -1,0 +1,276 @@
+"""Loading a checkpoint into a model, on whatever mesh it lies: all of it, or one clear error."""
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from keras_tpu_dist import _keras
+from keras_tpu_dist.checkpoint.manifest import CheckpointError, Manifest, Saved
+from keras_tpu_dist.checkpoint.names import (
+    METRICS,
+    OPTIMIZER,
+    SLOTS,
+    WEIGHTS,
+    Matching,
+    follow,
+    match,
+    named_state,
+    said_of,
+)
+from keras_tpu_dist.checkpoint.store import Store
+from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.training import membership
+
+logger = logging.getLogger("keras_tpu_dist")
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What `restore` did.
+
+    Attributes:
+        directory: Where the checkpoint is.
+        step: Its step.
+        loaded: Paths of the variables that were loaded.
+        kept: Paths of those that were left as they are: excluded, or not in the checkpoint.
+        unused: Paths in the checkpoint that went nowhere.
+        renamed: From a saved path to the path here, where they differ.
+        optimizer: Whether the optimizer's state was loaded as well.
+    """
+
+    directory: str
+    step: int
+    loaded: tuple[str, ...]
+    kept: tuple[str, ...]
+    unused: tuple[str, ...]
+    renamed: dict[str, str]
+    optimizer: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """The attributes by name."""
+        return asdict(self)
+
+    def __str__(self):
+        lines = [f"step {self.step} of {self.directory}: {len(self.loaded)} variables loaded"]
+        lines += [f"  kept   {path}" for path in self.kept]
+        lines += [f"  unused {path}" for path in self.unused]
+        lines += [f"  {old} -> {new}" for old, new in self.renamed.items()]
+        lines.append(f"  optimizer state {'loaded' if self.optimizer else 'left as it is'}")
+        return "\n".join(lines)
+
+
+def restore(
+    model: Any,
+    directory: str | os.PathLike,
+    step: int | None = None,
+    strict: bool = True,
+    exclude: Iterable[str] = (),
+    rename: Iterable[tuple[str, str]] = (),
+) -> Restored:
+    """Loads a checkpoint into a model, straight into the shards of the mesh that it lies on now.
+
+    It does not matter on which mesh, by how many processes and under which plan the checkpoint was
+    written. Values are compared with what was saved before anything of the model changes. The
+    optimizer's state is loaded too where all weights are.
+
+    Args:
+        model: A built model.
+        directory: That of `keras_tpu_dist.callbacks.Checkpoint`.
+        step: The checkpoint's step. Defaults to the newest that is whole.
+        strict: Whether each weight of the model must be in the checkpoint and the other way round.
+        exclude: Patterns of paths to leave as they are, such as `"*/head/*"`.
+        rename: Pairs `(regular expression, replacement)` for saved paths.
+
+    Returns:
+        What was loaded, kept and left; print it.
+
+    Raises:
+        ValueError: If the model is not built, or the checkpoint does not fit: one error with every
+            path that is missing, unexpected or of another shape.
+        CheckpointError: If there is no such checkpoint, or it is not whole.
+
+    Example:
+
+    >>> import keras, numpy as np, keras_tpu_dist as ktd, tempfile
+    >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    >>> model.compile("sgd", "mse")
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     saved = ktd.callbacks.Checkpoint(folder, every_epochs=1)
+    ...     _ = model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0, callbacks=[saved])
+    ...     report = ktd.restore(model, folder)
+    >>> report.step, report.kept
+    (1, ())
+    """
+    with _store(directory) as store:
+        return load_newest(model, store, step, strict, tuple(exclude), tuple(rename))[0]
+
+
+def load_newest(
+    model: Any,
+    store: Store,
+    step: int | None = None,
+    strict: bool = True,
+    exclude: tuple[str, ...] = (),
+    rename: tuple[tuple[str, str], ...] = (),
+) -> tuple[Restored, Manifest]:
+    """Loads the newest checkpoint that is whole, or that of a step. See `restore`.
+
+    Args:
+        model: The model.
+        store: The checkpoints.
+        step: The step, or `None`.
+        strict: See `restore`.
+        exclude: See `restore`.
+        rename: See `restore`.
+
+    Raises:
+        ValueError: See `restore`.
+        CheckpointError: If none can be read.
+    """
+    _check_built(model)
+    steps = store.steps
+    if step is not None and step not in steps:
+        raise CheckpointError(
+            f"There is no checkpoint {step} in {store.directory!r}. There are: {steps}."
+        )
+    errors = []
+    for each in [step] if step is not None else reversed(steps):
+        try:
+            return load(model, store, each, strict, exclude, rename)
+        except CheckpointError as error:
+            errors.append(str(error))
+            logger.warning("%s The one before it is tried.", error) if step is None else None
+    raise CheckpointError(" ".join(errors) or f"There is no checkpoint in {store.directory!r}.")
+
+
+def load(
+    model: Any,
+    store: Store,
+    step: int,
+    strict: bool,
+    exclude: tuple[str, ...],
+    rename: tuple[tuple[str, str], ...],
+) -> tuple[Restored, Manifest]:
+    """Loads the checkpoint of a step. See `restore`.
+
+    Args:
+        model: The model.
+        store: The checkpoints.
+        step: The step.
+        strict: See `restore`.
+        exclude: See `restore`.
+        rename: See `restore`.
+
+    Raises:
+        ValueError: See `restore`.
+        CheckpointError: If it cannot be read.
+    """
+    manifest = store.manifest(step)
+    _build_optimizer(model, manifest)
+    state = named_state(model)
+    weights = match(
+        [entry for entry, _ in state[WEIGHTS]],
+        manifest.entries(WEIGHTS),
+        exclude=exclude,
+        rename=rename,
+    )
+    if strict and not weights.complete:
+        raise ValueError(_misfit(store, step, weights))
+    pairs = _pairs(state, manifest, WEIGHTS, weights.pairs)
+    whole = weights.complete and not weights.kept
+    others = _others(state, manifest, weights) if whole else []
+    chosen = [*pairs, *others]
+    wanted = [(saved, variable.value.sharding, variable.value.dtype) for saved, variable in chosen]
+    for (_, variable), value in zip(chosen, store.load(step, wanted)):
+        variable.assign(value)
+    _keras.forget_state(model)
+    if weights.renamed:
+        logger.info(
+            "%d variables of %s have other numbers in their names than when they were saved, and "
+            "were matched in their order (first: %s)",
+            len(weights.renamed),
+            model.name,
+            " is ".join(next(iter(weights.renamed.items()))),
+        )
+    kept = (*weights.kept, *weights.missing, *weights.reshaped)
+    loaded = tuple(variable.path for _, variable in pairs)
+    report = Restored(
+        *(store.directory, step, loaded, kept, weights.unexpected, weights.renamed),
+        optimizer=any(saved.key.startswith(OPTIMIZER) for saved, _ in others),
+    )
+    return report, manifest
+
+
+def _others(state: dict, manifest: Manifest, weights: Matching) -> list[tuple[Saved, Any]]:
+    """Slots, the optimizer's other variables, and metrics, where all of a kind fit."""
+    paths = [entry.path for entry, _ in state[WEIGHTS]]
+    saved_paths = [entry.path for entry in manifest.entries(WEIGHTS)]
+    sources = {paths[i]: saved_paths[j] for i, j in weights.pairs.items()}
+    here = {kind: [entry for entry, _ in state[kind]] for kind in (SLOTS, OPTIMIZER, METRICS)}
+    slots = follow(here[SLOTS], manifest.entries(SLOTS), sources)
+    rest = match(here[OPTIMIZER], manifest.entries(OPTIMIZER))
+    metrics = match(here[METRICS], manifest.entries(METRICS))
+    found: list[tuple[Saved, Any]] = []
+    if len(slots) == len(here[SLOTS]) and rest.complete and here[OPTIMIZER]:
+        found += _pairs(state, manifest, SLOTS, slots)
+        found += _pairs(state, manifest, OPTIMIZER, rest.pairs)
+    elif here[OPTIMIZER]:
+        logger.warning(
+            "the optimizer's state is left as it is: %s saved it, and it does not fit",
+            manifest.written.get("optimizer"),
+        )
+    if metrics.complete:
+        found += _pairs(state, manifest, METRICS, metrics.pairs)
+    return found
+
+
+def _pairs(state: dict, manifest: Manifest, kind: str, pairs: dict[int, int]) -> list:
+    saved = manifest.arrays.get(kind, ())
+    return [(saved[j], state[kind][i][1]) for i, j in pairs.items()]
+
+
+def _misfit(store: Store, step: int, weights: Matching) -> str:
+    parts = [
+        *said_of(weights.missing, weights.unexpected),
+        *(f"of another shape: {words}" for words in weights.reshaped),
+    ]
+    return message(
+        f"Checkpoint {step} of {store.directory!r} must hold the weights of this model, no more "
+        "and no fewer.",
+        received=f"{'; '.join(parts)}.",
+        fix="Pass rename=[(pattern, replacement)] for other names, exclude=[...] for what is to "
+        "stay as it is, or strict=False to load what fits.",
+    )
+
+
+def _check_built(model: Any) -> None:
+    if not _keras.is_built(model):
+        raise ValueError(
+            message(
+                "A checkpoint is loaded into a model that is built.",
+                received=f"{model.name!r}, which is not.",
+                fix="Give it a keras.Input, or call model.build(input_shape).",
+            )
+        )
+
+
+def _build_optimizer(model: Any, manifest: Manifest) -> None:
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is None or optimizer.built or not manifest.arrays.get(OPTIMIZER):
+        return
+    member = membership.of_model(model)
+    scope = contextlib.nullcontext() if member is None else member.strategy.scope()
+    with scope:
+        optimizer.build(model.trainable_variables)
+
+
+@contextlib.contextmanager
+def _store(directory: str | os.PathLike) -> Iterator[Store]:
+    store = Store(directory, read_only=True)
+    try:
+        yield store
+    finally:
+        store.close()

@@ -1,0 +1,235 @@
+"""Checkpoints on a file system, by Orbax: whole or not there, one directory for each step."""
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from keras_tpu_dist.checkpoint.fingerprint import fingerprints_of
+from keras_tpu_dist.checkpoint.manifest import CheckpointError, Manifest, Saved, from_json
+from keras_tpu_dist.common.errors import message
+
+logger = logging.getLogger("keras_tpu_dist")
+
+_ARRAYS, _MANIFEST = "arrays", "manifest"
+
+
+class Store:
+    """The checkpoints of a directory.
+
+    Args:
+        directory: The directory; it is made when the first checkpoint is saved.
+        keep: How many of the newest to keep; `None` for all.
+        best: `(name, mode)` of a metric whose best checkpoint is kept as well, or `None`.
+        asynchronous: Whether `save` returns once the values are copied from the devices.
+        read_only: Whether nothing is written.
+
+    Raises:
+        ImportError: If Orbax is not installed.
+        CheckpointError: If the directory cannot be used.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike,
+        *,
+        keep: int | None = None,
+        best: tuple[str, str] | None = None,
+        asynchronous: bool = False,
+        read_only: bool = False,
+    ):
+        ocp = _orbax()
+        self.directory = _absolute(os.fspath(directory))
+        if _is_local(self.directory) and not os.path.isdir(self.directory):
+            if read_only:
+                raise CheckpointError(f"There is no directory {self.directory!r}.")
+            with self._told("opened"):
+                os.makedirs(self.directory)
+        options = ocp.CheckpointManagerOptions(
+            enable_async_checkpointing=asynchronous and not read_only,
+            cleanup_tmp_directories=not read_only,
+            create=not read_only,
+            preservation_policy=_preserved(keep, best),
+            # Every save that is asked for is made.
+            save_interval_steps=1,
+        )
+        with self._told("opened"):
+            self._manager = ocp.CheckpointManager(
+                self.directory,
+                options=options,
+                item_names=(_ARRAYS, _MANIFEST),
+                item_handlers={
+                    _ARRAYS: ocp.PyTreeCheckpointHandler(),
+                    _MANIFEST: ocp.JsonCheckpointHandler(),
+                },
+            )
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps of which there is a whole checkpoint, the newest last."""
+        with self._told("read"):
+            self._manager.reload()
+            return sorted(self._manager.all_steps())
+
+    def save(
+        self,
+        step: int,
+        arrays: Mapping[str, jax.Array],
+        manifest: Manifest,
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        """Saves a checkpoint; see `asynchronous`.
+
+        Args:
+            step: Its number; an older one of this number is replaced.
+            arrays: The arrays by key.
+            manifest: What they are.
+            metrics: Numbers to tell the best checkpoint by.
+
+        Raises:
+            CheckpointError: If this one, or the one before, could not be written.
+        """
+        args = _orbax().args
+        items = {
+            _ARRAYS: args.PyTreeSave(dict(arrays)),
+            _MANIFEST: args.JsonSave(manifest.to_json()),
+        }
+        with self._told("written"):
+            if step in self._manager.all_steps():
+                self._manager.delete(step)
+            self._manager.save(step, args=args.Composite(**items), metrics=metrics, force=True)
+
+    def manifest(self, step: int) -> Manifest:
+        """What the checkpoint of a step holds.
+
+        Args:
+            step: The step.
+
+        Raises:
+            CheckpointError: If it cannot be read.
+        """
+        where = f"Checkpoint {step} of {self.directory!r}"
+        args = _orbax().args
+        with self._told("read", step):
+            items = self._manager.restore(
+                step, args=args.Composite(**{_MANIFEST: args.JsonRestore()})
+            )
+        return from_json(items[_MANIFEST], where)
+
+    def load(self, step: int, wanted: Sequence[tuple[Saved, Any, Any]]) -> list[jax.Array]:
+        """Reads arrays straight into their shards, and compares them with what was saved.
+
+        Args:
+            step: The step.
+            wanted: For each array what was saved, the sharding it gets (`None` for an array of the
+                host), and its dtype.
+
+        Raises:
+            CheckpointError: If one cannot be read, or has other values than were saved.
+        """
+        if not wanted:
+            return []
+        ocp = _orbax()
+        target = {
+            saved.key: jax.ShapeDtypeStruct(saved.entry.shape, saved.entry.dtype, sharding=sharding)
+            for saved, sharding, _ in wanted
+        }
+        how = {
+            saved.key: ocp.RestoreArgs(restore_type=np.ndarray)
+            if sharding is None
+            else ocp.ArrayRestoreArgs(sharding=sharding)
+            for saved, sharding, _ in wanted
+        }
+        restored = ocp.args.PyTreeRestore(item=target, restore_args=how, partial_restore=True)
+        with self._told("read", step):
+            items = self._manager.restore(step, args=ocp.args.Composite(**{_ARRAYS: restored}))
+        arrays = [items[_ARRAYS][saved.key] for saved, _, _ in wanted]
+        self._check(step, [saved for saved, _, _ in wanted], arrays)
+        return [array.astype(dtype) for array, (_, _, dtype) in zip(arrays, wanted)]
+
+    def wait(self) -> None:
+        """Waits until what was saved is on disk.
+
+        Raises:
+            CheckpointError: If it could not be written.
+        """
+        with self._told("written"):
+            self._manager.wait_until_finished()
+            self._manager.check_for_errors()
+
+    def close(self) -> None:
+        """Waits, and lets go of the directory.
+
+        Raises:
+            CheckpointError: If the last checkpoint could not be written.
+        """
+        try:
+            self.wait()
+        finally:
+            self._manager.close()
+
+    def _check(self, step: int, saved: Sequence[Saved], arrays: list) -> None:
+        found = fingerprints_of(arrays)
+        wrong = [each.entry.path for each, n in zip(saved, found) if each.fingerprint != n]
+        if wrong:
+            raise CheckpointError(
+                f"Checkpoint {step} of {self.directory!r} is damaged: the values of "
+                f"{', '.join(wrong[:3])}{' and others' if len(wrong) > 3 else ''} are not those "
+                "that were saved."
+            )
+
+    @contextlib.contextmanager
+    def _told(self, what: str, step: int | None = None) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except Exception as error:
+            which = "A checkpoint" if step is None else f"Checkpoint {step}"
+            raise CheckpointError(
+                f"{which} of {self.directory!r} cannot be {what}: {type(error).__name__}: {error}"
+            ) from error
+
+
+def _is_local(directory: str) -> bool:
+    return "://" not in directory
+
+
+def _absolute(directory: str) -> str:
+    return os.path.abspath(directory) if _is_local(directory) else directory
+
+
+def _orbax() -> Any:
+    try:
+        import orbax.checkpoint as ocp
+    except ImportError as error:
+        raise ImportError(
+            message(
+                "Checkpoints are written by Orbax.",
+                received=f"{error}.",
+                fix='Install it: pip install "keras_tpu_dist[checkpoint]".',
+            )
+        ) from error
+    return ocp
+
+
+def _preserved(keep: int | None, best: tuple[str, str] | None) -> Any:
+    if keep is None:
+        return None
+    from orbax.checkpoint import checkpoint_managers as managers
+
+    newest = managers.LatestN(keep)
+    if best is None:
+        return newest
+    name, mode = best
+    by_metric = managers.BestN(
+        get_metric_fn=lambda metrics: metrics[name],
+        reverse=mode == "min",
+        n=1,
+        keep_checkpoints_without_metrics=False,
+    )
+    return managers.AnyPreservationPolicy([newest, by_metric])

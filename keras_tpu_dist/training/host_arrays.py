@@ -1,0 +1,102 @@
+"""The arrays of a host batch: what they may be, how many rows they have, longer ones."""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental.sparse import JAXSparse
+
+from keras_tpu_dist.common.errors import message
+
+
+def as_array(leaf: Any) -> Any:
+    """A leaf of a batch as an array of NumPy's or JAX's, dense or sparse.
+
+    Args:
+        leaf: The leaf.
+    """
+    if isinstance(leaf, (np.ndarray, jax.Array, JAXSparse)):
+        return leaf
+    return np.asarray(leaf)
+
+
+def checked_rows(name: str, axis: int, leaf: Any, empty: bool = False) -> int:
+    """The number of rows of an array of a batch.
+
+    Args:
+        name: What errors call it.
+        axis: Its batch dimension.
+        leaf: The array.
+        empty: Whether it may have none.
+
+    Raises:
+        ValueError: If it has no such dimension, no rows, or holds no numbers.
+    """
+    received = {"element": name, "shape": tuple(leaf.shape), "dtype": str(leaf.dtype)}
+    if np.dtype(leaf.dtype).kind in "OSU":
+        raise ValueError(
+            message(
+                "A batch holds numbers.",
+                received=received,
+                fix="Encode text with keras.layers.StringLookup or TextVectorization in the "
+                "input pipeline.",
+            )
+        )
+    if axis >= leaf.ndim:
+        raise ValueError(
+            message(
+                f"Every array of a batch must have its batch axis: dimension {axis}.",
+                received=received,
+                fix="Correct batch_axis=..., with None for an element that has no batch axis.",
+            )
+        )
+    if leaf.shape[axis] == 0 and not empty:
+        raise ValueError(
+            message(
+                "A batch needs at least one row.",
+                received=received,
+                fix="Leave empty batches out of the input.",
+            )
+        )
+    return leaf.shape[axis]
+
+
+def check_same_rows(first: tuple[str, int], name: str, rows: int, leaf: Any) -> None:
+    """Raises if two arrays of a batch have different numbers of rows.
+
+    Args:
+        first: The name of one of them, and its rows.
+        name: That of the other.
+        rows: The other's rows.
+        leaf: The other.
+
+    Raises:
+        ValueError: If they differ.
+    """
+    if rows == first[1]:
+        return
+    raise ValueError(
+        message(
+            "All arrays of a batch must have the same number of rows.",
+            received=f"{first[0]} with {first[1]} rows and {name} with {rows} "
+            f"(shape {tuple(leaf.shape)}).",
+            fix="Make them equal, or declare an element that has no batch axis: "
+            "TPUStrategy(batch_axis=...) with None in its place.",
+        )
+    )
+
+
+def padded(leaf: Any, axis: int, size: int) -> np.ndarray:
+    """A host array with zeros added at the end of a dimension, up to a size.
+
+    Args:
+        leaf: An array, or what NumPy makes one of.
+        axis: The dimension to make longer.
+        size: The length that this dimension gets, no less than it has.
+    """
+    host = np.asarray(leaf)
+    if host.shape[axis] == size:
+        return host
+    longer = np.zeros((*host.shape[:axis], size, *host.shape[axis + 1 :]), host.dtype)
+    longer[(slice(None),) * axis + (slice(host.shape[axis]),)] = host
+    return longer

@@ -1,0 +1,65 @@
+"""Where in its input a training stood: random numbers before the first batch, and batches since."""
+
+import base64
+import random
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class InputPosition:
+    """A place in an input that is read from its start again.
+
+    Attributes:
+        start: The state of NumPy's and Python's random numbers before the first batch was read:
+            Keras shuffles arrays with the one and `PyDataset`s with the other.
+        now: Their state when the position was taken.
+        made: How many batches of the input were trained on.
+        done: How many of these belong to the running epoch.
+    """
+
+    start: dict[str, Any]
+    now: dict[str, Any]
+    made: int
+    done: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """The attributes by name; plain data."""
+        return asdict(self)
+
+
+def random_numbers() -> dict[str, Any]:
+    """The state of NumPy's and Python's global random numbers, as plain data."""
+    state: Any = np.random.get_state()
+    name, keys, *rest = state
+    version, words, gauss = random.getstate()
+    return {
+        "numpy": [
+            name,
+            _text(keys),
+            *rest,
+        ],
+        "python": [version, _text(np.asarray(words, np.uint32)), gauss],
+    }
+
+
+def set_random_numbers(state: dict[str, Any]) -> None:
+    """Gives NumPy's and Python's global random numbers a state.
+
+    Args:
+        state: What `random_numbers` returned.
+    """
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, _words(keys), *rest))
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(int(word) for word in _words(words)), gauss))
+
+
+def _text(words: np.ndarray) -> str:
+    return base64.b64encode(words.astype("<u4").tobytes()).decode()
+
+
+def _words(text: str) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(text), "<u4").astype(np.uint32)

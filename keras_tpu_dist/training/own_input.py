@@ -1,0 +1,298 @@
+"""Input that each process brings for itself: steps that all of them make together.
+
+Before a step is launched, all processes know of how many rows each of them has for it: they say so
+over the host channel, some steps ahead. Who has no rows left takes part with none until all have
+come to their end.
+"""
+
+import base64
+import math
+import pickle
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental.sparse import JAXSparse
+
+from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.processes.arrays import joined_rows, mark
+from keras_tpu_dist.processes.channel import agree
+from keras_tpu_dist.training.batch_axis import element_names, flatten
+from keras_tpu_dist.training.host_arrays import as_array, check_same_rows, checked_rows
+from keras_tpu_dist.training.shares import Shares
+
+# Batches that are read ahead to speak of several steps at once: one step costs the host channel
+# some milliseconds, as much as a small step itself.
+_MOST_AHEAD, _MOST_BYTES_AHEAD = 16, 64 * 2**20
+_FIX = (
+    'With input="per_process" each process brings its part of every batch: the same structure, '
+    "shapes and dtypes in all of them, any number of rows."
+)
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one process brings for a step, and what all of them bring.
+
+    Attributes:
+        batch: The structure of host arrays; they may have no rows.
+        rows: The number of rows of each input shard.
+    """
+
+    batch: Any
+    rows: tuple[int, ...]
+
+
+class OwnInput:
+    """Makes steps of what the processes read.
+
+    Args:
+        shares: Whose rows lie where.
+        axes: From a batch to the batch dimension of each of its arrays, in the order of `flatten`.
+    """
+
+    def __init__(self, shares: Shares, axes: Callable[[Any], list[int | None]]):
+        self.shares = shares
+        self._axes = axes
+
+    def of_call(self, batch: Any) -> Share:
+        """The share of a batch that stands alone, as for `train_on_batch`.
+
+        Args:
+            batch: This process's rows.
+
+        Raises:
+            ValueError: On all processes, if their batches do not fit together.
+        """
+        leaves, treedef = flatten(batch)
+        batch = jax.tree.unflatten(treedef, [as_array(leaf) for leaf in leaves])
+        told = agree("the rows of a batch", _FIX, {"batches": [self._described(batch)]})
+        return Share(batch, self._rows([each["batches"][0] for each in told]))
+
+    def joined(self, structure: Any) -> Any:
+        """Arrays with the rows of all processes, in the order of the input shards.
+
+        Args:
+            structure: A structure (tuple, list, dict, `None`) of this process's host arrays.
+        """
+        return jax.tree.map(lambda rows: joined_rows(rows, self.shares.processes), structure)
+
+    def length(self, num_batches: int | None, ragged: bool) -> tuple[int | None, bool]:
+        """The number of steps that all processes make, and whether one of them may be ragged.
+
+        Args:
+            num_batches: How many batches this process has, or `None` if it does not know.
+            ragged: Whether its last one is smaller.
+        """
+        told = agree("the number of batches", _FIX, [num_batches, ragged])
+        numbers = [number for number, _ in told]
+        uneven = any(each != told[0] for each in told)
+        known = None not in numbers
+        return (max(numbers) if known else None), uneven or any(last for _, last in told)
+
+    def agreed(self, batches: Iterable, steps_per_epoch: int | None) -> Iterator[Share]:
+        """What the processes bring for one step after the other, until all have come to an end.
+
+        Args:
+            batches: This process's host batches.
+            steps_per_epoch: Batches beyond which nothing is read before they were used.
+
+        Raises:
+            ValueError: On all processes, if their batches do not fit together, or none has any.
+        """
+        ahead = _Ahead(iter(batches))
+        made, most = 0, 1
+        while True:
+            left = steps_per_epoch - made % steps_per_epoch if steps_per_epoch else most
+            ahead.read(min(most, left))
+            told = self._tell(ahead, first=not made)
+            steps = _steps(told)
+            if not steps:
+                self._check_any(made)
+                return
+            for step in range(steps):
+                described = [t["batches"][step] for t in told if step < len(t["batches"])]
+                yield self._share(ahead, told, step, described)
+            made, most = made + steps, min(2 * most, _MOST_AHEAD)
+
+    def _tell(self, ahead: "_Ahead", first: bool) -> list[dict]:
+        ahead.raise_error()
+        described = [self._described(batch) for batch in ahead.batches]
+        marks = [_marks(batch) for batch in list(ahead.batches)[:1]] if first else []
+        said = {"ended": ahead.ended, "batches": described, "marks": marks}
+        told = agree("the rows of the next batches", _FIX, said)
+        if first:
+            self._check_group([each["marks"] for each in told])
+        return told
+
+    def _share(self, ahead: "_Ahead", told: list[dict], step: int, described: list) -> Share:
+        here = [t["batches"][step] if step < len(t["batches"]) else None for t in told]
+        rows = self._rows(here)
+        return Share(ahead.batches.popleft() if ahead.batches else _empty(described[0]), rows)
+
+    def _rows(self, described: list[dict | None]) -> tuple[int, ...]:
+        """The rows of each input shard, from what each process said of its batch."""
+        first, own = next((i, d) for i, d in enumerate(described) if d is not None)
+        for i, each in enumerate(described):
+            if each is not None and each["leaves"] != own["leaves"]:
+                _raise_unlike(first, own["leaves"], i, each["leaves"])
+        number = [0 if each is None else each["rows"] for each in described]
+        for group in self.shares.processes:
+            if len({number[i] for i in group}) > 1:
+                raise ValueError(
+                    message(
+                        "Processes of one input shard bring the same rows.",
+                        received=", ".join(f"{number[i]} rows in process {i}" for i in group) + ".",
+                        fix="Cut the data by strategy.input_shard, not by jax.process_index().",
+                    )
+                )
+        rows = tuple(number[group[0]] for group in self.shares.processes)
+        if not any(rows):
+            raise ValueError(
+                message(
+                    "A batch needs at least one row.",
+                    received="a batch that is empty in all processes.",
+                    fix="Leave empty batches out of the input.",
+                )
+            )
+        return rows
+
+    def _described(self, batch: Any) -> dict[str, Any]:
+        leaves, treedef = flatten(batch)
+        shapes, first = [], None
+        for name, axis, leaf in zip(element_names(batch), self._axes(batch), leaves):
+            if isinstance(leaf, JAXSparse):
+                raise ValueError(_sparse(name))
+            shape, same = list(leaf.shape), None
+            if axis is None or not leaf.ndim:
+                same = mark(leaf)
+            else:
+                rows = checked_rows(name, axis, leaf, empty=True)
+                first = first or (name, rows)
+                check_same_rows(first, name, rows, leaf)
+                shape[axis] = -1
+            dtype = str(jax.dtypes.canonicalize_dtype(leaf.dtype))
+            shapes.append([name, shape, dtype, same])
+        structure = pickle.dumps(jax.tree.unflatten(treedef, range(len(leaves))))
+        return {
+            "rows": first[1] if first else 0,
+            "leaves": shapes,
+            "structure": base64.b64encode(structure).decode(),
+        }
+
+    def _check_group(self, marks: list[list]) -> None:
+        """The first batch of an epoch, where several processes must bring the same."""
+        for group in self.shares.processes:
+            for i in group:
+                if marks[i] != marks[group[0]]:
+                    raise ValueError(
+                        message(
+                            "Processes of one input shard bring the same rows.",
+                            received=f"processes {group[0]} and {i}, whose first batches of an "
+                            "epoch differ.",
+                            fix="Cut the data by strategy.input_shard, and seed what shuffles it "
+                            "by its index.",
+                        )
+                    )
+
+    def _check_any(self, made: int) -> None:
+        if not made:
+            raise ValueError(
+                message(
+                    "fit, evaluate and predict need data with at least one row.",
+                    received="no batch in any process.",
+                    fix="Give at least one of them a batch.",
+                )
+            )
+
+
+class _Ahead:
+    """Batches of this process that were read and not yet used."""
+
+    def __init__(self, batches: Iterator):
+        self._source = batches
+        self._error: Exception | None = None
+        self.batches: deque = deque()
+        self.ended = False
+
+    def read(self, number: float) -> None:
+        """Reads up to a number of batches ahead, fewer if they are large."""
+        while not self.ended and self._error is None and len(self.batches) < number:
+            if self.batches and _nbytes(self.batches) > _MOST_BYTES_AHEAD:
+                return
+            try:
+                leaves, treedef = flatten(next(self._source))
+                self.batches.append(jax.tree.unflatten(treedef, list(map(as_array, leaves))))
+            except StopIteration:
+                self.ended = True
+            except Exception as error:
+                # Kept, not swallowed: raised after the steps that come before it.
+                self._error = error
+
+    def raise_error(self) -> None:
+        """Raises what reading raised, once all that was read before is used."""
+        if self._error is not None and not self.batches:
+            raise self._error
+
+
+def _steps(told: list[dict]) -> int:
+    """For how many steps all know what there is: until the first that may have more knows none."""
+    going_on = [len(each["batches"]) for each in told if not each["ended"]]
+    return min(going_on) if going_on else max(len(each["batches"]) for each in told)
+
+
+def _empty(described: dict) -> Any:
+    """A batch without rows, of the structure that another process has."""
+    leaves = described["leaves"]
+    if any(same is not None for *_, same in leaves):
+        raise ValueError(
+            message(
+                "What has no batch axis comes with each batch, in all processes.",
+                received=f"process {jax.process_index()}, whose input ended, without "
+                f"{[name for name, *_, same in leaves if same is not None]}.",
+                fix="Give all processes equally many batches.",
+            )
+        )
+    structure = pickle.loads(base64.b64decode(described["structure"]))
+    treedef = jax.tree.structure(structure)
+    shapes = [[max(size, 0) for size in shape] for _, shape, _, _ in leaves]
+    arrays = [np.zeros(shape, dtype) for shape, (_, _, dtype, _) in zip(shapes, leaves)]
+    return jax.tree.unflatten(treedef, arrays)
+
+
+def _raise_unlike(one: int, ours: list, other: int, theirs: list) -> None:
+    words = [f"{len(ours)} arrays", f"{len(theirs)} arrays"]
+    different = next(((a, b) for a, b in zip(ours, theirs) if a != b), None)
+    if different is not None:
+        words = [
+            f"{name} of shape ({', '.join('rows' if n < 0 else str(n) for n in shape)}) and {dtype}"
+            for name, shape, dtype, _ in different
+        ]
+    if words[0] == words[1]:
+        words[1] += " with other values"
+    raise ValueError(
+        message(
+            "The batches of all processes fit together.",
+            received=f"{words[0]} in process {one}, {words[1]} in process {other}.",
+            fix=_FIX,
+        )
+    )
+
+
+def _sparse(name: str) -> str:
+    return message(
+        'input="per_process" takes dense arrays.',
+        received=f"{name}, a sparse one.",
+        fix='Make it dense, or give all processes the same data under input="global".',
+    )
+
+
+def _marks(batch: Any) -> list[int]:
+    return [mark(leaf) for leaf in flatten(batch)[0]]
+
+
+def _nbytes(batches: Iterable) -> int:
+    return sum(math.prod(a.shape) * a.dtype.itemsize for b in batches for a in flatten(b)[0])

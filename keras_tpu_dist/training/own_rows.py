@@ -1,0 +1,185 @@
+"""Batches of which each process brings its own rows, on their way to the mesh."""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from keras_tpu_dist.common.once import say_once
+from keras_tpu_dist.layout.axes import named_sharding
+from keras_tpu_dist.processes.arrays import put
+from keras_tpu_dist.training.batch_axis import flatten
+from keras_tpu_dist.training.batches import BatchPlacer, PlacedBatch, Slot
+from keras_tpu_dist.training.host_arrays import as_array, padded
+from keras_tpu_dist.training.own_input import OwnInput, Share
+from keras_tpu_dist.training.shares import Shares, shares_of
+
+
+class OwnRowsPlacer(BatchPlacer):
+    """Puts what each process brings on its devices, as one batch.
+
+    The rows of a batch are those of input shard 0, then those of input shard 1, and so on, as far
+    as each holds parts of the mesh that follow each other. Where shares are uneven, or do not
+    divide by a process's parts, they are padded there, and the compiled program joins the true
+    rows.
+
+    Args:
+        mesh: The mesh.
+        data_axes: The mesh axes that split the batch.
+        batch_axis: The dimension that holds the batch. See `BatchPlacer`.
+        shares: Whose rows lie where.
+    """
+
+    def __init__(self, mesh: Mesh, data_axes: tuple[str, ...], batch_axis: Any, shares: Shares):
+        super().__init__(mesh, data_axes, batch_axis)
+        self.own_input = OwnInput(shares, self.axes)
+        self._shares = shares
+
+    def place(self, batch: Any) -> PlacedBatch:
+        """Transfers this process's rows.
+
+        Args:
+            batch: A `Share`, or a host batch that stands alone, as for `train_on_batch`.
+
+        Raises:
+            ValueError: If the processes' batches do not fit together.
+        """
+        share = batch if isinstance(batch, Share) else self.own_input.of_call(batch)
+        leaves, treedef = flatten(share.batch)
+        slots = self._slots(share, leaves)
+        arrays = [self._put(leaf, slot.axis, share.rows) for leaf, slot in zip(leaves, slots)]
+        return PlacedBatch(jax.tree.unflatten(treedef, arrays), slots)
+
+    def place_many(self, batches: list) -> PlacedBatch | None:
+        """Transfers this process's rows for several steps at once. See `BatchPlacer.place_many`.
+
+        Args:
+            batches: One `Share` for each step.
+        """
+        if len({share.rows for share in batches}) > 1:
+            return None
+        flat = [flatten(share.batch) for share in batches]
+        leaves, treedef = flat[0]
+        shapes = [[leaf.shape for leaf in each] for each, _ in flat]
+        if any(tree != treedef for _, tree in flat) or any(each != shapes[0] for each in shapes):
+            return None
+        slots = self._slots(batches[0], leaves)
+        columns = [np.stack(column) for column in zip(*(each for each, _ in flat))]
+        arrays = [
+            self._put(column, None if slot.axis is None else slot.axis + 1, batches[0].rows)
+            for column, slot in zip(columns, slots)
+        ]
+        return PlacedBatch(jax.tree.unflatten(treedef, arrays), slots)
+
+    def place_eagerly(self, batch: Any) -> PlacedBatch:
+        """Transfers this process's rows for code that is not compiled, which gets all rows whole.
+
+        Args:
+            batch: A `Share`, or a host batch that stands alone.
+        """
+        say_once("run_eagerly: the rows of all processes are whole on every device")
+        placed = self.place(batch)
+        return PlacedBatch(self._whole(placed), placed.slots)
+
+    def checked(self, batch: Any) -> Any:
+        """A host batch as arrays, which may have no rows here.
+
+        Args:
+            batch: A structure (tuple, list, dict, `None`) of arrays.
+        """
+        leaves, treedef = flatten(batch)
+        return jax.tree.unflatten(treedef, [as_array(leaf) for leaf in leaves])
+
+    def own_rows(self, outputs: Any, batch: PlacedBatch, stacked: bool = False) -> Any:
+        """What this process gets of the outputs of `predict`: those of the rows that it brought.
+
+        Args:
+            outputs: A structure of arrays, with the rows of all processes.
+            batch: The batch they were made of.
+            stacked: Whether it is several batches, stacked along a first dimension.
+        """
+        filled = next((slot.filled for slot in batch.slots if slot.filled is not None), None)
+        if filled is None:
+            return outputs
+        starts = np.cumsum([0, *filled])
+        own = np.concatenate([np.arange(starts[b], starts[b + 1]) for b in self._own_blocks])
+
+        def cut(output):
+            if output.ndim <= stacked or output.shape[int(stacked)] != starts[-1]:
+                return output
+            return np.take(np.asarray(output), own, axis=int(stacked))
+
+        return jax.tree.map(cut, outputs)
+
+    def bytes_per_device(self, batch: Any) -> float:
+        """What a `Share` takes on each device.
+
+        Args:
+            batch: The `Share`; all processes come to the same number.
+        """
+        longest, _ = self._shares.rows_of_blocks(batch.rows)
+        leaves = flatten(batch.batch)[0]
+        return sum(
+            _bytes_of_a_row(leaf, axis) * (longest if _has_rows(leaf, axis) else 1)
+            for leaf, axis in zip(leaves, self.axes(batch.batch))
+        )
+
+    @property
+    def _own_blocks(self) -> tuple[int, ...]:
+        return self._shares.blocks[self._shares.own]
+
+    @functools.cached_property
+    def _whole(self) -> Any:
+        return jax.jit(self.trim, out_shardings=self._replicated)
+
+    def _slots(self, share: Share, leaves: Sequence) -> tuple[Slot, ...]:
+        longest, filled = self._shares.rows_of_blocks(share.rows)
+        rows = None if set(filled) == {longest} else sum(filled)
+        return tuple(
+            Slot(axis, rows, filled) if _has_rows(leaf, axis) else Slot(None)
+            for leaf, axis in zip(leaves, self.axes(share.batch))
+        )
+
+    def _put(self, leaf: Any, axis: int | None, rows: Sequence[int]) -> jax.Array:
+        if axis is None:
+            return put([leaf], [self._replicated])[0]
+        longest, _ = self._shares.rows_of_blocks(rows)
+        own = self._own_blocks
+        local = padded(leaf, axis, longest * len(own))
+        local = local.astype(jax.dtypes.canonicalize_dtype(local.dtype), copy=False)
+        shape = list(local.shape)
+        shape[axis] = longest * self._shares.num_blocks
+        before = (slice(None),) * axis
+
+        def part(index):
+            start = own.index((index[axis].start or 0) // longest) * longest
+            return local[(*before, slice(start, start + longest))]
+
+        return jax.make_array_from_callback(tuple(shape), self.sharding(axis), part)
+
+
+def placer_for(mesh: Mesh, data_axes: tuple[str, ...], batch_axis: Any, source: str) -> BatchPlacer:
+    """What puts batches on a mesh.
+
+    Args:
+        mesh: The mesh.
+        data_axes: The mesh axes that split the batch.
+        batch_axis: The dimension that holds the batch. See `BatchPlacer`.
+        source: `"global"`, or `"per_process"` for processes that bring their own rows.
+    """
+    if source == "global" or named_sharding(mesh).is_fully_addressable:
+        return BatchPlacer(mesh, data_axes, batch_axis)
+    return OwnRowsPlacer(mesh, data_axes, batch_axis, shares_of(mesh, data_axes))
+
+
+def _has_rows(leaf: Any, axis: int | None) -> bool:
+    return axis is not None and leaf.ndim > 0
+
+
+def _bytes_of_a_row(leaf: Any, axis: int | None) -> int:
+    shape = [size for i, size in enumerate(leaf.shape) if not _has_rows(leaf, axis) or i != axis]
+    return math.prod(shape) * leaf.dtype.itemsize

@@ -1,0 +1,167 @@
+"""Which rows of a batch each process brings, where every one has input of its own."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from keras_tpu_dist.common.errors import message
+
+
+@dataclass(frozen=True)
+class InputShard:
+    """The part of the input that a process brings under `TPUStrategy(input="per_process")`.
+
+    Attributes:
+        index: The number of the part, from 0.
+        count: How many parts there are.
+        processes: The processes that bring this same part, the same rows in the same order: more
+            than one where a model axis crosses hosts.
+
+    Example:
+
+    >>> import numpy as np, keras_tpu_dist as ktd
+    >>> shard = ktd.InputShard(index=1, count=2, processes=(1,))
+    >>> print(shard)
+    input shard 1 of 0..1, process 1
+    >>> np.arange(7)[shard.index :: shard.count]
+    array([1, 3, 5])
+    """
+
+    index: int = 0
+    count: int = 1
+    processes: tuple[int, ...] = (0,)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The attributes by name."""
+        return asdict(self)
+
+    def __str__(self):
+        several = "es" if len(self.processes) > 1 else ""
+        numbers = ", ".join(map(str, self.processes))
+        return f"input shard {self.index} of 0..{self.count - 1}, process{several} {numbers}"
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Which parts of the batch lie on whose devices.
+
+    Attributes:
+        blocks: For each input shard the parts of the batch, in the order of the mesh's data axes,
+            that its processes hold.
+        processes: For each input shard its processes.
+        own: The number of this process's input shard.
+    """
+
+    blocks: tuple[tuple[int, ...], ...]
+    processes: tuple[tuple[int, ...], ...]
+    own: int
+
+    @property
+    def shard(self) -> InputShard:
+        """This process's."""
+        return InputShard(self.own, len(self.blocks), self.processes[self.own])
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of parts into which the mesh splits a batch."""
+        return sum(map(len, self.blocks))
+
+    def of(self, batch_size: int) -> int:
+        """The rows of a global batch that this process brings.
+
+        Args:
+            batch_size: The rows of all input shards together.
+
+        Raises:
+            ValueError: If there are fewer rows than input shards.
+        """
+        count = len(self.blocks)
+        if batch_size < count:
+            raise ValueError(
+                message(
+                    "batch_size counts the rows of all processes together, at least one for each "
+                    "input shard.",
+                    received=f"batch_size={batch_size} for {count} input shards.",
+                    fix=f"Choose {count} or more.",
+                )
+            )
+        return batch_size * (self.own + 1) // count - batch_size * self.own // count
+
+    def rows_of_blocks(self, rows: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+        """How the rows that the input shards bring fill the parts of the batch, one after another.
+
+        Args:
+            rows: The number of rows of each input shard.
+
+        Returns:
+            The length of a part, padding included, and the true rows in each part.
+        """
+        longest = max(-(-n // len(blocks)) for n, blocks in zip(rows, self.blocks))
+        filled = [0] * self.num_blocks
+        for n, blocks in zip(rows, self.blocks):
+            for i, block in enumerate(blocks):
+                filled[block] = min(max(n - i * longest, 0), longest)
+        return longest, tuple(filled)
+
+
+def shares_of(mesh: Mesh, data_axes: Sequence[str]) -> Shares:
+    """The shares of a mesh's processes, seen from this one.
+
+    Args:
+        mesh: The mesh.
+        data_axes: The axes that split the batch.
+
+    Raises:
+        ValueError: If two processes hold parts of the batch that overlap and are not the same.
+    """
+    processes = np.vectorize(lambda device: device.process_index, otypes=[int])(mesh.devices)
+    axes = [mesh.axis_names.index(name) for name in data_axes]
+    shares = shares_by(processes, axes, jax.process_index())
+    if shares is None:
+        raise ValueError(
+            message(
+                'input="per_process" needs a mesh on which two processes hold the same parts of a '
+                "batch, or none in common, and all of them equally many.",
+                received={"mesh": dict(mesh.shape), "data_axes": tuple(data_axes)},
+                fix="Let the data axes come first in the mesh, with a size that the number of "
+                'processes divides or is divided by, or leave input="global".',
+            )
+        )
+    return shares
+
+
+def shares_by(processes: np.ndarray, axes: Sequence[int], own: int) -> Shares | None:
+    """The shares where each device belongs to a process.
+
+    Args:
+        processes: The process of each device, in the shape of the mesh.
+        axes: The dimensions that split the batch, the first the outermost.
+        own: This process.
+
+    Returns:
+        The shares, or `None` if processes cannot bring rows of their own there.
+
+    Example:
+
+    >>> shares_by(np.array([[0, 0], [0, 0], [1, 1], [1, 1]]), [0], own=1).blocks
+    ((0, 1), (2, 3))
+    """
+    by_block = np.moveaxis(processes, axes, range(len(axes)))
+    by_block = by_block.reshape(int(np.prod(by_block.shape[: len(axes)])), -1)
+    held: dict[int, list[int]] = {}
+    for block, holders in enumerate(by_block):
+        for process in sorted({int(holder) for holder in holders}):
+            held.setdefault(process, []).append(block)
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for process in sorted(held):
+        groups.setdefault(tuple(held[process]), []).append(process)
+    blocks = sorted(groups)
+    if sum(map(len, blocks)) != len(by_block) or len(set(map(len, blocks))) != 1:
+        return None
+    members = tuple(tuple(groups[each]) for each in blocks)
+    mine = next((i for i, group in enumerate(members) if own in group), 0)
+    return Shares(tuple(blocks), members, mine)

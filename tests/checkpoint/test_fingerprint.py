@@ -1,0 +1,48 @@
+"""The number of an array's values: the same on every mesh, another for every flipped bit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
+
+import keras_tpu_dist as ktd
+from keras_tpu_dist.checkpoint.fingerprint import fingerprints, fingerprints_of
+
+MESH = {"data": 2, "fsdp": 2, "model": 2}
+DTYPES = ["float32", "bfloat16", "float16", "int32", "uint8", "int8", "bool", "complex64"]
+
+
+def expected(array):
+    raw = np.stack([array.real, array.imag]) if np.iscomplexobj(array) else array
+    bits = np.ascontiguousarray(raw).view(f"u{raw.dtype.itemsize}").ravel().astype(np.uint64)
+    weights = np.arange(bits.size, dtype=np.uint64) * np.uint64(2 * 2654435761) + np.uint64(1)
+    return int(np.sum(bits * (weights % 2**32) % 2**32) % 2**32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_it_is_the_same_on_every_mesh(dtype):
+    mesh = ktd.TPUStrategy(MESH).mesh
+    array = np.random.default_rng(0).normal(size=(8, 4, 2)) * 50
+    array = np.asarray(jnp.asarray(array.astype("float32")).astype(dtype))
+    specs = [(), ("data",), (("data", "fsdp"), "model"), ("model", "fsdp", "data"), (None, "model")]
+    placed = [jax.device_put(array, NamedSharding(mesh, PartitionSpec(*spec))) for spec in specs]
+    assert set(fingerprints(placed)) == {expected(array)}
+    assert fingerprints_of([array, placed[1], array]) == [expected(array)] * 3
+
+
+def test_empty_ones_have_numbers_too():
+    assert fingerprints([]) == []
+    assert fingerprints([jnp.zeros(()), jnp.zeros((0, 3))]) == [0, 0]
+
+
+@given(st.integers(0, 4 * 300 - 1), st.integers(0, 7))
+def test_one_flipped_bit_changes_it(byte, bit):
+    array = np.random.default_rng(1).normal(size=(30, 10)).astype("float32")
+    flipped = bytearray(array.tobytes())
+    flipped[byte] ^= 1 << bit
+    other = np.frombuffer(bytes(flipped), "float32").reshape(array.shape)
+    one, changed = fingerprints([jnp.asarray(array), jnp.asarray(other)])
+    assert one != changed

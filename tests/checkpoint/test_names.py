@@ -1,0 +1,84 @@
+"""Which saved array belongs to which variable: by name, or by order where only numbers differ."""
+
+import keras
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keras_tpu_dist.checkpoint.names import Entry, canonical, match, named_state, said_of
+
+
+def entries(*paths, shape=(2,)):
+    return [Entry(path, shape, "float32") for path in paths]
+
+
+def matched(here, saved, **options):
+    found = match(entries(*here), entries(*saved), **options)
+    return {here[i]: saved[j] for i, j in found.pairs.items()}, found
+
+
+def test_numbers_that_keras_gave_are_no_names():
+    assert canonical("sequential_3/dense_12/kernel") == "sequential/dense/kernel"
+    here, saved = ["dense_1/kernel", "dense_2/kernel"], ["dense/kernel", "dense_1/kernel"]
+    pairs, found = matched(here, saved)
+    # Not dense_1 to dense_1, which is another layer.
+    assert pairs == {"dense_1/kernel": "dense/kernel", "dense_2/kernel": "dense_1/kernel"}
+    assert found.complete
+    assert found.renamed == {"dense/kernel": "dense_1/kernel", "dense_1/kernel": "dense_2/kernel"}
+
+
+def test_the_same_names_in_another_order_are_matched_by_name():
+    pairs, found = matched(["block_2/w", "block_1/w"], ["block_1/w", "block_2/w"])
+    assert pairs == {"block_2/w": "block_2/w", "block_1/w": "block_1/w"}
+    assert not found.renamed
+
+
+def test_what_is_missing_unexpected_and_of_another_shape():
+    here = [*entries("a/kernel", "b/kernel"), *entries("head/kernel", shape=(3,))]
+    saved = entries("a/kernel", "bb/kernel", "head/kernel")
+    found = match(here, saved)
+    assert (found.missing, found.unexpected) == (("b/kernel",), ("bb/kernel",))
+    assert found.reshaped == ("head/kernel (3,), saved as (2,)",)
+    assert said_of(found.missing, found.unexpected) == [
+        "missing 'b/kernel' Did you mean 'bb/kernel'?",
+        "unexpected 'bb/kernel' Did you mean 'b/kernel'?",
+    ]
+
+
+def test_exclude_and_rename():
+    here, saved = ["encoder/a/w", "head/w"], ["old/a/w", "head/w"]
+    pairs, found = matched(here, saved, exclude=["*head*"], rename=[("^old/", "encoder/")])
+    assert pairs == {"encoder/a/w": "old/a/w"}
+    assert found.complete
+    assert found.kept == ("head/w",)
+
+
+@given(st.lists(st.sampled_from(["a", "b", "a_1", "a_2", "b_7"]), max_size=6), st.integers(1, 9))
+def test_a_model_made_again_is_matched_one_to_one(names, later):
+    saved = [f"{name}/w" for name in names]
+    here = [f"{canonical(name)}_{i + later}/w" for i, name in enumerate(names)]
+    found = match(entries(*here), entries(*saved))
+    assert found.complete
+    assert sorted(found.pairs.values()) == list(range(len(saved)))
+    for name in {canonical(path) for path in saved}:
+        order = [j for i, j in sorted(found.pairs.items()) if canonical(saved[j]) == name]
+        if {here[i] for i, j in found.pairs.items() if j in order} != {saved[j] for j in order}:
+            assert order == sorted(order)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "lion", "ftrl"])
+def test_every_variable_of_the_state_has_an_entry(optimizer):
+    model = keras.Sequential(
+        [keras.Input((4,)), keras.layers.Dense(3), keras.layers.Dropout(0.1), keras.layers.Dense(1)]
+    )
+    model.compile(optimizer, "mse", metrics=["mae"])
+    model.optimizer.build(model.trainable_variables)
+    state = named_state(model)
+    found = [id(v) for pairs in state.values() for _, v in pairs]
+    assert len(found) == len(set(found))
+    everything = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
+    assert {id(v) for v in everything} == set(found)
+    for entry, variable in state["slots"]:
+        assert entry.slot
+        assert entry.path in {v.path for v in model.trainable_variables}
+        assert entry.shape == tuple(variable.shape)

@@ -1,0 +1,229 @@
+"""Checkpoints load right on any mesh, or raise; nothing is ever loaded in silence or in part."""
+
+import contextlib
+import pathlib
+import random
+import shutil
+
+import keras
+import numpy as np
+import pytest
+from helpers import assert_close
+
+import keras_tpu_dist as ktd
+from keras_tpu_dist.checkpoint.names import named_state
+from keras_tpu_dist.checkpoint.store import Store
+
+X = np.random.default_rng(0).normal(size=(32, 16)).astype("float32")
+Y = X[:, :8]
+PLACES = {
+    "data": ({"data": 8}, None),
+    "fsdp": ({"fsdp": 8}, "fsdp"),
+    "tensor": ({"data": 2, "model": 4}, "tensor_parallel"),
+    "auto": ({"data": 4, "model": 2}, "auto"),
+    "one": ({"data": 1}, None),
+    "stock": None,
+}
+
+
+def strategy_of(place):
+    if PLACES[place] is None:
+        return None
+    mesh, layout = PLACES[place]
+    devices = None if place != "one" else __import__("jax").devices()[:1]
+    return ktd.TPUStrategy(mesh, layout, devices=devices)
+
+
+def mlp(name=None, classes=8):
+    return keras.Sequential(
+        [
+            keras.Input((16,)),
+            keras.layers.Dense(32, activation="relu"),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dropout(0.2),
+            keras.layers.Dense(classes, name="head"),
+        ],
+        name=name,
+    )
+
+
+def made(place, build=mlp, optimizer="adam", compiled=True):
+    strategy = strategy_of(place)
+    with contextlib.nullcontext() if strategy is None else strategy.scope():
+        model = build()
+        if compiled:
+            model.compile(optimizer, "mse", metrics=["mae"])
+    return model
+
+
+def trained(place, directory, build=mlp, **options):
+    model = made(place, build, **options)
+    saved = ktd.callbacks.Checkpoint(directory, every_epochs=1)
+    model.fit(X, Y, batch_size=8, epochs=2, verbose=0, callbacks=[saved])
+    return model
+
+
+def numbers(model):
+    state = named_state(model)
+    kinds = ("weights", "slots", "optimizer")
+    return [np.asarray(v.value) for kind in kinds for _, v in state[kind]]
+
+
+@pytest.mark.parametrize("source", PLACES)
+def test_what_one_mesh_wrote_every_other_reads(source, tmp_path):
+    one = trained(source, tmp_path)
+    for target in PLACES:
+        other = made(target)
+        before = {v.path: v.value.sharding for v in other.weights}
+        report = ktd.restore(other, tmp_path)
+        assert report.optimizer
+        assert report.step == 8
+        assert_close(numbers(other), numbers(one))
+        assert {v.path: v.value.sharding for v in other.weights} == before
+
+
+def functional():
+    inputs = keras.Input((16,))
+    x = keras.layers.Dense(8)(inputs)
+    shared = keras.layers.Dense(8, name="shared")
+    return keras.Model(inputs, shared(shared(x)))
+
+
+class Subclassed(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.first = keras.layers.Dense(8)
+        self.blocks = [keras.layers.Dense(8) for _ in range(3)]
+
+    def call(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def subclassed():
+    model = Subclassed()
+    model(X[:8])
+    return model
+
+
+def nested():
+    inner = keras.Sequential([keras.Input((16,)), keras.layers.Dense(8), keras.layers.Dense(16)])
+    return keras.Sequential([inner, mlp()])
+
+
+@pytest.mark.parametrize("build", [mlp, functional, subclassed, nested])
+def test_models_made_twice_in_one_process_load_right(build, tmp_path):
+    one = trained("tensor", tmp_path, build)
+    again = made("data", build)
+    report = ktd.restore(again, tmp_path)
+    assert len(report.loaded) == len(again.variables)
+    assert_close(again.predict(X, verbose=0), one.predict(X, verbose=0))
+
+
+def test_a_checkpoint_of_another_model_is_one_error(tmp_path):
+    trained("data", tmp_path)
+    wider = made("data", lambda: mlp(classes=9))
+    before = wider.get_weights()
+    with pytest.raises(
+        ValueError, match=r"must hold the weights of this model.*of another shape"
+    ) as e:
+        ktd.restore(wider, tmp_path)
+    assert "(32, 9), saved as (32, 8)" in str(e.value)
+    assert "strict=False" in str(e.value)
+    named = keras.Sequential([keras.Input((16,)), keras.layers.Dense(32, name="heat")])
+    with pytest.raises(ValueError, match=r"missing '\S*heat/kernel' Did you mean '\S*head/kernel'"):
+        ktd.restore(named, tmp_path)
+    assert_close(wider.get_weights(), before)
+
+
+def test_fine_tuning_leaves_the_head(tmp_path):
+    one = trained("fsdp", tmp_path)
+    other = made("tensor", lambda: mlp(classes=3), compiled=False)
+    head = other.layers[-1].get_weights()
+    report = ktd.restore(other, tmp_path, exclude=["*/head/*"])
+    assert not report.optimizer
+    assert_close(other.layers[-1].get_weights(), head)
+    assert "optimizer state left as it is" in str(report)
+    loose = made("tensor", lambda: mlp(classes=3))
+    report = ktd.restore(loose, tmp_path, strict=False)
+    assert [words for words in report.kept if "(32, 3), saved as (32, 8)" in words]
+    assert_close(loose.layers[0].get_weights(), one.layers[0].get_weights())
+    assert_close(loose.layers[1].get_weights(), one.layers[1].get_weights())
+
+
+def test_an_optimizer_that_does_not_fit_is_left_and_said(tmp_path, caplog):
+    one = trained("data", tmp_path, optimizer="adam")
+    other = made("data", optimizer="sgd")
+    assert not ktd.restore(other, tmp_path).optimizer
+    assert_close(other.get_weights(), one.get_weights())
+    assert "optimizer's state is left as it is: Adam saved it" in caplog.text
+
+
+def test_no_checkpoint_no_model(tmp_path):
+    with pytest.raises(ktd.CheckpointError, match="There is no directory"):
+        ktd.restore(made("stock"), tmp_path / "nowhere")
+    with pytest.raises(ktd.CheckpointError, match="There is no checkpoint in"):
+        ktd.restore(made("stock"), tmp_path)
+    trained("stock", tmp_path)
+    with pytest.raises(ktd.CheckpointError, match=r"no checkpoint 3 in .*There are: \[4, 8\]"):
+        ktd.restore(made("stock"), tmp_path, step=3)
+    unbuilt = keras.Sequential([keras.layers.Dense(1)], name="unbuilt")
+    with pytest.raises(ValueError, match=r"into a model that is built\. Received: 'unbuilt'"):
+        ktd.restore(unbuilt, tmp_path)
+
+
+def damage(folder, rng):
+    """Truncates a file, or flips a byte of it."""
+    files = [p for p in sorted(folder.rglob("*")) if p.is_file() and p.stat().st_size]
+    path = rng.choice(files)
+    content = bytearray(path.read_bytes())
+    if rng.random() < 0.5:
+        content = content[: rng.randrange(len(content))]
+    else:
+        content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+    path.write_bytes(bytes(content))
+    return path.relative_to(folder)
+
+
+@pytest.mark.slow
+def test_damage_is_found_or_harmless(tmp_path):
+    one = trained("tensor", tmp_path / "whole")
+    expected = numbers(one)
+    found = 0
+    for seed in range(50):
+        copy = tmp_path / "copy"
+        shutil.copytree(tmp_path / "whole", copy)
+        where = damage(copy / "8", random.Random(seed))
+        other = made("fsdp")
+        before = numbers(other)
+        try:
+            ktd.restore(other, copy, step=8)
+        except ktd.CheckpointError as error:
+            words = str(error)
+        else:
+            words = ""
+        found += bool(words)
+        assert not words or "8" in words, where
+        for a, b in zip(numbers(other), before if words else expected):
+            np.testing.assert_allclose(a, b, rtol=1e-6, err_msg=str(where))
+        # Without a step, the one before is taken if this one is not whole.
+        assert ktd.restore(other, copy).step in (4, 8)
+        shutil.rmtree(copy)
+    assert found
+
+
+def test_a_newer_version_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr("keras_tpu_dist.checkpoint.manifest.VERSION", 2)
+    trained("data", tmp_path)
+    monkeypatch.undo()
+    with pytest.raises(ktd.CheckpointError, match="written by a newer keras_tpu_dist"):
+        ktd.restore(made("data"), tmp_path)
+
+
+def test_a_directory_that_is_a_file(tmp_path):
+    path = pathlib.Path(tmp_path / "file")
+    path.write_text("no directory")
+    with pytest.raises(ktd.CheckpointError, match=r"A checkpoint of '.*file' cannot be opened"):
+        Store(path)

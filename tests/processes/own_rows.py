@@ -1,0 +1,132 @@
+"""Input that each process brings for itself, once as several processes and once as one."""
+
+import importlib.util
+import itertools
+import json
+import os
+import pathlib
+import sys
+
+import jax
+import keras
+import numpy as np
+
+import keras_tpu_dist as ktd
+
+_spec = importlib.util.spec_from_file_location(
+    "process_job", pathlib.Path(__file__).parent / "job.py"
+)
+job = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(job)
+BATCH = 12
+# Rows that divide everywhere, that do not, and processes without any.
+SPLITS = {"even": [16, 16, 16, 16], "uneven": [13, 5, 9, 2], "none": [11, 0, 7, 0]}
+
+
+def rows_of(split, count):
+    """The rows of each input shard."""
+    ends = np.cumsum([0, *(SPLITS[split][:count])])
+    return [np.arange(a, b) % job.ROWS for a, b in itertools.pairwise(ends)]
+
+
+def size_of(index, count, batch=BATCH):
+    return batch * (index + 1) // count - batch * index // count
+
+
+def batches_of(split, index, count, batch=BATCH):
+    rows, size = rows_of(split, count)[index], size_of(index, count, batch)
+    return [rows[i : i + size] for i in range(0, len(rows), size)]
+
+
+def merged(split, count, batch=BATCH):
+    """The rows of each step of all processes together."""
+    each = [batches_of(split, i, count, batch) for i in range(count)]
+    steps = max(map(len, each))
+    return [np.concatenate([b[i] for b in each if i < len(b)]) for i in range(steps)]
+
+
+class Batches(keras.utils.PyDataset):
+    def __init__(self, batches):
+        super().__init__()
+        self.batches = batches
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __getitem__(self, index):
+        return job.X[self.batches[index]], job.Y[self.batches[index]]
+
+
+def endless(batches, shard_has_rows=True):
+    while shard_has_rows:
+        yield from (Batches(batches)[i] for i in range(len(batches)))
+
+
+def fed(feed, split, shard):
+    """What a process gives to fit; `shard` is None for the one process that has all rows."""
+    if shard is None:
+        return {"x": Batches(merged(split, fed.count)), "shuffle": False}
+    own = rows_of(split, shard.count)[shard.index]
+    batches = batches_of(split, shard.index, shard.count)
+    if feed == "arrays":
+        return {"x": job.X[own], "y": job.Y[own], "batch_size": BATCH, "shuffle": False}
+    if feed == "generator":
+        # It ends where its rows do; the others go on.
+        generator = (Batches(batches * 2)[i] for i in range(2 * len(batches)))
+        steps = max(len(batches_of(split, i, shard.count)) for i in range(shard.count))
+        return {"x": generator, "steps_per_epoch": steps, "shuffle": False}
+    if feed == "pydataset":
+        return {"x": Batches(batches), "shuffle": False}
+    import tensorflow as tf
+
+    dataset = tf.data.Dataset.from_tensor_slices((job.X[own], job.Y[own]))
+    return {"x": dataset.batch(size_of(shard.index, shard.count)), "shuffle": False}
+
+
+def run(folder, plan, feed, steps, split):
+    """One case; each process writes its numbers, and returns them."""
+    keras.utils.set_random_seed(0)
+    keras.utils.clear_session()
+    mesh, layout = job.MESHES[plan]
+    several = jax.process_count() > 1
+    strategy = ktd.TPUStrategy(mesh, layout, input="per_process" if several else "global")
+    with strategy.scope():
+        one = job.model(steps)
+    shard = strategy.input_shard if several else None
+    count = shard.count if several else fed.count
+    parts = rows_of(split, count)
+    own = np.arange(0) if shard is None else parts[shard.index]
+    validation = (job.X[own], job.Y[own]) if several else Batches(merged(split, count, 8))
+    history = one.fit(
+        **fed(feed, split, shard),
+        epochs=2,
+        verbose=0,
+        validation_data=validation,
+        **({"validation_batch_size": 8} if several else {}),
+        callbacks=[ktd.callbacks.HostMetrics({"mean": job.absolute}, prefix="all_")],
+    ).history
+    found = {f"history {key}": np.asarray(values) for key, values in history.items()}
+    given = {"x": job.X[own], "y": job.Y[own], "batch_size": 8} if several else {"x": validation}
+    found["evaluate"] = np.asarray(one.evaluate(**given, verbose=0))
+    of_all = np.concatenate(parts)
+    step = [rows[:3] for rows in parts]
+    rows = step[shard.index] if several else np.concatenate(step)
+    found["on_batch"] = np.asarray(one.train_on_batch(job.X[rows], job.Y[rows]))
+    found |= {f"weight {i}": value for i, value in enumerate(one.get_weights())}
+    if several:
+        found["count"] = np.asarray(count)
+        predicted = one.predict(job.X[own], batch_size=8, verbose=0)
+        on_batch = one.predict_on_batch(job.X[rows])
+        path = os.path.join(folder, f"{plan}-{feed}-{steps}-{split}-{shard.index}.npz")
+        np.savez(path, **found, predicted=predicted, predicted_on_batch=on_batch)
+        return found
+    found["predicted"] = one.predict(job.X[of_all], batch_size=8, verbose=0)
+    found["predicted_on_batch"] = one.predict_on_batch(job.X[rows])
+    return found
+
+
+if __name__ == "__main__":
+    ktd.initialize(timeout_s=60, peer_timeout_s=20)
+    for case in json.loads(sys.argv[2]):
+        run(sys.argv[1], *case)
+        print("done", *case)
