@@ -14,6 +14,7 @@ from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.once import say_once
 from keras_tpu_dist.dryrun.retarget import DryRuns
 from keras_tpu_dist.hardware.assignment import DeviceAssignment
+from keras_tpu_dist.hardware.crossings import num_hosts
 from keras_tpu_dist.hardware.libtpu import start_without_tpu
 from keras_tpu_dist.hardware.mesh import MeshLike, build_mesh, checked_data_axes, replicated_batch
 from keras_tpu_dist.hardware.topology import Topology
@@ -165,7 +166,7 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
     @property
     def num_hosts(self) -> int:
         """The number of processes whose devices are in the mesh."""
-        return len({device.process_index for device in self.layouts.mesh.devices.flat})
+        return num_hosts(self.layouts.mesh)
 
     @property
     def input_shard(self) -> InputShard:

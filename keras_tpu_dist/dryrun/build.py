@@ -13,6 +13,7 @@ import jax
 import jax.export
 import keras
 import numpy as np
+from jax.sharding import Mesh
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import message
@@ -41,12 +42,14 @@ class StateBytes:
         optimizer: Slots and scalars of the optimizer.
         metrics: Variables of the metrics.
         inputs: One batch.
+        inputs_per_host: The part of a batch that a host transfers to its devices.
     """
 
     weights: int
     optimizer: int
     metrics: int
     inputs: int
+    inputs_per_host: int = 0
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,13 @@ class Lowered:
     seconds: float
     findings: tuple[Finding, ...] = ()
     notes: tuple[str, ...] = ()
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh."""
+        shape = [size for _, size in self.axes]
+        devices = np.asarray(self.devices, dtype=object).reshape(shape)
+        return Mesh(devices, [name for name, _ in self.axes])
 
 
 def lower(
@@ -318,9 +328,18 @@ def _state_bytes(state: tuple, kind: str, placed: PlacedBatch) -> StateBytes:
         optimizer=sizes[2] if kind == "train" else 0,
         metrics=sizes[-1] if kind != "predict" else 0,
         inputs=sum(_bytes_per_device(leaf) for leaf in jax.tree.leaves(placed)),
+        inputs_per_host=sum(_bytes_per_host(leaf) for leaf in jax.tree.leaves(placed)),
     )
 
 
 def _bytes_per_device(array: jax.ShapeDtypeStruct) -> int:
     shard = array.sharding.shard_shape(array.shape) if array.sharding else array.shape
     return math.prod(shard) * np.dtype(array.dtype).itemsize
+
+
+def _bytes_per_host(array: jax.ShapeDtypeStruct) -> int:
+    """What the host with most of it needs of an array; parts that its devices share count once."""
+    parts: dict[int, set[str]] = {}
+    for device, index in array.sharding.devices_indices_map(array.shape).items():
+        parts.setdefault(device.process_index, set()).add(str(index))
+    return max(map(len, parts.values())) * _bytes_per_device(array)

@@ -31,6 +31,7 @@ class Estimate:
         kernels: The compiler's own cycle estimates, summed, at the chip's clock; hand-written
             kernels, which it does not estimate, at their roofline.
         exposed_link: The part of `link` that the compiler does not overlap.
+        dcn: The part of `link` between slices.
         step: The estimate: kernels and exposed collectives one after the other, and never less
             than any of `compute`, `hbm`, `link`.
         bound: What the step spends its time on: `"compute"`, `"HBM"`, `"links"`, or `"kernels"`
@@ -45,6 +46,7 @@ class Estimate:
     exposed_link: float
     step: float
     bound: str
+    dcn: float = 0.0
 
 
 def estimate(cost: ProgramCost, topology: Topology) -> Estimate:
@@ -72,7 +74,8 @@ def estimate(cost: ProgramCost, topology: Topology) -> Estimate:
     if kernels > _KERNEL_FACTOR * max(bounds.values()):
         bound = "kernels"
     step = max(kernels + exposed, *bounds.values())
-    return Estimate(compute, hbm, link, kernels, exposed, step, bound)
+    dcn = sum(c.total_seconds for c in cost.collectives if c.network == "DCN")
+    return Estimate(compute, hbm, link, kernels, exposed, step, bound, dcn)
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,8 @@ class DryRun:
         compile_peak_bytes: Their peak memory.
         findings: Mistakes in the layouts, each with its fix; see `TPUStrategy.lint`.
         notes: Assumptions and advice.
+        hosts: The number of hosts of the mesh.
+        crossings: For each axis of a mesh of several hosts, whether it crosses hosts or slices.
 
     Example:
 
@@ -140,6 +145,8 @@ class DryRun:
     compile_peak_bytes: int
     findings: tuple[Finding, ...] = ()
     notes: tuple[str, ...] = ()
+    hosts: int = 1
+    crossings: tuple[tuple[str, str], ...] = ()
 
     @property
     def samples_per_second(self) -> float | None:
@@ -175,6 +182,7 @@ class DryRun:
         """Everything as plain data."""
         data = asdict(self)
         data["mesh"] = dict(self.mesh)
+        data["crossings"] = dict(self.crossings)
         data["samples_per_second"] = self.samples_per_second
         data["tokens_per_second"] = self.tokens_per_second
         return data
@@ -220,6 +228,8 @@ class DryRun:
         tables: list[Table] = [("memory per device", (), self._memory_rows())]
         if self.estimate is not None:
             tables.append(("time per step", (), self._time_rows()))
+        if self.hosts > 1:
+            tables.append((f"{self.hosts} hosts", (), self._host_rows()))
         if self.cost is not None and self.cost.collectives:
             header = ("collective", "axes", "net", "MB", "per step", "time", "overlapped", "layer")
             tables.append(("collectives", header, collective_rows(self.cost)))
@@ -257,6 +267,10 @@ class DryRun:
             rows.append(("too much", size_text(self.overflow_bytes)))
         return rows
 
+    def _host_rows(self) -> list[tuple[str, ...]]:
+        rows = [("batch that each transfers", size_text(self.state.inputs_per_host))]
+        return [*rows, *((f"axis {name}", where) for name, where in self.crossings)]
+
     def _time_rows(self) -> list[tuple[str, ...]]:
         e = self.estimate
         if e is None:
@@ -266,6 +280,7 @@ class DryRun:
             ("HBM traffic at full speed", duration_text(e.hbm)),
             ("collectives at full speed", duration_text(e.link)),
             ("of them not overlapped", duration_text(e.exposed_link)),
+            *([("of them between slices", duration_text(e.dcn))] if e.dcn else []),
             ("compiler's cycles at the clock", duration_text(e.kernels)),
             ("step, estimated", f"{duration_text(e.step)}, bound by {e.bound}"),
             ("matrix units busy", f"{e.compute / e.step:.1%}"),

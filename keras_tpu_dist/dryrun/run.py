@@ -17,6 +17,7 @@ from keras_tpu_dist.dryrun.compile import (
 )
 from keras_tpu_dist.dryrun.report import DryRun as DryRun
 from keras_tpu_dist.dryrun.report import estimate
+from keras_tpu_dist.hardware.crossings import crossings, num_hosts
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.hlo import ProgramCost, Wire, analyze
 from keras_tpu_dist.hlo.layers import Attribution
@@ -206,6 +207,7 @@ def _report(
     total = stated[0] if stated else measured.total_bytes if measured.memory else 0
     fits = None if topology is None else verdict.error is None
     layer = Attribution(lowered.layer_names).layer
+    mesh = lowered.mesh
     if times is not None and topology is not None and cost is not None:
         notes.append(_assumption(verdict, topology, cost))
     if fits is False:
@@ -245,6 +247,8 @@ def _report(
         compile_peak_bytes=max(c.peak_process_bytes for c in compiled),
         findings=lowered.findings,
         notes=tuple(notes),
+        hosts=num_hosts(mesh),
+        crossings=tuple(crossings(mesh).items()),
     )
 
 

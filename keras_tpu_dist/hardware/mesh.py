@@ -81,7 +81,7 @@ def build_mesh(mesh: MeshLike = None, devices: Sequence | None = None):
         )
     sizes = _axis_sizes(mesh, len(chosen))
     shape = tuple(sizes.values())
-    return _device_mesh(shape, tuple(sizes), _in_torus_order(shape, chosen))
+    return _device_mesh(shape, tuple(sizes), _in_torus_order(shape, tuple(sizes), chosen))
 
 
 def _of_assignment(assignment: DeviceAssignment):
@@ -260,11 +260,11 @@ def _axis_sizes(mesh: Mapping[str, int], num_devices: int) -> dict[str, int]:
     return {name: int(size) for name, size in sizes.items()}
 
 
-def _in_torus_order(shape: tuple[int, ...], devices: list) -> np.ndarray:
+def _in_torus_order(shape: tuple[int, ...], names: Sequence[str], devices: list) -> np.ndarray:
     slices = len({getattr(device, "slice_index", None) or 0 for device in devices})
     try:
         if slices > 1:
-            return _across_slices(shape, devices, slices)
+            return _across_slices(shape, names, devices, slices)
         return mesh_utils.create_device_mesh(shape, devices=devices, allow_split_physical_axes=True)
     except (ValueError, NotImplementedError, AssertionError) as error:
         # A hand-picked subset need not be a block of the torus; it is still a legal mesh.
@@ -277,9 +277,15 @@ def _in_torus_order(shape: tuple[int, ...], devices: list) -> np.ndarray:
         return np.asarray(devices, dtype=object).reshape(shape)
 
 
-def _across_slices(shape: tuple[int, ...], devices: list, slices: int) -> np.ndarray:
-    """A mesh whose first axis that can runs across slices, all others within one."""
-    crossing = next((i for i, size in enumerate(shape) if size % slices == 0), None)
+def _across_slices(
+    shape: tuple[int, ...], names: Sequence[str], devices: list, slices: int
+) -> np.ndarray:
+    """A mesh of which one axis runs across slices, all others within one.
+
+    It is the first data axis that can: what the slices exchange is then a gradient a step.
+    """
+    able = [i for i, size in enumerate(shape) if size % slices == 0]
+    crossing = next((i for i in able if names[i] in DATA_AXIS_NAMES), next(iter(able), None))
     if crossing is None:
         raise ValueError(f"no axis of {shape} is a multiple of the {slices} slices")
     within = [size // slices if i == crossing else size for i, size in enumerate(shape)]

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.text import html_table, size_text, text_table
+from keras_tpu_dist.hardware.crossings import crossings_text
 from keras_tpu_dist.layout.axes import Axes, split_ways
 from keras_tpu_dist.layout.placement import Placement, bytes_of
 from keras_tpu_dist.layout.rules import Decision, nearest_path
@@ -97,9 +98,10 @@ class Explanation:
         mesh: Axis sizes.
         rows: One per weight.
         outputs: One per layer whose output has a layout.
-        layers: One per layer that chooses what to do with its split weights.
         note: What could not be told, or `""`.
         logical_devices: `(layer path, logical device)` of each assigned layer.
+        layers: One per layer that chooses what to do with its split weights.
+        crossings: Which axes cross hosts or slices, in words, on a mesh of several hosts.
     """
 
     model: str
@@ -109,6 +111,7 @@ class Explanation:
     note: str = ""
     logical_devices: tuple[tuple[str, int], ...] = ()
     layers: tuple[LayerRow, ...] = ()
+    crossings: str = ""
 
     @property
     def bytes(self) -> int:
@@ -134,6 +137,7 @@ class Explanation:
     def __str__(self):
         devices = math.prod(self.mesh.values())
         lines = [f"{self.model} on {devices} devices {self.mesh}"]
+        lines += [f"  axes: {self.crossings}"] if self.crossings else []
         lines.append(text_table(_HEADER, [_cells(row) for row in self.rows], indent=""))
         lines += [f"  output of {o.path}: {o.layout}  ({o.reason})" for o in self.outputs]
         lines += [
@@ -184,7 +188,8 @@ def explain_model(model: Any, placement: Placement, mesh: Mesh) -> Explanation:
         note = "the model is not built: variables that do not exist yet are not listed"
     assigned = tuple(placement.annotations.logical_devices.items())
     layers = tuple(_layer_rows(model, placement, mesh))
-    return Explanation(model.name, dict(mesh.shape), rows, outputs, note, assigned, layers)
+    where = crossings_text(mesh)
+    return Explanation(model.name, dict(mesh.shape), rows, outputs, note, assigned, layers, where)
 
 
 def _layer_rows(model, placement: Placement, mesh: Mesh):
