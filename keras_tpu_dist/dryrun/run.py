@@ -207,7 +207,6 @@ def _report(
     total = stated[0] if stated else measured.total_bytes if measured.memory else 0
     fits = None if topology is None else verdict.error is None
     layer = Attribution(lowered.layer_names).layer
-    mesh = lowered.mesh
     if times is not None and topology is not None and cost is not None:
         notes.append(_assumption(verdict, topology, cost))
     if fits is False:
@@ -247,8 +246,8 @@ def _report(
         compile_peak_bytes=max(c.peak_process_bytes for c in compiled),
         findings=lowered.findings,
         notes=tuple(notes),
-        hosts=num_hosts(mesh),
-        crossings=tuple(crossings(mesh).items()),
+        hosts=num_hosts(lowered.mesh),
+        crossings=tuple(crossings(lowered.mesh).items()),
     )
 
 
