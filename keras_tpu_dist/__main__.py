@@ -1,4 +1,4 @@
-"""`python -m keras_tpu_dist`: slices, dry runs and devices from the shell."""
+"""`python -m keras_tpu_dist`: slices, devices, dry runs and checkpoints from the shell."""
 
 import argparse
 import importlib
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser("python -m keras_tpu_dist", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    for add in (_add_topologies, _add_devices, _add_dry_run, _add_lint, _add_launch):
+    for add in _COMMANDS:
         add(commands)
     options = parser.parse_args(arguments)
     try:
@@ -173,6 +173,38 @@ def _launch(options: argparse.Namespace) -> int:
     return launch(command, options.processes, options.devices)
 
 
+def _add_checkpoint(commands: Any) -> None:
+    parser = commands.add_parser("checkpoint", help="what a directory of checkpoints holds")
+    parser.add_argument("directory", help="that of keras_tpu_dist.callbacks.Checkpoint")
+    parser.add_argument("--diff", metavar="DIRECTORY", help="compare the newest with another's")
+    parser.add_argument("--to-keras", metavar="FILE", help="write .keras or .weights.h5")
+    parser.add_argument("--build", help="module:function that returns the model, for --to-keras")
+    parser.add_argument("--step", type=int, help="which checkpoint; default: the newest")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=_checkpoint)
+
+
+def _checkpoint(options: argparse.Namespace) -> int:
+    from keras_tpu_dist.checkpoint import CheckpointError, restore
+    from keras_tpu_dist.checkpoint.contents import contents, difference
+
+    try:
+        if options.to_keras is not None:
+            model = _build_function(options.build or "")()
+            print(restore(model, options.directory, options.step))
+            save = model.save if options.to_keras.endswith(".keras") else model.save_weights
+            save(options.to_keras)
+            return 0
+        if options.diff is not None:
+            found = difference(options.directory, options.diff)
+        else:
+            found = contents(options.directory)
+    except CheckpointError as error:
+        raise ValueError(str(error)) from error
+    print(json.dumps(found.to_dict(), indent=1) if options.json else found)
+    return 0
+
+
 def _lint(options: argparse.Namespace) -> int:
     model, strategy = _linted(options)
     report = strategy.lint(model, batch_size=options.batch_size)
@@ -299,6 +331,12 @@ def _array(text: str | None) -> Any:
         raise ValueError(
             f"Write an input as dtype:sizes, such as int32:512. Received: {text!r}."
         ) from None
+
+
+_COMMANDS = (
+    *(_add_topologies, _add_devices, _add_dry_run, _add_lint, _add_launch),
+    _add_checkpoint,
+)
 
 
 if __name__ == "__main__":

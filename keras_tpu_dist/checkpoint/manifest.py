@@ -12,7 +12,19 @@ VERSION = 1
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be read, is not whole, or does not fit the model."""
+    """A checkpoint cannot be written or read, or is not whole.
+
+    Example:
+
+    >>> import keras, keras_tpu_dist as ktd, tempfile
+    >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     try:
+    ...         ktd.restore(model, folder)
+    ...     except ktd.CheckpointError as error:
+    ...         print(str(error).replace(folder, "FOLDER"))
+    There is no checkpoint in 'FOLDER'.
+    """
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
     python tests/checkpoint/kill.py [--runs 100] [--seed 0] [--processes 1 2 4]
 
-Each run is killed by SIGKILL up to three times, at a random moment after its fit began: in a step, in
-saving, in validation. Each start has a mesh, a plan and a number of processes of its own. It must
-end with the weights and the history of the run that nobody killed, to 1e-5.
+Each run is killed by SIGKILL up to three times, at random moments after its fit began: in a step,
+while it saves, in validation. Each start has a mesh, a plan and a number of processes of its own.
+It must end with the weights and the history of the run that nobody killed, to 1e-5.
 """
 
 import argparse

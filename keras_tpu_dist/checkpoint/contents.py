@@ -1,0 +1,187 @@
+"""What a directory of checkpoints holds, as its command prints it."""
+
+import os
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from keras_tpu_dist.checkpoint.manifest import CheckpointError, Manifest, Saved
+from keras_tpu_dist.checkpoint.names import METRICS, OPTIMIZER, SLOTS, WEIGHTS, canonical
+from keras_tpu_dist.checkpoint.store import Store
+from keras_tpu_dist.common.text import size_text, text_table
+
+
+@dataclass(frozen=True)
+class CheckpointRow:
+    """One checkpoint.
+
+    Attributes:
+        step: Its step.
+        epoch: The epoch in which training goes on, from 1.
+        batches: The batches of that epoch that are done.
+        parameters: Numbers in its weights.
+        bytes: Of weights and optimizer.
+        written: When, by what, on which mesh.
+        problem: Why it cannot be read, or `""`.
+    """
+
+    step: int
+    epoch: int = 0
+    batches: int = 0
+    parameters: int = 0
+    bytes: int = 0
+    written: tuple[tuple[str, Any], ...] = ()
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a directory of checkpoints holds.
+
+    Attributes:
+        directory: The directory.
+        rows: One for each checkpoint, the newest last.
+    """
+
+    directory: str
+    rows: tuple[CheckpointRow, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The attributes by name."""
+        return asdict(self)
+
+    def __str__(self):
+        if not self.rows:
+            return f"{self.directory}: no checkpoint"
+        header = ("step", "epoch", "batches", "parameters", "size", "mesh", "processes", "written")
+        return f"{self.directory}\n{text_table(header, [_cells(row) for row in self.rows])}"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How two checkpoints differ.
+
+    Attributes:
+        only_first: Paths that the second lacks.
+        only_second: Paths that the first lacks.
+        changed: Paths of other values, with what differs.
+        same: The number of arrays that are equal.
+    """
+
+    only_first: tuple[str, ...]
+    only_second: tuple[str, ...]
+    changed: tuple[tuple[str, str], ...]
+    same: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """The attributes by name."""
+        return asdict(self)
+
+    def __str__(self):
+        lines = [f"{self.same} arrays are equal, {len(self.changed)} differ"]
+        lines += [f"  {path}: {how}" for path, how in self.changed]
+        lines += [f"  only in the first: {path}" for path in self.only_first]
+        lines += [f"  only in the second: {path}" for path in self.only_second]
+        return "\n".join(lines)
+
+
+def contents(directory: str | os.PathLike) -> Contents:
+    """What a directory of checkpoints holds; the values are not read.
+
+    Args:
+        directory: The directory.
+
+    Raises:
+        CheckpointError: If there is none.
+    """
+    store = Store(directory, read_only=True)
+    try:
+        return Contents(store.directory, tuple(_row(store, step) for step in store.steps))
+    finally:
+        store.close()
+
+
+def difference(first: str | os.PathLike, second: str | os.PathLike) -> Difference:
+    """Compares the newest checkpoints of two directories by what their manifests say.
+
+    Args:
+        first: A directory.
+        second: Another.
+
+    Raises:
+        CheckpointError: If one has no checkpoint that can be read.
+    """
+    one, other = _arrays(first), _arrays(second)
+    both = [name for name in one if name in other]
+    changed = [(name, _change(one[name], other[name])) for name in both]
+    return Difference(
+        tuple(name for name in one if name not in other),
+        tuple(name for name in other if name not in one),
+        tuple((name, how) for name, how in changed if how),
+        sum(not how for _, how in changed),
+    )
+
+
+def _row(store: Store, step: int) -> CheckpointRow:
+    try:
+        manifest = store.manifest(step)
+    except CheckpointError as error:
+        return CheckpointRow(step, problem=str(error))
+    sizes = {kind: _bytes(manifest, kind) for kind in (WEIGHTS, SLOTS, OPTIMIZER)}
+    return CheckpointRow(
+        step,
+        manifest.training["epoch"] + 1,
+        manifest.training["done"],
+        sum(int(np.prod(entry.shape)) for entry in manifest.entries(WEIGHTS)),
+        sum(sizes.values()),
+        tuple(manifest.written.items()),
+    )
+
+
+def _cells(row: CheckpointRow) -> tuple[str, ...]:
+    if row.problem:
+        return (str(row.step), f"cannot be read: {row.problem}", *([""] * 6))
+    written = dict(row.written)
+    mesh = " x ".join(f"{name} {size}" for name, size in written["mesh"].items()) or "one device"
+    numbers = (row.step, row.epoch, row.batches, f"{row.parameters:,}")
+    return (
+        *map(str, numbers),
+        *(size_text(row.bytes), mesh, str(written["processes"]), written["at"]),
+    )
+
+
+def _bytes(manifest: Manifest, kind: str) -> int:
+    # NumPy knows bfloat16 and its like once JAX is imported.
+    return sum(
+        int(np.prod(entry.shape)) * np.dtype(entry.dtype).itemsize
+        for entry in manifest.entries(kind)
+    )
+
+
+def _arrays(directory: str | os.PathLike) -> dict[str, Saved]:
+    store = Store(directory, read_only=True)
+    try:
+        steps = store.steps
+        if not steps:
+            raise CheckpointError(f"There is no checkpoint in {store.directory!r}.")
+        manifest = store.manifest(steps[-1])
+    finally:
+        store.close()
+    found: dict[str, Saved] = {}
+    for kind in (WEIGHTS, SLOTS, OPTIMIZER, METRICS):
+        for each in manifest.arrays.get(kind, ()):
+            # Keras's numbers differ from process to process; what is alike is numbered anew.
+            name = "/".join(filter(None, (kind, each.entry.slot, canonical(each.entry.path))))
+            number = sum(other.partition(" ")[0] == name for other in found)
+            found[f"{name} ({number + 1})" if number else name] = each
+    return found
+
+
+def _change(one: Saved, other: Saved) -> str:
+    a, b = one.entry, other.entry
+    if a.shape != b.shape:
+        return f"shape {a.shape} and {b.shape}"
+    if a.dtype != b.dtype:
+        return f"{a.dtype} and {b.dtype}"
+    return "" if one.fingerprint == other.fingerprint else "other values"
