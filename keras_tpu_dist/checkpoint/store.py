@@ -16,6 +16,8 @@ from keras_tpu_dist.common.errors import message
 logger = logging.getLogger("keras_tpu_dist")
 
 _ARRAYS, _MANIFEST = "arrays", "manifest"
+# TensorStore's errors carry the whole specification of what it read.
+_MOST_WORDS = 300
 
 
 class Store:
@@ -188,11 +190,20 @@ class Store:
             yield
         except CheckpointError:
             raise
-        except Exception as error:
+        except (Exception, BaseExceptionGroup) as error:
+            # Orbax reads arrays at the same time: what the first failed of is cancelled too.
             which = "A checkpoint" if step is None else f"Checkpoint {step}"
             raise CheckpointError(
-                f"{which} of {self.directory!r} cannot be {what}: {type(error).__name__}: {error}"
+                f"{which} of {self.directory!r} cannot be {what}: {_reason(error)}"
             ) from error
+
+
+def _reason(error: BaseException) -> str:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    words = " ".join(str(error).split())
+    shown = words if len(words) <= _MOST_WORDS else f"{words[:_MOST_WORDS]} ..."
+    return f"{type(error).__name__}: {shown}"
 
 
 def _is_local(directory: str) -> bool:
