@@ -1,10 +1,9 @@
 """Checkpoints load right on any mesh, or raise; nothing is ever loaded in silence or in part."""
 
 import contextlib
-import gc
 import pathlib
-import random
-import shutil
+import subprocess
+import sys
 
 import keras
 import numpy as np
@@ -175,49 +174,13 @@ def test_no_checkpoint_no_model(tmp_path):
         ktd.restore(unbuilt, tmp_path)
 
 
-def damage(folder, rng):
-    """Truncates a file, or flips a byte of it."""
-    files = [p for p in sorted(folder.rglob("*")) if p.is_file() and p.stat().st_size]
-    path = rng.choice(files)
-    content = bytearray(path.read_bytes())
-    if rng.random() < 0.5:
-        content = content[: rng.randrange(len(content))]
-    else:
-        content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
-    path.write_bytes(bytes(content))
-    return path.relative_to(folder)
-
-
-# Orbax leaves the arrays behind that it was reading when another one failed.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.slow
-def test_damage_is_found_or_harmless(tmp_path):
-    one = trained("tensor", tmp_path / "whole")
-    expected = numbers(one)
-    found = 0
-    for seed in range(50):
-        copy = tmp_path / "copy"
-        shutil.copytree(tmp_path / "whole", copy)
-        where = damage(copy / "8", random.Random(seed))
-        other = made("fsdp")
-        before = other.get_weights()
-        try:
-            ktd.restore(other, copy, step=8)
-        except ktd.CheckpointError as error:
-            words = str(error)
-        else:
-            words = ""
-        found += bool(words)
-        assert not words or "8" in words, where
-        # Slots are made by what fails; weights stay as they were.
-        found_there = other.get_weights() if words else numbers(other)
-        for a, b in zip(found_there, before if words else expected, strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-6, err_msg=str(where))
-        # Without a step, the one before is taken if this one is not whole.
-        assert ktd.restore(other, copy).step in (4, 8)
-        shutil.rmtree(copy)
-        gc.collect()
-    assert found
+def test_damage_is_found_or_harmless():
+    # In a process of its own: Orbax leaves the arrays behind that it was reading when one failed.
+    script = pathlib.Path(__file__).parent / "damage.py"
+    command = [sys.executable, str(script), "--cases", "12"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
 
 
 def test_a_newer_version_says_so(tmp_path, monkeypatch):
