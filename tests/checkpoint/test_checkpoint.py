@@ -93,17 +93,20 @@ def fit(model, feed, *more):
     )
 
 
+slow = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
     ("feed", "every", "stop", "steps"),
     [
         ("arrays", {"every_steps": 2}, StopAfter(9), 1),
-        ("arrays", {"every_steps": 3}, StopAfter(3), 4),
-        ("arrays", {"every_epochs": 1}, StopAfter(8), 1),
-        ("arrays", {"every_steps": 6}, StopAfter(epoch=0), 1),
-        ("arrays in parts", {"every_steps": 5}, StopAfter(6), 1),
-        ("pydataset", {"every_steps": 4}, StopAfter(11), 1),
-        ("generator", {"every_steps": 3}, StopAfter(7), 1),
-        ("generator", {"every_epochs": 2}, StopAfter(3), 4),
+        pytest.param("arrays", {"every_steps": 3}, StopAfter(3), 4, marks=slow),
+        pytest.param("arrays", {"every_epochs": 1}, StopAfter(8), 1, marks=slow),
+        pytest.param("arrays", {"every_steps": 6}, StopAfter(epoch=0), 1, marks=slow),
+        pytest.param("arrays in parts", {"every_steps": 5}, StopAfter(6), 1, marks=slow),
+        pytest.param("pydataset", {"every_steps": 4}, StopAfter(11), 1, marks=slow),
+        pytest.param("generator", {"every_steps": 3}, StopAfter(7), 1, marks=slow),
+        pytest.param("generator", {"every_epochs": 2}, StopAfter(3), 4, marks=slow),
     ],
 )
 def test_a_run_that_stopped_ends_as_one_that_did_not(feed, every, stop, steps, tmp_path):
@@ -123,6 +126,7 @@ def test_a_run_that_stopped_ends_as_one_that_did_not(feed, every, stop, steps, t
     assert_close(again.get_weights(), whole.get_weights())
 
 
+@slow
 def test_a_run_that_ended_has_nothing_left_to_do(tmp_path):
     one = made(ktd.TPUStrategy())
     first = fit(one, "arrays", ktd.callbacks.Checkpoint(tmp_path))
@@ -137,6 +141,7 @@ def test_a_run_that_ended_has_nothing_left_to_do(tmp_path):
     assert_close(other.get_weights(), one.get_weights())
 
 
+@slow
 def test_a_run_that_a_callback_stopped_stays_stopped(tmp_path):
     class Enough(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
@@ -149,6 +154,7 @@ def test_a_run_that_a_callback_stopped_stays_stopped(tmp_path):
     assert_close(again.get_weights(), one.get_weights())
 
 
+@slow
 def test_the_newest_and_the_best_are_kept(tmp_path):
     class Logs(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
@@ -165,6 +171,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
         model.fit(X, Y, epochs=2, verbose=0, callbacks=[Logs(), wrong])
 
 
+@slow
 def test_saving_that_fails_does_not_end_training(tmp_path, caplog, monkeypatch):
     def full(*arguments, **named):
         raise ktd.CheckpointError("no space left on device")
@@ -199,6 +206,7 @@ def test_sigterm_saves_and_ends(tmp_path):
     assert_close(again.get_weights(), whole.get_weights())
 
 
+@slow
 def test_stock_keras_saves_epochs(tmp_path):
     def stock():
         keras.utils.set_random_seed(1)

@@ -52,6 +52,7 @@ def test_the_table(tmp_path, capsys):
     assert rows[0]["bytes"] == 3 * 58 * 4 + 8
 
 
+@pytest.mark.slow
 def test_the_difference(tmp_path, capsys):
     trained(tmp_path / "a")
     trained(tmp_path / "b")
@@ -64,6 +65,7 @@ def test_the_difference(tmp_path, capsys):
     assert "optimizer/adam/learning_rate" not in text
 
 
+@pytest.mark.slow
 def test_to_keras(tmp_path, capsys, monkeypatch):
     model = trained(tmp_path / "a")
     monkeypatch.setattr(__main__, "_build_function", lambda name: build)

@@ -69,6 +69,7 @@ def numbers(model):
     return [np.asarray(v.value) for kind in kinds for _, v in state[kind]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", PLACES)
 def test_what_one_mesh_wrote_every_other_reads(source, tmp_path):
     one = trained(source, tmp_path)
@@ -80,6 +81,14 @@ def test_what_one_mesh_wrote_every_other_reads(source, tmp_path):
         assert report.step == 8
         assert_close(numbers(other), numbers(one))
         assert {v.path: v.value.sharding for v in other.weights} == before
+
+
+def test_one_mesh_wrote_another_reads(tmp_path):
+    one = trained("tensor", tmp_path)
+    other = made("fsdp")
+    report = ktd.restore(other, tmp_path)
+    assert (report.optimizer, report.step) == (True, 8)
+    assert_close(numbers(other), numbers(one))
 
 
 def functional():
@@ -113,6 +122,7 @@ def nested():
     return keras.Sequential([inner, mlp()])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [mlp, functional, subclassed, nested])
 def test_models_made_twice_in_one_process_load_right(build, tmp_path):
     one = trained("tensor", tmp_path, build)
@@ -138,6 +148,7 @@ def test_a_checkpoint_of_another_model_is_one_error(tmp_path):
     assert_close(wider.get_weights(), before)
 
 
+@pytest.mark.slow
 def test_fine_tuning_leaves_the_head(tmp_path):
     one = trained("fsdp", tmp_path)
     other = made("tensor", lambda: mlp(classes=3), compiled=False)
@@ -153,6 +164,7 @@ def test_fine_tuning_leaves_the_head(tmp_path):
     assert_close(loose.layers[1].get_weights(), one.layers[1].get_weights())
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_does_not_fit_is_left_and_said(tmp_path, caplog):
     one = trained("data", tmp_path, optimizer="adam")
     other = made("data", optimizer="sgd")
@@ -183,6 +195,7 @@ def test_damage_is_found_or_harmless():
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
 
 
+@pytest.mark.slow
 def test_a_newer_version_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr("keras_tpu_dist.checkpoint.manifest.VERSION", 2)
     trained("data", tmp_path)
