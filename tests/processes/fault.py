@@ -70,8 +70,10 @@ def main(fault, folder):
         "kill process 0": At(kill(signal.SIGKILL), process=0),
         "kill": At(kill(signal.SIGKILL)),
         "stop": At(kill(signal.SIGSTOP)),
+        "terminate": At(kill(signal.SIGTERM)),
         "save in callback": At(lambda: model.save(f"{folder}/a.keras"), epoch=True),
     }
+    kept = [ktd.callbacks.Checkpoint(f"{folder}/kept")] if fault == "terminate" else []
     if fault == "input":
         model.fit(batches(fault), steps_per_epoch=50, epochs=2, verbose=0)
     else:
@@ -81,7 +83,7 @@ def main(fault, folder):
             batch_size=4,
             epochs=3,
             verbose=0,
-            callbacks=[*filter(None, [callbacks.get(fault)])],
+            callbacks=[*kept, *filter(None, [callbacks.get(fault)])],
         )
     if fault == "save alone" and jax.process_index() == 0:
         model.save(f"{folder}/a.keras")

@@ -1,8 +1,9 @@
 """Compares every plan with every input and number of steps, over processes, with one process.
 
-python tests/processes/run.py
+python tests/processes/run.py [global] [per_process] [--steps 1 4]
 """
 
+import argparse
 import itertools
 import os
 import sys
@@ -13,19 +14,40 @@ from pathlib import Path
 os.environ.setdefault("KERAS_BACKEND", "jax")
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
+
+def tables(inputs, steps):
+    """The cases of each mode of input, with what compares them."""
+    import test_own_rows
+    from own_rows import SPLITS
+    from test_processes import FEEDS, PLANS, compared
+
+    if "global" in inputs:
+        for plan in PLANS:
+            yield f"global {plan}", list(itertools.product([plan], FEEDS, steps)), compared
+    if "per_process" in inputs:
+        for plan in PLANS:
+            cases = list(itertools.product([plan], FEEDS, steps, SPLITS))
+            yield f"per_process {plan}", cases, test_own_rows.compared
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    modes = ("global", "per_process")
+    parser.add_argument("inputs", nargs="*", choices=[*modes, []])
+    parser.add_argument("--steps", type=int, nargs="*", default=[1, 4])
+    arguments = parser.parse_args()
+    started, right = time.monotonic(), 0
+    for processes, devices in ((2, 4), (4, 2)):
+        for name, cases, compare in tables(arguments.inputs or modes, arguments.steps):
+            with tempfile.TemporaryDirectory() as folder:
+                compare(Path(folder), cases, processes, devices)
+            right += len(cases)
+            print(f"{processes} x {devices} {name}: {len(cases)} cases equal", flush=True)
+    print(f"{right} equal, {time.monotonic() - started:.0f} s")
+
+
 if __name__ == "__main__":
     import keras_tpu_dist as ktd
 
     ktd.simulate(8)
-    from test_processes import FEEDS, PLANS, compared
-
-    started, right = time.monotonic(), 0
-    cases = list(itertools.product(PLANS, FEEDS, (1, 4)))
-    for processes, devices in ((2, 4), (4, 2)):
-        for plan in PLANS:
-            chosen = [case for case in cases if case[0] == plan]
-            with tempfile.TemporaryDirectory() as folder:
-                compared(Path(folder), chosen, processes, devices)
-            right += len(chosen)
-            print(f"{processes} x {devices} {plan}: {len(chosen)} cases equal", flush=True)
-    print(f"{right} of {2 * len(cases)} equal, {time.monotonic() - started:.0f} s")
+    main()

@@ -11,8 +11,11 @@ import subprocess
 import sys
 import tempfile
 import time
+import zipfile
 
 import pytest
+
+import keras_tpu_dist as ktd
 
 SCRIPT = pathlib.Path(__file__).parent / "fault.py"
 FIT = "fit of model 'sequential'"
@@ -44,6 +47,7 @@ FAULTS = {
     ),
     "kill": (137, f"process 1 silent for 6 s, last heard in {FIT}", ""),
     "stop": (75, f"process 1 silent for 6 s, last heard in {FIT}", ""),
+    "terminate": (143, *["Reached preemption sync point"] * 2),
     "save alone": (
         1,
         "process 0: saving model 'sequential' to",
@@ -100,6 +104,8 @@ def ends_as_told(fault, folder):
         if expected not in told and not re.search(expected, told):
             wrong.append(f"process {number} does not say {expected!r}")
     broken = [path for path in pathlib.Path(folder).iterdir() if not _opens(path)]
+    if fault == "terminate" and not ktd.callbacks.Checkpoint(f"{folder}/kept").steps:
+        wrong.append("no checkpoint")
     wrong += [f"{path} is broken" for path in broken]
     return [*wrong, f"after {time.monotonic() - started:.0f} s", said[-4000:]] if wrong else []
 
@@ -113,13 +119,11 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def _opens(path):
-    import zipfile
-
-    return zipfile.is_zipfile(path)
+    return path.is_dir() or zipfile.is_zipfile(path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["callback", "kill", "save alone", "missing"])
+@pytest.mark.parametrize("fault", ["callback", "kill", "save alone", "terminate", "missing"])
 def test_a_fault_ends_all_processes(fault, tmp_path):
     wrong = ends_as_told(fault, tmp_path)
     assert not wrong, "\n".join(wrong)
