@@ -4,10 +4,10 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
 from typing import Any
 
 from keras_tpu_dist import _keras
+from keras_tpu_dist.checkpoint.keras_files import is_file_of_keras, load_file
 from keras_tpu_dist.checkpoint.manifest import CheckpointError, Manifest, Saved
 from keras_tpu_dist.checkpoint.names import (
     METRICS,
@@ -20,46 +20,12 @@ from keras_tpu_dist.checkpoint.names import (
     named_state,
     said_of,
 )
+from keras_tpu_dist.checkpoint.report import Restored
 from keras_tpu_dist.checkpoint.store import Store
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.training import membership
 
 logger = logging.getLogger("keras_tpu_dist")
-
-
-@dataclass(frozen=True)
-class Restored:
-    """What `restore` did.
-
-    Attributes:
-        directory: Where the checkpoint is.
-        step: Its step.
-        loaded: Paths of the variables that were loaded.
-        kept: Paths of those that were left as they are: excluded, or not in the checkpoint.
-        unused: Paths in the checkpoint that went nowhere.
-        renamed: From a saved path to the path here, where they differ.
-        optimizer: Whether the optimizer's state was loaded as well.
-    """
-
-    directory: str
-    step: int
-    loaded: tuple[str, ...]
-    kept: tuple[str, ...]
-    unused: tuple[str, ...]
-    renamed: dict[str, str]
-    optimizer: bool
-
-    def to_dict(self) -> dict[str, Any]:
-        """The attributes by name."""
-        return asdict(self)
-
-    def __str__(self):
-        lines = [f"step {self.step} of {self.directory}: {len(self.loaded)} variables loaded"]
-        lines += [f"  kept   {path}" for path in self.kept]
-        lines += [f"  unused {path}" for path in self.unused]
-        lines += [f"  {old} -> {new}" for old, new in self.renamed.items()]
-        lines.append(f"  optimizer state {'loaded' if self.optimizer else 'left as it is'}")
-        return "\n".join(lines)
 
 
 def restore(
@@ -78,7 +44,8 @@ def restore(
 
     Args:
         model: A built model.
-        directory: That of `keras_tpu_dist.callbacks.Checkpoint`.
+        directory: That of `keras_tpu_dist.callbacks.Checkpoint`; or a file that Keras saved: a
+            `.keras`, `.weights.h5` or sharded `.weights.json`.
         step: The checkpoint's step. Defaults to the newest that is whole.
         strict: Whether each weight of the model must be in the checkpoint and the other way round.
         exclude: Patterns of paths to leave as they are, such as `"*/head/*"`.
@@ -104,6 +71,10 @@ def restore(
     >>> report.step, report.kept
     (1, ())
     """
+    _check_built(model)
+    if is_file_of_keras(directory):
+        _check_of_files(step, rename)
+        return load_file(model, directory, strict, tuple(exclude))
     with _store(directory) as store:
         return load_newest(model, store, step, strict, tuple(exclude), tuple(rename))[0]
 
@@ -244,6 +215,17 @@ def _misfit(store: Store, step: int, weights: Matching) -> str:
         fix="Pass rename=[(pattern, replacement)] for other names, exclude=[...] for what is to "
         "stay as it is, or strict=False to load what fits.",
     )
+
+
+def _check_of_files(step: int | None, rename: Iterable) -> None:
+    if step is not None or tuple(rename):
+        raise ValueError(
+            message(
+                "A file of Keras's has one state, and knows variables by the model's structure.",
+                received={"step": step, "rename": rename},
+                fix="Leave both out.",
+            )
+        )
 
 
 def _check_built(model: Any) -> None:

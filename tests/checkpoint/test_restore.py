@@ -173,6 +173,43 @@ def test_an_optimizer_that_does_not_fit_is_left_and_said(tmp_path, caplog):
     assert "optimizer's state is left as it is: Adam saved it" in caplog.text
 
 
+@pytest.mark.parametrize("file", ["a.keras", "a.weights.h5", "a.weights.json"])
+def test_files_of_keras_load_the_same_way(file, tmp_path):
+    one = made("tensor")
+    one.fit(X, Y, batch_size=8, verbose=0)
+    path = tmp_path / file
+    if file.endswith("json"):
+        one.save_weights(path, max_shard_size=0.000002)
+        assert len(list(tmp_path.glob("*.h5"))) > 1
+    else:
+        (one.save if file.endswith("keras") else one.save_weights)(path)
+    other = made("fsdp")
+    other.optimizer.build(other.trainable_variables)
+    report = ktd.restore(other, path)
+    assert report.optimizer
+    assert_close(other.get_weights(), one.get_weights())
+    for a, b in zip(other.optimizer.variables, one.optimizer.variables, strict=True):
+        np.testing.assert_array_equal(a.numpy(), b.numpy())
+    wider = made("data", lambda: mlp(classes=3), compiled=False)
+    before = wider.get_weights()
+    words = r"of another shape: \S*head/kernel \(32, 3\), saved as \(32, 8\)"
+    with pytest.raises(ValueError, match=f"must hold the weights of this model.*{words}"):
+        ktd.restore(wider, path)
+    assert_close(wider.get_weights(), before)
+    report = ktd.restore(wider, path, exclude=["*/head/*"])
+    assert_close(wider.get_weights()[:-2], one.get_weights()[:-2])
+    assert_close(wider.get_weights()[-2:], before[-2:])
+    assert [path.rpartition("/")[0][-4:] for path in report.kept] == ["head", "head"]
+
+
+def test_a_file_that_is_no_file_of_keras(tmp_path):
+    (tmp_path / "a.keras").write_text("no zip")
+    with pytest.raises(ktd.CheckpointError, match=r"a\.keras' cannot be read: BadZipFile"):
+        ktd.restore(made("stock"), tmp_path / "a.keras")
+    with pytest.raises(ValueError, match=r"has one state.*step=3"):
+        ktd.restore(made("stock"), tmp_path / "a.keras", step=3)
+
+
 def test_no_checkpoint_no_model(tmp_path):
     with pytest.raises(ktd.CheckpointError, match="There is no directory"):
         ktd.restore(made("stock"), tmp_path / "nowhere")

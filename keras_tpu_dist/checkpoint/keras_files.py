@@ -1,0 +1,103 @@
+"""Keras's own files of weights, loaded as checkpoints are: all of it, or one clear error."""
+
+import fnmatch
+import os
+from typing import Any
+
+from keras_tpu_dist import _keras
+from keras_tpu_dist.checkpoint.manifest import CheckpointError
+from keras_tpu_dist.checkpoint.names import said_of
+from keras_tpu_dist.checkpoint.report import Restored
+from keras_tpu_dist.common.errors import message
+
+SUFFIXES = (".keras", ".weights.h5", ".weights.json")
+_OPTIMIZER = "optimizer/"
+
+
+def is_file_of_keras(path: str | os.PathLike) -> bool:
+    """Whether a path names a file that Keras saves weights in.
+
+    Args:
+        path: The path.
+    """
+    return os.fspath(path).endswith(SUFFIXES)
+
+
+def load_file(
+    model: Any, path: str | os.PathLike, strict: bool, exclude: tuple[str, ...]
+) -> Restored:
+    """Loads a file of Keras's into a model, array by array.
+
+    Keras's files know variables by the model's structure, not by their names, so there is nothing
+    to rename.
+
+    Args:
+        model: A built model.
+        path: The file.
+        strict: See `restore`.
+        exclude: See `restore`; patterns of the model's paths.
+
+    Raises:
+        ValueError: If the file does not fit.
+        CheckpointError: If it cannot be read.
+    """
+    name = os.fspath(path)
+    try:
+        file = _keras.WeightsFile(name)
+    except Exception as error:
+        words = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{name!r} cannot be read: {words}") from error
+    try:
+        return _load(model, file, name, strict, exclude)
+    finally:
+        file.close()
+
+
+def _load(model: Any, file: Any, name: str, strict: bool, exclude: tuple[str, ...]) -> Restored:
+    saved = file.names()
+    here = _keras.names_in_files(model)
+    weights = {n: v for n, v in here.items() if not n.startswith(_OPTIMIZER)}
+    kept = {n for n, v in weights.items() if _excluded(v.path, exclude)}
+    fitting = [n for n in weights if n not in kept and saved.get(n) == tuple(weights[n].shape)]
+    missing = [n for n in weights if n not in kept and n not in saved]
+    reshaped = [n for n in weights if n not in kept and n in saved and n not in fitting]
+    unexpected = [n for n in saved if not n.startswith(_OPTIMIZER) and n not in weights]
+    if strict and (missing or reshaped or unexpected):
+        shapes = [
+            f"{weights[n].path} {tuple(weights[n].shape)}, saved as {saved[n]}" for n in reshaped
+        ]
+        raise ValueError(
+            message(
+                f"The file {name!r} must hold the weights of this model, no more and no fewer.",
+                received="; ".join(
+                    [
+                        *said_of([weights[n].path for n in missing], unexpected),
+                        *(f"of another shape: {words}" for words in shapes),
+                    ]
+                )
+                + ".",
+                fix="Pass exclude=[...] for what is to stay as it is, or strict=False to load "
+                "what fits.",
+            )
+        )
+    whole = not (missing or reshaped or kept)
+    optimizer = {n: v for n, v in here.items() if n.startswith(_OPTIMIZER)} if whole else {}
+    fits = bool(optimizer) and all(saved.get(n) == tuple(v.shape) for n, v in optimizer.items())
+    for n in (*fitting, *(optimizer if fits else ())):
+        here[n].assign(file.read(n))
+    _keras.forget_state(model)
+    return Restored(
+        *(name, 0, tuple(weights[n].path for n in fitting)),
+        kept=tuple(weights[n].path for n in (*sorted(kept), *missing, *reshaped)),
+        unused=tuple(unexpected),
+        renamed={},
+        optimizer=fits,
+    )
+
+
+def _reshaped(variable: Any, shape: tuple[int, ...]) -> str:
+    return f"{variable.path} {tuple(variable.shape)}, saved as {shape}"
+
+
+def _excluded(path: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
