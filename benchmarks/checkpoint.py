@@ -10,7 +10,6 @@ how long the training thread waits for a save, against the same save made synchr
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -39,7 +38,6 @@ class Peak:
     """The most memory this process holds above what it held before, looked at every millisecond."""
 
     def __enter__(self):
-        self._page = resource.getpagesize()
         self._before = self.bytes = self._now()
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._watch)
@@ -56,8 +54,10 @@ class Peak:
             self.bytes = max(self.bytes, self._now())
 
     def _now(self):
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * self._page
+        # What the process itself holds, not the files that the kernel keeps for it.
+        with open("/proc/self/status") as file:
+            line = next(line for line in file if line.startswith("RssAnon"))
+        return int(line.split()[1]) * 1024
 
 
 def save(directory, megabytes, asynchronous):

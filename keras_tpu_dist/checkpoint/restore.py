@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import os
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -27,6 +28,8 @@ from keras_tpu_dist.training import membership
 
 logger = logging.getLogger("keras_tpu_dist")
 
+_GROUP_BYTES = 128 * 2**20
+
 
 def restore(
     model: Any,
@@ -39,8 +42,9 @@ def restore(
     """Loads a checkpoint into a model, straight into the shards of the mesh that it lies on now.
 
     It does not matter on which mesh, by how many processes and under which plan the checkpoint was
-    written. Values are compared with what was saved before anything of the model changes. The
-    optimizer's state is loaded too where all weights are.
+    written. Values are compared with what was saved: of up to 128 MiB before anything of the model
+    changes, of larger states group by group. The optimizer's state is loaded too where all weights
+    are.
 
     Args:
         model: A built model.
@@ -154,9 +158,7 @@ def load(
     whole = weights.complete and not weights.kept
     others = _others(state, manifest, weights) if whole else []
     chosen = [*pairs, *others]
-    wanted = [(saved, variable.value.sharding, variable.value.dtype) for saved, variable in chosen]
-    for (_, variable), value in zip(chosen, store.load(step, wanted)):
-        variable.assign(value)
+    _assign(store, step, chosen)
     _keras.forget_state(model)
     if weights.renamed:
         logger.info(
@@ -173,6 +175,37 @@ def load(
         optimizer=any(saved.key.startswith(OPTIMIZER) for saved, _ in others),
     )
     return report, manifest
+
+
+def _assign(store: Store, step: int, chosen: list[tuple[Saved, Any]]) -> None:
+    """Loads arrays a group at a time: a state that fills the memory has no place for a second."""
+    done = 0
+    for group in _groups(chosen):
+        wanted = [(saved, v.value.sharding, v.value.dtype) for saved, v in group]
+        try:
+            values = store.load(step, wanted)
+        except CheckpointError as error:
+            if not done:
+                raise
+            raise CheckpointError(
+                f"{error} {done} of {len(chosen)} variables were loaded before: load another "
+                "checkpoint before the model is used."
+            ) from error
+        for (_, variable), value in zip(group, values):
+            variable.assign(value)
+        done += len(group)
+
+
+def _groups(chosen: list[tuple[Saved, Any]]) -> Iterator[list]:
+    group, size = [], 0
+    for saved, variable in chosen:
+        group.append((saved, variable))
+        size += math.prod(saved.entry.shape) * variable.value.dtype.itemsize
+        if size > _GROUP_BYTES:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
 
 
 def _others(state: dict, manifest: Manifest, weights: Matching) -> list[tuple[Saved, Any]]:

@@ -1,6 +1,7 @@
 """Checkpoints load right on any mesh, or raise; nothing is ever loaded in silence or in part."""
 
 import contextlib
+import importlib
 import pathlib
 import subprocess
 import sys
@@ -246,3 +247,23 @@ def test_a_directory_that_is_a_file(tmp_path):
     path.write_text("no directory")
     with pytest.raises(ktd.CheckpointError, match=r"A checkpoint of '.*file' cannot be opened"):
         Store(path)
+
+
+def test_a_state_of_several_groups(tmp_path, monkeypatch):
+    one = trained("tensor", tmp_path)
+    module = importlib.import_module("keras_tpu_dist.checkpoint.restore")
+    monkeypatch.setattr(module, "_GROUP_BYTES", 1000)
+    other = made("fsdp")
+    assert ktd.restore(other, tmp_path).optimizer
+    assert_close(numbers(other), numbers(one))
+    load, calls = Store.load, []
+
+    def fails_later(store, step, wanted):
+        calls.append(step)
+        if len(calls) == 3:
+            raise ktd.CheckpointError("It is damaged.")
+        return load(store, step, wanted)
+
+    monkeypatch.setattr(Store, "load", fails_later)
+    with pytest.raises(ktd.CheckpointError, match=r"damaged\. \d+ of \d+ variables were loaded"):
+        ktd.restore(made("fsdp"), tmp_path, step=8)
