@@ -11,7 +11,7 @@ import keras
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.callbacks.preemption import Preemption
-from keras_tpu_dist.callbacks.states import give_back, history_of, states_of
+from keras_tpu_dist.callbacks.states import give_back, give_back_history, history_of, states_of
 from keras_tpu_dist.checkpoint.manifest import CheckpointError, Manifest
 from keras_tpu_dist.checkpoint.restore import load_newest
 from keras_tpu_dist.checkpoint.snapshot import EXTRA, snapshot
@@ -164,7 +164,7 @@ class Checkpoint(keras.callbacks.Callback):
         )
         self._step = self._epoch = self._done = self._resumed_at = self._since_saved = 0
         self._saved_at_s, self._saved_step, self._logs = time.monotonic(), None, None
-        if self._resume and self._store.steps:
+        if self._resume and self._found(self._store):
             self._go_on(self._store)
         if self._guard is not None:
             self._guard.after_launch = self._after_launch
@@ -228,7 +228,8 @@ class Checkpoint(keras.callbacks.Callback):
 
     def _save(self, epoch: int, done: int) -> None:
         store = self._store
-        if store is None or self._saved_step == self._step:
+        judged = self._monitor is not None and self._logs is not None and not done
+        if store is None or (self._saved_step == self._step and not judged):
             return
         # Under a strategy variables follow each launch, and reading `model` would bring back what
         # the trainer noted before it; under stock Keras, it brings the variables up to date.
@@ -243,9 +244,7 @@ class Checkpoint(keras.callbacks.Callback):
             **{"stopped": bool(model.stop_training), "callbacks": states},
             **{"history": history_of(model.history), "global_seed": _keras.global_seed()},
         }
-        metrics = None
-        if self._monitor is not None and self._logs is not None and not done:
-            metrics = {self._monitor: self._monitored()}
+        metrics = {str(self._monitor): self._monitored()} if judged else None
         try:
             arrays, manifest = snapshot(model, training, extra)
             store.save(self._step, arrays, manifest, metrics)
@@ -276,16 +275,30 @@ class Checkpoint(keras.callbacks.Callback):
         worst = float("inf") if self._mode == "min" else -float("inf")
         return value if value == value else worst
 
+    def _found(self, store: Store) -> bool:
+        """Whether there are checkpoints, the same ones for all processes."""
+        steps = store.steps
+        told = agree(f"looking for checkpoints in {self.directory}", _FIX, steps)
+        if any(each != told[0] for each in told):
+            raise ValueError(
+                message(
+                    "All processes see the same checkpoints.",
+                    received="; ".join(f"{each} in process {i}" for i, each in enumerate(told))
+                    + f" ({self.directory}).",
+                    fix="Give a directory on storage that all of them share.",
+                )
+            )
+        return bool(steps)
+
     def _go_on(self, store: Store) -> None:
         report, manifest = load_newest(self._trainer, store)
         training = manifest.training
         self._step = self._saved_step = training["step"]
         self._epoch, self._resumed_at = training["epoch"], training["done"]
         # Where training was stopped by a callback, nothing is left to do.
-        epoch = (
-            (self.params or {})["epochs"] if training["stopped"] and not training["done"] else None
-        )
-        _keras.begin_at_epoch(self._trainer, self._epoch if epoch is None else epoch)
+        stopped = training["stopped"] and not training["done"]
+        epochs = (self.params or {})["epochs"]
+        _keras.begin_at_epoch(self._trainer, epochs if stopped else self._epoch)
         _keras.set_global_seed(training["global_seed"])
         self._to_give_back = manifest
         saved = manifest.arrays.get(EXTRA, ())
@@ -307,10 +320,7 @@ class Checkpoint(keras.callbacks.Callback):
         _keras.begin_at_epoch(self._trainer, None)
         training = manifest.training
         give_back(self._callbacks, training["callbacks"], self._extra)
-        history = self._trainer.history
-        history.epoch[:0] = training["history"]["epoch"]
-        for name, values in training["history"]["logs"].items():
-            history.history[name] = [*values, *history.history.get(name, ())]
+        give_back_history(self._trainer.history, training["history"])
         if self._resumed_at:
             for variable, value in self._kept_metrics:
                 variable.assign(value)

@@ -81,12 +81,28 @@ def history_of(history: Any) -> dict[str, Any]:
     """A History callback's record as plain data.
 
     Args:
-        history: The callback.
+        history: The callback, or `None`.
     """
+    if history is None:
+        return {"epoch": [], "logs": {}}
     return {
         "epoch": list(history.epoch),
         "logs": {name: [_plain(v) for v in values] for name, values in history.history.items()},
     }
+
+
+def give_back_history(history: Any, record: dict[str, Any]) -> None:
+    """Puts a record in front of what a History callback has.
+
+    Args:
+        history: The callback, or `None`.
+        record: What `history_of` returned.
+    """
+    if history is None:
+        return
+    history.epoch[:0] = record["epoch"]
+    for name, values in record["logs"].items():
+        history.history[name] = [*values, *history.history.get(name, ())]
 
 
 def _that_know(callbacks: Sequence[Any]) -> list:

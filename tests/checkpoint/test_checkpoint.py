@@ -1,5 +1,6 @@
 """Training that stops anywhere ends as if it had not, on any mesh."""
 
+import importlib
 import os
 import signal
 
@@ -232,3 +233,12 @@ def test_malformed_arguments(wrong, tmp_path):
     name, value = next(iter(wrong.items()))
     with pytest.raises(ValueError, match=f"whole numbers of at least 1.*{name}={value!r}"):
         ktd.callbacks.Checkpoint(tmp_path, **wrong)
+
+
+@slow
+def test_processes_that_see_other_directories_are_told(tmp_path, monkeypatch):
+    fit(made(ktd.TPUStrategy()), "arrays", ktd.callbacks.Checkpoint(tmp_path))
+    module = importlib.import_module("keras_tpu_dist.callbacks.checkpoint")
+    monkeypatch.setattr(module, "agree", lambda what, fix, value: [value, []])
+    with pytest.raises(ValueError, match=r"see the same.*\[6, 12, 18\] in process 0; \[\] in proc"):
+        fit(made(ktd.TPUStrategy()), "arrays", ktd.callbacks.Checkpoint(tmp_path))
