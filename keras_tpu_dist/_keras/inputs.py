@@ -22,20 +22,23 @@ def _read_dataset(stock, adapter, dataset, class_weight=None, distribution=None)
     stock(adapter, dataset, class_weight=class_weight, distribution=None if ours else distribution)
 
 
-def _own_part(stock, iterator, x, *args, batch_size=None, steps_per_epoch=None, **kwargs):
+def _own_part(stock, iterator, *args, **kwargs):
     strategy = active_strategy()
     own_input = None if strategy is None else strategy.runner.own_input
-    given = {"batch_size": batch_size, "steps_per_epoch": steps_per_epoch}
     if own_input is None:
-        stock(iterator, x, *args, **given, **kwargs)
+        stock(iterator, *args, **kwargs)
         return
-    if can_convert_arrays((x, kwargs.get("y"), kwargs.get("sample_weight"))):
-        given["batch_size"] = _own_batch_size(own_input, x, batch_size, steps_per_epoch)
-    empty = False
-    if inspect.isgenerator(x):
-        x, empty = _peeked(x)
-    # Keras refuses a generator without any batch.
-    stock(iterator, _ONE_ROW if empty else x, *args, **given, **kwargs)
+    bound = inspect.signature(stock).bind(iterator, *args, **kwargs)
+    given = bound.arguments
+    x, empty = given["x"], False
+    if can_convert_arrays((x, given.get("y"), given.get("sample_weight"))):
+        sizes = given.get("batch_size"), given.get("steps_per_epoch")
+        given["batch_size"] = _own_batch_size(own_input, x, *sizes)
+    elif inspect.isgenerator(x):
+        # Keras refuses a generator without any batch.
+        given["x"], empty = _peeked(x)
+        given["x"] = _ONE_ROW if empty else given["x"]
+    stock(*bound.args, **bound.kwargs)
     if empty:
         iterator.data_adapter = _NoBatches()
     iterator.data_adapter = _AgreedLength(iterator.data_adapter, own_input)

@@ -89,7 +89,7 @@ def _check_no_backup(callback: Any) -> None:
             message(
                 "BackupAndRestore works in one process.",
                 received=f"{type(callback).__name__} in a fit of {jax.process_count()} processes.",
-                fix="Use keras.callbacks.ModelCheckpoint, which writes in one of them.",
+                fix="Use keras_tpu_dist.callbacks.Checkpoint, which works in any number.",
             )
         )
 

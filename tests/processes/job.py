@@ -134,9 +134,6 @@ CALLBACKS = {
         {"mean": absolute}, validation_data=(X, Y), batch_size=BATCH
     ),
     "log": lambda folder: keras.callbacks.CSVLogger(os.path.join(folder, "log.csv")),
-    "board": lambda folder: keras.callbacks.TensorBoard(
-        os.path.join(folder, "board"), histogram_freq=1, write_graph=False
-    ),
     "checkpoint": lambda folder: keras.callbacks.ModelCheckpoint(
         os.path.join(folder, "kept.weights.h5"), save_weights_only=True
     ),

@@ -105,7 +105,7 @@ def test_rows_are_joined_in_the_program(mesh):
     ("processes", "devices", "cases"),
     [
         (2, 4, [("data", "arrays", 1, "uneven"), ("tensor", "generator", 4, "none")]),
-        (4, 2, [("cube", "tf.data", 1, "none")]),
+        (4, 2, [("data", "tf.data", 1, "none")]),
     ],
 )
 def test_own_rows_are_as_those_of_one_process(tmp_path, processes, devices, cases):

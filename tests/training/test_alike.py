@@ -1,0 +1,45 @@
+"""What several processes do alike: here, as one of them sees it."""
+
+import os
+
+import keras
+import pytest
+
+import keras_tpu_dist as ktd
+from keras_tpu_dist.training import alike
+
+
+@pytest.fixture
+def second(monkeypatch):
+    """As if this were process 1."""
+    monkeypatch.setattr(alike.jax, "process_index", lambda: 1)
+
+
+def logs():
+    return keras.callbacks.CSVLogger("log.csv"), keras.callbacks.TensorBoard("board")
+
+
+def test_process_0_writes_where_its_user_says():
+    csv, board = logs()
+    with alike.files_of_one([csv, board]):
+        assert (csv.filename, board.log_dir) == ("log.csv", "board")
+
+
+def test_the_others_write_to_nowhere(second):
+    csv, board = logs()
+    with pytest.raises(OSError, match="full"), alike.files_of_one([csv, board]):
+        elsewhere = {csv.filename, board.log_dir}
+        assert len(elsewhere) == 2
+        assert all(os.path.isdir(os.path.dirname(path)) for path in elsewhere)
+        raise OSError("full")
+    assert (csv.filename, board.log_dir) == ("log.csv", "board")
+    assert not any(os.path.exists(os.path.dirname(path)) for path in elsewhere)
+
+
+def test_a_backup_of_one_process_is_refused():
+    backup = ktd.callbacks.BackupAndRestore("backup")
+    with (
+        pytest.raises(NotImplementedError, match=r"works in one process\. Received: BackupAndRes"),
+        alike.files_of_one([backup]),
+    ):
+        pass
