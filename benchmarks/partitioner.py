@@ -101,7 +101,7 @@ def stepper(build, mesh, rows):
         model.compile(keras.optimizers.SGD(0.01), "sparse_categorical_crossentropy")
         model.train_on_batch(*batch)
         groups = ("trainable", "non_trainable", "optimizer", "metrics")
-        with strategy.runner.running(strategy, model, "train_on_batch", batch, {}):
+        with strategy.runner.running(strategy, model, "train_on_batch", dict(zip("xy", batch))):
             state = model._get_jax_state(**{f"{g}_variables": True for g in groups})
             placed = strategy.placer.place((*batch, None))
             step = loop.jitted_step(model, "train", strategy.placer, donate=False)
