@@ -101,10 +101,10 @@ def match(
         exclude: Patterns (`fnmatch`) of paths to leave out, here and there.
         rename: Pairs of a regular expression and what replaces it in saved paths.
     """
-    wanted = {i: each for i, each in enumerate(here) if not _excluded(each.path, exclude)}
+    wanted = {i: each for i, each in enumerate(here) if not excluded(each.path, exclude)}
     kept = tuple(each.path for i, each in enumerate(here) if i not in wanted)
     paths = [_renamed(each.path, rename) for each in saved]
-    offered = {i: path for i, path in enumerate(paths) if not _excluded(path, exclude)}
+    offered = {i: path for i, path in enumerate(paths) if not excluded(path, exclude)}
     groups_here = _grouped({i: each.path for i, each in wanted.items()})
     groups_saved = _grouped(offered)
     pairs: dict[int, int] = {}
@@ -175,7 +175,13 @@ def _slot_entry(variable: Any, name: str, weight: Any) -> Entry:
     return Entry(weight.path, tuple(variable.shape), str(variable.dtype), name)
 
 
-def _excluded(path: str, patterns: Iterable[str]) -> bool:
+def excluded(path: str, patterns: Iterable[str]) -> bool:
+    """Whether a path is left out.
+
+    Args:
+        path: A variable's path.
+        patterns: Those of what to leave out, as `fnmatch` has them.
+    """
     return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
 
 
