@@ -94,6 +94,7 @@ def test_the_exact_step_and_the_weights_before_it(models, after, n, donate, step
     assert found.to_dict()["step"] == step
 
 
+@pytest.mark.slow
 def test_a_finite_run_is_left_alone(models):
     model, name = models(8, True), NameNaN()
     history = _fit(model, callbacks=[name], epochs=2).history
@@ -103,6 +104,7 @@ def test_a_finite_run_is_left_alone(models):
     assert name.found is None
 
 
+@pytest.mark.slow
 def test_stop_instead_of_an_error(models, after, caplog):
     model, name = models(4, False), NameNaN(stop=True)
     _fit(model, _poisoned(6), [name], epochs=3)

@@ -88,6 +88,7 @@ def test_single_steps(undisturbed, where, n):
     assert_close(model.get_weights(), undisturbed[0][n - 1][0])
 
 
+@pytest.mark.slow
 def test_a_second_fit_goes_on_from_the_first(undisturbed):
     model = built(_build(8), ktd.TPUStrategy())
     _fit(model, StopAtStep(19))
@@ -146,6 +147,7 @@ def test_a_generator_is_not_read_beyond_the_last_launch():
     assert int(model.optimizer.iterations) == len(read) == 17
 
 
+@pytest.mark.slow
 def test_validation_and_epoch_end_follow():
     seen = []
     model = built(_build(8), ktd.TPUStrategy())
@@ -156,6 +158,7 @@ def test_validation_and_epoch_end_follow():
     assert_close(history.history["val_loss"][-1], model.evaluate(X, Y, verbose=0)[0])
 
 
+@pytest.mark.slow
 def test_a_model_restored_as_training_begins():
     """Whatever the order of the callbacks: StopAtStep counts what is left after restoring."""
 

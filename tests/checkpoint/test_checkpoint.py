@@ -184,6 +184,7 @@ def test_saving_that_fails_does_not_end_training(tmp_path, caplog, monkeypatch):
     assert model.optimizer.iterations == EPOCHS * 6
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_ends(tmp_path):
     class Terminate(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):

@@ -84,6 +84,7 @@ def test_what_one_mesh_wrote_every_other_reads(source, tmp_path):
         assert {v.path: v.value.sharding for v in other.weights} == before
 
 
+@pytest.mark.slow
 def test_one_mesh_wrote_another_reads(tmp_path):
     one = trained("tensor", tmp_path)
     other = made("fsdp")
@@ -249,6 +250,7 @@ def test_a_directory_that_is_a_file(tmp_path):
         Store(path)
 
 
+@pytest.mark.slow
 def test_a_state_of_several_groups(tmp_path, monkeypatch):
     one = trained("tensor", tmp_path)
     module = importlib.import_module("keras_tpu_dist.checkpoint.restore")

@@ -24,6 +24,7 @@ def test_simulate_gives_devices_after_the_imports():
     assert done.stdout.split() == ["3", "cpu", "12"], done.stderr
 
 
+@pytest.mark.slow
 def test_simulate_after_jax_started_says_so():
     done = _python(
         "import keras_tpu_dist as ktd, jax; jax.config.update('jax_platforms', 'cpu');"

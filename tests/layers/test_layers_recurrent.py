@@ -217,6 +217,7 @@ def test_any_options_equal_keras(rows):
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.slow
 def test_bfloat16_stays_close_to_float64(name):
     _, ours = pair(name, 64, dtype="mixed_bfloat16", return_sequences=True)
     x, state, mask = arrays(name, 64, "padded", True)
@@ -301,6 +302,7 @@ def test_what_is_not_fast_is_said_once_and_right(config, reason, caplog):
     assert caplog.text.count(reason) == 1
 
 
+@pytest.mark.slow
 def test_other_activations_are_fast():
     cases = []
     for activation, gate in [("relu", "hard_sigmoid"), ("elu", "sigmoid"), (None, "softsign")]:

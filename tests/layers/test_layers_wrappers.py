@@ -118,6 +118,7 @@ def test_time_distributed_equals_keras_in_training(kind, folds):
     assert loops_in(lambda x: layers[1](x, training=True), x) == own_loops + (not folds)
 
 
+@pytest.mark.slow
 def test_time_distributed_hands_every_step_its_mask():
     x = np.random.default_rng(0).normal(size=(BATCH, STEPS, 6, FEATURES)).astype("float32")
     mask = np.random.default_rng(1).random((BATCH, STEPS, 6)) < 0.7

@@ -123,6 +123,7 @@ def check_legal(plan, variables, mesh):
     min_size=st.sampled_from([1, 64]),
     memory=st.sampled_from([1, 10**4, 10**9]),
 )
+@pytest.mark.slow
 def test_every_plan_is_legal(parts, mesh, kind, min_size, memory):
     with keras.StatelessScope(initialize_variables=False):
         made = [(make(), shape) for make, shape in parts]

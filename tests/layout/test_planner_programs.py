@@ -69,6 +69,7 @@ def test_fsdp_of_twelve_blocks_holds_an_eighth():
     assert held == explanation.bytes_per_device
 
 
+@pytest.mark.slow
 def test_tensor_parallel_splits_every_kernel_of_a_transformer_four_ways():
     strategy = ktd.TPUStrategy({"data": 2, "model": 4}, "tensor_parallel")
     model = built(lambda: transformer(2), strategy)

@@ -270,6 +270,7 @@ def test_where_there_is_nothing_to_share(plain, caplog):
     assert caplog.text.count("computed by all logical devices while code is not compiled") <= 1
 
 
+@pytest.mark.slow
 def test_scanned_steps(plain):
     def scanned():
         model = small(1)

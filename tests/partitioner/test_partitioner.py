@@ -251,6 +251,7 @@ def split_images(strategy):
 
 
 @pytest.mark.parametrize("rows", [8, 13])
+@pytest.mark.slow
 def test_images_split_where_an_axis_is_left_over(rows):
     strategy = ktd.TPUStrategy({"data": 2, "other": 2, "rows": 2}, data_axes=("data", "other"))
     over = ktd.TPUStrategy(

@@ -131,6 +131,7 @@ def test_nothing_given_and_nothing_found_is_one_process():
     assert done.stderr.count("this program runs as one process") == 1
 
 
+@pytest.mark.slow
 def test_some_arguments_are_not_enough():
     done = run("import keras_tpu_dist as ktd; ktd.initialize('localhost:1234')")
     assert "all of coordinator, num_processes and process_id are given, or none" in done.stderr

@@ -200,6 +200,7 @@ def test_loading_weights_keeps_them_on_the_mesh():
     assert_close(model.predict(X, verbose=0), other.predict(X, verbose=0))
 
 
+@pytest.mark.slow
 def test_cloned_models_and_submodels():
     strategy = ktd.TPUStrategy()
     model = built(mlp, strategy)
