@@ -114,8 +114,7 @@ class OwnInput:
                 self._check_any(made)
                 return
             for step in range(steps):
-                described = [t["batches"][step] for t in told if step < len(t["batches"])]
-                yield self._share(ahead, told, step, described)
+                yield self._share(ahead, told, step)
             made, most = made + steps, min(2 * most, _MOST_AHEAD)
 
     def _tell(self, ahead: "_Ahead", first: bool) -> list[dict]:
@@ -128,10 +127,12 @@ class OwnInput:
             self._check_group([each["marks"] for each in told])
         return told
 
-    def _share(self, ahead: "_Ahead", told: list[dict], step: int, described: list) -> Share:
+    def _share(self, ahead: "_Ahead", told: list[dict], step: int) -> Share:
         here = [t["batches"][step] if step < len(t["batches"]) else None for t in told]
         rows = self._rows(here)
-        return Share(ahead.batches.popleft() if ahead.batches else _empty(described[0]), rows)
+        if ahead.batches:
+            return Share(ahead.batches.popleft(), rows)
+        return Share(_empty(next(each for each in here if each is not None)), rows)
 
     def _rows(self, described: list[dict | None]) -> tuple[int, ...]:
         """The rows of each input shard, from what each process said of its batch."""
