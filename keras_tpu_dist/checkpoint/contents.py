@@ -1,6 +1,7 @@
 """What a directory of checkpoints holds, as its command prints it."""
 
 import os
+from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -169,12 +170,13 @@ def _arrays(directory: str | os.PathLike) -> dict[str, Saved]:
     finally:
         store.close()
     found: dict[str, Saved] = {}
+    seen: Counter[str] = Counter()
     for kind in (WEIGHTS, SLOTS, OPTIMIZER, METRICS):
         for each in manifest.arrays.get(kind, ()):
             # Keras's numbers differ from process to process; what is alike is numbered anew.
             name = "/".join(filter(None, (kind, each.entry.slot, canonical(each.entry.path))))
-            number = sum(other.partition(" ")[0] == name for other in found)
-            found[f"{name} ({number + 1})" if number else name] = each
+            seen[name] += 1
+            found[f"{name} ({seen[name]})" if seen[name] > 1 else name] = each
     return found
 
 

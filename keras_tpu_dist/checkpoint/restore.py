@@ -75,8 +75,8 @@ def restore(
     >>> report.step, report.kept
     (1, ())
     """
-    _check_built(model)
     if is_file_of_keras(directory):
+        _check_built(model)
         _check_of_files(step, rename)
         return load_file(model, directory, strict, tuple(exclude))
     with _store(directory) as store:
@@ -117,7 +117,8 @@ def load_newest(
             return load(model, store, each, strict, exclude, rename)
         except CheckpointError as error:
             errors.append(str(error))
-            logger.warning("%s The one before it is tried.", error) if step is None else None
+            if step is None:
+                logger.warning("%s The one before it is tried.", error)
     raise CheckpointError(" ".join(errors) or f"There is no checkpoint in {store.directory!r}.")
 
 
