@@ -229,11 +229,7 @@ def _count_collective(
     if found is None:
         return
     computation, instruction, kind, asynchronous = found
-    channel = instruction.attribute("channel_id") or instruction.name
-    # copies of one collective in the kernels that overlap with it share a channel
-    # (sends to other slices count their channels for themselves)
-    network = "send" if instruction.opcode == "send" else ""
-    key = (run.computation.name, kind, network + channel)
+    key = (run.computation.name, kind, _identity(instruction, run.instruction))
     if key in tallies.collectives:
         return
     op_name = _largest_part(program, computation, instruction) or _origin(program, run.instruction)
@@ -254,6 +250,21 @@ def _count_collective(
         return
     tallies.collectives[key] = collective
     tallies.layer(layer).link_seconds += collective.total_seconds
+
+
+def _identity(collective: Instruction, run: Instruction) -> str:
+    """What tells a collective from the others of its kind in a computation.
+
+    Copies of one collective in the kernels that overlap with it share a channel, and so do all
+    that a `shard_map` asks for by name. Sends to other slices count their channels for themselves.
+    """
+    channel = collective.attribute("channel_id") or collective.name
+    if collective.opcode == "send":
+        return f"send {channel}"
+    if collective is run:
+        return collective.name
+    groups = collective.attribute("replica_groups") or ""
+    return " ".join((channel, groups, str(collective.shapes), collective.op_name))
 
 
 def _largest_part(program: Program, computation: Computation, collective: Instruction) -> str:

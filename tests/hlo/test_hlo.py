@@ -305,6 +305,30 @@ def test_collectives_are_those_in_the_text(devices, kind):
         assert {c.group_size for c in found} == {4}
 
 
+def test_collectives_asked_for_by_name_count_each(devices):
+    """JAX gives all of them one channel."""
+    mesh = Mesh(np.array(devices).reshape(4, 2), ("data", "model"))
+
+    def local(x):
+        y = jax.lax.psum_scatter(x, "data", tiled=True)
+        y = jax.lax.psum_scatter(jnp.sin(y), "model", tiled=True)
+        z = jax.lax.all_gather(jnp.cos(x), "data", tiled=True)
+        return y.sum() + jax.lax.all_gather(z * z, "model", tiled=True).sum()
+
+    spec = PartitionSpec(("data", "model"))
+    total = jax.shard_map(
+        local, mesh=mesh, in_specs=spec, out_specs=PartitionSpec(), check_vma=False
+    )
+    text = jax.jit(total).lower(jax.ShapeDtypeStruct((640,), "float32")).compile().as_text()
+    found = hlo.analyze(text, wire=hlo.Wire.of(mesh.shape)).collectives
+    assert sorted((c.kind, c.axes, c.bytes) for c in found) == [
+        ("all-gather", ("data",), 4 * 4 * 80),
+        ("all-gather", ("model",), 4 * 8 * 80),
+        ("reduce-scatter", ("data",), 4 * 80),
+        ("reduce-scatter", ("model",), 4 * 20),
+    ]
+
+
 _COMBINED = """
 ENTRY %main (x: f32[8], y: f32[64,64]) -> (f32[8], f32[64,64]) {
   %x = f32[8] parameter(0)
