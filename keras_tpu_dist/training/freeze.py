@@ -181,7 +181,7 @@ def _told(model: Any) -> Frozen:
     known = _keras.weights_of(getattr(optimizer, "inner_optimizer", optimizer))
     again = bool(known) and {id(weight) for weight in known} != trained
     if again:
-        logger.warning(
+        logger.info(
             "other weights of model %r train than its optimizer was built for: compile it again, "
             "with a new optimizer",
             model.name,

@@ -188,14 +188,13 @@ def test_a_pattern_that_matches_nothing():
 
 
 @pytest.mark.parametrize("mesh", ["stock", pytest.param("data and model", marks=slow)])
-def test_a_model_that_has_trained_is_compiled_again(mesh, caplog):
+def test_a_model_that_has_trained_is_compiled_again(mesh):
     model = made(nested, mesh)
     model.compile("adam", "mse")
     fit(model)
     report = ktd.freeze(model, "encoder")
     assert report.compile_again
     assert "compile the model again" in str(report)
-    assert "compile it again, with a new optimizer" in caplog.text
     with pytest.raises(ValueError, match=r"You must call `compile\(\)`"):
         fit(model)
     model.compile("adam", "mse")
