@@ -28,6 +28,7 @@ from keras_tpu_dist.replica import RunOptions as RunOptions
 from keras_tpu_dist.replica import ValueContext as ValueContext
 from keras_tpu_dist.replica import get_replica_context as get_replica_context
 from keras_tpu_dist.strategy import TPUStrategy as TPUStrategy
+from keras_tpu_dist.training.freeze import freeze as freeze
 from keras_tpu_dist.training.shares import InputShard as InputShard
 
 __version__ = "0.1.0"

@@ -5,9 +5,10 @@ from typing import Any
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.checkpoint.manifest import CheckpointError
-from keras_tpu_dist.checkpoint.names import excluded, said_of
+from keras_tpu_dist.checkpoint.names import said_of
 from keras_tpu_dist.checkpoint.report import Restored
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.patterns import matches
 
 SUFFIXES = (".keras", ".weights.h5", ".weights.json")
 _OPTIMIZER = "optimizer/"
@@ -56,7 +57,7 @@ def _load(model: Any, file: Any, name: str, strict: bool, exclude: tuple[str, ..
     saved = file.names()
     here = _keras.names_in_files(model)
     weights = {n: v for n, v in here.items() if not n.startswith(_OPTIMIZER)}
-    kept = {n for n, v in weights.items() if excluded(v.path, exclude)}
+    kept = {n for n, v in weights.items() if matches(v.path, exclude)}
     fitting = [n for n in weights if n not in kept and saved.get(n) == tuple(weights[n].shape)]
     missing = [n for n in weights if n not in kept and n not in saved]
     reshaped = [n for n in weights if n not in kept and n in saved and n not in fitting]
@@ -92,7 +93,3 @@ def _load(model: Any, file: Any, name: str, strict: bool, exclude: tuple[str, ..
         renamed={},
         optimizer=fits,
     )
-
-
-def _reshaped(variable: Any, shape: tuple[int, ...]) -> str:
-    return f"{variable.path} {tuple(variable.shape)}, saved as {shape}"

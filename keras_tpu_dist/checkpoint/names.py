@@ -1,15 +1,16 @@
 """Names of a training state's arrays, and which saved one belongs to which here."""
 
-import fnmatch
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import did_you_mean
+from keras_tpu_dist.common.patterns import matches
 
+T = TypeVar("T")
 WEIGHTS, SLOTS, OPTIMIZER, METRICS = "weights", "slots", "optimizer", "metrics"
 
 
@@ -101,10 +102,10 @@ def match(
         exclude: Patterns (`fnmatch`) of paths to leave out, here and there.
         rename: Pairs of a regular expression and what replaces it in saved paths.
     """
-    wanted = {i: each for i, each in enumerate(here) if not excluded(each.path, exclude)}
+    wanted = {i: each for i, each in enumerate(here) if not matches(each.path, exclude)}
     kept = tuple(each.path for i, each in enumerate(here) if i not in wanted)
     paths = [_renamed(each.path, rename) for each in saved]
-    offered = {i: path for i, path in enumerate(paths) if not excluded(path, exclude)}
+    offered = {i: path for i, path in enumerate(paths) if not matches(path, exclude)}
     groups_here = _grouped({i: each.path for i, each in wanted.items()})
     groups_saved = _grouped(offered)
     pairs: dict[int, int] = {}
@@ -158,6 +159,26 @@ def canonical(path: str) -> str:
     return "/".join(re.sub(r"_\d+$", "", part) for part in path.split("/"))
 
 
+def in_order_of_numbers(items: Iterable[T], path: Callable[[T], str]) -> list[T]:
+    """Items in the order in which Keras made the layers of their paths, as far as names tell.
+
+    Args:
+        items: Anything that has a path.
+        path: Gives that of an item.
+
+    Example:
+
+    >>> in_order_of_numbers(["dense_10/kernel", "dense_2/kernel", "dense/kernel"], str)
+    ['dense/kernel', 'dense_2/kernel', 'dense_10/kernel']
+    """
+
+    def key(item: T) -> list[tuple[str, int]]:
+        parts = path(item).split("/")
+        return [(canonical(part), int(part[len(canonical(part)) + 1 :] or -1)) for part in parts]
+
+    return sorted(items, key=key)
+
+
 def said_of(missing: Sequence[str], unexpected: Sequence[str]) -> list[str]:
     """Missing and unexpected paths in words, each with the nearest path of the other side.
 
@@ -173,16 +194,6 @@ def said_of(missing: Sequence[str], unexpected: Sequence[str]) -> list[str]:
 
 def _slot_entry(variable: Any, name: str, weight: Any) -> Entry:
     return Entry(weight.path, tuple(variable.shape), str(variable.dtype), name)
-
-
-def excluded(path: str, patterns: Iterable[str]) -> bool:
-    """Whether a path is left out.
-
-    Args:
-        path: A variable's path.
-        patterns: Those of what to leave out, as `fnmatch` has them.
-    """
-    return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
 
 
 def _renamed(path: str, rename: Iterable[tuple[str, str]]) -> str:

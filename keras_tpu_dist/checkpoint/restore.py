@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from keras_tpu_dist import _keras
+from keras_tpu_dist.checkpoint.keras_directories import KerasDirectory, is_directory_of_keras
 from keras_tpu_dist.checkpoint.keras_files import is_file_of_keras, load_file
 from keras_tpu_dist.checkpoint.manifest import CheckpointError, Manifest, Saved
 from keras_tpu_dist.checkpoint.names import (
@@ -18,12 +19,12 @@ from keras_tpu_dist.checkpoint.names import (
     Matching,
     follow,
     match,
-    named_state,
     said_of,
 )
 from keras_tpu_dist.checkpoint.report import Restored
 from keras_tpu_dist.checkpoint.store import Store
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.patterns import patterns_of
 from keras_tpu_dist.training import membership
 
 logger = logging.getLogger("keras_tpu_dist")
@@ -36,7 +37,7 @@ def restore(
     directory: str | os.PathLike,
     step: int | None = None,
     strict: bool = True,
-    exclude: Iterable[str] = (),
+    exclude: str | Iterable[str] = (),
     rename: Iterable[tuple[str, str]] = (),
 ) -> Restored:
     """Loads a checkpoint into a model, straight into the shards of the mesh that it lies on now.
@@ -48,8 +49,9 @@ def restore(
 
     Args:
         model: A built model.
-        directory: That of `keras_tpu_dist.callbacks.Checkpoint`; or a file that Keras saved: a
-            `.keras`, `.weights.h5` or sharded `.weights.json`.
+        directory: That of `keras_tpu_dist.callbacks.Checkpoint` or of
+            `keras.callbacks.OrbaxCheckpoint`; or a file that Keras saved: a `.keras`, `.weights.h5`
+            or sharded `.weights.json`.
         step: The checkpoint's step. Defaults to the newest that is whole.
         strict: Whether each weight of the model must be in the checkpoint and the other way round.
         exclude: Patterns of paths to leave as they are, such as `"*/head/*"`.
@@ -78,14 +80,14 @@ def restore(
     if is_file_of_keras(directory):
         _check_built(model)
         _check_of_files(step, rename)
-        return load_file(model, directory, strict, tuple(exclude))
+        return load_file(model, directory, strict, patterns_of(exclude))
     with _store(directory) as store:
-        return load_newest(model, store, step, strict, tuple(exclude), tuple(rename))[0]
+        return load_newest(model, store, step, strict, patterns_of(exclude), tuple(rename))[0]
 
 
 def load_newest(
     model: Any,
-    store: Store,
+    store: Store | KerasDirectory,
     step: int | None = None,
     strict: bool = True,
     exclude: tuple[str, ...] = (),
@@ -124,7 +126,7 @@ def load_newest(
 
 def load(
     model: Any,
-    store: Store,
+    store: Store | KerasDirectory,
     step: int,
     strict: bool,
     exclude: tuple[str, ...],
@@ -145,8 +147,7 @@ def load(
         CheckpointError: If it cannot be read.
     """
     manifest = store.manifest(step)
-    _build_optimizer(model, manifest)
-    state = named_state(model)
+    state = store.state_of(model)
     weights = match(
         [entry for entry, _ in state[WEIGHTS]],
         manifest.entries(WEIGHTS),
@@ -156,8 +157,10 @@ def load(
     if strict and not weights.complete:
         raise ValueError(_misfit(store, step, weights))
     pairs = _pairs(state, manifest, WEIGHTS, weights.pairs)
-    whole = weights.complete and not weights.kept
-    others = _others(state, manifest, weights) if whole else []
+    others = []
+    if weights.complete and not weights.kept:
+        _build_optimizer(model, manifest)
+        others = _others(store.state_of(model), manifest, weights)
     chosen = [*pairs, *others]
     _assign(store, step, chosen)
     _keras.forget_state(model)
@@ -178,7 +181,7 @@ def load(
     return report, manifest
 
 
-def _assign(store: Store, step: int, chosen: list[tuple[Saved, Any]]) -> None:
+def _assign(store: Store | KerasDirectory, step: int, chosen: list[tuple[Saved, Any]]) -> None:
     """Loads arrays a group at a time: a state that fills the memory has no place for a second."""
     done = 0
     for group in _groups(chosen):
@@ -222,7 +225,7 @@ def _others(state: dict, manifest: Manifest, weights: Matching) -> list[tuple[Sa
     if len(slots) == len(here[SLOTS]) and rest.complete and here[OPTIMIZER]:
         found += _pairs(state, manifest, SLOTS, slots)
         found += _pairs(state, manifest, OPTIMIZER, rest.pairs)
-    elif here[OPTIMIZER]:
+    elif here[OPTIMIZER] and manifest.arrays.get(OPTIMIZER):
         logger.warning(
             "the optimizer's state is left as it is: %s saved it, and it does not fit",
             manifest.written.get("optimizer"),
@@ -237,7 +240,7 @@ def _pairs(state: dict, manifest: Manifest, kind: str, pairs: dict[int, int]) ->
     return [(saved[j], state[kind][i][1]) for i, j in pairs.items()]
 
 
-def _misfit(store: Store, step: int, weights: Matching) -> str:
+def _misfit(store: Store | KerasDirectory, step: int, weights: Matching) -> str:
     parts = [
         *said_of(weights.missing, weights.unexpected),
         *(f"of another shape: {words}" for words in weights.reshaped),
@@ -284,8 +287,9 @@ def _build_optimizer(model: Any, manifest: Manifest) -> None:
 
 
 @contextlib.contextmanager
-def _store(directory: str | os.PathLike) -> Iterator[Store]:
-    store = Store(directory, read_only=True)
+def _store(directory: str | os.PathLike) -> Iterator[Store | KerasDirectory]:
+    theirs = is_directory_of_keras(directory)
+    store = KerasDirectory(directory) if theirs else Store(directory, read_only=True)
     try:
         yield store
     finally:

@@ -11,6 +11,7 @@ import numpy as np
 
 from keras_tpu_dist.checkpoint.fingerprint import fingerprints_of
 from keras_tpu_dist.checkpoint.manifest import CheckpointError, Manifest, Saved, from_json
+from keras_tpu_dist.checkpoint.names import named_state
 from keras_tpu_dist.common.errors import message
 
 logger = logging.getLogger("keras_tpu_dist")
@@ -44,12 +45,12 @@ class Store:
         asynchronous: bool = False,
         read_only: bool = False,
     ):
-        ocp = _orbax()
-        self.directory = _absolute(os.fspath(directory))
+        ocp = orbax()
+        self.directory = absolute(os.fspath(directory))
         if _is_local(self.directory) and not os.path.isdir(self.directory):
             if read_only:
                 raise CheckpointError(f"There is no directory {self.directory!r}.")
-            with self._told("opened"):
+            with told(self.directory, "opened"):
                 os.makedirs(self.directory)
         options = ocp.CheckpointManagerOptions(
             enable_async_checkpointing=asynchronous and not read_only,
@@ -59,7 +60,7 @@ class Store:
             # Every save that is asked for is made.
             save_interval_steps=1,
         )
-        with self._told("opened"):
+        with told(self.directory, "opened"):
             self._manager = ocp.CheckpointManager(
                 self.directory,
                 options=options,
@@ -70,10 +71,12 @@ class Store:
                 },
             )
 
+    state_of = staticmethod(named_state)
+
     @property
     def steps(self) -> list[int]:
         """The steps of which there is a whole checkpoint, the newest last."""
-        with self._told("read"):
+        with told(self.directory, "read"):
             self._manager.reload()
             return sorted(self._manager.all_steps())
 
@@ -95,12 +98,12 @@ class Store:
         Raises:
             CheckpointError: If this one, or the one before, could not be written.
         """
-        args = _orbax().args
+        args = orbax().args
         items = {
             _ARRAYS: args.PyTreeSave(dict(arrays)),
             _MANIFEST: args.JsonSave(manifest.to_json()),
         }
-        with self._told("written"):
+        with told(self.directory, "written"):
             if step in self._manager.all_steps():
                 self._manager.delete(step)
             self._manager.save(step, args=args.Composite(**items), metrics=metrics, force=True)
@@ -115,8 +118,8 @@ class Store:
             CheckpointError: If it cannot be read.
         """
         where = f"Checkpoint {step} of {self.directory!r}"
-        args = _orbax().args
-        with self._told("read", step):
+        args = orbax().args
+        with told(self.directory, "read", step):
             items = self._manager.restore(
                 step, args=args.Composite(**{_MANIFEST: args.JsonRestore()})
             )
@@ -135,19 +138,10 @@ class Store:
         """
         if not wanted:
             return []
-        ocp = _orbax()
-        target = {
-            saved.key: jax.ShapeDtypeStruct(saved.entry.shape, saved.entry.dtype, sharding=sharding)
-            for saved, sharding, _ in wanted
-        }
-        how = {
-            saved.key: ocp.RestoreArgs(restore_type=np.ndarray)
-            if sharding is None
-            else ocp.ArrayRestoreArgs(sharding=sharding)
-            for saved, sharding, _ in wanted
-        }
+        ocp = orbax()
+        target, how = to_read(wanted)
         restored = ocp.args.PyTreeRestore(item=target, restore_args=how, partial_restore=True)
-        with self._told("read", step):
+        with told(self.directory, "read", step):
             items = self._manager.restore(step, args=ocp.args.Composite(**{_ARRAYS: restored}))
         arrays = [items[_ARRAYS][saved.key] for saved, _, _ in wanted]
         self._check(step, [saved for saved, _, _ in wanted], arrays)
@@ -159,7 +153,7 @@ class Store:
         Raises:
             CheckpointError: If it could not be written.
         """
-        with self._told("written"):
+        with told(self.directory, "written"):
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
 
@@ -184,18 +178,46 @@ class Store:
                 "that were saved."
             )
 
-    @contextlib.contextmanager
-    def _told(self, what: str, step: int | None = None) -> Iterator[None]:
-        try:
-            yield
-        except CheckpointError:
-            raise
-        except (Exception, BaseExceptionGroup) as error:
-            # Orbax reads arrays at the same time: what the first failed of is cancelled too.
-            which = "A checkpoint" if step is None else f"Checkpoint {step}"
-            raise CheckpointError(
-                f"{which} of {self.directory!r} cannot be {what}: {_reason(error)}"
-            ) from error
+
+@contextlib.contextmanager
+def told(directory: str, what: str, step: int | None = None) -> Iterator[None]:
+    """Makes whatever fails one `CheckpointError` that says what could not be done.
+
+    Args:
+        directory: The directory of checkpoints.
+        what: `"read"`, for example.
+        step: The checkpoint, if it is one.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (Exception, BaseExceptionGroup) as error:
+        # Orbax reads arrays at the same time: what the first failed of is cancelled too.
+        which = "A checkpoint" if step is None else f"Checkpoint {step}"
+        raise CheckpointError(
+            f"{which} of {directory!r} cannot be {what}: {_reason(error)}"
+        ) from error
+
+
+def to_read(wanted: Sequence[tuple[Saved, Any, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What Orbax is asked for: the arrays by key, and how each is to be read.
+
+    Args:
+        wanted: See `Store.load`.
+    """
+    ocp = orbax()
+    target = {
+        saved.key: jax.ShapeDtypeStruct(saved.entry.shape, saved.entry.dtype, sharding=sharding)
+        for saved, sharding, _ in wanted
+    }
+    how = {
+        saved.key: ocp.RestoreArgs(restore_type=np.ndarray)
+        if sharding is None
+        else ocp.ArrayRestoreArgs(sharding=sharding)
+        for saved, sharding, _ in wanted
+    }
+    return target, how
 
 
 def _reason(error: BaseException) -> str:
@@ -210,11 +232,17 @@ def _is_local(directory: str) -> bool:
     return "://" not in directory
 
 
-def _absolute(directory: str) -> str:
+def absolute(directory: str) -> str:
+    """A directory's path in full; that of a bucket is one.
+
+    Args:
+        directory: The path.
+    """
     return os.path.abspath(directory) if _is_local(directory) else directory
 
 
-def _orbax() -> Any:
+def orbax() -> Any:
+    """Orbax, which is imported when checkpoints are used."""
     try:
         import orbax.checkpoint as ocp
     except ImportError as error:

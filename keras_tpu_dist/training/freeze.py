@@ -1,0 +1,219 @@
+"""Which weights train: patterns of paths name those that do not."""
+
+import logging
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from keras_tpu_dist import _keras
+from keras_tpu_dist.common.errors import did_you_mean, message
+from keras_tpu_dist.common.patterns import matches, patterns_of
+
+logger = logging.getLogger("keras_tpu_dist")
+
+# Marks on a weight that it was `freeze` that keeps it from training; on a layer, a set of the paths
+# of its weights that did not train before.
+_FROZEN = "_keras_tpu_dist_frozen"
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """What of a model trains after `freeze`, and what does not.
+
+    Attributes:
+        frozen: Paths of the weights that patterns keep from training.
+        trained: Paths of those that train.
+        others: Paths of those that do not for another reason: averages of `BatchNormalization`,
+            kernels under LoRA, quantized ones, layers with `trainable=False`.
+        numbers: How many numbers the three have.
+        compile_again: Whether the model is no longer compiled, because its optimizer was built
+            for other weights.
+    """
+
+    frozen: tuple[str, ...]
+    trained: tuple[str, ...]
+    others: tuple[str, ...]
+    numbers: tuple[int, int, int]
+    compile_again: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """The attributes by name."""
+        return asdict(self)
+
+    def __str__(self):
+        frozen, trained, others = self.numbers
+        lines = [
+            f"{len(self.trained)} weights train ({trained:,} numbers), {len(self.frozen)} are "
+            f"frozen ({frozen:,}), {len(self.others)} do not train anyway ({others:,})"
+        ]
+        lines += [f"  trains {path}" for path in self.trained]
+        lines += [f"  frozen {path}" for path in self.frozen]
+        if self.compile_again:
+            lines.append("  compile the model again: its optimizer was built for other weights")
+        return "\n".join(lines)
+
+
+def freeze(model: Any, patterns: str | Iterable[str], exclude: str | Iterable[str] = ()) -> Frozen:
+    """Keeps the weights that patterns name from training, and lets all others train that can.
+
+    It is `trainable = False` by path, at any depth: a layer of which all weights are named gets it,
+    so that a frozen `BatchNormalization` keeps its averages too; else single weights do. What an
+    earlier `freeze` named and this one does not trains again: `ktd.freeze(model, [])` ends it. What
+    does not train for another reason stays as it is, such as a kernel under LoRA.
+
+    As in Keras, the model is then compiled, or compiled again with a new optimizer if it has
+    trained; until then, Keras says that it must be.
+
+    Args:
+        model: A built model.
+        patterns: Patterns of paths (`fnmatch`), such as `"encoder/*"`, `"*/bias"` or `"*"`: of
+            weights, or of layers, which stand for all weights in them. The model's own name in
+            front may be left out.
+        exclude: Patterns of what trains nevertheless, such as `"*lora*"`.
+
+    Returns:
+        What trains and what does not; print it.
+
+    Raises:
+        ValueError: If a pattern matches nothing, or the model is not built.
+
+    Example:
+
+    >>> import keras, keras_tpu_dist as ktd
+    >>> model = keras.Sequential(
+    ...     [
+    ...         keras.Input((8,)),
+    ...         keras.layers.Dense(4, name="encoder"),
+    ...         keras.layers.Dense(2, name="head"),
+    ...     ],
+    ...     name="classifier",
+    ... )
+    >>> print(ktd.freeze(model, "encoder"))
+    2 weights train (10 numbers), 2 are frozen (36), 0 do not train anyway (0)
+      trains classifier/head/kernel
+      trains classifier/head/bias
+      frozen classifier/encoder/kernel
+      frozen classifier/encoder/bias
+    """
+    _check_built(model)
+    patterns, exclude = patterns_of(patterns), patterns_of(exclude)
+    names = {id(weight): _names(weight.path, model.name) for weight in model.weights}
+    _check_found((*patterns, *exclude), [name for each in names.values() for name in each])
+    if hasattr(model, "jax_state_sync"):
+        # Within a fit, the variables take its newest state before their order changes.
+        model.jax_state_sync()
+    before = _trained(model)
+    _thaw(model)
+    named = {
+        key
+        for key, paths in names.items()
+        if any(matches(path, patterns) for path in paths)
+        and not any(matches(path, exclude) for path in paths)
+    }
+    _freeze(model, named)
+    report = _told(model)
+    if _trained(model) != before:
+        _keras.forget_functions(model)
+    if report.compile_again:
+        # Keras's next fit would fail within its step, and lose the weights.
+        model.compiled = False
+    return report
+
+
+def _names(path: str, model: str) -> list[str]:
+    """The path of a weight and of all layers that it is in, with and without the model's name."""
+    found = []
+    for each in dict.fromkeys((path, path.removeprefix(f"{model}/"))):
+        parts = each.split("/")
+        found += ["/".join(parts[:n]) for n in range(1, len(parts) + 1)]
+    return found
+
+
+def _thaw(model: Any) -> None:
+    for layer in _innermost(model):
+        before = getattr(layer, _FROZEN, None)
+        if before is not None:
+            layer.trainable = True
+            setattr(layer, _FROZEN, None)
+            for weight in layer.weights:
+                weight.trainable = weight.trainable and weight.path not in before
+    paths = {weight.path for weight in model.weights}
+    for weight in model.weights:
+        if getattr(weight, _FROZEN, False):
+            # LoRA that was enabled since keeps its kernel from training.
+            layer_path, _, name = weight.path.rpartition("/")
+            weight.trainable = f"{layer_path}/lora_{name}_a" not in paths
+            setattr(weight, _FROZEN, False)
+
+
+def _freeze(model: Any, named: set[int]) -> None:
+    weights = [weight for weight in model.weights if id(weight) in named and weight.trainable]
+    for layer in _innermost(model):
+        own = layer.weights
+        if own and layer.trainable and all(id(weight) in named for weight in own):
+            # Keras would let the others train, too, when it sets `trainable` to true again.
+            others = frozenset(weight.path for weight in own if not weight.trainable)
+            setattr(layer, _FROZEN, others)
+            layer.trainable = False
+    for weight in weights:
+        weight.trainable = False
+        setattr(weight, _FROZEN, True)
+
+
+def _innermost(model: Any) -> list:
+    """Layers without layers in them: `trainable` of others would be set for all in them."""
+    layers = [layer for layer in _keras.flatten_layers(model) if layer is not model]
+    return [layer for layer in layers if len(_keras.flatten_layers(layer)) == 1]
+
+
+def _trained(model: Any) -> list[int]:
+    return [id(weight) for weight in model.trainable_weights]
+
+
+def _told(model: Any) -> Frozen:
+    trained = {id(weight) for weight in model.trainable_weights}
+    groups: tuple[list, list, list] = ([], [], [])
+    for weight in model.weights:
+        kind = 1 if id(weight) in trained else 0 if getattr(weight, _FROZEN, False) else 2
+        groups[kind].append(weight)
+    optimizer = getattr(model, "optimizer", None)
+    known = _keras.weights_of(getattr(optimizer, "inner_optimizer", optimizer))
+    again = bool(known) and {id(weight) for weight in known} != trained
+    if again:
+        logger.info(
+            "other weights of model %r train than its optimizer was built for: compile it again, "
+            "with a new optimizer",
+            model.name,
+        )
+    paths = [tuple(weight.path for weight in group) for group in groups]
+    frozen, trains, others = (sum(math.prod(weight.shape) for weight in group) for group in groups)
+    return Frozen(*paths, numbers=(frozen, trains, others), compile_again=again)
+
+
+def _check_built(model: Any) -> None:
+    if not _keras.is_built(model):
+        raise ValueError(
+            message(
+                "Weights can be frozen once they exist.",
+                received=f"{model.name!r}, which is not built.",
+                fix="Give it a keras.Input, or call model.build(input_shape).",
+            )
+        )
+
+
+def _check_found(patterns: Iterable[str], names: list[str]) -> None:
+    lost = [each for each in patterns if not any(matches(name, [each]) for name in names)]
+    if lost:
+        raise ValueError(
+            message(
+                "Each pattern names weights or layers of the model.",
+                received="; ".join(
+                    f"{each!r}, which matches nothing{'.' * bool(hint)}{hint}"
+                    for each in lost
+                    for hint in [did_you_mean(each.strip("*/"), names)]
+                )
+                + ".",
+                fix="See the paths with [weight.path for weight in model.weights].",
+            )
+        )

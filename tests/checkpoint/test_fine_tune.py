@@ -1,0 +1,41 @@
+"""examples/fine_tune.py: another head, another mesh, the encoder frozen first, LoRA."""
+
+import importlib.util
+import pathlib
+import re
+
+import pytest
+from helpers import assert_close
+
+import keras_tpu_dist as ktd
+
+PATH = pathlib.Path(__file__).parents[2] / "examples" / "fine_tune.py"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [[], ["--lora", "4"]])
+def test_the_example(options, tmp_path, capsys, monkeypatch):
+    pytest.importorskip("sklearn")
+    spec = importlib.util.spec_from_file_location("fine_tune", PATH)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    monkeypatch.setattr(ktd, "simulate", lambda devices: None)
+    arguments = ["fine_tune", "--epochs", "3", "--directory", str(tmp_path), *options]
+    monkeypatch.setattr("sys.argv", arguments)
+    example.main()
+    text = capsys.readouterr().out
+    assert "9 variables loaded" in text
+    assert "  kept   classifier/head/kernel" in text
+    assert "->" not in text.replace("seed_generator/seed_generator_state ->", "")
+    assert ("trains encoder/first/lora_kernel_a" in text) == bool(options)
+    assert ("frozen encoder/first/bias" in text) == bool(options)
+    head = re.findall(r"head, epoch \d: loss ([\d.]+)", text)
+    assert len(head) == 3
+    assert float(head[-1]) < float(head[0])
+    # The checkpoint on one device has the loss that the last epoch had on eight.
+    last = re.findall(r"validation ([\d.]+)", text)[-1]
+    shown = text.splitlines()[-1]
+    assert_close(float(re.search(r"validation: loss ([\d.]+)", shown)[1]), float(last), 2e-4)
+    monkeypatch.setattr("sys.argv", [*arguments, "--validate"])
+    example.main()
+    assert capsys.readouterr().out == f"{shown}\n"
