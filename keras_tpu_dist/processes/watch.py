@@ -6,12 +6,14 @@ said itself.
 """
 
 import atexit
+import contextlib
 import logging
 import os
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -202,3 +204,22 @@ def start(channel: Channel, process_id: int, num_processes: int, peer_timeout_s:
 def at(where: str, inside: bool) -> tuple[str, bool] | None:
     """Notes where this process is, if it is one of several. See `Watch.at`."""
     return None if _watch is None else _watch.at(where, inside)
+
+
+@contextlib.contextmanager
+def during(what: str) -> Iterator[None]:
+    """The context of a call that all processes make, for the others' errors.
+
+    Args:
+        what: The call, in words that are the same everywhere.
+    """
+    outer = at(f"in {what}", inside=True)
+    try:
+        yield
+    except BaseException:
+        at(f"in {what}", inside=False)
+        raise
+    if outer is not None and outer[1]:
+        at(outer[0], inside=True)
+    else:
+        at(f"after {what}", inside=False)
