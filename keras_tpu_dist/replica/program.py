@@ -86,7 +86,7 @@ class Program:
         self._strategy = strategy
         # One replica has nobody to talk to, and nothing can differ.
         self._axes = tuple(strategy.data_axes) if strategy.num_replicas_in_sync > 1 else ()
-        self._checked_padding = False
+        self._checked_padding = self._launched = False
         self._name = name_of(function())
         check_call(self._name, call, strategy)
         # The arguments of later calls arrive as arrays alone.
@@ -111,8 +111,12 @@ class Program:
         Raises:
             ValueError: If padding changed a result, or an update of a variable.
         """
-        with watch.during(self._name):
+        # The first time all have just said that they come here, and may compile for long.
+        with watch.during(self._name, watch.LAUNCH if self._launched else watch.OUTSIDE):
             outputs = self._run(self._inputs(call, self._known))
+        self._launched = True
+        if not self._strategy.placer.is_local:
+            watch.launched(outputs)
         results = self._wrap(outputs["outs"], call)
         if call.padded and call.check_padding and not self._checked_padding:
             self._check_padding(call, outputs, results)

@@ -42,7 +42,7 @@ def together(name: str, model: Any) -> Iterator[None]:
         return
     what = f"{name} of model {model.name!r}"
     agree(what, fix=f"Call model.{name} in all processes, with the same model.")
-    with watch.during(what):
+    with watch.during(what, watch.INSIDE):
         yield
 
 

@@ -199,16 +199,13 @@ def training(strategy, found, feed):
         rows = np.arange(job.ROWS)[given.input_pipeline_id :: given.num_input_pipelines]
         return [(job.X[p], job.Y[p]) for p in np.split(rows, range(size, len(rows), size))]
 
-    def tf_data():
-        import tensorflow as tf
-
-        return tf.data.Dataset.from_tensor_slices((job.X, job.Y)).batch(BATCH)
-
     makers = {
         "arrays": lambda e: strategy.distribute_dataset((job.X, job.Y), batch_size=BATCH),
         "generator": lambda e: strategy.distribute_dataset(batches()),
         "pydataset": lambda e: strategy.distribute_dataset(job.Sequence()),
-        "tf.data": lambda e: strategy.distribute_dataset(tf_data()),
+        "tf.data": lambda e: strategy.distribute_dataset(
+            own_rows.tf_data(np.arange(job.ROWS), BATCH)
+        ),
         "function": lambda e: strategy.distribute_datasets_from_function(parts),
     }
     model = trained(strategy, makers[feed], found, feed)
@@ -260,9 +257,9 @@ def own_dataset(strategy, found, feed, split):
         "function": lambda: strategy.distribute_datasets_from_function(parts),
         "pydataset": lambda: strategy.distribute_dataset(own),
         "generator": lambda: strategy.distribute_dataset(own[i] for i in range(len(own))),
-        "tf.data": lambda: strategy.distribute_dataset(_tf_data(rows, size)),
-        "torch": lambda: strategy.distribute_dataset(_torch(rows, size)),
     }
+    for name, loader in own_rows.LOADERS.items():
+        makers[name] = lambda loader=loader: strategy.distribute_dataset(loader(rows, size))
     return lambda epoch: makers[feed]()
 
 
@@ -270,19 +267,6 @@ def _in_turn(parts, size):
     """The rows of each step where every part gives `size` of its own."""
     steps = max(-(-len(rows) // size) for rows in parts)
     return [np.concatenate([r[i * size : (i + 1) * size] for r in parts]) for i in range(steps)]
-
-
-def _tf_data(rows, size):
-    import tensorflow as tf
-
-    return tf.data.Dataset.from_tensor_slices((job.X[rows], job.Y[rows])).batch(size)
-
-
-def _torch(rows, size):
-    import torch
-
-    data = torch.utils.data.TensorDataset(torch.tensor(job.X[rows]), torch.tensor(job.Y[rows]))
-    return torch.utils.data.DataLoader(data, batch_size=size)
 
 
 # What cannot be: an error in all processes, after which they go on.

@@ -1,6 +1,7 @@
 """Replica code over several processes gives what it gives in one."""
 
 import importlib.util
+import itertools
 import json
 import pathlib
 
@@ -18,7 +19,8 @@ def _loaded(name):
 
 
 replica_code = _loaded("replica_code")
-launched = _loaded("test_processes").launched
+test_processes = _loaded("test_processes")
+FEEDS, launched = test_processes.FEEDS, test_processes.launched
 
 
 def compared(folder, cases, processes, devices):
@@ -48,25 +50,22 @@ def compared(folder, cases, processes, devices):
                 )
 
 
+# Some cases; the table, 2 x 108, by `python tests/processes/run.py replica`.
 TWO = [
-    ("data", "values"),
     ("tensor", "variables"),
     ("data", "sizes"),
     ("fsdp", "training", "tf.data"),
-    ("tensor", "training", "function"),
     ("data", "own", "arrays", "uneven"),
-    ("data", "own", "function", "none"),
 ]
-FOUR = [
-    ("tensor", "values"),
-    ("tensor", "sizes"),
-    ("cube", "training", "generator"),
-    ("model", "training", "arrays"),
-    ("tensor", "own", "generator", "none"),
-    ("tensor", "own", "function", "uneven"),
-    ("data", "own", "tf.data", "uneven"),
-    ("data", "mistakes"),
-]
+FOUR = [("tensor", "values"), ("tensor", "own", "function", "none"), ("data", "mistakes")]
+
+
+def table(plan):
+    """Every case on a mesh."""
+    yield from ((plan, what) for what in replica_code.CASES)
+    yield from ((plan, "training", feed) for feed in (*FEEDS, "function"))
+    splits = replica_code.own_rows.SPLITS
+    yield from ((plan, "own", *how) for how in itertools.product((*FEEDS, "function"), splits))
 
 
 @pytest.mark.slow
