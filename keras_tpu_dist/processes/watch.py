@@ -6,12 +6,14 @@ said itself.
 """
 
 import atexit
+import contextlib
 import logging
 import os
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -27,6 +29,7 @@ _BEAT_S = 1.0
 _GRACE_S = 3.0
 _MOST_BEATS_PER_SECOND = 64
 _ENDED = "has ended its program"
+OUTSIDE, INSIDE, LAUNCH = 0, 1, 2
 
 
 class Watch:
@@ -48,11 +51,12 @@ class Watch:
         self._peer_timeout_s = peer_timeout_s
         self._beats = 0
         self._where = "before its first call"
-        self._inside = False
+        self._inside = OUTSIDE
+        self._output: Any = None
         self._heard: dict[int, tuple[int, float]] = {}
         self._gone: dict[int, str] = {}
         self._gone_since: dict[int, float] = {}
-        self._positions: dict[int, tuple[str, bool]] = {}
+        self._positions: dict[int, tuple[str, int]] = {}
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ktd-watch", daemon=True)
 
@@ -71,22 +75,39 @@ class Watch:
         atexit.register(self.ended)
         self._thread.start()
 
-    def at(self, where: str, inside: bool) -> tuple[str, bool]:
+    def at(self, where: str, inside: int) -> tuple[str, int]:
         """Notes where this process is, for the others' errors; returns where it was.
 
         Args:
             where: In words.
-            inside: Whether it may be waiting for others there.
+            inside: Whether it may be waiting for others there: `OUTSIDE`, `INSIDE` a call that
+                all make, at `LAUNCH` of a program that all run.
         """
         before = self._where, self._inside
         self._where, self._inside = where, inside
         return before
 
+    def launched(self, output: jax.Array) -> None:
+        """Notes a launch: until its output is there this process may wait for the others'.
+
+        Args:
+            output: An array that the program makes, small since it is kept until the next launch.
+        """
+        self._output = output
+
+    @property
+    def _level(self) -> int:
+        """How deep inside this process is: see `at`."""
+        output = self._output
+        done = output is None or output.is_deleted() or output.is_ready()
+        return self._inside if done else LAUNCH
+
     def why_not(self, missing: list[int], waited_s: float) -> str | None:
         """Why some of the processes will not come, or `None`.
 
         One that lives and is on its way is waited for, however long that takes. One that is still
-        inside of a call that all had begun is not on its way.
+        inside of a call that all had begun is not on its way, nor is one whose launch this one
+        did not make.
 
         Args:
             missing: The numbers of those that are waited for.
@@ -94,10 +115,12 @@ class Watch:
         """
         gone = {**self._told_gone(), **self._gone}
         reason = next((gone[i] for i in missing if i in gone), None)
-        inside = [self._positions[i][0] for i in missing if self._positions.get(i, ("", False))[1]]
-        if reason or waited_s < self._peer_timeout_s or not (inside and self._inside):
+        own = self._level
+        places = [self._positions.get(i, ("", OUTSIDE)) for i in missing]
+        waiting = [where for where, level in places if level == INSIDE <= own or level > own]
+        if reason or waited_s < self._peer_timeout_s or not waiting:
             return reason
-        return f"still {inside[0]} after {self._peer_timeout_s:g} s"
+        return f"still {waiting[0]} after {self._peer_timeout_s:g} s"
 
     def failed(self, error: str) -> None:
         """Tells the others that this process ends by an error, and ends it.
@@ -141,7 +164,7 @@ class Watch:
 
     def _look(self) -> None:
         self._beats += 1
-        self._channel.tell("alive", [self._beats, self._where, self._inside])
+        self._channel.tell("alive", [self._beats, self._where, self._level])
         self._listen(self._channel.told("alive"))
         self._gone.update(self._told_gone())
         now = time.monotonic()
@@ -159,7 +182,7 @@ class Watch:
     def _listen(self, alive: dict[int, Any]) -> None:
         now = time.monotonic()
         for i in range(self._num_processes):
-            beats, where, inside = alive.get(i, (0, "before its first call", False))
+            beats, where, inside = alive.get(i, (0, "before its first call", OUTSIDE))
             if i == self._process_id or self._heard.get(i, (-1, now))[0] != beats:
                 self._heard[i] = beats, now
                 self._positions[i] = where, inside
@@ -170,7 +193,7 @@ class Watch:
         if not self._gone[number].startswith(_ENDED):
             return True
         # It came to its end: only who still waits for it in a collective is lost.
-        return self._inside and now - self._gone_since[number] > self._peer_timeout_s
+        return bool(self._level) and now - self._gone_since[number] > self._peer_timeout_s
 
     def _end(self, fatal: dict[int, str]) -> None:
         """Ends this process, unless it does so itself within a few seconds."""
@@ -199,6 +222,37 @@ def start(channel: Channel, process_id: int, num_processes: int, peer_timeout_s:
     return _watch
 
 
-def at(where: str, inside: bool) -> tuple[str, bool] | None:
+def at(where: str, inside: int) -> tuple[str, int] | None:
     """Notes where this process is, if it is one of several. See `Watch.at`."""
     return None if _watch is None else _watch.at(where, inside)
+
+
+def launched(outputs: Any) -> None:
+    """Notes a launch, if this process is one of several. See `Watch.launched`.
+
+    Args:
+        outputs: A structure of what the program makes.
+    """
+    if _watch is not None:
+        arrays = jax.tree.leaves(outputs)
+        _watch.launched(min(arrays, key=lambda array: array.nbytes, default=None))
+
+
+@contextlib.contextmanager
+def during(what: str, inside: int) -> Iterator[None]:
+    """The context of a call that all processes make, for the others' errors.
+
+    Args:
+        what: The call, in words that are the same everywhere.
+        inside: See `Watch.at`.
+    """
+    outer = at(f"in {what}", inside)
+    try:
+        yield
+    except BaseException:
+        at(f"in {what}", OUTSIDE)
+        raise
+    if outer is not None and outer[1]:
+        at(*outer)
+    else:
+        at(f"after {what}", OUTSIDE)

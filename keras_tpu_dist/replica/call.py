@@ -9,6 +9,7 @@ import keras
 import numpy as np
 
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.processes.arrays import put, whole
 from keras_tpu_dist.replica.options import RunOptions, exact, pad_host, pad_value, refilled
 from keras_tpu_dist.replica.values import PerReplica, check_owner
 from keras_tpu_dist.training.strategy import Strategy
@@ -208,10 +209,13 @@ def _whole_leaf(value, axis, options: RunOptions, strategy) -> Leaf:
             )
         )
     if axis is not None:
-        array = pad_host(np.asarray(array), axis, options, "an array")
+        host = whole(array) if isinstance(array, jax.Array) else array
+        array = pad_host(host, axis, options, "an array")
     elif isinstance(array, jax.Array) and array.sharding.device_set != strategy.placer.device_set:
         # Computed on one device, for example taken out of local_results.
-        array = jax.device_put(array, strategy.placer.sharding(None))
+        if array.weak_type and not array.ndim and not strategy.placer.is_local:
+            return Leaf(array.item())
+        array = put([array], [strategy.placer.sharding(None)])[0]
     return Leaf(array, length=axis)
 
 

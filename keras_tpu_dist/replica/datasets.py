@@ -1,83 +1,24 @@
 """Datasets and values, distributed over replicas for `strategy.run`."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
 
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.replica.blocks import own_replicas
+from keras_tpu_dist.replica.input_context import InputContext, ValueContext
 from keras_tpu_dist.replica.options import RunOptions, pad_host
-from keras_tpu_dist.replica.sources import batches_of, in_groups
-from keras_tpu_dist.replica.values import PerReplica, stack
+from keras_tpu_dist.replica.parts import place_parts
+from keras_tpu_dist.replica.sources import agreed_length, batches_of, in_groups, in_step
+from keras_tpu_dist.replica.stacked import stacked
+from keras_tpu_dist.replica.values import PerReplica
 from keras_tpu_dist.training.batch_axis import flatten
-from keras_tpu_dist.training.host_arrays import padded
 from keras_tpu_dist.training.iterator import DeviceIterator
+from keras_tpu_dist.training.own_input import OwnInput, Share
 from keras_tpu_dist.training.strategy import Strategy, StrategyPart
-
-
-@dataclass(frozen=True)
-class InputContext:
-    """What a function that makes a dataset knows about where its batches go.
-
-    Args:
-        num_input_pipelines: How many processes read input.
-        input_pipeline_id: The number of this one.
-        num_replicas_in_sync: The number of replicas.
-
-    Example:
-
-    >>> import keras_tpu_dist as ktd
-    >>> ktd.InputContext(num_replicas_in_sync=4).get_per_replica_batch_size(32)
-    8
-    """
-
-    num_input_pipelines: int = 1
-    input_pipeline_id: int = 0
-    num_replicas_in_sync: int = 1
-
-    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """The rows each replica gets of a global batch.
-
-        Args:
-            global_batch_size: Rows of all replicas together.
-
-        Raises:
-            ValueError: If they do not divide by the number of replicas.
-        """
-        if global_batch_size % self.num_replicas_in_sync:
-            raise ValueError(
-                message(
-                    "The global batch size must be divisible by the number of replicas.",
-                    received={
-                        "global_batch_size": global_batch_size,
-                        "num_replicas_in_sync": self.num_replicas_in_sync,
-                    },
-                    fix="Choose a multiple of it; distribute_dataset takes batches of any size.",
-                )
-            )
-        return global_batch_size // self.num_replicas_in_sync
-
-
-@dataclass(frozen=True)
-class ValueContext:
-    """What a function that makes one replica's value knows.
-
-    Args:
-        replica_id_in_sync_group: The replica's number, a Python integer.
-        num_replicas_in_sync: The number of replicas.
-
-    Example:
-
-    >>> import keras_tpu_dist as ktd
-    >>> context = ktd.ValueContext(replica_id_in_sync_group=2, num_replicas_in_sync=4)
-    >>> context.replica_id_in_sync_group / context.num_replicas_in_sync
-    0.5
-    """
-
-    replica_id_in_sync_group: int = 0
-    num_replicas_in_sync: int = 1
 
 
 class DistributedDataset:
@@ -144,19 +85,26 @@ class DistributedInput(StrategyPart):
         for such a batch. Elements that the strategy's `batch_axis` declares without a batch, and
         scalars, go to all replicas whole.
 
+        Several processes give the same dataset each and transfer their own replicas' rows. Under
+        `TPUStrategy(input="per_process")` each gives its own rows (`strategy.input_shard`), as to
+        `fit`: they go to its own replicas, a step takes the next batch of every process, and all
+        iterations end together.
+
         Args:
             dataset: An iterable of global batches (structures of arrays): a list, a generator, a
                 `keras.utils.PyDataset`, a `tf.data.Dataset`, a torch `DataLoader`; or, with
                 `batch_size`, an array or a structure of arrays to cut into batches.
             options: The `RunOptions` that go to `run`: lengths are padded to buckets already here,
                 before the transfer.
-            batch_size: The global batch size where `dataset` is arrays.
+            batch_size: The global batch size, of all processes, where `dataset` is arrays.
 
         Returns:
             A `DistributedDataset`; its batches hold a `PerReplica` for each array.
 
         Raises:
-            ValueError: If arrays come without `batch_size` or batches with it.
+            ValueError: If arrays come without `batch_size` or batches with it; while iterating,
+                on all processes, if their batches do not fit together.
+            PeerError: While iterating, if not all processes do.
             TypeError: If `options` is something else.
 
         Example:
@@ -184,9 +132,13 @@ class DistributedInput(StrategyPart):
                     "ready is TPUStrategy(prefetch=...).",
                 )
             )
-        batches, length = batches_of(dataset, batch_size)
+        own = self.runner.own_input
+        batches, length = batches_of(dataset, batch_size, own)
         return DistributedDataset(
-            batches, lambda batch: self._place_global(batch, options), self.runner.prefetch, length
+            in_step(batches, self.placer, own),
+            lambda batch: self._place_global(batch, options),
+            self.runner.prefetch,
+            agreed_length(length, own),
         )
 
     def distribute_datasets_from_function(
@@ -197,6 +149,11 @@ class DistributedInput(StrategyPart):
         Each step takes one batch for each replica, in order. If the dataset ends within a step,
         the replicas that are left get no rows.
 
+        Several processes call the function each. By default there is one input pipeline, which
+        all of them read; under `TPUStrategy(input="per_process")` there is one for each input
+        shard, whose batches go to the replicas of its processes. A function that cuts its data by
+        the context's `input_pipeline_id` of `num_input_pipelines` is right either way.
+
         Args:
             dataset_fn: From an `InputContext` to an iterable of batches of one replica's size
                 (`context.get_per_replica_batch_size(global_batch_size)`).
@@ -205,18 +162,27 @@ class DistributedInput(StrategyPart):
             A `DistributedDataset`.
         """
         check_attached(self, "distribute_datasets_from_function")
-        context = InputContext(jax.process_count(), jax.process_index(), self.num_replicas_in_sync)
+        own, number = self.runner.own_input, self.num_replicas_in_sync
+        context = InputContext(num_replicas_in_sync=number)
+        if own is not None:
+            shard = own.shares.shard
+            context = InputContext(shard.count, shard.index, number)
+            # What has no batch axis is each replica's own here.
+            own = OwnInput(own.shares, self.placer.axes, alike=False)
         batches, length = batches_of(dataset_fn(context), None)
-        steps = None if length is None else -(-length // self.num_replicas_in_sync)
+        each = number // context.num_input_pipelines
+        together = in_step(batches, self.placer, own)
         return DistributedDataset(
-            lambda: in_groups(batches(), self.num_replicas_in_sync),
-            self._place_parts,
+            lambda: in_groups(together(), each),
+            lambda parts: place_parts(parts, self),
             self.runner.prefetch,
-            steps,
+            agreed_length(None if length is None else -(-length // each), own),
         )
 
     def distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
         """Makes per-replica values from a function called once for each replica.
+
+        Each of several processes calls it for its own replicas, in the order of their numbers.
 
         Args:
             value_fn: From a `ValueContext` to a number, an array or a structure of them.
@@ -226,6 +192,7 @@ class DistributedInput(StrategyPart):
 
         Raises:
             ValueError: If the values are no numbers or do not fit together.
+            PeerError: If not all processes call it.
 
         Example:
 
@@ -239,22 +206,15 @@ class DistributedInput(StrategyPart):
         """
         check_attached(self, "distribute_values_from_function")
         number = self.num_replicas_in_sync
-        made = [jax.tree.flatten(value_fn(ValueContext(i, number))) for i in range(number)]
-        if any(treedef != made[0][1] for _, treedef in made):
-            raise ValueError(
-                message(
-                    "value_fn must return the same structure for all replicas.",
-                    received={"structures": sorted({str(treedef) for _, treedef in made})},
-                    fix="Return the same keys and lengths for each replica.",
-                )
-            )
-        leaves = [stack(column, self, "value_fn") for column in zip(*(row for row, _ in made))]
-        return jax.tree.unflatten(made[0][1], leaves)
+        made = {i: value_fn(ValueContext(i, number)) for i in own_replicas(self)}
+        return stacked(made, self, "value_fn")
 
     def _place_global(self, batch: Any, options: RunOptions | None) -> Any:
         padded: list[tuple[int, int] | None] | None = None
         if options is not None and options.buckets is not None:
-            batch, padded = _bucketed(batch, options)
+            host = batch.batch if isinstance(batch, Share) else batch
+            host, padded = _bucketed(host, options)
+            batch = replace(batch, batch=host) if isinstance(batch, Share) else host
         placed = self.placer.place(batch)
         leaves, treedef = flatten(placed.data)
         number = self.num_replicas_in_sync
@@ -265,26 +225,9 @@ class DistributedInput(StrategyPart):
                 continue
             sizes = {} if length is None else {length[0]: (length[1],) * number}
             if slot.rows is not None:
-                sizes[slot.axis] = _rows_of_each(slot.rows, number)
+                sizes[slot.axis] = slot.filled or _rows_of_each(slot.rows, number)
             spread.append(PerReplica(array, self, axis=slot.axis, sizes=sizes))
         return jax.tree.unflatten(treedef, spread)
-
-    def _place_parts(self, parts: list) -> Any:
-        columns, treedef, axes = _columns(parts, self.placer)
-        leaves = [self._place_column(column, axis) for column, axis in zip(columns, axes)]
-        return jax.tree.unflatten(treedef, leaves)
-
-    def _place_column(self, arrays: list, axis: int | None) -> PerReplica:
-        """One array per replica, of which the last ones may be missing."""
-        missing = self.num_replicas_in_sync - len(arrays)
-        if axis is None:
-            return stack([*arrays, *[np.zeros_like(arrays[0])] * missing], self, "dataset_fn")
-        true = (*(array.shape[axis] for array in arrays), *(0,) * missing)
-        empty = np.zeros_like(arrays[0]).take([], axis)
-        longer = [padded(a, axis, max(true)) for a in [*arrays, *[empty] * missing]]
-        joined = jax.device_put(np.concatenate(longer, axis), self.placer.sharding(axis))
-        sizes = {axis: true} if len(set(true)) > 1 else {}
-        return PerReplica(joined, self, axis=axis, sizes=sizes)
 
     experimental_distribute_dataset = distribute_dataset
     experimental_distribute_datasets_from_function = distribute_datasets_from_function
@@ -317,30 +260,8 @@ def _one_entry(options: RunOptions) -> bool:
     return not isinstance(options.axis, tuple) or len(options.axis) == 1
 
 
-def _columns(parts: list, placer) -> tuple[list, Any, list]:
-    """The batches of one step, array by array, with each array's batch axis."""
-    flat = []
-    for part in parts:
-        checked = placer.checked(part)
-        leaves, treedef = jax.tree.flatten(checked)
-        flat.append(([np.asarray(leaf) for leaf in leaves], treedef))
-    treedef = flat[0][1]
-    if any(other != treedef for _, other in flat):
-        raise ValueError(
-            message(
-                "All batches of a dataset must have one structure.",
-                received={"structures": sorted({str(other) for _, other in flat})},
-                fix="Yield the same keys and lengths each time.",
-            )
-        )
-    axes = placer.axes(parts[0])
-    arrays = [leaves for leaves, _ in flat]
-    axes = [axis if leaf.ndim else None for axis, leaf in zip(axes, arrays[0])]
-    return [list(column) for column in zip(*arrays)], treedef, axes
-
-
 def check_attached(strategy: Strategy, what: str) -> None:
-    """Raises if a strategy's devices are only named, or of several processes.
+    """Raises if a strategy's devices are only named, or of some of the processes.
 
     Args:
         strategy: The strategy.
@@ -354,12 +275,13 @@ def check_attached(strategy: Strategy, what: str) -> None:
                 fix="Leave `topology` out to run on the devices that are here.",
             )
         )
-    if strategy.num_hosts > 1:
+    if 1 < strategy.num_hosts < jax.process_count():
         raise NotImplementedError(
             message(
-                "Replica code runs in one process for now.",
-                received=f"{what} on a mesh of {strategy.num_hosts} processes.",
-                fix="Train with model.fit, which runs over all of them, or make a strategy of "
-                "this process's devices: TPUStrategy(devices=jax.local_devices()).",
+                "Replica code runs in one process, or in all of them.",
+                received=f"{what} on a mesh of {strategy.num_hosts} of {jax.process_count()} "
+                "processes.",
+                fix="Make the strategy of all devices, or of this process's: "
+                "TPUStrategy(devices=jax.local_devices()).",
             )
         )

@@ -1,7 +1,7 @@
 """Options of `strategy.run`, and padding: uneven batches and varying lengths in few programs."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.replica.blocks import from_blocks, own_blocks
 from keras_tpu_dist.replica.values import PerReplica
 from keras_tpu_dist.training.host_arrays import padded
 
@@ -195,8 +196,7 @@ def pad_value(value: PerReplica, axis: int, options: RunOptions) -> PerReplica:
     array = value.array
     if bucket != length:
         logger.debug("padded on the host; distribute_dataset(..., options) pads before transfer")
-        longer = padded(np.asarray(array), axis + value.stacked, bucket)
-        array = jax.device_put(longer, array.sharding)
+        array = _changed(value, lambda _, block: padded(block, axis + value.stacked, bucket))
     return PerReplica(array, value.strategy, axis=value.axis, stacked=value.stacked, sizes=sizes)
 
 
@@ -219,24 +219,25 @@ def refilled(value: PerReplica) -> PerReplica:
     Args:
         value: The value, which stays as it is.
     """
-    host = np.array(value.array)
-    block = host.shape[value.axis] // value.strategy.num_replicas_in_sync
-    for axis, true in value.sizes.items():
-        at = axis + value.stacked
-        for replica, size in enumerate(true):
-            index: list[Any] = [slice(None)] * host.ndim
-            index[value.axis] = slice(replica * block, (replica + 1) * block)
-            part = host[tuple(index)]
-            beyond: list[Any] = [slice(None)] * host.ndim
-            beyond[at] = slice(size, None)
-            part[tuple(beyond)] = 1
+
+    def with_ones(replica: int, block: np.ndarray) -> np.ndarray:
+        block = block.copy()
+        for axis, true in value.sizes.items():
+            beyond = (slice(None),) * (axis + value.stacked) + (slice(true[replica], None),)
+            block[beyond] = 1
+        return block
+
+    array = _changed(value, with_ones)
     return PerReplica(
-        jax.device_put(host, value.array.sharding),
-        value.strategy,
-        axis=value.axis,
-        stacked=value.stacked,
-        sizes=value.sizes,
+        array, value.strategy, axis=value.axis, stacked=value.stacked, sizes=value.sizes
     )
+
+
+def _changed(value: PerReplica, change: Callable[[int, np.ndarray], np.ndarray]) -> jax.Array:
+    """The array with each replica's part changed on the host of its devices."""
+    blocks = own_blocks(value.array, value.strategy).items()
+    changed = {replica: change(replica, np.asarray(block)) for replica, block in blocks}
+    return from_blocks(changed, value.axis, value.strategy)
 
 
 def _is_none(node: Any) -> bool:

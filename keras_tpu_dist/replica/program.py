@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.partitioner import Jitted
+from keras_tpu_dist.processes import watch
 from keras_tpu_dist.replica.call import Call, Leaf
 from keras_tpu_dist.replica.context import ReplicaContext, entered
 from keras_tpu_dist.replica.flow import differing, shard_map_body
@@ -21,7 +22,6 @@ from keras_tpu_dist.replica.padding import (
     dimensions_that_follow,
     doubled,
     of_one_replica,
-    same_numbers,
     shape_of,
     size_at,
 )
@@ -33,6 +33,7 @@ from keras_tpu_dist.replica.state import (
     is_own,
     to_combine,
 )
+from keras_tpu_dist.replica.together import all_the_same, check_call, check_variables, name_of
 from keras_tpu_dist.replica.values import PerReplica
 from keras_tpu_dist.training import membership
 from keras_tpu_dist.training.strategy import Strategy
@@ -76,7 +77,8 @@ class Program:
 
     Raises:
         ValueError: If the function returns something that is no array, or an update of a variable
-            cannot be combined.
+            cannot be combined; or if processes give it different arguments or variables.
+        PeerError: If not all processes run it.
     """
 
     def __init__(self, function: Callable[[], Callable], call: Call, strategy: Strategy):
@@ -84,13 +86,16 @@ class Program:
         self._strategy = strategy
         # One replica has nobody to talk to, and nothing can differ.
         self._axes = tuple(strategy.data_axes) if strategy.num_replicas_in_sync > 1 else ()
-        self._checked_padding = False
+        self._checked_padding = self._launched = False
+        self._name = name_of(function())
+        check_call(self._name, call, strategy)
         # The arguments of later calls arrive as arrays alone.
         self._form = Call(call.treedef, [_form(leaf) for leaf in call.leaves])
         self._places = [leaf for leaf in self._form.leaves if not leaf.constant]
         attempt = self._settle(call)
         self._record, self._run = attempt.record, attempt.function
         self._known = attempt.known
+        check_variables(self._name, attempt.known, strategy)
         self._layouts = [_keras.variable_layout(v) for v in attempt.known]
         self._cuts = self._find_cuts(call, attempt)
 
@@ -106,7 +111,12 @@ class Program:
         Raises:
             ValueError: If padding changed a result, or an update of a variable.
         """
-        outputs = self._run(self._inputs(call, self._known))
+        # The first time all have just said that they come here, and may compile for long.
+        with watch.during(self._name, watch.LAUNCH if self._launched else watch.OUTSIDE):
+            outputs = self._run(self._inputs(call, self._known))
+        self._launched = True
+        if not self._strategy.placer.is_local:
+            watch.launched(outputs)
         results = self._wrap(outputs["outs"], call)
         if call.padded and call.check_padding and not self._checked_padding:
             self._check_padding(call, outputs, results)
@@ -333,13 +343,12 @@ class Program:
     def _check_padding(self, call: Call, outputs: dict, results: list[PerReplica]) -> None:
         again = self._run(self._inputs(call.with_other_padding(), self._known))
         others = self._wrap(again["outs"], call)
-        same = all(
-            same_numbers(a, b)
-            for one, other in zip(results, others)
-            for a, b in zip(one.values, other.values)
-        )
-        state = [(outputs[k], again[k]) for k in ("mirrored", "own")]
-        if same and all(same_numbers(a, b) for one, two in state for a, b in zip(one, two)):
+        returned = [
+            pair for one, other in zip(results, others) for pair in zip(one.values, other.values)
+        ]
+        state = [pair for k in ("mirrored", "own") for pair in zip(outputs[k], again[k])]
+        same = all_the_same(f"what {self._name} returns", returned, self._strategy)
+        if all_the_same(f"the updates of {self._name}", state, self._strategy) and same:
             return
         raise ValueError(
             message(

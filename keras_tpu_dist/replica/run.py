@@ -10,8 +10,8 @@ from typing import Any
 import keras
 
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.replica import combine, values
 from keras_tpu_dist.replica import hooks as hooks  # declares what it replaces in Keras
-from keras_tpu_dist.replica import values as replica_values
 from keras_tpu_dist.replica.call import prepare
 from keras_tpu_dist.replica.context import in_replica_context
 from keras_tpu_dist.replica.datasets import DistributedInput, check_attached
@@ -57,6 +57,10 @@ class ReplicaCode(DistributedInput):
         the same function object each time. A lambda written in the loop is a new function each
         time, traced and compiled anew, which the log warns of.
 
+        Where the mesh spans several processes, all of them call `run` with the same function and
+        the same arguments; what differs comes as a per-replica value. That is checked at the
+        first call of each program, as are the values of the variables.
+
         Args:
             fn: The function. It returns arrays, numbers, `None` or a structure of them.
             args: Its positional arguments.
@@ -68,7 +72,9 @@ class ReplicaCode(DistributedInput):
 
         Raises:
             ValueError: If `fn` returns something else, a per-replica argument belongs to another
-                strategy or is uneven, or an update cannot be combined.
+                strategy or is uneven, or an update cannot be combined; on all processes, if their
+                arguments or variables differ.
+            PeerError: If other processes run something else.
             RuntimeError: Inside of another `run`.
             TypeError: If an argument is of a wrong kind.
             NotImplementedError: If `fn` calls `merge_call`.
@@ -96,6 +102,10 @@ class ReplicaCode(DistributedInput):
     def local_results(self, value: Any) -> tuple:
         """The values of all replicas of this process.
 
+        With several processes each gets the values of its own replicas, as in `tf.distribute`: of
+        those that have a device there (`PerReplica.replica_ids`), one that spans processes in
+        each of them. They are this process's own arrays.
+
         Args:
             value: What `run` returned or a distributed dataset gave: a `PerReplica` or a structure
                 with some; or an `"on_read"` variable, for each replica's own value.
@@ -108,8 +118,8 @@ class ReplicaCode(DistributedInput):
         """
         if isinstance(value, keras.Variable) and is_own(value):
             copies = copies_of(value, self)
-            value = replica_values.PerReplica(copies, self, stacked=True)
-        return replica_values.local_results(value, self)
+            value = values.PerReplica(copies, self, stacked=True)
+        return values.local_results(value, self)
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
         """Combines values over replicas, and over a dimension of each.
@@ -123,14 +133,14 @@ class ReplicaCode(DistributedInput):
                 replicas.
 
         Returns:
-            Arrays, the same on all devices.
+            Arrays, the same on all devices and in all processes, which all call it.
 
         Raises:
             ValueError: For a sum of a value that all replicas share; for values of different sizes
                 without the axis in which they differ; if a value belongs to another strategy.
         """
         self._check_outside("reduce", "all_reduce")
-        return replica_values.reduce(reduce_op, value, axis, self)
+        return combine.reduce(reduce_op, value, axis, self)
 
     def gather(self, value: Any, axis: int) -> Any:
         """Joins values of all replicas along a dimension.
@@ -140,14 +150,14 @@ class ReplicaCode(DistributedInput):
             axis: The dimension.
 
         Returns:
-            Arrays, the same on all devices.
+            Arrays, the same on all devices and in all processes, which all call it.
 
         Raises:
             ValueError: If a value is a scalar or lacks the dimension, or values differ in another
                 dimension, or belong to another strategy.
         """
         self._check_outside("gather", "all_gather")
-        return replica_values.gather(value, axis, self)
+        return combine.gather(value, axis, self)
 
     experimental_local_results = local_results
 

@@ -10,6 +10,9 @@ import numpy as np
 
 from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.training.alike import compared
+from keras_tpu_dist.training.batches import BatchPlacer
+from keras_tpu_dist.training.own_input import OwnInput
 
 
 def in_groups(batches: Iterator, number: int) -> Iterator[list]:
@@ -29,13 +32,42 @@ def in_groups(batches: Iterator, number: int) -> Iterator[list]:
         yield group
 
 
-def batches_of(dataset: Any, batch_size: int | None) -> tuple[Callable[[], Iterator], int | None]:
+def in_step(
+    batches: Callable[[], Iterator], placer: BatchPlacer, own: OwnInput | None
+) -> Callable[[], Iterator]:
+    """A function that starts an iteration whose steps all processes make together.
+
+    Args:
+        batches: Starts an iteration over this process's host batches.
+        placer: The strategy's.
+        own: How the processes agree on what each of them brings; `None` if all have the same.
+    """
+    if own is not None:
+        return lambda: own.agreed(batches(), None, may_be_empty=True)
+    return batches if placer.is_local else lambda: compared(batches())
+
+
+def agreed_length(length: int | None, own: OwnInput | None) -> int | None:
+    """The number of steps that all processes make, if all know theirs.
+
+    Args:
+        length: This process's.
+        own: See `in_step`.
+    """
+    return length if own is None else own.length(length, ragged=False)[0]
+
+
+def batches_of(
+    dataset: Any, batch_size: int | None, own: OwnInput | None = None
+) -> tuple[Callable[[], Iterator], int | None]:
     """A function that starts an iteration over host batches, and their number if known.
 
     Args:
         dataset: An iterable of batches; or an array, or a tuple or dict of arrays, to cut.
         batch_size: The rows to cut arrays into, the last batch having those that are left; `None`
             for an iterable of batches.
+        own: Given where arrays are this process's rows, of which it brings its share of
+            `batch_size`, and may have none.
 
     Raises:
         ValueError: If arrays come without `batch_size` or batches with it, if the arrays have no
@@ -53,7 +85,7 @@ def batches_of(dataset: Any, batch_size: int | None) -> tuple[Callable[[], Itera
             )
         )
     if batch_size is not None:
-        return _cut(dataset, batch_size)
+        return _cut(dataset, batch_size, own)
     if isinstance(dataset, keras.utils.PyDataset):
         return lambda: _py_dataset(dataset), dataset.num_batches
     if hasattr(dataset, "as_numpy_iterator"):
@@ -74,11 +106,12 @@ def _is_arrays(dataset) -> bool:
     return isinstance(dataset, tuple) and bool(dataset) and all(map(_is_arrays, dataset))
 
 
-def _cut(arrays: Any, batch_size: int) -> tuple[Callable[[], Iterator], int]:
+def _cut(arrays: Any, batch_size: int, own: OwnInput | None) -> tuple[Callable[[], Iterator], int]:
     leaves, treedef = jax.tree.flatten(arrays)
     leaves = [np.asarray(leaf) for leaf in leaves]
     rows = {leaf.shape[0] if leaf.ndim else 0 for leaf in leaves}
-    if len(rows) != 1 or 0 in rows or not is_count(batch_size, 1):
+    empty = 0 in rows and (own is None or any(not leaf.ndim for leaf in leaves))
+    if len(rows) != 1 or empty or not is_count(batch_size, 1):
         raise ValueError(
             message(
                 "Arrays to cut into batches have one number of rows, at least 1, and the "
@@ -87,12 +120,12 @@ def _cut(arrays: Any, batch_size: int) -> tuple[Callable[[], Iterator], int]:
                 fix="Make the rows equal.",
             )
         )
-    total = rows.pop()
-    starts = range(0, total, batch_size)
+    total, size = rows.pop(), batch_size if own is None else own.shares.of(batch_size)
+    starts = range(0, total, size)
 
     def batches():
         for start in starts:
-            rows = [leaf[start : start + batch_size] for leaf in leaves]
+            rows = [leaf[start : start + size] for leaf in leaves]
             yield jax.tree.unflatten(treedef, rows)
 
     return batches, len(starts)

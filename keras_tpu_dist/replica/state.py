@@ -10,6 +10,7 @@ import numpy as np
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.processes.arrays import put, whole
 from keras_tpu_dist.replica.context import ReplicaContext
 from keras_tpu_dist.training import membership
 from keras_tpu_dist.training.strategy import Strategy
@@ -240,7 +241,7 @@ def copies_of(variable: Any, strategy: Strategy) -> jax.Array:
     if combined is value and copies.sharding.is_equivalent_to(sharding, copies.ndim):
         return copies
     number = strategy.num_replicas_in_sync
-    host = np.asarray(value)
+    host = whole(value)
     if variable.aggregation != "sum":
         shared = np.broadcast_to(host, (number, *host.shape))
     elif jnp.issubdtype(value.dtype, jnp.inexact):
@@ -248,7 +249,7 @@ def copies_of(variable: Any, strategy: Strategy) -> jax.Array:
     else:
         shared = np.zeros((number, *host.shape), host.dtype)
         shared[0] = host
-    return jax.device_put(np.ascontiguousarray(shared, host.dtype), sharding)
+    return put([np.ascontiguousarray(shared, host.dtype)], [sharding])[0]
 
 
 def follow_copies(variable: Any, combined: jax.Array, copies: jax.Array) -> None:

@@ -42,16 +42,8 @@ def together(name: str, model: Any) -> Iterator[None]:
         return
     what = f"{name} of model {model.name!r}"
     agree(what, fix=f"Call model.{name} in all processes, with the same model.")
-    outer = watch.at(f"in {what}", inside=True)
-    try:
+    with watch.during(what, watch.INSIDE):
         yield
-    except BaseException:
-        watch.at(f"in {what}", inside=False)
-        raise
-    if outer is not None and outer[1]:
-        watch.at(outer[0], inside=True)
-    else:
-        watch.at(f"after {what}", inside=False)
 
 
 @contextlib.contextmanager
@@ -106,13 +98,26 @@ def compare_weights(member: Membership, model: Any) -> None:
     """
     if member.compared or not _keras.is_built(model):
         return
-    variables = _keras.state_variables(model)
+    compare_variables(f"model {model.name!r}", _keras.state_variables(model))
+    member.compared = True
+
+
+def compare_variables(whose: str, variables: list) -> None:
+    """Raises if processes that hold the same part of a variable do not agree on its values.
+
+    Args:
+        whose: Whose variables they are, in words that are the same everywhere.
+        variables: The variables, the same in all processes.
+
+    Raises:
+        ValueError: On all processes.
+    """
     fix = (
         "Call keras.utils.set_random_seed(0) in all processes before the model is built, or load "
         "its weights from a file."
     )
     named = [f"{v.path} {tuple(v.shape)} {v.dtype}" for v in variables]
-    what = f"comparing the weights of model {model.name!r}"
+    what = f"comparing the weights of {whose}"
     told = agree(what, fix, {"names": named, "parts": _parts(variables)})
     _check_same_variables(named, [each["names"] for each in told])
     told = [each["parts"] for each in told]
@@ -128,7 +133,6 @@ def compare_weights(member: Membership, model: Any) -> None:
                         fix=fix,
                     )
                 )
-    member.compared = True
 
 
 def _check_same_variables(mine: list[str], told: list[list[str]]) -> None:

@@ -97,6 +97,17 @@ class BatchPlacer:
         return set(self.mesh.devices.flat)
 
     @functools.cached_property
+    def is_local(self) -> bool:
+        """Whether all devices of the mesh are this process's."""
+        return self._replicated.is_fully_addressable
+
+    @functools.cached_property
+    def own_parts(self) -> dict[Any, int]:
+        """The number of the part of a batch that each of this process's devices holds."""
+        places = self.sharding(0).addressable_devices_indices_map((self.num_shards,))
+        return {device: index[0].start or 0 for device, index in places.items()}
+
+    @functools.cached_property
     def replica_ids(self) -> jax.Array:
         """The number of each replica, on its devices; shape `(replicas,)`."""
         ids = np.arange(self.num_shards, dtype=np.int32)

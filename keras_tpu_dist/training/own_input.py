@@ -52,11 +52,15 @@ class OwnInput:
     Args:
         shares: Whose rows lie where.
         axes: From a batch to the batch dimension of each of its arrays, in the order of `flatten`.
+        alike: Whether elements without a batch dimension are the same in all processes.
     """
 
-    def __init__(self, shares: Shares, axes: Callable[[Any], list[int | None]]):
+    def __init__(
+        self, shares: Shares, axes: Callable[[Any], list[int | None]], *, alike: bool = True
+    ):
         self.shares = shares
         self._axes = axes
+        self._alike = alike
 
     def of_call(self, batch: Any) -> Share:
         """The share of a batch that stands alone, as for `train_on_batch`.
@@ -93,12 +97,15 @@ class OwnInput:
         known = None not in numbers
         return (max(numbers) if known else None), uneven or any(last for _, last in told)
 
-    def agreed(self, batches: Iterable, steps_per_epoch: int | None) -> Iterator[Share]:
+    def agreed(
+        self, batches: Iterable, steps_per_epoch: int | None, *, may_be_empty: bool = False
+    ) -> Iterator[Share]:
         """What the processes bring for one step after the other, until all have come to an end.
 
         Args:
             batches: This process's host batches.
             steps_per_epoch: Batches beyond which nothing is read before they were used.
+            may_be_empty: Whether it is fine that no process has a batch.
 
         Raises:
             ValueError: On all processes, if their batches do not fit together, or none has any.
@@ -111,7 +118,7 @@ class OwnInput:
             told = self._tell(ahead, first=not made)
             steps = _steps(told)
             if not steps:
-                self._check_any(made)
+                self._check_any(made or may_be_empty)
                 return
             for step in range(steps):
                 yield self._share(ahead, told, step)
@@ -169,7 +176,7 @@ class OwnInput:
                 raise ValueError(_sparse(name))
             shape, same = list(leaf.shape), None
             if axis is None or not leaf.ndim:
-                same = mark(leaf)
+                same = mark(leaf) if self._alike else None
             else:
                 rows = checked_rows(name, axis, leaf, empty=True)
                 first = first or (name, rows)

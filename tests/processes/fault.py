@@ -45,8 +45,30 @@ def batches(fault):
         yield np.full((8, 4), i, "float32"), np.zeros((8, 1), "float32")
 
 
+def replica_code(fault):
+    """A loop of one's own, in which process 1 raises, leaves, or does something else."""
+    strategy, alone = ktd.TPUStrategy(), jax.process_index() == 1
+
+    def step(x):
+        return ktd.get_replica_context().all_reduce("sum", x)
+
+    def other(x):
+        return x
+
+    for number in range(4):
+        if number == 2 and alone and fault == "replica code":
+            fail()
+        if number == 2 and alone and fault == "replica leaves":
+            return
+        function = other if number == 2 and alone and fault == "replica other" else step
+        print(float(strategy.reduce("sum", strategy.run(function, (1.0,)))))
+
+
 def main(fault, folder):
     ktd.initialize(timeout_s=5 if fault == "missing" else 60, peer_timeout_s=PEER_TIMEOUT_S)
+    if fault.startswith("replica"):
+        replica_code(fault)
+        return
     alone = jax.process_index() == 1
     keras.utils.set_random_seed(int(alone) if fault == "seed" else 0)
     strategy = ktd.TPUStrategy({"data": 2, "model": 2}, "tensor_parallel")

@@ -77,10 +77,30 @@ def fed(feed, split, shard):
         return {"x": generator, "steps_per_epoch": steps, "shuffle": False}
     if feed == "pydataset":
         return {"x": Batches(batches), "shuffle": False}
+    size = size_of(shard.index, shard.count)
+    return {"x": LOADERS[feed](own, size), "shuffle": False}
+
+
+def tf_data(rows, size):
     import tensorflow as tf
 
-    dataset = tf.data.Dataset.from_tensor_slices((job.X[own], job.Y[own]))
-    return {"x": dataset.batch(size_of(shard.index, shard.count)), "shuffle": False}
+    return tf.data.Dataset.from_tensor_slices((job.X[rows], job.Y[rows])).batch(size)
+
+
+def torch_loader(rows, size):
+    import torch
+
+    data = torch.utils.data.TensorDataset(torch.tensor(job.X[rows]), torch.tensor(job.Y[rows]))
+    return torch.utils.data.DataLoader(data, batch_size=size)
+
+
+def grain_dataset(rows, size):
+    import grain
+
+    return grain.MapDataset.source([(job.X[i], job.Y[i]) for i in rows]).batch(size)
+
+
+LOADERS = {"tf.data": tf_data, "torch": torch_loader, "grain": grain_dataset}
 
 
 def run(folder, plan, feed, steps, split):

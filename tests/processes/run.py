@@ -1,6 +1,6 @@
 """Compares every plan with every input and number of steps, over processes, with one process.
 
-python tests/processes/run.py [global] [per_process] [--steps 1 4]
+python tests/processes/run.py [global] [per_process] [loaders] [replica] [--steps 1 4]
 """
 
 import argparse
@@ -18,7 +18,8 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 def tables(inputs, steps):
     """The cases of each mode of input, with what compares them."""
     import test_own_rows
-    from own_rows import SPLITS
+    import test_replica_code
+    from own_rows import LOADERS, SPLITS
     from test_processes import FEEDS, PLANS, compared
 
     if "global" in inputs:
@@ -28,17 +29,28 @@ def tables(inputs, steps):
         for plan in PLANS:
             cases = list(itertools.product([plan], FEEDS, steps, SPLITS))
             yield f"per_process {plan}", cases, test_own_rows.compared
+    if "loaders" in inputs:
+        for plan in PLANS:
+            cases = list(itertools.product([plan], sorted({*LOADERS} - {*FEEDS}), steps, SPLITS))
+            yield f"loaders {plan}", cases, test_own_rows.compared
+    if "replica" in inputs:
+        for plan in PLANS:
+            yield f"replica {plan}", list(test_replica_code.table(plan)), test_replica_code.compared
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    modes = ("global", "per_process")
+    modes = ("global", "per_process", "loaders", "replica")
     parser.add_argument("inputs", nargs="*", choices=[*modes, []])
+    parser.add_argument("--plans", nargs="*", help="the meshes, by default all")
+    parser.add_argument("--sizes", nargs="*", default=["2x4", "4x2"], help="processes x devices")
     parser.add_argument("--steps", type=int, nargs="*", default=[1, 4])
     arguments = parser.parse_args()
     started, right = time.monotonic(), 0
-    for processes, devices in ((2, 4), (4, 2)):
+    for processes, devices in (map(int, size.split("x")) for size in arguments.sizes):
         for name, cases, compare in tables(arguments.inputs or modes, arguments.steps):
+            if arguments.plans and name.split()[1] not in arguments.plans:
+                continue
             with tempfile.TemporaryDirectory() as folder:
                 compare(Path(folder), cases, processes, devices)
             right += len(cases)

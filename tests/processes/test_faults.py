@@ -70,6 +70,17 @@ FAULTS = {
     ),
     "model": (1, *[f"process 0: {FIT}; process 1: fit of model 'other'"] * 2),
     "layers": (1, *["All processes build the same model. Received: sequential/dense"] * 2),
+    "replica code": (
+        1,
+        "process 1 failed after strategy.run of 'step' with OSError: the disk of this host",
+        "OSError: the disk of this host is full",
+    ),
+    "replica leaves": (75, "process 1 has ended its program after strategy.run of 'step'", ""),
+    "replica other": (
+        1,
+        "process 1 failed ",
+        r"process 0: still (in|after) strategy.run of 'step' after 6 s; process 1: strategy.run of",
+    ),
     "missing": (69, "All processes must come to ktd.initialize()", ""),
 }
 # Start of the processes, and what they may take after a fault can be noticed.

@@ -1,0 +1,158 @@
+"""Host values of replicas, each of its own, stacked into arrays on the mesh."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.processes.arrays import mark
+from keras_tpu_dist.processes.channel import agree
+from keras_tpu_dist.replica.blocks import from_blocks
+from keras_tpu_dist.replica.values import PerReplica
+from keras_tpu_dist.training.host_arrays import padded
+from keras_tpu_dist.training.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class Described:
+    """What all processes know of one replica's value.
+
+    Attributes:
+        kind: The name of its type.
+        shape: Its shape.
+        dtype: Its dtype.
+        mark: A number that differs where values do, `0` if nobody else has this replica.
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    mark: int = 0
+
+    @classmethod
+    def of(cls, value: Any, marked: bool = False) -> "Described":
+        """The description of a host value.
+
+        Args:
+            value: A number or an array.
+            marked: Whether to mark it.
+        """
+        array = np.asarray(value)
+        marks = mark(array) if marked and array.dtype.kind not in "OSU" else 0
+        return cls(type(value).__name__, array.shape, str(array.dtype), marks)
+
+
+def stack(
+    own: Mapping[int, Any], every: Sequence[Described], strategy: Strategy, name: str
+) -> PerReplica:
+    """One host value per replica as a `PerReplica`, padded along the first dimension if need be.
+
+    Args:
+        own: The values by the number of their replica, at least those of this process's replicas.
+        every: Those of all replicas.
+        strategy: The strategy.
+        name: The function that gave them, for errors.
+
+    Raises:
+        ValueError: If they are no numbers, or differ in dtype or in more than the first dimension.
+    """
+    _check_fit(every, name)
+    lengths = [each.shape[0] for each in every if each.shape]
+    sizes, arrays = {}, {replica: np.asarray(value) for replica, value in own.items()}
+    if len(set(lengths)) > 1:
+        sizes[0] = tuple(lengths)
+        arrays = {i: padded(array, 0, max(lengths)) for i, array in arrays.items()}
+    blocks = {replica: array[None] for replica, array in arrays.items()}
+    return PerReplica(from_blocks(blocks, 0, strategy), strategy, stacked=True, sizes=sizes)
+
+
+def stacked(own: Mapping[int, Any], strategy: Strategy, name: str) -> Any:
+    """A structure of host values per replica as one structure of `PerReplica`.
+
+    Args:
+        own: The structures by the number of their replica, those of this process's replicas.
+        strategy: The strategy.
+        name: The function that gave them, for errors.
+
+    Raises:
+        ValueError: On all processes, if the replicas' values do not fit together.
+        PeerError: If not all processes give theirs.
+    """
+    flat = {replica: jax.tree.flatten(value) for replica, value in own.items()}
+    structures, described = _told(flat, strategy, name)
+    if len(structures) > 1:
+        raise ValueError(
+            message(
+                f"{name} must return the same structure for all replicas.",
+                received={"structures": sorted(structures)},
+                fix="Return the same keys and lengths for each replica.",
+            )
+        )
+    leaves = [
+        stack({i: leaves[n] for i, (leaves, _) in flat.items()}, column, strategy, name)
+        for n, column in enumerate(zip(*described))
+    ]
+    return jax.tree.unflatten(next(iter(flat.values()))[1], leaves)
+
+
+def _told(flat: Mapping[int, tuple], strategy: Strategy, name: str) -> tuple[set, list]:
+    """The structures that the replicas have, and each replica's descriptions, in their order."""
+    several = not strategy.placer.is_local
+    mine = [
+        [i, str(treedef), [_plain(Described.of(leaf, several)) for leaf in leaves]]
+        for i, (leaves, treedef) in flat.items()
+    ]
+    fix = f"Call it in all processes: each calls {name} for its own replicas."
+    told = agree(f"making a value per replica by {name}", fix, mine) if several else [mine]
+    found: dict[int, tuple] = {}
+    for process, each in enumerate(told):
+        for replica, structure, plain in each:
+            here = (structure, [Described(k, tuple(s), d, m) for k, s, d, m in plain])
+            if found.setdefault(replica, here) != here:
+                raise ValueError(
+                    message(
+                        "Processes that share a replica, because a model axis crosses hosts, give "
+                        "it the same value.",
+                        received=f"another value of replica {replica} in process {process}.",
+                        fix=f"Let {name} depend on the replica's number, not on the process.",
+                    )
+                )
+    return {structure for structure, _ in found.values()}, [
+        found[replica][1] for replica in sorted(found)
+    ]
+
+
+def _plain(each: Described) -> list:
+    return [each.kind, list(each.shape), each.dtype, each.mark]
+
+
+def _check_fit(every: Sequence[Described], name: str) -> None:
+    first = every[0]
+    if any(np.dtype(each.dtype).kind in "OSU" for each in every):
+        raise ValueError(
+            message(
+                f"{name} must give numbers.",
+                received={"types": [each.kind for each in every]},
+                fix="Return an array or a number, or a structure of them.",
+            )
+        )
+    if any(
+        each.dtype != first.dtype
+        or each.shape[1:] != first.shape[1:]
+        or len(each.shape) != len(first.shape)
+        for each in every
+    ):
+        raise ValueError(
+            message(
+                f"{name} must give all replicas one dtype and one shape behind the first "
+                "dimension.",
+                received={
+                    "shapes": [each.shape for each in every],
+                    "dtypes": [each.dtype for each in every],
+                },
+                fix="Pad or cast the values.",
+            )
+        )

@@ -1,0 +1,75 @@
+"""Replica code over several processes gives what it gives in one."""
+
+import importlib.util
+import itertools
+import json
+import pathlib
+
+import numpy as np
+import pytest
+
+HERE = pathlib.Path(__file__).parent
+
+
+def _loaded(name):
+    spec = importlib.util.spec_from_file_location(f"process_{name}", HERE / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+replica_code = _loaded("replica_code")
+test_processes = _loaded("test_processes")
+FEEDS, launched = test_processes.FEEDS, test_processes.launched
+
+
+def compared(folder, cases, processes, devices):
+    done = launched(
+        *(HERE / "replica_code.py", folder, json.dumps(cases)),
+        processes=processes,
+        devices=devices,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    for case in cases:
+        name = "-".join(map(str, case))
+        found = [dict(np.load(path)) for path in sorted(folder.glob(f"{name}-?.npz"))]
+        assert len(found) == processes
+        if "mistakes" in case:
+            continue
+        counts = {int(each.pop("count", 0)) for each in found}
+        replica_code.own_rows.fed.count = counts.pop()
+        expected = replica_code.run(folder, *case)
+        # Every replica's own values are read by a process, all others by each of them.
+        assert set().union(*found) == set(expected)
+        shared = {key for key in expected if "of replica" not in key}
+        for number, each in enumerate(found):
+            assert shared <= set(each)
+            for key, value in each.items():
+                np.testing.assert_allclose(
+                    value, expected[key], 1e-5, 1e-5, err_msg=f"{name}, process {number}: {key}"
+                )
+
+
+# Some cases; the table, 2 x 108, by `python tests/processes/run.py replica`.
+TWO = [
+    ("tensor", "variables"),
+    ("data", "sizes"),
+    ("fsdp", "training", "tf.data"),
+    ("data", "own", "arrays", "uneven"),
+]
+FOUR = [("tensor", "values"), ("tensor", "own", "function", "none"), ("data", "mistakes")]
+
+
+def table(plan):
+    """Every case on a mesh."""
+    yield from ((plan, what) for what in replica_code.CASES)
+    yield from ((plan, "training", feed) for feed in (*FEEDS, "function"))
+    splits = replica_code.own_rows.SPLITS
+    yield from ((plan, "own", *how) for how in itertools.product((*FEEDS, "function"), splits))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("processes", "devices", "cases"), [(2, 4, TWO), (4, 2, FOUR)])
+def test_replica_code_of_several_processes(tmp_path, processes, devices, cases):
+    pytest.importorskip("tensorflow")
+    compared(tmp_path, cases, processes, devices)
