@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import keras
 from jax.ad_checkpoint import checkpoint_name
 
 from keras_tpu_dist import _keras
@@ -104,7 +105,8 @@ def _check_names(missing: set[str], layer: Any, block: Callable, inputs: Any) ->
     wrong = sorted(missing - found)
     if not wrong:
         return
-    layers = {inner.name for inner in _keras.flatten_layers(layer) if inner is not layer}
+    inner = [each for each in _keras.flatten_layers(layer) if each is not layer]
+    layers = {each.name for each in inner if not isinstance(each, keras.layers.InputLayer)}
     choices = sorted(layers | found)
     raise ValueError(
         message(

@@ -38,7 +38,7 @@ def matching(pattern: str, path: str) -> bool:
     >>> matching("block_*", "decoder/block_3/attention")
     False
     """
-    as_file_name = re.escape(pattern).replace(r"\\*", "[^/]*").replace(r"\\?", "[^/]")
+    as_file_name = re.escape(pattern).replace(r"\*", "[^/]*").replace(r"\?", "[^/]")
     forms = [as_file_name]
     try:
         re.compile(pattern)

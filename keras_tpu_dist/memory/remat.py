@@ -2,6 +2,7 @@
 
 import contextvars
 import itertools
+import logging
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -123,13 +124,17 @@ class LayerPolicies:
             model: A built model.
 
         Raises:
-            ValueError: If a pattern matches no layer of this model, nor of one before.
+            ValueError: If it is one to train, and a pattern matches no layer of it, nor of a model
+                before.
         """
         if self._rules is not None:
             found, unused = chosen_by_patterns(model, self._rules)
             self._unused &= unused
             if self._unused:
-                raise ValueError(_no_such_layer(sorted(self._unused)[0], model))
+                words = _no_such_layer(sorted(self._unused)[0], model)
+                if getattr(model, "optimizer", None) is not None:
+                    raise ValueError(words)
+                say_once(words, logging.WARNING)  # a part of a model, run on its own
         elif self._of_blocks is not None:
             found = [(path, layer, self._of_blocks) for path, layer in blocks(model)]
             say_once(_what_was_found(model, self._of_blocks, [path for path, _, _ in found]))
@@ -201,7 +206,8 @@ def _around(stock: Callable, layer: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _no_such_layer(pattern: str, model: Any) -> str:
-    paths = [path for path, _ in layers_by_path(model)]
+    kinds = keras.layers.InputLayer
+    paths = [path for path, layer in layers_by_path(model) if not isinstance(layer, kinds)]
     segments = pattern.count("/") + 1
     ends = sorted({"/".join(path.split("/")[-segments:]) for path in paths})
     unbuilt = "" if _keras.is_built(model) else " Layers that build() makes are known after it."

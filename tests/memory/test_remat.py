@@ -1,14 +1,12 @@
 """Layers that are computed again: equal to those that are kept, and fewer bytes."""
 
-import jax
 import keras
 import numpy as np
 import pytest
-from helpers import built, largest_difference, scoped
+from helpers import built, largest_difference
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist import _keras
-from keras_tpu_dist.memory.remat import policy_of
 
 L = keras.layers
 TIME, WIDTH = 6, 8
