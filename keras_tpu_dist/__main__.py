@@ -108,6 +108,7 @@ def _add_dry_run(commands: Any) -> None:
     parser.add_argument("build", help="module:function that returns a compiled model")
     parser.add_argument("--topology", required=True, help="the slice, such as v5e:16x16")
     _add_strategy(parser)
+    parser.add_argument("--remat", help="full, dots, attention, offload, or pattern=policy,...")
     parser.add_argument("--batch-size", type=int, required=True, help="rows of all devices")
     parser.add_argument(
         "--x", help="input, such as int32:512 or float32:224,224,3, without the batch"
@@ -241,7 +242,11 @@ def _dry_run(options: argparse.Namespace) -> int:
     from keras_tpu_dist.dryrun.run import dry_run
     from keras_tpu_dist.strategy import TPUStrategy
 
-    strategy = TPUStrategy(_mesh(options.mesh), _layout(options.layout), topology=options.topology)
+    strategy = TPUStrategy(
+        *(_mesh(options.mesh), _layout(options.layout)),
+        topology=options.topology,
+        remat=_remat(options.remat),
+    )
     result = dry_run(
         _build_function(options.build),
         strategy,
@@ -255,6 +260,12 @@ def _dry_run(options: argparse.Namespace) -> int:
     )
     print(result.to_json() if options.json else result)
     return 1 if result.fits is False else 0
+
+
+def _remat(text: str | None) -> str | dict[str, str] | None:
+    if text is None or "=" not in text:
+        return text
+    return dict(rule.split("=", 1) for rule in text.split(","))
 
 
 def _build_function(name: str) -> Callable:

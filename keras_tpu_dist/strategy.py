@@ -25,6 +25,7 @@ from keras_tpu_dist.layout.pictures import ModelPicture, Picture, picture_of_mes
 from keras_tpu_dist.layout.placement import Placement
 from keras_tpu_dist.layout.planner import Plan
 from keras_tpu_dist.logical.devices import LogicalDevices
+from keras_tpu_dist.memory.remat import LayerPolicies
 from keras_tpu_dist.replica.run import ReplicaCode
 from keras_tpu_dist.training import membership, pickling
 from keras_tpu_dist.training.input_clock import InputWait
@@ -68,6 +69,10 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
             10 % of the device's memory (8 MiB if unknown) and there are at most 64 variables.
         shard_optimizer: Whether optimizer slots are split over the data axes while the weights
             stay as `layout` says (ZeRO-1).
+        remat: Which activations are computed again instead of kept: a policy of `remat`, such as
+            `"full"`, for the blocks that a model repeats, or a mapping from patterns of layers'
+            paths to policies, such as `{"block_*": "dots"}`. What `remat` says on layers comes
+            first. Defaults to none.
         input_timeout_s: The most seconds that reading one batch may take; more ends the run with a
             `TimeoutError`, weights kept. Defaults to `None`: it waits for ever.
         input: What each of several processes is given: `"global"`, the same data in all of them,
@@ -101,6 +106,7 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
         prefetch: int | None = None,
         donate_state: bool | str = "auto",
         shard_optimizer: bool = False,
+        remat: Any = None,
         input_timeout_s: float | None = None,
         input: str = "global",
     ):
@@ -113,7 +119,7 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
         self._given = {
             **{"data_axes": data_axes, "batch_axis": batch_axis, "prefetch": prefetch},
             **{"donate_state": donate_state, "shard_optimizer": shard_optimizer},
-            **{"input_timeout_s": input_timeout_s, "input": input},
+            **{"remat": remat, "input_timeout_s": input_timeout_s, "input": input},
         }
         if self._topology is not None and not isinstance(mesh, DeviceAssignment):
             devices = _described_devices(self._topology, devices)
@@ -130,6 +136,7 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
         self.layouts = Layouts(
             *(device_mesh.backend_mesh, split, layout, shard_optimizer, batch_axis == 0)
         )
+        self.remat = LayerPolicies(remat)
         self.placer = placer_for(self.layouts.mesh, split, batch_axis, options.input)
         # Keras would cut tf.data datasets by process, and asks for the number of replicas here.
         super().__init__(layout_map=layout_map, batch_dim_name=names[0], auto_shard_dataset=False)

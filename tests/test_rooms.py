@@ -20,15 +20,16 @@ ROOMS = {
     "processes": {*BASE, "hardware"},
     "recurrence": {"common", "hardware"},
     "hlo": {"common", "hardware"},
-    "attention": {*BASE, "hardware", "partitioner"},
+    "attention": {*BASE, "hardware", "memory", "partitioner"},
     "layout": {*BASE, "hardware", "partitioner"},
+    "memory": {*BASE, "partitioner"},
     "layers": {*BASE, "hardware", "layout", "recurrence"},
     "logical": {*BASE, "hardware", "layout", "partitioner"},
-    "training": {*BASE, "hardware", "layout", "partitioner", "processes"},
+    "training": {*BASE, "hardware", "layout", "memory", "partitioner", "processes"},
     "replica": {*BASE, "layout", "partitioner", "processes", "training"},
     "checkpoint": {*BASE, "training"},
     "callbacks": {*BASE, "checkpoint", "processes", "training"},
-    "dryrun": {*BASE, "hardware", "hlo", "layout", "training"},
+    "dryrun": {*BASE, "hardware", "hlo", "layout", "memory", "training"},
 }
 ROOMS["strategy"] = {*ROOMS} - {"recurrence", "layers", "callbacks", "checkpoint"}
 ROOMS["comparison"] = {"common", "dryrun", "hardware", "strategy"}

@@ -18,6 +18,7 @@ from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.once import say_once
 from keras_tpu_dist.common.plain import only_plain_operations
 from keras_tpu_dist.hardware.chips import WITHOUT_KERNELS
+from keras_tpu_dist.memory.again import attention_again
 from keras_tpu_dist.partitioner import in_compiled_code
 
 # Blocks are at least 128 x 128: below a quarter of useful work XLA's own program wins.
@@ -310,18 +311,14 @@ def _under_strategy(
     strategy = keras.distribution.distribution()
     mesh = getattr(strategy, "mesh", None)
     data_axes = getattr(strategy, "data_axes", None)
-    if not isinstance(mesh, Mesh) or data_axes is None or _platform(mesh) != "tpu":
-        return stock(query, key, value, **options)
-    query, key, value = (jnp.asarray(x) for x in (query, key, value))
-    return dot_product_attention(
-        query,
-        key,
-        value,
-        mesh=mesh,
-        data_axes=data_axes,
-        head_axes=getattr(strategy, "head_axes", None),
-        **options,
-    )
+    attention = functools.partial(stock, **options)
+    if isinstance(mesh, Mesh) and data_axes is not None and _platform(mesh) == "tpu":
+        query, key, value = (jnp.asarray(x) for x in (query, key, value))
+        heads = getattr(strategy, "head_axes", None)
+        attention = functools.partial(
+            dot_product_attention, mesh=mesh, data_axes=data_axes, head_axes=heads, **options
+        )
+    return attention_again(attention)(query, key, value)
 
 
 _keras.route_attention(_under_strategy)

@@ -1,16 +1,17 @@
 """The largest batch that fits, found by asking the compiler."""
 
+import contextlib
 import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
-
-import keras
 
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.text import size_text, text_table
 from keras_tpu_dist.dryrun.run import Build, DryRun, Progress, run_once
 from keras_tpu_dist.hardware.topology import Topology
+from keras_tpu_dist.memory.remat import LayerPolicies
 from keras_tpu_dist.training.strategy import Strategy
 
 # No guess is more than this many times what is known to fit.
@@ -48,7 +49,7 @@ def largest_batch(
     y: Any = None,
     sample_weight: Any = None,
     mode: str = "train",
-    remat: str | None = None,
+    remat: Any = None,
     effort: str = "quick",
     tolerance: float = 0.05,
     max_compiles: int = 8,
@@ -63,14 +64,14 @@ def largest_batch(
     layers and convolutions: leave that much room, or ask for `effort="exact"`.
 
     Args:
-        build: As in `dry_run`; a function if `remat` is given.
+        build: As in `dry_run`.
         strategy: A `TPUStrategy` with a `topology`.
         x: As in `dry_run`.
         y: As in `dry_run`.
         sample_weight: As in `dry_run`.
         mode: As in `dry_run`.
-        remat: Builds the model inside of `keras.RematScope(mode=remat)`, which recomputes
-            activations instead of keeping them: `"full"`, `"activations"` and so on.
+        remat: Which activations are computed again instead of kept, as in `TPUStrategy(remat=)`,
+            in the place of the strategy's own: `"full"`, `{"block_*": "dots"}` and so on.
         effort: `"quick"` or `"exact"`, as in `dry_run`.
         tolerance: Stop when a larger batch that was refused, or the memory that is left, is within
             this fraction of the answer.
@@ -82,7 +83,7 @@ def largest_batch(
         A `LargestBatch`. Sizes are multiples of the number of parts that the batch is split into.
 
     Raises:
-        ValueError: If the strategy has no topology, or `remat` is given with a built model.
+        ValueError: If the strategy has no topology, or there is no such policy.
 
     Example:
 
@@ -97,22 +98,22 @@ def largest_batch(
     """
     limit = _checked_topology(strategy).hbm_bytes
     unit = strategy.num_replicas_in_sync
-    build = build if remat is None else _rematerialized(build, remat)
     inputs = {"x": x, "y": y, "sample_weight": sample_weight}
     runs: dict[int, DryRun] = {}
 
     def fits(parts: int) -> bool:
-        runs[parts] = run_once(
-            build,
-            strategy,
-            inputs=inputs,
-            batch_size=parts * unit,
-            mode=mode,
-            effort=effort,
-            timeout=timeout,
-            progress=progress,
-            thorough=False,
-        )
+        with _computing_again(strategy, remat):
+            runs[parts] = run_once(
+                build,
+                strategy,
+                inputs=inputs,
+                batch_size=parts * unit,
+                mode=mode,
+                effort=effort,
+                timeout=timeout,
+                progress=progress,
+                thorough=False,
+            )
         return bool(runs[parts].fits)
 
     low, high = 0, None
@@ -160,21 +161,15 @@ def _next_guess(
     return min(max(predicted, low + 1), high - 1)
 
 
-def _rematerialized(build: Build, remat: str) -> Build:
-    if isinstance(build, keras.Model):
-        raise ValueError(
-            message(
-                "Rematerialization is decided when layers are made.",
-                received={"build": build.name, "remat": remat},
-                fix="Give the function that builds the model.",
-            )
-        )
-
-    def build_in_scope() -> keras.Model:
-        with keras.RematScope(mode=remat):
-            return build()
-
-    return build_in_scope
+@contextlib.contextmanager
+def _computing_again(strategy: Strategy, remat: Any) -> Iterator[None]:
+    """The strategy with another `remat`, unless it is `None`."""
+    own = strategy.remat
+    strategy.remat = own if remat is None else LayerPolicies(remat)
+    try:
+        yield
+    finally:
+        strategy.remat = own
 
 
 def _checked_topology(strategy: Strategy) -> Topology:

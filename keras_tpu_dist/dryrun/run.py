@@ -311,7 +311,7 @@ def _remedies(
     if temporaries > topology.hbm_bytes / 2:
         found.append(
             f"activations and other temporaries take {size_text(temporaries)}: a smaller "
-            "batch_size, mixed_bfloat16, or keras.remat on the repeated blocks would shrink them; "
+            'batch_size, mixed_bfloat16, or TPUStrategy(remat="full") would shrink them; '
             "largest_batch() finds the batch that fits"
         )
     return found

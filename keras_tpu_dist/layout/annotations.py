@@ -1,6 +1,5 @@
 """split and replicate: layouts written on the layers themselves."""
 
-import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,12 +35,6 @@ class Annotation:
     weights: LayoutRules | None
     output: Any = None
     logical_device: int | None = None
-
-
-class _MarkedConfig(dict):
-    """A layer's config that carries the layer's annotation to the layer made from it."""
-
-    annotation: Annotation
 
 
 def split(layer: Any, output: Any = None, **weights: Sequence | None) -> Any:
@@ -257,41 +250,13 @@ def annotate(layer: Any, annotation: Annotation) -> Any:
             )
         )
     _version = next(_versions)
-    object.__setattr__(layer, _ATTRIBUTE, annotation)
-    _carry_through_configs(type(layer))
+    _keras.set_mark(layer, _ATTRIBUTE, annotation)
     return layer
 
 
 def _logical_device(layer: Any) -> int | None:
     before = annotation_of(layer)
     return None if before is None else before.logical_device
-
-
-def _carry_through_configs(kind: type) -> None:
-    """Makes `kind.from_config(layer.get_config())`, which is how Keras clones, keep annotations."""
-    if "_keras_tpu_dist_carries" in vars(kind):
-        return
-    get_config, from_config = kind.get_config, kind.from_config
-
-    @functools.wraps(get_config)
-    def get_marked_config(self):
-        config = _MarkedConfig(get_config(self))
-        annotation = annotation_of(self)
-        if annotation is None:
-            return dict(config)
-        config.annotation = annotation
-        return config
-
-    @functools.wraps(from_config)
-    def from_marked_config(cls, config, *args, **kwargs):
-        layer = from_config.__func__(cls, config, *args, **kwargs)
-        if isinstance(config, _MarkedConfig):
-            annotate(layer, config.annotation)
-        return layer
-
-    kind.get_config = get_marked_config
-    kind.from_config = classmethod(from_marked_config)
-    kind._keras_tpu_dist_carries = True
 
 
 def _check_names(layer, rules: LayoutRules) -> None:
@@ -316,3 +281,6 @@ def _leaves(output) -> list:
     if isinstance(output, list):
         return [axes for inner in output for axes in _leaves(inner)]
     return [] if output is None else [output]
+
+
+_keras.declare_mark(_keras.Mark(_ATTRIBUTE, annotate))

@@ -3,13 +3,12 @@
 import contextlib
 import contextvars
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import keras
-import numpy as np
 from jax.sharding import PartitionSpec
 
 from keras_tpu_dist import _keras
@@ -20,7 +19,6 @@ from keras_tpu_dist.layout.annotations import Annotation, annotate, annotation_o
 from keras_tpu_dist.layout.rules import LayoutRules
 from keras_tpu_dist.partitioner import in_compiled_code
 
-_ROUTED = "_keras_tpu_dist_routed"
 # The logical device whose branch is being traced, and the one that new layers are assigned to.
 _tracing: contextvars.ContextVar[int | None] = contextvars.ContextVar("tracing", default=None)
 _creating: contextvars.ContextVar[int | None] = contextvars.ContextVar("creating", default=None)
@@ -77,7 +75,7 @@ def assign(layer: Any, logical_device: int | None) -> Any:
     before = annotation_of(layer) or Annotation(LayoutRules([]))
     device = None if logical_device is None else int(logical_device)
     annotate(layer, Annotation(before.weights, before.output, device))
-    _route(type(layer))
+    _keras.route_calls(type(layer), _around)
     return layer
 
 
@@ -121,89 +119,32 @@ class _Replica:
     devices: int
 
 
-class _Recorder(keras.StatelessScope):
-    """Keeps which variables are read and updated; reads those it is not given from around it."""
-
-    def __init__(self, given: Iterable[tuple[Any, Any]], around: keras.StatelessScope | None):
-        super().__init__(given, collect_losses=True, initialize_variables=False)
-        self._around = around
-        self.read: dict[int, Any] = {}
-        self.updated: dict[int, Any] = {}
-
-    def add_update(self, update):
-        self.updated[id(update[0])] = update[0]
-        super().add_update(update)
-
-    def get_current_value(self, variable):
-        self.read[id(variable)] = variable
-        value = super().get_current_value(variable)
-        if value is None and self._around is not None:
-            value = self._around.get_current_value(variable)
-        return value
-
-
-@dataclass
-class _Results:
-    """What of a call's results is no array, found while it is traced."""
-
-    structure: Any = None
-    leaves: tuple[Any, ...] = ()
-    read: tuple[Any, ...] = ()
-    updated: tuple[Any, ...] = ()
-
-
-def _route(kind: type) -> None:
-    """Makes calls of layers of a class look whether the layer is assigned."""
-    for name in ("call", "quantized_call"):
-        stock = getattr(kind, name, None)
-        if stock is None or hasattr(stock, _ROUTED):
-            continue
-        routed = _routed(stock)
-        setattr(routed, _ROUTED, True)
-        setattr(kind, name, routed)
-
-
-def _routed(stock: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(stock)
-    def call(self, *args, **kwargs):
-        annotation = annotation_of(self)
-        if annotation is None or annotation.logical_device is None:
-            return stock(self, *args, **kwargs)
-        bound = functools.partial(stock, self)
-        return _call(bound, annotation.logical_device, self, args, kwargs)
-
-    return call
+def _around(stock: Callable[..., Any], layer: Any, args: tuple, kwargs: dict) -> Any:
+    """A call of a layer of a class of which some are assigned."""
+    annotation = annotation_of(layer)
+    if annotation is None or annotation.logical_device is None:
+        return stock(*args, **kwargs)
+    return _call(stock, annotation.logical_device, layer, args, kwargs)
 
 
 def _call(function, device: int, layer: Any, args: tuple, kwargs: dict) -> Any:
     replica = _replica(device, getattr(layer, "name", None) or function)
     if replica is None:
         return function(*args, **kwargs)
-    leaves, structure = jax.tree.flatten((args, kwargs))
-    arrays = {i: leaf for i, leaf in enumerate(leaves) if _is_array(leaf)}
-    masks = {i: m for i, leaf in arrays.items() if _is_array(m := _keras.keras_mask(leaf))}
-    found = _Results()
+    call = _keras.PureCall(function, layer, args, kwargs)
 
-    def compute(values: list, arrays: dict[int, Any], masks: dict[int, Any]) -> dict[str, Any]:
-        for i, mask in masks.items():
-            _keras.with_keras_mask(arrays[i], mask)
-        inputs = [arrays.get(i, leaf) for i, leaf in enumerate(leaves)]
-        args, kwargs = jax.tree.unflatten(structure, inputs)
+    def compute(values: list, inputs: Any) -> dict[str, Any]:
         token = _tracing.set(device)
         try:
-            with _Recorder(zip(found.read, values), _keras.stateless_scope()) as scope:
-                outputs = function(*args, **kwargs)
+            return call(inputs, values)
         finally:
             _tracing.reset(token)
-        return _arrays_of(outputs, scope, found)
 
     # A first look finds the variables that are read. Their values go in as arguments: a value
     # from outside of a shard_map carries another mesh than what is computed inside.
-    shapes = jax.eval_shape(functools.partial(compute, []), arrays, masks)
-    values = [_keras.full_precision(variable) for variable in found.read]
-    results = _on_one_device(replica, device, compute, shapes, values, arrays, masks)
-    for variable, value in zip(found.updated, results["updates"]):
-        variable.assign(value)
+    shapes = jax.eval_shape(functools.partial(compute, []), call.inputs)
+    values = [_keras.full_precision(variable) for variable in call.read]
+    results = _on_one_device(replica, device, compute, shapes, values, call.inputs)
     if results["losses"] and layer is None:
         raise ValueError(
             message(
@@ -212,12 +153,7 @@ def _call(function, device: int, layer: Any, args: tuple, kwargs: dict) -> Any:
                 fix="Assign the layer that adds the loss instead of the function.",
             )
         )
-    for loss in results["losses"]:
-        layer.add_loss(loss)
-    for i, mask in results["masks"].items():
-        _keras.with_keras_mask(results["out"][i], mask)
-    outputs = [results["out"].get(i, leaf) for i, leaf in enumerate(found.leaves)]
-    return jax.tree.unflatten(found.structure, outputs)
+    return call.finish(results)
 
 
 def _replica(device: int, what: Any) -> _Replica | None:
@@ -305,25 +241,6 @@ def _only_one(stacked: jax.Array) -> jax.Array:
     if stacked.dtype == jax.numpy.bool_:
         return stacked.any(axis=0)
     return stacked.sum(axis=0, dtype=stacked.dtype)
-
-
-def _arrays_of(outputs: Any, scope: _Recorder, found: _Results) -> dict[str, Any]:
-    leaves, found.structure = jax.tree.flatten(outputs)
-    arrays = {i: leaf for i, leaf in enumerate(leaves) if _is_array(leaf)}
-    found.leaves = tuple(None if i in arrays else leaf for i, leaf in enumerate(leaves))
-    found.read = found.read or tuple(scope.read.values())
-    found.updated = tuple(scope.updated.values())
-    masks = {i: _keras.keras_mask(leaf) for i, leaf in arrays.items()}
-    return {
-        "out": arrays,
-        "masks": {i: mask for i, mask in masks.items() if _is_array(mask)},
-        "updates": [scope.get_current_value(variable) for variable in found.updated],
-        "losses": list(scope.losses),
-    }
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, (jax.Array, np.ndarray))
 
 
 def _layer_created(layer: Any) -> None:

@@ -12,6 +12,7 @@ from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.layout import annotations
 from keras_tpu_dist.layout.placement import Placement
+from keras_tpu_dist.memory import remat
 from keras_tpu_dist.training.guard import StateGuard
 from keras_tpu_dist.training.strategy import Strategy
 
@@ -28,7 +29,7 @@ class Membership:
     linted: bool = False
     compared: bool = False
     _targets: list[tuple[Any, Any]] = field(default_factory=list)
-    _version: int = -1
+    _versions: tuple[int, int] | None = None
 
     def owns_slot(self, variable: Any) -> bool:
         """Whether a variable is an optimizer's slot, whose layout is its weight's, not a user's.
@@ -45,19 +46,24 @@ class Membership:
             model: The model whose membership this is.
 
         Raises:
-            ValueError: If a layout does not fit its variable's shape or the mesh.
+            ValueError: If a layout does not fit its variable's shape or the mesh, or a pattern of
+                the strategy's `remat` matches no layer.
         """
         variables = _keras.state_variables(model)
         same = len(variables) == len(self._targets) and all(
             variable is known for variable, (known, _) in zip(variables, self._targets)
         )
-        if same and self._version == annotations.version() and self.placement is not None:
+        versions = annotations.version(), remat.version()
+        if same and self._versions == versions and self.placement is not None:
             return self._targets
+        if _keras.is_built(model):
+            self.strategy.remat.choose(model)
         before, after = self.placement, self.strategy.placement(model)
-        if before is not None and before.written_in_program() != after.written_in_program():
+        written = before is None or before.written_in_program() == after.written_in_program()
+        if not written or (self._versions and self._versions[1] != versions[1]):
             _keras.forget_functions(model)
         self.placement = after
-        self._version = annotations.version()
+        self._versions = versions
         self._targets = [
             (v, self.strategy.layouts.target(v, given_layout(v), after)) for v in variables
         ]

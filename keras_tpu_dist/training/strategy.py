@@ -11,6 +11,7 @@ from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.layout.layouts import Layouts
 from keras_tpu_dist.layout.lint import LintReport
 from keras_tpu_dist.layout.placement import Placement
+from keras_tpu_dist.memory.remat import LayerPolicies
 from keras_tpu_dist.training.batches import BatchPlacer
 
 if TYPE_CHECKING:
@@ -23,10 +24,12 @@ class Strategy(Protocol):
     Attributes:
         layouts: Decides where variables and outputs lie.
         placer: Puts batches on the mesh.
+        remat: Which layers are computed again for the gradients.
         runner: Runs models.
     """
 
     layouts: Layouts
+    remat: LayerPolicies
     placer: BatchPlacer
     runner: Runner
 

@@ -799,24 +799,23 @@ def test_nothing_fits(template, monkeypatch):
     assert found.run.fits is False
     with pytest.raises(ValueError, match="slice whose memory is known"):
         largest_batch(mlp, _mesh_of_cpus())
-    with pytest.raises(ValueError, match="decided when layers are made"):
-        largest_batch(mlp(), _slice(), remat="full")
+    with pytest.raises(ValueError, match="Did you mean 'full'"):
+        largest_batch(mlp(), _slice(), remat="ful")
 
 
 def test_remat_reaches_the_layers(template, monkeypatch):
     seen = []
 
     def run_once(build, strategy, *, batch_size, **options):
-        build()
+        strategy.remat.choose(model)
+        seen.extend(strategy.remat.of(layer) for layer in model.layers)
         return template(total_bytes=2**50, fits=False)
 
-    def build():
-        seen.append(keras.src.backend.common.remat.get_current_remat_mode())
-        return mlp()
-
+    model, strategy = mlp(), _slice()
     monkeypatch.setattr(largest_batch_module, "run_once", run_once)
-    largest_batch(build, _slice(), remat="full")
-    assert seen[0].mode == "full"
+    largest_batch(model, strategy, remat={"hidden": "dots"})
+    assert seen == ["dots", None]
+    assert strategy.remat.of(model.layers[0]) is None
 
 
 def test_candidates_are_ranked(template, monkeypatch, on_tpu):

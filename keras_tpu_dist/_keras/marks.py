@@ -1,0 +1,126 @@
+"""What users write on layers, kept by `from_config`, clones and saved models."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from keras_tpu_dist._keras.seam import Replacement, declare
+
+# In what `.keras` files hold of a layer, beside its class and its config: Keras passes it by, so
+# that the file loads where this package is not installed.
+_SAVED = "keras_tpu_dist"
+
+
+@dataclass(frozen=True)
+class Mark:
+    """One thing that can be written on layers.
+
+    Attributes:
+        attribute: The name of the layer's attribute that holds it.
+        restore: Called as `restore(layer, value)`, writes it on another layer.
+        saved: Whether its values are plain enough for JSON, and files keep it.
+    """
+
+    attribute: str
+    restore: Callable[[Any, Any], object]
+    saved: bool = False
+
+
+class _MarkedConfig(dict):
+    """A layer's config that carries what is written on the layer to the layer made from it."""
+
+    marks: dict[str, Any]
+
+
+_marks: dict[str, Mark] = {}
+
+
+def declare_mark(mark: Mark) -> None:
+    """Tells what to carry, and how; public replacement: attributes that `get_config` may add to.
+
+    Args:
+        mark: The mark.
+    """
+    _marks[mark.attribute] = mark
+
+
+def set_mark(layer: Any, attribute: str, value: Any) -> None:
+    """Writes something on a layer, and has it kept by layers made from its config.
+
+    Args:
+        layer: A layer or model.
+        attribute: The `Mark.attribute`.
+        value: What to write; `None` takes it back.
+    """
+    object.__setattr__(layer, attribute, value)
+    _carry_through_configs(type(layer))
+
+
+def _marks_of(layer: Any) -> dict[str, Any]:
+    found = {attribute: getattr(layer, attribute, None) for attribute in _marks}
+    return {attribute: value for attribute, value in found.items() if value is not None}
+
+
+def _carry_through_configs(kind: type) -> None:
+    """Makes `kind.from_config(layer.get_config())`, which is how Keras clones, keep marks."""
+    if "_keras_tpu_dist_carries" in vars(kind):
+        return
+    get_config, from_config = kind.get_config, kind.from_config
+
+    @functools.wraps(get_config)
+    def get_marked_config(self):
+        config = _MarkedConfig(get_config(self))
+        config.marks = _marks_of(self)
+        return config if config.marks else dict(config)
+
+    @functools.wraps(from_config)
+    def from_marked_config(cls, config, *args, **kwargs):
+        marks = dict(config.marks) if isinstance(config, _MarkedConfig) else {}
+        if isinstance(config, dict):
+            marks |= config.pop(_SAVED, {})
+        layer = from_config.__func__(cls, config, *args, **kwargs)
+        for attribute, value in marks.items():
+            _marks[attribute].restore(layer, value)
+        return layer
+
+    kind.get_config = get_marked_config
+    kind.from_config = classmethod(from_marked_config)
+    kind._keras_tpu_dist_carries = True
+
+
+def _save_marks(stock, obj, config):
+    stock(obj, config)
+    marks = {name: value for name, value in _marks_of(obj).items() if _marks[name].saved}
+    if marks:
+        config[_SAVED] = marks
+
+
+def _class_of_saved(stock, *args, **kwargs):
+    """The class to make a saved object of; its config is given the marks that are saved beside it.
+
+    `from_config` takes them out again before the class sees the config.
+    """
+    kind, saved = stock(*args, **kwargs), kwargs.get("full_config")
+    marks = saved.get(_SAVED) if isinstance(saved, dict) else None
+    if marks and isinstance(kind, type) and isinstance(saved.get("config"), dict):
+        _carry_through_configs(kind)
+        saved["config"][_SAVED] = {name: v for name, v in marks.items() if name in _marks}
+    return kind
+
+
+_SERIALIZATION = "keras.src.saving.serialization_lib"
+declare(
+    Replacement(
+        *(_SERIALIZATION, "get_build_and_compile_config", _save_marks),
+        why="what is written on layers goes into saved models, which load without this package",
+        hook="keys of one's own in a layer's saved config",
+        parameters=("obj", "config"),
+    ),
+    Replacement(
+        *(_SERIALIZATION, "_retrieve_class_or_fn", _class_of_saved),
+        why="what saved models hold of what was written on layers is written on the loaded ones",
+        hook="keys of one's own in a layer's saved config",
+        parameters=("full_config",),
+    ),
+)

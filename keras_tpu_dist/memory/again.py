@@ -1,0 +1,129 @@
+"""A layer's call, computed again where its gradients are."""
+
+import contextlib
+import contextvars
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import keras
+from jax.ad_checkpoint import checkpoint_name
+
+from keras_tpu_dist import _keras
+from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.memory.policies import Policy, jax_policy
+from keras_tpu_dist.partitioner.jaxprs import any_equation
+
+# Names whose values are kept of what is traced now, and those that were met.
+_kept: contextvars.ContextVar[tuple[tuple[str, ...], set[str]]] = contextvars.ContextVar(
+    "kept", default=((), set())
+)
+_attention: contextvars.ContextVar[bool] = contextvars.ContextVar("attention", default=False)
+
+
+def computed_again(
+    function: Callable[..., Any], layer: Any, policy: Policy, args: tuple, kwargs: dict
+) -> Any:
+    """`function(*args, **kwargs)`, of which the gradients compute again what is not kept.
+
+    Args:
+        function: A layer's method, bound to it.
+        layer: The layer.
+        policy: What is kept.
+        args: Positional arguments of the call.
+        kwargs: The others.
+
+    Raises:
+        ValueError: If a name of the policy is that of nothing in the layer.
+    """
+    if policy == "attention":
+        _keras.route_attention_layers(layer, _attention_again)
+        with _set(_attention, True):
+            return function(*args, **kwargs)
+    names = () if isinstance(policy, str) else policy
+    met: set[str] = set()
+    for inner in _keras.flatten_layers(layer) if names else ():
+        if inner.name in names and inner is not layer:
+            _keras.route_calls(type(inner), _named)
+    call = _keras.PureCall(function, layer, args, kwargs)
+
+    def block(inputs):
+        # Attention in a layer that is computed again as a whole need not be once more.
+        with _set(_attention, False), _set(_kept, (names, met) if names else _kept.get()):
+            return call(inputs)
+
+    results = jax.checkpoint(block, policy=jax_policy(policy))(call.inputs)
+    _check_names(set(names) - met, layer, block, call.inputs)
+    return call.finish(results)
+
+
+def attention_again(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Attention as a function of arrays, computed again where a layer around it says so.
+
+    Args:
+        function: From arrays to an array.
+    """
+    return jax.checkpoint(function) if _attention.get() else function
+
+
+def _attention_again(stock, layer, args, kwargs):
+    """What an attention layer computes of query, key and value, its dropout included."""
+    if not _attention.get():
+        return stock(*args, **kwargs)
+    return computed_again(stock, layer, "full", args, kwargs)
+
+
+def _named(stock, layer, args, kwargs):
+    """The outputs of a layer whose name is kept, under that name."""
+    outputs = stock(*args, **kwargs)
+    names, met = _kept.get()
+    if layer.name not in names:
+        return outputs
+    met.add(layer.name)
+    return jax.tree.map(functools.partial(_name, layer.name), outputs)
+
+
+def _name(name: str, leaf: Any) -> Any:
+    if not isinstance(leaf, jax.Array):
+        return leaf
+    return _keras.with_keras_mask(checkpoint_name(leaf, name), _keras.keras_mask(leaf))
+
+
+def _check_names(missing: set[str], layer: Any, block: Callable, inputs: Any) -> None:
+    """Raises a `ValueError` if a name is neither a layer's nor `checkpoint_name`'s in the code."""
+    if not missing:
+        return
+    found: set[str] = set()
+
+    def note(equation: Any) -> bool:
+        if equation.primitive.name == "name":
+            found.add(equation.params["name"])
+        return False
+
+    any_equation(jax.make_jaxpr(block)(inputs), note)
+    wrong = sorted(missing - found)
+    if not wrong:
+        return
+    inner = [each for each in _keras.flatten_layers(layer) if each is not layer]
+    layers = {each.name for each in inner if not isinstance(each, keras.layers.InputLayer)}
+    choices = sorted(layers | found)
+    raise ValueError(
+        message(
+            "The names of a remat policy are those of layers that run within the layer, or given "
+            "by jax.ad_checkpoint.checkpoint_name.",
+            received={"layer": layer.path or layer.name, "name": wrong[0]},
+            fix=f"Use names among: {', '.join(choices)}.",
+            name=wrong[0],
+            choices=choices,
+        )
+    )
+
+
+@contextlib.contextmanager
+def _set(variable: contextvars.ContextVar, value: Any) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)

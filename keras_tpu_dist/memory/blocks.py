@@ -1,0 +1,128 @@
+"""Which layers of a model: by patterns of their paths, or the blocks that it repeats."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+
+from keras_tpu_dist import _keras
+
+
+def layers_by_path(model: Any, path: str | None = None) -> Iterator[tuple[str, Any]]:
+    """Every layer of a model with its path in it: the names of the layers around it, and its own.
+
+    Args:
+        model: The model, built or not; it comes first itself.
+        path: The model's own path. Defaults to its name.
+    """
+    path = path or model.name
+    yield path, model
+    for layer in _keras.sublayers(model):
+        yield from layers_by_path(layer, f"{path}/{layer.name}")
+
+
+def matching(pattern: str, path: str) -> bool:
+    """Whether a pattern means the layer of a path.
+
+    Args:
+        pattern: Segments of the path from the right, each with `*` and `?` as in file names; or a
+            regular expression for them, as in `LayoutRules`.
+        path: The layer's path.
+
+    Example:
+
+    >>> [matching(p, "decoder/block_3") for p in ("block_*", r"block_\\d", "decoder/*", "block")]
+    [True, True, True, False]
+    >>> matching("block_*", "decoder/block_3/attention")
+    False
+    """
+    as_file_name = re.escape(pattern).replace(r"\*", "[^/]*").replace(r"\?", "[^/]")
+    forms = [as_file_name]
+    try:
+        re.compile(pattern)
+        forms.append(pattern)
+    except re.error:
+        pass  # such as "*_block": a file name's pattern alone
+    return any(re.fullmatch(rf"(?:.*/)?(?:{form})", path) for form in forms)
+
+
+def chosen_by_patterns(
+    model: Any, rules: Mapping[str, Any]
+) -> tuple[list[tuple[str, Any, Any]], set[str]]:
+    """The layers that the rules mean, and the patterns that meant none.
+
+    A layer within one that the same rule means is not meant once more.
+
+    Args:
+        model: A model.
+        rules: From a pattern to anything; the first that matches counts.
+
+    Returns:
+        `(path, layer, what the rule says)` for each, and the patterns.
+    """
+    found: dict[int, tuple[str, Any, Any]] = {}
+    unused = set(rules)
+    claimed: list[tuple[str, str]] = []
+    for path, layer in layers_by_path(model):
+        names = {path, layer.path or path}
+        used = [p for p in rules if any(matching(p, name) for name in names)]
+        unused.difference_update(used)
+        if not used or any(p == used[0] and path.startswith(f"{o}/") for p, o in claimed):
+            continue
+        claimed.append((used[0], path))
+        found.setdefault(id(layer), (path, layer, rules[used[0]]))
+    return list(found.values()), unused
+
+
+def blocks(model: Any) -> list[tuple[str, Any]]:
+    """The blocks that a model repeats, each with its path.
+
+    Among layers that hold layers, those of a class that comes more than once side by side; a model
+    within the model is looked into first. Where there are none, the layers that hold layers, and
+    in a model of plain layers each one that has weights.
+
+    Args:
+        model: A built model.
+
+    Example:
+
+    >>> import keras
+    >>> def block(i):
+    ...     inner = [keras.layers.Dense(4, "relu"), keras.layers.Dense(4)]
+    ...     return keras.Sequential(inner, name=f"block_{i}")
+    >>> model = keras.Sequential([keras.Input((4,)), block(0), block(1), keras.layers.Dense(1)])
+    >>> [path.split("/")[-1] for path, _ in blocks(model)]
+    ['block_0', 'block_1']
+    """
+    found = _repeated(model, model.name) or _composite(model, model.name)
+    return found or [
+        (f"{model.name}/{layer.name}", layer)
+        for layer in _keras.sublayers(model)
+        if layer.variables
+    ]
+
+
+def _repeated(layer: Any, path: str) -> list[tuple[str, Any]]:
+    inner = _composite(layer, path)
+    counts = Counter(type(each) for _, each in inner)
+    found = []
+    for name, each in inner:
+        is_block = counts[type(each)] > 1
+        if is_block and not isinstance(each, keras.Model):
+            found.append((name, each))
+            continue
+        within = _repeated(each, name)
+        found += within or ([(name, each)] if is_block else [])
+    return found
+
+
+def _composite(layer: Any, path: str) -> list[tuple[str, Any]]:
+    """The layers in a layer that hold layers with weights."""
+    children: Sequence[Any] = _keras.sublayers(layer)
+    return [
+        (f"{path}/{each.name}", each)
+        for each in children
+        if any(within.variables for within in _keras.sublayers(each))
+    ]
