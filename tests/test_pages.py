@@ -2,10 +2,11 @@
 
 import functools
 import importlib
-import importlib.util
 import inspect
 import pathlib
 import re
+import runpy
+import types
 
 import keras
 import pytest
@@ -88,10 +89,7 @@ def test_links_to_files_lead_somewhere(page):
 
 @functools.cache
 def hooks():
-    spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs" / "hooks.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return types.SimpleNamespace(**runpy.run_path(str(ROOT / "docs" / "hooks.py")))
 
 
 def referenced():
