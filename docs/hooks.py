@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 PACKAGE = pathlib.Path(__file__).parents[1] / "keras_tpu_dist"
 _MARK = "<!-- errors -->"
+# Functions in a module of the same name, which the site would show in their place.
+WRITTEN_AS = {"convert": "layers.convert.convert", "restore": "checkpoint.restore.restore"}
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,8 @@ def page_of_errors() -> str:
         for error in (each for each in found if each.room == room):
             anchor = "" if identifier(error) in seen else f'<a id="{identifier(error)}"></a>'
             seen.add(identifier(error))
-            lines += [f"{anchor}**{_plain(error.rule)}** ({error.kind})<br>", _plain(error.fix), ""]
+            fix = [] if error.fix == "…" else ["<br>", _plain(error.fix)]
+            lines += [f"{anchor}**{_plain(error.rule)}** ({error.kind})", *fix, ""]
     return "\n".join(lines)
 
 
@@ -124,7 +127,8 @@ def missing(site: pathlib.Path) -> list[str]:
     inventory = (site / "objects.inv").read_bytes().split(b"\n", 4)[4]
     known = {line.split(" ")[0] for line in zlib.decompress(inventory).decode().splitlines()}
     wanted = [*public_names(), *(f"TPUStrategy.{name}" for name in methods_of("TPUStrategy"))]
-    return [name for name in wanted if f"keras_tpu_dist.{name}" not in known]
+    written = ((name, WRITTEN_AS.get(name, name)) for name in wanted)
+    return [name for name, path in written if f"keras_tpu_dist.{path}" not in known]
 
 
 def methods_of(name: str, package: pathlib.Path = PACKAGE) -> set[str]:

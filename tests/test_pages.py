@@ -94,9 +94,11 @@ def hooks():
 
 def referenced():
     """What the pages of the reference describe: every `::: name`."""
+    names = {path: name for name, path in hooks().WRITTEN_AS.items()}
     pages = (ROOT / "docs" / "reference").glob("*.md")
     text = "\n".join(page.read_text() for page in pages)
-    return re.findall(r"^::: keras_tpu_dist\.([\w.]+)$", text, re.MULTILINE)
+    found = re.findall(r"^::: keras_tpu_dist\.([\w.]+)$", text, re.MULTILINE)
+    return [names.get(path, path) for path in found]
 
 
 def exported(module):
