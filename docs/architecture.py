@@ -1,6 +1,6 @@
-"""Draws what `docs/architecture.md` shows of the code: the rooms and the table of the seam.
+"""Draws what pages of docs/ show of the code: the rooms and the table of the seam.
 
-python docs/architecture.py          # writes the page's generated parts
+python docs/architecture.py          # writes the generated parts of these pages
 """
 
 import ast
@@ -11,6 +11,7 @@ from keras_tpu_dist import _keras
 
 PACKAGE = pathlib.Path(keras_tpu_dist.__file__).parent
 PAGE = pathlib.Path(__file__).with_suffix(".md")
+CHANGES = PAGE.with_name("keras_changes.md")
 
 
 def imports() -> dict[str, set[str]]:
@@ -70,12 +71,17 @@ def replaced() -> str:
     return "\n".join(rows)
 
 
-PARTS = {"picture": picture, "rooms": rooms, "replaced": replaced}
+PARTS = {PAGE: {"picture": picture, "rooms": rooms}, CHANGES: {"replaced": replaced}}
 
 
-def written(page: str) -> str:
-    """The page with its generated parts as the code now is."""
-    for name, part in PARTS.items():
+def written(path: pathlib.Path) -> str:
+    """A page with its generated parts as the code now is.
+
+    Args:
+        path: One of `PARTS`.
+    """
+    page = path.read_text()
+    for name, part in PARTS[path].items():
         start, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
         before, rest = page.split(start)
         page = f"{before}{start}\n\n{part()}\n\n{end}{rest.split(end)[1]}"
@@ -83,4 +89,5 @@ def written(page: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(written(PAGE.read_text()))
+    for path in PARTS:
+        path.write_text(written(path))
