@@ -1,15 +1,10 @@
 """Plain Keras 3 models train on TPUs as they should."""
 
+from typing import TYPE_CHECKING
+
 from keras_tpu_dist import _keras as _keras  # first: selects and checks Keras's JAX backend
-from keras_tpu_dist import callbacks as callbacks
 from keras_tpu_dist import layers as layers
-from keras_tpu_dist.checkpoint import CheckpointError as CheckpointError
-from keras_tpu_dist.checkpoint import restore as restore
-from keras_tpu_dist.comparison import compare as compare
-from keras_tpu_dist.dryrun.diff import diff as diff
-from keras_tpu_dist.dryrun.largest_batch import largest_batch as largest_batch
-from keras_tpu_dist.dryrun.run import DryRun as DryRun
-from keras_tpu_dist.dryrun.run import dry_run as dry_run
+from keras_tpu_dist.common.later import loaded_later
 from keras_tpu_dist.hardware.assignment import DeviceAssignment as DeviceAssignment
 from keras_tpu_dist.hardware.simulation import simulate as simulate
 from keras_tpu_dist.hardware.topology import Topology as Topology
@@ -32,4 +27,29 @@ from keras_tpu_dist.strategy import TPUStrategy as TPUStrategy
 from keras_tpu_dist.training.freeze import freeze as freeze
 from keras_tpu_dist.training.shares import InputShard as InputShard
 
+if TYPE_CHECKING:
+    from keras_tpu_dist import callbacks as callbacks
+    from keras_tpu_dist.checkpoint import CheckpointError as CheckpointError
+    from keras_tpu_dist.checkpoint import restore as restore
+    from keras_tpu_dist.comparison import compare as compare
+    from keras_tpu_dist.dryrun.diff import diff as diff
+    from keras_tpu_dist.dryrun.largest_batch import largest_batch as largest_batch
+    from keras_tpu_dist.dryrun.run import DryRun as DryRun
+    from keras_tpu_dist.dryrun.run import dry_run as dry_run
+
 __version__ = "0.1.0"
+
+# What a plain fit does not need is loaded when it is asked for first. Layers are not among it:
+# Keras finds those that a file names only if they are registered.
+_LATER = {
+    "callbacks": "callbacks",
+    "CheckpointError": "checkpoint",
+    "restore": "checkpoint",
+    "compare": "comparison",
+    "diff": "dryrun.diff",
+    "largest_batch": "dryrun.largest_batch",
+    "DryRun": "dryrun.run",
+    "dry_run": "dryrun.run",
+}
+
+__getattr__, __dir__ = loaded_later(__name__, globals(), _LATER)

@@ -2,9 +2,8 @@
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax
 import keras
 from jax.sharding import Mesh, NamedSharding
 
@@ -21,7 +20,6 @@ from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.layout.explain import Explanation, VariableRow, explain_model, one_row
 from keras_tpu_dist.layout.layouts import Layouts
 from keras_tpu_dist.layout.lint import LintReport, lint_model
-from keras_tpu_dist.layout.pictures import ModelPicture, Picture, picture_of_mesh, picture_of_tensor
 from keras_tpu_dist.layout.placement import Placement
 from keras_tpu_dist.layout.planner import Plan
 from keras_tpu_dist.logical.devices import LogicalDevices
@@ -33,6 +31,9 @@ from keras_tpu_dist.training.options import Options
 from keras_tpu_dist.training.own_rows import placer_for
 from keras_tpu_dist.training.runner import Runner
 from keras_tpu_dist.training.shares import InputShard, shares_of
+
+if TYPE_CHECKING:
+    from keras_tpu_dist.layout.pictures import Picture
 
 
 class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.ModelParallel):
@@ -287,7 +288,7 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
         )
         return report.raise_if_bad() if strict else report
 
-    def show(self, what: Any = None) -> Picture:
+    def show(self, what: Any = None) -> "Picture":
         """A picture of the mesh, of a tensor over it, or of a model.
 
         Args:
@@ -300,22 +301,10 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
         Raises:
             ValueError: If it is none of these.
         """
-        if what is None or isinstance(what, Mesh | keras.distribution.DeviceMesh):
-            mesh = what.backend_mesh if isinstance(what, keras.distribution.DeviceMesh) else what
-            return picture_of_mesh(mesh or self.layouts.mesh)
-        if isinstance(what, keras.Model):
-            return ModelPicture(explain_model(what, self.placement(what), self.layouts.mesh))
-        if isinstance(what, keras.Variable):
-            return picture_of_tensor(what.path, what.shape, self.get_variable_layout(what))
-        if isinstance(what, jax.Array) and isinstance(what.sharding, NamedSharding):
-            return picture_of_tensor("array", what.shape, what.sharding)
-        raise ValueError(
-            message(
-                "show draws the mesh, a model, a variable or an array on the mesh.",
-                received={"what": type(what).__name__},
-                fix="Call strategy.show(), or pass one of these.",
-            )
-        )
+        # Who only trains does not load what draws.
+        from keras_tpu_dist.layout.show import picture_of
+
+        return picture_of(what, self.layouts.mesh, self.placement, self.get_variable_layout)
 
     def placement(self, model: Any) -> Placement:
         """What decides about each variable of a model, and why; `explain` prints it.

@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from keras_tpu_dist.common.errors import message
-from keras_tpu_dist.dryrun.run import Build, DryRun, Progress, dry_run
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.training.strategy import StrategyPart
+
+if TYPE_CHECKING:
+    from keras_tpu_dist.dryrun.run import Build, DryRun, Progress
 
 
 class DryRuns(StrategyPart):
@@ -44,7 +46,7 @@ class DryRuns(StrategyPart):
 
     def dry_run(
         self,
-        model: Build,
+        model: "Build",
         *,
         batch_size: int,
         topology: str | Topology | None = None,
@@ -55,8 +57,8 @@ class DryRuns(StrategyPart):
         mode: str = "train",
         effort: str = "quick",
         timeout: float = 1800.0,
-        progress: Progress | None = None,
-    ) -> DryRun:
+        progress: "Progress | None" = None,
+    ) -> "DryRun":
         """Compiles one step of a model for this strategy's devices or for another slice.
 
         Args:
@@ -98,6 +100,9 @@ class DryRuns(StrategyPart):
                     fix='Name the slice, as in topology="v5e:16x16", or leave mesh out.',
                 )
             )
+        # Who only trains does not load what reads programs.
+        from keras_tpu_dist.dryrun.run import dry_run
+
         return dry_run(
             model,
             self if topology is None else self.on_topology(topology, mesh),

@@ -1,0 +1,54 @@
+"""A picture of whatever `strategy.show` is given."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import keras
+from jax.sharding import Mesh, NamedSharding
+
+from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.layout.explain import explain_model
+from keras_tpu_dist.layout.pictures import ModelPicture, Picture, picture_of_mesh, picture_of_tensor
+from keras_tpu_dist.layout.placement import Placement
+
+
+def picture_of(
+    what: Any,
+    mesh: Mesh,
+    placement: Callable[[Any], Placement],
+    layout: Callable[[Any], NamedSharding],
+) -> Picture:
+    """Draws a mesh, a model, a variable or an array.
+
+    Args:
+        what: What to draw; `None` for the mesh.
+        mesh: The strategy's mesh.
+        placement: From a model to where the strategy places it.
+        layout: From a variable to where the strategy places it.
+
+    Returns:
+        The picture.
+
+    Raises:
+        ValueError: If it is none of these.
+    """
+    if what is None:
+        return picture_of_mesh(mesh)
+    if isinstance(what, keras.distribution.DeviceMesh):
+        return picture_of_mesh(what.backend_mesh)
+    if isinstance(what, Mesh):
+        return picture_of_mesh(what)
+    if isinstance(what, keras.Model):
+        return ModelPicture(explain_model(what, placement(what), mesh))
+    if isinstance(what, keras.Variable):
+        return picture_of_tensor(what.path, what.shape, layout(what))
+    if isinstance(what, jax.Array) and isinstance(what.sharding, NamedSharding):
+        return picture_of_tensor("array", what.shape, what.sharding)
+    raise ValueError(
+        message(
+            "show draws the mesh, a model, a variable or an array on the mesh.",
+            received={"what": type(what).__name__},
+            fix="Call strategy.show(), or pass one of these.",
+        )
+    )
