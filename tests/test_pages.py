@@ -32,10 +32,10 @@ NOT_RUN = {
 }
 # Run elsewhere: in processes of their own, since the compiler may abort.
 ELSEWHERE = {"xla_partitioner.md": "tests/conformance/test_reports.py"}
-# Pages that take more than three seconds.
+# Pages that take more than a second or two.
 SLOW = {
-    *("attention.md", "checkpoints.md", "costs.md", "device_loop.md", "index.md"),
-    *("logical_devices.md", "ragged.md", "recurrent.md"),
+    *("attention.md", "checkpoints.md", "costs.md", "device_loop.md", "from_tpuestimator.md"),
+    *("index.md", "layouts.md", "logical_devices.md", "ragged.md", "recurrent.md"),
 }
 
 
