@@ -79,7 +79,7 @@ def restore(
         _check_built(model)
         _check_of_files(step, rename)
         return load_file(model, directory, strict, tuple(exclude))
-    with _store(directory) as store:
+    with _store(directory, membership.is_local(model)) as store:
         return load_newest(model, store, step, strict, tuple(exclude), tuple(rename))[0]
 
 
@@ -284,8 +284,8 @@ def _build_optimizer(model: Any, manifest: Manifest) -> None:
 
 
 @contextlib.contextmanager
-def _store(directory: str | os.PathLike) -> Iterator[Store]:
-    store = Store(directory, read_only=True)
+def _store(directory: str | os.PathLike, alone: bool) -> Iterator[Store]:
+    store = Store(directory, read_only=True, alone=alone)
     try:
         yield store
     finally:
