@@ -25,7 +25,7 @@ from keras_tpu_dist.training.input_position import (
     random_numbers,
     set_random_numbers,
 )
-from keras_tpu_dist.training.membership import guard_in_training
+from keras_tpu_dist.training.membership import guard_in_training, is_local
 
 logger = logging.getLogger("keras_tpu_dist")
 
@@ -68,6 +68,7 @@ class Checkpoint(keras.callbacks.Callback):
         ValueError: If an argument is of no such kind.
         ImportError: In `fit`, if Orbax is not installed.
         CheckpointError: In `fit`, if there are checkpoints and none can be read.
+        NotImplementedError: In `fit`, if of several processes one trains on its own devices alone.
 
     Example:
 
@@ -125,7 +126,7 @@ class Checkpoint(keras.callbacks.Callback):
         """The train steps of which there is a whole checkpoint, the newest last."""
         if not os.path.isdir(self.directory):
             return []
-        store = Store(self.directory, read_only=True)
+        store = Store(self.directory, read_only=True, alone=True)
         try:
             return store.steps
         finally:
@@ -158,6 +159,7 @@ class Checkpoint(keras.callbacks.Callback):
                     fix="Build the model in TPUStrategy().scope(), or save every_epochs=1.",
                 )
             )
+        _check_processes(self._trainer)
         best = None if self._monitor is None else (self._monitor, self._mode)
         self._store = Store(
             self.directory, keep=self._keep, best=best, asynchronous=self._asynchronous
@@ -356,6 +358,20 @@ def _direction(monitor: str | None, mode: str) -> str:
     if mode != "auto":
         return mode
     return "max" if any(part in str(monitor) for part in ("acc", "auc", "f1")) else "min"
+
+
+def _check_processes(model: Any) -> None:
+    if jax.process_count() > 1 and is_local(model):
+        raise NotImplementedError(
+            message(
+                "Of several processes all write a checkpoint together: Orbax does not write what "
+                "lies on the devices of one of them alone.",
+                received=f"a fit of model {model.name!r} on the devices of process "
+                f"{jax.process_index()}, one of {jax.process_count()}.",
+                fix="Make the strategy of all devices, save with keras.callbacks.ModelCheckpoint, "
+                "or train it in a program of its own, without ktd.initialize().",
+            )
+        )
 
 
 def _check(every_steps, every_minutes, every_epochs, keep, mode) -> None:

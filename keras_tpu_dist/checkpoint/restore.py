@@ -81,7 +81,7 @@ def restore(
         _check_built(model)
         _check_of_files(step, rename)
         return load_file(model, directory, strict, patterns_of(exclude))
-    with _store(directory) as store:
+    with _store(directory, membership.is_local(model)) as store:
         return load_newest(model, store, step, strict, patterns_of(exclude), tuple(rename))[0]
 
 
@@ -287,9 +287,9 @@ def _build_optimizer(model: Any, manifest: Manifest) -> None:
 
 
 @contextlib.contextmanager
-def _store(directory: str | os.PathLike) -> Iterator[Store | KerasDirectory]:
+def _store(directory: str | os.PathLike, alone: bool) -> Iterator[Store | KerasDirectory]:
     theirs = is_directory_of_keras(directory)
-    store = KerasDirectory(directory) if theirs else Store(directory, read_only=True)
+    store = KerasDirectory(directory) if theirs else Store(directory, read_only=True, alone=alone)
     try:
         yield store
     finally:

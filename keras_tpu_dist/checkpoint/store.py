@@ -30,6 +30,7 @@ class Store:
         best: `(name, mode)` of a metric whose best checkpoint is kept as well, or `None`.
         asynchronous: Whether `save` returns once the values are copied from the devices.
         read_only: Whether nothing is written.
+        alone: Whether this process, of several, reads without the others.
 
     Raises:
         ImportError: If Orbax is not installed.
@@ -44,6 +45,7 @@ class Store:
         best: tuple[str, str] | None = None,
         asynchronous: bool = False,
         read_only: bool = False,
+        alone: bool = False,
     ):
         ocp = orbax()
         self.directory = absolute(os.fspath(directory))
@@ -52,7 +54,9 @@ class Store:
                 raise CheckpointError(f"There is no directory {self.directory!r}.")
             with told(self.directory, "opened"):
                 os.makedirs(self.directory)
+        processes = _processes(alone)
         options = ocp.CheckpointManagerOptions(
+            multiprocessing_options=processes,
             enable_async_checkpointing=asynchronous and not read_only,
             cleanup_tmp_directories=not read_only,
             create=not read_only,
@@ -66,8 +70,8 @@ class Store:
                 options=options,
                 item_names=(_ARRAYS, _MANIFEST),
                 item_handlers={
-                    _ARRAYS: ocp.PyTreeCheckpointHandler(),
-                    _MANIFEST: ocp.JsonCheckpointHandler(),
+                    _ARRAYS: ocp.PyTreeCheckpointHandler(multiprocessing_options=processes),
+                    _MANIFEST: ocp.JsonCheckpointHandler(multiprocessing_options=processes),
                 },
             )
 
@@ -254,6 +258,17 @@ def orbax() -> Any:
             )
         ) from error
     return ocp
+
+
+def _processes(alone: bool) -> Any:
+    """Who waits for whom."""
+    options = _orbax().options.MultiprocessingOptions
+    if not alone or jax.process_count() == 1:
+        return options()
+    own = jax.process_index()
+    return options(
+        primary_host=own, active_processes={own}, barrier_sync_key_prefix=f"process_{own}"
+    )
 
 
 def _preserved(keep: int | None, best: tuple[str, str] | None) -> Any:

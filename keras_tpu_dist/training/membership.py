@@ -223,6 +223,16 @@ def of_model(model: Any) -> Membership | None:
     return _members.get(model)
 
 
+def is_local(model: Any) -> bool:
+    """Whether a model lies on this process's devices alone: no other takes part in what it does.
+
+    Args:
+        model: A model; one without a strategy does.
+    """
+    member = _members.get(model)
+    return member is None or member.strategy.placer.is_local
+
+
 def guard_in_training(model: Any) -> StateGuard | None:
     """The guard of a model that trains under a strategy now, for callbacks.
 

@@ -61,7 +61,7 @@ def values(strategy, found):
         result = strategy.run(numbers, (value, scale), {"flag": True})
         for key, each in result.items():
             found |= by_replica(strategy, f"{name} {key}", each)
-        for op in ("SUM", "mean", "max", "min"):
+        for op in ("SUM", "mean", "max", "min") if name == "number" else ():
             found[f"{name} {op}"] = np.asarray(strategy.reduce(op, result["scaled"]))
             found[f"{name} {op} 0"] = np.asarray(strategy.reduce(op, result["scaled"], axis=0))
         found[f"{name} joined"] = np.asarray(strategy.gather(result["gathered"], 1))
@@ -272,7 +272,7 @@ def _in_turn(parts, size):
 # What cannot be: an error in all processes, after which they go on.
 
 
-def mistakes(strategy, found):
+def mistakes(strategy, found, folder):
     me = jax.process_index()
     other = ktd.TPUStrategy({"data": 8}, input="per_process")
     with strategy.scope():
@@ -303,18 +303,40 @@ def mistakes(strategy, found):
         with pytest.raises(kind, match=re.escape(words)):
             call()
     assert not list(other.distribute_dataset([]))
+    given = {"x": job.X, "y": job.Y, "batch_size": BATCH, "verbose": 0}
+    with strategy.scope():
+        model = job.model(1)
+    model.fit(**given, callbacks=[ktd.callbacks.Checkpoint(os.path.join(folder, "all"))])
+    weights = model.get_weights()
     # A strategy of this process's devices waits for nobody.
-    if me:
+    if me == 1:
         local = ktd.TPUStrategy(devices=jax.local_devices())
         (batch,) = local.distribute_dataset(np.arange(8.0), batch_size=8)
         assert float(local.reduce("sum", local.run(lambda x: x * 2, (batch,)), axis=0)) == 56
-        given = local.distribute_datasets_from_function(lambda c: [np.ones(1)] * local.num_hosts)
-        assert len(list(given)) == 1
+        made = local.distribute_datasets_from_function(lambda c: [np.ones(1)] * local.num_hosts)
+        assert len(list(made)) == 1
+        checkpoints_alone(local, folder, given, weights)
     if jax.process_count() == 4:
         some = ktd.TPUStrategy(devices=jax.devices()[1:3])
         with pytest.raises(NotImplementedError, match="in all of them"):
             some.run(one)
     found["mistakes"] = np.asarray(0)
+
+
+def checkpoints_alone(strategy, folder, given, weights):
+    """Read by one process; written by all together, or not, and then it says so."""
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        model = job.model(1)
+    assert ktd.restore(model, os.path.join(folder, "all")).step == 3
+    for kept, value in zip(weights, model.get_weights()):
+        np.testing.assert_array_equal(kept, value)
+    with pytest.raises(NotImplementedError, match="lies on the devices of one of them alone"):
+        model.fit(**given, callbacks=[ktd.callbacks.Checkpoint(folder, every_steps=2)])
+    path = os.path.join(folder, "kept.keras")
+    model.fit(**given, callbacks=[keras.callbacks.ModelCheckpoint(path)])
+    for kept, value in zip(keras.saving.load_model(path).get_weights(), model.get_weights()):
+        np.testing.assert_array_equal(kept, value)
 
 
 CASES = {"values": values, "variables": variables, "sizes": sizes, "mistakes": mistakes}
@@ -329,7 +351,7 @@ def run(folder, plan, what, *how):
     strategy = ktd.TPUStrategy(mesh, layout, input="per_process" if several and own else "global")
     found = {}
     made = {**CASES, "training": training, "own": own_training}[what]
-    made(strategy, found, *how)
+    made(strategy, found, *how, *([folder] if what == "mistakes" else []))
     if several:
         name = "-".join(map(str, (plan, what, *how)))
         np.savez(os.path.join(folder, f"{name}-{jax.process_index()}.npz"), **found)
