@@ -262,7 +262,7 @@ def orbax() -> Any:
 
 def _processes(alone: bool) -> Any:
     """Who waits for whom."""
-    options = _orbax().options.MultiprocessingOptions
+    options = orbax().options.MultiprocessingOptions
     if not alone or jax.process_count() == 1:
         return options()
     own = jax.process_index()

@@ -87,11 +87,12 @@ class Watch:
         self._where, self._inside = where, inside
         return before
 
-    def launched(self, output: jax.Array) -> None:
+    def launched(self, output: jax.Array | None) -> None:
         """Notes a launch: until its output is there this process may wait for the others'.
 
         Args:
-            output: An array that the program makes, small since it is kept until the next launch.
+            output: An array that the program makes, small since it is kept until the next launch;
+                `None` if it makes none.
         """
         self._output = output
 
