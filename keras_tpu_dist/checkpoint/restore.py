@@ -48,7 +48,7 @@ def restore(
 
     It does not matter on which mesh, by how many processes and under which plan the checkpoint was
     written. Values are compared with what was saved: of up to 128 MiB before anything of the model
-    changes, of larger states group by group. The optimizer's state is loaded too where all weights
+    changes, of larger states by groups of 64 MiB. The optimizer's state is loaded too where all weights
     are.
 
     Args:
@@ -66,7 +66,7 @@ def restore(
 
     Raises:
         ValueError: If the model is not built, or the checkpoint does not fit: one error with every
-            path that is missing, unexpected or of another shape.
+            path that is missing, unexpected, of another shape, or integers here and not there.
         CheckpointError: If there is no such checkpoint, or it is not whole.
 
     Example:
@@ -261,7 +261,7 @@ def _pairs(state: dict, manifest: Manifest, kind: str, pairs: dict[int, int]) ->
 def _misfit(store: Store | KerasDirectory, step: int, weights: Matching) -> str:
     parts = [
         *said_of(weights.missing, weights.unexpected),
-        *(f"of another shape: {words}" for words in weights.reshaped),
+        *(f"of another shape or dtype: {words}" for words in weights.reshaped),
     ]
     return message(
         f"Checkpoint {step} of {store.directory!r} must hold the weights of this model, no more "
