@@ -48,8 +48,8 @@ def restore(
 
     It does not matter on which mesh, by how many processes and under which plan the checkpoint was
     written. Values are compared with what was saved: of up to 128 MiB before anything of the model
-    changes, of larger states by groups of 64 MiB. The optimizer's state is loaded too where all weights
-    are.
+    changes, of larger states by groups of 64 MiB. The optimizer's state is loaded too where all
+    weights are.
 
     Args:
         model: A built model.
