@@ -67,6 +67,10 @@ class WeightsFile:
         """The shapes of what it holds, by name."""
         return {_name(path, key): tuple(self._entry(path)[key].shape) for path, key in self._keys()}
 
+    def dtypes(self) -> dict[str, np.dtype]:
+        """The dtypes of what it holds, by name."""
+        return {_name(path, key): self._entry(path)[key].dtype for path, key in self._keys()}
+
     def read(self, name: str) -> np.ndarray:
         """One array.
 

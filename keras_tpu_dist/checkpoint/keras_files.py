@@ -5,7 +5,7 @@ from typing import Any
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.checkpoint.manifest import CheckpointError
-from keras_tpu_dist.checkpoint.names import said_of
+from keras_tpu_dist.checkpoint.names import said_of, same_kind
 from keras_tpu_dist.checkpoint.report import Restored
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.patterns import matches
@@ -58,13 +58,22 @@ def _load(model: Any, file: Any, name: str, strict: bool, exclude: tuple[str, ..
     here = _keras.names_in_files(model)
     weights = {n: v for n, v in here.items() if not n.startswith(_OPTIMIZER)}
     kept = {n for n, v in weights.items() if matches(v.path, exclude)}
-    fitting = [n for n in weights if n not in kept and saved.get(n) == tuple(weights[n].shape)]
+    dtypes = file.dtypes()
+    fitting = [
+        n
+        for n in weights
+        if n not in kept
+        and saved.get(n) == tuple(weights[n].shape)
+        and same_kind(dtypes[n], weights[n].dtype)
+    ]
     missing = [n for n in weights if n not in kept and n not in saved]
     reshaped = [n for n in weights if n not in kept and n in saved and n not in fitting]
     unexpected = [n for n in saved if not n.startswith(_OPTIMIZER) and n not in weights]
     if strict and (missing or reshaped or unexpected):
         shapes = [
-            f"{weights[n].path} {tuple(weights[n].shape)}, saved as {saved[n]}" for n in reshaped
+            f"{weights[n].path} {tuple(weights[n].shape)}, saved as {saved[n]}"
+            + ("" if saved[n] != tuple(weights[n].shape) else f" {dtypes[n]}")
+            for n in reshaped
         ]
         raise ValueError(
             message(
@@ -72,7 +81,7 @@ def _load(model: Any, file: Any, name: str, strict: bool, exclude: tuple[str, ..
                 received="; ".join(
                     [
                         *said_of([weights[n].path for n in missing], unexpected),
-                        *(f"of another shape: {words}" for words in shapes),
+                        *(f"of another shape or dtype: {words}" for words in shapes),
                     ]
                 )
                 + ".",

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import jax.numpy as jnp
+
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import did_you_mean
 from keras_tpu_dist.common.patterns import matches
@@ -39,7 +41,8 @@ class Matching:
         pairs: From the index of a variable to that of a saved array.
         missing: Paths of variables for which nothing was saved.
         unexpected: Saved paths for which there is no variable.
-        reshaped: Pairs of the same name whose shapes differ, in words.
+        reshaped: Pairs of the same name whose shapes differ, in words; or of which one holds
+            integers, as a quantized kernel does.
         renamed: From saved path to path here, where only numbers that Keras gave differ.
         kept: Paths of variables that were left out on purpose.
     """
@@ -111,7 +114,7 @@ def match(
     pairs: dict[int, int] = {}
     for name, indices in groups_here.items():
         pairs |= _paired(indices, groups_saved.get(name, []), here, paths)
-    reshaped = {i: j for i, j in pairs.items() if here[i].shape != saved[j].shape}
+    reshaped = {i: j for i, j in pairs.items() if not _fits(here[i], saved[j])}
     pairs = {i: j for i, j in pairs.items() if i not in reshaped}
     used = {*pairs.values(), *reshaped.values()}
     return Matching(
@@ -119,7 +122,7 @@ def match(
         tuple(here[i].path for i in wanted if i not in pairs and i not in reshaped),
         tuple(paths[j] for j in offered if j not in used),
         tuple(
-            f"{here[i].path} {here[i].shape}, saved as {saved[j].shape}"
+            f"{here[i].path} {_form(here[i], saved[j])}, saved as {_form(saved[j], here[i])}"
             for i, j in reshaped.items()
         ),
         {paths[j]: here[i].path for i, j in pairs.items() if paths[j] != here[i].path},
@@ -194,6 +197,29 @@ def said_of(missing: Sequence[str], unexpected: Sequence[str]) -> list[str]:
 
 def _slot_entry(variable: Any, name: str, weight: Any) -> Entry:
     return Entry(weight.path, tuple(variable.shape), str(variable.dtype), name)
+
+
+def same_kind(one: Any, other: Any) -> bool:
+    """Whether both of two dtypes are integers, or neither: a float kernel as `int8` is zeros.
+
+    Args:
+        one: A dtype, or its name.
+        other: Another.
+
+    Example:
+
+    >>> same_kind("float32", "bfloat16"), same_kind("float32", "int8")
+    (True, False)
+    """
+    return jnp.issubdtype(one, jnp.integer) == jnp.issubdtype(other, jnp.integer)
+
+
+def _fits(here: Entry, saved: Entry) -> bool:
+    return here.shape == saved.shape and same_kind(here.dtype, saved.dtype)
+
+
+def _form(entry: Entry, other: Entry) -> str:
+    return f"{entry.shape}" + ("" if same_kind(entry.dtype, other.dtype) else f" {entry.dtype}")
 
 
 def _renamed(path: str, rename: Iterable[tuple[str, str]]) -> str:

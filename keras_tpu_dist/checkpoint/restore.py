@@ -1,9 +1,11 @@
 """Loading a checkpoint into a model, on whatever mesh it lies: all of it, or one clear error."""
 
 import contextlib
+import ctypes
 import logging
 import math
 import os
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -29,7 +31,9 @@ from keras_tpu_dist.training import membership
 
 logger = logging.getLogger("keras_tpu_dist")
 
-_GROUP_BYTES = 128 * 2**20
+# A state of up to so many bytes is read and compared before anything changes; a larger one has no
+# place beside the one that it replaces, and is read in groups.
+_AT_ONCE_BYTES, _GROUP_BYTES = 128 * 2**20, 64 * 2**20
 
 
 def restore(
@@ -44,8 +48,8 @@ def restore(
 
     It does not matter on which mesh, by how many processes and under which plan the checkpoint was
     written. Values are compared with what was saved: of up to 128 MiB before anything of the model
-    changes, of larger states group by group. The optimizer's state is loaded too where all weights
-    are.
+    changes, of larger states by groups of 64 MiB. The optimizer's state is loaded too where all
+    weights are.
 
     Args:
         model: A built model.
@@ -62,7 +66,7 @@ def restore(
 
     Raises:
         ValueError: If the model is not built, or the checkpoint does not fit: one error with every
-            path that is missing, unexpected or of another shape.
+            path that is missing, unexpected, of another shape, or integers here and not there.
         CheckpointError: If there is no such checkpoint, or it is not whole.
 
     Example:
@@ -198,18 +202,32 @@ def _assign(store: Store | KerasDirectory, step: int, chosen: list[tuple[Saved, 
         for (_, variable), value in zip(group, values):
             variable.assign(value)
         done += len(group)
+        # Neither they nor what they replace may stay beside the next group.
+        del values
+        if done < len(chosen):
+            _return_freed_memory()
 
 
 def _groups(chosen: list[tuple[Saved, Any]]) -> Iterator[list]:
+    sizes = [math.prod(saved.entry.shape) * v.value.dtype.itemsize for saved, v in chosen]
+    most = _AT_ONCE_BYTES if sum(sizes) <= _AT_ONCE_BYTES else _GROUP_BYTES
     group, size = [], 0
-    for saved, variable in chosen:
-        group.append((saved, variable))
-        size += math.prod(saved.entry.shape) * variable.value.dtype.itemsize
-        if size > _GROUP_BYTES:
+    for each, bytes_of_it in zip(chosen, sizes):
+        if group and size + bytes_of_it > most:
             yield group
             group, size = [], 0
+        group.append(each)
+        size += bytes_of_it
     if group:
         yield group
+
+
+def _return_freed_memory() -> None:
+    """Has glibc give back what is freed: Orbax reads in many threads, and each keeps a pool."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl has none
+        if trim is not None:
+            trim(0)
 
 
 def _others(state: dict, manifest: Manifest, weights: Matching) -> list[tuple[Saved, Any]]:
@@ -243,7 +261,7 @@ def _pairs(state: dict, manifest: Manifest, kind: str, pairs: dict[int, int]) ->
 def _misfit(store: Store | KerasDirectory, step: int, weights: Matching) -> str:
     parts = [
         *said_of(weights.missing, weights.unexpected),
-        *(f"of another shape: {words}" for words in weights.reshaped),
+        *(f"of another shape or dtype: {words}" for words in weights.reshaped),
     ]
     return message(
         f"Checkpoint {step} of {store.directory!r} must hold the weights of this model, no more "
