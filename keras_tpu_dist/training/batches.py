@@ -105,7 +105,7 @@ class BatchPlacer:
     def own_parts(self) -> dict[Any, int]:
         """The number of the part of a batch that each of this process's devices holds."""
         places = self.sharding(0).addressable_devices_indices_map((self.num_shards,))
-        return {device: index[0].start or 0 for device, index in places.items()}
+        return {device: index[0].start or 0 for device, index in places.items() if index}
 
     @functools.cached_property
     def replica_ids(self) -> jax.Array:
