@@ -5,6 +5,7 @@ from typing import Any
 
 import keras
 import numpy
+from keras.src.trainers.data_adapters import is_grain_dataset
 from keras.src.trainers.data_adapters.array_data_adapter import can_convert_arrays
 from keras.src.trainers.epoch_iterator import EpochIterator
 
@@ -37,7 +38,10 @@ def _own_part(stock, iterator, *args, **kwargs):
     elif inspect.isgenerator(x):
         # Keras refuses a generator without any batch.
         given["x"], empty = _peeked(x)
-        given["x"] = _ONE_ROW if empty else given["x"]
+    elif is_grain_dataset(x):
+        # The adapter takes the shapes from the first batches.
+        empty = next(iter(x), _NOTHING) is _NOTHING
+    given["x"] = _ONE_ROW if empty else given["x"]
     stock(*bound.args, **bound.kwargs)
     if empty:
         iterator.data_adapter = _NoBatches()

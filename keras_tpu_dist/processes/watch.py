@@ -117,8 +117,9 @@ class Watch:
         gone = {**self._told_gone(), **self._gone}
         reason = next((gone[i] for i in missing if i in gone), None)
         own = self._level
+        stuck = {OUTSIDE: False, INSIDE: own >= INSIDE, LAUNCH: own != LAUNCH}
         places = [self._positions.get(i, ("", OUTSIDE)) for i in missing]
-        waiting = [where for where, level in places if level == INSIDE <= own or level > own]
+        waiting = [where for where, level in places if stuck[level]]
         if reason or waited_s < self._peer_timeout_s or not waiting:
             return reason
         return f"still {waiting[0]} after {self._peer_timeout_s:g} s"
@@ -234,9 +235,9 @@ def launched(outputs: Any) -> None:
     Args:
         outputs: A structure of what the program makes.
     """
-    if _watch is not None:
-        arrays = jax.tree.leaves(outputs)
-        _watch.launched(min(arrays, key=lambda array: array.nbytes, default=None))
+    arrays: list[Any] = jax.tree.leaves(outputs)
+    if _watch is not None and arrays:
+        _watch.launched(min(arrays, key=lambda array: array.nbytes))
 
 
 @contextlib.contextmanager

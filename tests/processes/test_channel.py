@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -87,6 +89,15 @@ def test_a_watch_knows_who_lives_and_who_is_late():
     assert watches[0].why_not([1], waited_s=6.0) == "still in fit after 5 s"
     watches[0].at("after fit", inside=False)
     assert watches[0].why_not([1], waited_s=600.0) is None  # it lives and is on its way
+    # At a launch, it is not, unless this one is at a launch too.
+    output: Any = SimpleNamespace(is_ready=lambda: False, is_deleted=lambda: False)
+    watches[1].launched(output)
+    watches[1]._beats = 1  # the one after that above
+    watches[1]._look()
+    watches[0]._listen(channel.told("alive"))
+    assert watches[0].why_not([1], waited_s=600.0) == "still in fit after 5 s"
+    watches[0].launched(output)
+    assert watches[0].why_not([1], waited_s=600.0) is None
     channel.tell("gone", "failed in fit with OSError: full")
     assert watches[0].why_not([1], waited_s=0.0) == "failed in fit with OSError: full"
     assert watches[0].why_not([0], waited_s=0.0) is None
