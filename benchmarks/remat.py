@@ -19,7 +19,7 @@ import keras
 from keras_tpu_dist.common.text import size_text
 
 L = keras.layers
-POLICIES = ("none", "full", "dots", "attention", "offload")
+POLICIES = ("none", "full", "dots", "attention")
 HEADER = ("model", "policy", "activations", "of none", "cycles", "of none")
 
 

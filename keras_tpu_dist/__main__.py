@@ -108,7 +108,7 @@ def _add_dry_run(commands: Any) -> None:
     parser.add_argument("build", help="module:function that returns a compiled model")
     parser.add_argument("--topology", required=True, help="the slice, such as v5e:16x16")
     _add_strategy(parser)
-    parser.add_argument("--remat", help="full, dots, attention, offload, or pattern=policy,...")
+    parser.add_argument("--remat", help="full, dots, attention, or pattern=policy,...")
     parser.add_argument("--batch-size", type=int, required=True, help="rows of all devices")
     parser.add_argument(
         "--x", help="input, such as int32:512 or float32:224,224,3, without the batch"

@@ -70,10 +70,9 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
             10 % of the device's memory (8 MiB if unknown) and there are at most 64 variables.
         shard_optimizer: Whether optimizer slots are split over the data axes while the weights
             stay as `layout` says (ZeRO-1).
-        remat: Which activations are computed again instead of kept: a policy of `remat`, such as
-            `"full"`, for the blocks that a model repeats, or a mapping from patterns of layers'
-            paths to policies, such as `{"block_*": "dots"}`. What `remat` says on layers comes
-            first. Defaults to none.
+        remat: Which activations are computed again instead of kept: a policy of `ktd.remat`, such
+            as `"full"`, for the blocks that a model repeats, or a mapping from patterns of
+            layers' paths to policies, such as `{"block_*": "dots"}`; see `ktd.remat`.
         input_timeout_s: The most seconds that reading one batch may take; more ends the run with a
             `TimeoutError`, weights kept. Defaults to `None`: it waits for ever.
         input: What each of several processes is given: `"global"`, the same data in all of them,

@@ -1,4 +1,4 @@
-"""What the package replaces in Keras: one table, put in place when the first strategy is made."""
+"""What the package replaces in Keras: one table, put in place for the first strategy or `remat`."""
 
 import functools
 import importlib

@@ -12,7 +12,6 @@ WORDS = {
     "full": "nothing but the layer's inputs",
     "dots": "the products with weights: of dense layers, projections and convolutions",
     "attention": "everything but what attention computes of query, key and value",
-    "offload": "the products with weights, in the host's memory",
 }
 
 Policy = str | tuple[str, ...]
@@ -56,8 +55,6 @@ def jax_policy(policy: Policy) -> Callable[..., Any]:
         return jax.checkpoint_policies.nothing_saveable
     if policy == "dots":
         return keeps_products_of_weights
-    if policy == "offload":
-        return jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
     return jax.checkpoint_policies.save_only_these_names(*policy)
 
 

@@ -43,10 +43,10 @@ def remat(layer: Any, policy: Any = "full") -> Any:
     Args:
         layer: A layer or model, computed again as one.
         policy: What is kept: `"full"`, nothing; `"dots"`, products with weights; `"attention"`,
-            all but what attention computes of query, key and value; `"offload"`, as `"dots"`, in
-            the host's memory; a list of names, the outputs of the layers within of that name, and
-            what `jax.ad_checkpoint.checkpoint_name` calls so; `None` takes it back. Or a mapping
-            from patterns of paths to any of these, for layers within: `{"block_*": "full"}`.
+            all but what attention computes of query, key and value; a list of names, the outputs
+            of the layers within of that name, and what `jax.ad_checkpoint.checkpoint_name` calls
+            so; `None` takes it back. Or a mapping from patterns of paths to any of these, for
+            layers within: `{"block_*": "full"}`.
 
     Returns:
         The layer, so that the call reads inline in a Sequential or functional model.

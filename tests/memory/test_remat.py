@@ -199,13 +199,53 @@ CASES = [
     (losing, "dots", "none", {}),
     (low_rank, "full", "tensor", {}),
 ]
+# Each about 3 s where nothing else runs; the others are for `python tests/memory/test_remat.py`.
+SLOW = [CASES[i] for i in (0, 2, 3, 4, 5, 6, 8, 10, 11, 13, 15)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("block", "policy", "mesh", "options"),
-    CASES,
+    SLOW,
     ids=lambda v: getattr(v, "__name__", None) if callable(v) else None,
 )
 def test_remat_changes_nothing_that_training_leaves(block, policy, mesh, options):
     assert_same(block, policy, mesh, **options)
+
+
+@pytest.mark.slow
+def test_mixed_precision_under_a_rule_of_the_strategy():
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    strategies = [
+        ktd.TPUStrategy({"data": 2, "fsdp": 2, "model": 2}, remat=remat)
+        for remat in (None, {"block": "full"})
+    ]
+    kept, again = (trained(dense, None, strategy, forward=True) for strategy in strategies)
+    assert largest_difference(again, kept) <= 1e-6
+
+
+@pytest.mark.slow
+def test_a_block_may_be_assigned_to_a_logical_device():
+    """Computed again within the branch of one device, with its seed's state."""
+    strategy = ktd.TPUStrategy({"data": 4, "model": 2})
+
+    def assigned(policy):
+        def block(remat, x):
+            return dense(lambda layer: ktd.assign(remat(layer), 1), x)
+
+        return trained(block, policy, strategy)
+
+    assert largest_difference(assigned("full"), assigned(None)) <= 1e-6
+
+
+def main():
+    """All cases, with the differences."""
+    ktd.simulate(8)
+    for block, policy, mesh, options in CASES:
+        kept, again = (trained(block, p, MESHES[mesh](), **options) for p in (None, policy))
+        found = largest_difference(again, kept)
+        print(f"{block.__name__} {policy} {mesh} {options}: {found:.1e}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
