@@ -55,7 +55,7 @@ def compared(folder, cases, processes, devices):
                 )
 
 
-# Some cases; the table, 2 x 108, by `python tests/processes/run.py replica`.
+# Some cases; the table, 2 x 144, by `python tests/processes/run.py replica`.
 TWO = [
     ("tensor", "variables"),
     ("data", "sizes"),
