@@ -102,10 +102,11 @@ def _class_of_saved(stock, *args, **kwargs):
     `from_config` takes them out again before the class sees the config.
     """
     kind, saved = stock(*args, **kwargs), kwargs.get("full_config")
-    marks = saved.get(_SAVED) if isinstance(saved, dict) else None
-    if marks and isinstance(kind, type) and isinstance(saved.get("config"), dict):
+    saved = saved if isinstance(saved, dict) else {}
+    marks, config = saved.get(_SAVED), saved.get("config")
+    if marks and isinstance(kind, type) and isinstance(config, dict):
         _carry_through_configs(kind)
-        saved["config"][_SAVED] = {name: v for name, v in marks.items() if name in _marks}
+        config[_SAVED] = {name: v for name, v in marks.items() if name in _marks}
     return kind
 
 

@@ -17,10 +17,10 @@ def layers_by_path(model: Any, path: str | None = None) -> Iterator[tuple[str, A
         model: The model, built or not; it comes first itself.
         path: The model's own path. Defaults to its name.
     """
-    path = path or model.name
-    yield path, model
+    own = model.name if path is None else path
+    yield own, model
     for layer in _keras.sublayers(model):
-        yield from layers_by_path(layer, f"{path}/{layer.name}")
+        yield from layers_by_path(layer, f"{own}/{layer.name}")
 
 
 def matching(pattern: str, path: str) -> bool:

@@ -813,8 +813,8 @@ def test_remat_reaches_the_layers(template, monkeypatch):
 
     model, strategy = mlp(), _slice()
     monkeypatch.setattr(largest_batch_module, "run_once", run_once)
-    largest_batch(model, strategy, remat={"hidden": "dots"})
-    assert seen == ["dots", None]
+    largest_batch(model, strategy, remat={"up": "dots"})
+    assert seen[:3] == ["dots", None, None]
     assert strategy.remat.of(model.layers[0]) is None
 
 
