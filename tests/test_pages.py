@@ -29,6 +29,7 @@ NOT_RUN = {
     "index.md": 1,
     "migration.md": 1,
     "pods.md": 3,
+    "remat.md": 1,
 }
 # Run elsewhere: in processes of their own, since the compiler may abort.
 ELSEWHERE = {"xla_partitioner.md": "tests/conformance/test_reports.py"}
