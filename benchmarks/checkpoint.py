@@ -65,7 +65,7 @@ def save(directory, megabytes, asynchronous):
     from keras_tpu_dist.checkpoint.store import Store
 
     model = model_of(megabytes)
-    snapshot(model, {}, {})  # compiles
+    snapshot(model, {}, {})[1]()  # compiles
     store = Store(directory, asynchronous=asynchronous)
     with Peak() as peak:
         began = time.perf_counter()

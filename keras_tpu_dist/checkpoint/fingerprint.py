@@ -1,6 +1,6 @@
 """A number for the values of an array that does not depend on how it lies on the devices."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -42,15 +42,29 @@ def fingerprints_of(arrays: Sequence[Any]) -> list[int]:
     Args:
         arrays: Arrays of JAX's and NumPy's. See `fingerprints`.
     """
+    return begun(arrays)()
+
+
+def begun(arrays: Sequence[Any]) -> Callable[[], list[int]]:
+    """Has the devices begin to compute the numbers of arrays, which may be donated afterwards.
+
+    Args:
+        arrays: See `fingerprints_of`.
+
+    Returns:
+        What waits for the numbers and gives them, from any thread.
+    """
     groups: dict[Any, list[int]] = {}
     for i, array in enumerate(arrays):
         devices = array.sharding.device_set if isinstance(array, jax.Array) else ()
         groups.setdefault(frozenset(devices), []).append(i)
-    found = {}
-    for group in groups.values():
-        numbers = fingerprints([jnp.asarray(arrays[i]) for i in group])
-        found |= dict(zip(group, numbers))
-    return [found[i] for i in range(len(arrays))]
+    sums = [(group, _sums([jnp.asarray(arrays[i]) for i in group])) for group in groups.values()]
+
+    def numbers() -> list[int]:
+        found = {i: int(n) for group, made in sums for i, n in zip(group, np.asarray(made))}
+        return [found[i] for i in range(len(found))]
+
+    return numbers
 
 
 @jax.jit

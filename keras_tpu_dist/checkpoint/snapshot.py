@@ -1,7 +1,8 @@
 """A model's training state as a checkpoint has it: arrays by key, and what they are."""
 
+import copy
 import datetime
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from typing import Any
 
@@ -10,7 +11,7 @@ import keras
 import numpy as np
 from jax.sharding import NamedSharding
 
-from keras_tpu_dist.checkpoint.fingerprint import fingerprints_of
+from keras_tpu_dist.checkpoint.fingerprint import begun
 from keras_tpu_dist.checkpoint.manifest import Manifest, Saved
 from keras_tpu_dist.checkpoint.names import Entry, named_state
 
@@ -19,7 +20,7 @@ EXTRA = "extra"
 
 def snapshot(
     model: Any, training: Mapping[str, Any], extra: Mapping[str, np.ndarray]
-) -> tuple[dict[str, Any], Manifest]:
+) -> tuple[dict[str, Any], Callable[[], Manifest]]:
     """The arrays of a model's training state as they lie on the devices, and their manifest.
 
     Args:
@@ -28,21 +29,31 @@ def snapshot(
         extra: Arrays of the host that belong to it, by name.
 
     Returns:
-        The arrays by key, and the manifest.
+        The arrays by key, and what gives the manifest: it waits for the devices, which compute the
+        arrays' fingerprints meanwhile, and tells of now, whatever is trained until then.
     """
     state = named_state(model)
     rows = [(kind, entry, v.value) for kind, pairs in state.items() for entry, v in pairs]
     for name, array in extra.items():
         rows.append((EXTRA, Entry(name, array.shape, str(array.dtype)), array))
+    numbers = begun([value for *_, value in rows])
+    training, written = copy.deepcopy(dict(training)), _written(model)
+    counts = dict.fromkeys((*state, EXTRA), 0)
     arrays: dict[str, Any] = {}
-    found: dict[str, list[Saved]] = {kind: [] for kind in (*state, EXTRA)}
-    for (kind, entry, value), number in zip(rows, fingerprints_of([value for *_, value in rows])):
-        key = f"{kind}_{len(found[kind]):05}"
+    described: list[tuple[str, Entry, str, tuple]] = []
+    for kind, entry, value in rows:
+        key = f"{kind}_{counts[kind]:05}"
+        counts[kind] += 1
         arrays[key] = value
-        found[kind].append(Saved(entry, key, number, _axes(value)))
-    return arrays, Manifest(
-        {kind: tuple(each) for kind, each in found.items()}, dict(training), _written(model)
-    )
+        described.append((kind, entry, key, _axes(value)))
+
+    def manifest() -> Manifest:
+        found: dict[str, list[Saved]] = {kind: [] for kind in counts}
+        for (kind, entry, key, axes), number in zip(described, numbers()):
+            found[kind].append(Saved(entry, key, number, axes))
+        return Manifest({kind: tuple(each) for kind, each in found.items()}, training, written)
+
+    return arrays, manifest
 
 
 def _axes(value: Any) -> tuple:

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -88,7 +88,7 @@ class Store:
         self,
         step: int,
         arrays: Mapping[str, jax.Array],
-        manifest: Manifest,
+        manifest: Callable[[], Manifest],
         metrics: Mapping[str, float] | None = None,
     ) -> None:
         """Saves a checkpoint; see `asynchronous`.
@@ -96,7 +96,7 @@ class Store:
         Args:
             step: Its number; an older one of this number is replaced.
             arrays: The arrays by key.
-            manifest: What they are.
+            manifest: Gives what they are; called where it is written, in the background.
             metrics: Numbers to tell the best checkpoint by.
 
         Raises:
@@ -105,7 +105,7 @@ class Store:
         args = orbax().args
         items = {
             _ARRAYS: args.PyTreeSave(dict(arrays)),
-            _MANIFEST: args.JsonSave(manifest.to_json()),
+            _MANIFEST: args.JsonSave(_WhenWritten(lambda: manifest().to_json())),
         }
         with told(self.directory, "written"):
             if step in self._manager.all_steps():
@@ -181,6 +181,17 @@ class Store:
                 f"{', '.join(wrong[:3])}{' and others' if len(wrong) > 3 else ''} are not those "
                 "that were saved."
             )
+
+
+class _WhenWritten(dict):
+    """Plain data that is made when Orbax turns it into text, which it does in the background."""
+
+    def __init__(self, make: Callable[[], dict[str, Any]]):
+        super().__init__(made="later")  # an empty one would not be asked
+        self._make = make
+
+    def items(self):
+        return self._make().items()
 
 
 @contextlib.contextmanager
