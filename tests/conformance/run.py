@@ -1,6 +1,7 @@
 """Compares every operation, layer and model of the tables on every mesh with one device.
 
     python tests/conformance/run.py [--kind operation ...] [--only PATTERN] [--without-repairs]
+        [--cases N [--seed S]]
 
 Each comparison runs in a process that is given up after a time: an abort of the compiler and a
 hang are findings like a wrong value.
@@ -8,6 +9,7 @@ hang are findings like a wrong value.
 
 import argparse
 import os
+import random
 import re
 import sys
 import time
@@ -96,11 +98,21 @@ def listed(kinds: tuple[str, ...], only: str = "", repair: bool = True) -> list[
     return [job.to_dict() for job in chosen if re.search(only, str(job))]
 
 
+def drawn(jobs: list[dict], count: int, seed: int) -> list[dict]:
+    """The jobs of so many cases, drawn at random."""
+    cases = sorted({job["case"] for job in jobs})
+    chosen = set(random.Random(seed).sample(cases, min(count, len(cases))))
+    print(f"{len(chosen)} of {len(cases)} cases, --seed {seed}", flush=True)
+    return [job for job in jobs if job["case"] in chosen]
+
+
 def main() -> int:
     """Prints what is not right, and the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kind", nargs="*", default=KINDS, choices=KINDS)
     parser.add_argument("--only", default="", help="a regular expression over the jobs")
+    parser.add_argument("--cases", type=int, help="so many, drawn at random; default: all")
+    parser.add_argument("--seed", type=int, default=int(time.time()), help="of what is drawn")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--together", type=int, default=8, help="operations in one program")
     parser.add_argument("--timeout", type=float, default=120.0)
@@ -113,8 +125,11 @@ def main() -> int:
             print(finding, flush=True)
 
     start = time.perf_counter()
+    jobs = listed(tuple(arguments.kind), arguments.only, not arguments.without_repairs)
+    if arguments.cases is not None:
+        jobs = drawn(jobs, arguments.cases, arguments.seed)
     found = compare_all(
-        listed(tuple(arguments.kind), arguments.only, not arguments.without_repairs),
+        jobs,
         processes=arguments.processes,
         together=arguments.together,
         timeout=arguments.timeout,
