@@ -13,22 +13,21 @@ PATH = pathlib.Path(__file__).parents[2] / "examples" / "fine_tune.py"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [[], ["--lora", "4"]])
-def test_the_example(options, tmp_path, capsys, monkeypatch):
+def test_the_example(tmp_path, capsys, monkeypatch):
     pytest.importorskip("sklearn")
     spec = importlib.util.spec_from_file_location("fine_tune", PATH)
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
     monkeypatch.setattr(ktd, "simulate", lambda devices: None)
-    arguments = ["fine_tune", "--epochs", "3", "--directory", str(tmp_path), *options]
+    arguments = ["fine_tune", "--epochs", "3", "--directory", str(tmp_path), "--lora", "4"]
     monkeypatch.setattr("sys.argv", arguments)
     example.main()
     text = capsys.readouterr().out
     assert "9 variables loaded" in text
     assert "  kept   classifier/head/kernel" in text
     assert "->" not in text.replace("seed_generator/seed_generator_state ->", "")
-    assert ("trains encoder/first/lora_kernel_a" in text) == bool(options)
-    assert ("frozen encoder/first/bias" in text) == bool(options)
+    assert "trains encoder/first/lora_kernel_a" in text
+    assert "frozen encoder/first/bias" in text
     head = re.findall(r"head, epoch \d: loss ([\d.]+)", text)
     assert len(head) == 3
     assert float(head[-1]) < float(head[0])

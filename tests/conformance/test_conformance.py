@@ -1,5 +1,7 @@
 """A sample of the comparisons; `python tests/conformance/run.py` makes all of them."""
 
+import random
+
 import layers
 import models
 import operations
@@ -18,11 +20,16 @@ _SAMPLE = (
 )
 
 
+_MOST = 12
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("pattern", _SAMPLE, ids=lambda pattern: pattern.split()[0])
 def test_sample(pattern):
-    chosen = run.listed(run.KINDS, f"^{pattern}")[:24]
+    chosen = run.listed(run.KINDS, f"^{pattern}")
     assert chosen
+    if len(chosen) > _MOST:
+        chosen = random.Random(0).sample(chosen, _MOST)
     found = run.compare_all(chosen, processes=1, together=6)
     assert not [str(finding) for finding in found if finding.outcome != "right"]
 

