@@ -225,7 +225,8 @@ def test_only_what_the_policy_keeps_is_kept():
     layer = block("block")
     layer.build((None, 4))
     x = jax.ShapeDtypeStruct((3, 4), "float32")
-    assert len(residuals(layer, x)) == 5
+    # How much the plain layer keeps is JAX's to say, and differs between its versions.
+    assert len(residuals(layer, x)) > len(residuals(ktd.remat(layer, "dots"), x))
     assert residuals(ktd.remat(layer, "full"), x) == [(3, 4)]
     assert residuals(ktd.remat(layer, ["up"]), x) == [(3, 4), (3, 8)]
     assert residuals(ktd.remat(layer, "dots"), x) == [(3, 4), (3, 4), (3, 8)]
