@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from keras_tpu_dist import _keras as _keras  # first: selects and checks Keras's JAX backend
 from keras_tpu_dist import layers as layers
 from keras_tpu_dist.common.later import loaded_later
+from keras_tpu_dist.common.progress import show_progress as show_progress
 from keras_tpu_dist.hardware.assignment import DeviceAssignment as DeviceAssignment
 from keras_tpu_dist.hardware.simulation import simulate as simulate
 from keras_tpu_dist.hardware.topology import Topology as Topology
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from keras_tpu_dist.dryrun.run import DryRun as DryRun
     from keras_tpu_dist.dryrun.run import dry_run as dry_run
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # What a plain fit does not need is loaded when it is asked for first. Layers are not among it:
 # Keras finds those that a file names only if they are registered.

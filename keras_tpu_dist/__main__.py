@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.page import file_of
+from keras_tpu_dist.common.progress import show_progress, stages
 from keras_tpu_dist.common.text import size_text, text_table
 from keras_tpu_dist.hardware.libtpu import start_without_tpu
 from keras_tpu_dist.hardware.topology import CHIPS, Topology, all_names
@@ -117,6 +119,7 @@ def _add_dry_run(commands: Any) -> None:
     parser.add_argument("--mode", default="train", choices=("train", "evaluate", "predict"))
     parser.add_argument("--effort", default="quick", choices=("quick", "exact"))
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds")
+    parser.add_argument("--html", metavar="FILE", help="write the report as a page, too")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_dry_run)
 
@@ -191,10 +194,7 @@ def _checkpoint(options: argparse.Namespace) -> int:
 
     try:
         if options.to_keras is not None:
-            model = _build_function(options.build or "")()
-            print(restore(model, options.directory, options.step))
-            save = model.save if options.to_keras.endswith(".keras") else model.save_weights
-            save(options.to_keras)
+            print(_converted(options, restore))
             return 0
         if options.diff is not None:
             found = difference(options.directory, options.diff)
@@ -204,6 +204,19 @@ def _checkpoint(options: argparse.Namespace) -> int:
         raise ValueError(str(error)) from error
     print(json.dumps(found.to_dict(), indent=1) if options.json else found)
     return 0
+
+
+def _converted(options: argparse.Namespace, restore: Callable) -> Any:
+    """Writes a checkpoint as a file of Keras's, and gives back what was loaded."""
+    with show_progress(), stages("checkpoint", 3) as begin:
+        begin("building")
+        model = _build_function(options.build or "")()
+        begin("reading")
+        report = restore(model, options.directory, options.step)
+        begin(f"writing {options.to_keras}")
+        save = model.save if options.to_keras.endswith(".keras") else model.save_weights
+        save(options.to_keras)
+    return report
 
 
 def _lint(options: argparse.Namespace) -> int:
@@ -238,6 +251,8 @@ def _linted(options: argparse.Namespace) -> tuple:
 
 
 def _dry_run(options: argparse.Namespace) -> int:
+    if options.html is not None:
+        file_of(options.html)  # not only after minutes
     start_without_tpu()
     from keras_tpu_dist.dryrun.run import dry_run
     from keras_tpu_dist.strategy import TPUStrategy
@@ -247,17 +262,19 @@ def _dry_run(options: argparse.Namespace) -> int:
         topology=options.topology,
         remat=_remat(options.remat),
     )
-    result = dry_run(
-        _build_function(options.build),
-        strategy,
-        x=_array(options.x),
-        y=_array(options.y),
-        batch_size=options.batch_size,
-        mode=options.mode,
-        effort=options.effort,
-        timeout=options.timeout,
-        progress=lambda line: print(f"{line} ...", file=sys.stderr, flush=True),
-    )
+    with show_progress():
+        result = dry_run(
+            _build_function(options.build),
+            strategy,
+            x=_array(options.x),
+            y=_array(options.y),
+            batch_size=options.batch_size,
+            mode=options.mode,
+            effort=options.effort,
+            timeout=options.timeout,
+        )
+    if options.html is not None:
+        result.to_html(options.html)
     print(result.to_json() if options.json else result)
     return 1 if result.fits is False else 0
 

@@ -1,16 +1,23 @@
 """Meshes and layouts compared: each dry-run under a strategy of its own, and ranked."""
 
 import logging
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from keras_tpu_dist.common.page import Cell, bar, delivered, document, fragment, legend, sortable
+from keras_tpu_dist.common.progress import stages
+from keras_tpu_dist.common.svg import GREY
 from keras_tpu_dist.common.text import duration_text, html_table, size_text, text_table
 from keras_tpu_dist.dryrun.run import Build, DryRun, Progress, run_once
+from keras_tpu_dist.dryrun.scatter import Point, colours_of, scatter_svg
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.strategy import TPUStrategy
 
 logger = logging.getLogger("keras_tpu_dist")
+
+_VERDICT = {True: "fits", False: "too large", None: "limit unknown"}
 
 
 @dataclass(frozen=True)
@@ -29,6 +36,11 @@ class Candidate:
     run: DryRun | None
     error: str | None = None
 
+    @property
+    def mesh_text(self) -> str:
+        """The mesh in a line."""
+        return " x ".join(f"{name} {n}" for name, n in self.mesh)
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -46,26 +58,90 @@ class Comparison:
         first = self.candidates[0] if self.candidates else None
         return first if first and first.run and first.run.fits else None
 
+    def to_html(self, path: str | os.PathLike | None = None) -> str | None:
+        """The comparison as a page of its own: step time drawn against memory, and a table.
+
+        Args:
+            path: The file to write, which is replaced as a whole; by default the text is given
+                back.
+
+        Returns:
+            The page, or `None` where it was written.
+
+        Raises:
+            ValueError: If the file's folder is missing.
+
+        Example:
+
+        >>> ranked = compare(build, topology="v5e:2x4", meshes=[{"data": 8}], batch_size=64)
+        ... # doctest: +SKIP
+        >>> ranked.to_html("comparison.html")  # doctest: +SKIP
+        """
+        title = f"{len(self.candidates)} candidates"
+        head = f"<h1>{title}, the fastest that fits first</h1>"
+        table = sortable(("", *self._HEADER, "of the HBM"), self._cells())
+        return delivered(document(title, [head, *self._drawing(), table]), path)
+
     def _rows(self) -> list[tuple[str, ...]]:
         rows = []
         for c in self.candidates:
-            mesh = " x ".join(f"{name} {n}" for name, n in c.mesh)
             if c.run is None:
-                rows.append((mesh, c.layout, "error", "", "", (c.error or "")[:100]))
+                rows.append((c.mesh_text, c.layout, "error", "", "", (c.error or "")[:100]))
                 continue
             step = duration_text(c.run.estimate.step) if c.run.estimate else ""
             bound = c.run.estimate.bound if c.run.estimate else ""
-            fits = "fits" if c.run.fits else "too large"
-            rows.append((mesh, c.layout, fits, size_text(c.run.total_bytes), step, bound))
+            memory = size_text(c.run.total_bytes)
+            rows.append((c.mesh_text, c.layout, _VERDICT[c.run.fits], memory, step, bound))
         return rows
 
     _HEADER = ("mesh", "layout", "", "per device", "step", "bound by")
+
+    def _cells(self) -> list[list[Cell | str]]:
+        """The rows with what they are sorted by, numbered as the points are."""
+        whole = max((_scale(c.run) for c in self.candidates if c.run), default=1)
+        table: list[list[Cell | str]] = []
+        for number, (c, row) in enumerate(zip(self.candidates, self._rows(), strict=True), 1):
+            cells: list[Cell | str] = [Cell(str(number), number), *row, ""]
+            if c.run is not None:
+                size, limit = c.run.total_bytes, c.run.limit_bytes
+                mark = None if limit is None else limit / whole
+                cells[4] = Cell(row[3], size)
+                cells[5] = Cell(row[4], c.run.estimate.step if c.run.estimate else None)
+                cells[7] = Cell("", size, bar([(size / whole, GREY, row[3])], mark))
+            table.append(cells)
+        return table
+
+    def _points(self) -> list[Point]:
+        return [
+            Point(
+                number,
+                f"{c.mesh_text}, {c.layout}",
+                c.layout,
+                c.run.total_bytes,
+                c.run.estimate.step if c.run.estimate else None,
+                c.run.fits is not False,
+            )
+            for number, c in enumerate(self.candidates, 1)
+            if c.run is not None
+        ]
+
+    def _drawing(self) -> list[str]:
+        points = self._points()
+        if not any(point.seconds for point in points):
+            why = "no candidate fits" if any(not p.fits for p in points) else "none has times"
+            return [f"<p>{why}: step time is not drawn</p>"]
+        limits = {c.run.limit_bytes for c in self.candidates if c.run is not None}
+        limit = limits.pop() if len(limits) == 1 else None
+        keys = [(colour, f"layout {name}") for name, colour in colours_of(points).items()]
+        return [scatter_svg(points, limit), legend(keys)]
 
     def __str__(self) -> str:
         return text_table(self._HEADER, self._rows())
 
     def _repr_html_(self) -> str:
-        return html_table(self._HEADER, self._rows())
+        rows = [(str(n), *row) for n, row in enumerate(self._rows(), 1)]
+        table = html_table(("", *self._HEADER), rows)
+        return fragment("", *self._drawing(), table)
 
     def to_dict(self) -> dict[str, object]:
         """The candidates as plain data."""
@@ -130,8 +206,11 @@ def compare(
     """
     found = []
     inputs = {"x": x, "y": y, "sample_weight": sample_weight}
-    for mesh in meshes:
-        for layout in layouts:
+    pairs = [(mesh, layout) for mesh in meshes for layout in layouts]
+    with stages("comparing", len(pairs)) as begin:
+        for mesh, layout in pairs:
+            text = _layout_text(layout)
+            begin(f"{' x '.join(f'{name} {n}' for name, n in mesh.items())}, {text}")
             run, error = None, None
             try:
                 run = run_once(
@@ -148,8 +227,12 @@ def compare(
             except (ValueError, RuntimeError, NotImplementedError) as reason:
                 error = str(reason)
                 logger.info("mesh %s with layout %s: %s", mesh, layout, error)
-            found.append(Candidate(tuple(mesh.items()), _layout_text(layout), run, error))
+            found.append(Candidate(tuple(mesh.items()), text, run, error))
     return Comparison(tuple(sorted(found, key=_rank)))
+
+
+def _scale(run: DryRun) -> int:
+    return max(run.total_bytes, run.limit_bytes or 0, 1)
 
 
 def _rank(candidate: Candidate) -> tuple[int, float]:

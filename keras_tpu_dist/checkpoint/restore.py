@@ -27,6 +27,7 @@ from keras_tpu_dist.checkpoint.report import Restored
 from keras_tpu_dist.checkpoint.store import Store
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.patterns import patterns_of
+from keras_tpu_dist.common.progress import stages
 from keras_tpu_dist.training import membership
 
 logger = logging.getLogger("keras_tpu_dist")
@@ -188,24 +189,27 @@ def load(
 def _assign(store: Store | KerasDirectory, step: int, chosen: list[tuple[Saved, Any]]) -> None:
     """Loads arrays a group at a time: a state that fills the memory has no place for a second."""
     done = 0
-    for group in _groups(chosen):
-        wanted = [(saved, v.value.sharding, v.value.dtype) for saved, v in group]
-        try:
-            values = store.load(step, wanted)
-        except CheckpointError as error:
-            if not done:
-                raise
-            raise CheckpointError(
-                f"{error} {done} of {len(chosen)} variables were loaded before: load another "
-                "checkpoint before the model is used."
-            ) from error
-        for (_, variable), value in zip(group, values):
-            variable.assign(value)
-        done += len(group)
-        # Neither they nor what they replace may stay beside the next group.
-        del values
-        if done < len(chosen):
-            _return_freed_memory()
+    groups = list(_groups(chosen))
+    with stages("restoring", len(groups)) as begin:
+        for group in groups:
+            begin(f"{done} of {len(chosen)} variables loaded")
+            wanted = [(saved, v.value.sharding, v.value.dtype) for saved, v in group]
+            try:
+                values = store.load(step, wanted)
+            except CheckpointError as error:
+                if not done:
+                    raise
+                raise CheckpointError(
+                    f"{error} {done} of {len(chosen)} variables were loaded before: load another "
+                    "checkpoint before the model is used."
+                ) from error
+            for (_, variable), value in zip(group, values):
+                variable.assign(value)
+            done += len(group)
+            # Neither they nor what they replace may stay beside the next group.
+            del values
+            if done < len(chosen):
+                _return_freed_memory()
 
 
 def _groups(chosen: list[tuple[Saved, Any]]) -> Iterator[list]:

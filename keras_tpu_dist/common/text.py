@@ -84,15 +84,21 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], indent: str
 
 
 def html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The same as an HTML table.
+    """The same as an HTML table, columns of numbers with the class `n`.
 
     Args:
         header: The cells of its first line, or `()` for none.
         rows: The cells of its other lines, as plain text; they are escaped here.
     """
-    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
+    columns = list(zip(*rows, strict=True))
+    marks = [' class="n"' if _is_numeric(column) else "" for column in columns]
+    head = "".join(
+        f"<th{mark}>{html.escape(cell)}</th>"
+        for cell, mark in zip(header, marks or [""] * len(header), strict=True)
+    )
     body = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
+        f"<tr>{''.join(f'<td{m}>{html.escape(c)}</td>' for c, m in zip(row, marks))}</tr>"
+        for row in rows
     )
     return f"<table>{f'<tr>{head}</tr>' if head else ''}{body}</table>"
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from keras_tpu_dist.common.page import fragment
 from keras_tpu_dist.common.text import duration_text, html_table, size_text, text_table
 from keras_tpu_dist.dryrun.run import DryRun
 
@@ -21,7 +22,7 @@ class Diff:
         return text_table(("", "first", "second", "ratio"), self.rows)
 
     def _repr_html_(self) -> str:
-        return html_table(("", "first", "second", "ratio"), self.rows)
+        return fragment("", html_table(("", "first", "second", "ratio"), self.rows))
 
 
 def diff(a: DryRun, b: DryRun) -> Diff:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.progress import stages
 from keras_tpu_dist.common.text import size_text, text_table
 from keras_tpu_dist.dryrun.run import Build, DryRun, Progress, run_once
 from keras_tpu_dist.hardware.topology import Topology
@@ -118,12 +119,14 @@ def largest_batch(
 
     low, high = 0, None
     guess: int | None = 1
-    while guess is not None and len(runs) < max_compiles:
-        if fits(guess):
-            low = guess
-        else:
-            high = guess
-        guess = _next_guess(runs, low, high, limit, tolerance)
+    with stages("largest batch", max_compiles) as begin:
+        while guess is not None and len(runs) < max_compiles:
+            begin(f"does {guess * unit} fit?")
+            if fits(guess):
+                low = guess
+            else:
+                high = guess
+            guess = _next_guess(runs, low, high, limit, tolerance)
     tried = tuple((p * unit, bool(r.fits), r.total_bytes) for p, r in runs.items())
     return LargestBatch(low * unit, runs[low or min(runs)], tried)
 

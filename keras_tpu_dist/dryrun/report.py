@@ -1,16 +1,18 @@
 """The result of a dry run: numbers, and how they read."""
 
-import html
 import json
+import os
 from dataclasses import asdict, dataclass
 
-from keras_tpu_dist.common.text import duration_text, html_table, size_text, text_table
+from keras_tpu_dist.common.page import delivered
+from keras_tpu_dist.common.text import duration_text, size_text, text_table
 from keras_tpu_dist.dryrun.build import StateBytes
+from keras_tpu_dist.dryrun.rows import collective_rows, layer_rows
+from keras_tpu_dist.dryrun.torus import Torus
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.hlo import Buffer, ProgramCost
 from keras_tpu_dist.layout.lint import Finding
 
-_TOP_LAYERS = 10
 _FINDINGS_SHOWN = 3
 # Beyond this the compiler's cycles are not explained by arithmetic or memory traffic.
 _KERNEL_FACTOR = 3.0
@@ -114,6 +116,8 @@ class DryRun:
         notes: Assumptions and advice.
         hosts: The number of hosts of the mesh.
         crossings: For each axis of a mesh of several hosts, whether it crosses hosts or slices.
+        torus: The chips of the slice, and where on them the mesh's devices are; `None` where the
+            devices are no TPU slice.
 
     Example:
 
@@ -147,6 +151,7 @@ class DryRun:
     notes: tuple[str, ...] = ()
     hosts: int = 1
     crossings: tuple[tuple[str, str], ...] = ()
+    torus: Torus | None = None
 
     @property
     def samples_per_second(self) -> float | None:
@@ -199,21 +204,46 @@ class DryRun:
             parts.append(f"{title}\n{text_table(header, rows)}")
         return "\n".join([*parts, *self._remarks()])
 
+    def to_html(self, path: str | os.PathLike | None = None) -> str | None:
+        """The report as a page of its own, to open in a browser and to send to others.
+
+        Memory by kind against the chip's HBM, layers by cycles, collectives over the torus, and
+        tables that sort by the column that is clicked. It is one file that loads nothing else, and
+        follows the browser's light or dark colours.
+
+        Args:
+            path: The file to write, which is replaced as a whole; by default the text is given
+                back.
+
+        Returns:
+            The page, or `None` where it was written.
+
+        Raises:
+            ValueError: If the file's folder is missing.
+
+        Example:
+
+        >>> run = dry_run(build, strategy, batch_size=1024)  # doctest: +SKIP
+        >>> run.to_html("report.html")  # doctest: +SKIP
+        """
+        from keras_tpu_dist.dryrun.page import report_page
+
+        return delivered(report_page(self), path)
+
     def _repr_html_(self) -> str:
-        parts = [f"<p><b>{html.escape(self._headline())}</b></p>"]
-        if self.error:
-            parts.append(f"<p>the compiler says: {html.escape(self.error)}</p>")
-        for title, header, rows in self._tables():
-            parts.append(f"<p>{html.escape(title)}</p>{html_table(header, rows)}")
-        parts += [f"<p>{html.escape(remark)}</p>" for remark in self._remarks()]
-        return "".join(parts)
+        from keras_tpu_dist.dryrun.page import report_fragment
+
+        return report_fragment(self)
 
     def _headline(self) -> str:
         verdict = {True: "fits", False: "does NOT fit", None: "memory limit unknown"}[self.fits]
+        return f"{self._subject()}: {verdict}"
+
+    def _subject(self) -> str:
         axes = " x ".join(f"{name} {size}" for name, size in self.mesh)
         return (
             f"{self.mode} step, {self.parameters:,} parameters, batch {self.batch_size} on "
-            f"{self.compiled_for} ({axes}): {verdict}"
+            f"{self.compiled_for} ({axes})"
         )
 
     def _remarks(self) -> list[str]:
@@ -289,67 +319,3 @@ class DryRun:
         if self.tokens_per_second:
             rows.append(("tokens per second", f"{self.tokens_per_second:,.0f}"))
         return rows
-
-
-def collective_rows(cost: ProgramCost, limit: int = 12) -> list[tuple[str, ...]]:
-    """Collectives alike in kind, axes, layer and overlap as one row, longest first.
-
-    Args:
-        cost: The cost that has the collectives.
-        limit: The most such rows; of more, a last row says how many are left out.
-
-    Returns:
-        Per row: kind, axes, network, megabytes and runs per step, time, whether it is overlapped,
-        layer.
-    """
-    grouped: dict[tuple, list] = {}
-    for c in cost.collectives:
-        key = (c.kind, c.axes, c.network, c.asynchronous, c.layer)
-        total = grouped.setdefault(key, [0.0, 0, 0.0])
-        total[0] += c.bytes * c.times
-        total[1] += c.times
-        total[2] += c.total_seconds
-    rows = [
-        (
-            kind,
-            ",".join(axes) or "-",
-            network,
-            f"{moved / 1e6:,.3f}",
-            str(times),
-            duration_text(seconds) if seconds else "-",
-            "yes" if overlapped else "no",
-            layer,
-        )
-        for (kind, axes, network, overlapped, layer), (moved, times, seconds) in sorted(
-            grouped.items(), key=lambda item: (-item[1][2], -item[1][0])
-        )
-    ]
-    if len(rows) > limit:
-        rows = [*rows[:limit], (f"... {len(rows) - limit} more", *([""] * 7))]
-    return rows
-
-
-def layer_rows(cost: ProgramCost) -> list[tuple[str, ...]]:
-    """The layers that take most cycles, or most operations where there are no cycles.
-
-    Args:
-        cost: The cost, whose layers are in that order.
-
-    Returns:
-        Per row: layer, billions of operations, megabytes of HBM traffic, cycles, the part of them
-        in the backward pass, time of collectives. A last row says how many layers are left out.
-    """
-    rows = [
-        (
-            c.layer,
-            f"{c.flops / 1e9:,.3f}",
-            f"{c.hbm_bytes / 1e6:,.1f}",
-            f"{c.cycles:,}" if cost.cycles else "-",
-            f"{c.backward_cycles / c.cycles:.0%}" if c.cycles else "-",
-            duration_text(c.link_seconds) if c.link_seconds else "-",
-        )
-        for c in cost.layers[:_TOP_LAYERS]
-    ]
-    if len(cost.layers) > _TOP_LAYERS:
-        rows.append((f"... {len(cost.layers) - _TOP_LAYERS} more", "", "", "", "", ""))
-    return rows

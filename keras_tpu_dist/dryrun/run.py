@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.progress import stages
 from keras_tpu_dist.common.text import size_text
 from keras_tpu_dist.dryrun.build import Build, Lowered, lower
 from keras_tpu_dist.dryrun.compile import (
@@ -17,6 +18,7 @@ from keras_tpu_dist.dryrun.compile import (
 )
 from keras_tpu_dist.dryrun.report import DryRun as DryRun
 from keras_tpu_dist.dryrun.report import estimate
+from keras_tpu_dist.dryrun.torus import Torus
 from keras_tpu_dist.hardware.crossings import crossings, num_hosts
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.hlo import ProgramCost, Wire, analyze
@@ -125,32 +127,43 @@ def run_once(
             one that does not fit for a larger slice, to see what takes the memory.
     """
     _check_effort(effort)
-    tell = progress or logger.debug
-    for_tpu = has_libtpu() and _is_tpu(strategy)
-    tell("building and lowering")
-    platform = "tpu" if for_tpu else "cpu"
-    lowered = lower(build, strategy, **inputs, batch_size=batch_size, mode=mode, platform=platform)
-    notes = list(lowered.notes)
-    if _is_tpu(strategy) and not for_tpu:
-        notes.append(_NO_LIBTPU)
-        logger.warning(_NO_LIBTPU)
-    where = lowered.topology.name if lowered.topology else "CPU"
-    tell(f"compiling for {where}, effort {effort}")
-    compiled = [compile_lowered(lowered, effort=effort, timeout=timeout)]
-    if thorough and effort == "quick" and _near_limit(compiled[-1], lowered):
-        tell("near the memory limit: compiling again, effort exact")
-        why = ", and overstates loops and convolutions" if lowered.overstated else ""
-        notes.append(f"quick compilation came near the memory limit{why}: this is the exact one")
-        compiled.append(compile_lowered(lowered, effort="exact", timeout=timeout))
-    verdict = compiled[-1]
-    sized_on = None
-    twin = larger_twin(lowered) if verdict.error and thorough else None
-    if twin is not None:
-        tell(f"does not fit: measuring on {twin.name}")
-        compiled.append(compile_lowered(lowered, effort="quick", timeout=timeout, topology=twin))
-        sized_on = twin.name if compiled[-1].error is None else None
-    tell("analysing")
-    return _report(lowered, mode, compiled, verdict, sized_on, notes)
+    with stages(f"dry run, {mode} step", 3) as begin:
+
+        def tell(words: str) -> None:
+            begin(words)
+            (progress or logger.debug)(words)
+
+        for_tpu = has_libtpu() and _is_tpu(strategy)
+        tell("building and lowering")
+        platform = "tpu" if for_tpu else "cpu"
+        lowered = lower(
+            build, strategy, **inputs, batch_size=batch_size, mode=mode, platform=platform
+        )
+        notes = list(lowered.notes)
+        if _is_tpu(strategy) and not for_tpu:
+            notes.append(_NO_LIBTPU)
+            logger.warning(_NO_LIBTPU)
+        where = lowered.topology.name if lowered.topology else "CPU"
+        tell(f"compiling for {where}, effort {effort}")
+        compiled = [compile_lowered(lowered, effort=effort, timeout=timeout)]
+        if thorough and effort == "quick" and _near_limit(compiled[-1], lowered):
+            tell("near the memory limit: compiling again, effort exact")
+            why = ", and overstates loops and convolutions" if lowered.overstated else ""
+            notes.append(
+                f"quick compilation came near the memory limit{why}: this is the exact one"
+            )
+            compiled.append(compile_lowered(lowered, effort="exact", timeout=timeout))
+        verdict = compiled[-1]
+        sized_on = None
+        twin = larger_twin(lowered) if verdict.error and thorough else None
+        if twin is not None:
+            tell(f"does not fit: measuring on {twin.name}")
+            compiled.append(
+                compile_lowered(lowered, effort="quick", timeout=timeout, topology=twin)
+            )
+            sized_on = twin.name if compiled[-1].error is None else None
+        tell("analysing")
+        return _report(lowered, mode, compiled, verdict, sized_on, notes)
 
 
 _NO_LIBTPU = (
@@ -248,6 +261,7 @@ def _report(
         notes=tuple(notes),
         hosts=num_hosts(lowered.mesh),
         crossings=tuple(crossings(lowered.mesh).items()),
+        torus=Torus.of(lowered.devices),
     )
 
 

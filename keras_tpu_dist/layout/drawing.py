@@ -2,20 +2,16 @@
 
 import html
 import io
-from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
 
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.svg import COLOURS, GREY, ON_COLOUR
+from keras_tpu_dist.common.text import size_text
 from keras_tpu_dist.layout.axes import entry_names
 from keras_tpu_dist.layout.explain import layout_text
 
-# Ten colours that stay apart for colour-blind readers (Okabe-Ito, then its lighter kin).
-COLOURS = (
-    *("#e69f00", "#56b4e9", "#009e73", "#f0e442", "#8fa8ff"),
-    *("#d55e00", "#cc79a7", "#999999", "#b3de69", "#bc80bd"),
-)
 PANELS_SHOWN = 64
 
 
@@ -108,37 +104,8 @@ def html_dimension(size: int, entry, colours) -> str:
     text = html.escape(dimension_text(size, entry))
     if not entry_names(entry):
         return text
-    return f'<span style="background:{colours[entry_names(entry)[0]]};color:#000">{text}</span>'
-
-
-def svg_document(width: float, height: float, parts: Sequence[str]) -> str:
-    """An SVG of some parts.
-
-    Args:
-        width: The width of the drawing in pixels.
-        height: Its height in pixels.
-        parts: SVG elements as text, later ones drawn on top of earlier ones.
-    """
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" '
-        f'width="{width:.0f}" height="{height:.0f}" font-family="sans-serif" font-size="12">'
-        f"{''.join(parts)}</svg>"
-    )
-
-
-def svg_text(x: float, y: float, text: str, anchor: str = "start", bold: bool = False) -> str:
-    """A line of text in an SVG.
-
-    Args:
-        x: Where the text is anchored, in pixels from the left.
-        y: Its base line, in pixels from the top.
-        text: The line as plain text; it is escaped here.
-        anchor: The part of the text that stands at `x`: `"start"`, `"middle"` or `"end"`.
-        bold: Whether it is bold.
-    """
-    weight = ' font-weight="bold"' if bold else ""
-    place = f'x="{x:.0f}" y="{y:.0f}" text-anchor="{anchor}"'
-    return f'<text {place} fill="#222"{weight}>{html.escape(text)}</text>'
+    style = f"background:{colours[entry_names(entry)[0]]};color:{ON_COLOUR};padding:0 .2em"
+    return f'<span style="{style}">{text}</span>'
 
 
 def save_picture(picture, path: str, draw) -> None:
@@ -239,11 +206,17 @@ def draw_model(picture: Any, figure_type):
     fills = []
     for row in e.rows:
         names = [name for entry in row.axes for name in entry_names(entry)]
-        fills.append(colours[names[0]] if names else "#bbbbbb")
+        fills.append(colours[names[0]] if names else GREY)
     axes.barh(places, [row.bytes for row in e.rows], color="#e8e8e8")
     axes.barh(places, [row.bytes_per_device for row in e.rows], color=fills)
     axes.set_yticks(places, [f"{r.path}  {layout_text(r.axes)}" for r in e.rows], fontsize=6)
     axes.invert_yaxis()
-    axes.set_xlabel("bytes: in all (grey), on one device (colour of the axis)", fontsize=7)
+    axes.xaxis.set_major_formatter(lambda bytes_, _: size_text(bytes_))
+    axes.set_xlabel("in all (light), on one device (colour of the axis)", fontsize=7)
+    axes.tick_params(axis="x", labelsize=6)
+    for name, size in e.mesh.items():
+        axes.barh([], [], color=colours[name], label=f"{name} {size}")
+    axes.barh([], [], color=GREY, label="whole on every device")
+    axes.legend(fontsize=6, loc="lower right")
     axes.set_title(f"{e.model} on {e.mesh}", fontsize=9)
     return figure

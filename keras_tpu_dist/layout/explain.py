@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.page import fragment
 from keras_tpu_dist.common.text import html_table, size_text, text_table
 from keras_tpu_dist.hardware.crossings import crossings_text
 from keras_tpu_dist.layout.axes import Axes, split_ways
@@ -139,27 +140,32 @@ class Explanation:
         lines = [f"{self.model} on {devices} devices {self.mesh}"]
         lines += [f"  axes: {self.crossings}"] if self.crossings else []
         lines.append(text_table(_HEADER, [_cells(row) for row in self.rows], indent=""))
-        lines += [f"  output of {o.path}: {o.layout}  ({o.reason})" for o in self.outputs]
-        lines += [
-            f"  {p}: computed by logical device {k}  (assign())" for p, k in self.logical_devices
+        lines += [f"  {line}" for line in self._lines_of_layers()]
+        return "\n".join([*lines, *self._totals()])
+
+    def _repr_html_(self) -> str:
+        axes = [f"axes: {self.crossings}"] if self.crossings else []
+        lines = [*axes, *self._lines_of_layers(), *self._totals()]
+        table = html_table(_HEADER, [_cells(row) for row in self.rows])
+        said = [f"<p>{html.escape(line)}</p>" for line in lines]
+        return fragment(f"{self.model} on {self.mesh}", table, *said)
+
+    def _lines_of_layers(self) -> list[str]:
+        return [
+            *(f"output of {o.path}: {o.layout}  ({o.reason})" for o in self.outputs),
+            *(f"{p}: computed by logical device {k}  (assign())" for p, k in self.logical_devices),
+            *(f"{row.path}: {row.choice}" for row in self.layers),
         ]
-        lines += [f"  {row.path}: {row.choice}" for row in self.layers]
-        lines.append(
+
+    def _totals(self) -> list[str]:
+        lines = [
             f"weights and optimizer: {size_text(self.bytes)} in all, "
             f"{size_text(self.bytes_per_device)} per device"
-        )
+        ]
         if self.largest_replicated:
             whole = ", ".join(f"{r.path} ({size_text(r.bytes)})" for r in self.largest_replicated)
             lines.append(f"largest replicated: {whole}")
-        return "\n".join([*lines, self.note] if self.note else lines)
-
-    def _repr_html_(self) -> str:
-        foot = html.escape(
-            f"{size_text(self.bytes)} in all, {size_text(self.bytes_per_device)} per device"
-        )
-        title = html.escape(f"{self.model} on {self.mesh}")
-        table = html_table(_HEADER, [_cells(row) for row in self.rows])
-        return f"<p><b>{title}</b>: {foot}</p>{table}"
+        return [*lines, self.note] if self.note else lines
 
 
 def explain_model(model: Any, placement: Placement, mesh: Mesh) -> Explanation:

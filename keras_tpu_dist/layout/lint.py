@@ -1,6 +1,5 @@
 """Mistakes in layouts, each named with its fix."""
 
-import html
 import logging
 import math
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ import keras
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.page import fragment
 from keras_tpu_dist.common.text import html_table, size_text
 from keras_tpu_dist.hardware.mesh import LOGICAL_AXIS
 from keras_tpu_dist.layout.axes import axis_size, dividing_axes, entry_names
@@ -73,7 +73,7 @@ class LintReport:
     def _repr_html_(self) -> str:
         rows = [(f.severity, f.path, f.words, f.fix, f.code) for f in self.findings]
         table = html_table(("severity", "where", "what", "fix", "code"), rows)
-        return f"<p><b>{html.escape(self.model)}</b></p>{table if rows else 'no findings'}"
+        return fragment(self.model, table if rows else "no findings")
 
     def __str__(self):
         if not self.findings:

@@ -12,10 +12,19 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from keras_tpu_dist.common.page import fragment, legend
+from keras_tpu_dist.common.svg import (
+    COLOURS,
+    FAINT,
+    GREY,
+    ON_COLOUR,
+    svg_box,
+    svg_document,
+    svg_text,
+)
 from keras_tpu_dist.common.text import size_text
 from keras_tpu_dist.layout.axes import entry_names
 from keras_tpu_dist.layout.drawing import (
-    COLOURS,
     PANELS_SHOWN,
     as_plain_text,
     colour_of,
@@ -29,8 +38,6 @@ from keras_tpu_dist.layout.drawing import (
     rich_style,
     save_picture,
     slice_text,
-    svg_document,
-    svg_text,
 )
 from keras_tpu_dist.layout.explain import Explanation, layout_text
 
@@ -114,9 +121,11 @@ class TensorPicture:
     def _label(self, piece: Piece, dim: int | None) -> str:
         return "" if dim is None else slice_text(piece.index[dim], self.shape[dim])
 
+    def _index(self, piece: Piece) -> str:
+        return f"[{', '.join(slice_text(i, n) for i, n in zip(piece.index, self.shape))}]"
+
     def _repr_html_(self) -> str:
-        title = html.escape(f"{self.name} {self.shape} {self.layout}")
-        return f"<p><b>{title}</b></p>{self.svg()}"
+        return fragment(f"{self.name} {self.shape} {self.layout}", self.svg())
 
     def svg(self) -> str:
         """The picture as SVG."""
@@ -139,12 +148,11 @@ class TensorPicture:
                 parts.append(svg_text(x0 + margin - 6, y + 21, label, "end"))
                 for c, piece in enumerate(line):
                     x = x0 + margin + c * cell_w
-                    parts.append(
-                        f'<rect x="{x}" y="{y}" width="{cell_w - 2}" height="{cell_h - 2}" '
-                        f'rx="3" fill="{colour_of(piece)}"/>'
-                    )
-                    middle = x + cell_w / 2
-                    parts.append(svg_text(middle, y + 21, devices_text(piece), "middle"))
+                    held = f"{self._index(piece)} on devices {', '.join(map(str, piece.devices))}"
+                    box = svg_box(x, y, cell_w - 2, cell_h - 2, colour_of(piece), held)
+                    words = devices_text(piece)
+                    text = svg_text(x + cell_w / 2, y + 21, words, "middle", colour=ON_COLOUR)
+                    parts += [box, text]
         height = -(-len(panels) // across) * panel_h
         return svg_document(across * panel_w, height, parts)
 
@@ -207,27 +215,33 @@ class MeshPicture:
         return as_plain_text(self)
 
     def _repr_html_(self) -> str:
-        return f"<p><b>mesh {html.escape(str(self.axes))}</b></p>{self.svg()}"
+        return fragment(f"mesh {self.axes}", self.svg())
 
     def svg(self) -> str:
         """The picture as SVG."""
         panels = self.panels()[:PANELS_SHOWN]
         rows, columns = len(panels[0][1]), len(panels[0][1][0])
-        cell_w, cell_h = 150, 34
+        names = list(self.axes)
+        cell_w, cell_h, margin = 150, 34, 12 + (0 if len(names) < 2 else 8 * (len(names[-2]) + 4))
+        tall = rows * cell_h + 62
         parts = []
         for n, (caption, grid) in enumerate(panels):
-            y0 = n * (rows * cell_h + 40)
+            y0 = n * tall
             parts.append(svg_text(4, y0 + 16, caption, bold=True))
+            for c in range(columns):
+                middle = margin + (c + 0.5) * cell_w
+                parts.append(svg_text(middle, y0 + 38, f"{names[-1]}={c}", "middle"))
             for r, line in enumerate(grid):
+                y = y0 + 46 + r * cell_h
+                if len(names) > 1:
+                    parts.append(svg_text(margin - 8, y + 20, f"{names[-2]}={r}", "end"))
                 for c, label in enumerate(line):
-                    x, y = c * cell_w + 4, y0 + 24 + r * cell_h
-                    colour = COLOURS[r % len(COLOURS)]
-                    parts.append(
-                        f'<rect x="{x}" y="{y}" width="{cell_w - 4}" height="{cell_h - 4}" '
-                        f'rx="3" fill="{colour}"/>'
-                    )
-                    parts.append(svg_text(x + cell_w / 2, y + 20, label, "middle"))
-        return svg_document(columns * cell_w + 8, len(panels) * (rows * cell_h + 40), parts)
+                    x = margin + c * cell_w
+                    fill = COLOURS[r % len(COLOURS)]
+                    middle = x + cell_w / 2 - 2
+                    parts.append(svg_box(x, y, cell_w - 4, cell_h - 4, fill))
+                    parts.append(svg_text(middle, y + 20, label, "middle", colour=ON_COLOUR))
+        return svg_document(margin + columns * cell_w + 8, len(panels) * tall, parts)
 
     def save(self, path: str) -> None:
         """Writes a PNG (needs matplotlib), or an SVG by that ending.
@@ -277,8 +291,18 @@ class ModelPicture:
                 size_text(row.bytes_per_device),
                 row.reason,
             )
-        total = f"{size_text(e.bytes)} in all, {size_text(e.bytes_per_device)} per device"
-        return Group(table, Text(f"weights and optimizer: {total}"))
+        keys = Text("axes: ")
+        for name, size in e.mesh.items():
+            keys.append(f"{name} {size}", style=f"black on {colours[name]}").append("  ")
+        return Group(table, keys, Text(f"weights and optimizer: {self._total()}"))
+
+    def _total(self) -> str:
+        e = self.explanation
+        return f"{size_text(e.bytes)} in all, {size_text(e.bytes_per_device)} per device"
+
+    def _keys(self) -> list[tuple[str, str]]:
+        axes = [(self.colours()[name], f"{name} {n}") for name, n in self.explanation.mesh.items()]
+        return [*axes, (GREY, "whole on every device")]
 
     def __str__(self):
         return as_plain_text(self)
@@ -298,29 +322,36 @@ class ModelPicture:
                 size_text(row.bytes_per_device),
                 html.escape(row.reason),
             )
-            rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+            marks = ("", "", ' class="n"', ' class="n"', "")
+            line = "".join(f"<td{mark}>{cell}</td>" for cell, mark in zip(cells, marks))
+            rows.append(f"<tr>{line}</tr>")
         head = "<th>variable</th><th>shape</th><th>bytes</th><th>per device</th><th>reason</th>"
-        title = html.escape(f"{e.model} on {e.mesh}")
-        return f"<p><b>{title}</b></p><table><tr>{head}</tr>{''.join(rows)}</table>"
+        table = f"<table><tr>{head}</tr>{''.join(rows)}</table>"
+        total = f"<p>weights and optimizer: {self._total()}</p>"
+        return fragment(f"{e.model} on {e.mesh}", legend(self._keys()[:-1]), table, total)
 
     def svg(self) -> str:
         """The picture as SVG: one bar per variable, as long as its share of a device."""
         e, colours = self.explanation, self.colours()
         largest = max((row.bytes for row in e.rows), default=1)
-        parts = []
+        parts, x = [], 8.0
+        for colour, words in [*self._keys(), (FAINT, "whole, on one device")]:
+            parts += [svg_box(x, 6, 12, 12, colour), svg_text(x + 17, 16, words)]
+            x += 34 + 7 * len(words)
         for n, row in enumerate(e.rows):
-            y = 8 + n * 24
+            y = 30 + n * 24
             parts.append(svg_text(292, y + 15, row.path[-44:], "end"))
-            for size, colour in ((row.bytes, "#e8e8e8"), (row.bytes_per_device, None)):
-                names = [n for entry in row.axes for n in entry_names(entry)]
-                fill = colour or (colours[names[0]] if names else "#bbbbbb")
-                width = max(2.0, 300 * size / largest)
-                parts.append(
-                    f'<rect x="300" y="{y}" width="{width:.1f}" height="20" fill="{fill}"/>'
-                )
+            names = [n for entry in row.axes for n in entry_names(entry)]
+            for size, fill in (
+                (row.bytes, FAINT),
+                (row.bytes_per_device, colours[names[0]] if names else GREY),
+            ):
+                parts.append(svg_box(300, y, max(2.0, 300 * size / largest), 20, fill))
             share = f"{layout_text(row.axes)}  {size_text(row.bytes_per_device)}"
+            if row.bytes != row.bytes_per_device:
+                share += f" of {size_text(row.bytes)}"
             parts.append(svg_text(610, y + 15, share))
-        return svg_document(860, 16 + 24 * len(e.rows), parts)
+        return svg_document(max(900.0, x), 38 + 24 * len(e.rows), parts)
 
     def save(self, path: str) -> None:
         """Writes a PNG (needs matplotlib), or an SVG by that ending.

@@ -1,6 +1,5 @@
 """Layouts for any Keras model in one word: "fsdp", "tensor_parallel", "auto"."""
 
-import html
 import math
 import re
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from jax.sharding import Mesh
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.page import fragment
 from keras_tpu_dist.common.text import html_table
 from keras_tpu_dist.hardware.chips import of_kind
 from keras_tpu_dist.hardware.compile_only import CompileOnlyDevice
@@ -79,7 +79,7 @@ class Plan:
     def _repr_html_(self) -> str:
         rows = [(p, str(s), str(d.axes), d.reason) for p, s, d in self.decisions]
         table = html_table(("variable", "shape", "layout", "reason"), rows)
-        return f"<p><b>plan {html.escape(self.name)}</b></p>{table}"
+        return fragment(f"plan {self.name}", table)
 
     def __str__(self):
         width = max((len(path) for path, _, _ in self.decisions), default=0)

@@ -53,5 +53,6 @@ def test_columns_of_numbers_stand_right_and_words_left():
 
 
 def test_html_is_escaped():
-    assert html_table((), [("<b>", "1")]) == "<table><tr><td>&lt;b&gt;</td><td>1</td></tr></table>"
+    row = '<tr><td>&lt;b&gt;</td><td class="n">1</td></tr>'
+    assert html_table((), [("<b>", "1")]) == f"<table>{row}</table>"
     assert "<th>&amp;</th>" in html_table(("&",), [])

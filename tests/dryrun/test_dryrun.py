@@ -14,6 +14,7 @@ import pytest
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist import __main__, _keras, comparison
+from keras_tpu_dist.common.progress import stages
 from keras_tpu_dist.comparison import compare
 from keras_tpu_dist.dryrun import compile as dryrun_compile
 from keras_tpu_dist.dryrun import largest_batch as largest_batch_module
@@ -599,6 +600,11 @@ def test_a_report_reads_well(on_tpu):
     assert data["mesh"] == {"data": 4, "model": 2}
     assert data["cost"]["collectives"][0]["axes"]
     assert "<table>" in on_tpu._repr_html_()
+    page = on_tpu.to_html()
+    # one drawing for each set of axes; links of the 2x4 chips that they use
+    axes = {c.axes for c in on_tpu.cost.collectives}
+    assert page.count("<figure>") == len(axes) == page.count("<svg")
+    assert on_tpu.torus.sides == (2, 4, 1)
 
 
 def test_recurrent_layers_without_libtpu(monkeypatch):
@@ -833,6 +839,9 @@ def test_candidates_are_ranked(template, monkeypatch, on_tpu):
     assert dict(ranked.best.mesh) == {"data": 4, "model": 2}
     assert "multiply to 3, on 8" in ranked.candidates[-1].error
     assert "too large" in str(ranked)
+    for page in (ranked.to_html(), ranked._repr_html_()):
+        assert page.count("<circle") == 4  # the fifth could not be built
+        assert "multiply to 3, on 8" in page
     assert json.dumps(ranked.to_dict())
 
 
@@ -863,7 +872,8 @@ def test_a_dry_run_in_the_shell(capsys, monkeypatch, tmp_path, template):
 
     def fake(build, strategy, **options):
         seen.update(options, build=build, strategy=strategy)
-        options["progress"]("compiling")
+        with stages("dry run", 1) as begin:
+            begin("compiling")
         return template(fits=False)
 
     monkeypatch.setattr(dryrun, "dry_run", fake)
@@ -872,11 +882,14 @@ def test_a_dry_run_in_the_shell(capsys, monkeypatch, tmp_path, template):
     assert _shell(*arguments) == 1
     streams = capsys.readouterr()
     assert json.loads(streams.out)["fits"] is False
-    assert "compiling ..." in streams.err
+    assert streams.err == ""  # no terminal, no progress
     assert seen["x"].shape == (1, 512)
     assert dict(seen["strategy"].mesh.shape) == {"data": 4, "model": 2}
     assert seen["build"].__name__ == "build"
+    assert _shell(*arguments[:-1], "--html", "report.html") == 1
+    assert "does NOT fit" in (tmp_path / "report.html").read_text()
     for bad, words in (
+        ([*arguments[1:], "--html", "no/report.html"], "in a folder that exists"),
         (["my_model", *arguments[2:]], "module:function"),
         (["my_model:nope", *arguments[2:]], "has no function 'nope'"),
         (["my_model:build", "--topology", "v5e:9x9", "--batch-size", "8"], "that exists"),

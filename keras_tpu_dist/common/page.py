@@ -1,0 +1,225 @@
+"""Pages that need nothing beside themselves: tables that sort, bars, and how they look."""
+
+import contextlib
+import html
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.svg import FAINT
+
+# Colours of the page around are taken over, so that it reads in a notebook of any theme.
+_STYLE = (
+    ".ktd{font:14px/1.45 system-ui,sans-serif;overflow-x:auto}"
+    ".ktd table{border-collapse:collapse;margin:.3em 0 1em;border:0;font-size:13px}"
+    ".ktd th,.ktd td{padding:.25em .8em;border:0;border-bottom:1px solid rgba(128,128,128,.3);"
+    "text-align:left;vertical-align:top;background:none;max-width:44em;overflow-wrap:anywhere}"
+    ".ktd .n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}"
+    ".ktd p{margin:.6em 0 .2em}.ktd svg{max-width:100%;height:auto}"
+    ".ktd .bar{display:flex;position:relative;height:1.1em;min-width:10em;margin:.15em 0;"
+    f"background:{FAINT};"
+    "border-radius:2px}.ktd .bar i{display:block;height:100%;min-width:1px}"
+    ".ktd .bar b{position:absolute;top:-3px;bottom:-3px;border-left:2px solid currentColor}"
+    ".ktd .key{white-space:nowrap;margin-right:1.2em}"
+    ".ktd .key i{display:inline-block;width:.8em;height:.8em;margin-right:.4em;border-radius:2px}"
+)
+_PAGE_STYLE = (
+    ":root{color-scheme:light dark;--ground:#fff;--ink:#1b1f24;--muted:#57606a;--good:#0a7d4f;"
+    "--bad:#c2360a;--panel:#f6f8fa}"
+    "@media(prefers-color-scheme:dark){:root{--ground:#14171b;--ink:#e4e7eb;--muted:#9aa4af;"
+    "--good:#3ddc97;--bad:#ff8a5c;--panel:#1d2127}}"
+    "body{margin:0;background:var(--ground);color:var(--ink)}"
+    "main.ktd{max-width:76em;margin:0 auto;padding:1.5em}"
+    "h1{font-size:1.5em;margin:0 0 .2em;overflow-wrap:anywhere}"
+    "h2{font-size:1.15em;margin:1.8em 0 .4em}"
+    ".muted{color:var(--muted)}.good{color:var(--good)}.bad{color:var(--bad)}"
+    ".tiles{display:flex;flex-wrap:wrap;gap:.8em;margin:1em 0}"
+    ".tiles div{background:var(--panel);border-radius:6px;padding:.6em 1em}"
+    ".tiles b{display:block;font-size:1.25em}"
+    ".panels{display:flex;flex-wrap:wrap;gap:1.5em}"
+    "figure{margin:0;background:var(--panel);border-radius:6px;padding:1em;max-width:100%;"
+    "box-sizing:border-box}"
+    "th button{font:inherit;font-weight:bold;color:inherit;background:none;border:0;padding:0;"
+    "cursor:pointer;text-align:inherit}th button:after{content:' \\2195';opacity:.4}"
+    "th[aria-sort=ascending] button:after{content:' \\2191';opacity:1}"
+    "th[aria-sort=descending] button:after{content:' \\2193';opacity:1}"
+    "svg.others [data-group]{opacity:.15}svg.others [data-group].same{opacity:1}"
+)
+# Tables sort by the column whose head is clicked; chips that exchange with the one under the mouse
+# stand out.
+_SCRIPT = """
+for (const table of document.querySelectorAll("table.sortable")) {
+  const heads = [...table.tHead.rows[0].cells], body = table.tBodies[0];
+  const key = (row, n) => row.cells[n].dataset.value ?? row.cells[n].textContent;
+  heads.forEach((head, n) => head.firstElementChild.addEventListener("click", () => {
+    const numbers = [...body.rows].some(row => "value" in row.cells[n].dataset);
+    const now = head.getAttribute("aria-sort") ?? (numbers ? "ascending" : "descending");
+    const down = now === "ascending";
+    heads.forEach(each => each.removeAttribute("aria-sort"));
+    head.setAttribute("aria-sort", down ? "descending" : "ascending");
+    const order = (a, b) => numbers ? (Number(key(a, n)) || 0) - (Number(key(b, n)) || 0)
+      : key(a, n).localeCompare(key(b, n));
+    body.append(...[...body.rows].sort((a, b) => down ? order(b, a) : order(a, b)));
+  }));
+}
+for (const svg of document.querySelectorAll("svg")) {
+  const mark = group => {
+    svg.classList.toggle("others", group !== undefined);
+    for (const each of svg.querySelectorAll("[data-group]"))
+      each.classList.toggle("same", each.dataset.group === group);
+  };
+  svg.addEventListener("mouseover", event => mark(event.target.dataset.group));
+  svg.addEventListener("mouseleave", () => mark(undefined));
+}
+"""
+# Whatever a model's names may hold, the page loads nothing and sends nothing.
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell of a table.
+
+    Attributes:
+        text: What it says, as plain text.
+        value: The number that it is sorted by; without one, its text is.
+        markup: HTML in the place of the text, such as a bar.
+    """
+
+    text: str
+    value: float | None = None
+    markup: str = ""
+
+
+def document(title: str, parts: Iterable[str]) -> str:
+    """A whole page, with its style and its script.
+
+    Args:
+        title: The page's title, as plain text.
+        parts: HTML.
+    """
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        f"<title>{html.escape(title)}</title><style>{_STYLE}{_PAGE_STYLE}</style></head>"
+        f'<body><main class="ktd">{"".join(parts)}</main><script>{_SCRIPT}</script></body></html>\n'
+    )
+
+
+def fragment(title: str, *parts: str) -> str:
+    """A part of a page, as a notebook shows it below a cell.
+
+    Args:
+        title: Its first line, as plain text, or `""`.
+        parts: HTML.
+    """
+    head = f"<p><b>{html.escape(title)}</b></p>" if title else ""
+    return f'<div class="ktd"><style>{_STYLE}</style>{head}{"".join(parts)}</div>'
+
+
+def sortable(header: Sequence[str], rows: Iterable[Sequence[Cell | str]]) -> str:
+    """A table that sorts by the column whose head is clicked.
+
+    Args:
+        header: The heads of its columns, as plain text.
+        rows: Its other rows; what is text alone is escaped here.
+    """
+    cells = [[c if isinstance(c, Cell) else Cell(c) for c in row] for row in rows]
+    numeric = [any(row[n].value is not None for row in cells) for n in range(len(header))]
+    heads = "".join(
+        f'<th scope="col"{_numeric(n)}><button type="button">{html.escape(name)}</button></th>'
+        for name, n in zip(header, numeric, strict=True)
+    )
+    body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in cells)
+    return f'<table class="sortable"><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>'
+
+
+def bar(parts: Iterable[tuple[float, str, str]], mark: float | None = None) -> str:
+    """A bar of coloured parts.
+
+    Args:
+        parts: Of each its share of the bar's whole length, its colour, and its words as plain text.
+        mark: Where a line crosses the bar, as a share of its length.
+    """
+    inner = "".join(
+        f'<i style="width:{100 * share:.2f}%;background:{colour}" title="{html.escape(words)}"></i>'
+        for share, colour, words in parts
+        if share > 0
+    )
+    line = "" if mark is None else f'<b style="left:{100 * mark:.2f}%"></b>'
+    return f'<span class="bar">{inner}{line}</span>'
+
+
+def legend(entries: Iterable[tuple[str, str]]) -> str:
+    """What colours mean.
+
+    Args:
+        entries: Colours with their words, as plain text.
+    """
+    keys = (
+        f'<span class="key"><i style="background:{colour}"></i>{html.escape(words)}</span>'
+        for colour, words in entries
+    )
+    return f"<p>{' '.join(keys)}</p>"
+
+
+def delivered(text: str, path: str | os.PathLike | None) -> str | None:
+    """A page given back, or written to a file.
+
+    Args:
+        text: The page.
+        path: The file, which is replaced as a whole; `None` to have the text.
+
+    Returns:
+        The text, or `None` where it was written.
+
+    Raises:
+        ValueError: If the file's folder is missing, or it is a folder itself.
+    """
+    if path is None:
+        return text
+    file = file_of(path)
+    part = file.with_name(f".{file.name}.{os.getpid()}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, file)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            part.unlink()
+    return None
+
+
+def file_of(path: str | os.PathLike) -> Path:
+    """The file that a page is written to.
+
+    Args:
+        path: What the user named.
+
+    Raises:
+        ValueError: If its folder is missing, or it is a folder itself.
+    """
+    file = Path(path).resolve()
+    if file.parent.is_dir() and not file.is_dir():
+        return file
+    raise ValueError(
+        message(
+            "A page is written to a file in a folder that exists.",
+            received={"path": os.fspath(path)},
+            fix="Give the name of a file in it."
+            if file.is_dir()
+            else f"Make the folder {str(file.parent)!r} first.",
+        )
+    )
+
+
+def _cell(cell: Cell) -> str:
+    value = "" if cell.value is None else f' data-value="{float(cell.value)!r}"'
+    inner = cell.markup or html.escape(cell.text)
+    return f"<td{value}{_numeric(cell.value is not None and not cell.markup)}>{inner}</td>"
+
+
+def _numeric(yes: bool) -> str:
+    return ' class="n"' if yes else ""

@@ -1,0 +1,137 @@
+"""How far long work has come: told by what computes, shown by who listens."""
+
+import contextlib
+import contextvars
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Where a piece of work stands.
+
+    Attributes:
+        work: The work, such as `"dry run"`.
+        words: What it is at now; `None` once it has ended.
+        done: Stages behind it.
+        of: All its stages, as far as is known.
+        depth: 0 for the outermost work, 1 for work that is a stage of it, and so on.
+    """
+
+    work: str
+    words: str | None
+    done: int
+    of: int
+    depth: int
+
+
+Listener = Callable[[Stage], None]
+
+_listener: contextvars.ContextVar[Listener | None] = contextvars.ContextVar("listener")
+_depth: contextvars.ContextVar[int] = contextvars.ContextVar("depth", default=0)
+
+
+@contextlib.contextmanager
+def heard_by(listener: Listener) -> Iterator[None]:
+    """Within it a listener hears of every stage.
+
+    Args:
+        listener: Called with each `Stage`, in the thread that computes.
+    """
+    token = _listener.set(listener)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
+
+
+@contextlib.contextmanager
+def stages(work: str, of: int) -> Iterator[Callable[[str], None]]:
+    """Work of several stages, told to the listener if there is one.
+
+    Args:
+        work: The work.
+        of: The number of its stages; more may come.
+
+    Yields:
+        A function that is called with words at the begin of each stage.
+
+    Example:
+
+    >>> heard = []
+    >>> with heard_by(heard.append), stages("dry run", 2) as begin:
+    ...     begin("building")
+    ...     begin("compiling")
+    >>> [(stage.words, stage.done) for stage in heard]
+    [('building', 0), ('compiling', 1), (None, 2)]
+    """
+    listener = _listener.get(None)
+    if listener is None:
+        yield lambda words: None
+        return
+    depth, begun = _depth.get(), 0
+
+    def begin(words: str) -> None:
+        nonlocal begun
+        begun += 1
+        listener(Stage(work, words, begun - 1, max(of, begun), depth))
+
+    token = _depth.set(depth + 1)
+    try:
+        yield begin
+    finally:
+        _depth.reset(token)
+        listener(Stage(work, None, begun, max(of, begun), depth))
+
+
+@contextlib.contextmanager
+def show_progress() -> Iterator[None]:
+    """Within it long work shows a line with its stage and what is left, on standard error.
+
+    Dry runs, `compare`, `largest_batch` and `restore` do. Nothing is shown where standard error is
+    no terminal, and nothing twice.
+
+    Example:
+
+    >>> import keras, keras_tpu_dist as ktd
+    >>> def build():
+    ...     model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(256)])
+    ...     model.compile("adam", "mse")
+    ...     return model
+    >>> with ktd.show_progress():
+    ...     run = ktd.dry_run(build, ktd.TPUStrategy(), batch_size=64)
+    >>> run.batch_size
+    64
+    """
+    if not sys.stderr.isatty() or _listener.get(None) is not None:
+        yield
+        return
+    with _line() as listener, heard_by(listener):
+        yield
+
+
+@contextlib.contextmanager
+def _line() -> Iterator[Listener]:
+    """A listener that draws one line for each depth of work."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn())
+    # What a model's function prints stays on standard output.
+    options = {"transient": True, "redirect_stdout": False}
+    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), **options) as shown:
+        tasks = {}
+
+        def listen(stage: Stage) -> None:
+            if stage.words is None:
+                if stage.depth in tasks:
+                    shown.remove_task(tasks.pop(stage.depth))
+                return
+            words = f"{'  ' * stage.depth}{stage.work}: {stage.words}"
+            if stage.depth not in tasks:
+                tasks[stage.depth] = shown.add_task("", total=stage.of)
+            task = tasks[stage.depth]
+            shown.update(task, description=words, completed=stage.done, total=stage.of)
+
+        yield listen

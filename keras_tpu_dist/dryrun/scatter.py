@@ -1,0 +1,123 @@
+"""Dry runs as points: step time against memory."""
+
+import html
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from keras_tpu_dist.common.svg import (
+    COLOURS,
+    FAINT,
+    GREY,
+    ON_COLOUR,
+    svg_document,
+    svg_line,
+    svg_text,
+)
+from keras_tpu_dist.common.text import duration_text, size_text
+
+_WIDTH, _HEIGHT, _LEFT, _TOP, _BELOW = 720, 380, 84, 16, 46
+_TICKS = 5
+
+
+@dataclass(frozen=True)
+class Point:
+    """One dry run.
+
+    Args:
+        number: What stands beside it in the table.
+        words: What it is.
+        group: What gives it its colour.
+        bytes: Memory on one device.
+        seconds: Its step, or `None` where no time is known.
+        fits: Whether it fits.
+    """
+
+    number: int
+    words: str
+    group: str
+    bytes: int
+    seconds: float | None
+    fits: bool
+
+
+def colours_of(points: Sequence[Point]) -> dict[str, str]:
+    """The colour of each group.
+
+    Args:
+        points: The points.
+    """
+    groups = dict.fromkeys(point.group for point in points)
+    return {group: COLOURS[n % len(COLOURS)] for n, group in enumerate(groups)}
+
+
+def scatter_svg(points: Sequence[Point], limit: int | None) -> str:
+    """Step time upwards, memory to the right; what does not fit is hollow, in a row of its own.
+
+    Args:
+        points: The points; at least one has a time.
+        limit: HBM of one device, or `None`.
+
+    Returns:
+        An SVG.
+    """
+    most_bytes = _above(1.06 * max([*(p.bytes for p in points), limit or 0]), 1024.0)
+    most_seconds = _above(1.06 * max(p.seconds or 0.0 for p in points))
+    colours = colours_of(points)
+
+    def x(size: float) -> float:
+        return _LEFT + size / most_bytes * (_WIDTH - _LEFT - 16)
+
+    def y(seconds: float | None) -> float:
+        if seconds is None:
+            return _TOP + 14.0
+        return _HEIGHT - _BELOW - seconds / most_seconds * (_HEIGHT - _BELOW - _TOP - 34)
+
+    parts = _axes(x, y, most_bytes, most_seconds)
+    if any(p.seconds is None for p in points):
+        parts.append(svg_text(_LEFT - 8, y(None) + 4, "no time", "end"))
+    if limit is not None:
+        line = svg_line((x(limit), _TOP), (x(limit), _HEIGHT - _BELOW), "currentColor", 1.5)
+        parts += [line, svg_text(x(limit) - 5, _HEIGHT - _BELOW - 6, "HBM", "end")]
+    for point in points:
+        place = f'cx="{x(point.bytes):.1f}" cy="{y(point.seconds):.1f}" r="10"'
+        colour = colours[point.group]
+        paint = f'fill="{colour}"' if point.fits else f'fill="{FAINT}" stroke="{colour}"'
+        parts.append(f'<circle {place} {paint} stroke-width="2">{_title(point)}</circle>')
+        ink = ON_COLOUR if point.fits else "currentColor"
+        number = svg_text(
+            *(x(point.bytes), y(point.seconds) + 4), str(point.number), "middle", True, ink
+        )
+        parts.append(number.replace("<text ", '<text pointer-events="none" ', 1))
+    return svg_document(_WIDTH, _HEIGHT, parts)
+
+
+def _title(point: Point) -> str:
+    time = "no time" if point.seconds is None else duration_text(point.seconds)
+    fits = "" if point.fits else ", too large"
+    words = f"{point.number}: {point.words}: {time}, {size_text(point.bytes)}{fits}"
+    return f"<title>{html.escape(words)}</title>"
+
+
+def _axes(x, y, most_bytes: float, most_seconds: float) -> list[str]:
+    bottom = _HEIGHT - _BELOW
+    parts = []
+    for n in range(_TICKS + 1):
+        size, seconds = most_bytes * n / _TICKS, most_seconds * n / _TICKS
+        across = svg_line((_LEFT, y(seconds)), (_WIDTH - 16, y(seconds)), GREY, 0.5)
+        label = svg_text(_LEFT - 8, y(seconds) + 4, duration_text(seconds), "end")
+        below = svg_text(x(size), bottom + 18, size_text(size), "middle")
+        parts += [across, label, below]
+    words = svg_text((_LEFT + _WIDTH) / 2, _HEIGHT - 6, "memory on each device", "middle")
+    return [*parts, words, svg_text(6, _TOP - 2, "step")]
+
+
+def _above(value: float, base: float = 10.0) -> float:
+    """The next round number, so that ticks are round: 1, 1.5, 2, 3, 5 or 8 of a power of ten."""
+    if value <= 0:
+        return 1.0
+    unit = 1.0
+    if base != 10.0:
+        unit = base ** math.floor(math.log(value, base))
+    scale = unit * 10 ** math.floor(math.log10(value / unit))
+    return next(f * scale for f in (1, 1.5, 2, 3, 5, 8, 10) if f * scale >= value * (1 - 1e-9))

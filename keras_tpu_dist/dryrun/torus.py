@@ -1,0 +1,110 @@
+"""The torus that a mesh lies on: which chips exchange along an axis, over which links."""
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from keras_tpu_dist.hardware.topology import of_devices
+
+Place = tuple[int, int, int]
+# Two chips, and whether the link between them closes a ring.
+Link = tuple[Place, Place, bool]
+
+
+@dataclass(frozen=True)
+class Torus:
+    """Chips of a slice, and the devices of a mesh on them.
+
+    Args:
+        name: The slice.
+        sides: Chips along x, y and z.
+        rings: Whether the links along each of them close to a ring.
+        slices: The number of such slices.
+        places: Of each device of the mesh, in the mesh's order: slice, x, y, z, and core.
+    """
+
+    name: str
+    sides: Place
+    rings: tuple[bool, bool, bool]
+    slices: int
+    places: tuple[tuple[int, int, int, int, int], ...]
+
+    @classmethod
+    def of(cls, devices: Sequence[Any]) -> "Torus | None":
+        """The torus of a mesh's devices.
+
+        Args:
+            devices: The devices, in the mesh's order.
+
+        Returns:
+            The torus; `None` for devices that are no whole slice of TPU chips.
+        """
+        topology = of_devices(devices)
+        if topology is None:
+            return None
+        sides = (*topology.shape, 1, 1)[:3]
+        rings = [topology.wraps(d) for d in range(len(topology.shape))]
+        places = tuple(
+            (getattr(d, "slice_index", None) or 0, *(*d.coords, 0, 0)[:3], d.core_on_chip)
+            for d in devices
+        )
+        return cls(
+            topology.name,
+            sides,
+            (*rings, False, False)[:3],
+            topology.num_slices,
+            places,
+        )
+
+    def groups(self, mesh: Sequence[tuple[str, int]], axes: Iterable[str]) -> list[list[int]]:
+        """Devices that exchange with each other, group by group.
+
+        Args:
+            mesh: Axis names and sizes.
+            axes: The axes along which they exchange; of a part of one, the whole counts.
+
+        Returns:
+            Of each group the numbers of its devices in the mesh, those of the first slice alone.
+        """
+        along = {name.removesuffix(" (part)") for name in axes}
+        kept = [n for n, (name, _) in enumerate(mesh) if name not in along]
+        moved = [n for n, (name, _) in enumerate(mesh) if name in along]
+        sizes = [size for _, size in mesh]
+        ids = np.arange(math.prod(sizes)).reshape(sizes).transpose([*kept, *moved])
+        rows = ids.reshape(math.prod(sizes[n] for n in kept), -1).tolist()
+        first = [[i for i in row if self.places[i][0] == 0] for row in rows]
+        return [row for row in first if row]
+
+    def links(self, group: Iterable[int]) -> Iterator[Link]:
+        """The links between the chips of a group that stand in one row of the torus.
+
+        Args:
+            group: Numbers of devices in the mesh.
+        """
+        chips = {self.places[i][1:4] for i in group}
+        for side in range(3):
+            rows: dict[tuple, list[int]] = {}
+            for chip in chips:
+                rows.setdefault(chip[:side] + chip[side + 1 :], []).append(chip[side])
+            for others, along in rows.items():
+                ring = len(along) == self.sides[side] and self.rings[side]
+                yield from _row(others, side, range(min(along), max(along) + 1), ring)
+
+    def all_links(self) -> Iterator[Link]:
+        """Every link of a slice."""
+        for side in range(3):
+            others = [range(n) for d, n in enumerate(self.sides) if d != side]
+            for rest in itertools.product(*others):
+                yield from _row(rest, side, range(self.sides[side]), self.rings[side])
+
+
+def _row(others: tuple, side: int, along: range, ring: bool) -> Iterator[Link]:
+    chips = [(*others[:side], n, *others[side:]) for n in along]
+    for one, next_one in itertools.pairwise(chips):
+        yield one, next_one, False
+    if ring and len(chips) > 2:
+        yield chips[-1], chips[0], True

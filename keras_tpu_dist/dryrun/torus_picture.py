@@ -1,0 +1,140 @@
+"""Collectives drawn over the torus: chips that exchange, and the links that they use."""
+
+import math
+from collections.abc import Sequence
+
+from keras_tpu_dist.common.svg import COLOURS, GREY, svg_box, svg_document, svg_line, svg_text
+from keras_tpu_dist.dryrun.torus import Link, Place, Torus
+
+# More chips than these are not told apart; a part of the torus stands for the rest.
+MOST_CHIPS = 1024
+_NARROWEST, _WIDEST, _WIDTH = 26, 64, 520
+
+
+def torus_svg(
+    torus: Torus, mesh: Sequence[tuple[str, int]], axes: Sequence[str], weight: float
+) -> str:
+    """The chips of one slice, those that exchange in one colour, with the links they use.
+
+    Args:
+        torus: The torus and the mesh's places on it.
+        mesh: Axis names and sizes.
+        axes: The mesh axes along which they exchange.
+        weight: Their bytes as a share of the most that any axes have: how thick links are drawn.
+
+    Returns:
+        An SVG. Planes of a torus of three dimensions stand behind each other.
+    """
+    shown = shown_sides(torus.sides)
+    plan = _Plan(shown)
+    idle = [
+        plan.link(link, GREY, 1.0, ' opacity=".45"') for link in torus.all_links() if plan.has(link)
+    ]
+    links: list[str] = []
+    chips: list[tuple[Place, str]] = []
+    cores = 1 + max(place[4] for place in torus.places)
+    for number, group in enumerate(torus.groups(mesh, axes)):
+        colour, mark = COLOURS[number % len(COLOURS)], f' data-group="{number}"'
+        if len(group) > 1:
+            thick = 2.0 + 4.0 * weight
+            links += [plan.link(x, colour, thick, mark) for x in torus.links(group) if plan.has(x)]
+        chips += [
+            (torus.places[i][1:4], plan.chip(torus.places[i], cores, colour, words, mark))
+            for i in group
+            if all(c < n for c, n in zip(torus.places[i][1:4], shown))
+            for words in [_words(torus, mesh, i)]
+        ]
+    # Planes further back are drawn first.
+    drawn = [svg for _, svg in sorted(chips, key=lambda chip: -chip[0][2])]
+    return svg_document(*plan.size, [*idle, *links, *drawn, *plan.ticks()])
+
+
+def shown_sides(sides: Place) -> Place:
+    """The sides of the part of a torus that is drawn.
+
+    Args:
+        sides: Chips along x, y and z.
+    """
+    shown = list(sides)
+    while math.prod(shown) > MOST_CHIPS:
+        longest = shown.index(max(shown))
+        shown[longest] = -(-shown[longest] // 2)
+    return (shown[0], shown[1], shown[2])
+
+
+def _words(torus: Torus, mesh: Sequence[tuple[str, int]], number: int) -> str:
+    _, x, y, z, core = torus.places[number]
+    at = []
+    rest = number
+    for name, size in reversed(mesh):
+        rest, index = divmod(rest, size)
+        at.append(f"{name}={index}")
+    chip = ",".join(map(str, (x, y, z)[: 3 if torus.sides[2] > 1 else 2]))
+    return f"chip {chip}" + (f" core {core}" if core else "") + f": {' '.join(reversed(at))}"
+
+
+class _Plan:
+    """Where chips stand on paper: x to the right, y downwards, z behind."""
+
+    def __init__(self, sides: Place):
+        self.sides = sides
+        self.behind = 13 if sides[2] > 1 else 0
+        wanted = max(_NARROWEST, min(_WIDEST, _WIDTH // max(sides[:2])))
+        self.step = max(wanted, self.behind * sides[2] + 14)
+        self.chip_size = 15 if sides[2] == 1 else 9
+        self.depth = self.behind * (sides[2] - 1)
+        self.size = (
+            sides[0] * self.step + self.depth + 46,
+            sides[1] * self.step + self.depth + 40,
+        )
+
+    def at(self, chip: Place) -> tuple[float, float]:
+        x, y, z = chip
+        return (
+            40 + (x + 0.3) * self.step + self.behind * z,
+            30 + (y + 0.3) * self.step + self.depth - self.behind * z,
+        )
+
+    def has(self, link: Link) -> bool:
+        return all(c < n for chip in link[:2] for c, n in zip(chip, self.sides))
+
+    def link(self, link: Link, colour: str, width: float, more: str) -> str:
+        one, other, closes = link
+        if not closes:
+            return svg_line(self.at(one), self.at(other), colour, width, more)
+        # What closes a ring leaves the drawing on both sides.
+        side = next(d for d in range(3) if one[d] != other[d])
+        reach = 0.3 * self.step if side < 2 else 8.0
+        way = ((1.0, 0.0), (0.0, 1.0), (0.7, -0.7))[side]
+        dashed = f'{more} stroke-dasharray="3 2"'
+        ends = ((one, 1), (other, -1))
+        return "".join(
+            svg_line(
+                self.at(chip),
+                (
+                    self.at(chip)[0] + sign * reach * way[0],
+                    self.at(chip)[1] + sign * reach * way[1],
+                ),
+                colour,
+                width,
+                dashed,
+            )
+            for chip, sign in ends
+        )
+
+    def chip(self, place: Sequence[int], cores: int, colour: str, words: str, mark: str) -> str:
+        x, y = self.at((place[1], place[2], place[3]))
+        part = self.chip_size / cores
+        left = x - self.chip_size / 2 + place[4] * part
+        size = (part - (1 if cores > 1 else 0), self.chip_size)
+        return svg_box(left, y - self.chip_size / 2, *size, colour, words, mark)
+
+    def ticks(self) -> list[str]:
+        lines = [svg_text(6, 14, "y ↓  x →" + ("  z ↗" if self.behind else ""))]
+        every = 1 if max(self.sides) <= 16 else 4
+        for x in range(0, self.sides[0], every):
+            place = self.at((x, 0, self.sides[2] - 1))
+            lines.append(svg_text(place[0], place[1] - 14, str(x), "middle"))
+        for y in range(0, self.sides[1], every):
+            lines.append(svg_text(22, self.at((0, y, 0))[1] + 4, str(y), "end"))
+        return lines

@@ -1,0 +1,80 @@
+import os
+import pty
+import subprocess
+import sys
+
+from keras_tpu_dist.common.progress import Stage, heard_by, show_progress, stages
+
+WORK = """
+from keras_tpu_dist.common.progress import show_progress, stages
+with show_progress(), show_progress(), stages("comparing", 2) as begin:
+    for mesh in ("data 8", "data 4"):
+        begin(mesh)
+        with stages("dry run", 1) as inner:
+            inner("compiling")
+            inner("compiling again")
+            print("kept apart")
+"""
+
+
+def test_stages_within_stages():
+    heard = []
+    with heard_by(heard.append), stages("comparing", 2) as begin:
+        begin("data 8")
+        with stages("dry run", 1) as inner:
+            inner("compiling")
+            inner("again")  # more than was known of
+        begin("data 4")
+    assert heard == [
+        Stage("comparing", "data 8", 0, 2, 0),
+        Stage("dry run", "compiling", 0, 1, 1),
+        Stage("dry run", "again", 1, 2, 1),
+        Stage("dry run", None, 2, 2, 1),
+        Stage("comparing", "data 4", 1, 2, 0),
+        Stage("comparing", None, 2, 2, 0),
+    ]
+
+
+def test_work_that_fails_ends_too():
+    heard = []
+    try:
+        with heard_by(heard.append), stages("dry run", 2) as begin:
+            begin("building")
+            raise KeyError("no")
+    except KeyError:
+        pass
+    assert heard[-1] == Stage("dry run", None, 1, 2, 0)
+    with stages("dry run", 2) as begin:
+        begin("nobody listens")
+    assert len(heard) == 2
+
+
+def test_nothing_is_shown_where_no_terminal_is(capsys):
+    with show_progress(), stages("dry run", 1) as begin:
+        begin("compiling")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_terminal_shows_the_stage_and_what_is_left():
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
+    done = subprocess.run(
+        [sys.executable, "-c", WORK],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        text=True,
+        check=False,
+    )
+    os.close(theirs)
+    shown = b""
+    try:
+        while part := os.read(ours, 65536):
+            shown += part
+    except OSError:  # Linux says so at the end
+        pass
+    os.close(ours)
+    assert done.returncode == 0, shown.decode()
+    assert done.stdout == "kept apart\n" * 2
+    for words in ("comparing: data 4", "dry run: compiling", "1/2"):
+        assert words in shown.decode()

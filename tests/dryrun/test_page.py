@@ -1,0 +1,187 @@
+import html.parser
+import re
+
+import pytest
+from dryrun.made import EVIL, made_comparison, made_run
+
+from keras_tpu_dist.dryrun.page import kinds_of_memory
+from keras_tpu_dist.dryrun.scatter import Point, scatter_svg
+from keras_tpu_dist.dryrun.torus import Torus
+from keras_tpu_dist.dryrun.torus_picture import MOST_CHIPS, shown_sides, torus_svg
+from keras_tpu_dist.hardware.mesh import build_mesh
+from keras_tpu_dist.hardware.topology import Topology
+
+GIB = 2**30
+
+
+class Seen(html.parser.HTMLParser):
+    """Tags that were never closed, and what would be loaded from elsewhere."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tags, self.loads = [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.loads += [v for k, v in attributes if k in ("src", "href", "srcset", "action")]
+        if tag not in ("meta", "br", "img"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append(tag)
+
+
+@pytest.mark.parametrize("make", [made_run, made_comparison])
+def test_a_page_is_whole_and_needs_nothing_else(make):
+    text = make().to_html()
+    seen = Seen(text)
+    assert (seen.open, seen.loads) == ([], [])
+    assert seen.tags.count("script") == 1
+    assert "img" not in seen.tags
+    assert EVIL not in text
+    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", text)
+    assert "prefers-color-scheme:dark" in text
+    fragment = Seen(make()._repr_html_())
+    assert fragment.open == []
+    assert "script" not in fragment.tags
+    assert EVIL not in make()._repr_html_()
+
+
+def test_a_page_is_written_as_a_whole(tmp_path):
+    run = made_run()
+    file = tmp_path / "report.html"
+    file.write_text("what was there")
+    assert run.to_html(file) is None
+    assert file.read_text() == run.to_html()
+    assert list(tmp_path.iterdir()) == [file]
+    with pytest.raises(ValueError, match=r"in a folder that exists.*no/report.*Make the folder"):
+        run.to_html(tmp_path / "no" / "report.html")
+    with pytest.raises(ValueError, match=r"Give the name of a file in it"):
+        run.to_html(tmp_path)
+
+
+def test_what_could_not_be_written_leaves_the_old_page(tmp_path, monkeypatch):
+    file = tmp_path / "report.html"
+    file.write_text("what was there")
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.replace", full)
+    with pytest.raises(OSError, match="No space"):
+        made_run().to_html(file)
+    assert [(f, f.read_text()) for f in tmp_path.iterdir()] == [(file, "what was there")]
+
+
+def test_memory_by_kind_adds_up():
+    run = made_run()
+    kinds = dict(kinds_of_memory(run))
+    assert sum(kinds.values()) == run.total_bytes
+    assert kinds["weights"] == GIB
+    assert kinds["temporaries and activations"] == 6 * GIB
+    text = run.to_html()
+    limit = run.limit_bytes / max(run.limit_bytes, run.total_bytes)
+    assert f'<b style="left:{100 * limit:.2f}%">' in text
+    # what does not fit and could not be sized has its state alone, and a remainder
+    large = made_run(fits=False, total_bytes=40 * GIB, memory={}, estimate=None, cost=None)
+    text = large.to_html()
+    assert "does NOT fit" in text
+    assert "not told by kind" in text
+    assert [name for name, _ in kinds_of_memory(large)] == ["weights", "optimizer", "batch"]
+
+
+def test_without_a_tpu_compiler_there_is_still_a_page():
+    run = made_run(
+        compiled_for="CPU", fits=None, limit_bytes=None, estimate=None, torus=None, total_bytes=0
+    )
+    text = run.to_html()
+    assert "memory limit unknown" in text
+    assert "<figure>" not in text
+    assert "Time of a step" not in text
+
+
+def torus(name, mesh):
+    devices = build_mesh(mesh, list(Topology.parse(name).devices())).backend_mesh.devices.flat
+    return Torus.of(list(devices))
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "axes", "groups", "links"),
+    [
+        # an open square of 4 x 4: rows and columns of three links
+        ("v5e:4x4", {"data": 4, "model": 4}, ("model",), 4, 12),
+        ("v5e:4x4", {"data": 16}, ("data",), 1, 24),
+        # 16 chips close to a ring: 16 links in each of 16 rows
+        ("v5e:16x16", {"data": 16, "model": 16}, ("data",), 16, 256),
+        ("v5e:16x16", {"data": 16, "model": 16}, ("data", "model"), 1, 512),
+        ("v5e:16x16", {"data": 16, "model": 16}, ("data (part)",), 16, 256),
+        # three dimensions, all rings of four
+        ("v5p:4x4x4", {"data": 16, "model": 4}, ("model",), 16, 64),
+        # two devices on each chip
+        ("v3:2x2", {"data": 8}, ("data",), 1, 4),
+        ("v5e:1x1", {"data": 1}, ("data",), 1, 0),
+    ],
+)
+def test_links_between_chips_that_exchange(name, mesh, axes, groups, links):
+    found = torus(name, mesh)
+    parts = found.groups(tuple(mesh.items()), axes)
+    assert len(parts) == groups
+    assert sorted(i for part in parts for i in part) == list(range(len(found.places)))
+    used = [frozenset(link[:2]) for part in parts for link in found.links(part)]
+    every = {frozenset(link[:2]) for link in found.all_links()}
+    assert len(used) == len(set(used)) == links
+    assert set(used) <= every
+    svg = torus_svg(found, tuple(mesh.items()), axes, 1.0)
+    assert svg.count("<rect") == len(found.places)
+
+
+def test_two_slices_are_drawn_as_one():
+    found = torus("2*v5e:4x4", {"data": 8, "model": 4})
+    assert found.slices == 2
+    assert sum(map(len, found.groups((("data", 8), ("model", 4)), ("data",)))) == 16
+    text = made_run("2*v5e:4x4", {"data": 8, "model": 4}).to_html()
+    assert "drawn: one of 2 slices" in text
+
+
+def test_of_a_huge_torus_a_part_is_drawn():
+    assert shown_sides((16, 20, 28)) == (8, 10, 7)
+    assert shown_sides((32, 32, 1)) == (32, 32, 1)
+    found = torus("v5p:16x16x16", {"data": 4096})
+    svg = torus_svg(found, (("data", 4096),), ("data",), 1.0)
+    assert svg.count("<rect") <= MOST_CHIPS
+    assert "of 16x16x16 chips" in made_run("v5p:16x16x16", {"data": 4096}, layers=2).to_html()
+
+
+def test_simulated_devices_have_no_torus(devices):
+    assert Torus.of(devices) is None
+
+
+def test_points_stand_where_their_numbers_say():
+    points = [
+        Point(1, "a", "fsdp", 2 * GIB, 1e-3, True),
+        Point(2, "b", "auto", 4 * GIB, 2e-3, True),
+        Point(3, "c", "auto", 20 * GIB, None, False),
+    ]
+    svg = scatter_svg(points, 16 * GIB)
+    places = [
+        (float(x), float(y)) for x, y in re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)"', svg)
+    ]
+    (x1, y1), (x2, y2), (x3, y3) = places
+    zero = 2 * x1 - x2  # twice the bytes are twice as far from nothing
+    assert x3 - zero == pytest.approx(10 * (x1 - zero), abs=2)
+    assert y3 < y2 < y1
+    assert "no time" in svg
+    assert "too large" in svg
+
+
+def test_a_comparison_without_times_says_why():
+    ranked = made_comparison()
+    none = [c for c in ranked.candidates if c.run is None or c.run.estimate is None]
+    text = type(ranked)(tuple(none)).to_html()
+    assert "no candidate fits: step time is not drawn" in text
+    assert "<svg" not in text
+    assert "0 candidates" in type(ranked)(()).to_html()

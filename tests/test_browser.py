@@ -1,0 +1,120 @@
+"""What a browser makes of the pages: no script fails, and what they promise is drawn."""
+
+import re
+import shutil
+import subprocess
+
+import jax
+import numpy as np
+import pytest
+from dryrun.made import made_comparison, made_run
+from helpers import built, mlp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import keras_tpu_dist as ktd
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
+FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+    "--disable-dev-shm-usage",
+)
+# Before all other scripts: what fails is kept where --dump-dom shows it.
+WATCH = """<script>
+const said = [];
+addEventListener("error", event => said.push(event.message));
+addEventListener("securitypolicyviolation", event => said.push(event.blockedURI));
+addEventListener("load", () => {
+  PROBE
+  document.documentElement.dataset.said = said.join("; ") || "nothing";
+});
+</script>"""
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="chromium is not on the PATH"),
+]
+
+
+def opened(page, folder, probe=""):
+    """The page as the browser has it after its scripts."""
+    file = folder / "page.html"
+    file.write_text(page.replace("<head>", "<head>" + WATCH.replace("PROBE", probe), 1))
+    command = [CHROMIUM, *FLAGS, f"--user-data-dir={folder / 'profile'}", "--dump-dom"]
+    done = subprocess.run(
+        [*command, file.as_uri()], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert re.search(r'<html[^>]* data-said="([^"]*)"', done.stdout)[1] == "nothing"
+    return done.stdout
+
+
+def body_of(dom):
+    return dom[dom.index("<body") :]
+
+
+def first_cells(dom, column):
+    """The texts of a column of the table that was sorted."""
+    table = dom[: dom.index("</table>", dom.index("aria-sort"))].rpartition("<table")[2]
+    rows = re.findall(r"<tr>(<td.*?)</tr>", table, re.DOTALL)
+    return [re.findall(r"<td[^>]*>(.*?)</td>", row, re.DOTALL)[column] for row in rows]
+
+
+def clicking(heading, times=1):
+    """A script that clicks the head of a column."""
+    return f"""
+      const head = [...document.querySelectorAll("th button")].find(
+        each => each.textContent === {heading!r});
+      for (let i = 0; i < {times}; i++) head.click();
+    """
+
+
+@pytest.mark.parametrize("mesh", [{"data": 4, "model": 4}, {"data": 16}], ids=str)
+def test_the_page_of_a_dry_run(tmp_path, mesh):
+    dom = body_of(opened(made_run(mesh=mesh).to_html(), tmp_path, clicking("GFLOP")))
+    assert dom.count("<svg") == len({(name,) for name in mesh} | {tuple(mesh)})
+    flops = [float(text) for text in first_cells(dom, 4)]
+    assert flops == sorted(flops, reverse=True)
+    assert len(flops) == 12
+    assert 'class="bar"' in dom
+    assert "evil" not in re.search(r"<title>.*?</title>", dom)[0]
+
+
+def test_tables_sort_both_ways_and_by_words(tmp_path):
+    page = made_run().to_html()
+    up = first_cells(opened(page, tmp_path, clicking("cycles", 2)), 2)
+    assert [int(n.replace(",", "")) for n in up] == [10**5 * (n + 1) for n in range(12)]
+    words = first_cells(opened(page, tmp_path, clicking("layer")), 0)
+    assert words[1:] == sorted(words[1:])
+
+
+def test_a_group_stands_out_under_the_mouse(tmp_path):
+    probe = """document.querySelector("figure rect").dispatchEvent(
+      new MouseEvent("mouseover", {bubbles: true}));"""
+    dom = opened(made_run(mesh={"data": 4, "model": 4}).to_html(), tmp_path, probe)
+    first = dom[dom.index("<figure>") : dom.index("</figure>")]
+    assert 'class="others"' in first
+    assert len(re.findall(r"<rect[^>]*same", first)) == 4
+
+
+def test_the_page_of_a_comparison(tmp_path):
+    dom = body_of(opened(made_comparison().to_html(), tmp_path, clicking("layout")))
+    assert dom.count("<circle") == 4
+    assert first_cells(dom, 2)[1:] == ["auto", "fsdp", "replicated", "replicated"]
+
+
+def test_what_notebooks_show(tmp_path):
+    strategy = ktd.TPUStrategy({"data": 4, "model": 2}, "tensor_parallel")
+    model = built(mlp, strategy)
+    array = jax.device_put(np.zeros((4, 8)), NamedSharding(strategy.mesh, P(None, "model")))
+    shown = [
+        *(strategy.explain(model), strategy.lint(model, 13), strategy.plan(model)),
+        *(strategy.show(), strategy.show(model), strategy.show(model.layers[0].kernel)),
+        *(strategy.show(array), made_run(), made_comparison()),
+    ]
+    pages = "".join(each._repr_html_() for each in shown)
+    page = f"<!doctype html><html><head></head><body>{pages}</body></html>"
+    dom = body_of(opened(page, tmp_path))
+    assert dom.count('<div class="ktd">') == len(shown)
+    assert dom.count("<script") == 0
