@@ -291,7 +291,8 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
         """A picture of the mesh, of a tensor over it, or of a model.
 
         Args:
-            what: `None` for the mesh; a model; a `keras.Variable` or `jax.Array`.
+            what: `None` for the mesh; a model; a `keras.Variable` or `jax.Array`, where it lies
+                now: what a plan decides shows once the model has run.
 
         Returns:
             A picture that draws itself in a notebook; `print` it or `rich.print` it in a
@@ -303,7 +304,10 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
         # Who only trains does not load what draws.
         from keras_tpu_dist.layout.show import picture_of
 
-        return picture_of(what, self.layouts.mesh, self.placement, self.get_variable_layout)
+        def layout(variable: Any) -> NamedSharding:
+            return membership.layout_now(variable, self)
+
+        return picture_of(what, self.layouts.mesh, self.placement, layout)
 
     def placement(self, model: Any) -> Placement:
         """What decides about each variable of a model, and why; `explain` prints it.

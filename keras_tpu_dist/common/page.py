@@ -15,7 +15,8 @@ _STYLE = (
     ".ktd{font:14px/1.45 system-ui,sans-serif;overflow-x:auto}"
     ".ktd table{border-collapse:collapse;margin:.3em 0 1em;border:0;font-size:13px}"
     ".ktd th,.ktd td{padding:.25em .8em;border:0;border-bottom:1px solid rgba(128,128,128,.3);"
-    "text-align:left;vertical-align:top;background:none;max-width:44em;overflow-wrap:anywhere}"
+    "text-align:left;vertical-align:top;background:none;max-width:44em;overflow-wrap:break-word}"
+    ".ktd th{overflow-wrap:normal;white-space:nowrap}"
     ".ktd .n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}"
     ".ktd p{margin:.6em 0 .2em}.ktd svg{max-width:100%;height:auto}"
     ".ktd .bar{display:flex;position:relative;height:1.1em;min-width:10em;margin:.15em 0;"
@@ -38,7 +39,7 @@ _PAGE_STYLE = (
     ".tiles{display:flex;flex-wrap:wrap;gap:.8em;margin:1em 0}"
     ".tiles div{background:var(--panel);border-radius:6px;padding:.6em 1em}"
     ".tiles b{display:block;font-size:1.25em}"
-    ".panels{display:flex;flex-wrap:wrap;gap:1.5em}"
+    ".panels{display:flex;flex-wrap:wrap;gap:1.5em;margin:.8em 0 1.5em}"
     "figure{margin:0;background:var(--panel);border-radius:6px;padding:1em;max-width:100%;"
     "box-sizing:border-box}"
     "th button{font:inherit;font-weight:bold;color:inherit;background:none;border:0;padding:0;"
@@ -128,7 +129,7 @@ def sortable(header: Sequence[str], rows: Iterable[Sequence[Cell | str]]) -> str
         rows: Its other rows; what is text alone is escaped here.
     """
     cells = [[c if isinstance(c, Cell) else Cell(c) for c in row] for row in rows]
-    numeric = [any(row[n].value is not None for row in cells) for n in range(len(header))]
+    numeric = [any(_is_number(row[n]) for row in cells) for n in range(len(header))]
     heads = "".join(
         f'<th scope="col"{_numeric(n)}><button type="button">{html.escape(name)}</button></th>'
         for name, n in zip(header, numeric, strict=True)
@@ -218,7 +219,11 @@ def file_of(path: str | os.PathLike) -> Path:
 def _cell(cell: Cell) -> str:
     value = "" if cell.value is None else f' data-value="{float(cell.value)!r}"'
     inner = cell.markup or html.escape(cell.text)
-    return f"<td{value}{_numeric(cell.value is not None and not cell.markup)}>{inner}</td>"
+    return f"<td{value}{_numeric(_is_number(cell))}>{inner}</td>"
+
+
+def _is_number(cell: Cell) -> bool:
+    return cell.value is not None and not cell.markup
 
 
 def _numeric(yes: bool) -> str:

@@ -130,8 +130,9 @@ def _line() -> Iterator[Listener]:
                 return
             words = f"{'  ' * stage.depth}{stage.work}: {stage.words}"
             if stage.depth not in tasks:
-                tasks[stage.depth] = shown.add_task("", total=stage.of)
-            task = tasks[stage.depth]
-            shown.update(task, description=words, completed=stage.done, total=stage.of)
+                tasks[stage.depth] = shown.add_task(words, total=stage.of, completed=stage.done)
+            else:
+                now = {"description": words, "completed": stage.done, "total": stage.of}
+                shown.update(tasks[stage.depth], **now, refresh=True)
 
         yield listen

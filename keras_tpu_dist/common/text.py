@@ -90,12 +90,9 @@ def html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         header: The cells of its first line, or `()` for none.
         rows: The cells of its other lines, as plain text; they are escaped here.
     """
-    columns = list(zip(*rows, strict=True))
-    marks = [' class="n"' if _is_numeric(column) else "" for column in columns]
-    head = "".join(
-        f"<th{mark}>{html.escape(cell)}</th>"
-        for cell, mark in zip(header, marks or [""] * len(header), strict=True)
-    )
+    marks = [' class="n"' if _is_numeric(column) else "" for column in zip(*rows, strict=True)]
+    marks = marks or [""] * len(header)
+    head = "".join(f"<th{m}>{html.escape(cell)}</th>" for cell, m in zip(header, marks))
     body = "".join(
         f"<tr>{''.join(f'<td{m}>{html.escape(c)}</td>' for c, m in zip(row, marks))}</tr>"
         for row in rows

@@ -228,8 +228,9 @@ def _panels(run: "DryRun", torus: Torus, found: list[Exchange]) -> Iterator[str]
     if not by_axes:
         return
     yield (
-        '<p class="muted">Chips of one colour exchange with each other; coloured links are those '
-        "between them, dashed ends close a ring. Rest the mouse on a chip to see its group.</p>"
+        '<p class="muted">Chips of one colour exchange with each other over links of that colour; '
+        "thick grey ones lead past other chips, dashed ends close a ring. Rest the mouse on a chip "
+        "to see its group.</p>"
     )
     most = max(sum(e.bytes for e in group) for group in by_axes.values())
     figures = []

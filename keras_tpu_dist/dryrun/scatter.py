@@ -16,7 +16,8 @@ from keras_tpu_dist.common.svg import (
 )
 from keras_tpu_dist.common.text import duration_text, size_text
 
-_WIDTH, _HEIGHT, _LEFT, _TOP, _BELOW = 720, 380, 84, 16, 46
+_WIDTH, _HEIGHT = 740, 380
+_LEFT, _RIGHT, _TOP, _BELOW = 84, 36, 16, 46
 _TICKS = 5
 
 
@@ -66,7 +67,7 @@ def scatter_svg(points: Sequence[Point], limit: int | None) -> str:
     colours = colours_of(points)
 
     def x(size: float) -> float:
-        return _LEFT + size / most_bytes * (_WIDTH - _LEFT - 16)
+        return _LEFT + size / most_bytes * (_WIDTH - _LEFT - _RIGHT)
 
     def y(seconds: float | None) -> float:
         if seconds is None:
@@ -104,7 +105,7 @@ def _axes(x, y, most_bytes: float, most_seconds: float) -> list[str]:
     parts = []
     for n in range(_TICKS + 1):
         size, seconds = most_bytes * n / _TICKS, most_seconds * n / _TICKS
-        across = svg_line((_LEFT, y(seconds)), (_WIDTH - 16, y(seconds)), GREY, 0.5)
+        across = svg_line((_LEFT, y(seconds)), (_WIDTH - _RIGHT, y(seconds)), GREY, 0.5)
         label = svg_text(_LEFT - 8, y(seconds) + 4, duration_text(seconds), "end")
         below = svg_text(x(size), bottom + 18, size_text(size), "middle")
         parts += [across, label, below]
@@ -113,11 +114,13 @@ def _axes(x, y, most_bytes: float, most_seconds: float) -> list[str]:
 
 
 def _above(value: float, base: float = 10.0) -> float:
-    """The next round number, so that ticks are round: 1, 1.5, 2, 3, 5 or 8 of a power of ten."""
+    """The next round number, so that a fifth of it is round too."""
     if value <= 0:
         return 1.0
     unit = 1.0
     if base != 10.0:
         unit = base ** math.floor(math.log(value, base))
     scale = unit * 10 ** math.floor(math.log10(value / unit))
-    return next(f * scale for f in (1, 1.5, 2, 3, 5, 8, 10) if f * scale >= value * (1 - 1e-9))
+    return next(
+        f * scale for f in (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10) if f * scale >= value * (1 - 1e-9)
+    )

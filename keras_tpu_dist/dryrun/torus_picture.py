@@ -8,7 +8,9 @@ from keras_tpu_dist.dryrun.torus import Link, Place, Torus
 
 # More chips than these are not told apart; a part of the torus stands for the rest.
 MOST_CHIPS = 1024
-_NARROWEST, _WIDEST, _WIDTH = 26, 64, 520
+# Yellow is weak on white.
+_COLOURS = (*COLOURS[:3], *COLOURS[4:])
+_NARROWEST, _WIDEST, _WIDTH = 26, 64, 450
 
 
 def torus_svg(
@@ -23,30 +25,30 @@ def torus_svg(
         weight: Their bytes as a share of the most that any axes have: how thick links are drawn.
 
     Returns:
-        An SVG. Planes of a torus of three dimensions stand behind each other.
+        An SVG. Planes of a torus of three dimensions stand behind each other; links that lead
+        through chips of other groups are grey.
     """
-    shown = shown_sides(torus.sides)
-    plan = _Plan(shown)
-    idle = [
-        plan.link(link, GREY, 1.0, ' opacity=".45"') for link in torus.all_links() if plan.has(link)
-    ]
-    links: list[str] = []
-    chips: list[tuple[Place, str]] = []
+    plan = _Plan(shown_sides(torus.sides))
+    idle = [plan.link(each, GREY, 1.0, ' opacity=".45"') for each in torus.all_links()]
     cores = 1 + max(place[4] for place in torus.places)
+    thick = (2.0 + 4.0 * weight) * (0.5 if plan.behind else 1.0)
+    shared, own, chips = [], [], []
     for number, group in enumerate(torus.groups(mesh, axes)):
-        colour, mark = COLOURS[number % len(COLOURS)], f' data-group="{number}"'
-        if len(group) > 1:
-            thick = 2.0 + 4.0 * weight
-            links += [plan.link(x, colour, thick, mark) for x in torus.links(group) if plan.has(x)]
-        chips += [
-            (torus.places[i][1:4], plan.chip(torus.places[i], cores, colour, words, mark))
-            for i in group
-            if all(c < n for c, n in zip(torus.places[i][1:4], shown))
-            for words in [_words(torus, mesh, i)]
-        ]
+        colour, mark = _COLOURS[number % len(_COLOURS)], f' data-group="{number}"'
+        members = {torus.places[i][1:4] for i in group}
+        for each in torus.links(group):
+            if members.issuperset(each[:2]):
+                own.append(plan.link(each, colour, thick, mark))
+            else:
+                shared.append(plan.link(each, GREY, thick, ""))
+        for i in group:
+            words = _words(torus, mesh, i)
+            chips.append(
+                (torus.places[i][3], plan.chip(torus.places[i], cores, colour, words, mark))
+            )
     # Planes further back are drawn first.
-    drawn = [svg for _, svg in sorted(chips, key=lambda chip: -chip[0][2])]
-    return svg_document(*plan.size, [*idle, *links, *drawn, *plan.ticks()])
+    drawn = [svg for _, svg in sorted(chips, key=lambda chip: -chip[0])]
+    return svg_document(*plan.size, [*idle, *dict.fromkeys(shared), *own, *drawn, *plan.ticks()])
 
 
 def shown_sides(sides: Place) -> Place:
@@ -84,22 +86,24 @@ class _Plan:
         self.chip_size = 15 if sides[2] == 1 else 9
         self.depth = self.behind * (sides[2] - 1)
         self.size = (
-            sides[0] * self.step + self.depth + 46,
-            sides[1] * self.step + self.depth + 40,
+            (sides[0] - 0.4) * self.step + self.depth + 46,
+            (sides[1] - 0.4) * self.step + self.depth + (78 if self.behind else 48),
         )
 
     def at(self, chip: Place) -> tuple[float, float]:
         x, y, z = chip
         return (
             40 + (x + 0.3) * self.step + self.behind * z,
-            30 + (y + 0.3) * self.step + self.depth - self.behind * z,
+            38 + (y + 0.3) * self.step + self.depth - self.behind * z,
         )
 
-    def has(self, link: Link) -> bool:
-        return all(c < n for chip in link[:2] for c, n in zip(chip, self.sides))
+    def has(self, *chips: Sequence[int]) -> bool:
+        return all(c < n for chip in chips for c, n in zip(chip, self.sides))
 
     def link(self, link: Link, colour: str, width: float, more: str) -> str:
         one, other, closes = link
+        if not self.has(one, other):
+            return ""
         if not closes:
             return svg_line(self.at(one), self.at(other), colour, width, more)
         # What closes a ring leaves the drawing on both sides.
@@ -123,6 +127,8 @@ class _Plan:
         )
 
     def chip(self, place: Sequence[int], cores: int, colour: str, words: str, mark: str) -> str:
+        if not self.has(place[1:4]):
+            return ""
         x, y = self.at((place[1], place[2], place[3]))
         part = self.chip_size / cores
         left = x - self.chip_size / 2 + place[4] * part
@@ -133,8 +139,9 @@ class _Plan:
         lines = [svg_text(6, 14, "y ↓  x →" + ("  z ↗" if self.behind else ""))]
         every = 1 if max(self.sides) <= 16 else 4
         for x in range(0, self.sides[0], every):
-            place = self.at((x, 0, self.sides[2] - 1))
-            lines.append(svg_text(place[0], place[1] - 14, str(x), "middle"))
+            place = self.at((x, self.sides[1] - 1 if self.behind else 0, 0))
+            below = 0.3 * self.step + 18 if self.behind else -16
+            lines.append(svg_text(place[0], place[1] + below, str(x), "middle"))
         for y in range(0, self.sides[1], every):
-            lines.append(svg_text(22, self.at((0, y, 0))[1] + 4, str(y), "end"))
+            lines.append(svg_text(24, self.at((0, y, 0))[1] + 4, str(y), "end"))
         return lines

@@ -259,7 +259,24 @@ def choose_layout(variable: Any, strategy: Strategy) -> Any:
     given = given_layout(variable)
     if given is not None:
         return strategy.layouts.translated(variable, given)
-    return _chosen(variable, strategy.layouts.by_rule(variable))
+    layout = strategy.layouts.by_rule(variable)
+    # Keras asks for a variable that has none, and gives it what it hears. Who only asks changes
+    # nothing: a mark that is not of the layout it has would make that one its user's.
+    return layout if _keras.variable_layout(variable) is not None else _chosen(variable, layout)
+
+
+def layout_now(variable: Any, strategy: Strategy) -> Any:
+    """Where a variable lies on a strategy's mesh, or would be made if it is not there.
+
+    Args:
+        variable: A `keras.Variable`; what a plan decides about it shows once its model has run.
+        strategy: The strategy whose mesh counts.
+
+    Raises:
+        ValueError: If the layout does not fit the variable's shape or the mesh.
+    """
+    layout = _keras.variable_layout(variable)
+    return layout if strategy.layouts.owns(layout) else choose_layout(variable, strategy)
 
 
 def given_layout(variable: Any) -> Any:

@@ -1,10 +1,11 @@
+import re
 import xml.etree.ElementTree as ElementTree
 
 import jax
 import keras
 import numpy as np
 import pytest
-from helpers import built, mlp
+from helpers import built, data, mlp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -95,8 +96,25 @@ def test_model_table_names_axes():
     assert "(6, 16/model)" in str(picture)
     assert "sequential/hidden/kernel" in str(picture)
     page = picture._repr_html_()
-    assert '<span style="background:#56b4e9;color:#000">16/model</span>' in page
+    assert re.search('<span style="background:#56b4e9;[^"]*">16/model</span>', page)
+    # what the colours mean
+    assert '<i style="background:#56b4e9"></i>model 2' in page
+    assert "data 4  model 2" in str(picture)
+    assert "model 2" in picture.svg()
+    assert "whole on every device" in picture.svg()
     assert picture.to_dict()["bytes"] == 652
+
+
+def test_looking_at_a_weight_leaves_it_to_the_plan():
+    strategy = ktd.TPUStrategy({"data": 4, "model": 2}, "tensor_parallel")
+    for look in (strategy.show, strategy.get_variable_layout):
+        model = built(mlp, strategy)
+        look(model.layers[0].kernel)
+        model.fit(*data(40), verbose=0)
+        assert model.layers[0].kernel.value.sharding.spec == P(None, "model")
+        picture = strategy.show(model.layers[0].kernel)
+        assert picture.layout == "(·, model)"
+        assert [piece.devices for piece in picture.pieces] == [(0, 2, 4, 6), (1, 3, 5, 7)]
 
 
 def test_svg_and_png(tmp_path):
