@@ -17,6 +17,7 @@ from keras_tpu_dist.strategy import TPUStrategy
 
 logger = logging.getLogger("keras_tpu_dist")
 
+_LONGEST_ERROR = 100
 _VERDICT = {True: "fits", False: "too large", None: "limit unknown"}
 
 
@@ -82,11 +83,11 @@ class Comparison:
         table = sortable(("", *self._HEADER, "of the HBM"), self._cells())
         return delivered(document(title, [head, *self._drawing(), table]), path)
 
-    def _rows(self) -> list[tuple[str, ...]]:
+    def _rows(self, longest: int | None = None) -> list[tuple[str, ...]]:
         rows = []
         for c in self.candidates:
             if c.run is None:
-                rows.append((c.mesh_text, c.layout, "error", "", "", (c.error or "")[:100]))
+                rows.append((c.mesh_text, c.layout, "error", "", "", (c.error or "")[:longest]))
                 continue
             step = duration_text(c.run.estimate.step) if c.run.estimate else ""
             bound = c.run.estimate.bound if c.run.estimate else ""
@@ -136,7 +137,7 @@ class Comparison:
         return [scatter_svg(points, limit), legend(keys)]
 
     def __str__(self) -> str:
-        return text_table(self._HEADER, self._rows())
+        return text_table(self._HEADER, self._rows(_LONGEST_ERROR))
 
     def _repr_html_(self) -> str:
         rows = [(str(n), *row) for n, row in enumerate(self._rows(), 1)]

@@ -33,7 +33,7 @@ from keras_tpu_dist.training.runner import Runner
 from keras_tpu_dist.training.shares import InputShard, shares_of
 
 if TYPE_CHECKING:
-    from keras_tpu_dist.layout.pictures import Picture
+    from keras_tpu_dist.layout.show import Picture
 
 
 class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.ModelParallel):

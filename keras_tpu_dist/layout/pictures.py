@@ -1,6 +1,5 @@
-"""Pictures of meshes, of tensors over a mesh, and of models: terminal, HTML/SVG, PNG."""
+"""Pictures of meshes, and of tensors over a mesh: terminal, HTML/SVG, PNG."""
 
-import html
 import itertools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -12,34 +11,26 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from keras_tpu_dist.common.page import fragment, legend
+from keras_tpu_dist.common.page import fragment
 from keras_tpu_dist.common.svg import (
     COLOURS,
-    FAINT,
-    GREY,
     ON_COLOUR,
     svg_box,
     svg_document,
     svg_text,
 )
-from keras_tpu_dist.common.text import size_text
-from keras_tpu_dist.layout.axes import entry_names
 from keras_tpu_dist.layout.drawing import (
     PANELS_SHOWN,
     as_plain_text,
     colour_of,
     device_label,
     devices_text,
-    dimension_text,
     draw_mesh,
-    draw_model,
     draw_tensor,
-    html_dimension,
-    rich_style,
     save_picture,
     slice_text,
 )
-from keras_tpu_dist.layout.explain import Explanation, layout_text
+from keras_tpu_dist.layout.explain import layout_text
 
 
 @dataclass(frozen=True)
@@ -253,119 +244,6 @@ class MeshPicture:
             ImportError: If the file is no `.svg` and matplotlib is not installed.
         """
         save_picture(self, path, draw_mesh)
-
-
-@dataclass(frozen=True)
-class ModelPicture:
-    """A model's variables as a table coloured by the mesh axes that split them.
-
-    Attributes:
-        explanation: What is drawn.
-    """
-
-    explanation: Explanation
-
-    def colours(self) -> dict[str, str]:
-        """The colour of each mesh axis."""
-        return {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(self.explanation.mesh)}
-
-    def to_dict(self) -> dict[str, Any]:
-        """The picture as plain dicts and lists."""
-        return self.explanation.to_dict()
-
-    def __rich__(self):
-        e, colours = self.explanation, self.colours()
-        table = Table(title=f"{e.model} on {e.mesh}")
-        for name in ("variable", "shape", "bytes", "per device", "reason"):
-            table.add_column(name, overflow="fold")
-        for row in e.rows:
-            shape = Text("(")
-            for d, size in enumerate(row.shape):
-                entry = row.axes[d] if d < len(row.axes) else None
-                shape.append(", " if d else "")
-                shape.append(dimension_text(size, entry), style=rich_style(entry, colours))
-            table.add_row(
-                row.path,
-                shape.append(")"),
-                size_text(row.bytes),
-                size_text(row.bytes_per_device),
-                row.reason,
-            )
-        keys = Text("axes: ")
-        for name, size in e.mesh.items():
-            keys.append(f"{name} {size}", style=f"black on {colours[name]}").append("  ")
-        return Group(table, keys, Text(f"weights and optimizer: {self._total()}"))
-
-    def _total(self) -> str:
-        e = self.explanation
-        return f"{size_text(e.bytes)} in all, {size_text(e.bytes_per_device)} per device"
-
-    def _keys(self) -> list[tuple[str, str]]:
-        axes = [(self.colours()[name], f"{name} {n}") for name, n in self.explanation.mesh.items()]
-        return [*axes, (GREY, "whole on every device")]
-
-    def __str__(self):
-        return as_plain_text(self)
-
-    def _repr_html_(self) -> str:
-        e, colours = self.explanation, self.colours()
-        rows = []
-        for row in e.rows:
-            shape = ", ".join(
-                html_dimension(size, row.axes[d] if d < len(row.axes) else None, colours)
-                for d, size in enumerate(row.shape)
-            )
-            cells = (
-                html.escape(row.path),
-                f"({shape})",
-                size_text(row.bytes),
-                size_text(row.bytes_per_device),
-                html.escape(row.reason),
-            )
-            marks = ("", "", ' class="n"', ' class="n"', "")
-            line = "".join(f"<td{mark}>{cell}</td>" for cell, mark in zip(cells, marks))
-            rows.append(f"<tr>{line}</tr>")
-        head = "<th>variable</th><th>shape</th><th>bytes</th><th>per device</th><th>reason</th>"
-        table = f"<table><tr>{head}</tr>{''.join(rows)}</table>"
-        total = f"<p>weights and optimizer: {self._total()}</p>"
-        return fragment(f"{e.model} on {e.mesh}", legend(self._keys()[:-1]), table, total)
-
-    def svg(self) -> str:
-        """The picture as SVG: one bar per variable, as long as its share of a device."""
-        e, colours = self.explanation, self.colours()
-        largest = max((row.bytes for row in e.rows), default=1)
-        parts, x = [], 8.0
-        for colour, words in [*self._keys(), (FAINT, "whole, on one device")]:
-            parts += [svg_box(x, 6, 12, 12, colour), svg_text(x + 17, 16, words)]
-            x += 34 + 7 * len(words)
-        for n, row in enumerate(e.rows):
-            y = 30 + n * 24
-            parts.append(svg_text(292, y + 15, row.path[-44:], "end"))
-            names = [n for entry in row.axes for n in entry_names(entry)]
-            for size, fill in (
-                (row.bytes, FAINT),
-                (row.bytes_per_device, colours[names[0]] if names else GREY),
-            ):
-                parts.append(svg_box(300, y, max(2.0, 300 * size / largest), 20, fill))
-            share = f"{layout_text(row.axes)}  {size_text(row.bytes_per_device)}"
-            if row.bytes != row.bytes_per_device:
-                share += f" of {size_text(row.bytes)}"
-            parts.append(svg_text(610, y + 15, share))
-        return svg_document(max(900.0, x), 38 + 24 * len(e.rows), parts)
-
-    def save(self, path: str) -> None:
-        """Writes a PNG (needs matplotlib), or an SVG by that ending.
-
-        Args:
-            path: The file to write; any ending but `.svg` is left to matplotlib.
-
-        Raises:
-            ImportError: If the file is no `.svg` and matplotlib is not installed.
-        """
-        save_picture(self, path, draw_model)
-
-
-Picture = TensorPicture | MeshPicture | ModelPicture
 
 
 def picture_of_mesh(mesh: Mesh) -> MeshPicture:

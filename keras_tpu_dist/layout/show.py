@@ -9,8 +9,16 @@ from jax.sharding import Mesh, NamedSharding
 
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.layout.explain import explain_model
-from keras_tpu_dist.layout.pictures import ModelPicture, Picture, picture_of_mesh, picture_of_tensor
+from keras_tpu_dist.layout.model_picture import ModelPicture
+from keras_tpu_dist.layout.pictures import (
+    MeshPicture,
+    TensorPicture,
+    picture_of_mesh,
+    picture_of_tensor,
+)
 from keras_tpu_dist.layout.placement import Placement
+
+Picture = TensorPicture | MeshPicture | ModelPicture
 
 
 def picture_of(
