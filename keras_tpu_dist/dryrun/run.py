@@ -224,15 +224,7 @@ def _report(
         notes.append(_assumption(verdict, topology, cost))
     if fits is False:
         notes += _remedies(lowered, total, measured, topology)
-    if topology is not None and lowered.ready_bytes > topology.hbm_bytes / 100:
-        notes.append(
-            f"besides, training holds {size_text(lowered.ready_bytes)} of other batches on each "
-            "device"
-        )
-    if lowered.steps_per_execution > 1:
-        notes.append(
-            f"all figures are for one of {lowered.steps_per_execution} steps per execution"
-        )
+    notes += _besides(lowered)
     if cost is not None:
         notes += _uncounted(cost)
     return DryRun(
@@ -263,6 +255,18 @@ def _report(
         crossings=tuple(crossings(lowered.mesh).items()),
         torus=Torus.of(lowered.devices),
     )
+
+
+def _besides(lowered: Lowered) -> Iterator[str]:
+    """What training holds and does beside the one step that was compiled."""
+    topology = lowered.topology
+    if topology is not None and lowered.ready_bytes > topology.hbm_bytes / 100:
+        yield (
+            f"besides, training holds {size_text(lowered.ready_bytes)} of other batches on each "
+            "device"
+        )
+    if lowered.steps_per_execution > 1:
+        yield f"all figures are for one of {lowered.steps_per_execution} steps per execution"
 
 
 def _uncounted(cost: ProgramCost) -> Iterator[str]:
