@@ -18,6 +18,8 @@ from keras_tpu_dist.strategy import TPUStrategy
 logger = logging.getLogger("keras_tpu_dist")
 
 _LONGEST_ERROR = 100
+# An HBM so many times what the largest candidate takes would press all points to one side.
+_FAR = 4
 _VERDICT = {True: "fits", False: "too large", None: "limit unknown"}
 
 
@@ -95,13 +97,17 @@ class Comparison:
             rows.append((c.mesh_text, c.layout, _VERDICT[c.run.fits], memory, step, bound))
         return rows
 
+    def _unbroken_rows(self) -> list[tuple[str, ...]]:
+        """The rows for pages, with meshes that stay on one line."""
+        return [(mesh.replace(" ", "\N{NO-BREAK SPACE}"), *rest) for mesh, *rest in self._rows()]
+
     _HEADER = ("mesh", "layout", "", "per device", "step", "bound by")
 
     def _cells(self) -> list[list[Cell | str]]:
         """The rows with what they are sorted by, numbered as the points are."""
         whole = max((_scale(c.run) for c in self.candidates if c.run), default=1)
         table: list[list[Cell | str]] = []
-        for number, (c, row) in enumerate(zip(self.candidates, self._rows(), strict=True), 1):
+        for number, (c, row) in enumerate(zip(self.candidates, self._unbroken_rows()), 1):
             cells: list[Cell | str] = [Cell(str(number), number), *row, ""]
             if c.run is not None:
                 size, limit = c.run.total_bytes, c.run.limit_bytes
@@ -133,14 +139,16 @@ class Comparison:
             return [f"<p>{why}: step time is not drawn</p>"]
         limits = {c.run.limit_bytes for c in self.candidates if c.run is not None}
         limit = limits.pop() if len(limits) == 1 else None
+        far = limit is not None and limit > _FAR * max(point.bytes for point in points)
         keys = [(colour, f"layout {name}") for name, colour in colours_of(points).items()]
-        return [scatter_svg(points, limit), legend(keys)]
+        said = [f"<p>the HBM, {size_text(limit)}, is far to the right</p>"] if far else []
+        return [scatter_svg(points, None if far else limit), legend(keys), *said]
 
     def __str__(self) -> str:
         return text_table(self._HEADER, self._rows(_LONGEST_ERROR))
 
     def _repr_html_(self) -> str:
-        rows = [(str(n), *row) for n, row in enumerate(self._rows(), 1)]
+        rows = [(str(n), *row) for n, row in enumerate(self._unbroken_rows(), 1)]
         table = html_table(("", *self._HEADER), rows)
         return fragment("", *self._drawing(), table)
 

@@ -10,14 +10,15 @@ from pathlib import Path
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.svg import FAINT
 
-# Colours of the page around are taken over, so that it reads in a notebook of any theme.
+# Colours of the page around are taken over, so that it reads in a notebook of any theme; the name
+# stands twice to count for more than the notebook's own rules.
 _STYLE = (
     ".ktd{font:14px/1.45 system-ui,sans-serif;overflow-x:auto}"
     ".ktd table{border-collapse:collapse;margin:.3em 0 1em;border:0;font-size:13px}"
-    ".ktd th,.ktd td{padding:.25em .8em;border:0;border-bottom:1px solid rgba(128,128,128,.3);"
-    "text-align:left;vertical-align:top;background:none;max-width:44em;overflow-wrap:break-word}"
-    ".ktd th{overflow-wrap:normal;white-space:nowrap}"
-    ".ktd .n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}"
+    ".ktd.ktd th,.ktd.ktd td{padding:.25em .8em;border:0;"
+    "border-bottom:1px solid rgba(128,128,128,.3);text-align:left;vertical-align:top;background:none;max-width:44em;overflow-wrap:break-word}"
+    ".ktd.ktd th{overflow-wrap:normal;white-space:nowrap}"
+    ".ktd.ktd .n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}"
     ".ktd p{margin:.6em 0 .2em}.ktd svg{max-width:100%;height:auto}"
     ".ktd .bar{display:flex;position:relative;height:1.1em;min-width:10em;margin:.15em 0;"
     f"background:{FAINT};"
@@ -150,7 +151,7 @@ def bar(parts: Iterable[tuple[float, str, str]], mark: float | None = None) -> s
         for share, colour, words in parts
         if share > 0
     )
-    line = "" if mark is None else f'<b style="left:{100 * mark:.2f}%"></b>'
+    line = "" if mark is None else f'<b style="left:calc({100 * mark:.2f}% - 2px)"></b>'
     return f'<span class="bar">{inner}{line}</span>'
 
 

@@ -117,10 +117,14 @@ def _line() -> Iterator[Listener]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn())
-    # What a model's function prints stays on standard output.
-    options = {"transient": True, "redirect_stdout": False}
-    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), **options) as shown:
+    shown = Progress(
+        *(TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn()),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        redirect_stdout=False,  # what a model's function prints stays there
+    )
+    with shown:
         tasks = {}
 
         def listen(stage: Stage) -> None:

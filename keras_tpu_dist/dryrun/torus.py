@@ -10,7 +10,8 @@ import numpy as np
 
 from keras_tpu_dist.hardware.topology import of_devices
 
-Place = tuple[int, int, int]
+# Along x, y and z.
+Place = tuple[int, ...]
 # Two chips, and whether the link between them closes a ring.
 Link = tuple[Place, Place, bool]
 
@@ -29,9 +30,9 @@ class Torus:
 
     name: str
     sides: Place
-    rings: tuple[bool, bool, bool]
+    rings: tuple[bool, ...]
     slices: int
-    places: tuple[tuple[int, int, int, int, int], ...]
+    places: tuple[tuple[int, ...], ...]
 
     @classmethod
     def of(cls, devices: Sequence[Any]) -> "Torus | None":

@@ -85,7 +85,7 @@ def test_memory_by_kind_adds_up():
     assert kinds["temporaries and activations"] == 6 * GIB
     text = run.to_html()
     limit = run.limit_bytes / max(run.limit_bytes, run.total_bytes)
-    assert f'<b style="left:{100 * limit:.2f}%">' in text
+    assert f'<b style="left:calc({100 * limit:.2f}% - 2px)">' in text
     # what does not fit and could not be sized has its state alone, and a remainder
     large = made_run(fits=False, total_bytes=40 * GIB, memory={}, estimate=None, cost=None)
     text = large.to_html()
