@@ -76,8 +76,7 @@ class Comparison:
 
         Example:
 
-        >>> ranked = compare(build, topology="v5e:2x4", meshes=[{"data": 8}], batch_size=64)
-        ... # doctest: +SKIP
+        >>> ranked = compare(build, topology=where, meshes=meshes, batch_size=64)  # doctest: +SKIP
         >>> ranked.to_html("comparison.html")  # doctest: +SKIP
         """
         title = f"{len(self.candidates)} candidates"

@@ -135,6 +135,16 @@ def test_what_the_reference_describes_exists():
         assert named(name).__doc__, name
 
 
+def test_what_is_returned_is_no_type():
+    """The site takes what stands before a colon for a type."""
+    members = [m for name in referenced() for m in [named(name), *vars(type(named(name))).values()]]
+    members += [m for name in referenced() for m in getattr(named(name), "__dict__", {}).values()]
+    for member in members:
+        words = inspect.getdoc(member) or "" if callable(member) else ""
+        for part in re.findall(r"^(?:Returns|Yields):\n((?:    .*\n?)+)", words, re.MULTILINE):
+            assert not re.search(r":\s", part), (member, part)
+
+
 def test_every_method_of_the_strategy_has_words_of_its_own():
     ours = [name for name in dir(ktd.TPUStrategy) if not name.startswith("_")]
     stock = {name for name in dir(keras.distribution.ModelParallel) if not name.startswith("_")}

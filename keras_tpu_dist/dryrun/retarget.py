@@ -26,7 +26,7 @@ class DryRuns(StrategyPart):
                 grows or shrinks to fill the slice, all others keep their size.
 
         Returns:
-            A strategy like this one with that `topology`: to `explain`, `lint` and dry-run
+            A strategy like this one with that `topology`, to `explain`, `lint` and dry-run
             models, not to train them.
 
         Raises:

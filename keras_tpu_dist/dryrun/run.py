@@ -75,9 +75,9 @@ def dry_run(
         progress: Called with a line of text at each stage.
 
     Returns:
-        A `DryRun`. Not fitting is an answer, not an exception. Operations are those that run:
-        what the backward pass computes again counts again, flash attention counts the blocks that
-        its mask leaves.
+        A `DryRun`. Not fitting is an answer, not an exception. Operations are those that run, so
+        that what the backward pass computes again counts again, and flash attention counts the
+        blocks that its mask leaves.
 
     Raises:
         ValueError: If an argument is wrong, or `build` does not return a compiled model.
