@@ -122,7 +122,9 @@ def _line() -> Iterator[Listener]:
         TimeElapsedColumn(),
         console=Console(stderr=True),
         transient=True,
-        redirect_stdout=False,  # what a model's function prints stays there
+        refresh_per_second=4,
+        # What a model's function prints stands above the line, or goes where it should.
+        redirect_stdout=sys.stdout.isatty(),
     )
     with shown:
         tasks = {}

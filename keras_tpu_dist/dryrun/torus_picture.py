@@ -8,8 +8,8 @@ from keras_tpu_dist.dryrun.torus import Link, Place, Torus
 
 # More chips than these are not told apart; a part of the torus stands for the rest.
 MOST_CHIPS = 1024
-# Yellow is weak on white.
-_COLOURS = (*COLOURS[:3], *COLOURS[4:])
+# Yellow is weak on white, and grey are the links between groups.
+_COLOURS = (*COLOURS[:3], *COLOURS[4:7], *COLOURS[8:])
 _NARROWEST, _WIDEST, _WIDTH = 26, 64, 450
 
 
