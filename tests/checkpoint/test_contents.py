@@ -9,6 +9,7 @@ from helpers import assert_close
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist import __main__
+from keras_tpu_dist.common.progress import heard_by
 
 X, Y = np.ones((16, 4), "float32"), np.ones((16, 2), "float32")
 
@@ -70,7 +71,12 @@ def test_to_keras(tmp_path, capsys, monkeypatch):
     model = trained(tmp_path / "a")
     monkeypatch.setattr(__main__, "_build_function", lambda name: build)
     for file in ("plain.keras", "plain.weights.h5"):
-        assert command(tmp_path / "a", "--to-keras", tmp_path / file, "--build", "x:build") == 0
+        heard = []
+        with heard_by(heard.append):
+            arguments = ("--to-keras", tmp_path / file, "--build", "x:build")
+            assert command(tmp_path / "a", *arguments) == 0
+        assert [s.words for s in heard if s.depth == 0][:2] == ["building", "reading"]
+        assert [s.done for s in heard if s.work == "restoring"] == [0, 1]
     plain = keras.saving.load_model(tmp_path / "plain.keras")
     assert_close(plain.get_weights(), model.get_weights())
     plain = build()

@@ -14,7 +14,7 @@ import pytest
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist import __main__, _keras, comparison
-from keras_tpu_dist.common.progress import stages
+from keras_tpu_dist.common.progress import heard_by, stages
 from keras_tpu_dist.comparison import compare
 from keras_tpu_dist.dryrun import compile as dryrun_compile
 from keras_tpu_dist.dryrun import largest_batch as largest_batch_module
@@ -800,7 +800,10 @@ def test_largest_batch_takes_few_compilations(template, monkeypatch, fixed, per_
 
 def test_nothing_fits(template, monkeypatch):
     monkeypatch.setattr(largest_batch_module, "run_once", _Compiler(template, 2**40, 1))
-    found = largest_batch(mlp, _slice())
+    heard = []
+    with heard_by(heard.append):
+        found = largest_batch(mlp, _slice())
+    assert [(s.words, s.done, s.of) for s in heard] == [("does 4 fit?", 0, 8), (None, 1, 8)]
     assert found.batch_size == 0
     assert found.run.fits is False
     with pytest.raises(ValueError, match="slice whose memory is known"):
@@ -834,7 +837,14 @@ def test_candidates_are_ranked(template, monkeypatch, on_tpu):
 
     monkeypatch.setattr(comparison, "run_once", run_once)
     meshes = [{"data": d, "model": 8 // d} for d in (1, 2, 4, 8)] + [{"data": 3}]
-    ranked = compare(mlp, topology="v5e:2x4", meshes=meshes, batch_size=8)
+    heard = []
+    with heard_by(heard.append):
+        ranked = compare(mlp, topology="v5e:2x4", meshes=meshes, batch_size=8)
+    assert [(s.words, s.done, s.of) for s in heard[3:]] == [
+        ("data 8 x model 1, replicated", 3, 5),
+        ("data 3, replicated", 4, 5),
+        (None, 5, 5),
+    ]
     assert [dict(c.mesh)["data"] for c in ranked.candidates] == [4, 2, 1, 8, 3]
     assert dict(ranked.best.mesh) == {"data": 4, "model": 2}
     assert "multiply to 3, on 8" in ranked.candidates[-1].error
