@@ -35,7 +35,7 @@ _PAGE_STYLE = (
     "--good:#3ddc97;--bad:#ff8a5c;--panel:#1d2127}}"
     "body{margin:0;background:var(--ground);color:var(--ink)}"
     "main.ktd{max-width:76em;margin:0 auto;padding:1.5em}"
-    "h1{font-size:1.5em;margin:0 0 .2em;overflow-wrap:anywhere}"
+    "h1{font-size:1.5em;margin:0 0 .2em;overflow-wrap:anywhere}h1 span{white-space:nowrap}"
     "h2{font-size:1.15em;margin:1.8em 0 .4em}"
     ".muted{color:var(--muted)}.good{color:var(--good)}.bad{color:var(--bad)}"
     ".tiles{display:flex;flex-wrap:wrap;gap:.8em;margin:1em 0}"

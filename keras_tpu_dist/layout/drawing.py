@@ -2,6 +2,7 @@
 
 import html
 import io
+import math
 from typing import Any
 
 from rich.console import Console
@@ -214,9 +215,11 @@ def draw_model(picture: Any, figure_type):
     axes.xaxis.set_major_formatter(lambda bytes_, _: size_text(bytes_))
     axes.set_xlabel("in all (light), on one device (colour of the axis)", fontsize=7)
     axes.tick_params(axis="x", labelsize=6)
-    for name, size in e.mesh.items():
-        axes.barh([], [], color=colours[name], label=f"{name} {size}")
-    axes.barh([], [], color=GREY, label="whole on every device")
+    largest = max([row.bytes for row in e.rows], default=1)
+    step = 2 ** max(0, math.ceil(math.log2(max(largest, 1) / 6)))
+    axes.set_xticks(range(0, largest + step, step))
+    for colour, words in picture.legend_entries():
+        axes.fill([], [], color=colour, label=words)
     axes.legend(fontsize=6, loc="lower right")
     axes.set_title(f"{e.model} on {e.mesh}", fontsize=9)
     return figure

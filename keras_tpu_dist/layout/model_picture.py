@@ -68,7 +68,8 @@ class ModelPicture:
         e = self.explanation
         return f"{size_text(e.bytes)} in all, {size_text(e.bytes_per_device)} per device"
 
-    def _keys(self) -> list[tuple[str, str]]:
+    def legend_entries(self) -> list[tuple[str, str]]:
+        """What colours mean: of each axis its name and size, and of what no axis splits."""
         axes = [(self.colours()[name], f"{name} {n}") for name, n in self.explanation.mesh.items()]
         return [*axes, (GREY, "whole on every device")]
 
@@ -96,14 +97,14 @@ class ModelPicture:
         head = "<th>variable</th><th>shape</th><th>bytes</th><th>per device</th><th>reason</th>"
         table = f"<table><tr>{head}</tr>{''.join(rows)}</table>"
         total = f"<p>weights and optimizer: {self._total()}</p>"
-        return fragment(f"{e.model} on {e.mesh}", legend(self._keys()[:-1]), table, total)
+        return fragment(f"{e.model} on {e.mesh}", legend(self.legend_entries()[:-1]), table, total)
 
     def svg(self) -> str:
         """The picture as SVG: one bar per variable, as long as its share of a device."""
         e, colours = self.explanation, self.colours()
         largest = max((row.bytes for row in e.rows), default=1)
         parts, x = [], 8.0
-        for colour, words in [*self._keys(), (FAINT, "whole, on one device")]:
+        for colour, words in [*self.legend_entries(), (FAINT, "in all")]:
             parts += [svg_box(x, 6, 12, 12, colour), svg_text(x + 17, 16, words)]
             x += 34 + 7 * len(words)
         for n, row in enumerate(e.rows):

@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import keras_tpu_dist as ktd
+from keras_tpu_dist.layout.drawing import draw_model
 from keras_tpu_dist.layout.pictures import picture_of_mesh, picture_of_tensor
 
 MESH = {"data": 2, "model": 2, "expert": 2}
@@ -136,6 +137,16 @@ def test_png(tmp_path):
     for what in (None, model, model.layers[0].kernel):
         strategy.show(what).save(tmp_path / "p.png")
         assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    from matplotlib.colors import to_hex
+    from matplotlib.figure import Figure
+
+    picture = strategy.show(model)
+    (axes,) = draw_model(picture, Figure).axes
+    entries = axes.get_legend().get_patches()
+    words = [text.get_text() for text in axes.get_legend().get_texts()]
+    drawn = [(to_hex(patch.get_facecolor()), each) for patch, each in zip(entries, words)]
+    assert drawn == picture.legend_entries()
+    assert "256 B" in [tick.get_text() for tick in axes.get_xticklabels()]
 
 
 def test_png_without_matplotlib(tmp_path, monkeypatch):
