@@ -220,6 +220,6 @@ def draw_model(picture: Any, figure_type):
     axes.set_xticks(range(0, largest + step, step))
     for colour, words in picture.legend_entries():
         axes.fill([], [], color=colour, label=words)
-    axes.legend(fontsize=6, loc="lower right")
+    axes.legend(fontsize=6, loc="best")
     axes.set_title(f"{e.model} on {e.mesh}", fontsize=9)
     return figure

@@ -40,3 +40,8 @@ callbacks = [ktd.callbacks.StopAtStep(3), ktd.callbacks.NameNaN(stop=True)]
 ktd.simulate("8")  # pyright: ignore[reportArgumentType]
 ktd.TPUStrategy(prefetch="2")  # pyright: ignore[reportArgumentType]
 ktd.RunOptions(dynamic=True)  # pyright: ignore[reportCallIssue]
+
+with ktd.show_progress():
+    assert_type(run.to_html(), str | None)
+    ranked = ktd.compare(build, topology="v5e:2x4", meshes=[{"data": 8}], batch_size=8)
+    assert_type(ranked.to_html("comparison.html"), str | None)
