@@ -138,9 +138,9 @@ class Comparison:
             return [f"<p>{why}: step time is not drawn</p>"]
         limits = {c.run.limit_bytes for c in self.candidates if c.run is not None}
         limit = limits.pop() if len(limits) == 1 else None
-        far = limit is not None and limit > _FAR * max(point.bytes for point in points)
+        far = (limit or 0) > _FAR * max(point.bytes for point in points)
         keys = [(colour, f"layout {name}") for name, colour in colours_of(points).items()]
-        said = [f"<p>the HBM, {size_text(limit)}, is far to the right</p>"] if far else []
+        said = [f"<p>the HBM, {size_text(limit or 0)}, is far to the right</p>"] if far else []
         return [scatter_svg(points, None if far else limit), legend(keys), *said]
 
     def __str__(self) -> str:
