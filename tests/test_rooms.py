@@ -29,7 +29,7 @@ ROOMS = {
     "replica": {*BASE, "layout", "partitioner", "processes", "training"},
     "checkpoint": {*BASE, "training"},
     "callbacks": {*BASE, "checkpoint", "processes", "training"},
-    "dryrun": {*BASE, "hardware", "hlo", "layout", "memory", "training"},
+    "dryrun": {*BASE, "hardware", "hlo", "layout", "memory", "partitioner", "training"},
 }
 ROOMS["strategy"] = {*ROOMS} - {"recurrence", "layers", "callbacks", "checkpoint"}
 ROOMS["comparison"] = {"common", "dryrun", "hardware", "strategy"}

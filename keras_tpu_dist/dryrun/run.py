@@ -211,15 +211,7 @@ def _report(
         notes.append(_assumption(verdict, topology, cost))
     if fits is False:
         notes += _remedies(lowered, total, measured, topology)
-    if topology is not None and lowered.ready_bytes > topology.hbm_bytes / 100:
-        notes.append(
-            f"besides, training holds {size_text(lowered.ready_bytes)} of other batches on each "
-            "device"
-        )
-    if lowered.steps_per_execution > 1:
-        notes.append(
-            f"all figures are for one of {lowered.steps_per_execution} steps per execution"
-        )
+    notes += _beside_the_step(lowered, topology)
     if cost is not None:
         notes += _uncounted(cost)
     return DryRun(
@@ -248,7 +240,18 @@ def _report(
         notes=tuple(notes),
         hosts=num_hosts(lowered.mesh),
         crossings=tuple(crossings(lowered.mesh).items()),
+        model_flops=lowered.model_flops,
+        peak_flops=topology.peak_flops() if topology else None,
     )
+
+
+def _beside_the_step(lowered: Lowered, topology: Topology | None) -> Iterator[str]:
+    """What training does that one step does not show."""
+    if topology is not None and lowered.ready_bytes > topology.hbm_bytes / 100:
+        ready = size_text(lowered.ready_bytes)
+        yield f"besides, training holds {ready} of other batches on each device"
+    if lowered.steps_per_execution > 1:
+        yield f"all figures are for one of {lowered.steps_per_execution} steps per execution"
 
 
 def _uncounted(cost: ProgramCost) -> Iterator[str]:
