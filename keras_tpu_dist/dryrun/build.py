@@ -327,7 +327,8 @@ def _laid_out(model: keras.Model, strategy: Strategy) -> Iterator[None]:
     """Gives variables and layers' outputs the layouts that training under the strategy would."""
     member = membership.Membership(strategy)
     for variable, layout in member.targets(model):
-        _keras.set_layout(variable, layout)
+        given = membership.given_layout(variable) is not None
+        _keras.set_layout(variable, layout if given else membership.chosen(variable, layout))
     with strategy.runner.call(member):
         yield
 

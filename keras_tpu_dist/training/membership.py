@@ -259,7 +259,7 @@ def choose_layout(variable: Any, strategy: Strategy) -> Any:
     given = given_layout(variable)
     if given is not None:
         return strategy.layouts.translated(variable, given)
-    return _chosen(variable, strategy.layouts.by_rule(variable))
+    return chosen(variable, strategy.layouts.by_rule(variable))
 
 
 def given_layout(variable: Any) -> Any:
@@ -290,7 +290,7 @@ def adopt(model: Any, strategy: Strategy) -> Membership:
             continue
         (moved if strategy.layouts.owns(layout) else foreign).append(variable.path)
         own = given_layout(variable) is not None and not member.owns_slot(variable)
-        _keras.move_variable(variable, target if own else _chosen(variable, target))
+        _keras.move_variable(variable, target if own else chosen(variable, target))
     if moved or foreign:
         member.guard = None
         _keras.forget_functions(model)
@@ -345,7 +345,16 @@ def _join(model: Any, strategy: Strategy) -> Membership:
     return member
 
 
-def _chosen(variable: Any, layout: Any) -> Any:
+def chosen(variable: Any, layout: Any) -> Any:
+    """Notes that a layout is a strategy's choice, not its user's.
+
+    Args:
+        variable: A `keras.Variable`.
+        layout: The layout it is about to get.
+
+    Returns:
+        The layout.
+    """
     setattr(variable, CHOSEN, layout)
     return layout
 
