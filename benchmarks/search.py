@@ -116,15 +116,20 @@ def measure(name, topology, number, policy):
     steps = [tried.run.estimate.step for tried in runs]
     for tried in runs:
         run, f = tried.run, tried.forecast
-        print(
-            f"  {str(tried.candidate):78} step {f.step_s * 1e3:8.2f} | {run.estimate.step * 1e3:8.2f} ms"
-            f"   memory {f.memory_bytes / 2**20:8.0f} | {run.total_bytes / 2**20:8.0f} MiB"
-        )
+        e = run.estimate
+        ours = (f.step_s, f.compute_s + f.traffic_s, f.exposed_s)
+        theirs = (e.step, e.kernels, e.exposed_link)
+        print(f"  {tried.candidate}\n    step, kernels, exposed links, MiB", end="")
+        for numbers, size in ((ours, f.memory_bytes), (theirs, run.total_bytes)):
+            print("  |", *(f"{1e3 * s:8.2f}" for s in numbers), f"{size / 2**20:8.0f}", end="")
+        print(flush=True)
+    right = spearman([tried.forecast.step_s for tried in runs], steps)
+    memory = [tried.run.total_bytes for tried in runs]
+    room = spearman([tried.forecast.memory_bytes for tried in runs], memory)
     print(
         f"{name:8} {len(found)} candidates in {forecast_s:.1f} s, {len(runs)} compiled in "
-        f"{compile_s:.0f} s: step {spearman([t.forecast.step_s for t in runs], steps):.2f}, memory "
-        f"{spearman([t.forecast.memory_bytes for t in runs], [t.run.total_bytes for t in runs]):.2f}"
-        f"; the compiler's best was number {steps.index(min(steps)) + 1} of the forecast",
+        f"{compile_s:.0f} s: step {right:.2f}, memory {room:.2f}; the compiler's best was number "
+        f"{steps.index(min(steps)) + 1} of the forecast",
         flush=True,
     )
 

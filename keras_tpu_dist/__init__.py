@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from keras_tpu_dist.dryrun.largest_batch import largest_batch as largest_batch
     from keras_tpu_dist.dryrun.run import DryRun as DryRun
     from keras_tpu_dist.dryrun.run import dry_run as dry_run
+    from keras_tpu_dist.planning.search import search as search
     from keras_tpu_dist.training.freeze import freeze as freeze
 
 __version__ = "0.1.0"
@@ -51,6 +52,7 @@ _LATER = {
     "DryRun": "dryrun.run",
     "dry_run": "dryrun.run",
     "freeze": "training.freeze",
+    "search": "planning.search",
 }
 
 __getattr__, __dir__ = loaded_later(__name__, globals(), _LATER)

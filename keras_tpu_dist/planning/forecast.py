@@ -100,7 +100,10 @@ def forecast(
     gradients = _gradient_links(facts.weights, specs, ground)
     state = _state_bytes(facts.weights, specs, ground)
     held = _kept_bytes(kept, facts.weights, specs, ground, share) * _KEPT_BY_THE_COMPILER
-    traffic = _STATE_PASSES * state + 3 * held + 4 * facts.output_bytes * share
+    whole = _kept_bytes(facts.kept[None], facts.weights, specs, ground, share)
+    # Written, read, and their gradients; what is not kept is written and read again.
+    moved = 3 * whole * _KEPT_BY_THE_COMPILER + 2 * (whole * _KEPT_BY_THE_COMPILER - held)
+    traffic = _STATE_PASSES * state + moved + 4 * facts.output_bytes * share
     return Forecast(
         state_bytes=state,
         kept_bytes=held,

@@ -278,7 +278,9 @@ def _forecast_of(
         if batch_size < parts:
             return []
         return [
-            Tried(candidate, batch_size, forecast(facts, specs, ground, batch_size, candidate.remat))
+            Tried(
+                candidate, batch_size, forecast(facts, specs, ground, batch_size, candidate.remat)
+            )
         ]
     best = None
     for power in range(int(math.log2(_MOST_ROWS_A_DEVICE)) + 1):
