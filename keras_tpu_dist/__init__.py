@@ -25,7 +25,6 @@ from keras_tpu_dist.replica import RunOptions as RunOptions
 from keras_tpu_dist.replica import ValueContext as ValueContext
 from keras_tpu_dist.replica import get_replica_context as get_replica_context
 from keras_tpu_dist.strategy import TPUStrategy as TPUStrategy
-from keras_tpu_dist.training.freeze import freeze as freeze
 from keras_tpu_dist.training.shares import InputShard as InputShard
 
 if TYPE_CHECKING:
@@ -37,6 +36,8 @@ if TYPE_CHECKING:
     from keras_tpu_dist.dryrun.largest_batch import largest_batch as largest_batch
     from keras_tpu_dist.dryrun.run import DryRun as DryRun
     from keras_tpu_dist.dryrun.run import dry_run as dry_run
+    from keras_tpu_dist.planning.search import search as search
+    from keras_tpu_dist.training.freeze import freeze as freeze
 
 __version__ = "0.2.0"
 
@@ -51,6 +52,8 @@ _LATER = {
     "largest_batch": "dryrun.largest_batch",
     "DryRun": "dryrun.run",
     "dry_run": "dryrun.run",
+    "freeze": "training.freeze",
+    "search": "planning.search",
 }
 
 __getattr__, __dir__ = loaded_later(__name__, globals(), _LATER)

@@ -17,9 +17,7 @@ from keras_tpu_dist.hardware.crossings import num_hosts
 from keras_tpu_dist.hardware.libtpu import start_without_tpu
 from keras_tpu_dist.hardware.mesh import MeshLike, build_mesh, checked_data_axes, replicated_batch
 from keras_tpu_dist.hardware.topology import Topology
-from keras_tpu_dist.layout.explain import Explanation, VariableRow, explain_model, one_row
 from keras_tpu_dist.layout.layouts import Layouts
-from keras_tpu_dist.layout.lint import LintReport, lint_model
 from keras_tpu_dist.layout.placement import Placement
 from keras_tpu_dist.layout.planner import Plan
 from keras_tpu_dist.logical.devices import LogicalDevices
@@ -33,6 +31,8 @@ from keras_tpu_dist.training.runner import Runner
 from keras_tpu_dist.training.shares import InputShard, shares_of
 
 if TYPE_CHECKING:
+    from keras_tpu_dist.layout.explain import Explanation, VariableRow
+    from keras_tpu_dist.layout.lint import LintReport
     from keras_tpu_dist.layout.show import Picture
 
 
@@ -243,7 +243,7 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
         """
         return self.layouts.planned(model)
 
-    def explain(self, model: Any, path: str | None = None) -> Explanation | VariableRow:
+    def explain(self, model: Any, path: str | None = None) -> "Explanation | VariableRow":
         """Where each variable of a model lies, its bytes, and why.
 
         Args:
@@ -257,12 +257,15 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
         Raises:
             ValueError: If not exactly one variable has the path.
         """
+        # Who only trains loads neither what explains, nor lints, nor draws.
+        from keras_tpu_dist.layout.explain import explain_model, one_row
+
         explanation = explain_model(model, self.placement(model), self.layouts.mesh)
         return explanation if path is None else one_row(explanation, path)
 
     def lint(
         self, model: Any, batch_size: int | None = None, *, strict: bool = False
-    ) -> LintReport:
+    ) -> "LintReport":
         """Mistakes in the layouts of a model, each with its fix.
 
         Args:
@@ -273,6 +276,8 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
         Raises:
             ValueError: If `strict` and there is an error or a warning.
         """
+        from keras_tpu_dist.layout.lint import lint_model
+
         foreign = [
             v.path
             for v in _keras.state_variables(model)
@@ -301,7 +306,6 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
         Raises:
             ValueError: If it is none of these.
         """
-        # Who only trains does not load what draws.
         from keras_tpu_dist.layout.show import picture_of
 
         def layout(variable: Any) -> NamedSharding:

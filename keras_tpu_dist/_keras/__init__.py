@@ -57,7 +57,6 @@ from keras_tpu_dist._keras.progress import backup_position as backup_position
 from keras_tpu_dist._keras.progress import begin_at_epoch as begin_at_epoch
 from keras_tpu_dist._keras.progress import global_seed as global_seed
 from keras_tpu_dist._keras.progress import restore_seeds as restore_seeds
-from keras_tpu_dist._keras.progress import save_backup as save_backup
 from keras_tpu_dist._keras.progress import set_global_seed as set_global_seed
 from keras_tpu_dist._keras.progress import train_steps_counted as train_steps_counted
 from keras_tpu_dist._keras.seam import TESTED_KERAS as TESTED_KERAS

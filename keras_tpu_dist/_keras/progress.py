@@ -44,27 +44,6 @@ def restore_seeds(backup: Any, model: Any) -> None:
         variable.assign(value)
 
 
-def save_backup(backup: Any, model: Any, epoch: int, batches_done: int) -> None:
-    """Saves a BackupAndRestore's model as of a number of batches of an epoch.
-
-    Args:
-        backup: The callback, which saves the weights of its own `model`.
-        model: That model, whose random state is saved as well.
-        epoch: The epoch in which training would go on, from 0.
-        batches_done: How many batches of that epoch are done, which training would skip.
-
-    Public replacement: a BackupAndRestore that notes the position it saves, and random state.
-    """
-    backup._current_epoch, backup._last_batch_seen = epoch, max(batches_done - 1, 0)
-    backup._save_model()
-    metadata = {
-        **_backup_metadata(backup),
-        "batches_done": batches_done,
-        "seeds": [v.numpy().tolist() for v in _seeds(model)],
-    }
-    pathlib.Path(backup._training_metadata_path).write_text(json.dumps(metadata))
-
-
 def _backup_metadata(backup) -> dict:
     path = pathlib.Path(backup._training_metadata_path)
     return json.loads(path.read_text()) if path.exists() else {}

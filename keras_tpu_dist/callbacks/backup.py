@@ -1,42 +1,46 @@
-"""Training that is interrupted anywhere and goes on from there."""
+"""`Checkpoint` by the arguments of Keras's BackupAndRestore: one run that may be interrupted."""
 
-import signal
-import threading
-from typing import Any
+import os
+import shutil
 
+import jax
 import keras
 
 from keras_tpu_dist import _keras
+from keras_tpu_dist.callbacks.checkpoint import FIX, Checkpoint
+from keras_tpu_dist.callbacks.preemption import Preemption
+from keras_tpu_dist.checkpoint.store import Store
+from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import message
-from keras_tpu_dist.training.membership import guard_in_training
+from keras_tpu_dist.processes.channel import agree
 
 
-class BackupAndRestore(keras.callbacks.BackupAndRestore):
+class BackupAndRestore(Checkpoint):
     """`keras.callbacks.BackupAndRestore` that goes on within the epoch, and saves on SIGTERM.
 
     Keras's own, with `save_freq` in batches, restores weights from the middle of an epoch and then
-    trains on that epoch's first batches again. This one reads the batches that were trained on
-    already without training on them, so the final weights are those of a run that was
-    never interrupted, random layers such as Dropout included, given the same batches in the same
-    order: `shuffle=False`, or an input that shuffles by its own seed and epoch.
+    trains on that epoch's first batches again. This one is a `Checkpoint` with Keras's arguments:
+    it goes on with the next batch, so final weights and history are those of a run that was never
+    interrupted, and any mesh, plan and number of processes may go on. Backups that Keras's
+    callback wrote, or this one in version 0.1, are read where there is no newer one.
 
     A preempted TPU gets SIGTERM and some seconds. The launch that runs then is finished, the model
     is saved, and the signal goes on to whatever handled it before, by default the end of the
     process. A second SIGTERM is not held back.
 
-    The backup is made after a whole launch (`steps_per_execution`), at least `save_freq` batches
-    after the last. Logs of the epoch in which training goes on are those of its later
-    batches. Needs a `TPUStrategy` and a `backup_dir` on a file system.
-
     Args:
         backup_dir: Where to save; as in Keras.
-        save_freq: `"epoch"` or a number of batches; as in Keras.
+        save_freq: `"epoch"`, or a number of batches, which needs a `TPUStrategy`; the launch
+            (`steps_per_execution`) that reaches it is the one that is saved.
         double_checkpoint: Whether to keep the last backup but one; as in Keras.
-        delete_checkpoint: Whether to delete the backup when training ends; as in Keras.
-        on_sigterm: Whether to save on SIGTERM.
+        delete_checkpoint: Whether to delete the directory when training has ended; as in Keras.
+        on_sigterm: Whether to save on SIGTERM, under a `TPUStrategy`.
 
     Raises:
-        ValueError: In `fit`, without a `TPUStrategy`.
+        ValueError: If an argument is of no such kind, or in `fit` without a `TPUStrategy`, if
+            `save_freq` is a number.
+        ImportError: In `fit`, if Orbax is not installed.
+        CheckpointError: In `fit`, if there is a backup that cannot be read.
 
     Example:
 
@@ -51,76 +55,75 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
 
     def __init__(
         self,
-        backup_dir,
-        save_freq: Any = "epoch",
+        backup_dir: str | os.PathLike,
+        save_freq: str | int = "epoch",
         double_checkpoint: bool = False,
         delete_checkpoint: bool = True,
         on_sigterm: bool = True,
     ):
-        super().__init__(str(backup_dir), save_freq, double_checkpoint, delete_checkpoint)
-        self._on_sigterm = on_sigterm
-        self._terminated = False
-        self._epoch = self._done = self._resumed_at = self._since_backup = 0
+        _check(backup_dir, save_freq)
+        steps = None if isinstance(save_freq, str) else int(save_freq)
+        super().__init__(backup_dir, every_steps=steps, keep=2 if double_checkpoint else 1)
+        self.backup_dir = self.directory
+        self.save_freq = save_freq
+        self.double_checkpoint = double_checkpoint
+        self.delete_checkpoint = delete_checkpoint
+        self._preemption = Preemption(on_sigterm)
+        self._ended = False
 
     def on_train_begin(self, logs=None):
-        """Restores the last backup, and its place in the epoch."""
-        guard = guard_in_training(self.model)
-        if guard is None:
-            raise ValueError(
-                message(
-                    "This BackupAndRestore leaves out batches in the loop of a TPUStrategy.",
-                    received="a fit without one.",
-                    fix="Build the model in TPUStrategy().scope(), or use "
-                    "keras.callbacks.BackupAndRestore with save_freq='epoch'.",
-                )
-            )
+        """Goes on from the last backup."""
+        self._ended = False
         super().on_train_begin(logs)
-        _keras.restore_seeds(self, self.model)
-        self._epoch, self._resumed_at = _keras.backup_position(self)
-        guard.batches_to_skip = self._resumed_at
-        self._since_backup = 0
-        self._terminated = False
-        if self._on_sigterm and threading.current_thread() is threading.main_thread():
-            before = signal.signal(signal.SIGTERM, self._note_sigterm)
-            self._before = signal.SIG_DFL if before is None else before
-            guard.at_end.append(self._stop_listening)
 
-    def on_epoch_begin(self, epoch, logs=None):
-        """Notes the epoch."""
-        if epoch != self._epoch:
-            self._resumed_at = 0
-        self._epoch, self._done = epoch, 0
-
-    def on_train_batch_end(self, batch, logs=None):
-        """Saves after enough batches, or when the process is to end."""
-        if batch + 1 <= self._resumed_at:
-            self._done = batch + 1
+    def on_train_end(self, logs=None):
+        """Notes that nothing is left to go on with."""
+        self._ended = True
+        if not self.delete_checkpoint:
+            super().on_train_end(logs)
             return
-        self._since_backup += batch + 1 - max(self._done, self._resumed_at)
-        self._done = batch + 1
-        batches = 0 if isinstance(self.save_freq, str) else int(self.save_freq)
-        due = 0 < batches <= self._since_backup
-        self._save_if(due, self._epoch, self._done)
+        self.give_back_what_waits()
 
-    def on_epoch_end(self, epoch, logs=None):
-        """Saves at the end of an epoch."""
-        self._save_if(self.save_freq == "epoch", epoch + 1, 0)
+    def after_fit(self) -> None:
+        """Deletes the backup of a training that has ended, however other fits end."""
+        super().after_fit()
+        if not (self._ended and self.delete_checkpoint):
+            return
+        if jax.process_index() == 0 and os.path.isdir(self.directory):
+            shutil.rmtree(self.directory)
+        # Who begins anew would find what another process is about to delete.
+        agree(f"deleting the backup in {self.directory}", FIX, None)
 
-    def _save_if(self, due: bool, epoch: int, done: int) -> None:
-        if due or self._terminated:
-            _keras.save_backup(self, self.model, epoch, done)
-            self._since_backup = 0
-        if self._terminated:
-            self._stop_listening()
-            signal.raise_signal(signal.SIGTERM)
+    def _found(self, store: Store) -> bool:
+        if super()._found(store):
+            return True
+        if os.path.exists(os.path.join(self.directory, "latest.weights.h5")):
+            self._go_on_as_keras()
+        return False
 
-    def _note_sigterm(self, number, frame):
-        if self._terminated:
-            self._stop_listening()
-            signal.raise_signal(signal.SIGTERM)
-        self._terminated = True
+    def _go_on_as_keras(self) -> None:
+        files = keras.callbacks.BackupAndRestore(self.directory)
+        files.set_model(self._trainer)
+        files.on_train_begin()
+        _keras.restore_seeds(files, self._trainer)
+        self._step = _keras.train_steps_counted(self._trainer.optimizer)
+        self.begin_after(*_keras.backup_position(files))
 
-    def _stop_listening(self) -> None:
-        # Compared by equality: a bound method is a new object each time.
-        if signal.getsignal(signal.SIGTERM) == self._note_sigterm:
-            signal.signal(signal.SIGTERM, self._before)
+
+def _check(backup_dir, save_freq) -> None:
+    if not backup_dir:
+        raise ValueError(
+            message(
+                "backup_dir names a directory.",
+                received={"backup_dir": backup_dir},
+                fix="Write for example BackupAndRestore('backup').",
+            )
+        )
+    if save_freq != "epoch" and not is_count(save_freq, 1):
+        raise ValueError(
+            message(
+                "save_freq is 'epoch' or a number of batches of at least 1.",
+                received={"save_freq": save_freq},
+                fix="Write for example BackupAndRestore('backup', save_freq=500).",
+            )
+        )

@@ -22,6 +22,7 @@ from keras_tpu_dist.processes.channel import agree
 from keras_tpu_dist.training.guard import StateGuard
 from keras_tpu_dist.training.input_position import (
     InputPosition,
+    own_position,
     random_numbers,
     set_random_numbers,
 )
@@ -29,7 +30,7 @@ from keras_tpu_dist.training.membership import guard_in_training, is_local
 
 logger = logging.getLogger("keras_tpu_dist")
 
-_FIX = "Give the same Checkpoint callback to fit in all processes."
+FIX = "Give the same Checkpoint callback to fit in all processes."
 # Launches between two looks at the clock of process 0, which all processes go by.
 _LAUNCHES_BETWEEN_LOOKS = 32
 
@@ -191,11 +192,16 @@ class Checkpoint(keras.callbacks.Callback):
 
     def on_train_end(self, logs=None):
         """Saves the end."""
+        if not self.give_back_what_waits() and self._saved_step != self._step:
+            self._save(self._epoch + 1, 0)
+
+    def give_back_what_waits(self) -> bool:
+        """Ends a fit; whether it had no epoch to make, so that nothing was given back yet."""
+        waits = self._to_give_back is not None
         if self._to_give_back is not None:
             self._give_back(self._to_give_back)
-        elif self._saved_step != self._step:
-            self._save(self._epoch + 1, 0)
         _keras.begin_at_epoch(self._trainer, None)
+        return waits
 
     def after_fit(self) -> None:
         """Waits for the last checkpoint, however the fit ended."""
@@ -223,7 +229,7 @@ class Checkpoint(keras.callbacks.Callback):
         if self._launches % _LAUNCHES_BETWEEN_LOOKS and jax.process_count() > 1:
             return False
         due = time.monotonic() - self._saved_at_s >= self._every_s
-        return agree("looking at the clock of process 0", _FIX, due)[0]
+        return agree("looking at the clock of process 0", FIX, due)[0]
 
     def _due_after(self, epochs: int) -> bool:
         return self._every_epochs is not None and epochs % self._every_epochs == 0
@@ -239,7 +245,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._since_saved, self._saved_at_s = 0, time.monotonic()
         position = self._position(done)
         what = f"checkpoint of model {model.name!r} after {self._step} steps"
-        positions = agree(what, _FIX, None if position is None else position.to_dict())
+        positions = agree(what, FIX, None if position is None else position.to_dict())
         states, extra = states_of(self._callbacks)
         training = {
             **{"epoch": epoch, "done": done, "step": self._step, "positions": positions},
@@ -280,7 +286,7 @@ class Checkpoint(keras.callbacks.Callback):
     def _found(self, store: Store) -> bool:
         """Whether there are checkpoints, the same ones for all processes."""
         steps = store.steps
-        told = agree(f"looking for checkpoints in {self.directory}", _FIX, steps)
+        told = agree(f"looking for checkpoints in {self.directory}", FIX, steps)
         if any(each != told[0] for each in told):
             raise ValueError(
                 message(
@@ -296,11 +302,12 @@ class Checkpoint(keras.callbacks.Callback):
         report, manifest = load_newest(self._trainer, store)
         training = manifest.training
         self._step = self._saved_step = training["step"]
-        self._epoch, self._resumed_at = training["epoch"], training["done"]
         # Where training was stopped by a callback, nothing is left to do.
         stopped = training["stopped"] and not training["done"]
         epochs = (self.params or {})["epochs"]
-        _keras.begin_at_epoch(self._trainer, epochs if stopped else self._epoch)
+        self.begin_after(training["epoch"], training["done"])
+        if stopped:
+            _keras.begin_at_epoch(self._trainer, epochs)
         _keras.set_global_seed(training["global_seed"])
         self._to_give_back = manifest
         saved = manifest.arrays.get(EXTRA, ())
@@ -308,14 +315,25 @@ class Checkpoint(keras.callbacks.Callback):
         self._extra = {each.entry.path: value for each, value in zip(saved, values)}
         # fit sets metrics to zero when the epoch begins.
         self._kept_metrics = [(v, v.value) for v in self._trainer.metrics_variables]
-        self._place_in_input = _own_position(training["positions"])
+        self._place_in_input = own_position(training["positions"])
         if self._guard is not None:
-            self._guard.batches_to_skip = self._resumed_at
             self._guard.begin_at = self._place_in_input
         logger.info(
             "training goes on after %d steps, in epoch %d after %d batches (%s)",
             *(self._step, self._epoch + 1, self._resumed_at, self.directory),
         )
+
+    def begin_after(self, epoch: int, done: int) -> None:
+        """Makes the fit that begins go on where training stopped.
+
+        Args:
+            epoch: The epoch, from 0.
+            done: How many of its batches were trained on.
+        """
+        self._epoch, self._resumed_at = epoch, done
+        _keras.begin_at_epoch(self._trainer, epoch)
+        if self._guard is not None:
+            self._guard.batches_to_skip = done
 
     def _give_back(self, manifest: Manifest) -> None:
         self._to_give_back = None
@@ -337,21 +355,6 @@ class Checkpoint(keras.callbacks.Callback):
                 store.close()
             except CheckpointError as error:
                 logger.error("the last checkpoint is missing. %s", error)
-
-
-def _own_position(positions: list) -> InputPosition | None:
-    """Where this process's input stood; in another number of processes, where all of them stood."""
-    if len(positions) == jax.process_count():
-        own = positions[jax.process_index()]
-    else:
-        own = positions[0]
-        if any(each != own for each in positions):
-            logger.warning(
-                "%d processes wrote the checkpoint, each with random numbers of its own; of %d, "
-                "all go on with those of the first",
-                *(len(positions), jax.process_count()),
-            )
-    return None if own is None else InputPosition(**own)
 
 
 def _direction(monitor: str | None, mode: str) -> str:

@@ -16,9 +16,13 @@ class Preemption:
 
     In one process it is held back until the launch has ended; a second one is not. Of several
     processes JAX's own service takes it, and tells all of them a step at which to stop.
+
+    Args:
+        listens: Whether it does; who does not leaves SIGTERM to others.
     """
 
-    def __init__(self):
+    def __init__(self, listens: bool = True):
+        self._listens = listens
         self._noted = False
         self._before: Any = None
 
@@ -26,7 +30,7 @@ class Preemption:
         """Begins to listen."""
         self._noted = False
         main = threading.current_thread() is threading.main_thread()
-        if jax.process_count() == 1 and main:
+        if self._listens and jax.process_count() == 1 and main:
             before = signal.signal(signal.SIGTERM, self._note)
             self._before = signal.SIG_DFL if before is None else before
 
@@ -42,7 +46,7 @@ class Preemption:
         Args:
             step: The number of the step that was just made.
         """
-        if jax.process_count() == 1:
+        if jax.process_count() == 1 or not self._listens:
             return self._noted
         return multihost_utils.reached_preemption_sync_point(step)
 

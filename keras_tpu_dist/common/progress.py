@@ -89,8 +89,8 @@ def stages(work: str, of: int) -> Iterator[Callable[[str], None]]:
 def show_progress() -> Iterator[None]:
     """Within it long work shows a line with its stage and what is left, on standard error.
 
-    Dry runs, `compare`, `largest_batch` and `restore` do. Nothing is shown where standard error is
-    no terminal, and nothing twice.
+    Dry runs, `compare`, `search`, `largest_batch` and `restore` do. Nothing is shown where standard
+    error is no terminal, and nothing twice.
 
     Example:
 

@@ -1,11 +1,10 @@
 """From a user's build function to a lowered step, without a weight in memory."""
 
 import contextlib
-import math
 import pickle
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +18,8 @@ from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.plain import plain_operations
 from keras_tpu_dist.dryrun.inputs import check_batch_size, count_tokens, described_batch
+from keras_tpu_dist.dryrun.products import operations, products_of
+from keras_tpu_dist.dryrun.state_bytes import StateBytes, bytes_per_device, state_bytes
 from keras_tpu_dist.hardware.topology import Topology, of_devices
 from keras_tpu_dist.layout.lint import Finding
 from keras_tpu_dist.training import membership
@@ -31,25 +32,6 @@ from keras_tpu_dist.training.strategy import Strategy
 Build = Callable[[], keras.Model] | keras.Model
 
 KINDS = {"train": "train", "evaluate": "test", "predict": "predict"}
-
-
-@dataclass(frozen=True)
-class StateBytes:
-    """Bytes of a model's state on one device, by the arithmetic of its layouts.
-
-    Args:
-        weights: Trainable and other variables of the model.
-        optimizer: Slots and scalars of the optimizer.
-        metrics: Variables of the metrics.
-        inputs: One batch.
-        inputs_per_host: The part of a batch that a host transfers to its devices.
-    """
-
-    weights: int
-    optimizer: int
-    metrics: int
-    inputs: int
-    inputs_per_host: int = 0
 
 
 @dataclass(frozen=True)
@@ -75,6 +57,8 @@ class Lowered:
         seconds: Time to build and lower.
         findings: Mistakes in the layouts.
         notes: What was assumed.
+        model_flops: Operations of the matrix products of all devices together, each counted once
+            and for training three times, without what is computed again.
     """
 
     program: bytes
@@ -94,6 +78,7 @@ class Lowered:
     seconds: float
     findings: tuple[Finding, ...] = ()
     notes: tuple[str, ...] = ()
+    model_flops: float = 0.0
 
     @property
     def mesh(self) -> Mesh:
@@ -127,26 +112,20 @@ def lower(
     started = time.perf_counter()
     placer = strategy.placer
     kind = _checked_mode(mode)
-    check_batch_size(batch_size, strategy)
     notes: list[str] = []
     with contextlib.ExitStack() as stack:
         if platform != "tpu":
             stack.enter_context(plain_operations())
-        model = stack.enter_context(_model(build, strategy, mode))
-        batch = described_batch(model, placer, x, y, sample_weight, batch_size, mode, notes)
-        symbolic = jax.tree.map(lambda leaf: keras.KerasTensor(leaf.shape, leaf.dtype), batch)
-        if isinstance(build, keras.Model):
-            _build_metrics(build, symbolic, mode)
-            stack.enter_context(_borrowed(build, strategy))
-        _keras.symbolic_build(model, symbolic, mode)
-        stack.enter_context(_laid_out(model, strategy))
+        given = {"x": x, "y": y, "sample_weight": sample_weight}
+        prepared = described(build, strategy, given, batch_size, mode, notes)
+        model, batch = stack.enter_context(prepared)
         findings = strategy.lint(model, batch_size=batch_size).findings
         placed = placer.describe(batch)
         state = _state(model, kind)
         donate = _donates(strategy, kind, state)
         exported = _export(jitted_step(model, kind, placer, donate), state, placed, platform)
         topology = strategy.topology or of_devices(strategy.mesh.devices)
-        state_bytes = _state_bytes(state, kind, placed)
+        held = state_bytes(state, kind, placed)
         steps = model.steps_per_execution
         steps = MOST_STEPS if steps == "auto" else steps
         # a launch of N steps has N batches on the devices, and the next N are made ready meanwhile
@@ -158,7 +137,7 @@ def lower(
             devices=tuple(strategy.mesh.devices.flat),
             topology=topology if platform == "tpu" else None,
             platform=platform,
-            state=state_bytes,
+            state=held,
             parameters=model.count_params(),
             rows=batch_size,
             tokens=count_tokens(batch[0]),
@@ -168,11 +147,83 @@ def lower(
                 name in exported.mlir_module_serialized for name in (b"while", b"convolution")
             ),
             steps_per_execution=steps,
-            ready_bytes=ready * state_bytes.inputs,
+            ready_bytes=ready * held.inputs,
             seconds=time.perf_counter() - started,
             findings=findings,
             notes=tuple(notes),
+            model_flops=_model_flops(model, batch, mode),
         )
+
+
+@contextlib.contextmanager
+def described(
+    build: Build,
+    strategy: Strategy,
+    given: Mapping[str, Any],
+    batch_size: int,
+    mode: str,
+    notes: list[str],
+) -> Iterator[tuple[keras.Model, tuple]]:
+    """A model without memory, laid out as the strategy would train it, and its batch's shapes.
+
+    Args:
+        build: As in `keras_tpu_dist.dry_run`.
+        strategy: The strategy.
+        given: `x`, `y` and `sample_weight`, as there.
+        batch_size: Rows of all devices together.
+        mode: `"train"`, `"evaluate"` or `"predict"`.
+        notes: Gets what is assumed.
+
+    Yields:
+        The model and the batch, of `jax.ShapeDtypeStruct`.
+
+    Raises:
+        ValueError: If `build` does not give a compiled model, or the batch does not fit.
+    """
+    _checked_mode(mode)
+    check_batch_size(batch_size, strategy)
+    with contextlib.ExitStack() as stack:
+        model = stack.enter_context(_model(build, strategy, mode))
+        targets = (given.get("x"), given.get("y"), given.get("sample_weight"))
+        batch = described_batch(model, strategy.placer, *targets, batch_size, mode, notes)
+        symbolic = jax.tree.map(lambda leaf: keras.KerasTensor(leaf.shape, leaf.dtype), batch)
+        if isinstance(build, keras.Model):
+            _build_metrics(build, symbolic, mode)
+            stack.enter_context(_borrowed(build, strategy))
+        _keras.symbolic_build(model, symbolic, mode)
+        stack.enter_context(_laid_out(model, strategy))
+        yield model, batch
+
+
+def forward_pass(model: keras.Model, batch: tuple, training: bool) -> tuple[Callable, tuple]:
+    """A model's forward pass as a function of its weights and input, and their shapes.
+
+    Args:
+        model: A built model, within `described`.
+        batch: The shapes of its batch.
+        training: Whether it runs as in training.
+
+    Returns:
+        `(trainable, non_trainable, x) -> outputs`, and its arguments as `jax.ShapeDtypeStruct`.
+    """
+    weights = [
+        [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in group]
+        for group in (model.trainable_variables, model.non_trainable_variables)
+    ]
+
+    def forward(trainable, non_trainable, x):
+        return model.stateless_call(trainable, non_trainable, x, training=training)[0]
+
+    return forward, (*weights, batch[0])
+
+
+def _model_flops(model: keras.Model, batch: tuple, mode: str) -> float:
+    """Operations of a step's matrix products by the model's formula, whatever runs in the end."""
+    with plain_operations():
+        forward, arguments = forward_pass(model, batch, mode == "train")
+        trace = jax.make_jaxpr(forward)(*arguments)
+    # The gradients take two products of the same size for each.
+    return operations(products_of(trace, 0)) * (3 if mode == "train" else 1)
 
 
 @contextlib.contextmanager
@@ -276,7 +327,8 @@ def _laid_out(model: keras.Model, strategy: Strategy) -> Iterator[None]:
     """Gives variables and layers' outputs the layouts that training under the strategy would."""
     member = membership.Membership(strategy)
     for variable, layout in member.targets(model):
-        _keras.set_layout(variable, layout)
+        given = membership.given_layout(variable) is not None
+        _keras.set_layout(variable, layout if given else membership.chosen(variable, layout))
     with strategy.runner.call(member):
         yield
 
@@ -301,7 +353,7 @@ def _state(model: keras.Model, kind: str) -> tuple[list, ...]:
 def _donates(strategy: Strategy, kind: str, state: tuple) -> bool:
     if kind != "train" or strategy.runner.options.donate_state is False:
         return False
-    sizes = [_bytes_per_device(v) for v in jax.tree.leaves(state)]
+    sizes = [bytes_per_device(v) for v in jax.tree.leaves(state)]
     hbm_bytes = None if strategy.topology is None else strategy.topology.hbm_bytes
     return states_that_fit(strategy.runner.options.donate_state, sizes, hbm_bytes) == 0
 
@@ -319,27 +371,3 @@ def _export(
     allowed = [jax.export.DisabledSafetyCheck.custom_call("ALL")]
     export = jax.export.export(jax.jit(flat_step), platforms=[platform], disabled_checks=allowed)
     return export(state, leaves)
-
-
-def _state_bytes(state: tuple, kind: str, placed: PlacedBatch) -> StateBytes:
-    sizes = [sum(_bytes_per_device(v) for v in group) for group in state]
-    return StateBytes(
-        weights=sizes[0] + sizes[1],
-        optimizer=sizes[2] if kind == "train" else 0,
-        metrics=sizes[-1] if kind != "predict" else 0,
-        inputs=sum(_bytes_per_device(leaf) for leaf in jax.tree.leaves(placed)),
-        inputs_per_host=sum(_bytes_per_host(leaf) for leaf in jax.tree.leaves(placed)),
-    )
-
-
-def _bytes_per_device(array: jax.ShapeDtypeStruct) -> int:
-    shard = array.sharding.shard_shape(array.shape) if array.sharding else array.shape
-    return math.prod(shard) * np.dtype(array.dtype).itemsize
-
-
-def _bytes_per_host(array: jax.ShapeDtypeStruct) -> int:
-    """What the host with most of it needs of an array; parts that its devices share count once."""
-    parts: dict[int, set[str]] = {}
-    for device, index in array.sharding.devices_indices_map(array.shape).items():
-        parts.setdefault(device.process_index, set()).add(str(index))
-    return max(map(len, parts.values())) * _bytes_per_device(array)

@@ -104,6 +104,8 @@ def _head(run: "DryRun") -> Iterator[str]:
             ("matrix units busy", f"{e.compute / e.step:.1%}"),
             ("samples per second", f"{run.samples_per_second:,.0f}"),
         ]
+    if run.mfu:
+        tiles.append(("model FLOPs utilisation", f"{run.mfu:.1%}"))
     if run.tokens_per_second:
         tiles.append(("tokens per second", f"{run.tokens_per_second:,.0f}"))
     inner = "".join(f"<div><b>{html.escape(b)}</b>{html.escape(a)}</div>" for a, b in tiles)

@@ -1,13 +1,14 @@
 """The result of a dry run: numbers, and how they read."""
 
 import json
+import math
 import os
 from dataclasses import asdict, dataclass
 
 from keras_tpu_dist.common.page import delivered
 from keras_tpu_dist.common.text import duration_text, size_text, text_table
-from keras_tpu_dist.dryrun.build import StateBytes
 from keras_tpu_dist.dryrun.rows import collective_rows, layer_rows
+from keras_tpu_dist.dryrun.state_bytes import StateBytes
 from keras_tpu_dist.dryrun.torus import Torus
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.hlo import Buffer, ProgramCost
@@ -118,6 +119,11 @@ class DryRun:
         crossings: For each axis of a mesh of several hosts, whether it crosses hosts or slices.
         torus: The chips of the slice, and where on them the mesh's devices are; `None` where the
             devices are no TPU slice.
+        model_flops: Operations of the matrix products of all devices together by the model's
+            formula: those of the forward pass, three times for training; attention in full, even
+            if it is causal, and nothing that is computed again.
+        peak_flops: Operations per second of one device at its fastest, in bfloat16; `None`
+            without a TPU compiler.
 
     Example:
 
@@ -152,6 +158,24 @@ class DryRun:
     hosts: int = 1
     crossings: tuple[tuple[str, str], ...] = ()
     torus: Torus | None = None
+    model_flops: float = 0.0
+    peak_flops: float | None = None
+
+    @property
+    def devices(self) -> int:
+        """The number of devices of the mesh."""
+        return math.prod(size for _, size in self.mesh)
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilisation: `model_flops` over what all devices could do in a step's time.
+
+        References:
+            - Chowdhery et al., "PaLM", 2022, appendix B, whose formula counts attention in full
+        """
+        if self.estimate is None or not self.peak_flops:
+            return None
+        return self.model_flops / (self.devices * self.peak_flops * self.estimate.step)
 
     @property
     def samples_per_second(self) -> float | None:
@@ -190,6 +214,7 @@ class DryRun:
         data["crossings"] = dict(self.crossings)
         data["samples_per_second"] = self.samples_per_second
         data["tokens_per_second"] = self.tokens_per_second
+        data["mfu"] = self.mfu
         return data
 
     def to_json(self) -> str:
@@ -314,8 +339,12 @@ class DryRun:
             ("compiler's cycles at the clock", duration_text(e.kernels)),
             ("step, estimated", f"{duration_text(e.step)}, bound by {e.bound}"),
             ("matrix units busy", f"{e.compute / e.step:.1%}"),
+            *([("model FLOPs utilisation", f"{self.mfu:.1%}")] if self.mfu else []),
             ("samples per second", f"{self.samples_per_second:,.0f}"),
         ]
         if self.tokens_per_second:
-            rows.append(("tokens per second", f"{self.tokens_per_second:,.0f}"))
+            each = self.tokens_per_second / self.devices
+            rows.append(
+                ("tokens per second", f"{self.tokens_per_second:,.0f}, {each:,.0f} a device")
+            )
         return rows

@@ -224,7 +224,7 @@ def _report(
         notes.append(_assumption(verdict, topology, cost))
     if fits is False:
         notes += _remedies(lowered, total, measured, topology)
-    notes += _besides(lowered)
+    notes += _beside_the_step(lowered, topology)
     if cost is not None:
         notes += _uncounted(cost)
     return DryRun(
@@ -254,17 +254,16 @@ def _report(
         hosts=num_hosts(lowered.mesh),
         crossings=tuple(crossings(lowered.mesh).items()),
         torus=Torus.of(lowered.devices),
+        model_flops=lowered.model_flops,
+        peak_flops=topology.peak_flops() if topology else None,
     )
 
 
-def _besides(lowered: Lowered) -> Iterator[str]:
-    """What training holds and does beside the one step that was compiled."""
-    topology = lowered.topology
+def _beside_the_step(lowered: Lowered, topology: Topology | None) -> Iterator[str]:
+    """What training does that one step does not show."""
     if topology is not None and lowered.ready_bytes > topology.hbm_bytes / 100:
-        yield (
-            f"besides, training holds {size_text(lowered.ready_bytes)} of other batches on each "
-            "device"
-        )
+        ready = size_text(lowered.ready_bytes)
+        yield f"besides, training holds {ready} of other batches on each device"
     if lowered.steps_per_execution > 1:
         yield f"all figures are for one of {lowered.steps_per_execution} steps per execution"
 

@@ -5,5 +5,6 @@ from keras_tpu_dist.hlo.analysis import LayerCost as LayerCost
 from keras_tpu_dist.hlo.analysis import ProgramCost as ProgramCost
 from keras_tpu_dist.hlo.analysis import analyze as analyze
 from keras_tpu_dist.hlo.collectives import Collective as Collective
-from keras_tpu_dist.hlo.collectives import Wire as Wire
 from keras_tpu_dist.hlo.parse import parse as parse
+from keras_tpu_dist.hlo.wire import Wire as Wire
+from keras_tpu_dist.hlo.wire import seconds_over as seconds_over

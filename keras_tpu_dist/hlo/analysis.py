@@ -4,10 +4,11 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 
 from keras_tpu_dist.hlo import collectives, cost, kernels
-from keras_tpu_dist.hlo.collectives import Collective, Wire
+from keras_tpu_dist.hlo.collectives import Collective
 from keras_tpu_dist.hlo.layers import OTHER, Attribution, phase
 from keras_tpu_dist.hlo.loops import Execution, executions
 from keras_tpu_dist.hlo.parse import Computation, Instruction, Program, parse
+from keras_tpu_dist.hlo.wire import Wire
 
 # Instructions that name a buffer which another instruction made.
 _VIEWS = {"tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "constant"}

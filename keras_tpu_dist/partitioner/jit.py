@@ -9,7 +9,6 @@ from jax.sharding import Mesh
 
 from keras_tpu_dist.partitioner.classes import Axes, spec_axes
 from keras_tpu_dist.partitioner.jaxprs import opened
-from keras_tpu_dist.partitioner.rewrite import rewritten
 
 
 class Jitted:
@@ -83,6 +82,9 @@ class Jitted:
     def _made(self, args: tuple) -> Callable:
         if self._mesh.size == 1:
             return self._plain
+        # Who compiles nothing for a mesh loads no repair.
+        from keras_tpu_dist.partitioner.rewrite import rewritten
+
         traced = self._plain.trace(*args)
         inputs = [axes for pair in zip(self._layouts(*args), args) for axes in _axes_of(*pair)]
         shapes = traced.out_info

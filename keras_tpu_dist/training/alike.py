@@ -79,9 +79,9 @@ def _check_no_backup(callback: Any) -> None:
     if isinstance(callback, keras.callbacks.BackupAndRestore):
         raise NotImplementedError(
             message(
-                "BackupAndRestore works in one process.",
+                "Keras's BackupAndRestore writes in one process.",
                 received=f"{type(callback).__name__} in a fit of {jax.process_count()} processes.",
-                fix="Use keras_tpu_dist.callbacks.Checkpoint, which works in any number.",
+                fix="Use BackupAndRestore or Checkpoint of keras_tpu_dist.callbacks.",
             )
         )
 

@@ -66,7 +66,7 @@ class StateGuard:
         self._input: DeviceIterator | None = None
         self._flight: deque[tuple[Any, jax.Array | None]] = deque()
         self._newest: Any = None
-        self._host_copy: Any = None
+        self._host_copy: _HostCopy | None = None
 
     @property
     def donate(self) -> bool:
@@ -82,7 +82,7 @@ class StateGuard:
         self._flight.clear()
         self._newest = state
         if self.donate:
-            self._host_copy = _moved(state, "pinned_host")
+            self._host_copy = _HostCopy(state)
 
     def reads(self, iterator: DeviceIterator) -> None:
         """Notes the input that the next launch takes its batches from.
@@ -140,7 +140,7 @@ class StateGuard:
                 "model is given back the state of the start of the epoch; "
                 "TPUStrategy(donate_state=False) keeps the state before every step"
             )
-            return _moved(self._host_copy, "device")
+            return self._host_copy.on_devices()
         return None
 
     def spend(self, steps: int) -> bool:
@@ -271,11 +271,39 @@ def _is_whole(state, wait: bool = True) -> bool:
     return True
 
 
-def _moved(state, memory_kind: str):
-    """A training state in another kind of memory, in one transfer."""
-    leaves, treedef = jax.tree.flatten(state)
-    shardings = [leaf.sharding.with_memory_kind(memory_kind) for leaf in leaves]
-    return jax.tree.unflatten(treedef, jax.device_put(leaves, shardings))
+class _HostCopy:
+    """A training state in host memory; what all devices have alike is there once.
+
+    Args:
+        state: The state on the devices.
+    """
+
+    def __init__(self, state: Any):
+        leaves, self._treedef = jax.tree.flatten(state)
+        self._shardings = [leaf.sharding for leaf in leaves]
+        once = [
+            leaf.addressable_data(0) if leaf.sharding.is_fully_replicated else leaf
+            for leaf in leaves
+        ]
+        places = [leaf.sharding.with_memory_kind("pinned_host") for leaf in once]
+        self._leaves = jax.device_put(once, places)
+
+    def on_devices(self) -> Any:
+        """The state as it lay on the devices."""
+        return jax.tree.unflatten(self._treedef, map(_spread, self._leaves, self._shardings))
+
+
+def _spread(copy: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
+    if not sharding.is_fully_replicated:
+        return jax.device_put(copy, sharding)
+    # Not one `device_put`: over several processes that compares values, by a collective. And to a
+    # device alone it would be taken for a copy within that device's own memory.
+    places = [
+        jax.sharding.SingleDeviceSharding(device, memory_kind=device.default_memory().kind)
+        for device in sharding.addressable_devices
+    ]
+    each = [jax.device_put(copy, place) for place in places]
+    return jax.make_array_from_single_device_arrays(copy.shape, sharding, each)
 
 
 def _bytes_per_device(array: jax.Array) -> int:

@@ -1,11 +1,16 @@
 """Where in its input a training stood: random numbers before the first batch, and batches since."""
 
 import base64
+import logging
 import random
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import jax
 import numpy as np
+
+logger = logging.getLogger("keras_tpu_dist")
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,25 @@ def set_random_numbers(state: dict[str, Any]) -> None:
     np.random.set_state((name, _words(keys), *rest))
     version, words, gauss = state["python"]
     random.setstate((version, tuple(int(word) for word in _words(words)), gauss))
+
+
+def own_position(positions: Sequence) -> InputPosition | None:
+    """Where this process's input stood; in another number of processes, where all of them stood.
+
+    Args:
+        positions: What each process that wrote a checkpoint noted, as plain data.
+    """
+    if len(positions) == jax.process_count():
+        own = positions[jax.process_index()]
+    else:
+        own = positions[0]
+        if any(each != own for each in positions):
+            logger.warning(
+                "%d processes wrote the checkpoint, each with random numbers of its own; of %d, "
+                "all go on with those of the first",
+                *(len(positions), jax.process_count()),
+            )
+    return None if own is None else InputPosition(**own)
 
 
 def _text(words: np.ndarray) -> str:

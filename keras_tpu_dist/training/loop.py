@@ -134,7 +134,12 @@ class StepLoop:
         if self._kind == "train":
             iterator.launched(outputs, self._trainer.stop_training, steps)
             if self._guard.after_launch is not None:
-                self._guard.after_launch(steps)
+                try:
+                    self._guard.after_launch(steps)
+                except BaseException:
+                    # Keras has not been given the new state yet, and would go back to the old.
+                    recover(self._trainer, self._guard)
+                    raise
 
     def _steps_wanted(self) -> int:
         steps = self._trainer.steps_per_execution

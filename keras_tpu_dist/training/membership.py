@@ -262,7 +262,7 @@ def choose_layout(variable: Any, strategy: Strategy) -> Any:
     layout = strategy.layouts.by_rule(variable)
     # Keras asks for a variable that has none, and gives it what it hears. Who only asks changes
     # nothing: a mark that is not of the layout it has would make that one its user's.
-    return layout if _keras.variable_layout(variable) is not None else _chosen(variable, layout)
+    return layout if _keras.variable_layout(variable) is not None else chosen(variable, layout)
 
 
 def layout_now(variable: Any, strategy: Strategy) -> Any:
@@ -307,7 +307,7 @@ def adopt(model: Any, strategy: Strategy) -> Membership:
             continue
         (moved if strategy.layouts.owns(layout) else foreign).append(variable.path)
         own = given_layout(variable) is not None and not member.owns_slot(variable)
-        _keras.move_variable(variable, target if own else _chosen(variable, target))
+        _keras.move_variable(variable, target if own else chosen(variable, target))
     if moved or foreign:
         member.guard = None
         _keras.forget_functions(model)
@@ -362,7 +362,16 @@ def _join(model: Any, strategy: Strategy) -> Membership:
     return member
 
 
-def _chosen(variable: Any, layout: Any) -> Any:
+def chosen(variable: Any, layout: Any) -> Any:
+    """Notes that a layout is a strategy's choice, not its user's.
+
+    Args:
+        variable: A `keras.Variable`.
+        layout: The layout it is about to get.
+
+    Returns:
+        The layout.
+    """
     setattr(variable, CHOSEN, layout)
     return layout
 

@@ -15,7 +15,6 @@ from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.layout.annotations import place_output
 from keras_tpu_dist.layout.axes import named_sharding
 from keras_tpu_dist.layout.layouts import Layouts
-from keras_tpu_dist.layout.lint import lint_model, log_report
 from keras_tpu_dist.training import membership
 from keras_tpu_dist.training.alike import compare_weights, compared, files_of_one, together
 from keras_tpu_dist.training.auto_steps import AutoSteps
@@ -142,6 +141,8 @@ class Runner:
         """
         member = membership.adopt(model, strategy)
         if not member.linted and model.built:
+            from keras_tpu_dist.layout.lint import lint_model, log_report
+
             member.linted = True
             placement = member.placement or strategy.placement(model)
             log_report(lint_model(model, placement, self.layouts.setting, cheap=True))

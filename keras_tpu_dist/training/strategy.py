@@ -9,12 +9,12 @@ from jax.sharding import Mesh
 
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.layout.layouts import Layouts
-from keras_tpu_dist.layout.lint import LintReport
 from keras_tpu_dist.layout.placement import Placement
 from keras_tpu_dist.memory.remat import LayerPolicies
 from keras_tpu_dist.training.batches import BatchPlacer
 
 if TYPE_CHECKING:
+    from keras_tpu_dist.layout.lint import LintReport
     from keras_tpu_dist.training.runner import Runner
 
 

@@ -7,13 +7,12 @@ import subprocess
 import sys
 
 import keras
-import numpy as np
 import pytest
 from helpers import assert_close, built, data
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist import _keras
-from keras_tpu_dist.callbacks import BackupAndRestore
+from keras_tpu_dist.callbacks import BackupAndRestore, Checkpoint
+from keras_tpu_dist.checkpoint.store import Store
 
 # 19 batches an epoch, the last one ragged: with N=4 launches of 4, 4, 4, 4, and 3 single steps.
 X, Y = data(4 * 18 + 3)
@@ -86,6 +85,33 @@ def _resumed(backup, n=4, strategy=None, **fit):
     return model, history
 
 
+def _resumed_once(backup, fit):
+    model = built(build, ktd.TPUStrategy(), seed=7)
+    return model, model.fit(X, Y, **fit, callbacks=[backup])
+
+
+def _seeds(model):
+    saved = {id(v) for v in model.weights}
+    return [v for v in model.non_trainable_variables if id(v) not in saved]
+
+
+def _steps(folder):
+    return Checkpoint(folder).steps
+
+
+def _position(folder):
+    store = Store(folder, read_only=True)
+    training = store.manifest(store.steps[-1]).training
+    store.close()
+    return training["epoch"], training["done"]
+
+
+def _assert_never_stopped(model, history, uninterrupted):
+    assert_close(_state(model), uninterrupted[0])
+    assert history.epoch == list(range(FIT["epochs"]))
+    assert_close(history.history, uninterrupted[1])
+
+
 CHILD = """
 import sys
 sys.path[:0] = {folders!r}
@@ -129,19 +155,17 @@ def test_sigterm_from_outside(tmp_path, uninterrupted):
         rest = child.stdout.read()
     assert child.returncode == -signal.SIGTERM
     assert rest in ("", "batch 15\n")
-    metadata = json.loads((tmp_path / "backup/training_metadata.json").read_text())
-    assert metadata["epoch"] == 1
-    assert metadata["batches_done"] in (12, 16)
+    epoch, done = _position(tmp_path / "backup")
+    assert epoch == 1
+    assert done in (12, 16)
     model, history = _resumed(BackupAndRestore(tmp_path / "backup"))
-    assert history.epoch == [1, 2]
-    assert_close(_state(model), uninterrupted[0])
-    assert_close(history.history["loss"][-1], uninterrupted[1]["loss"][-1])
+    _assert_never_stopped(model, history, uninterrupted)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("epoch", "batch", "saved", "n"),
-    [(0, 0, (0, 4), 5), (1, 16, (1, 20), 4)],
+    [(0, 0, (0, 4), 5), (1, 16, (1, 17), 4)],
 )
 def test_sigterm_finishes_the_launch_saves_and_goes_on(
     tmp_path, handler, uninterrupted, epoch, batch, saved, n
@@ -150,14 +174,10 @@ def test_sigterm_finishes_the_launch_saves_and_goes_on(
     backup = BackupAndRestore(tmp_path / "backup")
     with pytest.raises(Preempted):
         model.fit(X, Y, **FIT, callbacks=[Kill(epoch, batch), backup])
-    assert _keras.backup_position(backup) == saved
-    done = 19 * epoch + min(batch + 4, 19)
-    assert int(model.optimizer.iterations) == done
+    assert _position(tmp_path / "backup") == saved
+    assert int(model.optimizer.iterations) == 19 * epoch + saved[1]
     model, history = _resumed(BackupAndRestore(tmp_path / "backup"), n)
-    assert_close(_state(model), uninterrupted[0])
-    assert history.epoch == list(range(epoch, 3))
-    # Whole epochs after the one that was interrupted have the logs they would have had.
-    assert_close(history.history["loss"][-1], uninterrupted[1]["loss"][-1])
+    _assert_never_stopped(model, history, uninterrupted)
     assert not (tmp_path / "backup").exists()
 
 
@@ -165,18 +185,17 @@ def test_sigterm_finishes_the_launch_saves_and_goes_on(
 def test_a_crash_goes_back_to_the_last_backup(tmp_path, handler, uninterrupted):
     class Crash(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
-            if batch == 15 and int(self.model.optimizer.iterations) > 19:
+            if batch == 11 and int(self.model.optimizer.iterations) > 19:
                 raise OSError("power cut")
 
     model = built(build, ktd.TPUStrategy())
     backup = BackupAndRestore(tmp_path / "backup", save_freq=8)
     with pytest.raises(OSError, match="power cut"):
         model.fit(X, Y, **FIT, callbacks=[Crash(), backup])
-    # Saved after batches 8, 16 and 24: 24 is the fifth, so the eighth, of the second epoch.
-    assert _keras.backup_position(backup)[0] == 1
-    assert 0 < _keras.backup_position(backup)[1] < 16
-    model, _ = _resumed(BackupAndRestore(tmp_path / "backup", save_freq=8))
-    assert_close(_state(model), uninterrupted[0])
+    # Saved after steps 8 and 16, and by the first launch that ends 8 or more later.
+    assert _position(tmp_path / "backup") == (1, 8)
+    model, history = _resumed(BackupAndRestore(tmp_path / "backup", save_freq=8))
+    _assert_never_stopped(model, history, uninterrupted)
 
 
 def test_a_second_signal_is_not_held_back(tmp_path, handler):
@@ -186,7 +205,7 @@ def test_a_second_signal_is_not_held_back(tmp_path, handler):
             X, Y, **FIT, callbacks=[Kill(0, 4, times=2), BackupAndRestore(tmp_path / "backup")]
         )
     assert int(model.optimizer.iterations) == 4
-    assert not (tmp_path / "backup").exists()
+    assert not _steps(tmp_path / "backup")
 
 
 def test_sigterm_can_be_left_alone(tmp_path, handler):
@@ -194,10 +213,78 @@ def test_sigterm_can_be_left_alone(tmp_path, handler):
     backup = BackupAndRestore(tmp_path / "backup", on_sigterm=False)
     with pytest.raises(Preempted):
         model.fit(X, Y, **FIT, callbacks=[Kill(0, 4), backup])
-    assert not (tmp_path / "backup").exists()
+    assert not _steps(tmp_path / "backup")
 
 
 def test_without_a_strategy(tmp_path):
-    with pytest.raises(ValueError, match="TPUStrategy"):
-        built(build, None).fit(X, Y, **FIT, callbacks=[BackupAndRestore(tmp_path / "backup")])
-    assert np.isfinite(X).all()
+    backup = BackupAndRestore(tmp_path / "backup", save_freq=8)
+    with pytest.raises(ValueError, match=r"need the loop of a TPUStrategy.*every_steps=8"):
+        built(build, None).fit(X, Y, **FIT, callbacks=[backup])
+    model = built(build, None)
+    backup = BackupAndRestore(tmp_path / "backup", delete_checkpoint=False)
+    model.fit(X, Y, **FIT, callbacks=[backup])
+    assert _steps(tmp_path / "backup") == [3 * 19]
+
+
+def test_a_finished_training_leaves_nothing(tmp_path):
+    backup = BackupAndRestore(tmp_path / "backup")
+    model = built(build, ktd.TPUStrategy())
+    for epochs in (1, 2):  # not gone on with: the second begins anew
+        history = model.fit(X, Y, **{**FIT, "epochs": epochs}, callbacks=[backup])
+        assert history.epoch == list(range(epochs))
+        assert not (tmp_path / "backup").exists()
+
+
+@pytest.mark.parametrize("double", [False, True])
+def test_how_many_are_kept(tmp_path, double):
+    backup = BackupAndRestore(
+        tmp_path / "backup", 8, double_checkpoint=double, delete_checkpoint=False
+    )
+    built(build, ktd.TPUStrategy()).fit(X, Y, **{**FIT, "epochs": 1}, callbacks=[backup])
+    assert _steps(tmp_path / "backup") == ([16, 19] if double else [19])
+
+
+def test_a_backup_that_keras_wrote(tmp_path):
+    fit = {**FIT, "epochs": 2}
+    whole = built(build, None)
+    whole.fit(X, Y, **fit)
+    begun = built(build, None)
+    stock = keras.callbacks.BackupAndRestore(tmp_path / "backup", delete_checkpoint=False)
+    begun.fit(X, Y, **{**fit, "epochs": 1}, callbacks=[stock])
+    model = built(build, ktd.TPUStrategy(), seed=7)
+    # Keras saves no random state.
+    for variable, value in zip(_seeds(model), _seeds(begun)):
+        variable.assign(value.value)
+    history = model.fit(X, Y, **fit, callbacks=[BackupAndRestore(tmp_path / "backup")])
+    assert history.epoch == [1]
+    assert_close(_state(model), _state(whole))
+    assert not (tmp_path / "backup").exists()
+
+
+def test_a_backup_of_version_0_1(tmp_path):
+    """Its files are Keras's, with the batches done and the random state in the metadata."""
+    fit = {**FIT, "epochs": 1}
+    whole = built(build, ktd.TPUStrategy())
+    whole.fit(X, Y, **fit)
+    begun = built(build, ktd.TPUStrategy())
+    begun.fit(X[:32], Y[:32], **fit)
+    (tmp_path / "backup").mkdir()
+    begun.save_weights(tmp_path / "backup/latest.weights.h5")
+    seeds = [v.numpy().tolist() for v in _seeds(begun)]
+    metadata = {"epoch": 0, "batch": 7, "batches_done": 8, "seeds": seeds}
+    (tmp_path / "backup/training_metadata.json").write_text(json.dumps(metadata))
+    model, _ = _resumed_once(BackupAndRestore(tmp_path / "backup"), fit)
+    assert_close(_state(model), _state(whole))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("",), "backup_dir names a directory"),
+        (("backup", "epochs"), "save_freq is 'epoch' or a number of batches.*'epochs'"),
+        (("backup", 0), "save_freq is 'epoch' or a number of batches.*0"),
+    ],
+)
+def test_bad_arguments(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        BackupAndRestore(*arguments)

@@ -133,6 +133,9 @@ CALLBACKS = {
     "metrics": lambda folder: ktd.callbacks.HostMetrics(
         {"mean": absolute}, validation_data=(X, Y), batch_size=BATCH
     ),
+    "backup": lambda folder: ktd.callbacks.BackupAndRestore(
+        os.path.join(folder, "backup"), save_freq=2
+    ),
     "log": lambda folder: keras.callbacks.CSVLogger(os.path.join(folder, "log.csv")),
     "checkpoint": lambda folder: keras.callbacks.ModelCheckpoint(
         os.path.join(folder, "kept.weights.h5"), save_weights_only=True

@@ -7,9 +7,10 @@ import jax
 import keras
 import numpy as np
 import pytest
-from helpers import assert_close, built, data, mlp
+from helpers import assert_close, built, data, in_launches, mlp
 
 import keras_tpu_dist as ktd
+from keras_tpu_dist.training.membership import guard_in_training
 
 X, Y = data(40)
 
@@ -283,3 +284,23 @@ def test_auto_keeps_small_states_and_donates_large_ones(monkeypatch):
 def test_donate_state_of_no_kind(bad):
     with pytest.raises(ValueError, match=r"donate_state is True, False or 'auto'.*Leave it out"):
         ktd.TPUStrategy(donate_state=bad)
+
+
+@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("launch", [1, 2])
+def test_what_fails_after_a_launch_keeps_its_weights(donate, launch):
+    class Fails(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            self.left = 2 // launch + 1
+            guard_in_training(self.model).after_launch = self.after_launch
+
+        def after_launch(self, steps):
+            self.left -= 1
+            if not self.left:
+                raise OSError("disk full")
+
+    model = built(in_launches(launch), _strategy(donate_state=donate))
+    with pytest.raises(OSError, match="disk full"):
+        model.fit(X, Y, batch_size=8, shuffle=False, verbose=0, callbacks=[Fails()])
+    assert_close(model.get_weights(), _weights_after(3 if launch == 1 else 4))
+    _still_trains(model)

@@ -1,0 +1,64 @@
+"""What a step's state takes on one device, by the arithmetic of its layouts."""
+
+import math
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from keras_tpu_dist.training.batches import PlacedBatch
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes of a model's state on one device, by the arithmetic of its layouts.
+
+    Args:
+        weights: Trainable and other variables of the model.
+        optimizer: Slots and scalars of the optimizer.
+        metrics: Variables of the metrics.
+        inputs: One batch.
+        inputs_per_host: The part of a batch that a host transfers to its devices.
+    """
+
+    weights: int
+    optimizer: int
+    metrics: int
+    inputs: int
+    inputs_per_host: int = 0
+
+
+def state_bytes(state: tuple, kind: str, placed: PlacedBatch) -> StateBytes:
+    """Bytes of a step's state.
+
+    Args:
+        state: The state as `jax.ShapeDtypeStruct`, in Keras's order.
+        kind: `"train"`, `"test"` or `"predict"`.
+        placed: The batch, likewise.
+    """
+    sizes = [sum(bytes_per_device(v) for v in group) for group in state]
+    return StateBytes(
+        weights=sizes[0] + sizes[1],
+        optimizer=sizes[2] if kind == "train" else 0,
+        metrics=sizes[-1] if kind != "predict" else 0,
+        inputs=sum(bytes_per_device(leaf) for leaf in jax.tree.leaves(placed)),
+        inputs_per_host=sum(_bytes_per_host(leaf) for leaf in jax.tree.leaves(placed)),
+    )
+
+
+def bytes_per_device(array: jax.ShapeDtypeStruct) -> int:
+    """Bytes of the part of an array that one device holds.
+
+    Args:
+        array: Its shape, dtype and, if it is split, its sharding.
+    """
+    shard = array.sharding.shard_shape(array.shape) if array.sharding else array.shape
+    return math.prod(shard) * np.dtype(array.dtype).itemsize
+
+
+def _bytes_per_host(array: jax.ShapeDtypeStruct) -> int:
+    """What the host with most of it needs of an array; parts that its devices share count once."""
+    parts: dict[int, set[str]] = {}
+    for device, index in array.sharding.devices_indices_map(array.shape).items():
+        parts.setdefault(device.process_index, set()).add(str(index))
+    return max(map(len, parts.values())) * bytes_per_device(array)

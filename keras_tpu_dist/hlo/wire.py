@@ -1,0 +1,146 @@
+"""The links between a mesh's devices: who has which, and how long an array takes over them."""
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from keras_tpu_dist.hardware.compile_only import CompileOnlyDevice
+from keras_tpu_dist.hardware.topology import Topology
+
+# "the die-to-die interface is six times faster than a 1D ICI link", cloud.google.com/tpu/docs/tpu7x
+_ON_CHIP_LINKS = 6
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+# compared by identity, so that caching by it stays cheap for thousands of devices
+@dataclass(frozen=True, eq=False)
+class Wire:
+    """The devices of a mesh in the order in which the program numbers them.
+
+    Args:
+        axes: Mesh axis names and sizes, in mesh order.
+        devices: The mesh's devices, flattened; empty if their links are unknown.
+        topology: The slice they belong to, or `None`.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    devices: tuple[CompileOnlyDevice, ...] = ()
+    topology: Topology | None = None
+
+    @classmethod
+    def of(
+        cls,
+        axes: Mapping[str, int],
+        devices: Sequence[CompileOnlyDevice] = (),
+        topology: Topology | None = None,
+    ) -> "Wire":
+        """Makes a `Wire` of a mesh's axis sizes and devices.
+
+        Args:
+            axes: From the names of the mesh axes to their sizes, in mesh order.
+            devices: The mesh's devices, flattened; empty if their links are unknown.
+            topology: The slice they belong to, or `None`.
+        """
+        return cls(tuple(axes.items()), tuple(devices), topology)
+
+    @property
+    def size(self) -> int:
+        """Number of devices."""
+        return math.prod(size for _, size in self.axes)
+
+    @functools.cached_property
+    def first_slice(self) -> tuple[int, ...]:
+        """Positions of the first slice's devices, which a program for several slices numbers."""
+        if not self.devices:
+            return tuple(range(self.size))
+        first = self.devices[0].slice_index
+        return tuple(i for i, d in enumerate(self.devices) if d.slice_index == first)
+
+    def crossing_axes(self) -> tuple[str, ...]:
+        """Mesh axes along which the slice changes."""
+        numbers = np.array([d.slice_index for d in self.devices])
+        grid = numbers.reshape([size for _, size in self.axes])
+        return tuple(
+            name for axis, (name, _) in enumerate(self.axes) if np.ptp(grid, axis=axis).any()
+        )
+
+
+def sent_bytes(kind: str, whole: int, size: int) -> float:
+    """Bytes each of `size` devices sends, at least, for an array of `whole` bytes.
+
+    Args:
+        kind: `"all-reduce"` and so on.
+        whole: Bytes of the whole array: what is reduced, or what is gathered.
+        size: Devices that take part together; fewer than two send nothing.
+
+    References:
+        - Chan et al., "Collective communication: theory, practice, and experience", 2007
+    """
+    if size < 2:
+        return 0.0
+    if kind == "all-reduce":
+        return 2 * whole * (size - 1) / size
+    if kind in ("collective-permute", "collective-broadcast"):
+        return float(whole)
+    return whole * (size - 1) / size
+
+
+def seconds_over(wire: Wire, kind: str, whole: float, axes: Sequence[str]) -> float:
+    """Time of a collective over mesh axes at the links' full speed.
+
+    Args:
+        wire: The mesh.
+        kind: `"all-reduce"` and so on.
+        whole: Bytes of the whole array: what is reduced, or what is gathered.
+        axes: The mesh axes that it crosses; those of size 1 cost nothing.
+
+    Returns:
+        Seconds; 0 where the links are unknown.
+    """
+    names = tuple(name for name, size in wire.axes if name in axes and size > 1)
+    if not names:
+        return 0.0
+    group = _group_over(wire, names)
+    bandwidth = bandwidth_of(wire, (group,))[1]
+    return sent_bytes(kind, int(whole), len(group)) / bandwidth if bandwidth else 0.0
+
+
+@functools.lru_cache(maxsize=1024)
+def _group_over(wire: Wire, names: tuple[str, ...]) -> tuple[int, ...]:
+    positions = np.arange(wire.size).reshape([size for _, size in wire.axes])
+    first = tuple(slice(None) if name in names else 0 for name, _ in wire.axes)
+    return tuple(int(i) for i in positions[first].flat)
+
+
+@functools.lru_cache(maxsize=1024)
+def bandwidth_of(wire: Wire, groups: Groups) -> tuple[str, float]:
+    """The network a group uses and the bytes per second one of its devices can send on it.
+
+    The best case, so that times are lower bounds: every torus dimension that the group extends
+    along gives two links if it closes to a ring, else one.
+
+    Args:
+        wire: The mesh.
+        groups: Who talks to whom; the first group stands for all.
+    """
+    topology = wire.topology
+    if topology is None or not wire.devices:
+        return "ICI", 0.0
+    members = [wire.devices[i] for i in groups[0]]
+    if len({d.slice_index for d in members}) > 1:
+        # the devices of one slice share the work of a collective between slices
+        per_slice = len(members) / len({d.slice_index for d in members})
+        return "DCN", topology.dcn_bandwidth * per_slice
+    links = 0
+    for axis, side in enumerate(topology.shape):
+        along = len({d.coords[axis] for d in members})
+        if along > 1:
+            links += 2 if along == side and topology.wraps(axis) else 1
+    if not links:
+        return "ICI", _ON_CHIP_LINKS * topology.link_bandwidth
+    cores = len({d.core_on_chip for d in members})
+    return "ICI", links * topology.link_bandwidth * cores / topology.chip.devices

@@ -1,0 +1,1 @@
+"""Which strategy is the fastest for a model on a slice."""

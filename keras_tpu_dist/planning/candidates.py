@@ -1,0 +1,90 @@
+"""Strategies worth a thought for a slice: meshes, plans, split optimizers, remat policies."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from keras_tpu_dist.hardware.topology import Topology
+from keras_tpu_dist.layout.planner import Planner
+from keras_tpu_dist.strategy import TPUStrategy
+
+# Splitting a weight further than this makes products too thin for the matrix units.
+_MOST_MODEL_WAYS = 16
+# No device has so little memory that "auto" would leave anything whole.
+_BOTH = Planner("auto", memory_bytes=1)
+
+POLICIES = (None, "dots", "full")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Arguments of a `TPUStrategy`.
+
+    Attributes:
+        mesh: Axis names and sizes.
+        layout: `None`, or the name of a plan.
+        shard_optimizer: Whether slots are split over the data axes.
+        remat: A policy, or `None`.
+    """
+
+    mesh: tuple[tuple[str, int], ...]
+    layout: str | None
+    shard_optimizer: bool
+    remat: str | None
+
+    def strategy(self, topology: Topology | None = None) -> TPUStrategy:
+        """The strategy.
+
+        Args:
+            topology: The slice, for one that nobody has to own; `None` for the devices here.
+        """
+        return TPUStrategy(
+            dict(self.mesh),
+            self._layout(),
+            topology=topology,
+            shard_optimizer=self.shard_optimizer,
+            remat=self.remat,
+        )
+
+    def _layout(self) -> Any:
+        return _BOTH if self.layout == "fsdp and tensor_parallel" else self.layout
+
+    def __str__(self) -> str:
+        layout = 'Planner("auto", memory_bytes=1)' if self._layout() is _BOTH else repr(self.layout)
+        options = [", shard_optimizer=True"] if self.shard_optimizer else []
+        options += [f", remat={self.remat!r}"] if self.remat else []
+        return f"TPUStrategy({dict(self.mesh)}, {layout}{''.join(options)})".replace("'", '"')
+
+
+def candidates(devices: int) -> Iterator[Candidate]:
+    """All candidates for so many devices.
+
+    Args:
+        devices: The number of devices.
+    """
+    for mesh, layout in _layouts(devices):
+        axes = tuple(mesh.items())
+        # Where weights are split over the data axes, so are their slots already.
+        slots = (False,) if layout not in (None, "tensor_parallel") or devices == 1 else (0, 1)
+        for shard_optimizer in map(bool, slots):
+            if shard_optimizer and mesh.get("data", 1) == 1:
+                continue
+            for policy in POLICIES:
+                yield Candidate(axes, layout, shard_optimizer, policy)
+
+
+def _layouts(devices: int) -> Iterator[tuple[dict[str, int], str | None]]:
+    yield {"data": devices}, None
+    if devices == 1:
+        return
+    yield {"fsdp": devices}, "fsdp"
+    for model in _divisors(min(devices, _MOST_MODEL_WAYS)):
+        if model == 1 or devices % model:
+            continue
+        yield {"data": devices // model, "model": model}, "tensor_parallel"
+        if devices > model:
+            yield {"fsdp": devices // model, "model": model}, "fsdp and tensor_parallel"
+
+
+def _divisors(number: int) -> list[int]:
+    return [i for i in range(1, number + 1) if number % i == 0]

@@ -1,0 +1,204 @@
+"""What a model asks of any mesh: its products, its weights, and what it keeps for the gradients."""
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+
+from keras_tpu_dist import _keras
+from keras_tpu_dist.common.plain import plain_operations
+from keras_tpu_dist.dryrun.build import Build, described, forward_pass
+from keras_tpu_dist.dryrun.inputs import count_tokens
+from keras_tpu_dist.dryrun.products import Product, products_of
+from keras_tpu_dist.memory.remat import LayerPolicies
+from keras_tpu_dist.strategy import TPUStrategy
+
+# Axes of each dimension of a weight.
+Spec = tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight of a model.
+
+    Attributes:
+        shape: Its shape.
+        itemsize: Bytes of an element as it is stored.
+        trainable: Whether it has a gradient.
+        slot_bytes: Bytes of the optimizer's slots for it.
+    """
+
+    shape: tuple[int, ...]
+    itemsize: int
+    trainable: bool
+    slot_bytes: int
+
+    @property
+    def size(self) -> int:
+        """The number of its elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What the forward pass keeps for the gradients under a remat policy.
+
+    Attributes:
+        arrays: Shapes of the activations, and the bytes of an element.
+        flops: Operations of all products of a step, those that are computed again included.
+    """
+
+    arrays: tuple[tuple[tuple[int, ...], int], ...]
+    flops: float
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A model's step before any mesh.
+
+    Attributes:
+        rows: The rows of the batch that was traced.
+        tokens: Tokens in it, 0 if the model reads none.
+        weights: The weights, trainable ones first.
+        products: The products of the forward pass.
+        kept: By remat policy.
+        output_bytes: Bytes of the model's outputs.
+        input_bytes: Bytes of the batch.
+    """
+
+    rows: int
+    tokens: int
+    weights: tuple[Weight, ...]
+    products: tuple[Product, ...]
+    kept: dict[str | None, Kept]
+    output_bytes: int
+    input_bytes: int
+
+
+class Described:
+    """A model without memory, to be asked for facts and for layouts.
+
+    Args:
+        model: The model.
+        batch: Its batch's shapes.
+        strategy: The strategy in whose scope it was built.
+    """
+
+    def __init__(self, model: keras.Model, batch: tuple, strategy: TPUStrategy):
+        self._model, self._batch, self._strategy = model, batch, strategy
+        self.name = model.name
+        self._weights = [*model.trainable_variables, *model.non_trainable_variables]
+
+    def facts(self, rows: int, policies: Sequence[str | None]) -> Facts:
+        """Traces the forward pass.
+
+        Args:
+            rows: The rows of the batch.
+            policies: The remat policies to tell apart.
+        """
+        with plain_operations():
+            forward, arguments = forward_pass(self._model, self._batch, training=True)
+            trace = jax.make_jaxpr(forward)(*arguments)
+            outputs = jax.eval_shape(forward, *arguments)
+            kept = {policy: self._kept(policy) for policy in policies}
+        products = products_of(trace, len(jax.tree.leaves(arguments[:2])))
+        leaves = jax.tree.leaves(self._batch)
+        return Facts(
+            rows=rows,
+            tokens=count_tokens(self._batch[0]),
+            weights=tuple(self._described_weights()),
+            products=products,
+            kept=kept,
+            output_bytes=sum(map(_bytes, jax.tree.leaves(outputs))),
+            input_bytes=sum(map(_bytes, leaves)),
+        )
+
+    def specs(self, strategy: TPUStrategy) -> list[Spec]:
+        """The axes of each weight's dimensions under another strategy.
+
+        Args:
+            strategy: The strategy.
+
+        Raises:
+            ValueError: If its layout does not fit the model.
+        """
+        placement = strategy.placement(self._model)
+        return [_spec(placement.decision(v).axes, len(v.shape)) for v in self._weights]
+
+    def _described_weights(self) -> Iterator[Weight]:
+        slots: dict[int, int] = {}
+        for _, slot, weight in _keras.optimizer_slots(self._model):
+            slots[id(weight)] = slots.get(id(weight), 0) + _bytes(slot)
+        trainable = {id(v) for v in self._model.trainable_variables}
+        for v in self._weights:
+            itemsize = np.dtype(v.dtype).itemsize
+            yield Weight(tuple(v.shape), itemsize, id(v) in trainable, slots.get(id(v), 0))
+
+    def _kept(self, policy: str | None) -> Kept:
+        own = self._strategy.remat
+        self._strategy.remat = LayerPolicies(policy)
+        self._strategy.remat.choose(self._model)
+        try:
+            forward, arguments = forward_pass(self._model, self._batch, training=True)
+            trainable, *rest = arguments
+
+            def gradients(trainable, *rest):
+                outputs, back = jax.vjp(lambda w: forward(w, *rest), trainable)
+                return back(jax.tree.map(jax.numpy.zeros_like, outputs))
+
+            def kept(trainable, *rest):
+                return jax.vjp(lambda w: forward(w, *rest), trainable)[1]
+
+            leaves = jax.tree.leaves(jax.eval_shape(kept, trainable, *rest))
+            trace = jax.make_jaxpr(gradients)(trainable, *rest)
+        finally:
+            self._strategy.remat = own
+        arrays = _without([(leaf.shape, _itemsize(leaf)) for leaf in leaves], self._weights)
+        flops = sum(p.flops * p.times for p in products_of(trace, 0))
+        return Kept(tuple(arrays), flops)
+
+
+def _without(arrays: list, weights: list) -> list:
+    """Without the weights themselves, which are kept in any case, as stored or as computed with."""
+    shapes = [tuple(v.shape) for v in weights]
+    found = []
+    for shape, itemsize in arrays:
+        if shape in shapes:
+            shapes.remove(shape)
+        else:
+            found.append((shape, itemsize))
+    return found
+
+
+def _spec(axes: Sequence[Any], ndim: int) -> Spec:
+    entries = [*axes, *([None] * (ndim - len(axes)))]
+    return tuple(() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries)
+
+
+def _itemsize(leaf: Any) -> int:
+    return 4 if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended) else leaf.dtype.itemsize
+
+
+def _bytes(leaf: Any) -> int:
+    return math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
+
+
+@contextlib.contextmanager
+def describing(
+    build: Build, strategy: TPUStrategy, given: Mapping[str, Any], rows: int
+) -> Iterator[Described]:
+    """The model of a build function, without memory.
+
+    Args:
+        build: As in `keras_tpu_dist.dry_run`.
+        strategy: The strategy to build it under.
+        given: `x`, `y` and `sample_weight`, as there.
+        rows: The rows of the batch.
+    """
+    with described(build, strategy, given, rows, "train", []) as (model, batch):
+        yield Described(model, batch, strategy)

@@ -1,0 +1,344 @@
+"""search: the fastest strategy for a model on a slice, as the compiler sees it."""
+
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from keras_tpu_dist.common.checks import is_count
+from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.page import fragment
+from keras_tpu_dist.common.progress import stages
+from keras_tpu_dist.common.text import duration_text, html_table, size_text, text_table
+from keras_tpu_dist.dryrun.run import Build, DryRun, Progress, run_once
+from keras_tpu_dist.hardware.topology import Topology
+from keras_tpu_dist.hlo import Wire
+from keras_tpu_dist.planning.candidates import POLICIES, Candidate, candidates
+from keras_tpu_dist.planning.facts import Described, Facts, describing
+from keras_tpu_dist.planning.forecast import Forecast, Ground, forecast
+from keras_tpu_dist.strategy import TPUStrategy
+
+logger = logging.getLogger("keras_tpu_dist")
+
+# A forecast of memory may be wrong by this much.
+_DOUBT = 1.3
+_MOST_ROWS_A_DEVICE = 1024
+# Rows that the device's memory is to be filled with are not filled to the brim.
+_FILLED = 0.85
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A candidate, what was forecast of it, and what the compiler said.
+
+    Attributes:
+        candidate: The strategy's arguments.
+        rows: Rows of all devices together.
+        forecast: In closed form.
+        run: The dry run, or `None` for one that was not compiled.
+        error: Why it could not be compiled.
+    """
+
+    candidate: Candidate
+    rows: int
+    forecast: Forecast
+    run: DryRun | None = None
+    error: str | None = None
+
+    @property
+    def seconds_a_row(self) -> float:
+        """Seconds of all devices for one row: the compiler's, or else the forecast's."""
+        estimate = None if self.run is None else self.run.estimate
+        return (self.forecast.step_s if estimate is None else estimate.step) / self.rows
+
+
+@dataclass(frozen=True)
+class Search:
+    """What was found, the best first.
+
+    Attributes:
+        model: The model's name.
+        topology: The slice.
+        compiled: What the compiler has seen: those that fit, the fastest first, then the others.
+        others: What it has not seen, by forecast.
+        seconds: How long the search took.
+    """
+
+    model: str
+    topology: str
+    compiled: tuple[Tried, ...]
+    others: tuple[Tried, ...]
+    seconds: float
+
+    @property
+    def best(self) -> Tried | None:
+        """The fastest that fits, or `None`."""
+        first = self.compiled[0] if self.compiled else None
+        return first if first is not None and first.run is not None and first.run.fits else None
+
+    def strategy(self, topology: str | Topology | None = None) -> TPUStrategy:
+        """The best strategy, ready to use.
+
+        Args:
+            topology: A slice, for a strategy that is to be dry-run. Defaults to the devices here.
+
+        Raises:
+            ValueError: If none fits.
+        """
+        best = self.best
+        if best is None:
+            raise ValueError(
+                message(
+                    "No strategy that was tried fits the model into the slice.",
+                    received={"model": self.model, "topology": self.topology},
+                    fix="Search a larger slice, or give a smaller batch_size.",
+                )
+            )
+        if isinstance(topology, str):
+            topology = Topology.parse(topology)
+        return best.candidate.strategy(topology)
+
+    @property
+    def limit(self) -> str:
+        """In words, what keeps the best from being faster."""
+        best = self.best
+        if best is None or best.run is None or best.run.estimate is None:
+            return "nothing fits: the slice has too little memory for this model and batch"
+        e, run = best.run.estimate, best.run
+        exposed, room = e.exposed_link / e.step, run.total_bytes / (run.limit_bytes or math.inf)
+        parts = [f"the matrix units are busy {e.compute / e.step:.0%} of the step"]
+        if exposed > 0.1:
+            parts.append(f"collectives that nothing overlaps take {exposed:.0%}")
+        parts.append(f"{room:.0%} of the memory is used")
+        return f"bound by {e.bound}: {', '.join(parts)}"
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        rows = []
+        for tried in (*self.compiled, *self.others):
+            run, f = tried.run, tried.forecast
+            said = ("", "", tried.error[:60] if tried.error else "not compiled")
+            if run is not None:
+                step = duration_text(run.estimate.step) if run.estimate else ""
+                said = (size_text(run.total_bytes), step, "fits" if run.fits else "too large")
+            forecast = (size_text(int(f.memory_bytes)), duration_text(f.step_s))
+            rows.append((str(tried.candidate), str(tried.rows), *forecast, *said))
+        return rows
+
+    _HEADER = ("strategy", "rows", "memory forecast", "step", "memory compiled", "step", "")
+
+    def __str__(self) -> str:
+        best = self.best
+        first = "none fits" if best is None else f"{best.candidate}, {best.rows} rows: {self.limit}"
+        return (
+            f"model {self.model!r} on {self.topology}, {len(self.compiled)} of "
+            f"{len(self.compiled) + len(self.others)} strategies compiled in "
+            f"{duration_text(self.seconds)}\n{first}\n{text_table(self._HEADER, self._rows())}"
+        )
+
+    def _repr_html_(self) -> str:
+        return fragment(str(self).splitlines()[0], html_table(self._HEADER, self._rows()))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The ranking as plain data."""
+        return {
+            **{"model": self.model, "topology": self.topology, "seconds": self.seconds},
+            "ranking": [
+                {
+                    "strategy": str(tried.candidate),
+                    "rows": tried.rows,
+                    "forecast_bytes": tried.forecast.memory_bytes,
+                    "forecast_step_s": tried.forecast.step_s,
+                    "run": None if tried.run is None else tried.run.to_dict(),
+                    "error": tried.error,
+                }
+                for tried in (*self.compiled, *self.others)
+            ],
+        }
+
+
+def search(
+    build: Build,
+    topology: str | Topology,
+    batch_size: int | None = None,
+    *,
+    x: Any = None,
+    y: Any = None,
+    sample_weight: Any = None,
+    compilations: int = 5,
+    budget_s: float = 900.0,
+    among: Sequence[Candidate] | None = None,
+    progress: Progress | None = None,
+) -> Search:
+    """Finds the fastest strategy for training a model on a slice.
+
+    Meshes, plans, split optimizer slots and remat policies are ranked by a closed-form forecast of
+    memory and time, which takes one trace of the model; the best few are compiled by the real TPU
+    compiler, and what it says decides.
+
+    Args:
+        build: A function without arguments that builds, compiles and returns a model; or a built
+            model.
+        topology: The slice, such as `"v5e:4x4"`.
+        batch_size: Rows of all devices together; `None` for as many as each candidate has memory
+            for, at most 1024 a device, where rows per second decide.
+        x: As in `dry_run`.
+        y: As in `dry_run`.
+        sample_weight: As in `dry_run`.
+        compilations: How many candidates to compile.
+        budget_s: Seconds after which no further compilation begins.
+        among: What to choose from. Defaults to all meshes of the axes "data", "fsdp" and "model".
+        progress: Called with a line of text at each stage.
+
+    Returns:
+        A `Search`: the ranking, what limits the best, and `strategy()`.
+
+    Raises:
+        ValueError: If an argument is of no such kind, or nothing fits the slice and the model.
+
+    Example:
+
+    >>> import keras, keras_tpu_dist as ktd
+    >>> def build():
+    ...     model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(256)])
+    ...     model.compile("adam", "mse")
+    ...     return model
+    >>> found = ktd.search(build, "v5e:2x4", batch_size=1024)  # doctest: +SKIP
+    >>> found.best.candidate.mesh, found.strategy()  # doctest: +SKIP
+    """
+    started, tell = time.monotonic(), progress or logger.debug
+    _check(batch_size, compilations)
+    given = {"x": x, "y": y, "sample_weight": sample_weight}
+    topology = topology if isinstance(topology, Topology) else Topology.parse(topology)
+    compiled: list[Tried] = []
+    with stages("search", 1 + compilations) as begin:
+        begin("reading the model")
+        tell("reading the model")
+        name, ranked = _forecasts(build, topology, batch_size, given, among)
+        tell(f"{len(ranked)} candidates")
+        for tried in ranked[:compilations]:
+            if compiled and time.monotonic() - started > budget_s:
+                break
+            begin(f"compiling {tried.candidate}")
+            tell(f"compiling {tried.candidate}")
+            compiled.append(_compiled(build, topology, tried, given, progress))
+    compiled.sort(key=_rank)
+    return Search(
+        model=name,
+        topology=topology.name,
+        compiled=tuple(compiled),
+        others=tuple(ranked[len(compiled) :]),
+        seconds=time.monotonic() - started,
+    )
+
+
+def _forecasts(
+    build: Build,
+    topology: Topology,
+    batch_size: int | None,
+    given: Mapping[str, Any],
+    among: Sequence[Candidate] | None,
+) -> tuple[str, list[Tried]]:
+    """The model's name, and all candidates, the most promising first."""
+    devices = topology.num_devices
+    chosen = list(candidates(devices)) if among is None else list(among)
+    base = TPUStrategy({"data": devices}, topology=topology)
+    rows = devices if batch_size is None else batch_size
+    found = []
+    with describing(build, base, given, rows) as model:
+        policies = sorted({*POLICIES[:1], *(c.remat for c in chosen)}, key=str)
+        facts = model.facts(rows, policies)
+        for candidate in chosen:
+            try:
+                found += _forecast_of(model, facts, candidate, topology, batch_size)
+            except ValueError as error:
+                logger.info("%s: %s", candidate, error)
+    if not found:
+        raise ValueError(
+            message(
+                "No candidate fits the slice and the model.",
+                received={"model": model.name, "topology": topology.name, "tried": len(chosen)},
+                fix="Give others with among=[...], or a batch_size that more meshes can split.",
+            )
+        )
+    limit = topology.hbm_bytes
+    found.sort(key=lambda t: (t.forecast.memory_bytes > _DOUBT * limit, t.seconds_a_row))
+    return model.name, found
+
+
+def _forecast_of(
+    model: Described,
+    facts: Facts,
+    candidate: Candidate,
+    topology: Topology,
+    batch_size: int | None,
+) -> list[Tried]:
+    strategy = candidate.strategy(topology)
+    specs = model.specs(strategy)
+    wire = Wire.of(dict(strategy.mesh.shape), strategy.mesh.devices.flatten(), topology)
+    ground = Ground(wire, topology, tuple(strategy.data_axes), candidate.shard_optimizer)
+    parts = ground.ways(ground.data_axes)
+    if batch_size is not None:
+        if batch_size < parts:
+            return []
+        return [
+            Tried(
+                candidate, batch_size, forecast(facts, specs, ground, batch_size, candidate.remat)
+            )
+        ]
+    best = None
+    for power in range(int(math.log2(_MOST_ROWS_A_DEVICE)) + 1):
+        rows = parts * 2**power
+        tried = Tried(candidate, rows, forecast(facts, specs, ground, rows, candidate.remat))
+        if best is not None and tried.forecast.memory_bytes > _FILLED * topology.hbm_bytes:
+            break
+        best = tried
+    return [] if best is None else [best]
+
+
+def _compiled(
+    build: Build,
+    topology: Topology,
+    tried: Tried,
+    given: Mapping[str, Any],
+    progress: Progress | None,
+) -> Tried:
+    try:
+        run = run_once(
+            build,
+            tried.candidate.strategy(topology),
+            inputs=given,
+            batch_size=tried.rows,
+            mode="train",
+            effort="quick",
+            timeout=1800.0,
+            progress=progress,
+            thorough=False,
+        )
+    except (ValueError, RuntimeError, NotImplementedError) as error:
+        logger.info("%s: %s", tried.candidate, error)
+        return replace(tried, error=str(error))
+    return replace(tried, run=run)
+
+
+def _rank(tried: Tried) -> tuple[int, float]:
+    if tried.run is None:
+        return 2, 0.0
+    return (0 if tried.run.fits else 1), tried.seconds_a_row
+
+
+def _check(batch_size: Any, compilations: Any) -> None:
+    wrong = {}
+    if batch_size is not None and not is_count(batch_size, 1):
+        wrong["batch_size"] = batch_size
+    if not is_count(compilations, 1):
+        wrong["compilations"] = compilations
+    if wrong:
+        raise ValueError(
+            message(
+                "batch_size and compilations are whole numbers of at least 1.",
+                received=wrong,
+                fix="Write for example search(build, 'v5e:4x4', batch_size=256, compilations=5).",
+            )
+        )

@@ -1,0 +1,110 @@
+"""Operations of a model by its formula, and whose weight each product reads."""
+
+import jax
+import jax.numpy as jnp
+import keras
+import pytest
+from jax import lax
+
+import keras_tpu_dist as ktd
+from keras_tpu_dist.dryrun.build import described, lower
+from keras_tpu_dist.dryrun.products import operations, products_of
+
+L = keras.layers
+ROWS, TIME, WIDTH, VOCABULARY = 8, 32, 64, 100
+
+
+def compiled(model, loss="mse"):
+    model.compile("adam", loss)
+    return model
+
+
+def dense():
+    model = keras.Sequential([keras.Input((64,)), L.Dense(256, "relu"), L.Dense(10)])
+    return compiled(model), ROWS * (64 * 256 + 256 * 10)
+
+
+def decoder():
+    tokens = keras.Input((TIME,), dtype="int32")
+    x = L.Embedding(VOCABULARY, WIDTH)(tokens)
+    for _ in range(3):
+        y = L.LayerNormalization()(x)
+        x = x + L.MultiHeadAttention(4, WIDTH // 4)(y, y, use_causal_mask=True)
+        x = x + L.Dense(WIDTH)(L.Dense(4 * WIDTH, "gelu")(x))
+    model = keras.Model(tokens, L.Dense(VOCABULARY)(x))
+    weights = 3 * 12 * WIDTH * WIDTH + WIDTH * VOCABULARY
+    # Queries with keys, and weights with values: all of them, although the mask is causal.
+    attention = 3 * 2 * TIME * TIME * WIDTH
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    return compiled(model, loss), ROWS * (TIME * weights + attention)
+
+
+def lstm():
+    model = keras.Sequential([keras.Input((20, 16)), L.LSTM(32), L.Dense(10)])
+    return compiled(model), ROWS * (20 * (16 + 32) * 4 * 32 + 32 * 10)
+
+
+def scanned_lstm():
+    model = keras.Sequential([keras.Input((20, 16)), ktd.layers.LSTM(32), L.Dense(10)])
+    return compiled(model), ROWS * (20 * (16 + 32) * 4 * 32 + 32 * 10)
+
+
+def convolutions():
+    layers = [
+        L.Conv2D(8, 3, padding="same"),
+        L.DepthwiseConv2D(3, padding="same"),
+        L.Conv2D(16, 3, strides=2, padding="same", groups=2),
+        L.Flatten(),
+        L.Dense(10),
+    ]
+    model = keras.Sequential([keras.Input((16, 16, 3)), *layers])
+    pixels = 256 * (27 * 8 + 9 * 8) + 64 * 9 * 4 * 16
+    return compiled(model), ROWS * (pixels + 64 * 16 * 10)
+
+
+@pytest.mark.parametrize("make", [dense, decoder, lstm, scanned_lstm, convolutions])
+@pytest.mark.parametrize("remat", [None, "full"])
+def test_operations_are_those_of_the_formula(make, remat):
+    strategy = ktd.TPUStrategy({"data": 4, "model": 2}, "tensor_parallel", remat=remat)
+    expected = 2 * make()[1]
+    for mode, times in (("train", 3), ("predict", 1)):
+        lowered = lower(lambda: make()[0], strategy, batch_size=ROWS, mode=mode, platform="cpu")
+        assert lowered.model_flops == times * expected
+
+
+def test_each_product_knows_its_weight():
+    strategy = ktd.TPUStrategy()
+    with described(lambda: decoder()[0], strategy, {}, ROWS, "train", []) as (model, batch):
+        from keras_tpu_dist.dryrun.build import forward_pass
+
+        forward, arguments = forward_pass(model, batch, training=True)
+        trace = jax.make_jaxpr(forward)(*arguments)
+        products = products_of(trace, len(arguments[0]))
+        read = [model.trainable_variables[p.weight].path for p in products if p.weight is not None]
+    kernels = [v.path for v in model.trainable_variables if v.path.endswith("kernel")]
+    assert sorted(read) == sorted(kernels)
+    by_path = dict(zip(read, (p for p in products if p.weight is not None)))
+    query = next(p for path, p in by_path.items() if path.endswith("query/kernel"))
+    output = next(p for path, p in by_path.items() if path.endswith("attention_output/kernel"))
+    assert (query.contracted, output.contracted) == ({0}, {0, 1})
+    assert query.read_bytes == 4 * ROWS * TIME * WIDTH
+
+
+def test_weights_through_reshapes_casts_calls_and_branches():
+    def forward(w, x):
+        w = w.astype("bfloat16").reshape(4, 2, 6).transpose(2, 0, 1)  # (6, 4, 2) of (8, 6)
+
+        @jax.jit
+        def called(w, x):
+            return jnp.einsum("nij,bij->bn", w, x)
+
+        y = called(w, x.astype("bfloat16"))
+        big = jnp.ones((6, 1000), "bfloat16")
+        return lax.cond(x[0, 0, 0] > 0, lambda: (y @ big).sum(), lambda: y.sum())
+
+    w, x = jax.ShapeDtypeStruct((8, 6), "float32"), jax.ShapeDtypeStruct((5, 4, 2), "float32")
+    products = products_of(jax.make_jaxpr(forward)(w, x), 1)
+    assert products[0].weight == 0
+    assert products[0].contracted == {0}
+    assert products[0].weight_bytes == 2 * 48
+    assert operations(products) == 2 * 5 * (48 + 6000)

@@ -1,0 +1,82 @@
+"""search: candidates ranked, the best few compiled, the best a strategy that trains."""
+
+import keras
+import numpy as np
+import pytest
+from helpers import assert_close, built
+
+import keras_tpu_dist as ktd
+from keras_tpu_dist.dryrun.compile import has_libtpu
+from keras_tpu_dist.planning.candidates import Candidate
+
+L = keras.layers
+
+
+def build(width=512):
+    model = keras.Sequential(
+        [keras.Input((64,)), L.Dense(width, "relu"), L.Dense(width, "relu"), L.Dense(8)]
+    )
+    model.compile("adam", "mse")
+    return model
+
+
+needs_libtpu = pytest.mark.skipif(not has_libtpu(), reason="needs the TPU compiler, libtpu")
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_compiler
+@needs_libtpu
+def test_the_best_fits_and_trains_as_one_device():
+    lines = []
+    found = ktd.search(build, "v5e:2x4", batch_size=64, compilations=2, progress=lines.append)
+    assert len(found.compiled) == 2
+    steps = [tried.run.estimate.step for tried in found.compiled]
+    assert steps == sorted(steps)
+    assert found.best.run.fits
+    assert "candidates" in " ".join(lines)
+    text = str(found)
+    assert str(found.best.candidate) in text
+    assert "matrix units are busy" in text
+    assert found.to_dict()["ranking"][0]["strategy"] == str(found.best.candidate)
+    # As many rows as each has memory for.
+    filled = ktd.search(build, "v5e:2x4", compilations=1)
+    assert filled.best.rows > 64
+
+    x = np.random.default_rng(0).normal(size=(13, 64)).astype("float32")
+    fit = {"epochs": 2, "batch_size": 8, "shuffle": False, "verbose": 0}
+    one, model = built(build, None), built(build, found.strategy())
+    one.fit(x, x[:, :8], **fit)
+    model.fit(x, x[:, :8], **fit)
+    assert_close(model.get_weights(), one.get_weights())
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_compiler
+@needs_libtpu
+def test_what_does_not_fit_is_no_best():
+    def large():
+        model = keras.Sequential(
+            [keras.Input((8,)), L.Dense(2**16, use_bias=False), L.Dense(2**16, use_bias=False)]
+        )
+        model.compile("adam", "mse")
+        return model
+
+    whole = Candidate((("data", 4),), None, False, None)
+    found = ktd.search(large, "v5e:2x2", batch_size=8, among=[whole], compilations=1)
+    assert found.best is None
+    assert "none fits" in str(found)
+    with pytest.raises(ValueError, match="No strategy that was tried fits the model"):
+        found.strategy()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"batch_size": 0}, "batch_size and compilations are whole numbers.*batch_size=0"),
+        ({"batch_size": 64, "compilations": 0}, "whole numbers.*compilations=0"),
+        ({"batch_size": 2, "among": [Candidate((("data", 8),), None, False, None)]}, "batch"),
+    ],
+)
+def test_bad_arguments(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        ktd.search(build, "v5e:2x4", **arguments)
