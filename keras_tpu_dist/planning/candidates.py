@@ -32,6 +32,11 @@ class Candidate:
     shard_optimizer: bool
     remat: str | None
 
+    @property
+    def way(self) -> tuple[Any, ...]:
+        """The mesh and the layout, without what may be chosen besides."""
+        return self.mesh, self.layout
+
     def strategy(self, topology: Topology | None = None) -> TPUStrategy:
         """The strategy.
 

@@ -22,6 +22,8 @@ from keras_tpu_dist.strategy import TPUStrategy
 
 logger = logging.getLogger("keras_tpu_dist")
 
+# The part of all compilations that looks at another mesh or layout each time.
+_OF_OTHER_WAYS = 0.6
 # A forecast of memory may be wrong by this much.
 _DOUBT = 1.3
 _MOST_ROWS_A_DEVICE = 1024
@@ -166,7 +168,7 @@ def search(
     x: Any = None,
     y: Any = None,
     sample_weight: Any = None,
-    compilations: int = 5,
+    compilations: int = 8,
     budget_s: float = 900.0,
     among: Sequence[Candidate] | None = None,
     progress: Progress | None = None,
@@ -174,8 +176,10 @@ def search(
     """Finds the fastest strategy for training a model on a slice.
 
     Meshes, plans, split optimizer slots and remat policies are ranked by a closed-form forecast of
-    memory and time, which takes one trace of the model; the best few are compiled by the real TPU
-    compiler, and what it says decides.
+    memory and time, which takes one trace of the model. The real TPU compiler then looks at the
+    most promising of each mesh and layout, and at others of the best of these; what it says
+    decides. The forecast knows no kernels, and may rank meshes wrongly: more compilations make
+    the answer surer.
 
     Args:
         build: A function without arguments that builds, compiles and returns a model; or a built
@@ -192,7 +196,7 @@ def search(
         progress: Called with a line of text at each stage.
 
     Returns:
-        A `Search`: the ranking, what limits the best, and `strategy()`.
+        A `Search`, with the ranking, what limits the best, and `strategy()`.
 
     Raises:
         ValueError: If an argument is of no such kind, or nothing fits the slice and the model.
@@ -217,20 +221,36 @@ def search(
         tell("reading the model")
         name, ranked = _forecasts(build, topology, batch_size, given, among)
         tell(f"{len(ranked)} candidates")
-        for tried in ranked[:compilations]:
+        while len(compiled) < compilations and (tried := _next(ranked, compiled, compilations)):
             if compiled and time.monotonic() - started > budget_s:
                 break
+            ranked.remove(tried)
             begin(f"compiling {tried.candidate}")
             tell(f"compiling {tried.candidate}")
             compiled.append(_compiled(build, topology, tried, given, progress))
-    compiled.sort(key=_rank)
     return Search(
         model=name,
         topology=topology.name,
-        compiled=tuple(compiled),
-        others=tuple(ranked[len(compiled) :]),
+        compiled=tuple(sorted(compiled, key=_rank)),
+        others=tuple(ranked),
         seconds=time.monotonic() - started,
     )
+
+
+def _next(left: list[Tried], compiled: list[Tried], compilations: int) -> Tried | None:
+    """What to compile next: first one of each mesh and layout, then what differs from the best.
+
+    A forecast tells candidates of one mesh apart better than meshes, whose kernels it does not
+    know.
+    """
+    seen = {tried.candidate.way for tried in compiled}
+    if len(compiled) < max(1, round(compilations * _OF_OTHER_WAYS)):
+        for tried in left:
+            if tried.candidate.way not in seen:
+                return tried
+    best = min(compiled, key=_rank, default=None)
+    alike = [t for t in left if best is not None and t.candidate.way == best.candidate.way]
+    return next(iter(alike or left), None)
 
 
 def _forecasts(
@@ -276,7 +296,7 @@ def _forecast_of(
 ) -> list[Tried]:
     strategy = candidate.strategy(topology)
     specs = model.specs(strategy)
-    wire = Wire.of(dict(strategy.mesh.shape), strategy.mesh.devices.flatten(), topology)
+    wire = Wire.of(dict(strategy.mesh.shape), list(strategy.mesh.devices.flat), topology)
     ground = Ground(wire, topology, tuple(strategy.data_axes), candidate.shard_optimizer)
     parts = ground.ways(ground.data_axes)
     if batch_size is not None:
@@ -339,6 +359,6 @@ def _check(batch_size: Any, compilations: Any) -> None:
             message(
                 "batch_size and compilations are whole numbers of at least 1.",
                 received=wrong,
-                fix="Write for example search(build, 'v5e:4x4', batch_size=256, compilations=5).",
+                fix="Write for example search(build, 'v5e:4x4', batch_size=256, compilations=8).",
             )
         )

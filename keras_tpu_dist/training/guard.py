@@ -91,6 +91,8 @@ class StateGuard:
             iterator: The input; where training goes on in the middle of it, it is sent there.
         """
         self._input = iterator
+        if self.after_launch is not None:
+            iterator.keep_states()
         if self.begin_at is not None:
             position, self.begin_at = self.begin_at, None
             iterator.begin_at(position)

@@ -1,6 +1,7 @@
 """Where in its input a training stood: random numbers before the first batch, and batches since."""
 
 import base64
+import json
 import logging
 import random
 from collections.abc import Sequence
@@ -23,12 +24,14 @@ class InputPosition:
         now: Their state when the position was taken.
         made: How many batches of the input were trained on.
         done: How many of these belong to the running epoch.
+        state: What the input says of its own place, as plain data; `None` if it says nothing.
     """
 
     start: dict[str, Any]
     now: dict[str, Any]
     made: int
     done: int
+    state: Any = None
 
     def to_dict(self) -> dict[str, Any]:
         """The attributes by name; plain data."""
@@ -79,6 +82,49 @@ def own_position(positions: Sequence) -> InputPosition | None:
                 *(len(positions), jax.process_count()),
             )
     return None if own is None else InputPosition(**own)
+
+
+def state_of(batches: Any) -> Any:
+    """What an iterator with `get_state()`, as Grain's are, says of its place; as plain data.
+
+    Args:
+        batches: The iterator.
+
+    Returns:
+        The state, or `None` where it is no bytes and nothing that JSON has.
+    """
+    state = batches.get_state()
+    if isinstance(state, bytes):
+        return {"bytes": base64.b64encode(state).decode()}
+    try:
+        return {"json": json.dumps(state)}
+    except TypeError:
+        return None
+
+
+def set_state(batches: Any, state: dict[str, str]) -> bool:
+    """Sends an iterator to where another one over the same input stood.
+
+    Args:
+        batches: The iterator.
+        state: What `state_of` returned for the other.
+
+    Returns:
+        Whether it went there; it does not if it has no states, or takes none of this kind.
+    """
+    if not hasattr(batches, "set_state"):
+        return False
+    plain = base64.b64decode(state["bytes"]) if "bytes" in state else json.loads(state["json"])
+    try:
+        batches.set_state(plain)
+    except Exception as error:
+        logger.warning(
+            "the input does not take the state that is in the checkpoint (%s: %s): it is read "
+            "from its start again",
+            *(type(error).__name__, error),
+        )
+        return False
+    return True
 
 
 def _text(words: np.ndarray) -> str:

@@ -12,6 +12,8 @@ from keras_tpu_dist.training.input_position import (
     InputPosition,
     random_numbers,
     set_random_numbers,
+    set_state,
+    state_of,
 )
 from keras_tpu_dist.training.own_input import Share
 
@@ -63,6 +65,11 @@ class DeviceIterator:
         # The random numbers before the first batch was read, and the batches launched since.
         self._start: dict[str, Any] | None = None
         self._made = 0
+        # What the input said of its place after each batch that was read and not launched yet.
+        self._states: deque | None = None
+        self._state: Any = None
+        # Batches that need not be read to be skipped: the input stands behind them already.
+        self._passed = 0
 
     def __iter__(self):
         return self
@@ -79,7 +86,12 @@ class DeviceIterator:
             done: The steps made of the running epoch.
         """
         now = random_numbers()
-        return InputPosition(self._start or now, now, self._made, done)
+        return InputPosition(self._start or now, now, self._made, done, self._state)
+
+    def keep_states(self) -> None:
+        """From now on asks the input for its place, if it can tell, for `position`."""
+        if self._states is None and hasattr(self._batches, "get_state"):
+            self._states = deque()
 
     def begin_at(self, position: InputPosition) -> None:
         """Goes to a position, before the first batch is read.
@@ -92,16 +104,22 @@ class DeviceIterator:
         begins = not (self._steps_per_epoch or position.done)
         if self._steps_per_epoch and self._source_batches and not position.done:
             begins = position.made >= self._source_batches
-        set_random_numbers(position.now if begins else position.start)
+        stands = bool(not begins and position.state) and set_state(self._batches, position.state)
+        set_random_numbers(position.now if begins or stands else position.start)
+        if stands:
+            self._passed, self._state = position.made, position.state
+            self._start = position.start
         earlier = 0 if begins or not self._steps_per_epoch else position.made - position.done
         if earlier:
             start = time.perf_counter()
             self.skip(earlier)
             self._not_made(-earlier, False)
-            logger.info(
-                "%d batches of the input were read again, to go on where training stopped: %.1f s",
-                *(earlier, time.perf_counter() - start),
-            )
+            if not stands:
+                logger.info(
+                    "%d batches of the input were read again, to go on where training stopped: "
+                    "%.1f s",
+                    *(earlier, time.perf_counter() - start),
+                )
 
     def launched(self, outputs: Any, last: bool, steps: int = 1) -> None:
         """Tells the clock that training launched what was taken, and whether it stops there.
@@ -112,6 +130,7 @@ class DeviceIterator:
             steps: How many steps it made.
         """
         self._made += steps
+        self._follow(steps)
         self._clock.launched(outputs)
         whole = self._num_batches and not (self._ahead or self._taken % self._num_batches)
         if whole or last:
@@ -123,7 +142,14 @@ class DeviceIterator:
         start = time.perf_counter()
         batch = next(self._batches)
         self._clock.was_read(start, time.perf_counter())
+        if self._states is not None:
+            self._states.append(state_of(self._batches))
         return batch
+
+    def _follow(self, steps: int) -> None:
+        states = self._states or deque()
+        for _ in range(min(steps, len(states))):
+            self._state = states.popleft()
 
     def not_made(self, steps: int) -> None:
         """Tells whoever counts that a launch ended `steps` steps before its end.
@@ -145,7 +171,11 @@ class DeviceIterator:
         """
         for number in range(batches):
             try:
-                self._read()
+                if self._passed:
+                    self._passed -= 1
+                else:
+                    self._read()
+                    self._follow(1)
             except StopIteration:
                 if not number:
                     raise

@@ -1,5 +1,8 @@
 """search: candidates ranked, the best few compiled, the best a strategy that trains."""
 
+import dataclasses
+from types import SimpleNamespace
+
 import keras
 import numpy as np
 import pytest
@@ -7,7 +10,9 @@ from helpers import assert_close, built
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.dryrun.compile import has_libtpu
+from keras_tpu_dist.planning import search as planning
 from keras_tpu_dist.planning.candidates import Candidate
+from keras_tpu_dist.planning.forecast import Forecast
 
 L = keras.layers
 
@@ -67,6 +72,26 @@ def test_what_does_not_fit_is_no_best():
     assert "none fits" in str(found)
     with pytest.raises(ValueError, match="No strategy that was tried fits the model"):
         found.strategy()
+
+
+def test_what_is_compiled_when():
+    """One of each mesh and layout first, then others of the best."""
+    step = {"a": 3.0, "b": 1.0, "c": 2.0}
+    left = [tried(mesh, remat) for mesh in "abc" for remat in (None, "dots", "full")]
+    compiled = []
+    while len(compiled) < 5:
+        one = planning._next(left, compiled, 5)
+        left.remove(one)
+        name = one.candidate.mesh[0][0]
+        run = SimpleNamespace(fits=True, estimate=SimpleNamespace(step=step[name]))
+        compiled.append(dataclasses.replace(one, run=run))
+    names = [(t.candidate.mesh[0][0], t.candidate.remat) for t in compiled]
+    assert names == [("a", None), ("b", None), ("c", None), ("b", "dots"), ("b", "full")]
+
+
+def tried(axis, remat):
+    times = Forecast(0, 0, 0, compute_s=1, traffic_s=0, links_s=0, exposed_s=0)
+    return planning.Tried(Candidate(((axis, 8),), None, False, remat), 64, times)
 
 
 @pytest.mark.parametrize(
