@@ -1,0 +1,209 @@
+"""Equal blocks that run as one loop: equal to those that run one by one."""
+
+
+import jax
+import keras
+import numpy as np
+import pytest
+from helpers import built, largest_difference
+from test_remat import MESHES, TIME, WIDTH, Attending, Losing, Plain, sequences
+
+import keras_tpu_dist as ktd
+from keras_tpu_dist import _keras
+
+L = keras.layers
+BLOCKS = 3
+
+
+def in_a_row(make, x, blocks=BLOCKS):
+    for i in range(blocks):
+        x = make(i)(x)
+    return x
+
+
+def dense(x):
+    def block(i):
+        inner = [L.Dense(16, "relu"), L.Dropout(0.3), L.LayerNormalization(), L.Dense(WIDTH)]
+        return keras.Sequential(inner, name=f"block_{i}")
+
+    return in_a_row(block, x)
+
+
+def convolution(x):
+    def block(i):
+        inner = [
+            *(L.Conv1D(WIDTH, 3, padding="same", use_bias=False), L.BatchNormalization()),
+            *(L.ReLU(), L.DepthwiseConv1D(3, padding="same"), L.BatchNormalization()),
+        ]
+        return keras.Sequential(inner, name=f"block_{i}")
+
+    return in_a_row(block, x)
+
+
+def attention(x):
+    return in_a_row(lambda i: Attending(name=f"block_{i}"), L.Masking(0.0)(x))
+
+
+def grouped(x):
+    return in_a_row(lambda i: Attending("GroupQueryAttention", name=f"block_{i}"), x)
+
+
+def again(x):
+    """Blocks that are computed again: the policies act within the loop."""
+    full = [ktd.remat(Attending(name=f"full_{i}"), "full") for i in range(2)]
+    named = [ktd.remat(Attending(name=f"named_{i}"), ["attention", "up"]) for i in range(2)]
+    part = [ktd.remat(Attending(name=f"part_{i}"), "attention") for i in range(2)]
+    return in_a_row([*full, *named, *part].__getitem__, x, 6)
+
+
+class Stacked(keras.Model):
+    """A subclassed model: blocks in a list, called in a loop, one of them with a mask for all."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.blocks = [Masked(name=f"block_{i}") for i in range(BLOCKS)]
+        self.norm = L.LayerNormalization(name="norm")
+
+    def build(self, shape):
+        for block in self.blocks:
+            block.build(shape)
+        self.norm.build(shape)
+
+    def call(self, x):
+        mask = keras.ops.any(x != 0, axis=-1)[:, None]
+        for block in self.blocks:
+            x = block(x, attention_mask=mask)
+        return self.norm(x)
+
+
+class Masked(L.Layer):
+    """Attention that is given its mask."""
+
+    def build(self, shape):
+        self.attention = L.MultiHeadAttention(2, 4, dropout=0.2)
+        self.attention.build(shape, shape)
+
+    def call(self, x, attention_mask):
+        return x + self.attention(x, x, attention_mask=attention_mask)
+
+
+def subclassed(x):
+    return Stacked(name="stack")(x)
+
+
+class Counting(Losing):
+    """Adds losses, and counts its calls; gives the next one an array."""
+
+    def call(self, x):
+        results = super().call(x)
+        return results["y"] + results["kept"][0]
+
+
+def losing(x):
+    return in_a_row(lambda i: Counting(name=f"block_{i}"), x)
+
+
+def low_rank(x):
+    layers = [L.Dense(WIDTH, "relu", name=f"block_{i}") for i in range(BLOCKS)]
+    for layer in layers:
+        layer.build(x.shape)
+        layer.enable_lora(2)
+    return in_a_row(layers.__getitem__, x)
+
+
+def frozen(x):
+    layers = [Plain(name=f"block_{i}") for i in range(5)]
+    for layer in layers[:2]:
+        layer.trainable = False
+    return in_a_row(layers.__getitem__, x, 5)
+
+
+def tapped(x):
+    """What is between blocks is used once more at the end."""
+    first = dense(x)
+    return L.Add()([x, first, in_a_row(lambda i: Plain(name=f"plain_{i}"), first)])
+
+
+MODELS = (
+    *(dense, convolution, attention, grouped, again, subclassed, losing, low_rank),
+    *(frozen, tapped),
+)
+
+
+def classifier(body, **options):
+    x = keras.Input((TIME, WIDTH))
+    model = keras.Model(x, L.Dense(3)(L.GlobalAveragePooling1D()(body(x))), name="classifier")
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
+    model.compile(optimizer, loss, metrics=["accuracy"], **options)
+    return model
+
+
+def trained(body, scan, strategy, forward=False, **options):
+    """Everything that two steps of 13 rows leave, seeds and moving statistics included."""
+    epochs = options.pop("epochs", 1)
+    x, y = sequences()
+    model = built(lambda: classifier(body, **options), strategy)
+    if scan:
+        assert ktd.scan_blocks(model).runs
+    found = {"history": model.fit(x, y, batch_size=8, epochs=epochs, verbose=0).history}
+    if forward:
+        found["predictions"] = model.predict(x, batch_size=8, verbose=0)
+        found["evaluation"] = model.evaluate(x, y, batch_size=8, verbose=0)
+    return found | {"state": {v.path: np.asarray(v.value) for v in _keras.state_variables(model)}}
+
+
+def scans(model, *args):
+    """How many loops there are in a model's compiled call."""
+    variables = [model.trainable_variables, model.non_trainable_variables]
+    values = [[v.value for v in group] for group in variables]
+    program = jax.make_jaxpr(lambda *a: model.stateless_call(*a, training=True))(*values, *args)
+    return str(program).count(" scan[")
+
+
+CASES = [
+    (dense, "none", {"forward": True}),
+    (dense, "fsdp", {"steps_per_execution": 4, "epochs": 4}),
+    (convolution, "data8", {}),
+    (convolution, "fsdp", {"forward": True}),
+    (attention, "tensor", {"steps_per_execution": 4, "epochs": 2}),
+    (attention, "fsdp", {"forward": True}),
+    (grouped, "tensor", {}),
+    (again, "fsdp", {}),
+    (again, "none", {}),
+    (subclassed, "tensor", {"forward": True}),
+    (losing, "fsdp", {}),
+    (losing, "data8", {"run_eagerly": True}),
+    (low_rank, "tensor", {}),
+    (frozen, "data8", {}),
+    (tapped, "fsdp", {}),
+    (tapped, "none", {}),
+]
+# A sample, 10 s each; `python tests/memory/test_scan_blocks.py` compares all of them.
+SLOW = [CASES[i] for i in (3, 4, 7, 10)]
+
+
+def assert_same(body, mesh, tolerance=1e-5, **options):
+    strategy = MESHES[mesh]()
+    plain = trained(body, False, None, **options)
+    assert largest_difference(trained(body, True, strategy, **options), plain) <= tolerance
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("body", "mesh", "options"),
+    SLOW,
+    ids=lambda v: getattr(v, "__name__", None) if callable(v) else None,
+)
+def test_a_loop_leaves_what_blocks_one_by_one_on_one_device_leave(body, mesh, options):
+    assert_same(body, mesh, **options)
+
+
+if __name__ == "__main__":
+    for case in CASES:
+        keras.distribution.set_distribution(None)
+        try:
+            assert_same(*case[:2], **case[2])
+            print("same", case[0].__name__, *case[1:], flush=True)
+        except Exception as error:
+            print("NOT", case[0].__name__, *case[1:], type(error), str(error)[:600], flush=True)
