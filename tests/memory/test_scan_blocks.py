@@ -1,6 +1,5 @@
 """Equal blocks that run as one loop: equal to those that run one by one."""
 
-
 import jax
 import keras
 import numpy as np
