@@ -1,5 +1,7 @@
 """Equal blocks that run as one loop: equal to those that run one by one."""
 
+import sys
+
 import jax
 import keras
 import numpy as np
@@ -173,7 +175,7 @@ CASES = [
     (subclassed, "tensor", {"forward": True}),
     (losing, "fsdp", {}),
     (losing, "data8", {"run_eagerly": True}),
-    (low_rank, "tensor", {}),
+    (low_rank, "fsdp", {}),
     (frozen, "data8", {}),
     (tapped, "fsdp", {}),
     (tapped, "none", {}),
@@ -182,10 +184,19 @@ CASES = [
 SLOW = [CASES[i] for i in (3, 4, 7, 10)]
 
 
+def in_parts(found, expected):
+    """Two structures of arrays, those that are larger than 1 as parts of the largest expected."""
+    found, expected = jax.tree.leaves(found), jax.tree.leaves(expected)
+    scales = [max(1.0, float(np.abs(each).max())) for each in expected]
+    return [[a / scale for a, scale in zip(each, scales)] for each in (found, expected)]
+
+
 def assert_same(body, mesh, tolerance=1e-5, **options):
     strategy = MESHES[mesh]()
     plain = trained(body, False, None, **options)
-    assert largest_difference(trained(body, True, strategy, **options), plain) <= tolerance
+    assert (
+        largest_difference(*in_parts(trained(body, True, strategy, **options), plain)) <= tolerance
+    )
 
 
 @pytest.mark.slow
@@ -199,7 +210,10 @@ def test_a_loop_leaves_what_blocks_one_by_one_on_one_device_leave(body, mesh, op
 
 
 if __name__ == "__main__":
+    names = sys.argv[1:]
     for case in CASES:
+        if names and case[0].__name__ not in names:
+            continue
         keras.distribution.set_distribution(None)
         try:
             assert_same(*case[:2], **case[2])
