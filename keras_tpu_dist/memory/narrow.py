@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core
 
-from keras_tpu_dist.partitioner.jaxprs import opened, with_equations
+from keras_tpu_dist.partitioner.jaxprs import opened
 
 # Calls whose operands are the inputs of the program in the parameter "jaxpr".
 _CALLS = {"checkpoint", "remat", "remat2", "jit", "pjit"}
@@ -88,20 +88,3 @@ def _with_inputs(jaxpr: Any, dtypes: dict[int, Any]) -> Any:
 
 def _renamed(atom: Any, names: dict[Any, Any]) -> Any:
     return atom if isinstance(atom, core.Literal) else names.get(atom, atom)
-
-
-def without_barriers(jaxpr: Any) -> Any:
-    """A loop's body whose parts that are computed again need not be kept apart from the first time.
-
-    They are in another loop than it.
-
-    Args:
-        jaxpr: The body, a `ClosedJaxpr` or a `Jaxpr`.
-    """
-    equations = [
-        each.replace(params={**each.params, "prevent_cse": False})
-        if "prevent_cse" in each.params
-        else each
-        for each in opened(jaxpr).eqns
-    ]
-    return with_equations(jaxpr, equations)

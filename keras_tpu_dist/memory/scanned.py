@@ -1,7 +1,6 @@
 """A traced program, run with one loop in the place of each run of equal blocks."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,11 +8,9 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
-from keras_tpu_dist import _keras
-from keras_tpu_dist.memory.narrow import narrowed, without_barriers
-from keras_tpu_dist.memory.runs import Run, is_block
+from keras_tpu_dist.memory.body import Step, body_of, layout_of, read
+from keras_tpu_dist.memory.runs import Block, Run, is_block
 from keras_tpu_dist.partitioner.jaxprs import opened
-from keras_tpu_dist.partitioner.places import mesh_here
 
 
 def computed(jaxpr: Any, runs: list[Run], inputs: Sequence[Any]) -> list[Any]:
@@ -30,24 +27,17 @@ def computed(jaxpr: Any, runs: list[Run], inputs: Sequence[Any]) -> list[Any]:
     program = opened(jaxpr)
     values = dict(zip(program.constvars, jaxpr.consts)) | dict(zip(program.invars, inputs))
     for step in _in_order(program, runs, set(values)):
-        given = [_read(values, atom) for atom in step.inputs]
+        given = [read(values, atom) for atom in step.inputs]
         values.update(zip(step.outputs, step.compute(given)))
-    return [_read(values, atom) for atom in program.outvars]
+    return [read(values, atom) for atom in program.outvars]
 
 
-@dataclass(frozen=True)
-class _Step:
-    inputs: list[Any]
-    outputs: list[Any]
-    compute: Callable[[list[Any]], Sequence[Any]]
-
-
-def _in_order(program: Any, runs: list[Run], known: set) -> list[_Step]:
+def _in_order(program: Any, runs: list[Run], known: set) -> list[Step]:
     """Steps that each find their inputs: what needs a run's results waits for its last block."""
     last = {run.blocks[-1].position: run for run in runs}
     within = {block.position for run in runs for block in run.blocks}
     used = _uses(program)
-    waiting: list[_Step] = []
+    waiting: list[Step] = []
     for position, equation in enumerate(program.eqns):
         if position in last:
             waiting.append(_loop(last[position], used))
@@ -84,23 +74,19 @@ def _uses(program: Any) -> dict[Any, set[int]]:
     return found
 
 
-def _equation(program: Any, equation: Any) -> _Step:
+def _equation(program: Any, equation: Any) -> Step:
     outputs = list(equation.outvars)
     if is_block(equation):
         within = core.jaxpr_as_fun(equation.params["jaxpr"])
-        return _Step(list(equation.invars), outputs, lambda given: within(*given))
+        return Step(list(equation.invars), outputs, lambda given: within(*given))
     atoms = [atom for atom in equation.invars if not isinstance(atom, core.Literal)]
     inputs = list(dict.fromkeys(atoms))
     alone = program.replace(constvars=[], invars=inputs, outvars=outputs, eqns=[equation])
     call = core.jaxpr_as_fun(core.ClosedJaxpr(alone, []))
-    return _Step(inputs, outputs, lambda given: call(*given))
+    return Step(inputs, outputs, lambda given: call(*given))
 
 
-def _read(values: dict, atom: Any) -> Any:
-    return atom.val if isinstance(atom, core.Literal) else values[atom]
-
-
-def _loop(run: Run, used: dict[Any, set[int]]) -> _Step:
+def _loop(run: Run, used: dict[Any, set[int]]) -> Step:
     """A run as one loop over its blocks' own values, stacked."""
     same, own = run.by_kind()
     blocks, first = run.blocks, run.blocks[0]
@@ -117,10 +103,10 @@ def _loop(run: Run, used: dict[Any, set[int]]) -> _Step:
     def compute(given: list[Any]) -> list[Any]:
         constants, rest = given[: len(same)], given[len(same) :]
         start, rest = rest[: len(carried)], rest[len(carried) :]
-        body, dtypes = _body(run, own)
+        body, dtypes = body_of(first, own)
+        each = [rest[n : n + len(blocks)] for n in range(0, len(rest), len(blocks))]
         stacked = [
-            _stacked(rest[n * len(blocks) : (n + 1) * len(blocks)], dtypes.get(i), _layout(run, i))
-            for n, i in enumerate(own)
+            _stacked(values, dtypes.get(i), _in_front(first, i)) for i, values in zip(own, each)
         ]
 
         def one(carry, mine):
@@ -132,7 +118,7 @@ def _loop(run: Run, used: dict[Any, set[int]]) -> _Step:
         pieces = [jax.lax.index_in_dim(s, n, keepdims=False) for s in stacks for n in _range(run)]
         return [*(end[n] for n in ends.values()), *pieces]
 
-    return _Step(inputs, outputs, compute)
+    return Step(inputs, outputs, compute)
 
 
 def _range(run: Run) -> range:
@@ -152,24 +138,10 @@ def _read_outside(run: Run, used: dict[Any, set[int]], ends: dict[int, int]) -> 
     return found
 
 
-def _body(run: Run, own: list[int]) -> tuple[Callable, dict[int, Any]]:
-    first = run.blocks[0]
-    of_variables = [i for i in own if i >= first.arguments]
-    jaxpr = without_barriers(first.equation.params["jaxpr"])
-    jaxpr, dtypes = narrowed(jaxpr, of_variables)
-    return core.jaxpr_as_fun(jaxpr), dtypes
-
-
-def _layout(run: Run, position: int) -> Any:
-    """The layout of a weight with one dimension in front that is not split."""
-    first = run.blocks[0]
-    if position < first.arguments or jax.sharding.get_abstract_mesh().manual_axes:
-        return None
-    layout = _keras.variable_layout(first.variables[position - first.arguments])
-    if not isinstance(layout, NamedSharding) or _keras.active_strategy() is None:
-        return None
-    mesh: Any = layout.mesh
-    return NamedSharding(mesh_here(mesh), PartitionSpec(None, *layout.spec))
+def _in_front(block: Block, position: int) -> Any:
+    """The layout of a weight with a dimension in front that is not split."""
+    layout = layout_of(block, position)
+    return layout and NamedSharding(layout.mesh, PartitionSpec(None, *layout.spec))
 
 
 def _stacked(values: list[Any], dtype: Any, layout: Any) -> Any:
