@@ -154,14 +154,6 @@ def trained(body, scan, strategy, forward=False, **options):
     return found | {"state": {v.path: np.asarray(v.value) for v in _keras.state_variables(model)}}
 
 
-def scans(model, *args):
-    """How many loops there are in a model's compiled call."""
-    variables = [model.trainable_variables, model.non_trainable_variables]
-    values = [[v.value for v in group] for group in variables]
-    program = jax.make_jaxpr(lambda *a: model.stateless_call(*a, training=True))(*values, *args)
-    return str(program).count(" scan[")
-
-
 CASES = [
     (dense, "none", {"forward": True}),
     (dense, "fsdp", {"steps_per_execution": 4, "epochs": 4}),
@@ -209,8 +201,45 @@ def test_a_loop_leaves_what_blocks_one_by_one_on_one_device_leave(body, mesh, op
     assert_same(body, mesh, **options)
 
 
+def test_seeds_and_gradients_are_those_of_blocks_one_by_one():
+    assert_same(dense, "none")
+
+
+@pytest.mark.slow
+def test_mixed_precision():
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    plain, loop = (trained(dense, scan, MESHES["fsdp"](), forward=True) for scan in (False, True))
+    assert largest_difference(*in_parts(loop, plain)) <= 1e-6
+
+
+def other_cases():
+    """Mixed precision, blocks on a logical device, and a loop of one's own on each replica."""
+    test_mixed_precision()
+    keras.config.set_dtype_policy("float32")
+    yield "mixed precision"
+
+    def assigned(x):
+        blocks = [ktd.assign(Plain(name=f"block_{i}"), 1) for i in range(BLOCKS)]
+        return in_a_row(blocks.__getitem__, x)
+
+    assert_same(assigned, "tensor")
+    yield "assigned"
+    strategy, x = ktd.TPUStrategy({"data": 8}), sequences(16)[0]
+    model = built(lambda: classifier(dense), strategy)
+    expected = model.predict(x, verbose=0)
+    assert ktd.scan_blocks(model).runs
+    found = strategy.run(model, args=(x,))
+    # Each replica is given all rows.
+    assert largest_difference(strategy.gather(found, 0), np.tile(expected, (8, 1))) <= 1e-5
+    yield "run"
+
+
 if __name__ == "__main__":
+    ktd.simulate(8)
     names = sys.argv[1:]
+    for name in other_cases() if not names else ():
+        print("same", name, flush=True)
+        keras.distribution.set_distribution(None)
     for case in CASES:
         if names and case[0].__name__ not in names:
             continue
