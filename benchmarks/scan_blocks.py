@@ -111,7 +111,7 @@ def numbers_of(run):
 
 def main():
     """Prints the table, row by row."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--layers", nargs="*", type=int, default=[2, 12, 48])
     parser.add_argument("--variants", nargs="*", default=[*VARIANTS], choices=[*VARIANTS])
     parser.add_argument("--rows", type=int, default=64)

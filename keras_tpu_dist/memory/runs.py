@@ -142,7 +142,14 @@ def is_tracing() -> bool:
 
 
 def noted(stock: Callable, layer: Any, args: tuple, kwargs: dict) -> Any:
-    """A call of a layer of a class of which some are blocks; what `route_calls` takes."""
+    """A call of a layer of a class of which some are blocks; what `route_calls` takes.
+
+    Args:
+        stock: What computes.
+        layer: The layer.
+        args: Positional arguments of the call.
+        kwargs: The others.
+    """
     notes = _now.get()
     if notes is None or id(layer) not in notes.keys:
         return stock(*args, **kwargs)

@@ -173,7 +173,7 @@ CASES = [
     (tapped, "none", {}),
 ]
 # A sample, 10 s each; `python tests/memory/test_scan_blocks.py` compares all of them.
-SLOW = [CASES[i] for i in (3, 4, 7, 10)]
+SLOW = [CASES[i] for i in (4, 7, 10)]
 
 
 def in_parts(found, expected):
@@ -201,6 +201,7 @@ def test_a_loop_leaves_what_blocks_one_by_one_on_one_device_leave(body, mesh, op
     assert_same(body, mesh, **options)
 
 
+@pytest.mark.slow
 def test_seeds_and_gradients_are_those_of_blocks_one_by_one():
     assert_same(dense, "none")
 
