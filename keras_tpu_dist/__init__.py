@@ -16,6 +16,7 @@ from keras_tpu_dist.layout.planner import Planner as Planner
 from keras_tpu_dist.layout.rules import LayoutRules as LayoutRules
 from keras_tpu_dist.logical.assign import assign as assign
 from keras_tpu_dist.memory.remat import remat as remat
+from keras_tpu_dist.memory.scan_blocks import scan_blocks as scan_blocks
 from keras_tpu_dist.processes import initialize as initialize
 from keras_tpu_dist.replica import DistributedDataset as DistributedDataset
 from keras_tpu_dist.replica import InputContext as InputContext

@@ -1,5 +1,6 @@
 """What a rematerialised layer keeps of its forward pass: the words, and what JAX makes of them."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -74,3 +75,42 @@ def keeps_products_of_weights(primitive: Any, *_: Any, **params: Any) -> bool:
         return False
     _, (left, right) = params["dimension_numbers"]
     return not left and not right
+
+
+# What a compiler computes again rather than keep it: it reads and writes as much as it takes to
+# keep the result, and is part of the operation before or behind it anyway.
+_CHEAP = {
+    *("abs", "add", "add_any", "and", "atan2", "cbrt", "ceil", "clamp", "cos", "cosh", "div"),
+    *("eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow"),
+    *("is_finite", "le", "log", "log1p", "logistic", "max", "min", "mul", "ne", "neg", "not"),
+    *("or", "pow", "rem", "round", "rsqrt", "select_n", "sign", "sin", "sinh", "sqrt", "square"),
+    *("sub", "tan", "tanh", "xor", "stop_gradient", "copy", "copy_p", "convert_element_type"),
+    *("broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "rev"),
+    *("concatenate", "pad", "iota", "real", "imag", "sharding_constraint", "optimization_barrier"),
+    *("shift_left", "shift_right_logical", "shift_right_arithmetic", "bitcast_convert_type"),
+    *("random_bits", "threefry2x32", "rng_bit_generator", "random_wrap", "random_unwrap"),
+    *("random_fold_in", "random_split", "random_seed"),
+}
+
+
+# A slice is a small part of what it is taken from if it is at most one of so many.
+_SMALL = 8
+
+
+def keeps_what_is_dear(primitive: Any, *inputs: Any, **params: Any) -> bool:
+    """Keeps what a compiler would keep that sees all of a program.
+
+    Within a loop it cannot choose: what JAX keeps for the gradients is written to memory. So
+    elementwise operations are computed again, and with them norms, up to their sums, and
+    activations. What random bits are compared with is kept, a byte each, and not the bits.
+
+    Args:
+        primitive: The operation.
+        *inputs: The shapes of its operands.
+        **params: Its parameters.
+    """
+    if primitive.name == "slice":
+        # A small part is kept, and not the whole for its sake, such as the sums of flash attention.
+        sizes = (b - a for a, b in zip(params["start_indices"], params["limit_indices"]))
+        return _SMALL * math.prod(sizes) <= math.prod(inputs[0].shape)
+    return primitive.name not in _CHEAP

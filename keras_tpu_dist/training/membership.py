@@ -12,7 +12,7 @@ from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.layout import annotations
 from keras_tpu_dist.layout.placement import Placement
-from keras_tpu_dist.memory import remat
+from keras_tpu_dist.memory import remat, scan_blocks
 from keras_tpu_dist.training.guard import StateGuard
 from keras_tpu_dist.training.strategy import Strategy
 
@@ -29,7 +29,7 @@ class Membership:
     linted: bool = False
     compared: bool = False
     _targets: list[tuple[Any, Any]] = field(default_factory=list)
-    _versions: tuple[int, int] | None = None
+    _versions: tuple[int, tuple[int, int]] | None = None
 
     def owns_slot(self, variable: Any) -> bool:
         """Whether a variable is an optimizer's slot, whose layout is its weight's, not a user's.
@@ -53,7 +53,7 @@ class Membership:
         same = len(variables) == len(self._targets) and all(
             variable is known for variable, (known, _) in zip(variables, self._targets)
         )
-        versions = annotations.version(), remat.version()
+        versions = annotations.version(), (remat.version(), scan_blocks.version())
         if same and self._versions == versions and self.placement is not None:
             return self._targets
         if _keras.is_built(model):

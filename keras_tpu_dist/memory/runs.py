@@ -1,0 +1,287 @@
+"""Calls of equal blocks in a traced program, and which of them follow one another."""
+
+import contextlib
+import contextvars
+import functools
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from keras_tpu_dist import _keras
+from keras_tpu_dist.partitioner.fingerprint import Fingerprints
+from keras_tpu_dist.partitioner.jaxprs import opened
+
+_NAME = "equal_block_"
+
+
+@dataclass(frozen=True)
+class Block:
+    """The call of a block in a program.
+
+    Attributes:
+        layer: The block.
+        equation: The equation that calls it.
+        position: Where it stands in the program.
+        inputs: What it is given: values that it finds around it, arguments, masks, and the values
+            of its variables, which come last.
+    """
+
+    layer: Any
+    equation: Any
+    position: int
+    inputs: tuple[Any, ...]
+
+    @functools.cached_property
+    def variables(self) -> list:
+        """The layer's variables."""
+        return self.layer.variables
+
+    @property
+    def arguments(self) -> int:
+        """How many inputs are no variables."""
+        return len(self.inputs) - len(self.variables)
+
+
+@dataclass
+class Run:
+    """Equal blocks of which each is fed by the one before.
+
+    Attributes:
+        blocks: The blocks, in order.
+        carried: From the position of an input to that of the output of the block before.
+    """
+
+    blocks: list[Block]
+    carried: dict[int, int] = field(default_factory=dict)
+
+    def by_kind(self) -> tuple[list[int], list[int]]:
+        """The inputs that are the same for all blocks, and those that each has of its own."""
+        rest = [i for i in range(len(self.blocks[0].inputs)) if i not in self.carried]
+        same = [i for i in rest if len({_identity(b.inputs[i]) for b in self.blocks}) == 1]
+        return same, [i for i in rest if i not in same]
+
+
+class Tracing:
+    """Notes which equations of a program are calls of some layers.
+
+    Args:
+        keys: From the `id` of a layer to what it has in common with those that are equal.
+    """
+
+    def __init__(self, keys: Mapping[int, Hashable]):
+        self.keys = keys
+        self.layers: list[Any] = []
+
+    def call(self, stock: Callable, layer: Any, args: tuple, kwargs: dict) -> Any:
+        """Calls a layer as a program of its own in the one that is traced.
+
+        Args:
+            stock: What computes.
+            layer: The layer.
+            args: Positional arguments of the call.
+            kwargs: The others.
+        """
+        call = _keras.PureCall(stock, layer, args, kwargs)
+        call.read = tuple(layer.variables)
+        values = [_keras.full_precision(variable) for variable in call.read]
+
+        def block(inputs, values):
+            return call(inputs, values)
+
+        block.__name__ = f"{_NAME}{len(self.layers)}"
+        self.layers.append(layer)
+        with tracing(None):
+            results = jax.jit(block)(call.inputs, values)
+        return call.finish(results)
+
+    def layer_of(self, equation: Any) -> Any:
+        """The layer that an equation is the call of, or `None`.
+
+        Args:
+            equation: An equation of the program.
+        """
+        if not is_block(equation):
+            return None
+        return self.layers[int(equation.params["name"].removeprefix(_NAME))]
+
+
+def is_block(equation: Any) -> bool:
+    """Whether an equation is the call of a block.
+
+    Args:
+        equation: An equation of a program that was traced with `Tracing`.
+    """
+    return str(equation.params.get("name", "")).startswith(_NAME)
+
+
+_now: contextvars.ContextVar[Tracing | None] = contextvars.ContextVar("now", default=None)
+_busy: contextvars.ContextVar[bool] = contextvars.ContextVar("busy", default=False)
+
+
+@contextlib.contextmanager
+def tracing(notes: Tracing | None) -> Iterator[None]:
+    """Within it, calls of layers are noted; or none are, because a block is being traced.
+
+    Args:
+        notes: Where they are noted.
+    """
+    tokens = _now.set(notes), _busy.set(True)
+    try:
+        yield
+    finally:
+        _now.reset(tokens[0])
+        _busy.reset(tokens[1])
+
+
+def is_tracing() -> bool:
+    """Whether a model's blocks are being looked for already."""
+    return _busy.get()
+
+
+def noted(stock: Callable, layer: Any, args: tuple, kwargs: dict) -> Any:
+    """A call of a layer of a class of which some are blocks; what `route_calls` takes.
+
+    Args:
+        stock: What computes.
+        layer: The layer.
+        args: Positional arguments of the call.
+        kwargs: The others.
+    """
+    notes = _now.get()
+    if notes is None or id(layer) not in notes.keys:
+        return stock(*args, **kwargs)
+    return notes.call(stock, layer, args, kwargs)
+
+
+def find_runs(jaxpr: Any, notes: Tracing) -> tuple[list[Run], dict[int, str]]:
+    """The runs of a program.
+
+    Args:
+        jaxpr: The program, in which nothing has two names; see `without_aliases`.
+        notes: What was noted when it was traced.
+
+    Returns:
+        The runs of two blocks or more, and from the `id` of a layer to why its call is in none.
+    """
+    finder = _Finder(jaxpr, notes)
+    runs = [run for run in finder.runs if len(run.blocks) > 1]
+    within = {id(block.layer) for run in runs for block in run.blocks}
+    reasons = {id(layer): _HIDDEN for layer in notes.layers}
+    reasons |= {id(run.blocks[0].layer): _ALONE for run in finder.runs} | finder.reasons
+    return runs, {number: why for number, why in reasons.items() if number not in within}
+
+
+_HIDDEN = "it is called within another transformation, such as jax.checkpoint, of the program"
+_ALONE = "no equal block is fed by it"
+_UNFED = "no equal block feeds it directly"
+_SHARED = "it is called more than once"
+_OTHER = "it computes something else than the block before, whatever their configs say"
+_WAYS = "what it takes of the block before is not what that one takes of the one before it"
+_AROUND = "it is also fed by earlier blocks, past the one before"
+_INPUT = "one of its inputs is neither the block before's output nor the same for both blocks"
+
+
+class _Finder:
+    def __init__(self, jaxpr: Any, notes: Tracing):
+        self._notes = notes
+        self._same = Fingerprints()
+        self.runs: list[Run] = []
+        self.reasons: dict[int, str] = {}
+        # For each value, as bits, the positions of the blocks it depends on.
+        self._after: dict[Any, int] = {}
+        times = [id(layer) for layer in notes.layers]
+        for position, equation in enumerate(opened(jaxpr).eqns):
+            before = 0
+            for atom in equation.invars:
+                before |= self._depends(atom)
+            layer = notes.layer_of(equation)
+            if layer is not None:
+                before |= 1 << position
+                if times.count(id(layer)) > 1:
+                    self.reasons[id(layer)] = _SHARED
+                else:
+                    self._add(Block(layer, equation, position, tuple(equation.invars)))
+            self._after.update((variable, before) for variable in equation.outvars)
+
+    def _depends(self, atom: Any) -> int:
+        return 0 if isinstance(atom, core.Literal) else self._after.get(atom, 0)
+
+    def _add(self, block: Block) -> None:
+        why = _UNFED
+        for run in self.runs:
+            fed = _fed(run.blocks[-1], block)
+            if not fed:
+                continue
+            why = self._obstacle(run, block, fed)
+            if not why:
+                run.blocks.append(block)
+                run.carried = fed
+                return
+        if self.runs:
+            self.reasons[id(block.layer)] = why
+        self.runs.append(Run([block]))
+
+    def _obstacle(self, run: Run, block: Block, fed: dict[int, int]) -> str:
+        last, keys = run.blocks[-1], self._notes.keys
+        if keys[id(last.layer)] != keys[id(block.layer)]:
+            return _UNFED
+        programs = [each.equation.params["jaxpr"] for each in (last, block)]
+        if self._same.of(programs[0]) != self._same.of(programs[1]):
+            return _OTHER
+        if len(run.blocks) > 1 and fed != run.carried:
+            return _WAYS
+        members = sum(1 << each.position for each in run.blocks)
+        for i, (before, here) in enumerate(zip(last.inputs, block.inputs)):
+            if i in fed:
+                continue
+            if self._depends(here) & members:
+                return _AROUND
+            own = i < block.arguments and _identity(here) != _identity(before)
+            if own and here.aval.shape:
+                return _INPUT
+        return ""
+
+
+def _fed(before: Block, block: Block) -> dict[int, int]:
+    """Which inputs of a block are which outputs of the one before."""
+    made = {variable: i for i, variable in enumerate(before.equation.outvars)}
+    return {
+        i: made[atom]
+        for i, atom in enumerate(block.inputs)
+        if not isinstance(atom, core.Literal) and atom in made
+    }
+
+
+def _identity(atom: Any) -> Hashable:
+    return str(atom.val) if isinstance(atom, core.Literal) else atom
+
+
+def without_aliases(jaxpr: Any, notes: Tracing) -> Any:
+    """The program in which what a block hands on unchanged, such as a mask, keeps its name.
+
+    Args:
+        jaxpr: The program, a `ClosedJaxpr`.
+        notes: What was noted when it was traced.
+    """
+    names: dict[Any, Any] = {}
+
+    def named(atoms):
+        return [a if isinstance(a, core.Literal) else names.get(a, a) for a in atoms]
+
+    equations = []
+    for equation in opened(jaxpr).eqns:
+        equation = equation.replace(invars=named(equation.invars))
+        equations.append(equation)
+        if notes.layer_of(equation) is None:
+            continue
+        inner = opened(equation.params["jaxpr"])
+        place = {variable: i for i, variable in enumerate(inner.invars)}
+        for own, outer in zip(inner.outvars, equation.outvars):
+            if not isinstance(own, core.Literal) and own in place:
+                names[outer] = equation.invars[place[own]]
+    program = opened(jaxpr)
+    edited = program.replace(eqns=equations, outvars=named(program.outvars))
+    return jaxpr.replace(jaxpr=edited)

@@ -1,0 +1,307 @@
+"""scan_blocks: equal consecutive blocks of a model, compiled as one."""
+
+import contextlib
+import contextvars
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+import keras
+
+from keras_tpu_dist import _keras
+from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.once import say_once
+from keras_tpu_dist.memory.blocks import layers_by_path
+from keras_tpu_dist.memory.equal import equal_layers
+from keras_tpu_dist.memory.runs import (
+    Run,
+    Tracing,
+    find_runs,
+    is_tracing,
+    noted,
+    tracing,
+    without_aliases,
+)
+from keras_tpu_dist.memory.scanned import computed
+from keras_tpu_dist.partitioner import in_compiled_code
+
+_ATTRIBUTE = "_keras_tpu_dist_scan_blocks"
+_versions = itertools.count(1)
+_version = 0
+
+
+@dataclass(frozen=True)
+class ScannedRun:
+    """Blocks that run as one loop.
+
+    Attributes:
+        kind: Their class.
+        paths: Their paths in the model, in the order in which they run.
+    """
+
+    kind: str
+    paths: tuple[str, ...]
+
+    def __str__(self):
+        first, last = self.paths[0], self.paths[-1]
+        return f"{len(self.paths)} blocks {self.kind} as one: {first!r} to {last!r}"
+
+
+@dataclass(frozen=True)
+class ScanReport:
+    """What `scan_blocks` found in a model.
+
+    Attributes:
+        model: The model's name.
+        runs: The runs of equal blocks, each of which is one loop in compiled code.
+        left_out: The path of each block that runs on its own, and why.
+    """
+
+    model: str
+    runs: tuple[ScannedRun, ...]
+    left_out: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self):
+        lines = [f"scan_blocks: model {self.model!r}"]
+        lines += [f"  {run}" for run in self.runs] or ["  no two equal blocks follow one another"]
+        for why, pairs in itertools.groupby(self.left_out, key=lambda pair: pair[1]):
+            lines.append(f"  on its own: {', '.join(path for path, _ in pairs)}: {why}")
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain values."""
+        return asdict(self)
+
+
+def scan_blocks(model: Any, enabled: bool = True, *, inputs: Any = None) -> ScanReport:
+    """Has equal consecutive blocks of a model compiled as one, which runs as often as there are.
+
+    Blocks are equal if they have the same class, config, weights and layouts, but for names, seeds
+    and values, and if they compute the same. Of those, each run in which a block is fed by the one
+    before, and by nothing else that differs, becomes one `jax.lax.scan` over the weights, stacked
+    within the program: the compiler sees one block instead of all of them. Variables, paths, saved
+    files and LoRA are those of the plain model; outputs, gradients, dropout, moving statistics,
+    masks and added losses too. `remat` on the blocks acts on the loop's body.
+
+    It acts in compiled code; calls that are not compiled run block by block. A model that has
+    trained already without a strategy is to be compiled again. `from_config`, `copy.deepcopy`,
+    pickle and `.keras` files keep it, `clone_model` does not.
+
+    Args:
+        model: A built model of any kind. A model without such a run stays as it is.
+        enabled: `False` takes it back.
+        inputs: What the model is called with: arrays or `jax.ShapeDtypeStruct`. Defaults to the
+            model's declared inputs; those of a subclassed model are not known.
+
+    Returns:
+        Which runs there are, and which blocks are left out and why.
+
+    Raises:
+        ValueError: If `model` is no model, is not built, or cannot be traced without `inputs`.
+
+    Example:
+
+    >>> import keras, keras_tpu_dist as ktd
+    >>> x = inputs = keras.Input((8,))
+    >>> for i in range(12):
+    ...     block = [keras.layers.Dense(16, "gelu"), keras.layers.Dense(8)]
+    ...     x = keras.Sequential(block, name=f"block_{i}")(x)
+    >>> model = keras.Model(inputs, keras.layers.Dense(1)(x), name="mlp")
+    >>> print(ktd.scan_blocks(model))
+    scan_blocks: model 'mlp'
+      12 blocks Sequential as one: 'mlp/block_0' to 'mlp/block_11'
+    """
+    _check(model)
+    if not enabled:
+        _write(model, None)
+        return ScanReport(model.name, ())
+    if _keras.in_symbolic_scope() or not _keras.is_built(model):
+        raise ValueError(_unbuilt(model))
+    _prepare(model)
+    report = _report_of(model, _specs(model, inputs))
+    _write(model, True if report.runs else None)
+    return report
+
+
+def is_scanned(model: Any) -> bool:
+    """Whether `scan_blocks` was said of a model.
+
+    Args:
+        model: A model.
+    """
+    return bool(getattr(model, _ATTRIBUTE, None))
+
+
+def version() -> int:
+    """Counts calls of `scan_blocks`, after which programs are to be traced again."""
+    return _version
+
+
+def _write(model: Any, value: bool | None) -> None:
+    global _version
+    _version = next(_versions)
+    _keras.set_mark(model, _ATTRIBUTE, value)
+    if value:
+        _prepare(model)
+
+
+def _prepare(model: Any) -> None:
+    _keras.route_calls(type(model), _around)
+    _keras.install()  # for saved models
+
+
+# Where a trace only finds out what there is to scan.
+_reports: contextvars.ContextVar[list[ScanReport] | None] = contextvars.ContextVar(
+    "reports", default=None
+)
+
+
+def _around(stock: Callable, model: Any, args: tuple, kwargs: dict) -> Any:
+    """A call of a model of a class of which some are scanned."""
+    reports = _reports.get()
+    if (not is_scanned(model) and reports is None) or is_tracing() or _keras.in_symbolic_scope():
+        return stock(*args, **kwargs)
+    if not in_compiled_code():
+        say_once(
+            f"scan_blocks: model {model.name!r} is called outside of compiled code, where its "
+            "blocks run one by one"
+        )
+        return stock(*args, **kwargs)
+    call, notes = _keras.PureCall(stock, model, args, kwargs), Tracing(equal_layers(model))
+    for layer in _keras.flatten_layers(model):
+        if id(layer) in notes.keys:
+            _keras.route_calls(type(layer), noted, "__call__")
+    with tracing(notes):
+        jaxpr, shapes = jax.make_jaxpr(call, return_shape=True)(call.inputs)
+    jaxpr = without_aliases(jaxpr, notes)
+    runs, reasons = find_runs(jaxpr, notes)
+    report = _report(model, runs, reasons, notes)
+    if reports is None:
+        say_once(str(report), logging.INFO if runs else logging.WARNING)
+    else:
+        reports.append(report)
+    outputs = computed(jaxpr, runs, jax.tree.leaves(call.inputs))
+    return call.finish(jax.tree.unflatten(jax.tree.structure(shapes), outputs))
+
+
+def _report(model: Any, runs: list[Run], reasons: dict[int, str], notes: Tracing) -> ScanReport:
+    paths: dict[int, str] = {}
+    for path, layer in layers_by_path(model):
+        paths.setdefault(id(layer), path)
+    made = tuple(
+        ScannedRun(
+            type(run.blocks[0].layer).__name__,
+            tuple(paths[id(block.layer)] for block in run.blocks),
+        )
+        for run in runs
+    )
+    called = {id(layer) for layer in notes.layers}
+    others = dict.fromkeys(_unequal(model, notes), _DIFFERENT)
+    others |= {number: _NOT_CALLED for number in notes.keys if number not in called} | reasons
+    left_out = [(paths[number], why) for number, why in others.items()]
+    return ScanReport(model.name, made, tuple(sorted(left_out, key=lambda pair: pair[::-1])))
+
+
+_DIFFERENT = "its config or weights differ from those of the blocks beside it"
+_NOT_CALLED = "the model does not call it"
+
+
+def _unequal(layer: Any, notes: Tracing) -> Iterator[int]:
+    """Layers that hold layers and stand beside others of their class, none of which is equal."""
+    inner = [each for each in _keras.sublayers(layer) if id(each) not in notes.keys]
+    beside = Counter(type(each) for each in _keras.sublayers(layer))
+    for each in inner:
+        holds = any(within.variables for within in _keras.sublayers(each))
+        if holds and beside[type(each)] > 1:
+            yield id(each)
+        yield from _unequal(each, notes)
+
+
+def _report_of(model: Any, specs: Any) -> ScanReport:
+    """Traces a model's call from shapes alone."""
+    variables = model.variables
+
+    def forward(values, inputs):
+        with keras.StatelessScope(list(zip(variables, values)), initialize_variables=False):
+            return jax.tree.leaves(model(inputs))
+
+    values = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in variables]
+    with _set(_reports, []) as reports:
+        try:
+            jax.make_jaxpr(forward)(values, specs)
+        except Exception as error:
+            raise ValueError(
+                message(
+                    "scan_blocks calls a model once, from shapes alone, to see what feeds what.",
+                    received=f"{type(error).__name__}: {error}",
+                    fix="Give what the model is called with: scan_blocks(model, inputs=x).",
+                )
+            ) from error
+    return reports[-1]
+
+
+# Stands for a dimension that a model leaves open, the batch's among them.
+_OPEN = 8
+
+
+def _specs(model: Any, inputs: Any) -> Any:
+    if inputs is None:
+        try:
+            inputs = _keras.declared_inputs(model)
+        except (AttributeError, ValueError):
+            inputs = None
+    if inputs is None:
+        raise ValueError(
+            message(
+                "scan_blocks has to see what the model's blocks are fed.",
+                received={"model": model.name, "inputs": None},
+                fix="The inputs of a subclassed model are not known: give what it is called with, "
+                "scan_blocks(model, inputs=x).",
+            )
+        )
+
+    def spec(each):
+        shape = tuple(_OPEN if size is None else size for size in each.shape)
+        return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(each.dtype))
+
+    return keras.tree.map_structure(spec, inputs)
+
+
+def _check(model: Any) -> None:
+    if isinstance(model, keras.Layer):
+        return
+    raise ValueError(
+        message(
+            "scan_blocks looks for equal blocks in a model.",
+            received={"model": model},
+            fix="Pass a keras.Model, or a layer that holds the blocks.",
+        )
+    )
+
+
+def _unbuilt(model: Any) -> str:
+    return message(
+        "scan_blocks looks for equal blocks in a model that is built.",
+        received={"model": model.name, "built": False},
+        fix="Give a Sequential model a keras.Input, or call model.build(shape) first.",
+    )
+
+
+def _restored(model: Any, value: Any) -> None:
+    _write(model, bool(value) or None)
+
+
+@contextlib.contextmanager
+def _set(variable: contextvars.ContextVar, value: Any) -> Iterator[Any]:
+    token = variable.set(value)
+    try:
+        yield value
+    finally:
+        variable.reset(token)
+
+
+_keras.declare_mark(_keras.Mark(_ATTRIBUTE, _restored, saved=True))
