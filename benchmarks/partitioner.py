@@ -78,14 +78,14 @@ def transformer(rows, blocks=12):
 @contextlib.contextmanager
 def as_xla_makes_it():
     """Without the repairs."""
-    from keras_tpu_dist.partitioner import jit
+    from keras_tpu_dist.partitioner import rewrite
 
-    rewritten = jit.rewritten
-    jit.rewritten = lambda jaxpr, *_: jaxpr
+    rewritten = rewrite.rewritten
+    rewrite.rewritten = lambda jaxpr, *_: jaxpr
     try:
         yield
     finally:
-        jit.rewritten = rewritten
+        rewrite.rewritten = rewritten
 
 
 def stepper(build, mesh, rows):

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.common import once
-from keras_tpu_dist.partitioner import Jitted, jit
+from keras_tpu_dist.partitioner import Jitted, rewrite
 from keras_tpu_dist.partitioner.spread import Spread
 from keras_tpu_dist.partitioner.table import FAULTS
 from keras_tpu_dist.training import loop
@@ -305,7 +305,7 @@ def test_a_program_without_a_fault_is_the_same_text(mesh, rows, monkeypatch):
         return step_text(strategy, built(mlp, strategy), x, y)
 
     repaired = text()
-    monkeypatch.setattr(jit, "rewritten", lambda jaxpr, *_: jaxpr)
+    monkeypatch.setattr(rewrite, "rewritten", lambda jaxpr, *_: jaxpr)
     assert repaired == text()
 
 
