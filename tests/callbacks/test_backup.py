@@ -235,6 +235,7 @@ def test_a_finished_training_leaves_nothing(tmp_path):
         assert not (tmp_path / "backup").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("double", [False, True])
 def test_how_many_are_kept(tmp_path, double):
     backup = BackupAndRestore(
@@ -244,6 +245,7 @@ def test_how_many_are_kept(tmp_path, double):
     assert _steps(tmp_path / "backup") == ([16, 19] if double else [19])
 
 
+@pytest.mark.slow
 def test_a_backup_that_keras_wrote(tmp_path):
     fit = {**FIT, "epochs": 2}
     whole = built(build, None)
@@ -261,6 +263,7 @@ def test_a_backup_that_keras_wrote(tmp_path):
     assert not (tmp_path / "backup").exists()
 
 
+@pytest.mark.slow
 def test_a_backup_of_version_0_1(tmp_path):
     """Its files are Keras's, with the batches done and the random state in the metadata."""
     fit = {**FIT, "epochs": 1}

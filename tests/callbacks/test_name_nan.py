@@ -189,6 +189,7 @@ def test_run_eagerly():
     assert_close(model.get_weights(), before, 0)
 
 
+@pytest.mark.slow
 def test_the_checkpoint_of_the_epoch_is_finite(models, after, tmp_path):
     path = tmp_path / "at.weights.h5"
     model = models(8, True)

@@ -107,6 +107,7 @@ def test_a_second_fit_goes_on_from_the_first(undisturbed):
         _fit(model, stop)
 
 
+@pytest.mark.slow
 def test_epochs_that_end_before(undisturbed):
     model = built(_build(8), ktd.TPUStrategy())
     _fit(model, StopAtStep(1000))

@@ -90,6 +90,7 @@ def test_goes_on_without_reading_again(feed, stop, steps, tmp_path, reads):
     assert_close(again.get_weights(), whole.get_weights())
 
 
+@pytest.mark.slow
 def test_another_input_is_read_from_its_start(tmp_path, caplog, reads):
     saved = ktd.callbacks.Checkpoint(tmp_path, every_steps=2)
     with pytest.raises(Stop):
