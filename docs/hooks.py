@@ -8,12 +8,14 @@ import ast
 import functools
 import pathlib
 import re
+import runpy
 import sys
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 PACKAGE = pathlib.Path(__file__).parents[1] / "keras_tpu_dist"
+_ids = runpy.run_path(str(PACKAGE / "common" / "error_ids.py"))
 _MARK = "<!-- errors -->"
 # Functions in a module of the same name, which the site would show in their place.
 WRITTEN_AS = {"convert": "layers.convert.convert", "restore": "checkpoint.restore.restore"}
@@ -51,9 +53,9 @@ def errors(package: pathlib.Path = PACKAGE) -> tuple[Error, ...]:
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "message":
                 fix = next((k.value for k in node.keywords if k.arg == "fix"), None)
-                rule = _text(node.args[0]) if node.args else "…"
-                found.append(Error(room, kinds.get(node, "error"), rule, _text(fix)))
-    return tuple(each for each in found if each.rule.strip("… "))
+                kind = kinds.get(node, "error")
+                found.append(Error(room, kind, _ids["rule_of"](node), _ids["text"](fix)))
+    return tuple(each for each in found if each.rule)
 
 
 def _raised(tree: ast.Module) -> Iterator[tuple[ast.Call, str]]:
@@ -64,36 +66,17 @@ def _raised(tree: ast.Module) -> Iterator[tuple[ast.Call, str]]:
             yield from ((a, kind) for a in node.exc.args if isinstance(a, ast.Call))
 
 
-def _text(node: ast.expr | None) -> str:
-    """The words of an expression, with "…" for all that is filled in."""
-    if isinstance(node, ast.Constant):
-        return str(node.value)
-    if isinstance(node, ast.JoinedStr):
-        return "".join(map(_text, node.values))
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return _text(node.left) + _text(node.right)
-    return "…"
-
-
-def identifier(error: Error) -> str:
-    """An id that stays as long as the words of the rule do.
-
-    Args:
-        error: The error.
-    """
-    return f"e{zlib.crc32(error.rule.encode()):08x}"
-
-
 def page_of_errors() -> str:
     """The list as Markdown, the rooms in alphabetical order."""
     found, lines, seen = list(dict.fromkeys(errors())), [], set()
     for room in sorted({error.room for error in found}):
         lines += ["", f"### {room.strip('_')}", ""]
         for error in (each for each in found if each.room == room):
-            anchor = "" if identifier(error) in seen else f'<a id="{identifier(error)}"></a>'
-            seen.add(identifier(error))
+            name = _ids["identifier"](error.rule)
+            anchor = "" if name in seen else f'<a id="{name}"></a>'
+            seen.add(name)
             fix = [] if error.fix == "…" else ["<br>", _plain(error.fix)]
-            lines += [f"{anchor}**{_plain(error.rule)}** ({error.kind})", *fix, ""]
+            lines += [f"{anchor}**{_plain(error.rule)}** ({error.kind}, `{name}`)", *fix, ""]
     return "\n".join(lines)
 
 

@@ -186,3 +186,10 @@ _NOT_OURS = (
     "The devices wait",
     "A rule matched nothing",
 )
+
+
+def test_an_error_says_the_id_under_which_it_is_listed():
+    with pytest.raises(ValueError, match=r"ktd\.simulate\(8\)") as raised:
+        ktd.simulate(-1)
+    (found,) = re.findall(r" \[ktd (e[0-9a-f]{8})\]$", str(raised.value))
+    assert f'<a id="{found}"></a>**The number of simulated' in hooks().page_of_errors()

@@ -1,7 +1,10 @@
 """The words of every error: the rule broken, what was received, the fix."""
 
 import difflib
+import inspect
 from collections.abc import Iterable, Mapping
+
+from keras_tpu_dist.common.error_ids import id_of_call
 
 
 def did_you_mean(name: str, choices: Iterable[object]) -> str:
@@ -38,7 +41,7 @@ def message(
         choices: The valid spellings of `name`.
 
     Returns:
-        The message.
+        The message, and the id under which the troubleshooting page has it.
 
     Example:
 
@@ -55,4 +58,6 @@ data. Did you mean 'data'?
     if not isinstance(received, str):
         received = ", ".join(f"{key}={value!r}" for key, value in received.items()) + "."
     hint = did_you_mean(name, choices) if name is not None else ""
-    return f"{rule} Received: {received} {fix}{hint}"
+    frame = inspect.currentframe()
+    identifier = id_of_call(frame and frame.f_back)
+    return f"{rule} Received: {received} {fix}{hint}" + (identifier and f" [ktd {identifier}]")

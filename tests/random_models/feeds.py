@@ -27,7 +27,9 @@ class Data:
         rng = np.random.default_rng(program.seed)
         rows = choices["rows"]
         self._x = keras.tree.map_structure(lambda each: _values(rng, rows, each), model.input)
-        per_token = (small_models.STEPS,) if choices["model"] in ("tokens", "experts") else ()
+        per_token = (
+            (small_models.STEPS,) if choices["model"] in ("tokens", "experts", "blocks") else ()
+        )
         self._y = rng.integers(0, small_models.CLASSES, (rows, *per_token)).astype("int32")
         self._weights = rng.uniform(0.5, 1.5, (rows, *per_token)).astype("float32")
         kind = choices["input"]

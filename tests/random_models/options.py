@@ -9,7 +9,7 @@ from typing import Any
 OPTIONS: dict[str, tuple] = {
     "model": (
         *("vectors", "normalized", "masked", "images", "tokens", "nested", "shared", "two_inputs"),
-        *("recurrent", "experts", "assigned", "split"),
+        *("recurrent", "experts", "assigned", "split", "blocks"),
     ),
     "mesh": ("8", "4x2", "2x4", "2x2x2"),
     "layout": ("none", "rules", "fsdp", "tensor_parallel", "auto"),
@@ -21,6 +21,8 @@ OPTIONS: dict[str, tuple] = {
     "weighted": ("no", "sample_weight", "class_weight"),
     "optimizer": ("sgd", "adam", "clipped", "accumulated", "averaged", "scaled"),
     "policy": ("float32", "mixed_bfloat16"),
+    "remat": (None, "full", "dots", "attention"),
+    "blocks": ("one by one", "scanned"),
     "donate_state": ("auto", True, False),
     "prefetch": (None, 2),
     "shard_optimizer": (False, True),
@@ -62,7 +64,7 @@ def is_legal(choices: dict[str, Any]) -> bool:
     """Whether Keras itself allows the combination, on one device."""
     given = choices.get
     arrays = given("input") in ("arrays", None)
-    if given("weighted") == "class_weight" and given("model") in ("tokens", "experts"):
+    if given("weighted") == "class_weight" and given("model") in ("tokens", "experts", "blocks"):
         return False  # one class for a row is needed
     if given("weighted") == "class_weight" and given("input") in ("generator", "torch", "grain"):
         return False  # for inputs that Keras can map or slice
@@ -70,8 +72,10 @@ def is_legal(choices: dict[str, Any]) -> bool:
         return False  # the input's own order
     if given("model") in ("assigned", "split") and given("mesh") == "8":
         return False  # one logical device
+    if given("blocks") == "scanned" and given("model") != "blocks":
+        return False  # there are none
     # Every operation is compiled alone, for minutes.
-    large = ("masked", "images", "tokens", "recurrent", "experts")
+    large = ("masked", "images", "tokens", "recurrent", "experts", "blocks")
     return not (given("run_eagerly") and given("model") in large)
 
 

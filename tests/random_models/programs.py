@@ -90,6 +90,7 @@ def _strategy(program: Program) -> ktd.TPUStrategy:
         donate_state=choices["donate_state"],
         prefetch=choices["prefetch"],
         shard_optimizer=choices["shard_optimizer"],
+        remat=choices["remat"],
     )
 
 
@@ -135,6 +136,8 @@ def _callbacks(kind: str, on_mesh: bool) -> list:
 def _compiled(program: Program, strategy: Any) -> keras.Model:
     choices = program.choices
     model = small_models.MODELS[choices["model"]]()
+    if strategy is not None and choices["blocks"] == "scanned":
+        assert ktd.scan_blocks(model).runs
     # Stock Keras loses steps where launches of several do not fill an epoch.
     steps = 1 if strategy is None else choices["steps_per_execution"]
     weighted = ["accuracy"] if choices["weighted"] == "sample_weight" else None

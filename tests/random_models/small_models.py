@@ -112,10 +112,33 @@ def split() -> keras.Model:
     return keras.Model(x, ktd.replicate(kl.Dense(CLASSES))(y))
 
 
+class Block(kl.Layer):
+    """Attention, a state that each call writes, and what the block before made."""
+
+    def build(self, shape):
+        self.attention = kl.MultiHeadAttention(2, 4, dropout=0.1, seed=3)
+        self.attention.build(shape, shape)
+        self.normal = kl.BatchNormalization()
+        self.normal.build(shape)
+
+    def call(self, x):
+        y = ops.tanh(self.normal(x))
+        return x + self.attention(y, y)
+
+
+def blocks() -> keras.Model:
+    """Equal blocks that follow one another, and are fed one mask."""
+    ids = keras.Input((STEPS,), dtype="int32")
+    x = kl.Embedding(VOCAB, 8, mask_zero=True)(ids)
+    for number in range(3):
+        x = Block(name=f"block_{number}")(x)
+    return keras.Model(ids, kl.Dense(CLASSES)(x))
+
+
 MODELS = {
     function.__name__: function
     for function in (
         *(vectors, normalized, masked, images, tokens, nested, shared, two_inputs),
-        *(recurrent, experts, assigned, split),
+        *(recurrent, experts, assigned, split, blocks),
     )
 }
