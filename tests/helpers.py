@@ -1,6 +1,7 @@
 """Models, data and comparisons shared by the tests."""
 
 import contextlib
+import importlib.util
 
 import keras
 import numpy as np
@@ -97,3 +98,16 @@ def through_conditionals(program):
             inside.add(name)
             todo += [c for i in program.computations[name] for c in i.called]
     return inside
+
+
+def loaded(path, name):
+    """A file as a module, for scripts that stand beside tests.
+
+    Args:
+        path: The file.
+        name: The module's name, which no other may have.
+    """
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

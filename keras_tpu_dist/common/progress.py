@@ -95,12 +95,10 @@ def show_progress() -> Iterator[None]:
     Example:
 
     >>> import keras, keras_tpu_dist as ktd
-    >>> def build():
-    ...     model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(256)])
-    ...     model.compile("adam", "mse")
-    ...     return model
+    >>> model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(256)])
+    >>> model.compile("adam", "mse")
     >>> with ktd.show_progress():
-    ...     run = ktd.dry_run(build, ktd.TPUStrategy(), batch_size=64)
+    ...     run = ktd.TPUStrategy().dry_run(model, batch_size=64)
     >>> run.batch_size
     64
     """

@@ -109,33 +109,45 @@ def html_dimension(size: int, entry, colours) -> str:
     return f'<span style="{style}">{text}</span>'
 
 
-def save_picture(picture, path: str, draw) -> None:
-    """Writes an `.svg`, or a PNG by matplotlib with what `draw(picture, Figure)` gives.
+class Picture:
+    """What the pictures of layouts have in common."""
 
-    Args:
-        picture: A `TensorPicture`, `MeshPicture` or `ModelPicture`.
-        path: The file to write; any ending but `.svg` is left to matplotlib.
-        draw: From the picture and the class `Figure` to a figure; not called for an `.svg`.
+    def svg(self) -> str:
+        """The picture as SVG."""
+        raise NotImplementedError
 
-    Raises:
-        ImportError: If the file is no `.svg` and matplotlib is not installed.
-    """
-    if str(path).lower().endswith(".svg"):
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(picture.svg())
-        return
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            message(
-                "Pictures other than .svg are drawn by matplotlib, which is not installed.",
-                received={"path": str(path)},
-                fix='Install it with pip install "keras_tpu_dist[plot]", or save an .svg.',
-            )
-        ) from error
-    figure = draw(picture, Figure)
-    figure.savefig(path, dpi=150, bbox_inches="tight")
+    def figure(self, kind: Any) -> Any:
+        """The picture as a figure of matplotlib.
+
+        Args:
+            kind: The class `Figure`.
+        """
+        raise NotImplementedError
+
+    def save(self, path: str) -> None:
+        """Writes a PNG (needs matplotlib), or an SVG by that ending.
+
+        Args:
+            path: The file to write; any ending but `.svg` is left to matplotlib.
+
+        Raises:
+            ImportError: If the file is no `.svg` and matplotlib is not installed.
+        """
+        if str(path).lower().endswith(".svg"):
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(self.svg())
+            return
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError(
+                message(
+                    "Pictures other than .svg are drawn by matplotlib, which is not installed.",
+                    received={"path": str(path)},
+                    fix='Install it with pip install "keras_tpu_dist[plot]", or save an .svg.',
+                )
+            ) from error
+        self.figure(Figure).savefig(path, dpi=150, bbox_inches="tight")
 
 
 def _grids(figure_type, panels, title, label, colour):

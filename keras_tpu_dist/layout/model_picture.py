@@ -13,18 +13,18 @@ from keras_tpu_dist.common.svg import COLOURS, FAINT, GREY, svg_box, svg_documen
 from keras_tpu_dist.common.text import size_text
 from keras_tpu_dist.layout.axes import entry_names
 from keras_tpu_dist.layout.drawing import (
+    Picture,
     as_plain_text,
     dimension_text,
     draw_model,
     html_dimension,
     rich_style,
-    save_picture,
 )
 from keras_tpu_dist.layout.explain import Explanation, layout_text
 
 
 @dataclass(frozen=True)
-class ModelPicture:
+class ModelPicture(Picture):
     """A model's variables as a table coloured by the mesh axes that split them.
 
     Attributes:
@@ -122,13 +122,6 @@ class ModelPicture:
             parts.append(svg_text(610, y + 15, share))
         return svg_document(max(900.0, x), 38 + 24 * len(e.rows), parts)
 
-    def save(self, path: str) -> None:
-        """Writes a PNG (needs matplotlib), or an SVG by that ending.
-
-        Args:
-            path: The file to write; any ending but `.svg` is left to matplotlib.
-
-        Raises:
-            ImportError: If the file is no `.svg` and matplotlib is not installed.
-        """
-        save_picture(self, path, draw_model)
+    def figure(self, kind: Any) -> Any:
+        """See `Picture`."""
+        return draw_model(self, kind)

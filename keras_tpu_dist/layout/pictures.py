@@ -21,13 +21,13 @@ from keras_tpu_dist.common.svg import (
 )
 from keras_tpu_dist.layout.drawing import (
     PANELS_SHOWN,
+    Picture,
     as_plain_text,
     colour_of,
     device_label,
     devices_text,
     draw_mesh,
     draw_tensor,
-    save_picture,
     slice_text,
 )
 from keras_tpu_dist.layout.explain import layout_text
@@ -47,7 +47,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class TensorPicture:
+class TensorPicture(Picture):
     """Which device holds which slice of a tensor.
 
     The last two dimensions that are split (or the last two) make a grid, as rows and columns; each
@@ -147,20 +147,13 @@ class TensorPicture:
         height = -(-len(panels) // across) * panel_h
         return svg_document(across * panel_w, height, parts)
 
-    def save(self, path: str) -> None:
-        """Writes a PNG (needs matplotlib), or an SVG by that ending.
-
-        Args:
-            path: The file to write; any ending but `.svg` is left to matplotlib.
-
-        Raises:
-            ImportError: If the file is no `.svg` and matplotlib is not installed.
-        """
-        save_picture(self, path, draw_tensor)
+    def figure(self, kind: Any) -> Any:
+        """See `Picture`."""
+        return draw_tensor(self, kind)
 
 
 @dataclass(frozen=True)
-class MeshPicture:
+class MeshPicture(Picture):
     """The devices of a mesh at their places.
 
     Attributes:
@@ -234,16 +227,9 @@ class MeshPicture:
                     parts.append(svg_text(middle, y + 20, label, "middle", colour=ON_COLOUR))
         return svg_document(margin + columns * cell_w + 8, len(panels) * tall, parts)
 
-    def save(self, path: str) -> None:
-        """Writes a PNG (needs matplotlib), or an SVG by that ending.
-
-        Args:
-            path: The file to write; any ending but `.svg` is left to matplotlib.
-
-        Raises:
-            ImportError: If the file is no `.svg` and matplotlib is not installed.
-        """
-        save_picture(self, path, draw_mesh)
+    def figure(self, kind: Any) -> Any:
+        """See `Picture`."""
+        return draw_mesh(self, kind)
 
 
 def picture_of_mesh(mesh: Mesh) -> MeshPicture:

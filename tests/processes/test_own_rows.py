@@ -1,6 +1,5 @@
 """Each process brings its own rows: the same numbers as one process that has them all."""
 
-import importlib.util
 import json
 import pathlib
 from dataclasses import replace
@@ -8,6 +7,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+from helpers import loaded
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,15 +18,8 @@ from keras_tpu_dist.training.shares import shares_by
 HERE = pathlib.Path(__file__).parent
 
 
-def _loaded(name):
-    spec = importlib.util.spec_from_file_location(f"process_{name}", HERE / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-own_rows = _loaded("own_rows")
-launched = _loaded("test_processes").launched
+own_rows = loaded(HERE / "own_rows.py", "process_own_rows")
+launched = loaded(HERE / "test_processes.py", "process_test_processes").launched
 
 
 def compared(folder, cases, processes, devices):

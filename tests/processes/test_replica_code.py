@@ -1,6 +1,5 @@
 """Replica code over several processes gives what it gives in one."""
 
-import importlib.util
 import itertools
 import json
 import pathlib
@@ -10,21 +9,15 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from helpers import loaded
 
 from keras_tpu_dist.replica.datasets import check_attached
 
 HERE = pathlib.Path(__file__).parent
 
 
-def _loaded(name):
-    spec = importlib.util.spec_from_file_location(f"process_{name}", HERE / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-replica_code = _loaded("replica_code")
-test_processes = _loaded("test_processes")
+replica_code = loaded(HERE / "replica_code.py", "process_replica_code")
+test_processes = loaded(HERE / "test_processes.py", "process_test_processes")
 FEEDS, launched = test_processes.FEEDS, test_processes.launched
 
 
