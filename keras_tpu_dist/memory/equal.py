@@ -30,7 +30,7 @@ def equal_layers(model: Any) -> dict[int, Hashable]:
     """
     found: dict[int, Hashable] = {}
     inner = {id(layer): layer for layer in _keras.sublayers(model) if layer.variables}
-    keys = {number: _what_counts(layer) for number, layer in inner.items()}
+    keys = {number: what_counts(layer) for number, layer in inner.items()}
     counts = Counter(keys.values())
     for number, layer in inner.items():
         if counts[keys[number]] > 1:
@@ -40,19 +40,27 @@ def equal_layers(model: Any) -> dict[int, Hashable]:
     return found
 
 
-def _what_counts(layer: Any) -> Hashable:
+def what_counts(layer: Any) -> Hashable:
+    """What a layer has in common with those that are equal to it.
+
+    Args:
+        layer: A built layer.
+    """
     weights = tuple((tuple(v.shape), str(v.dtype), v.trainable, _spec(v)) for v in layer.variables)
-    return type(layer), _config(layer), weights
+    return type(layer), config_of(layer), weights
 
 
 def _spec(variable: Any) -> str:
     return str(getattr(_keras.variable_layout(variable), "spec", None))
 
 
-def _config(layer: Any) -> str:
+def config_of(layer: Any) -> str:
     """A layer's config without what is its own; of one that has none, nothing.
 
     What the layers compute is compared as well, in the program.
+
+    Args:
+        layer: The layer.
     """
     try:
         config = layer.get_config()

@@ -8,10 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import keras
 from jax.extend import core
 
 from keras_tpu_dist import _keras
+from keras_tpu_dist.memory.equal import config_of, what_counts
 from keras_tpu_dist.partitioner.fingerprint import Fingerprints
+from keras_tpu_dist.partitioner.functions import value_of
 from keras_tpu_dist.partitioner.jaxprs import opened
 
 _NAME = "equal_block_"
@@ -187,7 +190,7 @@ _INPUT = "one of its inputs is neither the block before's output nor the same fo
 class _Finder:
     def __init__(self, jaxpr: Any, notes: Tracing):
         self._notes = notes
-        self._same = Fingerprints()
+        self._same = Fingerprints(_in_common)
         self.runs: list[Run] = []
         self.reasons: dict[int, str] = {}
         # For each value, as bits, the positions of the blocks it depends on.
@@ -256,7 +259,16 @@ def _fed(before: Block, block: Block) -> dict[int, int]:
 
 
 def _identity(atom: Any) -> Hashable:
-    return str(atom.val) if isinstance(atom, core.Literal) else atom
+    return value_of(atom.val) if isinstance(atom, core.Literal) else atom
+
+
+def _in_common(thing: Any) -> Hashable:
+    """What an object that a rule for gradients refers to has in common with its like."""
+    if not isinstance(thing, keras.Layer) or not config_of(thing):
+        return id(thing)
+    public = {key: v for key, v in vars(thing).items() if key != "name" and key[0] != "_"}
+    plain = {key: v for key, v in public.items() if isinstance(v, (int, float, str, tuple))}
+    return what_counts(thing), repr(sorted(plain.items()))
 
 
 def without_aliases(jaxpr: Any, notes: Tracing) -> Any:

@@ -1,25 +1,26 @@
 """Whether two programs compute the same of their inputs."""
 
-import re
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
-import jax
 import numpy as np
 from jax.extend import core
 
+from keras_tpu_dist.partitioner.functions import Functions, value_of, without_addresses
 from keras_tpu_dist.partitioner.jaxprs import is_jaxpr, opened
-
-_ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
 class Fingerprints:
     """Of programs: equal ones for programs that have the same equations, in the same order.
 
     What calls of the same function have in common is looked at once.
+
+    Args:
+        of_object: See `Functions`; of what rules for gradients refer to.
     """
 
-    def __init__(self):
+    def __init__(self, of_object: Callable[[Any], Hashable] = id):
+        self._functions = Functions(of_object)
         self._known: dict[int, tuple[Any, Hashable]] = {}
 
     def of(self, jaxpr: Any) -> Hashable:
@@ -36,11 +37,11 @@ class Fingerprints:
 
     def _made(self, jaxpr: Any) -> Hashable:
         program, numbers = opened(jaxpr), {}
-        constants = [_value(each) for each in getattr(jaxpr, "consts", ())]
+        constants = [value_of(each) for each in getattr(jaxpr, "consts", ())]
 
         def atom(each: Any) -> Hashable:
             if isinstance(each, core.Literal):
-                return _value(each.val)
+                return value_of(each.val)
             return numbers.setdefault(each, len(numbers)), _shape(each)
 
         inputs = [atom(each) for each in (*program.constvars, *program.invars)]
@@ -61,17 +62,12 @@ class Fingerprints:
         if isinstance(value, (tuple, list)):
             return tuple(map(self._parameter, value))
         if isinstance(value, np.ndarray):
-            return _value(value)
-        name = getattr(value, "__qualname__", None)
-        return name if isinstance(name, str) else _ADDRESS.sub("", repr(value))
+            return value_of(value)
+        # JAX's own wrappers of functions cannot be called.
+        if callable(value) or hasattr(value, "transforms"):
+            return self._functions.of(value)
+        return without_addresses(value)
 
 
 def _shape(atom: Any) -> Hashable:
     return getattr(atom.aval, "shape", None), str(getattr(atom.aval, "dtype", atom.aval))
-
-
-def _value(value: Any) -> Hashable:
-    if isinstance(value, jax.core.Tracer):
-        return id(value)
-    array = np.asarray(value)
-    return array.shape, str(array.dtype), array.tobytes()

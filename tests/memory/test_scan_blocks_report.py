@@ -110,15 +110,19 @@ class Scaling(L.Layer):
         return self.factor * self.dense(x)
 
 
-def test_blocks_that_compute_something_else_are_told_apart():
-    factors = iter([1.0, 1.0, 0.5, 0.5, 0.25])
+def factored(kind, *factors):
+    left = iter(factors)
 
-    def scaling(name):
-        layer = Scaling(name=name)
-        layer.factor = next(factors)
+    def make(name):
+        layer = kind(name=name)
+        layer.factor = next(left)
         return layer
 
-    report = ktd.scan_blocks(row(5, scaling))
+    return row(len(factors), make)
+
+
+def test_blocks_that_compute_something_else_are_told_apart():
+    report = ktd.scan_blocks(factored(Scaling, 1.0, 1.0, 0.5, 0.5, 0.25))
     assert [run.paths for run in report.runs] == [
         ("model/block_0", "model/block_1"),
         ("model/block_2", "model/block_3"),
@@ -126,6 +130,50 @@ def test_blocks_that_compute_something_else_are_told_apart():
     ((path, why),) = report.left_out
     assert path == "model/block_4"
     assert "computes something else" in why
+
+
+def turned(x, factor):
+    """What it is given; its gradient is multiplied by a factor that no program shows."""
+
+    @jax.custom_vjp
+    def identity(x):
+        return x * 1.0
+
+    identity.defvjp(lambda x: (identity(x), None), lambda _, gradient: (gradient * factor,))
+    return identity(x)
+
+
+class Turning(Scaling):
+    def call(self, x):
+        return keras.ops.silu(turned(self.dense(x), self.factor))
+
+
+class TurningByItself(Scaling):
+    """Its rule reads the factor off the layer."""
+
+    def call(self, x):
+        identity = jax.custom_vjp(lambda x: x * 1.0)
+        identity.defvjp(lambda x: (identity(x), None), lambda _, g: (g * self.factor,))
+        return identity(self.dense(x))
+
+
+class WithoutConfig(TurningByItself):
+    def get_config(self):
+        raise NotImplementedError
+
+
+def test_rules_for_gradients_that_differ_are_told_apart():
+    report = ktd.scan_blocks(factored(Turning, 1.0, 1.0, -1.0, -1.0))
+    assert [run.paths for run in report.runs] == [
+        ("model/block_0", "model/block_1"),
+        ("model/block_2", "model/block_3"),
+    ]
+
+
+def test_rules_that_refer_to_layers_are_told_apart_by_what_those_hold():
+    report = ktd.scan_blocks(factored(TurningByItself, 1.0, 1.0, -1.0))
+    assert [run.paths for run in report.runs] == [("model/block_0", "model/block_1")]
+    assert ktd.scan_blocks(factored(WithoutConfig, 1.0, -1.0)).runs == ()
 
 
 def test_other_configs_and_trainability_end_a_run():
