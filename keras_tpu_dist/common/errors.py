@@ -61,3 +61,12 @@ data. Did you mean 'data'?
     frame = inspect.currentframe()
     identifier = id_of_call(frame and frame.f_back)
     return f"{rule} Received: {received} {fix}{hint}" + (identifier and f" [ktd {identifier}]")
+
+
+def without_id(text: str) -> str:
+    """A message without the id at its end.
+
+    Args:
+        text: What `message` gave.
+    """
+    return text.rpartition(" [ktd ")[0] or text

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from keras_tpu_dist import _keras
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import message, without_id
 from keras_tpu_dist.common.page import fragment
 from keras_tpu_dist.common.text import html_table, size_text
 from keras_tpu_dist.hardware.mesh import LOGICAL_AXIS
@@ -183,7 +183,7 @@ def _illegal(model, placement: Placement) -> list[Finding]:
         except ValueError as error:
             if " Received: " not in str(error):
                 continue  # Keras's own, of keys that overlap: a finding of its own
-            words, _, fix = str(error).partition(" Received: ")
+            words, _, fix = without_id(str(error)).partition(" Received: ")
             received, _, fix = fix.rpartition(". ")
             code = (
                 "too-long"
