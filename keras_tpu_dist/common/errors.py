@@ -53,7 +53,7 @@ def message(
     ...     choices=["data"],
     ... ))
     The axis must be one of the mesh's axes. Received: axis='dta', mesh={'data': 8}. Use one of: \
-data. Did you mean 'data'?
+data. Did you mean 'data'? [ktd ec31aad7d]
     """
     if not isinstance(received, str):
         received = ", ".join(f"{key}={value!r}" for key, value in received.items()) + "."
