@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 from jax.extend import core
+from jax.sharding import AbstractMesh, NamedSharding
 
 from keras_tpu_dist.partitioner.functions import Functions, value_of, without_addresses
 from keras_tpu_dist.partitioner.jaxprs import is_jaxpr, opened
@@ -63,10 +64,23 @@ class Fingerprints:
             return tuple(map(self._parameter, value))
         if isinstance(value, np.ndarray):
             return value_of(value)
+        if _says_nothing(value):
+            return "None"
         # JAX's own wrappers of functions cannot be called.
         if callable(value) or hasattr(value, "transforms"):
             return self._functions.of(value)
         return without_addresses(value)
+
+
+def _says_nothing(value: Any) -> bool:
+    """Whether a layout leaves every dimension to the compiler, as `None` does.
+
+    Functions that JAX traces once have the one or the other, by where they were called first.
+    """
+    if not isinstance(value, NamedSharding) or not isinstance(value.mesh, AbstractMesh):
+        return False
+    kinds = {kind.name for kind in value.mesh.axis_types}
+    return kinds == {"Auto"} and not any(value.spec)
 
 
 def _shape(atom: Any) -> Hashable:

@@ -61,6 +61,8 @@ class Functions:
             return tuple(map(self.of, value))
         if isinstance(value, dict):
             return tuple((repr(key), self.of(each)) for key, each in value.items())
+        if isinstance(value, (set, frozenset)):
+            return tuple(sorted(map(repr, value)))
         if isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType)):
             return repr(value)
         if type(value).__qualname__.endswith("Store"):

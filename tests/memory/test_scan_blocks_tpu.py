@@ -1,9 +1,12 @@
 """What the TPU compiler makes of equal blocks as one loop."""
 
+import logging
+
 import keras
 import pytest
 
 import keras_tpu_dist as ktd
+from keras_tpu_dist.common import once
 
 L = keras.layers
 ROWS, WIDTH, BLOCKS = 8192, 256, 6
@@ -36,3 +39,35 @@ def test_a_loop_takes_no_more_memory_and_collectives():
     """`python benchmarks/scan_blocks.py` has more layers, attention, and remat."""
     unrolled, scanned = map(costs, (False, True))
     assert all(a <= 1.05 * b for a, b in zip(scanned, unrolled))
+
+
+class Attending(L.Layer):
+    """Attention of a size for which there is a kernel."""
+
+    def build(self, shape):
+        self.attention = L.GroupQueryAttention(128, 4, 2)
+        self.attention.build(shape, shape)
+
+    def call(self, x):
+        return x + self.attention(x, x, use_causal_mask=True)
+
+
+def test_blocks_that_call_a_kernel_are_equal(caplog):
+    """The kernel is traced once: in the first block with another context than in the others."""
+    pytest.importorskip("libtpu")
+
+    def attending():
+        x = inputs = keras.Input((512, 256))
+        for i in range(3):
+            x = Attending(name=f"block_{i}")(x)
+        model = keras.Model(inputs, L.Dense(1)(x))
+        model.compile("sgd", "mse")
+        ktd.scan_blocks(model)
+        once.forget()
+        return model
+
+    caplog.set_level(logging.INFO, "keras_tpu_dist")
+    ktd.dry_run(attending, ktd.TPUStrategy(topology="v5e:2x4"), batch_size=8)
+    (said,) = [r.getMessage() for r in caplog.records if "scan_blocks:" in r.getMessage()]
+    assert "3 blocks Attending as one" in said
+    assert "on its own" not in said
