@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import keras
+import numpy as np
 from jax.extend import core
 
 from keras_tpu_dist import _keras
@@ -18,6 +19,7 @@ from keras_tpu_dist.partitioner.functions import value_of
 from keras_tpu_dist.partitioner.jaxprs import opened
 
 _NAME = "equal_block_"
+_ARRAYS = (np.generic, np.ndarray, jax.Array)
 
 
 @dataclass(frozen=True)
@@ -268,7 +270,8 @@ def _in_common(thing: Any) -> Hashable:
         return id(thing)
     public = {key: v for key, v in vars(thing).items() if key != "name" and key[0] != "_"}
     plain = {key: v for key, v in public.items() if isinstance(v, (int, float, str, tuple))}
-    return what_counts(thing), repr(sorted(plain.items()))
+    arrays = {key: value_of(v) for key, v in public.items() if isinstance(v, _ARRAYS)}
+    return what_counts(thing), repr(sorted(plain.items())), repr(sorted(arrays.items()))
 
 
 def without_aliases(jaxpr: Any, notes: Tracing) -> Any:

@@ -65,9 +65,9 @@ class Functions:
             return tuple(sorted(map(repr, value)))
         if isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType)):
             return repr(value)
-        if type(value).__qualname__.endswith("Store"):
-            return ""  # JAX's places for results
         if _is_of_jax(type(value)):
+            if type(value).__qualname__.endswith("Store"):
+                return ""  # a place for results
             inner = [self.of(getattr(value, name)) for name in _WRAPPED if hasattr(value, name)]
             return tuple(inner) or without_addresses(value)
         return self._of_object(value)

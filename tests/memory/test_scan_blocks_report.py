@@ -173,6 +173,8 @@ def test_rules_for_gradients_that_differ_are_told_apart():
 def test_rules_that_refer_to_layers_are_told_apart_by_what_those_hold():
     report = ktd.scan_blocks(factored(TurningByItself, 1.0, 1.0, -1.0))
     assert [run.paths for run in report.runs] == [("model/block_0", "model/block_1")]
+    arrays = np.float32(1.0), np.float32(-1.0)
+    assert ktd.scan_blocks(factored(TurningByItself, *arrays)).runs == ()
     assert ktd.scan_blocks(factored(WithoutConfig, 1.0, -1.0)).runs == ()
 
 
