@@ -201,8 +201,11 @@ def _get_jax_state(stock, model, purge_model_variables=False, **groups):
         return stock(model, purge_model_variables=purge_model_variables, **groups)
     # Stock empties the variables here, and what an exception then finds is nothing.
     state = stock(model, purge_model_variables=False, **groups)
-    # What an earlier epoch left there is older than the variables.
-    model._jax_state = None
+    # What an earlier epoch left there is older than the variables, which keep their values; but an
+    # epoch that finds no more data has the earlier one's metrics for its logs.
+    record = getattr(model, "_jax_state", None) or {}
+    metrics = record.get("metrics_variables")
+    model._jax_state = {"metrics_variables": metrics} if metrics else None
     if groups.get("optimizer_variables"):
         strategy.runner.state_read(model, state)
     return state

@@ -39,6 +39,13 @@ FAILED = {
         ("input", "grain"),
         ("model", "vectors"),
     ),
+    "an epoch that found no more data had 0.0 for its logs, not the earlier epoch's": (
+        ("steps_per_epoch", 2),
+        ("rows", 24),
+        ("batch_size", 16),
+        ("input", "grain"),
+        ("model", "vectors"),
+    ),
 }
 
 

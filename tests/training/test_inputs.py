@@ -197,3 +197,19 @@ def test_a_pairwise_table_of_launches_and_epochs():
         epochs = batches // per_epoch
         model.fit(x, y, 8, epochs=epochs, steps_per_epoch=per_epoch, verbose=0)
         assert int(model.optimizer.iterations.value) == epochs * per_epoch
+
+
+@pytest.mark.parametrize(("steps", "batches"), [(1, 3), (3, 2), (3, 3)])
+def test_an_epoch_without_data_has_the_logs_of_the_one_before_as_in_keras(steps, batches):
+    def rows():
+        yield from [(X[:BATCH], Y[:BATCH]), (X[BATCH:23], Y[BATCH:23]), (X[23:33], Y[23:33])]
+
+    def build():
+        model = mlp()
+        model.steps_per_execution = steps
+        return model
+
+    strategy = ktd.TPUStrategy({"data": 4, "model": 2})
+    fit = {"steps_per_epoch": batches, "epochs": 3, "shuffle": None}
+    expected = histories(None, rows(), **fit)
+    assert_close(histories(strategy, rows(), build=build, **fit), expected)
