@@ -51,8 +51,6 @@ from keras_tpu_dist._keras.files import names_in_files as names_in_files
 from keras_tpu_dist._keras.inputs import ends_ragged as ends_ragged
 from keras_tpu_dist._keras.inputs import uncount_steps as uncount_steps
 from keras_tpu_dist._keras.marks import Mark as Mark
-from keras_tpu_dist._keras.marks import declare_mark as declare_mark
-from keras_tpu_dist._keras.marks import set_mark as set_mark
 from keras_tpu_dist._keras.progress import backup_position as backup_position
 from keras_tpu_dist._keras.progress import begin_at_epoch as begin_at_epoch
 from keras_tpu_dist._keras.progress import global_seed as global_seed
@@ -92,6 +90,7 @@ from keras_tpu_dist._keras.trainer import forget_functions as forget_functions
 from keras_tpu_dist._keras.trainer import forget_state as forget_state
 from keras_tpu_dist._keras.trainer import has_state as has_state
 from keras_tpu_dist._keras.trainer import is_strategy as is_strategy
+from keras_tpu_dist._keras.trainer import keep_metrics as keep_metrics
 from keras_tpu_dist._keras.trainer import listens as listens
 from keras_tpu_dist._keras.trainer import move_variable as move_variable
 from keras_tpu_dist._keras.trainer import serve as serve

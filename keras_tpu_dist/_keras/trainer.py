@@ -201,11 +201,8 @@ def _get_jax_state(stock, model, purge_model_variables=False, **groups):
         return stock(model, purge_model_variables=purge_model_variables, **groups)
     # Stock empties the variables here, and what an exception then finds is nothing.
     state = stock(model, purge_model_variables=False, **groups)
-    # What an earlier epoch left there is older than the variables, which keep their values; but an
-    # epoch that finds no more data has the earlier one's metrics for its logs.
-    record = getattr(model, "_jax_state", None) or {}
-    metrics = record.get("metrics_variables")
-    model._jax_state = {"metrics_variables": metrics} if metrics else None
+    # What an earlier epoch left there is older than the variables.
+    model._jax_state = None
     if groups.get("optimizer_variables"):
         strategy.runner.state_read(model, state)
     return state
@@ -344,6 +341,20 @@ def forget_state(model: Any) -> None:
     """
     model._jax_state = None
     model._jax_state_synced = True
+
+
+def keep_metrics(model: Any, values: list | None) -> None:
+    """Has an epoch that finds no more data report the one before, as Keras does by accident.
+
+    Keras purges the variables for the first step of the epoch, which never comes, and then puts
+    the record of the epoch before back; after a validation it has none, and fails.
+
+    Args:
+        model: The model.
+        values: What the metrics' variables were after the last step, or `None` if there was none.
+    """
+    if values is not None and model._jax_state is None:
+        model._jax_state = {"metrics_variables": values}
 
 
 def has_state(model: Any) -> bool:

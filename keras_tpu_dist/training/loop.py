@@ -48,6 +48,7 @@ class StepLoop:
         self._compiled = not trainer.run_eagerly and trainer.jit_compile
         self._place = placer.place if self._compiled else placer.place_eagerly
         self._programs: dict[Any, Callable] = {}
+        self._metrics: list | None = None
 
     def __call__(self, state: Any, iterator: Any) -> tuple[Any, Any]:
         """Launches the next steps.
@@ -65,6 +66,14 @@ class StepLoop:
         if not isinstance(iterator, DeviceIterator):
             # *_on_batch: one batch, whatever the setting.
             return self._launch(state, self._place(next(iterator)))
+        try:
+            return self._next(state, iterator)
+        except StopIteration:
+            if self._kind == "train":
+                _keras.keep_metrics(self._trainer, self._metrics)
+            raise
+
+    def _next(self, state, iterator: DeviceIterator):
         if self._kind == "train":
             self._guard.reads(iterator)
         most = self._trainer.steps_per_execution
@@ -101,6 +110,7 @@ class StepLoop:
         if watch is not None:
             *state, watch.health = state
             outputs = watch.noted(outputs, batch, steps)
+        self._metrics = state[3]
         if guard.spend(steps):
             self._trainer.stop_training = True
         return outputs, tuple(state)

@@ -213,3 +213,6 @@ def test_an_epoch_without_data_has_the_logs_of_the_one_before_as_in_keras(steps,
     fit = {"steps_per_epoch": batches, "epochs": 3, "shuffle": None}
     expected = histories(None, rows(), **fit)
     assert_close(histories(strategy, rows(), build=build, **fit), expected)
+    # After a validation Keras would fail there.
+    found = histories(strategy, rows(), build=build, validation_data=(X, Y), **fit)
+    assert_close({name: found[name] for name in expected}, expected)
