@@ -1,12 +1,11 @@
 """Meshes and layouts compared: each dry-run under a strategy of its own, and ranked."""
 
 import logging
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from keras_tpu_dist.common.page import Cell, bar, delivered, document, fragment, legend, sortable
+from keras_tpu_dist.common.page import Cell, Page, bar, document, fragment, legend, sortable
 from keras_tpu_dist.common.progress import stages
 from keras_tpu_dist.common.svg import GREY
 from keras_tpu_dist.common.text import duration_text, html_table, size_text, text_table
@@ -46,7 +45,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(Page):
     """Candidates, the fastest that fits first.
 
     Args:
@@ -61,28 +60,12 @@ class Comparison:
         first = self.candidates[0] if self.candidates else None
         return first if first and first.run and first.run.fits else None
 
-    def to_html(self, path: str | os.PathLike | None = None) -> str | None:
-        """The comparison as a page of its own: step time drawn against memory, and a table.
-
-        Args:
-            path: The file to write, which is replaced as a whole; by default the text is given
-                back.
-
-        Returns:
-            The page, or `None` where it was written.
-
-        Raises:
-            ValueError: If the file's folder is missing.
-
-        Example:
-
-        >>> ranked = compare(build, topology=where, meshes=meshes, batch_size=64)  # doctest: +SKIP
-        >>> ranked.to_html("comparison.html")  # doctest: +SKIP
-        """
+    def _page(self) -> str:
+        """Step time drawn against memory, and a table."""
         title = f"{len(self.candidates)} candidates"
         head = f"<h1>{title}, the fastest that fits first</h1>"
         table = sortable(("", *self._HEADER, "of the HBM"), self._cells())
-        return delivered(document(title, [head, *self._drawing(), table]), path)
+        return document(title, [head, *self._drawing(), table])
 
     def _rows(self, longest: int | None = None) -> list[tuple[str, ...]]:
         rows = []

@@ -1,8 +1,8 @@
 """What users write on layers, kept by `from_config`, clones and saved models."""
 
 import functools
+import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from keras_tpu_dist._keras.seam import Replacement, declare
@@ -12,19 +12,55 @@ from keras_tpu_dist._keras.seam import Replacement, declare
 _SAVED = "keras_tpu_dist"
 
 
-@dataclass(frozen=True)
 class Mark:
-    """One thing that can be written on layers.
+    """One thing that can be written on layers, and is kept by layers made from their configs.
+
+    Public replacement: attributes that `get_config` may add to.
+
+    Args:
+        attribute: The name of the layer's attribute that holds it.
+        saved: Whether its values are plain enough for JSON, and files keep it.
 
     Attributes:
-        attribute: The name of the layer's attribute that holds it.
+        version: Counts what was written, after which what was derived from it is stale.
         restore: Called as `restore(layer, value)`, writes it on another layer.
-        saved: Whether its values are plain enough for JSON, and files keep it.
     """
 
-    attribute: str
-    restore: Callable[[Any, Any], object]
-    saved: bool = False
+    def __init__(self, attribute: str, *, saved: bool = False):
+        self.saved = saved
+        self.version = 0
+        self._versions = itertools.count(1)
+        self.restore: Callable[[Any, Any], object] = self.write
+        self._attribute = attribute
+        _marks[attribute] = self
+
+    def of(self, layer: Any) -> Any:
+        """What is written on a layer, or `None`.
+
+        Args:
+            layer: A layer or model.
+        """
+        return getattr(layer, self._attribute, None)
+
+    def write(self, layer: Any, value: Any) -> None:
+        """Writes on a layer.
+
+        Args:
+            layer: A layer or model.
+            value: What to write; `None` takes it back.
+        """
+        self.version = next(self._versions)
+        object.__setattr__(layer, self._attribute, value)
+        _carry_through_configs(type(layer))
+
+    def restored_by(self, restore: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        """Decorates the function that writes what was read from a config on a layer.
+
+        Args:
+            restore: Called as `restore(layer, value)`.
+        """
+        self.restore = restore
+        return restore
 
 
 class _MarkedConfig(dict):
@@ -36,29 +72,8 @@ class _MarkedConfig(dict):
 _marks: dict[str, Mark] = {}
 
 
-def declare_mark(mark: Mark) -> None:
-    """Tells what to carry, and how; public replacement: attributes that `get_config` may add to.
-
-    Args:
-        mark: The mark.
-    """
-    _marks[mark.attribute] = mark
-
-
-def set_mark(layer: Any, attribute: str, value: Any) -> None:
-    """Writes something on a layer, and has it kept by layers made from its config.
-
-    Args:
-        layer: A layer or model.
-        attribute: The `Mark.attribute`.
-        value: What to write; `None` takes it back.
-    """
-    object.__setattr__(layer, attribute, value)
-    _carry_through_configs(type(layer))
-
-
 def _marks_of(layer: Any) -> dict[str, Any]:
-    found = {attribute: getattr(layer, attribute, None) for attribute in _marks}
+    found = {attribute: mark.of(layer) for attribute, mark in _marks.items()}
     return {attribute: value for attribute, value in found.items() if value is not None}
 
 

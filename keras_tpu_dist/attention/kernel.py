@@ -85,14 +85,9 @@ class _StaticMask(splash.Mask):
 
 def _block_sizes(rows: int, columns: int) -> splash.BlockSizes:
     # Not the fused backward kernel: it keeps one dq per key block, in the input's dtype.
-    return splash.BlockSizes(
-        block_q=rows,
-        block_kv=columns,
-        block_q_dkv=rows,
-        block_kv_dkv=columns,
-        block_q_dq=rows,
-        block_kv_dq=columns,
-    )
+    of_rows = dict.fromkeys(("block_q", "block_q_dkv", "block_q_dq"), rows)
+    of_columns = dict.fromkeys(("block_kv", "block_kv_dkv", "block_kv_dq"), columns)
+    return splash.BlockSizes(**of_rows, **of_columns)
 
 
 def _heads_first(x: jax.Array, length: int) -> jax.Array:

@@ -96,6 +96,36 @@ class Cell:
     markup: str = ""
 
 
+class Page:
+    """A result that can be shown as a page of its own."""
+
+    def to_html(self, path: str | os.PathLike | None = None) -> str | None:
+        """The whole of it as a page, to open in a browser and to send to others.
+
+        Drawings, and tables that sort by the column that is clicked. It is one file that loads
+        nothing else, and follows the browser's light or dark colours.
+
+        Args:
+            path: The file to write, which is replaced as a whole; by default the text is given
+                back.
+
+        Returns:
+            The page, or `None` where it was written.
+
+        Raises:
+            ValueError: If the file's folder is missing.
+
+        Example:
+
+        >>> run = ktd.dry_run(build, strategy, batch_size=1024)  # doctest: +SKIP
+        >>> run.to_html("report.html")  # doctest: +SKIP
+        """
+        return delivered(self._page(), path)
+
+    def _page(self) -> str:
+        raise NotImplementedError
+
+
 def document(title: str, parts: Iterable[str]) -> str:
     """A whole page, with its style and its script.
 

@@ -2,10 +2,9 @@
 
 import json
 import math
-import os
 from dataclasses import asdict, dataclass
 
-from keras_tpu_dist.common.page import delivered
+from keras_tpu_dist.common.page import Page
 from keras_tpu_dist.common.text import duration_text, size_text, text_table
 from keras_tpu_dist.dryrun.rows import collective_rows, layer_rows
 from keras_tpu_dist.dryrun.state_bytes import StateBytes
@@ -82,7 +81,7 @@ def estimate(cost: ProgramCost, topology: Topology) -> Estimate:
 
 
 @dataclass(frozen=True)
-class DryRun:
+class DryRun(Page):
     """What a compiler says about one step of a model on a slice.
 
     Args:
@@ -229,31 +228,11 @@ class DryRun:
             parts.append(f"{title}\n{text_table(header, rows)}")
         return "\n".join([*parts, *self._remarks()])
 
-    def to_html(self, path: str | os.PathLike | None = None) -> str | None:
-        """The report as a page of its own, to open in a browser and to send to others.
-
-        Memory by kind against the chip's HBM, layers by cycles, collectives over the torus, and
-        tables that sort by the column that is clicked. It is one file that loads nothing else, and
-        follows the browser's light or dark colours.
-
-        Args:
-            path: The file to write, which is replaced as a whole; by default the text is given
-                back.
-
-        Returns:
-            The page, or `None` where it was written.
-
-        Raises:
-            ValueError: If the file's folder is missing.
-
-        Example:
-
-        >>> run = dry_run(build, strategy, batch_size=1024)  # doctest: +SKIP
-        >>> run.to_html("report.html")  # doctest: +SKIP
-        """
+    def _page(self) -> str:
+        """Memory by kind, layers by cycles, collectives over the torus, tables."""
         from keras_tpu_dist.dryrun.page import report_page
 
-        return delivered(report_page(self), path)
+        return report_page(self)
 
     def _repr_html_(self) -> str:
         from keras_tpu_dist.dryrun.page import report_fragment

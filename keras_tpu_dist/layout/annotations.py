@@ -1,6 +1,5 @@
 """split and replicate: layouts written on the layers themselves."""
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +14,7 @@ from keras_tpu_dist.layout.axes import axis_size, named_sharding
 from keras_tpu_dist.layout.rules import LayoutRules
 from keras_tpu_dist.partitioner import in_compiled_code
 
-_ATTRIBUTE = "_keras_tpu_dist_annotation"
-_versions = itertools.count(1)
-_version = 0
+mark = _keras.Mark("_keras_tpu_dist_annotation")
 
 
 @dataclass(frozen=True)
@@ -106,12 +103,7 @@ def annotation_of(layer: Any) -> Annotation | None:
     Args:
         layer: A layer or model.
     """
-    return getattr(layer, _ATTRIBUTE, None)
-
-
-def version() -> int:
-    """Counts annotations, so that what was derived from them is known to be stale."""
-    return _version
+    return mark.of(layer)
 
 
 @dataclass(frozen=True)
@@ -230,6 +222,7 @@ def _check_structure(fits: bool, outputs, layout) -> None:
         )
 
 
+@mark.restored_by
 def annotate(layer: Any, annotation: Annotation) -> Any:
     """Writes an annotation on a layer, in the place of the one it has; returns the layer.
 
@@ -240,7 +233,6 @@ def annotate(layer: Any, annotation: Annotation) -> Any:
     Raises:
         ValueError: If `layer` is no Keras layer.
     """
-    global _version
     if not isinstance(layer, keras.Layer):
         raise ValueError(
             message(
@@ -249,8 +241,7 @@ def annotate(layer: Any, annotation: Annotation) -> Any:
                 fix="Pass a keras.Layer.",
             )
         )
-    _version = next(_versions)
-    _keras.set_mark(layer, _ATTRIBUTE, annotation)
+    mark.write(layer, annotation)
     return layer
 
 
@@ -281,6 +272,3 @@ def _leaves(output) -> list:
     if isinstance(output, list):
         return [axes for inner in output for axes in _leaves(inner)]
     return [] if output is None else [output]
-
-
-_keras.declare_mark(_keras.Mark(_ATTRIBUTE, annotate))

@@ -1,7 +1,6 @@
 """remat: layers whose activations are computed again instead of kept."""
 
 import contextvars
-import itertools
 import logging
 import weakref
 from collections.abc import Callable, Mapping
@@ -17,9 +16,7 @@ from keras_tpu_dist.memory.blocks import blocks, chosen_by_patterns, layers_by_p
 from keras_tpu_dist.memory.policies import Policy, checked_policy
 from keras_tpu_dist.partitioner import in_compiled_code
 
-_ATTRIBUTE = "_keras_tpu_dist_remat"
-_versions = itertools.count(1)
-_version = 0
+mark = _keras.Mark("_keras_tpu_dist_remat", saved=True)
 # The layers whose call is being traced, by their ids: a call of the base class's method is theirs.
 _tracing: contextvars.ContextVar[frozenset[int]] = contextvars.ContextVar(
     "tracing", default=frozenset()
@@ -90,12 +87,7 @@ def policy_of(layer: Any) -> Policy | None:
     Args:
         layer: A layer or model.
     """
-    return getattr(layer, _ATTRIBUTE, None)
-
-
-def version() -> int:
-    """Counts calls of `remat`, after which programs are to be traced again."""
-    return _version
+    return mark.of(layer)
 
 
 class LayerPolicies:
@@ -171,9 +163,7 @@ def _checked_rules(rules: Mapping) -> dict[str, Any]:
 
 
 def _write(layer: Any, policy: Policy | None) -> None:
-    global _version
-    _version = next(_versions)
-    _keras.set_mark(layer, _ATTRIBUTE, policy)
+    mark.write(layer, policy)
     if policy is not None:
         _prepare(layer, policy)
 
@@ -229,8 +219,6 @@ def _what_was_found(model: Any, policy: Policy, paths: list[str]) -> str:
     )
 
 
+@mark.restored_by
 def _restored(layer: Any, policy: Any) -> None:
     _write(layer, checked_policy(policy))
-
-
-_keras.declare_mark(_keras.Mark(_ATTRIBUTE, _restored, saved=True))

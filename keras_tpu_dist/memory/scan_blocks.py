@@ -29,9 +29,7 @@ from keras_tpu_dist.memory.runs import (
 from keras_tpu_dist.memory.scanned import computed
 from keras_tpu_dist.partitioner import in_compiled_code
 
-_ATTRIBUTE = "_keras_tpu_dist_scan_blocks"
-_versions = itertools.count(1)
-_version = 0
+mark = _keras.Mark("_keras_tpu_dist_scan_blocks", saved=True)
 
 
 @dataclass(frozen=True)
@@ -133,18 +131,11 @@ def is_scanned(model: Any) -> bool:
     Args:
         model: A model.
     """
-    return bool(getattr(model, _ATTRIBUTE, None))
-
-
-def version() -> int:
-    """Counts calls of `scan_blocks`, after which programs are to be traced again."""
-    return _version
+    return bool(mark.of(model))
 
 
 def _write(model: Any, value: bool | None) -> None:
-    global _version
-    _version = next(_versions)
-    _keras.set_mark(model, _ATTRIBUTE, value)
+    mark.write(model, value)
     if value:
         _prepare(model)
 
@@ -291,6 +282,7 @@ def _unbuilt(model: Any) -> str:
     )
 
 
+@mark.restored_by
 def _restored(model: Any, value: Any) -> None:
     _write(model, bool(value) or None)
 
@@ -302,6 +294,3 @@ def _set(variable: contextvars.ContextVar, value: Any) -> Iterator[Any]:
         yield value
     finally:
         variable.reset(token)
-
-
-_keras.declare_mark(_keras.Mark(_ATTRIBUTE, _restored, saved=True))

@@ -1,6 +1,7 @@
 """Which variant of the gradient runs where, by a stated rule."""
 
 import dataclasses
+import functools
 
 from keras_tpu_dist.recurrence.cells import Cell
 from keras_tpu_dist.recurrence.checks import check_segment
@@ -116,40 +117,35 @@ def choose(
     per_iteration = steps if unroll is True else max(int(unroll), 1)
     on_cpu, on_tpu = platform == "cpu", platform == "tpu"
     first = on_cpu and 4 * cell.gates * units**2 >= WEIGHT_FIRST_BYTES
+    made = functools.partial(Variant, turn=on_cpu, weight_first=first)
     asked = check_segment(segment, steps)
     if on_cpu and asked is None and unroll is not True:
         cached = max(ROWS_IN_CACHE // batch, 4)
         if cached < steps:
-            return Variant(
+            return made(
                 keep=True,
                 early=True,
                 unroll=min(cached, 8) if unroll is False and cached <= 8 else per_iteration,
                 segment=cached,
                 reason=f"on CPU about {ROWS_IN_CACHE} rows at a time stay in cache",
                 recompute=False,
-                turn=True,
-                weight_first=first,
             )
     if isinstance(asked, int):
-        variant = Variant(
+        variant = made(
             keep=True,
             early=True,
             unroll=per_iteration,
             segment=asked,
             reason="asked for; inside a segment memory is short-lived, so nothing is rebuilt",
-            turn=on_cpu,
-            weight_first=first,
         )
     else:
         kept = 4 * steps * batch * units * (cell.gates + 1)
-        variant = Variant(
+        variant = made(
             keep=cell.states_suffice or kept <= KEPT_BYTES,
             early=cell.states_suffice or not on_tpu,
             unroll=per_iteration,
             segment=None,
             reason=_why_kept(cell, kept),
-            turn=on_cpu,
-            weight_first=first,
             hoist=not on_tpu
             or directions == 2
             or _hoisted(batch, features, 4 * steps * batch * units * cell.gates),

@@ -53,7 +53,7 @@ class Membership:
         same = len(variables) == len(self._targets) and all(
             variable is known for variable, (known, _) in zip(variables, self._targets)
         )
-        versions = annotations.version(), (remat.version(), scan_blocks.version())
+        versions = annotations.mark.version, (remat.mark.version, scan_blocks.mark.version)
         if same and self._versions == versions and self.placement is not None:
             return self._targets
         if _keras.is_built(model):

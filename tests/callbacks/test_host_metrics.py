@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 from helpers import assert_close, built, data, in_launches
+from pydatasets import in_batches
 from sklearn.metrics import f1_score, mean_absolute_error, roc_auc_score
 
 import keras_tpu_dist as ktd
@@ -39,16 +40,6 @@ def _batches(size=4):
         yield VX[start : start + size], VY[start : start + size]
 
 
-class Sequence(keras.utils.PyDataset):
-    """The evaluation set in batches of four."""
-
-    def __len__(self):
-        return 6
-
-    def __getitem__(self, index):
-        return VX[4 * index : 4 * index + 4], VY[4 * index : 4 * index + 4]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["stock", "strategy"])
 def test_the_whole_set_at_the_end_of_each_epoch(model, where):
@@ -79,8 +70,8 @@ def test_the_whole_set_at_the_end_of_each_epoch(model, where):
     [
         ((VX, VY), None, 21),
         ((VX, VY), 2, 8),
-        (Sequence(), None, 21),
-        (Sequence(), 3, 12),
+        (in_batches(4, VX, VY), None, 21),
+        (in_batches(4, VX, VY), 3, 12),
         (_batches, None, 21),
         (list(_batches()), None, 21),
         (_batches(), 6, 21),

@@ -1,12 +1,17 @@
 """A training that `kill.py` kills and starts again: one of the runs of `RUNS`, on some mesh."""
 
 import json
+import pathlib
 import sys
 import time
 
 import jax
 import keras
 import numpy as np
+
+sys.path.append(str(pathlib.Path(__file__).parents[1]))
+
+from pydatasets import in_batches
 
 import keras_tpu_dist as ktd
 
@@ -29,20 +34,11 @@ RUNS = {
 }
 
 
-class Indexed(keras.utils.PyDataset):
-    def __len__(self):
-        return -(-ROWS // BATCH)
-
-    def __getitem__(self, index):
-        rows = slice(index * BATCH, (index + 1) * BATCH)
-        return X[rows], Y[rows]
-
-
 def fed(kind):
     if kind == "arrays":
         return {"x": X, "y": Y, "batch_size": BATCH}
     if kind == "pydataset":
-        return {"x": Indexed()}
+        return {"x": in_batches(BATCH, X, Y)}
     import grain
 
     rows = grain.MapDataset.range(ROWS).seed(3).shuffle()
@@ -55,6 +51,19 @@ def optimizer(kind):
         "adam": lambda: keras.optimizers.Adam(0.01),
         "accumulation": lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=3),
     }[kind]()
+
+
+def network(dropout=0.2):
+    """A model with random and with moving state."""
+    return keras.Sequential(
+        [
+            keras.Input((12,)),
+            keras.layers.Dense(16, activation="relu"),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dropout(dropout),
+            keras.layers.Dense(4),
+        ]
+    )
 
 
 class Slow(keras.callbacks.Callback):
@@ -72,15 +81,7 @@ def main(name, mesh, directory, result):
     feed, steps, kind, every = RUNS[name]
     keras.utils.set_random_seed(2)
     with ktd.TPUStrategy(*MESHES[mesh]).scope():
-        model = keras.Sequential(
-            [
-                keras.Input((12,)),
-                keras.layers.Dense(16, activation="relu"),
-                keras.layers.BatchNormalization(),
-                keras.layers.Dropout(0.2),
-                keras.layers.Dense(4),
-            ]
-        )
+        model = network()
         model.compile(optimizer(kind), "mse", metrics=["mae"], steps_per_execution=steps)
     callbacks = [ktd.callbacks.Checkpoint(directory, **every), Slow()]
     print("begins", flush=True)

@@ -2,54 +2,39 @@
 
 import importlib
 import os
+import pathlib
 import signal
 
 import keras
 import numpy as np
 import pytest
-from helpers import assert_close
+from helpers import assert_close, loaded
+from pydatasets import in_batches
 
 import keras_tpu_dist as ktd
 
+job = loaded(pathlib.Path(__file__).with_name("job.py"), "checkpoint_job")
 ROWS, BATCH, EPOCHS = 45, 8, 3
 X = np.random.default_rng(0).normal(size=(ROWS, 12)).astype("float32")
 Y = X[:, :4]
 
 
-class Indexed(keras.utils.PyDataset):
-    def __len__(self):
-        return -(-ROWS // BATCH)
-
-    def __getitem__(self, index):
-        rows = slice(index * BATCH, (index + 1) * BATCH)
-        return X[rows], Y[rows]
-
-
-def endless():
-    while True:
-        yield from (Indexed()[i] for i in range(len(Indexed())))
-
-
 INPUTS = {
     "arrays": lambda: {"x": X, "y": Y, "batch_size": BATCH},
     "arrays in parts": lambda: {"x": X, "y": Y, "batch_size": BATCH, "steps_per_epoch": 3},
-    "pydataset": lambda: {"x": Indexed(), "shuffle": True},
-    "generator": lambda: {"x": endless(), "steps_per_epoch": 4, "shuffle": False},
+    "pydataset": lambda: {"x": in_batches(BATCH, X, Y), "shuffle": True},
+    "generator": lambda: {
+        "x": in_batches(BATCH, X, Y).endless(),
+        "steps_per_epoch": 4,
+        "shuffle": False,
+    },
 }
 
 
 def made(strategy, steps=1):
     keras.utils.set_random_seed(1)
     with strategy.scope():
-        model = keras.Sequential(
-            [
-                keras.Input((12,)),
-                keras.layers.Dense(16, activation="relu"),
-                keras.layers.BatchNormalization(),
-                keras.layers.Dropout(0.3),
-                keras.layers.Dense(4),
-            ]
-        )
+        model = job.network(0.3)
         model.compile(
             keras.optimizers.Adam(0.01), "mse", metrics=["mae"], steps_per_execution=steps
         )

@@ -2,11 +2,16 @@
 
 import json
 import os
+import pathlib
 import sys
 
 import jax
 import keras
 import numpy as np
+
+sys.path.append(str(pathlib.Path(__file__).parents[1]))
+
+from pydatasets import in_batches
 
 import keras_tpu_dist as ktd
 
@@ -45,27 +50,14 @@ def model(steps):
     return built
 
 
-class Sequence(keras.utils.PyDataset):
-    def __len__(self):
-        return -(-ROWS // BATCH)
-
-    def __getitem__(self, index):
-        rows = slice(index * BATCH, (index + 1) * BATCH)
-        return X[rows], Y[rows]
-
-
-def batches():
-    while True:
-        yield from (Sequence()[i] for i in range(len(Sequence())))
-
-
 def fed(kind):
+    batches = in_batches(BATCH, X, Y)
     if kind == "arrays":
         return {"x": X, "y": Y, "batch_size": BATCH}
     if kind == "generator":
-        return {"x": batches(), "steps_per_epoch": len(Sequence()), "shuffle": False}
+        return {"x": batches.endless(), "steps_per_epoch": len(batches), "shuffle": False}
     if kind == "pydataset":
-        return {"x": Sequence(), "shuffle": False}
+        return {"x": batches, "shuffle": False}
     import tensorflow as tf
 
     return {"x": tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH), "shuffle": False}
@@ -171,8 +163,13 @@ def feature(folder, name):
     return found
 
 
-if __name__ == "__main__":
+def run_all(run):
+    """Runs the cases that the command line names, as one of several processes."""
     ktd.initialize(timeout_s=60, peer_timeout_s=20)
     for case in json.loads(sys.argv[2]):
-        (feature if len(case) == 1 else run)(sys.argv[1], *case)
+        run(sys.argv[1], *case)
         print("done", *case)
+
+
+if __name__ == "__main__":
+    run_all(lambda folder, *case: (feature if len(case) == 1 else run)(folder, *case))

@@ -1,8 +1,6 @@
 """Input that each process brings for itself, once as several processes and once as one."""
 
-import importlib.util
 import itertools
-import json
 import os
 import pathlib
 import sys
@@ -11,13 +9,15 @@ import jax
 import keras
 import numpy as np
 
-import keras_tpu_dist as ktd
+HERE = pathlib.Path(__file__).parent
+sys.path.append(str(HERE.parent))
 
-_spec = importlib.util.spec_from_file_location(
-    "process_job", pathlib.Path(__file__).parent / "job.py"
-)
-job = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(job)
+from helpers import loaded  # noqa: E402
+from pydatasets import Batches  # noqa: E402
+
+import keras_tpu_dist as ktd  # noqa: E402
+
+job = loaded(HERE / "job.py", "process_job")
 BATCH = 12
 # Rows that divide everywhere, that do not, and processes without any.
 SPLITS = {"even": [16, 16, 16, 16], "uneven": [13, 5, 9, 2], "none": [11, 0, 7, 0]}
@@ -45,38 +45,25 @@ def merged(split, count, batch=BATCH):
     return [np.concatenate([b[i] for b in each if i < len(b)]) for i in range(steps)]
 
 
-class Batches(keras.utils.PyDataset):
-    def __init__(self, batches):
-        super().__init__()
-        self.batches = batches
-
-    def __len__(self):
-        return len(self.batches)
-
-    def __getitem__(self, index):
-        return job.X[self.batches[index]], job.Y[self.batches[index]]
-
-
-def endless(batches, shard_has_rows=True):
-    while shard_has_rows:
-        yield from (Batches(batches)[i] for i in range(len(batches)))
+def dataset(batches):
+    return Batches((job.X, job.Y), batches)
 
 
 def fed(feed, split, shard):
     """What a process gives to fit; `shard` is None for the one process that has all rows."""
     if shard is None:
-        return {"x": Batches(merged(split, fed.count)), "shuffle": False}
+        return {"x": dataset(merged(split, fed.count)), "shuffle": False}
     own = rows_of(split, shard.count)[shard.index]
     batches = batches_of(split, shard.index, shard.count)
     if feed == "arrays":
         return {"x": job.X[own], "y": job.Y[own], "batch_size": BATCH, "shuffle": False}
     if feed == "generator":
         # It ends where its rows do; the others go on.
-        generator = (Batches(batches * 2)[i] for i in range(2 * len(batches)))
+        generator = (dataset(batches * 2)[i] for i in range(2 * len(batches)))
         steps = max(len(batches_of(split, i, shard.count)) for i in range(shard.count))
         return {"x": generator, "steps_per_epoch": steps, "shuffle": False}
     if feed == "pydataset":
-        return {"x": Batches(batches), "shuffle": False}
+        return {"x": dataset(batches), "shuffle": False}
     size = size_of(shard.index, shard.count)
     return {"x": LOADERS[feed](own, size), "shuffle": False}
 
@@ -116,7 +103,7 @@ def run(folder, plan, feed, steps, split):
     count = shard.count if several else fed.count
     parts = rows_of(split, count)
     own = np.arange(0) if shard is None else parts[shard.index]
-    validation = (job.X[own], job.Y[own]) if several else Batches(merged(split, count, 8))
+    validation = (job.X[own], job.Y[own]) if several else dataset(merged(split, count, 8))
     history = one.fit(
         **fed(feed, split, shard),
         epochs=2,
@@ -146,7 +133,4 @@ def run(folder, plan, feed, steps, split):
 
 
 if __name__ == "__main__":
-    ktd.initialize(timeout_s=60, peer_timeout_s=20)
-    for case in json.loads(sys.argv[2]):
-        run(sys.argv[1], *case)
-        print("done", *case)
+    job.run_all(run)

@@ -1,7 +1,5 @@
 """Replica code, once as several processes and once as one: what `run`, `reduce` and others give."""
 
-import importlib.util
-import json
 import os
 import pathlib
 import re
@@ -16,11 +14,13 @@ import pytest
 import keras_tpu_dist as ktd
 from keras_tpu_dist.processes.channel import PeerError
 
-_spec = importlib.util.spec_from_file_location(
-    "process_own_rows", pathlib.Path(__file__).parent / "own_rows.py"
-)
-own_rows = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(own_rows)
+HERE = pathlib.Path(__file__).parent
+sys.path.append(str(HERE.parent))
+
+from helpers import loaded  # noqa: E402
+from pydatasets import in_batches  # noqa: E402
+
+own_rows = loaded(HERE / "own_rows.py", "process_own_rows")
 job = own_rows.job
 BATCH = own_rows.BATCH
 DYNAMIC = ktd.RunOptions(dynamic_batch=True)
@@ -202,7 +202,7 @@ def training(strategy, found, feed):
     makers = {
         "arrays": lambda e: strategy.distribute_dataset((job.X, job.Y), batch_size=BATCH),
         "generator": lambda e: strategy.distribute_dataset(batches()),
-        "pydataset": lambda e: strategy.distribute_dataset(job.Sequence()),
+        "pydataset": lambda e: strategy.distribute_dataset(in_batches(job.BATCH, job.X, job.Y)),
         "tf.data": lambda e: strategy.distribute_dataset(
             own_rows.tf_data(np.arange(job.ROWS), BATCH)
         ),
@@ -359,7 +359,4 @@ def run(folder, plan, what, *how):
 
 
 if __name__ == "__main__":
-    ktd.initialize(timeout_s=60, peer_timeout_s=20)
-    for case in json.loads(sys.argv[2]):
-        run(sys.argv[1], *case)
-        print("done", *case)
+    job.run_all(run)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from helpers import assert_close, built, data, mlp
 from jax.sharding import PartitionSpec
+from pydatasets import in_batches
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.training.batch_axis import element_names
@@ -153,15 +154,7 @@ def test_kinds_of_arrays(kind):
     elif kind == "list":
         x, y, options = [X], [Y], {"batch_size": 10}
     elif kind == "pydataset":
-
-        class Batches(keras.utils.PyDataset):
-            def __len__(self):
-                return 3
-
-            def __getitem__(self, index):
-                return X[10 * index : 10 * index + 10], Y[10 * index : 10 * index + 10]
-
-        x, y, options = Batches(), None, {}
+        x, y, options = in_batches(10, X[:30], Y[:30]), None, {}
     if kind == "list":
 
         def build():

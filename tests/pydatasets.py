@@ -1,0 +1,33 @@
+"""Inputs shared by tests and by the scripts that tests run as processes."""
+
+import keras
+
+
+class Batches(keras.utils.PyDataset):
+    """Rows of arrays, batch by batch.
+
+    Args:
+        arrays: The arrays, of equal length.
+        rows: For each batch its rows, as a slice or an array of indices.
+    """
+
+    def __init__(self, arrays, rows):
+        super().__init__()
+        self.arrays, self.rows = arrays, rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return tuple(array[self.rows[index]] for array in self.arrays)
+
+    def endless(self):
+        """A generator of the batches, again and again."""
+        while True:
+            yield from (self[i] for i in range(len(self)))
+
+
+def in_batches(size, *arrays):
+    """Arrays in batches of `size` rows, the last of what is left."""
+    starts = range(0, len(arrays[0]), size)
+    return Batches(arrays, [slice(start, start + size) for start in starts])
