@@ -78,6 +78,9 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
         input: What each of several processes is given: `"global"`, the same data in all of them,
             of which each transfers its part; or `"per_process"`, its own rows (see `input_shard`).
             `batch_size` is that of all processes together either way.
+        compiler_options: What XLA is told beside the programs, as `jax.jit` takes it. `"auto"`
+            has TPUs compute while they sum gradients; a dict, such as `{"xla_tpu_...": True}`, is
+            added to that, its values first; `None` leaves all to the compiler's defaults.
 
     Raises:
         ValueError: If the mesh does not fit the devices, a name is no axis of the mesh, or a rule
@@ -109,6 +112,7 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
         remat: Any = None,
         input_timeout_s: float | None = None,
         input: str = "global",
+        compiler_options: Any = "auto",
     ):
         _keras.install()
         if topology is not None:
@@ -120,10 +124,11 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
             **{"data_axes": data_axes, "batch_axis": batch_axis, "prefetch": prefetch},
             **{"donate_state": donate_state, "shard_optimizer": shard_optimizer},
             **{"remat": remat, "input_timeout_s": input_timeout_s, "input": input},
+            "compiler_options": compiler_options,
         }
         if self._topology is not None and not isinstance(mesh, DeviceAssignment):
             devices = _described_devices(self._topology, devices)
-        options = Options(prefetch, donate_state, input_timeout_s, input)
+        options = Options(prefetch, donate_state, input_timeout_s, input, compiler_options)
         if mesh is None and isinstance(layout, keras.distribution.LayoutMap):
             mesh = layout.device_mesh
         device_mesh = build_mesh(mesh, devices)

@@ -59,6 +59,7 @@ class Lowered:
         notes: What was assumed.
         model_flops: Operations of the matrix products of all devices together, each counted once
             and for training three times, without what is computed again.
+        compiler_options: What the strategy tells the compiler.
     """
 
     program: bytes
@@ -79,6 +80,7 @@ class Lowered:
     findings: tuple[Finding, ...] = ()
     notes: tuple[str, ...] = ()
     model_flops: float = 0.0
+    compiler_options: Mapping[str, Any] | None = None
 
     @property
     def mesh(self) -> Mesh:
@@ -152,6 +154,7 @@ def lower(
             findings=findings,
             notes=tuple(notes),
             model_flops=_model_flops(model, batch, mode),
+            compiler_options=_compiler_options(strategy, platform),
         )
 
 
@@ -348,6 +351,12 @@ def _state(model: keras.Model, kind: str) -> tuple[list, ...]:
         ]
         for variables, of_group in zip(groups, shardings)
     )
+
+
+def _compiler_options(strategy: Strategy, platform: str) -> dict[str, Any] | None:
+    """What the strategy tells the compiler; nothing where another platform's stands in for it."""
+    own = strategy.mesh.devices.flat[0].platform == platform
+    return strategy.runner.compiler_options if own else None
 
 
 def _donates(strategy: Strategy, kind: str, state: tuple) -> bool:

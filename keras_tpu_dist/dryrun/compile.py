@@ -18,9 +18,9 @@ from keras_tpu_dist.hardware.topology import CHIPS, Topology
 # Quick against exact on v5e:2x4 (benchmarks/dry_run.py): a 12-layer transformer 31 and 90 CPU
 # seconds, peak memory 2.57 and 2.74 GiB, cycles 2.5 times; two LSTM layers 5 and 16 CPU seconds,
 # 126 and 38 MiB, cycles 2.4 times; MobileNetV2 28 and 52 CPU seconds, 169 and 78 MiB, 2.2 times.
-EFFORTS: dict[str, dict[str, str] | None] = {
+EFFORTS: dict[str, dict[str, str]] = {
     "quick": {"xla_optimization_level": "EFFORT_O1"},
-    "exact": None,
+    "exact": {},
 }
 _NUMBER = re.compile(r"\(([\d.]+)([KMGT]?)\)")
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -101,7 +101,10 @@ def compile_lowered(
         "places": [_place(d) for d in devices],
         "axes": lowered.axes,
         "donate": lowered.donate,
-        "compiler_options": EFFORTS[effort] if target is not None else None,
+        "compiler_options": {
+            **(EFFORTS[effort] if target is not None else {}),
+            **(lowered.compiler_options or {}),
+        },
     }
     where = "CPU" if target is None else target.name
     environment = _environment(len(devices)) if target is None else libtpu_environment()

@@ -265,7 +265,9 @@ def _identity(collective: Instruction, run: Instruction) -> str:
     if collective is run:
         return collective.name
     groups = collective.attribute("replica_groups") or ""
-    return " ".join((channel, groups, str(collective.shapes), collective.op_name))
+    # Copies may lie in different memories.
+    arrays = [(shape.dtype, shape.dims) for shape in collective.shapes]
+    return " ".join((channel, groups, str(arrays), collective.op_name))
 
 
 def _largest_part(program: Program, computation: Computation, collective: Instruction) -> str:

@@ -92,14 +92,9 @@ def find(
         return (computation, instruction, kind, True) if instruction.opcode == "send" else None
     kind = kind_of(instruction)
     if kind is not None:
-        overlapped = instruction.opcode.endswith("-start")
-        return (
-            computation,
-            instruction,
-            kind,
-            overlapped
-            or "async_collective" in (instruction.attribute("frontend_attributes") or ""),
-        )
+        # The compiler first makes every large one asynchronous; what it then finds nothing to
+        # overlap with is one operation again, of which an `async_collective_name` is left.
+        return computation, instruction, kind, instruction.opcode.endswith("-start")
     if instruction.opcode not in ("fusion", "async-start"):
         return None
     for name in instruction.called:

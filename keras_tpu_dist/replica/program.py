@@ -219,6 +219,7 @@ class Program:
             *(replica_function, self._strategy.mesh, layouts),
             kind_of=lambda inputs: None,  # a Program is for arguments of one form
             out_shardings=placed,
+            compiler_options=self._strategy.runner.compiler_options,
         )
 
     def _layout(self, variable) -> Any:

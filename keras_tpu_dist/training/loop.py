@@ -29,6 +29,7 @@ class StepLoop:
         guard: Keeps the training state (used for `"train"`).
         auto: Whether `steps_per_execution` was chosen for the user, who may then not have the
             memory for the batches of one launch.
+        compiler_options: What the compiler is told; `None` for its defaults.
     """
 
     def __init__(
@@ -38,12 +39,14 @@ class StepLoop:
         placer: BatchPlacer,
         guard: StateGuard,
         auto: Callable[[], bool] = lambda: False,
+        compiler_options: dict[str, Any] | None = None,
     ):
         self._trainer = trainer
         self._kind = kind
         self._placer = placer
         self._guard = guard
         self._auto = auto
+        self._compiler_options = compiler_options
         self._groups = _keras.state_groups(trainer)
         self._compiled = not trainer.run_eagerly and trainer.jit_compile
         self._place = placer.place if self._compiled else placer.place_eagerly
@@ -177,9 +180,8 @@ class StepLoop:
     def _made_program(self, scanned: bool, mask: tuple[bool, ...] | None) -> Callable:
         trainer, kind, guard = self._trainer, self._kind, self._guard
         if self._compiled:
-            return jitted_step(
-                trainer, kind, self._placer, guard.donate, scanned=scanned, mask=mask
-            )
+            options = {"scanned": scanned, "mask": mask, "compiler_options": self._compiler_options}
+            return jitted_step(trainer, kind, self._placer, guard.donate, **options)
         step = step_function(trainer, kind)
 
         def eager_step(state, batch: PlacedBatch):

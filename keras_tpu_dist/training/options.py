@@ -5,6 +5,7 @@ from typing import Any
 
 from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.hardware.compiler_options import checked_compiler_options, options_for
 from keras_tpu_dist.training.input_clock import checked_timeout
 
 INPUTS = ("global", "per_process")
@@ -21,6 +22,7 @@ class Options:
         input_timeout_s: The most seconds that reading one batch may take, or `None`.
         input: What several processes read: `"global"`, all of them the same, or `"per_process"`,
             each its own rows.
+        compiler_options: What the compiler is told: `"auto"`, `None`, or options by name.
 
     Raises:
         ValueError: If one of them is of no such kind.
@@ -30,6 +32,7 @@ class Options:
     donate_state: Any = "auto"
     input_timeout_s: float | None = None
     input: str = "global"
+    compiler_options: Any = "auto"
 
     def __post_init__(self):
         prefetch, donate_state = self.prefetch, self.donate_state
@@ -50,6 +53,7 @@ class Options:
                 )
             )
         checked_timeout(self.input_timeout_s)
+        checked_compiler_options(self.compiler_options)
         if self.input not in INPUTS:
             raise ValueError(
                 message(
@@ -71,3 +75,11 @@ class Options:
         # On CPU, transfers and steps share the same cores.
         default = 0 if platform == "cpu" else 2
         return default if self.prefetch is None else self.prefetch
+
+    def for_compiler(self, platform: str) -> dict[str, Any] | None:
+        """What `jax.jit` takes as `compiler_options` for devices of a platform.
+
+        Args:
+            platform: The devices' platform, such as `"tpu"`.
+        """
+        return options_for(self.compiler_options, platform)

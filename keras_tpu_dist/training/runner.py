@@ -12,6 +12,7 @@ import keras
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.hardware.compiler_options import check_known
 from keras_tpu_dist.layout.annotations import place_output
 from keras_tpu_dist.layout.axes import named_sharding
 from keras_tpu_dist.layout.layouts import Layouts
@@ -62,10 +63,14 @@ class Runner:
         self.layouts = layouts
         self.placer = placer
         self.options = options
-        self.prefetch = options.batches_ahead(layouts.mesh.devices.flat[0].platform)
+        first = layouts.mesh.devices.flat[0]
+        self.prefetch = options.batches_ahead(first.platform)
+        self.compiler_options = options.for_compiler(first.platform)
         self.reports = InputReports()
         self._only_described = only_described
         self._is_local = named_sharding(layouts.mesh).is_fully_addressable
+        if only_described is None and isinstance(options.compiler_options, dict):
+            check_known(self.compiler_options, layouts.mesh.local_devices[0])
 
     @contextlib.contextmanager
     def running(
@@ -149,7 +154,8 @@ class Runner:
         if member.guard is None:
             kept = states_to_keep(self.options.donate_state, _keras.state_variables(model))
             member.guard = StateGuard(kept)
-        return StepLoop(model, kind, self.placer, member.guard, partial(self._chooses_steps, model))
+        auto = partial(self._chooses_steps, model)
+        return StepLoop(model, kind, self.placer, member.guard, auto, self.compiler_options)
 
     def state_read(self, model: Any, state: Any) -> None:
         """Told when the training state is read from the variables.

@@ -41,6 +41,7 @@ def jitted_step(
     donate: bool,
     scanned: bool = False,
     mask: tuple[bool, ...] | None = None,
+    compiler_options: dict[str, Any] | None = None,
 ) -> Jitted:
     """The jitted step alone, `(state, PlacedBatch) -> (outputs, state)`, as dry runs lower it.
 
@@ -52,6 +53,7 @@ def jitted_step(
         scanned: Whether the batch is several, stacked, of which each is a step.
         mask: For a train step that watches for values that are not finite, the variables to
             check; see `keras_tpu_dist.training.finite`.
+        compiler_options: What the compiler is told; `None` for its defaults.
 
     Returns:
         A function that is compiled for each shape of batch; a `Jitted`.
@@ -85,6 +87,7 @@ def jitted_step(
             *(run, placer.mesh, layouts, outputs, _kind_of_batch),
             donate_argnums=donated,
             out_shardings=outputs,
+            compiler_options=compiler_options,
         )
 
     def forward(state, batch: PlacedBatch):
@@ -94,7 +97,8 @@ def jitted_step(
     # Weights that a step only reads are not among its outputs: JAX forwards them, neither copied
     # nor donated, as long as no output sharding is asked for.
     forward.__name__ = f"{kind}_steps" if scanned else f"{kind}_step"
-    return Jitted(forward, placer.mesh, layouts, kind_of=_kind_of_batch)
+    known = {"kind_of": _kind_of_batch, "compiler_options": compiler_options}
+    return Jitted(forward, placer.mesh, layouts, **known)
 
 
 def _scanned(one_step: Callable, kind: str, watched: bool) -> Callable:
