@@ -105,7 +105,7 @@ def measured(name, policy, effort):
     """Bytes of activations and other temporaries on one device, and cycles of a step."""
     make, batch_size = MODELS[name]
     remat = None if policy == "none" else policy
-    strategy = ktd.TPUStrategy(topology="v5e:2x2", remat=remat)
+    strategy = ktd.TPUStrategy(topology="v5e:2x2", remat=remat, compiler_options=None)
     run = ktd.dry_run(lambda: compiled(make), strategy, batch_size=batch_size, effort=effort)
     if not run.memory or run.cost is None:
         return run.error or "no program"

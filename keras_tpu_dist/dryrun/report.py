@@ -190,8 +190,13 @@ class DryRun(Page):
 
     @property
     def overflow_bytes(self) -> int:
-        """By how much the program exceeds the HBM of one device."""
-        return 0 if self.limit_bytes is None else max(0, self.total_bytes - self.limit_bytes)
+        """By how much the program exceeds the HBM of one device; 0 where the compiler took it.
+
+        The total may be above the limit even so: not all of it is needed at one time.
+        """
+        if self.fits or self.limit_bytes is None:
+            return 0
+        return max(0, self.total_bytes - self.limit_bytes)
 
     @property
     def breakdown_bytes(self) -> int:

@@ -7,16 +7,17 @@ import jax
 
 from keras_tpu_dist.common.errors import message
 
-# All three stand in MaxText's recipes, as CF_FOR_ALL_REDUCE and DISABLE_COLLECTIVE_MATMUL; what
-# else is in the first is libtpu's default (0.0.42 and 0.0.50). The first two have matrix products
-# run while a gradient is summed over a torus, for which the chips else wait. The third leaves
-# products whole, which XLA cuts into rings of small ones: those take longer than what they hide.
-# `python benchmarks/overlap.py` prints what each model gains.
-FOR_TPU: dict[str, Any] = {
+# Matrix products run while a gradient is summed over a torus, for which the chips else wait: in
+# MaxText's recipes CF_FOR_ALL_REDUCE, of which the rest is libtpu's default (0.0.42 and 0.0.50).
+OVERLAP: dict[str, Any] = {
     "xla_enable_async_all_reduce": True,
     "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": True,
-    "xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000,
 }
+# Products stay whole, which XLA else cuts into rings of small ones, MaxText's
+# DISABLE_COLLECTIVE_MATMUL. On more than 8 chips the rings take longer than what they hide; on 8,
+# whose transfers they do overlap with, they save 5 % (`python benchmarks/overlap.py`).
+WHOLE_PRODUCTS: dict[str, Any] = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000}
+_MOST_IN_RINGS = 8
 
 
 def checked_compiler_options(options: Any) -> Any:
@@ -44,12 +45,13 @@ def checked_compiler_options(options: Any) -> Any:
     return options if options is None or options == "auto" else dict(options)
 
 
-def options_for(options: Any, platform: str) -> dict[str, Any] | None:
+def options_for(options: Any, platform: str, devices: int) -> dict[str, Any] | None:
     """What to give `jax.jit` as `compiler_options`.
 
     Args:
         options: As `checked_compiler_options` gives them.
         platform: The devices' platform, such as `"tpu"`.
+        devices: The number of devices of the mesh.
 
     Returns:
         The options, those given added to those chosen; `None` for the compiler's own defaults.
@@ -59,7 +61,9 @@ def options_for(options: Any, platform: str) -> dict[str, Any] | None:
     """
     if options is None:
         return None
-    chosen = FOR_TPU if platform == "tpu" else {}
+    chosen = OVERLAP if platform == "tpu" else {}
+    if platform == "tpu" and devices > _MOST_IN_RINGS:
+        chosen = {**chosen, **WHOLE_PRODUCTS}
     return {**chosen, **({} if options == "auto" else options)} or None
 
 

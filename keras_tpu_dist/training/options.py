@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from jax.sharding import Mesh
+
 from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.hardware.compiler_options import checked_compiler_options, options_for
@@ -76,10 +78,10 @@ class Options:
         default = 0 if platform == "cpu" else 2
         return default if self.prefetch is None else self.prefetch
 
-    def for_compiler(self, platform: str) -> dict[str, Any] | None:
-        """What `jax.jit` takes as `compiler_options` for devices of a platform.
+    def for_compiler(self, mesh: Mesh) -> dict[str, Any] | None:
+        """What `jax.jit` takes as `compiler_options` for the programs of a mesh.
 
         Args:
-            platform: The devices' platform, such as `"tpu"`.
+            mesh: The mesh.
         """
-        return options_for(self.compiler_options, platform)
+        return options_for(self.compiler_options, mesh.devices.flat[0].platform, mesh.size)

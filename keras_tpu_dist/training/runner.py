@@ -63,9 +63,8 @@ class Runner:
         self.layouts = layouts
         self.placer = placer
         self.options = options
-        first = layouts.mesh.devices.flat[0]
-        self.prefetch = options.batches_ahead(first.platform)
-        self.compiler_options = options.for_compiler(first.platform)
+        self.prefetch = options.batches_ahead(layouts.mesh.devices.flat[0].platform)
+        self.compiler_options = options.for_compiler(layouts.mesh)
         self.reports = InputReports()
         self._only_described = only_described
         self._is_local = named_sharding(layouts.mesh).is_fully_addressable

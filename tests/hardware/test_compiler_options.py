@@ -8,27 +8,31 @@ import pytest
 from helpers import assert_close, built, data, mlp
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.hardware.compiler_options import FOR_TPU, options_for
+from keras_tpu_dist.hardware.compiler_options import OVERLAP, WHOLE_PRODUCTS, options_for
 
 X, Y = data(29)
 FAST = {"xla_cpu_enable_fast_math": False}
 
 
+LARGE = {**OVERLAP, **WHOLE_PRODUCTS}
+
+
 @pytest.mark.parametrize(
-    ("given", "platform", "expected"),
+    ("given", "platform", "devices", "expected"),
     [
-        ("auto", "tpu", FOR_TPU),
-        ("auto", "cpu", None),
-        (None, "tpu", None),
-        (FAST, "cpu", FAST),
-        ({}, "cpu", None),
-        ({}, "tpu", FOR_TPU),
-        ({"a": 1}, "tpu", {**FOR_TPU, "a": 1}),
-        (dict.fromkeys(FOR_TPU, False), "tpu", dict.fromkeys(FOR_TPU, False)),
+        ("auto", "tpu", 8, OVERLAP),
+        ("auto", "tpu", 16, LARGE),
+        ("auto", "cpu", 16, None),
+        (None, "tpu", 16, None),
+        (FAST, "cpu", 8, FAST),
+        ({}, "cpu", 8, None),
+        ({}, "tpu", 16, LARGE),
+        ({"a": 1}, "tpu", 8, {**OVERLAP, "a": 1}),
+        (dict.fromkeys(LARGE, 0), "tpu", 16, dict.fromkeys(LARGE, 0)),
     ],
 )
-def test_what_is_given_comes_on_top_of_what_is_chosen(given, platform, expected):
-    assert options_for(given, platform) == expected
+def test_what_is_given_comes_on_top_of_what_is_chosen(given, platform, devices, expected):
+    assert options_for(given, platform, devices) == expected
 
 
 @pytest.mark.parametrize("bad", ["fast", 3, ["xla_foo"], {1: True}, {"xla_foo": None}])

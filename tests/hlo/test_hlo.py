@@ -348,6 +348,41 @@ def test_a_combined_collective_is_named_after_its_largest_part():
     assert found.axes == ("data",)
 
 
+# As the TPU compiler writes a gradient's sum in three kernels that overlap with it, of which copies
+# lie in different memories, and the last one's, which has nothing left to overlap with.
+_OVERLAPPED = """
+%start (p: bf16[64,64]) -> bf16[64,64] {
+  %p = bf16[64,64] parameter(0)
+  %r.1 = bf16[64,64] all-reduce(%p), channel_id=1, replica_groups=[1,8]<=[8], to_apply=%add, \
+metadata={op_name="jit(f)/transpose(jvp(wide))/dot"}
+  ROOT %c.1 = bf16[64,64] custom-call(%r.1), custom_call_target="AsyncCollectiveStart"
+}
+
+%async_collective_fusion.1 (p: bf16[64,64]) -> bf16[64,64] {
+  %p = bf16[64,64] parameter(0)
+  ROOT %r.2 = bf16[64,64]{1,0:T(8,128)S(1)} all-reduce(%p), channel_id=1, \
+replica_groups=[1,8]<=[8], to_apply=%add, metadata={op_name="jit(f)/transpose(jvp(wide))/dot"}
+}
+
+ENTRY %main (x: bf16[64,64]) -> bf16[64,64] {
+  %x = bf16[64,64] parameter(0)
+  %a = bf16[64,64] fusion(%x), kind=kCustom, calls=%start
+  %b = bf16[64,64] fusion(%a), kind=kCustom, calls=%async_collective_fusion.1
+  ROOT %last = bf16[64,64] all-reduce(%b), channel_id=2, replica_groups=[1,8]<=[8], \
+to_apply=%add, frontend_attributes={async_collective_name="all-reduce-start.3"}, \
+metadata={op_name="jit(f)/transpose(jvp(first))/dot"}
+}
+"""
+
+
+def test_a_collective_is_overlapped_where_a_kernel_has_it_and_counts_once():
+    found = hlo.analyze(_OVERLAPPED, wire=hlo.Wire.of({"data": 8})).collectives
+    assert sorted((c.kind, c.times, c.asynchronous) for c in found) == [
+        ("all-reduce", 1, False),
+        ("all-reduce", 1, True),
+    ]
+
+
 def test_times_on_the_links():
     v5e = Topology.parse("v5e:16x16")
     wire = hlo.Wire.of({"data": 16, "model": 16}, v5e.device_grid()[0, :, :, 0, 0].flat, v5e)

@@ -45,3 +45,33 @@ def test_data_parallel_reduces_them_whole():
     _, collectives = _collectives(None, {"data": 8})
     assert {c.kind for c in collectives} == {"all-reduce"}
     assert sum(c.bytes for c in collectives) >= 2 * 4 * WIDTH * 4 * WIDTH
+
+
+def _wide():
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        layers = keras.layers
+        tokens = keras.Input((2048, 4 * WIDTH))
+        hidden = layers.Dense(16 * WIDTH, "gelu", use_bias=False)(tokens)
+        hidden = layers.Dense(4 * WIDTH, use_bias=False)(hidden)
+        hidden = layers.Dense(16 * WIDTH, "gelu", use_bias=False)(tokens + hidden)
+        model = keras.Model(tokens, layers.Dense(4 * WIDTH, use_bias=False)(hidden))
+        model.compile("sgd", "mse")
+    finally:
+        keras.config.set_dtype_policy("float32")
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["v5e:8x8", "v5e:4x8"])
+def test_chips_compute_while_gradients_are_summed(topology):
+    """On 8x8 the compiler sums them whole, on 4x8 it cuts products into rings."""
+    runs = []
+    for options in (None, "auto"):
+        strategy = ktd.TPUStrategy(None, "fsdp", topology=topology, compiler_options=options)
+        batch = 2 * strategy.mesh.size
+        runs.append(ktd.dry_run(_wide, strategy, batch_size=batch, effort="exact"))
+    alone, chosen = (run.estimate for run in runs)
+    assert chosen.step < 0.92 * alone.step
+    assert chosen.exposed_link < 0.7 * alone.exposed_link
+    assert runs[1].total_bytes < 1.1 * runs[0].total_bytes
