@@ -78,9 +78,8 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
         input: What each of several processes is given: `"global"`, the same data in all of them,
             of which each transfers its part; or `"per_process"`, its own rows (see `input_shard`).
             `batch_size` is that of all processes together either way.
-        compiler_options: What XLA is told beside the programs, as `jax.jit` takes it. `"auto"`
-            has TPUs compute while they sum gradients; a dict, such as `{"xla_tpu_...": True}`, is
-            added to that, its values first; `None` leaves all to the compiler's defaults.
+        compiler_options: What XLA is told, as `jax.jit` takes it. `"auto"` has TPUs compute while
+            they sum gradients; a dict is added to that, its values first; `None` adds nothing.
 
     Raises:
         ValueError: If the mesh does not fit the devices, a name is no axis of the mesh, or a rule
@@ -124,7 +123,7 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
             **{"data_axes": data_axes, "batch_axis": batch_axis, "prefetch": prefetch},
             **{"donate_state": donate_state, "shard_optimizer": shard_optimizer},
             **{"remat": remat, "input_timeout_s": input_timeout_s, "input": input},
-            "compiler_options": compiler_options,
+            **{"compiler_options": compiler_options},
         }
         if self._topology is not None and not isinstance(mesh, DeviceAssignment):
             devices = _described_devices(self._topology, devices)

@@ -103,7 +103,8 @@ class Channel:
             why = self.why_not(missing, time.monotonic() - began)
             if why is not None:
                 said = {i: each for i, (each, _) in here.items()}
-                raise PeerError(_apart({**said, **dict.fromkeys(missing, why)}, fix))
+                words = _of_failed if why.startswith("failed ") else _apart
+                raise PeerError(words({**said, **dict.fromkeys(missing, why)}, fix))
             time.sleep(wait)
             wait = min(2 * wait, _LONGEST_WAIT_S)
 
@@ -111,9 +112,21 @@ class Channel:
 def _apart(said: dict[int, str], fix: str) -> str:
     return message(
         "All processes call what needs all of them, in the same order.",
-        received="; ".join(f"process {i}: {words}" for i, words in sorted(said.items())) + ".",
+        received=_each(said),
         fix=fix,
     )
+
+
+def _of_failed(said: dict[int, str], fix: str) -> str:
+    return message(
+        "A process that fails ends the others, which wait for it.",
+        received=_each(said),
+        fix="Mend what failed there; its own output has the traceback.",
+    )
+
+
+def _each(said: dict[int, str]) -> str:
+    return "; ".join(f"process {i}: {words}" for i, words in sorted(said.items())) + "."
 
 
 _open: Channel | None = None

@@ -51,6 +51,18 @@ def said_by(words, why_not=lambda missing, waited_s: None, calls=1):
     return results, store
 
 
+def test_a_failure_is_no_matter_of_order():
+    why = "failed in fit of model 'a' with OSError: full"
+    channel = Channel(Store(), 0, 2, lambda missing, waited_s: why)
+    with pytest.raises(PeerError) as error:
+        channel.agree("the first batch of an epoch", "Seed what shuffles it.")
+    assert without_id(str(error.value)) == (
+        "A process that fails ends the others, which wait for it. Received: process 0: the first "
+        "batch of an epoch; process 1: failed in fit of model 'a' with OSError: full. Mend what "
+        "failed there; its own output has the traceback."
+    )
+
+
 def test_agreement_gives_everybodys_values():
     results, store = said_by(["fit"] * 3, calls=4)
     assert results == {i: [[0, 3], [1, 3], [2, 3]] for i in range(3)}

@@ -42,7 +42,9 @@ FAULTS = {
     "kill process 0": (137, "", "(CoordinationService|is gone)"),
     "epoch end": (
         1,
-        f"process 0 ends (in {FIT}): process 1 failed in {FIT} with OSError: the disk of this",
+        # Process 0 is within the epoch's end, or at the next epoch's first batch.
+        rf"process 0 ends \(in {FIT}\): process 1 failed in {FIT} with OSError: the disk of this"
+        rf"|process 1: failed in {FIT} with OSError: the disk of this",
         "OSError: the disk of this host is full",
     ),
     "kill": (137, f"process 1 silent for 6 s, last heard in {FIT}", ""),
