@@ -121,9 +121,9 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
         self._given_mesh = mesh
         self._given = {
             **{"data_axes": data_axes, "batch_axis": batch_axis, "prefetch": prefetch},
-            **{"donate_state": donate_state, "shard_optimizer": shard_optimizer},
-            **{"remat": remat, "input_timeout_s": input_timeout_s, "input": input},
-            **{"compiler_options": compiler_options},
+            **{"donate_state": donate_state, "shard_optimizer": shard_optimizer, "remat": remat},
+            **{"input_timeout_s": input_timeout_s, "input": input},
+            "compiler_options": compiler_options,
         }
         if self._topology is not None and not isinstance(mesh, DeviceAssignment):
             devices = _described_devices(self._topology, devices)
@@ -135,19 +135,18 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
         split = checked_data_axes(data_axes, names)
         if data_axes is None and not split and device_mesh.backend_mesh.size > 1:
             say_once(replicated_batch(names), logging.WARNING)
-        given = isinstance(layout, keras.distribution.LayoutMap)
-        layout_map = layout if given else keras.distribution.LayoutMap(device_mesh)
-        self.layouts = Layouts(
-            *(device_mesh.backend_mesh, split, layout, shard_optimizer, batch_axis == 0)
-        )
+        kind = keras.distribution.LayoutMap
+        layout_map = layout if isinstance(layout, kind) else kind(device_mesh)
+        of_mesh = device_mesh.backend_mesh
+        self.layouts = Layouts(of_mesh, split, layout, shard_optimizer, batch_axis == 0)
         self.remat = LayerPolicies(remat)
         self.placer = placer_for(self.layouts.mesh, split, batch_axis, options.input)
         # Keras would cut tf.data datasets by process, and asks for the number of replicas here.
         super().__init__(layout_map=layout_map, batch_dim_name=names[0], auto_shard_dataset=False)
         self._device_mesh = device_mesh
         self._batch_dim_name = split[0] if split else None
-        only_described = None if self._topology is None else self._topology.name
-        self.runner = Runner(self.layouts, self.placer, options, only_described)
+        name = getattr(self._topology, "name", None)
+        self.runner = Runner(self.layouts, self.placer, options, only_described=name)
 
     @property
     def mesh(self) -> Mesh:
