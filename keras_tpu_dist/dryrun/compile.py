@@ -43,7 +43,8 @@ class Compiled:
 
     Args:
         text: The program, `""` after an error.
-        memory: Bytes on one device: `arguments`, `outputs`, `aliased`, `temporaries`, `code`.
+        memory: Bytes on one device: `arguments`, `outputs`, `aliased`, `temporaries`, `code`; and
+            `peak`, the most of all of them at one time.
         error: The compiler's message if it refused the program for its memory, else `None`.
         rematerialized: Name stacks where the partitioner gave up and gathers a whole array.
         effort: `"quick"` or `"exact"`.

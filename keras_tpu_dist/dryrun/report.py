@@ -96,7 +96,8 @@ class DryRun(Page):
         total_bytes: HBM that the program needs on one device; of a program that does not fit, what
             the compiler's message states, after it tried to save memory.
         memory: The compiler's own figures: `arguments`, `outputs`, `aliased`, `temporaries`,
-            `code`. Empty if the program did not fit and could not be sized.
+            `code`, and `peak`, the most at one time. Empty if the program did not fit and could
+            not be sized.
         state: Bytes of weights, optimizer, metrics and inputs on one device, without the padding
             that the compiler adds.
         cost: Operations, bytes, cycles and collectives, by layer.
@@ -192,11 +193,17 @@ class DryRun(Page):
     def overflow_bytes(self) -> int:
         """By how much the program exceeds the HBM of one device; 0 where the compiler took it.
 
-        The total may be above the limit even so: not all of it is needed at one time.
+        The total may be above the limit even so: not all of it is needed at one time, see
+        `peak_bytes`.
         """
         if self.fits or self.limit_bytes is None:
             return 0
         return max(0, self.total_bytes - self.limit_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that is needed at one time, as the compiler says; 0 where it does not."""
+        return self.memory.get("peak", 0)
 
     @property
     def breakdown_bytes(self) -> int:
@@ -302,6 +309,9 @@ class DryRun(Page):
         rows.append(("total", size_text(self.total_bytes)))
         if self.limit_bytes is not None:
             rows.append(("limit", size_text(self.limit_bytes)))
+        above = self.limit_bytes is not None and self.total_bytes > self.limit_bytes
+        if self.fits and above and self.peak_bytes:
+            rows.append(("of it at one time", size_text(self.peak_bytes)))
         if self.overflow_bytes:
             rows.append(("too much", size_text(self.overflow_bytes)))
         return rows

@@ -126,6 +126,7 @@ def _compile(job: dict) -> dict:
             "aliased": memory.alias_size_in_bytes,
             "temporaries": memory.temp_size_in_bytes,
             "code": memory.generated_code_size_in_bytes,
+            "peak": memory.peak_memory_in_bytes,
         },
     }
 

@@ -185,3 +185,19 @@ def test_a_comparison_without_times_says_why():
     assert "no candidate fits: step time is not drawn" in text
     assert "<svg" not in text
     assert "0 candidates" in type(ranked)(()).to_html()
+
+
+def test_a_program_that_fits_may_need_more_than_the_limit_in_turns():
+    run = made_run(fits=True)
+    assert run.overflow_bytes == run.peak_bytes == 0
+    memory = {**run.memory, "peak": 14 * GIB}
+    large = made_run(fits=True, total_bytes=21 * GIB, memory=memory)
+    assert large.overflow_bytes == 0
+    assert large.peak_bytes == 14 * GIB
+    assert re.search(
+        r"total +21.00 GiB\n +limit +15.75 GiB\n +of it at one time +14.00 GiB", str(large)
+    )
+    assert "too much" not in str(large)
+    refused = made_run(fits=False, total_bytes=21 * GIB, memory=memory)
+    assert refused.overflow_bytes == 21 * GIB - refused.limit_bytes
+    assert "too much" in str(refused)
