@@ -41,12 +41,9 @@ class StepLoop:
         auto: Callable[[], bool] = lambda: False,
         compiler_options: dict[str, Any] | None = None,
     ):
-        self._trainer = trainer
-        self._kind = kind
-        self._placer = placer
-        self._guard = guard
-        self._auto = auto
-        self._compiler_options = compiler_options
+        self._trainer, self._kind = trainer, kind
+        self._placer, self._guard = placer, guard
+        self._auto, self._compiler_options = auto, compiler_options
         self._groups = _keras.state_groups(trainer)
         self._compiled = not trainer.run_eagerly and trainer.jit_compile
         self._place = placer.place if self._compiled else placer.place_eagerly
