@@ -39,8 +39,6 @@ class Shape:
     layers: int
     rows: int
     published: float
-    mesh: tuple[tuple[str, int], ...] = (("data", CHIPS),)
-    layout: str = "fsdp"
 
 
 SHAPES = {
@@ -99,7 +97,7 @@ def decoder(shape: Shape, layers: int):
 
 def measured(shape: Shape, layers: int, rows: int, remat, effort: str) -> ktd.DryRun:
     """The dry run of a train step."""
-    strategy = ktd.TPUStrategy(dict(shape.mesh), shape.layout, topology=TOPOLOGY, remat=remat)
+    strategy = ktd.TPUStrategy(layout="fsdp", topology=TOPOLOGY, remat=remat)
     return ktd.dry_run(
         lambda: decoder(shape, layers), strategy, batch_size=rows * CHIPS, effort=effort
     )
