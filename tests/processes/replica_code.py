@@ -223,7 +223,7 @@ def own_training(strategy, found, feed, split):
         batches = own_rows.merged(split, len(parts))
         if feed == "function":
             batches = _in_turn(parts, 16 // len(parts))
-        given = own_rows.Batches(batches)
+        given = own_rows.dataset(batches)
 
         def dataset(epoch):
             return strategy.distribute_dataset(given)
@@ -239,7 +239,7 @@ def own_dataset(strategy, found, feed, split):
     index, count = strategy.input_shard.index, strategy.input_shard.count
     found["count"] = np.asarray(count)
     rows, size = own_rows.rows_of(split, count)[index], own_rows.size_of(index, count)
-    own = own_rows.Batches(own_rows.batches_of(split, index, count))
+    own = own_rows.dataset(own_rows.batches_of(split, index, count))
 
     def parts(given):
         assert (given.num_input_pipelines, given.input_pipeline_id) == (count, index)
