@@ -15,7 +15,14 @@ from keras_tpu_dist.dryrun.retarget import DryRuns
 from keras_tpu_dist.hardware.assignment import DeviceAssignment
 from keras_tpu_dist.hardware.crossings import num_hosts
 from keras_tpu_dist.hardware.libtpu import start_without_tpu
-from keras_tpu_dist.hardware.mesh import MeshLike, build_mesh, checked_data_axes, replicated_batch
+from keras_tpu_dist.hardware.mesh import (
+    MeshLike,
+    build_mesh,
+    checked_data_axes,
+    replicated_batch,
+    sequence_axis,
+    state_axes,
+)
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.layout.layouts import Layouts
 from keras_tpu_dist.layout.placement import Placement
@@ -133,11 +140,11 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
         device_mesh = build_mesh(mesh, devices)
         names = tuple(device_mesh.axis_names)
         split = checked_data_axes(data_axes, names)
-        if data_axes is None and not split and device_mesh.backend_mesh.size > 1:
+        of_mesh = device_mesh.backend_mesh
+        if data_axes is None and not state_axes(of_mesh, split) and of_mesh.size > 1:
             say_once(replicated_batch(names), logging.WARNING)
         kind = keras.distribution.LayoutMap
         layout_map = layout if isinstance(layout, kind) else kind(device_mesh)
-        of_mesh = device_mesh.backend_mesh
         self.layouts = Layouts(of_mesh, split, layout, shard_optimizer, batch_axis == 0)
         self.remat = LayerPolicies(remat)
         self.placer = placer_for(self.layouts.mesh, split, batch_axis, options.input)
@@ -162,6 +169,11 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
     def data_axes(self) -> tuple[str, ...]:
         """The mesh axes that split the batch."""
         return self.layouts.data_axes
+
+    @property
+    def sequence_axis(self) -> str | None:
+        """The mesh axis that splits activations along time: one called `"sequence"`, if any."""
+        return sequence_axis(self.layouts.mesh, self.layouts.data_axes)
 
     @property
     def num_replicas_in_sync(self) -> int:

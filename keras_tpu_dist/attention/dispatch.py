@@ -6,20 +6,18 @@ import math
 from collections.abc import Callable, Sequence
 
 import jax
-import jax.export
 import jax.numpy as jnp
 import keras
 from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 from keras_tpu_dist import _keras
+from keras_tpu_dist.attention.time import split, symbolic
 from keras_tpu_dist.attention.xla import xla_attention
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.once import say_once
 from keras_tpu_dist.common.plain import only_plain_operations
 from keras_tpu_dist.hardware.chips import WITHOUT_KERNELS
 from keras_tpu_dist.memory.again import attention_again
-from keras_tpu_dist.partitioner import in_compiled_code
 
 # Blocks are at least 128 x 128: below a quarter of useful work XLA's own program wins.
 _MOST_PADDING = 4
@@ -33,6 +31,7 @@ def dot_product_attention(
     mesh: Mesh,
     data_axes: Sequence[str],
     head_axes: Sequence[str] | None = None,
+    time_axis: str | None = None,
     bias: jax.Array | None = None,
     mask: jax.Array | None = None,
     scale: float | jax.Array | None = None,
@@ -46,7 +45,8 @@ def dot_product_attention(
 
     The batch is split over `data_axes` and padded inside where it does not divide; heads are
     split over `head_axes`. Where there are fewer key/value heads than devices on the head axes,
-    each device gets the one it needs. The kernel has no bias (JAX's other flash kernel has, but
+    each device gets the one it needs. Queries may be split along time besides; keys and values are
+    then gathered. The kernel has no bias (JAX's other flash kernel has, but
     takes it, and returns its gradient, as `(batch, heads, time, source)`, the buffer that a flash
     kernel is there to avoid), needs float32 or bfloat16 and TPU v4 or later, and computes whole
     blocks of 128: what it cannot do, or does worse, goes to XLA, logged once with the reason. It
@@ -60,6 +60,7 @@ def dot_product_attention(
         data_axes: Mesh axes that split the batch; may be empty.
         head_axes: Mesh axes that may split the heads; default: all that are not in `data_axes`.
             Axes that do not divide the number of heads are left out.
+        time_axis: The mesh axis that splits queries along time where it divides them, or `None`.
         bias: Added to the logits; broadcastable to `(batch, heads, time, source)`.
         mask: True where a query may see a key; broadcastable to `(batch, heads, time, source)`,
             or `(batch, time, source)`.
@@ -93,31 +94,31 @@ def dot_product_attention(
     mask = None if mask is None else _rank4("mask", mask, shape).astype(bool)
     bias = None if bias is None else _rank4("bias", bias, shape)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    symbolic = any(map(jax.export.is_symbolic_dim, (*query.shape, *key.shape)))
-    if symbolic or not _takes_kernel(flash_attention, query, key, bias, mesh, platform):
-        # with symbolic sizes Keras only asks for the shape of the result
-        split = (lambda x: x) if symbolic else lambda x: _split_batch(x, mesh, tuple(data_axes))
+    if symbolic(query, key) or not _takes_kernel(flash_attention, query, key, bias, mesh, platform):
         return xla_attention(
-            *map(split, (query, key, value)),
+            *split(query, key, value, mesh=mesh, data_axes=data_axes, time_axis=time_axis),
             bias=bias,
             mask=mask,
             scale=scale,
             is_causal=is_causal,
             soft_cap=attn_logits_soft_cap,
         )
-    from keras_tpu_dist.attention.kernel import flash_attention as kernel  # starts Pallas
+    from keras_tpu_dist.attention.shares import on_shares  # starts Pallas
 
     # The kernel has no scale. One rounding of the query, as in Keras's own einsum attention.
     query = (query.astype(jnp.float32) * scale).astype(dtype)
-    local = functools.partial(
-        kernel,
+    if head_axes is None:
+        head_axes = [name for name in mesh.axis_names if name not in data_axes]
+    return on_shares(
+        *(query, key, value, mask),
+        mesh=mesh,
+        data_axes=data_axes,
+        head_axes=head_axes,
+        time_axis=time_axis,
         is_causal=is_causal,
         soft_cap=attn_logits_soft_cap,
         interpret=interpret,
     )
-    if head_axes is None:
-        head_axes = [name for name in mesh.axis_names if name not in data_axes]
-    return _on_shares(local, query, key, value, mask, mesh, tuple(data_axes), tuple(head_axes))
 
 
 def _takes_kernel(flash_attention, query, key, bias, mesh: Mesh, platform: str | None) -> bool:
@@ -220,77 +221,6 @@ def _say(reason: str, level: int = logging.INFO) -> None:
     say_once(f"attention runs as plain XLA operations: {reason}", level)
 
 
-def _dividing_axes(axes: Sequence[str], mesh: Mesh, number: int) -> tuple[str, ...]:
-    """The axes, in order, whose sizes together divide `number`."""
-    chosen, size = [], 1
-    for axis in axes:
-        if mesh.shape[axis] > 1 and number % (size * mesh.shape[axis]) == 0:
-            chosen.append(axis)
-            size *= mesh.shape[axis]
-    return tuple(chosen)
-
-
-def _size(axes: Sequence[str], mesh: Mesh) -> int:
-    return math.prod(mesh.shape[axis] for axis in axes)
-
-
-def _on_shares(
-    local: Callable[..., jax.Array],
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    mask: jax.Array | None,
-    mesh: Mesh,
-    data_axes: tuple[str, ...],
-    head_axes: tuple[str, ...],
-) -> jax.Array:
-    """Runs `local` on each device's share: batch over the data axes, heads over the head axes."""
-    context = jax.sharding.get_abstract_mesh()
-    taken = set(context.manual_axes)  # strategy.run() has already split these
-    data_axes = tuple(axis for axis in data_axes if axis not in taken)
-    head_axes = _dividing_axes(
-        [axis for axis in head_axes if axis not in taken], mesh, query.shape[2]
-    )
-    free = set(mesh.axis_names) - taken
-    if not free:
-        return local(query, key, value, mask)
-    batch = query.shape[0]
-    short = -batch % _size(data_axes, mesh)
-    repeats = math.lcm(key.shape[2], _size(head_axes, mesh)) // key.shape[2]
-    query, key, value = (_more_rows(x, short) for x in (query, key, value))
-    key, value = (jnp.repeat(x, repeats, axis=2) for x in (key, value))
-    spec = P(data_axes or None, None, head_axes or None, None)
-    arguments, specs = [query, key, value], [spec] * 3
-    if mask is not None:
-        arguments.append(_more_rows(mask, short) if mask.shape[0] > 1 else mask)
-        rows = data_axes if arguments[-1].shape[0] > 1 else ()
-        heads = head_axes if mask.shape[1] > 1 else ()
-        specs.append(P(rows or None, heads or None, None, None))
-    mapped = jax.shard_map(
-        local if mask is not None else functools.partial(local, mask=None),
-        mesh=context if taken else mesh,
-        in_specs=tuple(specs),
-        out_specs=spec,
-        axis_names=free,
-        check_vma=False,  # pallas_call does not say over which axes its results vary
-    )
-    return jax.jit(mapped)(*arguments)[:batch]
-
-
-def _split_batch(x: jax.Array, mesh: Mesh, data_axes: tuple[str, ...]) -> jax.Array:
-    """Keeps the batch split where XLA partitions: a split bias or weight may pull it elsewhere."""
-    if not in_compiled_code() or jax.sharding.get_abstract_mesh().manual_axes:
-        return x
-    rest = (P.UNCONSTRAINED,) * (x.ndim - 1)
-    return jax.lax.with_sharding_constraint(
-        x, jax.sharding.NamedSharding(mesh, P(data_axes or None, *rest))
-    )
-
-
-def _more_rows(x: jax.Array, rows: int) -> jax.Array:
-    return jnp.pad(x, ((0, rows), *((0, 0),) * (x.ndim - 1))) if rows else x
-
-
 def _under_strategy(
     stock: Callable[..., jax.Array],
     query,
@@ -311,13 +241,15 @@ def _under_strategy(
     strategy = keras.distribution.distribution()
     mesh = getattr(strategy, "mesh", None)
     data_axes = getattr(strategy, "data_axes", None)
+    time_axis = getattr(strategy, "sequence_axis", None)
     attention = functools.partial(stock, **options)
-    if isinstance(mesh, Mesh) and data_axes is not None and _platform(mesh) == "tpu":
+    if isinstance(mesh, Mesh) and data_axes is not None:
+        where = {"mesh": mesh, "data_axes": data_axes, "time_axis": time_axis}
         query, key, value = (jnp.asarray(x) for x in (query, key, value))
-        heads = getattr(strategy, "head_axes", None)
-        attention = functools.partial(
-            dot_product_attention, mesh=mesh, data_axes=data_axes, head_axes=heads, **options
-        )
+        if _platform(mesh) == "tpu":
+            attention = functools.partial(dot_product_attention, **where, **options)
+        elif time_axis is not None:
+            query, key, value = split(query, key, value, **where)
     return attention_again(attention)(query, key, value)
 
 

@@ -83,15 +83,26 @@ class _StaticMask(splash.Mask):
         return np.asarray(self.mask_function(rows[:, None], columns[None, :]))
 
 
-def _block_sizes(rows: int, columns: int) -> splash.BlockSizes:
+def block_sizes(rows: int, columns: int) -> splash.BlockSizes:
+    """The kernel's blocks.
+
+    Args:
+        rows: Queries in a block.
+        columns: Keys in a block.
+    """
     # Not the fused backward kernel: it keeps one dq per key block, in the input's dtype.
     of_rows = dict.fromkeys(("block_q", "block_q_dkv", "block_q_dq"), rows)
     of_columns = dict.fromkeys(("block_kv", "block_kv_dkv", "block_kv_dq"), columns)
     return splash.BlockSizes(**of_rows, **of_columns)
 
 
-def _heads_first(x: jax.Array, length: int) -> jax.Array:
-    """`(batch, time, heads, width)` to `(batch, heads, length, width)`, zeros behind."""
+def heads_first(x: jax.Array, length: int) -> jax.Array:
+    """`(batch, time, heads, width)` to `(batch, heads, length, width)`, zeros behind.
+
+    Args:
+        x: The array.
+        length: `time`, padded.
+    """
     x = jnp.swapaxes(x, 1, 2)
     return jnp.pad(x, ((0, 0), (0, 0), (0, length - x.shape[2]), (0, 0)))
 
@@ -154,8 +165,14 @@ def _pad_dense(mask: jax.Array, rows: int, columns: int) -> jax.Array:
     return mask | (blind & (jnp.arange(columns) == 0))
 
 
-def _seen_by_row(valid: jax.Array, time: int, is_causal: bool) -> jax.Array:
-    """Whether each row sees a key, `(batch, time)`; `valid` is `(batch, source)`."""
+def seen_by_row(valid: jax.Array, time: int, is_causal: bool) -> jax.Array:
+    """Whether each row sees a key, `(batch, time)`.
+
+    Args:
+        valid: Which keys may be seen, `(batch, source)`.
+        time: Number of queries.
+        is_causal: Whether query `i` sees only keys `0..i`.
+    """
     if not is_causal:
         return jnp.broadcast_to(jnp.any(valid, axis=1)[:, None], (valid.shape[0], time))
     so_far = jax.lax.cummax(valid.astype(jnp.int32), axis=1) > 0
@@ -198,14 +215,14 @@ def flash_attention(
         splash.make_splash_mha,
         head_shards=1,
         q_seq_shards=1,
-        block_sizes=_block_sizes(rows.block, columns.block),
+        block_sizes=block_sizes(rows.block, columns.block),
         attn_logits_soft_cap=soft_cap,
         interpret=interpret,
     )
     arrays = (
-        _heads_first(query, rows.padded),
-        _heads_first(key, columns.padded),
-        _heads_first(value, columns.padded),
+        heads_first(query, rows.padded),
+        heads_first(key, columns.padded),
+        heads_first(value, columns.padded),
     )
     sees = None
     if mask is None or mask.shape[3] == 1:
@@ -218,25 +235,46 @@ def flash_attention(
         mask = jnp.broadcast_to(mask, (*mask.shape[:2], time, source))
         output, sees = _with_dense_mask(make, arrays, mask, is_causal)
     output = jnp.swapaxes(jnp.asarray(output)[:, :, :time], 1, 2)
-    if sees is None:
-        return output
+    return output if sees is None else mean_where_blind(output, sees, value)
+
+
+def mean_where_blind(output: jax.Array, sees: jax.Array, value: jax.Array) -> jax.Array:
+    """The output, with the mean of all values for rows that see no key, as from XLA attention.
+
+    Args:
+        output: `(batch, time, heads, value_width)`.
+        sees: Whether a row sees a key, broadcastable to `(batch, heads, time, 1)`.
+        value: `(batch, source, kv_heads, value_width)`.
+    """
     mean = jnp.mean(value.astype(jnp.float32), axis=1, keepdims=True).astype(output.dtype)
-    mean = jnp.repeat(mean, heads // value.shape[2], axis=2)
+    mean = jnp.repeat(mean, output.shape[2] // value.shape[2], axis=2)
     return jnp.where(jnp.swapaxes(sees, 1, 2), output, mean)
 
 
 def _with_key_mask(make, arrays, valid: jax.Array, time: int, is_causal: bool):
     """Keys of another segment than every query's are those that the mask hides."""
     query, key = arrays[0], arrays[1]
-    batch, source = query.shape[0], valid.shape[1]
-    valid = jnp.broadcast_to(valid, (batch, source))
-    segments = splash.SegmentIds(
-        q=jnp.ones((batch, query.shape[2]), jnp.int32),
-        kv=jnp.pad(valid.astype(jnp.int32), ((0, 0), (0, key.shape[2] - source))),
-    )
+    valid = jnp.broadcast_to(valid, (query.shape[0], valid.shape[1]))
+    segments = segment_ids(valid, query, key.shape[2])
+    source = valid.shape[1]
     kernel = _static_kernel(make, query.shape[1], time, source, is_causal)
     output = jax.vmap(kernel)(*arrays, segments)
-    return output, _seen_by_row(valid, time, is_causal)[:, None, :, None]
+    return output, seen_by_row(valid, time, is_causal)[:, None, :, None]
+
+
+def segment_ids(valid: jax.Array, query: jax.Array, columns: int) -> splash.SegmentIds:
+    """Segments that keep queries from keys that they may not see.
+
+    Args:
+        valid: Which keys may be seen, `(batch, source)`.
+        query: `(batch, heads, rows, width)`.
+        columns: Number of keys, padded.
+    """
+    hidden = ((0, 0), (0, columns - valid.shape[1]))
+    return splash.SegmentIds(
+        q=jnp.ones((query.shape[0], query.shape[2]), jnp.int32),
+        kv=jnp.pad(valid.astype(jnp.int32), hidden),
+    )
 
 
 def _with_dense_mask(make, arrays, mask: jax.Array, is_causal: bool):

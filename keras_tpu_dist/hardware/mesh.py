@@ -20,6 +20,9 @@ logger = logging.getLogger("keras_tpu_dist")
 # DataParallel and most LayoutMap examples use.
 DATA_AXIS_NAMES = ("data", "fsdp", "batch")
 
+# The axis that splits what a sequence holds along time.
+SEQUENCE_AXIS = "sequence"
+
 # The sub-axes of a replica's logical devices are called "logical_0", "logical_1", ...
 LOGICAL_AXIS = "logical"
 
@@ -117,6 +120,29 @@ def default_data_axes(axis_names: Sequence[str]) -> tuple[str, ...]:
         Those whose names are in `DATA_AXIS_NAMES`, in the mesh's order.
     """
     return tuple(name for name in axis_names if name in DATA_AXIS_NAMES)
+
+
+def sequence_axis(mesh: jax.sharding.Mesh, data_axes: Sequence[str]) -> str | None:
+    """The axis of a mesh that splits activations along time, or `None`.
+
+    Args:
+        mesh: The mesh.
+        data_axes: Its axes that split the batch; one that is called `"sequence"` and stands here
+            splits rows.
+    """
+    wide = mesh.shape.get(SEQUENCE_AXIS, 1) > 1
+    return SEQUENCE_AXIS if wide and SEQUENCE_AXIS not in data_axes else None
+
+
+def state_axes(mesh: jax.sharding.Mesh, data_axes: Sequence[str]) -> tuple[str, ...]:
+    """The axes over which devices have other rows or other times, and so may share weights' state.
+
+    Args:
+        mesh: The mesh.
+        data_axes: Its axes that split the batch.
+    """
+    time = sequence_axis(mesh, data_axes)
+    return tuple(data_axes) if time is None else (*data_axes, time)
 
 
 def replicated_batch(axis_names: Sequence[str]) -> str:

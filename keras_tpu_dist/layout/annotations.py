@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import did_you_mean, message
+from keras_tpu_dist.layout.activations import Activations
 from keras_tpu_dist.layout.axes import axis_size, named_sharding
 from keras_tpu_dist.layout.rules import LayoutRules
 from keras_tpu_dist.partitioner import in_compiled_code
@@ -167,7 +168,8 @@ def place_output(outputs: Any, layout: Any, mesh: Any) -> Any:
 
     Args:
         outputs: What the layer returned.
-        layout: A `NamedSharding` or axes for each tensor, or a list or dict of those.
+        layout: A `NamedSharding`, `Activations` or axes for each tensor, or a list or dict of
+            those.
         mesh: The strategy's mesh.
 
     Returns:
@@ -187,10 +189,20 @@ def place_output(outputs: Any, layout: Any, mesh: Any) -> Any:
     _check_structure(not isinstance(layout, (dict, list)), outputs, layout)
     if layout is None:
         return outputs
+    if isinstance(layout, Activations):
+        return keras.tree.map_structure(
+            lambda leaf: _place_activations(leaf, layout, mesh), outputs
+        )
     if not isinstance(layout, NamedSharding):
         layout = named_sharding(mesh, tuple(layout))
     sharding: NamedSharding = layout
     return keras.tree.map_structure(lambda leaf: _place_leaf(leaf, sharding), outputs)
+
+
+def _place_activations(leaf, layout: Activations, mesh):
+    if not isinstance(leaf, jax.Array) or not leaf.ndim:
+        return leaf
+    return _place_leaf(leaf, layout.sharding(leaf.shape, mesh))
 
 
 def _place_leaf(leaf, sharding: NamedSharding):

@@ -8,6 +8,8 @@ import keras
 from jax.sharding import Mesh, NamedSharding
 
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.hardware.mesh import sequence_axis, state_axes
+from keras_tpu_dist.layout.activations import Activations
 from keras_tpu_dist.layout.axes import named_sharding
 from keras_tpu_dist.layout.placement import Placement, Setting, place
 from keras_tpu_dist.layout.planner import PLANS, Plan, Planner
@@ -42,7 +44,7 @@ class Layouts:
         self.layout = checked_layout(layout, mesh.axis_names)
         if isinstance(self.layout, Planner):
             self.layout.check_mesh(mesh, data_axes)
-        if shard_optimizer and not data_axes:
+        if shard_optimizer and not state_axes(mesh, data_axes):
             raise ValueError(
                 message(
                     "shard_optimizer splits optimizer slots over the data axes.",
@@ -148,7 +150,7 @@ class Layouts:
 
         Args:
             path: The layer's path and `/output`. An annotation on the layer comes first, then a
-                rule for this path, then the plan.
+                rule for this path, then the plan, then the mesh.
             placement: That of the model that is running, if one is.
         """
         layer = path.removesuffix("/output")
@@ -157,8 +159,11 @@ class Layouts:
         decision = decide(path, self.layout)
         if decision is not None:
             return named_sharding(self.mesh, decision.axes)
-        planned = {} if placement is None else placement.layouts_of_outputs()
-        return self._on_mesh(planned[layer]) if layer in planned else None
+        planned = {} if placement is None else placement.planned_outputs
+        if layer not in planned:
+            return None
+        axes, time = planned[layer], sequence_axis(self.mesh, self.data_axes)
+        return self._on_mesh(axes) if time is None else Activations(axes[0], time)
 
     def _on_mesh(self, axes: Any) -> Any:
         """One layout for all tensors as a sharding; a list or dict of layouts as it is."""

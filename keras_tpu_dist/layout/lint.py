@@ -12,7 +12,7 @@ from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import message, without_id
 from keras_tpu_dist.common.page import fragment
 from keras_tpu_dist.common.text import html_table, size_text
-from keras_tpu_dist.hardware.mesh import LOGICAL_AXIS
+from keras_tpu_dist.hardware.mesh import LOGICAL_AXIS, state_axes
 from keras_tpu_dist.layout.axes import axis_size, dividing_axes, entry_names
 from keras_tpu_dist.layout.explain import layout_text
 from keras_tpu_dist.layout.placement import Placement, Setting, bytes_of
@@ -316,7 +316,7 @@ def _siblings(model, placement: Placement) -> list[Finding]:
 
 
 def _unused_axes(model, placement: Placement, setting: Setting) -> list[Finding]:
-    used = set(setting.data_axes)
+    used = set(state_axes(setting.mesh, setting.data_axes))
     if placement.annotations.logical_devices:
         return []
     # What is split within a layer's call over a DeviceAssignment's axes cannot be seen here.
@@ -354,7 +354,8 @@ def _batch(batch_size: int | None, setting: Setting) -> list[Finding]:
 
 
 def _heads(model, setting: Setting) -> list[Finding]:
-    ways = math.prod(n for name, n in setting.mesh.shape.items() if name not in setting.data_axes)
+    taken = state_axes(setting.mesh, setting.data_axes)
+    ways = math.prod(n for name, n in setting.mesh.shape.items() if name not in taken)
     found = []
     for layer in _keras.flatten_layers(model):
         if isinstance(layer, keras.layers.GroupQueryAttention) and ways > 1:

@@ -10,8 +10,10 @@ import keras
 from jax.sharding import Mesh, NamedSharding
 
 from keras_tpu_dist import _keras
+from keras_tpu_dist.hardware.mesh import sequence_axis
+from keras_tpu_dist.layout.activations import block_outputs
 from keras_tpu_dist.layout.annotations import Annotated, annotated
-from keras_tpu_dist.layout.axes import spell_out
+from keras_tpu_dist.layout.axes import Axes, spell_out
 from keras_tpu_dist.layout.planner import Plan, Planner, slot_decision
 from keras_tpu_dist.layout.rules import (
     Decision,
@@ -50,12 +52,14 @@ class Placement:
         decisions: From the id of a variable to its decision, not yet checked against its shape.
         slots: `(slot, weight)` pairs of the optimizer.
         plan: The plan, if the layout is a planner.
+        planned_outputs: From a layer's path to the layout of its output, by the plan or the mesh.
         annotations: What is written on the model's layers.
     """
 
     decisions: dict[int, Decision]
     slots: list[tuple[Any, Any]]
     plan: Plan | None
+    planned_outputs: dict[str, Axes]
     annotations: Annotated
     _setting: Setting = field(repr=False)
     _slot_ids: frozenset[int] = field(repr=False)
@@ -90,9 +94,8 @@ class Placement:
         return id(variable) in self._slot_ids
 
     def layouts_of_outputs(self) -> dict[str, Any]:
-        """From a layer's path to the layout of its output, by annotation or plan."""
-        planned = self.plan.outputs if self.plan is not None else {}
-        return {**planned, **self.annotations.outputs}
+        """From a layer's path to the layout of its output, by annotation, plan or mesh."""
+        return {**self.planned_outputs, **self.annotations.outputs}
 
     def written_in_program(self) -> tuple[dict[str, Any], dict[str, int]]:
         """All that a compiled step holds beside its variables' layouts."""
@@ -119,12 +122,15 @@ def place(model: Any, setting: Setting, given: Any) -> Placement:
         The placement.
     """
     notes = annotated(model)
-    plan = None
+    plan, outputs = None, {}
     weights = [*model.trainable_variables, *model.non_trainable_variables]
     if isinstance(setting.layout, Planner) and weights:
         plan = setting.layout.plan(model, setting.mesh, setting.data_axes)
         if not setting.batch_first:
             plan = replace(plan, outputs={})
+        outputs = plan.outputs
+    elif setting.batch_first and sequence_axis(setting.mesh, setting.data_axes) is not None:
+        outputs = block_outputs(model, setting.mesh, setting.data_axes)
     decisions = {id(v): _decide(v, given(v), notes, setting, plan) for v in weights}
     for other in _keras.state_variables(model):
         if id(other) not in decisions:
@@ -138,7 +144,7 @@ def place(model: Any, setting: Setting, given: Any) -> Placement:
             own = slot_decision(own, slot.shape, setting.mesh, setting.data_axes)
         decisions[id(slot)] = own
     slot_ids = frozenset(id(slot) for slot, _ in slots)
-    return Placement(decisions, slots, plan, notes, setting, slot_ids)
+    return Placement(decisions, slots, plan, outputs, notes, setting, slot_ids)
 
 
 def _decide(variable, given, notes: Annotated, setting: Setting, plan: Plan | None) -> Decision:

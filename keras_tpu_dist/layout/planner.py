@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import keras
 from jax.sharding import Mesh
 
-from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.page import fragment
 from keras_tpu_dist.common.text import html_table
 from keras_tpu_dist.hardware.chips import of_kind
 from keras_tpu_dist.hardware.compile_only import CompileOnlyDevice
+from keras_tpu_dist.hardware.mesh import sequence_axis, state_axes
+from keras_tpu_dist.layout.activations import block_outputs
 from keras_tpu_dist.layout.axes import Axes, axis_size, dividing_axes, entry_names, split_ways
 from keras_tpu_dist.layout.rules import Decision, LayoutRules
 from keras_tpu_dist.layout.tensor import TensorPlan
@@ -149,7 +149,7 @@ class Planner:
             ValueError: If `"fsdp"` has no data axes, or `"tensor_parallel"` only data axes.
         """
         missing = {
-            "fsdp": None if data_axes else 'split the batch, such as "data"',
+            "fsdp": None if state_axes(mesh, data_axes) else 'split the batch, such as "data"',
             "tensor_parallel": None
             if _model_axes(mesh, data_axes)
             else 'do not split the batch, such as "model"',
@@ -176,6 +176,7 @@ class Planner:
             The plan; each layout in it divides its variable.
         """
         variables = _weights(model)
+        stored = state_axes(mesh, data_axes)
         kind, name = self._resolved(variables, mesh, data_axes)
         tensor: dict[int, Decision] = {}
         if kind in ("tensor_parallel", "both"):
@@ -185,13 +186,13 @@ class Planner:
         for variable in variables:
             decision = tensor.get(id(variable))
             if kind in ("fsdp", "both"):
-                decision = self._spread(variable.shape, decision, mesh, data_axes)
+                decision = self._spread(variable.shape, decision, mesh, stored)
             elif decision is None:
                 decision = Decision((), f"{name}: replicated: {_no_rule(kind)}")
             by_id[id(variable)] = decision
         rows = tuple((v.path, tuple(v.shape), by_id[id(v)]) for v in variables)
-        split_state = kind in ("fsdp", "both")
-        outputs = _block_outputs(model, data_axes) if split_state else {}
+        lies_split = kind in ("fsdp", "both") or sequence_axis(mesh, data_axes) is not None
+        outputs = block_outputs(model, mesh, data_axes) if lies_split else {}
         return Plan(name, rows, outputs, by_id)
 
     def before_build(self, shape: Sequence[int], mesh: Mesh, data_axes: Sequence[str]) -> Decision:
@@ -206,7 +207,7 @@ class Planner:
             data_axes: Its axes that split the batch.
         """
         axes = {
-            "fsdp": data_axes,
+            "fsdp": state_axes(mesh, data_axes),
             "tensor_parallel": _model_axes(mesh, data_axes),
             "auto": mesh.axis_names,
         }[self.kind]
@@ -218,7 +219,7 @@ class Planner:
         limit = self.memory_bytes or _device_memory(mesh)
         room = limit * _STATE_FRACTION
         state = sum(_state_bytes(v) for v in variables)
-        shards = math.prod(mesh.shape[name] for name in data_axes)
+        shards = math.prod(mesh.shape[name] for name in state_axes(mesh, data_axes))
         needs = f"state of {state / 1e9:.3g} GB, {room / 1e9:.3g} GB of room per device"
         if state <= room:
             return "replicate", f"auto, replicated ({needs})"
@@ -288,7 +289,7 @@ def slot_decision(weight: Decision, shape: Sequence[int], mesh: Mesh, data_axes)
         data_axes: The axes that split the batch.
     """
     used = {name for entry in weight.axes for name in entry_names(entry)}
-    free = [name for name in data_axes if name not in used]
+    free = [name for name in state_axes(mesh, data_axes) if name not in used]
     found = spread(shape, weight.axes, mesh, free)
     if split_ways(mesh, found.axes) == split_ways(mesh, weight.axes):
         return weight
@@ -309,7 +310,8 @@ def _worse(choice, best) -> str:
 
 
 def _model_axes(mesh, data_axes) -> tuple[str, ...]:
-    return tuple(name for name in mesh.axis_names if name not in data_axes)
+    others = state_axes(mesh, data_axes)
+    return tuple(name for name in mesh.axis_names if name not in others)
 
 
 def _weights(model) -> list:
@@ -333,19 +335,3 @@ def _device_memory(mesh) -> int:
         return _MEMORY_WHERE_UNKNOWN if chip is None else chip.device_hbm_bytes
     stats = device.memory_stats() if device.platform in ("tpu", "gpu", "cuda") else None
     return (stats or {}).get("bytes_limit", _MEMORY_WHERE_UNKNOWN)
-
-
-def _block_outputs(model, data_axes) -> dict[str, Axes]:
-    """Outputs of a model's own layers stay split by rows.
-
-    Without this XLA may gather the batch instead of the weights, as the weights are split over
-    the batch's axes.
-    """
-    if not data_axes:
-        return {}
-    entry = data_axes[0] if len(data_axes) == 1 else tuple(data_axes)
-    return {
-        layer.path: (entry,)
-        for layer in _keras.sublayers(model)
-        if layer.path and not isinstance(layer, keras.layers.InputLayer)
-    }

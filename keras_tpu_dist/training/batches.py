@@ -3,6 +3,7 @@
 import functools
 import math
 from dataclasses import dataclass, field
+from logging import WARNING
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from jax.experimental.sparse import JAXSparse
 from jax.sharding import Mesh, NamedSharding
 
 from keras_tpu_dist.common.once import say_once
+from keras_tpu_dist.hardware.mesh import sequence_axis
 from keras_tpu_dist.layout.axes import named_sharding
 from keras_tpu_dist.processes.arrays import put
 from keras_tpu_dist.training.batch_axis import (
@@ -31,11 +33,13 @@ class Slot:
         rows: The true number of rows along `axis` if the array was padded, else `None`.
         filled: The true rows in each part of the batch, where they are not simply filled one after
             the other: what several processes brought.
+        time: The dimension that is split over the sequence axis, or `None`.
     """
 
     axis: int | None
     rows: int | None = None
     filled: tuple[int, ...] | None = None
+    time: int | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -68,7 +72,7 @@ class _Plan:
 
 
 class BatchPlacer:
-    """Puts host batches on a mesh, split over the data axes.
+    """Puts host batches on a mesh, split over the data axes, sequences over the sequence axis too.
 
     Arrays whose rows do not divide by the number of shards are padded on the host; `trim` cuts
     them back inside the compiled program, where uneven shards are allowed. So no row is
@@ -88,6 +92,7 @@ class BatchPlacer:
         self.data_axes = data_axes
         self.batch_axis = checked_batch_axis(batch_axis)
         self.num_shards = math.prod(mesh.shape[name] for name in data_axes)
+        self.sequence_axis = sequence_axis(mesh, data_axes)
         self._replicated = named_sharding(mesh)
         self._plans: dict[Any, _Plan] = {}
 
@@ -180,7 +185,8 @@ class BatchPlacer:
             ValueError: Where `place` raises it.
         """
         leaves, treedef, plan = self._planned(batch)
-        whole = self.num_shards not in (1, self.mesh.size)
+        split = self.num_shards > 1 or self.sequence_axis is not None
+        whole = split and self.num_shards != self.mesh.size
         if whole or any(plan.paddings):
             say_once(
                 "run_eagerly: batches are whole on every device, since "
@@ -267,16 +273,42 @@ class BatchPlacer:
             treedef, [self._trim(leaf, slot) for leaf, slot in zip(leaves, batch.slots)]
         )
 
-    def sharding(self, axis: int | None) -> NamedSharding:
+    def sharding(self, axis: int | None, time: int | None = None) -> NamedSharding:
         """The sharding of an array whose dimension `axis` is the batch.
 
         Args:
             axis: The dimension, or `None` for an array without a batch, which is replicated.
+            time: The dimension that is split over the sequence axis, or `None`.
         """
-        if axis is None or not self.data_axes:
-            return self._replicated
-        entry = self.data_axes[0] if len(self.data_axes) == 1 else self.data_axes
-        return named_sharding(self.mesh, (*[None] * axis, entry))
+        entries: dict[int, Any] = {}
+        if axis is not None and self.data_axes:
+            entries[axis] = self.data_axes[0] if len(self.data_axes) == 1 else self.data_axes
+        if time is not None:
+            entries[time] = self.sequence_axis
+        dimensions = range(max(entries, default=-1) + 1)
+        return named_sharding(self.mesh, tuple(entries.get(d) for d in dimensions))
+
+    def time(self, leaf: Any, axis: int | None) -> int | None:
+        """The dimension of an array that the sequence axis splits, or `None`.
+
+        Sequences are `(batch, time, features)`, tokens and masks `(batch, time)`.
+
+        Args:
+            leaf: The array.
+            axis: Its batch dimension.
+        """
+        if self.sequence_axis is None or axis not in (0, 1) or isinstance(leaf, JAXSparse):
+            return None
+        tokens = leaf.ndim == 2 and np.dtype(leaf.dtype).kind in "iub"
+        if leaf.ndim != 3 and not tokens:
+            return None
+        length, ways = leaf.shape[1 - axis], self.mesh.shape[self.sequence_axis]
+        if length % ways == 0:
+            return 1 - axis
+        if length > 1:
+            words = f"the mesh axis {self.sequence_axis!r} has {ways} devices, which do not divide"
+            say_once(f"{words} a time of {length}: each of them computes all of it", WARNING)
+        return None
 
     def shardings(self, batch: PlacedBatch, stacked: bool = False) -> list[NamedSharding]:
         """The shardings of a placed batch's arrays, in the order of `jax.tree.leaves`.
@@ -287,8 +319,9 @@ class BatchPlacer:
         """
         found = []
         for leaf, slot in zip(flatten(batch.data)[0], batch.slots):
-            axis = slot.axis if slot.axis is None or not stacked else slot.axis + 1
-            found.extend([self.sharding(axis)] * len(jax.tree.leaves(leaf)))
+            dimensions = (slot.axis, slot.time)
+            axis, time = (d if d is None or not stacked else d + 1 for d in dimensions)
+            found.extend([self.sharding(axis, time)] * len(jax.tree.leaves(leaf)))
         return found
 
     def _trim(self, leaf, slot: Slot):
@@ -298,7 +331,7 @@ class BatchPlacer:
             true = jax.lax.slice_in_dim(leaf, 0, slot.rows, axis=slot.axis)
         else:
             true = self._joined(leaf, slot.axis, slot.filled)
-        return jax.lax.with_sharding_constraint(true, self.sharding(slot.axis))
+        return jax.lax.with_sharding_constraint(true, self.sharding(slot.axis, slot.time))
 
     def _joined(self, leaf, axis: int, filled: tuple[int, ...]):
         # Parts that are not filled one after the other: their rows move between devices anyway.
@@ -335,7 +368,7 @@ class BatchPlacer:
             first = first or (name, rows)
             check_same_rows(first, name, rows, leaf)
             padding = -rows % self.num_shards
-            slots.append(Slot(axis, rows if padding else None))
+            slots.append(Slot(axis, rows if padding else None, time=self.time(leaf, axis)))
             paddings.append(padding)
-        shardings = tuple(self.sharding(slot.axis) for slot in slots)
+        shardings = tuple(self.sharding(slot.axis, slot.time) for slot in slots)
         return _Plan(tuple(slots), tuple(paddings), shardings)

@@ -51,7 +51,7 @@ class OwnRowsPlacer(BatchPlacer):
         share = batch if isinstance(batch, Share) else self.own_input.of_call(batch)
         leaves, treedef = flatten(share.batch)
         slots = self._slots(share, leaves)
-        arrays = [self._put(leaf, slot.axis, share.rows) for leaf, slot in zip(leaves, slots)]
+        arrays = [self._put(leaf, slot, share.rows) for leaf, slot in zip(leaves, slots)]
         return PlacedBatch(jax.tree.unflatten(treedef, arrays), slots)
 
     def place_many(self, batches: list) -> PlacedBatch | None:
@@ -70,7 +70,7 @@ class OwnRowsPlacer(BatchPlacer):
         slots = self._slots(batches[0], leaves)
         columns = [np.stack(column) for column in zip(*(each for each, _ in flat))]
         arrays = [
-            self._put(column, None if slot.axis is None else slot.axis + 1, batches[0].rows)
+            self._put(column, slot, batches[0].rows, stacked=True)
             for column, slot in zip(columns, slots)
         ]
         return PlacedBatch(jax.tree.unflatten(treedef, arrays), slots)
@@ -140,26 +140,26 @@ class OwnRowsPlacer(BatchPlacer):
         longest, filled = self._shares.rows_of_blocks(share.rows)
         rows = None if set(filled) == {longest} else sum(filled)
         return tuple(
-            Slot(axis, rows, filled) if _has_rows(leaf, axis) else Slot(None)
+            Slot(axis, rows, filled, self.time(leaf, axis)) if _has_rows(leaf, axis) else Slot(None)
             for leaf, axis in zip(leaves, self.axes(share.batch))
         )
 
-    def _put(self, leaf: Any, axis: int | None, rows: Sequence[int]) -> jax.Array:
-        if axis is None:
+    def _put(self, leaf: Any, slot: Slot, rows: Sequence[int], stacked: bool = False) -> jax.Array:
+        if slot.axis is None:
             return put([leaf], [self._replicated])[0]
+        axis, time = slot.axis + stacked, None if slot.time is None else slot.time + stacked
         longest, _ = self._shares.rows_of_blocks(rows)
         own = self._own_blocks
         local = padded(leaf, axis, longest * len(own))
         local = local.astype(jax.dtypes.canonicalize_dtype(local.dtype), copy=False)
         shape = list(local.shape)
         shape[axis] = longest * self._shares.num_blocks
-        before = (slice(None),) * axis
 
         def part(index):
             start = own.index((index[axis].start or 0) // longest) * longest
-            return local[(*before, slice(start, start + longest))]
+            return local[(*index[:axis], slice(start, start + longest), *index[axis + 1 :])]
 
-        return jax.make_array_from_callback(tuple(shape), self.sharding(axis), part)
+        return jax.make_array_from_callback(tuple(shape), self.sharding(axis, time), part)
 
 
 def placer_for(mesh: Mesh, data_axes: tuple[str, ...], batch_axis: Any, source: str) -> BatchPlacer:

@@ -1,0 +1,263 @@
+"""Flash attention whose queries are split along time: keys are gathered, causal work is balanced.
+
+A device that has the last queries of a causal sequence sees all keys, one that has the first sees
+few. So each computes an early and a late piece, `i` and `2 n - 1 - i` of `2 n`, which two
+permutations bring there and back.
+
+References:
+    - Pieces from both ends: https://arxiv.org/abs/2407.21783, section 3.3.2
+    - Keys gathered rather than passed on in a ring: the same place
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas.ops.tpu import splash_attention as splash
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from keras_tpu_dist.attention.kernel import (
+    LANES,
+    block_sizes,
+    blocks_scope,
+    heads_first,
+    segment_ids,
+    tiling,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pieces:
+    """Which queries each device of an axis computes.
+
+    Attributes:
+        devices: The number of devices.
+        time: The number of queries of all of them together.
+        balanced: Whether each has an early and a late piece, else they follow each other.
+    """
+
+    devices: int
+    time: int
+    balanced: bool
+
+    @classmethod
+    def of(cls, devices: int, time: int) -> "Pieces":
+        """The pieces of a sequence: balanced where they fill the kernel's smallest block.
+
+        Args:
+            devices: The number of devices, which divides `time`.
+            time: The number of queries.
+        """
+        return cls(devices, time, time % (2 * devices) == 0 and time // (2 * devices) >= LANES)
+
+    @property
+    def rows(self) -> int:
+        """The number of queries of one device."""
+        return self.time // self.devices
+
+    def positions(self, device: int) -> np.ndarray:
+        """The queries that a device computes, in its order; shape `(rows,)`, int32.
+
+        Args:
+            device: Its number on the axis.
+        """
+        if not self.balanced:
+            return np.arange(device * self.rows, (device + 1) * self.rows, dtype=np.int32)
+        size = self.rows // 2
+        ends = (device, 2 * self.devices - 1 - device)
+        pieces = sorted(ends, key=lambda piece: piece % 2)  # as the two permutations bring them
+        return np.concatenate([np.arange(p * size, (p + 1) * size, dtype=np.int32) for p in pieces])
+
+    def _destinations(self, first: int) -> list[tuple[int, int]]:
+        pieces = ((i, 2 * i + first) for i in range(self.devices))
+        return [(i, min(p, 2 * self.devices - 1 - p)) for i, p in pieces]
+
+    def brought(self, x: jax.Array, axis: str) -> jax.Array:
+        """A device's queries as it computes them, from those that it holds.
+
+        Args:
+            x: `(batch, rows, ...)`, within a `shard_map`.
+            axis: The axis of the devices.
+        """
+        if not self.balanced:
+            return x
+        halves = jnp.split(x, 2, axis=1)
+        moved = [jax.lax.ppermute(h, axis, self._destinations(i)) for i, h in enumerate(halves)]
+        return jnp.concatenate(moved, axis=1)
+
+    def returned(self, x: jax.Array, axis: str) -> jax.Array:
+        """What `brought` undoes.
+
+        Args:
+            x: `(batch, rows, ...)`, within a `shard_map`.
+            axis: The axis of the devices.
+        """
+        if not self.balanced:
+            return x
+        halves = jnp.split(x, 2, axis=1)
+        back = [[(b, a) for a, b in self._destinations(i)] for i in (0, 1)]
+        moved = [jax.lax.ppermute(h, axis, way) for h, way in zip(halves, back)]
+        return jnp.concatenate(moved, axis=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Causal(splash.Mask):
+    """The causal mask of all devices' queries, each device's padded to whole blocks.
+
+    Equal masks must hash alike: the kernel caches by mask.
+    """
+
+    pieces: Pieces
+    source: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.pieces.devices * tiling(self.pieces.rows).padded, tiling(self.source).padded
+
+    @functools.cached_property
+    def q_sequence(self) -> np.ndarray:
+        # What is padded sees the first key alone.
+        padding = (0, tiling(self.pieces.rows).padded - self.pieces.rows)
+        every = (self.pieces.positions(i) for i in range(self.pieces.devices))
+        return np.concatenate([np.pad(each, padding) for each in every])
+
+    def mask_function(self, rows, columns):
+        seen = rows >= columns
+        return seen & (columns < self.source) if self.source < self.shape[1] else seen
+
+    def __getitem__(self, index) -> np.ndarray:
+        rows = self.q_sequence[index[0]]
+        columns = np.arange(*index[1].indices(self.shape[1]))
+        size = (len(rows), len(columns))
+        if columns[0] > rows.max() or columns[0] >= self.source:
+            return np.zeros(size, bool)
+        if columns[-1] <= rows.min() and columns[-1] < self.source:
+            return np.ones(size, bool)
+        return np.asarray(self.mask_function(rows[:, None], columns[None, :]))
+
+
+def blocks_computed(pieces: Pieces, source: int) -> tuple[int, int]:
+    """The blocks that the busiest device computes of a causal sequence, and all that it has.
+
+    Args:
+        pieces: Which queries each device computes.
+        source: Number of keys.
+
+    Example:
+
+    >>> blocks_computed(Pieces(2, 4096, balanced=True), 4096)
+    (18, 32)
+    >>> blocks_computed(Pieces(2, 4096, balanced=False), 4096)
+    (26, 32)
+    """
+    rows, columns = tiling(pieces.rows), tiling(source)
+    down, across = rows.padded // rows.block, columns.padded // columns.block
+    most = 0
+    for device in range(pieces.devices):
+        positions = np.pad(pieces.positions(device), (0, rows.padded - pieces.rows))
+        last = np.minimum(positions.reshape(down, rows.block).max(axis=1), source - 1)
+        most = max(most, int(np.sum(last // columns.block + 1)))
+    return most, down * across
+
+
+def gathered(local: Callable[..., jax.Array], axis: str) -> Callable[..., jax.Array]:
+    """Attention within a `shard_map` that gathers the keys and values first.
+
+    Their gradients are summed into each device's part.
+
+    Args:
+        local: `(query, key, value, mask)`, with all keys and values.
+        axis: The axis that splits them along time.
+    """
+
+    def attention(query, key, value, mask):
+        return local(query, all_of(key, axis), all_of(value, axis), mask)
+
+    return attention
+
+
+def all_of(x: jax.Array, axis: str) -> jax.Array:
+    """What all devices of an axis hold, one after the other in time.
+
+    Args:
+        x: `(batch, time, ...)`, within a `shard_map`.
+        axis: The axis.
+    """
+    return jax.lax.all_gather(x, axis, axis=1, tiled=True)
+
+
+def causal_kernel(
+    pieces: Pieces, source: int, heads: int, soft_cap: float | None, interpret: bool
+) -> Any:
+    """The kernel of a causal sequence, with what each device skips.
+
+    Args:
+        pieces: Which queries each device computes.
+        source: Number of keys.
+        heads: Number of query heads of one device.
+        soft_cap: `cap * tanh(logits / cap)`, or `None`.
+        interpret: Run the kernel's program in plain JAX, on any platform, for tests.
+    """
+    return splash.make_splash_mha(
+        splash.MultiHeadMask([_Causal(pieces, source)] * heads),
+        head_shards=1,
+        q_seq_shards=pieces.devices,
+        block_sizes=block_sizes(tiling(pieces.rows).block, tiling(source).block),
+        attn_logits_soft_cap=soft_cap,
+        interpret=interpret,
+    )
+
+
+def kernel_specs(kernel: Any, mesh: Mesh, axis: str):
+    """How a kernel is split over the devices, as `shard_map` takes it.
+
+    Args:
+        kernel: The kernel.
+        mesh: The mesh.
+        axis: The axis that splits queries along time.
+    """
+    return kernel.manual_sharding_spec(NamedSharding(mesh, P(None, axis)))
+
+
+def causal_local(
+    kernel: Any,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    valid: jax.Array | None = None,
+    *,
+    pieces: Pieces,
+    axis: str,
+    split_keys: bool,
+) -> jax.Array:
+    """Causal attention of one device's queries, within a `shard_map`.
+
+    Args:
+        kernel: The device's part of what `causal_kernel` made.
+        query: `(batch, rows, heads, width)`, scaled.
+        key: `(batch, source, kv_heads, width)`, or a device's part of it.
+        value: `(batch, source, kv_heads, value_width)`, likewise.
+        valid: Which keys may be seen, `(batch, source)`, or `None` for all.
+        pieces: Which queries each device computes.
+        axis: The axis that splits queries along time.
+        split_keys: Whether it splits keys and values too.
+
+    Returns:
+        `(batch, rows, heads, value_width)`.
+    """
+    if split_keys:
+        key, value = all_of(key, axis), all_of(value, axis)
+    rows, columns = tiling(pieces.rows), tiling(key.shape[1])
+    query = pieces.brought(query, axis)
+    arrays = [heads_first(query, rows.padded)]
+    arrays += [heads_first(x, columns.padded) for x in (key, value)]
+    if valid is not None:
+        arrays.append(segment_ids(valid, arrays[0], columns.padded))
+    with jax.named_scope(blocks_scope(*blocks_computed(pieces, key.shape[1]))):
+        output = jnp.asarray(jax.vmap(kernel)(*arrays))
+    return pieces.returned(jnp.swapaxes(output[:, :, : pieces.rows], 1, 2), axis)

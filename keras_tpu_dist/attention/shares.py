@@ -1,0 +1,191 @@
+"""Each device's share of attention: rows over data axes, heads over others, queries along time."""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from keras_tpu_dist.attention import kernel, sequence
+from keras_tpu_dist.attention.time import divides
+
+
+def on_shares(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mask: jax.Array | None,
+    *,
+    mesh: Mesh,
+    data_axes: Sequence[str],
+    head_axes: Sequence[str],
+    time_axis: str | None,
+    is_causal: bool,
+    soft_cap: float | None,
+    interpret: bool,
+) -> jax.Array:
+    """Runs the flash kernel on each device's share.
+
+    Args:
+        query: `(batch, time, heads, width)`, scaled.
+        key: `(batch, source, kv_heads, width)`.
+        value: `(batch, source, kv_heads, value_width)`.
+        mask: Rank 4, or `None`.
+        mesh: The mesh.
+        data_axes: Mesh axes that split the batch.
+        head_axes: Mesh axes that may split the heads.
+        time_axis: The mesh axis that splits queries along time where it divides them, or `None`.
+        is_causal: Whether query `i` sees only keys `0..i`.
+        soft_cap: `cap * tanh(logits / cap)`, or `None`.
+        interpret: Run the kernel's program in plain JAX.
+
+    Returns:
+        `(batch, time, heads, value_width)`.
+    """
+    context = jax.sharding.get_abstract_mesh()
+    taken = set(context.manual_axes)  # strategy.run() has already split these
+    free = set(mesh.axis_names) - taken
+    local = functools.partial(kernel.flash_attention, soft_cap=soft_cap, interpret=interpret)
+    if not free:
+        return local(query, key, value, mask, is_causal=is_causal)
+    data_axes = tuple(axis for axis in data_axes if axis not in taken)
+    others = [axis for axis in head_axes if axis not in taken and axis != time_axis]
+    head_axes = _dividing_axes(others, mesh, query.shape[2])
+    batch = query.shape[0]
+    short = -batch % _size(data_axes, mesh)
+    repeats = math.lcm(key.shape[2], _size(head_axes, mesh)) // key.shape[2]
+    query, key, value = (_more_rows(x, short) for x in (query, key, value))
+    key, value = (jnp.repeat(x, repeats, axis=2) for x in (key, value))
+    if mask is not None and mask.shape[0] > 1:
+        mask = _more_rows(mask, short)
+    mapped = functools.partial(
+        jax.shard_map,
+        mesh=context if taken else mesh,
+        axis_names=free,
+        check_vma=False,  # pallas_call does not say over which axes its results vary
+    )
+    axes = _Axes(mesh, data_axes, head_axes, None)
+    if time_axis is not None and time_axis not in taken and divides(query, mesh, time_axis):
+        axes = _Axes(mesh, data_axes, head_axes, time_axis)
+        if is_causal and _is_matrix(mask):
+            mask, is_causal = mask & _triangle(query, key), False
+        if is_causal:
+            kernel_of = functools.partial(
+                sequence.causal_kernel, soft_cap=soft_cap, interpret=interpret
+            )
+            return _causal(kernel_of, query, key, value, mask, mapped, axes)[:batch]
+    local = functools.partial(local, is_causal=is_causal)
+    return _plain(local, query, key, value, mask, mapped, axes)[:batch]
+
+
+class _Axes:
+    """What splits what.
+
+    Args:
+        mesh: The mesh.
+        rows: The axes that split the batch.
+        heads: Those that split heads.
+        time: The one that splits queries along time, or `None`.
+    """
+
+    def __init__(self, mesh: Mesh, rows: tuple, heads: tuple, time: str | None):
+        self.mesh, self.rows, self.heads, self.time = mesh, rows, heads, time
+
+    def of_query(self) -> P:
+        return P(self.rows or None, self.time, self.heads or None, None)
+
+    def of_key(self, key: jax.Array) -> P:
+        time = self.time if self.splits(key) else None
+        return P(self.rows or None, time, self.heads or None, None)
+
+    def splits(self, key: jax.Array) -> bool:
+        return self.time is not None and divides(key, self.mesh, self.time)
+
+    def of_mask(self, mask: jax.Array) -> P:
+        entries = (self.rows or None, self.heads or None, self.time, None)
+        return P(*(entry if size > 1 else None for entry, size in zip(entries, mask.shape)))
+
+
+def _plain(
+    local: Callable[..., jax.Array],
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mask: jax.Array | None,
+    mapped: Callable[..., Any],
+    axes: _Axes,
+) -> jax.Array:
+    """Attention in which no query asks for its place in the sequence, unless all are here."""
+    if axes.time is not None and axes.splits(key):
+        local = sequence.gathered(local, axes.time)
+    specs = [axes.of_query(), axes.of_key(key), axes.of_key(value)]
+    arguments = [query, key, value]
+    if mask is not None:
+        arguments.append(mask)
+        specs.append(axes.of_mask(mask))
+    share = local if mask is not None else functools.partial(_without_mask, local)
+    return jax.jit(mapped(share, in_specs=tuple(specs), out_specs=specs[0]))(*arguments)
+
+
+def _without_mask(local, query, key, value):
+    return local(query, key, value, None)
+
+
+def _causal(
+    kernel_of: Callable[..., Any],
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mask: jax.Array | None,
+    mapped: Callable[..., Any],
+    axes: _Axes,
+) -> jax.Array:
+    """Causal attention, split along time; the mask hides keys, or queries, from all."""
+    time, source = query.shape[1], key.shape[1]
+    assert axes.time is not None
+    pieces = sequence.Pieces.of(axes.mesh.shape[axes.time], time)
+    made = kernel_of(pieces, source, query.shape[2] // _size(axes.heads, axes.mesh))
+    specs = [sequence.kernel_specs(made, axes.mesh, axes.time), axes.of_query()]
+    specs += [axes.of_key(key), axes.of_key(value)]
+    arguments, sees = [made, query, key, value], mask
+    if mask is not None and mask.shape[3] > 1:
+        valid = jnp.broadcast_to(mask[:, 0, 0], (query.shape[0], source))
+        arguments.append(valid)
+        specs.append(P(axes.rows or None, None))
+        sees = kernel.seen_by_row(valid, time, is_causal=True)[:, None, :, None]
+    share = functools.partial(
+        sequence.causal_local, pieces=pieces, axis=axes.time, split_keys=axes.splits(key)
+    )
+    output = jax.jit(mapped(share, in_specs=tuple(specs), out_specs=axes.of_query()))(*arguments)
+    return output if sees is None else kernel.mean_where_blind(output, sees, value)
+
+
+def _is_matrix(mask: jax.Array | None) -> bool:
+    """Whether a mask hides different keys from different queries or heads."""
+    return mask is not None and mask.shape[3] > 1 and max(mask.shape[1:3]) > 1
+
+
+def _triangle(query: jax.Array, key: jax.Array) -> jax.Array:
+    return jnp.arange(query.shape[1])[:, None] >= jnp.arange(key.shape[1])
+
+
+def _dividing_axes(axes: Sequence[str], mesh: Mesh, number: int) -> tuple[str, ...]:
+    """The axes, in order, whose sizes together divide `number`."""
+    chosen, size = [], 1
+    for axis in axes:
+        if mesh.shape[axis] > 1 and number % (size * mesh.shape[axis]) == 0:
+            chosen.append(axis)
+            size *= mesh.shape[axis]
+    return tuple(chosen)
+
+
+def _size(axes: Sequence[str], mesh: Mesh) -> int:
+    return math.prod(mesh.shape[axis] for axis in axes)
+
+
+def _more_rows(x: jax.Array, rows: int) -> jax.Array:
+    return jnp.pad(x, ((0, rows), *((0, 0),) * (x.ndim - 1))) if rows else x

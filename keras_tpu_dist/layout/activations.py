@@ -1,0 +1,81 @@
+"""Where activations lie: rows over the data axes, time over the sequence axis."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from keras_tpu_dist import _keras
+from keras_tpu_dist.hardware.mesh import sequence_axis, state_axes
+from keras_tpu_dist.layout.axes import Axes, named_sharding
+
+# (batch, time, features): what has fewer dimensions has no time, what has more may be an image.
+_RANK_OF_A_SEQUENCE = 3
+
+
+@dataclass(frozen=True)
+class Activations:
+    """The layout of outputs of which nobody knows the shape before they are there.
+
+    Attributes:
+        rows: The entry of the first dimension.
+        time: The axis that splits the second one of a sequence.
+    """
+
+    rows: str | tuple[str, ...] | None
+    time: str
+
+    def sharding(self, shape: Sequence[int], mesh: Mesh) -> NamedSharding:
+        """The layout of one output.
+
+        Args:
+            shape: Its shape; time is split where it is a sequence, `(batch, time, features)`,
+                whose time divides.
+            mesh: The mesh.
+        """
+        if len(shape) != _RANK_OF_A_SEQUENCE or shape[1] % mesh.shape[self.time]:
+            return named_sharding(mesh, (self.rows,))
+        rows = (self.rows,) if isinstance(self.rows, str) else tuple(self.rows or ())
+        features = _free(mesh, state_axes(mesh, rows))
+        return NamedSharding(mesh, PartitionSpec(self.rows, self.time, *features))
+
+
+def _free(mesh: Mesh, taken: Sequence[str]) -> tuple:
+    """Features stay as a layer that splits its weights makes them, where an axis is for that."""
+    others = [name for name, size in mesh.shape.items() if size > 1 and name not in taken]
+    return (PartitionSpec.UNCONSTRAINED,) if others else ()
+
+
+def block_outputs(model: Any, mesh: Mesh, data_axes: Sequence[str]) -> dict[str, Axes]:
+    """Outputs of a model's own layers stay split by rows, those of sequences by time too.
+
+    Without this XLA may gather the batch instead of the weights, as the weights are split over
+    the batch's axes.
+
+    Args:
+        model: A built model.
+        mesh: The mesh.
+        data_axes: Its axes that split the batch.
+
+    Returns:
+        From a layer's path to the layout of its output.
+    """
+    time = sequence_axis(mesh, data_axes)
+    rows = (data_axes[0] if len(data_axes) == 1 else tuple(data_axes)) if data_axes else None
+    axes: Axes = (rows,) if time is None else (rows, time)
+    if not any(axes):
+        return {}
+    return {
+        layer.path: axes
+        for layer in _blocks(model)
+        if layer.path and not isinstance(layer, keras.layers.InputLayer)
+    }
+
+
+def _blocks(model: Any) -> Iterator:
+    for layer in _keras.sublayers(model):
+        yield layer
+        if isinstance(layer, keras.Model):
+            yield from _blocks(layer)
