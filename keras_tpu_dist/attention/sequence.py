@@ -11,6 +11,7 @@ References:
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,11 @@ from keras_tpu_dist.attention.kernel import (
     segment_ids,
     tiling,
 )
+
+
+# Of a decoder of 131,072 tokens on v5e:4x4 a quarter of the gathers is overlapped with four groups
+# and none with one (benchmarks/sequence.py --effort exact).
+_GROUPS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,8 +171,17 @@ def blocks_computed(pieces: Pieces, source: int) -> tuple[int, int]:
     return most, down * across
 
 
+def groups_of_heads(kv_heads: int) -> int:
+    """In how many groups of heads keys are gathered, so that one is on its way as one is computed.
+
+    Args:
+        kv_heads: Number of heads of the keys on one device.
+    """
+    return math.gcd(kv_heads, _GROUPS)
+
+
 def gathered(local: Callable[..., jax.Array], axis: str) -> Callable[..., jax.Array]:
-    """Attention within a `shard_map` that gathers the keys and values first.
+    """Attention within a `shard_map` that gathers keys and values, some heads at a time.
 
     Their gradients are summed into each device's part.
 
@@ -176,7 +191,14 @@ def gathered(local: Callable[..., jax.Array], axis: str) -> Callable[..., jax.Ar
     """
 
     def attention(query, key, value, mask):
-        return local(query, all_of(key, axis), all_of(value, axis), mask)
+        groups = groups_of_heads(key.shape[2])
+        parts = (jnp.split(x, groups, axis=2) for x in (query, key, value))
+        by_head = mask is not None and mask.shape[1] > 1
+        masks = jnp.split(mask, groups, axis=1) if by_head else [mask] * groups
+        outputs = [
+            local(q, all_of(k, axis), all_of(v, axis), m) for q, k, v, m in zip(*parts, masks)
+        ]
+        return jnp.concatenate(outputs, axis=2)
 
     return attention
 
@@ -199,7 +221,7 @@ def causal_kernel(
     Args:
         pieces: Which queries each device computes.
         source: Number of keys.
-        heads: Number of query heads of one device.
+        heads: Number of query heads that are computed at a time.
         soft_cap: `cap * tanh(logits / cap)`, or `None`.
         interpret: Run the kernel's program in plain JAX, on any platform, for tests.
     """
@@ -250,14 +272,21 @@ def causal_local(
     Returns:
         `(batch, rows, heads, value_width)`.
     """
-    if split_keys:
-        key, value = all_of(key, axis), all_of(value, axis)
-    rows, columns = tiling(pieces.rows), tiling(key.shape[1])
     query = pieces.brought(query, axis)
+    attend = functools.partial(_attend, kernel, valid=valid, pieces=pieces)
+    groups = groups_of_heads(key.shape[2])
+    parts = (jnp.split(x, groups, axis=2) for x in (query, key, value))
+    whole = functools.partial(all_of, axis=axis) if split_keys else lambda x: x
+    outputs = [attend(q, whole(k), whole(v)) for q, k, v in zip(*parts)]
+    return pieces.returned(jnp.concatenate(outputs, axis=2), axis)
+
+
+def _attend(kernel, query, key, value, *, valid, pieces: Pieces) -> jax.Array:
+    rows, columns = tiling(pieces.rows), tiling(key.shape[1])
     arrays = [heads_first(query, rows.padded)]
     arrays += [heads_first(x, columns.padded) for x in (key, value)]
     if valid is not None:
         arrays.append(segment_ids(valid, arrays[0], columns.padded))
     with jax.named_scope(blocks_scope(*blocks_computed(pieces, key.shape[1]))):
         output = jnp.asarray(jax.vmap(kernel)(*arrays))
-    return pieces.returned(jnp.swapaxes(output[:, :, : pieces.rows], 1, 2), axis)
+    return jnp.swapaxes(output[:, :, : pieces.rows], 1, 2)

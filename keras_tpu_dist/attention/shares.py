@@ -148,7 +148,9 @@ def _causal(
     time, source = query.shape[1], key.shape[1]
     assert axes.time is not None
     pieces = sequence.Pieces.of(axes.mesh.shape[axes.time], time)
-    made = kernel_of(pieces, source, query.shape[2] // _size(axes.heads, axes.mesh))
+    devices = _size(axes.heads, axes.mesh)
+    heads = query.shape[2] // devices // sequence.groups_of_heads(key.shape[2] // devices)
+    made = kernel_of(pieces, source, heads)
     specs = [sequence.kernel_specs(made, axes.mesh, axes.time), axes.of_query()]
     specs += [axes.of_key(key), axes.of_key(value)]
     arguments, sees = [made, query, key, value], mask

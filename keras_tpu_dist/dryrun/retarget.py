@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.hardware.mesh import SEQUENCE_AXIS
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.training.strategy import StrategyPart
 
@@ -118,8 +119,8 @@ class DryRuns(StrategyPart):
 
 
 def _grown(axes: dict[str, int], data_axes: tuple[str, ...], topology: Topology) -> dict[str, int]:
-    """The axes with the first data axis as large as the slice allows."""
-    grows = next(iter(data_axes), None)
+    """The axes with the first data axis, or else that of time, as large as the slice allows."""
+    grows = next(iter((*data_axes, *(name for name in axes if name == SEQUENCE_AXIS))), None)
     others = math.prod(size for name, size in axes.items() if name != grows)
     if grows is None or topology.num_devices % others:
         raise ValueError(

@@ -139,9 +139,15 @@ def mesh():
     return Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
 
 
+SEQUENCES = {"data": 2, "sequence": 2, "model": 2}
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("time_axis", [None, "sequence"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_equals_float64(case, mesh, caplog):
+def test_equals_float64(case, time_axis, mesh, caplog):
+    if time_axis is not None:
+        mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), tuple(SEQUENCES))
     (q, k, v), g, bias, mask = inputs(case)
     once.forget()
 
@@ -157,6 +163,7 @@ def test_equals_float64(case, mesh, caplog):
                 attn_logits_soft_cap=case.cap,
                 mesh=mesh,
                 data_axes=("data",),
+                time_axis=time_axis,
                 platform="tpu",
                 interpret=True,
             )  # fmt: skip
@@ -184,15 +191,18 @@ def test_equals_float64(case, mesh, caplog):
         assert error < tolerance, (name, error)
 
 
-def test_each_device_gets_only_the_key_heads_it_needs(mesh):
+def test_each_device_gets_only_the_key_heads_it_needs(mesh, monkeypatch):
     shapes = []
 
-    def local(q, k, v, mask):
+    def local(q, k, v, mask, **options):
         shapes.append((q.shape, k.shape, v.shape))
         return q
 
+    monkeypatch.setattr(kernel, "flash_attention", local)
     q, k = jnp.zeros((3, 8, 4, 16)), jnp.zeros((3, 8, 1, 16))
-    dispatch._on_shares(local, q, k, k, None, mesh, ("data",), ("model",))
+    attention.dot_product_attention(
+        *(q, k, k), mesh=mesh, data_axes=("data",), platform="tpu", flash_attention=True
+    )
     assert shapes[0] == ((1, 8, 2, 16), (1, 8, 1, 16), (1, 8, 1, 16))
 
 

@@ -28,6 +28,7 @@ MESHES: dict[str, dict[str, int]] = {
     "4x2": {"data": 4, "model": 2},
     "2x4": {"data": 2, "model": 4},
     "2x2x2": {"data": 2, "fsdp": 2, "model": 2},
+    "2x2t2": {"data": 2, "sequence": 2, "model": 2},
 }
 EVEN, RAGGED = 16, 13
 TOLERANCE = 1e-5
@@ -93,7 +94,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 _ROWS = {"move": moves.ROWS, "assigned": assigned.ROWS}
 PLANNED = {
-    ("layer", EVEN): [("2x4", "tensor_parallel"), ("2x2x2", "auto")],
+    ("layer", EVEN): [("2x4", "tensor_parallel"), ("2x2x2", "auto"), ("2x2t2", "fsdp")],
     ("layer", RAGGED): [("4x2", "tensor_parallel"), ("2x2x2", "fsdp")],
     ("model", EVEN): [("2x4", "tensor_parallel"), ("2x2x2", "auto")],
     ("model", RAGGED): [
@@ -103,6 +104,7 @@ PLANNED = {
         ("2x4", "auto"),
         ("2x2x2", "fsdp"),
         ("2x2x2", "tensor_parallel"),
+        ("2x2t2", "fsdp"),
     ],
 }
 

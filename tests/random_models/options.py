@@ -11,7 +11,7 @@ OPTIONS: dict[str, tuple] = {
         *("vectors", "normalized", "masked", "images", "tokens", "nested", "shared", "two_inputs"),
         *("recurrent", "experts", "assigned", "split", "blocks"),
     ),
-    "mesh": ("8", "4x2", "2x4", "2x2x2"),
+    "mesh": ("8", "4x2", "2x4", "2x2x2", "2x2t2", "t2x4"),
     "layout": ("none", "rules", "fsdp", "tensor_parallel", "auto"),
     "rows": (7, 13, 24, 37),
     "batch_size": (5, 8, 16),
@@ -70,8 +70,8 @@ def is_legal(choices: dict[str, Any]) -> bool:
         return False  # for inputs that Keras can map or slice
     if not arrays and given("shuffle"):
         return False  # the input's own order
-    if given("model") in ("assigned", "split") and given("mesh") == "8":
-        return False  # one logical device
+    if given("model") in ("assigned", "split") and given("mesh") in ("8", "t2x4"):
+        return False  # one logical device, or no axis "model"
     if given("blocks") == "scanned" and given("model") != "blocks":
         return False  # there are none
     if given("input") == "grain" and given("validation") != "none" and _ends_with_an_epoch(choices):

@@ -18,6 +18,8 @@ MESHES = {
     "4x2": {"data": 4, "model": 2},
     "2x4": {"data": 2, "model": 4},
     "2x2x2": {"data": 2, "fsdp": 2, "model": 2},
+    "2x2t2": {"data": 2, "sequence": 2, "model": 2},
+    "t2x4": {"sequence": 2, "data": 4},
 }
 EPOCHS = 2
 # Relative to the largest value of each array. Three bits of bfloat16's eight are lost by rounding
@@ -79,7 +81,7 @@ def _strategy(program: Program) -> ktd.TPUStrategy:
     choices = program.choices
     mesh = MESHES[choices["mesh"]]
     layout = choices["layout"]
-    if layout == "tensor_parallel" and len(mesh) == 1:
+    if layout == "tensor_parallel" and "model" not in mesh:
         layout = "fsdp"
     if layout == "rules":
         axis = "model" if "model" in mesh else "data"

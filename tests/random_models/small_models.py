@@ -6,7 +6,7 @@ from keras import ops
 
 import keras_tpu_dist as ktd
 
-CLASSES, FEATURES, STEPS, VOCAB = 4, 6, 5, 11
+CLASSES, FEATURES, STEPS, VOCAB = 4, 7, 6, 11
 
 
 def _wide(x, activation="relu"):
