@@ -3,9 +3,9 @@
     python benchmarks/sequence.py                    # all rows
     python benchmarks/sequence.py --effort exact     # minutes each
 
-One train step of a decoder of four layers (width 2048, 16 heads of 128, 8 of them for keys and values,
-vocabulary 32,000), mixed_bfloat16, Adam, "fsdp", remat="full": memory and estimated step for one row on
-more and more devices of a "sequence" axis. Nothing is measured on a chip.
+One train step of a decoder of four layers (width 2048, 16 heads of 128, 8 for keys and values,
+vocabulary 32,000), mixed_bfloat16, Adam, "fsdp", remat="full": memory and estimated step for a row
+on more and more devices of a "sequence" axis. Nothing is measured on a chip.
 """
 
 import argparse

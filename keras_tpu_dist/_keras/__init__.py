@@ -78,6 +78,7 @@ from keras_tpu_dist._keras.structure import optimizer_slots as optimizer_slots
 from keras_tpu_dist._keras.structure import own_variables as own_variables
 from keras_tpu_dist._keras.structure import producer as producer
 from keras_tpu_dist._keras.structure import route_attention as route_attention
+from keras_tpu_dist._keras.structure import route_grouped_attention as route_grouped_attention
 from keras_tpu_dist._keras.structure import stateless_scope as stateless_scope
 from keras_tpu_dist._keras.structure import stored_weight as stored_weight
 from keras_tpu_dist._keras.structure import sublayers as sublayers

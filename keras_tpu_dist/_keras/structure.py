@@ -154,6 +154,23 @@ def route_attention(replacement: Callable[..., object]) -> None:
     )
 
 
+def route_grouped_attention(replacement: Callable[..., object]) -> None:
+    """Routes what `GroupQueryAttention` computes of query, key and value through `replacement`.
+
+    Args:
+        replacement: Called as `replacement(stock, layer, ...)` with the method's own arguments, of
+            which keys and values are repeated for every query head.
+    """
+    declare(
+        Replacement(
+            *("keras.layers:GroupQueryAttention", "_compute_attention", replacement),
+            why="keys and values are repeated for every query head, which a flash kernel needs not",
+            hook="grouped heads handed to `ops.dot_product_attention` as they are",
+            parameters=("query", "key", "value"),
+        )
+    )
+
+
 ATTENTION_OPTIONS = (
     *("bias", "mask", "scale", "is_causal", "flash_attention", "attn_logits_soft_cap"),
 )

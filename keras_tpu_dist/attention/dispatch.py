@@ -1,5 +1,6 @@
 """Which attention runs, and on which share of the arrays each device runs it."""
 
+import contextvars
 import functools
 import logging
 import math
@@ -19,6 +20,8 @@ from keras_tpu_dist.common.plain import only_plain_operations
 from keras_tpu_dist.hardware.chips import WITHOUT_KERNELS
 from keras_tpu_dist.memory.again import attention_again
 
+# How often the layer that is called repeats each head of its keys and values.
+_repeats: contextvars.ContextVar[int] = contextvars.ContextVar("repeats", default=1)
 # Blocks are at least 128 x 128: below a quarter of useful work XLA's own program wins.
 _MOST_PADDING = 4
 
@@ -247,10 +250,28 @@ def _under_strategy(
         where = {"mesh": mesh, "data_axes": data_axes, "time_axis": time_axis}
         query, key, value = (jnp.asarray(x) for x in (query, key, value))
         if _platform(mesh) == "tpu":
+            key, value = _own_heads(query, key), _own_heads(query, value)
             attention = functools.partial(dot_product_attention, **where, **options)
         elif time_axis is not None:
             query, key, value = split(query, key, value, **where)
     return attention_again(attention)(query, key, value)
 
 
+def _own_heads(query: jax.Array, array: jax.Array) -> jax.Array:
+    """Keys or values without what Keras repeated of them for the query heads that share them."""
+    repeats = _repeats.get()
+    if repeats == 1 or array.ndim != 4 or array.shape[2] != query.shape[2]:
+        return array
+    return array[:, :, ::repeats]
+
+
+def _grouped(stock: Callable[..., tuple], layer, *args, **kwargs) -> tuple:
+    token = _repeats.set(layer.num_repeats)
+    try:
+        return stock(layer, *args, **kwargs)
+    finally:
+        _repeats.reset(token)
+
+
 _keras.route_attention(_under_strategy)
+_keras.route_grouped_attention(_grouped)

@@ -31,7 +31,6 @@ from keras_tpu_dist.attention.kernel import (
     tiling,
 )
 
-
 # Of a decoder of 131,072 tokens on v5e:4x4 a quarter of the gathers is overlapped with four groups
 # and none with one (benchmarks/sequence.py --effort exact).
 _GROUPS = 4

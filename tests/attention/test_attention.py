@@ -20,6 +20,7 @@ from keras_tpu_dist.attention import dispatch, kernel
 from keras_tpu_dist.common import once
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
+SEQUENCES = {"data": 2, "sequence": 2, "model": 2}
 
 
 def reference(query, key, value, g, *, bias=None, mask=None, scale=None, causal=False, cap=None):
@@ -139,9 +140,6 @@ def mesh():
     return Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
 
 
-SEQUENCES = {"data": 2, "sequence": 2, "model": 2}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("time_axis", [None, "sequence"])
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -239,9 +237,9 @@ def pretend_tpu(monkeypatch):
     monkeypatch.setattr(dispatch, "dot_product_attention", interpreted)
     calls, flash = [], kernel.flash_attention
 
-    def counted(query, *args, **options):
-        calls.append(query.shape)
-        return flash(query, *args, **options)
+    def counted(query, key, *args, **options):
+        calls.append((*query.shape, key.shape[2]))
+        return flash(query, key, *args, **options)
 
     monkeypatch.setattr(kernel, "flash_attention", counted)
     return calls
@@ -271,16 +269,23 @@ def padded_tokens(time=72):
     return tokens
 
 
+# 5 rows on 4 or 2 devices, 72 queries on 1 or 2, 2 and 4 heads on 2, of 2 and 2 keys.
+SHARES = (
+    ({"data": 4, "model": 2}, [(2, 72, 1, 8, 1), (2, 72, 2, 8, 1)]),
+    (SEQUENCES, [(3, 36, 1, 8, 1), (3, 36, 2, 8, 1)]),
+)
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "shares"), SHARES, ids=str)
 @pytest.mark.filterwarnings("ignore:Layer .* does not support masking")  # Keras's grouped layer
-def test_layers_under_a_strategy_equal_stock(mesh, pretend_tpu):
+def test_layers_under_a_strategy_equal_stock(mesh, shares, pretend_tpu):
     model, tokens = small_transformer(), padded_tokens()
     want = loss_and_gradients(model, tokens)
     assert not pretend_tpu
     with TPUStrategy(mesh).scope():
         got = loss_and_gradients(model, tokens)
-    # 5 rows on 4 devices, 2 and 4 heads on 2
-    assert pretend_tpu == [(2, 72, 1, 8), (2, 72, 2, 8)]
+    assert pretend_tpu == shares
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), got, want)
 
 
