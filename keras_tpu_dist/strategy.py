@@ -1,6 +1,5 @@
 """TPUStrategy: the distribution under which plain Keras models run on a mesh."""
 
-import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,19 +9,11 @@ from jax.sharding import Mesh, NamedSharding
 from keras_tpu_dist import _keras
 from keras_tpu_dist import attention as attention  # declares what it replaces in Keras
 from keras_tpu_dist.common.errors import message
-from keras_tpu_dist.common.once import say_once
 from keras_tpu_dist.dryrun.retarget import DryRuns
 from keras_tpu_dist.hardware.assignment import DeviceAssignment
 from keras_tpu_dist.hardware.crossings import num_hosts
 from keras_tpu_dist.hardware.libtpu import start_without_tpu
-from keras_tpu_dist.hardware.mesh import (
-    MeshLike,
-    build_mesh,
-    checked_data_axes,
-    replicated_batch,
-    sequence_axis,
-    state_axes,
-)
+from keras_tpu_dist.hardware.mesh import MeshLike, build_mesh, splitting_axes
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.layout.layouts import Layouts
 from keras_tpu_dist.layout.placement import Placement
@@ -55,7 +46,7 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
         mesh: `None` (all devices on one axis `"data"`), a dict of axis sizes of which one may be
             -1, a `keras.distribution.DeviceMesh`, a `jax.sharding.Mesh`, or a `DeviceAssignment`:
             its replicas are axis `"data"`, and the axis `"logical"` in rules and layouts means
-            its logical devices (`"logical_0"`, `"logical_1"`, ...: their prime factors).
+            its logical devices (`"logical_0"`, ...: prime factors). `"sequence"` splits time.
         layout: Where variables lie: `None` (replicated), `LayoutRules` or a list of their
             `(pattern, axes)` pairs, a `keras.distribution.LayoutMap`, or a plan in one word:
             `"fsdp"`, `"tensor_parallel"`, `"auto"` (see `Planner`, which also has options). What
@@ -138,18 +129,16 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
         if mesh is None and isinstance(layout, keras.distribution.LayoutMap):
             mesh = layout.device_mesh
         device_mesh = build_mesh(mesh, devices)
-        names = tuple(device_mesh.axis_names)
-        split = checked_data_axes(data_axes, names)
         of_mesh = device_mesh.backend_mesh
-        if data_axes is None and not state_axes(of_mesh, split) and of_mesh.size > 1:
-            say_once(replicated_batch(names), logging.WARNING)
+        split = splitting_axes(data_axes, of_mesh)
         kind = keras.distribution.LayoutMap
         layout_map = layout if isinstance(layout, kind) else kind(device_mesh)
         self.layouts = Layouts(of_mesh, split, layout, shard_optimizer, batch_axis == 0)
         self.remat = LayerPolicies(remat)
         self.placer = placer_for(self.layouts.mesh, split, batch_axis, options.input)
         # Keras would cut tf.data datasets by process, and asks for the number of replicas here.
-        super().__init__(layout_map=layout_map, batch_dim_name=names[0], auto_shard_dataset=False)
+        first = of_mesh.axis_names[0]
+        super().__init__(layout_map=layout_map, batch_dim_name=first, auto_shard_dataset=False)
         self._device_mesh = device_mesh
         self._batch_dim_name = split[0] if split else None
         name = getattr(self._topology, "name", None)
@@ -173,7 +162,7 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
     @property
     def sequence_axis(self) -> str | None:
         """The mesh axis that splits activations along time: one called `"sequence"`, if any."""
-        return sequence_axis(self.layouts.mesh, self.layouts.data_axes)
+        return self.placer.sequence_axis
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -354,8 +343,7 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
         return _made_again, (type(self), *recipe)
 
     def __repr__(self):
-        platform = self.layouts.mesh.devices.flat[0].platform
-        mesh = self.layouts.mesh
+        mesh, platform = self.layouts.mesh, self.layouts.mesh.devices.flat[0].platform
         return f"<TPUStrategy mesh={dict(mesh.shape)} on {mesh.size} {platform}>"
 
 

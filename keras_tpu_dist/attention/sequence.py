@@ -192,8 +192,9 @@ def gathered(local: Callable[..., jax.Array], axis: str) -> Callable[..., jax.Ar
     def attention(query, key, value, mask):
         groups = groups_of_heads(key.shape[2])
         parts = (jnp.split(x, groups, axis=2) for x in (query, key, value))
-        by_head = mask is not None and mask.shape[1] > 1
-        masks = jnp.split(mask, groups, axis=1) if by_head else [mask] * groups
+        masks = [mask] * groups
+        if mask is not None and mask.shape[1] > 1:
+            masks = jnp.split(mask, groups, axis=1)
         outputs = [
             local(q, all_of(k, axis), all_of(v, axis), m) for q, k, v, m in zip(*parts, masks)
         ]
@@ -282,7 +283,7 @@ def causal_local(
 
 def _attend(kernel, query, key, value, *, valid, pieces: Pieces) -> jax.Array:
     rows, columns = tiling(pieces.rows), tiling(key.shape[1])
-    arrays = [heads_first(query, rows.padded)]
+    arrays: list[Any] = [heads_first(query, rows.padded)]
     arrays += [heads_first(x, columns.padded) for x in (key, value)]
     if valid is not None:
         arrays.append(segment_ids(valid, arrays[0], columns.padded))

@@ -71,7 +71,7 @@ def on_shares(
     axes = _Axes(mesh, data_axes, head_axes, None)
     if time_axis is not None and time_axis not in taken and divides(query, mesh, time_axis):
         axes = _Axes(mesh, data_axes, head_axes, time_axis)
-        if is_causal and _is_matrix(mask):
+        if is_causal and mask is not None and _is_matrix(mask):
             mask, is_causal = mask & _triangle(query, key), False
         if is_causal:
             kernel_of = functools.partial(
@@ -166,9 +166,9 @@ def _causal(
     return output if sees is None else kernel.mean_where_blind(output, sees, value)
 
 
-def _is_matrix(mask: jax.Array | None) -> bool:
+def _is_matrix(mask: jax.Array) -> bool:
     """Whether a mask hides different keys from different queries or heads."""
-    return mask is not None and mask.shape[3] > 1 and max(mask.shape[1:3]) > 1
+    return mask.shape[3] > 1 and max(mask.shape[1:3]) > 1
 
 
 def _triangle(query: jax.Array, key: jax.Array) -> jax.Array:

@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import keras
@@ -11,6 +12,7 @@ from jax.experimental import mesh_utils
 
 from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import did_you_mean, message
+from keras_tpu_dist.common.once import say_once
 from keras_tpu_dist.hardware.assignment import DeviceAssignment, prime_factors
 from keras_tpu_dist.hardware.compile_only import CompileOnlyDevice
 
@@ -161,6 +163,20 @@ def replicated_batch(axis_names: Sequence[str]) -> str:
         f"every device computes the whole batch; name the axis that splits it with "
         f"data_axes=(...), or data_axes=() if that is meant.{hint}"
     )
+
+
+def splitting_axes(data_axes: Any, mesh: jax.sharding.Mesh) -> tuple[str, ...]:
+    """The axes that split the batch; says so if by default nothing is split.
+
+    Args:
+        data_axes: As for `checked_data_axes`.
+        mesh: The mesh.
+    """
+    names = tuple(mesh.axis_names)
+    split = checked_data_axes(data_axes, names)
+    if data_axes is None and not state_axes(mesh, split) and mesh.size > 1:
+        say_once(replicated_batch(names), logging.WARNING)
+    return split
 
 
 def checked_data_axes(data_axes, axis_names: Sequence[str]) -> tuple[str, ...]:
