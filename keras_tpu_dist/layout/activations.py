@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.hardware.mesh import sequence_axis, state_axes
-from keras_tpu_dist.layout.axes import Axes, named_sharding
+from keras_tpu_dist.layout.axes import Axes, entry_names, named_sharding
 
 # (batch, time, features): what has fewer dimensions has no time, what has more may be an image.
 _RANK_OF_A_SEQUENCE = 3
@@ -19,13 +19,15 @@ _RANK_OF_A_SEQUENCE = 3
 class Activations:
     """The layout of outputs of which nobody knows the shape before they are there.
 
+    Features stay as a layer that splits its weights makes them, where an axis is for that.
+
     Attributes:
         rows: The entry of the first dimension.
-        time: The axis that splits the second one of a sequence.
+        time: The axis that splits the second one of a sequence, or `None`.
     """
 
     rows: str | tuple[str, ...] | None
-    time: str
+    time: str | None = None
 
     def sharding(self, shape: Sequence[int], mesh: Mesh) -> NamedSharding:
         """The layout of one output.
@@ -35,17 +37,19 @@ class Activations:
                 whose time divides.
             mesh: The mesh.
         """
-        if len(shape) != _RANK_OF_A_SEQUENCE or shape[1] % mesh.shape[self.time]:
-            return named_sharding(mesh, (self.rows,))
-        rows = (self.rows,) if isinstance(self.rows, str) else tuple(self.rows or ())
-        features = _free(mesh, state_axes(mesh, rows))
-        return NamedSharding(mesh, PartitionSpec(self.rows, self.time, *features))
+        sequence = self.time is not None and len(shape) == _RANK_OF_A_SEQUENCE
+        time = self.time if sequence and not shape[1] % mesh.shape[self.time] else None
+        entries = [self.rows, *(None,) * (len(shape) - 1)]
+        if time is not None:
+            entries[1] = time
+        if len(shape) > 1 and self._other_axes(mesh):
+            entries[-1] = PartitionSpec.UNCONSTRAINED
+            return NamedSharding(mesh, PartitionSpec(*entries))
+        return named_sharding(mesh, tuple(entries))
 
-
-def _free(mesh: Mesh, taken: Sequence[str]) -> tuple:
-    """Features stay as a layer that splits its weights makes them, where an axis is for that."""
-    others = [name for name, size in mesh.shape.items() if size > 1 and name not in taken]
-    return (PartitionSpec.UNCONSTRAINED,) if others else ()
+    def _other_axes(self, mesh: Mesh) -> bool:
+        taken = state_axes(mesh, entry_names(self.rows))
+        return any(size > 1 and name not in taken for name, size in mesh.shape.items())
 
 
 def block_outputs(model: Any, mesh: Mesh, data_axes: Sequence[str]) -> dict[str, Axes]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import keras
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import did_you_mean, message
@@ -215,6 +215,8 @@ def _place_leaf(leaf, sharding: NamedSharding):
     if isinstance(leaf, jax.core.Tracer):
         return leaf  # run_eagerly: the batch is whole, see BatchPlacer.place_eagerly
     mesh: Any = sharding.mesh
+    fixed = (None if e is PartitionSpec.UNCONSTRAINED else e for e in sharding.spec)
+    sharding = named_sharding(mesh, tuple(fixed))
     uneven = any(n % axis_size(mesh, entry) for n, entry in zip(leaf.shape, sharding.spec))
     # Only a compiled program can hold an uneven array.
     return leaf if uneven else jax.device_put(leaf, sharding)

@@ -162,8 +162,7 @@ class Layouts:
         planned = {} if placement is None else placement.planned_outputs
         if layer not in planned:
             return None
-        axes, time = planned[layer], sequence_axis(self.mesh, self.data_axes)
-        return self._on_mesh(axes) if time is None else Activations(axes[0], time)
+        return Activations(planned[layer][0], sequence_axis(self.mesh, self.data_axes))
 
     def _on_mesh(self, axes: Any) -> Any:
         """One layout for all tensors as a sharding; a list or dict of layouts as it is."""

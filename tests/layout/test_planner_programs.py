@@ -190,3 +190,17 @@ def test_outputs_are_laid_only_where_the_batch_comes_first():
         strategy = ktd.TPUStrategy({"data": 8}, "fsdp", batch_axis=batch_axis)
         placement = strategy.placement(built(mlp, strategy))
         assert set(placement.layouts_of_outputs()) == expected
+
+
+def test_features_that_a_plan_splits_stay_split():
+    """The outputs of blocks are laid by rows alone: what is wide between two kernels is not
+    gathered."""
+    strategy = ktd.TPUStrategy({"fsdp": 2, "model": 4}, Planner("auto", memory_bytes=1))
+    model = built(compiled(lambda: transformer(1)), strategy)
+    x = np.ones((4, 8, 128), "float32")
+    text = program(model, strategy, x, x)
+    gathered = re.findall(r"= f32\[([\d,]+)\]\S* all-gather", text)
+    assert gathered
+    assert not [shape for shape in gathered if shape.endswith(",8,512")]
+    with strategy.scope():
+        assert model(x[:3]).shape == (3, 8, 128)  # not compiled

@@ -91,12 +91,13 @@ def run(folder, plan, feed, steps):
     return found
 
 
-def fitted(strategy, callbacks=(), make=model, x=X):
+def fitted(strategy, callbacks=(), make=model, x=X, y=Y, **options):
     keras.utils.set_random_seed(0)
     keras.utils.clear_session()
     with strategy.scope():
         one = make(1)
-    history = one.fit(x, Y, batch_size=BATCH, epochs=2, verbose=0, callbacks=[*callbacks]).history
+    options |= {"batch_size": BATCH, "epochs": 2, "verbose": 0, "callbacks": [*callbacks]}
+    history = one.fit(x, y, **options).history
     found = {f"history {key}": np.asarray(values) for key, values in history.items()}
     return found | {f"weight {i}": value for i, value in enumerate(one.get_weights())}
 
@@ -108,6 +109,30 @@ def sequential(*layers, shape=(12,)):
         return one
 
     return make
+
+
+def attending(steps):
+    x = keras.Input((4, 3))
+    y = keras.layers.Dense(8)(x)
+    y = y + keras.layers.MultiHeadAttention(2, 4)(y, y, use_causal_mask=True)
+    one = keras.Model(x, keras.layers.Dense(4)(keras.layers.Flatten()(y)))
+    one.compile(keras.optimizers.SGD(0.05), "mse")
+    return one
+
+
+def along_time(mesh):
+    strategy = ktd.TPUStrategy(mesh, ktd.Planner("fsdp", min_size=8))
+    return fitted(strategy, make=attending, x=X.reshape(-1, 4, 3))
+
+
+def own_rows_along_time():
+    several = jax.process_count() > 1
+    source = "per_process" if several else "global"
+    strategy = ktd.TPUStrategy({"data": 2, "sequence": 4}, input=source)
+    rows = np.arange(24).reshape(3, 2, 4)  # batch, process, row
+    rows = (rows[:, jax.process_index()] if several else rows).ravel()
+    x = X[rows].reshape(-1, 4, 3)
+    return fitted(strategy, make=attending, x=x, y=Y[rows], shuffle=False)
 
 
 def on_mesh(**options):
@@ -151,6 +176,9 @@ FEATURES = {
         make=sequential(lambda: ktd.layers.LSTM(8), lambda: keras.layers.Dense(4), shape=(6, 2)),
         x=X.reshape(-1, 6, 2),
     ),
+    "time": lambda: along_time({"data": 2, "sequence": 4}),
+    "time over hosts": lambda: along_time({"sequence": 8}),
+    "time of own rows": own_rows_along_time,
 }
 
 
