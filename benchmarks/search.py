@@ -14,6 +14,7 @@ import time
 import keras
 
 import keras_tpu_dist as ktd
+from keras_tpu_dist.dryrun.cache import Cache
 from keras_tpu_dist.planning.candidates import candidates
 from keras_tpu_dist.planning.search import _compiled, _forecasts
 
@@ -110,7 +111,7 @@ def measure(name, topology, number, policy):
     first = found[: number // 2]
     drawn = first + random.Random(0).sample(found[len(first) :], number - len(first))
     start = time.perf_counter()
-    runs = [_compiled(build, topology, tried, given, None) for tried in drawn]
+    runs = [_compiled(build, topology, tried, given, None, Cache.of(True)) for tried in drawn]
     compile_s = time.perf_counter() - start
     runs = [tried for tried in runs if tried.run is not None and tried.run.estimate is not None]
     steps = [tried.run.estimate.step for tried in runs]

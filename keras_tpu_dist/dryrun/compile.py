@@ -1,5 +1,6 @@
 """Runs the compiler in a process of its own and words what it says."""
 
+import dataclasses
 import importlib.util
 import os
 import pickle
@@ -7,10 +8,12 @@ import re
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.dryrun import worker
 from keras_tpu_dist.dryrun.build import Lowered
+from keras_tpu_dist.dryrun.cache import Cache, key_of
 from keras_tpu_dist.hardware.compile_only import CompileOnlyDevice
 from keras_tpu_dist.hardware.libtpu import libtpu_environment
 from keras_tpu_dist.hardware.topology import CHIPS, Topology
@@ -77,15 +80,21 @@ def has_libtpu() -> bool:
 
 
 def compile_lowered(
-    lowered: Lowered, *, effort: str = "quick", timeout: float, topology: Topology | None = None
+    lowered: Lowered,
+    *,
+    effort: str = "quick",
+    timeout: float,
+    topology: Topology | None = None,
+    cache: Cache | None = None,
 ) -> Compiled:
-    """Compiles a lowered step in a fresh process.
+    """Compiles a lowered step in a fresh process, or looks it up.
 
     Args:
         lowered: The step.
         effort: `"quick"` or `"exact"`.
         timeout: Seconds after which the compiler is stopped.
         topology: Another slice with as many devices to compile for.
+        cache: Where compilations are kept, with their times as they were.
 
     Returns:
         The `Compiled`; its `error` is set if the program does not fit into HBM.
@@ -108,6 +117,9 @@ def compile_lowered(
         },
     }
     where = "CPU" if target is None else target.name
+    key = "" if cache is None else key_of(job)
+    if cache is not None and (found := _kept(cache.get(key))) is not None:
+        return found
     environment = _environment(len(devices)) if target is None else libtpu_environment()
     result, log = _run(job, environment, timeout, where)
     error = result.get("error")
@@ -120,7 +132,7 @@ def compile_lowered(
                 "shows what it cannot split.",
             )
         )
-    return Compiled(
+    compiled = Compiled(
         text=result.get("text", ""),
         memory=result.get("memory", {}),
         error=error,
@@ -131,6 +143,17 @@ def compile_lowered(
         cpu_seconds=result["cpu_seconds"],
         peak_process_bytes=result["peak_bytes"],
     )
+    if cache is not None:
+        cache.put(key, dataclasses.asdict(compiled))
+    return compiled
+
+
+def _kept(entry: Any) -> Compiled | None:
+    """What a cache had, unless another version of this package wrote it otherwise."""
+    try:
+        return Compiled(**{**entry, "rematerialized": tuple(entry["rematerialized"])})
+    except (TypeError, KeyError):
+        return None
 
 
 def larger_twin(lowered: Lowered) -> Topology | None:

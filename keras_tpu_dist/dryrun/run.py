@@ -1,5 +1,6 @@
 """Dry run: compile any Keras model for a TPU slice that nobody here owns."""
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -8,6 +9,7 @@ from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.progress import stages
 from keras_tpu_dist.common.text import size_text
 from keras_tpu_dist.dryrun.build import Build, Lowered, lower
+from keras_tpu_dist.dryrun.cache import Cache, without_source_lines
 from keras_tpu_dist.dryrun.compile import (
     EFFORTS,
     Compiled,
@@ -119,12 +121,14 @@ def run_once(
     timeout: float,
     progress: Progress | None = None,
     thorough: bool = True,
+    cache: Cache | None = None,
 ) -> DryRun:
     """One dry run; see `dry_run`.
 
     Args:
         thorough: Whether a program near the memory limit is compiled again at full effort, and
             one that does not fit for a larger slice, to see what takes the memory.
+        cache: Where compilations are kept. The compiler's messages name no source lines then.
     """
     _check_effort(effort)
     with stages(f"dry run, {mode} step", 3) as begin:
@@ -136,30 +140,33 @@ def run_once(
         for_tpu = has_libtpu() and _is_tpu(strategy)
         tell("building and lowering")
         platform = "tpu" if for_tpu else "cpu"
-        lowered = lower(
-            build, strategy, **inputs, batch_size=batch_size, mode=mode, platform=platform
-        )
+        with contextlib.nullcontext() if cache is None else without_source_lines():
+            lowered = lower(
+                build, strategy, **inputs, batch_size=batch_size, mode=mode, platform=platform
+            )
         notes = list(lowered.notes)
         if _is_tpu(strategy) and not for_tpu:
             notes.append(_NO_LIBTPU)
             logger.warning(_NO_LIBTPU)
         where = lowered.topology.name if lowered.topology else "CPU"
         tell(f"compiling for {where}, effort {effort}")
-        compiled = [compile_lowered(lowered, effort=effort, timeout=timeout)]
+        compiled = [compile_lowered(lowered, effort=effort, timeout=timeout, cache=cache)]
         if thorough and effort == "quick" and _near_limit(compiled[-1], lowered):
             tell("near the memory limit: compiling again, effort exact")
             why = ", and overstates loops and convolutions" if lowered.overstated else ""
             notes.append(
                 f"quick compilation came near the memory limit{why}: this is the exact one"
             )
-            compiled.append(compile_lowered(lowered, effort="exact", timeout=timeout))
+            compiled.append(compile_lowered(lowered, effort="exact", timeout=timeout, cache=cache))
         verdict = compiled[-1]
         sized_on = None
         twin = larger_twin(lowered) if verdict.error and thorough else None
         if twin is not None:
             tell(f"does not fit: measuring on {twin.name}")
             compiled.append(
-                compile_lowered(lowered, effort="quick", timeout=timeout, topology=twin)
+                compile_lowered(
+                    lowered, effort="quick", timeout=timeout, topology=twin, cache=cache
+                )
             )
             sized_on = twin.name if compiled[-1].error is None else None
         tell("analysing")

@@ -12,6 +12,7 @@ from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.page import fragment
 from keras_tpu_dist.common.progress import stages
 from keras_tpu_dist.common.text import duration_text, html_table, size_text, text_table
+from keras_tpu_dist.dryrun.cache import Cache
 from keras_tpu_dist.dryrun.run import Build, DryRun, Progress, run_once
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.hlo import Wire
@@ -172,6 +173,7 @@ def search(
     budget_s: float = 900.0,
     among: Sequence[Candidate] | None = None,
     progress: Progress | None = None,
+    cache: Any = True,
 ) -> Search:
     """Finds the fastest strategy for training a model on a slice.
 
@@ -194,6 +196,9 @@ def search(
         budget_s: Seconds after which no further compilation begins.
         among: What to choose from. Defaults to all meshes of the axes "data", "fsdp" and "model".
         progress: Called with a line of text at each stage.
+        cache: A folder where compilations are kept and looked up, by program, options, slice and
+            versions; `True` for `~/.cache/keras_tpu_dist` (or in `$XDG_CACHE_HOME`), which is kept
+            within 1 GiB; `False` for none.
 
     Returns:
         A `Search`, with the ranking, what limits the best, and `strategy()`.
@@ -213,6 +218,7 @@ def search(
     """
     started, tell = time.monotonic(), progress or logger.debug
     _check(batch_size, compilations)
+    kept = Cache.of(cache)
     given = {"x": x, "y": y, "sample_weight": sample_weight}
     topology = topology if isinstance(topology, Topology) else Topology.parse(topology)
     compiled: list[Tried] = []
@@ -227,7 +233,7 @@ def search(
             ranked.remove(tried)
             begin(f"compiling {tried.candidate}")
             tell(f"compiling {tried.candidate}")
-            compiled.append(_compiled(build, topology, tried, given, progress))
+            compiled.append(_compiled(build, topology, tried, given, progress, kept))
     return Search(
         model=name,
         topology=topology.name,
@@ -323,6 +329,7 @@ def _compiled(
     tried: Tried,
     given: Mapping[str, Any],
     progress: Progress | None,
+    cache: Cache | None,
 ) -> Tried:
     try:
         run = run_once(
@@ -335,6 +342,7 @@ def _compiled(
             timeout=1800.0,
             progress=progress,
             thorough=False,
+            cache=cache,
         )
     except (ValueError, RuntimeError, NotImplementedError) as error:
         logger.info("%s: %s", tried.candidate, error)

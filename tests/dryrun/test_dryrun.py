@@ -726,7 +726,7 @@ def test_quick_becomes_exact_near_the_limit(monkeypatch, build, share, gigabytes
     )
     tried = []
 
-    def compile_lowered(lowered, *, effort, timeout, topology=None):
+    def compile_lowered(lowered, *, effort, timeout, topology=None, cache=None):
         if topology is None:
             tried.append(effort)
         used = int((share or 1.5) * lowered.topology.hbm_bytes)

@@ -1,6 +1,7 @@
 """search: candidates ranked, the best few compiled, the best a strategy that trains."""
 
 import dataclasses
+import functools
 from types import SimpleNamespace
 
 import keras
@@ -9,6 +10,8 @@ import pytest
 from helpers import assert_close, built
 
 import keras_tpu_dist as ktd
+from keras_tpu_dist.dryrun import run as dryrun
+from keras_tpu_dist.dryrun import worker
 from keras_tpu_dist.dryrun.compile import has_libtpu
 from keras_tpu_dist.planning import search as planning
 from keras_tpu_dist.planning.candidates import Candidate
@@ -31,9 +34,10 @@ needs_libtpu = pytest.mark.skipif(not has_libtpu(), reason="needs the TPU compil
 @pytest.mark.slow
 @pytest.mark.tpu_compiler
 @needs_libtpu
-def test_the_best_fits_and_trains_as_one_device():
+def test_the_best_fits_and_trains_as_one_device(tmp_path):
     lines = []
-    found = ktd.search(build, "v5e:2x4", batch_size=64, compilations=2, progress=lines.append)
+    search = functools.partial(ktd.search, build, "v5e:2x4", cache=tmp_path)
+    found = search(batch_size=64, compilations=2, progress=lines.append)
     assert len(found.compiled) == 2
     steps = [tried.run.estimate.step for tried in found.compiled]
     assert steps == sorted(steps)
@@ -44,7 +48,7 @@ def test_the_best_fits_and_trains_as_one_device():
     assert "matrix units are busy" in text
     assert found.to_dict()["ranking"][0]["strategy"] == str(found.best.candidate)
     # As many rows as each has memory for.
-    filled = ktd.search(build, "v5e:2x4", compilations=1)
+    filled = search(compilations=1)
     assert filled.best.rows > 64
 
     x = np.random.default_rng(0).normal(size=(13, 64)).astype("float32")
@@ -67,11 +71,37 @@ def test_what_does_not_fit_is_no_best():
         return model
 
     whole = Candidate((("data", 4),), None, False, None)
-    found = ktd.search(large, "v5e:2x2", batch_size=8, among=[whole], compilations=1)
+    found = ktd.search(large, "v5e:2x2", batch_size=8, among=[whole], cache=False)
     assert found.best is None
     assert "none fits" in str(found)
     with pytest.raises(ValueError, match="No strategy that was tried fits the model"):
         found.strategy()
+
+
+@pytest.mark.slow
+def test_a_second_search_compiles_nothing(monkeypatch, tmp_path):
+    monkeypatch.setattr(dryrun, "has_libtpu", lambda: False)
+    processes = []
+    run = worker.run
+
+    def counted(*paths, **options):
+        processes.append(paths)
+        return run(*paths, **options)
+
+    monkeypatch.setattr(worker, "run", counted)
+    among = [Candidate((("data", 4),), None, split, None) for split in (False, True)]
+    search = functools.partial(ktd.search, build, "v5e:2x2", batch_size=64, among=among)
+    first = search(cache=tmp_path)
+    assert len(processes) == 2
+    second = search(cache=tmp_path)
+    assert len(processes) == 2
+    assert [str(t.candidate) for t in first.compiled] == [str(t.candidate) for t in second.compiled]
+    assert [t.run.memory for t in first.compiled] == [t.run.memory for t in second.compiled]
+    next(tmp_path.iterdir()).write_bytes(b"damaged")
+    search(cache=tmp_path)
+    assert len(processes) == 3
+    search(cache=False, compilations=1)
+    assert len(processes) == 4
 
 
 def test_what_is_compiled_when():
@@ -99,6 +129,7 @@ def tried(axis, remat):
     [
         ({"batch_size": 0}, "batch_size and compilations are whole numbers.*batch_size=0"),
         ({"batch_size": 64, "compilations": 0}, "whole numbers.*compilations=0"),
+        ({"cache": 3}, "cache is a folder for compilations.*cache=3"),
         ({"batch_size": 2, "among": [Candidate((("data", 8),), None, False, None)]}, "batch"),
     ],
 )

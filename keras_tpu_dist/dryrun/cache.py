@@ -1,0 +1,157 @@
+"""Compilations kept on disk, so that what was compiled once is not compiled again."""
+
+import contextlib
+import gzip
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.dryrun import worker
+
+logger = logging.getLogger("keras_tpu_dist")
+
+_MOST_BYTES = 2**30
+_SUFFIX = ".json.gz"
+# What else decides what is compiled: the compilers, and how they are called.
+_PACKAGES = ("keras_tpu_dist", "jax", "jaxlib", "libtpu")
+_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+
+
+class Cache:
+    """A folder of compilations, the one used the longest ago removed first.
+
+    An entry is compressed JSON, so that reading a foreign one runs nothing. One that cannot be
+    read counts as missing, and a folder that cannot be written to is left as it is.
+
+    Args:
+        folder: The folder, made when something is kept.
+        most_bytes: How large it may become.
+    """
+
+    def __init__(self, folder: str | os.PathLike, most_bytes: int = _MOST_BYTES):
+        self.folder, self.most_bytes = Path(folder).expanduser(), most_bytes
+
+    @classmethod
+    def of(cls, cache: Any) -> "Cache | None":
+        """The cache that an argument asks for.
+
+        Args:
+            cache: A folder, `True` for the default one, `False` for none.
+
+        Raises:
+            ValueError: If it is neither.
+        """
+        if cache is False:
+            return None
+        if cache is True:
+            return cls(Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "keras_tpu_dist"))
+        if isinstance(cache, (str, os.PathLike)) and str(cache):
+            return cls(cache)
+        raise ValueError(
+            message(
+                "cache is a folder for compilations, True for the default one, or False.",
+                received={"cache": cache},
+                fix='Write for example cache="/tmp/compilations", or cache=False for none.',
+            )
+        )
+
+    def get(self, key: str) -> dict[str, Any] | None:
+        """What was kept, or `None`.
+
+        Args:
+            key: From `key_of`.
+        """
+        path = self._path(key)
+        try:
+            entry = json.loads(gzip.decompress(path.read_bytes()))
+            if entry["key"] != key:
+                raise ValueError("it is of another program")
+            os.utime(path)
+        except FileNotFoundError:
+            return None
+        except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+            logger.info("%s cannot be read, so that is compiled again: %s", path, error)
+            return None
+        return entry["value"]
+
+    def put(self, key: str, value: Mapping[str, Any]) -> None:
+        """Keeps something, all of it or nothing.
+
+        Args:
+            key: From `key_of`.
+            value: What is kept, of plain data.
+        """
+        data = gzip.compress(json.dumps({"key": key, "value": value}).encode(), 1, mtime=0)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            file, part = tempfile.mkstemp(dir=self.folder, suffix=".part")
+            try:
+                with os.fdopen(file, "wb") as opened:
+                    opened.write(data)
+                os.replace(part, self._path(key))
+            except BaseException:
+                os.unlink(part)
+                raise
+            self._shrink()
+        except OSError as error:
+            logger.warning("compilations are not kept in %s: %s", self.folder, error)
+
+    def _path(self, key: str) -> Path:
+        return self.folder / (key + _SUFFIX)
+
+    def _shrink(self) -> None:
+        found = []
+        for path in self.folder.glob("*" + _SUFFIX):
+            with contextlib.suppress(FileNotFoundError):  # another process may have removed it
+                status = path.stat()
+                found.append((status.st_mtime_ns, status.st_size, path))
+        left = sum(size for _, size, _ in found)
+        for _, size, path in sorted(found):
+            if left <= self.most_bytes:
+                return
+            path.unlink(missing_ok=True)
+            left -= size
+
+
+def key_of(job: Mapping[str, Any]) -> str:
+    """What tells compilations apart: the program, what it is compiled for, how, and by what.
+
+    Args:
+        job: As the compiling process takes it.
+    """
+    parts = {
+        **{name: part for name, part in job.items() if name != "program"},
+        "program": hashlib.sha256(job["program"]).hexdigest(),
+        "worker": hashlib.sha256(Path(worker.__file__).read_bytes()).hexdigest(),
+        "versions": {name: _version(name) for name in _PACKAGES},
+        "variables": {name: os.environ.get(name) for name in _VARIABLES},
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@contextlib.contextmanager
+def without_source_lines() -> Iterator[None]:
+    """Programs lowered within name no lines of source, and are equal where only those differ."""
+    name = "jax_traceback_in_locations_limit"
+    before = getattr(jax.config, name)
+    jax.config.update(name, 0)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)

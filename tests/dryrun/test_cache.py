@@ -1,0 +1,162 @@
+"""Compilations on disk: found again for the same program, made again for anything else."""
+
+import dataclasses
+import os
+import pickle
+
+import keras
+import pytest
+
+import keras_tpu_dist as ktd
+from keras_tpu_dist.dryrun import compile as dryrun_compile
+from keras_tpu_dist.dryrun.build import lower
+from keras_tpu_dist.dryrun.cache import Cache, key_of, without_source_lines
+from keras_tpu_dist.dryrun.compile import compile_lowered
+
+L = keras.layers
+MESH = {"data": 8}
+
+
+def build():
+    model = keras.Sequential([keras.Input((16,)), L.Dense(8, name="dense")])
+    model.compile("adam", "mse")
+    return model
+
+
+def build_elsewhere():
+
+    model = keras.Sequential([keras.Input((16,)), L.Dense(8, name="dense")])
+    model.compile("adam", "mse")
+    return model
+
+
+def lowered(build=build, rows=16, mesh=None):
+    with without_source_lines():
+        return lower(build, ktd.TPUStrategy(mesh or MESH), batch_size=rows, platform="cpu")
+
+
+RESULT = {
+    "text": "HloModule a\n\n",
+    "memory": {"arguments": 1, "outputs": 1, "aliased": 0, "temporaries": 2, "code": 0, "peak": 4},
+    "seconds": 1.0,
+    "cpu_seconds": 2.0,
+    "peak_bytes": 3,
+}
+
+
+@pytest.fixture
+def jobs(monkeypatch):
+    """The jobs that reach a compiling process, which is none here."""
+    found = []
+
+    def run(job, environment, timeout, where):
+        found.append(job)
+        return dict(RESULT), 'Involuntary full rematerialization op_name="jit(f)/dense"'
+
+    monkeypatch.setattr(dryrun_compile, "_run", run)
+    return found
+
+
+def test_the_same_program_is_compiled_once(jobs, tmp_path):
+    cache = Cache(tmp_path / "made" / "here")
+    first = compile_lowered(lowered(), timeout=9, cache=cache)
+    second = compile_lowered(lowered(), timeout=9, cache=cache)
+    assert len(jobs) == 1
+    assert second == first
+    assert first.rematerialized == ("jit(f)/dense",)
+    # Where the model is written decides nothing.
+    compile_lowered(lowered(build_elsewhere), timeout=9, cache=cache)
+    assert len(jobs) == 1
+    compile_lowered(lowered(), timeout=9)
+    assert len(jobs) == 2
+
+
+def test_programs_name_source_lines_unless_told():
+    strategy = ktd.TPUStrategy(MESH)
+    before = pickle.loads(lower(build, strategy, batch_size=16, platform="cpu").program)
+    assert b"test_cache.py" in before.mlir_module_serialized
+    without = pickle.loads(lowered().program).mlir_module_serialized
+    assert b"test_cache.py" not in without
+    assert b"(dense)" in without  # which layer an operation is of
+
+
+def test_another_program_is_another_key(jobs, tmp_path, monkeypatch):
+    cache = Cache(tmp_path)
+
+    def compiled(lowered):
+        compile_lowered(lowered, timeout=9, cache=cache)
+        return len(jobs)
+
+    assert compiled(lowered()) == 1
+    assert compiled(lowered(rows=32)) == 2
+    assert compiled(lowered(mesh={"data": 4, "model": 2})) == 3
+    options = {"xla_optimization_level": "EFFORT_O1"}
+    assert compiled(dataclasses.replace(lowered(), compiler_options=options)) == 4
+    reversed_ = lowered()
+    assert compiled(dataclasses.replace(reversed_, devices=reversed_.devices[::-1])) == 5
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_something=true")
+    assert compiled(lowered()) == 6
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize(
+    "damage", [b"", b"not compressed", "half", "other", "fields"], ids=lambda d: str(d)[:9]
+)
+def test_a_damaged_entry_is_compiled_again(jobs, tmp_path, damage):
+    cache = Cache(tmp_path)
+    first = compile_lowered(lowered(), timeout=9, cache=cache)
+    (path,) = tmp_path.iterdir()
+    if damage == "half":
+        path.write_bytes(path.read_bytes()[:-20])
+    elif damage == "other":
+        cache.put("another", {"text": ""})
+        (tmp_path / "another.json.gz").replace(path)
+    elif damage == "fields":
+        cache.put(path.name.removesuffix(".json.gz"), {"rematerialized": [], "colour": "red"})
+    else:
+        path.write_bytes(damage)
+    assert compile_lowered(lowered(), timeout=9, cache=cache) == first
+    assert len(jobs) == 2
+    assert compile_lowered(lowered(), timeout=9, cache=cache) == first
+    assert len(jobs) == 2
+
+
+def test_what_was_used_the_longest_ago_goes_first(tmp_path):
+    cache = Cache(tmp_path, most_bytes=700)
+    words = ["".join(chr(33 + (i * i * n) % 90) for i in range(200)) for n in (7, 11, 13)]
+    for number, word in enumerate(words[:2]):
+        cache.put(str(number), {"word": word})
+        os.utime(tmp_path / f"{number}.json.gz", (number, number))
+    assert cache.get("0") == {"word": words[0]}  # used now
+    cache.most_bytes = sum(path.stat().st_size for path in tmp_path.iterdir()) + 50
+    cache.put("2", {"word": words[2]})
+    assert cache.get("1") is None
+    assert cache.get("0") == {"word": words[0]}
+    assert cache.get("2") == {"word": words[2]}
+    assert {path.suffix for path in tmp_path.iterdir()} == {".gz"}
+
+
+def test_a_folder_that_cannot_be_written_to(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    cache = Cache(tmp_path / "file")
+    cache.put("a", {})
+    assert "compilations are not kept in" in caplog.text
+    assert cache.get("a") is None
+
+
+def test_which_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert Cache.of(True).folder == tmp_path / "keras_tpu_dist"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert Cache.of(True).folder.parts[-2:] == (".cache", "keras_tpu_dist")
+    assert Cache.of(False) is None
+    assert Cache.of(tmp_path).folder == Cache.of(str(tmp_path)).folder == tmp_path
+    for wrong in (None, 3, ""):
+        with pytest.raises(ValueError, match="cache is a folder for compilations, True"):
+            Cache.of(wrong)
+
+
+def test_a_key_is_of_plain_data():
+    job = {"program": b"1", "axes": (("data", 8),), "compiler_options": {}}
+    assert key_of(job) == key_of(dict(reversed(job.items())))
+    assert key_of(job) != key_of({**job, "program": b"2"})
