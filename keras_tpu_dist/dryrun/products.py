@@ -6,7 +6,7 @@ in no figure here.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -35,6 +35,7 @@ class Product:
         weight_bytes: Bytes of the weight as it is read.
         written_bytes: Bytes of its result.
         times: How often it runs.
+        taps: Places of a convolution's window, 1 of other products.
     """
 
     flops: float
@@ -44,6 +45,20 @@ class Product:
     weight_bytes: int
     written_bytes: int
     times: int
+    taps: int = 1
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """Rows taken out of a weight, as an embedding does.
+
+    Attributes:
+        weight: Which weight, by number.
+        taken_bytes: Bytes of the rows.
+    """
+
+    weight: int
+    taken_bytes: int
 
 
 def products_of(jaxpr: Any, num_weights: int) -> tuple[Product, ...]:
@@ -57,18 +72,32 @@ def products_of(jaxpr: Any, num_weights: int) -> tuple[Product, ...]:
         Products in order; of `cond`, the branch with the most operations; the body of a `while`
         loop counts once.
     """
+    return tuple(p for p in _found(jaxpr, num_weights) if isinstance(p, Product))
+
+
+def lookups_of(jaxpr: Any, num_weights: int) -> tuple[Lookup, ...]:
+    """The look-ups of a traced forward pass, such as those of embeddings.
+
+    Args:
+        jaxpr: The trace; its first inputs are the weights.
+        num_weights: How many they are.
+    """
+    return tuple(p for p in _found(jaxpr, num_weights) if isinstance(p, Lookup))
+
+
+def _found(jaxpr: Any, num_weights: int) -> list[Product | Lookup]:
     weights = opened(jaxpr).invars[:num_weights]
     names = {v: (i, _whole(v.aval.shape)) for i, v in enumerate(weights)}
-    found: list[Product] = []
+    found: list[Product | Lookup] = []
     _read(opened(jaxpr), names, 1, found)
-    return tuple(found)
+    return found
 
 
 def _whole(shape: Sequence[int]) -> Dims:
     return tuple(frozenset([i]) for i in range(len(shape)))
 
 
-def _read(jaxpr: Any, names: dict[Any, Source], times: int, found: list[Product]) -> None:
+def _read(jaxpr: Any, names: dict[Any, Source], times: int, found: list[Product | Lookup]) -> None:
     for equation in jaxpr.eqns:
         name = equation.primitive.name
         sources = [_source(names, atom) for atom in equation.invars]
@@ -76,6 +105,8 @@ def _read(jaxpr: Any, names: dict[Any, Source], times: int, found: list[Product]
             found.append(_dot(equation, sources, times))
         elif name == "conv_general_dilated":
             found.append(_convolution(equation, sources, times))
+        elif name == "gather" and sources[0] is not None:
+            found.append(Lookup(sources[0][0], _bytes(equation.outvars[0].aval) * times))
         elif name == "scan":
             _read_scan(equation, sources, times, found)
         elif name == "cond":
@@ -139,7 +170,8 @@ def _convolution(equation: Any, sources: list, times: int) -> Product:
     _, features_in, *window = numbers.rhs_spec
     taps = math.prod(kernel.shape[i] for i in window) * kernel.shape[features_in]
     flops = 2.0 * math.prod(out.shape) * taps
-    return _product(equation, flops, sources[1], 1, (features_in,), times)
+    product = _product(equation, flops, sources[1], 1, (features_in,), times)
+    return replace(product, taps=math.prod(kernel.shape[i] for i in window))
 
 
 def _product(
@@ -154,7 +186,7 @@ def _product(
     return Product(flops, index, contracted, sizes[1 - which], sizes[which], written, times)
 
 
-def _read_scan(equation: Any, sources: list, times: int, found: list[Product]) -> None:
+def _read_scan(equation: Any, sources: list, times: int, found: list[Product | Lookup]) -> None:
     body, constants, _ = scan_parts(equation)
     pairs = zip(body.invars[:constants], sources[:constants])
     inner = {v: source for v, source in pairs if source is not None}
@@ -170,18 +202,18 @@ def _length(equation: Any, body: Any) -> int:
     return int(equation.params.get("length", 1))
 
 
-def _read_branches(equation: Any, sources: list, times: int, found: list[Product]) -> None:
-    branches: list[list[Product]] = []
+def _read_branches(equation: Any, sources: list, times: int, found: list[Product | Lookup]) -> None:
+    branches: list[list[Product | Lookup]] = []
     for branch in map(opened, inner_jaxprs(equation)):
         pairs = zip(branch.invars, sources[1:])
-        own: list[Product] = []
+        own: list[Product | Lookup] = []
         _read(branch, {v: source for v, source in pairs if source is not None}, times, own)
         branches.append(own)
     found += max(branches, key=operations, default=[])
 
 
 def _read_called(
-    equation: Any, sources: list, names: dict, times: int, found: list[Product]
+    equation: Any, sources: list, names: dict, times: int, found: list[Product | Lookup]
 ) -> None:
     """What a call of a program computes: `jit`, `remat`, functions with gradients of their own."""
     if equation.primitive.name == "shard_map":
@@ -206,13 +238,13 @@ def _parts(equation: Any) -> int:
     return math.prod(equation.params["mesh"].shape[axis] for axis in used)
 
 
-def operations(products: Sequence[Product]) -> float:
+def operations(products: Sequence[Product | Lookup]) -> float:
     """The operations of products, each as often as it runs.
 
     Args:
-        products: The products.
+        products: The products; look-ups have none.
     """
-    return sum(product.flops * product.times for product in products)
+    return sum(p.flops * p.times for p in products if isinstance(p, Product))
 
 
 def _bytes(aval: Any) -> int:

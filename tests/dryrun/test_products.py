@@ -8,7 +8,7 @@ from jax import lax
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.dryrun.build import described, lower
-from keras_tpu_dist.dryrun.products import operations, products_of
+from keras_tpu_dist.dryrun.products import Lookup, lookups_of, operations, products_of
 
 L = keras.layers
 ROWS, TIME, WIDTH, VOCABULARY = 8, 32, 64, 100
@@ -108,3 +108,16 @@ def test_weights_through_reshapes_casts_calls_and_branches():
     assert products[0].contracted == {0}
     assert products[0].weight_bytes == 2 * 48
     assert operations(products) == 2 * 5 * (48 + 6000)
+
+
+def test_look_ups_and_windows():
+    def forward(table, kernel, ids, image):
+        rows = jnp.take(table.astype("bfloat16"), ids, axis=0)
+        return rows, lax.conv(image, kernel, (1, 1), "SAME"), jnp.take(image, ids[0], axis=0)
+
+    shapes = (((100, 8), "float32"), ((4, 3, 5, 5), "float32"), ((6, 2), "int32"))
+    arguments = [jax.ShapeDtypeStruct(*s) for s in (*shapes, ((7, 3, 9, 9), "float32"))]
+    trace = jax.make_jaxpr(forward)(*arguments)
+    assert lookups_of(trace, 2) == (Lookup(weight=0, taken_bytes=2 * 6 * 2 * 8),)
+    (product,) = products_of(trace, 2)
+    assert (product.weight, product.taps) == (1, 25)
