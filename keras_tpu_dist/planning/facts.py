@@ -14,7 +14,7 @@ from keras_tpu_dist import _keras
 from keras_tpu_dist.common.plain import plain_operations
 from keras_tpu_dist.dryrun.build import Build, described, forward_pass
 from keras_tpu_dist.dryrun.inputs import count_tokens
-from keras_tpu_dist.dryrun.products import Product, products_of
+from keras_tpu_dist.dryrun.products import Lookup, Product, lookups_of, products_of
 from keras_tpu_dist.memory.remat import LayerPolicies
 from keras_tpu_dist.strategy import TPUStrategy
 
@@ -66,6 +66,7 @@ class Facts:
         tokens: Tokens in it, 0 if the model reads none.
         weights: The weights, trainable ones first.
         products: The products of the forward pass.
+        lookups: Its look-ups in weights.
         kept: By remat policy.
         output_bytes: Bytes of the model's outputs.
         input_bytes: Bytes of the batch.
@@ -75,6 +76,7 @@ class Facts:
     tokens: int
     weights: tuple[Weight, ...]
     products: tuple[Product, ...]
+    lookups: tuple[Lookup, ...]
     kept: dict[str | None, Kept]
     output_bytes: int
     input_bytes: int
@@ -105,14 +107,15 @@ class Described:
             forward, arguments = forward_pass(self._model, self._batch, training=True)
             trace = jax.make_jaxpr(forward)(*arguments)
             outputs = jax.eval_shape(forward, *arguments)
-            kept = {policy: self._kept(policy) for policy in policies}
-        products = products_of(trace, len(jax.tree.leaves(arguments[:2])))
+        kept = {policy: self._kept(policy) for policy in policies}
+        num_weights = len(jax.tree.leaves(arguments[:2]))
         leaves = jax.tree.leaves(self._batch)
         return Facts(
             rows=rows,
             tokens=count_tokens(self._batch[0]),
             weights=tuple(self._described_weights()),
-            products=products,
+            products=products_of(trace, num_weights),
+            lookups=lookups_of(trace, num_weights),
             kept=kept,
             output_bytes=sum(map(_bytes, jax.tree.leaves(outputs))),
             input_bytes=sum(map(_bytes, leaves)),
@@ -155,7 +158,8 @@ class Described:
                 return jax.vjp(lambda w: forward(w, *rest), trainable)[1]
 
             leaves = jax.tree.leaves(jax.eval_shape(kept, trainable, *rest))
-            trace = jax.make_jaxpr(gradients)(trainable, *rest)
+            with plain_operations():  # whose products are not within kernels
+                trace = jax.make_jaxpr(gradients)(trainable, *rest)
         finally:
             self._strategy.remat = own
         arrays = _without([(leaf.shape, _itemsize(leaf)) for leaf in leaves], self._weights)

@@ -8,18 +8,30 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from keras_tpu_dist.dryrun.products import Product
-from keras_tpu_dist.hardware.topology import Topology
-from keras_tpu_dist.hlo import Wire, seconds_over
-from keras_tpu_dist.planning.facts import Facts, Kept, Spec, Weight
+from keras_tpu_dist.planning.facts import Facts, Spec
+from keras_tpu_dist.planning.ground import Ground, Placed
+from keras_tpu_dist.planning.links import links
+from keras_tpu_dist.planning.work import output_bytes, part_of, ring_of, table_bytes, taken_bytes
 
-# What gathers of weights leave exposed: the compiler starts them ahead of the product that needs
-# them. Reductions are waited for.
-_EXPOSED_OF_A_GATHER = 0.3
-# Each step reads weights and slots and writes them, and writes and reads the gradients.
+# The compiler's cycles of effort "quick", by which a search decides, over what the bytes would
+# take at the chip's bandwidth: a product's operands, of which it hides a part, whatever else
+# moves, and the optimizer's updates (`python benchmarks/search.py --cycles`, v5e).
+_OPERAND_CYCLES = 1.2
+_TRAFFIC_CYCLES = 2.5
+_UPDATE_CYCLES = 1.65
+# Each step reads weights and slots and writes them.
 _STATE_PASSES = 2
-# Of the bytes that JAX keeps, what the compiler keeps: it computes cheap operations again.
-_KEPT_BY_THE_COMPILER = 0.6
+# Weights that are brought together after an update are cut, written, copied and read.
+_GATHERED_PASSES = 4
+# How often activations are read or written by what is no product; and once more where some are
+# computed again, behind a barrier that nothing is fused over.
+_ACTIVATION_PASSES = 1.8
+_PASSES_AGAIN = 1.5
+# A loss reads and writes the outputs and their gradient.
+_OUTPUT_PASSES = 4
+# Of the bytes that JAX keeps, what the compiler keeps: it computes cheap operations again, but not
+# what a loop over time has stacked.
+_KEPT, _KEPT_OF_LOOPS = 0.3, 0.9
 
 
 @dataclass(frozen=True)
@@ -30,8 +42,8 @@ class Forecast:
         state_bytes: Weights and the optimizer's slots.
         kept_bytes: Activations kept for the gradients.
         memory_bytes: All together.
-        compute_s: Products at the chip's peak, or at its bandwidth where that is slower.
-        traffic_s: What else is read and written.
+        compute_s: Products, as slow as the compiler's cycles of effort "quick" have them.
+        traffic_s: What is read and written, likewise.
         links_s: Collectives at full speed.
         exposed_s: The part of them that is waited for.
     """
@@ -50,32 +62,6 @@ class Forecast:
         return max(self.compute_s + self.traffic_s + self.exposed_s, self.links_s)
 
 
-@dataclass(frozen=True)
-class Ground:
-    """A mesh, as a forecast sees it.
-
-    Attributes:
-        wire: Its devices and links.
-        topology: The slice.
-        data_axes: The axes that split the batch.
-        shard_optimizer: Whether slots are split over them.
-    """
-
-    wire: Wire
-    topology: Topology
-    data_axes: tuple[str, ...]
-    shard_optimizer: bool
-
-    def ways(self, axes: Sequence[str]) -> int:
-        """Into how many parts axes split something.
-
-        Args:
-            axes: The axes.
-        """
-        sizes = dict(self.wire.axes)
-        return math.prod(sizes[axis] for axis in axes)
-
-
 def forecast(
     facts: Facts, specs: Sequence[Spec], ground: Ground, rows: int, policy: str | None
 ) -> Forecast:
@@ -88,103 +74,45 @@ def forecast(
         rows: Rows of all devices together.
         policy: The remat policy.
     """
-    share = rows / facts.rows / ground.ways(ground.data_axes)
-    kept = facts.kept[policy]
-    again = _computed_again(facts, kept)
-    compute = links = exposed = 0.0
+    placed = Placed(facts, tuple(specs), ground, rows / facts.rows)
+    again = _computed_again(facts, policy)
+    compute = operands = 0.0
+    # Activations, the outputs, and tables with the rows looked up in them.
+    whole, held = _kept_bytes(placed, None), _kept_bytes(placed, policy)
+    moved = (_ACTIVATION_PASSES + (_PASSES_AGAIN if held < whole else 0)) * whole
+    moved += _OUTPUT_PASSES * output_bytes(placed) + table_bytes(placed)[0] + taken_bytes(placed)
     for product in facts.products:
-        spec = () if product.weight is None else specs[product.weight]
-        compute += _product_s(product, spec, specs, ground, share) * (3 + again)
-        crossing, waited = _product_links(product, spec, ground, share)
-        links, exposed = links + crossing, exposed + waited
-    gradients = _gradient_links(facts.weights, specs, ground)
-    state = _state_bytes(facts.weights, specs, ground)
-    held = _kept_bytes(kept, facts.weights, specs, ground, share) * _KEPT_BY_THE_COMPILER
-    whole = _kept_bytes(facts.kept[None], facts.weights, specs, ground, share)
-    # Written, read, and their gradients; what is not kept is written and read again.
-    moved = 3 * whole * _KEPT_BY_THE_COMPILER + 2 * (whole * _KEPT_BY_THE_COMPILER - held)
-    traffic = _STATE_PASSES * state + moved + 4 * facts.output_bytes * share
+        part, ring = part_of(placed, product), ring_of(placed, product, again)
+        compute += part.forward_s * (1 + again) + part.backward_s + ring.seconds
+        operands += part.moved_bytes * (3 + again)
+        moved += ring.moved_bytes
+    state = _state_bytes(placed)
+    updated = _STATE_PASSES * state + _GATHERED_PASSES * _gathered_bytes(placed)
+    traffic = _TRAFFIC_CYCLES * moved + _OPERAND_CYCLES * operands + _UPDATE_CYCLES * updated
+    held *= _KEPT_OF_LOOPS if any(map(placed.in_a_loop, facts.products)) else _KEPT
+    all_links, exposed = links(placed, again)
     return Forecast(
         state_bytes=state,
         kept_bytes=held,
-        memory_bytes=_memory(facts, specs, ground, state, held, share),
+        memory_bytes=state + held + _beside_the_state(placed),
         compute_s=compute,
         traffic_s=traffic / ground.topology.hbm_bandwidth,
-        links_s=links + gradients,
-        exposed_s=exposed + gradients,
+        links_s=all_links,
+        exposed_s=exposed,
     )
 
 
-def _computed_again(facts: Facts, kept: Kept) -> float:
+def _computed_again(facts: Facts, policy: str | None) -> float:
     """Of the forward pass, how much a policy computes twice."""
-    plain = facts.kept[None].flops
     forward = sum(p.flops * p.times for p in facts.products)
-    return (kept.flops - plain) / forward if forward else 0.0
+    again = facts.kept[policy].flops - facts.kept[None].flops
+    return again / forward if forward else 0.0
 
 
-def _split(spec: Spec, ground: Ground) -> list[tuple[str, ...]]:
-    """The axes of each dimension that stay split while a product runs: those of no batch."""
-    return [tuple(axis for axis in axes if axis not in ground.data_axes) for axes in spec]
-
-
-def _product_s(
-    product: Product, spec: Spec, specs: Sequence[Spec], ground: Ground, share: float
-) -> float:
-    if product.weight is None:
-        # Attention's own products are split as the heads around them are.
-        ways = max((ground.ways(axes) for s in specs for axes in _split(s, ground)), default=1)
-    else:
-        ways = math.prod(ground.ways(axes) for axes in _split(spec, ground))
-    arithmetic = product.flops * share / ways / ground.topology.peak_flops()
-    moved = (product.read_bytes + product.written_bytes) * share + product.weight_bytes
-    return product.times * max(arithmetic, moved / ways / ground.topology.hbm_bandwidth)
-
-
-def _product_links(
-    product: Product, spec: Spec, ground: Ground, share: float
-) -> tuple[float, float]:
-    """Seconds on the links for one product and its gradients: all, and those waited for."""
-    if product.weight is None:
-        return 0.0, 0.0
-    over = _split(spec, ground)
-    reduced = waited = 0.0
-    for dimension, axes in enumerate(over):
-        if not axes:
-            continue
-        # Partial sums forwards, or partial gradients of the input backwards.
-        summed = dimension in product.contracted
-        whole = (product.written_bytes if summed else product.read_bytes) * share
-        reduced += seconds_over(ground.wire, "all-reduce", whole, axes)
-    waited += reduced
-    stored = tuple(axis for axes in spec for axis in axes if axis in ground.data_axes)
-    if stored:
-        part = product.weight_bytes / math.prod(ground.ways(axes) for axes in over)
-        gathered = 2 * seconds_over(ground.wire, "all-gather", part, stored)
-        return product.times * (reduced + gathered), product.times * (
-            waited + gathered * _EXPOSED_OF_A_GATHER
-        )
-    return product.times * reduced, product.times * waited
-
-
-def _gradient_links(weights: Sequence[Weight], specs: Sequence[Spec], ground: Ground) -> float:
-    total = 0.0
-    for weight, spec in zip(weights, specs):
-        if not weight.trainable:
-            continue
-        ways = math.prod(ground.ways(axes) for axes in _split(spec, ground))
-        whole = weight.size * weight.itemsize / ways
-        total += seconds_over(ground.wire, "all-reduce", whole, ground.data_axes)
-    return total
-
-
-def _ways(spec: Spec, ground: Ground) -> int:
-    return math.prod(ground.ways(axes) for axes in spec)
-
-
-def _state_bytes(weights: Sequence[Weight], specs: Sequence[Spec], ground: Ground) -> float:
-    total = 0.0
-    for weight, spec in zip(weights, specs):
-        ways = _ways(spec, ground)
+def _state_bytes(placed: Placed) -> float:
+    total, ground = 0.0, placed.ground
+    for index, weight, spec in placed.weights():
+        ways = placed.ways(index)
         over = {axis for axes in spec for axis in axes}
         left = [axis for axis in ground.data_axes if axis not in over]
         extra = ground.ways(left) if ground.shard_optimizer and weight.shape else 1
@@ -192,37 +120,46 @@ def _state_bytes(weights: Sequence[Weight], specs: Sequence[Spec], ground: Groun
     return total
 
 
-def _kept_bytes(
-    kept: Kept, weights: Sequence[Weight], specs: Sequence[Spec], ground: Ground, share: float
-) -> float:
-    """Activations on one device; features that a weight's split makes are split as it is."""
-    features: dict[int, int] = {}
-    for weight, spec in zip(weights, specs):
-        for size, axes in zip(weight.shape, _split(spec, ground)):
-            if axes and size > 1:
-                features[size] = max(features.get(size, 1), ground.ways(axes))
+def _gathered_bytes(placed: Placed) -> float:
+    """Bytes of weights whose updates are made in parts, as their slots are split."""
+    return sum(
+        weight.size * weight.itemsize / placed.ways(index)
+        for index, weight, _ in placed.weights()
+        if placed.ground.shard_optimizer and weight.slot_bytes and not placed.stored(index)
+    )
+
+
+def _kept_bytes(placed: Placed, policy: str | None) -> float:
+    """Activations on one device.
+
+    A dimension as long as one of a weight is split as that is; of as many features as several
+    weights have, some split and some whole, the mean.
+    """
+    looped = {product.weight for product in placed.facts.products if product.times > 1}
+    parts: dict[int, list[float]] = {}
+    for index, weight, _ in placed.weights():
+        for size, axes in zip(weight.shape, placed.split(index)):
+            if len(weight.shape) > 1:
+                whole = placed.pinned or index in looped
+                parts.setdefault(size, []).append(1 if whole else 1 / placed.ground.ways(axes))
+    shares = {size: sum(found) / len(found) for size, found in parts.items()}
     total = 0.0
-    for shape, itemsize in kept.arrays:
-        ways = max((features.get(size, 1) for size in shape[1:]), default=1)
-        total += math.prod(shape) * itemsize / ways
-    return total * share
+    for shape, itemsize in placed.facts.kept[policy].arrays:
+        part = min((shares.get(size, 1.0) for size in shape[1:]), default=1.0)
+        total += math.prod(shape) * itemsize * part
+    return total * placed.share
 
 
-def _memory(
-    facts: Facts, specs: Sequence[Spec], ground: Ground, state: float, held: float, share: float
-) -> float:
-    gradients = sum(
-        weight.size * weight.itemsize / _ways(spec, ground)
-        for weight, spec in zip(facts.weights, specs)
-        if weight.trainable
-    )
-    gathered = max(
-        (
-            weight.size * weight.itemsize / math.prod(map(ground.ways, _split(spec, ground)))
-            for weight, spec in zip(facts.weights, specs)
-        ),
-        default=0.0,
-    )
+def _beside_the_state(placed: Placed) -> float:
+    """Bytes of gradients or of gathered weights, of the batch and the outputs, and of copies."""
+    gradients = gathered = 0.0
+    for index, weight, _ in placed.weights():
+        if weight.trainable:
+            gradients += weight.size * placed.gradient_itemsizes[index] / placed.ways(index)
+        if index not in placed.tables:
+            used = weight.size * weight.itemsize / placed.used_ways(index)
+            gathered = max(gathered, used)
+    rings = (ring_of(placed, product).laid_out_bytes for product in placed.facts.products)
     # The outputs and their gradient, which a loss works on in float32.
-    batch = (facts.input_bytes + 2 * facts.output_bytes) * share
-    return state + max(gradients, 2 * gathered) + held + batch
+    batch = placed.facts.input_bytes * placed.share + 2 * output_bytes(placed)
+    return max(gradients, 2 * gathered) + batch + table_bytes(placed)[1] + max(rings, default=0.0)

@@ -1,5 +1,10 @@
 """What a forecast is made of: weights, products, what is kept, and what crosses the links."""
 
+import importlib.util
+import json
+import pathlib
+from types import SimpleNamespace
+
 import jax
 import keras
 import pytest
@@ -9,7 +14,9 @@ from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.hlo import Wire, seconds_over
 from keras_tpu_dist.planning.candidates import Candidate, candidates
 from keras_tpu_dist.planning.facts import describing
-from keras_tpu_dist.planning.forecast import Ground, forecast
+from keras_tpu_dist.planning.forecast import forecast
+from keras_tpu_dist.planning.ground import Ground, Placed
+from keras_tpu_dist.planning.work import padding, part_of, ring_of
 
 L = keras.layers
 SLICE = Topology.parse("v5e:2x4")
@@ -107,6 +114,133 @@ def test_links_are_those_of_the_collectives(described):
     # The row's output forwards, the gradient of the column's input backwards.
     rows = 2 * seconds_over(wire, "all-reduce", 4 * ROWS / 4 * WIDTH, ("model",))
     assert forecast_of(described, both).links_s == pytest.approx(gradients + rows)
+
+
+def of_model(build, candidate, rows=ROWS, topology=SLICE):
+    strategy = candidate.strategy(topology)
+    wire = Wire.of(dict(strategy.mesh.shape), strategy.mesh.devices.flatten(), topology)
+    ground = Ground(wire, topology, tuple(strategy.data_axes), candidate.shard_optimizer)
+    with describing(build, strategy, {}, rows) as model:
+        facts = model.facts(rows, (None,))
+        return Placed(facts, tuple(model.specs(strategy)), ground, 1.0)
+
+
+def whole_forecast(placed):
+    rows = placed.facts.rows
+    return forecast(placed.facts, placed.specs, placed.ground, rows, None)
+
+
+WHOLE = Candidate((("data", 8),), None, False, None)
+SPLIT = Candidate((("data", 8),), None, True, None)
+FSDP = Candidate((("fsdp", 8),), "fsdp", False, None)
+HALVES = Candidate((("data", 4), ("model", 2)), "tensor_parallel", False, None)
+BOTH = Candidate((("fsdp", 4), ("model", 2)), "fsdp and tensor_parallel", False, None)
+
+
+def test_a_table_that_is_stored_split_is_not_gathered():
+    """Each device looks up what is of its part; no gradient is summed over the table."""
+
+    def build(vocabulary):
+        ids = keras.Input((4,), dtype="int32")
+        model = keras.Model(ids, L.Dense(8, use_bias=False)(L.Embedding(vocabulary, 64)(ids)))
+        model.compile("adam", "mse")
+        return model
+
+    small, large = (of_model(lambda n=n: build(n), FSDP) for n in (8192, 65536))
+    assert [(t.weight, t.taken_bytes) for t in large.facts.lookups] == [(0, 4 * ROWS * 4 * 64)]
+    assert large.tables == {0}
+    assert whole_forecast(small).links_s == whole_forecast(large).links_s
+    small, large = (of_model(lambda n=n: build(n), WHOLE) for n in (8192, 65536))
+    assert whole_forecast(large).links_s > 4 * whole_forecast(small).links_s
+
+
+def test_narrow_pieces_are_padded():
+    assert padding(128) == padding(256) == 1
+    assert padding(64) == 2
+    assert padding(16) == 8
+    assert padding(192) == pytest.approx(256 / 192)
+
+    def build():
+        model = keras.Sequential([keras.Input((256,)), L.Dense(128, use_bias=False)])
+        model.compile("adam", "mse")
+        return model
+
+    wide, narrow = of_model(build, WHOLE), of_model(build, HALVES)
+    (product,) = wide.facts.products
+    # Half of the columns and twice the rows, at columns of 64.
+    assert part_of(narrow, product).forward_s == 2 * part_of(wide, product).forward_s
+
+
+def test_gradients_that_end_split_are_made_in_rings_on_few_chips(described):
+    _, facts = described
+    product = facts.products[0]
+
+    def ring(candidate, topology=SLICE):
+        return ring_of(of_model(pair, candidate, topology=topology), product)
+
+    assert ring(WHOLE).seconds == ring(HALVES).seconds == 0
+    assert ring(FSDP).seconds == ring(SPLIT).seconds > 0
+    two = Candidate((("fsdp", 2), ("model", 4)), "fsdp and tensor_parallel", False, None)
+    assert ring(two).seconds == 0
+    many = Candidate((("fsdp", 16),), "fsdp", False, None)
+    assert ring(many, Topology.parse("v5e:4x4")).seconds == 0  # told to leave products whole
+
+
+def test_outputs_that_a_plan_pins_are_gathered_and_their_gradient_is_whole():
+    whole, pinned = of_model(pair, HALVES), of_model(pair, BOTH)
+    assert not whole.pinned
+    assert pinned.pinned
+    up = whole.facts.products[0]
+    assert part_of(pinned, up).forward_s == part_of(whole, up).forward_s
+    assert part_of(pinned, up).backward_s > part_of(whole, up).backward_s
+    assert whole_forecast(pinned).kept_bytes > whole_forecast(whole).kept_bytes
+
+
+def test_a_loop_gathers_its_weights_once():
+    def build(steps):
+        x = keras.Input((steps, 32))
+        model = keras.Model(x, ktd.layers.LSTM(128)(x))
+        model.compile("adam", "mse")
+        return model
+
+    few, many = (of_model(lambda n=n: build(n), FSDP) for n in (16, 64))
+    assert any(map(many.in_a_loop, many.facts.products))
+    assert whole_forecast(few).links_s == whole_forecast(many).links_s > 0
+
+
+def test_attention_keeps_no_weights_of_its_own():
+    """On a TPU it is a kernel, which makes them again."""
+
+    def build():
+        x = keras.Input((512, 64))
+        model = keras.Model(x, L.MultiHeadAttention(2, 32)(x, x))
+        model.compile("adam", "mse")
+        return model
+
+    arrays = of_model(build, WHOLE).facts.kept[None].arrays
+    assert not [shape for shape, _ in arrays if shape[-2:] == (512, 512)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["decoder", "ViT", "CNN", "LSTM", "ranking"])
+def test_the_forecast_ranks_as_the_compiler(name):
+    """Against what `python benchmarks/search.py --all` had the compiler say (libtpu 0.0.42.1)."""
+    path = pathlib.Path(__file__).parents[2] / "benchmarks" / "search.py"
+    spec = importlib.util.spec_from_file_location("benchmarks_search", path)
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    recorded = json.loads((pathlib.Path(__file__).parent / "compiled.json").read_text())[name]
+    policy = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        arguments = SimpleNamespace(topology="v5e:2x4", cache=False)
+        found = benchmark.Measured(name, arguments).forecasts(None)
+    finally:
+        keras.config.set_dtype_policy(policy)
+    known = [tried for tried in found if str(tried.candidate) in recorded]
+    assert len(known) > 20
+    steps = [recorded[str(tried.candidate)][0] for tried in known]
+    assert benchmark.spearman([t.forecast.step_s for t in known], steps) > 0.9
 
 
 def test_links_of_a_mesh():
