@@ -1,21 +1,32 @@
-"""The closed-form forecast against the TPU compiler: ranks of step time and memory.
+"""The closed-form forecast against the TPU compiler, and `ktd.search` against a list.
 
-    python benchmarks/search.py [--topology v5e:2x4] [--candidates 10] [--model NAME ...]
+    python benchmarks/search.py [--topology v5e:2x4] [--candidates 10] [--seed 0] [--model NAME ...]
+    python benchmarks/search.py --against-list [--model NAME ...]
+    python benchmarks/search.py --cycles [--model NAME ...]
 
 For each model some candidates of `ktd.search`, the first by forecast and others drawn at random,
 are compiled; prints Spearman's correlation of forecast and compiled step time and memory, where the
-compiler's best stood in the forecast, and the time that forecasting and compiling took.
+compiler's best stood in the forecast, and the time that forecasting and compiling took. What the
+compiler has within 2 % of each other counts as equal. `--all` compiles every candidate.
+
+`--against-list` compiles 30 strategies written by hand and prints the fastest and what a search
+chooses, with an empty cache. `--cycles` prints what the constants of `planning/forecast.py` and
+`work.py` are read from: the compiler's time of each layer next to that at the chip's peak rates.
+
+Compilations are kept in `--cache`, so that a second run has only to lower.
 """
 
 import argparse
+import math
 import random
+import tempfile
 import time
 
 import keras
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.dryrun.cache import Cache
-from keras_tpu_dist.planning.candidates import candidates
+from keras_tpu_dist.planning.candidates import Candidate, candidates
 from keras_tpu_dist.planning.search import _compiled, _forecasts
 
 L = keras.layers
@@ -87,31 +98,95 @@ MODELS = {"decoder": (decoder, 4), "ViT": (vit, 16), "CNN": (cnn, 16), "LSTM": (
 MODELS["ranking"] = (ranking, 512)
 
 
-def ranks(values):
+# Mesh, layout, split optimizer, remat: what one might write down for eight chips.
+_BOTH = "fsdp and tensor_parallel"
+LIST = [
+    Candidate(tuple(mesh.items()), layout, split, remat)
+    for mesh, layout, split, remat in (
+        ({"data": 8}, None, False, None),
+        ({"data": 8}, None, False, "dots"),
+        ({"data": 8}, None, False, "full"),
+        ({"data": 8}, None, True, None),
+        ({"data": 8}, None, True, "full"),
+        ({"fsdp": 8}, "fsdp", False, None),
+        ({"fsdp": 8}, "fsdp", False, "dots"),
+        ({"fsdp": 8}, "fsdp", False, "full"),
+        ({"data": 2, "fsdp": 4}, "fsdp", False, None),
+        ({"data": 2, "fsdp": 4}, "fsdp", False, "full"),
+        ({"data": 4, "fsdp": 2}, "fsdp", False, None),
+        ({"data": 4, "model": 2}, "tensor_parallel", False, None),
+        ({"data": 4, "model": 2}, "tensor_parallel", False, "full"),
+        ({"data": 4, "model": 2}, "tensor_parallel", True, None),
+        ({"data": 2, "model": 4}, "tensor_parallel", False, None),
+        ({"data": 2, "model": 4}, "tensor_parallel", False, "full"),
+        ({"data": 2, "model": 4}, "tensor_parallel", True, None),
+        ({"data": 1, "model": 8}, "tensor_parallel", False, None),
+        ({"data": 1, "model": 8}, "tensor_parallel", False, "full"),
+        ({"model": 2, "data": 4}, "tensor_parallel", False, None),
+        ({"model": 2, "data": 4}, "tensor_parallel", True, None),
+        ({"model": 4, "data": 2}, "tensor_parallel", False, None),
+        ({"fsdp": 4, "model": 2}, _BOTH, False, None),
+        ({"fsdp": 4, "model": 2}, _BOTH, False, "full"),
+        ({"fsdp": 2, "model": 4}, _BOTH, False, None),
+        ({"fsdp": 2, "model": 4}, _BOTH, False, "full"),
+        ({"data": 8}, "auto", False, None),
+        ({"data": 8}, "auto", True, None),
+        ({"data": 4, "model": 2}, "auto", False, None),
+        ({"data": 2, "model": 4}, "auto", False, None),
+    )
+]
+_ALIKE = 1.02
+
+
+def ranks(values, alike=1.0):
+    """Ranks, the mean of all for those that differ by no more than `alike` from the first."""
     order = sorted(range(len(values)), key=values.__getitem__)
-    return [order.index(i) for i in range(len(values))]
+    found, first = [0.0] * len(values), 0
+    for place in range(1, len(order) + 1):
+        if place < len(order) and values[order[place]] <= alike * values[order[first]]:
+            continue
+        for i in order[first:place]:
+            found[i] = (first + place - 1) / 2
+        first = place
+    return found
 
 
-def spearman(a, b):
-    a, b = ranks(a), ranks(b)
+def spearman(forecast, compiled):
+    a, b = ranks(forecast), ranks(compiled, _ALIKE)
     mean = (len(a) - 1) / 2
     both = sum((x - mean) * (y - mean) for x, y in zip(a, b))
-    return both / max(sum((x - mean) ** 2 for x in a), 1e-9)
+    return both / max(
+        math.sqrt(sum((x - mean) ** 2 for x in a) * sum((y - mean) ** 2 for y in b)), 1e-9
+    )
 
 
-def measure(name, topology, number, policy):
-    build, rows = MODELS[name]
-    keras.config.set_dtype_policy(policy)
-    topology = ktd.Topology.parse(topology)
-    batch = rows * topology.num_devices
-    given = {"x": None, "y": None, "sample_weight": None}
+class Measured:
+    """A model of this benchmark on a slice."""
+
+    def __init__(self, name, arguments):
+        self.name, (self.build, rows) = name, MODELS[name]
+        self.topology = ktd.Topology.parse(arguments.topology)
+        self.rows = rows * self.topology.num_devices
+        self.cache = Cache.of(True if arguments.cache is None else arguments.cache)
+
+    def forecasts(self, among):
+        given = {"x": None, "y": None, "sample_weight": None}
+        return _forecasts(self.build, self.topology, self.rows, given, among)[1]
+
+    def compiled(self, tried):
+        given = {"x": None, "y": None, "sample_weight": None}
+        return _compiled(self.build, self.topology, tried, given, None, self.cache)
+
+
+def correlation(measured, arguments):
     start = time.perf_counter()
-    _, found = _forecasts(build, topology, batch, given, list(candidates(topology.num_devices)))
+    found = measured.forecasts(list(candidates(measured.topology.num_devices)))
     forecast_s = time.perf_counter() - start
+    number = len(found) if arguments.all else arguments.candidates
     first = found[: number // 2]
-    drawn = first + random.Random(0).sample(found[len(first) :], number - len(first))
+    rest = random.Random(arguments.seed).sample(found[len(first) :], number - len(first))
     start = time.perf_counter()
-    runs = [_compiled(build, topology, tried, given, None, Cache.of(True)) for tried in drawn]
+    runs = [measured.compiled(tried) for tried in (*first, *rest)]
     compile_s = time.perf_counter() - start
     runs = [tried for tried in runs if tried.run is not None and tried.run.estimate is not None]
     steps = [tried.run.estimate.step for tried in runs]
@@ -128,23 +203,65 @@ def measure(name, topology, number, policy):
     memory = [tried.run.total_bytes for tried in runs]
     room = spearman([tried.forecast.memory_bytes for tried in runs], memory)
     print(
-        f"{name:8} {len(found)} candidates in {forecast_s:.1f} s, {len(runs)} compiled in "
+        f"{measured.name:8} {len(found)} candidates in {forecast_s:.1f} s, {len(runs)} compiled in "
         f"{compile_s:.0f} s: step {right:.2f}, memory {room:.2f}; the compiler's best was number "
         f"{steps.index(min(steps)) + 1} of the forecast",
         flush=True,
     )
 
 
+def against_list(measured, arguments):
+    with tempfile.TemporaryDirectory() as empty:
+        search = ktd.search(measured.build, measured.topology, measured.rows, cache=empty)
+    start = time.perf_counter()
+    runs = [measured.compiled(tried) for tried in measured.forecasts(LIST)]
+    seconds = time.perf_counter() - start
+    runs = sorted(
+        (t for t in runs if t.run is not None and t.run.fits), key=lambda t: t.run.estimate.step
+    )
+    for tried in runs:
+        print(f"  {1e3 * tried.run.estimate.step:8.2f} ms  {tried.candidate}")
+    best, chosen = runs[0], search.best
+    ratio = chosen.run.estimate.step / best.run.estimate.step
+    print(
+        f"{measured.name:8} search: {1e3 * chosen.run.estimate.step:.2f} ms, {chosen.candidate}, "
+        f"{len(search.compiled)} compiled in {search.seconds:.0f} s\n"
+        f"{'':8} list:   {1e3 * best.run.estimate.step:.2f} ms, {best.candidate}, "
+        f"{len(runs)} of {len(LIST)} compiled or looked up in "
+        f"{seconds:.0f} s\n{'':8} search / list: {ratio:.3f}",
+        flush=True,
+    )
+
+
+def cycles(measured, arguments):
+    whole = Candidate((("data", measured.topology.num_devices),), None, False, None)
+    (tried,) = measured.forecasts([whole])
+    cost, chip = measured.compiled(tried).run.cost, measured.topology
+    print(f"{measured.name}: compiler, at peak, at bandwidth (ms)")
+    for layer in cost.layers[:10]:
+        peak, moved = layer.flops / chip.peak_flops(), layer.hbm_bytes / chip.hbm_bandwidth
+        taken = layer.cycles / chip.chip.clock
+        print(f"  {layer.layer:40}", *(f"{1e3 * s:8.3f}" for s in (taken, peak, moved)))
+
+
 def main():
-    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    arguments.add_argument("--topology", default="v5e:2x4")
-    arguments.add_argument("--candidates", type=int, default=10)
-    arguments.add_argument("--policy", default="mixed_bfloat16")
-    arguments.add_argument("--model", choices=list(MODELS), action="append")
-    arguments = arguments.parse_args()
-    print("forecast | compiler, of step time and memory a device")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--topology", default="v5e:2x4")
+    parser.add_argument("--candidates", type=int, default=10)
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--policy", default="mixed_bfloat16")
+    parser.add_argument("--model", choices=list(MODELS), action="append")
+    parser.add_argument("--cache", help="a folder; by default that of ktd.search")
+    parser.add_argument("--against-list", action="store_true")
+    parser.add_argument("--cycles", action="store_true")
+    arguments = parser.parse_args()
+    keras.config.set_dtype_policy(arguments.policy)
+    task = against_list if arguments.against_list else cycles if arguments.cycles else correlation
+    if task is correlation:
+        print("forecast | compiler, of step time and memory a device")
     for name in arguments.model or MODELS:
-        measure(name, arguments.topology, arguments.candidates, arguments.policy)
+        task(Measured(name, arguments), arguments)
 
 
 if __name__ == "__main__":
