@@ -27,7 +27,8 @@ import keras
 import keras_tpu_dist as ktd
 from keras_tpu_dist.dryrun.cache import Cache
 from keras_tpu_dist.planning.candidates import Candidate, candidates
-from keras_tpu_dist.planning.search import _compiled, _forecasts
+from keras_tpu_dist.planning.search import _forecasts
+from keras_tpu_dist.planning.tried import compiled_step, lowered_step
 
 L = keras.layers
 
@@ -175,7 +176,9 @@ class Measured:
 
     def compiled(self, tried):
         given = {"x": None, "y": None, "sample_weight": None}
-        return _compiled(self.build, self.topology, tried, given, None, self.cache)
+        lowered = lowered_step(self.build, self.topology, given, self.cache, tried)
+        failed = isinstance(lowered, type(tried))
+        return lowered if failed else compiled_step(self.cache, tried, lowered)
 
 
 def correlation(measured, arguments):

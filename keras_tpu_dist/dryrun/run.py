@@ -3,6 +3,7 @@
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from keras_tpu_dist.common.errors import message
@@ -137,40 +138,93 @@ def run_once(
             begin(words)
             (progress or logger.debug)(words)
 
-        for_tpu = has_libtpu() and _is_tpu(strategy)
         tell("building and lowering")
-        platform = "tpu" if for_tpu else "cpu"
-        with contextlib.nullcontext() if cache is None else without_source_lines():
-            lowered = lower(
-                build, strategy, **inputs, batch_size=batch_size, mode=mode, platform=platform
-            )
-        notes = list(lowered.notes)
-        if _is_tpu(strategy) and not for_tpu:
-            notes.append(_NO_LIBTPU)
-            logger.warning(_NO_LIBTPU)
-        where = lowered.topology.name if lowered.topology else "CPU"
-        tell(f"compiling for {where}, effort {effort}")
-        compiled = [compile_lowered(lowered, effort=effort, timeout=timeout, cache=cache)]
-        if thorough and effort == "quick" and _near_limit(compiled[-1], lowered):
-            tell("near the memory limit: compiling again, effort exact")
-            why = ", and overstates loops and convolutions" if lowered.overstated else ""
-            notes.append(
-                f"quick compilation came near the memory limit{why}: this is the exact one"
-            )
-            compiled.append(compile_lowered(lowered, effort="exact", timeout=timeout, cache=cache))
-        verdict = compiled[-1]
-        sized_on = None
-        twin = larger_twin(lowered) if verdict.error and thorough else None
-        if twin is not None:
-            tell(f"does not fit: measuring on {twin.name}")
-            compiled.append(
-                compile_lowered(
-                    lowered, effort="quick", timeout=timeout, topology=twin, cache=cache
-                )
-            )
-            sized_on = twin.name if compiled[-1].error is None else None
-        tell("analysing")
-        return _report(lowered, mode, compiled, verdict, sized_on, notes)
+        lowered = lower_once(
+            build, strategy, inputs=inputs, batch_size=batch_size, mode=mode, cache=cache
+        )
+        return compile_once(
+            lowered,
+            mode=mode,
+            effort=effort,
+            timeout=timeout,
+            progress=tell,
+            thorough=thorough,
+            cache=cache,
+        )
+
+
+def lower_once(
+    build: Build,
+    strategy: Strategy,
+    *,
+    inputs: Mapping[str, Any],
+    batch_size: int,
+    mode: str,
+    cache: Cache | None = None,
+) -> Lowered:
+    """The first half of `run_once`, which needs Keras, and so the thread that set it up.
+
+    Args:
+        build: As in `dry_run`.
+        strategy: As there.
+        inputs: `x`, `y` and `sample_weight`, as there.
+        batch_size: As there.
+        mode: As there.
+        cache: Where compilations are kept; equal programs then differ in no source line.
+    """
+    for_tpu = has_libtpu() and _is_tpu(strategy)
+    platform = "tpu" if for_tpu else "cpu"
+    with contextlib.nullcontext() if cache is None else without_source_lines():
+        lowered = lower(
+            build, strategy, **inputs, batch_size=batch_size, mode=mode, platform=platform
+        )
+    if _is_tpu(strategy) and not for_tpu:
+        logger.warning(_NO_LIBTPU)
+        lowered = replace(lowered, notes=(*lowered.notes, _NO_LIBTPU))
+    return lowered
+
+
+def compile_once(
+    lowered: Lowered,
+    *,
+    mode: str,
+    effort: str,
+    timeout: float,
+    progress: Progress,
+    thorough: bool,
+    cache: Cache | None = None,
+) -> DryRun:
+    """The second half of `run_once`, for any thread.
+
+    Args:
+        lowered: From `lower_once`.
+        mode: As in `dry_run`.
+        effort: As there.
+        timeout: As there.
+        progress: As there.
+        thorough: As in `run_once`.
+        cache: As there.
+    """
+    notes = list(lowered.notes)
+    where = lowered.topology.name if lowered.topology else "CPU"
+    progress(f"compiling for {where}, effort {effort}")
+    compiled = [compile_lowered(lowered, effort=effort, timeout=timeout, cache=cache)]
+    if thorough and effort == "quick" and _near_limit(compiled[-1], lowered):
+        progress("near the memory limit: compiling again, effort exact")
+        why = ", and overstates loops and convolutions" if lowered.overstated else ""
+        notes.append(f"quick compilation came near the memory limit{why}: this is the exact one")
+        compiled.append(compile_lowered(lowered, effort="exact", timeout=timeout, cache=cache))
+    verdict = compiled[-1]
+    sized_on = None
+    twin = larger_twin(lowered) if verdict.error and thorough else None
+    if twin is not None:
+        progress(f"does not fit: measuring on {twin.name}")
+        compiled.append(
+            compile_lowered(lowered, effort="quick", timeout=timeout, topology=twin, cache=cache)
+        )
+        sized_on = twin.name if compiled[-1].error is None else None
+    progress("analysing")
+    return _report(lowered, mode, compiled, verdict, sized_on, notes)
 
 
 _NO_LIBTPU = (

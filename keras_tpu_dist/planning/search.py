@@ -1,10 +1,11 @@
 """search: the fastest strategy for a model on a slice, as the compiler sees it."""
 
+import functools
 import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from keras_tpu_dist.common.checks import is_count
@@ -12,13 +13,17 @@ from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.page import fragment
 from keras_tpu_dist.common.progress import stages
 from keras_tpu_dist.common.text import duration_text, html_table, size_text, text_table
+from keras_tpu_dist.dryrun.build import Build
 from keras_tpu_dist.dryrun.cache import Cache
-from keras_tpu_dist.dryrun.run import Build, DryRun, Progress, run_once
+from keras_tpu_dist.dryrun.run import Progress
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.hlo import Wire
 from keras_tpu_dist.planning.candidates import POLICIES, Candidate, candidates
 from keras_tpu_dist.planning.facts import Described, Facts, describing
-from keras_tpu_dist.planning.forecast import Forecast, Ground, forecast
+from keras_tpu_dist.planning.forecast import forecast
+from keras_tpu_dist.planning.ground import Ground
+from keras_tpu_dist.planning.together import compiled_together
+from keras_tpu_dist.planning.tried import Tried, compiled_step, lowered_step, rank
 from keras_tpu_dist.strategy import TPUStrategy
 
 logger = logging.getLogger("keras_tpu_dist")
@@ -30,31 +35,6 @@ _DOUBT = 1.3
 _MOST_ROWS_A_DEVICE = 1024
 # Rows that the device's memory is to be filled with are not filled to the brim.
 _FILLED = 0.85
-
-
-@dataclass(frozen=True)
-class Tried:
-    """A candidate, what was forecast of it, and what the compiler said.
-
-    Attributes:
-        candidate: The strategy's arguments.
-        rows: Rows of all devices together.
-        forecast: In closed form.
-        run: The dry run, or `None` for one that was not compiled.
-        error: Why it could not be compiled.
-    """
-
-    candidate: Candidate
-    rows: int
-    forecast: Forecast
-    run: DryRun | None = None
-    error: str | None = None
-
-    @property
-    def seconds_a_row(self) -> float:
-        """Seconds of all devices for one row: the compiler's, or else the forecast's."""
-        estimate = None if self.run is None else self.run.estimate
-        return (self.forecast.step_s if estimate is None else estimate.step) / self.rows
 
 
 @dataclass(frozen=True)
@@ -180,8 +160,8 @@ def search(
     Meshes, plans, split optimizer slots and remat policies are ranked by a closed-form forecast of
     memory and time, which takes one trace of the model. The real TPU compiler then looks at the
     most promising of each mesh and layout, and at others of the best of these; what it says
-    decides. The forecast knows no kernels, and may rank meshes wrongly: more compilations make
-    the answer surer.
+    decides. The forecast may rank wrongly: more compilations make the answer surer. As many run at
+    a time as there are processors, and memory for; what is chosen does not depend on it.
 
     Args:
         build: A function without arguments that builds, compiles and returns a model; or a built
@@ -227,36 +207,50 @@ def search(
         tell("reading the model")
         name, ranked = _forecasts(build, topology, batch_size, given, among)
         tell(f"{len(ranked)} candidates")
-        while len(compiled) < compilations and (tried := _next(ranked, compiled, compilations)):
-            if compiled and time.monotonic() - started > budget_s:
-                break
-            ranked.remove(tried)
-            begin(f"compiling {tried.candidate}")
-            tell(f"compiling {tried.candidate}")
-            compiled.append(_compiled(build, topology, tried, given, progress, kept))
+
+        def compile_(chosen: list[Tried]) -> None:
+            for tried in chosen:
+                ranked.remove(tried)
+            run, left = compiled_together(
+                chosen,
+                functools.partial(lowered_step, build, topology, given, kept),
+                functools.partial(compiled_step, kept),
+                begin=lambda tried: (begin(f"compiling {tried}"), tell(f"compiling {tried}")),
+                until=started + budget_s,
+                first=not compiled,
+            )
+            compiled.extend(run)
+            ranked[:0] = left
+
+        compile_(_of_other_ways(ranked, max(1, round(compilations * _OF_OTHER_WAYS))))
+        compile_(_like_the_best(ranked, compiled, compilations - len(compiled)))
     return Search(
         model=name,
         topology=topology.name,
-        compiled=tuple(sorted(compiled, key=_rank)),
+        compiled=tuple(sorted(compiled, key=rank)),
         others=tuple(ranked),
         seconds=time.monotonic() - started,
     )
 
 
-def _next(left: list[Tried], compiled: list[Tried], compilations: int) -> Tried | None:
-    """What to compile next: first one of each mesh and layout, then what differs from the best.
+def _of_other_ways(ranked: list[Tried], number: int) -> list[Tried]:
+    """The most promising of each mesh and layout.
 
     A forecast tells candidates of one mesh apart better than meshes, whose kernels it does not
     know.
     """
-    seen = {tried.candidate.way for tried in compiled}
-    if len(compiled) < max(1, round(compilations * _OF_OTHER_WAYS)):
-        for tried in left:
-            if tried.candidate.way not in seen:
-                return tried
-    best = min(compiled, key=_rank, default=None)
-    alike = [t for t in left if best is not None and t.candidate.way == best.candidate.way]
-    return next(iter(alike or left), None)
+    first = {}
+    for tried in ranked:
+        first.setdefault(tried.candidate.way, tried)
+    return list(first.values())[:number]
+
+
+def _like_the_best(ranked: list[Tried], compiled: list[Tried], number: int) -> list[Tried]:
+    """Others of the best one's mesh and layout, then any."""
+    best = min(compiled, key=rank, default=None)
+    way = None if best is None else best.candidate.way
+    alike = [tried for tried in ranked if tried.candidate.way == way]
+    return [*alike, *(tried for tried in ranked if tried.candidate.way != way)][:number]
 
 
 def _forecasts(
@@ -321,39 +315,6 @@ def _forecast_of(
             break
         best = tried
     return [] if best is None else [best]
-
-
-def _compiled(
-    build: Build,
-    topology: Topology,
-    tried: Tried,
-    given: Mapping[str, Any],
-    progress: Progress | None,
-    cache: Cache | None,
-) -> Tried:
-    try:
-        run = run_once(
-            build,
-            tried.candidate.strategy(topology),
-            inputs=given,
-            batch_size=tried.rows,
-            mode="train",
-            effort="quick",
-            timeout=1800.0,
-            progress=progress,
-            thorough=False,
-            cache=cache,
-        )
-    except (ValueError, RuntimeError, NotImplementedError) as error:
-        logger.info("%s: %s", tried.candidate, error)
-        return replace(tried, error=str(error))
-    return replace(tried, run=run)
-
-
-def _rank(tried: Tried) -> tuple[int, float]:
-    if tried.run is None:
-        return 2, 0.0
-    return (0 if tried.run.fits else 1), tried.seconds_a_row
 
 
 def _check(batch_size: Any, compilations: Any) -> None:

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import math
+import time
 from types import SimpleNamespace
 
 import keras
@@ -14,6 +16,7 @@ from keras_tpu_dist.dryrun import run as dryrun
 from keras_tpu_dist.dryrun import worker
 from keras_tpu_dist.dryrun.compile import has_libtpu
 from keras_tpu_dist.planning import search as planning
+from keras_tpu_dist.planning import together
 from keras_tpu_dist.planning.candidates import Candidate
 from keras_tpu_dist.planning.forecast import Forecast
 
@@ -104,19 +107,64 @@ def test_a_second_search_compiles_nothing(monkeypatch, tmp_path):
     assert len(processes) == 4
 
 
-def test_what_is_compiled_when():
+def test_what_is_compiled():
     """One of each mesh and layout first, then others of the best."""
     step = {"a": 3.0, "b": 1.0, "c": 2.0}
     left = [tried(mesh, remat) for mesh in "abc" for remat in (None, "dots", "full")]
+
+    def names(found):
+        return [(t.candidate.mesh[0][0], t.candidate.remat) for t in found]
+
+    first = planning._of_other_ways(left, 3)
+    assert names(first) == [("a", None), ("b", None), ("c", None)]
+    assert planning._of_other_ways(left, 2) == first[:2]
     compiled = []
-    while len(compiled) < 5:
-        one = planning._next(left, compiled, 5)
+    for one in first:
         left.remove(one)
         name = one.candidate.mesh[0][0]
         run = SimpleNamespace(fits=True, estimate=SimpleNamespace(step=step[name]))
         compiled.append(dataclasses.replace(one, run=run))
-    names = [(t.candidate.mesh[0][0], t.candidate.remat) for t in compiled]
-    assert names == [("a", None), ("b", None), ("c", None), ("b", "dots"), ("b", "full")]
+    second = planning._like_the_best(left, compiled, 3)
+    assert names(second) == [("b", "dots"), ("b", "full"), ("a", "dots")]
+
+
+def test_several_at_a_time(monkeypatch):
+    monkeypatch.setattr(together, "at_once", lambda: 2)
+    chosen = [tried(axis, None) for axis in "abcde"]
+    started, running, most = [], set(), []
+
+    def lower(one):
+        if one is chosen[1]:
+            return dataclasses.replace(one, error="none")
+        return one.candidate.mesh[0][0]
+
+    def compile_(one, lowered):
+        running.add(lowered)
+        most.append(len(running))
+        time.sleep(0.05)
+        running.remove(lowered)
+        return dataclasses.replace(one, error=lowered)
+
+    def all_of(until, first=True):
+        return together.compiled_together(
+            chosen, lower, compile_, begin=started.append, until=until, first=first
+        )
+
+    done, left = all_of(math.inf)
+    assert [t.error for t in done] == ["a", "none", "c", "d", "e"]
+    assert left == []
+    assert max(most) == 2
+    assert started == [str(t.candidate) for t in chosen]
+    # No time: one, if none has been compiled.
+    assert [len(found) for found in all_of(0.0)] == [1, 4]
+    assert [len(found) for found in all_of(0.0, first=False)] == [0, 5]
+
+
+def test_at_once(monkeypatch):
+    monkeypatch.setattr(together, "available_memory", lambda: 9 * 2**30)
+    assert 1 <= together.at_once() <= 2
+    monkeypatch.setattr(together, "available_memory", lambda: 0)
+    assert together.at_once() == 1
 
 
 def tried(axis, remat):
