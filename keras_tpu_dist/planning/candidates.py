@@ -4,7 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from keras_tpu_dist.hardware.mesh import build_mesh
 from keras_tpu_dist.hardware.topology import Topology
+from keras_tpu_dist.hlo import Wire, seconds_over
 from keras_tpu_dist.layout.planner import Planner
 from keras_tpu_dist.strategy import TPUStrategy
 
@@ -61,13 +63,14 @@ class Candidate:
         return f"TPUStrategy({dict(self.mesh)}, {layout}{''.join(options)})".replace("'", '"')
 
 
-def candidates(devices: int) -> Iterator[Candidate]:
+def candidates(devices: int, topology: Topology | None = None) -> Iterator[Candidate]:
     """All candidates for so many devices.
 
     Args:
         devices: The number of devices.
+        topology: The slice, for orders of axes that its links tell apart; `None` for one of each.
     """
-    for mesh, layout in _layouts(devices):
+    for mesh, layout in _layouts(devices, topology):
         axes = tuple(mesh.items())
         # Where weights are split over the data axes, so are their slots already.
         slots = (False,) if layout not in (None, "tensor_parallel") or devices == 1 else (0, 1)
@@ -78,7 +81,24 @@ def candidates(devices: int) -> Iterator[Candidate]:
                 yield Candidate(axes, layout, shard_optimizer, policy)
 
 
-def _layouts(devices: int) -> Iterator[tuple[dict[str, int], str | None]]:
+def _layouts(
+    devices: int, topology: Topology | None
+) -> Iterator[tuple[dict[str, int], str | None]]:
+    for mesh, layout in _meshes(devices):
+        yield mesh, layout
+        other = dict(reversed(mesh.items()))
+        if topology is not None and _seconds(mesh, topology) != _seconds(other, topology):
+            yield other, layout
+
+
+def _seconds(mesh: dict[str, int], topology: Topology) -> list[float]:
+    """How long a collective takes along each axis, where the mesh lies on the torus."""
+    placed = build_mesh(mesh, topology.devices())
+    wire = Wire.of(mesh, list(placed.devices.flat), topology)
+    return [seconds_over(wire, "all-reduce", 2**30, (axis,)) for axis in sorted(mesh)]
+
+
+def _meshes(devices: int) -> Iterator[tuple[dict[str, int], str | None]]:
     yield {"data": devices}, None
     if devices == 1:
         return

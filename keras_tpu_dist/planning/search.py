@@ -174,7 +174,8 @@ def search(
         sample_weight: As in `dry_run`.
         compilations: How many candidates to compile.
         budget_s: Seconds after which no further compilation begins.
-        among: What to choose from. Defaults to all meshes of the axes "data", "fsdp" and "model".
+        among: What to choose from. Defaults to all meshes of the axes "data", "fsdp" and "model",
+            in the orders that the links tell apart.
         progress: Called with a line of text at each stage.
         cache: A folder where compilations are kept and looked up, by program, options, slice and
             versions; `True` for `~/.cache/keras_tpu_dist` (or in `$XDG_CACHE_HOME`), which is kept
@@ -262,7 +263,7 @@ def _forecasts(
 ) -> tuple[str, list[Tried]]:
     """The model's name, and all candidates, the most promising first."""
     devices = topology.num_devices
-    chosen = list(candidates(devices)) if among is None else list(among)
+    chosen = list(candidates(devices, topology) if among is None else among)
     base = TPUStrategy({"data": devices}, topology=topology)
     rows = devices if batch_size is None else batch_size
     found = []

@@ -291,6 +291,16 @@ def test_candidates(devices):
     assert f'TPUStrategy({{"data": {devices}}}, None)' in texts
 
 
+def test_orders_of_axes_that_the_links_tell_apart():
+    plain = list(candidates(8))
+    ordered = list(candidates(8, SLICE))
+    others = [c for c in ordered if c not in plain]
+    assert {c.mesh for c in others} >= {(("model", 2), ("data", 4)), (("model", 4), ("data", 2))}
+    assert all(dict(c.mesh) in [dict(p.mesh) for p in plain] for c in others)
+    # A square torus lays both orders on it alike.
+    assert list(candidates(16, Topology.parse("v5e:4x4"))) == list(candidates(16))
+
+
 def test_what_a_candidate_prints_makes_it():
     from keras_tpu_dist import Planner, TPUStrategy
 
