@@ -2,6 +2,7 @@
 
     python benchmarks/search.py [--topology v5e:2x4] [--candidates 10] [--seed 0] [--model NAME ...]
     python benchmarks/search.py --against-list [--model NAME ...]
+    python benchmarks/search.py --recorded [--model NAME ...]
     python benchmarks/search.py --cycles [--model NAME ...]
 
 For each model some candidates of `ktd.search`, the first by forecast and others drawn at random,
@@ -13,12 +14,19 @@ compiler has within 2 % of each other counts as equal. `--all` compiles every ca
 chooses, with an empty cache. `--cycles` prints what the constants of `planning/forecast.py` and
 `work.py` are read from: the compiler's time of each layer next to that at the chip's peak rates.
 
+`--recorded` compiles nothing: it takes what the compiler said of most candidates on v5e:2x4 from
+`tests/planning/compiled.json` (libtpu 0.0.42.1), and also prints the least of 20 draws of ten, five
+of them the first by forecast.
+
 Compilations are kept in `--cache`, so that a second run has only to lower.
 """
 
 import argparse
+import json
 import math
+import pathlib
 import random
+import statistics
 import tempfile
 import time
 
@@ -137,6 +145,7 @@ LIST = [
     )
 ]
 _ALIKE = 1.02
+TESTS = pathlib.Path(__file__).parents[1] / "tests"
 
 
 def ranks(values, alike=1.0):
@@ -213,6 +222,27 @@ def correlation(measured, arguments):
     )
 
 
+def recorded(measured, _):
+    said = json.loads((TESTS / "planning" / "compiled.json").read_text())[measured.name]
+    found = measured.forecasts(list(candidates(measured.topology.num_devices)))
+    known = [tried for tried in found if str(tried.candidate) in said]
+
+    def of(chosen):
+        steps, memory = zip(*(said[str(tried.candidate)] for tried in chosen))
+        return (
+            spearman([tried.forecast.step_s for tried in chosen], steps),
+            spearman([tried.forecast.memory_bytes for tried in chosen], memory),
+        )
+
+    draws = [of([*known[:5], *random.Random(s).sample(known[5:], 5)])[0] for s in range(20)]
+    step, memory = of(known)
+    print(
+        f"{measured.name:8} {len(known)} of {len(found)} candidates: step {step:.2f}, memory "
+        f"{memory:.2f}; of tens: median {statistics.median(draws):.2f}, least {min(draws):.2f}",
+        flush=True,
+    )
+
+
 def against_list(measured, arguments):
     with tempfile.TemporaryDirectory() as empty:
         search = ktd.search(measured.build, measured.topology, measured.rows, cache=empty)
@@ -258,9 +288,12 @@ def main():
     parser.add_argument("--cache", help="a folder; by default that of ktd.search")
     parser.add_argument("--against-list", action="store_true")
     parser.add_argument("--cycles", action="store_true")
+    parser.add_argument("--recorded", action="store_true")
     arguments = parser.parse_args()
     keras.config.set_dtype_policy(arguments.policy)
-    task = against_list if arguments.against_list else cycles if arguments.cycles else correlation
+    others = {against_list: arguments.against_list, cycles: arguments.cycles}
+    others[recorded] = arguments.recorded
+    task = next((task for task, asked in others.items() if asked), correlation)
     if task is correlation:
         print("forecast | compiler, of step time and memory a device")
     for name in arguments.model or MODELS:
