@@ -66,7 +66,7 @@ def main():
         rows = strategy.num_replicas_in_sync
         run = ktd.dry_run(decoder(time), strategy, batch_size=rows, effort=asked.effort)
         where = " x ".join(f"{axis} {n}" for axis, n in run.mesh)
-        cells = [f"{time:,}", run.topology, where]
+        cells = [f"{time:,}", topology, where]
         times = run.estimate
         if times is None:
             cells += ["", size_text(run.total_bytes), "does not fit", "", ""]

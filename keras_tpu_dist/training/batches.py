@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from logging import WARNING
 from typing import Any
@@ -302,13 +303,25 @@ class BatchPlacer:
         tokens = leaf.ndim == 2 and np.dtype(leaf.dtype).kind in "iub"
         if leaf.ndim != 3 and not tokens:
             return None
-        length, ways = leaf.shape[1 - axis], self.mesh.shape[self.sequence_axis]
-        if length % ways == 0:
-            return 1 - axis
-        if length > 1:
-            words = f"the mesh axis {self.sequence_axis!r} has {ways} devices, which do not divide"
-            say_once(f"{words} a time of {length}: each of them computes all of it", WARNING)
-        return None
+        return None if leaf.shape[1 - axis] % self.mesh.shape[self.sequence_axis] else 1 - axis
+
+    def say_if_whole(self, batch: Any, slots: Sequence[Slot]) -> None:
+        """Says once that the sequence axis splits nothing of a batch.
+
+        Args:
+            batch: The batch.
+            slots: How its arrays lie.
+        """
+        if self.sequence_axis is None or any(slot.time is not None for slot in slots):
+            return
+        ways = self.mesh.shape[self.sequence_axis]
+        shapes = zip(element_names(batch), flatten(batch)[0])
+        say_once(
+            f"the {ways} devices of the mesh axis {self.sequence_axis!r} compute the same: no "
+            "array of the batch has a time that they divide, as (batch, time, features) or as "
+            f"integers (batch, time): {', '.join(f'{name} {leaf.shape}' for name, leaf in shapes)}",
+            WARNING,
+        )
 
     def shardings(self, batch: PlacedBatch, stacked: bool = False) -> list[NamedSharding]:
         """The shardings of a placed batch's arrays, in the order of `jax.tree.leaves`.
@@ -370,5 +383,6 @@ class BatchPlacer:
             padding = -rows % self.num_shards
             slots.append(Slot(axis, rows if padding else None, time=self.time(leaf, axis)))
             paddings.append(padding)
+        self.say_if_whole(batch, slots)
         shardings = tuple(self.sharding(slot.axis, slot.time) for slot in slots)
         return _Plan(tuple(slots), tuple(paddings), shardings)

@@ -139,10 +139,12 @@ class OwnRowsPlacer(BatchPlacer):
     def _slots(self, share: Share, leaves: Sequence) -> tuple[Slot, ...]:
         longest, filled = self._shares.rows_of_blocks(share.rows)
         rows = None if set(filled) == {longest} else sum(filled)
-        return tuple(
+        slots = tuple(
             Slot(axis, rows, filled, self.time(leaf, axis)) if _has_rows(leaf, axis) else Slot(None)
             for leaf, axis in zip(leaves, self.axes(share.batch))
         )
+        self.say_if_whole(share.batch, slots)
+        return slots
 
     def _put(self, leaf: Any, slot: Slot, rows: Sequence[int], stacked: bool = False) -> jax.Array:
         if slot.axis is None:

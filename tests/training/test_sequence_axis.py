@@ -187,15 +187,20 @@ def test_time_first():
     assert placed.data.sharding.spec == P("sequence", "data")
 
 
-def test_a_time_that_does_not_divide_is_whole_and_said(caplog):
+def test_a_batch_without_a_time_that_divides_is_whole_and_said(caplog):
     once.forget()
     strategy = ktd.TPUStrategy({"data": 2, "sequence": 4})
+    tokens, rows = np.zeros((4, 6), "int32"), np.zeros((4, 8), "float32")
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            placed = strategy.placer.place(np.zeros((4, 6), "int32"))
-    assert placed.data.sharding.spec == P("data")
-    words = "the mesh axis 'sequence' has 4 devices, which do not divide a time of 6: each of them"
-    assert [record.getMessage()[: len(words)] for record in caplog.records] == [words]
+            placed = strategy.placer.place((tokens, rows))
+        strategy.placer.place((np.zeros((4, 8), "int32"), rows))
+    assert placed.data[0].sharding.spec == P("data")
+    assert [record.getMessage() for record in caplog.records] == [
+        "the 4 devices of the mesh axis 'sequence' compute the same: no array of the batch has a "
+        "time that they divide, as (batch, time, features) or as integers (batch, time): "
+        "x (4, 6), y (4, 8)"
+    ]
 
 
 @pytest.mark.parametrize("mesh", [{"sequence": 8}, {"data": 2, "sequence": 4}], ids=str)
