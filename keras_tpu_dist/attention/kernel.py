@@ -80,7 +80,25 @@ class _StaticMask(splash.Mask):
         rows, columns = (
             np.arange(*part.indices(size)) for size, part in zip(self.shape, index, strict=True)
         )
-        return np.asarray(self.mask_function(rows[:, None], columns[None, :]))
+        if not self.is_causal:
+            rows = np.full_like(rows, self.columns)
+        return seen_of(rows, columns, self.true_columns)
+
+
+def seen_of(rows: np.ndarray, columns: np.ndarray, source: int) -> np.ndarray:
+    """Which keys queries see, `(rows, columns)`; most blocks of a long sequence are all or nothing.
+
+    Args:
+        rows: The number of each query, of which it sees the keys up to its own.
+        columns: The number of each key, ascending.
+        source: The number of keys that there are.
+    """
+    size = (len(rows), len(columns))
+    if columns[0] > rows.max() or columns[0] >= source:
+        return np.zeros(size, bool)
+    if columns[-1] <= rows.min() and columns[-1] < source:
+        return np.ones(size, bool)
+    return (rows[:, None] >= columns[None, :]) & (columns[None, :] < source)
 
 
 def block_sizes(rows: int, columns: int) -> splash.BlockSizes:

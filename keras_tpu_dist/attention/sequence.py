@@ -27,6 +27,7 @@ from keras_tpu_dist.attention.kernel import (
     block_sizes,
     blocks_scope,
     heads_first,
+    seen_of,
     segment_ids,
     tiling,
 )
@@ -136,14 +137,8 @@ class _Causal(splash.Mask):
         return seen & (columns < self.source) if self.source < self.shape[1] else seen
 
     def __getitem__(self, index) -> np.ndarray:
-        rows = self.q_sequence[index[0]]
         columns = np.arange(*index[1].indices(self.shape[1]))
-        size = (len(rows), len(columns))
-        if columns[0] > rows.max() or columns[0] >= self.source:
-            return np.zeros(size, bool)
-        if columns[-1] <= rows.min() and columns[-1] < self.source:
-            return np.ones(size, bool)
-        return np.asarray(self.mask_function(rows[:, None], columns[None, :]))
+        return seen_of(self.q_sequence[index[0]], columns, self.source)
 
 
 def blocks_computed(pieces: Pieces, source: int) -> tuple[int, int]:
