@@ -5,6 +5,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -97,31 +98,19 @@ def dot_product_attention(
     mask = None if mask is None else _rank4("mask", mask, shape).astype(bool)
     bias = None if bias is None else _rank4("bias", bias, shape)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    where: dict[str, Any] = {"mesh": mesh, "data_axes": data_axes, "time_axis": time_axis}
+    options: dict[str, Any] = {"is_causal": is_causal, "soft_cap": attn_logits_soft_cap}
     if symbolic(query, key) or not _takes_kernel(flash_attention, query, key, bias, mesh, platform):
-        return xla_attention(
-            *split(query, key, value, mesh=mesh, data_axes=data_axes, time_axis=time_axis),
-            bias=bias,
-            mask=mask,
-            scale=scale,
-            is_causal=is_causal,
-            soft_cap=attn_logits_soft_cap,
-        )
+        parts = split(query, key, value, **where)
+        return xla_attention(*parts, bias=bias, mask=mask, scale=scale, **options)
     from keras_tpu_dist.attention.shares import on_shares  # starts Pallas
 
     # The kernel has no scale. One rounding of the query, as in Keras's own einsum attention.
     query = (query.astype(jnp.float32) * scale).astype(dtype)
     if head_axes is None:
         head_axes = [name for name in mesh.axis_names if name not in data_axes]
-    return on_shares(
-        *(query, key, value, mask),
-        mesh=mesh,
-        data_axes=data_axes,
-        head_axes=head_axes,
-        time_axis=time_axis,
-        is_causal=is_causal,
-        soft_cap=attn_logits_soft_cap,
-        interpret=interpret,
-    )
+    arrays = (query, key, value)
+    return on_shares(*arrays, mask, head_axes=head_axes, interpret=interpret, **where, **options)
 
 
 def _takes_kernel(flash_attention, query, key, bias, mesh: Mesh, platform: str | None) -> bool:

@@ -90,11 +90,7 @@ class Pieces:
             x: `(batch, rows, ...)`, within a `shard_map`.
             axis: The axis of the devices.
         """
-        if not self.balanced:
-            return x
-        halves = jnp.split(x, 2, axis=1)
-        moved = [jax.lax.ppermute(h, axis, self._destinations(i)) for i, h in enumerate(halves)]
-        return jnp.concatenate(moved, axis=1)
+        return self._moved(x, axis, [self._destinations(i) for i in (0, 1)])
 
     def returned(self, x: jax.Array, axis: str) -> jax.Array:
         """What `brought` undoes.
@@ -103,12 +99,13 @@ class Pieces:
             x: `(batch, rows, ...)`, within a `shard_map`.
             axis: The axis of the devices.
         """
+        return self._moved(x, axis, [[(b, a) for a, b in self._destinations(i)] for i in (0, 1)])
+
+    def _moved(self, x: jax.Array, axis: str, ways: list) -> jax.Array:
         if not self.balanced:
             return x
-        halves = jnp.split(x, 2, axis=1)
-        back = [[(b, a) for a, b in self._destinations(i)] for i in (0, 1)]
-        moved = [jax.lax.ppermute(h, axis, way) for h, way in zip(halves, back)]
-        return jnp.concatenate(moved, axis=1)
+        halves = zip(jnp.split(x, 2, axis=1), ways)
+        return jnp.concatenate([jax.lax.ppermute(h, axis, way) for h, way in halves], axis=1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -77,9 +77,9 @@ def on_shares(
             kernel_of = functools.partial(
                 sequence.causal_kernel, soft_cap=soft_cap, interpret=interpret
             )
-            return _causal(kernel_of, query, key, value, mask, mapped, axes)[:batch]
+            return _causal(kernel_of, (query, key, value), mask, mapped, axes)[:batch]
     local = functools.partial(local, is_causal=is_causal)
-    return _plain(local, query, key, value, mask, mapped, axes)[:batch]
+    return _plain(local, (query, key, value), mask, mapped, axes)[:batch]
 
 
 class _Axes:
@@ -112,18 +112,17 @@ class _Axes:
 
 def _plain(
     local: Callable[..., jax.Array],
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
+    arrays: tuple[jax.Array, ...],
     mask: jax.Array | None,
     mapped: Callable[..., Any],
     axes: _Axes,
 ) -> jax.Array:
     """Attention in which no query asks for its place in the sequence, unless all are here."""
+    _, key, value = arrays
     if axes.time is not None and axes.splits(key):
         local = sequence.gathered(local, axes.time)
     specs = [axes.of_query(), axes.of_key(key), axes.of_key(value)]
-    arguments = [query, key, value]
+    arguments = [*arrays]
     if mask is not None:
         arguments.append(mask)
         specs.append(axes.of_mask(mask))
@@ -137,14 +136,13 @@ def _without_mask(local, query, key, value):
 
 def _causal(
     kernel_of: Callable[..., Any],
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
+    arrays: tuple[jax.Array, ...],
     mask: jax.Array | None,
     mapped: Callable[..., Any],
     axes: _Axes,
 ) -> jax.Array:
     """Causal attention, split along time; the mask hides keys, or queries, from all."""
+    query, key, value = arrays
     time, source = query.shape[1], key.shape[1]
     assert axes.time is not None
     pieces = sequence.Pieces.of(axes.mesh.shape[axes.time], time)
@@ -153,7 +151,7 @@ def _causal(
     made = kernel_of(pieces, source, heads)
     specs = [sequence.kernel_specs(made, axes.mesh, axes.time), axes.of_query()]
     specs += [axes.of_key(key), axes.of_key(value)]
-    arguments, sees = [made, query, key, value], mask
+    arguments, sees = [made, *arrays], mask
     if mask is not None and mask.shape[3] > 1:
         valid = jnp.broadcast_to(mask[:, 0, 0], (query.shape[0], source))
         arguments.append(valid)

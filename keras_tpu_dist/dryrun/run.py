@@ -142,15 +142,8 @@ def run_once(
         lowered = lower_once(
             build, strategy, inputs=inputs, batch_size=batch_size, mode=mode, cache=cache
         )
-        return compile_once(
-            lowered,
-            mode=mode,
-            effort=effort,
-            timeout=timeout,
-            progress=tell,
-            thorough=thorough,
-            cache=cache,
-        )
+        how: dict[str, Any] = {"effort": effort, "timeout": timeout, "thorough": thorough}
+        return compile_once(lowered, mode=mode, progress=tell, cache=cache, **how)
 
 
 def lower_once(
