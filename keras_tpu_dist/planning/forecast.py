@@ -140,8 +140,8 @@ def _kept_bytes(placed: Placed, policy: str | None) -> float:
     for index, weight, _ in placed.weights():
         for size, axes in zip(weight.shape, placed.split(index)):
             if len(weight.shape) > 1:
-                whole = placed.pinned or index in looped
-                parts.setdefault(size, []).append(1 if whole else 1 / placed.ground.ways(axes))
+                ways = 1 if index in looped else placed.ground.ways(axes)
+                parts.setdefault(size, []).append(1 / ways)
     shares = {size: sum(found) / len(found) for size, found in parts.items()}
     total = 0.0
     for shape, itemsize in placed.facts.kept[policy].arrays:

@@ -120,14 +120,6 @@ class Placed:
         return math.prod(map(self.ground.ways, self.split(index)))
 
     @functools.cached_property
-    def pinned(self) -> bool:
-        """Whether layers' outputs stay whole over the axes that split features.
-
-        So it is with plans that split weights over the batch's axes and others: they pin outputs.
-        """
-        return any(self.stored(i) and any(self.split(i)) for i in range(len(self.specs)))
-
-    @functools.cached_property
     def begins_split(self) -> bool:
         """Whether the features that the first layer makes are split, as then those after it are."""
         first = next((p.weight for p in self.facts.products if p.weight is not None), None)

@@ -49,9 +49,6 @@ def _partial_sums(placed: Placed, product: Product, weight: int) -> tuple[float,
     for dimension, axes in enumerate(placed.split(weight)):
         if dimension in product.contracted:
             forwards += placed.ground.seconds("all-reduce", written, axes)
-        elif placed.pinned:
-            # The output is gathered, and with it its gradient is whole on every device.
-            forwards += placed.ground.seconds("all-gather", written, axes)
         else:
             backwards += placed.ground.seconds("all-reduce", read, axes)
     return forwards, backwards

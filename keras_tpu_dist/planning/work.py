@@ -72,10 +72,8 @@ def part_of(placed: Placed, product: Product) -> Part:
         batch = padding(placed.facts.rows * placed.share)
         columns = min(columns, batch * min(padding(summed.size), padding(made.size)))
     one = whole * PRODUCT_CYCLES * columns / summed.ways / made.ways
-    # Of an output that is whole, each device has all of the gradient to take the input's from.
-    input_s = one * made.ways if placed.pinned else one
-    moved = read / summed.ways + written / (1 if placed.pinned else made.ways)
-    return Part(one, one + input_s, moved + product.weight_bytes / summed.ways / made.ways)
+    moved = read / summed.ways + written / made.ways
+    return Part(one, 2 * one, moved + product.weight_bytes / summed.ways / made.ways)
 
 
 @dataclass(frozen=True)
@@ -174,6 +172,6 @@ def output_bytes(placed: Placed) -> float:
     """
     ways = 1
     last = next((p for p in reversed(placed.facts.products) if p.weight is not None), None)
-    if last is not None and last.weight is not None and last.times == 1 and not placed.pinned:
+    if last is not None and last.weight is not None and last.times == 1:
         ways = placed.sides(last, last.weight)[1].ways
     return placed.facts.output_bytes * placed.share / ways

@@ -186,14 +186,11 @@ def test_gradients_that_end_split_are_made_in_rings_on_few_chips(described):
     assert ring(many, Topology.parse("v5e:4x4")).seconds == 0  # told to leave products whole
 
 
-def test_outputs_that_a_plan_pins_are_gathered_and_their_gradient_is_whole():
-    whole, pinned = of_model(pair, HALVES), of_model(pair, BOTH)
-    assert not whole.pinned
-    assert pinned.pinned
-    up = whole.facts.products[0]
-    assert part_of(pinned, up).forward_s == part_of(whole, up).forward_s
-    assert part_of(pinned, up).backward_s > part_of(whole, up).backward_s
-    assert whole_forecast(pinned).kept_bytes > whole_forecast(whole).kept_bytes
+def test_features_are_split_alike_whether_weights_are_also_split_over_the_batch():
+    whole, both = of_model(pair, HALVES), of_model(pair, BOTH)
+    for product in whole.facts.products:
+        assert part_of(both, product) == part_of(whole, product)
+    assert whole_forecast(both).kept_bytes == whole_forecast(whole).kept_bytes
 
 
 def test_a_loop_gathers_its_weights_once():
