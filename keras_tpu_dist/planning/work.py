@@ -95,7 +95,8 @@ def ring_of(placed: Placed, product: Product, again: float = 0.0) -> Ring:
     """A product's gradient that is made piece by piece, each sent on when it is ready.
 
     So XLA does with gradients that end split over the batch's axes, where it is not told to leave
-    products whole. An operand is laid out anew, with the columns of one piece at a time.
+    products whole, and where a row of the batch has many rows, of a time or an image: others are
+    summed and scattered. An operand is laid out anew, with the columns of one piece at a time.
 
     Args:
         placed: The model on its mesh.
@@ -104,6 +105,9 @@ def ring_of(placed: Placed, product: Product, again: float = 0.0) -> Ring:
     """
     ground, weight = placed.ground, product.weight
     if weight is None or product.times > 1 or not _in_rings(ground.wire.size):
+        return Ring()
+    flat = 2 * placed.facts.weights[weight].size * placed.facts.rows
+    if product.taps == 1 and product.flops <= flat:
         return Ring()
     stored = placed.stored(weight)
     ways = ground.ways(stored or ground.data_axes)

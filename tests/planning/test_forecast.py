@@ -23,11 +23,11 @@ SLICE = Topology.parse("v5e:2x4")
 ROWS, WIDTH, HIDDEN = 64, 256, 1024
 
 
-def pair():
+def pair(shape=(WIDTH,)):
     """A column and a row of Megatron."""
     model = keras.Sequential(
         [
-            keras.Input((WIDTH,)),
+            keras.Input(shape),
             L.Dense(HIDDEN, "relu", use_bias=False, name="up"),
             L.Dense(WIDTH, use_bias=False, name="down"),
         ]
@@ -171,12 +171,10 @@ def test_narrow_pieces_are_padded():
     assert part_of(narrow, product).forward_s == 2 * part_of(wide, product).forward_s
 
 
-def test_gradients_that_end_split_are_made_in_rings_on_few_chips(described):
-    _, facts = described
-    product = facts.products[0]
-
+def test_gradients_that_end_split_are_made_in_rings_on_few_chips():
     def ring(candidate, topology=SLICE):
-        return ring_of(of_model(pair, candidate, topology=topology), product)
+        placed = of_model(lambda: pair((4, WIDTH)), candidate, topology=topology)
+        return ring_of(placed, placed.facts.products[0])
 
     assert ring(WHOLE).seconds == ring(HALVES).seconds == 0
     assert ring(FSDP).seconds == ring(SPLIT).seconds > 0
@@ -184,6 +182,19 @@ def test_gradients_that_end_split_are_made_in_rings_on_few_chips(described):
     assert ring(two).seconds == 0
     many = Candidate((("fsdp", 16),), "fsdp", False, None)
     assert ring(many, Topology.parse("v5e:4x4")).seconds == 0  # told to leave products whole
+
+
+def test_gradients_of_flat_rows_are_summed_and_scattered_at_once():
+    """Rings are for sums over a time or an image too."""
+
+    def ring(shape):
+        model = keras.Sequential([keras.Input(shape), L.Dense(WIDTH, use_bias=False)])
+        model.compile("adam", "mse")
+        placed = of_model(lambda: model, FSDP)
+        return ring_of(placed, placed.facts.products[0])
+
+    assert ring((WIDTH,)).seconds == 0
+    assert ring((4, WIDTH)).seconds > 0
 
 
 def test_features_are_split_alike_whether_weights_are_also_split_over_the_batch():
