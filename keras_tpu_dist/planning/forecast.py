@@ -15,9 +15,11 @@ from keras_tpu_dist.planning.work import output_bytes, part_of, ring_of, table_b
 
 # The compiler's cycles of effort "quick", by which a search decides, over what the bytes would
 # take at the chip's bandwidth: a product's operands, of which it hides a part, whatever else
-# moves, and the optimizer's updates (`python benchmarks/search.py --cycles`, v5e).
+# moves, tables that are laid out anew, and the optimizer's updates
+# (`python benchmarks/search.py --cycles`, v5e).
 _OPERAND_CYCLES = 1.2
 _TRAFFIC_CYCLES = 2.5
+_TABLE_CYCLES = 3.5
 _UPDATE_CYCLES = 1.65
 # Each step reads weights and slots and writes them.
 _STATE_PASSES = 2
@@ -77,10 +79,10 @@ def forecast(
     placed = Placed(facts, tuple(specs), ground, rows / facts.rows)
     again = _computed_again(facts, policy)
     compute = operands = 0.0
-    # Activations, the outputs, and tables with the rows looked up in them.
+    # Activations, the outputs, and the rows looked up in tables.
     whole, held = _kept_bytes(placed, None), _kept_bytes(placed, policy)
     moved = (_ACTIVATION_PASSES + (_PASSES_AGAIN if held < whole else 0)) * whole
-    moved += _OUTPUT_PASSES * output_bytes(placed) + table_bytes(placed)[0] + taken_bytes(placed)
+    moved += _OUTPUT_PASSES * output_bytes(placed) + taken_bytes(placed)
     for product in facts.products:
         part, ring = part_of(placed, product), ring_of(placed, product, again)
         compute += part.forward_s * (1 + again) + part.backward_s + ring.seconds
@@ -89,6 +91,7 @@ def forecast(
     state = _state_bytes(placed)
     updated = _STATE_PASSES * state + _GATHERED_PASSES * _gathered_bytes(placed)
     traffic = _TRAFFIC_CYCLES * moved + _OPERAND_CYCLES * operands + _UPDATE_CYCLES * updated
+    traffic += _TABLE_CYCLES * table_bytes(placed)[0]
     held *= _KEPT_OF_LOOPS if any(map(placed.in_a_loop, facts.products)) else _KEPT
     all_links, exposed = links(placed, again)
     return Forecast(

@@ -66,12 +66,14 @@ def _gathers(placed: Placed, product: Product, weight: int) -> float:
 def _taken(placed: Placed, taken: float, weight: int) -> float:
     """Seconds for rows of a table that is split: each device has some, and they are summed."""
     seconds = 0.0
-    stored = placed.stored(weight)
-    if stored:
-        # The rows of the whole batch, forwards; their gradients are gathered.
-        whole = taken * placed.batches
-        seconds += placed.ground.seconds("all-reduce", whole, stored)
-        seconds += placed.ground.seconds("all-gather", whole, stored)
+    # Where an axis of the batch splits the table, of the whole batch; then each device gets what is
+    # of its own, and backwards the gradients go the other way.
+    whole, data = taken * placed.batches, placed.ground.data_axes
+    rows, columns = ([a for a in axes if a in data] for axes in placed.specs[weight])
+    seconds += placed.ground.seconds("reduce-scatter", whole, rows)
+    seconds += placed.ground.seconds("all-gather", whole, rows)
+    part = whole / placed.ground.ways(columns)
+    seconds += 2 * placed.ground.seconds("all-to-all", part, columns)
     for axes in placed.split(weight):
         seconds += placed.ground.seconds("all-reduce", taken * placed.share, axes)
     return seconds

@@ -197,6 +197,29 @@ def test_gradients_of_flat_rows_are_summed_and_scattered_at_once():
     assert ring((4, WIDTH)).seconds > 0
 
 
+def test_rows_of_a_table_that_is_split_over_the_batch():
+    """Summed and scattered where its rows are split, sent to and fro where its columns are."""
+
+    def build():
+        ids = keras.Input((4,), dtype="int32")
+        model = keras.Model(ids, L.Embedding(8192, 64)(ids))
+        model.compile("adam", "mse")
+        return model
+
+    rows = of_model(build, FSDP)
+    assert rows.specs == ((("fsdp",), ()),)
+    taken, ground = rows.facts.lookups[0].taken_bytes, rows.ground
+    there = ground.seconds("reduce-scatter", taken, ("fsdp",))
+    assert whole_forecast(rows).links_s == there + ground.seconds("all-gather", taken, ("fsdp",))
+
+    both = of_model(build, BOTH)
+    assert both.specs == ((("model",), ("fsdp",)),)
+    ground = both.ground
+    there = ground.seconds("all-to-all", taken / 4, ("fsdp",))
+    summed = ground.seconds("all-reduce", taken / 4, ("model",))
+    assert whole_forecast(both).links_s == pytest.approx(2 * there + summed)
+
+
 def test_features_are_split_alike_whether_weights_are_also_split_over_the_batch():
     whole, both = of_model(pair, HALVES), of_model(pair, BOTH)
     for product in whole.facts.products:
