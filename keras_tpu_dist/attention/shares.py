@@ -82,6 +82,11 @@ def on_shares(
     return _plain(local, (query, key, value), mask, mapped, axes)[:batch]
 
 
+_Call = Callable[..., Any]
+_Arrays = tuple[jax.Array, ...]
+_Mask = jax.Array | None
+
+
 class _Axes:
     """What splits what.
 
@@ -110,13 +115,7 @@ class _Axes:
         return P(*(entry if size > 1 else None for entry, size in zip(entries, mask.shape)))
 
 
-def _plain(
-    local: Callable[..., jax.Array],
-    arrays: tuple[jax.Array, ...],
-    mask: jax.Array | None,
-    mapped: Callable[..., Any],
-    axes: _Axes,
-) -> jax.Array:
+def _plain(local: _Call, arrays: _Arrays, mask: _Mask, mapped: _Call, axes: _Axes) -> jax.Array:
     """Attention in which no query asks for its place in the sequence, unless all are here."""
     _, key, value = arrays
     if axes.time is not None and axes.splits(key):
@@ -135,11 +134,7 @@ def _without_mask(local, query, key, value):
 
 
 def _causal(
-    kernel_of: Callable[..., Any],
-    arrays: tuple[jax.Array, ...],
-    mask: jax.Array | None,
-    mapped: Callable[..., Any],
-    axes: _Axes,
+    kernel_of: _Call, arrays: _Arrays, mask: _Mask, mapped: _Call, axes: _Axes
 ) -> jax.Array:
     """Causal attention, split along time; the mask hides keys, or queries, from all."""
     query, key, value = arrays
