@@ -95,18 +95,21 @@ class Channel:
     def _gathered(self, room: str, what: str, fix: str) -> dict[int, Any]:
         began = time.monotonic()
         wait = _FIRST_WAIT_S
+        asked, why = [], None
         while True:
             here = self.told(room)
             missing = [i for i in range(self._num_processes) if i not in here]
             if not missing:
                 return here
-            why = self.why_not(missing, time.monotonic() - began)
-            if why is not None:
+            # Asked before this look: none of them came and then ended between the two.
+            if why is not None and missing == asked:
                 said = {i: each for i, (each, _) in here.items()}
                 words = _of_failed if why.startswith("failed ") else _apart
                 raise PeerError(words({**said, **dict.fromkeys(missing, why)}, fix))
-            time.sleep(wait)
-            wait = min(2 * wait, _LONGEST_WAIT_S)
+            asked, why = missing, self.why_not(missing, time.monotonic() - began)
+            if why is None:
+                time.sleep(wait)
+                wait = min(2 * wait, _LONGEST_WAIT_S)
 
 
 def _apart(said: dict[int, str], fix: str) -> str:

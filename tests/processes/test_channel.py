@@ -63,6 +63,18 @@ def test_a_failure_is_no_matter_of_order():
     )
 
 
+def test_who_comes_and_then_ends_has_come():
+    store = Store()
+
+    def why_not(missing, waited_s):
+        # Between this process's look at who has come and its look at who has ended.
+        Channel(store, 1, 2).tell("agree/1", ["the rows of the next batches", 7])
+        return "has ended its program"
+
+    channel = Channel(store, 0, 2, why_not)
+    assert channel.agree("the rows of the next batches", "", 5) == [5, 7]
+
+
 def test_agreement_gives_everybodys_values():
     results, store = said_by(["fit"] * 3, calls=4)
     assert results == {i: [[0, 3], [1, 3], [2, 3]] for i in range(3)}

@@ -93,6 +93,8 @@ def test_a_decoder(mesh, layout):
     equal(decoder(), mesh, layout, TOKENS, TARGETS)
 
 
+# Keras's grouped attention hands its query's mask on to its own projections, which know of none.
+@pytest.mark.filterwarnings("ignore:.*'(query|key|value)' .* does not support masking")
 @pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "layout"), CASES, ids=str)
 @pytest.mark.parametrize(
@@ -126,7 +128,7 @@ def test_blocks_scanned_and_computed_again(mesh, remat):
             x = x + self.attention(x, x, use_causal_mask=True)
             return x + self.dense(x)
 
-    def build(scan=True):
+    def build():
         tokens = keras.Input((TIME,), dtype="int32")
         x = kl.Embedding(VOCABULARY, 16)(tokens)
         for number in range(3):
@@ -134,7 +136,8 @@ def test_blocks_scanned_and_computed_again(mesh, remat):
         model = keras.Model(tokens, kl.Dense(VOCABULARY)(x))
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(keras.optimizers.SGD(0.02), loss)
-        return ktd.scan_blocks(model) if scan else model
+        assert ktd.scan_blocks(model).runs
+        return model
 
     equal(build, mesh, "fsdp", TOKENS, TARGETS, remat=remat)
 
