@@ -35,7 +35,10 @@ class Seen(kl.Layer):
 def decoder(masks=False, **options):
     def build():
         tokens = keras.Input((TIME,), dtype="int32")
-        x = kl.Embedding(VOCABULARY, 16, mask_zero=masks)(tokens)
+        # Keras's 0.05 is what a normalization, which follows, blows up: rounding as well.
+        x = kl.Embedding(
+            VOCABULARY, 16, keras.initializers.RandomNormal(stddev=1.0), mask_zero=masks
+        )(tokens)
         for _ in range(2):
             y = kl.LayerNormalization()(x)
             x = x + kl.GroupQueryAttention(4, 4, 2)(y, y, use_causal_mask=True)
@@ -103,15 +106,16 @@ def test_a_decoder(mesh, layout):
 def test_decoders(mesh, layout, options):
     if options.get("run_eagerly") and layout != "fsdp":
         pytest.skip("every operation is compiled alone; one layout is enough")
-    tokens = TOKENS * (RNG.random(TOKENS.shape) > 0.3) if options.get("masks") else TOKENS
+    tokens = TOKENS * (TOKENS % 3 > 0) if options.get("masks") else TOKENS
     equal(decoder(**options), mesh, layout, tokens, TARGETS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "layout"), CASES, ids=str)
 def test_convolutions_and_recurrences(mesh, layout):
-    x = RNG.normal(size=(13, TIME, 6)).astype("float32")
-    equal(frames, mesh, layout, x, RNG.normal(size=(13, 3)).astype("float32"))
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(13, TIME, 6)).astype("float32")
+    equal(frames, mesh, layout, x, rng.normal(size=(13, 3)).astype("float32"))
 
 
 @pytest.mark.slow
