@@ -99,13 +99,16 @@ def test_a_decoder(mesh, layout):
 # Keras's grouped attention hands its query's mask on to its own projections, which know of none.
 @pytest.mark.filterwarnings("ignore:.*'(query|key|value)' .* does not support masking")
 @pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "layout"), CASES, ids=str)
 @pytest.mark.parametrize(
-    "options", [{}, {"masks": True}, {"steps_per_execution": 2}, {"run_eagerly": True}], ids=str
+    ("options", "mesh", "layout"),
+    [({}, mesh, layout) for mesh, layout in CASES]
+    + [({"masks": True}, mesh, "fsdp") for mesh in MESHES]
+    + [({"steps_per_execution": 2}, mesh, "fsdp") for mesh in MESHES]
+    # Every operation is compiled alone.
+    + [({"run_eagerly": True}, MESHES[-1], "fsdp")],
+    ids=str,
 )
-def test_decoders(mesh, layout, options):
-    if options.get("run_eagerly") and layout != "fsdp":
-        pytest.skip("every operation is compiled alone; one layout is enough")
+def test_decoders(options, mesh, layout):
     tokens = TOKENS * (TOKENS % 3 > 0) if options.get("masks") else TOKENS
     equal(decoder(**options), mesh, layout, tokens, TARGETS)
 
