@@ -125,9 +125,30 @@ def tapped(x):
     return L.Add()([x, first, in_a_row(lambda i: Plain(name=f"plain_{i}"), first)])
 
 
+class Leaning(L.Layer):
+    """A block with a layer of its own and one that all blocks share."""
+
+    def __init__(self, shared, **kwargs):
+        super().__init__(**kwargs)
+        self.shared, self.own = shared, L.Dense(WIDTH, "tanh")
+
+    def build(self, shape):
+        for layer in (self.shared, self.own):
+            if not layer.built:
+                layer.build(shape)
+
+    def call(self, x):
+        return x + self.own(self.shared(x))
+
+
+def sharing(x):
+    shared = L.Dense(WIDTH, name="shared")
+    return in_a_row(lambda i: Leaning(shared, name=f"block_{i}"), x)
+
+
 MODELS = (
     *(dense, convolution, attention, grouped, again, subclassed, losing, low_rank),
-    *(frozen, tapped),
+    *(frozen, tapped, sharing),
 )
 
 
@@ -171,9 +192,10 @@ CASES = [
     (frozen, "data8", {}),
     (tapped, "fsdp", {}),
     (tapped, "none", {}),
+    (sharing, "fsdp", {"forward": True}),
 ]
 # A sample, 10 s each; `python tests/memory/test_scan_blocks.py` compares all of them.
-SLOW = [CASES[i] for i in (4, 7, 10)]
+SLOW = [CASES[i] for i in (4, 7, 10, 16)]
 
 
 def in_parts(found, expected):
@@ -211,6 +233,25 @@ def test_mixed_precision():
     keras.config.set_dtype_policy("mixed_bfloat16")
     plain, loop = (trained(dense, scan, MESHES["fsdp"](), forward=True) for scan in (False, True))
     assert largest_difference(*in_parts(loop, plain)) <= 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scan", [(True, False), (False, True), (True, True)], ids=str)
+def test_a_checkpoint_of_a_loop_goes_on_block_by_block_and_back(tmp_path, scan):
+    x, y = sequences()
+    options = {"batch_size": 5, "shuffle": False, "verbose": 0}
+    straight = built(lambda: classifier(in_plain_blocks), None)
+    straight.fit(x, y, epochs=4, **options)
+    for first, mesh, epochs in zip(scan, ("fsdp", "tensor"), (2, 4)):
+        model = built(lambda: classifier(in_plain_blocks), MESHES[mesh](), seed=epochs // 2)
+        assert not first or ktd.scan_blocks(model).runs
+        saved = ktd.callbacks.Checkpoint(tmp_path, every_epochs=1)
+        model.fit(x, y, epochs=epochs, callbacks=[saved], **options)
+    assert largest_difference(model.get_weights(), straight.get_weights()) <= 1e-5
+
+
+def in_plain_blocks(x):
+    return in_a_row(lambda i: Leaning(L.LayerNormalization(), name=f"block_{i}"), x)
 
 
 def other_cases():
