@@ -42,11 +42,13 @@ class Plan:
         name: The plan's name; for `"auto"` also what it chose and why.
         decisions: For each variable its path, shape and decision.
         outputs: From a layer's path to the layout of its output.
+        keeps_all: Whether the plan is to replicate everything.
     """
 
     name: str
     decisions: tuple[tuple[str, tuple[int, ...], Decision], ...]
     outputs: dict[str, Axes] = field(default_factory=dict)
+    keeps_all: bool = False
     _by_id: dict[int, Decision] = field(default_factory=dict, repr=False, compare=False)
 
     def decision(self, variable: Any) -> Decision | None:
@@ -59,11 +61,6 @@ class Plan:
             The decision, or `None` for a variable that the plan does not know.
         """
         return self._by_id.get(id(variable))
-
-    @property
-    def keeps_all(self) -> bool:
-        """Whether the plan is to replicate everything."""
-        return self.name.startswith("auto, replicated")
 
     def rules(self) -> LayoutRules:
         """The plan as plain rules, to print, edit and pass back as `layout=`.
@@ -97,8 +94,8 @@ class Planner:
             dimension that divides, over the data axes. `"tensor_parallel"`: kernels in column and
             row pairs, attention by heads, embeddings by vocabulary or width, convolutions by
             channels, experts by expert, recurrent kernels by gates, over the axes that do not
-            split the batch. `"auto"`: replicated if the training state fits, else fsdp, else
-            both, with the axes that the mesh has.
+            split the batch. `"auto"`: tensor_parallel over these, if the mesh has any, and
+            fsdp over the data axes, if the training state does not fit without.
         min_size: Elements from which on a variable is worth splitting.
         memory_bytes: Memory of a device, for `"auto"`. Defaults to what the device says, else to
             that of a v5e chip.
@@ -176,24 +173,24 @@ class Planner:
             The plan; each layout in it divides its variable.
         """
         variables = _weights(model)
-        stored = state_axes(mesh, data_axes)
-        kind, name = self._resolved(variables, mesh, data_axes)
+        stored, model_axes = state_axes(mesh, data_axes), _model_axes(mesh, data_axes)
         tensor: dict[int, Decision] = {}
-        if kind in ("tensor_parallel", "both"):
-            model_axes = _model_axes(mesh, data_axes)
+        if self.kind != "fsdp" and model_axes:
             tensor = TensorPlan(model, mesh, model_axes, self.min_size).decisions
+        chosen, name = self._chosen(variables, tensor, mesh, stored)
         by_id = {}
         for variable in variables:
             decision = tensor.get(id(variable))
-            if kind in ("fsdp", "both"):
+            if "fsdp" in chosen:
                 decision = self._spread(variable.shape, decision, mesh, stored)
             elif decision is None:
-                decision = Decision((), f"{name}: replicated: {_no_rule(kind)}")
+                why = "no rule for this layer class" if chosen else "the state fits on one device"
+                decision = Decision((), f"{name}: replicated: {why}")
             by_id[id(variable)] = decision
         rows = tuple((v.path, tuple(v.shape), by_id[id(v)]) for v in variables)
-        lies_split = kind in ("fsdp", "both") or sequence_axis(mesh, data_axes) is not None
+        lies_split = "fsdp" in chosen or sequence_axis(mesh, data_axes) is not None
         outputs = block_outputs(model, mesh, data_axes) if lies_split else {}
-        return Plan(name, rows, outputs, by_id)
+        return Plan(name, rows, outputs, not chosen, by_id)
 
     def before_build(self, shape: Sequence[int], mesh: Mesh, data_axes: Sequence[str]) -> Decision:
         """Where a variable is created, before its model and so its plan is known.
@@ -213,22 +210,18 @@ class Planner:
         }[self.kind]
         return self._spread(shape, None, mesh, axes)
 
-    def _resolved(self, variables, mesh, data_axes) -> tuple[str, str]:
+    def _chosen(self, variables, tensor, mesh, stored) -> tuple[tuple[str, ...], str]:
+        """The plans that are made, and the name that says so."""
         if self.kind != "auto":
-            return self.kind, self.kind
-        limit = self.memory_bytes or _device_memory(mesh)
-        room = limit * _STATE_FRACTION
-        state = sum(_state_bytes(v) for v in variables)
-        shards = math.prod(mesh.shape[name] for name in state_axes(mesh, data_axes))
-        needs = f"state of {state / 1e9:.3g} GB, {room / 1e9:.3g} GB of room per device"
-        if state <= room:
-            return "replicate", f"auto, replicated ({needs})"
-        model_axes = _model_axes(mesh, data_axes)
-        if shards > 1 and (state / shards <= room or not model_axes):
-            return "fsdp", f"auto, fsdp ({needs})"
-        if shards == 1:
-            return "tensor_parallel", f"auto, tensor_parallel ({needs})"
-        return "both", f"auto, tensor_parallel and fsdp ({needs})"
+            return (self.kind,), self.kind
+        room = (self.memory_bytes or _device_memory(mesh)) * _STATE_FRACTION
+        state = sum(_state_bytes(v) / _ways(mesh, tensor.get(id(v))) for v in variables)
+        plans = ["tensor_parallel"] if len(mesh.axis_names) > len(stored) else []
+        already = " after that" if plans else ""
+        if state > room and math.prod(mesh.shape[name] for name in stored) > 1:
+            plans.append("fsdp")
+        needs = f"state of {state / 1e9:.3g} GB{already}, {room / 1e9:.3g} GB of room per device"
+        return tuple(plans), f"auto, {' and '.join(plans) or 'replicated'} ({needs})"
 
     def _spread(self, shape, decision: Decision | None, mesh, data_axes) -> Decision:
         """Adds the data axes to the largest dimension that divides by them."""
@@ -318,8 +311,8 @@ def _weights(model) -> list:
     return [*model.trainable_variables, *model.non_trainable_variables]
 
 
-def _no_rule(kind: str) -> str:
-    return "the state fits on one device" if kind == "replicate" else "no rule for this layer class"
+def _ways(mesh, decision: Decision | None) -> int:
+    return 1 if decision is None else split_ways(mesh, decision.axes)
 
 
 def _state_bytes(variable) -> int:

@@ -330,13 +330,13 @@ def test_quantized_and_lora_weights_follow_their_base(mode):
         assert found[f"{names[1]}/lora_kernel_a"] == ROW
 
 
-def test_auto_takes_the_smallest_change_that_fits():
+def test_auto_uses_every_model_axis_and_fsdp_where_it_must():
     model = functional(lambda x: L.Dense(64)(L.Dense(256)(x)), (64,))
     state = 4 * 4 * sum(math.prod(v.shape) for v in model.variables)
     cases = [
-        ((4, 2), 4 * state, "auto, replicated", False, False),
-        ((4, 2), state, "auto, fsdp", True, False),
+        ((4, 2), 2 * state, "auto, tensor_parallel", False, True),
         ((4, 2), state // 4, "auto, tensor_parallel and fsdp", True, True),
+        ((4,), 2 * state, "auto, replicated", False, False),
         ((4,), state // 100, "auto, fsdp", True, False),
         ((1, 8), state, "auto, tensor_parallel", False, True),
     ]
