@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from keras_tpu_dist.hlo.parse import Computation, Instruction, Program
-from keras_tpu_dist.hlo.wire import Groups, Wire, bandwidth_of, sent_bytes
+from keras_tpu_dist.hlo.wire import Groups, Wire, seconds_of, sent_bytes
 
 KINDS = (
     "all-reduce",
@@ -37,7 +37,7 @@ class Collective:
         asynchronous: Whether the compiler overlaps it with other work.
         network: `"ICI"` within a slice, `"DCN"` between slices.
         sent_bytes: Bytes one device sends, once.
-        seconds: Time of one run at the links' full speed; 0 where the links are unknown.
+        seconds: Least time of one run by what its links carry; 0 where they are unknown.
     """
 
     kind: str
@@ -260,7 +260,7 @@ def describe(
     size = 2 if kind == "collective-permute" else len(groups[0])
     whole = operands * size if kind == "all-gather" else operands
     sent = sent_bytes(kind, whole, size)
-    network, bandwidth = bandwidth_of(wire, groups)
+    network, seconds = seconds_of(wire, kind, whole, groups)
     axes: tuple[str, ...]
     if kind == "collective-permute":
         axes = tuple(dict.fromkeys(a for g in groups for a in mesh_axes((g,), wire.axes)))
@@ -279,5 +279,5 @@ def describe(
         asynchronous=asynchronous,
         network=network,
         sent_bytes=sent,
-        seconds=sent / bandwidth if bandwidth else 0.0,
+        seconds=seconds,
     )

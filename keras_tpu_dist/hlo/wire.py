@@ -9,11 +9,10 @@ import numpy as np
 
 from keras_tpu_dist.hardware.compile_only import CompileOnlyDevice
 from keras_tpu_dist.hardware.topology import Topology
+from keras_tpu_dist.hlo.cuts import Groups, seconds_per_byte
 
 # "the die-to-die interface is six times faster than a 1D ICI link", cloud.google.com/tpu/docs/tpu7x
 _ON_CHIP_LINKS = 6
-
-Groups = tuple[tuple[int, ...], ...]
 
 
 # compared by identity, so that caching by it stays cheap for thousands of devices
@@ -102,26 +101,51 @@ def seconds_over(wire: Wire, kind: str, whole: float, axes: Sequence[str]) -> fl
         Seconds; 0 where the links are unknown.
     """
     names = tuple(name for name, size in wire.axes if name in axes and size > 1)
-    if not names:
-        return 0.0
-    group = _group_over(wire, names)
-    bandwidth = bandwidth_of(wire, (group,))[1]
-    return sent_bytes(kind, int(whole), len(group)) / bandwidth if bandwidth else 0.0
+    return seconds_of(wire, kind, whole, _groups_over(wire, names))[1] if names else 0.0
 
 
 @functools.lru_cache(maxsize=1024)
-def _group_over(wire: Wire, names: tuple[str, ...]) -> tuple[int, ...]:
-    positions = np.arange(wire.size).reshape([size for _, size in wire.axes])
-    first = tuple(slice(None) if name in names else 0 for name, _ in wire.axes)
-    return tuple(int(i) for i in positions[first].flat)
+def _groups_over(wire: Wire, names: tuple[str, ...]) -> Groups:
+    sizes = [size for _, size in wire.axes]
+    crossed = [i for i, (name, _) in enumerate(wire.axes) if name in names]
+    kept = [i for i in range(len(sizes)) if i not in crossed]
+    rows = np.arange(wire.size).reshape(sizes).transpose([*kept, *crossed])
+    return tuple(map(tuple, rows.reshape(-1, math.prod(sizes[i] for i in crossed)).tolist()))
+
+
+def seconds_of(wire: Wire, kind: str, whole: float, groups: Groups) -> tuple[str, float]:
+    """The network that groups talk over, and the least time that their collective takes there.
+
+    Args:
+        wire: The mesh.
+        kind: `"all-reduce"` and so on.
+        whole: Bytes of the whole array: what is reduced, or what is gathered.
+        groups: Who takes part together, all at once; for a permute, the pairs.
+
+    Returns:
+        `"ICI"` or `"DCN"`, and seconds; 0 where the links are unknown. What a device sends over
+        its own links, or, if that is more, what all groups send over links that they share.
+    """
+    network, bandwidth = bandwidth_of(wire, groups)
+    if not bandwidth:
+        return network, 0.0
+    seconds = sent_bytes(kind, int(whole), len(groups[0])) / bandwidth
+    shared = whole * _shared(wire, kind, groups) if network == "ICI" else 0.0
+    return network, max(seconds, shared)
+
+
+@functools.lru_cache(maxsize=1024)
+def _shared(wire: Wire, kind: str, groups: Groups) -> float:
+    topology = wire.topology
+    return 0.0 if topology is None else seconds_per_byte(topology, wire.devices, kind, groups)
 
 
 @functools.lru_cache(maxsize=1024)
 def bandwidth_of(wire: Wire, groups: Groups) -> tuple[str, float]:
     """The network a group uses and the bytes per second one of its devices can send on it.
 
-    The best case, so that times are lower bounds: every torus dimension that the group extends
-    along gives two links if it closes to a ring, else one.
+    The best case, so that times are lower bounds: no other group uses its links, and every torus
+    dimension that it extends along gives two if it closes to a ring, else one.
 
     Args:
         wire: The mesh.

@@ -19,6 +19,7 @@ from keras_tpu_dist.hardware import libtpu
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.hlo import collectives, cost, layers, loops
 from keras_tpu_dist.hlo.parse import Shape, parse, shapes_of
+from keras_tpu_dist.hlo.wire import bandwidth_of, sent_bytes
 
 
 def _text(function, *arguments):
@@ -388,20 +389,20 @@ def test_times_on_the_links():
     wire = hlo.Wire.of({"data": 16, "model": 16}, v5e.device_grid()[0, :, :, 0, 0].flat, v5e)
     groups = collectives.replica_groups("[16,16]<=[256]", 256)
     # a ring of 16 closes: two links each way
-    assert collectives.bandwidth_of(wire, groups) == ("ICI", 2 * 50e9)
+    assert bandwidth_of(wire, groups) == ("ICI", 2 * 50e9)
     half = tuple(g[:8] for g in groups)
-    assert collectives.bandwidth_of(wire, half) == ("ICI", 50e9)
-    assert collectives.bandwidth_of(wire, (tuple(range(256)),)) == ("ICI", 4 * 50e9)
+    assert bandwidth_of(wire, half) == ("ICI", 50e9)
+    assert bandwidth_of(wire, (tuple(range(256)),)) == ("ICI", 4 * 50e9)
     joined = Topology.parse("2*v5e:2x4")
     wire = hlo.Wire.of({"slice": 2, "data": 8}, joined.devices(), joined)
     across = collectives.replica_groups("[8,2]<=[2,8]T(1,0)", 16)
-    assert collectives.bandwidth_of(wire, across) == ("DCN", joined.dcn_bandwidth)
+    assert bandwidth_of(wire, across) == ("DCN", joined.dcn_bandwidth)
     assert wire.crossing_axes() == ("slice",)
     assert wire.first_slice == tuple(range(8))
-    assert collectives.sent_bytes("all-reduce", 800, 4) == 1200
-    assert collectives.sent_bytes("all-gather", 800, 4) == 600
-    assert collectives.sent_bytes("collective-permute", 800, 2) == 800
-    assert collectives.sent_bytes("all-reduce", 800, 1) == 0
+    assert sent_bytes("all-reduce", 800, 4) == 1200
+    assert sent_bytes("all-gather", 800, 4) == 600
+    assert sent_bytes("collective-permute", 800, 2) == 800
+    assert sent_bytes("all-reduce", 800, 1) == 0
 
 
 _KERNEL = """
