@@ -3,6 +3,7 @@
     python benchmarks/maxtext.py                       # 16B, 32B, 64B and 128B
     python benchmarks/maxtext.py 16B --effort quick
     python benchmarks/maxtext.py 16B --rows 4 --remat dots
+    python benchmarks/maxtext.py 16B --search          # under what `ktd.search` chooses
 
 The whole train step, all layers, mixed_bfloat16, Adam, 2048 tokens a row, on v5e:16x16. Shapes and
 recomputation are those of MaxText's scripts, whose `global_parameter_scale` doubles heads and MLP,
@@ -16,7 +17,9 @@ References:
 """
 
 import argparse
-from dataclasses import dataclass
+import functools
+import sys
+from dataclasses import dataclass, replace
 
 import keras_tpu_dist as ktd  # first: it selects Keras's JAX backend
 
@@ -24,6 +27,8 @@ import keras_tpu_dist as ktd  # first: it selects Keras's JAX backend
 import keras
 
 from keras_tpu_dist.common.text import size_text
+from keras_tpu_dist.hardware.topology import Topology
+from keras_tpu_dist.planning.candidates import Candidate
 
 L = keras.layers
 TOPOLOGY, CHIPS, TIME, VOCABULARY, HEAD = "v5e:16x16", 256, 2048, 32_000, 128
@@ -48,7 +53,16 @@ SHAPES = {
     "128B": Shape(8192, 128, 57_344, 64, rows=1, published=0.561),
 }
 HEADER = (
-    *("model", "parameters", "rows a chip", "remat", "fits", "memory at one time", "step", "MFU"),
+    *(
+        "model",
+        "parameters",
+        "rows a chip",
+        "strategy",
+        "fits",
+        "memory at one time",
+        "step",
+        "MFU",
+    ),
     *("published", "not overlapped", "compile", "compile CPU", "compiler's memory"),
 )
 
@@ -95,12 +109,17 @@ def decoder(shape: Shape, layers: int):
     return model
 
 
-def measured(shape: Shape, layers: int, rows: int, remat, effort: str) -> ktd.DryRun:
-    """The dry run of a train step."""
-    strategy = ktd.TPUStrategy(layout="fsdp", topology=TOPOLOGY, remat=remat)
-    return ktd.dry_run(
-        lambda: decoder(shape, layers), strategy, batch_size=rows * CHIPS, effort=effort
+def chosen(shape: Shape, layers: int, rows: int, compilations: int) -> Candidate:
+    """What `ktd.search` chooses of all meshes, plans and policies, having said what it tried."""
+    found = ktd.search(
+        lambda: decoder(shape, layers),
+        TOPOLOGY,
+        batch_size=rows * CHIPS,
+        compilations=compilations,
+        budget_s=3600.0,
     )
+    print(replace(found, others=found.others[:5]), file=sys.stderr, flush=True)
+    return found.best.candidate
 
 
 def main():
@@ -109,21 +128,31 @@ def main():
     arguments.add_argument("models", nargs="*", default=[*SHAPES])
     arguments.add_argument("--effort", default="exact")
     arguments.add_argument("--rows", type=int, help="rows a chip; default: as in the script")
-    arguments.add_argument("--remat", default="full")
+    arguments.add_argument("--remat", default="full", help="'' for none")
     arguments.add_argument("--layers", type=int, help="default: all")
+    arguments.add_argument("--search", action="store_true", help="instead of fsdp and --remat")
+    arguments.add_argument("--compilations", type=int, default=8, help="of a search")
     arguments.add_argument("--full", action="store_true", help="print the dry runs as well")
     asked = arguments.parse_args()
     print("| " + " | ".join(HEADER) + " |\n|" + " --- |" * len(HEADER))
     for name in asked.models:
         shape = SHAPES[name]
         rows = asked.rows or shape.rows
-        remat = None if asked.remat == "none" else asked.remat
-        run = measured(shape, asked.layers or shape.layers, rows, remat, asked.effort)
+        layers = asked.layers or shape.layers
+        candidate = Candidate((("fsdp", CHIPS),), "fsdp", False, asked.remat or None)
+        if asked.search:
+            candidate = chosen(shape, layers, rows, asked.compilations)
+        run = ktd.dry_run(
+            functools.partial(decoder, shape, layers),
+            candidate.strategy(Topology.parse(TOPOLOGY)),
+            batch_size=rows * CHIPS,
+            effort=asked.effort,
+        )
         if asked.full or run.estimate is None:
             print(run)
         times = run.estimate
         cells = [
-            *(name, f"{run.parameters / 1e9:.1f} G", rows, asked.remat, run.fits),
+            *(name, f"{run.parameters / 1e9:.1f} G", rows, candidate, run.fits),
             *(size_text(run.peak_bytes), f"{times.step:.2f} s" if times else ""),
             *(f"{run.mfu:.1%}" if run.mfu else "", f"{shape.published:.1%}"),
             f"{times.exposed_link / times.step:.1%}" if times else "",

@@ -7,7 +7,10 @@ import importlib.metadata
 import json
 import logging
 import os
+import re
 import tempfile
+import time
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,9 @@ logger = logging.getLogger("keras_tpu_dist")
 
 _MOST_BYTES = 2**30
 _SUFFIX = ".json.gz"
+# A folder may hold other files, which are nobody's to remove.
+_OWN = re.compile(r"[0-9a-f]{64}" + re.escape(_SUFFIX))
+_PART, _PART_OF_A_KILLED_PROCESS_S = "compilation-", 24 * 3600.0
 # What else decides what is compiled: the compilers, and how they are called.
 _PACKAGES = ("keras_tpu_dist", "jax", "jaxlib", "libtpu")
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
@@ -53,7 +59,11 @@ class Cache:
         if cache is False:
             return None
         if cache is True:
-            return cls(Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "keras_tpu_dist"))
+            folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+            if folder.startswith("~"):
+                logger.warning("compilations are not kept: this user has no home; give cache=...")
+                return None
+            return cls(Path(folder, "keras_tpu_dist"))
         if isinstance(cache, (str, os.PathLike)) and str(cache):
             return cls(cache)
         raise ValueError(
@@ -76,12 +86,12 @@ class Cache:
             if entry["key"] != key:
                 raise ValueError("it is of another program")
             os.utime(path)
+            return entry["value"]
         except FileNotFoundError:
             return None
-        except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        except (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error) as error:
             logger.info("%s cannot be read, so that is compiled again: %s", path, error)
             return None
-        return entry["value"]
 
     def put(self, key: str, value: Mapping[str, Any]) -> None:
         """Keeps something, all of it or nothing.
@@ -93,7 +103,7 @@ class Cache:
         data = gzip.compress(json.dumps({"key": key, "value": value}).encode(), 1, mtime=0)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            file, part = tempfile.mkstemp(dir=self.folder, suffix=".part")
+            file, part = tempfile.mkstemp(dir=self.folder, prefix=_PART)
             try:
                 with os.fdopen(file, "wb") as opened:
                     opened.write(data)
@@ -110,10 +120,14 @@ class Cache:
 
     def _shrink(self) -> None:
         found = []
-        for path in self.folder.glob("*" + _SUFFIX):
+        forgotten = (time.time() - _PART_OF_A_KILLED_PROCESS_S) * 1e9
+        for path in self.folder.iterdir():
             with contextlib.suppress(FileNotFoundError):  # another process may have removed it
                 status = path.stat()
-                found.append((status.st_mtime_ns, status.st_size, path))
+                if path.name.startswith(_PART) and status.st_mtime_ns < forgotten:
+                    path.unlink()
+                if _OWN.fullmatch(path.name):
+                    found.append((status.st_mtime_ns, status.st_size, path))
         left = sum(size for _, size, _ in found)
         for _, size, path in sorted(found):
             if left <= self.most_bytes:
@@ -134,8 +148,18 @@ def key_of(job: Mapping[str, Any]) -> str:
         "worker": hashlib.sha256(Path(worker.__file__).read_bytes()).hexdigest(),
         "versions": {name: _version(name) for name in _PACKAGES},
         "variables": {name: os.environ.get(name) for name in _VARIABLES},
+        "compiler": _compiler_of(os.environ.get("TPU_LIBRARY_PATH")),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _compiler_of(path: str | None) -> list[Any] | None:
+    """What tells a library that JAX is told to load apart from others at its place."""
+    try:
+        status = os.stat(path) if path else None
+    except OSError:
+        return [path]
+    return None if status is None else [path, status.st_size, status.st_mtime_ns]
 
 
 def _version(name: str) -> str | None:

@@ -111,6 +111,8 @@ def _read(jaxpr: Any, names: dict[Any, Source], times: int, found: list[Product 
             _read_scan(equation, sources, times, found)
         elif name == "cond":
             _read_branches(equation, sources, times, found)
+        elif name == "while":
+            _read_while(equation, sources, times, found)
         elif name in _SAME or name in ("transpose", "reshape"):
             if sources and sources[0] is not None:
                 names[equation.outvars[0]] = _moved(equation, sources[0])
@@ -169,7 +171,9 @@ def _convolution(equation: Any, sources: list, times: int) -> Product:
     kernel, out = equation.invars[1].aval, equation.outvars[0].aval
     _, features_in, *window = numbers.rhs_spec
     taps = math.prod(kernel.shape[i] for i in window) * kernel.shape[features_in]
-    flops = 2.0 * math.prod(out.shape) * taps
+    # Of a transposed convolution most places of a window are zeros that were put in between.
+    zeros = math.prod(equation.params["lhs_dilation"])
+    flops = 2.0 * math.prod(out.shape) * taps / zeros
     product = _product(equation, flops, sources[1], 1, (features_in,), times)
     return replace(product, taps=math.prod(kernel.shape[i] for i in window))
 
@@ -191,6 +195,13 @@ def _read_scan(equation: Any, sources: list, times: int, found: list[Product | L
     pairs = zip(body.invars[:constants], sources[:constants])
     inner = {v: source for v, source in pairs if source is not None}
     _read(body, inner, times * _length(equation, body), found)
+
+
+def _read_while(equation: Any, sources: list, times: int, found: list[Product | Lookup]) -> None:
+    body, constants = opened(equation.params["body_jaxpr"]), equation.params["body_nconsts"]
+    before = len(sources) - len(body.invars)
+    pairs = zip(body.invars[:constants], sources[before:])
+    _read(body, {v: source for v, source in pairs if source is not None}, times, found)
 
 
 def _length(equation: Any, body: Any) -> int:

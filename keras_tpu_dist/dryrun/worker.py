@@ -7,6 +7,7 @@ dict; RESULT is written as a pickled dict, whatever becomes of the compilation. 
 process to outlive in no case; PIPE is one that it holds open and never writes to.
 """
 
+import contextvars
 import ctypes
 import os
 import pickle
@@ -19,6 +20,10 @@ import time
 from collections.abc import Mapping
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+# Ends the compilations of this context once it is set: an interrupt reaches only the main thread.
+STOP: contextvars.ContextVar[threading.Event | None] = contextvars.ContextVar("stop", default=None)
+_LOOKS_S = 0.2
 
 
 def run(
@@ -34,7 +39,7 @@ def run(
         timeout: Seconds after which it is stopped.
 
     Returns:
-        Its exit code, or `None` if it took too long and was stopped.
+        Its exit code, or `None` if it took too long, or `STOP` was set, and was stopped.
     """
     # -P: the script's own folder must not hide packages of the same names
     command = [sys.executable, "-P", __file__, job_path, result_path, str(os.getpid())]
@@ -46,11 +51,20 @@ def run(
         ) as process,
     ):
         try:
-            return process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            return None
+            return _waited(process, timeout)
         finally:  # an interrupt included
             process.kill()
+
+
+def _waited(process: subprocess.Popen, timeout: float) -> int | None:
+    stop, until = STOP.get(), time.monotonic() + timeout
+    while (left := until - time.monotonic()) > 0:
+        try:
+            return process.wait(left if stop is None else min(left, _LOOKS_S))
+        except subprocess.TimeoutExpired:
+            if stop is not None and stop.is_set():
+                break
+    return None
 
 
 def main(job_path: str, result_path: str, parent: str) -> None:

@@ -129,9 +129,25 @@ def seconds_of(wire: Wire, kind: str, whole: float, groups: Groups) -> tuple[str
     network, bandwidth = bandwidth_of(wire, groups)
     if not bandwidth:
         return network, 0.0
+    if network == "DCN":
+        return network, _sent_to_slices(wire, kind, whole, groups[0]) / bandwidth
     seconds = sent_bytes(kind, int(whole), len(groups[0])) / bandwidth
-    shared = whole * _shared(wire, kind, groups) if network == "ICI" else 0.0
-    return network, max(seconds, shared)
+    return network, max(seconds, whole * _shared(wire, kind, groups))
+
+
+def _sent_to_slices(wire: Wire, kind: str, whole: float, group: tuple[int, ...]) -> float:
+    """Bytes that the devices of one slice send to others, together with what others also have.
+
+    Sums are made and arrays gathered within a slice first. What is sent from each to each, or from
+    one to one, is a device's own: all of a slice send theirs.
+    """
+    slices = len({wire.devices[i].slice_index for i in group})
+    per_slice = len(group) / slices
+    if kind in ("all-to-all", "ragged-all-to-all"):
+        return per_slice * whole * (len(group) - per_slice) / len(group)
+    if kind == "collective-permute":
+        return per_slice * whole
+    return sent_bytes(kind, int(whole), slices)
 
 
 @functools.lru_cache(maxsize=1024)

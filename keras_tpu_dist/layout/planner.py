@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from keras_tpu_dist.common.errors import message
@@ -97,7 +98,7 @@ class Planner:
             split the batch. `"auto"`: tensor_parallel over these, if the mesh has any, and
             fsdp over the data axes, if the training state does not fit without.
         min_size: Elements from which on a variable is worth splitting.
-        memory_bytes: Memory of a device, for `"auto"`. Defaults to what the device says, else to
+        memory_bytes: Memory of a device, for `"auto"`. Defaults to what the device has, else to
             that of a v5e chip.
 
     Raises:
@@ -322,9 +323,13 @@ def _state_bytes(variable) -> int:
 
 
 def _device_memory(mesh) -> int:
+    """What a device may use: the same in all processes, which must choose the same plan."""
     device = mesh.devices.flat[0]
-    if isinstance(device, CompileOnlyDevice):
-        chip = of_kind(device.device_kind)
-        return _MEMORY_WHERE_UNKNOWN if chip is None else chip.device_hbm_bytes
-    stats = device.memory_stats() if device.platform in ("tpu", "gpu", "cuda") else None
+    if (chip := of_kind(device.device_kind)) is not None:
+        return chip.device_hbm_bytes
+    if isinstance(device, CompileOnlyDevice) or device.platform not in ("tpu", "gpu", "cuda"):
+        return _MEMORY_WHERE_UNKNOWN
+    # Only a process's own devices tell.
+    own = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
+    stats = own[0].memory_stats() if own else None
     return (stats or {}).get("bytes_limit", _MEMORY_WHERE_UNKNOWN)

@@ -130,6 +130,18 @@ class Placed:
         """The weights in which rows are looked up."""
         return frozenset(lookup.weight for lookup in self.facts.lookups)
 
+    def columns(self, index: int) -> Side:
+        """The columns of a table's rows; of a vector none.
+
+        Args:
+            index: Which weight.
+        """
+        shape, axes = self.facts.weights[index].shape, self.specs[index]
+        if len(shape) < 2:
+            return Side(0, 1)
+        ways = self.ground.ways(axes[-1])
+        return Side(shape[-1] / ways, ways)
+
     def in_a_loop(self, product: Product) -> bool:
         """Whether a product runs in a loop, not once on each device.
 

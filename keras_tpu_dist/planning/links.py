@@ -69,7 +69,9 @@ def _taken(placed: Placed, taken: float, weight: int) -> float:
     # Where an axis of the batch splits the table, of the whole batch; then each device gets what is
     # of its own, and backwards the gradients go the other way.
     whole, data = taken * placed.batches, placed.ground.data_axes
-    rows, columns = ([a for a in axes if a in data] for axes in placed.specs[weight])
+    first, *others = placed.specs[weight]
+    rows = [axis for axis in first if axis in data]
+    columns = [axis for axes in others for axis in axes if axis in data]
     seconds += placed.ground.seconds("reduce-scatter", whole, rows)
     seconds += placed.ground.seconds("all-gather", whole, rows)
     part = whole / placed.ground.ways(columns)

@@ -264,8 +264,9 @@ def _forecasts(
     """The model's name, and all candidates, the most promising first."""
     devices = topology.num_devices
     chosen = list(candidates(devices, topology) if among is None else among)
-    base = TPUStrategy({"data": devices}, topology=topology)
     rows = devices if batch_size is None else batch_size
+    parts = max(i for i in range(1, devices + 1) if devices % i == 0 and i <= rows)
+    base = TPUStrategy({"data": parts, "model": devices // parts}, topology=topology)
     found = []
     with describing(build, base, given, rows) as model:
         policies = sorted({*POLICIES[:1], *(c.remat for c in chosen)}, key=str)

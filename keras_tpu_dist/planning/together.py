@@ -1,13 +1,21 @@
 """Several compilations at a time, each in a process of its own."""
 
+import contextlib
+import contextvars
 import os
+import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import Any
+
+from keras_tpu_dist.dryrun import worker
 
 # A compilation takes one processor, and less than 1 GiB for the models of benchmarks/search.py.
 _MEMORY_OF_ONE = 4 * 2**30
+_CONTAINER = Path("/sys/fs/cgroup")
 
 
 def compiled_together(
@@ -34,7 +42,7 @@ def compiled_together(
     """
     results: list[Any] = []
     number = at_once()
-    with ThreadPoolExecutor(number) as pool:
+    with ThreadPoolExecutor(number) as pool, _ending_together(results):
         running: set[Future] = set()
         for tried in chosen:
             if len(running) >= number:
@@ -46,10 +54,27 @@ def compiled_together(
             if isinstance(lowered, type(tried)):
                 results.append(lowered)
                 continue
-            results.append(pool.submit(compile_, tried, lowered))
+            results.append(pool.submit(contextvars.copy_context().run, compile_, tried, lowered))
             running.add(results[-1])
         done = [r.result() if isinstance(r, Future) else r for r in results]
     return done, list(chosen[len(done) :])
+
+
+@contextlib.contextmanager
+def _ending_together(results: list[Any]) -> Iterator[None]:
+    """An interrupt or an error ends what is being compiled, and what waits for its turn."""
+    stop = threading.Event()
+    token = worker.STOP.set(stop)
+    try:
+        yield
+    except BaseException:
+        stop.set()
+        for result in results:
+            if isinstance(result, Future):
+                result.cancel()
+        raise
+    finally:
+        worker.STOP.reset(token)
 
 
 def at_once() -> int:
@@ -58,7 +83,7 @@ def at_once() -> int:
         processors = len(os.sched_getaffinity(0))
     else:
         processors = os.cpu_count() or 1
-    return max(1, min(processors, available_memory() // _MEMORY_OF_ONE))
+    return max(1, min(processors, container_processors(), available_memory() // _MEMORY_OF_ONE))
 
 
 def available_memory() -> int:
@@ -66,6 +91,33 @@ def available_memory() -> int:
     try:
         with open("/proc/meminfo") as file:
             fields = dict(line.split(":", 1) for line in file)
-        return int(fields["MemAvailable"].split()[0]) * 1024
+        return min(int(fields["MemAvailable"].split()[0]) * 1024, _container_memory())
     except (OSError, KeyError, ValueError):
         return 0
+
+
+def container_processors() -> int:
+    """Processors that a container may use at a time, as many as one likes where none is set.
+
+    References:
+        - https://docs.kernel.org/admin-guide/cgroup-v2.html
+    """
+    quota, period = _said("cpu.max", "max 1").split()
+    return sys.maxsize if quota == "max" else max(1, int(quota) // int(period))
+
+
+def _container_memory() -> int:
+    limit = _said("memory.max", "max").strip()
+    if limit == "max":
+        return sys.maxsize
+    fields = dict(line.split() for line in _said("memory.stat", "").splitlines())
+    # Files that were read a while ago make room.
+    used = int(_said("memory.current", "0")) - int(fields.get("inactive_file", 0))
+    return max(0, int(limit) - used)
+
+
+def _said(name: str, otherwise: str) -> str:
+    try:
+        return (_CONTAINER / name).read_text()
+    except OSError:
+        return otherwise

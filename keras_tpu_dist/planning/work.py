@@ -144,9 +144,8 @@ def table_bytes(placed: Placed) -> tuple[float, float]:
     """
     moved = held = 0.0
     for index in placed.tables:
-        weight, columns = placed.facts.weights[index], placed.specs[index][-1]
+        weight, wide = placed.facts.weights[index], padding(placed.columns(index).size)
         one = weight.size * weight.itemsize / placed.ways(index)
-        wide = padding(weight.shape[-1] / placed.ground.ways(columns))
         # Read as stored and written half as wide, then copied, as the gradient is.
         moved += one * (1.5 + 1 + wide)
         held += one * wide
@@ -161,10 +160,10 @@ def taken_bytes(placed: Placed) -> float:
     """
     total, ground = 0.0, placed.ground
     for lookup in placed.facts.lookups:
-        stored, columns = placed.stored(lookup.weight), placed.specs[lookup.weight][-1]
+        stored, columns = placed.stored(lookup.weight), placed.columns(lookup.weight)
         rest = ground.ways([axis for axis in ground.data_axes if axis not in stored])
-        wide = padding(placed.facts.weights[lookup.weight].shape[-1] / ground.ways(columns))
-        total += 4 * lookup.taken_bytes * placed.batches / ground.ways(columns) * wide / rest
+        wide = padding(columns.size) / columns.ways
+        total += 4 * lookup.taken_bytes * placed.batches * wide / rest
     return total
 
 

@@ -116,7 +116,7 @@ def compare_variables(whose: str, variables: list) -> None:
         "Call keras.utils.set_random_seed(0) in all processes before the model is built, or load "
         "its weights from a file."
     )
-    named = [f"{v.path} {tuple(v.shape)} {v.dtype}" for v in variables]
+    named = [f"{v.path} {tuple(v.shape)} {v.dtype}{_laid(v)}" for v in variables]
     what = f"comparing the weights of {whose}"
     told = agree(what, fix, {"names": named, "parts": _parts(variables)})
     _check_same_variables(named, [each["names"] for each in told])
@@ -133,6 +133,12 @@ def compare_variables(whose: str, variables: list) -> None:
                         fix=fix,
                     )
                 )
+
+
+def _laid(variable: Any) -> str:
+    """How it lies on the mesh: processes with other plans would wait for one another."""
+    spec = getattr(variable.value.sharding, "spec", ())
+    return f" {spec}" if any(spec) else ""
 
 
 def _check_same_variables(mine: list[str], told: list[list[str]]) -> None:

@@ -1,6 +1,8 @@
 """Compilations on disk: found again for the same program, made again for anything else."""
 
 import dataclasses
+import gzip
+import json
 import os
 import pickle
 
@@ -15,6 +17,7 @@ from keras_tpu_dist.dryrun.compile import compile_lowered
 
 L = keras.layers
 MESH = {"data": 8}
+KEY = "b" * 64
 
 
 def build():
@@ -96,6 +99,13 @@ def test_another_program_is_another_key(jobs, tmp_path, monkeypatch):
     assert compiled(dataclasses.replace(reversed_, devices=reversed_.devices[::-1])) == 5
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_something=true")
     assert compiled(lowered()) == 6
+    library = tmp_path / "libtpu.so"
+    for number, text in enumerate((b"", b"1"), 7):
+        library.write_bytes(text)
+        monkeypatch.setenv("TPU_LIBRARY_PATH", str(library))
+        assert compiled(lowered()) == number
+    monkeypatch.setenv("TPU_LIBRARY_PATH", str(tmp_path / "nothing"))
+    assert compiled(lowered()) == 9
     monkeypatch.undo()
 
 
@@ -122,18 +132,47 @@ def test_a_damaged_entry_is_compiled_again(jobs, tmp_path, damage):
 
 
 def test_what_was_used_the_longest_ago_goes_first(tmp_path):
-    cache = Cache(tmp_path, most_bytes=700)
+    cache = Cache(tmp_path, most_bytes=800)
     words = ["".join(chr(33 + (i * i * n) % 90) for i in range(200)) for n in (7, 11, 13)]
+    keys = [str(number) * 64 for number in range(3)]
     for number, word in enumerate(words[:2]):
-        cache.put(str(number), {"word": word})
-        os.utime(tmp_path / f"{number}.json.gz", (number, number))
-    assert cache.get("0") == {"word": words[0]}  # used now
+        cache.put(keys[number], {"word": word})
+        os.utime(tmp_path / f"{keys[number]}.json.gz", (number, number))
+    assert cache.get(keys[0]) == {"word": words[0]}  # used now
     cache.most_bytes = sum(path.stat().st_size for path in tmp_path.iterdir()) + 50
-    cache.put("2", {"word": words[2]})
-    assert cache.get("1") is None
-    assert cache.get("0") == {"word": words[0]}
-    assert cache.get("2") == {"word": words[2]}
+    cache.put(keys[2], {"word": words[2]})
+    assert cache.get(keys[1]) is None
+    assert cache.get(keys[0]) == {"word": words[0]}
+    assert cache.get(keys[2]) == {"word": words[2]}
     assert {path.suffix for path in tmp_path.iterdir()} == {".gz"}
+
+
+def test_only_what_it_wrote_is_removed(tmp_path):
+    cache = Cache(tmp_path, most_bytes=1)
+    others = [tmp_path / name for name in ("data.json.gz", "a" * 63 + "g.json.gz", "notes.part")]
+    of_a_killed, of_another = tmp_path / "compilation-1", tmp_path / "compilation-2"
+    for path in (*others, of_a_killed, of_another):
+        path.write_bytes(b"x" * 5000)
+    for path in (*others, of_a_killed):
+        os.utime(path, (1, 1))
+    cache.put(KEY, {"a": 1})
+    assert sorted(tmp_path.iterdir()) == sorted([*others, of_another])
+
+
+def test_bytes_that_changed_on_the_disk_count_as_missing(tmp_path):
+    cache = Cache(tmp_path)
+    cache.put(KEY, {"words": [str(i * i) for i in range(99)]})
+    (path,) = tmp_path.iterdir()
+    whole = path.read_bytes()
+    for place in range(len(whole)):
+        damaged = bytearray(whole)
+        damaged[place] ^= 255
+        path.write_bytes(damaged)
+        kept = cache.get(KEY)
+        # The first bytes of gzip say things that do not matter, as the time.
+        assert kept is None or place < 10
+    path.write_bytes(gzip.compress(json.dumps({"key": KEY}).encode()))
+    assert cache.get(KEY) is None
 
 
 def test_a_folder_that_cannot_be_written_to(tmp_path, caplog):
@@ -144,11 +183,15 @@ def test_a_folder_that_cannot_be_written_to(tmp_path, caplog):
     assert cache.get("a") is None
 
 
-def test_which_cache(monkeypatch, tmp_path):
+def test_which_cache(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert Cache.of(True).folder == tmp_path / "keras_tpu_dist"
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert Cache.of(True).folder.parts[-2:] == (".cache", "keras_tpu_dist")
+    with monkeypatch.context() as inside:  # as in a container whose user is in no list
+        inside.setattr(os.path, "expanduser", lambda path: path)
+        assert Cache.of(True) is None
+    assert "this user has no home" in caplog.text
     assert Cache.of(False) is None
     assert Cache.of(tmp_path).folder == Cache.of(str(tmp_path)).folder == tmp_path
     for wrong in (None, 3, ""):

@@ -110,6 +110,33 @@ def test_weights_through_reshapes_casts_calls_and_branches():
     assert operations(products) == 2 * 5 * (48 + 6000)
 
 
+def test_places_between_which_zeros_are_put_cost_nothing():
+    def product(shape, **how):
+        x, kernel = jnp.zeros(shape), jnp.zeros((3, 3, 16, 16))
+        call = jax.make_jaxpr(lambda k: lax.conv_transpose(x, k, (2, 2), "SAME", **how))(kernel)
+        return operations(products_of(call, 1))
+
+    # Each value of the input meets each place of the window once.
+    assert product((1, 8, 8, 16)) == 2 * 8 * 8 * 16 * 9 * 16
+
+    def strided(kernel):
+        numbers = ("NHWC", "HWIO", "NHWC")
+        x = jnp.zeros((1, 8, 8, 16))
+        return lax.conv_general_dilated(x, kernel, (2, 2), "SAME", dimension_numbers=numbers)
+
+    kernel = jnp.zeros((3, 3, 16, 16))
+    back = jax.make_jaxpr(lambda k: jax.vjp(strided, k)[1](jnp.zeros((1, 4, 4, 16))))(kernel)
+    assert operations(products_of(back, 1)) == 2 * (2 * 4 * 4 * 16 * 9 * 16)
+
+
+def test_the_body_of_a_while_loop_counts_once():
+    def loop(weight, x):
+        return lax.while_loop(lambda c: jnp.sum(c) < 9, lambda c: c @ weight, x)
+
+    found = products_of(jax.make_jaxpr(loop)(jnp.zeros((8, 8)), jnp.zeros((4, 8))), 1)
+    assert [(p.flops, p.weight, p.times) for p in found] == [(2 * 4 * 8 * 8, 0, 1)]
+
+
 def test_look_ups_and_windows():
     def forward(table, kernel, ids, image):
         rows = jnp.take(table.astype("bfloat16"), ids, axis=0)

@@ -19,7 +19,7 @@ from keras_tpu_dist.hardware import libtpu
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.hlo import collectives, cost, layers, loops
 from keras_tpu_dist.hlo.parse import Shape, parse, shapes_of
-from keras_tpu_dist.hlo.wire import bandwidth_of, sent_bytes
+from keras_tpu_dist.hlo.wire import bandwidth_of, seconds_of, sent_bytes
 
 
 def _text(function, *arguments):
@@ -403,6 +403,25 @@ def test_times_on_the_links():
     assert sent_bytes("all-gather", 800, 4) == 600
     assert sent_bytes("collective-permute", 800, 2) == 800
     assert sent_bytes("all-reduce", 800, 1) == 0
+
+
+def test_between_slices_goes_what_each_slice_lacks():
+    """Sums are made within a slice first; what goes from each device to each is its own."""
+    joined = Topology.parse("2*v5e:2x4")
+    wire = hlo.Wire.of({"data": 16}, joined.devices(), joined)
+    everyone, whole = (tuple(range(16)),), 2**30
+    one_device = whole / joined.dcn_bandwidth
+    for kind, bytes_ in (
+        ("all-reduce", 2 * one_device / 2 / 8),
+        ("all-gather", one_device / 2 / 8),
+        ("reduce-scatter", one_device / 2 / 8),
+        ("all-to-all", one_device / 2),
+    ):
+        network, seconds = seconds_of(wire, kind, whole, everyone)
+        assert network == "DCN"
+        assert seconds == pytest.approx(bytes_), kind
+    pairs = tuple((i, i + 8) for i in range(8))
+    assert seconds_of(wire, "collective-permute", whole, pairs) == ("DCN", one_device)
 
 
 _KERNEL = """

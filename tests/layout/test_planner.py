@@ -1,15 +1,18 @@
 import math
+from types import SimpleNamespace
 
 import hypothesis
 import hypothesis.strategies as st
 import keras
+import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist import _keras
+from keras_tpu_dist.hardware.chips import CHIPS
 from keras_tpu_dist.layout.axes import split_ways
-from keras_tpu_dist.layout.planner import Planner, slot_decision
+from keras_tpu_dist.layout.planner import Planner, _device_memory, slot_decision
 from keras_tpu_dist.layout.rules import checked
 
 L = keras.layers
@@ -347,6 +350,27 @@ def test_auto_uses_every_model_axis_and_fsdp_where_it_must():
         entries = [entry for _, _, d in plan.decisions for entry in d.axes if entry]
         used = {n for e in entries for n in ((e,) if isinstance(e, str) else e)}
         assert used == ({"data"} if data else set()) | ({"model"} if tensor else set())
+
+
+def test_auto_asks_no_device_of_another_process():
+    """A device tells its memory to its own process only, and all must choose the same plan."""
+
+    class Device:
+        def __init__(self, kind, platform, process_index):
+            self.device_kind, self.platform, self.process_index = kind, platform, process_index
+
+        def memory_stats(self):
+            assert self.process_index == 0, "only supported for addressable devices"
+            return {"bytes_limit": 123}
+
+    def memory(*devices):
+        return _device_memory(SimpleNamespace(devices=np.array(devices, object)))
+
+    far = Device("TPU v5 lite", "tpu", 1)
+    assert memory(far, Device("TPU v5 lite", "tpu", 0)) == CHIPS["v5e"].device_hbm_bytes
+    unknown = [Device("H200", "gpu", 1), Device("H200", "gpu", 0)]
+    assert memory(*unknown) == 123
+    assert memory(unknown[0]) == memory(Device("cpu", "cpu", 0)) > 1e9
 
 
 def test_what_is_no_plan():

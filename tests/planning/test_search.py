@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import os
 import time
 from types import SimpleNamespace
 
@@ -15,9 +16,10 @@ import keras_tpu_dist as ktd
 from keras_tpu_dist.dryrun import run as dryrun
 from keras_tpu_dist.dryrun import worker
 from keras_tpu_dist.dryrun.compile import has_libtpu
+from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.planning import search as planning
 from keras_tpu_dist.planning import together
-from keras_tpu_dist.planning.candidates import Candidate
+from keras_tpu_dist.planning.candidates import Candidate, candidates
 from keras_tpu_dist.planning.forecast import Forecast
 
 L = keras.layers
@@ -158,6 +160,84 @@ def test_several_at_a_time(monkeypatch):
     # No time: one, if none has been compiled.
     assert [len(found) for found in all_of(0.0)] == [1, 4]
     assert [len(found) for found in all_of(0.0, first=False)] == [0, 5]
+
+
+def test_an_interrupt_ends_what_is_being_compiled(monkeypatch, tmp_path):
+    script = tmp_path / "compiler.py"
+    script.write_text("import time\ntime.sleep(60)\n")
+    monkeypatch.setattr(worker, "__file__", str(script))
+    monkeypatch.setattr(together, "at_once", lambda: 2)
+    chosen, codes = [tried(axis, None) for axis in "abcd"], []
+
+    def lower(one):
+        if one is chosen[1]:
+            raise KeyboardInterrupt
+        return "a program"
+
+    def compile_(one, lowered):
+        log = str(tmp_path / "log")
+        codes.append(worker.run("job", "result", env=dict(os.environ), log=log, timeout=60))
+
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        together.compiled_together(
+            chosen, lower, compile_, begin=lambda name: None, until=math.inf, first=True
+        )
+    assert time.monotonic() - started < 20
+    assert codes == [None]
+    assert worker.STOP.get() is None
+
+
+def test_a_container_leaves_less(monkeypatch, tmp_path):
+    monkeypatch.setattr(together, "_CONTAINER", tmp_path)
+    free = together.available_memory()
+    assert together.container_processors() > 1000
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert together.container_processors() > 1000
+    assert together.available_memory() == pytest.approx(free, rel=0.2)
+    (tmp_path / "memory.max").write_text("9000\n")
+    (tmp_path / "memory.current").write_text("5000\n")
+    (tmp_path / "memory.stat").write_text("anon 4000\ninactive_file 1000\n")
+    (tmp_path / "cpu.max").write_text("250000 100000\n")
+    assert together.available_memory() == 5000
+    assert together.container_processors() == 2
+    assert together.at_once() == 1
+
+
+class Tabled(L.Layer):
+    """Takes rows of weights of another number of dimensions than an embedding's."""
+
+    def build(self, shape):
+        self.one = self.add_weight(shape=(64,), name="one")
+        self.three = self.add_weight(shape=(64, 16, 128), name="three")
+
+    def call(self, x):
+        rows = keras.ops.cast(keras.ops.sum(x, axis=1), "int32") % 64
+        taken = keras.ops.take(self.three, rows, axis=0)
+        return keras.ops.sum(taken, axis=1) + keras.ops.take(self.one, rows, axis=0)[:, None]
+
+
+def test_tables_of_any_dimensions_are_forecast():
+    def build():
+        model = keras.Sequential([keras.Input((64,)), Tabled(), L.Dense(128)])
+        model.compile("adam", "mse")
+        return model
+
+    given = {"x": None, "y": None, "sample_weight": None}
+    _, found = planning._forecasts(build, Topology.parse("v5e:2x4"), 64, given, None)
+    assert len(found) == len(list(candidates(8, Topology.parse("v5e:2x4"))))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 6])
+def test_fewer_rows_than_devices(rows):
+    given = {"x": None, "y": None, "sample_weight": None}
+    _, found = planning._forecasts(build, Topology.parse("v5e:2x4"), rows, given, None)
+    for one in found:
+        axes = dict(one.candidate.mesh)
+        assert axes.get("data", 1) * axes.get("fsdp", 1) <= rows
+    assert {one.rows for one in found} == {rows}
+    assert {dict(one.candidate.mesh).get("model", 1) for one in found} >= {8}
 
 
 def test_at_once(monkeypatch):
