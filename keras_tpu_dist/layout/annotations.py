@@ -208,6 +208,12 @@ def _place_activations(leaf, layout: Activations, mesh):
 def _place_leaf(leaf, sharding: NamedSharding):
     if not isinstance(leaf, jax.Array) or leaf.ndim < len(sharding.spec):
         return leaf
+    placed = _placed_leaf(leaf, sharding)
+    # A nested model's output has its mask already, which Keras keeps as the array's attribute.
+    return placed if placed is leaf else _keras.with_keras_mask(placed, _keras.keras_mask(leaf))
+
+
+def _placed_leaf(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
     if in_compiled_code():
         # Inside shard_map there is no whole array left to lay out.
         manual = jax.sharding.get_abstract_mesh().manual_axes

@@ -280,9 +280,10 @@ class LogicalDevices:
                         fix="Call it in code that is compiled, or on attached devices.",
                     )
                 )
-            return jax.device_put(tensor, sharding)
-        mask = _keras.keras_mask(tensor)
-        return _keras.with_keras_mask(jax.lax.with_sharding_constraint(tensor, sharding), mask)
+            placed = jax.device_put(tensor, sharding)
+        else:
+            placed = jax.lax.with_sharding_constraint(tensor, sharding)
+        return _keras.with_keras_mask(placed, _keras.keras_mask(tensor))
 
     def _check_logical_device(self, logical_device_id: Any) -> None:
         counted = is_count(logical_device_id, 0)

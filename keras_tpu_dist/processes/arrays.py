@@ -61,6 +61,23 @@ def whole(array: jax.Array) -> np.ndarray:
     return np.asarray(_to_everywhere(array.sharding)(array))
 
 
+def on_every_host(arrays: Any) -> Any:
+    """Arrays of which a part lies on other hosts, whole on all devices; others as they are.
+
+    All processes call it at the same place of the same code: nothing looks whether they do.
+
+    Args:
+        arrays: A structure of arrays.
+    """
+
+    def brought(array: Any) -> Any:
+        if not isinstance(array, jax.Array) or array.is_fully_addressable:
+            return array
+        return array if array.is_fully_replicated else _to_everywhere(array.sharding)(array)
+
+    return jax.tree.map(brought, arrays)
+
+
 def joined_rows(array: np.ndarray, groups: Sequence[Sequence[int]]) -> np.ndarray:
     """The rows of host arrays of several processes, exactly as they are, in all of them.
 

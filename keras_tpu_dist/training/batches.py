@@ -319,7 +319,7 @@ class BatchPlacer:
         say_once(
             f"the {ways} devices of the mesh axis {self.sequence_axis!r} compute the same: no "
             "array of the batch has a time that they divide, as (batch, time, features) or as "
-            f"integers (batch, time): {', '.join(f'{name} {leaf.shape}' for name, leaf in shapes)}",
+            f"integers (batch, time): {', '.join(f'{name} {np.shape(leaf)}' for name, leaf in shapes)}",
             WARNING,
         )
 

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from keras_tpu_dist import _keras
+from keras_tpu_dist.processes.arrays import on_every_host
 from keras_tpu_dist.training.auto_steps import steps_that_fit
 from keras_tpu_dist.training.batches import BatchPlacer, PlacedBatch
 from keras_tpu_dist.training.finite import watched_step
@@ -182,7 +183,9 @@ class StepLoop:
         step = step_function(trainer, kind)
 
         def eager_step(state, batch: PlacedBatch):
-            return step(state, batch.data)
+            outputs, new_state = step(state, batch.data)
+            # Each process reads all rows.
+            return (on_every_host(outputs) if kind == "predict" else outputs), new_state
 
         return eager_step if mask is None else watched_step(eager_step, mask)
 

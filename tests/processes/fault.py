@@ -42,7 +42,7 @@ def batches(fault):
     for i in range(100):
         if fault == "input" and i == 3 and jax.process_index() == 1:
             raise OSError("the file of this host is gone")
-        yield np.full((8, 4), i, "float32"), np.zeros((8, 1), "float32")
+        yield np.full((8, 4), i, "float32"), np.zeros((8, 2), "float32")
 
 
 def replica_code(fault):
@@ -71,20 +71,21 @@ def main(fault, folder):
         return
     alone = jax.process_index() == 1
     keras.utils.set_random_seed(int(alone) if fault == "seed" else 0)
-    strategy = ktd.TPUStrategy({"data": 2, "model": 2}, "tensor_parallel")
+    rules = {"kernel": (None, "model")} if fault == "plan" and alone else "tensor_parallel"
+    strategy = ktd.TPUStrategy({"data": 2, "model": 2}, rules)
     with strategy.scope():
-        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.Dense(1)])
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.Dense(2)])
         if fault == "layers" and alone:
             model = keras.Sequential(
-                [keras.Input((4,)), keras.layers.Dense(9), keras.layers.Dense(1)], name="sequential"
+                [keras.Input((4,)), keras.layers.Dense(9), keras.layers.Dense(2)], name="sequential"
             )
         if fault == "model" and alone:
-            model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)], name="other")
+            model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)], name="other")
         model.compile("sgd", "mse")
     x = np.arange(64, dtype="float32").reshape(16, 4) / 64
     if fault == "data" and alone:
         x = x[::-1]
-    y = x[:, :1]
+    y = x[:, :2]
     callbacks = {
         "callback": At(fail),
         "callback of process 0": At(fail, process=0),

@@ -72,6 +72,10 @@ FAULTS = {
     ),
     "model": (1, *[f"process 0: {FIT}; process 1: fit of model 'other'"] * 2),
     "layers": (1, *["All processes build the same model. Received: sequential/dense"] * 2),
+    "plan": (
+        1,
+        *[r"same model. Received: sequential/dense/bias \(8,\) float32.* P\(.model.,\)"] * 2,
+    ),
     "replica code": (
         1,
         "process 1 failed after strategy.run of 'step' with OSError: the disk of this host",

@@ -65,7 +65,14 @@ SOME = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("processes", "devices", "cases"), [(2, 4, SOME[:3]), (4, 2, SOME[4:5])])
+@pytest.mark.parametrize(
+    ("processes", "devices", "cases"),
+    [
+        (2, 4, SOME[:3]),
+        (4, 2, SOME[4:5]),
+        (2, 4, [("data", "arrays", "eager"), ("fsdp", "generator", "eager")]),
+    ],
+)
 def test_every_plan_and_input(tmp_path, processes, devices, cases):
     pytest.importorskip("tensorflow")
     compared(tmp_path, cases, processes, devices)

@@ -9,7 +9,7 @@ from typing import Any
 OPTIONS: dict[str, tuple] = {
     "model": (
         *("vectors", "normalized", "masked", "images", "tokens", "nested", "shared", "two_inputs"),
-        *("recurrent", "experts", "assigned", "split", "blocks"),
+        *("recurrent", "experts", "assigned", "split", "blocks", "nested_masked"),
     ),
     "mesh": ("8", "4x2", "2x4", "2x2x2", "2x2t2", "t2x4"),
     "layout": ("none", "rules", "fsdp", "tensor_parallel", "auto"),

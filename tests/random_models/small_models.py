@@ -53,6 +53,15 @@ def nested() -> keras.Model:
     return keras.Model(x, keras.Sequential([outer, kl.Dense(CLASSES)])(x))
 
 
+def nested_masked() -> keras.Model:
+    """A mask that the inner model makes and the outer one uses."""
+    ids = keras.Input((STEPS,), dtype="int32")
+    x = kl.Dense(8, "tanh")(kl.Embedding(VOCAB, 8, mask_zero=True)(ids))
+    inner = keras.Model(ids, kl.LayerNormalization()(x))
+    ids = keras.Input((STEPS,), dtype="int32")
+    return keras.Model(ids, kl.Dense(CLASSES)(kl.GlobalAveragePooling1D()(inner(ids))))
+
+
 def shared() -> keras.Model:
     x = keras.Input((FEATURES,))
     dense = kl.Dense(FEATURES, "tanh")
@@ -139,6 +148,6 @@ MODELS = {
     function.__name__: function
     for function in (
         *(vectors, normalized, masked, images, tokens, nested, shared, two_inputs),
-        *(recurrent, experts, assigned, split, blocks),
+        *(recurrent, experts, assigned, split, blocks, nested_masked),
     )
 }
