@@ -8,6 +8,7 @@ A strategy, as the seam knows it, is a `keras.distribution.Distribution` with a 
 
 - `running(strategy, model, name, args, kwargs)`: a context around fit, predict, *_on_batch, ...;
 - `make_function(strategy, model, kind)`: the step function for "train", "test" or "predict";
+- `serves(function)`: whether one that was made before is still of the model's variables;
 - `batches(epoch_iterator)`: the iterator over batches of one epoch;
 - `host_batch(data)`: checks a batch of *_on_batch; the step function places it;
 - `state_read(model, state)`: told when the training state is read from the variables;

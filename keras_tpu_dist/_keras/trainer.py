@@ -190,7 +190,9 @@ def _make_function(kind, stock, model, force=False):
     attribute = f"{kind}_function"
     if strategy is None:
         return stock(model, force=force)
-    if getattr(model, attribute) is None or force:
+    function = getattr(model, attribute)
+    # Stock's is compiled anew where layers are frozen, a LoRA is added or the optimizer is another.
+    if function is None or force or not strategy.runner.serves(function):
         setattr(model, attribute, strategy.runner.make_function(strategy, model, kind))
     return getattr(model, attribute) if kind == "predict" else None
 
@@ -313,9 +315,14 @@ def state_shardings(model: Any, kind: str) -> tuple[list, ...]:
     return tuple([v._layout for v in _group(model, name)] for name in _GROUPS[kind])
 
 
-def state_groups(model: Any) -> tuple[list, ...]:
-    """The variables of the training state as Keras orders it. See `state_shardings`."""
-    return tuple(list(_group(model, name)) for name in _GROUPS["train"])
+def state_groups(model: Any, kind: str = "train") -> tuple[list, ...]:
+    """The variables of the state of a step function as Keras orders it.
+
+    Args:
+        model: The model.
+        kind: The step function's: `"train"`, `"test"` or `"predict"`.
+    """
+    return tuple(list(_group(model, name)) for name in _GROUPS[kind])
 
 
 def follow_state(groups: tuple[list, ...], state: tuple) -> None:

@@ -39,7 +39,11 @@ def put(arrays: Sequence[Any], shardings: Sequence[Any]) -> list:
     """
     if all(sharding.is_fully_addressable for sharding in shardings):
         return jax.device_put(list(arrays), list(shardings))
-    return [_own_parts(array, sharding) for array, sharding in zip(arrays, shardings)]
+    return [
+        # A sparse array is several.
+        jax.tree.map(functools.partial(_own_parts, sharding=sharding), array)
+        for array, sharding in zip(arrays, shardings)
+    ]
 
 
 def whole(array: jax.Array) -> np.ndarray:

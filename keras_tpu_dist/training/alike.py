@@ -190,8 +190,12 @@ def compared(batches: Iterable) -> Iterator:
 
 
 def _marks(batch: Any) -> list[str]:
-    leaves = [np.asarray(leaf) for leaf in flatten(batch)[0]]
-    return [f"{leaf.shape} {leaf.dtype} {mark(leaf)}" for leaf in leaves]
+    return [" ".join(map(_mark_of, jax.tree.leaves(leaf))) for leaf in flatten(batch)[0]]
+
+
+def _mark_of(array: Any) -> str:
+    array = np.asarray(array)
+    return f"{array.shape} {array.dtype} {mark(array)}"
 
 
 def _parts(variables: list) -> list[dict[str, int]]:

@@ -315,11 +315,12 @@ class BatchPlacer:
         if self.sequence_axis is None or any(slot.time is not None for slot in slots):
             return
         ways = self.mesh.shape[self.sequence_axis]
-        shapes = zip(element_names(batch), flatten(batch)[0])
+        leaves = zip(element_names(batch), flatten(batch)[0])
+        shapes = ", ".join(f"{name} {np.shape(leaf)}" for name, leaf in leaves)
         say_once(
             f"the {ways} devices of the mesh axis {self.sequence_axis!r} compute the same: no "
             "array of the batch has a time that they divide, as (batch, time, features) or as "
-            f"integers (batch, time): {', '.join(f'{name} {np.shape(leaf)}' for name, leaf in shapes)}",
+            f"integers (batch, time): {shapes}",
             WARNING,
         )
 
@@ -361,7 +362,10 @@ class BatchPlacer:
         leaves, treedef = flatten(batch)
         leaves = [as_array(leaf) for leaf in leaves]
         # A sparse array is a leaf too, and lies otherwise than a dense one of its shape.
-        key = (treedef, tuple((leaf.shape, isinstance(leaf, JAXSparse)) for leaf in leaves))
+        key = (
+            treedef,
+            tuple((leaf.shape, leaf.dtype, isinstance(leaf, JAXSparse)) for leaf in leaves),
+        )
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plans[key] = self._make_plan(batch, leaves)

@@ -257,8 +257,11 @@ class DeviceIterator:
             # Kept, not swallowed: raised after the steps that come before it.
             self._ended, error = True, caught
         self._taken += len(group)
-        if group:
-            self._ahead.extend(place_group(group))
+        try:
+            if group:
+                self._ahead.extend(place_group(group))
+        except Exception as caught:
+            self._ended, error = True, caught
         if error is not None:
             self._ahead.append(error)
 

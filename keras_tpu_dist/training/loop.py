@@ -45,7 +45,7 @@ class StepLoop:
         self._trainer, self._kind = trainer, kind
         self._placer, self._guard = placer, guard
         self._auto, self._compiler_options = auto, compiler_options
-        self._groups = _keras.state_groups(trainer)
+        self._groups = _keras.state_groups(trainer, kind)
         self._compiled = not trainer.run_eagerly and trainer.jit_compile
         self._place = placer.place if self._compiled else placer.place_eagerly
         self._programs: dict[Any, Callable] = {}
@@ -64,15 +64,29 @@ class StepLoop:
         Raises:
             StopIteration: At the end of the input.
         """
-        if not isinstance(iterator, DeviceIterator):
-            # *_on_batch: one batch, whatever the setting.
-            return self._launch(state, self._place(next(iterator)))
         try:
+            if not isinstance(iterator, DeviceIterator):
+                # *_on_batch: one batch, whatever the setting.
+                return self._launch(state, self._place(next(iterator)))
             return self._next(state, iterator)
         except StopIteration:
             if self._kind == "train":
                 _keras.keep_metrics(self._trainer, self._metrics)
             raise
+        except BaseException:
+            # Keras has not been given the new state yet, and would go back to the old, which a
+            # launch may have consumed.
+            if self._kind == "train":
+                recover(self._trainer, self._guard)
+            raise
+
+    def serves(self) -> bool:
+        """Whether the model's variables are those that the programs were made for."""
+        now = _keras.state_groups(self._trainer, self._kind)
+        return all(
+            len(group) == len(others) and all(a is b for a, b in zip(group, others))
+            for group, others in zip(now, self._groups)
+        )
 
     def _next(self, state, iterator: DeviceIterator):
         if self._kind == "train":
@@ -96,11 +110,7 @@ class StepLoop:
             return self._placer.own_rows(outputs, batch, stacked=steps > 1), state
         if self._kind != "train":
             return self._program(steps > 1)(state, batch)
-        try:
-            return self._train(state, batch, steps)
-        except BaseException:
-            recover(self._trainer, self._guard)
-            raise
+        return self._train(state, batch, steps)
 
     def _train(self, state, batch, steps: int):
         guard, watch = self._guard, self._guard.watch
@@ -126,10 +136,6 @@ class StepLoop:
                 if not collected:
                     raise
                 break
-            except BaseException:
-                if self._kind == "train":
-                    recover(self._trainer, self._guard)
-                raise
             outputs, state = self._launch(state, batch, steps)
             self._note(iterator, outputs, steps)
             collected.append((outputs, steps))
@@ -145,12 +151,7 @@ class StepLoop:
         if self._kind == "train":
             iterator.launched(outputs, self._trainer.stop_training, steps)
             if self._guard.after_launch is not None:
-                try:
-                    self._guard.after_launch(steps)
-                except BaseException:
-                    # Keras has not been given the new state yet, and would go back to the old.
-                    recover(self._trainer, self._guard)
-                    raise
+                self._guard.after_launch(steps)
 
     def _steps_wanted(self) -> int:
         steps = self._trainer.steps_per_execution

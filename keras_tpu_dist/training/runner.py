@@ -156,6 +156,14 @@ class Runner:
         auto = partial(self._chooses_steps, model)
         return StepLoop(model, kind, self.placer, member.guard, auto, self.compiler_options)
 
+    def serves(self, function: Any) -> bool:
+        """Whether a function that runs steps is still of the variables that its model has.
+
+        Args:
+            function: What `make_function` made, or a user's own.
+        """
+        return not isinstance(function, StepLoop) or function.serves()
+
     def state_read(self, model: Any, state: Any) -> None:
         """Told when the training state is read from the variables.
 

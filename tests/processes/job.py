@@ -8,6 +8,7 @@ import sys
 import jax
 import keras
 import numpy as np
+from jax.experimental.sparse import BCOO
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 
@@ -139,6 +140,25 @@ def on_mesh(**options):
     return ktd.TPUStrategy({"data": 4, "model": 2}, "tensor_parallel", **options)
 
 
+def sparse():
+    """Batches of sparse arrays, the same in all processes; and one of them by itself."""
+    strategy = ktd.TPUStrategy({"data": 8})
+    keras.utils.set_random_seed(0)
+    keras.utils.clear_session()
+    rows = np.where(X[:24] > 0.5, X[:24], 0)
+    with strategy.scope():
+        one = keras.Sequential([keras.Input((12,), sparse=True), keras.layers.Dense(4)])
+        one.compile(keras.optimizers.SGD(0.05), "mse")
+
+    def batches():
+        for i in range(0, 24, BATCH):
+            yield BCOO.fromdense(rows[i : i + BATCH], nse=60), Y[i : i + BATCH]
+
+    found = {"history": np.asarray(one.fit(batches(), shuffle=False, verbose=0).history["loss"])}
+    found["on_batch"] = np.asarray(one.train_on_batch(BCOO.fromdense(rows[:5]), Y[:5]))
+    return found | {f"weight {i}": value for i, value in enumerate(one.get_weights())}
+
+
 def absolute(y, predicted):
     return float(np.abs(y - predicted).mean())
 
@@ -176,6 +196,7 @@ FEATURES = {
         make=sequential(lambda: ktd.layers.LSTM(8), lambda: keras.layers.Dense(4), shape=(6, 2)),
         x=X.reshape(-1, 6, 2),
     ),
+    "sparse": sparse,
     "time": lambda: along_time({"data": 2, "sequence": 4}),
     "time over hosts": lambda: along_time({"sequence": 8}),
     "time of own rows": own_rows_along_time,

@@ -304,3 +304,46 @@ def test_what_fails_after_a_launch_keeps_its_weights(donate, launch):
         model.fit(X, Y, batch_size=8, shuffle=False, verbose=0, callbacks=[Fails()])
     assert_close(model.get_weights(), _weights_after(3 if launch == 1 else 4))
     _still_trains(model)
+
+
+@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("launch", [1, 2])
+def test_an_interrupt_while_the_next_launch_is_read_keeps_the_last(donate, launch):
+    model = built(in_launches(launch), _strategy(donate_state=donate))
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(_batches(4, KeyboardInterrupt()), shuffle=False, verbose=0)
+    assert_close(model.get_weights(), _weights_after(4))
+    _still_trains(model)
+
+
+@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("error", [TypeError, MemoryError, KeyboardInterrupt])
+def test_batches_that_cannot_be_placed_ahead_keep_the_steps_before(monkeypatch, donate, error):
+    strategy = _strategy(donate_state=donate)
+    model = built(in_launches(2), strategy)
+    placer = type(strategy.placer)
+    stock, calls = placer.place_many, []
+
+    def place_many(self, batches):
+        calls.append(batches)
+        if len(calls) == 2:
+            raise error("no room on the devices")
+        return stock(self, batches)
+
+    monkeypatch.setattr(placer, "place_many", place_many)
+    with pytest.raises(error, match="no room"):
+        model.fit(X, Y, batch_size=8, shuffle=False, verbose=0)
+    assert_close(model.get_weights(), _weights_after(2))
+    _still_trains(model)
+
+
+def test_a_batch_of_objects_of_a_known_shape_is_named():
+    def batches():
+        for i in range(4):
+            x = X[8 * i : 8 * i + 8]
+            yield x.astype(object) if i == 2 else x, Y[8 * i : 8 * i + 8]
+
+    model = built(in_launches(2), _strategy(donate_state=True))
+    with pytest.raises(ValueError, match=r"A batch holds numbers.*element='x'.*object"):
+        model.fit(batches(), shuffle=False, verbose=0)
+    assert_close(model.get_weights(), _weights_after(2))
