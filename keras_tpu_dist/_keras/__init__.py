@@ -43,8 +43,10 @@ from keras_tpu_dist._keras.building import set_layout as set_layout
 from keras_tpu_dist._keras.building import symbolic_build as symbolic_build
 from keras_tpu_dist._keras.building import without_vjp as without_vjp
 from keras_tpu_dist._keras.calls import PureCall as PureCall
+from keras_tpu_dist._keras.calls import give_to_calls as give_to_calls
 from keras_tpu_dist._keras.calls import route_attention_layers as route_attention_layers
 from keras_tpu_dist._keras.calls import route_calls as route_calls
+from keras_tpu_dist._keras.calls import traced_program as traced_program
 from keras_tpu_dist._keras.distributed import coordination_client as coordination_client
 from keras_tpu_dist._keras.distributed import started_as as started_as
 from keras_tpu_dist._keras.files import WeightsFile as WeightsFile
@@ -68,6 +70,7 @@ from keras_tpu_dist._keras.structure import ATTENTION_OPTIONS as ATTENTION_OPTIO
 from keras_tpu_dist._keras.structure import AutocastScope as AutocastScope
 from keras_tpu_dist._keras.structure import Functional as Functional
 from keras_tpu_dist._keras.structure import call_takes as call_takes
+from keras_tpu_dist._keras.structure import compile_arguments as compile_arguments
 from keras_tpu_dist._keras.structure import declared_inputs as declared_inputs
 from keras_tpu_dist._keras.structure import declared_outputs as declared_outputs
 from keras_tpu_dist._keras.structure import flatten_layers as flatten_layers
@@ -77,6 +80,7 @@ from keras_tpu_dist._keras.structure import in_symbolic_scope as in_symbolic_sco
 from keras_tpu_dist._keras.structure import keras_mask as keras_mask
 from keras_tpu_dist._keras.structure import optimizer_slots as optimizer_slots
 from keras_tpu_dist._keras.structure import own_variables as own_variables
+from keras_tpu_dist._keras.structure import owner_of_loss as owner_of_loss
 from keras_tpu_dist._keras.structure import producer as producer
 from keras_tpu_dist._keras.structure import route_attention as route_attention
 from keras_tpu_dist._keras.structure import route_grouped_attention as route_grouped_attention

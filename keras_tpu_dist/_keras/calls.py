@@ -1,16 +1,20 @@
 """A layer's call as a function of arrays, and calls of a class of layers handed to a function."""
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
 import keras
 import numpy as np
+from jax._src import core
 
 from keras_tpu_dist._keras.structure import (
+    AutocastScope,
     flatten_layers,
     keras_mask,
+    owner_of_loss,
     stateless_scope,
     with_keras_mask,
 )
@@ -20,21 +24,63 @@ class _Recorder(keras.StatelessScope):
     """Keeps which variables are read and updated; reads those it is not given from around it."""
 
     def __init__(self, given: Iterable[tuple[Any, Any]]):
-        super().__init__(given, collect_losses=True, initialize_variables=False)
+        # Within the call of a layer of mixed precision Keras would round what the scope is given.
+        with AutocastScope(None):
+            super().__init__(given, collect_losses=True, initialize_variables=False)
         self._around = stateless_scope()
         self.read: dict[int, Any] = {}
         self.updated: dict[int, Any] = {}
+        # What was added, in all, to variables of which each replica adds to one sum.
+        self.added: dict[int, Any] = {}
 
     def add_update(self, update):
-        self.updated[id(update[0])] = update[0]
+        variable, _ = update
+        self.updated[id(variable)] = variable
+        self.added.pop(id(variable), None)
         super().add_update(update)
+
+    def note_addition(self, variable, value, sign, stock):
+        """`assign_add` or `assign_sub`; after an assignment it is a part of what was assigned."""
+        key = id(variable)
+        before = self.added.get(key, None if key in self.updated else 0)
+        after = stock(variable, value)
+        if variable.aggregation == "sum" and before is not None:
+            with AutocastScope(None):
+                value = keras.ops.convert_to_tensor(value, dtype=variable.dtype)
+            self.added[key] = before + value if sign > 0 else before - value
+        return after
 
     def get_current_value(self, variable):
         self.read[id(variable)] = variable
-        value = super().get_current_value(variable)
+        # Not what Keras's method gives: within a replica's code that asks the replica, past what
+        # a scope in between was given.
+        value = self.state_mapping.get(id(variable))
         if value is None and self._around is not None:
             value = self._around.get_current_value(variable)
         return value
+
+
+_surroundings: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = []
+
+
+def give_to_calls(read: Callable[[], Any], replaced: Callable[[Any], Any]) -> None:
+    """Makes inputs of every `PureCall` of arrays that code asks for, and is not handed.
+
+    A transformation may refuse arrays that were computed outside of what it transforms.
+
+    Args:
+        read: Gives a structure of the arrays, `None` where there are none.
+        replaced: A context manager: within it, the arrays that it is given are there instead.
+    """
+    _surroundings.append((read, replaced))
+
+
+@contextlib.contextmanager
+def _surrounded(arrays: list) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for (_, replaced), each in zip(_surroundings, arrays):
+            stack.enter_context(replaced(each))
+        yield
 
 
 class PureCall:
@@ -52,7 +98,7 @@ class PureCall:
         kwargs: The others.
 
     Attributes:
-        inputs: The arrays among the arguments, and those of their masks.
+        inputs: The arrays among the arguments, those of their masks, and those of `give_to_calls`.
         read: The variables that a call of this object read.
     """
 
@@ -62,13 +108,14 @@ class PureCall:
         self._leaves, self._structure = jax.tree.flatten((args, kwargs))
         arrays = {i: leaf for i, leaf in enumerate(self._leaves) if _is_array(leaf)}
         masks = {i: m for i, leaf in arrays.items() if _is_array(m := keras_mask(leaf))}
-        self.inputs = (arrays, masks)
+        self.inputs = (arrays, masks, [read() for read, _ in _surroundings])
         self.read: tuple[Any, ...] = ()
         self._updated: tuple[Any, ...] = ()
+        self._added: set[int] = set()
         self._owners: list = []
         self._outputs: Any = None
 
-    def __call__(self, inputs: tuple[dict, dict], values: Iterable[Any] = ()) -> dict[str, Any]:
+    def __call__(self, inputs: tuple, values: Iterable[Any] = ()) -> dict[str, Any]:
         """Computes.
 
         Args:
@@ -76,16 +123,17 @@ class PureCall:
             values: Values of the variables in `read`, in that order; the others, or all, are read
                 from where the call stands.
         """
-        arrays, masks = inputs
+        arrays, masks, surroundings = inputs
         for i, mask in masks.items():
             with_keras_mask(arrays[i], mask)
         leaves = [arrays.get(i, leaf) for i, leaf in enumerate(self._leaves)]
         args, kwargs = jax.tree.unflatten(self._structure, leaves)
-        with _Recorder(zip(self.read, values)) as scope:
+        with _surrounded(surroundings), _Recorder(zip(self.read, values)) as scope:
             outputs = self._function(*args, **kwargs)
         self.read = self.read or tuple(scope.read.values())
-        self._updated = tuple(scope.updated.values())
-        self._owners = [_owner(loss, self._layers) for loss in scope.losses]
+        self._updated, self._added = tuple(scope.updated.values()), set(scope.added)
+        news = {**scope.state_mapping, **scope.added}
+        self._owners = [owner_of_loss(loss, self._layers) for loss in scope.losses]
         leaves, structure = jax.tree.flatten(outputs)
         arrays = {i: leaf for i, leaf in enumerate(leaves) if _is_array(leaf)}
         rest = [None if i in arrays else leaf for i, leaf in enumerate(leaves)]
@@ -94,7 +142,7 @@ class PureCall:
         return {
             "out": arrays,
             "masks": {i: mask for i, mask in masks.items() if _is_array(mask)},
-            "updates": [scope.get_current_value(variable) for variable in self._updated],
+            "updates": [news[id(variable)] for variable in self._updated],
             "losses": list(scope.losses),
         }
 
@@ -105,7 +153,8 @@ class PureCall:
             results: What the call gave, by whichever way it was computed.
         """
         for variable, value in zip(self._updated, results["updates"]):
-            variable.assign(value)
+            added = id(variable) in self._added
+            (variable.assign_add if added else variable.assign)(value)
         for owner, loss in zip(self._owners, results["losses"]):
             owner.add_loss(loss)
         for i, mask in results["masks"].items():
@@ -116,16 +165,16 @@ class PureCall:
         )
 
 
-def _owner(loss: Any, layers: list) -> Any:
-    """The layer that added a loss, which forgets it: it is told again, of the one that leaves.
+def traced_program() -> Any:
+    """The program that is being traced here, or `None`: that of a branch or a loop within one.
 
-    Keras knows a layer's losses by their `id`, which another loss may get when this one is gone.
-    Public replacement: a scope that is told who adds a loss.
+    A gradient or a map is computed in the program around it, and is none of its own. Public
+    replacement: none; `jax.core.get_opaque_trace_state` tells those apart too.
     """
-    owner = next((layer for layer in layers if id(loss) in layer._loss_ids), None)
-    if owner is not None:
-        owner._loss_ids.discard(id(loss))
-    return owner or next(iter(layers), None)
+    trace = core.trace_ctx.trace
+    while trace is not None and not hasattr(trace, "frame"):
+        trace = getattr(trace, "parent_trace", None)
+    return trace
 
 
 def _is_array(leaf: Any) -> bool:

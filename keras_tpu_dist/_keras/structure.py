@@ -242,6 +242,37 @@ def tell_of_layers(created: Callable[[Any], None]) -> None:
     )
 
 
+def owner_of_loss(loss: Any, layers: list) -> Any:
+    """The layer that added a loss, which forgets it: it is told again, of the one that leaves.
+
+    Keras knows a layer's losses by their `id`, which another loss may get when this one is gone.
+
+    Args:
+        loss: The loss, in a scope that collects losses.
+        layers: The layers that may have added it.
+
+    Returns:
+        The layer; the first of them if it is none of them, or `None` if there are none.
+
+    Public replacement: a scope that is told who adds a loss.
+    """
+    owner = next((layer for layer in layers if id(loss) in layer._loss_ids), None)
+    if owner is not None:
+        owner._loss_ids.discard(id(loss))
+    return owner or next(iter(layers), None)
+
+
+def compile_arguments(model: Any) -> dict[str, Any]:
+    """What `compile` of a model was given, by name; public replacement: none.
+
+    `Model.get_compile_config` gives configs, from which no function of the user's own comes back.
+
+    Args:
+        model: A compiled model.
+    """
+    return dict(model._compile_config.config)
+
+
 def optimizer_slots(model: Any) -> list[tuple[str, Any, Any]]:
     """The slots of a model's optimizer: name, variable, and the weight each belongs to.
 

@@ -154,12 +154,11 @@ def _told_of_fit(arguments):
     for callback in arguments["callbacks"]:
         if hasattr(callback, "before_fit"):
             callback.before_fit(arguments)
-    try:
-        yield
-    finally:
-        for callback in arguments["callbacks"]:
+    with contextlib.ExitStack() as at_end:  # where one raises, the others are told too
+        for callback in reversed(arguments["callbacks"]):
             if hasattr(callback, "after_fit"):
-                callback.after_fit()
+                at_end.callback(callback.after_fit)
+        yield
 
 
 _signature = functools.lru_cache(inspect.signature)

@@ -79,7 +79,8 @@ class BackupAndRestore(Checkpoint):
     def on_train_end(self, logs=None):
         """Notes that nothing is left to go on with."""
         self._ended = True
-        if not self.delete_checkpoint:
+        # What is to end the process ends it before the backup is deleted.
+        if not self.delete_checkpoint or self._sigterm.noted:
             super().on_train_end(logs)
             return
         self.give_back_what_waits()

@@ -3,20 +3,21 @@
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import keras
 
 from keras_tpu_dist import _keras
+from keras_tpu_dist.callbacks.averages import note_swapped, swapped
+from keras_tpu_dist.callbacks.checkpoint_arguments import check_arguments, direction
 from keras_tpu_dist.callbacks.preemption import Preemption
 from keras_tpu_dist.callbacks.states import give_back, give_back_history, history_of, states_of
 from keras_tpu_dist.checkpoint.manifest import CheckpointError, Manifest
 from keras_tpu_dist.checkpoint.restore import load_newest
 from keras_tpu_dist.checkpoint.snapshot import EXTRA, snapshot
 from keras_tpu_dist.checkpoint.store import Store
-from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.processes.channel import agree
 from keras_tpu_dist.training.guard import StateGuard
@@ -50,7 +51,8 @@ class Checkpoint(keras.callbacks.Callback):
     the same ones in the same order.
 
     On SIGTERM the running launch is finished, a checkpoint is saved, and the process ends by the
-    signal; of several processes all save at the same step and end with exit code 143.
+    signal, or trains on where its own handler returns; of several processes all save at the same
+    step and end with exit code 143.
 
     Args:
         directory: Where the checkpoints are, one directory each; the same storage for all
@@ -98,7 +100,7 @@ class Checkpoint(keras.callbacks.Callback):
         resume: bool = True,
     ):
         super().__init__()
-        _check(every_steps, every_minutes, every_epochs, keep, mode)
+        check_arguments(every_steps, every_minutes, every_epochs, keep, mode)
         if (every_steps, every_minutes, every_epochs) == (None, None, None):
             every_epochs = 1
         self.directory = os.fspath(directory)
@@ -106,12 +108,13 @@ class Checkpoint(keras.callbacks.Callback):
         self._every_s = None if every_minutes is None else 60 * every_minutes
         self._keep, self._asynchronous, self._resume = keep, asynchronous, resume
         self._monitor = monitor
-        self._mode = _direction(monitor, mode)
+        self._mode = direction(monitor, mode)
         self._preemption = Preemption()
         self._store: Store | None = None
         self._guard: StateGuard | None = None
         self._trainer: Any = None
         self._callbacks: list = []
+        self._fellows: list[Checkpoint] = [self]
         self._to_give_back: Manifest | None = None
         self._kept_metrics: list = []
         self._place_in_input: InputPosition | None = None
@@ -146,6 +149,7 @@ class Checkpoint(keras.callbacks.Callback):
             arguments: Those of `fit`; `"callbacks"` is a flat list of all.
         """
         self._callbacks = [each for each in arguments["callbacks"] if each is not self]
+        self._fellows = [each for each in arguments["callbacks"] if isinstance(each, Checkpoint)]
 
     def on_train_begin(self, logs=None):
         """Goes on from the newest checkpoint."""
@@ -170,8 +174,9 @@ class Checkpoint(keras.callbacks.Callback):
         if self._resume and self._found(self._store):
             self._go_on(self._store)
         if self._guard is not None:
-            self._guard.after_launch = self._after_launch
-            self._preemption.start()
+            self._guard.after_launch = self._after_launch_of_all
+            if self._sigterm is self._preemption:
+                self._preemption.start()
 
     def on_epoch_begin(self, epoch, logs=None):
         """Saves what the epoch before ended with, once all callbacks have seen its end."""
@@ -205,21 +210,35 @@ class Checkpoint(keras.callbacks.Callback):
 
     def after_fit(self) -> None:
         """Waits for the last checkpoint, however the fit ended."""
-        self._preemption.stop()
-        self._close()
-        self._guard = None
+        store, self._store, self._guard = self._store, None, None
+        try:
+            if store is not None:
+                _finish(store.close)
+        finally:
+            self._preemption.stop()
 
-    def _after_launch(self, steps: int) -> None:
+    @property
+    def _sigterm(self) -> Preemption:
+        """Which of the fit's checkpoints listens: two would hand a signal to and fro for ever."""
+        found = [each._preemption for each in self._fellows]
+        return next((each for each in found if each.listens), found[0])
+
+    def _after_launch_of_all(self, steps: int) -> None:
+        ends = self._sigterm.comes(self._step + steps)
+        for each in self._fellows:
+            each._after_launch(steps, ends)
+        if ends:
+            self._sigterm.end()
+
+    def _after_launch(self, steps: int, ends: bool) -> None:
         self._step += steps
         self._done += steps
         self._since_saved += steps
         self._launches += 1
-        ends = self._preemption.comes(self._step)
         if ends or self._is_due():
             self._save(self._epoch, self._done)
-        if ends:
-            self._close()
-            self._preemption.end()
+        if ends and self._store is not None:
+            _finish(self._store.wait)
 
     def _is_due(self) -> bool:
         if self._every_steps is not None and self._since_saved >= self._every_steps:
@@ -251,6 +270,7 @@ class Checkpoint(keras.callbacks.Callback):
             **{"epoch": epoch, "done": done, "step": self._step, "positions": positions},
             **{"stopped": bool(model.stop_training), "callbacks": states},
             **{"history": history_of(model.history), "global_seed": _keras.global_seed()},
+            "swapped": swapped(self._callbacks),
         }
         metrics = {str(self._monitor): self._monitored()} if judged else None
         try:
@@ -309,6 +329,7 @@ class Checkpoint(keras.callbacks.Callback):
         if stopped:
             _keras.begin_at_epoch(self._trainer, epochs)
         _keras.set_global_seed(training["global_seed"])
+        note_swapped(self._callbacks, training.get("swapped", False))
         self._to_give_back = manifest
         saved = manifest.arrays.get(EXTRA, ())
         values = store.load(report.step, [(each, None, each.entry.dtype) for each in saved])
@@ -348,19 +369,12 @@ class Checkpoint(keras.callbacks.Callback):
         if self._guard is None and self._place_in_input is not None:
             set_random_numbers(self._place_in_input.now)
 
-    def _close(self) -> None:
-        store, self._store = self._store, None
-        if store is not None:
-            try:
-                store.close()
-            except CheckpointError as error:
-                logger.error("the last checkpoint is missing. %s", error)
 
-
-def _direction(monitor: str | None, mode: str) -> str:
-    if mode != "auto":
-        return mode
-    return "max" if any(part in str(monitor) for part in ("acc", "auc", "f1")) else "min"
+def _finish(write: Callable[[], None]) -> None:
+    try:
+        write()
+    except CheckpointError as error:
+        logger.error("the last checkpoint is missing. %s", error)
 
 
 def _check_processes(model: Any) -> None:
@@ -373,26 +387,5 @@ def _check_processes(model: Any) -> None:
                 f"{jax.process_index()}, one of {jax.process_count()}.",
                 fix="Make the strategy of all devices, save with keras.callbacks.ModelCheckpoint, "
                 "or train it in a program of its own, without ktd.initialize().",
-            )
-        )
-
-
-def _check(every_steps, every_minutes, every_epochs, keep, mode) -> None:
-    counts = {"every_steps": every_steps, "every_epochs": every_epochs, "keep": keep}
-    wrong: dict[str, Any] = {
-        n: v for n, v in counts.items() if v is not None and not is_count(v, 1)
-    }
-    number = isinstance(every_minutes, (int, float)) and not isinstance(every_minutes, bool)
-    if every_minutes is not None and not (number and every_minutes > 0):
-        wrong["every_minutes"] = every_minutes
-    if mode not in ("auto", "min", "max"):
-        wrong["mode"] = mode
-    if wrong:
-        raise ValueError(
-            message(
-                "every_steps, every_epochs and keep are whole numbers of at least 1, every_minutes "
-                "is above 0, mode is 'auto', 'min' or 'max'.",
-                received=wrong,
-                fix="Write for example Checkpoint(directory, every_steps=500, keep=3).",
             )
         )

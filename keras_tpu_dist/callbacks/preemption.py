@@ -19,26 +19,34 @@ class Preemption:
 
     Args:
         listens: Whether it does; who does not leaves SIGTERM to others.
+
+    Attributes:
+        listens: As given.
+        noted: Whether it came to this process, and was not passed on yet.
     """
 
     def __init__(self, listens: bool = True):
-        self._listens = listens
-        self._noted = False
+        self.listens = listens
+        self.noted = False
         self._before: Any = None
 
     def start(self) -> None:
         """Begins to listen."""
-        self._noted = False
+        self.noted = False
         main = threading.current_thread() is threading.main_thread()
-        if self._listens and jax.process_count() == 1 and main:
+        if self.listens and jax.process_count() == 1 and main:
             before = signal.signal(signal.SIGTERM, self._note)
             self._before = signal.SIG_DFL if before is None else before
 
     def stop(self) -> None:
-        """Gives the signal back to whoever had it."""
+        """Gives the signal back to whoever had it, and passes on one that was noted."""
         # Compared by equality: a bound method is a new object each time.
         if signal.getsignal(signal.SIGTERM) == self._note:
             signal.signal(signal.SIGTERM, self._before)
+        if self.noted:
+            # First: a handler that raises ends the fit, which stops once more.
+            self.noted = False
+            signal.raise_signal(signal.SIGTERM)
 
     def comes(self, step: int) -> bool:
         """Whether this is the step after which to end, the same in all processes.
@@ -46,18 +54,19 @@ class Preemption:
         Args:
             step: The number of the step that was just made.
         """
-        if jax.process_count() == 1 or not self._listens:
-            return self._noted
+        if jax.process_count() == 1 or not self.listens:
+            return self.noted
         return multihost_utils.reached_preemption_sync_point(step)
 
     def end(self) -> None:
-        """Ends the process."""
+        """Ends the process, or listens on where the handler that the program had returns."""
         if jax.process_count() > 1:
             raise SystemExit(EXIT_TERMINATED)
         self.stop()
-        signal.raise_signal(signal.SIGTERM)
+        self.start()
 
     def _note(self, number, frame):
-        if self._noted:
+        if self.noted:
             self.end()
-        self._noted = True
+        # Also where that returned: the first is still to be acted on.
+        self.noted = True

@@ -97,7 +97,7 @@ def match(
 
     Keras numbers what the user does not name, anew in each process: the second model of a process
     has `dense_2` where the first has `dense`. So among paths that differ in such numbers alone,
-    either all are the same here and there, or they are taken in their order.
+    either all are the same here and there, or they are taken in the order of the numbers.
 
     Args:
         here: The entries of the variables.
@@ -131,21 +131,48 @@ def match(
 
 
 def follow(
-    here: Sequence[Entry], saved: Sequence[Entry], weights: Mapping[str, str]
+    here: Sequence[Entry],
+    saved: Sequence[Entry],
+    weights: Mapping[tuple[str, int], tuple[str, int]],
 ) -> dict[int, int]:
     """Finds the saved slot of each slot, by the weight that it belongs to.
 
     Args:
         here: The entries of the slots.
         saved: Those of the saved ones.
-        weights: From the path of a weight here to the path under which it was saved.
+        weights: From a weight here to the saved one, each as `told_apart` gives it.
 
     Returns:
         From the index of a slot to that of the saved one, without those that have none.
     """
-    by_name = {(each.slot, each.path): i for i, each in enumerate(saved)}
-    found = {i: by_name.get((each.slot, weights.get(each.path, ""))) for i, each in enumerate(here)}
-    return {i: j for i, j in found.items() if j is not None and saved[j].shape == here[i].shape}
+    # Slots lie in the order of the weights that train, which come before those that do not.
+    by_name = {name: j for j, name in enumerate(told_apart((e.slot, e.path) for e in saved))}
+    pairs = {}
+    for i, ((slot, path), nth) in enumerate(told_apart((e.slot, e.path) for e in here)):
+        source, nth_there = weights.get((path, nth), ("", 0))
+        j = by_name.get(((slot, source), nth_there))
+        if j is not None and saved[j].shape == here[i].shape:
+            pairs[i] = j
+    return pairs
+
+
+def told_apart(names: Iterable[T]) -> list[tuple[T, int]]:
+    """Names, each with how many of the same name came before: Keras lets weights share a path.
+
+    Args:
+        names: The names.
+
+    Example:
+
+    >>> told_apart(["proj/kernel", "proj/kernel", "out/kernel"])
+    [('proj/kernel', 0), ('proj/kernel', 1), ('out/kernel', 0)]
+    """
+    seen: Counter = Counter()
+    found = []
+    for name in names:
+        found.append((name, seen[name]))
+        seen[name] += 1
+    return found
 
 
 def canonical(path: str) -> str:
@@ -245,4 +272,10 @@ def _paired(
         for j in candidates:
             left[paths[j]].append(j)
         return {i: left[here[i].path].pop(0) for i in indices if left[here[i].path]}
-    return dict(zip(indices, candidates))
+    # Not in the order of the state, in which frozen weights stand last.
+    return dict(
+        zip(
+            in_order_of_numbers(indices, lambda i: here[i].path),
+            in_order_of_numbers(candidates, lambda j: paths[j]),
+        )
+    )

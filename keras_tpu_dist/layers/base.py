@@ -96,6 +96,9 @@ class FastRecurrence:
         mask = check_mask(self.name, mask, sequences.shape)
         if isinstance(arithmetic, str):
             return self._stock_loop(arithmetic, sequences, initial_state, mask, training)
+        if not jnp.issubdtype(sequences.dtype, jnp.floating):
+            # Keras casts floats only; states that take the dtype of the input would lose theirs.
+            sequences = sequences.astype(self.compute_dtype)
         if training and self.dropout:
             sequences = sequences * self.cell.get_dropout_mask(sequences[:, 0, :])[:, None, :]
         variant = self._variant(arithmetic, sequences.shape, place)

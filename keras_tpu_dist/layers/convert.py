@@ -1,9 +1,11 @@
 """The same model with Keras's recurrent layers replaced by those of this package."""
 
+import warnings
 from typing import Any
 
 import jax.numpy as jnp
 import keras
+from keras import tree
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import message
@@ -69,7 +71,10 @@ def convert(model):
 def _make_again(model):
     """A new model from the model's config, and how to build and compile it."""
     try:
-        config: Any = keras.saving.serialize_keras_object(model)
+        with warnings.catch_warnings():
+            # Nothing is stored: the functions that a model was compiled with are handed on.
+            warnings.filterwarnings("ignore", "The object being serialized includes a `lambda`")
+            config: Any = keras.saving.serialize_keras_object(model)
         build, compiled = config.pop("build_config", None), config.pop("compile_config", None)
         if isinstance(model, keras.Sequential | _keras.Functional):
             return keras.saving.deserialize_keras_object(config), build, compiled
@@ -94,10 +99,39 @@ def _compile(model, clone, config):
     if type(model).compile_from_config is not keras.Model.compile_from_config:
         clone.compile_from_config(config)
     else:
-        clone.compile(**keras.saving.deserialize_keras_object(config))
+        clone.compile(**_arguments(model, config))
     if model.optimizer is not None and model.optimizer.built:
         clone.optimizer.build(clone.trainable_variables)
         _copy(model.optimizer.variables, clone.optimizer.variables, model)
+
+
+def _arguments(model, config):
+    """What to compile the clone with: nothing that holds state is the original's own."""
+    given: Any = config
+    if type(model).get_compile_config is keras.Model.get_compile_config:
+        # What was given, unlike its config, has the functions that no config can give back.
+        given = _keras.compile_arguments(model)
+    try:
+        if given is config:
+            return keras.saving.deserialize_keras_object(config)
+        return tree.map_structure(_anew, given)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise ValueError(
+            message(
+                "What a model is compiled with is copied, so it must be possible to make it from "
+                "its own config.",
+                received=f"model {model.name!r}: {str(error).strip().splitlines()[0]}",
+                fix="Register your classes with keras.saving.register_keras_serializable(), or "
+                "convert the model before you compile it.",
+            )
+        ) from error
+
+
+def _anew(given):
+    """A copy of an object of Keras; anything else is used as it is."""
+    if isinstance(given, type) or not hasattr(given, "get_config"):
+        return given
+    return keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(given))
 
 
 def _copy(sources, targets, model):

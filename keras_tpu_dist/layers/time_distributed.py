@@ -6,89 +6,14 @@ import keras
 from jax import lax
 from keras import layers, ops, tree
 
-from keras_tpu_dist._keras import Functional, call_takes, full_precision, sublayers
-
-# Layers whose rows do not see each other: time can be folded into the batch.
-_ROW_BY_ROW = (
-    layers.Activation,
-    layers.AveragePooling1D,
-    layers.AveragePooling2D,
-    layers.AveragePooling3D,
-    layers.Conv1D,
-    layers.Conv1DTranspose,
-    layers.Conv2D,
-    layers.Conv2DTranspose,
-    layers.Conv3D,
-    layers.Conv3DTranspose,
-    layers.Cropping1D,
-    layers.Cropping2D,
-    layers.Cropping3D,
-    layers.Dense,
-    layers.DepthwiseConv1D,
-    layers.DepthwiseConv2D,
-    layers.EinsumDense,
-    layers.ELU,
-    layers.Embedding,
-    layers.Flatten,
-    layers.GlobalAveragePooling1D,
-    layers.GlobalAveragePooling2D,
-    layers.GlobalAveragePooling3D,
-    layers.GlobalMaxPooling1D,
-    layers.GlobalMaxPooling2D,
-    layers.GlobalMaxPooling3D,
-    layers.GroupNormalization,
-    layers.Identity,
-    layers.InputLayer,
-    layers.LayerNormalization,
-    layers.LeakyReLU,
-    layers.MaxPooling1D,
-    layers.MaxPooling2D,
-    layers.MaxPooling3D,
-    layers.Permute,
-    layers.PReLU,
-    layers.ReLU,
-    layers.RepeatVector,
-    layers.Rescaling,
-    layers.Reshape,
-    layers.RMSNormalization,
-    layers.SeparableConv1D,
-    layers.SeparableConv2D,
-    layers.Softmax,
-    layers.UnitNormalization,
-    layers.UpSampling1D,
-    layers.UpSampling2D,
-    layers.UpSampling3D,
-    layers.ZeroPadding1D,
-    layers.ZeroPadding2D,
-    layers.ZeroPadding3D,
+from keras_tpu_dist._keras import (
+    AutocastScope,
+    call_takes,
+    flatten_layers,
+    full_precision,
+    owner_of_loss,
 )
-_RECURRENT = (layers.LSTM, layers.GRU, layers.SimpleRNN)
-
-
-def rows_are_independent(layer, training) -> bool:
-    """Whether a layer computes every row without the others, changes nothing and draws nothing.
-
-    Exact types count: a subclass may do anything in its `call`.
-
-    Args:
-        layer: The layer. Of a wrapper or a model every layer inside must be independent too.
-        training: Whether the call is one of training; None counts as not.
-    """
-    if isinstance(layer, layers.Wrapper | layers.Bidirectional):
-        known = isinstance(layer, layers.TimeDistributed | layers.Bidirectional)
-        return known and all(rows_are_independent(child, training) for child in sublayers(layer))
-    if type(layer) in (keras.Sequential, Functional):
-        return all(rows_are_independent(child, training) for child in layer.layers)
-    if layer.activity_regularizer is not None:
-        return False
-    if type(layer) is layers.BatchNormalization:
-        # Fixed statistics make it a scale and a shift; a batch's own do not.
-        return not (training and layer.trainable)
-    if isinstance(layer, _RECURRENT) and type(layer).__name__ in ("LSTM", "GRU", "SimpleRNN"):
-        return not layer.stateful and not (training and (layer.dropout or layer.recurrent_dropout))
-    if isinstance(layer, layers.Dropout) and type(layer) is layers.Dropout:
-        return not training
-    return type(layer) in _ROW_BY_ROW
+from keras_tpu_dist.layers.rows import rows_are_independent
 
 
 @keras.saving.register_keras_serializable("keras_tpu_dist")
@@ -140,21 +65,30 @@ class TimeDistributed(layers.TimeDistributed):
         changing = [v for v in self.layer.variables if not v.trainable]
         fixed = [(v, full_precision(v)) for v in self.layer.variables if v.trainable]
 
+        inside, owners = flatten_layers(self.layer), []
+
         def step(values, now):
             x, m = now
-            state = [*fixed, *zip(changing, values)]
-            with keras.StatelessScope(state_mapping=state) as scope:
+            # A policy that casts would have the scope hold, and the loop carry, rounded values.
+            with AutocastScope(None):
+                state = [*fixed, *zip(changing, values)]
+                scope = keras.StatelessScope(state_mapping=state, collect_losses=True)
+            with scope:
                 extra = kwargs if m is None else {**kwargs, "mask": m}
                 outputs = self.layer.call(x, **extra)
+            owners[:] = [owner_of_loss(loss, inside) for loss in scope.losses]
             after = [scope.get_current_value(v) for v in changing]
-            return after, outputs
+            return after, (outputs, list(scope.losses))
 
         swapped = jax.tree.map(
             lambda a: jnp.swapaxes(a, 0, 1), (ops.convert_to_tensor(inputs), mask)
         )
-        values, outputs = lax.scan(step, [full_precision(v) for v in changing], swapped)
+        values, (outputs, losses) = lax.scan(step, [full_precision(v) for v in changing], swapped)
         for variable, value in zip(changing, values):
             variable.assign(value)
+        for owner, loss in zip(owners, losses):
+            # Keras adds losses up in float32.
+            owner.add_loss(jnp.sum(loss, axis=0, dtype=jnp.promote_types(loss.dtype, jnp.float32)))
         return jax.tree.map(lambda a: jnp.swapaxes(a, 0, 1), outputs)
 
 

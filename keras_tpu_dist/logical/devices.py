@@ -17,6 +17,12 @@ from keras_tpu_dist.common.once import say_once
 from keras_tpu_dist.hardware.mesh import LOGICAL_AXIS
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.logical.assign import assign, assigning, on_logical_device
+from keras_tpu_dist.logical.layers import (
+    ReplicateToLogicalDevices,
+    SplitToLogicalDevices,
+    UnevenBatch,
+)
+from keras_tpu_dist.partitioner import in_compiled_code
 
 
 class LogicalDevices:
@@ -87,13 +93,11 @@ class LogicalDevices:
             _check_fits(tensor.shape, partition, batch_axis)
             return SplitToLogicalDevices(partition, batch_axis)(tensor)
         tensor = jax.numpy.asarray(tensor)
-        traced = isinstance(tensor, jax.core.Tracer)
         _check_fits(tensor.shape, partition, batch_axis, sizes=not _keras.in_symbolic_scope())
         entries = self._entries(partition)
         if batch_axis is not None:
             batch_axis = _dimension(batch_axis, tensor.ndim)
-            if not traced:
-                self._check_batch(tensor.shape, batch_axis, partition[batch_axis])
+            self._check_batch(tensor.shape, batch_axis, partition[batch_axis])
             entries[batch_axis] = (*self.data_axes, *entries[batch_axis])
         return self._constrain(tensor, entries)
 
@@ -117,8 +121,7 @@ class LogicalDevices:
         entries: list[tuple[str, ...]] = [()] * tensor.ndim
         if batch_axis is not None and tensor.ndim:
             batch_axis = _dimension(batch_axis, tensor.ndim)
-            if not isinstance(tensor, jax.core.Tracer):
-                self._check_batch(tensor.shape, batch_axis, 1)
+            self._check_batch(tensor.shape, batch_axis, 1)
             entries[batch_axis] = self.data_axes
         return self._constrain(tensor, entries)
 
@@ -242,8 +245,8 @@ class LogicalDevices:
 
     def _check_batch(self, shape: tuple[int, ...], batch_axis: int, parts: int) -> None:
         ways = parts * math.prod(self.mesh.shape[name] for name in self.data_axes)
-        if shape[batch_axis] % ways:
-            raise ValueError(
+        if shape[batch_axis] % ways and not in_compiled_code():
+            raise UnevenBatch(
                 message(
                     "Outside of compiled code the batch must divide by the replicas and by its "
                     "part of partition_dimensions.",
@@ -299,66 +302,6 @@ class LogicalDevices:
                     fix=f"Use 0 to {self.num_logical_devices - 1}.",
                 )
             )
-
-
-class _Annotation(keras.layers.Layer):
-    """A layer that says where its input lies; without a strategy it does nothing."""
-
-    def __init__(self, batch_axis: int | None = 0, **kwargs):
-        super().__init__(autocast=False, **kwargs)
-        self.batch_axis = batch_axis
-        self.supports_masking = True
-
-    def call(self, inputs):
-        strategy = _keras.active_strategy()
-        if strategy is None or strategy.num_logical_devices == 1:
-            return inputs
-        return self._say(strategy, inputs)
-
-    def _say(self, strategy, inputs):
-        raise NotImplementedError
-
-    def compute_output_spec(self, inputs):
-        return keras.KerasTensor(inputs.shape, inputs.dtype)
-
-    def get_config(self):
-        return {**super().get_config(), "batch_axis": self.batch_axis}
-
-
-@keras.saving.register_keras_serializable("keras_tpu_dist")
-class SplitToLogicalDevices(_Annotation):
-    """`strategy.split_to_logical_devices` as a layer of a functional model.
-
-    It splits over the logical devices of the strategy that the model runs under; with no strategy,
-    or one logical device, it returns its input.
-
-    Args:
-        partition_dimensions: How many parts, for each dimension.
-        batch_axis: The dimension that the replicas split, or `None`.
-    """
-
-    def __init__(self, partition_dimensions: Sequence[int], batch_axis: int | None = 0, **kwargs):
-        super().__init__(batch_axis, **kwargs)
-        self.partition_dimensions = tuple(partition_dimensions)
-
-    def _say(self, strategy, inputs):
-        return strategy.split_to_logical_devices(inputs, self.partition_dimensions, self.batch_axis)
-
-    def get_config(self):
-        """The arguments it is made from."""
-        return {**super().get_config(), "partition_dimensions": list(self.partition_dimensions)}
-
-
-@keras.saving.register_keras_serializable("keras_tpu_dist")
-class ReplicateToLogicalDevices(_Annotation):
-    """`strategy.replicate_to_logical_devices` as a layer of a functional model.
-
-    Args:
-        batch_axis: The dimension that the replicas split, or `None`.
-    """
-
-    def _say(self, strategy, inputs):
-        return strategy.replicate_to_logical_devices(inputs, self.batch_axis)
 
 
 def _check_fits(

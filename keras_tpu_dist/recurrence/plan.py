@@ -120,7 +120,7 @@ def choose(
     made = functools.partial(Variant, turn=on_cpu, weight_first=first)
     asked = check_segment(segment, steps)
     if on_cpu and asked is None and unroll is not True:
-        cached = max(ROWS_IN_CACHE // batch, 4)
+        cached = max(ROWS_IN_CACHE // max(batch, 1), 4)
         if cached < steps:
             return made(
                 keep=True,

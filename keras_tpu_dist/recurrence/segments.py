@@ -18,7 +18,7 @@ def _cut(loop: Loop, tree):
     def whole(a):
         short = a.shape[0] % size
         rest = a[short:] if loop.reverse else a[: a.shape[0] - short]
-        return rest.reshape(-1, size, *a.shape[1:])
+        return rest.reshape(a.shape[0] // size, size, *a.shape[1:])
 
     def short(a):
         rest = a.shape[0] % size
@@ -31,7 +31,7 @@ def _paste(loop: Loop, whole, short) -> Any:
     """Undoes `_cut`."""
     if whole is None:
         return None
-    whole = whole.reshape(-1, *whole.shape[2:])
+    whole = whole.reshape(whole.shape[0] * whole.shape[1], *whole.shape[2:])
     if short is None:
         return whole
     return jnp.concatenate([short, whole] if loop.reverse else [whole, short], axis=0)

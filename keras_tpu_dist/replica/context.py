@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import keras
 
+from keras_tpu_dist import _keras
 from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.training.strategy import Strategy
@@ -303,6 +304,29 @@ def entered(context: ReplicaContext, recorder: Any) -> Iterator[None]:
             yield
     finally:
         _running.context = _running.recorder = None
+
+
+def _numbers() -> tuple | None:
+    """What differs from run to run in the context of the replica whose code is running."""
+    context = _running.context
+    return context and (context._replica_id, context._batch_size, context._length)
+
+
+@contextlib.contextmanager
+def _with_numbers(numbers: tuple | None) -> Iterator[None]:
+    context, before = _running.context, _numbers()
+    if context is None or numbers is None or before is None:
+        yield
+        return
+    context._replica_id, context._batch_size, context._length = numbers
+    try:
+        yield
+    finally:
+        context._replica_id, context._batch_size, context._length = before
+
+
+# The part of a replica's code that one of its devices computes may not use numbers from outside.
+_keras.give_to_calls(_numbers, _with_numbers)
 
 
 def checked_axis(name: str, axis: Any, rank: int) -> int:

@@ -16,11 +16,10 @@ def _next_seed(stock, generator, *args, **kwargs):
 
 
 def _add(sign: int, stock, variable, value):
-    """Tells the recorder what was added, which an assignment alone does not show."""
-    recorder = running_recorder()
-    if recorder is None or _keras.stateless_scope() is not recorder:
-        return stock(variable, value)
-    return recorder.add(variable, value, sign, stock)
+    """Tells who records updates what was added, which an assignment alone does not show."""
+    scope = None if running_recorder() is None else _keras.stateless_scope()
+    note = getattr(scope, "note_addition", None)
+    return stock(variable, value) if note is None else note(variable, value, sign, stock)
 
 
 def _current_value(stock, scope, variable):

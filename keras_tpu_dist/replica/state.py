@@ -50,6 +50,7 @@ class Recorder(keras.StatelessScope):
         self._context = context
         self._values = {**mirrored, **own}
         self._combine = combine
+        self._program = _keras.traced_program()
         self.unknown: dict[int, Any] = {}
         self.updated: dict[int, Any] = {}
 
@@ -85,15 +86,17 @@ class Recorder(keras.StatelessScope):
             update: The variable and the value that this replica assigns.
 
         Raises:
-            ValueError: If a shared variable with `aggregation="mean"` gets no floating-point value.
+            ValueError: If a shared variable with `aggregation="mean"` gets no floating-point value;
+                or if it comes from a branch or a loop.
         """
         variable, value = update
+        self._check_place(variable)
         if is_own(variable):
             self._set(variable, value)
         else:
             self._set(variable, self._combined(variable, value))
 
-    def add(self, variable: Any, value: Any, sign: int, stock: Any) -> Any:
+    def note_addition(self, variable: Any, value: Any, sign: int, stock: Any) -> Any:
         """Takes `assign_add` or `assign_sub`: a sum adds up what was added, not the results.
 
         Args:
@@ -107,6 +110,7 @@ class Recorder(keras.StatelessScope):
         """
         if is_own(variable) or variable.aggregation != "sum":
             return stock(variable, value)
+        self._check_place(variable)
         value = jnp.asarray(value, _own_dtype(variable))
         total = self.read(variable) + sign * self._context.all_reduce("sum", value)
         self._set(variable, total)
@@ -128,6 +132,20 @@ class Recorder(keras.StatelessScope):
             else:
                 mirrored.append(value)
         return mirrored, own, combined
+
+    def _check_place(self, variable) -> None:
+        if _keras.traced_program() is self._program:
+            return
+        raise ValueError(
+            message(
+                "A replica function assigns variables outside of its branches, loops and compiled "
+                "functions.",
+                received=f"an assignment of {variable.path!r} within jax.lax.cond, scan, "
+                "fori_loop, jax.jit, jax.checkpoint or the like, or keras.ops that use them.",
+                fix="Return the new value from there and assign it outside: "
+                "variable.assign(jax.lax.cond(condition, lambda: new, lambda: variable.value)).",
+            )
+        )
 
     def _set(self, variable, value) -> None:
         if id(variable) not in self._values:

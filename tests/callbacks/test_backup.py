@@ -208,6 +208,24 @@ def test_a_second_signal_is_not_held_back(tmp_path, handler):
     assert not _steps(tmp_path / "backup")
 
 
+@pytest.mark.parametrize("at", ["on_epoch_end", "on_train_end"])
+def test_sigterm_after_the_last_launch_leaves_the_backup(tmp_path, handler, at):
+    class Late(keras.callbacks.Callback):
+        pass
+
+    late = Late()
+    setattr(late, at, lambda *args: signal.raise_signal(signal.SIGTERM))
+    model = built(build, ktd.TPUStrategy())
+    with pytest.raises(Preempted):
+        model.fit(
+            X,
+            Y,
+            **{**FIT, "epochs": 1},
+            callbacks=[late, BackupAndRestore(tmp_path / "backup")],
+        )
+    assert _steps(tmp_path / "backup") == [19]
+
+
 def test_sigterm_can_be_left_alone(tmp_path, handler):
     model = built(build, ktd.TPUStrategy())
     backup = BackupAndRestore(tmp_path / "backup", on_sigterm=False)

@@ -4,6 +4,7 @@ import importlib
 import os
 import pathlib
 import signal
+import sys
 
 import keras
 import numpy as np
@@ -12,6 +13,7 @@ from helpers import assert_close, loaded
 from pydatasets import in_batches
 
 import keras_tpu_dist as ktd
+from keras_tpu_dist.checkpoint.store import Store
 
 job = loaded(pathlib.Path(__file__).with_name("job.py"), "checkpoint_job")
 ROWS, BATCH, EPOCHS = 45, 8, 3
@@ -191,6 +193,162 @@ def test_sigterm_saves_and_ends(tmp_path):
     fit(whole, "arrays")
     fit(again, "arrays", ktd.callbacks.Checkpoint(tmp_path))
     assert_close(again.get_weights(), whole.get_weights())
+
+
+def averaged(directory, first, *more):
+    keras.utils.clear_session(free_memory=False)
+    keras.utils.set_random_seed(1)
+    with ktd.TPUStrategy().scope():
+        model = keras.Sequential([keras.Input((12,)), keras.layers.Dense(4)])
+        model.compile(keras.optimizers.Adam(0.1, use_ema=True, ema_momentum=0.9), "mse")
+    saved = ktd.callbacks.Checkpoint(directory, every_epochs=1)
+    both = [saved, keras.callbacks.SwapEMAWeights(swap_on_epoch=True)]
+    both = both if first else both[::-1]
+    model.fit(**INPUTS["arrays"](), epochs=EPOCHS, verbose=0, callbacks=[*both, *more])
+    return model.get_weights()
+
+
+@pytest.mark.parametrize("first", [True, pytest.param(False, marks=slow)])
+def test_averages_in_the_place_of_weights_are_swapped_back(first, tmp_path):
+    whole = averaged(tmp_path / "whole", first)
+    with pytest.raises(Stop):
+        averaged(tmp_path / "stopped", first, StopAfter(14))
+    assert_close(averaged(tmp_path / "stopped", first), whole)
+
+
+@slow
+@pytest.mark.parametrize("first", [True, False])
+def test_a_run_that_ended_with_averages_goes_on_in_more_epochs(first, tmp_path, monkeypatch):
+    averaged(tmp_path, first)
+    swaps = []
+    monkeypatch.setattr(
+        keras.callbacks.SwapEMAWeights, "_swap_variables", lambda self: swaps.append(1)
+    )
+    monkeypatch.setattr(sys.modules[__name__], "EPOCHS", EPOCHS + 1)
+    averaged(tmp_path, first)
+    assert len(swaps) == 2  # back, and at the end of the epoch
+
+
+@slow
+def test_averages_that_nothing_swaps_back_are_said(tmp_path, caplog):
+    with pytest.raises(Stop):
+        averaged(tmp_path, True, StopAfter(14))
+    with ktd.TPUStrategy().scope():
+        model = keras.Sequential([keras.Input((12,)), keras.layers.Dense(4)])
+        model.compile(keras.optimizers.Adam(0.1, use_ema=True), "mse")
+    model.fit(
+        **INPUTS["arrays"](),
+        epochs=EPOCHS,
+        verbose=0,
+        callbacks=[ktd.callbacks.Checkpoint(tmp_path)],
+    )
+    assert "no SwapEMAWeights of this fit swaps them back" in caplog.text
+
+
+class Terminate(keras.callbacks.Callback):
+    """Sends SIGTERM where a method of a callback is called for the n-th time."""
+
+    def __init__(self, method, n=1):
+        super().__init__()
+        self.calls, self.n = 0, n
+        setattr(self, method, self.called)
+
+    def called(self, *args, **kwargs):
+        self.calls += 1
+        if self.calls == self.n:
+            signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.fixture
+def terminated():
+    """Handles SIGTERM as a program does that notes it and goes on."""
+    calls = []
+
+    def note(number, frame):
+        calls.append(number)
+
+    before = signal.signal(signal.SIGTERM, note)
+    yield calls
+    assert signal.getsignal(signal.SIGTERM) is note
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize(
+    ("method", "n"),
+    [
+        ("on_train_end", 1),
+        pytest.param("on_test_begin", EPOCHS, marks=slow),
+        pytest.param("on_epoch_end", EPOCHS, marks=slow),
+    ],
+)
+def test_sigterm_after_the_last_launch_is_passed_on(method, n, tmp_path, terminated):
+    fit(
+        made(ktd.TPUStrategy()),
+        "arrays",
+        ktd.callbacks.Checkpoint(tmp_path),
+        Terminate(method, n),
+    )
+    assert terminated == [signal.SIGTERM]
+    assert ktd.callbacks.Checkpoint(tmp_path).steps == [6, 12, 18]
+
+
+def test_sigterm_while_the_last_checkpoint_is_written(tmp_path, terminated, monkeypatch):
+    wait = Store.wait
+
+    def waits(store):
+        signal.raise_signal(signal.SIGTERM)
+        assert not terminated
+        wait(store)
+
+    saved = ktd.callbacks.Checkpoint(tmp_path)
+    monkeypatch.setattr(Store, "wait", waits)
+    made(ktd.TPUStrategy()).fit(**INPUTS["arrays"](), verbose=0, callbacks=[saved])
+    monkeypatch.undo()
+    assert terminated == [signal.SIGTERM]
+    assert saved.steps == [6]
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_training_goes_on_and_saves_where_the_handler_returns(ignored, tmp_path, terminated):
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN) if ignored else None
+    saved = ktd.callbacks.Checkpoint(tmp_path, every_steps=4, keep=None)
+    fit(
+        made(ktd.TPUStrategy()),
+        "arrays",
+        saved,
+        Terminate("on_train_batch_end", 2),
+        Terminate("on_train_batch_end", 9),
+    )
+    if ignored:
+        assert signal.signal(signal.SIGTERM, before) == signal.SIG_IGN
+    assert terminated == ([] if ignored else 2 * [signal.SIGTERM])
+    # After steps 3 and 10 the signal was acted on.
+    assert saved.steps == [3, 7, 10, 14, 18]
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_two_in_one_fit_both_save(swapped, tmp_path, terminated):
+    often = ktd.callbacks.Checkpoint(tmp_path / "often", every_steps=4, keep=None)
+    ends = ktd.callbacks.Checkpoint(tmp_path / "ends", every_epochs=1, keep=None)
+    backup = ktd.callbacks.BackupAndRestore(tmp_path / "backup", delete_checkpoint=False)
+    both = [often, backup, ends]
+    fit(
+        made(ktd.TPUStrategy()),
+        "arrays",
+        *(both[::-1] if swapped else both),
+        Terminate("on_train_batch_end", 2),
+    )
+    assert terminated == [signal.SIGTERM]
+    assert often.steps == [3, 7, 11, 15, 18]
+    assert ends.steps == [3, 6, 12, 18]
+
+
+def test_a_second_sigterm_does_not_undo_the_first(tmp_path, terminated):
+    saved = ktd.callbacks.Checkpoint(tmp_path, every_epochs=9, keep=None)
+    twice = [Terminate("on_train_batch_begin", 2) for _ in range(2)]
+    fit(made(ktd.TPUStrategy()), "arrays", saved, *twice)
+    assert terminated == 2 * [signal.SIGTERM]
+    assert saved.steps == [2, 18]
 
 
 @slow

@@ -5,7 +5,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keras_tpu_dist.checkpoint.names import Entry, canonical, match, named_state, said_of
+from keras_tpu_dist.checkpoint.names import (
+    Entry,
+    canonical,
+    follow,
+    in_order_of_numbers,
+    match,
+    named_state,
+    said_of,
+)
 
 
 def entries(*paths, shape=(2,)):
@@ -61,9 +69,34 @@ def test_a_model_made_again_is_matched_one_to_one(names, later):
     assert found.complete
     assert sorted(found.pairs.values()) == list(range(len(saved)))
     for name in {canonical(path) for path in saved}:
-        order = [j for i, j in sorted(found.pairs.items()) if canonical(saved[j]) == name]
-        if {here[i] for i, j in found.pairs.items() if j in order} != {saved[j] for j in order}:
-            assert order == sorted(order)
+        pairs = [(here[i], saved[j]) for i, j in found.pairs.items() if canonical(saved[j]) == name]
+        if {path for path, _ in pairs} != {path for _, path in pairs}:
+            in_order = in_order_of_numbers(pairs, lambda pair: pair[0])
+            paths = [path for _, path in in_order]
+            assert paths == in_order_of_numbers(paths, str)
+
+
+def test_frozen_weights_which_stand_last_are_matched_by_their_numbers():
+    here = ["m_1/dense_11/kernel", "m_1/dense_9/kernel", "m_1/dense_10/kernel"]
+    saved = ["m/dense/kernel", "m/dense_2/kernel", "m/dense_1/kernel"]
+    pairs, _ = matched(here, saved)
+    assert pairs == {
+        "m_1/dense_9/kernel": "m/dense/kernel",
+        "m_1/dense_10/kernel": "m/dense_1/kernel",
+        "m_1/dense_11/kernel": "m/dense_2/kernel",
+    }
+
+
+def test_slots_of_weights_that_share_a_path_go_to_each_of_them():
+    def slots(path):
+        return [Entry(path, (2,), "float32", slot) for slot in ("m", "m", "v", "v")]
+
+    weights = {("proj_1/w", n): ("proj/w", n) for n in range(2)}
+    assert follow(slots("proj_1/w"), slots("proj/w"), weights) == {0: 0, 1: 1, 2: 2, 3: 3}
+    assert follow(slots("proj_1/w"), slots("proj/w"), {("proj_1/w", 1): ("proj/w", 0)}) == {
+        1: 0,
+        3: 2,
+    }
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "lion", "ftrl"])

@@ -12,6 +12,7 @@ from checkpoint_models import PLACES, X, Y, functional, made, mlp, nested, numbe
 from helpers import assert_close
 
 import keras_tpu_dist as ktd
+from keras_tpu_dist import _keras
 from keras_tpu_dist.checkpoint.store import Store
 
 
@@ -53,6 +54,65 @@ def test_models_made_twice_in_one_process_load_right(build, tmp_path):
     report = ktd.restore(again, tmp_path)
     assert len(report.loaded) == len(again.variables)
     assert_close(again.predict(X, verbose=0), one.predict(X, verbose=0))
+
+
+def alike():
+    names = ("first", None, None, None)
+    return keras.Sequential([keras.Input((16,)), *(keras.layers.Dense(16, name=n) for n in names)])
+
+
+def frozen(layer):
+    model = alike()
+    model.layers[layer].trainable = False
+    return model
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (alike, lambda: frozen(1)),
+        pytest.param(lambda: frozen(1), alike, marks=pytest.mark.slow),
+        pytest.param(lambda: frozen(1), lambda: frozen(2), marks=pytest.mark.slow),
+    ],
+)
+def test_frozen_layers_with_other_numbers_get_their_own_weights(source, target, tmp_path):
+    one, again = made("data", source), made("fsdp", target)
+    one.fit(X, X, epochs=1, verbose=0, callbacks=[ktd.callbacks.Checkpoint(tmp_path)])
+    report = ktd.restore(again, tmp_path)
+    # Frozen layers that were trained have slots here, and none there.
+    assert report.optimizer == (source is alike)
+    for here, there in zip(again.layers, one.layers):
+        assert_close(here.get_weights(), there.get_weights())
+    slots = {(name, id(weight)): slot for name, slot, weight in _keras.optimizer_slots(one)}
+    there = dict(zip(map(id, again.weights), map(id, one.weights)))
+    for name, slot, weight in _keras.optimizer_slots(again) if report.optimizer else ():
+        assert_close(slot.numpy(), slots[name, there[id(weight)]].numpy())
+
+
+class SharedName(keras.layers.Layer):
+    """Two layers of one name in a third: their weights have the same paths."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = [keras.layers.Dense(8, name="proj") for _ in range(2)]
+
+    def build(self, shape):
+        for each in self.parts:
+            each.build(shape)
+        self.built = True
+
+    def call(self, x):
+        return self.parts[0](x) + keras.ops.tanh(self.parts[1](x))
+
+
+def test_weights_that_share_a_path_get_each_their_own_slots(tmp_path):
+    def build():
+        return keras.Sequential([keras.Input((16,)), SharedName()])
+
+    one = trained("data", tmp_path, build)
+    again = made("fsdp", build)
+    assert ktd.restore(again, tmp_path).optimizer
+    assert_close(numbers(again), numbers(one))
 
 
 def test_a_checkpoint_of_another_model_is_one_error(tmp_path):

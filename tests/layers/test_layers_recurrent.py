@@ -313,6 +313,33 @@ def test_other_activations_are_fast():
     compare(cases)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_whole_numbers_equal_keras(name):
+    cases = []
+    x = jnp.asarray(np.random.default_rng(0).integers(-2, 3, (BATCH, 5, FEATURES)), np.int32)
+    for unroll, mask in [(False, "none"), (True, "arbitrary"), (2, "padded")]:
+        stock, ours = pair(name, 5, unroll=unroll, return_sequences=True, return_state=True)
+        _, state, given = arrays(name, 5, mask, initial=mask != "none")
+        cases.append((stock, ours, x, state, given))
+    for stock, ours, x, state, mask in cases:
+        for options in ({}, {"initial_state": state, "mask": mask}):
+            close(ours(x, **options), stock(x, **options))
+    both = [package.Bidirectional(layer) for package, layer in zip((keras.layers, fast), cases[0])]
+    for layer in both:
+        layer.build(x.shape)
+    both[1].set_weights(both[0].get_weights())
+    close(both[1](x), both[0](x))
+    close(ours(x > 0), stock(x > 0))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_rows_give_no_rows(name):
+    for layer in pair(name, 600, return_sequences=True):
+        x = jnp.zeros((0, 600, FEATURES))
+        assert layer(x).shape == (0, 600, UNITS)
+        assert jax.grad(lambda x: layer(x).sum())(x).shape == x.shape
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [

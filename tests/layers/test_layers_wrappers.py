@@ -139,6 +139,99 @@ def test_time_distributed_program_does_not_grow_with_time():
     assert sizes[1] < 1.1 * sizes[0]
 
 
+def fitted(package, inner):
+    """Losses of a model with `inner` at every timestep, and what is added to its loss."""
+    keras.utils.set_random_seed(0)
+    wrapper = package.TimeDistributed(inner())
+    model = keras.Sequential([keras.Input((STEPS, FEATURES)), wrapper, stock.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.01), "mse")
+    x = np.random.default_rng(0).normal(size=(13, STEPS, FEATURES)).astype("float32")
+    history = model.fit(x, np.ones((13, STEPS, 1)), batch_size=13, epochs=2, verbose=0).history
+    model(x)
+    added = [sum(layer.losses) for layer in model._flatten_layers()]
+    return history["loss"], model.evaluate(x, np.ones((13, STEPS, 1)), verbose=0), added
+
+
+class AddsLoss(stock.Layer):
+    def build(self, shape):
+        self.dense = stock.Dense(3)
+        self.dense.build(shape)
+
+    def call(self, x):
+        self.add_loss(keras.ops.sum(x**2))
+        return self.dense(x)
+
+
+@pytest.mark.parametrize("kind", ["own", "regularizer"])
+def test_time_distributed_keeps_losses_that_layers_add(kind):
+    def inner():
+        if kind == "own":
+            return AddsLoss()
+        return keras.Sequential([stock.Dense(3, activity_regularizer="l2"), stock.Dense(2)])
+
+    close(fitted(fast, inner), fitted(stock, inner))
+
+
+def test_time_distributed_of_weights_that_mixed_precision_leaves_alone():
+    def inner():
+        frozen = stock.Dense(4, "relu")
+        frozen.trainable = False
+        return keras.Sequential([frozen, stock.BatchNormalization(), stock.Dropout(0.5, seed=7)])
+
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        ours, theirs = fitted(fast, inner), fitted(stock, inner)
+    finally:
+        keras.config.set_dtype_policy("float32")
+    np.testing.assert_allclose(ours[0], theirs[0], rtol=1e-2)
+
+
+def mixes(kind):
+    """Models and layers that compute rows from each other."""
+    if kind in ("softmax", "normalization"):
+        options = {"softmax": stock.Softmax(axis=0), "normalization": stock.UnitNormalization(0)}
+        return keras.Sequential([options[kind]])
+    if kind == "activation":
+        return stock.Dense(3, activation=lambda x: x - keras.ops.mean(x, axis=0))
+    inputs = keras.Input((FEATURES,))
+    h = stock.Dense(3)(inputs)
+    if kind == "operation":
+        h = h - keras.ops.mean(h, axis=0, keepdims=True)
+    elif kind == "constant":
+        h = h * np.arange(1.0, BATCH + 1, dtype="float32")[:, None]
+    elif kind == "broadcast":
+        h = keras.ops.expand_dims(h, 1) + h
+    elif kind == "training":
+        h = stock.BatchNormalization()(h, training=True)
+    return keras.Model(inputs, h)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("softmax", "normalization", "activation", "operation", "constant", "broadcast"),
+        "training",
+    ],
+)
+def test_time_distributed_of_what_mixes_rows(kind):
+    x = np.random.default_rng(0).normal(size=(BATCH, STEPS, FEATURES)).astype("float32")
+    layers = [package.TimeDistributed(mixes(kind)) for package in (stock, fast)]
+    for layer in layers:
+        layer.build(x.shape)
+    random_weights(*layers)
+    close(layers[1](x), layers[0](x))
+
+
+def test_time_distributed_folds_operations_on_elements():
+    inputs = keras.Input((6, FEATURES))
+    h = stock.Dense(FEATURES, activation="gelu")(inputs)
+    h = keras.ops.relu(h + inputs) * 2 - np.ones(FEATURES, "float32")
+    layer = fast.TimeDistributed(keras.Model(inputs, stock.LayerNormalization()(h)))
+    x = jnp.ones((BATCH, STEPS, 6, FEATURES))
+    layer.build(x.shape)
+    assert loops_in(layer, x) == 0
+
+
 def nested_model():
     inputs = keras.Input((STEPS, FEATURES))
     inner = keras.Sequential(
@@ -220,6 +313,39 @@ def test_convert_reaches_all_of_a_subclassed_model():
     assert not any(_is_ours(layer) for layer in model._flatten_layers())
     close(clone.predict(x, verbose=0), model.predict(x, verbose=0))
     close(clone.train_on_batch(x, y), model.train_on_batch(x, y))
+
+
+def compiled_with(**arguments):
+    inputs = keras.Input((STEPS, FEATURES))
+    h = stock.LSTM(2)(inputs)
+    model = keras.Model(inputs, {"a": stock.Dense(1)(h), "b": stock.Dense(1)(h)})
+    model.compile("adam", **arguments)
+    return model
+
+
+def test_convert_keeps_functions_a_model_was_compiled_with():
+    def scaled(factor):
+        return lambda y, p: factor * keras.ops.mean((y - p) ** 2)
+
+    metric = keras.metrics.MeanAbsoluteError()
+    model = compiled_with(
+        loss={"a": scaled(2.0), "b": "mse"}, metrics={"a": [scaled(3.0), metric], "b": ["mae"]}
+    )
+    clone = fast.convert(model)
+    x, y = np.ones((2, STEPS, FEATURES)), {"a": np.ones((2, 1)), "b": np.ones((2, 1))}
+    close(clone.evaluate(x, y, verbose=0), model.evaluate(x, y, verbose=0))
+    seen = float(metric.result())
+    clone.evaluate(2 * x, y, verbose=0)
+    assert float(metric.result()) == seen
+
+
+def test_convert_says_what_it_cannot_copy():
+    class Unknown(keras.losses.Loss):
+        def call(self, y, p):
+            return keras.ops.mean(y - p, axis=-1)
+
+    with pytest.raises(ValueError, match=r"What a model is compiled with.*Register your classes"):
+        fast.convert(compiled_with(loss=[Unknown(), "mse"]))
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Layers that one logical device of each replica computes for all of them."""
 
+import functools
 import logging
 
 import jax
@@ -542,3 +543,23 @@ def test_a_tensor_that_no_layer_made():
     strategy = ktd.TPUStrategy({"data": 4, "logical": 2})
     with pytest.raises(ValueError, match=r"A layer, the output of a layer, or a function"):
         strategy.assign_to_logical_device(keras.KerasTensor((2, 3)), 0)
+
+
+def test_float32_weights_of_a_mixed_precision_layer_keep_their_precision():
+    """A layer of another policy within an assigned one reads its weights unrounded."""
+
+    def build(device):
+        keras.config.set_dtype_policy("mixed_bfloat16")
+        inner = [L.Dense(8, activation="relu"), L.Dense(3, dtype="float32")]
+        model = keras.Sequential(
+            [keras.Input((4,)), L.Dense(4), to(device)(keras.Sequential(inner))]
+        )
+        return sgd(model)
+
+    strategy = ktd.TPUStrategy(PAIRS)
+    x = np.random.default_rng(0).normal(size=(16, 4)).astype("float32")
+    expected, found = (
+        built(functools.partial(build, device), strategy).predict(x, batch_size=16, verbose=0)
+        for device in (None, 1)
+    )
+    assert_close(found, expected)

@@ -276,6 +276,40 @@ def test_functional_models_are_saved_with_their_splits(tmp_path):
     assert_close(clone.predict(x, verbose=0), expected)
 
 
+@pytest.mark.parametrize("rows", [12, 13])
+def test_rows_that_do_not_divide_outside_of_compiled_code(rows):
+    strategy = ktd.TPUStrategy({"data": 4, "model": 2})
+    x = np.random.default_rng(0).normal(size=(rows, 4)).astype("float32")
+
+    def build(strategy=None):
+        inputs = keras.Input((4,))
+        h = L.Dense(8)(inputs)
+        if strategy is not None:
+            h = strategy.split_to_logical_devices(h, [1, 2])
+            h = strategy.replicate_to_logical_devices(h)
+        model = keras.Model(inputs, L.Dense(1)(h))
+        model.compile("sgd", "mse", run_eagerly=True)
+        return model
+
+    model, expected = built(lambda: build(strategy), strategy), built(build, None)
+    for name in ("predict", "__call__"):
+        options = {"verbose": 0} if name == "predict" else {}
+        assert_close(getattr(model, name)(x, **options), getattr(expected, name)(x, **options))
+    losses = [m.fit(x, x[:, :1], batch_size=rows, verbose=0).history for m in (model, expected)]
+    assert_close(*[each["loss"] for each in losses])
+
+
+def test_a_layer_that_splits_uneven_rows_outside_of_compiled_code_says_so():
+    strategy = ktd.TPUStrategy({"data": 4, "model": 2})
+    with strategy.scope():
+        model = keras.Sequential([L.Dense(8), SplitImages([1, 2], strategy), L.Dense(1)])
+        model.build((None, 4))
+        model.compile("sgd", "mse", run_eagerly=True)
+    x = np.ones((13, 4), "float32")
+    with pytest.raises(ValueError, match="Outside of compiled code the batch must divide"):
+        model.fit(x, x[:, :1], batch_size=13, verbose=0)
+
+
 @pytest.mark.slow
 def test_dtypes_and_masks_pass_through():
     strategy = ktd.TPUStrategy(line(2))

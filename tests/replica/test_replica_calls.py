@@ -1,0 +1,209 @@
+"""Layers computed again, as one loop or by one logical device, within strategy.run."""
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+from helpers import assert_close, built
+
+import keras_tpu_dist as ktd
+
+L = keras.layers
+WAYS = ("remat", "assign", "scan_blocks")
+
+
+@pytest.fixture
+def pairs(devices):
+    """A strategy of two replicas of two devices."""
+    return ktd.TPUStrategy({"data": 2, "model": 2}, devices=devices[:4])
+
+
+def blocks_by(way, block):
+    """Builds a model of two equal blocks, computed in a way; `None` computes them as usual."""
+
+    def build():
+        blocks = [block(name=f"block_{i}") for i in range(2)]
+        if way in ("remat", "assign"):
+            wrap = {"remat": ktd.remat, "assign": lambda each: ktd.assign(each, 1)}[way]
+            blocks = [wrap(each) for each in blocks]
+        model = keras.Sequential([keras.Input((4,)), *blocks, L.Dense(1)])
+        if way == "scan_blocks":
+            assert ktd.scan_blocks(model).runs
+        return model
+
+    return build
+
+
+def dense(name, dropout=0.0):
+    return keras.Sequential([L.Dense(8, "tanh"), L.Dropout(dropout), L.Dense(4)], name=name)
+
+
+def rows():
+    return np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_are_of_the_values_given_to_stateless_call(pairs, way):
+    def gradients(model):
+        def loss(trainable, others, x):
+            outputs, _ = model.stateless_call(trainable, others, x, training=True)
+            return (outputs**2).mean()
+
+        def step(x):
+            values = [[v.value for v in model.trainable_variables]]
+            values.append([v.value for v in model.non_trainable_variables])
+            found = jax.grad(loss)(*values, x)
+            return ktd.get_replica_context().all_reduce("mean", found)
+
+        (batch,) = pairs.distribute_dataset([rows()])
+        return [np.asarray(pairs.local_results(g)[0]) for g in pairs.run(step, (batch,))]
+
+    expected = gradients(built(blocks_by(None, dense), pairs))
+    assert all(np.any(each) for each in expected)
+    assert_close(gradients(built(blocks_by(way, dense), pairs)), expected)
+
+
+class Counter(L.Layer):
+    """Counts over all replicas, by additions and in the end by what `last` does."""
+
+    last = None
+
+    def build(self, shape):
+        self.seen = self.add_weight(
+            name="seen", shape=(), initializer="zeros", trainable=False, aggregation="sum"
+        )
+        self.kernel = self.add_weight(name="kernel", shape=(4, 4))
+
+    def call(self, x):
+        self.seen.assign_add(4.0)
+        self.seen.assign_sub(1.0)
+        if self.last is not None:
+            self.last(self.seen)
+        return jnp.tanh(x @ self.kernel)
+
+
+class Last(Counter):
+    def last(self, seen):
+        seen.assign(1.0)
+        seen.assign_add(2.0)
+
+
+@pytest.mark.parametrize(("layer", "expected"), [(Counter, 18), (Last, 6)])
+@pytest.mark.parametrize("way", [None, *WAYS])
+def test_additions_to_a_sum_add_up(pairs, way, layer, expected):
+    """In each of three launches, 3 by each of two replicas; or that alone, assigned."""
+    model = built(blocks_by(way, layer), pairs)
+    (batch,) = pairs.distribute_dataset([rows()])
+
+    def step(x):
+        return model(x)
+
+    for _ in range(3):
+        pairs.run(step, (batch,))
+    assert [float(v.value) for v in model.non_trainable_variables] == [expected] * 2
+
+
+def test_additions_within_calls_within_calls(pairs):
+    def build():
+        inner = ktd.remat(Counter())
+        outer = ktd.assign(keras.Sequential([keras.Input((4,)), inner]), 1)
+        return keras.Sequential([keras.Input((4,)), ktd.remat(outer)])
+
+    model = built(build, pairs)
+    (batch,) = pairs.distribute_dataset([rows()])
+    for _ in range(2):
+        pairs.run(model, (batch,))
+    assert [float(v.value) for v in model.non_trainable_variables] == [12]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_dropout_draws_as_without(pairs, way):
+    def outputs(way):
+        def block(name):
+            return dense(name, dropout=0.5)
+
+        model = built(blocks_by(way, block), pairs)
+        (batch,) = pairs.distribute_dataset([np.ones((8, 4), "float32")])
+
+        def step(x):
+            return model(x, training=True)
+
+        return [pairs.gather(pairs.run(step, (batch,)), 0) for _ in range(2)]
+
+    expected = outputs(None)
+    assert np.any(expected[0][:4] != expected[0][4:]), "replicas draw numbers of their own"
+    assert_close(outputs(way), expected)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_the_context_within_an_assigned_function(replicas, devices):
+    strategy = ktd.TPUStrategy({"data": replicas, "model": 2}, devices=devices[: 2 * replicas])
+
+    def inner(x):
+        context = ktd.get_replica_context()
+        numbers = (context.replica_id_in_sync_group, context.batch_size, context.length)
+        masked = jnp.where(context.batch_mask[:, None] & context.length_mask, x, 0)
+        return numbers, context.all_reduce("sum", masked.sum())
+
+    def outer(x):
+        found = strategy.assign_to_logical_device(inner, 1)(x)
+        return found, inner(x)
+
+    options = ktd.RunOptions(dynamic_batch=True, buckets="power_of_two", axis=1)
+    (batch,) = strategy.distribute_dataset([np.ones((4 * replicas - 1, 3), "float32")])
+    found, expected = strategy.run(outer, (batch,), options=options)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected)):
+        assert_close(strategy.local_results(a), strategy.local_results(b))
+    assert float(strategy.local_results(found[1])[0]) == 3 * (4 * replicas - 1)
+
+
+def test_an_assignment_in_a_branch_or_loop_is_an_error(two):
+    with two.scope():
+        v = keras.Variable(0.0, name="v", trainable=False)
+        total = keras.Variable(0.0, name="v", trainable=False, aggregation="sum")
+
+    def once(i, carry):
+        v.assign_add(1.0)
+        return carry
+
+    def also(carry, _):
+        return total.assign_add(1.0), None
+
+    context = ktd.get_replica_context
+    for step in (
+        lambda: jax.lax.cond(
+            context().replica_id_in_sync_group >= 0, lambda: v.assign(5.0), lambda: v.assign(3.0)
+        ),
+        lambda: keras.ops.cond(v.value < 1, lambda: v.assign(v + 1), lambda: v.value),
+        lambda: jax.lax.fori_loop(0, 3, once, 0.0),
+        lambda: jax.lax.scan(also, 0.0, None, length=3)[0],
+        lambda: jax.jit(lambda: v.assign(v + 1))(),
+    ):
+        with pytest.raises(ValueError, match=r"an assignment of 'v' within .*assign it outside"):
+            two.run(step)
+    assert float(v.value) == float(total.value) == 0
+
+    def outside():
+        v.assign(jax.lax.cond(v.value < 1, lambda: v + 5.0, lambda: v.value))
+
+    two.run(outside)
+    assert float(v.value) == 5
+
+
+def test_an_assignment_in_a_gradient_or_a_map(two):
+    with two.scope():
+        calls = keras.Variable(0.0, trainable=False)
+        dropout = L.Dropout(0.5)
+
+    def loss(x):
+        calls.assign_add(1.0)
+        return (dropout(x, training=True) ** 2).sum()
+
+    def step(x):
+        first = jax.value_and_grad(loss)(x)[0]
+        return first, jax.vmap(jax.grad(loss))(x)
+
+    (batch,) = two.distribute_dataset([np.ones((4, 3), "float32")])
+    two.run(step, (batch,))
+    assert float(calls.value) == 2
