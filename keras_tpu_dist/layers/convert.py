@@ -105,7 +105,7 @@ def _compile(model, clone, config):
         _copy(model.optimizer.variables, clone.optimizer.variables, model)
 
 
-def _arguments(model, config):
+def _arguments(model, config) -> dict[str, Any]:
     """What to compile the clone with: nothing that holds state is the original's own."""
     given: Any = config
     if type(model).get_compile_config is keras.Model.get_compile_config:
