@@ -113,7 +113,8 @@ def _arguments(model, config) -> dict[str, Any]:
         given = _keras.compile_arguments(model)
     try:
         if given is config:
-            return keras.saving.deserialize_keras_object(config)
+            made: Any = keras.saving.deserialize_keras_object(config)
+            return made
         return tree.map_structure(_anew, given)
     except (TypeError, ValueError, NotImplementedError) as error:
         raise ValueError(
