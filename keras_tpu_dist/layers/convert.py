@@ -108,14 +108,15 @@ def _compile(model, clone, config):
 def _arguments(model, config) -> dict[str, Any]:
     """What to compile the clone with: nothing that holds state is the original's own."""
     given: Any = config
+    made: Any
     if type(model).get_compile_config is keras.Model.get_compile_config:
         # What was given, unlike its config, has the functions that no config can give back.
         given = _keras.compile_arguments(model)
     try:
         if given is config:
-            made: Any = keras.saving.deserialize_keras_object(config)
-            return made
-        return tree.map_structure(_anew, given)
+            made = keras.saving.deserialize_keras_object(config)
+        else:
+            made = tree.map_structure(_anew, given)
     except (TypeError, ValueError, NotImplementedError) as error:
         raise ValueError(
             message(
@@ -126,6 +127,7 @@ def _arguments(model, config) -> dict[str, Any]:
                 "convert the model before you compile it.",
             )
         ) from error
+    return made
 
 
 def _anew(given):
