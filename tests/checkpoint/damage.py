@@ -55,8 +55,8 @@ def outcome(folder, rng, expected):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", type=int, default=50)
-    parser.add_argument("--seed", type=int, default=0)
+    for name, default in {"--cases": 50, "--seed": 0}.items():
+        parser.add_argument(name, type=int, default=default)
     arguments = parser.parse_args()
     import keras_tpu_dist as ktd
 

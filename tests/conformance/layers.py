@@ -165,24 +165,17 @@ for n, shape in SHAPES.items():
     )
     if n < 3:
         add(f"Conv{n}DTranspose", floats(shape), 8, 3, dilated=dict(dilation_rate=2))
-        add(
-            f"DepthwiseConv{n}D",
-            floats(shape),
-            3,
-            valid={},
-            multiplier=dict(depth_multiplier=2),
-            strided=dict(strides=2, padding="same"),
-            dilated=dict(dilation_rate=2),
-        )
-        add(
-            f"SeparableConv{n}D",
-            floats(shape),
-            8,
-            3,
-            valid={},
-            multiplier=dict(depth_multiplier=2, padding="same"),
-            strided=dict(strides=2),
-        )
+        for kind, features in (("Depthwise", ()), ("Separable", (8,))):
+            add(
+                f"{kind}Conv{n}D",
+                floats(shape),
+                *features,
+                3,
+                valid={},
+                multiplier=dict(depth_multiplier=2, padding="same"),
+                strided=dict(strides=2, padding="same"),
+                dilated=dict(dilation_rate=2),
+            )
 add(
     "Conv1D",
     floats((8, 4)),

@@ -173,13 +173,15 @@ def _functional():
     return [one], keras.layers.Dense(3, activation="softmax")(one)
 
 
+class _OfOneDense(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(3)
+
+
 @pytest.mark.slow
 def test_time_major_input():
-    class TimeMajor(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.dense = keras.layers.Dense(3)
-
+    class TimeMajor(_OfOneDense):
         def call(self, x):
             return self.dense(keras.ops.mean(x, axis=0))
 
@@ -204,11 +206,7 @@ def test_time_major_input():
 
 
 def test_rank_0_and_shared_elements():
-    class Scaled(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.dense = keras.layers.Dense(3)
-
+    class Scaled(_OfOneDense):
         def call(self, inputs):
             return self.dense(inputs["a"] @ inputs["basis"]) * inputs["scale"]
 
@@ -239,11 +237,7 @@ def test_rank_0_and_shared_elements():
 
 
 def test_batches_whose_rank_or_structure_changes():
-    class Flexible(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.dense = keras.layers.Dense(3)
-
+    class Flexible(_OfOneDense):
         def call(self, x):
             return self.dense(x if len(x.shape) == 2 else keras.ops.mean(x, axis=1))
 
