@@ -58,6 +58,8 @@ class Watch:
         self._gone_since: dict[int, float] = {}
         self._positions: dict[int, tuple[str, int]] = {}
         self._ends = threading.Event()
+        # Set when there is something to tell before the next beat.
+        self._news = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ktd-watch", daemon=True)
 
     def start(self) -> None:
@@ -85,6 +87,9 @@ class Watch:
         """
         before = self._where, self._inside
         self._where, self._inside = where, inside
+        # Into and out of the same call, as in a loop of one's own, is not worth a message.
+        if _call(where) != _call(before[0]):
+            self._news.set()
         return before
 
     def launched(self, output: jax.Array | None) -> None:
@@ -130,7 +135,7 @@ class Watch:
         Args:
             error: The error's text.
         """
-        self._ends.set()
+        self._end_watch()
         self._channel.tell("gone", f"failed {self._where} with {error}")
         # The coordinator, if this is it, takes with it what nobody has read.
         end = time.monotonic() + 2 * _BEAT_S + _GRACE_S
@@ -144,8 +149,12 @@ class Watch:
     def ended(self) -> None:
         """Tells the others that this program came to its end."""
         if not self._ends.is_set():
-            self._ends.set()
+            self._end_watch()
             self._channel.tell("gone", f"{_ENDED} {self._where}")
+
+    def _end_watch(self) -> None:
+        self._ends.set()
+        self._news.set()
 
     def _say_who_is_gone(self) -> None:
         """Where a collective failed, the reason may be a process that is not heard from."""
@@ -156,7 +165,12 @@ class Watch:
             logger.critical("process %d %s", i, why)
 
     def _run(self) -> None:
-        while not self._ends.wait(max(_BEAT_S, self._num_processes / _MOST_BEATS_PER_SECOND)):
+        beat_s = max(_BEAT_S, self._num_processes / _MOST_BEATS_PER_SECOND)
+        while True:
+            self._news.wait(beat_s)
+            self._news.clear()
+            if self._ends.is_set():
+                return
             try:
                 self._look()
             except jax.errors.JaxRuntimeError as error:
@@ -204,6 +218,11 @@ class Watch:
         logger.critical("process %d ends (%s): %s", self._process_id, self._where, words)
         if not self._ends.wait(_GRACE_S):
             _exit(EXIT_PEER)
+
+
+def _call(where: str) -> str:
+    """The call of "in fit of model 'm'" and "after fit of model 'm'"."""
+    return where.partition(" ")[2]
 
 
 def _exit(code: int) -> None:

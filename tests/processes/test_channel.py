@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -126,6 +127,27 @@ def test_a_watch_knows_who_lives_and_who_is_late():
     channel.tell("gone", "failed in fit with OSError: full")
     assert watches[0].why_not([1], waited_s=0.0) == "failed in fit with OSError: full"
     assert watches[0].why_not([0], waited_s=0.0) is None
+
+
+def test_a_new_call_is_told_at_once(monkeypatch):
+    # A process killed right after it began would be said to have been elsewhere.
+    monkeypatch.setattr("keras_tpu_dist.processes.watch._BEAT_S", 600.0)
+    store = Store()
+    watch, channel = Watch(Channel(store, 1, 2), 1, 2, peer_timeout_s=5.0), Channel(store, 0, 2)
+
+    def told():
+        return channel.told("alive").get(1, [0, ""])[1]
+
+    watch._thread.start()
+    for where in ["in fit", "in save"]:
+        watch.at(where, inside=True)
+        end = time.monotonic() + 5
+        while time.monotonic() < end and told() != where:
+            time.sleep(0.01)
+        assert told() == where
+    watch.ended()
+    watch._thread.join(5)
+    assert not watch._thread.is_alive()
 
 
 @pytest.mark.parametrize(
