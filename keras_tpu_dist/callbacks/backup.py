@@ -78,9 +78,10 @@ class BackupAndRestore(Checkpoint):
 
     def on_train_end(self, logs=None):
         """Notes that nothing is left to go on with."""
-        self._ended = True
         # What is to end the process ends it before the backup is deleted.
-        if not self.delete_checkpoint or self._sigterm.noted:
+        ends = self._guard is not None and self._sigterm.comes_at_end()
+        self._ended = not ends or jax.process_count() == 1
+        if not self.delete_checkpoint or ends:
             super().on_train_end(logs)
             return
         self.give_back_what_waits()

@@ -197,6 +197,8 @@ class Checkpoint(keras.callbacks.Callback):
 
     def on_train_end(self, logs=None):
         """Saves the end."""
+        if self._guard is not None:
+            self._sigterm.comes_at_end()
         if not self.give_back_what_waits() and self._saved_step != self._step:
             self._save(self._epoch + 1, 0)
 
@@ -224,7 +226,7 @@ class Checkpoint(keras.callbacks.Callback):
         return next((each for each in found if each.listens), found[0])
 
     def _after_launch_of_all(self, steps: int) -> None:
-        ends = self._sigterm.comes(self._step + steps)
+        ends = self._sigterm.comes()
         for each in self._fellows:
             each._after_launch(steps, ends)
         if ends:

@@ -1,5 +1,7 @@
 """SIGTERM, as a preempted machine gets it: noted, and acted on between two launches."""
 
+import itertools
+import logging
 import signal
 import threading
 from typing import Any
@@ -7,8 +9,13 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
+logger = logging.getLogger("keras_tpu_dist")
+
 # What a shell reports of a process that SIGTERM ended.
 EXIT_TERMINATED = 143
+# JAX waits for the number after the largest that any process has asked with, so that it counts
+# looks and not steps: a launch may make several, and the next fit begins with the first again.
+_looks = itertools.count(1)
 
 
 class Preemption:
@@ -22,17 +29,18 @@ class Preemption:
 
     Attributes:
         listens: As given.
-        noted: Whether it came to this process, and was not passed on yet.
+        noted: Whether it came, and was not passed on yet.
     """
 
     def __init__(self, listens: bool = True):
         self.listens = listens
         self.noted = False
+        self._looked_at_end = False
         self._before: Any = None
 
     def start(self) -> None:
         """Begins to listen."""
-        self.noted = False
+        self.noted = self._looked_at_end = False
         main = threading.current_thread() is threading.main_thread()
         if self.listens and jax.process_count() == 1 and main:
             before = signal.signal(signal.SIGTERM, self._note)
@@ -46,22 +54,30 @@ class Preemption:
         if self.noted:
             # First: a handler that raises ends the fit, which stops once more.
             self.noted = False
+            if jax.process_count() > 1:
+                logger.warning(
+                    "SIGTERM came to one of the processes: all of them have saved, and end with "
+                    "exit code %d",
+                    EXIT_TERMINATED,
+                )
+                raise SystemExit(EXIT_TERMINATED)
             signal.raise_signal(signal.SIGTERM)
 
-    def comes(self, step: int) -> bool:
-        """Whether this is the step after which to end, the same in all processes.
-
-        Args:
-            step: The number of the step that was just made.
-        """
+    def comes(self) -> bool:
+        """Whether this is the launch after which to end, the same in all processes."""
         if jax.process_count() == 1 or not self.listens:
             return self.noted
-        return multihost_utils.reached_preemption_sync_point(step)
+        return multihost_utils.reached_preemption_sync_point(next(_looks))
+
+    def comes_at_end(self) -> bool:
+        """Whether this is the fit after which to end: noted, for `stop` to act on."""
+        if not self._looked_at_end:
+            self._looked_at_end, self.noted = True, self.comes()
+        return self.noted
 
     def end(self) -> None:
         """Ends the process, or listens on where the handler that the program had returns."""
-        if jax.process_count() > 1:
-            raise SystemExit(EXIT_TERMINATED)
+        self.noted = True
         self.stop()
         self.start()
 

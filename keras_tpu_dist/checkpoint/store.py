@@ -1,6 +1,7 @@
 """Checkpoints on a file system, by Orbax: whole or not there, one directory for each step."""
 
 import contextlib
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -53,7 +54,8 @@ class Store:
             if read_only:
                 raise CheckpointError(f"There is no directory {self.directory!r}.")
             with told(self.directory, "opened"):
-                os.makedirs(self.directory)
+                # Several processes make it at once.
+                os.makedirs(self.directory, exist_ok=True)
         processes = _processes(alone)
         options = ocp.CheckpointManagerOptions(
             multiprocessing_options=processes,
@@ -65,7 +67,7 @@ class Store:
             save_interval_steps=1,
         )
         with told(self.directory, "opened"):
-            self._manager = ocp.CheckpointManager(
+            self._manager = _manager_class()(
                 self.directory,
                 options=options,
                 item_names=(_ARRAYS, _MANIFEST),
@@ -269,6 +271,22 @@ def orbax() -> Any:
             )
         ) from error
     return ocp
+
+
+@functools.cache
+def _manager_class() -> Any:
+    class Manager(orbax().CheckpointManager):
+        """Leaves JAX's count of looks for a preemption to `callbacks.preemption`.
+
+        Orbax looks with the number of the step at each save, the older one again when that is
+        written, so that JAX's agreement falls on a number that nobody looks with any more.
+        """
+
+        def reached_preemption(self, step: int) -> bool:
+            del step
+            return False
+
+    return Manager
 
 
 def _processes(alone: bool) -> Any:

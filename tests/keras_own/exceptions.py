@@ -14,6 +14,12 @@ EXCEPTIONS: dict[str, str] = {
         "Counts launches: Keras makes 6 and then 4 steps of two epochs of 5, by twos; ours ends"
         " the launch with the epoch, 5 steps each in 3 launches."
     ),
+    # layers
+    "layers/preprocessing/mel_spectrogram_test.py::MelSpectrogramTest::"
+    "test_mel_spectrogram_basics": (
+        "Trains on a batch of one sound of 16,000 samples without a batch axis, whose target has 80"
+        " rows: a mesh splits rows, so that ours asks for as many of each."
+    ),
 }
 
 

@@ -15,14 +15,14 @@ PEER_TIMEOUT_S = 6
 
 
 class At(keras.callbacks.Callback):
-    """Does something in one process at the end of the first epoch's second batch, or epoch."""
+    """Does something in one process at the end of an epoch, or of a batch of each epoch."""
 
-    def __init__(self, act, epoch=False, process=1):
+    def __init__(self, act, epoch=False, process=1, batch=1):
         super().__init__()
-        self.act, self.epoch, self.process = act, epoch, process
+        self.act, self.epoch, self.process, self.batch = act, epoch, process, batch
 
     def on_train_batch_end(self, batch, logs=None):
-        if batch == 1 and not self.epoch and jax.process_index() == self.process:
+        if batch == self.batch and not self.epoch and jax.process_index() == self.process:
             self.act()
 
     def on_epoch_end(self, epoch, logs=None):
@@ -36,6 +36,13 @@ def fail():
 
 def kill(number):
     return lambda: os.kill(os.getpid(), number)
+
+
+class Slow(keras.callbacks.Callback):
+    """Takes longer than JAX needs to notice a signal, which it looks for once a second."""
+
+    def on_epoch_begin(self, epoch, logs=None):
+        time.sleep(0.1)
 
 
 def batches(fault):
@@ -81,7 +88,8 @@ def main(fault, folder):
             )
         if fault == "model" and alone:
             model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)], name="other")
-        model.compile("sgd", "mse")
+        several = fault == "terminate in a launch of several"
+        model.compile("sgd", "mse", steps_per_execution=3 if several else 1)
     x = np.arange(64, dtype="float32").reshape(16, 4) / 64
     if fault == "data" and alone:
         x = x[::-1]
@@ -94,9 +102,13 @@ def main(fault, folder):
         "kill": At(kill(signal.SIGKILL)),
         "stop": At(kill(signal.SIGSTOP)),
         "terminate": At(kill(signal.SIGTERM)),
+        "terminate in a launch of several": At(kill(signal.SIGTERM), batch=2),
+        "terminate between two fits": At(kill(signal.SIGTERM), batch=3),
         "save in callback": At(lambda: model.save(f"{folder}/a.keras"), epoch=True),
     }
-    kept = [ktd.callbacks.Checkpoint(f"{folder}/kept")] if fault == "terminate" else []
+    terminated = fault.startswith("terminate")
+    kept = [ktd.callbacks.Checkpoint(f"{folder}/kept", every_epochs=9)] if terminated else []
+    kept += [Slow()] if terminated and fault != "terminate between two fits" else []
     if fault == "input":
         model.fit(batches(fault), steps_per_epoch=50, epochs=2, verbose=0)
     else:
@@ -104,10 +116,13 @@ def main(fault, folder):
             x,
             y,
             batch_size=4,
-            epochs=3,
+            epochs=40 if Slow in map(type, kept) else 3,
             verbose=0,
             callbacks=[*kept, *filter(None, [callbacks.get(fault)])],
         )
+    if fault == "terminate between two fits":
+        time.sleep(2)
+        model.fit(x, y, batch_size=4, epochs=6, verbose=0, callbacks=kept)
     if fault == "save alone" and jax.process_index() == 0:
         model.save(f"{folder}/a.keras")
     if fault == "fit alone" and alone:

@@ -19,6 +19,7 @@ import keras_tpu_dist as ktd
 
 SCRIPT = pathlib.Path(__file__).parent / "fault.py"
 FIT = "fit of model 'sequential'"
+_TERMINATED = "all of them have saved, and end with exit code 143"
 # What each fault ends with: the exit code, and what each process says.
 FAULTS = {
     "none": (0, "came to its end", "came to its end"),
@@ -49,7 +50,9 @@ FAULTS = {
     ),
     "kill": (137, f"process 1 silent for 6 s, last heard in {FIT}", ""),
     "stop": (75, f"process 1 silent for 6 s, last heard in {FIT}", ""),
-    "terminate": (143, *["Reached preemption sync point"] * 2),
+    "terminate": (143, *[_TERMINATED] * 2),
+    "terminate in a launch of several": (143, *[_TERMINATED] * 2),
+    "terminate between two fits": (143, *[_TERMINATED] * 2),
     "save alone": (
         1,
         "process 0: saving model 'sequential' to",
@@ -121,7 +124,7 @@ def ends_as_told(fault, folder):
         if expected not in told and not re.search(expected, told):
             wrong.append(f"process {number} does not say {expected!r}")
     broken = [path for path in pathlib.Path(folder).iterdir() if not _opens(path)]
-    if fault == "terminate" and not ktd.callbacks.Checkpoint(f"{folder}/kept").steps:
+    if fault.startswith("terminate") and not ktd.callbacks.Checkpoint(f"{folder}/kept").steps:
         wrong.append("no checkpoint")
     wrong += [f"{path} is broken" for path in broken]
     return [*wrong, f"after {time.monotonic() - started:.0f} s", said[-4000:]] if wrong else []
@@ -140,7 +143,11 @@ def _opens(path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["callback", "kill", "save alone", "terminate", "missing"])
+@pytest.mark.parametrize(
+    "fault",
+    ["callback", "kill", "save alone", "missing"]
+    + [fault for fault in FAULTS if fault.startswith("terminate")],
+)
 def test_a_fault_ends_all_processes(fault, tmp_path):
     wrong = ends_as_told(fault, tmp_path)
     assert not wrong, "\n".join(wrong)
