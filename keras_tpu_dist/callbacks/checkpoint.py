@@ -14,6 +14,7 @@ from keras_tpu_dist.callbacks.averages import note_swapped, swapped
 from keras_tpu_dist.callbacks.checkpoint_arguments import check_arguments, direction
 from keras_tpu_dist.callbacks.preemption import Preemption
 from keras_tpu_dist.callbacks.states import give_back, give_back_history, history_of, states_of
+from keras_tpu_dist.callbacks.stop_at_step import goes_beyond, reached_by
 from keras_tpu_dist.checkpoint.manifest import CheckpointError, Manifest
 from keras_tpu_dist.checkpoint.restore import load_newest
 from keras_tpu_dist.checkpoint.snapshot import EXTRA, snapshot
@@ -237,7 +238,8 @@ class Checkpoint(keras.callbacks.Callback):
         self._done += steps
         self._since_saved += steps
         self._launches += 1
-        if ends or self._is_due():
+        # Where a callback stops training here, the end is saved, which knows that it did.
+        if ends or (not self._trainer.stop_training and self._is_due()):
             self._save(self._epoch, self._done)
         if ends and self._store is not None:
             _finish(self._store.wait)
@@ -272,7 +274,7 @@ class Checkpoint(keras.callbacks.Callback):
             **{"epoch": epoch, "done": done, "step": self._step, "positions": positions},
             **{"stopped": bool(model.stop_training), "callbacks": states},
             **{"history": history_of(model.history), "global_seed": _keras.global_seed()},
-            "swapped": swapped(self._callbacks),
+            **{"swapped": swapped(self._callbacks), "reached": reached_by(self._callbacks)},
         }
         metrics = {str(self._monitor): self._monitored()} if judged else None
         try:
@@ -325,7 +327,9 @@ class Checkpoint(keras.callbacks.Callback):
         training = manifest.training
         self._step = self._saved_step = training["step"]
         # Where training was stopped by a callback, nothing is left to do.
-        stopped = training["stopped"] and not training["done"]
+        reached = training.get("reached")
+        stopped = (training["stopped"] and not training["done"]) or reached is not None
+        stopped &= not goes_beyond(self._callbacks, reached)
         epochs = (self.params or {})["epochs"]
         self.begin_after(training["epoch"], training["done"])
         if stopped:

@@ -1,6 +1,7 @@
 """Training that ends after an exact number of optimizer steps."""
 
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 import keras
@@ -123,6 +124,11 @@ class StopAtStep(keras.callbacks.Callback):
         if self._made() != self._first and self._more_steps() == 0:
             self._trainer.stop_training = True
 
+    @property
+    def reached(self) -> bool:
+        """Whether the optimizer has made its `n` steps in this fit."""
+        return self._first is not None and self._from_optimizer() <= 0
+
     def _made(self) -> int:
         optimizer = getattr(self._trainer, "optimizer", None)
         return 0 if optimizer is None else _keras.train_steps_counted(optimizer)
@@ -169,3 +175,20 @@ class StopAtStep(keras.callbacks.Callback):
                 self.n - left,
             )
         return max(left, 0)
+
+
+def reached_by(callbacks: Iterable) -> int | None:
+    """The number of steps at which a `StopAtStep` has stopped training, if one has."""
+    found = [each.n for each in callbacks if isinstance(each, StopAtStep) and each.reached]
+    return min(found, default=None)
+
+
+def goes_beyond(callbacks: Iterable, steps: int | None) -> bool:
+    """Whether training that a `StopAtStep` has stopped there is to go on.
+
+    Args:
+        callbacks: Those of the fit that begins.
+        steps: See `reached_by`.
+    """
+    stops = [each.n for each in callbacks if isinstance(each, StopAtStep)]
+    return steps is not None and all(n > steps for n in stops)

@@ -143,6 +143,30 @@ def test_a_run_that_a_callback_stopped_stays_stopped(tmp_path):
 
 
 @slow
+@pytest.mark.parametrize("every", [{"every_epochs": 1}, {"every_steps": 4}, {"every_steps": 3}])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_run_that_stopped_at_a_step_goes_on_to_a_later_one(tmp_path, every, steps):
+    """As `max_steps` of an Estimator: nothing for the same number, the rest for a larger one."""
+
+    def run(*stops):
+        model = made(ktd.TPUStrategy(), steps)
+        saved = ktd.callbacks.Checkpoint(tmp_path, **every)
+        callbacks = [saved, *map(ktd.callbacks.StopAtStep, stops)]
+        history = model.fit(X, Y, batch_size=BATCH, epochs=3, verbose=0, callbacks=callbacks)
+        return int(model.optimizer.iterations), history.epoch, model.get_weights()
+
+    made_steps, epochs, weights = run(8)
+    assert (made_steps, epochs) == (8, [0, 1])
+    for stops in [(8,), (5,), (5, 20)]:
+        again = run(*stops)
+        assert again[:2] == (8, [0, 1])
+        assert_close(again[2], weights)
+    # The epoch that was cut stays cut: six steps of the third one are left.
+    assert run(10)[:2] == (10, [0, 1, 2])
+    assert run()[:2] == (10, [0, 1, 2])
+
+
+@slow
 def test_the_newest_and_the_best_are_kept(tmp_path):
     class Logs(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
