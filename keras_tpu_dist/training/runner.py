@@ -150,9 +150,11 @@ class Runner:
             member.linted = True
             placement = member.placement or strategy.placement(model)
             log_report(lint_model(model, placement, self.layouts.setting, cheap=True))
-        if member.guard is None:
+        if member.guard is None or kind == "train":
             kept = states_to_keep(self.options.donate_state, _keras.state_variables(model))
-            member.guard = StateGuard(kept)
+            member.guard = member.guard or StateGuard(kept)
+            # Before the first fit there were no slots to count.
+            member.guard.kept = kept
         auto = partial(self._chooses_steps, model)
         return StepLoop(model, kind, self.placer, member.guard, auto, self.compiler_options)
 

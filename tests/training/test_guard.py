@@ -347,3 +347,34 @@ def test_a_batch_of_objects_of_a_known_shape_is_named():
     with pytest.raises(ValueError, match=r"A batch holds numbers.*element='x'.*object"):
         model.fit(batches(), shuffle=False, verbose=0)
     assert_close(model.get_weights(), _weights_after(2))
+
+
+def test_slots_count_for_what_is_kept_also_after_a_prediction():
+    """Weights alone are few enough to be kept; with Adam's slots they are not."""
+
+    def deep():
+        layers = [keras.layers.Dense(4) for _ in range(20)]
+        model = keras.Sequential([keras.Input((X.shape[1],)), *layers, keras.layers.Dense(4)])
+        model.compile("adam", "mse")
+        return model
+
+    model = built(deep, _strategy())
+    model.predict(X, verbose=0)
+    donated = []
+
+    class Look(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            guard = guard_in_training(model)
+            assert guard is not None
+            donated.append(guard.donate)
+
+    y = np.zeros((len(X), 4), "float32")
+    model.fit(X, y, batch_size=8, verbose=0, callbacks=[Look()])
+    assert donated == [True]
+    assert_close(model.get_weights(), _fitted(deep, y))
+
+
+def _fitted(build, y):
+    model = built(build, None)
+    model.fit(X, y, batch_size=8, verbose=0)
+    return model.get_weights()
