@@ -202,11 +202,13 @@ def compare(
         for mesh, layout in pairs:
             text = _layout_text(layout)
             begin(f"{' x '.join(f'{name} {n}' for name, n in mesh.items())}, {text}")
-            run, error = None, None
+            run, error, sizes = None, None, dict(mesh)
             try:
+                strategy = TPUStrategy(mesh, layout, topology=topology)
+                sizes = dict(strategy.mesh.shape)
                 run = run_once(
                     build,
-                    TPUStrategy(mesh, layout, topology=topology),
+                    strategy,
                     inputs=inputs,
                     batch_size=batch_size,
                     mode=mode,
@@ -218,7 +220,7 @@ def compare(
             except (ValueError, RuntimeError, NotImplementedError) as reason:
                 error = str(reason)
                 logger.info("mesh %s with layout %s: %s", mesh, layout, error)
-            found.append(Candidate(tuple(mesh.items()), text, run, error))
+            found.append(Candidate(tuple(sizes.items()), text, run, error))
     return Comparison(tuple(sorted(found, key=_rank)))
 
 

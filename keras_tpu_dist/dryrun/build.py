@@ -1,6 +1,7 @@
 """From a user's build function to a lowered step, without a weight in memory."""
 
 import contextlib
+import operator
 import pickle
 import time
 import warnings
@@ -26,6 +27,7 @@ from keras_tpu_dist.training import membership
 from keras_tpu_dist.training.auto_steps import MOST_STEPS
 from keras_tpu_dist.training.batches import PlacedBatch
 from keras_tpu_dist.training.guard import states_that_fit
+from keras_tpu_dist.training.input_position import random_numbers, set_random_numbers
 from keras_tpu_dist.training.step import jitted_step
 from keras_tpu_dist.training.strategy import Strategy
 
@@ -141,7 +143,7 @@ def lower(
             platform=platform,
             state=held,
             parameters=model.count_params(),
-            rows=batch_size,
+            rows=operator.index(batch_size),
             tokens=count_tokens(batch[0]),
             layer_names=frozenset(_keras.layer_names(model)),
             # the names of operations in MLIR's bytecode
@@ -214,8 +216,11 @@ def forward_pass(model: keras.Model, batch: tuple, training: bool) -> tuple[Call
         for group in (model.trainable_variables, model.non_trainable_variables)
     ]
 
+    # Keras gives a model's call what it takes; `stateless_call` gives it what it is given.
+    named = {"training": training} if _keras.call_takes(model, "training") else {}
+
     def forward(trainable, non_trainable, x):
-        return model.stateless_call(trainable, non_trainable, x, training=training)[0]
+        return model.stateless_call(trainable, non_trainable, x, **named)[0]
 
     return forward, (*weights, batch[0])
 
@@ -237,12 +242,17 @@ def _model(build: Build, strategy: Strategy, mode: str) -> Iterator[keras.Model]
         _check_built(build)
         yield build
         return
+    # Initializers draw their seeds from Python's random numbers: the program's next model is to
+    # have the weights that it had without a dry run.
+    numbers = random_numbers()
     with strategy.scope(), _keras.abstract_variables(), _keras.fresh_names():
         try:
             model = build()
         except Exception as error:
             error.add_note(f"raised by {build!r}, the build function given to dry_run")
             raise
+        finally:
+            set_random_numbers(numbers)
         _check_model(model, mode)
         yield model
 

@@ -123,7 +123,7 @@ def compile_lowered(
     environment = _environment(len(devices)) if target is None else libtpu_environment()
     result, log = _run(job, environment, timeout, where)
     error = result.get("error")
-    if error and "RESOURCE_EXHAUSTED" not in error:
+    if error and not is_about_hbm(error):
         raise RuntimeError(
             message(
                 "The compiler refused the program.",
@@ -175,6 +175,15 @@ def larger_twin(lowered: Lowered) -> Topology | None:
         return Topology.parse(f"{chip.name}-{lowered.topology.num_devices * chip.cores}")
     except ValueError:
         return None
+
+
+def is_about_hbm(error: str) -> bool:
+    """Whether a program was refused for the memory of its device, and not of one kernel.
+
+    Args:
+        error: The compiler's message.
+    """
+    return "RESOURCE_EXHAUSTED" in error and not ("vmem" in error and "hbm" not in error.lower())
 
 
 def bytes_in_message(error: str) -> tuple[int, ...]:

@@ -130,12 +130,12 @@ def _shapes_text(structure: Any) -> str:
 
 
 def count_tokens(x: Any) -> int:
-    """The tokens of an input of `(batch, time)` whole numbers; 0 for any other.
+    """The tokens of an input of `(batch, time)` whole numbers; 0 for any other, such as pixels.
 
     Args:
         x: Arrays or their shapes, in any structure. The first such array counts, no further one.
     """
     for leaf in jax.tree.leaves(x):
-        if np.dtype(leaf.dtype).kind in "iu" and leaf.ndim == 2:
+        if np.dtype(leaf.dtype).kind in "iu" and leaf.dtype != np.uint8 and leaf.ndim == 2:
             return math.prod(leaf.shape)
     return 0

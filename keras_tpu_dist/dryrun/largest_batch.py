@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.progress import stages
 from keras_tpu_dist.common.text import size_text, text_table
@@ -85,6 +86,7 @@ def largest_batch(
 
     Raises:
         ValueError: If the strategy has no topology, or there is no such policy.
+        RuntimeError: If libtpu is not installed.
 
     Example:
 
@@ -98,6 +100,14 @@ def largest_batch(
     >>> print(largest_batch(build, strategy))  # doctest: +SKIP
     """
     limit = _checked_topology(strategy).hbm_bytes
+    if not is_count(max_compiles, 1):
+        raise ValueError(
+            message(
+                "max_compiles is a number of compilations, 1 or more.",
+                received={"max_compiles": max_compiles},
+                fix="Leave it out, or write for example max_compiles=8.",
+            )
+        )
     unit = strategy.num_replicas_in_sync
     inputs = {"x": x, "y": y, "sample_weight": sample_weight}
     runs: dict[int, DryRun] = {}
@@ -114,6 +124,14 @@ def largest_batch(
                 timeout=timeout,
                 progress=progress,
                 thorough=False,
+            )
+        if runs[parts].fits is None:
+            raise RuntimeError(
+                message(
+                    "The largest batch is what the TPU compiler says that fits.",
+                    received="libtpu, which has that compiler, is not installed.",
+                    fix="pip install 'keras_tpu_dist[tpu]'.",
+                )
             )
         return bool(runs[parts].fits)
 

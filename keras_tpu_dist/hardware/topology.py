@@ -235,18 +235,23 @@ class Topology:
         """Whether the torus closes along dimension `axis`.
 
         Two-dimensional slices close along sides of 16 (v2 and v3: 16 or 32), three-dimensional
-        ones along sides that are multiples of 4; smaller ones are open lines.
+        ones along all sides where they are made of cubes of 4x4x4, which switches join; smaller
+        ones are open lines.
 
         Args:
             axis: The dimension, from 0: x, y, z.
 
         References:
             - "How to Scale Your Model", chapter 2, jax-ml.github.io/scaling-book/tpus
+            - "All 4x4x4 and larger slices (one cube) have full 3D torus",
+              docs.cloud.google.com/tpu/docs/v5p
         """
         side = self.shape[axis]
         if self.chip.dims == 1:
             return False
-        return side >= 16 if self.chip.dims == 2 else side % 4 == 0
+        if self.chip.dims == 2:
+            return side >= 16
+        return all(each % 4 == 0 for each in self.shape)
 
     def coordinates(self) -> list[tuple[int, int, int]]:
         """Chip coordinates `(x, y, z)` of one slice, x fastest."""

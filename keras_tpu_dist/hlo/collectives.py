@@ -18,6 +18,8 @@ KINDS = (
     "collective-permute",
     "collective-broadcast",
 )
+# The second hands a computation to a SparseCore.
+_ASYNCHRONOUS = ("async-start", "call-start")
 _MEGASCALE = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 
 
@@ -95,7 +97,7 @@ def find(
         # The compiler first makes every large one asynchronous; what it then finds nothing to
         # overlap with is one operation again, of which an `async_collective_name` is left.
         return computation, instruction, kind, instruction.opcode.endswith("-start")
-    if instruction.opcode not in ("fusion", "async-start"):
+    if instruction.opcode not in ("fusion", *_ASYNCHRONOUS):
         return None
     for name in instruction.called:
         inner = program.computations[name]
@@ -111,7 +113,7 @@ def find(
                 for i in inner
                 if i.opcode == "custom-call"
             )
-            return inner, found[1], found[2], fused or instruction.opcode == "async-start"
+            return inner, found[1], found[2], fused or instruction.opcode in _ASYNCHRONOUS
     return None
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
+# What runs beside the main thread, as on a SparseCore, says so where it ends.
+_END = re.compile(r"\}(, execution_thread=\"[^\"]*\")?")
 _HEADER = re.compile(r"^(?:ENTRY )?%?(?P<name>[^\s(]+) \(.*\) -> .* \{$")
 _SHAPE = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
 _OPERAND = re.compile(r"%([\w.\-]+)")
@@ -256,7 +258,7 @@ def parse(text: str) -> Program:
                 current = Computation(header["name"])
                 if line.startswith("ENTRY"):
                     entry = current
-        elif line.rstrip() == "}":
+        elif _END.fullmatch(line.rstrip()):
             computations[current.name] = current
             current = None
         elif line.startswith("  "):

@@ -43,7 +43,7 @@ class ModelPicture(Picture):
 
     def __rich__(self):
         e, colours = self.explanation, self.colours()
-        table = Table(title=f"{e.model} on {e.mesh}")
+        table = Table(title=Text(f"{e.model} on {e.mesh}"))
         for name in ("variable", "shape", "bytes", "per device", "reason"):
             table.add_column(name, overflow="fold")
         for row in e.rows:
@@ -53,11 +53,11 @@ class ModelPicture(Picture):
                 shape.append(", " if d else "")
                 shape.append(dimension_text(size, entry), style=rich_style(entry, colours))
             table.add_row(
-                row.path,
+                Text(row.path),
                 shape.append(")"),
                 size_text(row.bytes),
                 size_text(row.bytes_per_device),
-                row.reason,
+                Text(row.reason),
             )
         keys = Text("axes: ")
         for name, size in e.mesh.items():

@@ -170,3 +170,12 @@ def test_a_mesh_of_keras_is_drawn_itself():
 def test_an_ending_in_capitals(tmp_path):
     ktd.TPUStrategy().show().save(tmp_path / "mesh.SVG")
     assert (tmp_path / "mesh.SVG").read_text().startswith("<svg")
+
+
+def test_brackets_of_a_rule_are_its_text():
+    """Not what rich takes for styles."""
+    rules = {"out_?[a-z0-9]*/kernel": ("model", None), "hidden_?[0-9]*[/]kernel": (None, "model")}
+    strategy = ktd.TPUStrategy({"data": 4, "model": 2}, rules)
+    text = str(strategy.show(built(mlp, strategy)))
+    assert "out_?[a-z0-9]*" in text.replace("\n", "")
+    assert "[/]kernel" in text

@@ -1,0 +1,104 @@
+"""Dry runs of what plain models and other chips bring along."""
+
+import json
+import random
+
+import keras
+import numpy as np
+import pytest
+
+import keras_tpu_dist as ktd
+from keras_tpu_dist import __main__
+from keras_tpu_dist.comparison import compare
+from keras_tpu_dist.dryrun.compile import is_about_hbm
+from keras_tpu_dist.dryrun.inputs import count_tokens
+from keras_tpu_dist.dryrun.largest_batch import largest_batch
+from keras_tpu_dist.dryrun.run import dry_run
+
+L = keras.layers
+
+
+def mlp():
+    model = keras.Sequential([keras.Input((512,)), L.Dense(1024, activation="relu"), L.Dense(512)])
+    model.compile("adam", "mse")
+    return model
+
+
+class Plain(keras.Model):
+    """A model whose call knows of no training."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = L.Dense(4)
+
+    def call(self, x):
+        return self.dense(x)
+
+
+def subclassed():
+    model = Plain()
+    model.compile("sgd", "mse")
+    return model
+
+
+@pytest.mark.slow
+def test_a_call_without_training():
+    x, y = np.ones((8, 3), "float32"), np.ones((8, 4), "float32")
+    run = dry_run(subclassed, ktd.TPUStrategy({"data": 8}), x=x, y=y, batch_size=8)
+    assert run.model_flops == 3 * 2 * 8 * 3 * 4
+
+
+@pytest.mark.slow
+def test_a_dry_run_leaves_random_numbers_and_reads_as_json():
+    keras.utils.set_random_seed(0)
+    expected, state = mlp().get_weights(), random.getstate()
+    keras.utils.set_random_seed(0)
+    run = dry_run(mlp, ktd.TPUStrategy({"data": 8}), batch_size=np.int64(16))
+    for value, own in zip(mlp().get_weights(), expected, strict=True):
+        np.testing.assert_array_equal(value, own)
+    assert random.getstate() == state
+    assert json.loads(json.dumps(run.to_dict()))["batch_size"] == 16
+
+
+@pytest.mark.slow
+def test_a_comparison_says_sizes():
+    found = compare(mlp, topology="v5e:2x4", meshes=[{"data": -1, "model": 2}], batch_size=16)
+    assert dict(found.best.mesh) == {"data": 4, "model": 2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [None, "fsdp"])
+def test_what_a_sparse_core_does_is_found(layout):
+    pytest.importorskip("libtpu", reason="needs libtpu: pip install 'keras_tpu_dist[tpu]'")
+    strategy = ktd.TPUStrategy({"data": 8}, layout, topology="tpu7x:2x2x1")
+    run = dry_run(mlp, strategy, batch_size=4096)
+    large = {(c.kind, c.bytes, c.asynchronous) for c in run.cost.collectives if c.bytes > 1e6}
+    halves = 512 * 1024 * 4
+    fsdp = {("all-gather", halves, True), ("reduce-scatter", halves, True)}
+    assert large == (fsdp if layout else {("all-reduce", 2 * halves, True)})
+
+
+def test_a_kernel_that_is_too_large_is_no_matter_of_the_batch():
+    assert is_about_hbm("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 21.22G")
+    kernel = "RESOURCE_EXHAUSTED: Allocation (size=268435456) would exceed memory, space=vmem"
+    assert not is_about_hbm(kernel)
+    assert not is_about_hbm("INTERNAL: Mosaic failed")
+
+
+def test_pixels_are_no_tokens():
+    assert count_tokens(np.zeros((8, 784), "uint8")) == 0
+    assert count_tokens(np.zeros((8, 784), "int32")) == 8 * 784
+
+
+def test_no_compilation_finds_no_batch():
+    strategy = ktd.TPUStrategy({"data": 8}, topology="v5e:2x4")
+    with pytest.raises(ValueError, match=r"max_compiles is a number.*Received: max_compiles=0"):
+        largest_batch(mlp, strategy, max_compiles=0)
+
+
+def test_a_failure_of_the_command_is_no_verdict(tmp_path, capsys, monkeypatch):
+    (tmp_path / "models_of_a_user.py").write_text("def build(): raise AssertionError")
+    monkeypatch.syspath_prepend(tmp_path)
+    words = ["dry-run", "models_of_a_user:build", "--topology", "v5e:2x4", "--batch-size", "64"]
+    assert __main__.main([*words, "--layout", "missing.json"]) == 2
+    assert "error: " in capsys.readouterr().err
