@@ -178,7 +178,11 @@ class StopAtStep(keras.callbacks.Callback):
 
 
 def reached_by(callbacks: Iterable) -> int | None:
-    """The number of steps at which a `StopAtStep` has stopped training, if one has."""
+    """The number of steps at which a `StopAtStep` has stopped training, if one has.
+
+    Args:
+        callbacks: Those of the fit.
+    """
     found = [each.n for each in callbacks if isinstance(each, StopAtStep) and each.reached]
     return min(found, default=None)
 

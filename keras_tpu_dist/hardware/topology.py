@@ -249,9 +249,7 @@ class Topology:
         side = self.shape[axis]
         if self.chip.dims == 1:
             return False
-        if self.chip.dims == 2:
-            return side >= 16
-        return all(each % 4 == 0 for each in self.shape)
+        return side >= 16 if self.chip.dims == 2 else all(n % 4 == 0 for n in self.shape)
 
     def coordinates(self) -> list[tuple[int, int, int]]:
         """Chip coordinates `(x, y, z)` of one slice, x fastest."""
