@@ -100,14 +100,7 @@ def largest_batch(
     >>> print(largest_batch(build, strategy))  # doctest: +SKIP
     """
     limit = _checked_topology(strategy).hbm_bytes
-    if not is_count(max_compiles, 1):
-        raise ValueError(
-            message(
-                "max_compiles is a number of compilations, 1 or more.",
-                received={"max_compiles": max_compiles},
-                fix="Leave it out, or write for example max_compiles=8.",
-            )
-        )
+    _check_compiles(max_compiles)
     unit = strategy.num_replicas_in_sync
     inputs = {"x": x, "y": y, "sample_weight": sample_weight}
     runs: dict[int, DryRun] = {}
@@ -125,15 +118,7 @@ def largest_batch(
                 progress=progress,
                 thorough=False,
             )
-        if runs[parts].fits is None:
-            raise RuntimeError(
-                message(
-                    "The largest batch is what the TPU compiler says that fits.",
-                    received="libtpu, which has that compiler, is not installed.",
-                    fix="pip install 'keras_tpu_dist[tpu]'.",
-                )
-            )
-        return bool(runs[parts].fits)
+        return _verdict(runs[parts])
 
     low, high = 0, None
     guess: int | None = 1
@@ -191,6 +176,29 @@ def _computing_again(strategy: Strategy, remat: Any) -> Iterator[None]:
         yield
     finally:
         strategy.remat = own
+
+
+def _verdict(run: DryRun) -> bool:
+    if run.fits is None:
+        raise RuntimeError(
+            message(
+                "The largest batch is what the TPU compiler says that fits.",
+                received="libtpu, which has that compiler, is not installed.",
+                fix="pip install 'keras_tpu_dist[tpu]'.",
+            )
+        )
+    return run.fits
+
+
+def _check_compiles(max_compiles: int) -> None:
+    if not is_count(max_compiles, 1):
+        raise ValueError(
+            message(
+                "max_compiles is a number of compilations, 1 or more.",
+                received={"max_compiles": max_compiles},
+                fix="Leave it out, or write for example max_compiles=8.",
+            )
+        )
 
 
 def _checked_topology(strategy: Strategy) -> Topology:
