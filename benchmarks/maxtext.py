@@ -29,6 +29,7 @@ import keras
 from keras_tpu_dist.common.text import size_text
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.planning.candidates import Candidate
+from keras_tpu_dist.planning.tried import Tried
 
 L = keras.layers
 TOPOLOGY, CHIPS, TIME, VOCABULARY, HEAD = "v5e:16x16", 256, 2048, 32_000, 128
@@ -109,8 +110,11 @@ def decoder(shape: Shape, layers: int):
     return model
 
 
-def chosen(shape: Shape, layers: int, rows: int, compilations: int) -> Candidate:
-    """What `ktd.search` chooses of all meshes, plans and policies, having said what it tried."""
+def chosen(shape: Shape, layers: int, rows: int, compilations: int) -> Tried:
+    """What `ktd.search` chooses of all meshes, plans and policies, having said what it tried.
+
+    The fastest two are compiled as training compiles them, and that decides.
+    """
     found = ktd.search(
         lambda: decoder(shape, layers),
         TOPOLOGY,
@@ -119,7 +123,7 @@ def chosen(shape: Shape, layers: int, rows: int, compilations: int) -> Candidate
         budget_s=3600.0,
     )
     print(replace(found, others=found.others[:5]), file=sys.stderr, flush=True)
-    return found.best.candidate
+    return found.best
 
 
 def main():
@@ -139,15 +143,17 @@ def main():
         shape = SHAPES[name]
         rows = asked.rows or shape.rows
         layers = asked.layers or shape.layers
-        candidate = Candidate((("fsdp", CHIPS),), "fsdp", False, asked.remat or None)
         if asked.search:
-            candidate = chosen(shape, layers, rows, asked.compilations)
-        run = ktd.dry_run(
-            functools.partial(decoder, shape, layers),
-            candidate.strategy(Topology.parse(TOPOLOGY)),
-            batch_size=rows * CHIPS,
-            effort=asked.effort,
-        )
+            best = chosen(shape, layers, rows, asked.compilations)
+            candidate, run = best.candidate, best.run
+        else:
+            candidate = Candidate((("fsdp", CHIPS),), "fsdp", False, asked.remat or None)
+            run = ktd.dry_run(
+                functools.partial(decoder, shape, layers),
+                candidate.strategy(Topology.parse(TOPOLOGY)),
+                batch_size=rows * CHIPS,
+                effort=asked.effort,
+            )
         if asked.full or run.estimate is None:
             print(run)
         times = run.estimate

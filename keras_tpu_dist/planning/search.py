@@ -101,15 +101,19 @@ class Search:
         rows = []
         for tried in (*self.compiled, *self.others):
             run, f = tried.run, tried.forecast
-            said = ("", "", tried.error[:60] if tried.error else "not compiled")
+            said = ("", "", "", tried.error[:60] if tried.error else "not compiled")
             if run is not None:
                 step = duration_text(run.estimate.step) if run.estimate else ""
-                said = (size_text(run.total_bytes), step, "fits" if run.fits else "too large")
+                fits = "fits" if run.fits else "too large"
+                said = (size_text(run.total_bytes), step, run.effort, fits)
             forecast = (size_text(int(f.memory_bytes)), duration_text(f.step_s))
             rows.append((str(tried.candidate), str(tried.rows), *forecast, *said))
         return rows
 
-    _HEADER = ("strategy", "rows", "memory forecast", "step", "memory compiled", "step", "")
+    _HEADER = (
+        *("strategy", "rows", "memory forecast", "step"),
+        *("memory compiled", "step", "effort", ""),
+    )
 
     def __str__(self) -> str:
         best = self.best
@@ -150,6 +154,7 @@ def search(
     y: Any = None,
     sample_weight: Any = None,
     compilations: int = 8,
+    exact: int = 2,
     budget_s: float = 900.0,
     among: Sequence[Candidate] | None = None,
     progress: Progress | None = None,
@@ -159,9 +164,10 @@ def search(
 
     Meshes, plans, split optimizer slots and remat policies are ranked by a closed-form forecast of
     memory and time, which takes one trace of the model. The real TPU compiler then looks at the
-    most promising of each mesh and layout, and at others of the best of these; what it says
-    decides. The forecast may rank wrongly: more compilations make the answer surer. As many run at
-    a time as there are processors, and memory for; what is chosen does not depend on it.
+    most promising of each mesh and layout, and at others of the best of these, with effort
+    "quick", and once more, as training would compile them, at the fastest of all that fit; what it
+    says decides. The forecast may rank wrongly: more compilations make the answer surer. As many
+    run at a time as there are processors, and memory for; what is chosen does not depend on it.
 
     Args:
         build: A function without arguments that builds, compiles and returns a model; or a built
@@ -173,6 +179,7 @@ def search(
         y: As in `dry_run`.
         sample_weight: As in `dry_run`.
         compilations: How many candidates to compile.
+        exact: How many of them to compile once more, with effort "exact".
         budget_s: Seconds after which no further compilation begins.
         among: What to choose from. Defaults to all meshes of the axes "data", "fsdp" and "model",
             in the orders that the links tell apart.
@@ -198,33 +205,39 @@ def search(
     >>> found.best.candidate.mesh, found.strategy()  # doctest: +SKIP
     """
     started, tell = time.monotonic(), progress or logger.debug
-    _check(batch_size, compilations)
+    _check(batch_size, compilations, exact)
     kept = Cache.of(cache)
     given = {"x": x, "y": y, "sample_weight": sample_weight}
     topology = topology if isinstance(topology, Topology) else Topology.parse(topology)
     compiled: list[Tried] = []
-    with stages("search", 1 + compilations) as begin:
+    with stages("search", 1 + compilations + exact) as begin:
         begin("reading the model")
         tell("reading the model")
         name, ranked = _forecasts(build, topology, batch_size, given, among)
         tell(f"{len(ranked)} candidates")
 
-        def compile_(chosen: list[Tried]) -> None:
-            for tried in chosen:
-                ranked.remove(tried)
-            run, left = compiled_together(
+        def compile_(chosen: list[Tried], effort: str = "quick") -> tuple[list[Tried], list[Tried]]:
+            return compiled_together(
                 chosen,
                 functools.partial(lowered_step, build, topology, given, kept),
-                functools.partial(compiled_step, kept),
+                functools.partial(compiled_step, kept, effort=effort),
                 begin=lambda tried: (begin(f"compiling {tried}"), tell(f"compiling {tried}")),
                 until=started + budget_s,
                 first=not compiled,
             )
+
+        def look_at(chosen: list[Tried]) -> None:
+            for tried in chosen:
+                ranked.remove(tried)
+            run, left = compile_(chosen)
             compiled.extend(run)
             ranked[:0] = left
 
-        compile_(_of_other_ways(ranked, max(1, round(compilations * _OF_OTHER_WAYS))))
-        compile_(_like_the_best(ranked, compiled, compilations - len(compiled)))
+        look_at(_of_other_ways(ranked, max(1, round(compilations * _OF_OTHER_WAYS))))
+        look_at(_like_the_best(ranked, compiled, compilations - len(compiled)))
+        fastest, rest = _fastest(compiled, exact)
+        again, left = compile_(fastest, "exact")
+        compiled = [*again, *left, *rest]
     return Search(
         model=name,
         topology=topology.name,
@@ -252,6 +265,17 @@ def _like_the_best(ranked: list[Tried], compiled: list[Tried], number: int) -> l
     way = None if best is None else best.candidate.way
     alike = [tried for tried in ranked if tried.candidate.way == way]
     return [*alike, *(tried for tried in ranked if tried.candidate.way != way)][:number]
+
+
+def _fastest(compiled: list[Tried], number: int) -> tuple[list[Tried], list[Tried]]:
+    """Those to look at once more, and the others.
+
+    The cycles of quick compilations come out twice too high, so that waiting for links counts too
+    little, and they do not show which programs full effort improves more than others.
+    """
+    ranked = sorted(compiled, key=rank)
+    timed = [t for t in ranked if t.run is not None and t.run.fits and t.run.estimate][:number]
+    return timed, [tried for tried in ranked if tried not in timed]
 
 
 def _forecasts(
@@ -319,16 +343,18 @@ def _forecast_of(
     return [] if best is None else [best]
 
 
-def _check(batch_size: Any, compilations: Any) -> None:
+def _check(batch_size: Any, compilations: Any, exact: Any) -> None:
     wrong = {}
     if batch_size is not None and not is_count(batch_size, 1):
         wrong["batch_size"] = batch_size
     if not is_count(compilations, 1):
         wrong["compilations"] = compilations
+    if not is_count(exact, 0):
+        wrong["exact"] = exact
     if wrong:
         raise ValueError(
             message(
-                "batch_size and compilations are whole numbers of at least 1.",
+                "batch_size and compilations are whole numbers of at least 1, exact of at least 0.",
                 received=wrong,
                 fix="Write for example search(build, 'v5e:4x4', batch_size=256, compilations=8).",
             )

@@ -26,7 +26,8 @@ class Tried:
         candidate: The strategy's arguments.
         rows: Rows of all devices together.
         forecast: In closed form.
-        run: The dry run, or `None` for one that was not compiled.
+        run: The dry run, `None` for one that was not compiled; its `effort` is `"exact"` for those
+            that the end of a search looked at once more.
         error: Why it could not be compiled.
     """
 
@@ -68,19 +69,22 @@ def lowered_step(
         return _failed(tried, error)
 
 
-def compiled_step(cache: Cache | None, tried: Tried, lowered: Lowered) -> Tried:
+def compiled_step(
+    cache: Cache | None, tried: Tried, lowered: Lowered, effort: str = "quick"
+) -> Tried:
     """A candidate with what the compiler says, or why it says nothing.
 
     Args:
         cache: Where compilations are kept.
         tried: The candidate.
         lowered: Its step.
+        effort: As in `dry_run`.
     """
     try:
         run = compile_once(
             lowered,
             mode="train",
-            effort="quick",
+            effort=effort,
             timeout=1800.0,
             progress=logger.debug,
             thorough=False,
@@ -96,12 +100,12 @@ def _failed(tried: Tried, error: Exception) -> Tried:
     return replace(tried, error=str(error))
 
 
-def rank(tried: Tried) -> tuple[int, float]:
-    """What candidates are sorted by: those that fit first, then the faster.
+def rank(tried: Tried) -> tuple[int, bool, float]:
+    """What candidates are sorted by: those that fit first, then those looked at twice, the faster.
 
     Args:
         tried: The candidate.
     """
     if tried.run is None:
-        return 2, 0.0
-    return (0 if tried.run.fits else 1), tried.seconds_a_row
+        return 2, False, 0.0
+    return (0 if tried.run.fits else 1), tried.run.effort != "exact", tried.seconds_a_row
