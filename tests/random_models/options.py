@@ -31,6 +31,8 @@ OPTIONS: dict[str, tuple] = {
     "validation": ("none", "data", "steps"),
     "where": ("inside", "outside", "moved"),
     "shuffle": (False, True),
+    # What happens to the trained model before it is trained once more; half of them end before.
+    "then": (*6 * ("nothing",), "again", "frozen", "lora", "recompiled", "pickled", "reloaded"),
 }
 # Libraries that a machine may lack; a program drawn with one then reads arrays.
 LIBRARIES = {"tf.data": "tensorflow", "torch": "torch", "grain": "grain"}

@@ -2,10 +2,12 @@
 
 import contextlib
 import warnings
+from functools import partial
 from typing import Any
 
 import feeds
 import keras
+import later
 import numpy as np
 import small_models
 from options import Program
@@ -99,20 +101,32 @@ def _strategy(program: Program) -> ktd.TPUStrategy:
 def _run(program: Program, strategy: Any) -> dict[str, np.ndarray]:
     choices = program.choices
     scope = contextlib.nullcontext if strategy is None else strategy.scope
-    # "moved": a model built before its scope, which then moves onto the mesh.
-    with contextlib.nullcontext() if choices["where"] == "moved" else scope():
-        model = _compiled(program, strategy)
+
+    def build() -> keras.Model:
+        # "moved": a model built before its scope, which then moves onto the mesh.
+        with contextlib.nullcontext() if choices["where"] == "moved" else scope():
+            return _compiled(program, strategy)
+
+    model = build()
     inside = choices["where"] in ("inside", "moved")
     with scope() if inside else contextlib.nullcontext():
-        return _trained(program, model, strategy is not None)
+        found = _trained(program, model, strategy)
+        if choices["then"] != "nothing":
+            keras.utils.set_random_seed(program.seed + 1)
+            model = later.changed(
+                choices["then"], model, build, partial(_compile, program, strategy)
+            )
+            again = _trained(program, model, strategy)
+            found |= {f"then {name}": value for name, value in again.items()}
+    return found
 
 
-def _trained(program: Program, model: keras.Model, on_mesh: bool) -> dict[str, np.ndarray]:
+def _trained(program: Program, model: keras.Model, strategy: Any) -> dict[str, np.ndarray]:
     data = feeds.Data(program, model)
     history = model.fit(
         **data.of_fit(),
         epochs=EPOCHS,
-        callbacks=_callbacks(program.choices["callbacks"], on_mesh),
+        callbacks=_callbacks(program.choices["callbacks"], strategy is not None),
         shuffle=program.choices["shuffle"],
         verbose=0,
     ).history
@@ -140,6 +154,12 @@ def _compiled(program: Program, strategy: Any) -> keras.Model:
     model = small_models.MODELS[choices["model"]]()
     if strategy is not None and choices["blocks"] == "scanned":
         assert ktd.scan_blocks(model).runs
+    _compile(program, strategy, model)
+    return model
+
+
+def _compile(program: Program, strategy: Any, model: keras.Model) -> None:
+    choices = program.choices
     # Stock Keras loses steps where launches of several do not fill an epoch.
     steps = 1 if strategy is None else choices["steps_per_execution"]
     weighted = ["accuracy"] if choices["weighted"] == "sample_weight" else None
@@ -151,7 +171,6 @@ def _compiled(program: Program, strategy: Any) -> keras.Model:
         steps_per_execution=steps,
         run_eagerly=choices["run_eagerly"],
     )
-    return model
 
 
 # Adam divides by what it measured, so that rounding counts as much as the gradient where that is

@@ -121,6 +121,7 @@ def split() -> keras.Model:
     return keras.Model(x, ktd.replicate(kl.Dense(CLASSES))(y))
 
 
+@keras.saving.register_keras_serializable("random_models")
 class Block(kl.Layer):
     """Attention, a state that each call writes, and what the block before made."""
 
