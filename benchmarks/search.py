@@ -11,7 +11,7 @@ compiler's best stood in the forecast, and the time that forecasting and compili
 compiler has within 2 % of each other counts as equal. `--all` compiles every candidate, `--record`
 writes what it said to `tests/planning/compiled.json`.
 
-`--against-list` compiles 30 strategies written by hand, the fastest four at full effort as well, and
+`--against-list` compiles 30 strategies written by hand, the fastest four at full effort too, and
 prints the fastest and what a search chooses, with an empty cache. `--cycles` prints what the
 constants of `planning/forecast.py` and `work.py` are read from: the compiler's time of each layer
 next to that at the chip's peak rates.
