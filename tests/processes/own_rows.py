@@ -38,9 +38,9 @@ def batches_of(split, index, count, batch=BATCH):
     return [rows[i : i + size] for i in range(0, len(rows), size)]
 
 
-def merged(split, count, batch=BATCH):
+def merged(split, count, batch=BATCH, times=1):
     """The rows of each step of all processes together."""
-    each = [batches_of(split, i, count, batch) for i in range(count)]
+    each = [batches_of(split, i, count, batch) * times for i in range(count)]
     steps = max(map(len, each))
     return [np.concatenate([b[i] for b in each if i < len(b)]) for i in range(steps)]
 
@@ -51,6 +51,14 @@ def dataset(batches):
 
 def fed(feed, split, shard):
     """What a process gives to fit; `shard` is None for the one process that has all rows."""
+    if shard is None and feed == "generator":
+        # What a process has for two epochs, however few: its stream knows of no epochs.
+        steps = merged(split, fed.count, times=2)
+        return {
+            "x": (dataset(steps)[i] for i in range(len(steps))),
+            "steps_per_epoch": len(merged(split, fed.count)),
+            "shuffle": False,
+        }
     if shard is None:
         return {"x": dataset(merged(split, fed.count)), "shuffle": False}
     own = rows_of(split, shard.count)[shard.index]

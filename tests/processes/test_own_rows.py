@@ -36,7 +36,9 @@ def compared(folder, cases, processes, devices):
         expected = own_rows.run(folder, *case)
         for key in ("predicted", "predicted_on_batch"):
             joined = np.concatenate([each.pop(key) for each in found])
-            np.testing.assert_allclose(joined, expected.pop(key), rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(
+                joined, expected.pop(key), rtol=1e-5, atol=1e-5, err_msg=f"{name}: {key}"
+            )
         for each in found:
             del each["count"]
             assert sorted(each) == sorted(expected)
