@@ -280,7 +280,7 @@ def test_auto_keeps_small_states_and_donates_large_ones(monkeypatch):
     assert [states_to_keep(s, variables) for s in ("auto", False, True)] == [0, 2, 0]
 
 
-@pytest.mark.parametrize("bad", ["sometimes", 3])
+@pytest.mark.parametrize("bad", ["sometimes", 3, 1, np.True_])
 def test_donate_state_of_no_kind(bad):
     with pytest.raises(ValueError, match=r"donate_state is True, False or 'auto'.*Leave it out"):
         ktd.TPUStrategy(donate_state=bad)
