@@ -30,6 +30,8 @@ from keras_tpu_dist.training.own_input import OwnInput
 from keras_tpu_dist.training.own_rows import OwnRowsPlacer
 from keras_tpu_dist.training.strategy import Strategy
 
+_TRAINING = ("fit", "train_on_batch")
+
 
 @dataclass(frozen=True)
 class _Call:
@@ -116,6 +118,9 @@ class Runner:
             finally:
                 if member.guard is not None:
                     member.guard.release(end_of_fit=name == "fit")
+                if name in _TRAINING and _running.get() is not None:
+                    # From a callback of another model's fit, which may share layers with this one.
+                    membership.variables_changed(strategy)
 
     @contextlib.contextmanager
     def _with_others(self, name: str, model: Any, arguments: Mapping) -> Iterator[None]:
