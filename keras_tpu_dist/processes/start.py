@@ -163,10 +163,10 @@ def _given(coordinator, num_processes, process_id) -> tuple[str | None, int | No
 
 
 def _check(coordinator: Any, num_processes: Any, process_id: Any) -> None:
-    port = str(":0" if coordinator is None else coordinator).rpartition(":")[2]
+    host, _, port = str("host:0" if coordinator is None else coordinator).rpartition(":")
     counted = num_processes is None or is_count(num_processes, 1)
     numbered = process_id is None or is_count(process_id, 0)
-    if (port.isdigit() and counted and numbered) and (
+    if (host and port.isdigit() and counted and numbered) and (
         num_processes is None or process_id is None or process_id < num_processes
     ):
         return

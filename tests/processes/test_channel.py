@@ -156,6 +156,7 @@ def test_a_new_call_is_told_at_once(monkeypatch):
     ("given", "words"),
     [
         (("host", 2, 0), r"The coordinator is host:port.*coordinator='host'"),
+        (("8476", 2, 0), r"coordinator='8476'"),
         (("host:1", 2, 2), r"process_id counts from 0 to num_processes - 1.*process_id=2"),
         (("host:1", 0, 0), r"num_processes=0"),
         (("host:1", True, 0), r"num_processes=True"),
