@@ -52,6 +52,7 @@ from keras_tpu_dist._keras.distributed import started_as as started_as
 from keras_tpu_dist._keras.files import WeightsFile as WeightsFile
 from keras_tpu_dist._keras.files import names_in_files as names_in_files
 from keras_tpu_dist._keras.inputs import ends_ragged as ends_ragged
+from keras_tpu_dist._keras.inputs import is_users_code as is_users_code
 from keras_tpu_dist._keras.inputs import uncount_steps as uncount_steps
 from keras_tpu_dist._keras.marks import Mark as Mark
 from keras_tpu_dist._keras.progress import backup_position as backup_position

@@ -7,6 +7,8 @@ import keras
 import numpy
 from keras.src.trainers.data_adapters import is_grain_dataset
 from keras.src.trainers.data_adapters.array_data_adapter import can_convert_arrays
+from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
+from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 from keras.src.trainers.epoch_iterator import EpochIterator
 
 from keras_tpu_dist._keras.seam import Replacement, declare
@@ -107,6 +109,18 @@ def ends_ragged(data_adapter: Any) -> bool:
         return bool(data_adapter.has_partial_batch)
     except NotImplementedError:
         return False  # a PyDataset, which does not know
+
+
+def is_users_code(data_adapter: Any) -> bool:
+    """Whether batches are made by code of the user's: a generator or a `PyDataset`.
+
+    Args:
+        data_adapter: Keras's adapter of the input.
+
+    Public replacement: none; the adapter is what is left of the input.
+    """
+    stock = getattr(data_adapter, "_adapter", data_adapter)
+    return isinstance(stock, (GeneratorDataAdapter, PyDatasetAdapter))
 
 
 def uncount_steps(epoch_iterator: EpochIterator, steps: int, ran_out: bool) -> None:

@@ -1,5 +1,6 @@
 """Several processes on one machine, each with simulated devices: a pod on a laptop."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -7,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from keras_tpu_dist.hardware.simulation import simulated_environment
 from keras_tpu_dist.processes.start import COORDINATOR, NUM_PROCESSES, PROCESS_ID
@@ -21,7 +22,7 @@ def launch(
     """Runs a command as several processes that `ktd.initialize()` joins.
 
     Each line that a process prints is passed on with its number in front. The first that fails
-    ends all others.
+    ends all others, and so do Ctrl-C and SIGTERM.
 
     Args:
         command: The program and its arguments.
@@ -32,12 +33,54 @@ def launch(
 
     Returns:
         The exit code: 0, or that of the first process that failed, as a shell has it: 128 and the
-        signal's number for one that was killed.
+        signal's number for one that was killed, or if this process was to end.
     """
+    started: list[subprocess.Popen] = []
+    readers: list[threading.Thread] = []
+    with _sigterm_raises():
+        try:
+            for number, environment in enumerate(_environments(num_processes, devices)):
+                started.append(_started(command, environment))
+                reader = threading.Thread(target=_pass_on, args=(started[-1], number), daemon=True)
+                reader.start()
+                readers.append(reader)
+            return _wait(started, grace_s)
+        except KeyboardInterrupt:
+            return 128 + signal.SIGINT
+        except _Terminated:
+            return 128 + signal.SIGTERM
+        finally:
+            _end(started, grace_s)
+            for reader in readers:
+                reader.join(timeout=5)
+
+
+class _Terminated(BaseException):
+    """SIGTERM has come, to this process alone: those that it started hear nothing of it."""
+
+
+@contextlib.contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """The context within which the first SIGTERM raises, and later ones do nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def act(signum, frame):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, act)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+
+
+def _environments(num_processes: int, devices: int) -> list[dict[str, str]]:
     address = f"127.0.0.1:{_free_port()}"
-    started, readers = [], []
-    for number in range(num_processes):
-        environment = {
+    return [
+        {
             **os.environ,
             **simulated_environment(devices),
             COORDINATOR: address,
@@ -45,26 +88,19 @@ def launch(
             PROCESS_ID: str(number),
             "PYTHONUNBUFFERED": "1",
         }
-        process = subprocess.Popen(
-            [*command],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        )
-        started.append(process)
-        reader = threading.Thread(target=_pass_on, args=(process, number), daemon=True)
-        reader.start()
-        readers.append(reader)
-    try:
-        return _wait(started, grace_s)
-    except KeyboardInterrupt:
-        _end(started, grace_s)
-        return 128 + signal.SIGINT
-    finally:
-        for reader in readers:
-            reader.join(timeout=5)
+        for number in range(num_processes)
+    ]
+
+
+def _started(command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen:
+    return subprocess.Popen(
+        [*command],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
 
 
 def _free_port() -> int:

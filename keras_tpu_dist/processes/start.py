@@ -22,8 +22,12 @@ COORDINATOR, NUM_PROCESSES, PROCESS_ID = "KTD_COORDINATOR", "KTD_NUM_PROCESSES",
 # As sysexits.h has it: a service that is needed is not there.
 EXIT_UNAVAILABLE = 69
 
+# Whether nothing was given and no cluster found, so that this program is one process.
+_alone = False
+
 _LATER_S = 10
 _ARGUMENTS = ("coordinator", "num_processes", "process_id")
+_NOTHING = (None, None, None)
 _FIX = 'Write ktd.initialize("10.0.0.1:8476", num_processes=4, process_id=0).'
 
 
@@ -67,6 +71,8 @@ def initialize(
     if jax.distributed.is_initialized():
         _check_same(given)
         return
+    if _alone and given == _NOTHING:
+        return
     if _keras.jax_backend_started():
         raise RuntimeError(
             message(
@@ -105,7 +111,8 @@ def _watch_peers(peer_timeout_s: float) -> None:
 
 def _no_cluster(given: tuple, error: ValueError) -> None:
     """JAX knows too little: nothing was given, and that is well, or not enough."""
-    if given != (None, None, None):
+    global _alone
+    if given != _NOTHING:
         raise ValueError(
             message(
                 "Outside of a cluster that JAX knows (TPU VM, GKE, SLURM, Open MPI), all of "
@@ -114,6 +121,7 @@ def _no_cluster(given: tuple, error: ValueError) -> None:
                 fix=_FIX,
             )
         ) from error
+    _alone = True
     say_once(
         "ktd.initialize() found no cluster (TPU VM, GKE, SLURM, Open MPI) and was given no "
         "coordinator: this program runs as one process",
@@ -148,17 +156,17 @@ class _Deadline:
 
 def _given(coordinator, num_processes, process_id) -> tuple[str | None, int | None, int | None]:
     """The arguments, where they are missing the launcher's."""
-    if (coordinator, num_processes, process_id) == (None, None, None) and COORDINATOR in os.environ:
+    if (coordinator, num_processes, process_id) == _NOTHING and COORDINATOR in os.environ:
         number, own = os.environ[NUM_PROCESSES], os.environ[PROCESS_ID]
         return os.environ[COORDINATOR], int(number), int(own)
     return coordinator, num_processes, process_id
 
 
 def _check(coordinator: Any, num_processes: Any, process_id: Any) -> None:
-    port = str(":0" if coordinator is None else coordinator).rpartition(":")[2]
+    host, _, port = str("host:0" if coordinator is None else coordinator).rpartition(":")
     counted = num_processes is None or is_count(num_processes, 1)
     numbered = process_id is None or is_count(process_id, 0)
-    if (port.isdigit() and counted and numbered) and (
+    if (host and port.isdigit() and counted and numbered) and (
         num_processes is None or process_id is None or process_id < num_processes
     ):
         return

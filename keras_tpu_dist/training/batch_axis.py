@@ -1,5 +1,6 @@
 """Which dimension of each array of a batch holds its rows."""
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -108,6 +109,8 @@ def _spread_into(axes: list, axis, node, name: str) -> None:
     if not isinstance(axis, (tuple, Mapping)):
         axes.extend([axis] * len(flatten(node)[0]))
         return
+    if node is None:
+        return
     same_kind = isinstance(node, Mapping) == isinstance(axis, Mapping)
     if not same_kind or not isinstance(node, (Mapping, tuple, list)):
         raise ValueError(_structure_message(name, axis, node))
@@ -115,8 +118,8 @@ def _spread_into(axes: list, axis, node, name: str) -> None:
         for key in axis:
             if key not in node:
                 raise ValueError(_structure_message(name, axis, node, key))
-        # JAX flattens a dict in the order of its sorted keys.
-        for key in sorted(node):
+        # JAX flattens a dict in the order of its sorted keys, an ordered one in its own.
+        for key in node if isinstance(node, OrderedDict) else sorted(node):
             _spread_into(axes, axis.get(key, 0), node[key], f"{name}[{key!r}]")
         return
     if len(axis) != len(node):

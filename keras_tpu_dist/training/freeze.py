@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -118,7 +118,27 @@ def freeze(model: Any, patterns: str | Iterable[str], exclude: str | Iterable[st
     if report.compile_again:
         # Keras's next fit would fail within its step, and lose the weights.
         model.compiled = False
+        model.train_function = _refusing(model)
     return report
+
+
+def _refusing(model: Any) -> Callable:
+    """What a fit runs that is under way while its weights are frozen; `compile` removes it."""
+
+    def refuse(state, iterator):
+        # Stock Keras has emptied the variables by now, and its own record has the order of before.
+        _keras.follow_state(_keras.state_groups(model), state)
+        _keras.forget_state(model)
+        raise RuntimeError(
+            message(
+                "Weights are frozen between two fits.",
+                received=f"freeze({model.name!r}) within a fit, whose optimizer was built for "
+                "other weights.",
+                fix="End this fit, freeze, compile the model with a new optimizer, and fit again.",
+            )
+        )
+
+    return refuse
 
 
 def _names(path: str, model: str) -> list[str]:

@@ -7,6 +7,7 @@ import numpy as np
 from jax.experimental.sparse import JAXSparse
 
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.training.batch_axis import flatten
 
 
 def as_array(leaf: Any) -> Any:
@@ -18,6 +19,17 @@ def as_array(leaf: Any) -> Any:
     if isinstance(leaf, (np.ndarray, jax.Array, JAXSparse)):
         return leaf
     return np.asarray(leaf)
+
+
+def kept(batch: Any) -> Any:
+    """A batch that stays as it is when who made it writes the next one into the same arrays.
+
+    Args:
+        batch: A structure of arrays.
+    """
+    leaves, treedef = flatten(batch)
+    copies = [leaf.copy() if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
+    return jax.tree.unflatten(treedef, copies)
 
 
 def checked_rows(name: str, axis: int, leaf: Any, empty: bool = False) -> int:

@@ -105,12 +105,14 @@ class StepLoop:
         return self._launch_several(state, iterator, skipped)
 
     def _launch(self, state, batch, steps: int = 1):
+        if self._kind == "train":
+            return self._train(state, batch, steps)
+        outputs, state = self._program(steps > 1)(state, batch)
+        # A callback may run the model: what that changes, and what it leaves, counts from here on.
+        _keras.follow_state(self._groups, state)
         if self._kind == "predict":
-            outputs, state = self._program(steps > 1)(state, batch)
-            return self._placer.own_rows(outputs, batch, stacked=steps > 1), state
-        if self._kind != "train":
-            return self._program(steps > 1)(state, batch)
-        return self._train(state, batch, steps)
+            outputs = self._placer.own_rows(outputs, batch, stacked=steps > 1)
+        return outputs, state
 
     def _train(self, state, batch, steps: int):
         guard, watch = self._guard, self._guard.watch

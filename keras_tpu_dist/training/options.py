@@ -46,7 +46,8 @@ class Options:
                     fix="Write for example prefetch=2.",
                 )
             )
-        if donate_state not in (True, False, "auto"):
+        # No numbers: 1 equals True, and is not it.
+        if not (isinstance(donate_state, bool) or donate_state == "auto"):
             raise ValueError(
                 message(
                     "donate_state is True, False or 'auto'.",

@@ -184,4 +184,5 @@ def _has_rows(leaf: Any, axis: int | None) -> bool:
 
 def _bytes_of_a_row(leaf: Any, axis: int | None) -> int:
     shape = [size for i, size in enumerate(leaf.shape) if not _has_rows(leaf, axis) or i != axis]
-    return math.prod(shape) * leaf.dtype.itemsize
+    # Of what JAX makes of it: one process may have brought float64, another float32.
+    return math.prod(shape) * jax.dtypes.canonicalize_dtype(leaf.dtype).itemsize

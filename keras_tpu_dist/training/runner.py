@@ -21,6 +21,7 @@ from keras_tpu_dist.training.alike import compare_weights, compared, files_of_on
 from keras_tpu_dist.training.auto_steps import AutoSteps
 from keras_tpu_dist.training.batches import BatchPlacer
 from keras_tpu_dist.training.guard import StateGuard, recover, states_to_keep
+from keras_tpu_dist.training.host_arrays import kept
 from keras_tpu_dist.training.input_clock import InputReports, TimedInput
 from keras_tpu_dist.training.iterator import DeviceIterator
 from keras_tpu_dist.training.loop import StepLoop
@@ -28,6 +29,8 @@ from keras_tpu_dist.training.options import Options
 from keras_tpu_dist.training.own_input import OwnInput
 from keras_tpu_dist.training.own_rows import OwnRowsPlacer
 from keras_tpu_dist.training.strategy import Strategy
+
+_TRAINING = ("fit", "train_on_batch")
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,9 @@ class Runner:
             finally:
                 if member.guard is not None:
                     member.guard.release(end_of_fit=name == "fit")
+                if name in _TRAINING and _running.get() is not None:
+                    # From a callback of another model's fit, which may share layers with this one.
+                    membership.variables_changed(strategy)
 
     @contextlib.contextmanager
     def _with_others(self, name: str, model: Any, arguments: Mapping) -> Iterator[None]:
@@ -151,10 +157,10 @@ class Runner:
             placement = member.placement or strategy.placement(model)
             log_report(lint_model(model, placement, self.layouts.setting, cheap=True))
         if member.guard is None or kind == "train":
-            kept = states_to_keep(self.options.donate_state, _keras.state_variables(model))
-            member.guard = member.guard or StateGuard(kept)
+            states = states_to_keep(self.options.donate_state, _keras.state_variables(model))
+            member.guard = member.guard or StateGuard(states)
             # Before the first fit there were no slots to count.
-            member.guard.kept = kept
+            member.guard.kept = states
         auto = partial(self._chooses_steps, model)
         return StepLoop(model, kind, self.placer, member.guard, auto, self.compiler_options)
 
@@ -192,6 +198,9 @@ class Runner:
         if call is not None:
             call.auto_steps.choose(epoch_iterator)
         batches = iter(epoch_iterator.data_adapter.get_jax_iterator())
+        if _keras.is_users_code(epoch_iterator.data_adapter):
+            # Read ahead of the step, for a launch of several, or while the devices still read it.
+            batches = map(kept, batches)
         if self.options.input_timeout_s is not None:
             batches = TimedInput(batches, self.options.input_timeout_s)
         if self.own_input is not None:

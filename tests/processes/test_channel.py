@@ -1,6 +1,8 @@
 """What processes tell each other, and how a program becomes one of several."""
 
 import os
+import pathlib
+import signal
 import subprocess
 import sys
 import time
@@ -154,6 +156,7 @@ def test_a_new_call_is_told_at_once(monkeypatch):
     ("given", "words"),
     [
         (("host", 2, 0), r"The coordinator is host:port.*coordinator='host'"),
+        (("8476", 2, 0), r"coordinator='8476'"),
         (("host:1", 2, 2), r"process_id counts from 0 to num_processes - 1.*process_id=2"),
         (("host:1", 0, 0), r"num_processes=0"),
         (("host:1", True, 0), r"num_processes=True"),
@@ -183,9 +186,9 @@ def run(code, **environment):
 def test_nothing_given_and_nothing_found_is_one_process():
     done = run(
         "import keras_tpu_dist as ktd; ktd.initialize(); ktd.initialize(); import jax;"
-        "print(jax.process_count())"
+        "print(jax.process_count()); ktd.initialize()"
     )
-    assert done.stdout.strip() == "1", done.stderr
+    assert (done.stdout.strip(), done.returncode) == ("1", 0), done.stderr
     assert done.stderr.count("this program runs as one process") == 1
 
 
@@ -225,6 +228,18 @@ def test_launch(code, tmp_path, capfd):
     assert found == code
     lines = capfd.readouterr().out.splitlines()
     assert sorted(lines) == [f"[{i}] here {i} ['{code}'] 1" for i in range(2)]
+
+
+@pytest.mark.slow
+def test_launch_that_is_ended_ends_what_it_started(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import os, time; print(os.getpid()); time.sleep(600)")
+    launcher = [sys.executable, "-m", "keras_tpu_dist", "launch", "--processes", "2", str(script)]
+    with subprocess.Popen(launcher, stdout=subprocess.PIPE, text=True) as process:
+        numbers = [int(process.stdout.readline().split()[-1]) for _ in range(2)]
+        process.terminate()
+        assert process.wait(60) == 128 + signal.SIGTERM
+    assert not any(pathlib.Path(f"/proc/{number}").exists() for number in numbers)
 
 
 @pytest.mark.slow

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.training.batches import PlacedBatch, Slot
+from keras_tpu_dist.training.own_input import Share
+from keras_tpu_dist.training.own_rows import OwnRowsPlacer
 from keras_tpu_dist.training.shares import shares_by
 
 HERE = pathlib.Path(__file__).parent
@@ -71,6 +73,14 @@ def test_every_row_lies_where_its_process_has_devices(sizes, split, processes, r
     assert max(filled) <= longest <= max(own)
     for number, blocks in zip(own, shares[0].blocks):
         assert sum(filled[block] for block in blocks) == number
+
+
+def test_a_batch_takes_as_much_whether_a_process_brings_float64_or_float32():
+    """Else processes would choose different numbers of steps for a launch, and wait for ever."""
+    mesh = ktd.TPUStrategy().mesh
+    placer = OwnRowsPlacer(mesh, ("data",), 0, shares_by(np.repeat([0, 1], 4), [0], own=0))
+    shares = [Share(np.zeros((9, 4), dtype), (9, 9)) for dtype in ("float64", "float32")]
+    assert [placer.bytes_per_device(share) for share in shares] == [48, 48]
 
 
 def test_parts_that_overlap_cannot_be_brought():

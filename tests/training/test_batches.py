@@ -1,5 +1,6 @@
 """Every kind of input, every batch axis, nothing read too early."""
 
+from collections import OrderedDict
 from typing import NamedTuple
 
 import jax
@@ -63,10 +64,12 @@ def test_several_data_axes_and_none():
         ((0, None), (X, Y), [0, None]),
         (({"a": 0, "b": None}, 0), ({"b": X, "a": X}, Y), [0, None, 0]),
         ({"b": None}, ({"b": X, "a": X}, Y), [0, None, 0]),
+        ({"b": None}, (OrderedDict(b=X, a=X), Y), [None, 0, 0]),
         (((0, None), 0), ([X, X], Y), [0, None, 0]),
         ((None,), ([X, X], Y), [None, None, 0]),
         (0, (X, np.float32(3.0)), [0, None]),
         (0, (X, None, Y), [0, 0]),
+        ((0, 0, {"head": 1}), (X, Y, None), [0, 0]),
     ],
 )
 def test_batch_axis(mesh, batch_axis, batch, axes):

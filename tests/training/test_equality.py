@@ -382,6 +382,22 @@ def test_train_test_and_predict_on_batch():
     check(mlp, run)
 
 
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_model_that_a_callback_runs_within_evaluate(steps):
+    x, y = data(40)
+    with ktd.TPUStrategy({"data": 4, "model": 2}).scope():
+        model = mlp()
+        model.steps_per_execution = steps
+
+    class Runs(keras.callbacks.Callback):
+        # Not through `self.model`, which would have Keras bring its variables up to date.
+        def on_test_batch_end(self, batch, logs=None):
+            model.predict_on_batch(x[:8])
+
+    alone = model.evaluate(x, y, batch_size=8, verbose=0)
+    assert_close(model.evaluate(x, y, batch_size=8, verbose=0, callbacks=[Runs()]), alone)
+
+
 @pytest.mark.slow
 def test_split_weights_on_several_axes():
     x, y = data()

@@ -202,3 +202,25 @@ def test_a_model_that_has_trained_is_compiled_again(mesh):
     fit(model)
     assert all((a == b).all() for a, b in zip(before, values(model, "encoder"), strict=True))
     assert not ktd.freeze(model, "encoder").compile_again
+
+
+@pytest.mark.parametrize("mesh", ["stock", "data and model"])
+@pytest.mark.parametrize("moment", ["on_train_begin", "on_train_batch_end", "on_epoch_end"])
+def test_within_a_fit_it_is_an_error_and_no_weight_is_lost(mesh, moment):
+    model = made(nested, mesh)
+    model.compile("adam", "mse")
+    fit(model)
+    kept = []
+
+    def act(*args, **logs):
+        if not kept:
+            ktd.freeze(model, "encoder")
+            kept[:] = model.get_weights()
+
+    callback = keras.callbacks.Callback()
+    setattr(callback, moment, act)
+    with pytest.raises(RuntimeError, match="Weights are frozen between two fits"):
+        model.fit(X, Y, batch_size=5, epochs=3, verbose=0, callbacks=[callback])
+    assert all((a == b).all() for a, b in zip(kept, model.get_weights(), strict=True))
+    model.compile("adam", "mse")
+    fit(model)

@@ -280,7 +280,31 @@ def test_auto_keeps_small_states_and_donates_large_ones(monkeypatch):
     assert [states_to_keep(s, variables) for s in ("auto", False, True)] == [0, 2, 0]
 
 
-@pytest.mark.parametrize("bad", ["sometimes", 3])
+@pytest.mark.parametrize("donate", [True, False])
+def test_a_model_that_shares_layers_trained_from_a_callback(donate):
+    """Both trainings count, as where Keras is told to bring the variables up to date first."""
+    with _strategy(donate_state=donate).scope():
+        inputs, shared = keras.Input((6,)), keras.layers.Dense(6)
+        outer = keras.Model(inputs, keras.layers.Dense(3)(shared(inputs)))
+        outer.compile(keras.optimizers.SGD(0.0), "mse")
+        inner = keras.Model(inputs, shared(inputs))
+        inner.compile("sgd", "mse")
+    expected = [shared.kernel.numpy()]
+
+    class Trains(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            assert_close(shared.kernel.numpy(), expected[-1], 0)
+            inner.train_on_batch(X, X)
+            assert (shared.kernel.numpy() != expected[-1]).any()
+            expected.append(shared.kernel.numpy())
+
+    y = np.eye(3, dtype="float32")[Y]
+    outer.fit(X, y, batch_size=8, verbose=0, callbacks=[Trains()])
+    assert len(expected) == 6
+    assert_close(shared.kernel.numpy(), expected[-1], 0)
+
+
+@pytest.mark.parametrize("bad", ["sometimes", 3, 1, np.True_])
 def test_donate_state_of_no_kind(bad):
     with pytest.raises(ValueError, match=r"donate_state is True, False or 'auto'.*Leave it out"):
         ktd.TPUStrategy(donate_state=bad)

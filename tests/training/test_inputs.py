@@ -199,6 +199,34 @@ def test_a_pairwise_table_of_launches_and_epochs():
         assert int(model.optimizer.iterations.value) == epochs * per_epoch
 
 
+class OneBuffer(keras.utils.PyDataset):
+    """Writes each batch into the arrays of the one before."""
+
+    def __init__(self):
+        super().__init__()
+        self.buffers = np.zeros_like(X[:BATCH]), np.zeros_like(Y[:BATCH])
+
+    def __len__(self):
+        return len(X) // BATCH
+
+    def __getitem__(self, index):
+        for buffer, array in zip(self.buffers, (X, Y)):
+            buffer[:] = array[index * BATCH : (index + 1) * BATCH]
+        return self.buffers
+
+
+@pytest.mark.parametrize(("launch", "prefetch"), [(3, 0), (1, 2)])
+def test_a_dataset_that_writes_into_the_batch_before(launch, prefetch):
+    def losses(*data, **options):
+        model = built(mlp, ktd.TPUStrategy({"data": 4, "model": 2}, prefetch=prefetch))
+        model.steps_per_execution = launch
+        history = model.fit(*data, shuffle=False, verbose=0, **options).history["loss"]
+        return history, model.get_weights()
+
+    whole = len(X) // BATCH * BATCH
+    assert_close(losses(OneBuffer()), losses(X[:whole], Y[:whole], batch_size=BATCH))
+
+
 @pytest.mark.parametrize(("steps", "batches"), [(1, 3), (3, 2), (3, 3)])
 def test_an_epoch_without_data_has_the_logs_of_the_one_before_as_in_keras(steps, batches):
     def rows():
