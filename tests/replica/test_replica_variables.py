@@ -91,6 +91,20 @@ def test_without_aggregation(four, caplog):
     assert [float(v.value) for v in (weight, count, whole)] == [12, 2, 1]
 
 
+def test_parts_of_what_is_the_same_differ(four):
+    """A weight must not hold another value on each replica, also without anything that differs."""
+    weight = variable(four, np.zeros(1, "float32"))
+    with pytest.raises(ValueError, match=r"trainable weight.*Reduce the gradients"):
+        four.run(lambda: weight.assign(jax.lax.psum_scatter(jnp.ones(4), "data", tiled=True)))
+    with pytest.raises(ValueError, match=r"trainable weight.*Reduce the gradients"):
+        four.run(lambda: weight.assign(jax.lax.ppermute(jnp.ones(1), "data", [(0, 1)])))
+    # summed over one axis after the other it is the same
+    strategy = ktd.TPUStrategy({"data": 2, "fsdp": 2}, devices=four.mesh.devices.ravel())
+    weight = variable(strategy, 0.0)
+    strategy.run(lambda: weight.assign(jax.lax.psum(jax.lax.psum(replica_id(), "data"), "fsdp")))
+    assert float(weight.value) == 6
+
+
 def test_on_read(four):
     """tf.VariableSynchronization.ON_READ: each replica's own until it is read outside."""
     kinds = {"sum": (6, 46), "mean": (1.5, 11.5), "only_first_replica": (0, 10)}
