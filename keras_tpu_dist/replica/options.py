@@ -235,7 +235,7 @@ def refilled(value: PerReplica) -> PerReplica:
 
 def _changed(value: PerReplica, change: Callable[[int, np.ndarray], np.ndarray]) -> jax.Array:
     """The array with each replica's part changed on the host of its devices."""
-    blocks = own_blocks(value.array, value.strategy).items()
+    blocks = own_blocks(value.array, value.axis, value.strategy).items()
     changed = {replica: change(replica, np.asarray(block)) for replica, block in blocks}
     return from_blocks(changed, value.axis, value.strategy)
 

@@ -86,7 +86,7 @@ class PerReplica:
         Values of varying sizes are `numpy` arrays, others `jax` arrays on their devices. Each is
         this process's own array, which it may read and compute with alone.
         """
-        blocks = own_blocks(self.array, self.strategy)
+        blocks = own_blocks(self.array, self.axis, self.strategy)
         return tuple(self.cut(replica, block) for replica, block in blocks.items())
 
     @property

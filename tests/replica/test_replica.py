@@ -138,6 +138,23 @@ def test_tf_examples_gather(two, four):
     assert two.gather(plain, axis=0) is plain
 
 
+def test_sequences_that_are_split_come_out_whole(devices):
+    """A sequence axis of the mesh splits the time of a replica's rows over its devices."""
+    strategy = ktd.TPUStrategy({"data": 2, "sequence": 2}, devices=devices[:4])
+    x = np.arange(4 * 6 * 3.0, dtype="float32").reshape(4, 6, 3)
+    (batch,) = strategy.distribute_dataset(x, batch_size=4)
+    assert_close(local(strategy, batch), (x[:2], x[2:]))
+    (ragged,) = strategy.distribute_dataset(x[:3], batch_size=3)
+    assert_close(local(strategy, ragged), (x[:2], x[2:3]))
+
+    def total(x):
+        return jnp.where(context().length_mask[:, None], x, 0).sum((1, 2))
+
+    options = ktd.RunOptions(buckets=(8,))
+    totals = strategy.run(total, (batch,), options=options)
+    assert_close(strategy.gather(totals, 0), x.sum((1, 2)))
+
+
 def test_reduce_of_a_value_all_replicas_share(two, devices):
     assert float(two.reduce("mean", np.float32(3), axis=None)) == 3
     assert two.reduce("sum", 0) == 0
