@@ -113,6 +113,8 @@ class Recorder(keras.StatelessScope):
         self._check_place(variable)
         value = jnp.asarray(value, _own_dtype(variable))
         total = self.read(variable) + sign * self._context.all_reduce("sum", value)
+        if total.shape != variable.shape:
+            return stock(variable, value)  # which says so
         self._set(variable, total)
         return total
 

@@ -60,6 +60,9 @@ def test_what_is_added_to_a_sum_adds_up(four):
 
     four.run(step)
     assert (float(total.value), float(mean.value)) == (10 + 6 - 4, 11.5)
+    with pytest.raises(ValueError, match="shape of the target variable"):
+        four.run(lambda: total.assign_add(jnp.ones(3)))
+    assert total.value.shape == ()
 
 
 def test_without_aggregation(four, caplog):
