@@ -10,7 +10,7 @@ import numpy as np
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.replica.blocks import own_replicas
 from keras_tpu_dist.replica.input_context import InputContext, ValueContext
-from keras_tpu_dist.replica.options import RunOptions, pad_host
+from keras_tpu_dist.replica.options import RunOptions, check_no_rows, pad_host
 from keras_tpu_dist.replica.parts import place_parts
 from keras_tpu_dist.replica.sources import agreed_length, batches_of, in_groups, in_step
 from keras_tpu_dist.replica.stacked import stacked
@@ -223,6 +223,8 @@ class DistributedInput(StrategyPart):
             if slot.axis is None or not array.ndim:
                 spread.append(array)
                 continue
+            if length is not None:
+                check_no_rows(length[0], slot.axis, array.shape)
             sizes = {} if length is None else {length[0]: (length[1],) * number}
             if slot.rows is not None:
                 sizes[slot.axis] = slot.filled or _rows_of_each(slot.rows, number)

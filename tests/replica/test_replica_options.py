@@ -51,6 +51,34 @@ def test_rows_are_not_padded_to_buckets(two):
     (batch,) = two.distribute_dataset(np.ones((6, 2), "float32"), batch_size=6)
     with pytest.raises(ValueError, match=r"padded by RunOptions\(dynamic_batch=True\), not to"):
         two.run(lambda x: x.sum(), (batch,), options=options)
+    with pytest.raises(ValueError, match=r"padded by RunOptions\(dynamic_batch=True\), not to"):
+        list(two.distribute_dataset(np.ones((6, 2), "float32"), options, batch_size=6))
+
+
+@pytest.mark.parametrize("lengths", [(2, 5), (3, 4)])
+def test_lengths_that_differ_by_replica_fit_no_bucket(two, lengths):
+    """The first replica's was taken for all of them, and what the others have more was lost."""
+    value = two.distribute_values_from_function(
+        lambda c: np.ones(lengths[c.replica_id_in_sync_group], "float32")
+    )
+    options = RunOptions(buckets="power_of_two", axis=0)
+    with pytest.raises(
+        ValueError, match=r"same on all replicas.*lengths=\(\d, \d\).*dynamic_batch"
+    ):
+        two.run(lambda x: jnp.where(context().length_mask, x, 0).sum(), (value,), options=options)
+
+
+def test_an_axis_for_a_batch_is_for_the_arrays_that_have_it(two):
+    x, y = np.ones((4, 3), "float32"), np.arange(4.0, dtype="float32")
+    options = RunOptions(buckets="power_of_two", axis=(1, 1))
+    (batch,) = two.distribute_dataset((x, y), batch_size=4)
+
+    def step(batch, mode):
+        x, y = batch
+        return jnp.where(context().length_mask, x, 0).sum() + y.sum() + len(mode)
+
+    result = two.run(step, (batch, "mode"), options=options)
+    assert [float(v) for v in two.local_results(result)] == [11, 15]
 
 
 @pytest.mark.slow
