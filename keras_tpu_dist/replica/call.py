@@ -211,12 +211,20 @@ def _whole_leaf(value, axis, options: RunOptions, strategy) -> Leaf:
     if axis is not None:
         host = whole(array) if isinstance(array, jax.Array) else array
         array = pad_host(host, axis, options, "an array")
-    elif isinstance(array, jax.Array) and array.sharding.device_set != strategy.placer.device_set:
+    elif isinstance(array, jax.Array) and not _is_on(array, strategy):
         # Computed on one device, for example taken out of local_results.
         if array.weak_type and not array.ndim and not strategy.placer.is_local:
             return Leaf(array.item())
         array = put([array], [strategy.placer.sharding(None)])[0]
     return Leaf(array, length=axis)
+
+
+def _is_on(array: jax.Array, strategy: Strategy) -> bool:
+    """Whether an array lies on the strategy's devices, in their order."""
+    if array.sharding.device_set != strategy.placer.device_set:
+        return False
+    mesh: Any = getattr(array.sharding, "mesh", None)
+    return mesh is None or [*mesh.devices.flat] == [*strategy.mesh.devices.flat]
 
 
 def _is_constant(value) -> bool:
