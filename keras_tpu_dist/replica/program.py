@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.partitioner import Jitted
 from keras_tpu_dist.processes import watch
-from keras_tpu_dist.replica.call import Call, Leaf
+from keras_tpu_dist.replica.call import Call, Leaf, is_key
 from keras_tpu_dist.replica.context import ReplicaContext, entered
 from keras_tpu_dist.replica.flow import differing, shard_map_body
 from keras_tpu_dist.replica.padding import (
@@ -364,8 +364,7 @@ class Program:
 
 
 def _form(leaf: Leaf) -> Leaf:
-    value = leaf.value if leaf.constant else None
-    return Leaf(value, leaf.split, leaf.stacked, leaf.constant, leaf.rows, leaf.length)
+    return replace(leaf, value=leaf.value if leaf.constant else None, source=None)
 
 
 def _constrained(value, sharding):
@@ -376,13 +375,14 @@ def _as_output(leaf) -> jax.Array:
     if isinstance(leaf, keras.Variable):
         leaf = leaf.value
     numeric = isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float, complex))
-    if not numeric or np.dtype(getattr(leaf, "dtype", np.float32)).kind in "OSU":
+    if is_key(leaf) or not numeric or np.dtype(getattr(leaf, "dtype", np.float32)).kind in "OSU":
         raise ValueError(
             message(
                 "A function run by strategy.run returns arrays, numbers, None, or a structure of "
                 "those.",
                 received=f"a {type(leaf).__name__}: {leaf!r}.",
-                fix="Return only arrays; keep other objects outside of the function.",
+                fix="Return only arrays, of a key jax.random.key_data(key); keep other objects "
+                "outside of the function.",
             )
         )
     return jnp.asarray(leaf)

@@ -209,6 +209,22 @@ def test_nests_in_and_out(four):
     assert four.local_results("text") == ("text",)
 
 
+def test_keys_of_jax_random(two):
+    key = jax.random.key(3)
+
+    def draw(key, data):
+        own = jax.random.fold_in(key, context().replica_id_in_sync_group)
+        return jax.random.uniform(own), jax.random.uniform(jax.random.wrap_key_data(data))
+
+    for one in (key, jax.random.key(4), jax.random.key(3, impl="rbg")):
+        drawn = local(two, two.run(draw, (one, jax.random.key_data(key))))
+        expected = [jax.random.uniform(jax.random.fold_in(one, i)) for i in range(2)]
+        assert_close([first for first, _ in drawn], expected)
+        assert_close([second for _, second in drawn], [jax.random.uniform(key)] * 2)
+    with pytest.raises(ValueError, match=r"(?s)returns arrays, numbers.*key_data"):
+        two.run(lambda: key)
+
+
 def test_arrays_of_the_same_devices_in_another_order(two, devices):
     other = ktd.TPUStrategy(devices=devices[1::-1])
     shared = two.reduce("mean", two.run(lambda: jnp.arange(3.0)))
