@@ -184,13 +184,14 @@ def _split_leaf(value: PerReplica, axis, options: RunOptions, strategy) -> Leaf:
             )
         )
     rows = None
-    if options.dynamic_batch and (ragged or not value.stacked):
-        rows = (ragged[0] if ragged else value.axis) + value.stacked
+    if options.dynamic_batch:
+        rows = value.rows if value.stacked else value.axis
+        rows = ragged[0] if ragged else rows
     return Leaf(
         value.array,
         split=value.axis,
         stacked=value.stacked,
-        rows=rows,
+        rows=None if rows is None else rows + value.stacked,
         length=None if axis is None else axis + value.stacked,
         source=value,
     )

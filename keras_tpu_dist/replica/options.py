@@ -202,7 +202,7 @@ def pad_value(value: PerReplica, axis: int, options: RunOptions) -> PerReplica:
     if bucket != length:
         logger.debug("padded on the host; distribute_dataset(..., options) pads before transfer")
         array = _changed(value, lambda _, block: padded(block, axis + value.stacked, bucket))
-    return PerReplica(array, value.strategy, axis=value.axis, stacked=value.stacked, sizes=sizes)
+    return value.replaced(array, sizes)
 
 
 def check_no_rows(axis: int, rows: int | None, shape: tuple[int, ...]) -> None:
@@ -234,7 +234,7 @@ def exact(value: PerReplica, axis: int) -> PerReplica:
     length = value.sizes[axis][0]
     array = jax.lax.slice_in_dim(value.array, 0, length, axis=axis + value.stacked)
     sizes = {a: true for a, true in value.sizes.items() if a != axis}
-    return PerReplica(array, value.strategy, axis=value.axis, stacked=value.stacked, sizes=sizes)
+    return value.replaced(array, sizes)
 
 
 def refilled(value: PerReplica) -> PerReplica:
@@ -251,10 +251,7 @@ def refilled(value: PerReplica) -> PerReplica:
             block[beyond] = 1
         return block
 
-    array = _changed(value, with_ones)
-    return PerReplica(
-        array, value.strategy, axis=value.axis, stacked=value.stacked, sizes=value.sizes
-    )
+    return value.replaced(_changed(value, with_ones), value.sizes)
 
 
 def _changed(value: PerReplica, change: Callable[[int, np.ndarray], np.ndarray]) -> jax.Array:

@@ -334,11 +334,15 @@ class Program:
         wrapped = []
         for out, cuts in zip(outs, self._cuts):
             sizes: dict[int, tuple[int, ...]] = {}
+            rows = cuts.get("rows", ())
             if call.rows is not None:
-                sizes.update((axis, call.rows) for axis in cuts.get("rows", ()))
+                sizes.update((axis, call.rows) for axis in rows)
             if call.length is not None:
                 sizes.update((axis, (call.length,) * number) for axis in cuts.get("length", ()))
-            wrapped.append(PerReplica(out, self._strategy, stacked=True, sizes=sizes))
+            value = PerReplica(
+                out, self._strategy, stacked=True, sizes=sizes, rows=rows[0] if rows else None
+            )
+            wrapped.append(value)
         return wrapped
 
     def _check_padding(self, call: Call, outputs: dict, results: list[PerReplica]) -> None:

@@ -223,6 +223,21 @@ def test_uneven_batches_need_dynamic_batch(four):
         assert float(four.reduce("max", result["double"], axis=0)) == 2 * (rows - 1)
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("rows", [5, 6])
+def test_a_dynamic_batch_goes_through_two_runs(devices, replicas, rows):
+    """The second knows the rows also where all replicas have equally many."""
+    strategy = ktd.TPUStrategy(devices=devices[:replicas])
+    (batch,) = strategy.distribute_dataset(np.arange(rows), batch_size=rows)
+
+    def total(x):
+        return jnp.where(context().batch_mask, x, 0).sum() + 100 * context().batch_size
+
+    doubled = strategy.run(lambda x: 2 * x, (batch,), options=DYNAMIC)
+    totals = strategy.run(total, (doubled,), options=DYNAMIC)
+    assert int(strategy.reduce("sum", totals)) == rows * (rows - 1) + 100 * rows
+
+
 def test_a_last_batch_trained_with_dynamic_batch_equals_fit(four):
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(22, 3)).astype("float32"), rng.normal(size=(22, 1)).astype("float32")
