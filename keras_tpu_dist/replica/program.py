@@ -24,6 +24,7 @@ from keras_tpu_dist.replica.padding import (
     of_one_replica,
     shape_of,
     size_at,
+    takes_any,
 )
 from keras_tpu_dist.replica.state import (
     Recorder,
@@ -319,7 +320,8 @@ class Program:
             ]
             known, combine = attempt.known, attempt.combine
             again = self._compiled(_Record(), known, combine)
-            second = again.trace({**described, "arrays": arrays}).out_info["outs"]
+            with takes_any(kind, size):
+                second = again.trace({**described, "arrays": arrays}).out_info["outs"]
             for i, (a, b) in enumerate(zip(first, second)):
                 cuts[i][kind] = dimensions_that_follow(kind, size, a, b.shape[1:])
         return cuts

@@ -179,6 +179,8 @@ def test_bad_options(two):
         two.run(lambda x: x, (np.ones((2, 0)),), options=BUCKETS)
     with pytest.raises(ValueError, match=r"must be equal to it.*padded length=4"):
         two.run(lambda x: x[:, ::2], (np.ones((2, 3)),), options=BUCKETS)
+    with pytest.raises(ValueError, match=r"(?s)traced with twice.*length=4; with 8: TypeError.*-1"):
+        two.run(lambda x: x.reshape(2, 4), (np.ones((2, 3)),), options=BUCKETS)
 
 
 # Uneven batches
