@@ -32,6 +32,9 @@ class _Recorder(keras.StatelessScope):
         self.updated: dict[int, Any] = {}
         # What was added, in all, to variables of which each replica adds to one sum.
         self.added: dict[int, Any] = {}
+        self._before: dict[int, Any] = {}
+        # Whether reads are of this replica's own values, which are not combined yet.
+        self._own = False
 
     def add_update(self, update):
         variable, _ = update
@@ -42,22 +45,40 @@ class _Recorder(keras.StatelessScope):
     def note_addition(self, variable, value, sign, stock):
         """`assign_add` or `assign_sub`; after an assignment it is a part of what was assigned."""
         key = id(variable)
+        if variable.aggregation != "sum":
+            return stock(variable, value)
         before = self.added.get(key, None if key in self.updated else 0)
-        after = stock(variable, value)
-        if variable.aggregation == "sum" and before is not None:
+        self._before.setdefault(key, self.get_current_value(variable))
+        self._own = True
+        try:
+            stock(variable, value)
+        finally:
+            self._own = False
+        if before is not None:
             with AutocastScope(None):
                 value = keras.ops.convert_to_tensor(value, dtype=variable.dtype)
             self.added[key] = before + value if sign > 0 else before - value
-        return after
+        return self.get_current_value(variable)
+
+    def combined(self, variable, value):
+        """What all replicas make of their values of a variable, where this is a replica's code."""
+        combined = getattr(self._around, "combined", None)
+        return value if combined is None else combined(variable, value)
 
     def get_current_value(self, variable):
         self.read[id(variable)] = variable
         # Not what Keras's method gives: within a replica's code that asks the replica, past what
         # a scope in between was given.
-        value = self.state_mapping.get(id(variable))
+        key = id(variable)
+        value = self.state_mapping.get(key)
         if value is None and self._around is not None:
-            value = self._around.get_current_value(variable)
-        return value
+            return self._around.get_current_value(variable)
+        if self._own or key not in self.updated:
+            return value
+        added = self.added.get(key)
+        if added is None:
+            return self.combined(variable, value)
+        return self._before[key] + self.combined(variable, added)
 
 
 _surroundings: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = []

@@ -1,11 +1,13 @@
 """Each replica's part of an array, between the host and the devices of this process."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
+from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.processes.arrays import whole
 from keras_tpu_dist.training.strategy import Strategy
 
@@ -19,18 +21,47 @@ def own_replicas(strategy: Strategy) -> tuple[int, ...]:
     return tuple(sorted(set(strategy.placer.own_parts.values())))
 
 
-def own_blocks(array: jax.Array, strategy: Strategy) -> dict[int, jax.Array]:
+def own_blocks(array: jax.Array, axis: int, strategy: Strategy) -> dict[int, jax.Array]:
     """The parts of an array that lie in this process, by the number of their replica.
 
     Args:
-        array: An array that is split over the strategy's data axes.
+        array: An array that is split over the strategy's data axes; of a sequence, over the
+            sequence axis as well.
+        axis: The dimension that is split over the data axes.
         strategy: The strategy.
+
+    Raises:
+        RuntimeError: If a replica's part does not lie in this process as a whole.
     """
+    shape = list(array.shape)
+    shape[axis] //= strategy.num_replicas_in_sync
     parts = strategy.placer.own_parts
-    blocks: dict[int, jax.Array] = {}
+    shards: dict[int, list] = {}
     for shard in array.addressable_shards:
-        blocks.setdefault(parts[shard.device], shard.data)
-    return {replica: blocks[replica] for replica in sorted(blocks)}
+        shards.setdefault(parts[shard.device], []).append(shard)
+    return {replica: _whole(shards[replica], tuple(shape), axis) for replica in sorted(shards)}
+
+
+def _whole(shards: list, shape: tuple[int, ...], axis: int) -> jax.Array:
+    """A replica's part, put together where its sequence is split over several devices."""
+    first = shards[0].data
+    if first.shape == shape:
+        return first
+    # A mesh axis that splits nothing leaves the same piece on several devices.
+    pieces = list({str(shard.index): shard for shard in shards}.values())
+    if sum(piece.data.size for piece in pieces) < math.prod(shape):
+        raise RuntimeError(
+            message(
+                "A process reads the values of its replicas that lie in it as a whole.",
+                received={"shape": shape, "parts here": [piece.data.shape for piece in pieces]},
+                fix="Their sequences are split over processes: call strategy.gather in all.",
+            )
+        )
+    host = np.empty(shape, first.dtype)
+    for piece in pieces:
+        index = (*piece.index[:axis], slice(None), *piece.index[axis + 1 :])
+        host[index] = piece.data
+    return jax.device_put(host, shards[0].device)
 
 
 def every_block(array: jax.Array, axis: int, strategy: Strategy) -> list[np.ndarray]:

@@ -1,10 +1,11 @@
 """One call of `strategy.run`: which of its arguments are split, shared or constant."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import keras
 import numpy as np
 
@@ -27,6 +28,7 @@ class Leaf:
         rows: The dimension of `value` that holds the replica's rows, under a dynamic batch.
         length: The dimension of `value` that is padded to a bucket.
         source: What `value` was taken from, where it is padded.
+        generator: The generator, where `value` is the data of a key of `jax.random`.
     """
 
     value: Any
@@ -36,6 +38,7 @@ class Leaf:
     rows: int | None = None
     length: int | None = None
     source: PerReplica | None = None
+    generator: Any = None
 
     @property
     def key(self) -> tuple:
@@ -45,7 +48,7 @@ class Leaf:
         if isinstance(self.value, (int, float, complex)):
             return ("number", type(self.value))
         weak = bool(getattr(self.value, "weak_type", False))
-        places = (self.split, self.stacked, self.rows, self.length)
+        places = (self.split, self.stacked, self.rows, self.length, self.generator)
         return (tuple(self.value.shape), str(self.value.dtype), weak, *places)
 
 
@@ -94,7 +97,7 @@ class Call:
                 value = np.array(value)
                 beyond = (slice(None),) * (leaf.length or 0) + (slice(self.length, None),)
                 value[beyond] = 1
-            leaves.append(Leaf(value, *(getattr(leaf, name) for name in _PLACES)))
+            leaves.append(replace(leaf, value=value))
         return Call(self.treedef, leaves, self.rows, self.length)
 
     def rebuild(self, arrays: Sequence[Any]) -> tuple[tuple, dict]:
@@ -104,7 +107,10 @@ class Call:
             arrays: One for each leaf that is no constant, in the order of the leaves.
         """
         given = iter(arrays)
-        leaves = [leaf.value if leaf.constant else next(given) for leaf in self.leaves]
+        leaves = [
+            leaf.value if leaf.constant else _as_key(next(given), leaf.generator)
+            for leaf in self.leaves
+        ]
         return jax.tree.unflatten(self.treedef, leaves)
 
     def _short(self, leaf: Leaf) -> bool:
@@ -114,7 +120,17 @@ class Call:
         return leaf.value.shape[leaf.length] != self.length
 
 
-_PLACES = ("split", "stacked", "constant", "rows", "length", "source")
+def is_key(value: Any) -> bool:
+    """Whether a value is a key of `jax.random`, or an array of those, with a type of its own.
+
+    Args:
+        value: Anything.
+    """
+    return isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+
+
+def _as_key(data: Any, generator: Any) -> Any:
+    return data if generator is None else jax.random.wrap_key_data(data, impl=generator)
 
 
 def prepare(
@@ -168,13 +184,14 @@ def _split_leaf(value: PerReplica, axis, options: RunOptions, strategy) -> Leaf:
             )
         )
     rows = None
-    if options.dynamic_batch and (ragged or not value.stacked):
-        rows = (ragged[0] if ragged else value.axis) + value.stacked
+    if options.dynamic_batch:
+        rows = value.rows if value.stacked else value.axis
+        rows = ragged[0] if ragged else rows
     return Leaf(
         value.array,
         split=value.axis,
         stacked=value.stacked,
-        rows=rows,
+        rows=None if rows is None else rows + value.stacked,
         length=None if axis is None else axis + value.stacked,
         source=value,
     )
@@ -199,6 +216,9 @@ def _whole_leaf(value, axis, options: RunOptions, strategy) -> Leaf:
         )
     if isinstance(value, (int, float, complex)):
         return Leaf(value)
+    if is_key(value):
+        data = _whole_leaf(jax.random.key_data(value), None, options, strategy)
+        return replace(data, generator=jax.random.key_impl(value))
     array: Any = value if isinstance(value, (np.ndarray, jax.Array)) else np.asarray(value)
     if np.dtype(array.dtype).kind in "OSU":
         raise TypeError(
@@ -211,12 +231,20 @@ def _whole_leaf(value, axis, options: RunOptions, strategy) -> Leaf:
     if axis is not None:
         host = whole(array) if isinstance(array, jax.Array) else array
         array = pad_host(host, axis, options, "an array")
-    elif isinstance(array, jax.Array) and array.sharding.device_set != strategy.placer.device_set:
+    elif isinstance(array, jax.Array) and not _is_on(array, strategy):
         # Computed on one device, for example taken out of local_results.
         if array.weak_type and not array.ndim and not strategy.placer.is_local:
             return Leaf(array.item())
         array = put([array], [strategy.placer.sharding(None)])[0]
     return Leaf(array, length=axis)
+
+
+def _is_on(array: jax.Array, strategy: Strategy) -> bool:
+    """Whether an array lies on the strategy's devices, in their order."""
+    if array.sharding.device_set != strategy.placer.device_set:
+        return False
+    mesh: Any = getattr(array.sharding, "mesh", None)
+    return mesh is None or [*mesh.devices.flat] == [*strategy.mesh.devices.flat]
 
 
 def _is_constant(value) -> bool:
@@ -243,7 +271,7 @@ def _checked_constant(value):
 def _rank(value) -> int | None:
     if isinstance(value, PerReplica):
         return len(value.padded_shape)
-    return None if _is_constant(value) else np.ndim(value)
+    return None if _is_constant(value) or is_key(value) else np.ndim(value)
 
 
 def _common_length(flat: list, axes: list) -> int:

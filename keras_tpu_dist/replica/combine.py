@@ -91,11 +91,14 @@ def _reduce_ragged(op: str, parts: list, axes: tuple[int, ...]):
         parts = [part for part in parts if part.size]
         reduced = [_REDUCERS[op](jnp.asarray(part), axis=axes) for part in parts]
         return _REDUCERS[op](jnp.stack(reduced), axis=0)
-    total = sum(jnp.sum(jnp.asarray(part), axis=axes) for part in parts)
-    if op == "sum":
-        return total
-    counts = [int(np.prod([part.shape[a] for a in axes], dtype=int)) for part in parts]
-    return total / jnp.asarray(sum(counts), jnp.result_type(total, "float32"))
+    kind = jnp.asarray(parts[0]).dtype
+    inexact = jnp.issubdtype(kind, jnp.inexact)
+    # As a sum, or mean, over all of them at once has it: no part overflows.
+    wide = jnp.promote_types(kind, "float32") if inexact or op == "mean" else None
+    total = sum(jnp.sum(jnp.asarray(part), axis=axes, dtype=wide) for part in parts)
+    if op == "mean":
+        total /= sum(int(np.prod([part.shape[a] for a in axes], dtype=int)) for part in parts)
+    return jnp.asarray(total, kind if inexact else None)
 
 
 def _reduce_common(op: str, value, axis, strategy):

@@ -214,14 +214,16 @@ class ReplicaContext:
         )
 
     def _reduce(self, op: str, leaf: jax.Array) -> jax.Array:
+        if leaf.dtype == bool:
+            if op in ("max", "min"):
+                return self._reduce(op, leaf.astype("uint8")).astype(bool)
+            leaf = leaf.astype("int32")
         if not self._axes:
-            return leaf
+            # Of the dtype that several replicas give.
+            whole = op == "mean" and not jnp.issubdtype(leaf.dtype, jnp.inexact)
+            return leaf / 1 if whole else leaf
         if op == "mean":
             return jax.lax.pmean(leaf, self._axes)
-        if leaf.dtype == bool:
-            leaf = leaf.astype("int32") if op == "sum" else leaf.astype("uint8")
-            reduced = self._reduce(op, leaf)
-            return reduced if op == "sum" else reduced.astype(bool)
         reduce = {"sum": jax.lax.psum, "max": jax.lax.pmax, "min": jax.lax.pmin}[op]
         return reduce(leaf, self._axes)
 

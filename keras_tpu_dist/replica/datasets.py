@@ -10,7 +10,7 @@ import numpy as np
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.replica.blocks import own_replicas
 from keras_tpu_dist.replica.input_context import InputContext, ValueContext
-from keras_tpu_dist.replica.options import RunOptions, pad_host
+from keras_tpu_dist.replica.options import RunOptions, check_no_rows, pad_host
 from keras_tpu_dist.replica.parts import place_parts
 from keras_tpu_dist.replica.sources import agreed_length, batches_of, in_groups, in_step
 from keras_tpu_dist.replica.stacked import stacked
@@ -93,7 +93,8 @@ class DistributedInput(StrategyPart):
         Args:
             dataset: An iterable of global batches (structures of arrays): a list, a generator, a
                 `keras.utils.PyDataset`, a `tf.data.Dataset`, a torch `DataLoader`; or, with
-                `batch_size`, an array or a structure of arrays to cut into batches.
+                `batch_size`, an array or a structure of arrays to cut into batches along the
+                strategy's `batch_axis`.
             options: The `RunOptions` that go to `run`: lengths are padded to buckets already here,
                 before the transfer.
             batch_size: The global batch size, of all processes, where `dataset` is arrays.
@@ -133,7 +134,7 @@ class DistributedInput(StrategyPart):
                 )
             )
         own = self.runner.own_input
-        batches, length = batches_of(dataset, batch_size, own)
+        batches, length = batches_of(dataset, batch_size, self.placer, own)
         return DistributedDataset(
             in_step(batches, self.placer, own),
             lambda batch: self._place_global(batch, options),
@@ -169,7 +170,7 @@ class DistributedInput(StrategyPart):
             context = InputContext(shard.count, shard.index, number)
             # What has no batch axis is each replica's own here.
             own = OwnInput(own.shares, self.placer.axes, alike=False)
-        batches, length = batches_of(dataset_fn(context), None)
+        batches, length = batches_of(dataset_fn(context), None, self.placer)
         each = number // context.num_input_pipelines
         together = in_step(batches, self.placer, own)
         return DistributedDataset(
@@ -223,6 +224,8 @@ class DistributedInput(StrategyPart):
             if slot.axis is None or not array.ndim:
                 spread.append(array)
                 continue
+            if length is not None:
+                check_no_rows(length[0], slot.axis, array.shape)
             sizes = {} if length is None else {length[0]: (length[1],) * number}
             if slot.rows is not None:
                 sizes[slot.axis] = slot.filled or _rows_of_each(slot.rows, number)

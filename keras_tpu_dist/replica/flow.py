@@ -13,7 +13,9 @@ from jax.extend import core
 
 from keras_tpu_dist.partitioner.jaxprs import opened, scan_parts
 
-_COMBINING = {"psum": "axes", "pmax": "axes", "pmin": "axes", "all_gather": "axis_name"}
+# They give all devices along their axes one result. Whatever else has axes, such as
+# `psum_scatter` and `ppermute`, gives each its own, also of what is the same everywhere.
+_COMBINING = ("psum", "pmax", "pmin", "all_gather")
 
 _CALLED_ONCE = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
@@ -41,31 +43,34 @@ def differing(jaxpr: Any, inputs: Sequence[bool], axes: Iterable[str]) -> list[b
     Returns:
         For each output, whether it may differ. `False` is certain.
     """
-    return _Flow(frozenset(axes)).of(opened(jaxpr), list(inputs))
+    every = frozenset(axes)
+    given = [every if differs else _NONE for differs in inputs]
+    return [bool(each) for each in _Flow(every).of(opened(jaxpr), given)]
+
+
+# The mesh axes along which a value may differ.
+_Axes = frozenset[str]
+_NONE: _Axes = frozenset()
 
 
 class _Flow:
-    def __init__(self, axes: frozenset):
+    def __init__(self, axes: _Axes):
         self._axes = axes
 
-    def of(self, jaxpr, inputs: list[bool]) -> list[bool]:
+    def of(self, jaxpr, inputs: list[_Axes]) -> list[_Axes]:
         state = dict(zip(jaxpr.invars, inputs))
 
-        def read(atom) -> bool:
-            return not isinstance(atom, core.Literal) and state.get(atom, False)
+        def read(atom) -> _Axes:
+            return _NONE if isinstance(atom, core.Literal) else state.get(atom, _NONE)
 
         for equation in jaxpr.eqns:
             outputs = self._equation(equation, [read(atom) for atom in equation.invars])
             state.update(zip(equation.outvars, outputs))
         return [read(atom) for atom in jaxpr.outvars]
 
-    def _equation(self, equation, inputs: list[bool]) -> list[bool]:
+    def _equation(self, equation, inputs: list[_Axes]) -> list[_Axes]:
         name, params = equation.primitive.name, equation.params
         count = len(equation.outvars)
-        if name in _COMBINING and self._over_all(params, _COMBINING[name]):
-            return [False] * count
-        if name == "axis_index":
-            return [bool(self._axes & set(_names(params["axis_name"])))] * count
         if name == "scan":
             return self._scan(equation, inputs)
         if name == "while":
@@ -78,12 +83,15 @@ class _Flow:
                 body = opened(called)
                 if len(body.invars) == len(inputs) and len(body.outvars) == count:
                     return self.of(body, inputs)
-        inner = any(self._mentions_replica(value) for value in params.values())
-        return [any(inputs) or inner] * count
+        either = _NONE.union(*inputs, *map(self._within, params.values()))
+        if name in _COMBINING and params.get("axis_index_groups") is None:
+            return [either - self._talks_over(params)] * count
+        return [either | self._talks_over(params)] * count
 
-    def _over_all(self, params, key: str) -> bool:
-        groups = params.get("axis_index_groups")
-        return groups is None and self._axes <= set(_names(params[key]))
+    def _talks_over(self, params) -> _Axes:
+        """The axes along which an operation knows its place, or moves values."""
+        names = params.get("axes", params.get("axis_name", ()))
+        return self._axes.intersection(names if isinstance(names, tuple) else (names,))
 
     def _scan(self, equation, inputs):
         body, consts, carries = scan_parts(equation)
@@ -94,7 +102,7 @@ class _Flow:
         )
         while True:
             outputs = self.of(body, [*fixed, *carry, *xs])
-            grown = [a or b for a, b in zip(carry, outputs[:carries])]
+            grown = [a | b for a, b in zip(carry, outputs[:carries])]
             if grown == carry:
                 return [*carry, *outputs[carries:]]
             carry = grown
@@ -106,28 +114,26 @@ class _Flow:
         carry = inputs[of_cond + of_body :]
         while True:
             # A replica that goes round more often has other results.
-            differs = any(self.of(cond, [*cond_consts, *carry]))
+            rounds = _NONE.union(*self.of(cond, [*cond_consts, *carry]))
             outputs = self.of(body, [*body_consts, *carry])
-            grown = [a or b or differs for a, b in zip(carry, outputs)]
+            grown = [a | b | rounds for a, b in zip(carry, outputs)]
             if grown == carry:
                 return carry
             carry = grown
 
     def _cond(self, params, inputs, count: int):
         branches = [self.of(opened(branch), inputs[1:]) for branch in params["branches"]]
-        return [inputs[0] or any(branch[i] for branch in branches) for i in range(count)]
+        return [inputs[0].union(*(branch[i] for branch in branches)) for i in range(count)]
 
-    def _mentions_replica(self, value) -> bool:
+    def _within(self, value) -> _Axes:
+        """The axes that a program talks over, of which no more is known."""
         if isinstance(value, (tuple, list)):
-            return any(self._mentions_replica(entry) for entry in value)
+            return _NONE.union(*map(self._within, value))
         if not hasattr(opened(value), "eqns"):
-            return False
-        return any(
-            equation.primitive.name == "axis_index"
-            or any(self._mentions_replica(inner) for inner in equation.params.values())
+            return _NONE
+        found = [
+            self._talks_over(equation.params).union(*map(self._within, equation.params.values()))
             for equation in opened(value).eqns
-        )
-
-
-def _names(axes) -> tuple:
-    return axes if isinstance(axes, tuple) else (axes,)
+            if equation.primitive.name not in _COMBINING
+        ]
+        return _NONE.union(*found)

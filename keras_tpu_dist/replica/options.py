@@ -39,7 +39,7 @@ class RunOptions:
             program for each length.
         axis: The dimension of each replica's value whose length varies: an integer for all arrays
             that have it, or a structure of integers and `None` (do not pad) that is a prefix of
-            `args`.
+            `args`, each for the arrays below it that have it.
         check_padding: Whether to make the check.
 
     Raises:
@@ -144,7 +144,11 @@ class RunOptions:
                     "axis=(1, None).",
                 )
             ) from error
-        return [None if axis == _NOT_PADDED else axis for axis in jax.tree.leaves(spread)]
+        axes = jax.tree.leaves(spread)
+        return [
+            None if axis == _NOT_PADDED or rank is None or rank <= axis else axis
+            for axis, rank in zip(axes, ranks)
+        ]
 
 
 def pad_host(array: np.ndarray, axis: int, options: RunOptions, name: str) -> np.ndarray:
@@ -172,20 +176,21 @@ def pad_value(value: PerReplica, axis: int, options: RunOptions) -> PerReplica:
         options: The options, which have the buckets.
 
     Raises:
-        ValueError: If the length is 0 or longer than the largest bucket, or the dimension is the
-            one that is split over the replicas.
+        ValueError: If the length is 0 or longer than the largest bucket or differs by replica, or
+            the dimension is the one that is split over the replicas.
     """
-    if axis == value.axis and not value.stacked:
-        raise ValueError(
-            message(
-                "The rows of a replica are padded by RunOptions(dynamic_batch=True), not to "
-                "buckets.",
-                received={"axis": axis, "shape on all replicas": value.array.shape},
-                fix="Let RunOptions.axis name another dimension, or None for this argument.",
-            )
-        )
+    check_no_rows(axis, None if value.stacked else value.axis, value.array.shape)
     if axis in value.sizes:
-        true = value.sizes[axis][0]
+        true, *others = value.sizes[axis]
+        if any(other != true for other in others):
+            raise ValueError(
+                message(
+                    "A length that is padded to a bucket is the same on all replicas.",
+                    received={"lengths": value.sizes[axis], "axis": axis},
+                    fix="Pass RunOptions(dynamic_batch=True) for rows of which each replica has "
+                    "another number, and let RunOptions.axis name another dimension.",
+                )
+            )
         if value.padded_shape[axis] == options.bucket(true):
             return value
         value = exact(value, axis)
@@ -197,7 +202,26 @@ def pad_value(value: PerReplica, axis: int, options: RunOptions) -> PerReplica:
     if bucket != length:
         logger.debug("padded on the host; distribute_dataset(..., options) pads before transfer")
         array = _changed(value, lambda _, block: padded(block, axis + value.stacked, bucket))
-    return PerReplica(array, value.strategy, axis=value.axis, stacked=value.stacked, sizes=sizes)
+    return value.replaced(array, sizes)
+
+
+def check_no_rows(axis: int, rows: int | None, shape: tuple[int, ...]) -> None:
+    """Raises a `ValueError` if the dimension to pad to a bucket is that of the rows.
+
+    Args:
+        axis: The dimension to pad.
+        rows: The dimension that is split over the replicas, if it is one of the values'.
+        shape: The shape on all replicas.
+    """
+    if axis == rows:
+        raise ValueError(
+            message(
+                "The rows of a replica are padded by RunOptions(dynamic_batch=True), not to "
+                "buckets.",
+                received={"axis": axis, "shape on all replicas": shape},
+                fix="Let RunOptions.axis name another dimension, or None for this argument.",
+            )
+        )
 
 
 def exact(value: PerReplica, axis: int) -> PerReplica:
@@ -210,7 +234,7 @@ def exact(value: PerReplica, axis: int) -> PerReplica:
     length = value.sizes[axis][0]
     array = jax.lax.slice_in_dim(value.array, 0, length, axis=axis + value.stacked)
     sizes = {a: true for a, true in value.sizes.items() if a != axis}
-    return PerReplica(array, value.strategy, axis=value.axis, stacked=value.stacked, sizes=sizes)
+    return value.replaced(array, sizes)
 
 
 def refilled(value: PerReplica) -> PerReplica:
@@ -227,15 +251,12 @@ def refilled(value: PerReplica) -> PerReplica:
             block[beyond] = 1
         return block
 
-    array = _changed(value, with_ones)
-    return PerReplica(
-        array, value.strategy, axis=value.axis, stacked=value.stacked, sizes=value.sizes
-    )
+    return value.replaced(_changed(value, with_ones), value.sizes)
 
 
 def _changed(value: PerReplica, change: Callable[[int, np.ndarray], np.ndarray]) -> jax.Array:
     """The array with each replica's part changed on the host of its devices."""
-    blocks = own_blocks(value.array, value.strategy).items()
+    blocks = own_blocks(value.array, value.axis, value.strategy).items()
     changed = {replica: change(replica, np.asarray(block)) for replica, block in blocks}
     return from_blocks(changed, value.axis, value.strategy)
 

@@ -1,5 +1,7 @@
 """What padding does to a program for replicas: which results depend on it, and how to cut them."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -65,6 +67,31 @@ def size_at(arrays: list, places: list[Leaf], kind: str) -> int | None:
         if axis is not None:
             return array.shape[axis - place.stacked]
     return None
+
+
+@contextlib.contextmanager
+def takes_any(kind: str, size: int) -> Iterator[None]:
+    """Within it a function is traced with twice as many rows, or twice the length.
+
+    Args:
+        kind: `"rows"` or `"length"`.
+        size: The padded number of them.
+
+    Raises:
+        ValueError: If that fails.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(
+            message(
+                f"A function whose {kind} vary is traced with twice as many as well, to see which "
+                "dimensions of its results they are.",
+                received=f"padded {kind}={size}; with {2 * size}: {type(error).__name__}: {error}",
+                fix="Let the function, and models in it, take any number: keras.Input((None,)), "
+                "reshape(-1, n); or pad the arrays to the one size yourself.",
+            )
+        ) from error
 
 
 def dimensions_that_follow(kind: str, size: int, first: tuple, second: tuple) -> list[int]:

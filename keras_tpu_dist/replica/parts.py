@@ -95,4 +95,25 @@ def _columns(parts: list, placer: BatchPlacer) -> tuple[list, Any, list]:
     axes = placer.axes(parts[0])
     arrays = [leaves for leaves, _ in flat]
     axes = [axis if leaf.ndim else None for axis, leaf in zip(axes, arrays[0])]
-    return [list(column) for column in zip(*arrays)], treedef, axes
+    columns = [list(column) for column in zip(*arrays)]
+    for column, axis in zip(columns, axes):
+        _check_alike(column, axis)
+    return columns, treedef, axes
+
+
+def _check_alike(arrays: list, axis: int | None) -> None:
+    """Raises a `ValueError` if arrays of one step differ in more than their rows."""
+    if axis is None:
+        return
+    kinds = {(a.dtype, a.ndim, *a.shape[:axis], *a.shape[axis + 1 :]) for a in arrays}
+    if len(kinds) > 1:
+        raise ValueError(
+            message(
+                "The batches of one step have one dtype, and one shape but for their rows.",
+                received={
+                    "shapes": [a.shape for a in arrays],
+                    "dtypes": sorted({str(a.dtype) for a in arrays}),
+                },
+                fix="Pad or cast the arrays.",
+            )
+        )

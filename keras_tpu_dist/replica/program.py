@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.partitioner import Jitted
 from keras_tpu_dist.processes import watch
-from keras_tpu_dist.replica.call import Call, Leaf
+from keras_tpu_dist.replica.call import Call, Leaf, is_key
 from keras_tpu_dist.replica.context import ReplicaContext, entered
 from keras_tpu_dist.replica.flow import differing, shard_map_body
 from keras_tpu_dist.replica.padding import (
@@ -24,6 +24,7 @@ from keras_tpu_dist.replica.padding import (
     of_one_replica,
     shape_of,
     size_at,
+    takes_any,
 )
 from keras_tpu_dist.replica.state import (
     Recorder,
@@ -319,7 +320,8 @@ class Program:
             ]
             known, combine = attempt.known, attempt.combine
             again = self._compiled(_Record(), known, combine)
-            second = again.trace({**described, "arrays": arrays}).out_info["outs"]
+            with takes_any(kind, size):
+                second = again.trace({**described, "arrays": arrays}).out_info["outs"]
             for i, (a, b) in enumerate(zip(first, second)):
                 cuts[i][kind] = dimensions_that_follow(kind, size, a, b.shape[1:])
         return cuts
@@ -334,11 +336,15 @@ class Program:
         wrapped = []
         for out, cuts in zip(outs, self._cuts):
             sizes: dict[int, tuple[int, ...]] = {}
+            rows = cuts.get("rows", ())
             if call.rows is not None:
-                sizes.update((axis, call.rows) for axis in cuts.get("rows", ()))
+                sizes.update((axis, call.rows) for axis in rows)
             if call.length is not None:
                 sizes.update((axis, (call.length,) * number) for axis in cuts.get("length", ()))
-            wrapped.append(PerReplica(out, self._strategy, stacked=True, sizes=sizes))
+            value = PerReplica(
+                out, self._strategy, stacked=True, sizes=sizes, rows=rows[0] if rows else None
+            )
+            wrapped.append(value)
         return wrapped
 
     def _check_padding(self, call: Call, outputs: dict, results: list[PerReplica]) -> None:
@@ -364,8 +370,7 @@ class Program:
 
 
 def _form(leaf: Leaf) -> Leaf:
-    value = leaf.value if leaf.constant else None
-    return Leaf(value, leaf.split, leaf.stacked, leaf.constant, leaf.rows, leaf.length)
+    return replace(leaf, value=leaf.value if leaf.constant else None, source=None)
 
 
 def _constrained(value, sharding):
@@ -376,13 +381,14 @@ def _as_output(leaf) -> jax.Array:
     if isinstance(leaf, keras.Variable):
         leaf = leaf.value
     numeric = isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float, complex))
-    if not numeric or np.dtype(getattr(leaf, "dtype", np.float32)).kind in "OSU":
+    if is_key(leaf) or not numeric or np.dtype(getattr(leaf, "dtype", np.float32)).kind in "OSU":
         raise ValueError(
             message(
                 "A function run by strategy.run returns arrays, numbers, None, or a structure of "
                 "those.",
                 received=f"a {type(leaf).__name__}: {leaf!r}.",
-                fix="Return only arrays; keep other objects outside of the function.",
+                fix="Return only arrays, of a key jax.random.key_data(key); keep other objects "
+                "outside of the function.",
             )
         )
     return jnp.asarray(leaf)

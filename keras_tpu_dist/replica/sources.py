@@ -11,6 +11,7 @@ import numpy as np
 from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.training.alike import compared
+from keras_tpu_dist.training.batch_axis import flatten
 from keras_tpu_dist.training.batches import BatchPlacer
 from keras_tpu_dist.training.own_input import OwnInput
 
@@ -58,7 +59,7 @@ def agreed_length(length: int | None, own: OwnInput | None) -> int | None:
 
 
 def batches_of(
-    dataset: Any, batch_size: int | None, own: OwnInput | None = None
+    dataset: Any, batch_size: int | None, placer: BatchPlacer, own: OwnInput | None = None
 ) -> tuple[Callable[[], Iterator], int | None]:
     """A function that starts an iteration over host batches, and their number if known.
 
@@ -66,6 +67,7 @@ def batches_of(
         dataset: An iterable of batches; or an array, or a tuple or dict of arrays, to cut.
         batch_size: The rows to cut arrays into, the last batch having those that are left; `None`
             for an iterable of batches.
+        placer: The strategy's, which knows the dimension of each array that holds the rows.
         own: Given where arrays are this process's rows, of which it brings its share of
             `batch_size`, and may have none.
 
@@ -85,15 +87,15 @@ def batches_of(
             )
         )
     if batch_size is not None:
-        return _cut(dataset, batch_size, own)
+        return _cut(dataset, batch_size, placer, own)
     if isinstance(dataset, keras.utils.PyDataset):
         return lambda: _py_dataset(dataset), dataset.num_batches
-    if hasattr(dataset, "as_numpy_iterator"):
-        return lambda: iter(dataset.as_numpy_iterator()), None
     try:
         length = len(dataset)
     except TypeError:
         length = None
+    if hasattr(dataset, "as_numpy_iterator"):
+        return lambda: iter(dataset.as_numpy_iterator()), length
     return lambda: iter(dataset), length
 
 
@@ -106,11 +108,16 @@ def _is_arrays(dataset) -> bool:
     return isinstance(dataset, tuple) and bool(dataset) and all(map(_is_arrays, dataset))
 
 
-def _cut(arrays: Any, batch_size: int, own: OwnInput | None) -> tuple[Callable[[], Iterator], int]:
-    leaves, treedef = jax.tree.flatten(arrays)
+def _cut(
+    arrays: Any, batch_size: int, placer: BatchPlacer, own: OwnInput | None
+) -> tuple[Callable[[], Iterator], int]:
+    axes = placer.axes(arrays)
+    leaves, treedef = flatten(arrays)
     leaves = [np.asarray(leaf) for leaf in leaves]
-    rows = {leaf.shape[0] if leaf.ndim else 0 for leaf in leaves}
-    empty = 0 in rows and (own is None or any(not leaf.ndim for leaf in leaves))
+    # What has no batch is whole in each.
+    split = [(leaf, axis) for leaf, axis in zip(leaves, axes) if axis is not None]
+    rows = {leaf.shape[axis] if leaf.ndim > axis else 0 for leaf, axis in split}
+    empty = 0 in rows and (own is None or any(leaf.ndim <= axis for leaf, axis in split))
     if len(rows) != 1 or empty or not is_count(batch_size, 1):
         raise ValueError(
             message(
@@ -125,7 +132,11 @@ def _cut(arrays: Any, batch_size: int, own: OwnInput | None) -> tuple[Callable[[
 
     def batches():
         for start in starts:
-            rows = [leaf[start : start + size] for leaf in leaves]
+            here = slice(start, start + size)
+            rows = [
+                leaf if axis is None else leaf[(*(slice(None),) * axis, here)]
+                for leaf, axis in zip(leaves, axes)
+            ]
             yield jax.tree.unflatten(treedef, rows)
 
     return batches, len(starts)

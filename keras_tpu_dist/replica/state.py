@@ -91,10 +91,7 @@ class Recorder(keras.StatelessScope):
         """
         variable, value = update
         self._check_place(variable)
-        if is_own(variable):
-            self._set(variable, value)
-        else:
-            self._set(variable, self._combined(variable, value))
+        self._set(variable, self.combined(variable, value))
 
     def note_addition(self, variable: Any, value: Any, sign: int, stock: Any) -> Any:
         """Takes `assign_add` or `assign_sub`: a sum adds up what was added, not the results.
@@ -113,6 +110,8 @@ class Recorder(keras.StatelessScope):
         self._check_place(variable)
         value = jnp.asarray(value, _own_dtype(variable))
         total = self.read(variable) + sign * self._context.all_reduce("sum", value)
+        if total.shape != variable.shape:
+            return stock(variable, value)  # which says so
         self._set(variable, total)
         return total
 
@@ -153,8 +152,16 @@ class Recorder(keras.StatelessScope):
         self.updated[id(variable)] = variable
         self._values[id(variable)] = jnp.asarray(value, _own_dtype(variable))
 
-    def _combined(self, variable, value):
+    def combined(self, variable: Any, value: Any) -> Any:
+        """What all replicas make of the values that each of them assigns.
+
+        Args:
+            variable: The variable.
+            value: This replica's.
+        """
         how = variable.aggregation
+        if is_own(variable):
+            return value
         if how == "mean":
             _check_float(variable, value)
             return self._context.all_reduce("mean", value)

@@ -28,6 +28,7 @@ class PerReplica:
         stacked: Whether the split dimension only counts replicas and is not part of the values.
         sizes: From a dimension of the values to each replica's true size in it, where the values
             are padded.
+        rows: The dimension of the values that holds the rows of a dynamic batch they were made of.
 
     Example:
 
@@ -52,12 +53,14 @@ class PerReplica:
         axis: int = 0,
         stacked: bool = False,
         sizes: Mapping[int, tuple[int, ...]] | None = None,
+        rows: int | None = None,
     ):
         self.array = array
         self.strategy = strategy
         self.axis = axis
         self.stacked = stacked
         self.sizes = dict(sizes or {})
+        self.rows = rows
 
     @property
     def dtype(self) -> Any:
@@ -86,13 +89,23 @@ class PerReplica:
         Values of varying sizes are `numpy` arrays, others `jax` arrays on their devices. Each is
         this process's own array, which it may read and compute with alone.
         """
-        blocks = own_blocks(self.array, self.strategy)
+        blocks = own_blocks(self.array, self.axis, self.strategy)
         return tuple(self.cut(replica, block) for replica, block in blocks.items())
 
     @property
     def replica_ids(self) -> tuple[int, ...]:
         """The numbers of the replicas whose values `values` has, in its order."""
         return own_replicas(self.strategy)
+
+    def replaced(self, array: jax.Array, sizes: Mapping[int, tuple[int, ...]]) -> "PerReplica":
+        """Another array in place of this one, laid as it is.
+
+        Args:
+            array: The array.
+            sizes: As for a new value.
+        """
+        kept = {"axis": self.axis, "stacked": self.stacked, "rows": self.rows}
+        return PerReplica(array, self.strategy, sizes=sizes, **kept)
 
     def block_until_ready(self) -> "PerReplica":
         """Waits for the computation that makes the values."""

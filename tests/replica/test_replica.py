@@ -69,6 +69,16 @@ def test_tf_examples_all_reduce(two):
     assert two.local_results(two.run(step)) == ((2.0, [2.0, 4.0]), (2.0, [2.0, 4.0]))
 
 
+def test_one_replica_reduces_to_the_dtypes_of_several(two, devices):
+    def step():
+        values = [jnp.asarray(1, kind) for kind in ("int32", "uint8", "bool", "float16")]
+        return [context().all_reduce(op, values) for op in ("mean", "sum", "max", "min")]
+
+    one = ktd.TPUStrategy(devices=devices[:1])
+    kinds = [[v.dtype for v in jax.tree.leaves(s.run(step))] for s in (one, two)]
+    assert kinds[0] == kinds[1]
+
+
 def test_tf_example_all_reduce_of_a_dict(two):
     given = [{"a": 1.0, "b": np.float32([40, 1])}, {"a": 3.0, "b": np.float32([2, 98])}]
     values = two.distribute_values_from_function(lambda c: given[c.replica_id_in_sync_group])
@@ -125,6 +135,20 @@ def test_tf_text_last_partial_batch(two):
 # tf.distribute.Strategy.gather
 
 
+@pytest.mark.parametrize("kind", ["float16", "bfloat16", "int32", "uint8", "bool"])
+def test_uneven_values_are_reduced_as_even_ones_are(two, kind):
+    """In the same dtype, and no part overflows where the whole does not."""
+    many = {"float16": 10000, "bfloat16": 300, "int32": 2**30, "uint8": 200, "bool": True}[kind]
+    uneven, even = (np.full(rows, many).astype(kind) for rows in (13, 14))
+    (uneven,) = two.distribute_dataset(uneven, batch_size=13)
+    (even,) = two.distribute_dataset(even, batch_size=14)
+    for op in ("mean", "max", "min"):
+        found, expected = two.reduce(op, uneven, axis=0), two.reduce(op, even, axis=0)
+        assert found.dtype == expected.dtype
+        assert_close(float(found), float(expected), 1e-7 * float(expected))
+    assert two.reduce("sum", uneven, axis=0).dtype == two.reduce("sum", even, axis=0).dtype
+
+
 def test_tf_examples_gather(two, four):
     value = two.distribute_values_from_function(lambda c: np.array([[1], [2]]))
     assert two.gather(value, axis=0).tolist() == [[1], [2], [1], [2]]
@@ -136,6 +160,23 @@ def test_tf_examples_gather(two, four):
         np.testing.assert_array_equal(joined, np.concatenate([single] * 4, axis))
     plain = np.ones(3)
     assert two.gather(plain, axis=0) is plain
+
+
+def test_sequences_that_are_split_come_out_whole(devices):
+    """A sequence axis of the mesh splits the time of a replica's rows over its devices."""
+    strategy = ktd.TPUStrategy({"data": 2, "sequence": 2}, devices=devices[:4])
+    x = np.arange(4 * 6 * 3.0, dtype="float32").reshape(4, 6, 3)
+    (batch,) = strategy.distribute_dataset(x, batch_size=4)
+    assert_close(local(strategy, batch), (x[:2], x[2:]))
+    (ragged,) = strategy.distribute_dataset(x[:3], batch_size=3)
+    assert_close(local(strategy, ragged), (x[:2], x[2:3]))
+
+    def total(x):
+        return jnp.where(context().length_mask[:, None], x, 0).sum((1, 2))
+
+    options = ktd.RunOptions(buckets=(8,))
+    totals = strategy.run(total, (batch,), options=options)
+    assert_close(strategy.gather(totals, 0), x.sum((1, 2)))
 
 
 def test_reduce_of_a_value_all_replicas_share(two, devices):
@@ -166,6 +207,28 @@ def test_nests_in_and_out(four):
     assert local(four, result)[3]["list"][1] == (2, True)
     assert four.run(lambda: None) is None
     assert four.local_results("text") == ("text",)
+
+
+def test_keys_of_jax_random(two):
+    key = jax.random.key(3)
+
+    def draw(key, data):
+        own = jax.random.fold_in(key, context().replica_id_in_sync_group)
+        return jax.random.uniform(own), jax.random.uniform(jax.random.wrap_key_data(data))
+
+    for one in (key, jax.random.key(4), jax.random.key(3, impl="rbg")):
+        drawn = local(two, two.run(draw, (one, jax.random.key_data(key))))
+        expected = [jax.random.uniform(jax.random.fold_in(one, i)) for i in range(2)]
+        assert_close([first for first, _ in drawn], expected)
+        assert_close([second for _, second in drawn], [jax.random.uniform(key)] * 2)
+    with pytest.raises(ValueError, match=r"(?s)returns arrays, numbers.*key_data"):
+        two.run(lambda: key)
+
+
+def test_arrays_of_the_same_devices_in_another_order(two, devices):
+    other = ktd.TPUStrategy(devices=devices[1::-1])
+    shared = two.reduce("mean", two.run(lambda: jnp.arange(3.0)))
+    assert_close(local(other, other.run(lambda x: x * 2, (shared,))), (np.arange(3.0) * 2,) * 2)
 
 
 def test_results_of_one_run_go_into_the_next(four):

@@ -68,10 +68,11 @@ class Counter(L.Layer):
     """Counts over all replicas, by additions and in the end by what `last` does."""
 
     last = None
+    aggregation = "sum"
 
     def build(self, shape):
         self.seen = self.add_weight(
-            name="seen", shape=(), initializer="zeros", trainable=False, aggregation="sum"
+            *((), "zeros"), trainable=False, name="seen", aggregation=self.aggregation
         )
         self.kernel = self.add_weight(name="kernel", shape=(4, 4))
 
@@ -102,6 +103,37 @@ def test_additions_to_a_sum_add_up(pairs, way, layer, expected):
     for _ in range(3):
         pairs.run(step, (batch,))
     assert [float(v.value) for v in model.non_trainable_variables] == [expected] * 2
+
+
+class Reader(Counter):
+    """Reads what all replicas have added and assigned, while it computes."""
+
+    def call(self, x):
+        self.seen.assign_add(x.mean())
+        self.seen.assign_add(1.0)
+        added = self.seen + 0.0
+        self.seen.assign(self.seen * 2.0)
+        assigned = self.seen + 0.0
+        self.seen.assign_add(1.0)
+        return jnp.tanh(x @ self.kernel) + added + 10 * assigned + 100 * self.seen
+
+
+@pytest.mark.parametrize("aggregation", ["sum", "mean", "only_first_replica"])
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_read_of_updates_is_of_all_replicas(pairs, way, aggregation, monkeypatch):
+    """As without, where an update is combined at once."""
+    monkeypatch.setattr(Reader, "aggregation", aggregation)
+
+    def outcome(way):
+        model = built(blocks_by(way, Reader), pairs)
+        (batch,) = pairs.distribute_dataset([rows()])
+        for _ in range(2):
+            outputs = pairs.run(lambda x, model=model: model(x), (batch,))
+        seen = [float(v.value) for v in model.non_trainable_variables]
+        return seen, np.asarray(pairs.gather(outputs, 0))
+
+    found, expected = outcome(way), outcome(None)
+    assert_close(found, expected, 1e-5 * np.abs(expected[1]).max())
 
 
 def test_additions_within_calls_within_calls(pairs):

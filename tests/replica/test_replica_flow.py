@@ -21,6 +21,10 @@ def total(x):
     return jax.lax.psum(x, ("data", "fsdp"))
 
 
+def index(axis):
+    return jax.lax.axis_index(axis)
+
+
 # From (same on all, different) to one value, and whether it differs.
 CASES = {
     "same": (lambda s, d: s * 2, False),
@@ -39,7 +43,22 @@ CASES = {
         False,
     ),
     "sum over one of two axes": (lambda s, d: jax.lax.psum(d, "data"), True),
-    "sum of both axes in turn": (lambda s, d: jax.lax.psum(jax.lax.psum(d, "data"), "fsdp"), True),
+    "sum of both axes in turn": (lambda s, d: jax.lax.psum(jax.lax.psum(d, "data"), "fsdp"), False),
+    "sum over one axis of a part": (lambda s, d: jax.lax.psum(s + index("data"), "data"), False),
+    "sum of another axis": (lambda s, d: jax.lax.psum(s + index("fsdp"), "data"), True),
+    "a part of what is the same": (
+        lambda s, d: jax.lax.psum_scatter(jnp.stack([s, s]), "data"),
+        True,
+    ),
+    "parts, gathered": (
+        lambda s, d: jax.lax.all_gather(jax.lax.psum_scatter(jnp.stack([s, s]), "data"), "data")[0],
+        False,
+    ),
+    "handed on to some": (lambda s, d: jax.lax.ppermute(s, "data", [(0, 1)]), True),
+    "exchanged parts": (
+        lambda s, d: jax.lax.all_to_all(jnp.stack([s, 2 * s]), "data", 0, 0)[0],
+        True,
+    ),
     "sum within jit": (lambda s, d: jax.jit(total)(d), False),
     "jit of both": (lambda s, d: jax.jit(lambda a, b: (a, total(b)))(s, d)[1], False),
     "jit that passes on": (lambda s, d: jax.jit(lambda a, b: (a, b))(s, d)[1], True),
@@ -88,7 +107,6 @@ def test_flow(devices):
     inputs = [False] * (len(body.invars) - 1) + [True]
     found = differing(body, inputs, ("data", "fsdp"))
     expected = {name: differs for name, (_, differs) in CASES.items()}
-    # Reduced over one axis after the other is the same, but not proven to be.
     assert dict(zip(CASES, found)) == expected
     assert shard_map_body(jax.make_jaxpr(lambda x: x)(1.0)) is None
     with pytest.raises(AttributeError):

@@ -51,6 +51,34 @@ def test_rows_are_not_padded_to_buckets(two):
     (batch,) = two.distribute_dataset(np.ones((6, 2), "float32"), batch_size=6)
     with pytest.raises(ValueError, match=r"padded by RunOptions\(dynamic_batch=True\), not to"):
         two.run(lambda x: x.sum(), (batch,), options=options)
+    with pytest.raises(ValueError, match=r"padded by RunOptions\(dynamic_batch=True\), not to"):
+        list(two.distribute_dataset(np.ones((6, 2), "float32"), options, batch_size=6))
+
+
+@pytest.mark.parametrize("lengths", [(2, 5), (3, 4)])
+def test_lengths_that_differ_by_replica_fit_no_bucket(two, lengths):
+    """The first replica's was taken for all of them, and what the others have more was lost."""
+    value = two.distribute_values_from_function(
+        lambda c: np.ones(lengths[c.replica_id_in_sync_group], "float32")
+    )
+    options = RunOptions(buckets="power_of_two", axis=0)
+    with pytest.raises(
+        ValueError, match=r"same on all replicas.*lengths=\(\d, \d\).*dynamic_batch"
+    ):
+        two.run(lambda x: jnp.where(context().length_mask, x, 0).sum(), (value,), options=options)
+
+
+def test_an_axis_for_a_batch_is_for_the_arrays_that_have_it(two):
+    x, y = np.ones((4, 3), "float32"), np.arange(4.0, dtype="float32")
+    options = RunOptions(buckets="power_of_two", axis=(1, 1))
+    (batch,) = two.distribute_dataset((x, y), batch_size=4)
+
+    def step(batch, mode):
+        x, y = batch
+        return jnp.where(context().length_mask, x, 0).sum() + y.sum() + len(mode)
+
+    result = two.run(step, (batch, "mode"), options=options)
+    assert [float(v) for v in two.local_results(result)] == [11, 15]
 
 
 @pytest.mark.slow
@@ -151,6 +179,8 @@ def test_bad_options(two):
         two.run(lambda x: x, (np.ones((2, 0)),), options=BUCKETS)
     with pytest.raises(ValueError, match=r"must be equal to it.*padded length=4"):
         two.run(lambda x: x[:, ::2], (np.ones((2, 3)),), options=BUCKETS)
+    with pytest.raises(ValueError, match=r"(?s)traced with twice.*length=4; with 8: TypeError.*-1"):
+        two.run(lambda x: x.reshape(2, 4), (np.ones((2, 3)),), options=BUCKETS)
 
 
 # Uneven batches
@@ -193,6 +223,21 @@ def test_uneven_batches_need_dynamic_batch(four):
         assert [int(r["rows"]) for r in four.local_results(result)] == sizes
         np.testing.assert_array_equal(four.gather(result["double"], 0), 2 * x[:rows])
         assert float(four.reduce("max", result["double"], axis=0)) == 2 * (rows - 1)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("rows", [5, 6])
+def test_a_dynamic_batch_goes_through_two_runs(devices, replicas, rows):
+    """The second knows the rows also where all replicas have equally many."""
+    strategy = ktd.TPUStrategy(devices=devices[:replicas])
+    (batch,) = strategy.distribute_dataset(np.arange(rows), batch_size=rows)
+
+    def total(x):
+        return jnp.where(context().batch_mask, x, 0).sum() + 100 * context().batch_size
+
+    doubled = strategy.run(lambda x: 2 * x, (batch,), options=DYNAMIC)
+    totals = strategy.run(total, (doubled,), options=DYNAMIC)
+    assert int(strategy.reduce("sum", totals)) == rows * (rows - 1) + 100 * rows
 
 
 def test_a_last_batch_trained_with_dynamic_batch_equals_fit(four):

@@ -60,6 +60,9 @@ def test_what_is_added_to_a_sum_adds_up(four):
 
     four.run(step)
     assert (float(total.value), float(mean.value)) == (10 + 6 - 4, 11.5)
+    with pytest.raises(ValueError, match="shape of the target variable"):
+        four.run(lambda: total.assign_add(jnp.ones(3)))
+    assert total.value.shape == ()
 
 
 def test_without_aggregation(four, caplog):
@@ -89,6 +92,20 @@ def test_without_aggregation(four, caplog):
     with pytest.raises(ValueError, match="holds floating-point numbers"):
         four.run(lambda: whole.assign(context().replica_id_in_sync_group))
     assert [float(v.value) for v in (weight, count, whole)] == [12, 2, 1]
+
+
+def test_parts_of_what_is_the_same_differ(four):
+    """A weight must not hold another value on each replica, also without anything that differs."""
+    weight = variable(four, np.zeros(1, "float32"))
+    with pytest.raises(ValueError, match=r"trainable weight.*Reduce the gradients"):
+        four.run(lambda: weight.assign(jax.lax.psum_scatter(jnp.ones(4), "data", tiled=True)))
+    with pytest.raises(ValueError, match=r"trainable weight.*Reduce the gradients"):
+        four.run(lambda: weight.assign(jax.lax.ppermute(jnp.ones(1), "data", [(0, 1)])))
+    # summed over one axis after the other it is the same
+    strategy = ktd.TPUStrategy({"data": 2, "fsdp": 2}, devices=four.mesh.devices.ravel())
+    weight = variable(strategy, 0.0)
+    strategy.run(lambda: weight.assign(jax.lax.psum(jax.lax.psum(replica_id(), "data"), "fsdp")))
+    assert float(weight.value) == 6
 
 
 def test_on_read(four):

@@ -121,6 +121,23 @@ def test_sources(four):
     pairs = four.distribute_dataset(({"x": np.arange(9)}, np.arange(9)), batch_size=4)
     assert [lists(four, y)[0] for _, y in pairs] == [[0], [4], [8]]
     assert len(pairs) == 3
+    tf_data = pytest.importorskip("tensorflow").data.Dataset.range(10).batch(4)
+    assert [len(four.distribute_dataset(d)) for d in (tf_data, tf_data.repeat(2))] == [3, 6]
+    with pytest.raises(TypeError, match=r"without len\(\)"):
+        len(four.distribute_dataset(tf_data.repeat()))
+
+
+def test_arrays_are_cut_along_their_batch_axis(devices):
+    """Time-major arrays, and one without a batch, which each batch has whole."""
+    strategy = ktd.TPUStrategy(devices=devices[:2], batch_axis=({"time": 1, "table": None}, 0))
+    time, table, y = np.arange(3 * 7).reshape(3, 7), np.arange(2.0), np.arange(7)
+    batches = list(strategy.distribute_dataset(({"time": time, "table": table}, y), batch_size=4))
+    assert [batch[0]["table"].tolist() for batch in batches] == [[0, 1], [0, 1]]
+    found = [strategy.gather(x["time"], 1) for x, _ in batches]
+    assert np.concatenate(found, axis=1).tolist() == time.tolist()
+    assert [strategy.gather(y, 0).tolist() for _, y in batches] == [[0, 1, 2, 3], [4, 5, 6]]
+    with pytest.raises(ValueError, match="one number of rows"):
+        strategy.distribute_dataset(({"time": time, "table": table}, time), batch_size=4)
 
 
 def test_a_source_that_fails(four):
@@ -176,6 +193,9 @@ def test_bad_datasets(four):
         next(iter(four.distribute_dataset([(x, x[:3])])))
     with pytest.raises(ValueError, match="at least one row"):
         next(iter(four.distribute_dataset([x[:0]])))
+    for other in (x.astype("float32"), x[:, None], x.reshape(4, 2)):
+        with pytest.raises(ValueError, match="one dtype, and one shape but for their rows"):
+            next(iter(four.distribute_datasets_from_function(lambda c, o=other: [x, o, x, x])))
     with pytest.raises(ValueError, match="one structure"):
         next(iter(four.distribute_datasets_from_function(lambda c: [x, (x, x), x, x])))
 
