@@ -2,7 +2,7 @@ import jax
 import keras
 import numpy as np
 import pytest
-from helpers import built, mlp
+from helpers import assert_close, built, data, mlp
 from jax.sharding import Mesh, PartitionSpec
 
 import keras_tpu_dist as ktd
@@ -150,3 +150,28 @@ def test_get_data_layout():
     assert strategy.get_data_layout(()).spec == PartitionSpec()
     assert ktd.TPUStrategy({"model": 8}).get_data_layout((8,)).spec == PartitionSpec()
     assert jax.device_count() == 8
+@pytest.mark.slow
+def test_slots_of_several_optimizers_follow_their_weights():
+    kinds = keras.optimizers
+
+    def several():
+        model = mlp()
+        each = kinds.OptimizerMap(kinds.SGD(0.1, momentum=0.9), {".*hidden/.*": kinds.Adam(0.01)})
+        model.compile(kinds.MultiOptimizer(each), "sparse_categorical_crossentropy")
+        return model
+
+    def fit(model):
+        model.fit(*data(26), batch_size=13, verbose=0)
+        return model.get_weights()
+
+    expected = fit(built(several, None))
+    strategy = ktd.TPUStrategy({"data": 4, "model": 2}, shard_optimizer=True)
+    model = built(several, strategy)
+    assert_close(fit(model), expected)
+    momentum = [v for v in model.optimizer.variables if v.shape == (6, 16)]
+    assert len(momentum) == 2
+    assert all(v.value.sharding.spec == PartitionSpec(None, "data") for v in momentum)
+    # Twice for Adam's layer, once for the other.
+    assert sum(r.slot_bytes for r in strategy.explain(model).rows) == 4 * (2 * 112 + 51)
+
+
