@@ -29,6 +29,10 @@ class Decision:
     alternatives: tuple[str, ...] = ()
 
 
+# Flags for a whole pattern, as in "(?i)dense/kernel", may only stand at its very beginning.
+_FLAGS = re.compile(r"(?:\(\?[aLimsux]+\))?")
+
+
 class LayoutRules:
     """Ordered rules from variable paths to mesh axes; the first match wins.
 
@@ -57,7 +61,7 @@ class LayoutRules:
     def __init__(self, rules: Iterable[tuple[str, Sequence]] | Mapping[str, Sequence]):
         pairs = rules.items() if isinstance(rules, Mapping) else rules
         self._rules = tuple(_checked_rule(rule) for rule in pairs)
-        self._compiled = tuple(re.compile(rf"(?:.*/)?(?:{pattern})") for pattern, _ in self._rules)
+        self._compiled = tuple(re.compile(_from_the_right(pattern)) for pattern, _ in self._rules)
 
     @property
     def rules(self) -> tuple[tuple[str, Axes], ...]:
@@ -118,7 +122,7 @@ class LayoutRules:
         Raises:
             ValueError: If a key or its axes are malformed.
         """
-        return cls((f"^(?:{key})$", layout.axes) for key, layout in layout_map.items())
+        return cls((_within("^", key, "$"), layout.axes) for key, layout in layout_map.items())
 
     def __len__(self):
         return len(self._rules)
@@ -310,6 +314,16 @@ def _checked_rule(rule) -> tuple[str, Axes]:
             message(
                 "The pattern of a layout rule is a regular expression.",
                 received=f"pattern={pattern!r}, which fails with: {error}.",
+def _from_the_right(pattern: str) -> str:
+    """What matches whole segments of a path from the right."""
+    return _within("(?:.*/)?", pattern)
+
+
+def _within(before: str, pattern: str, after: str = "") -> str:
+    rest = _FLAGS.sub("", pattern, count=1)
+    return f"{pattern.removesuffix(rest)}{before}(?:{rest}){after}"
+
+
                 fix="Escape special characters with a backslash.",
             )
         ) from error
@@ -319,6 +333,7 @@ def _checked_rule(rule) -> tuple[str, Axes]:
         raise ValueError(
             message(
                 "The axes of a layout rule are a tuple with one entry per dimension.",
+        re.compile(_from_the_right(pattern))
                 received={"pattern": pattern, "axes": axes},
                 fix=fix,
             )

@@ -18,6 +18,20 @@ def test_patterns_match_whole_segments_from_the_right():
     assert rules.match("dense/kernel/part") is None
 
 
+def test_flags_for_a_whole_pattern():
+    rules = LayoutRules([("(?i)Dense/kernel", (None, "model")), ("(?s)^a.b$", ())])
+    assert rules.match("m/dense/Kernel") == 0
+    assert rules.match("m/my_dense/kernel") is None
+    assert rules.matches("a\nb") == [1]
+    assert rules.match("m/a\nb") is None
+    mesh = keras.distribution.DeviceMesh((4, 2), ("data", "model"))
+    stock = keras.distribution.LayoutMap(mesh)
+    stock["(?i).*Dense/kernel"] = (None, "model")
+    assert ktd.TPUStrategy(layout=stock).mesh.shape == {"data": 4, "model": 2}
+    assert LayoutRules.from_layout_map(stock).match("m/dense/kernel") == 0
+    assert LayoutRules.from_layout_map(stock).match("m/dense/kernel/x") is None
+
+
 def test_the_first_rule_wins_and_the_others_are_told():
     rules = LayoutRules([(r"dense_\d+/kernel", ("a",)), ("kernel", ("b",)), (".*", ())])
     assert rules.matches("m/dense_1/kernel") == [0, 1, 2]
