@@ -148,7 +148,17 @@ def check_axis_names(rules: LayoutRules, axis_names: Sequence[str]) -> None:
         ValueError: If there is such a rule; the error names the first.
     """
     for pattern, axes in rules.rules:
-        for name in names_in(spell_out(axes, axis_names)):
+        names = names_in(spell_out(axes, axis_names))
+        if len(set(names)) != len(names):
+            raise ValueError(
+                message(
+                    'The axis "logical" stands for all of a mesh\'s logical sub-axes, each of '
+                    "which can split only one dimension of a tensor.",
+                    received={"rule": (pattern, axes), "mesh axes": tuple(axis_names)},
+                    fix="Use the sub-axes alone.",
+                )
+            )
+        for name in names:
             if name not in axis_names:
                 raise ValueError(
                     message(

@@ -106,6 +106,12 @@ def test_layout_longer_than_the_rank_names_the_variable():
     strategy = ktd.TPUStrategy({"data": 4, "model": 2}, [("bias", (None, "model"))])
     with pytest.raises(
         ValueError,
+def test_logical_beside_one_of_its_sub_axes(devices):
+    assignment = ktd.DeviceAssignment.build(devices, computation_shape=(4,))
+    with pytest.raises(ValueError, match=r"all of a mesh's logical sub-axes.*'kernel'"):
+        ktd.TPUStrategy(assignment, [("kernel", ("logical", "logical_0"))])
+
+
         match=r"more entries than.*variable='sequential/hidden/bias', "
         r"shape=\(16,\).*rule 0 'bias'",
     ):
