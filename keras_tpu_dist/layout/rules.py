@@ -101,12 +101,16 @@ class LayoutRules:
         Raises:
             ValueError: If it is no JSON, or a pattern or an entry in it is malformed.
         """
-        rules = json.loads(text)
+        received = {"json": text[:80]}
+        try:
+            rules = json.loads(text)
+        except json.JSONDecodeError as error:
+            rules, received["error"] = None, str(error)
         if not isinstance(rules, list):
             raise ValueError(
                 message(
                     "Layout rules in JSON are a list of [pattern, axes] pairs.",
-                    received={"json": text[:80]},
+                    received=received,
                     fix='Write for example [["dense/kernel", [null, "model"]]].',
                 )
             )

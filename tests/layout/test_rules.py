@@ -75,6 +75,10 @@ def test_malformed_rules(rule, words):
         ('[["kernel", "model"]]', r"tuple with one entry per dimension.*axes='model'"),
         ('["kernel"]', r"A layout rule is a \(pattern, axes\) pair"),
         ("3", r"a list of \[pattern, axes\] pairs. Received: json='3'"),
+        (
+            "[nul",
+            r"a list of \[pattern, axes\] pairs. Received: json='\[nul', error='Expecting val",
+        ),
     ],
 )
 def test_malformed_json(text, words):
