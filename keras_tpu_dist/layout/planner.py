@@ -318,8 +318,7 @@ def _ways(mesh, decision: Decision | None) -> int:
 
 def _state_bytes(variable) -> int:
     copies = _COPIES_OF_A_TRAINABLE_WEIGHT if variable.trainable else 1
-    item = 2 if "16" in str(variable.dtype) else 1 if "8" in str(variable.dtype) else 4
-    return math.prod(variable.shape) * item * copies
+    return math.prod(variable.shape) * jax.numpy.dtype(variable.dtype).itemsize * copies
 
 
 def _device_memory(mesh) -> int:
