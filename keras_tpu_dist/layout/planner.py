@@ -16,7 +16,14 @@ from keras_tpu_dist.hardware.chips import of_kind
 from keras_tpu_dist.hardware.compile_only import CompileOnlyDevice
 from keras_tpu_dist.hardware.mesh import sequence_axis, state_axes
 from keras_tpu_dist.layout.activations import block_outputs
-from keras_tpu_dist.layout.axes import Axes, axis_size, dividing_axes, entry_names, split_ways
+from keras_tpu_dist.layout.axes import (
+    Axes,
+    axis_size,
+    dividing_axes,
+    entry_names,
+    names_in,
+    split_ways,
+)
 from keras_tpu_dist.layout.rules import Decision, LayoutRules
 from keras_tpu_dist.layout.tensor import TensorPlan
 
@@ -282,7 +289,9 @@ def slot_decision(weight: Decision, shape: Sequence[int], mesh: Mesh, data_axes)
         mesh: The mesh.
         data_axes: The axes that split the batch.
     """
-    used = {name for entry in weight.axes for name in entry_names(entry)}
+    used = set(names_in(weight.axes))
+    if not used <= set(mesh.axis_names):
+        return weight  # which is refused where it is asked for
     free = [name for name in state_axes(mesh, data_axes) if name not in used]
     found = spread(shape, weight.axes, mesh, free)
     if split_ways(mesh, found.axes) == split_ways(mesh, weight.axes):
