@@ -73,7 +73,7 @@ def split(layer: Any, output: Any = None, **weights: Sequence | None) -> Any:
             )
         )
     rules = LayoutRules([(name, () if axes is None else axes) for name, axes in weights.items()])
-    for axes in _leaves(output):
+    for axes in layouts_in(output):
         LayoutRules([("output", axes)])
     _check_names(layer, rules)
     return annotate(layer, Annotation(rules, output, _logical_device(layer)))
@@ -161,6 +161,19 @@ def annotated(model: Any) -> Annotated:
             names = [name for name, _ in annotation.weights.rules]
             unknown += [(layer.path, n) for i, n in enumerate(names) if i not in used]
     return Annotated(weights, outputs, tuple(unknown), devices)
+
+
+def layouts_in(output: Any) -> list:
+    """The axes in what an annotation says of an output, each for one tensor.
+
+    Args:
+        output: Axes, a list or dict of such, or `None`.
+    """
+    if isinstance(output, dict):
+        return [axes for inner in output.values() for axes in layouts_in(inner)]
+    if isinstance(output, list):
+        return [axes for inner in output for axes in layouts_in(inner)]
+    return [] if output is None else [output]
 
 
 def place_output(outputs: Any, layout: Any, mesh: Any) -> Any:
@@ -284,11 +297,3 @@ def _check_names(layer, rules: LayoutRules) -> None:
                     fix=f"Use one of: {', '.join(names)}.{did_you_mean(name, names)}",
                 )
             )
-
-
-def _leaves(output) -> list:
-    if isinstance(output, dict):
-        return [axes for inner in output.values() for axes in _leaves(inner)]
-    if isinstance(output, list):
-        return [axes for inner in output for axes in _leaves(inner)]
-    return [] if output is None else [output]

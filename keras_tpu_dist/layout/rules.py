@@ -314,20 +314,6 @@ def checked(decision: Decision, path: str, shape: Sequence[int], mesh: Mesh) -> 
     return decision
 
 
-def _checked_rule(rule) -> tuple[str, Axes]:
-    fix = 'Write for example ("dense/kernel", (None, "model")).'
-    if not (isinstance(rule, (tuple, list)) and len(rule) == 2 and isinstance(rule[0], str)):
-        raise ValueError(
-            message("A layout rule is a (pattern, axes) pair.", received={"rule": rule}, fix=fix)
-        )
-    pattern, axes = rule
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise ValueError(
-            message(
-                "The pattern of a layout rule is a regular expression.",
-                received=f"pattern={pattern!r}, which fails with: {error}.",
 def _from_the_right(pattern: str) -> str:
     """What matches whole segments of a path from the right."""
     return _within("(?:.*/)?", pattern)
@@ -338,6 +324,21 @@ def _within(before: str, pattern: str, after: str = "") -> str:
     return f"{pattern.removesuffix(rest)}{before}(?:{rest}){after}"
 
 
+def _checked_rule(rule) -> tuple[str, Axes]:
+    fix = 'Write for example ("dense/kernel", (None, "model")).'
+    if not (isinstance(rule, (tuple, list)) and len(rule) == 2 and isinstance(rule[0], str)):
+        raise ValueError(
+            message("A layout rule is a (pattern, axes) pair.", received={"rule": rule}, fix=fix)
+        )
+    pattern, axes = rule
+    try:
+        re.compile(pattern)
+        re.compile(_from_the_right(pattern))
+    except re.error as error:
+        raise ValueError(
+            message(
+                "The pattern of a layout rule is a regular expression.",
+                received=f"pattern={pattern!r}, which fails with: {error}.",
                 fix="Escape special characters with a backslash.",
             )
         ) from error
@@ -347,7 +348,6 @@ def _within(before: str, pattern: str, after: str = "") -> str:
         raise ValueError(
             message(
                 "The axes of a layout rule are a tuple with one entry per dimension.",
-        re.compile(_from_the_right(pattern))
                 received={"pattern": pattern, "axes": axes},
                 fix=fix,
             )

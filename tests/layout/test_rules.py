@@ -106,16 +106,16 @@ def test_unknown_axis_has_a_did_you_mean():
         ktd.TPUStrategy(mesh, layout_map)
 
 
-def test_layout_longer_than_the_rank_names_the_variable():
-    strategy = ktd.TPUStrategy({"data": 4, "model": 2}, [("bias", (None, "model"))])
-    with pytest.raises(
-        ValueError,
 def test_logical_beside_one_of_its_sub_axes(devices):
     assignment = ktd.DeviceAssignment.build(devices, computation_shape=(4,))
     with pytest.raises(ValueError, match=r"all of a mesh's logical sub-axes.*'kernel'"):
         ktd.TPUStrategy(assignment, [("kernel", ("logical", "logical_0"))])
 
 
+def test_layout_longer_than_the_rank_names_the_variable():
+    strategy = ktd.TPUStrategy({"data": 4, "model": 2}, [("bias", (None, "model"))])
+    with pytest.raises(
+        ValueError,
         match=r"more entries than.*variable='sequential/hidden/bias', "
         r"shape=\(16,\).*rule 0 'bias'",
     ):
@@ -151,29 +151,6 @@ def test_optimizer_slots_follow_their_weight():
     assert all(v.value.sharding.spec == PartitionSpec(None, "model") for v in slots)
 
 
-def test_layouts_on_outputs():
-    strategy = ktd.TPUStrategy({"data": 4, "model": 2}, [("hidden/output", ("data", "model"))])
-    assert strategy.get_tensor_layout("m/hidden/output").spec == PartitionSpec("data", "model")
-    assert strategy.get_tensor_layout("m/out/output") is None
-    model = built(mlp, strategy)
-    model.fit(np.ones((13, 6)), np.zeros(13), verbose=0)
-
-
-def test_a_layout_given_to_the_variable_itself_wins():
-    mesh = keras.distribution.DeviceMesh((4, 2), ("data", "model"))
-    own = keras.distribution.TensorLayout((None, "model"), mesh)
-    strategy = ktd.TPUStrategy(mesh, [(".*", ())])
-    with strategy.scope():
-        variable = keras.Variable(np.ones((4, 4)), layout=own)
-    assert variable.value.sharding.spec == PartitionSpec(None, "model")
-
-
-def test_get_data_layout():
-    strategy = ktd.TPUStrategy({"data": 2, "fsdp": 2, "model": 2})
-    assert strategy.get_data_layout((8, 3)).spec == PartitionSpec(("data", "fsdp"))
-    assert strategy.get_data_layout(()).spec == PartitionSpec()
-    assert ktd.TPUStrategy({"model": 8}).get_data_layout((8,)).spec == PartitionSpec()
-    assert jax.device_count() == 8
 @pytest.mark.slow
 def test_slots_of_several_optimizers_follow_their_weights():
     kinds = keras.optimizers
@@ -199,3 +176,26 @@ def test_slots_of_several_optimizers_follow_their_weights():
     assert sum(r.slot_bytes for r in strategy.explain(model).rows) == 4 * (2 * 112 + 51)
 
 
+def test_layouts_on_outputs():
+    strategy = ktd.TPUStrategy({"data": 4, "model": 2}, [("hidden/output", ("data", "model"))])
+    assert strategy.get_tensor_layout("m/hidden/output").spec == PartitionSpec("data", "model")
+    assert strategy.get_tensor_layout("m/out/output") is None
+    model = built(mlp, strategy)
+    model.fit(np.ones((13, 6)), np.zeros(13), verbose=0)
+
+
+def test_a_layout_given_to_the_variable_itself_wins():
+    mesh = keras.distribution.DeviceMesh((4, 2), ("data", "model"))
+    own = keras.distribution.TensorLayout((None, "model"), mesh)
+    strategy = ktd.TPUStrategy(mesh, [(".*", ())])
+    with strategy.scope():
+        variable = keras.Variable(np.ones((4, 4)), layout=own)
+    assert variable.value.sharding.spec == PartitionSpec(None, "model")
+
+
+def test_get_data_layout():
+    strategy = ktd.TPUStrategy({"data": 2, "fsdp": 2, "model": 2})
+    assert strategy.get_data_layout((8, 3)).spec == PartitionSpec(("data", "fsdp"))
+    assert strategy.get_data_layout(()).spec == PartitionSpec()
+    assert ktd.TPUStrategy({"model": 8}).get_data_layout((8,)).spec == PartitionSpec()
+    assert jax.device_count() == 8
