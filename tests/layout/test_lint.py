@@ -224,6 +224,11 @@ def bad():
     strategy = ktd.TPUStrategy({"data": 8}, [("dens/kernel", ("data",))])
     with strategy.scope():
         return keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)]), strategy
+def swapped():
+    return good()[::-1]
+def nothing():
+    return None
+NUMBER = 3
 """
 
 
@@ -242,7 +247,12 @@ def test_shell_command(tmp_path, capsys):
         "nowhere.py:good": "a Python file that exists. Received: file='nowhere.py'",
         f"{file}:god": "Did you mean 'good'?",
         f"{file}:alone": "which returned='Sequential'. Add --mesh",
+        f"{file}:swapped": "returns (model, strategy), unless",
+        f"{file}:NUMBER": "has no function 'NUMBER'",
+        ".program:good": "module:function or FILE.py:function",
     }
     for target, words in wrong.items():
         assert main(["lint", target]) == 2
         assert words in capsys.readouterr().err
+    assert main(["lint", f"{file}:nothing", "--mesh", "data=8"]) == 2
+    assert "returns a model, or a model and a strategy" in capsys.readouterr().err
