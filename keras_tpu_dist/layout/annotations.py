@@ -38,10 +38,11 @@ class Annotation:
 def split(layer: Any, output: Any = None, **weights: Sequence | None) -> Any:
     """Says how a layer's weights and output are split over the mesh.
 
-    Works before and after the layer is built. On a layer that holds layers (a nested model,
-    `Bidirectional`, `TimeDistributed`, an attention layer) it speaks of all weights of that name
-    in it; `**{"query/kernel": axes}` speaks of some. An annotation on an inner layer wins over one
-    around it, a layout given to the variable over both, and an annotation over rules and plans.
+    Works before and after the layer is built; what an earlier `split` or `replicate` said of the
+    layer is forgotten. On a layer that holds layers (a nested model, `Bidirectional`,
+    `TimeDistributed`, an attention layer) it speaks of all weights of that name in it;
+    `**{"query/kernel": axes}` speaks of some. An annotation on an inner layer wins over one around
+    it, a layout given to the variable over both, and an annotation over rules and plans.
     `keras.models.clone_model` and `from_config` keep it; a saved file does not.
 
     Args:
