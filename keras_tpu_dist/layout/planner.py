@@ -74,12 +74,30 @@ class Plan:
         """The plan as plain rules, to print, edit and pass back as `layout=`.
 
         Returns:
-            One rule for each split variable and each output; what has none is replicated.
+            One rule for each split variable, and one for each output whose features the plan
+            leaves whole, as a rule has no words for features that lie as they come; what has none
+            is replicated.
         """
         paths = [path for path, _, _ in self.decisions]
         pairs = {_pattern(p, paths): d.axes for p, _, d in self.decisions if any(d.axes)}
-        pairs |= {f"^{re.escape(path)}/output$": axes for path, axes in self.outputs.items()}
+        pairs |= {f"^{re.escape(path)}/output$": axes for path, axes in self._outputs_by_rows()}
         return LayoutRules(pairs)
+
+    def _outputs_by_rows(self) -> list[tuple[str, Axes]]:
+        """Outputs of layers whose weights split no features, nor pass on what others split."""
+        rows = {name for axes in self.outputs.values() for name in names_in(axes)}
+        if all(rows.issuperset(names_in(d.axes)) for _, _, d in self.decisions):
+            return list(self.outputs.items())
+        whole, split = [], []
+        for path, shape, d in self.decisions:
+            last = d.axes[-1] if d.axes and len(d.axes) == len(shape) else None
+            (whole if rows.issuperset(entry_names(last)) else split).append(path)
+        return [
+            (layer, axes)
+            for layer, axes in self.outputs.items()
+            if any(path.startswith(f"{layer}/") for path in whole)
+            and not any(path.startswith(f"{layer}/") for path in split)
+        ]
 
     def _repr_html_(self) -> str:
         rows = [(p, str(s), str(d.axes), d.reason) for p, s, d in self.decisions]
