@@ -196,7 +196,7 @@ def checked_data_axes(data_axes, axis_names: Sequence[str]) -> tuple[str, ...]:
     if data_axes is None:
         return default_data_axes(axis_names)
     listed = isinstance(data_axes, Iterable) and not isinstance(data_axes, str)
-    chosen = tuple(data_axes) if listed else (data_axes,)
+    chosen: tuple[Any, ...] = tuple(data_axes) if listed else (data_axes,)
     for name in chosen:
         if name not in axis_names:
             raise ValueError(

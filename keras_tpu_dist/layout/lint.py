@@ -3,7 +3,7 @@
 import functools
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -178,9 +178,11 @@ def _dead_rules(model, setting: Setting) -> list[Finding]:
 
 
 def _illegal(model, placement: Placement) -> list[Finding]:
-    asked = [(v.path, functools.partial(placement.decision, v)) for v in _weights(model)]
-    for path in placement.annotations.outputs:
-        asked.append((f"{path}/output", functools.partial(placement.check_output, path)))
+    outputs = placement.annotations.outputs
+    asked: list[tuple[str, Callable[[], Any]]] = [
+        *((v.path, functools.partial(placement.decision, v)) for v in _weights(model)),
+        *((f"{p}/output", functools.partial(placement.check_output, p)) for p in outputs),
+    ]
     found = []
     for path, ask in asked:
         try:
