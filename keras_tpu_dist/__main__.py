@@ -230,10 +230,15 @@ def _linted(options: argparse.Namespace) -> tuple:
     """A model and its strategy: the function's own, or that of the options."""
     if options.topology is not None:
         start_without_tpu()
+    import keras
+
+    from keras_tpu_dist.strategy import TPUStrategy
+
     build = _build_function(options.build)
     if (options.topology, options.mesh, options.layout) == (None, None, None):
         built = build()
-        if isinstance(built, (tuple, list)) and len(built) == 2:
+        pair = isinstance(built, (tuple, list)) and len(built) == 2
+        if pair and isinstance(built[0], keras.Model) and isinstance(built[1], TPUStrategy):
             return tuple(built)
         raise ValueError(
             message(
@@ -242,12 +247,19 @@ def _linted(options: argparse.Namespace) -> tuple:
                 fix="Add --mesh data=4,model=2, --layout fsdp or --topology v5e:4x4.",
             )
         )
-    from keras_tpu_dist.strategy import TPUStrategy
-
     strategy = TPUStrategy(_mesh(options.mesh), _layout(options.layout), topology=options.topology)
     with strategy.scope():
         built = build()
-    return (built[0] if isinstance(built, (tuple, list)) else built), strategy
+    model = built[0] if isinstance(built, (tuple, list)) and built else built
+    if not isinstance(model, keras.Model):
+        raise ValueError(
+            message(
+                "A function to lint returns a model, or a model and a strategy.",
+                received={"build": options.build, "which returned": type(model).__name__},
+                fix="End it with `return model`.",
+            )
+        )
+    return model, strategy
 
 
 def _dry_run(options: argparse.Namespace) -> int:
@@ -282,12 +294,17 @@ def _dry_run(options: argparse.Namespace) -> int:
 def _remat(text: str | None) -> str | dict[str, str] | None:
     if text is None or "=" not in text:
         return text
-    return dict(rule.split("=", 1) for rule in text.split(","))
+    pairs = [rule.partition("=") for rule in text.split(",")]
+    if not all(equals for _, equals, _ in pairs):
+        raise ValueError(
+            f"Write --remat as full, or as block_*=dots,head=full. Received: {text!r}."
+        )
+    return {pattern.strip(): policy.strip() for pattern, _, policy in pairs}
 
 
 def _build_function(name: str) -> Callable:
     module, colon, attribute = name.rpartition(":")
-    if not colon:
+    if not colon or module.startswith(".") or not module:
         raise ValueError(
             message(
                 "The function that builds is named as module:function or FILE.py:function.",
@@ -297,7 +314,7 @@ def _build_function(name: str) -> Callable:
         )
     sys.path.insert(0, os.getcwd())
     found = _module_of_file(module) if module.endswith(".py") else importlib.import_module(module)
-    if not hasattr(found, attribute):
+    if not callable(getattr(found, attribute, None)):
         raise ValueError(
             message(
                 f"Module {module!r} has no function {attribute!r}.",
@@ -354,6 +371,9 @@ def _array(text: str | None) -> Any:
     dtype, _, dims = text.partition(":")
     try:
         shape = tuple(int(n) for n in dims.split(",") if n)
+        jax.numpy.empty(0, dtype)  # refuses strings and objects
+        if min(shape, default=1) < 1:
+            raise ValueError(shape)
         return jax.ShapeDtypeStruct((1, *shape), dtype)
     except (ValueError, TypeError):
         raise ValueError(

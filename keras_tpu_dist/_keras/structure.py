@@ -286,6 +286,15 @@ def optimizer_slots(model: Any) -> list[tuple[str, Any, Any]]:
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     if optimizer is None:
         return []
+    # A MultiOptimizer holds none itself; each of its optimizers has those of its own weights.
+    return [
+        each
+        for one in (optimizer, *getattr(optimizer, "optimizers", ()))
+        for each in _slots_of_one(one)
+    ]
+
+
+def _slots_of_one(optimizer: Any) -> list[tuple[str, Any, Any]]:
     weights = weights_of(optimizer)
     found = []
     for name, slots in vars(optimizer).items():

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,12 +122,13 @@ class DeviceAssignment:
         (1, 1, 0, 0)
         """
         chosen = _topology(topology)
-        rows = [list(row) for row in order]
-        if not rows or not rows[0] or any(len(row) != len(rows[0]) for row in rows):
+        rows = [list(row) if _is_list(row) else row for row in order] if _is_list(order) else []
+        lengths = [len(row) if isinstance(row, list) else "no list" for row in rows]
+        if not rows or lengths[0] in (0, "no list") or len(set(lengths)) > 1:
             raise ValueError(
                 message(
                     "An order has the same number of devices for each replica, at least one.",
-                    received={"devices per replica": [len(row) for row in rows]},
+                    received={"devices per replica": lengths},
                     fix="Write for example [[0, 1], [2, 3]].",
                 )
             )
@@ -294,7 +295,7 @@ def _coordinates(topology: Topology) -> np.ndarray:
 
 def _checked_block(topology: Topology, shape: Sequence[int] | None) -> tuple[int, int, int, int]:
     dims, per_chip = topology.chip.dims, topology.chip.devices
-    entries = (1, 1, 1, 1) if shape is None else tuple(shape)
+    entries = (1, 1, 1, 1) if shape is None else tuple(shape) if _is_list(shape) else ()
     counted = all(is_count(n, 1) for n in entries)
     if len(entries) not in (dims, dims + 1, 4) or not counted:
         names = ("x", "y", "z")[:dims]
@@ -365,13 +366,11 @@ def _places_by_name(topology: Topology) -> dict[Any, int]:
 
 
 def _place(entry: Any, places: dict[Any, int], topology: Topology) -> int:
-    if isinstance(entry, (Sequence, np.ndarray)) and not isinstance(entry, str):
-        key: Any = tuple(map(int, entry))
-    else:
-        key = int(entry) if isinstance(entry, np.integer) else entry
     try:
-        return places[key]
-    except (KeyError, TypeError):
+        if _is_list(entry):
+            return places[tuple(map(int, entry))]
+        return places[int(entry) if isinstance(entry, np.integer) else entry]
+    except (KeyError, TypeError, ValueError):
         raise ValueError(
             message(
                 f"Every device of an order must be one of {topology}.",
@@ -379,6 +378,10 @@ def _place(entry: Any, places: dict[Any, int], topology: Topology) -> int:
                 fix="Use devices, their ids, or coordinates (x, y, z, core) of one slice.",
             )
         ) from None
+
+
+def _is_list(given: Any) -> bool:
+    return isinstance(given, Iterable) and not isinstance(given, str)
 
 
 def prime_factors(number: int) -> tuple[int, ...]:

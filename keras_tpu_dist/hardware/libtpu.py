@@ -7,13 +7,16 @@ import jax
 
 from keras_tpu_dist._keras import jax_backend_started
 
+# Device files of TPUs, and of NVIDIA's and AMD's GPUs.
+_ACCELERATORS = ("/dev/accel*", "/dev/vfio/[0-9]*", "/dev/nvidia[0-9]*", "/dev/kfd")
+
 
 def start_without_tpu() -> None:
-    """Keeps JAX on the CPU where libtpu is installed and no TPU is, before JAX starts.
+    """Keeps JAX on the CPU where libtpu is installed and no TPU or GPU is, before JAX starts.
 
     Without it JAX tries the TPU first and says in five lines that there is none.
     """
-    attached = glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*")
+    attached = any(map(glob.glob, _ACCELERATORS))
     if not (attached or jax_backend_started() or os.environ.get("JAX_PLATFORMS")):
         jax.config.update("jax_platforms", "cpu")
 

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -195,7 +195,8 @@ def checked_data_axes(data_axes, axis_names: Sequence[str]) -> tuple[str, ...]:
     """
     if data_axes is None:
         return default_data_axes(axis_names)
-    chosen = (data_axes,) if isinstance(data_axes, str) else tuple(data_axes)
+    listed = isinstance(data_axes, Iterable) and not isinstance(data_axes, str)
+    chosen: tuple[Any, ...] = tuple(data_axes) if listed else (data_axes,)
     for name in chosen:
         if name not in axis_names:
             raise ValueError(
@@ -221,7 +222,16 @@ def checked_data_axes(data_axes, axis_names: Sequence[str]) -> tuple[str, ...]:
 def _devices(devices) -> list:
     if devices is None:
         return list(jax.devices())
-    chosen = list(devices)
+    listed = isinstance(devices, Iterable) and not isinstance(devices, str)
+    chosen = list(devices) if listed else [devices]
+    if not listed or not all(isinstance(d, str) or hasattr(d, "device_kind") for d in chosen):
+        raise ValueError(
+            message(
+                "Devices are a flat list of jax.Device objects or of names.",
+                received={"devices": devices},
+                fix='Write for example devices=jax.devices()[:4], or ["cpu:0", "cpu:1"].',
+            )
+        )
     if not chosen:
         raise ValueError(
             message(

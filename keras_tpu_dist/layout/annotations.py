@@ -38,10 +38,11 @@ class Annotation:
 def split(layer: Any, output: Any = None, **weights: Sequence | None) -> Any:
     """Says how a layer's weights and output are split over the mesh.
 
-    Works before and after the layer is built. On a layer that holds layers (a nested model,
-    `Bidirectional`, `TimeDistributed`, an attention layer) it speaks of all weights of that name
-    in it; `**{"query/kernel": axes}` speaks of some. An annotation on an inner layer wins over one
-    around it, a layout given to the variable over both, and an annotation over rules and plans.
+    Works before and after the layer is built; what an earlier `split` or `replicate` said of the
+    layer is forgotten. On a layer that holds layers (a nested model, `Bidirectional`,
+    `TimeDistributed`, an attention layer) it speaks of all weights of that name in it;
+    `**{"query/kernel": axes}` speaks of some. An annotation on an inner layer wins over one around
+    it, a layout given to the variable over both, and an annotation over rules and plans.
     `keras.models.clone_model` and `from_config` keep it; a saved file does not.
 
     Args:
@@ -73,7 +74,7 @@ def split(layer: Any, output: Any = None, **weights: Sequence | None) -> Any:
             )
         )
     rules = LayoutRules([(name, () if axes is None else axes) for name, axes in weights.items()])
-    for axes in _leaves(output):
+    for axes in layouts_in(output):
         LayoutRules([("output", axes)])
     _check_names(layer, rules)
     return annotate(layer, Annotation(rules, output, _logical_device(layer)))
@@ -161,6 +162,19 @@ def annotated(model: Any) -> Annotated:
             names = [name for name, _ in annotation.weights.rules]
             unknown += [(layer.path, n) for i, n in enumerate(names) if i not in used]
     return Annotated(weights, outputs, tuple(unknown), devices)
+
+
+def layouts_in(output: Any) -> list:
+    """The axes in what an annotation says of an output, each for one tensor.
+
+    Args:
+        output: Axes, a list or dict of such, or `None`.
+    """
+    if isinstance(output, dict):
+        return [axes for inner in output.values() for axes in layouts_in(inner)]
+    if isinstance(output, list):
+        return [axes for inner in output for axes in layouts_in(inner)]
+    return [] if output is None else [output]
 
 
 def place_output(outputs: Any, layout: Any, mesh: Any) -> Any:
@@ -284,11 +298,3 @@ def _check_names(layer, rules: LayoutRules) -> None:
                     fix=f"Use one of: {', '.join(names)}.{did_you_mean(name, names)}",
                 )
             )
-
-
-def _leaves(output) -> list:
-    if isinstance(output, dict):
-        return [axes for inner in output.values() for axes in _leaves(inner)]
-    if isinstance(output, list):
-        return [axes for inner in output for axes in _leaves(inner)]
-    return [] if output is None else [output]

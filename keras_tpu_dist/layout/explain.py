@@ -184,9 +184,8 @@ def explain_model(model: Any, placement: Placement, mesh: Mesh) -> Explanation:
         slots.setdefault(id(weight), []).append(slot)
     weights = [*model.trainable_variables, *model.non_trainable_variables]
     rows = tuple(_row(v, slots.get(id(v), []), placement, mesh) for v in weights)
-    written = placement.annotations.outputs
     outputs = tuple(
-        OutputRow(path, layout, "split(output=...)" if path in written else "plan: rows stay split")
+        OutputRow(path, layout, _reason_of_output(path, placement))
         for path, layout in placement.layouts_of_outputs().items()
     )
     note = ""
@@ -196,6 +195,13 @@ def explain_model(model: Any, placement: Placement, mesh: Mesh) -> Explanation:
     layers = tuple(_layer_rows(model, placement, mesh))
     where = crossings_text(mesh)
     return Explanation(model.name, dict(mesh.shape), rows, outputs, note, assigned, layers, where)
+
+
+def _reason_of_output(path: str, placement: Placement) -> str:
+    if path in placement.annotations.outputs:
+        return "split(output=...)"
+    ruled = placement.ruled_outputs.get(path)
+    return "plan: rows stay split" if ruled is None else ruled.reason
 
 
 def _layer_rows(model, placement: Placement, mesh: Mesh):

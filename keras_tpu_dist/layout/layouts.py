@@ -152,9 +152,13 @@ class Layouts:
             path: The layer's path and `/output`. An annotation on the layer comes first, then a
                 rule for this path, then the plan, then the mesh.
             placement: That of the model that is running, if one is.
+
+        Raises:
+            ValueError: If the annotation names an axis that the mesh lacks.
         """
         layer = path.removesuffix("/output")
         if placement is not None and layer in placement.annotations.outputs:
+            placement.check_output(layer)
             return self._on_mesh(placement.annotations.outputs[layer])
         decision = decide(path, self.layout)
         if decision is not None:

@@ -1,8 +1,9 @@
 """Mistakes in layouts, each named with its fix."""
 
+import functools
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,9 +14,10 @@ from keras_tpu_dist.common.errors import message, without_id
 from keras_tpu_dist.common.page import fragment
 from keras_tpu_dist.common.text import html_table, size_text
 from keras_tpu_dist.hardware.mesh import LOGICAL_AXIS, state_axes
-from keras_tpu_dist.layout.axes import axis_size, dividing_axes, entry_names
+from keras_tpu_dist.layout.annotations import layouts_in
+from keras_tpu_dist.layout.axes import axis_size, dividing_axes, entry_names, names_in
 from keras_tpu_dist.layout.explain import layout_text
-from keras_tpu_dist.layout.placement import Placement, Setting, bytes_of
+from keras_tpu_dist.layout.placement import UNDECIDED, Placement, Setting, bytes_of
 from keras_tpu_dist.layout.rules import dead_patterns, matching, nearest_path
 
 logger = logging.getLogger("keras_tpu_dist")
@@ -176,10 +178,15 @@ def _dead_rules(model, setting: Setting) -> list[Finding]:
 
 
 def _illegal(model, placement: Placement) -> list[Finding]:
+    outputs = placement.annotations.outputs
+    asked: list[tuple[str, Callable[[], Any]]] = [
+        *((v.path, functools.partial(placement.decision, v)) for v in _weights(model)),
+        *((f"{p}/output", functools.partial(placement.check_output, p)) for p in outputs),
+    ]
     found = []
-    for variable in _weights(model):
+    for path, ask in asked:
         try:
-            placement.decision(variable)
+            ask()
         except ValueError as error:
             if " Received: " not in str(error):
                 continue  # Keras's own, of keys that overlap: a finding of its own
@@ -193,7 +200,7 @@ def _illegal(model, placement: Placement) -> list[Finding]:
                 else "unknown-axis"
             )
             words = f"{words} Received: {received}."
-            found.append(Finding("error", code, variable.path, words, fix))
+            found.append(Finding("error", code, path, words, fix))
     return found
 
 
@@ -231,15 +238,16 @@ def _overlaps(model, setting: Setting) -> list[Finding]:
 
 
 def _fallbacks(model, placement: Placement) -> list[Finding]:
-    """Large weights that a plan could not split."""
+    """Large weights that a plan could not split; what an annotation says is no fault of it."""
     plan = placement.plan
     if plan is None or plan.keeps_all:
         return []
-    whole = [
-        (variable, plan.decision(variable))
-        for variable in sorted(_weights(model), key=bytes_of, reverse=True)
-        if bytes_of(variable) >= _GIANT_BYTES and not any(placement.decisions[id(variable)].axes)
-    ]
+    whole = []
+    for variable in sorted(_weights(model), key=bytes_of, reverse=True):
+        planned, decided = plan.decision(variable), placement.decisions[id(variable)]
+        by_plan = planned is not None and planned.reason == decided.reason
+        if by_plan and bytes_of(variable) >= _GIANT_BYTES and not any(decided.axes):
+            whole.append((variable, decided))
     return [
         Finding(
             "warning",
@@ -249,7 +257,6 @@ def _fallbacks(model, placement: Placement) -> list[Finding]:
             "Choose axis sizes that divide, or give rules.",
         )
         for variable, decision in whole[:_GIANTS_SHOWN]
-        if decision is not None
     ]
 
 
@@ -258,8 +265,8 @@ def _giants(model, placement: Placement, setting: Setting) -> list[Finding]:
     if placement.plan is not None:
         return []  # see _fallbacks
     for variable in sorted(_weights(model), key=bytes_of, reverse=True):
-        axes = placement.decisions[id(variable)].axes
-        if any(axes) or bytes_of(variable) < _GIANT_BYTES or len(found) == _GIANTS_SHOWN:
+        left = placement.decisions[id(variable)].reason in UNDECIDED
+        if not left or bytes_of(variable) < _GIANT_BYTES or len(found) == _GIANTS_SHOWN:
             continue
         names = setting.mesh.axis_names
         entries = [(d, dividing_axes(n, names, setting.mesh)) for d, n in enumerate(variable.shape)]
@@ -317,8 +324,13 @@ def _siblings(model, placement: Placement) -> list[Finding]:
 
 def _unused_axes(model, placement: Placement, setting: Setting) -> list[Finding]:
     used = set(state_axes(setting.mesh, setting.data_axes))
-    if placement.annotations.logical_devices:
+    splits = any(
+        getattr(each, "splits_over_logical_devices", False) for each in _keras.flatten_layers(model)
+    )
+    if placement.annotations.logical_devices or splits:
         return []
+    for output in placement.layouts_of_outputs().values():
+        used.update(names_in([entry for axes in layouts_in(output) for entry in axes]))
     # What is split within a layer's call over a DeviceAssignment's axes cannot be seen here.
     used |= {name for name in setting.mesh.axis_names if name.startswith(f"{LOGICAL_AXIS}_")}
     for variable in _weights(model):

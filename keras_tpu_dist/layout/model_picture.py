@@ -1,6 +1,7 @@
 """A picture of a model: its variables, coloured by the mesh axes that split them."""
 
 import html
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,8 +35,9 @@ class ModelPicture(Picture):
     explanation: Explanation
 
     def colours(self) -> dict[str, str]:
-        """The colour of each mesh axis."""
-        return {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(self.explanation.mesh)}
+        """The colour of each mesh axis; grey for what a layout takes for one, and is none."""
+        names = enumerate(self.explanation.mesh)
+        return defaultdict(lambda: GREY, {name: COLOURS[i % len(COLOURS)] for i, name in names})
 
     def to_dict(self) -> dict[str, Any]:
         """The picture as plain dicts and lists."""

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from keras_tpu_dist import _keras
 from keras_tpu_dist.hardware.mesh import sequence_axis
 from keras_tpu_dist.layout.activations import block_outputs
-from keras_tpu_dist.layout.annotations import Annotated, annotated
+from keras_tpu_dist.layout.annotations import Annotated, annotated, layouts_in
 from keras_tpu_dist.layout.axes import Axes, spell_out
 from keras_tpu_dist.layout.planner import Plan, Planner, slot_decision
 from keras_tpu_dist.layout.rules import (
@@ -22,6 +22,7 @@ from keras_tpu_dist.layout.rules import (
     checked,
     decide,
     matching,
+    patterns,
 )
 
 
@@ -53,6 +54,7 @@ class Placement:
         slots: `(slot, weight)` pairs of the optimizer.
         plan: The plan, if the layout is a planner.
         planned_outputs: From a layer's path to the layout of its output, by the plan or the mesh.
+        ruled_outputs: From a layer's path to what a rule decides about its output.
         annotations: What is written on the model's layers.
     """
 
@@ -60,6 +62,7 @@ class Placement:
     slots: list[tuple[Any, Any]]
     plan: Plan | None
     planned_outputs: dict[str, Axes]
+    ruled_outputs: dict[str, Decision]
     annotations: Annotated
     _setting: Setting = field(repr=False)
     _slot_ids: frozenset[int] = field(repr=False)
@@ -94,8 +97,22 @@ class Placement:
         return id(variable) in self._slot_ids
 
     def layouts_of_outputs(self) -> dict[str, Any]:
-        """From a layer's path to the layout of its output, by annotation, plan or mesh."""
-        return {**self.planned_outputs, **self.annotations.outputs}
+        """From a layer's path to the layout of its output, by annotation, rule, plan or mesh."""
+        ruled = {path: decision.axes for path, decision in self.ruled_outputs.items()}
+        return {**self.planned_outputs, **ruled, **self.annotations.outputs}
+
+    def check_output(self, path: str) -> None:
+        """Raises a `ValueError` if an annotation's layout of an output names no axis of the mesh.
+
+        Args:
+            path: The path of a layer with such an annotation.
+
+        Raises:
+            ValueError: If it does.
+        """
+        pattern, names = re.escape(f"{path}/output"), self._setting.mesh.axis_names
+        for axes in layouts_in(self.annotations.outputs[path]):
+            check_axis_names(LayoutRules([(pattern, axes)]), names)
 
     def written_in_program(self) -> tuple[dict[str, Any], dict[str, int]]:
         """All that a compiled step holds beside its variables' layouts."""
@@ -104,6 +121,9 @@ class Placement:
 
 _AMBIGUOUS = "LayoutMap: several keys match"
 _REPLICATED = Decision((), "default: replicated")
+_NO_RULE = Decision((), "no rule matches: replicated")
+# Of these nobody has said that they shall be whole on every device.
+UNDECIDED = (_REPLICATED.reason, _NO_RULE.reason)
 
 
 def place(model: Any, setting: Setting, given: Any) -> Placement:
@@ -144,7 +164,21 @@ def place(model: Any, setting: Setting, given: Any) -> Placement:
             own = slot_decision(own, slot.shape, setting.mesh, setting.data_axes)
         decisions[id(slot)] = own
     slot_ids = frozenset(id(slot) for slot, _ in slots)
-    return Placement(decisions, slots, plan, outputs, notes, setting, slot_ids)
+    ruled = _ruled_outputs(model, setting.layout)
+    return Placement(decisions, slots, plan, outputs, ruled, notes, setting, slot_ids)
+
+
+def _ruled_outputs(model: Any, layout: Any) -> dict[str, Decision]:
+    found = {}
+    for layer in _keras.flatten_layers(model) if patterns(layout) else ():
+        path = f"{layer.path}/output"
+        # Several keys of a LayoutMap are an error that the layer's call tells.
+        keys = matching(layout, path) if layer.path else []
+        if keys and (len(keys) == 1 or isinstance(layout, LayoutRules)):
+            decision = decide(path, layout)
+            if decision is not None:
+                found[layer.path] = decision
+    return found
 
 
 def _decide(variable, given, notes: Annotated, setting: Setting, plan: Plan | None) -> Decision:
@@ -166,7 +200,7 @@ def _first_that_speaks(variable, given, notes: Annotated, setting: Setting, plan
         found = plan.decision(variable)
     if found is not None:
         return found
-    return Decision((), "no rule matches: replicated" if setting.layout else _REPLICATED.reason)
+    return _NO_RULE if setting.layout else _REPLICATED
 
 
 def _axes_of(layout) -> tuple:

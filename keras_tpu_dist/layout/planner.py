@@ -16,7 +16,14 @@ from keras_tpu_dist.hardware.chips import of_kind
 from keras_tpu_dist.hardware.compile_only import CompileOnlyDevice
 from keras_tpu_dist.hardware.mesh import sequence_axis, state_axes
 from keras_tpu_dist.layout.activations import block_outputs
-from keras_tpu_dist.layout.axes import Axes, axis_size, dividing_axes, entry_names, split_ways
+from keras_tpu_dist.layout.axes import (
+    Axes,
+    axis_size,
+    dividing_axes,
+    entry_names,
+    names_in,
+    split_ways,
+)
 from keras_tpu_dist.layout.rules import Decision, LayoutRules
 from keras_tpu_dist.layout.tensor import TensorPlan
 
@@ -67,12 +74,30 @@ class Plan:
         """The plan as plain rules, to print, edit and pass back as `layout=`.
 
         Returns:
-            One rule for each split variable and each output; what has none is replicated.
+            One rule for each split variable, and one for each output whose features the plan
+            leaves whole, as a rule has no words for features that lie as they come; what has none
+            is replicated.
         """
         paths = [path for path, _, _ in self.decisions]
         pairs = {_pattern(p, paths): d.axes for p, _, d in self.decisions if any(d.axes)}
-        pairs |= {f"^{re.escape(path)}/output$": axes for path, axes in self.outputs.items()}
+        pairs |= {f"^{re.escape(path)}/output$": axes for path, axes in self._outputs_by_rows()}
         return LayoutRules(pairs)
+
+    def _outputs_by_rows(self) -> list[tuple[str, Axes]]:
+        """Outputs of layers whose weights split no features, nor pass on what others split."""
+        rows = {name for axes in self.outputs.values() for name in names_in(axes)}
+        if all(rows.issuperset(names_in(d.axes)) for _, _, d in self.decisions):
+            return list(self.outputs.items())
+        whole, split = [], []
+        for path, shape, d in self.decisions:
+            last = d.axes[-1] if d.axes and len(d.axes) == len(shape) else None
+            (whole if rows.issuperset(entry_names(last)) else split).append(path)
+        return [
+            (layer, axes)
+            for layer, axes in self.outputs.items()
+            if any(path.startswith(f"{layer}/") for path in whole)
+            and not any(path.startswith(f"{layer}/") for path in split)
+        ]
 
     def _repr_html_(self) -> str:
         rows = [(p, str(s), str(d.axes), d.reason) for p, s, d in self.decisions]
@@ -282,7 +307,9 @@ def slot_decision(weight: Decision, shape: Sequence[int], mesh: Mesh, data_axes)
         mesh: The mesh.
         data_axes: The axes that split the batch.
     """
-    used = {name for entry in weight.axes for name in entry_names(entry)}
+    used = set(names_in(weight.axes))
+    if not used <= set(mesh.axis_names):
+        return weight  # which is refused where it is asked for
     free = [name for name in state_axes(mesh, data_axes) if name not in used]
     found = spread(shape, weight.axes, mesh, free)
     if split_ways(mesh, found.axes) == split_ways(mesh, weight.axes):
@@ -318,8 +345,7 @@ def _ways(mesh, decision: Decision | None) -> int:
 
 def _state_bytes(variable) -> int:
     copies = _COPIES_OF_A_TRAINABLE_WEIGHT if variable.trainable else 1
-    item = 2 if "16" in str(variable.dtype) else 1 if "8" in str(variable.dtype) else 4
-    return math.prod(variable.shape) * item * copies
+    return math.prod(variable.shape) * jax.numpy.dtype(variable.dtype).itemsize * copies
 
 
 def _device_memory(mesh) -> int:

@@ -29,6 +29,10 @@ class Decision:
     alternatives: tuple[str, ...] = ()
 
 
+# Flags for a whole pattern, as in "(?i)dense/kernel", may only stand at its very beginning.
+_FLAGS = re.compile(r"(?:\(\?[aLimsux]+\))?")
+
+
 class LayoutRules:
     """Ordered rules from variable paths to mesh axes; the first match wins.
 
@@ -57,7 +61,7 @@ class LayoutRules:
     def __init__(self, rules: Iterable[tuple[str, Sequence]] | Mapping[str, Sequence]):
         pairs = rules.items() if isinstance(rules, Mapping) else rules
         self._rules = tuple(_checked_rule(rule) for rule in pairs)
-        self._compiled = tuple(re.compile(rf"(?:.*/)?(?:{pattern})") for pattern, _ in self._rules)
+        self._compiled = tuple(re.compile(_from_the_right(pattern)) for pattern, _ in self._rules)
 
     @property
     def rules(self) -> tuple[tuple[str, Axes], ...]:
@@ -97,12 +101,16 @@ class LayoutRules:
         Raises:
             ValueError: If it is no JSON, or a pattern or an entry in it is malformed.
         """
-        rules = json.loads(text)
+        received = {"json": text[:80]}
+        try:
+            rules = json.loads(text)
+        except json.JSONDecodeError as error:
+            rules, received["error"] = None, str(error)
         if not isinstance(rules, list):
             raise ValueError(
                 message(
                     "Layout rules in JSON are a list of [pattern, axes] pairs.",
-                    received={"json": text[:80]},
+                    received=received,
                     fix='Write for example [["dense/kernel", [null, "model"]]].',
                 )
             )
@@ -118,7 +126,7 @@ class LayoutRules:
         Raises:
             ValueError: If a key or its axes are malformed.
         """
-        return cls((f"^(?:{key})$", layout.axes) for key, layout in layout_map.items())
+        return cls((_within("^", key, "$"), layout.axes) for key, layout in layout_map.items())
 
     def __len__(self):
         return len(self._rules)
@@ -144,7 +152,17 @@ def check_axis_names(rules: LayoutRules, axis_names: Sequence[str]) -> None:
         ValueError: If there is such a rule; the error names the first.
     """
     for pattern, axes in rules.rules:
-        for name in names_in(spell_out(axes, axis_names)):
+        names = names_in(spell_out(axes, axis_names))
+        if len(set(names)) != len(names):
+            raise ValueError(
+                message(
+                    'The axis "logical" stands for all of a mesh\'s logical sub-axes, each of '
+                    "which can split only one dimension of a tensor.",
+                    received={"rule": (pattern, axes), "mesh axes": tuple(axis_names)},
+                    fix="Use the sub-axes alone.",
+                )
+            )
+        for name in names:
             if name not in axis_names:
                 raise ValueError(
                     message(
@@ -296,6 +314,16 @@ def checked(decision: Decision, path: str, shape: Sequence[int], mesh: Mesh) -> 
     return decision
 
 
+def _from_the_right(pattern: str) -> str:
+    """What matches whole segments of a path from the right."""
+    return _within("(?:.*/)?", pattern)
+
+
+def _within(before: str, pattern: str, after: str = "") -> str:
+    rest = _FLAGS.sub("", pattern, count=1)
+    return f"{pattern.removesuffix(rest)}{before}(?:{rest}){after}"
+
+
 def _checked_rule(rule) -> tuple[str, Axes]:
     fix = 'Write for example ("dense/kernel", (None, "model")).'
     if not (isinstance(rule, (tuple, list)) and len(rule) == 2 and isinstance(rule[0], str)):
@@ -305,6 +333,7 @@ def _checked_rule(rule) -> tuple[str, Axes]:
     pattern, axes = rule
     try:
         re.compile(pattern)
+        re.compile(_from_the_right(pattern))
     except re.error as error:
         raise ValueError(
             message(

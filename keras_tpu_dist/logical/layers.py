@@ -54,6 +54,9 @@ class SplitToLogicalDevices(_Annotation):
         batch_axis: The dimension that the replicas split, or `None`.
     """
 
+    # Else `lint` would take the axes for unused, which split no weight.
+    splits_over_logical_devices = True
+
     def __init__(self, partition_dimensions: Sequence[int], batch_axis: int | None = 0, **kwargs):
         super().__init__(batch_axis, **kwargs)
         self.partition_dimensions = tuple(partition_dimensions)

@@ -1,6 +1,7 @@
 """Strategies and models that are pickled or copied keep their mesh and their strategy."""
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -27,8 +28,14 @@ def mesh_recipe(mesh: Mesh, given: Any, topology: Any) -> Any:
         given: What the user gave as one.
         topology: The slice it is of, if nobody has it.
     """
-    if isinstance(given, DeviceAssignment) or topology is not None:
+    if topology is not None:
         return given if isinstance(given, DeviceAssignment) else dict(mesh.shape)
+    if isinstance(given, DeviceAssignment):
+        of = given.topology
+        named = DeviceAssignment(
+            Topology(of.chip, of.shape, of.num_slices), given.order, given.block
+        )
+        return named, [device.id for device in of.devices()]
     ids = [device.id for device in mesh.devices.flat]
     return tuple(mesh.axis_names), mesh.devices.shape, ids
 
@@ -44,21 +51,29 @@ def mesh_of(recipe: Any) -> Any:
     """
     if not isinstance(recipe, tuple):
         return recipe
-    names, shape, ids = recipe
+    *kind, ids = recipe
+    if len(kind) == 1:
+        devices = _devices_here(ids, f"an assignment on {kind[0].topology}")
+        return replace(kind[0], topology=kind[0].topology.stood_in_by(devices))
+    names, shape = kind
+    devices = np.empty(len(ids), dtype=object)
+    devices[:] = _devices_here(ids, f"the mesh {dict(zip(names, shape))}")
+    return Mesh(devices.reshape(shape), names)
+
+
+def _devices_here(ids: list[int], of: str) -> list:
     here = {device.id: device for device in jax.devices()}
     missing = [number for number in ids if number not in here]
     if missing:
         raise ValueError(
             message(
                 "A strategy is unpickled on the devices that it was pickled on.",
-                received=f"the mesh {dict(zip(names, shape))}, whose devices {missing} are not "
-                f"among the {len(here)} here.",
+                received=f"{of}, whose devices {missing} are not among the {len(here)} here.",
                 fix="Make a TPUStrategy for these devices, and load the model in its scope from a "
                 "file saved with model.save().",
             )
         )
-    devices = np.asarray([here[number] for number in ids], dtype=object)
-    return Mesh(devices.reshape(shape), names)
+    return [here[number] for number in ids]
 
 
 def layout_recipe(layout: Any) -> Any:

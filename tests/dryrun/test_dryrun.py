@@ -905,6 +905,9 @@ def test_a_dry_run_in_the_shell(capsys, monkeypatch, tmp_path, template):
         (["my_model:build", "--topology", "v5e:9x9", "--batch-size", "8"], "that exists"),
         (["my_model:build", *arguments[2:5], "data", *arguments[6:]], "data=64,model=4"),
         ([*arguments[1:-2], "int32:a"], "dtype:sizes"),
+        ([*arguments[1:-2], "int32:-5"], "dtype:sizes"),
+        ([*arguments[1:-2], "str:5"], "dtype:sizes"),
+        ([*arguments[1:-2], "bfloat16:4", "--remat", "up=full,down"], "block_*=dots,head=full"),
     ):
         assert _shell("dry-run", *bad) == 2, bad
         assert words in capsys.readouterr().err

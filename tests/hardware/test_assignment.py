@@ -184,6 +184,13 @@ def test_other_mistakes(devices):
         Topology.attached(Topology.parse("v5e:2x4").devices()[1:])
     with pytest.raises(ValueError, match=r"whole slices only.*devices=\[\]"):
         DeviceAssignment.build([])
+    with pytest.raises(ValueError, match=r"A computation shape on .*computation_shape=2\."):
+        DeviceAssignment.build("v5e:2x4", 2)
+    for order, lengths in (([0, 1], r"\['no list', 'no list'\]"), (3, r"\[\]"), ([[]], r"\[0\]")):
+        with pytest.raises(ValueError, match=rf"same number of devices.*devices per.*{lengths}"):
+            DeviceAssignment.from_order(order, "v5e:2x2")
+    with pytest.raises(ValueError, match=r"must be one of v5e:2x2.*device=\('a', 0, 0, 0\)"):
+        DeviceAssignment.from_order([[("a", 0, 0, 0)]], "v5e:2x2")
 
 
 def test_topologies_of_attached_devices(devices):

@@ -71,6 +71,10 @@ def test_impossible_devices(devices):
         build_mesh(None, [devices[0], devices[0]])
     with pytest.raises(ValueError, match="at least one device"):
         build_mesh(None, [])
+    for given in (8, "cpu:0", range(8), np.array(devices).reshape(4, 2)):
+        with pytest.raises(ValueError, match=r"flat list of jax.Device objects or of names"):
+            build_mesh(None, given)
+    assert build_mesh(None, iter(devices)).shape == (8,)
     finished = keras.distribution.DeviceMesh((8,), ("data",))
     with pytest.raises(ValueError, match="already holds its devices"):
         build_mesh(finished, devices)
@@ -95,6 +99,9 @@ def test_data_axes_of_the_user():
     assert checked_data_axes((), ("data",)) == ()
     with pytest.raises(ValueError, match=r"data_axes=\('dta',\).*Did you mean 'data'\?"):
         checked_data_axes("dta", ("data", "model"))
+    assert checked_data_axes(iter(("x",)), ("x", "y")) == ("x",)
+    with pytest.raises(ValueError, match=r"must be an axis of the mesh.*data_axes=\(5,\)"):
+        checked_data_axes(5, ("data",))
     with pytest.raises(ValueError, match="only once"):
         checked_data_axes(("data", "data"), ("data",))
 

@@ -6,6 +6,7 @@ import jax
 import pytest
 
 import keras_tpu_dist as ktd
+from keras_tpu_dist.hardware import libtpu
 
 
 def _python(code):
@@ -19,6 +20,17 @@ def _python(code):
 def _assert_refused(code, *words):
     done = _python(code)
     assert [word for word in words if word not in done.stderr] == []
+
+
+@pytest.mark.parametrize("found", ["/dev/accel*", "/dev/nvidia[0-9]*", "/dev/kfd", None])
+def test_jax_is_kept_on_the_cpu_where_it_has_nothing_else(found, monkeypatch):
+    monkeypatch.delenv("JAX_PLATFORMS")
+    monkeypatch.setattr(libtpu, "jax_backend_started", lambda: False)
+    monkeypatch.setattr("glob.glob", lambda pattern: [pattern] if pattern == found else [])
+    said = []
+    monkeypatch.setattr(jax.config, "update", lambda *setting: said.append(setting))
+    libtpu.start_without_tpu()
+    assert said == ([("jax_platforms", "cpu")] if found is None else [])
 
 
 def test_simulate_gives_devices_after_the_imports():

@@ -247,3 +247,10 @@ def test_mistakes():
     running = runner.running(ktd.TPUStrategy(MESH), model, "fit", {"x": np.ones((4, 4))})
     with pytest.raises(ValueError, match=r"axes of the mesh.*Did you mean 'model'"):
         running.__enter__()
+    model.optimizer.build(model.trainable_variables)
+    strategy = ktd.TPUStrategy(MESH, shard_optimizer=True)
+    assert "axes of the mesh" in strategy.explain(model, "kernel").problem
+    picture = strategy.show(model)
+    assert "3/modle" in str(picture)
+    assert "3/modle" in picture._repr_html_()
+    assert "modle" in picture.svg()

@@ -84,6 +84,13 @@ def test_a_layout_that_is_not_legal_is_told_not_raised():
     assert "PROBLEM" in str(row)
 
 
+def test_an_output_that_a_rule_lays():
+    strategy = ktd.TPUStrategy(MESH, [("hidden/output", ("data", "model"))])
+    (row,) = strategy.explain(built(mlp, strategy)).outputs
+    assert (row.path, row.layout) == ("sequential/hidden", ("data", "model"))
+    assert row.reason == "rule 0 'hidden/output'"
+
+
 def test_before_build():
     strategy = ktd.TPUStrategy(MESH)
     explanation = strategy.explain(keras.Sequential([keras.layers.Dense(3)]))

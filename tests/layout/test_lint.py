@@ -9,7 +9,7 @@ from helpers import built, mlp
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.__main__ import main
-from keras_tpu_dist.layout.annotations import split
+from keras_tpu_dist.layout.annotations import replicate, split
 from keras_tpu_dist.layout.rules import LayoutRules
 
 MESH = {"data": 4, "model": 2}
@@ -112,6 +112,12 @@ def test_giants_left_whole():
     assert f'Add the rule ("{found.path}"' in found.fix
     # Replication by choice is no mistake.
     assert finding(strategy_of(None).lint(model), "giant").severity == "info"
+    by_rule, chosen = outside([("bias", ("model",)), ("wide/kernel", ())], wide)
+    assert not [f for f in chosen.lint(by_rule).findings if f.code == "giant"]
+    replicate(model.layers[0])
+    for layout in ([("out/bias", ("model",))], "fsdp"):
+        codes = {f.code for f in strategy_of(layout).lint(model).findings}
+        assert not codes & {"giant", "plan-falls-back"}, layout
 
 
 def test_siblings_laid_out_differently():
@@ -131,6 +137,36 @@ def test_mesh_axis_that_nothing_uses():
     found = finding(strategy.lint(model), "unused-axis")
     assert (found.severity, found.path) == ("warning", "model")
     assert "2 devices do the same work" in found.words
+
+
+def test_an_axis_that_splits_an_output_is_used():
+    def annotated():
+        model = mlp()
+        split(model.layers[0], output=[("data", "model")])
+        return model
+
+    def divided():
+        x = keras.Input((8, 6))
+        return keras.Model(x, strategy_of(None).split_to_logical_devices(x, [1, 2, 1]))
+
+    for layout, build in (
+        ([("hidden/output", ("data", "model"))], mlp),
+        (layout_map(**{".*hidden/output": ("data", "model")}), mlp),
+        (None, annotated),
+        (None, divided),
+    ):
+        model, strategy = outside(layout, build)
+        assert not [f for f in strategy.lint(model).findings if f.code == "unused-axis"], build
+
+
+def test_an_output_over_an_axis_that_the_mesh_lacks():
+    model = built(mlp, strategy := strategy_of(None))
+    split(model.layers[0], output=("data", "modle"))
+    found = finding(strategy.lint(model), "unknown-axis")
+    assert found.path == "sequential/hidden/output"
+    assert "Did you mean 'model'?" in found.fix
+    with pytest.raises(ValueError, match=r"axes of the mesh.*hidden/output.*Did you mean 'model'"):
+        model.fit(np.ones((8, 6)), np.zeros(8), verbose=0)
 
 
 def test_batch_against_the_data_axes():
@@ -188,6 +224,11 @@ def bad():
     strategy = ktd.TPUStrategy({"data": 8}, [("dens/kernel", ("data",))])
     with strategy.scope():
         return keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)]), strategy
+def swapped():
+    return good()[::-1]
+def nothing():
+    return None
+NUMBER = 3
 """
 
 
@@ -206,7 +247,12 @@ def test_shell_command(tmp_path, capsys):
         "nowhere.py:good": "a Python file that exists. Received: file='nowhere.py'",
         f"{file}:god": "Did you mean 'good'?",
         f"{file}:alone": "which returned='Sequential'. Add --mesh",
+        f"{file}:swapped": "returns (model, strategy), unless",
+        f"{file}:NUMBER": "has no function 'NUMBER'",
+        ".program:good": "module:function or FILE.py:function",
     }
     for target, words in wrong.items():
         assert main(["lint", target]) == 2
         assert words in capsys.readouterr().err
+    assert main(["lint", f"{file}:nothing", "--mesh", "data=8"]) == 2
+    assert "returns a model, or a model and a strategy" in capsys.readouterr().err

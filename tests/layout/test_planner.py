@@ -352,6 +352,14 @@ def test_auto_uses_every_model_axis_and_fsdp_where_it_must():
         assert used == ({"data"} if data else set()) | ({"model"} if tensor else set())
 
 
+def test_auto_counts_eight_bytes_of_a_float64():
+    memory = 2 * 4 * 4 * (64 * 64 + 64)  # twice the state in float32
+    for dtype, name in (("float32", "auto, replicated"), ("float64", "auto, fsdp")):
+        model = functional(lambda x, d=dtype: L.Dense(64, dtype=d)(x), (64,))
+        plan = Planner("auto", memory_bytes=memory).plan(model, mesh_of((4,)), ("data",))
+        assert plan.name.startswith(name), plan.name
+
+
 def test_auto_asks_no_device_of_another_process():
     """A device tells its memory to its own process only, and all must choose the same plan."""
 

@@ -204,3 +204,9 @@ def test_features_that_a_plan_splits_stay_split():
     assert not [shape for shape in gathered if shape.endswith(",8,512")]
     with strategy.scope():
         assert model(x[:3]).shape == (3, 8, 128)  # not compiled
+    rules = strategy.plan(model).rules()
+    again = ktd.TPUStrategy({"fsdp": 2, "model": 4}, rules)
+    text = program(built(compiled(lambda: transformer(1)), again), again, x, x)
+    by_rules = re.findall(r"= f32\[([\d,]+)\]\S* all-gather", text)
+    assert sorted(by_rules) == sorted(gathered)
+    assert "^layer_normalization/output$" in dict(rules.rules)

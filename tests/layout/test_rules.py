@@ -2,7 +2,7 @@ import jax
 import keras
 import numpy as np
 import pytest
-from helpers import built, mlp
+from helpers import assert_close, built, data, mlp
 from jax.sharding import Mesh, PartitionSpec
 
 import keras_tpu_dist as ktd
@@ -16,6 +16,20 @@ def test_patterns_match_whole_segments_from_the_right():
     assert rules.match("sequential/dense/kernel") == 0
     assert rules.match("sequential/my_dense/kernel") is None
     assert rules.match("dense/kernel/part") is None
+
+
+def test_flags_for_a_whole_pattern():
+    rules = LayoutRules([("(?i)Dense/kernel", (None, "model")), ("(?s)^a.b$", ())])
+    assert rules.match("m/dense/Kernel") == 0
+    assert rules.match("m/my_dense/kernel") is None
+    assert rules.matches("a\nb") == [1]
+    assert rules.match("m/a\nb") is None
+    mesh = keras.distribution.DeviceMesh((4, 2), ("data", "model"))
+    stock = keras.distribution.LayoutMap(mesh)
+    stock["(?i).*Dense/kernel"] = (None, "model")
+    assert ktd.TPUStrategy(layout=stock).mesh.shape == {"data": 4, "model": 2}
+    assert LayoutRules.from_layout_map(stock).match("m/dense/kernel") == 0
+    assert LayoutRules.from_layout_map(stock).match("m/dense/kernel/x") is None
 
 
 def test_the_first_rule_wins_and_the_others_are_told():
@@ -61,6 +75,10 @@ def test_malformed_rules(rule, words):
         ('[["kernel", "model"]]', r"tuple with one entry per dimension.*axes='model'"),
         ('["kernel"]', r"A layout rule is a \(pattern, axes\) pair"),
         ("3", r"a list of \[pattern, axes\] pairs. Received: json='3'"),
+        (
+            "[nul",
+            r"a list of \[pattern, axes\] pairs. Received: json='\[nul', error='Expecting val",
+        ),
     ],
 )
 def test_malformed_json(text, words):
@@ -86,6 +104,12 @@ def test_unknown_axis_has_a_did_you_mean():
     layout_map["kernel"] = ("model",)
     with pytest.raises(ValueError, match="axes of the mesh"):
         ktd.TPUStrategy(mesh, layout_map)
+
+
+def test_logical_beside_one_of_its_sub_axes(devices):
+    assignment = ktd.DeviceAssignment.build(devices, computation_shape=(4,))
+    with pytest.raises(ValueError, match=r"all of a mesh's logical sub-axes.*'kernel'"):
+        ktd.TPUStrategy(assignment, [("kernel", ("logical", "logical_0"))])
 
 
 def test_layout_longer_than_the_rank_names_the_variable():
@@ -125,6 +149,31 @@ def test_optimizer_slots_follow_their_weight():
     slots = [v for v in model.optimizer.variables if v.shape == (6, 16)]
     assert len(slots) == 2
     assert all(v.value.sharding.spec == PartitionSpec(None, "model") for v in slots)
+
+
+@pytest.mark.slow
+def test_slots_of_several_optimizers_follow_their_weights():
+    kinds = keras.optimizers
+
+    def several():
+        model = mlp()
+        each = kinds.OptimizerMap(kinds.SGD(0.1, momentum=0.9), {".*hidden/.*": kinds.Adam(0.01)})
+        model.compile(kinds.MultiOptimizer(each), "sparse_categorical_crossentropy")
+        return model
+
+    def fit(model):
+        model.fit(*data(26), batch_size=13, verbose=0)
+        return model.get_weights()
+
+    expected = fit(built(several, None))
+    strategy = ktd.TPUStrategy({"data": 4, "model": 2}, shard_optimizer=True)
+    model = built(several, strategy)
+    assert_close(fit(model), expected)
+    momentum = [v for v in model.optimizer.variables if v.shape == (6, 16)]
+    assert len(momentum) == 2
+    assert all(v.value.sharding.spec == PartitionSpec(None, "data") for v in momentum)
+    # Twice for Adam's layer, once for the other.
+    assert sum(r.slot_bytes for r in strategy.explain(model).rows) == 4 * (2 * 112 + 51)
 
 
 def test_layouts_on_outputs():

@@ -38,6 +38,9 @@ STRATEGIES = {
     ),
     "some devices": lambda: ktd.TPUStrategy({"data": 2}, devices=jax.devices()[5:7], prefetch=3),
     "logical": lambda: ktd.TPUStrategy(DeviceAssignment.build("v5e:2x4", computation_shape=(2, 2))),
+    "logical here": lambda: ktd.TPUStrategy(
+        DeviceAssignment.build(computation_shape=(2,), num_replicas=3), layout="fsdp"
+    ),
     "slice": lambda: ktd.TPUStrategy({"data": 8, "model": 2}, "auto", topology="v5e:4x4"),
     "batch axis": lambda: ktd.TPUStrategy(batch_axis=({"a": 0, "b": None}, 0), donate_state=False),
 }
