@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from keras_tpu_dist.checkpoint.manifest import Manifest, Saved
@@ -119,7 +120,7 @@ class KerasDirectory:
         """
         state = named_state(model)
         state[SLOTS] = [
-            (Entry(each.path, each.shape, each.dtype, _after(each.path, variable.path)), variable)
+            (replace(each, slot=_after(each.path, variable.path)), variable)
             for each, variable in state[SLOTS]
         ]
         return {

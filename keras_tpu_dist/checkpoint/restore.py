@@ -22,7 +22,6 @@ from keras_tpu_dist.checkpoint.names import (
     follow,
     match,
     said_of,
-    told_apart,
 )
 from keras_tpu_dist.checkpoint.report import Restored
 from keras_tpu_dist.checkpoint.store import Store
@@ -237,9 +236,9 @@ def _return_freed_memory() -> None:
 
 def _others(state: dict, manifest: Manifest, weights: Matching) -> list[tuple[Saved, Any]]:
     """Slots, the optimizer's other variables, and metrics, where all of a kind fit."""
-    names = told_apart(entry.path for entry, _ in state[WEIGHTS])
-    saved_names = told_apart(entry.path for entry in manifest.entries(WEIGHTS))
-    sources = {names[i]: saved_names[j] for i, j in weights.pairs.items()}
+    saved = manifest.entries(WEIGHTS)
+    names = [(entry.path, entry.nth) for entry, _ in state[WEIGHTS]]
+    sources = {names[i]: (saved[j].path, saved[j].nth) for i, j in weights.pairs.items()}
     here = {kind: [entry for entry, _ in state[kind]] for kind in (SLOTS, OPTIMIZER, METRICS)}
     slots = follow(here[SLOTS], manifest.entries(SLOTS), sources)
     rest = match(here[OPTIMIZER], manifest.entries(OPTIMIZER))

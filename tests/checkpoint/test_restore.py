@@ -115,6 +115,45 @@ def test_weights_that_share_a_path_get_each_their_own_slots(tmp_path):
     assert_close(numbers(again), numbers(one))
 
 
+def two_of_one_name(frozen=None):
+    """Two models with a layer of one name, whose weights have the same paths, in a third."""
+
+    def part(name):
+        inputs = keras.Input((16,))
+        return keras.Model(inputs, keras.layers.Dense(16, name="out")(inputs), name=name)
+
+    inputs = keras.Input((16,))
+    encoder, decoder = part("encoder"), part("decoder")
+    model = keras.Model(inputs, decoder(encoder(inputs)))
+    for each in (encoder, decoder):
+        each.trainable = each.name != frozen
+    return model
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (None, "encoder"),
+        ("encoder", "encoder"),
+        pytest.param("encoder", None, marks=pytest.mark.slow),
+        pytest.param("encoder", "decoder", marks=pytest.mark.slow),
+        pytest.param("decoder", None, marks=pytest.mark.slow),
+    ],
+)
+def test_weights_that_share_a_path_are_told_apart_whichever_train(source, target, tmp_path):
+    one, again = (
+        made("data", lambda which=which: two_of_one_name(which)) for which in (source, target)
+    )
+    one.fit(X, X, epochs=1, verbose=0, callbacks=[ktd.callbacks.Checkpoint(tmp_path)])
+    report = ktd.restore(again, tmp_path)
+    assert_close(again.get_weights(), one.get_weights())
+    assert report.optimizer == (target == source or source is None)
+    weights = {id(weight): i for model in (one, again) for i, weight in enumerate(model.weights)}
+    slots = {(n, weights[id(w)]): slot for n, slot, w in _keras.optimizer_slots(one)}
+    for name, slot, weight in _keras.optimizer_slots(again) if report.optimizer else ():
+        assert_close(slot.numpy(), slots[name, weights[id(weight)]].numpy())
+
+
 def test_a_checkpoint_of_another_model_is_one_error(tmp_path):
     trained("data", tmp_path)
     wider = made("data", lambda: mlp(classes=9))
