@@ -23,6 +23,7 @@ from keras_tpu_dist.checkpoint.names import (
     match,
     said_of,
 )
+from keras_tpu_dist.checkpoint.optimizers import build_optimizer
 from keras_tpu_dist.checkpoint.report import Restored
 from keras_tpu_dist.checkpoint.store import Store
 from keras_tpu_dist.common.errors import message
@@ -164,7 +165,8 @@ def load(
     pairs = _pairs(state, manifest, WEIGHTS, weights.pairs)
     others = []
     if weights.complete and not weights.kept:
-        _build_optimizer(model, manifest)
+        if manifest.arrays.get(OPTIMIZER):
+            build_optimizer(model)
         others = _others(store.state_of(model), manifest, weights)
     chosen = [*pairs, *others]
     _assign(store, step, chosen)
@@ -296,16 +298,6 @@ def _check_built(model: Any) -> None:
                 fix="Give it a keras.Input, or call model.build(input_shape).",
             )
         )
-
-
-def _build_optimizer(model: Any, manifest: Manifest) -> None:
-    optimizer = getattr(model, "optimizer", None)
-    if optimizer is None or optimizer.built or not manifest.arrays.get(OPTIMIZER):
-        return
-    member = membership.of_model(model)
-    scope = contextlib.nullcontext() if member is None else member.strategy.scope()
-    with scope:
-        optimizer.build(model.trainable_variables)
 
 
 @contextlib.contextmanager

@@ -205,8 +205,7 @@ def test_files_of_keras_load_the_same_way(file, tmp_path):
         assert len(list(tmp_path.glob("*.h5"))) > 1
     else:
         (one.save if file.endswith("keras") else one.save_weights)(path)
-    other = made("fsdp")
-    other.optimizer.build(other.trainable_variables)
+    other = made("fsdp")  # its optimizer has no slots yet
     report = ktd.restore(other, path)
     assert report.optimizer
     assert_close(other.get_weights(), one.get_weights())
@@ -222,6 +221,33 @@ def test_files_of_keras_load_the_same_way(file, tmp_path):
     assert_close(wider.get_weights()[:-2], one.get_weights()[:-2])
     assert_close(wider.get_weights()[-2:], before[-2:])
     assert [path.rpartition("/")[0][-4:] for path in report.kept] == ["head", "head"]
+
+
+def test_the_optimizer_in_a_file_of_keras_fits_as_a_whole_or_is_left(tmp_path, caplog):
+    one = made("stock")
+    one.fit(X, Y, batch_size=8, verbose=0)
+    one.save_weights(tmp_path / "a.weights.h5")
+    other = made("stock", optimizer=keras.optimizers.SGD(0.5))
+    # Step and learning rate stand first in both, and in Adam's slots follow.
+    assert not ktd.restore(other, tmp_path / "a.weights.h5").optimizer
+    assert (int(other.optimizer.iterations), float(other.optimizer.learning_rate)) == (0, 0.5)
+    assert "optimizer's state is left as it is" in caplog.text
+
+
+def test_a_file_of_keras_in_parts_of_which_one_is_missing(tmp_path):
+    one = made("stock")
+    one.save_weights(tmp_path / "a.weights.json", max_shard_size=0.000002)
+    last = max(tmp_path.glob("*.h5"))
+    whole = last.read_bytes()
+    other = made("stock")
+    before = other.get_weights()
+    for damage in (last.unlink, lambda: last.write_bytes(whole[:1500])):
+        damage()
+        with pytest.raises(
+            ktd.CheckpointError, match=r"a\.weights\.json' cannot be read: \w+Error"
+        ):
+            ktd.restore(other, tmp_path / "a.weights.json")
+        assert_close(other.get_weights(), before)
 
 
 def test_a_file_that_is_no_file_of_keras(tmp_path):
