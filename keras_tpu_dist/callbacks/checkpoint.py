@@ -101,6 +101,7 @@ class Checkpoint(keras.callbacks.Callback):
         resume: bool = True,
     ):
         super().__init__()
+        _keras.install()  # for `before_fit` and `after_fit`, also where there is no strategy
         check_arguments(every_steps, every_minutes, every_epochs, keep, mode)
         if (every_steps, every_minutes, every_epochs) == (None, None, None):
             every_epochs = 1

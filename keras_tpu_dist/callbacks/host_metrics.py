@@ -70,6 +70,7 @@ class HostMetrics(keras.callbacks.Callback):
         prefix: str = "val_",
     ):
         super().__init__()
+        _keras.install()  # for `before_fit`, also where there is no strategy
         self._functions = _checked_metrics(metrics)
         self._prefix = prefix
         self._given = None if validation_data is None else (validation_data, batch_size, steps)

@@ -394,6 +394,39 @@ def test_stock_keras_saves_epochs(tmp_path):
         fit(stock(), "arrays", ktd.callbacks.Checkpoint(tmp_path, every_steps=2))
 
 
+class Shrinks(keras.Model):
+    """A custom train step that never applies `model.optimizer`."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(4)
+
+    def build(self, shape):
+        self.dense.build(shape)
+        self.built = True
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, state, data):
+        weights, *rest = state
+        return {"loss": weights[0].sum()}, ([0.9 * each for each in weights], *rest)
+
+
+@pytest.mark.parametrize(("steps", "expected"), [(1, [6, 12, 18]), (4, [6, 12, 18])])
+def test_stock_keras_and_a_train_step_without_the_optimizer(steps, expected, tmp_path):
+    model = Shrinks()
+    model.build((None, 12))
+    model.compile("sgd", "mse", steps_per_execution=steps)
+    saved = ktd.callbacks.Checkpoint(tmp_path)
+    fit(model, "arrays", saved)
+    assert saved.steps == expected
+    again = Shrinks()
+    again.build((None, 12))
+    ktd.restore(again, tmp_path)
+    assert_close(again.get_weights(), model.get_weights())
+
+
 @pytest.mark.parametrize(
     "wrong", [{"every_steps": 0}, {"every_minutes": -1}, {"keep": 0}, {"mode": "best"}]
 )
