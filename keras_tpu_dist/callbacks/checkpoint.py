@@ -156,6 +156,10 @@ class Checkpoint(keras.callbacks.Callback):
     def on_train_begin(self, logs=None):
         """Goes on from the newest checkpoint."""
         self._guard = guard_in_training(self._trainer)
+        # Under a strategy launches are counted, and nobody need wait for the logs of each step.
+        vars(self).pop("on_train_batch_end", None)
+        if self._guard is None:
+            vars(self)["on_train_batch_end"] = self._count_batch
         if self._guard is None and (self._every_steps or self._every_s):
             raise ValueError(
                 message(
@@ -194,8 +198,12 @@ class Checkpoint(keras.callbacks.Callback):
         """Notes the logs."""
         self._logs = dict(logs or {})
         if self._guard is None:
-            model: Any = self.model
-            self._step = _keras.train_steps_counted(model.optimizer)
+            self._step += self._done
+
+    def _count_batch(self, batch, logs=None):
+        # Stock Keras may call it from a thread, which has ended when the epoch ends.
+        # The last launch of several steps may have fewer than it is counted for.
+        self._done = min(max(self._done, batch + 1), (self.params or {})["steps"] or batch + 1)
 
     def on_train_end(self, logs=None):
         """Saves the end."""
