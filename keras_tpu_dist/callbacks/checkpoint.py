@@ -11,7 +11,12 @@ import keras
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.callbacks.averages import note_swapped, swapped
-from keras_tpu_dist.callbacks.checkpoint_arguments import check_arguments, direction
+from keras_tpu_dist.callbacks.checkpoint_arguments import (
+    check_arguments,
+    check_processes,
+    direction,
+)
+from keras_tpu_dist.callbacks.monitored import is_validated, worth
 from keras_tpu_dist.callbacks.preemption import Preemption
 from keras_tpu_dist.callbacks.states import give_back, give_back_history, history_of, states_of
 from keras_tpu_dist.callbacks.stop_at_step import goes_beyond, reached_by
@@ -28,7 +33,7 @@ from keras_tpu_dist.training.input_position import (
     random_numbers,
     set_random_numbers,
 )
-from keras_tpu_dist.training.membership import guard_in_training, is_local
+from keras_tpu_dist.training.membership import guard_in_training
 
 logger = logging.getLogger("keras_tpu_dist")
 
@@ -117,6 +122,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._trainer: Any = None
         self._callbacks: list = []
         self._fellows: list[Checkpoint] = [self]
+        self._validation_freq: Any = 1
         self._to_give_back: Manifest | None = None
         self._kept_metrics: list = []
         self._place_in_input: InputPosition | None = None
@@ -152,6 +158,7 @@ class Checkpoint(keras.callbacks.Callback):
         """
         self._callbacks = [each for each in arguments["callbacks"] if each is not self]
         self._fellows = [each for each in arguments["callbacks"] if isinstance(each, Checkpoint)]
+        self._validation_freq = arguments.get("validation_freq", 1)
 
     def on_train_begin(self, logs=None):
         """Goes on from the newest checkpoint."""
@@ -170,15 +177,21 @@ class Checkpoint(keras.callbacks.Callback):
                     fix="Build the model in TPUStrategy().scope(), or save every_epochs=1.",
                 )
             )
-        _check_processes(self._trainer)
+        check_processes(self._trainer)
         best = None if self._monitor is None else (self._monitor, self._mode)
         self._store = Store(
             self.directory, keep=self._keep, best=best, asynchronous=self._asynchronous
         )
         self._step = self._epoch = self._done = self._resumed_at = self._since_saved = 0
         self._saved_at_s, self._saved_step, self._logs = time.monotonic(), None, None
-        if self._resume and self._found(self._store):
+        # Of several in one fit, the one with the newest checkpoint goes on for all.
+        leads = next((each for each in self._fellows if each._to_give_back is not None), None)
+        found = self._resume and self._found(self._store)
+        if found and (leads is None or self._store.steps[-1] > leads._step):
+            leads = self
             self._go_on(self._store)
+        for each in self._fellows if leads is not None else ():
+            each._follow(leads)
         if self._guard is not None:
             self._guard.after_launch = self._after_launch_of_all
             if self._sigterm is self._preemption:
@@ -223,6 +236,10 @@ class Checkpoint(keras.callbacks.Callback):
     def after_fit(self) -> None:
         """Waits for the last checkpoint, however the fit ended."""
         store, self._store, self._guard = self._store, None, None
+        # Where the fit failed before its first epoch, the next one is not to go on from here.
+        self._to_give_back = None
+        if self._trainer is not None:
+            _keras.begin_at_epoch(self._trainer, None)
         try:
             if store is not None:
                 _finish(store.close)
@@ -268,8 +285,8 @@ class Checkpoint(keras.callbacks.Callback):
 
     def _save(self, epoch: int, done: int) -> None:
         store = self._store
-        judged = self._monitor is not None and self._logs is not None and not done
-        if store is None or (self._saved_step == self._step and not judged):
+        value = None if done or self._logs is None else self._monitored(self._logs)
+        if store is None or (self._saved_step == self._step and value is None):
             return
         # Under a strategy variables follow each launch, and reading `model` would bring back what
         # the trainer noted before it; under stock Keras, it brings the variables up to date.
@@ -285,7 +302,7 @@ class Checkpoint(keras.callbacks.Callback):
             **{"history": history_of(model.history), "global_seed": _keras.global_seed()},
             **{"swapped": swapped(self._callbacks), "reached": reached_by(self._callbacks)},
         }
-        metrics = {str(self._monitor): self._monitored()} if judged else None
+        metrics = None if value is None else {str(self._monitor): value}
         try:
             arrays, manifest = snapshot(model, training, extra)
             store.save(self._step, arrays, manifest, metrics)
@@ -300,21 +317,9 @@ class Checkpoint(keras.callbacks.Callback):
         now = random_numbers()
         return InputPosition(now, now, 0, 0)
 
-    def _monitored(self) -> float:
-        logs = self._logs or {}
-        if self._monitor not in logs:
-            raise ValueError(
-                message(
-                    "Checkpoint(monitor=...) names an entry of an epoch's logs.",
-                    received={"monitor": self._monitor, "logs": sorted(logs)},
-                    fix="Use one of these.",
-                    name=str(self._monitor),
-                    choices=logs,
-                )
-            )
-        value = float(logs[self._monitor])
-        worst = float("inf") if self._mode == "min" else -float("inf")
-        return value if value == value else worst
+    def _monitored(self, logs: dict) -> float | None:
+        validated = is_validated(self._epoch, self._validation_freq)
+        return worth(self._monitor, self._mode, logs, may_lack=not validated)
 
     def _found(self, store: Store) -> bool:
         """Whether there are checkpoints, the same ones for all processes."""
@@ -359,6 +364,12 @@ class Checkpoint(keras.callbacks.Callback):
             *(self._step, self._epoch + 1, self._resumed_at, self.directory),
         )
 
+    def _follow(self, leads: "Checkpoint") -> None:
+        if leads is self:
+            return
+        self._to_give_back, self._kept_metrics = None, []
+        self._step, self._epoch, self._resumed_at = leads._step, leads._epoch, leads._resumed_at
+
     def begin_after(self, epoch: int, done: int) -> None:
         """Makes the fit that begins go on where training stopped.
 
@@ -390,17 +401,3 @@ def _finish(write: Callable[[], None]) -> None:
         write()
     except CheckpointError as error:
         logger.error("the last checkpoint is missing. %s", error)
-
-
-def _check_processes(model: Any) -> None:
-    if jax.process_count() > 1 and is_local(model):
-        raise NotImplementedError(
-            message(
-                "Of several processes all write a checkpoint together: Orbax does not write what "
-                "lies on the devices of one of them alone.",
-                received=f"a fit of model {model.name!r} on the devices of process "
-                f"{jax.process_index()}, one of {jax.process_count()}.",
-                fix="Make the strategy of all devices, save with keras.callbacks.ModelCheckpoint, "
-                "or train it in a program of its own, without ktd.initialize().",
-            )
-        )

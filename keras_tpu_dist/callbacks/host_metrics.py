@@ -9,6 +9,7 @@ import keras
 import numpy as np
 
 from keras_tpu_dist import _keras
+from keras_tpu_dist.callbacks.monitored import is_validated
 from keras_tpu_dist.common.errors import message
 
 # Callbacks that read all of `logs`, not one name that they monitor.
@@ -110,7 +111,7 @@ class HostMetrics(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch, logs=None):
         """Computes the metrics and adds them to the logs."""
-        if not self._due(epoch):
+        if not is_validated(epoch, self._frequency):
             return
         values = self.compute(self.model)
         if logs is None:
@@ -147,11 +148,6 @@ class HostMetrics(keras.callbacks.Callback):
                 arguments = [_of_output(each, output[0], model) for each in arguments]
             values[name] = _value(name, function, *arguments)
         return values
-
-    def _due(self, epoch: int) -> bool:
-        if isinstance(self._frequency, int):
-            return (epoch + 1) % self._frequency == 0
-        return epoch + 1 in self._frequency
 
     def _check_earlier(self, callback) -> None:
         names = self.names
