@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import jax.numpy as jnp
 import keras
 import numpy as np
 
@@ -138,7 +139,8 @@ class HostMetrics(keras.callbacks.Callback):
         """
         if self._source is None:
             raise ValueError(_no_data({}))
-        y_true, y_pred, weights = _of_all_processes(_outputs(model, *self._source))
+        rows = _of_all_processes(_outputs(model, *self._source))
+        y_true, y_pred, weights = (keras.tree.map_structure(_of_numpy, each) for each in rows)
         values = {}
         for (*output, _), name, function in zip(
             self._functions, self.names, self._functions.values()
@@ -284,7 +286,16 @@ def _arrays(structure):
 def _joined(structures: list) -> Any:
     if not structures or structures[0] is None:
         return None
-    return keras.tree.map_structure(lambda *parts: np.concatenate(parts), *structures)
+    return keras.tree.map_structure(
+        lambda *parts: None if parts[0] is None else np.concatenate(parts), *structures
+    )
+
+
+def _of_numpy(array: Any) -> Any:
+    """Floats that NumPy lacks as `float32`: it sums up bfloat16 in bfloat16, scikit-learn fails."""
+    if array is None or np.issubdtype(array.dtype, np.number):
+        return array
+    return array.astype("float32") if jnp.issubdtype(array.dtype, jnp.floating) else array
 
 
 def _of_output(structure: Any, name: str, model: Any) -> Any:
