@@ -23,7 +23,7 @@ from keras_tpu_dist.callbacks.stop_at_step import goes_beyond, reached_by
 from keras_tpu_dist.checkpoint.manifest import CheckpointError, Manifest
 from keras_tpu_dist.checkpoint.restore import load_newest
 from keras_tpu_dist.checkpoint.snapshot import EXTRA, snapshot
-from keras_tpu_dist.checkpoint.store import Store
+from keras_tpu_dist.checkpoint.store import Store, folder
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.processes.channel import agree
 from keras_tpu_dist.training.guard import StateGuard
@@ -136,7 +136,7 @@ class Checkpoint(keras.callbacks.Callback):
     @property
     def steps(self) -> list[int]:
         """The train steps of which there is a whole checkpoint, the newest last."""
-        if not os.path.isdir(self.directory):
+        if not folder(self.directory).is_dir():
             return []
         store = Store(self.directory, read_only=True, alone=True)
         try:
@@ -190,8 +190,9 @@ class Checkpoint(keras.callbacks.Callback):
         if found and (leads is None or self._store.steps[-1] > leads._step):
             leads = self
             self._go_on(self._store)
-        for each in self._fellows if leads is not None else ():
-            each._follow(leads)
+        for each in self._fellows:
+            if leads not in (None, each):
+                each._follow(leads)
         if self._guard is not None:
             self._guard.after_launch = self._after_launch_of_all
             if self._sigterm is self._preemption:
@@ -214,8 +215,7 @@ class Checkpoint(keras.callbacks.Callback):
             self._step += self._done
 
     def _count_batch(self, batch, logs=None):
-        # Stock Keras may call it from a thread, which has ended when the epoch ends.
-        # The last launch of several steps may have fewer than it is counted for.
+        # Maybe in a thread; and the last launch may have fewer steps than it is counted for.
         self._done = min(max(self._done, batch + 1), (self.params or {})["steps"] or batch + 1)
 
     def on_train_end(self, logs=None):
@@ -236,8 +236,7 @@ class Checkpoint(keras.callbacks.Callback):
     def after_fit(self) -> None:
         """Waits for the last checkpoint, however the fit ended."""
         store, self._store, self._guard = self._store, None, None
-        # Where the fit failed before its first epoch, the next one is not to go on from here.
-        self._to_give_back = None
+        self._to_give_back = None  # the fit may have failed before its first epoch
         if self._trainer is not None:
             _keras.begin_at_epoch(self._trainer, None)
         try:
@@ -365,8 +364,6 @@ class Checkpoint(keras.callbacks.Callback):
         )
 
     def _follow(self, leads: "Checkpoint") -> None:
-        if leads is self:
-            return
         self._to_give_back, self._kept_metrics = None, []
         self._step, self._epoch, self._resumed_at = leads._step, leads._epoch, leads._resumed_at
 
