@@ -1,8 +1,9 @@
 """The one place that touches private names of Keras and JAX: the seam.
 
 Keras resolves its JAX trainer at import, so `model.fit` can only be reached by replacing methods
-of that class. They are declared in one table (`seam`), and replaced when the first strategy is
-made; each looks for a strategy of ours and calls the stock method where there is none.
+of that class. They are declared in one table (`seam`), and replaced when the first is made that
+needs it, such as a strategy; each looks for a strategy of ours and calls the stock method where
+there is none.
 
 A strategy, as the seam knows it, is a `keras.distribution.Distribution` with a `runner`, which has
 

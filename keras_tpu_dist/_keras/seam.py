@@ -1,4 +1,7 @@
-"""What the package replaces in Keras: one table, put in place for the first strategy or `remat`."""
+"""What the package replaces in Keras: one table, put in place for the first that needs it.
+
+That is a strategy, `remat`, `scan_blocks`, or a callback that sees a whole `fit`.
+"""
 
 import functools
 import importlib

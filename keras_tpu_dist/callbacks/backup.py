@@ -1,7 +1,6 @@
 """`Checkpoint` by the arguments of Keras's BackupAndRestore: one run that may be interrupted."""
 
 import os
-import shutil
 
 import jax
 import keras
@@ -9,7 +8,7 @@ import keras
 from keras_tpu_dist import _keras
 from keras_tpu_dist.callbacks.checkpoint import FIX, Checkpoint
 from keras_tpu_dist.callbacks.preemption import Preemption
-from keras_tpu_dist.checkpoint.store import Store
+from keras_tpu_dist.checkpoint.store import Store, folder
 from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.processes.channel import agree
@@ -91,15 +90,15 @@ class BackupAndRestore(Checkpoint):
         super().after_fit()
         if not (self._ended and self.delete_checkpoint):
             return
-        if jax.process_index() == 0 and os.path.isdir(self.directory):
-            shutil.rmtree(self.directory)
+        if jax.process_index() == 0 and folder(self.directory).is_dir():
+            folder(self.directory).rmtree()
         # Who begins anew would find what another process is about to delete.
         agree(f"deleting the backup in {self.directory}", FIX, None)
 
     def _found(self, store: Store) -> bool:
         if super()._found(store):
             return True
-        if os.path.exists(os.path.join(self.directory, "latest.weights.h5")):
+        if (folder(self.directory) / "latest.weights.h5").exists():
             self._go_on_as_keras()
         return False
 

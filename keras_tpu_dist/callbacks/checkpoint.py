@@ -11,14 +11,19 @@ import keras
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.callbacks.averages import note_swapped, swapped
-from keras_tpu_dist.callbacks.checkpoint_arguments import check_arguments, direction
+from keras_tpu_dist.callbacks.checkpoint_arguments import (
+    check_arguments,
+    check_processes,
+    direction,
+)
+from keras_tpu_dist.callbacks.monitored import is_validated, worth
 from keras_tpu_dist.callbacks.preemption import Preemption
 from keras_tpu_dist.callbacks.states import give_back, give_back_history, history_of, states_of
 from keras_tpu_dist.callbacks.stop_at_step import goes_beyond, reached_by
 from keras_tpu_dist.checkpoint.manifest import CheckpointError, Manifest
 from keras_tpu_dist.checkpoint.restore import load_newest
 from keras_tpu_dist.checkpoint.snapshot import EXTRA, snapshot
-from keras_tpu_dist.checkpoint.store import Store
+from keras_tpu_dist.checkpoint.store import Store, folder
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.processes.channel import agree
 from keras_tpu_dist.training.guard import StateGuard
@@ -28,7 +33,7 @@ from keras_tpu_dist.training.input_position import (
     random_numbers,
     set_random_numbers,
 )
-from keras_tpu_dist.training.membership import guard_in_training, is_local
+from keras_tpu_dist.training.membership import guard_in_training
 
 logger = logging.getLogger("keras_tpu_dist")
 
@@ -101,6 +106,7 @@ class Checkpoint(keras.callbacks.Callback):
         resume: bool = True,
     ):
         super().__init__()
+        _keras.install()  # for `before_fit` and `after_fit`, also where there is no strategy
         check_arguments(every_steps, every_minutes, every_epochs, keep, mode)
         if (every_steps, every_minutes, every_epochs) == (None, None, None):
             every_epochs = 1
@@ -116,6 +122,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._trainer: Any = None
         self._callbacks: list = []
         self._fellows: list[Checkpoint] = [self]
+        self._validation_freq: Any = 1
         self._to_give_back: Manifest | None = None
         self._kept_metrics: list = []
         self._place_in_input: InputPosition | None = None
@@ -129,7 +136,7 @@ class Checkpoint(keras.callbacks.Callback):
     @property
     def steps(self) -> list[int]:
         """The train steps of which there is a whole checkpoint, the newest last."""
-        if not os.path.isdir(self.directory):
+        if not folder(self.directory).is_dir():
             return []
         store = Store(self.directory, read_only=True, alone=True)
         try:
@@ -151,10 +158,15 @@ class Checkpoint(keras.callbacks.Callback):
         """
         self._callbacks = [each for each in arguments["callbacks"] if each is not self]
         self._fellows = [each for each in arguments["callbacks"] if isinstance(each, Checkpoint)]
+        self._validation_freq = arguments.get("validation_freq", 1)
 
     def on_train_begin(self, logs=None):
         """Goes on from the newest checkpoint."""
         self._guard = guard_in_training(self._trainer)
+        # Under a strategy launches are counted, and nobody need wait for the logs of each step.
+        vars(self).pop("on_train_batch_end", None)
+        if self._guard is None:
+            vars(self)["on_train_batch_end"] = self._count_batch
         if self._guard is None and (self._every_steps or self._every_s):
             raise ValueError(
                 message(
@@ -165,15 +177,22 @@ class Checkpoint(keras.callbacks.Callback):
                     fix="Build the model in TPUStrategy().scope(), or save every_epochs=1.",
                 )
             )
-        _check_processes(self._trainer)
+        check_processes(self._trainer)
         best = None if self._monitor is None else (self._monitor, self._mode)
         self._store = Store(
             self.directory, keep=self._keep, best=best, asynchronous=self._asynchronous
         )
         self._step = self._epoch = self._done = self._resumed_at = self._since_saved = 0
         self._saved_at_s, self._saved_step, self._logs = time.monotonic(), None, None
-        if self._resume and self._found(self._store):
+        # Of several in one fit, the one with the newest checkpoint goes on for all.
+        leads = next((each for each in self._fellows if each._to_give_back is not None), None)
+        found = self._resume and self._found(self._store)
+        if found and (leads is None or self._store.steps[-1] > leads._step):
+            leads = self
             self._go_on(self._store)
+        for each in self._fellows:
+            if leads not in (None, each):
+                each._follow(leads)
         if self._guard is not None:
             self._guard.after_launch = self._after_launch_of_all
             if self._sigterm is self._preemption:
@@ -193,8 +212,11 @@ class Checkpoint(keras.callbacks.Callback):
         """Notes the logs."""
         self._logs = dict(logs or {})
         if self._guard is None:
-            model: Any = self.model
-            self._step = _keras.train_steps_counted(model.optimizer)
+            self._step += self._done
+
+    def _count_batch(self, batch, logs=None):
+        # Maybe in a thread; and the last launch may have fewer steps than it is counted for.
+        self._done = min(max(self._done, batch + 1), (self.params or {})["steps"] or batch + 1)
 
     def on_train_end(self, logs=None):
         """Saves the end."""
@@ -214,6 +236,9 @@ class Checkpoint(keras.callbacks.Callback):
     def after_fit(self) -> None:
         """Waits for the last checkpoint, however the fit ended."""
         store, self._store, self._guard = self._store, None, None
+        self._to_give_back = None  # the fit may have failed before its first epoch
+        if self._trainer is not None:
+            _keras.begin_at_epoch(self._trainer, None)
         try:
             if store is not None:
                 _finish(store.close)
@@ -259,8 +284,8 @@ class Checkpoint(keras.callbacks.Callback):
 
     def _save(self, epoch: int, done: int) -> None:
         store = self._store
-        judged = self._monitor is not None and self._logs is not None and not done
-        if store is None or (self._saved_step == self._step and not judged):
+        value = None if done or self._logs is None else self._monitored(self._logs)
+        if store is None or (self._saved_step == self._step and value is None):
             return
         # Under a strategy variables follow each launch, and reading `model` would bring back what
         # the trainer noted before it; under stock Keras, it brings the variables up to date.
@@ -276,7 +301,7 @@ class Checkpoint(keras.callbacks.Callback):
             **{"history": history_of(model.history), "global_seed": _keras.global_seed()},
             **{"swapped": swapped(self._callbacks), "reached": reached_by(self._callbacks)},
         }
-        metrics = {str(self._monitor): self._monitored()} if judged else None
+        metrics = None if value is None else {str(self._monitor): value}
         try:
             arrays, manifest = snapshot(model, training, extra)
             store.save(self._step, arrays, manifest, metrics)
@@ -291,21 +316,9 @@ class Checkpoint(keras.callbacks.Callback):
         now = random_numbers()
         return InputPosition(now, now, 0, 0)
 
-    def _monitored(self) -> float:
-        logs = self._logs or {}
-        if self._monitor not in logs:
-            raise ValueError(
-                message(
-                    "Checkpoint(monitor=...) names an entry of an epoch's logs.",
-                    received={"monitor": self._monitor, "logs": sorted(logs)},
-                    fix="Use one of these.",
-                    name=str(self._monitor),
-                    choices=logs,
-                )
-            )
-        value = float(logs[self._monitor])
-        worst = float("inf") if self._mode == "min" else -float("inf")
-        return value if value == value else worst
+    def _monitored(self, logs: dict) -> float | None:
+        validated = is_validated(self._epoch, self._validation_freq)
+        return worth(self._monitor, self._mode, logs, may_lack=not validated)
 
     def _found(self, store: Store) -> bool:
         """Whether there are checkpoints, the same ones for all processes."""
@@ -350,6 +363,10 @@ class Checkpoint(keras.callbacks.Callback):
             *(self._step, self._epoch + 1, self._resumed_at, self.directory),
         )
 
+    def _follow(self, leads: "Checkpoint") -> None:
+        self._to_give_back, self._kept_metrics = None, []
+        self._step, self._epoch, self._resumed_at = leads._step, leads._epoch, leads._resumed_at
+
     def begin_after(self, epoch: int, done: int) -> None:
         """Makes the fit that begins go on where training stopped.
 
@@ -381,17 +398,3 @@ def _finish(write: Callable[[], None]) -> None:
         write()
     except CheckpointError as error:
         logger.error("the last checkpoint is missing. %s", error)
-
-
-def _check_processes(model: Any) -> None:
-    if jax.process_count() > 1 and is_local(model):
-        raise NotImplementedError(
-            message(
-                "Of several processes all write a checkpoint together: Orbax does not write what "
-                "lies on the devices of one of them alone.",
-                received=f"a fit of model {model.name!r} on the devices of process "
-                f"{jax.process_index()}, one of {jax.process_count()}.",
-                fix="Make the strategy of all devices, save with keras.callbacks.ModelCheckpoint, "
-                "or train it in a program of its own, without ktd.initialize().",
-            )
-        )

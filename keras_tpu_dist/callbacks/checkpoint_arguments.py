@@ -1,9 +1,12 @@
-"""The arguments of `Checkpoint`."""
+"""What `Checkpoint` is given: its arguments, and the model."""
 
 from typing import Any
 
+import jax
+
 from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.training.membership import is_local
 
 
 def check_arguments(every_steps, every_minutes, every_epochs, keep, mode) -> None:
@@ -54,3 +57,25 @@ def direction(monitor: str | None, mode: str) -> str:
     if mode != "auto":
         return mode
     return "max" if any(part in str(monitor) for part in ("acc", "auc", "f1")) else "min"
+
+
+def check_processes(model: Any) -> None:
+    """Checks that all processes write a checkpoint together.
+
+    Args:
+        model: The model that is about to train.
+
+    Raises:
+        NotImplementedError: If it trains on the devices of one of several processes.
+    """
+    if jax.process_count() > 1 and is_local(model):
+        raise NotImplementedError(
+            message(
+                "Of several processes all write a checkpoint together: Orbax does not write what "
+                "lies on the devices of one of them alone.",
+                received=f"a fit of model {model.name!r} on the devices of process "
+                f"{jax.process_index()}, one of {jax.process_count()}.",
+                fix="Make the strategy of all devices, save with keras.callbacks.ModelCheckpoint, "
+                "or train it in a program of its own, without ktd.initialize().",
+            )
+        )

@@ -5,10 +5,12 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import jax.numpy as jnp
 import keras
 import numpy as np
 
 from keras_tpu_dist import _keras
+from keras_tpu_dist.callbacks.monitored import is_validated
 from keras_tpu_dist.common.errors import message
 
 # Callbacks that read all of `logs`, not one name that they monitor.
@@ -70,6 +72,7 @@ class HostMetrics(keras.callbacks.Callback):
         prefix: str = "val_",
     ):
         super().__init__()
+        _keras.install()  # for `before_fit`, also where there is no strategy
         self._functions = _checked_metrics(metrics)
         self._prefix = prefix
         self._given = None if validation_data is None else (validation_data, batch_size, steps)
@@ -109,7 +112,7 @@ class HostMetrics(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch, logs=None):
         """Computes the metrics and adds them to the logs."""
-        if not self._due(epoch):
+        if not is_validated(epoch, self._frequency):
             return
         values = self.compute(self.model)
         if logs is None:
@@ -136,7 +139,8 @@ class HostMetrics(keras.callbacks.Callback):
         """
         if self._source is None:
             raise ValueError(_no_data({}))
-        y_true, y_pred, weights = _of_all_processes(_outputs(model, *self._source))
+        rows = _of_all_processes(_outputs(model, *self._source))
+        y_true, y_pred, weights = (keras.tree.map_structure(_of_numpy, each) for each in rows)
         values = {}
         for (*output, _), name, function in zip(
             self._functions, self.names, self._functions.values()
@@ -146,11 +150,6 @@ class HostMetrics(keras.callbacks.Callback):
                 arguments = [_of_output(each, output[0], model) for each in arguments]
             values[name] = _value(name, function, *arguments)
         return values
-
-    def _due(self, epoch: int) -> bool:
-        if isinstance(self._frequency, int):
-            return (epoch + 1) % self._frequency == 0
-        return epoch + 1 in self._frequency
 
     def _check_earlier(self, callback) -> None:
         names = self.names
@@ -287,7 +286,16 @@ def _arrays(structure):
 def _joined(structures: list) -> Any:
     if not structures or structures[0] is None:
         return None
-    return keras.tree.map_structure(lambda *parts: np.concatenate(parts), *structures)
+    return keras.tree.map_structure(
+        lambda *parts: None if parts[0] is None else np.concatenate(parts), *structures
+    )
+
+
+def _of_numpy(array: Any) -> Any:
+    """Floats that NumPy lacks as `float32`: it sums up bfloat16 in bfloat16, scikit-learn fails."""
+    if array is None or np.issubdtype(array.dtype, np.number):
+        return array
+    return array.astype("float32") if jnp.issubdtype(array.dtype, jnp.floating) else array
 
 
 def _of_output(structure: Any, name: str, model: Any) -> Any:

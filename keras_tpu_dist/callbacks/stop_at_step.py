@@ -106,7 +106,7 @@ class StopAtStep(keras.callbacks.Callback):
             self._left = self._from_optimizer()
         elif self._guard is not None:
             self._left = self._guard.steps_left or self._left
-        if self._guard is not None:
+        if self._guard is not None and self._comes_first(self._guard):
             self._guard.steps_left, self._guard.more_steps = self._left, self._more_steps
 
     def on_train_batch_end(self, batch, logs=None):
@@ -128,6 +128,10 @@ class StopAtStep(keras.callbacks.Callback):
     def reached(self) -> bool:
         """Whether the optimizer has made its `n` steps in this fit."""
         return self._first is not None and self._from_optimizer() <= 0
+
+    def _comes_first(self, guard: StateGuard) -> bool:
+        """Whether no other callback of the fit stops it before."""
+        return guard.more_steps in (None, self._more_steps) or self._left < (guard.steps_left or 0)
 
     def _made(self) -> int:
         optimizer = getattr(self._trainer, "optimizer", None)

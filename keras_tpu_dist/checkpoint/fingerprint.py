@@ -9,7 +9,7 @@ import numpy as np
 
 # Odd, so that whatever single bit differs, the sum does (Knuth's multiplicative hashing).
 _FACTOR = 2654435761
-_UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
+_UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
 
 
 def fingerprints(arrays: Sequence[jax.Array]) -> list[int]:
@@ -86,7 +86,6 @@ def _bits(array: jax.Array) -> jax.Array:
         return array.astype(jnp.uint32)
     if jnp.iscomplexobj(array):
         array = jnp.stack([array.real, array.imag])
-    if array.dtype.itemsize not in _UNSIGNED:
-        array = array.astype(jnp.int32)
     kind: Any = _UNSIGNED[array.dtype.itemsize]
+    # Of 8 bytes there are two numbers for each element.
     return jax.lax.bitcast_convert_type(array, kind).astype(jnp.uint32)

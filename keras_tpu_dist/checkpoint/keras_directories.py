@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from keras_tpu_dist.checkpoint.manifest import Manifest, Saved
@@ -14,7 +15,7 @@ from keras_tpu_dist.checkpoint.names import (
     in_order_of_numbers,
     named_state,
 )
-from keras_tpu_dist.checkpoint.store import absolute, orbax, to_read, told
+from keras_tpu_dist.checkpoint.store import folder, orbax, to_read, told
 
 _ARRAYS = "pytree"
 # As Keras's `get_state_tree` names them. What is frozen now may have trained when it was saved.
@@ -32,7 +33,7 @@ def is_directory_of_keras(directory: str | os.PathLike) -> bool:
     Args:
         directory: The path.
     """
-    path = _path(directory)
+    path = folder(directory)
     if not path.is_dir():
         return False
     return (path / _ARRAYS).is_dir() or any(
@@ -51,7 +52,7 @@ class KerasDirectory:
     """
 
     def __init__(self, directory: str | os.PathLike):
-        self._path = _path(directory)
+        self._path = folder(directory)
         self.directory = os.fspath(self._path)
 
     @property
@@ -119,7 +120,7 @@ class KerasDirectory:
         """
         state = named_state(model)
         state[SLOTS] = [
-            (Entry(each.path, each.shape, each.dtype, _after(each.path, variable.path)), variable)
+            (replace(each, slot=_after(each.path, variable.path)), variable)
             for each, variable in state[SLOTS]
         ]
         return {
@@ -176,11 +177,3 @@ def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 def _path_of(saved: Saved) -> str:
     return saved.entry.path
-
-
-def _path(directory: str | os.PathLike) -> Any:
-    # Orbax brings it; it reads buckets too.
-    orbax()
-    from etils import epath
-
-    return epath.Path(absolute(os.fspath(directory)))

@@ -1,17 +1,25 @@
 """Keras's own files of weights, loaded as checkpoints are: all of it, or one clear error."""
 
+import contextlib
+import logging
 import os
+from collections.abc import Iterator
 from typing import Any
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.checkpoint.manifest import CheckpointError
 from keras_tpu_dist.checkpoint.names import said_of, same_kind
+from keras_tpu_dist.checkpoint.optimizers import build_optimizer
 from keras_tpu_dist.checkpoint.report import Restored
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.patterns import matches
 
+logger = logging.getLogger("keras_tpu_dist")
+
 SUFFIXES = (".keras", ".weights.h5", ".weights.json")
 _OPTIMIZER = "optimizer/"
+# Keras saves what an optimizer holds, and again what one within it does.
+_OPTIMIZER_VARIABLES = "optimizer/vars/"
 
 
 def is_file_of_keras(path: str | os.PathLike) -> bool:
@@ -42,11 +50,8 @@ def load_file(
         CheckpointError: If it cannot be read.
     """
     name = os.fspath(path)
-    try:
+    with _told(name):
         file = _keras.WeightsFile(name)
-    except Exception as error:
-        words = f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"{name!r} cannot be read: {words}") from error
     try:
         return _load(model, file, name, strict, exclude)
     finally:
@@ -54,11 +59,12 @@ def load_file(
 
 
 def _load(model: Any, file: Any, name: str, strict: bool, exclude: tuple[str, ...]) -> Restored:
-    saved = file.names()
+    # This opens every part of it, before anything of the model changes.
+    with _told(name):
+        saved, dtypes = file.names(), file.dtypes()
     here = _keras.names_in_files(model)
     weights = {n: v for n, v in here.items() if not n.startswith(_OPTIMIZER)}
     kept = {n for n, v in weights.items() if matches(v.path, exclude)}
-    dtypes = file.dtypes()
     fitting = [
         n
         for n in weights
@@ -90,15 +96,40 @@ def _load(model: Any, file: Any, name: str, strict: bool, exclude: tuple[str, ..
             )
         )
     whole = not (missing or reshaped or kept)
-    optimizer = {n: v for n, v in here.items() if n.startswith(_OPTIMIZER)} if whole else {}
-    fits = bool(optimizer) and all(saved.get(n) == tuple(v.shape) for n, v in optimizer.items())
-    for n in (*fitting, *(optimizer if fits else ())):
-        here[n].assign(file.read(n))
+    optimizer = _optimizer_that_fits(model, saved, name) if whole else {}
+    for n, variable in {**{n: weights[n] for n in fitting}, **optimizer}.items():
+        with _told(name):
+            value = file.read(n)
+        variable.assign(value)
     _keras.forget_state(model)
     return Restored(
         *(name, 0, tuple(weights[n].path for n in fitting)),
         kept=tuple(weights[n].path for n in (*sorted(kept), *missing, *reshaped)),
         unused=tuple(unexpected),
         renamed={},
-        optimizer=fits,
+        optimizer=bool(optimizer),
     )
+
+
+def _optimizer_that_fits(model: Any, saved: dict[str, tuple[int, ...]], name: str) -> dict:
+    """The optimizer's variables by name, where the file has as many, each of its shape."""
+    shapes = {n: shape for n, shape in saved.items() if n.startswith(_OPTIMIZER_VARIABLES)}
+    if not shapes:
+        return {}
+    build_optimizer(model)
+    here = _keras.names_in_files(model)
+    found = {n: v for n, v in here.items() if n.startswith(_OPTIMIZER_VARIABLES)}
+    if found and shapes != {n: tuple(v.shape) for n, v in found.items()}:
+        logger.warning("the optimizer's state is left as it is: that in %r does not fit", name)
+        return {}
+    return found
+
+
+@contextlib.contextmanager
+def _told(name: str) -> Iterator[None]:
+    """Makes whatever fails while a file is read one `CheckpointError`."""
+    try:
+        yield
+    except Exception as error:
+        words = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{name!r} cannot be read: {words}") from error

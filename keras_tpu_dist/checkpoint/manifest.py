@@ -107,7 +107,8 @@ def _row(saved: Saved) -> dict[str, Any]:
 
 
 def _saved(row: Mapping[str, Any]) -> Saved:
-    entry = Entry(row["path"], tuple(row["shape"]), row["dtype"], row["slot"])
+    own = row["path"], tuple(row["shape"]), row["dtype"], row["slot"]
+    entry = Entry(*own, row.get("nth", 0))
     return Saved(entry, row["key"], row["fingerprint"], tuple(row["axes"]))
 
 

@@ -3,7 +3,7 @@
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import jax.numpy as jnp
@@ -25,12 +25,15 @@ class Entry:
         shape: Its shape.
         dtype: Its dtype.
         slot: The name of the optimizer's slot, else `""`.
+        nth: How many weights of the same path the model has before it, whether they train or not;
+            of a slot, that of its weight.
     """
 
     path: str
     shape: tuple[int, ...]
     dtype: str
     slot: str = ""
+    nth: int = 0
 
 
 @dataclass(frozen=True)
@@ -68,9 +71,12 @@ def named_state(model: Any) -> dict[str, list[tuple[Entry, Any]]]:
     """
     trainable, non_trainable, optimizer, metrics = _keras.state_groups(model)
     slots = {id(slot): (name, weight) for name, slot, weight in _keras.optimizer_slots(model)}
+    # Not in the order of the state, in which frozen weights stand last.
+    in_model = told_apart(v.path for v in model.variables)
+    nth = {id(v): n for v, (_, n) in zip(model.variables, in_model)}
     state = {
-        WEIGHTS: [(entry(v), v) for v in (*trainable, *non_trainable)],
-        SLOTS: [(_slot_entry(v, *slots[id(v)]), v) for v in optimizer if id(v) in slots],
+        WEIGHTS: [(_with_nth(entry(v), v, nth), v) for v in (*trainable, *non_trainable)],
+        SLOTS: [(_slot_entry(v, *slots[id(v)], nth), v) for v in optimizer if id(v) in slots],
         OPTIMIZER: [(entry(v), v) for v in optimizer if id(v) not in slots],
         METRICS: [(entry(v), v) for v in metrics],
     }
@@ -113,7 +119,7 @@ def match(
     groups_saved = _grouped(offered)
     pairs: dict[int, int] = {}
     for name, indices in groups_here.items():
-        pairs |= _paired(indices, groups_saved.get(name, []), here, paths)
+        pairs |= _paired(indices, groups_saved.get(name, []), here, saved, paths)
     reshaped = {i: j for i, j in pairs.items() if not _fits(here[i], saved[j])}
     pairs = {i: j for i, j in pairs.items() if i not in reshaped}
     used = {*pairs.values(), *reshaped.values()}
@@ -140,18 +146,16 @@ def follow(
     Args:
         here: The entries of the slots.
         saved: Those of the saved ones.
-        weights: From a weight here to the saved one, each as `told_apart` gives it.
+        weights: From a weight here to the saved one, each by its path and its `nth`.
 
     Returns:
         From the index of a slot to that of the saved one, without those that have none.
     """
-    # Slots lie in the order of the weights that train, which come before those that do not.
-    by_name = {name: j for j, name in enumerate(told_apart((e.slot, e.path) for e in saved))}
+    by_name = {(each.slot, each.path, each.nth): j for j, each in enumerate(saved)}
     pairs = {}
-    for i, ((slot, path), nth) in enumerate(told_apart((e.slot, e.path) for e in here)):
-        source, nth_there = weights.get((path, nth), ("", 0))
-        j = by_name.get(((slot, source), nth_there))
-        if j is not None and saved[j].shape == here[i].shape:
+    for i, each in enumerate(here):
+        j = by_name.get((each.slot, *weights.get((each.path, each.nth), ("", 0))))
+        if j is not None and saved[j].shape == each.shape:
             pairs[i] = j
     return pairs
 
@@ -222,8 +226,12 @@ def said_of(missing: Sequence[str], unexpected: Sequence[str]) -> list[str]:
     ]
 
 
-def _slot_entry(variable: Any, name: str, weight: Any) -> Entry:
-    return Entry(weight.path, tuple(variable.shape), str(variable.dtype), name)
+def _with_nth(entry: Entry, weight: Any, nth: Mapping[int, int]) -> Entry:
+    return replace(entry, nth=nth.get(id(weight), 0))
+
+
+def _slot_entry(variable: Any, name: str, weight: Any, nth: Mapping[int, int]) -> Entry:
+    return _with_nth(replace(entry(variable), path=weight.path, slot=name), weight, nth)
 
 
 def same_kind(one: Any, other: Any) -> bool:
@@ -263,8 +271,14 @@ def _grouped(paths: Mapping[int, str]) -> dict[str, list[int]]:
 
 
 def _paired(
-    indices: list[int], candidates: list[int], here: Sequence[Entry], paths: Sequence[str]
+    indices: list[int],
+    candidates: list[int],
+    here: Sequence[Entry],
+    saved: Sequence[Entry],
+    paths: Sequence[str],
 ) -> dict[int, int]:
+    indices = sorted(indices, key=lambda i: here[i].nth)
+    candidates = sorted(candidates, key=lambda j: saved[j].nth)
     mine, theirs = [here[i].path for i in indices], [paths[j] for j in candidates]
     if Counter(mine) == Counter(theirs) or len(mine) != len(theirs):
         # The same names: by name, one of several of one name by order. Or more here than there.
@@ -272,7 +286,6 @@ def _paired(
         for j in candidates:
             left[paths[j]].append(j)
         return {i: left[here[i].path].pop(0) for i in indices if left[here[i].path]}
-    # Not in the order of the state, in which frozen weights stand last.
     return dict(
         zip(
             in_order_of_numbers(indices, lambda i: here[i].path),

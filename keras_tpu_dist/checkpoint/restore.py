@@ -22,8 +22,8 @@ from keras_tpu_dist.checkpoint.names import (
     follow,
     match,
     said_of,
-    told_apart,
 )
+from keras_tpu_dist.checkpoint.optimizers import build_optimizer
 from keras_tpu_dist.checkpoint.report import Restored
 from keras_tpu_dist.checkpoint.store import Store
 from keras_tpu_dist.common.errors import message
@@ -165,7 +165,8 @@ def load(
     pairs = _pairs(state, manifest, WEIGHTS, weights.pairs)
     others = []
     if weights.complete and not weights.kept:
-        _build_optimizer(model, manifest)
+        if manifest.arrays.get(OPTIMIZER):
+            build_optimizer(model)
         others = _others(store.state_of(model), manifest, weights)
     chosen = [*pairs, *others]
     _assign(store, step, chosen)
@@ -237,9 +238,9 @@ def _return_freed_memory() -> None:
 
 def _others(state: dict, manifest: Manifest, weights: Matching) -> list[tuple[Saved, Any]]:
     """Slots, the optimizer's other variables, and metrics, where all of a kind fit."""
-    names = told_apart(entry.path for entry, _ in state[WEIGHTS])
-    saved_names = told_apart(entry.path for entry in manifest.entries(WEIGHTS))
-    sources = {names[i]: saved_names[j] for i, j in weights.pairs.items()}
+    saved = manifest.entries(WEIGHTS)
+    names = [(entry.path, entry.nth) for entry, _ in state[WEIGHTS]]
+    sources = {names[i]: (saved[j].path, saved[j].nth) for i, j in weights.pairs.items()}
     here = {kind: [entry for entry, _ in state[kind]] for kind in (SLOTS, OPTIMIZER, METRICS)}
     slots = follow(here[SLOTS], manifest.entries(SLOTS), sources)
     rest = match(here[OPTIMIZER], manifest.entries(OPTIMIZER))
@@ -297,16 +298,6 @@ def _check_built(model: Any) -> None:
                 fix="Give it a keras.Input, or call model.build(input_shape).",
             )
         )
-
-
-def _build_optimizer(model: Any, manifest: Manifest) -> None:
-    optimizer = getattr(model, "optimizer", None)
-    if optimizer is None or optimizer.built or not manifest.arrays.get(OPTIMIZER):
-        return
-    member = membership.of_model(model)
-    scope = contextlib.nullcontext() if member is None else member.strategy.scope()
-    with scope:
-        optimizer.build(model.trainable_variables)
 
 
 @contextlib.contextmanager

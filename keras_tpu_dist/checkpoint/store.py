@@ -258,6 +258,18 @@ def absolute(directory: str) -> str:
     return os.path.abspath(directory) if _is_local(directory) else directory
 
 
+def folder(directory: str | os.PathLike) -> Any:
+    """A directory as a path that can be looked into, also in a bucket.
+
+    Args:
+        directory: The directory.
+    """
+    orbax()  # which brings epath
+    from etils import epath
+
+    return epath.Path(absolute(os.fspath(directory)))
+
+
 def orbax() -> Any:
     """Orbax, which is imported when checkpoints are used."""
     try:

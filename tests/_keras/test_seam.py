@@ -278,3 +278,25 @@ def test_metric_results_are_worked_out_on_one_device():
     asked = model.metrics[1].metrics[0].asked
     assert float(asked.value) == before + 1
     assert len(asked.value.sharding.device_set) == 8
+
+
+CALLBACKS = """
+import sys
+import keras_tpu_dist as ktd, keras, numpy as np
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4)])
+model.compile("sgd", "mse")
+x = np.ones((45, 4), "float32")
+mean = ktd.callbacks.HostMetrics({"mean": lambda y_true, y_pred: y_true.mean()})
+saved = ktd.callbacks.Checkpoint(sys.argv[1])
+of_fit = {"validation_data": (x, x), "callbacks": [mean, saved]}
+history = model.fit(x, x, batch_size=8, epochs=3, verbose=0, **of_fit)
+assert history.history["val_mean"] == [1.0, 1.0, 1.0]
+assert saved.steps == [6, 12, 18], saved.steps
+"""
+
+
+@pytest.mark.slow
+def test_callbacks_see_the_fit_where_there_never_was_a_strategy(tmp_path):
+    command = [sys.executable, "-c", CALLBACKS, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]

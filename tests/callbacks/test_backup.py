@@ -12,6 +12,7 @@ from helpers import assert_close, built, data
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.callbacks import BackupAndRestore, Checkpoint
+from keras_tpu_dist.checkpoint import store
 from keras_tpu_dist.checkpoint.store import Store
 
 # 19 batches an epoch, the last one ragged: with N=4 launches of 4, 4, 4, 4, and 3 single steps.
@@ -309,3 +310,20 @@ def test_a_backup_of_version_0_1(tmp_path):
 def test_bad_arguments(arguments, words):
     with pytest.raises(ValueError, match=words):
         BackupAndRestore(*arguments)
+
+
+def test_a_backup_in_a_bucket_is_seen_and_deleted(tmp_path, monkeypatch):
+    assert str(store.folder("gs://bucket/backup")) == "gs://bucket/backup"
+    bucket = store.folder(tmp_path / "bucket")
+    for module in ("checkpoint", "backup"):
+        monkeypatch.setattr(f"keras_tpu_dist.callbacks.{module}.folder", lambda path: bucket)
+    monkeypatch.setattr(
+        "keras_tpu_dist.callbacks.checkpoint.Store", lambda *args, **options: Store(bucket)
+    )
+    backup = BackupAndRestore("gs://bucket/backup")
+    assert backup.steps == []
+    (bucket / "7").mkdir(parents=True)
+    assert backup.steps == [7]
+    backup._ended = True
+    backup.after_fit()
+    assert not bucket.exists()

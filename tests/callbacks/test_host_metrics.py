@@ -222,3 +222,30 @@ def test_what_is_refused(model):
         HostMetrics({"f1": lambda t, p: np.ones(3)}, (VX, VY)).compute(model)
     with pytest.raises(ValueError, match="name of its own"):
         _fit(model, HostMetrics({"loss": _f1}, prefix=""), validation_data=(VX, VY))
+
+
+def test_functions_get_floats_that_numpy_has():
+    with ktd.TPUStrategy().scope():
+        model = keras.Sequential(
+            [keras.Input((4,)), keras.layers.Dense(1, dtype="bfloat16", kernel_initializer="zeros")]
+        )
+        model.compile("sgd", "mse")
+    x, y = np.ones((999, 4), "float32"), np.ones((999, 1), "float32")
+    ones = HostMetrics({"ones": lambda y_true, y_pred: (y_pred * 0 + 1).mean()}, (x, y))
+    error = HostMetrics({"mae": mean_absolute_error}, (x, y))  # in bfloat16 it fails
+    assert ones.compute(model) == {"val_ones": 1.0}  # summed up in bfloat16 it is 0.256
+    assert error.compute(model) == {"val_mae": 1.0}
+
+
+def test_sample_weights_of_some_outputs():
+    with ktd.TPUStrategy().scope():
+        inputs = keras.Input((4,))
+        model = keras.Model(inputs, {n: keras.layers.Dense(1, name=n)(inputs) for n in "ab"})
+    x, y = np.ones((9, 4), "float32"), {n: np.ones((9, 1), "float32") for n in "ab"}
+    with_weights = {"a": {"n": lambda y_true, y_pred, sample_weight: sample_weight.sum()}}
+    without = {"b": {"n": lambda y_true, y_pred: len(y_pred)}}
+    for steps in (None, 3):
+        batches = {"batch_size": 3, "steps": steps}
+        data = x, y, {"a": np.full(9, 2.0), "b": None}
+        metrics = HostMetrics({**with_weights, **without}, data, **batches)
+        assert metrics.compute(model) == {"val_a_n": 18.0, "val_b_n": 9.0}

@@ -251,3 +251,10 @@ def test_bad_numbers(n):
 def test_stock_keras_cannot_shorten_a_launch():
     with pytest.raises(ValueError, match=r"steps_per_execution=8.*TPUStrategy"):
         _fit(built(_build(8), None), StopAtStep(3))
+
+
+@pytest.mark.parametrize("numbers", [(5, 11), (11, 5)])
+def test_of_two_the_smaller_number_counts(numbers):
+    model = built(_build(4), ktd.TPUStrategy())
+    model.fit(X, Y, batch_size=4, verbose=0, callbacks=[StopAtStep(n) for n in numbers])
+    assert int(model.optimizer.iterations) == 5

@@ -3,6 +3,7 @@
 import importlib
 import os
 import pathlib
+import shutil
 import signal
 import sys
 
@@ -367,6 +368,57 @@ def test_two_in_one_fit_both_save(swapped, tmp_path, terminated):
     assert ends.steps == [3, 6, 12, 18]
 
 
+@pytest.mark.parametrize(
+    ("swapped", "without"),
+    [(False, None), pytest.param(True, None, marks=slow), pytest.param(True, "ends", marks=slow)],
+)
+def test_of_two_in_one_fit_the_one_that_is_ahead_goes_on(swapped, without, tmp_path):
+    def two():
+        often = ktd.callbacks.Checkpoint(tmp_path / "often", every_steps=4, keep=None)
+        ends = ktd.callbacks.Checkpoint(tmp_path / "ends", every_epochs=1, keep=None)
+        return [ends, often] if swapped else [often, ends]
+
+    whole = made(ktd.TPUStrategy())
+    history = fit(whole, "arrays")
+    with pytest.raises(Stop):
+        fit(made(ktd.TPUStrategy()), "arrays", *two(), StopAfter(10))
+    if without:
+        shutil.rmtree(tmp_path / without)
+    again, both = made(ktd.TPUStrategy()), two()
+    went_on = fit(again, "arrays", *both)
+    assert (went_on.epoch, sorted(went_on.history)) == (history.epoch, sorted(history.history))
+    for name, values in history.history.items():
+        assert_close(went_on.history[name], values)
+    assert_close(again.get_weights(), whole.get_weights())
+    steps = {each.directory[-4:]: each.steps for each in both}
+    assert steps == {"ften": [4, 8, 12, 16, 18], "ends": [6, 12, 18][1 if without else 0 :]}
+
+
+class Refuses(keras.callbacks.Callback):
+    def on_train_begin(self, logs=None):
+        raise Stop
+
+
+def test_a_fit_that_fails_before_its_first_epoch_leaves_the_next_alone(tmp_path):
+    model = made(ktd.TPUStrategy())
+    saved = ktd.callbacks.Checkpoint(tmp_path)
+    fit(model, "arrays", saved)
+    with pytest.raises(Stop):
+        fit(model, "arrays", saved, Refuses())
+    assert fit(model, "arrays").epoch == [0, 1, 2]
+
+
+def test_epochs_that_are_not_validated_have_nothing_to_be_judged_by(tmp_path):
+    model = made(ktd.TPUStrategy())
+    saved = ktd.callbacks.Checkpoint(tmp_path / "a", monitor="val_loss", keep=None)
+    arrays = {"x": X, "y": Y, "batch_size": BATCH, "verbose": 0, "validation_data": (X, Y)}
+    model.fit(**arrays, epochs=3, validation_freq=2, callbacks=[saved])
+    assert saved.steps == [6, 12, 18]
+    saved = ktd.callbacks.Checkpoint(tmp_path / "b", monitor="val_los")
+    with pytest.raises(ValueError, match=r"names an entry.*Did you mean 'val_loss'"):
+        model.fit(**arrays, epochs=2, validation_freq=2, callbacks=[saved])
+
+
 def test_a_second_sigterm_does_not_undo_the_first(tmp_path, terminated):
     saved = ktd.callbacks.Checkpoint(tmp_path, every_epochs=9, keep=None)
     twice = [Terminate("on_train_batch_begin", 2) for _ in range(2)]
@@ -392,6 +444,39 @@ def test_stock_keras_saves_epochs(tmp_path):
     assert_close(again.get_weights(), whole.get_weights())
     with pytest.raises(ValueError, match=r"need the loop of a TPUStrategy.*every_steps=2"):
         fit(stock(), "arrays", ktd.callbacks.Checkpoint(tmp_path, every_steps=2))
+
+
+class Shrinks(keras.Model):
+    """A custom train step that never applies `model.optimizer`."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(4)
+
+    def build(self, shape):
+        self.dense.build(shape)
+        self.built = True
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, state, data):
+        weights, *rest = state
+        return {"loss": weights[0].sum()}, ([0.9 * each for each in weights], *rest)
+
+
+@pytest.mark.parametrize(("steps", "expected"), [(1, [6, 12, 18]), (4, [6, 12, 18])])
+def test_stock_keras_and_a_train_step_without_the_optimizer(steps, expected, tmp_path):
+    model = Shrinks()
+    model.build((None, 12))
+    model.compile("sgd", "mse", steps_per_execution=steps)
+    saved = ktd.callbacks.Checkpoint(tmp_path)
+    fit(model, "arrays", saved)
+    assert saved.steps == expected
+    again = Shrinks()
+    again.build((None, 12))
+    ktd.restore(again, tmp_path)
+    assert_close(again.get_weights(), model.get_weights())
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ DTYPES = ["float32", "bfloat16", "float16", "int32", "uint8", "int8", "bool", "c
 
 def expected(array):
     raw = np.stack([array.real, array.imag]) if np.iscomplexobj(array) else array
-    bits = np.ascontiguousarray(raw).view(f"u{raw.dtype.itemsize}").ravel().astype(np.uint64)
+    unsigned = f"u{min(raw.dtype.itemsize, 4)}"
+    bits = np.ascontiguousarray(raw).view(unsigned).ravel().astype(np.uint64)
     weights = np.arange(bits.size, dtype=np.uint64) * np.uint64(2 * 2654435761) + np.uint64(1)
     return int(np.sum(bits * (weights % 2**32) % 2**32) % 2**32)
 
@@ -31,6 +32,17 @@ def test_it_is_the_same_on_every_mesh(dtype):
     placed = [jax.device_put(array, NamedSharding(mesh, PartitionSpec(*spec))) for spec in specs]
     assert set(fingerprints(placed)) == {expected(array)}
     assert fingerprints_of([array, placed[1], array]) == [expected(array)] * 3
+
+
+@pytest.mark.parametrize("dtype", ["float64", "int64", "complex128"])
+def test_all_bits_of_eight_bytes_count(dtype):
+    with jax.enable_x64(True):
+        array = (np.random.default_rng(0).normal(size=(8, 4)) * 2**40).astype(dtype)
+        mesh = ktd.TPUStrategy(MESH).mesh
+        split = jax.device_put(array, NamedSharding(mesh, PartitionSpec("data", "model")))
+        fractions = np.array([0.25, 0.5]).astype(dtype)
+        arrays = [array, split, fractions]
+        assert fingerprints_of(arrays) == [expected(array)] * 2 + [expected(fractions)]
 
 
 def test_empty_ones_have_numbers_too():

@@ -89,7 +89,7 @@ def test_frozen_weights_which_stand_last_are_matched_by_their_numbers():
 
 def test_slots_of_weights_that_share_a_path_go_to_each_of_them():
     def slots(path):
-        return [Entry(path, (2,), "float32", slot) for slot in ("m", "m", "v", "v")]
+        return [Entry(path, (2,), "float32", slot, n) for slot in "mv" for n in range(2)]
 
     weights = {("proj_1/w", n): ("proj/w", n) for n in range(2)}
     assert follow(slots("proj_1/w"), slots("proj/w"), weights) == {0: 0, 1: 1, 2: 2, 3: 3}

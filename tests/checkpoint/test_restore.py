@@ -115,6 +115,45 @@ def test_weights_that_share_a_path_get_each_their_own_slots(tmp_path):
     assert_close(numbers(again), numbers(one))
 
 
+def two_of_one_name(frozen=None):
+    """Two models with a layer of one name, whose weights have the same paths, in a third."""
+
+    def part(name):
+        inputs = keras.Input((16,))
+        return keras.Model(inputs, keras.layers.Dense(16, name="out")(inputs), name=name)
+
+    inputs = keras.Input((16,))
+    encoder, decoder = part("encoder"), part("decoder")
+    model = keras.Model(inputs, decoder(encoder(inputs)))
+    for each in (encoder, decoder):
+        each.trainable = each.name != frozen
+    return model
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (None, "encoder"),
+        ("encoder", "encoder"),
+        pytest.param("encoder", None, marks=pytest.mark.slow),
+        pytest.param("encoder", "decoder", marks=pytest.mark.slow),
+        pytest.param("decoder", None, marks=pytest.mark.slow),
+    ],
+)
+def test_weights_that_share_a_path_are_told_apart_whichever_train(source, target, tmp_path):
+    one, again = (
+        made("data", lambda which=which: two_of_one_name(which)) for which in (source, target)
+    )
+    one.fit(X, X, epochs=1, verbose=0, callbacks=[ktd.callbacks.Checkpoint(tmp_path)])
+    report = ktd.restore(again, tmp_path)
+    assert_close(again.get_weights(), one.get_weights())
+    assert report.optimizer == (target == source or source is None)
+    weights = {id(weight): i for model in (one, again) for i, weight in enumerate(model.weights)}
+    slots = {(n, weights[id(w)]): slot for n, slot, w in _keras.optimizer_slots(one)}
+    for name, slot, weight in _keras.optimizer_slots(again) if report.optimizer else ():
+        assert_close(slot.numpy(), slots[name, weights[id(weight)]].numpy())
+
+
 def test_a_checkpoint_of_another_model_is_one_error(tmp_path):
     trained("data", tmp_path)
     wider = made("data", lambda: mlp(classes=9))
@@ -166,8 +205,7 @@ def test_files_of_keras_load_the_same_way(file, tmp_path):
         assert len(list(tmp_path.glob("*.h5"))) > 1
     else:
         (one.save if file.endswith("keras") else one.save_weights)(path)
-    other = made("fsdp")
-    other.optimizer.build(other.trainable_variables)
+    other = made("fsdp")  # its optimizer has no slots yet
     report = ktd.restore(other, path)
     assert report.optimizer
     assert_close(other.get_weights(), one.get_weights())
@@ -183,6 +221,33 @@ def test_files_of_keras_load_the_same_way(file, tmp_path):
     assert_close(wider.get_weights()[:-2], one.get_weights()[:-2])
     assert_close(wider.get_weights()[-2:], before[-2:])
     assert [path.rpartition("/")[0][-4:] for path in report.kept] == ["head", "head"]
+
+
+def test_the_optimizer_in_a_file_of_keras_fits_as_a_whole_or_is_left(tmp_path, caplog):
+    one = made("stock")
+    one.fit(X, Y, batch_size=8, verbose=0)
+    one.save_weights(tmp_path / "a.weights.h5")
+    other = made("stock", optimizer=keras.optimizers.SGD(0.5))
+    # Step and learning rate stand first in both, and in Adam's slots follow.
+    assert not ktd.restore(other, tmp_path / "a.weights.h5").optimizer
+    assert (int(other.optimizer.iterations), float(other.optimizer.learning_rate)) == (0, 0.5)
+    assert "optimizer's state is left as it is" in caplog.text
+
+
+def test_a_file_of_keras_in_parts_of_which_one_is_missing(tmp_path):
+    one = made("stock")
+    one.save_weights(tmp_path / "a.weights.json", max_shard_size=0.000002)
+    last = max(tmp_path.glob("*.h5"))
+    whole = last.read_bytes()
+    other = made("stock")
+    before = other.get_weights()
+    for damage in (last.unlink, lambda: last.write_bytes(whole[:1500])):
+        damage()
+        with pytest.raises(
+            ktd.CheckpointError, match=r"a\.weights\.json' cannot be read: \w+Error"
+        ):
+            ktd.restore(other, tmp_path / "a.weights.json")
+        assert_close(other.get_weights(), before)
 
 
 def test_a_file_that_is_no_file_of_keras(tmp_path):

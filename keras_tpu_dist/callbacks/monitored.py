@@ -1,0 +1,57 @@
+"""What the logs of an epoch say of a checkpoint, and which epochs are validated."""
+
+from collections.abc import Container, Mapping
+from typing import Any
+
+from keras_tpu_dist.common.errors import message
+
+
+def is_validated(epoch: int, frequency: int | Container[int]) -> bool:
+    """Whether `fit` validates at the end of an epoch.
+
+    Args:
+        epoch: The epoch, from 0.
+        frequency: Its `validation_freq`.
+
+    Example:
+
+    >>> [is_validated(epoch, 2) for epoch in range(4)], is_validated(0, [1, 5])
+    ([False, True, False, True], True)
+    """
+    if isinstance(frequency, int):
+        return (epoch + 1) % frequency == 0
+    return epoch + 1 in frequency
+
+
+def worth(
+    monitor: str | None, mode: str, logs: Mapping[str, Any], may_lack: bool = False
+) -> float | None:
+    """What an epoch is worth by its logs; NaN is worth as little as can be.
+
+    Args:
+        monitor: A name in the logs, or `None`.
+        mode: `"min"` or `"max"`.
+        logs: The logs of the epoch.
+        may_lack: Whether the name may be missing, as in an epoch that was not validated.
+
+    Returns:
+        The value, or `None` where nothing is monitored or the name may be missing and is.
+
+    Raises:
+        ValueError: If the name is missing and may not be.
+    """
+    if monitor is None or (may_lack and monitor not in logs):
+        return None
+    if monitor not in logs:
+        raise ValueError(
+            message(
+                "Checkpoint(monitor=...) names an entry of an epoch's logs.",
+                received={"monitor": monitor, "logs": sorted(logs)},
+                fix="Use one of these.",
+                name=str(monitor),
+                choices=logs,
+            )
+        )
+    value = float(logs[monitor])
+    worst = float("inf") if mode == "min" else -float("inf")
+    return value if value == value else worst
