@@ -193,6 +193,7 @@ def described(
         batch = described_batch(model, strategy.placer, *targets, batch_size, mode, notes)
         symbolic = jax.tree.map(lambda leaf: keras.KerasTensor(leaf.shape, leaf.dtype), batch)
         if isinstance(build, keras.Model):
+            stack.enter_context(_keras.compiled_anew(model))
             _build_metrics(build, symbolic, mode)
             stack.enter_context(_borrowed(build, strategy))
         _keras.symbolic_build(model, symbolic, mode)

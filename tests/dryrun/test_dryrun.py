@@ -259,6 +259,43 @@ def test_a_users_own_model_is_left_as_it_was():
     model.fit(x, y, verbose=0)
 
 
+def test_a_dry_run_does_not_choose_a_users_metrics():
+    def classifier():
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+        model.compile("sgd", lambda y, p: cross_entropy(y, p, from_logits=True), metrics=["accuracy"])
+        return model
+
+    cross_entropy = keras.losses.sparse_categorical_crossentropy
+    x = np.random.default_rng(0).normal(size=(8, 8)).astype("float32")
+    y = np.arange(8, dtype="int32") % 4
+    expected = classifier().fit(x, y, verbose=0).history
+    model = classifier()
+    # the loss does not say that its targets are numbers of classes
+    with pytest.raises(ValueError, match="same shape"):
+        lower(model, _slice(None), batch_size=8)
+    assert model.fit(x, y, verbose=0).history == expected
+
+
+def test_random_numbers_without_a_seed_go_on_after_a_slice():
+    def build():
+        keras.random.normal((2,))
+        return mlp()
+
+    keras.utils.set_random_seed(0)
+    keras.random.normal((2,))
+    expected = np.asarray(keras.random.normal((2,)))
+    for build_first in (True, False):
+        keras.utils.clear_session()
+        keras.utils.set_random_seed(0)
+        if build_first:
+            lower(build, _slice(), batch_size=8)
+        keras.random.normal((2,))
+        with _slice().scope():
+            build()
+        np.testing.assert_array_equal(np.asarray(keras.random.normal((2,))), expected)
+
+
 def test_a_model_built_in_the_scope_of_a_slice():
     strategy = _slice()
     with strategy.scope():
