@@ -150,7 +150,19 @@ def symbolic_build(model: keras.Model, batch: tuple, mode: str) -> None:
     if mode != "predict":
         model._symbolic_build(data_batch=batch)
     elif not is_built(model):
-        keras.src.backend.compute_output_spec(model, batch[0])
+        output_spec(model, batch[0])
+
+
+def output_spec(model: keras.Model, x: object) -> Any:
+    """The outputs of a model as `keras.KerasTensor`; layers without weights get them.
+
+    Args:
+        model: The model.
+        x: Its input, of `keras.KerasTensor`.
+
+    Public replacement: calling the model, which leaves a node in its graph.
+    """
+    return keras.src.backend.compute_output_spec(model, x, training=False)
 
 
 def layer_names(model: keras.Model) -> set[str]:

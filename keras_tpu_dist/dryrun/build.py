@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.plain import plain_operations
-from keras_tpu_dist.dryrun.inputs import check_batch_size, count_tokens, described_batch
+from keras_tpu_dist.dryrun.inputs import check_batch_size, count_tokens, described_batch, symbolic
 from keras_tpu_dist.dryrun.products import operations, products_of
 from keras_tpu_dist.dryrun.state_bytes import StateBytes, bytes_per_device, state_bytes
 from keras_tpu_dist.hardware.topology import Topology, of_devices
@@ -124,7 +124,8 @@ def lower(
         prepared = described(build, strategy, given, batch_size, mode, notes)
         model, batch = stack.enter_context(prepared)
         findings = strategy.lint(model, batch_size=batch_size).findings
-        placed = placer.describe(batch)
+        # as fit gives it to a step: a user's own may unpack `x, y`
+        placed = placer.describe(keras.utils.pack_x_y_sample_weight(*batch))
         state = _state(model, kind)
         donate = _donates(strategy, kind, state)
         exported = _export(jitted_step(model, kind, placer, donate), state, placed, platform)
@@ -134,6 +135,9 @@ def lower(
         steps = MOST_STEPS if steps == "auto" else steps
         # a launch of N steps has N batches on the devices, and the next N are made ready meanwhile
         ready = strategy.runner.prefetch if steps == 1 else 2 * steps - 1
+        has_call = type(model).call is not keras.Model.call
+        if not has_call:
+            notes.append("the model has no call(): what its formula asks for is not known")
         return Lowered(
             program=pickle.dumps(_keras.without_vjp(exported)),
             donate=donate,
@@ -155,7 +159,7 @@ def lower(
             seconds=time.perf_counter() - started,
             findings=findings,
             notes=tuple(notes),
-            model_flops=_model_flops(model, batch, mode),
+            model_flops=_model_flops(model, batch, mode) if has_call else 0.0,
             compiler_options=_compiler_options(strategy, platform),
         )
 
@@ -191,12 +195,12 @@ def described(
         model = stack.enter_context(_model(build, strategy, mode))
         targets = (given.get("x"), given.get("y"), given.get("sample_weight"))
         batch = described_batch(model, strategy.placer, *targets, batch_size, mode, notes)
-        symbolic = jax.tree.map(lambda leaf: keras.KerasTensor(leaf.shape, leaf.dtype), batch)
+        tensors = symbolic(batch)
         if isinstance(build, keras.Model):
             stack.enter_context(_keras.compiled_anew(model))
-            _build_metrics(build, symbolic, mode)
+            _build_metrics(build, tensors, mode)
             stack.enter_context(_borrowed(build, strategy))
-        _keras.symbolic_build(model, symbolic, mode)
+        _keras.symbolic_build(model, tensors, mode)
         stack.enter_context(_laid_out(model, strategy))
         yield model, batch
 
@@ -258,14 +262,14 @@ def _model(build: Build, strategy: Strategy, mode: str) -> Iterator[keras.Model]
         yield model
 
 
-def _build_metrics(model: keras.Model, symbolic: tuple, mode: str) -> None:
+def _build_metrics(model: keras.Model, tensors: tuple, mode: str) -> None:
     """Builds the metrics of a user's own model for real, as its first `fit` would have."""
     if mode == "predict":
-        _keras.symbolic_build(model, symbolic, mode)
+        _keras.symbolic_build(model, tensors, mode)
         return
     optimizer, model.optimizer = model.optimizer, None
     try:
-        _keras.symbolic_build(model, symbolic, mode)
+        _keras.symbolic_build(model, tensors, mode)
     finally:
         model.optimizer = optimizer
 

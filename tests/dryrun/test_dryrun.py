@@ -242,6 +242,84 @@ def test_targets_are_assumed_from_each_outputs_loss(kind):
     assert f"{first}, float32(8, 2) is assumed" in lowered.notes[0]
 
 
+def _of_two(names, open_size=False):
+    x = keras.Input((None, 8) if open_size else (8,))
+    classes, regression = (keras.layers.Dense(n, name=f"head_{n}")(x) for n in (4, 2))
+    return keras.Model(x, dict(zip(names, (classes, regression))))
+
+
+class Encoder(keras.Model):
+    """Declares no inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.of_two = _of_two(("z", "a"))
+
+    def call(self, x):
+        return self.of_two(x)["z"]
+
+
+@pytest.mark.parametrize(
+    ("make", "loss", "shape", "expected"),
+    [
+        (
+            lambda: _of_two(("z", "a")),
+            {"z": "sparse_categorical_crossentropy", "a": "mse"},
+            None,
+            "float32(8, 2), int32(8,)",
+        ),
+        (lambda: _of_two(("z", "a")), {"z": "mse"}, None, "float32(8, 2), float32(8, 4)"),
+        (lambda: _of_two(("z", "a"), True), "mse", (1, 3, 8), "float32(8, 3, 2), float32(8, 3, 4)"),
+        (Encoder, "sparse_categorical_crossentropy", (1, 8), "int32(8,)"),
+        (Encoder, "mse", (1, 8), "float32(8, 4)"),
+    ],
+)
+def test_targets_of_named_open_and_undeclared_outputs(make, loss, shape, expected):
+    def build():
+        model = make()
+        model.compile("sgd", loss)
+        return model
+
+    x = None if shape is None else np.zeros(shape, "float32")
+    lowered = lower(build, _slice(None), x=x, batch_size=8)
+    assert f"{expected} is assumed" in lowered.notes[0]
+
+
+class OwnStep(keras.Model):
+    """As in Keras's guide to training steps in JAX; its network is a part of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.network = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+        self.built = True
+
+    def train_step(self, state, data):
+        x, y = data
+        trainable, non_trainable, slots, metrics = state
+
+        def loss(trainable):
+            outputs, _ = self.network.stateless_call(trainable, [], x, training=True)
+            return keras.ops.mean((outputs - y) ** 2)
+
+        value, gradients = jax.value_and_grad(loss)(trainable)
+        trainable, slots = self.optimizer.stateless_apply(slots, gradients, trainable)
+        return {"loss": value}, (trainable, non_trainable, slots, metrics)
+
+
+def test_a_step_of_ones_own_gets_what_fit_gives_it():
+    def build():
+        model = OwnStep()
+        model.compile("adam")
+        return model
+
+    x, y = np.ones((8, 8), "float32"), np.ones((8, 4), "float32")
+    build().fit(x, y, verbose=0)
+    lowered = lower(build, _slice(None), x=x, y=y, batch_size=8)
+    assert lowered.state.weights == 4 * (8 * 4 + 4)
+    assert lowered.model_flops == 0
+    assert "the model has no call()" in lowered.notes[0]
+
+
 def test_a_users_own_model_is_left_as_it_was():
     model = mlp()
     layouts = [_keras.variable_layout(v) for v in model.variables]
@@ -263,7 +341,9 @@ def test_a_dry_run_does_not_choose_a_users_metrics():
     def classifier():
         keras.utils.set_random_seed(0)
         model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
-        model.compile("sgd", lambda y, p: cross_entropy(y, p, from_logits=True), metrics=["accuracy"])
+        model.compile(
+            "sgd", lambda y, p: cross_entropy(y, p, from_logits=True), metrics=["accuracy"]
+        )
         return model
 
     cross_entropy = keras.losses.sparse_categorical_crossentropy
