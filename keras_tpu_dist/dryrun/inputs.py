@@ -131,7 +131,8 @@ def _target(output: Any, loss: Any) -> Any:
 
 
 def _described(leaf: Any, axis: int | None, batch_size: int) -> jax.ShapeDtypeStruct:
-    leaf = leaf if hasattr(leaf, "shape") else np.asarray(leaf)
+    leaf = leaf if hasattr(leaf, "shape") and hasattr(leaf, "dtype") else np.asarray(leaf)
+    dtype = _dtype(leaf)
     shape = list(leaf.shape)
     if axis is not None and axis < len(shape):
         shape[axis] = batch_size
@@ -143,10 +144,26 @@ def _described(leaf: Any, axis: int | None, batch_size: int) -> jax.ShapeDtypeSt
                 fix='Give x with its sizes, as in jax.ShapeDtypeStruct((1, 512), "int32").',
             )
         )
-    dtype = keras.backend.standardize_dtype(leaf.dtype)
-    # fit casts what NumPy makes by default to the model's default float
-    dtype = {"float64": keras.config.floatx(), "int64": "int32"}.get(dtype, dtype)
     return jax.ShapeDtypeStruct(tuple(shape), dtype)
+
+
+def _dtype(leaf: Any) -> np.dtype:
+    """The dtype in which a step gets an array."""
+    if getattr(leaf.dtype, "kind", None) in ("O", "S", "U") or "string" in str(leaf.dtype):
+        raise ValueError(
+            message(
+                "The input of a dry run is arrays of numbers, or their shapes.",
+                received=f"{leaf!r}, of dtype {leaf.dtype}.",
+                fix="Give x and y apart, as one batch of what a dataset or generator gives, or as "
+                'jax.ShapeDtypeStruct((1, 28, 28), "float32").',
+            )
+        )
+    dtype = keras.backend.standardize_dtype(leaf.dtype)
+    # fit casts floats of arrays to the model's default float; what a dataset gives it leaves
+    said = isinstance(leaf, (jax.ShapeDtypeStruct, keras.KerasTensor)) and dtype != "float64"
+    if keras.backend.is_float_dtype(dtype) and not said:
+        dtype = keras.config.floatx()
+    return jax.dtypes.canonicalize_dtype(dtype)
 
 
 def _shapes_text(structure: Any) -> str:

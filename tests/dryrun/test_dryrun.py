@@ -320,6 +320,38 @@ def test_a_step_of_ones_own_gets_what_fit_gives_it():
     assert "the model has no call()" in lowered.notes[0]
 
 
+@pytest.mark.parametrize(
+    ("x", "itemsize"),
+    [
+        (np.ones((8, 8), "float16"), 4),
+        (np.ones((8, 8), "float64"), 4),
+        (np.ones((8, 8), "uint64"), 4),
+        (np.ones((8, 8), "bool"), 1),
+        (jax.ShapeDtypeStruct((1, 8), "bfloat16"), 2),
+    ],
+)
+def test_batches_have_the_dtypes_of_fit(x, itemsize):
+    def build():
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+        model.compile("sgd", "mse")
+        return model
+
+    lowered = lower(build, _slice(None), x=x, batch_size=8)
+    assert lowered.state.inputs == 2 * (8 * itemsize + 4 * 4)
+
+
+@pytest.mark.slow
+def test_numbers_of_64_bits():
+    def build():
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4, dtype="float64")])
+        model.compile("sgd", "mse")
+        return model
+
+    with jax.enable_x64(True):
+        run = dry_run(build, _mesh_of_cpus(), batch_size=8)
+    assert run.state.weights == 8 * (8 * 4 + 4)
+
+
 def test_a_users_own_model_is_left_as_it_was():
     model = mlp()
     layouts = [_keras.variable_layout(v) for v in model.variables]
@@ -425,6 +457,12 @@ def test_variables_are_themselves_again_afterwards():
         (mlp, {"batch_size": 8.0}, r"batch_size=8\.0"),
         (mlp, {"mode": "eval"}, r"mode='eval'.*train, evaluate, predict.*Did you mean 'evaluate'"),
         (mlp, {"effort": "fast"}, r"effort='fast'.*'quick' or 'exact'"),
+        (
+            mlp,
+            {"x": object()},
+            r"arrays of numbers.*object.*dtype object.*one batch",
+        ),
+        (mlp, {"x": np.array([["a"]])}, r"arrays of numbers.*dtype <U1"),
         (subclassed, {}, r"needs to know the input.*declares no inputs.*ShapeDtypeStruct"),
         (
             mlp,
