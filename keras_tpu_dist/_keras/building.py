@@ -190,6 +190,17 @@ def is_built(model: keras.Model) -> bool:
     return all(layer.built for layer in model._flatten_layers())
 
 
+def was_called(model: keras.Model) -> bool:
+    """Whether a model was called, so that layers without weights are those it does not call.
+
+    Args:
+        model: The model.
+
+    Public replacement: none.
+    """
+    return model._called
+
+
 @contextlib.contextmanager
 def attributes_restored(variables: list, *names: str) -> Iterator[None]:
     """Gives variables back the layouts, and the other named attributes, that they had before.

@@ -1,16 +1,15 @@
 """From a user's build function to a lowered step, without a weight in memory."""
 
 import contextlib
+import copy
 import operator
 import pickle
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.export
 import keras
 import numpy as np
 from jax.sharding import Mesh
@@ -18,6 +17,7 @@ from jax.sharding import Mesh
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.plain import plain_operations
+from keras_tpu_dist.dryrun.export import export_step
 from keras_tpu_dist.dryrun.inputs import check_batch_size, count_tokens, described_batch, symbolic
 from keras_tpu_dist.dryrun.products import operations, products_of
 from keras_tpu_dist.dryrun.state_bytes import StateBytes, bytes_per_device, state_bytes
@@ -25,7 +25,6 @@ from keras_tpu_dist.hardware.topology import Topology, of_devices
 from keras_tpu_dist.layout.lint import Finding
 from keras_tpu_dist.training import membership
 from keras_tpu_dist.training.auto_steps import MOST_STEPS
-from keras_tpu_dist.training.batches import PlacedBatch
 from keras_tpu_dist.training.guard import states_that_fit
 from keras_tpu_dist.training.input_position import random_numbers, set_random_numbers
 from keras_tpu_dist.training.step import jitted_step
@@ -128,7 +127,7 @@ def lower(
         placed = placer.describe(keras.utils.pack_x_y_sample_weight(*batch))
         state = _state(model, kind)
         donate = _donates(strategy, kind, state)
-        exported = _export(jitted_step(model, kind, placer, donate), state, placed, platform)
+        exported = export_step(jitted_step(model, kind, placer, donate), state, placed, platform)
         topology = strategy.topology or of_devices(strategy.mesh.devices)
         held = state_bytes(state, kind, placed)
         steps = model.steps_per_execution
@@ -289,14 +288,21 @@ def _borrowed(model: keras.Model, strategy: Strategy) -> Iterator[None]:
 
 
 def _fresh(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-    with warnings.catch_warnings():
-        # NumPy 2 on how Keras reads the learning rate there
-        warnings.filterwarnings("ignore", "__array__ implementation", DeprecationWarning)
-        return type(optimizer).from_config(optimizer.get_config())
+    """A copy to build, whatever arguments its class takes: of its lists and variables alone."""
+    copied = object.__new__(type(optimizer))
+    memo: dict[int, Any] = {id(v): copy.copy(v) for v in optimizer.variables}
+    memo[id(optimizer)] = copied
+    for value in vars(optimizer).values():
+        if isinstance(value, keras.optimizers.Optimizer):
+            memo[id(value)] = _fresh(value)
+        elif isinstance(value, keras.Layer):
+            memo[id(value)] = value
+    vars(copied).update(copy.deepcopy(vars(optimizer), memo))
+    return copied
 
 
 def _check_built(model: keras.Model) -> None:
-    if not _keras.is_built(model):
+    if not (_keras.is_built(model) or _keras.was_called(model)):
         raise ValueError(
             message(
                 "A model given to a dry run must be built.",
@@ -380,18 +386,3 @@ def _donates(strategy: Strategy, kind: str, state: tuple) -> bool:
     sizes = [bytes_per_device(v) for v in jax.tree.leaves(state)]
     hbm_bytes = None if strategy.topology is None else strategy.topology.hbm_bytes
     return states_that_fit(strategy.runner.options.donate_state, sizes, hbm_bytes) == 0
-
-
-def _export(
-    step: Callable, state: tuple, placed: PlacedBatch, platform: str
-) -> jax.export.Exported:
-    leaves, treedef = jax.tree.flatten(placed)
-
-    def flat_step(state, leaves):
-        return step(state, jax.tree.unflatten(treedef, leaves))
-
-    # Programs are compiled by the same JAX that lowers them, so calls into the compiler without
-    # a promise of compatibility are safe.
-    allowed = [jax.export.DisabledSafetyCheck.custom_call("ALL")]
-    export = jax.export.export(jax.jit(flat_step), platforms=[platform], disabled_checks=allowed)
-    return export(state, leaves)

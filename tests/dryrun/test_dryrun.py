@@ -340,6 +340,50 @@ def test_batches_have_the_dtypes_of_fit(x, itemsize):
     assert lowered.state.inputs == 2 * (8 * itemsize + 4 * 4)
 
 
+class Spare(keras.Model):
+    """Has a layer that it never calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.spare = keras.layers.Dense(4), keras.layers.Dense(3)
+
+    def build(self, shape):
+        self.used.build(shape)
+
+    def call(self, x):
+        return self.used(x)
+
+
+def test_a_layer_that_is_never_called():
+    x = np.ones((8, 8), "float32")
+    model = Spare()
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match=r"must be built.*call the model on data first"):
+        lower(model, _slice(None), x=x, batch_size=8)
+    model(x)
+    assert lower(model, _slice(None), x=x, batch_size=8).state.weights == 4 * (8 * 4 + 4)
+    assert not model.spare.built
+
+
+class Talking(keras.layers.Layer):
+    """Prints while it runs."""
+
+    def call(self, x):
+        jax.debug.print("{}", x.sum())
+        return x
+
+
+@pytest.mark.parametrize("where", [_slice, _mesh_of_cpus])
+def test_code_of_the_host_within_a_step(where):
+    def build():
+        model = keras.Sequential([keras.Input((8,)), Talking(), keras.layers.Dense(4)])
+        model.compile("sgd", "mse")
+        return model
+
+    with pytest.raises(ValueError, match=r"compiled elsewhere.*jax\.debug\.print.*Leave it out"):
+        dry_run(build, where(), batch_size=8)
+
+
 @pytest.mark.slow
 def test_numbers_of_64_bits():
     def build():
@@ -367,6 +411,31 @@ def test_a_users_own_model_is_left_as_it_was():
     assert first.state == second.state == lower(mlp, _slice(), batch_size=16).state
     assert np.isfinite(history["loss"][0])
     model.fit(x, y, verbose=0)
+
+
+class Scaled(keras.optimizers.SGD):
+    """An optimizer that its config does not make again."""
+
+    def __init__(self, scale, model):
+        super().__init__(0.1 * scale, momentum=0.9)
+        self.model = model
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_a_users_optimizer_is_built_only_by_fit(scaled):
+    strategy = _mesh_of_cpus()
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+        optimizer = Scaled(2, model)
+        if scaled:
+            optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+        model.compile(optimizer, "mse")
+    before = optimizer.variables
+    first = lower(model, _slice(), batch_size=8).state
+    assert not optimizer.built
+    assert list(map(id, optimizer.variables)) == list(map(id, before))
+    model.fit(np.ones((8, 8)), np.ones((8, 4)), verbose=0)
+    assert lower(model, _slice(), batch_size=8).state == first
 
 
 def test_a_dry_run_does_not_choose_a_users_metrics():
