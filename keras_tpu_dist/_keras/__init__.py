@@ -43,7 +43,6 @@ from keras_tpu_dist._keras.building import layer_names as layer_names
 from keras_tpu_dist._keras.building import output_spec as output_spec
 from keras_tpu_dist._keras.building import set_layout as set_layout
 from keras_tpu_dist._keras.building import symbolic_build as symbolic_build
-from keras_tpu_dist._keras.building import was_called as was_called
 from keras_tpu_dist._keras.building import without_vjp as without_vjp
 from keras_tpu_dist._keras.calls import PureCall as PureCall
 from keras_tpu_dist._keras.calls import give_to_calls as give_to_calls

@@ -13,6 +13,7 @@ import jax.export
 import keras
 from jax._src import xla_bridge
 from keras.src.backend.common import global_state
+from keras.src.models.functional import Functional
 from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
 from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics
 from keras.src.utils.tracking import DotNotTrackScope
@@ -180,25 +181,18 @@ def layer_names(model: keras.Model) -> set[str]:
 
 
 def is_built(model: keras.Model) -> bool:
-    """Whether all weights of a model exist.
+    """Whether all weights that a model uses exist; a layer that it never calls gets none.
 
     Args:
         model: The model.
 
     Public replacement: none; `model.built` can be true before its layers are.
     """
-    return all(layer.built for layer in model._flatten_layers())
-
-
-def was_called(model: keras.Model) -> bool:
-    """Whether a model was called, so that layers without weights are those it does not call.
-
-    Args:
-        model: The model.
-
-    Public replacement: none.
-    """
-    return model._called
+    if all(layer.built for layer in model._flatten_layers()):
+        return True
+    # within a call, what is not built may come yet
+    called = model._called and global_state.get_global_attribute("current_call_ctx") is None
+    return model.built and (called or isinstance(model, Functional))
 
 
 @contextlib.contextmanager

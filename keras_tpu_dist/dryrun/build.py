@@ -302,7 +302,7 @@ def _fresh(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
 
 
 def _check_built(model: keras.Model) -> None:
-    if not (_keras.is_built(model) or _keras.was_called(model)):
+    if not _keras.is_built(model):
         raise ValueError(
             message(
                 "A model given to a dry run must be built.",

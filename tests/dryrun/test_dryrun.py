@@ -345,7 +345,7 @@ class Spare(keras.Model):
 
     def __init__(self):
         super().__init__()
-        self.used, self.spare = keras.layers.Dense(4), keras.layers.Dense(3)
+        self.used, self.spare = keras.layers.Dense(4, "gelu"), keras.layers.Dense(3)
 
     def build(self, shape):
         self.used.build(shape)
@@ -363,6 +363,21 @@ def test_a_layer_that_is_never_called():
     model(x)
     assert lower(model, _slice(None), x=x, batch_size=8).state.weights == 4 * (8 * 4 + 4)
     assert not model.spare.built
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_remat_reaches_models_with_a_layer_that_is_never_called(own):
+    def build():
+        inputs = keras.Input((8,))
+        outputs = keras.layers.Dense(4, "gelu")(inputs)
+        model = Spare() if own else keras.Model(inputs, outputs)
+        model.spare = keras.layers.Dense(3)
+        model.compile("sgd", "mse")
+        return model
+
+    strategy = ktd.TPUStrategy({"data": 8}, topology="v5e:2x4", remat="full")
+    lowered = lower(build, strategy, x=np.ones((8, 8), "float32"), batch_size=8)
+    assert b"remat" in lowered.program
 
 
 class Talking(keras.layers.Layer):
