@@ -234,7 +234,7 @@ def compiled_anew(model: keras.Model) -> Iterator[None]:
 
 
 def _made_again(each: CompileLoss | CompileMetrics) -> CompileLoss | CompileMetrics:
-    names = {"output_names": each.output_names}
+    names: dict[str, Any] = {"output_names": each.output_names}
     if isinstance(each, CompileLoss):
         return CompileLoss(each._user_loss, each._user_loss_weights, each.reduction, **names)
     return CompileMetrics(each._user_metrics, each._user_weighted_metrics, **names)
