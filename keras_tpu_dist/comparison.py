@@ -1,10 +1,11 @@
 """Meshes and layouts compared: each dry-run under a strategy of its own, and ranked."""
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.page import Cell, Page, bar, document, fragment, legend, sortable
 from keras_tpu_dist.common.progress import stages
 from keras_tpu_dist.common.svg import GREY
@@ -182,6 +183,9 @@ def compare(
         A `Comparison`. A candidate that cannot be built, because its mesh or layout does not fit
         the slice or the model, stands last with its error.
 
+    Raises:
+        ValueError: If meshes or layouts are one alone instead of a list.
+
     Example:
 
     >>> import keras
@@ -195,6 +199,7 @@ def compare(
     >>> dict(ranked.best.mesh)  # doctest: +SKIP
     {'data': 8}
     """
+    meshes, layouts = _listed(meshes, layouts)
     found = []
     inputs = {"x": x, "y": y, "sample_weight": sample_weight}
     pairs = [(mesh, layout) for mesh in meshes for layout in layouts]
@@ -222,6 +227,25 @@ def compare(
                 logger.info("mesh %s with layout %s: %s", mesh, layout, error)
             found.append(Candidate(tuple(sizes.items()), text, run, error))
     return Comparison(tuple(sorted(found, key=_rank)))
+
+
+def _listed(meshes: Any, layouts: Any) -> tuple[list, list]:
+    """Meshes and layouts as lists; one alone would be taken apart instead."""
+    several = all(
+        isinstance(given, Iterable) and not isinstance(given, (str, Mapping))
+        for given in (meshes, layouts)
+    )
+    listed = list(meshes) if several else []
+    if not several or not all(isinstance(mesh, Mapping) for mesh in listed):
+        raise ValueError(
+            message(
+                "A comparison is of a list of meshes, each a dict of axis sizes, and a list of "
+                "layouts.",
+                received={"meshes": listed or meshes, "layouts": layouts},
+                fix='Write for example meshes=[{"data": 8}], layouts=[None, "fsdp"].',
+            )
+        )
+    return listed, list(layouts)
 
 
 def _scale(run: DryRun) -> int:

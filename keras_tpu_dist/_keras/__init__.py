@@ -36,10 +36,12 @@ if keras.config.backend() != "jax":
 
 from keras_tpu_dist._keras.building import abstract_variables as abstract_variables
 from keras_tpu_dist._keras.building import attributes_restored as attributes_restored
+from keras_tpu_dist._keras.building import compiled_anew as compiled_anew
 from keras_tpu_dist._keras.building import fresh_names as fresh_names
 from keras_tpu_dist._keras.building import is_built as is_built
 from keras_tpu_dist._keras.building import jax_backend_started as jax_backend_started
 from keras_tpu_dist._keras.building import layer_names as layer_names
+from keras_tpu_dist._keras.building import output_spec as output_spec
 from keras_tpu_dist._keras.building import set_layout as set_layout
 from keras_tpu_dist._keras.building import symbolic_build as symbolic_build
 from keras_tpu_dist._keras.building import without_vjp as without_vjp

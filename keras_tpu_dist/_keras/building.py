@@ -13,6 +13,10 @@ import jax.export
 import keras
 from jax._src import xla_bridge
 from keras.src.backend.common import global_state
+from keras.src.models.functional import Functional
+from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
+from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics
+from keras.src.utils.tracking import DotNotTrackScope
 
 
 def jax_backend_started() -> bool:
@@ -36,11 +40,14 @@ def abstract_variables() -> Iterator[None]:
     next scope initializes.
     """
     token = _abstract.set(True)
+    seeds = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
+    global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, None)
     _methods.take()
     try:
         yield
     finally:
         _methods.give_back()
+        global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, seeds)
         _abstract.reset(token)
 
 
@@ -144,7 +151,19 @@ def symbolic_build(model: keras.Model, batch: tuple, mode: str) -> None:
     if mode != "predict":
         model._symbolic_build(data_batch=batch)
     elif not is_built(model):
-        keras.src.backend.compute_output_spec(model, batch[0])
+        output_spec(model, batch[0])
+
+
+def output_spec(model: keras.Model, x: object) -> Any:
+    """The outputs of a model as `keras.KerasTensor`; layers without weights get them.
+
+    Args:
+        model: The model.
+        x: Its input, of `keras.KerasTensor`.
+
+    Public replacement: calling the model, which leaves a node in its graph.
+    """
+    return keras.src.backend.compute_output_spec(model, x, training=False)
 
 
 def layer_names(model: keras.Model) -> set[str]:
@@ -162,14 +181,18 @@ def layer_names(model: keras.Model) -> set[str]:
 
 
 def is_built(model: keras.Model) -> bool:
-    """Whether all weights of a model exist.
+    """Whether all weights that a model uses exist; a layer that it never calls gets none.
 
     Args:
         model: The model.
 
     Public replacement: none; `model.built` can be true before its layers are.
     """
-    return all(layer.built for layer in model._flatten_layers())
+    if all(layer.built for layer in model._flatten_layers()):
+        return True
+    # within a call, what is not built may come yet
+    called = model._called and global_state.get_global_attribute("current_call_ctx") is None
+    return model.built and (called or isinstance(model, Functional))
 
 
 @contextlib.contextmanager
@@ -187,6 +210,40 @@ def attributes_restored(variables: list, *names: str) -> Iterator[None]:
             for name in names:
                 vars(variable).pop(name, None)
             vars(variable).update(attributes)
+
+
+@contextlib.contextmanager
+def compiled_anew(model: keras.Model) -> Iterator[None]:
+    """A model whose losses and metrics may see a batch, and have seen none afterwards.
+
+    What `"accuracy"` means, and how losses pair with outputs, Keras decides once, by the first
+    batch that comes.
+
+    Args:
+        model: The model; losses and metrics that have seen a batch stay.
+
+    Public replacement: `compile`, which makes a new state of training as well.
+    """
+    own = {name: getattr(model, name, None) for name in ("_compile_loss", "_compile_metrics")}
+    unseen = {name: each for name, each in own.items() if each is not None and not each.built}
+    try:
+        _set_untracked(model, {name: _made_again(each) for name, each in unseen.items()})
+        yield
+    finally:
+        _set_untracked(model, unseen)
+
+
+def _made_again(each: CompileLoss | CompileMetrics) -> CompileLoss | CompileMetrics:
+    names: dict[str, Any] = {"output_names": each.output_names}
+    if isinstance(each, CompileLoss):
+        return CompileLoss(each._user_loss, each._user_loss_weights, each.reduction, **names)
+    return CompileMetrics(each._user_metrics, each._user_weighted_metrics, **names)
+
+
+def _set_untracked(model: keras.Model, attributes: dict[str, Any]) -> None:
+    with DotNotTrackScope():
+        for name, value in attributes.items():
+            setattr(model, name, value)
 
 
 def set_layout(variable: keras.Variable, layout: object) -> None:

@@ -1,16 +1,15 @@
 """From a user's build function to a lowered step, without a weight in memory."""
 
 import contextlib
+import copy
 import operator
 import pickle
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.export
 import keras
 import numpy as np
 from jax.sharding import Mesh
@@ -18,14 +17,14 @@ from jax.sharding import Mesh
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.plain import plain_operations
-from keras_tpu_dist.dryrun.inputs import check_batch_size, count_tokens, described_batch
+from keras_tpu_dist.dryrun.export import export_step
+from keras_tpu_dist.dryrun.inputs import check_batch_size, count_tokens, described_batch, symbolic
 from keras_tpu_dist.dryrun.products import operations, products_of
 from keras_tpu_dist.dryrun.state_bytes import StateBytes, bytes_per_device, state_bytes
 from keras_tpu_dist.hardware.topology import Topology, of_devices
 from keras_tpu_dist.layout.lint import Finding
 from keras_tpu_dist.training import membership
 from keras_tpu_dist.training.auto_steps import MOST_STEPS
-from keras_tpu_dist.training.batches import PlacedBatch
 from keras_tpu_dist.training.guard import states_that_fit
 from keras_tpu_dist.training.input_position import random_numbers, set_random_numbers
 from keras_tpu_dist.training.step import jitted_step
@@ -124,16 +123,20 @@ def lower(
         prepared = described(build, strategy, given, batch_size, mode, notes)
         model, batch = stack.enter_context(prepared)
         findings = strategy.lint(model, batch_size=batch_size).findings
-        placed = placer.describe(batch)
+        # as fit gives it to a step: a user's own may unpack `x, y`
+        placed = placer.describe(keras.utils.pack_x_y_sample_weight(*batch))
         state = _state(model, kind)
         donate = _donates(strategy, kind, state)
-        exported = _export(jitted_step(model, kind, placer, donate), state, placed, platform)
+        exported = export_step(jitted_step(model, kind, placer, donate), state, placed, platform)
         topology = strategy.topology or of_devices(strategy.mesh.devices)
         held = state_bytes(state, kind, placed)
         steps = model.steps_per_execution
         steps = MOST_STEPS if steps == "auto" else steps
         # a launch of N steps has N batches on the devices, and the next N are made ready meanwhile
         ready = strategy.runner.prefetch if steps == 1 else 2 * steps - 1
+        has_call = type(model).call is not keras.Model.call
+        if not has_call:
+            notes.append("the model has no call(): what its formula asks for is not known")
         return Lowered(
             program=pickle.dumps(_keras.without_vjp(exported)),
             donate=donate,
@@ -155,7 +158,7 @@ def lower(
             seconds=time.perf_counter() - started,
             findings=findings,
             notes=tuple(notes),
-            model_flops=_model_flops(model, batch, mode),
+            model_flops=_model_flops(model, batch, mode) if has_call else 0.0,
             compiler_options=_compiler_options(strategy, platform),
         )
 
@@ -191,11 +194,12 @@ def described(
         model = stack.enter_context(_model(build, strategy, mode))
         targets = (given.get("x"), given.get("y"), given.get("sample_weight"))
         batch = described_batch(model, strategy.placer, *targets, batch_size, mode, notes)
-        symbolic = jax.tree.map(lambda leaf: keras.KerasTensor(leaf.shape, leaf.dtype), batch)
+        tensors = symbolic(batch)
         if isinstance(build, keras.Model):
-            _build_metrics(build, symbolic, mode)
+            stack.enter_context(_keras.compiled_anew(model))
+            _build_metrics(build, tensors, mode)
             stack.enter_context(_borrowed(build, strategy))
-        _keras.symbolic_build(model, symbolic, mode)
+        _keras.symbolic_build(model, tensors, mode)
         stack.enter_context(_laid_out(model, strategy))
         yield model, batch
 
@@ -257,14 +261,14 @@ def _model(build: Build, strategy: Strategy, mode: str) -> Iterator[keras.Model]
         yield model
 
 
-def _build_metrics(model: keras.Model, symbolic: tuple, mode: str) -> None:
+def _build_metrics(model: keras.Model, tensors: tuple, mode: str) -> None:
     """Builds the metrics of a user's own model for real, as its first `fit` would have."""
     if mode == "predict":
-        _keras.symbolic_build(model, symbolic, mode)
+        _keras.symbolic_build(model, tensors, mode)
         return
     optimizer, model.optimizer = model.optimizer, None
     try:
-        _keras.symbolic_build(model, symbolic, mode)
+        _keras.symbolic_build(model, tensors, mode)
     finally:
         model.optimizer = optimizer
 
@@ -284,10 +288,17 @@ def _borrowed(model: keras.Model, strategy: Strategy) -> Iterator[None]:
 
 
 def _fresh(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-    with warnings.catch_warnings():
-        # NumPy 2 on how Keras reads the learning rate there
-        warnings.filterwarnings("ignore", "__array__ implementation", DeprecationWarning)
-        return type(optimizer).from_config(optimizer.get_config())
+    """A copy to build, whatever arguments its class takes: of its lists and variables alone."""
+    copied = object.__new__(type(optimizer))
+    memo: dict[int, Any] = {id(v): copy.copy(v) for v in optimizer.variables}
+    memo[id(optimizer)] = copied
+    for value in vars(optimizer).values():
+        if isinstance(value, keras.optimizers.Optimizer):
+            memo[id(value)] = _fresh(value)
+        elif isinstance(value, keras.Layer):
+            memo[id(value)] = value
+    vars(copied).update(copy.deepcopy(vars(optimizer), memo))
+    return copied
 
 
 def _check_built(model: keras.Model) -> None:
@@ -375,18 +386,3 @@ def _donates(strategy: Strategy, kind: str, state: tuple) -> bool:
     sizes = [bytes_per_device(v) for v in jax.tree.leaves(state)]
     hbm_bytes = None if strategy.topology is None else strategy.topology.hbm_bytes
     return states_that_fit(strategy.runner.options.donate_state, sizes, hbm_bytes) == 0
-
-
-def _export(
-    step: Callable, state: tuple, placed: PlacedBatch, platform: str
-) -> jax.export.Exported:
-    leaves, treedef = jax.tree.flatten(placed)
-
-    def flat_step(state, leaves):
-        return step(state, jax.tree.unflatten(treedef, leaves))
-
-    # Programs are compiled by the same JAX that lowers them, so calls into the compiler without
-    # a promise of compatibility are safe.
-    allowed = [jax.export.DisabledSafetyCheck.custom_call("ALL")]
-    export = jax.export.export(jax.jit(flat_step), platforms=[platform], disabled_checks=allowed)
-    return export(state, leaves)

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.dryrun import worker
 from keras_tpu_dist.dryrun.build import Lowered
@@ -111,6 +113,7 @@ def compile_lowered(
         "places": [_place(d) for d in devices],
         "axes": lowered.axes,
         "donate": lowered.donate,
+        "x64": bool(jax.config.read("jax_enable_x64")),
         "compiler_options": {
             **(EFFORTS[effort] if target is not None else {}),
             **(lowered.compiler_options or {}),

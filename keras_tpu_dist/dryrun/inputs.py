@@ -1,6 +1,7 @@
 """What a dry run feeds: the batch that was given, or that the model declares, without values."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -50,7 +51,8 @@ def described_batch(
         model: The model.
         placer: Says which dimension of each array is the batch.
         x: The input, arrays or their shapes, with any rows. `None`: what the model declares.
-        y: The target, likewise. `None`: what outputs and losses suggest, if inputs are declared.
+        y: The target, likewise. `None`: what outputs and losses suggest, if there is a loss or
+            the inputs are declared.
         sample_weight: Sample weights, likewise; `None`: none.
         batch_size: Rows of all devices together.
         mode: `"train"`, `"evaluate"` or `"predict"`, which drops `y` and `sample_weight`.
@@ -60,8 +62,9 @@ def described_batch(
         ValueError: If `x` is `None` and the model declares no inputs, or if a dimension other than
             the batch is not known.
     """
+    declares = bool(getattr(model, "inputs", None))
     if x is None:
-        if not getattr(model, "inputs", None):
+        if not declares:
             raise ValueError(
                 message(
                     "A dry run needs to know the input.",
@@ -71,32 +74,53 @@ def described_batch(
                 )
             )
         x = _keras.declared_inputs(model)
-    assumed = False
     if mode == "predict":
-        y = sample_weight = None
-    elif y is None and getattr(model, "inputs", None):
-        y = _targets(model)
-        assumed = True
-    batch = (x, y, sample_weight)
-    leaves, treedef = flatten(batch)
-    axes = placer.axes(batch)
-    described = jax.tree.unflatten(
-        treedef, [_described(leaf, axis, batch_size) for leaf, axis in zip(leaves, axes)]
-    )
-    if assumed:
-        notes.append(f"y was not given, {_shapes_text(described[1])} is assumed from the outputs")
+        return _of_rows((x, None, None), placer, batch_size)
+    if y is not None or (model.loss is None and not declares):
+        return _of_rows((x, y, sample_weight), placer, batch_size)
+    y = _targets(model, _of_rows((x, None, None), placer, batch_size)[0])
+    described = _of_rows((x, y, sample_weight), placer, batch_size)
+    notes.append(f"y was not given, {_shapes_text(described[1])} is assumed from the outputs")
     return described
 
 
-def _targets(model: keras.Model) -> Any:
+def _of_rows(batch: tuple, placer: BatchPlacer, batch_size: int) -> tuple[Any, Any, Any]:
+    # as a step gets it, for which `batch_axis` is meant
+    data = keras.utils.pack_x_y_sample_weight(*batch)
+    leaves, treedef = flatten(data)
+    described = [_described(leaf, a, batch_size) for leaf, a in zip(leaves, placer.axes(data))]
+    return keras.utils.unpack_x_y_sample_weight(jax.tree.unflatten(treedef, described))
+
+
+def _targets(model: keras.Model, x: Any) -> Any:
     """What the model's outputs and their losses suggest as targets."""
-    outputs, treedef = jax.tree.flatten(_keras.declared_outputs(model))
+    outputs = _keras.declared_outputs(model) if getattr(model, "inputs", None) else None
+    if outputs is None or any(None in o.shape[1:] for o in jax.tree.leaves(outputs)):
+        outputs = _keras.output_spec(model, symbolic(x))
+    paths, treedef = jax.tree_util.tree_flatten_with_path(outputs)
     losses = model.loss
-    if isinstance(losses, dict):
+    if isinstance(losses, Mapping) and not isinstance(outputs, Mapping):
         losses = [losses.get(name) for name in getattr(model, "output_names", ())]
-    if not isinstance(losses, (list, tuple)) or len(losses) != len(outputs):
-        losses = [losses] * len(outputs)
-    return jax.tree.unflatten(treedef, [_target(o, loss) for o, loss in zip(outputs, losses)])
+    if not isinstance(losses, (list, tuple)) or len(losses) != len(paths):
+        losses = [_loss_at(losses, path) for path, _ in paths]
+    return jax.tree.unflatten(treedef, [_target(o, loss) for (_, o), loss in zip(paths, losses)])
+
+
+def _loss_at(losses: Any, path: tuple) -> Any:
+    """The loss of one output; one for several outputs is that of each."""
+    for step in path:
+        if isinstance(losses, Mapping):
+            losses = losses.get(getattr(step, "key", None))
+    return losses
+
+
+def symbolic(batch: Any) -> Any:
+    """A described batch as Keras's symbolic tensors.
+
+    Args:
+        batch: A structure of `jax.ShapeDtypeStruct`.
+    """
+    return jax.tree.map(lambda leaf: keras.KerasTensor(leaf.shape, leaf.dtype), batch)
 
 
 def _target(output: Any, loss: Any) -> Any:
@@ -107,7 +131,8 @@ def _target(output: Any, loss: Any) -> Any:
 
 
 def _described(leaf: Any, axis: int | None, batch_size: int) -> jax.ShapeDtypeStruct:
-    leaf = leaf if hasattr(leaf, "shape") else np.asarray(leaf)
+    leaf = leaf if hasattr(leaf, "shape") and hasattr(leaf, "dtype") else np.asarray(leaf)
+    dtype = _dtype(leaf)
     shape = list(leaf.shape)
     if axis is not None and axis < len(shape):
         shape[axis] = batch_size
@@ -119,10 +144,26 @@ def _described(leaf: Any, axis: int | None, batch_size: int) -> jax.ShapeDtypeSt
                 fix='Give x with its sizes, as in jax.ShapeDtypeStruct((1, 512), "int32").',
             )
         )
-    dtype = keras.backend.standardize_dtype(leaf.dtype)
-    # fit casts what NumPy makes by default to the model's default float
-    dtype = {"float64": keras.config.floatx(), "int64": "int32"}.get(dtype, dtype)
     return jax.ShapeDtypeStruct(tuple(shape), dtype)
+
+
+def _dtype(leaf: Any) -> np.dtype:
+    """The dtype in which a step gets an array."""
+    if getattr(leaf.dtype, "kind", None) in ("O", "S", "U") or "string" in str(leaf.dtype):
+        raise ValueError(
+            message(
+                "The input of a dry run is arrays of numbers, or their shapes.",
+                received=f"{leaf!r}, of dtype {leaf.dtype}.",
+                fix="Give x and y apart, as one batch of what a dataset or generator gives, or as "
+                'jax.ShapeDtypeStruct((1, 28, 28), "float32").',
+            )
+        )
+    dtype = keras.backend.standardize_dtype(leaf.dtype)
+    # fit casts floats of arrays to the model's default float; what a dataset gives it leaves
+    said = isinstance(leaf, (jax.ShapeDtypeStruct, keras.KerasTensor)) and dtype != "float64"
+    if keras.backend.is_float_dtype(dtype) and not said:
+        dtype = keras.config.floatx()
+    return jax.dtypes.canonicalize_dtype(dtype)
 
 
 def _shapes_text(structure: Any) -> str:

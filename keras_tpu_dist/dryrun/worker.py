@@ -118,6 +118,7 @@ def _compile(job: dict) -> dict:
     # Programs for described devices are written to a persistent cache, but not read from it:
     # "PjRtCompiler must be constructed with a Client to call DeserializeLoadedExecutable"
     jax.config.update("jax_enable_compilation_cache", False)
+    jax.config.update("jax_enable_x64", job["x64"])  # the program's arguments have its dtypes
     mesh = _mesh(job)
     exported = pickle.loads(job["program"])
     shardings = exported.in_shardings_jax(mesh)

@@ -14,6 +14,10 @@ class _CompileOnlyClient:
     def process_index(self) -> int:
         return 0
 
+    def make_python_callback_from_host_send_and_recv(self, *arguments: object) -> object:
+        """What would call the host; the program can be lowered, and nobody here runs it."""
+        return arguments
+
 
 @dataclass(frozen=True)
 class CompileOnlyDevice:

@@ -3,7 +3,11 @@
 import functools
 import itertools
 import math
+import operator
+from typing import Any
 
+from keras_tpu_dist.common.checks import is_count
+from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.hardware.chips import Chip
 
 
@@ -33,6 +37,29 @@ def listed_shapes(chip: Chip) -> list[tuple[int, ...]]:
         if in_order and _is_standard_size(math.prod(shape)):
             best.setdefault(math.prod(shape), shape)
     return [best[n] for n in sorted(best)]
+
+
+def checked_slices(slices: Any, chip: Chip, name: object) -> int:
+    """A number of slices of a chip.
+
+    Args:
+        slices: The number.
+        chip: The TPU generation.
+        name: What was given as the slice's name.
+
+    Raises:
+        ValueError: If it is no number, or if slices of the chip cannot be joined.
+    """
+    if not is_count(slices, 1) or (slices > 1 and not chip.dcn_bandwidth):
+        raise ValueError(
+            message(
+                "The number of slices must be at least 1, and 1 on TPU v2 and v3, which "
+                "cannot be joined over the data-centre network.",
+                received={"topology": str(name), "num_slices": slices},
+                fix="Write num_slices=1, or a v4 or later chip.",
+            )
+        )
+    return operator.index(slices)
 
 
 def _is_standard_size(chips: int) -> bool:

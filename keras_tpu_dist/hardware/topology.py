@@ -16,7 +16,7 @@ from keras_tpu_dist.hardware.chips import CHIPS as CHIPS
 from keras_tpu_dist.hardware.chips import Chip as Chip
 from keras_tpu_dist.hardware.chips import of_kind, simulated_chip
 from keras_tpu_dist.hardware.compile_only import CompileOnlyDevice
-from keras_tpu_dist.hardware.shapes import listed_shapes, shapes
+from keras_tpu_dist.hardware.shapes import checked_slices, listed_shapes, shapes
 
 _CHIP_BY_SPELLING = {alias: c for c in CHIPS.values() for alias in (c.name, *c.aliases)}
 # "v5e:4x4", "v5e-4x4", "v5litepod-16", "v4:2x2x1"; "4*v5e:16x16" joins four slices.
@@ -144,8 +144,9 @@ class Topology:
         'v5p:4x4x4'
         """
         if isinstance(name, Topology):
-            same = num_slices in (None, name.num_slices)
-            return name if same else cls(name.chip, name.shape, int(num_slices or 1))
+            if num_slices in (None, name.num_slices):
+                return name
+            return cls(name.chip, name.shape, checked_slices(num_slices, name.chip, name))
         match = _NAME.fullmatch(str(name).strip().lower())
         if match is None:
             raise ValueError(_unknown(name))
@@ -156,17 +157,8 @@ class Topology:
         shape = _shape_of_size(chip, size[0], name) if len(size) == 1 else size
         if shape not in shapes(chip):
             raise ValueError(_unknown(name, chip))
-        slices = num_slices if num_slices is not None else int(match["slices"] or 1)
-        if slices < 1 or (slices > 1 and not chip.dcn_bandwidth):
-            raise ValueError(
-                message(
-                    "The number of slices must be at least 1, and 1 on TPU v2 and v3, which "
-                    "cannot be joined over the data-centre network.",
-                    received={"topology": name, "num_slices": slices},
-                    fix="Write num_slices=1, or a v4 or later chip.",
-                )
-            )
-        return cls(chip, shape, slices)
+        slices = int(match["slices"] or 1) if num_slices is None else num_slices
+        return cls(chip, shape, checked_slices(slices, chip, name))
 
     @property
     def name(self) -> str:

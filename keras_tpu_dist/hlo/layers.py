@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 # What JAX and XLA put into a name stack around the names that Keras gives.
 _WRAPPED = re.compile(r"(?:jvp|vmap|remat|checkpoint|custom_jvp|custom_vjp)\(([^()]*)\)")
@@ -16,17 +16,17 @@ _STRUCTURE = {
     "rematted_computation",
     "remat",
     "shard_map",
-    "branch_0_fun",
-    "branch_1_fun",
 }
+_BRANCH = re.compile(r"branch_\d+_fun")
 OTHER = "(other)"
 
 
-def names(op_name: str) -> tuple[str, ...]:
+def names(op_name: str, known: Collection[str] = ()) -> tuple[str, ...]:
     """The scopes in a name stack, outermost first, without the operation's own name.
 
     Args:
         op_name: The name stack, scopes joined by `/`; what follows a `;` is left out.
+        known: Names of layers, which stay although JAX has a name like theirs.
 
     Example:
 
@@ -42,7 +42,24 @@ def names(op_name: str) -> tuple[str, ...]:
             break
         stack = inner
     scopes = [s.strip("()") for s in re.sub(r"jit\([^()]*\)", "", stack).split("/")[:-1]]
-    return tuple(s for s in scopes if s and s not in _STRUCTURE)
+    return tuple(
+        scope
+        for before, scope, after in zip(("", *scopes), scopes, (*scopes[1:], ""))
+        if scope and not _is_structure(before, scope, after, known)
+    )
+
+
+def _is_structure(before: str, scope: str, after: str, known: Collection[str]) -> bool:
+    if _are_jax(before, scope) or _are_jax(scope, after):
+        return True
+    return (scope in _STRUCTURE or _BRANCH.fullmatch(scope) is not None) and scope not in known
+
+
+def _are_jax(outer: str, inner: str) -> bool:
+    """Whether two scopes are a loop or a conditional and its part."""
+    loop = outer == "while" and inner in ("body", "cond")
+    branch = outer == "cond" and _BRANCH.fullmatch(inner) is not None
+    return loop or branch
 
 
 def phase(op_name: str) -> str:
@@ -67,7 +84,7 @@ class Attribution:
         self.layer = functools.lru_cache(maxsize=4096)(self._layer)
 
     def _layer(self, op_name: str) -> str:
-        scopes = names(op_name)
+        scopes = names(op_name, self._known)
         if not scopes:
             return OTHER
         if not self._known:

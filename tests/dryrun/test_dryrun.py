@@ -242,6 +242,175 @@ def test_targets_are_assumed_from_each_outputs_loss(kind):
     assert f"{first}, float32(8, 2) is assumed" in lowered.notes[0]
 
 
+def _of_two(names, open_size=False):
+    x = keras.Input((None, 8) if open_size else (8,))
+    classes, regression = (keras.layers.Dense(n, name=f"head_{n}")(x) for n in (4, 2))
+    return keras.Model(x, dict(zip(names, (classes, regression))))
+
+
+class Encoder(keras.Model):
+    """Declares no inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.of_two = _of_two(("z", "a"))
+
+    def call(self, x):
+        return self.of_two(x)["z"]
+
+
+@pytest.mark.parametrize(
+    ("make", "loss", "shape", "expected"),
+    [
+        (
+            lambda: _of_two(("z", "a")),
+            {"z": "sparse_categorical_crossentropy", "a": "mse"},
+            None,
+            "float32(8, 2), int32(8,)",
+        ),
+        (lambda: _of_two(("z", "a")), {"z": "mse"}, None, "float32(8, 2), float32(8, 4)"),
+        (lambda: _of_two(("z", "a"), True), "mse", (1, 3, 8), "float32(8, 3, 2), float32(8, 3, 4)"),
+        (Encoder, "sparse_categorical_crossentropy", (1, 8), "int32(8,)"),
+        (Encoder, "mse", (1, 8), "float32(8, 4)"),
+    ],
+)
+def test_targets_of_named_open_and_undeclared_outputs(make, loss, shape, expected):
+    def build():
+        model = make()
+        model.compile("sgd", loss)
+        return model
+
+    x = None if shape is None else np.zeros(shape, "float32")
+    lowered = lower(build, _slice(None), x=x, batch_size=8)
+    assert f"{expected} is assumed" in lowered.notes[0]
+
+
+class OwnStep(keras.Model):
+    """As in Keras's guide to training steps in JAX; its network is a part of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.network = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+        self.built = True
+
+    def train_step(self, state, data):
+        x, y = data
+        trainable, non_trainable, slots, metrics = state
+
+        def loss(trainable):
+            outputs, _ = self.network.stateless_call(trainable, [], x, training=True)
+            return keras.ops.mean((outputs - y) ** 2)
+
+        value, gradients = jax.value_and_grad(loss)(trainable)
+        trainable, slots = self.optimizer.stateless_apply(slots, gradients, trainable)
+        return {"loss": value}, (trainable, non_trainable, slots, metrics)
+
+
+def test_a_step_of_ones_own_gets_what_fit_gives_it():
+    def build():
+        model = OwnStep()
+        model.compile("adam")
+        return model
+
+    x, y = np.ones((8, 8), "float32"), np.ones((8, 4), "float32")
+    build().fit(x, y, verbose=0)
+    lowered = lower(build, _slice(None), x=x, y=y, batch_size=8)
+    assert lowered.state.weights == 4 * (8 * 4 + 4)
+    assert lowered.model_flops == 0
+    assert "the model has no call()" in lowered.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("x", "itemsize"),
+    [
+        (np.ones((8, 8), "float16"), 4),
+        (np.ones((8, 8), "float64"), 4),
+        (np.ones((8, 8), "uint64"), 4),
+        (np.ones((8, 8), "bool"), 1),
+        (jax.ShapeDtypeStruct((1, 8), "bfloat16"), 2),
+    ],
+)
+def test_batches_have_the_dtypes_of_fit(x, itemsize):
+    def build():
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+        model.compile("sgd", "mse")
+        return model
+
+    lowered = lower(build, _slice(None), x=x, batch_size=8)
+    assert lowered.state.inputs == 2 * (8 * itemsize + 4 * 4)
+
+
+class Spare(keras.Model):
+    """Has a layer that it never calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.spare = keras.layers.Dense(4, "gelu"), keras.layers.Dense(3)
+
+    def build(self, shape):
+        self.used.build(shape)
+
+    def call(self, x):
+        return self.used(x)
+
+
+def test_a_layer_that_is_never_called():
+    x = np.ones((8, 8), "float32")
+    model = Spare()
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match=r"must be built.*call the model on data first"):
+        lower(model, _slice(None), x=x, batch_size=8)
+    model(x)
+    assert lower(model, _slice(None), x=x, batch_size=8).state.weights == 4 * (8 * 4 + 4)
+    assert not model.spare.built
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_remat_reaches_models_with_a_layer_that_is_never_called(own):
+    def build():
+        inputs = keras.Input((8,))
+        outputs = keras.layers.Dense(4, "gelu")(inputs)
+        model = Spare() if own else keras.Model(inputs, outputs)
+        model.spare = keras.layers.Dense(3)
+        model.compile("sgd", "mse")
+        return model
+
+    strategy = ktd.TPUStrategy({"data": 8}, topology="v5e:2x4", remat="full")
+    lowered = lower(build, strategy, x=np.ones((8, 8), "float32"), batch_size=8)
+    assert b"remat" in lowered.program
+
+
+class Talking(keras.layers.Layer):
+    """Prints while it runs."""
+
+    def call(self, x):
+        jax.debug.print("{}", x.sum())
+        return x
+
+
+@pytest.mark.parametrize("where", [_slice, _mesh_of_cpus])
+def test_code_of_the_host_within_a_step(where):
+    def build():
+        model = keras.Sequential([keras.Input((8,)), Talking(), keras.layers.Dense(4)])
+        model.compile("sgd", "mse")
+        return model
+
+    with pytest.raises(ValueError, match=r"compiled elsewhere.*jax\.debug\.print.*Leave it out"):
+        dry_run(build, where(), batch_size=8)
+
+
+@pytest.mark.slow
+def test_numbers_of_64_bits():
+    def build():
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4, dtype="float64")])
+        model.compile("sgd", "mse")
+        return model
+
+    with jax.enable_x64(True):
+        run = dry_run(build, _mesh_of_cpus(), batch_size=8)
+    assert run.state.weights == 8 * (8 * 4 + 4)
+
+
 def test_a_users_own_model_is_left_as_it_was():
     model = mlp()
     layouts = [_keras.variable_layout(v) for v in model.variables]
@@ -257,6 +426,70 @@ def test_a_users_own_model_is_left_as_it_was():
     assert first.state == second.state == lower(mlp, _slice(), batch_size=16).state
     assert np.isfinite(history["loss"][0])
     model.fit(x, y, verbose=0)
+
+
+class Scaled(keras.optimizers.SGD):
+    """An optimizer that its config does not make again."""
+
+    def __init__(self, scale, model):
+        super().__init__(0.1 * scale, momentum=0.9)
+        self.model = model
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_a_users_optimizer_is_built_only_by_fit(scaled):
+    strategy = _mesh_of_cpus()
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+        optimizer = Scaled(2, model)
+        if scaled:
+            optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+        model.compile(optimizer, "mse")
+    before = optimizer.variables
+    first = lower(model, _slice(), batch_size=8).state
+    assert not optimizer.built
+    assert list(map(id, optimizer.variables)) == list(map(id, before))
+    model.fit(np.ones((8, 8)), np.ones((8, 4)), verbose=0)
+    assert lower(model, _slice(), batch_size=8).state == first
+
+
+def test_a_dry_run_does_not_choose_a_users_metrics():
+    def classifier():
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+        model.compile(
+            "sgd", lambda y, p: cross_entropy(y, p, from_logits=True), metrics=["accuracy"]
+        )
+        return model
+
+    cross_entropy = keras.losses.sparse_categorical_crossentropy
+    x = np.random.default_rng(0).normal(size=(8, 8)).astype("float32")
+    y = np.arange(8, dtype="int32") % 4
+    expected = classifier().fit(x, y, verbose=0).history
+    model = classifier()
+    # the loss does not say that its targets are numbers of classes
+    with pytest.raises(ValueError, match="same shape"):
+        lower(model, _slice(None), batch_size=8)
+    assert model.fit(x, y, verbose=0).history == expected
+
+
+def test_random_numbers_without_a_seed_go_on_after_a_slice():
+    def build():
+        keras.random.normal((2,))
+        return mlp()
+
+    keras.utils.set_random_seed(0)
+    keras.random.normal((2,))
+    expected = np.asarray(keras.random.normal((2,)))
+    for build_first in (True, False):
+        keras.utils.clear_session()
+        keras.utils.set_random_seed(0)
+        if build_first:
+            lower(build, _slice(), batch_size=8)
+        keras.random.normal((2,))
+        with _slice().scope():
+            build()
+        np.testing.assert_array_equal(np.asarray(keras.random.normal((2,))), expected)
 
 
 def test_a_model_built_in_the_scope_of_a_slice():
@@ -308,6 +541,12 @@ def test_variables_are_themselves_again_afterwards():
         (mlp, {"batch_size": 8.0}, r"batch_size=8\.0"),
         (mlp, {"mode": "eval"}, r"mode='eval'.*train, evaluate, predict.*Did you mean 'evaluate'"),
         (mlp, {"effort": "fast"}, r"effort='fast'.*'quick' or 'exact'"),
+        (
+            mlp,
+            {"x": object()},
+            r"arrays of numbers.*object.*dtype object.*one batch",
+        ),
+        (mlp, {"x": np.array([["a"]])}, r"arrays of numbers.*dtype <U1"),
         (subclassed, {}, r"needs to know the input.*declares no inputs.*ShapeDtypeStruct"),
         (
             mlp,

@@ -66,6 +66,14 @@ def test_a_comparison_says_sizes():
     assert dict(found.best.mesh) == {"data": 4, "model": 2}
 
 
+@pytest.mark.parametrize(
+    ("meshes", "layouts"), [({"data": 8}, [None]), ([{"data": 8}], "fsdp"), ([8], [None])]
+)
+def test_a_comparison_is_of_lists(meshes, layouts):
+    with pytest.raises(ValueError, match=r"list of meshes, each a dict.*Received: meshes="):
+        compare(mlp, topology="v5e:2x4", meshes=meshes, layouts=layouts, batch_size=16)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [None, "fsdp"])
 def test_what_a_sparse_core_does_is_found(layout):

@@ -86,8 +86,12 @@ def test_an_unknown_slice_is_refused_with_the_nearest(bad, words):
 def test_v3_slices_cannot_be_joined():
     with pytest.raises(ValueError, match=r"1 on TPU v2 and v3.*num_slices=2"):
         Topology.parse("2*v3:4x4")
-    with pytest.raises(ValueError, match="at least 1"):
-        Topology.parse("v5e:4x4", num_slices=0)
+    with pytest.raises(ValueError, match=r"1 on TPU v2 and v3.*num_slices=2"):
+        Topology.parse(Topology.parse("v3:4x4"), num_slices=2)
+    for name in ("v5e:4x4", Topology.parse("v5e:4x4")):
+        for bad in (0, -1, 2.5, "2"):
+            with pytest.raises(ValueError, match="at least 1"):
+                Topology.parse(name, num_slices=bad)
     assert Topology.parse("v5e:4x4", num_slices=2).num_chips == 32
     assert Topology.parse(Topology.parse("v5e:4x4"), num_slices=2).name == "2*v5e:4x4"
 

@@ -239,6 +239,22 @@ def test_name_stacks_become_layers(op_name, layer, phase):
     assert layers.phase(op_name)[0] == phase
 
 
+@pytest.mark.parametrize(
+    ("op_name", "layer"),
+    [
+        ("jit(f)/jvp(cond)/dot_general", "cond"),
+        ("jit(f)/transpose(jvp(while))/remat/dot_general", "while/remat"),
+        ("jit(f)/jvp(lstm)/while/body/closed_call/cell/dot_general", "lstm/cell"),
+        ("jit(f)/jvp(lstm)/while/cond/lt", "lstm"),
+        ("jit(f)/jvp(lstm)/cond/branch_2_fun/cell/dot_general", "lstm/cell"),
+        ("jit(f)/cond/branch_2_fun/scope/add", "scope"),
+    ],
+)
+def test_layers_may_be_named_as_jax_names_its_own(op_name, layer):
+    known = {"while", "cond", "remat", "lstm", "cell"}
+    assert layers.Attribution(known).layer(op_name) == layer
+
+
 # --- collectives -----------------------------------------------------------------------------
 
 
