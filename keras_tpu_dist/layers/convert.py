@@ -141,17 +141,17 @@ def _anew(given):
 
 def _copy(sources, targets, model):
     if [tuple(v.shape) for v in sources] != [tuple(v.shape) for v in targets]:
-        paths = ([v.path for v in variables] for variables in (sources, targets))
-        raise ValueError(_not_alike("variables", *paths, model))
+        before, after = [v.path for v in sources], [v.path for v in targets]
+        raise ValueError(_not_alike("variables", before, after, model))
     for source, target in zip(sources, targets):
         # A train step gives its model's arrays away; shared ones would take the other's along.
         target.assign(jnp.copy(source.value))
 
 
 def _copy_what_is_written(model, clone):
-    names = [[layer.name for layer in _keras.flatten_layers(m)] for m in (model, clone)]
-    if len(names[0]) != len(names[1]):
-        raise ValueError(_not_alike("layers", *names, model))
+    before, after = ([each.name for each in _keras.flatten_layers(m)] for m in (model, clone))
+    if len(before) != len(after):
+        raise ValueError(_not_alike("layers", before, after, model))
     # Files keep a part of it only, and a layer that has become one of ours has methods of its own.
     _keras.copy_marks(model, clone)
 
