@@ -58,6 +58,7 @@ from keras_tpu_dist._keras.inputs import ends_ragged as ends_ragged
 from keras_tpu_dist._keras.inputs import is_users_code as is_users_code
 from keras_tpu_dist._keras.inputs import uncount_steps as uncount_steps
 from keras_tpu_dist._keras.marks import Mark as Mark
+from keras_tpu_dist._keras.marks import copy_marks as copy_marks
 from keras_tpu_dist._keras.progress import backup_position as backup_position
 from keras_tpu_dist._keras.progress import begin_at_epoch as begin_at_epoch
 from keras_tpu_dist._keras.progress import global_seed as global_seed

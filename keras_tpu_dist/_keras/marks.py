@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from keras_tpu_dist._keras.seam import Replacement, declare
+from keras_tpu_dist._keras.structure import flatten_layers
 
 # In what `.keras` files hold of a layer, beside its class and its config: Keras passes it by, so
 # that the file loads where this package is not installed.
@@ -70,6 +71,20 @@ class _MarkedConfig(dict):
 
 
 _marks: dict[str, Mark] = {}
+
+
+def copy_marks(source: Any, target: Any) -> None:
+    """Writes on the layers of a model what is written on their likes in another one.
+
+    Public replacement: none is needed where Keras's own clones keep what is written on layers.
+
+    Args:
+        source: A model.
+        target: One with the same layers in the same places, of the same or other classes.
+    """
+    for one, other in zip(flatten_layers(source), flatten_layers(target), strict=True):
+        for attribute, value in _marks_of(one).items():
+            _marks[attribute].restore(other, value)
 
 
 def _marks_of(layer: Any) -> dict[str, Any]:

@@ -24,8 +24,9 @@ def convert(model):
 
     Weights, random states, and the compiled optimizer with its slots, loss and metrics are kept,
     and the names of layers where Keras keeps them in a config (functional and Sequential models,
-    at any depth). A subclassed model needs a `get_config` from which it can be made again. The
-    original is not touched. `RNN(cell)`, `ConvLSTM` and subclasses of Keras's layers stay as they
+    at any depth), and what `split`, `replicate`, `assign`, `remat` and `scan_blocks` wrote on
+    layers. A subclassed model needs a `get_config` from which it can be made again. The original
+    is not touched. `RNN(cell)`, `ConvLSTM` and subclasses of Keras's layers stay as they
     are.
 
     Args:
@@ -63,6 +64,7 @@ def convert(model):
         clone.build_from_config(build)
     _copy(model.weights, clone.weights, model)
     _copy(_random_states(model), _random_states(clone), model)
+    _copy_what_is_written(model, clone)
     if compiled:
         _compile(model, clone, compiled)
     return clone
@@ -139,14 +141,24 @@ def _anew(given):
 
 def _copy(sources, targets, model):
     if [tuple(v.shape) for v in sources] != [tuple(v.shape) for v in targets]:
-        raise ValueError(
-            message(
-                "The converted model must have the variables of the original.",
-                received=f"model {model.name!r} with {[v.path for v in sources]}, converted to "
-                f"{[v.path for v in targets]}.",
-                fix="Check that the model's get_config() says all that its __init__ was given.",
-            )
-        )
+        before, after = [v.path for v in sources], [v.path for v in targets]
+        raise ValueError(_not_alike("variables", before, after, model))
     for source, target in zip(sources, targets):
         # A train step gives its model's arrays away; shared ones would take the other's along.
         target.assign(jnp.copy(source.value))
+
+
+def _copy_what_is_written(model, clone):
+    before, after = ([each.name for each in _keras.flatten_layers(m)] for m in (model, clone))
+    if len(before) != len(after):
+        raise ValueError(_not_alike("layers", before, after, model))
+    # Files keep a part of it only, and a layer that has become one of ours has methods of its own.
+    _keras.copy_marks(model, clone)
+
+
+def _not_alike(what, original, converted, model) -> str:
+    return message(
+        f"The converted model must have the {what} of the original.",
+        received=f"model {model.name!r} with {original}, converted to {converted}.",
+        fix="Check that the model's get_config() says all that its __init__ was given.",
+    )

@@ -15,7 +15,7 @@ from keras_tpu_dist import _keras
 from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.once import say_once
-from keras_tpu_dist.layout.annotations import Annotation, annotate, annotation_of
+from keras_tpu_dist.layout.annotations import Annotation, annotate, annotation_of, mark
 from keras_tpu_dist.layout.rules import LayoutRules
 from keras_tpu_dist.partitioner import in_compiled_code
 
@@ -74,7 +74,13 @@ def assign(layer: Any, logical_device: int | None) -> Any:
         )
     before = annotation_of(layer) or Annotation(LayoutRules([]))
     device = None if logical_device is None else int(logical_device)
-    annotate(layer, Annotation(before.weights, before.output, device))
+    return _restored(layer, Annotation(before.weights, before.output, device))
+
+
+@mark.restored_by
+def _restored(layer: Any, annotation: Annotation) -> Any:
+    """Writes an annotation on a layer, of a class that may not have been assigned before."""
+    annotate(layer, annotation)
     _keras.route_calls(type(layer), _around)
     return layer
 

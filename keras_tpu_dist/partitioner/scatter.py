@@ -5,6 +5,7 @@ from typing import Any
 import jax
 from jax import lax
 
+from keras_tpu_dist.partitioner.indices import narrow, widened
 from keras_tpu_dist.partitioner.jaxprs import replacement
 from keras_tpu_dist.partitioner.places import padded_at_the_end
 from keras_tpu_dist.partitioner.spread import Spread
@@ -13,14 +14,14 @@ PRIMITIVES = ("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-m
 
 
 def candidate(equation: Any, devices: int) -> bool:
-    """Whether rows of a scatter can be split unevenly over so many devices.
+    """Whether rows of a scatter can be split unevenly over so many devices, or indices are narrow.
 
     Args:
         equation: The scatter.
         devices: The number of devices of the mesh.
     """
     rows = equation.invars[1].aval.shape[:-1]
-    return any(size % devices for size in rows)
+    return any(size % devices for size in rows) or narrow(equation.invars[1])
 
 
 def repaired(equation: Any, spread: Spread) -> list | None:
@@ -45,16 +46,18 @@ def repaired(equation: Any, spread: Spread) -> list | None:
     for dimension, of_updates in enumerate(rows):
         parts = max(spread.parts(indices, dimension), spread.parts(updates, of_updates))
         paddings[dimension] = -indices.aval.shape[dimension] % parts
-    if not any(paddings.values()):
+    short = narrow(indices)
+    if not short and not any(paddings.values()):
         return None
     signed = jax.numpy.issubdtype(indices.aval.dtype, jax.numpy.signedinteger)
-    if signed and len(spread.open_axes) == 1:
+    if signed and not short and len(spread.open_axes) == 1:
         return None  # XLA fills with -1, which it drops
     free = {d: n for d, n in paddings.items() if d not in shared}
     both = {d: n for d, n in paddings.items() if d in shared}
 
     def scatter(operand, indices, updates, *rest):
         params = {**equation.params, "indices_are_sorted": False, "unique_indices": False}
+        indices = widened(indices)
         if equation.params["mode"] == lax.GatherScatterMode.CLIP:
             indices = _clipped(operand, indices, updates, numbers)
         params["mode"] = lax.GatherScatterMode.FILL_OR_DROP

@@ -5,6 +5,7 @@ from typing import Any
 from jax import lax
 from jax.extend import core
 
+from keras_tpu_dist.partitioner.indices import narrow, widened
 from keras_tpu_dist.partitioner.jaxprs import replacement
 from keras_tpu_dist.partitioner.spread import Spread
 
@@ -45,7 +46,7 @@ def repaired(equation: Any, spread: Spread) -> list | None:
         arrays, starts = operands[: -len(last)], operands[-len(last) :]
         starts = [
             lax.clamp(start.dtype.type(0), start, start.dtype.type(end)) if clamp else start
-            for start, end, clamp in zip(starts, last, clamped)
+            for start, end, clamp in zip(map(widened, starts), last, clamped)
         ]
         return equation.primitive.bind(*arrays, *starts, **equation.params)
 
@@ -62,4 +63,4 @@ def _places(equation: Any) -> tuple[list, list[int]]:
 
 
 def _is_inside(start: Any, last: int) -> bool:
-    return isinstance(start, core.Literal) and 0 <= start.val <= last
+    return isinstance(start, core.Literal) and 0 <= start.val <= last and not narrow(start)

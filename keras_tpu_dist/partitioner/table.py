@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from keras_tpu_dist.partitioner import branches, convolution, scatter, slices, windows
+from keras_tpu_dist.partitioner import branches, convolution, indices, scatter, slices, windows
 
 _SEEN = ("jax 0.10.2, libtpu 0.0.42.1", "jax 0.12.0.1, libtpu 0.0.50.1")
 
@@ -54,6 +54,15 @@ FAULTS = (
         "rows are added whose index lies beyond the end, which XLA drops",
         scatter.candidate,
         scatter.repaired,
+    ),
+    Fault(
+        "Indices of few bits",
+        indices.PRIMITIVES,
+        "the place where a device's part begins does not fit into indices of 8 or 16 bits, so that "
+        "rows of other devices are taken and written, or the compiler aborts",
+        "gathers, scatters and slices get indices of 32 bits",
+        indices.candidate,
+        indices.repaired,
     ),
     Fault(
         "Kernel gradient of a grouped convolution",

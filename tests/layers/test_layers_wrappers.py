@@ -9,6 +9,7 @@ from keras import layers as stock
 from recurrent import close, mask_for
 from test_layers_recurrent import compare
 
+import keras_tpu_dist as ktd
 from keras_tpu_dist import layers as fast
 from keras_tpu_dist.recurrence import plan
 
@@ -264,6 +265,34 @@ def test_convert_keeps_weights_names_and_compile_state():
     close(clone.predict(x, verbose=0), model.predict(x, verbose=0))
     close(clone.train_on_batch(x, y), model.train_on_batch(x, y))
     close([w.value for w in clone.weights], [w.value for w in model.weights])
+
+
+def test_convert_keeps_what_is_written_on_layers():
+    strategy = ktd.TPUStrategy({"data": 4, "model": 2})
+    with strategy.scope():
+        layers = [
+            keras.Input((STEPS, FEATURES)),
+            ktd.split(stock.LSTM(4, return_sequences=True), kernel=(None, "model")),
+            ktd.remat(stock.TimeDistributed(stock.Dense(4))),
+            ktd.assign(stock.Bidirectional(stock.SimpleRNN(2)), 1),
+            ktd.split(stock.Dense(2), output=("data", "model")),
+        ]
+        models = [keras.Sequential(layers)]
+        models.append(fast.convert(models[0]))
+        told, programs = [], []
+        for model in models:
+            report = strategy.explain(model)
+            rows = [each.axes for each in report.rows]
+            told.append([rows, [each.layout for each in report.outputs]])
+            weights = model.trainable_variables, model.non_trainable_variables
+            values = [[v.value for v in each] for each in weights]
+            x = np.ones((8, STEPS, FEATURES), "float32")
+            loss = lambda *state, m=model: m.stateless_call(*state, x)[0].sum()  # noqa: E731
+            programs.append(str(jax.make_jaxpr(jax.grad(loss))(*values)))
+    assert told[0] == told[1]
+    assert told[0][1] == [("data", "model")]
+    for name in ("remat2", "cond"):
+        assert [name in program for program in programs] == [True, True], name
 
 
 def _is_ours(layer):

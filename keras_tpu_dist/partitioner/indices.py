@@ -1,0 +1,57 @@
+"""Indices of few bits, which cannot name the place where a device's part begins."""
+
+from typing import Any
+
+from keras_tpu_dist.partitioner.jaxprs import replacement
+from keras_tpu_dist.partitioner.spread import Spread
+
+PRIMITIVES = ("gather",)
+
+
+def candidate(equation: Any, devices: int) -> bool:
+    """Whether rows are gathered by indices of few bits.
+
+    Args:
+        equation: The gather.
+        devices: The number of devices of the mesh, which makes no difference here.
+    """
+    return narrow(equation.invars[1])
+
+
+def repaired(equation: Any, spread: Spread) -> list | None:
+    """A gather by indices of 32 bits, or `None` where it has them.
+
+    Args:
+        equation: The gather.
+        spread: Which mesh axes may split which dimension of the program's values.
+
+    Returns:
+        The equations that take its place, or `None`.
+    """
+    if not narrow(equation.invars[1]):
+        return None
+
+    def gather(operand, indices):
+        return equation.primitive.bind(operand, widened(indices), **equation.params)
+
+    return replacement(equation, gather)
+
+
+def narrow(index: Any) -> bool:
+    """Whether an index has too few bits for XLA, which adds and subtracts places in its dtype.
+
+    Scatters and slices by such indices are repaired for this too.
+
+    Args:
+        index: A value of a program.
+    """
+    return index.aval.dtype.itemsize < 4
+
+
+def widened(index: Any) -> Any:
+    """An index of at least 32 bits.
+
+    Args:
+        index: An array of whole numbers.
+    """
+    return index.astype("int32") if index.dtype.itemsize < 4 else index
