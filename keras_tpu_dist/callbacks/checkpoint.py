@@ -13,6 +13,7 @@ from keras_tpu_dist import _keras
 from keras_tpu_dist.callbacks.averages import note_swapped, swapped
 from keras_tpu_dist.callbacks.checkpoint_arguments import (
     check_arguments,
+    check_loop,
     check_processes,
     direction,
 )
@@ -167,16 +168,11 @@ class Checkpoint(keras.callbacks.Callback):
         vars(self).pop("on_train_batch_end", None)
         if self._guard is None:
             vars(self)["on_train_batch_end"] = self._count_batch
-        if self._guard is None and (self._every_steps or self._every_s):
-            raise ValueError(
-                message(
-                    "Checkpoints within an epoch need the loop of a TPUStrategy.",
-                    received={"every_steps": self._every_steps}
-                    | ({"every_minutes": self._every_s / 60} if self._every_s else {})
-                    | {"strategy": None},
-                    fix="Build the model in TPUStrategy().scope(), or save every_epochs=1.",
-                )
-            )
+        check_loop(
+            *(self._guard, "Checkpoints within an epoch need", "save every_epochs=1"),
+            every_steps=self._every_steps,
+            every_minutes=self._every_s and self._every_s / 60,
+        )
         check_processes(self._trainer)
         best = None if self._monitor is None else (self._monitor, self._mode)
         self._store = Store(
@@ -344,6 +340,8 @@ class Checkpoint(keras.callbacks.Callback):
         stopped = (training["stopped"] and not training["done"]) or reached is not None
         stopped &= not goes_beyond(self._callbacks, reached)
         epochs = (self.params or {})["epochs"]
+        fix = "load the weights alone: ktd.restore(model, directory), Checkpoint(resume=False)"
+        check_loop(self._guard, "Going on within an epoch needs", fix, batches=training["done"])
         self.begin_after(training["epoch"], training["done"])
         if stopped:
             _keras.begin_at_epoch(self._trainer, epochs)

@@ -42,6 +42,25 @@ def check_arguments(every_steps, every_minutes, every_epochs, keep, mode) -> Non
         )
 
 
+def check_loop(guard: Any, rule: str, fix: str, **asked: Any) -> None:
+    """Checks that what only the loop of a strategy can do is asked of none but that.
+
+    Args:
+        guard: The guard of the training, `None` in stock Keras.
+        rule: What needs the loop.
+        fix: What to do instead.
+        **asked: By name what asks for it; `None` and 0 do not.
+
+    Raises:
+        ValueError: If it is asked of stock Keras.
+    """
+    received = {name: value for name, value in asked.items() if value}
+    if guard is None and received:
+        rule = f"{rule} the loop of a TPUStrategy."
+        fix = f"Build the model in TPUStrategy().scope(), or {fix}."
+        raise ValueError(message(rule, received=received | {"strategy": None}, fix=fix))
+
+
 def direction(monitor: str | None, mode: str) -> str:
     """Whether a metric is best where it is smallest or largest: `"min"` or `"max"`.
 

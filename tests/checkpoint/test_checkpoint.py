@@ -446,6 +446,17 @@ def test_stock_keras_saves_epochs(tmp_path):
         fit(stock(), "arrays", ktd.callbacks.Checkpoint(tmp_path, every_steps=2))
 
 
+def test_stock_keras_does_not_go_on_within_an_epoch(tmp_path):
+    """It would train on the batches that were done once more."""
+    saved = ktd.callbacks.Checkpoint(tmp_path, every_steps=2)
+    with pytest.raises(Stop):
+        fit(made(ktd.TPUStrategy()), "arrays", saved, StopAfter(3))
+    stock = job.network(0.3)
+    stock.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+    with pytest.raises(ValueError, match=r"within an epoch needs the loop of a TPU.*batches=2"):
+        fit(stock, "arrays", ktd.callbacks.Checkpoint(tmp_path))
+
+
 class Shrinks(keras.Model):
     """A custom train step that never applies `model.optimizer`."""
 
