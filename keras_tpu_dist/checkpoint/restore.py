@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from keras_tpu_dist import _keras
@@ -44,7 +44,7 @@ def restore(
     step: int | None = None,
     strict: bool = True,
     exclude: str | Iterable[str] = (),
-    rename: Iterable[tuple[str, str]] = (),
+    rename: Iterable[tuple[str, str]] | Mapping[str, str] = (),
 ) -> Restored:
     """Loads a checkpoint into a model, straight into the shards of the mesh that it lies on now.
 
@@ -61,7 +61,7 @@ def restore(
         step: The checkpoint's step. Defaults to the newest that is whole.
         strict: Whether each weight of the model must be in the checkpoint and the other way round.
         exclude: Patterns of paths to leave as they are, such as `"*/head/*"`.
-        rename: Pairs `(regular expression, replacement)` for saved paths.
+        rename: Pairs `(regular expression, replacement)` for saved paths, or a dict of them.
 
     Returns:
         What was loaded, kept and left; print it.
@@ -83,12 +83,13 @@ def restore(
     >>> report.step, report.kept
     (1, ())
     """
+    pairs = _checked_pairs(rename)
     if is_file_of_keras(directory):
         _check_built(model)
-        _check_of_files(step, rename)
+        _check_of_files(step, pairs)
         return load_file(model, directory, strict, patterns_of(exclude))
     with _store(directory, membership.is_local(model)) as store:
-        return load_newest(model, store, step, strict, patterns_of(exclude), tuple(rename))[0]
+        return load_newest(model, store, step, strict, patterns_of(exclude), pairs)[0]
 
 
 def load_newest(
@@ -278,8 +279,24 @@ def _misfit(store: Store | KerasDirectory, step: int, weights: Matching) -> str:
     )
 
 
-def _check_of_files(step: int | None, rename: Iterable) -> None:
-    if step is not None or tuple(rename):
+def _checked_pairs(
+    rename: Iterable[tuple[str, str]] | Mapping[str, str],
+) -> tuple[tuple[str, str], ...]:
+    pairs = tuple(rename.items() if isinstance(rename, Mapping) else rename)
+    for pair in pairs:
+        if isinstance(pair, str) or len(pair) != 2 or not all(isinstance(p, str) for p in pair):
+            raise ValueError(
+                message(
+                    "rename has pairs of a regular expression and what stands for it.",
+                    received={"rename": rename},
+                    fix='Write for example rename=[("^old/", "new/")].',
+                )
+            )
+    return pairs
+
+
+def _check_of_files(step: int | None, rename: tuple) -> None:
+    if step is not None or rename:
         raise ValueError(
             message(
                 "A file of Keras's has one state, and knows variables by the model's structure.",

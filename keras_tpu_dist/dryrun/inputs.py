@@ -16,6 +16,23 @@ from keras_tpu_dist.training.batches import BatchPlacer
 from keras_tpu_dist.training.strategy import Strategy
 
 
+def check_asked(build: Any, strategy: Any) -> None:
+    """Raises a `ValueError` unless a model and a strategy are given.
+
+    Args:
+        build: A function that makes a model, or a model.
+        strategy: The strategy.
+    """
+    if not callable(build) or not hasattr(strategy, "placer"):
+        raise ValueError(
+            message(
+                "A dry run takes a function that builds a model, or a model, and a TPUStrategy.",
+                received={"build": build, "strategy": strategy},
+                fix='Write dry_run(build, ktd.TPUStrategy(topology="v5e:2x4"), batch_size=64).',
+            )
+        )
+
+
 def check_batch_size(batch_size: int, strategy: Strategy) -> None:
     """Raises a `ValueError` unless every part of the batch gets a row.
 

@@ -19,6 +19,7 @@ from keras_tpu_dist.dryrun.compile import (
     has_libtpu,
     larger_twin,
 )
+from keras_tpu_dist.dryrun.inputs import check_asked
 from keras_tpu_dist.dryrun.report import DryRun as DryRun
 from keras_tpu_dist.dryrun.report import estimate
 from keras_tpu_dist.dryrun.torus import Torus
@@ -165,6 +166,7 @@ def lower_once(
         mode: As there.
         cache: Where compilations are kept; equal programs then differ in no source line.
     """
+    check_asked(build, strategy)
     for_tpu = has_libtpu() and _is_tpu(strategy)
     platform = "tpu" if for_tpu else "cpu"
     with contextlib.nullcontext() if cache is None else without_source_lines():

@@ -258,6 +258,19 @@ def test_a_file_that_is_no_file_of_keras(tmp_path):
         ktd.restore(made("stock"), tmp_path / "a.keras", step=3)
 
 
+@pytest.mark.slow
+def test_names_of_before(tmp_path):
+    one, other = trained("data", tmp_path), made("data")
+    path = one.weights[0].path
+    with pytest.raises(ValueError, match="unexpected 'moved/kernel'"):
+        ktd.restore(other, tmp_path, rename={f"^{path}$": "moved/kernel"})
+    assert ktd.restore(other, tmp_path, rename={"^moved": "there"}).step == 8
+    assert ktd.restore(other, tmp_path, rename=iter([("^moved", "there")])).step == 8
+    for wrong in ("ab", [("a", "b", "c")], ("a", "b"), [("a", 1)]):
+        with pytest.raises(ValueError, match="rename has pairs of a regular expression and what"):
+            ktd.restore(other, tmp_path, rename=wrong)
+
+
 def test_no_checkpoint_no_model(tmp_path):
     with pytest.raises(ktd.CheckpointError, match="There is no directory"):
         ktd.restore(made("stock"), tmp_path / "nowhere")

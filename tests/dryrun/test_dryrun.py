@@ -1160,3 +1160,9 @@ def test_predict_of_a_model_that_is_not_compiled():
     for given in (build, build()):
         lowered = lower(given, strategy, batch_size=8, mode="predict", platform="cpu")
         assert lowered.parameters == 36
+
+
+@pytest.mark.parametrize(("build", "strategy"), [(None, ktd.TPUStrategy), (mlp, lambda: "v5e:2x4")])
+def test_a_model_and_a_strategy_are_asked_for(build, strategy):
+    with pytest.raises(ValueError, match=r"takes a function that builds a model.*TPUStrategy\("):
+        ktd.dry_run(build, strategy(), batch_size=8)
