@@ -282,7 +282,7 @@ def _misfit(store: Store | KerasDirectory, step: int, weights: Matching) -> str:
 def _checked_pairs(
     rename: Iterable[tuple[str, str]] | Mapping[str, str],
 ) -> tuple[tuple[str, str], ...]:
-    pairs = tuple(rename.items() if isinstance(rename, Mapping) else rename)
+    pairs: tuple[Any, ...] = tuple(rename.items() if isinstance(rename, Mapping) else rename)
     for pair in pairs:
         if isinstance(pair, str) or len(pair) != 2 or not all(isinstance(p, str) for p in pair):
             raise ValueError(
