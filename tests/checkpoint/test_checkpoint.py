@@ -351,7 +351,7 @@ def test_training_goes_on_and_saves_where_the_handler_returns(ignored, tmp_path,
     assert saved.steps == [3, 7, 10, 14, 18]
 
 
-@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("swapped", [False, pytest.param(True, marks=slow)])
 def test_two_in_one_fit_both_save(swapped, tmp_path, terminated):
     often = ktd.callbacks.Checkpoint(tmp_path / "often", every_steps=4, keep=None)
     ends = ktd.callbacks.Checkpoint(tmp_path / "ends", every_epochs=1, keep=None)

@@ -173,6 +173,7 @@ def test_time_distributed_keeps_losses_that_layers_add(kind):
     close(fitted(fast, inner), fitted(stock, inner))
 
 
+@pytest.mark.slow
 def test_time_distributed_of_weights_that_mixed_precision_leaves_alone():
     def inner():
         frozen = stock.Dense(4, "relu")

@@ -74,14 +74,19 @@ def results(model):
 
 @pytest.mark.parametrize(("mesh", "layout", "split"), CASES)
 @pytest.mark.parametrize(
-    "last", [L.GlobalAveragePooling1D, lambda: L.LSTM(5), None], ids=["pooling", "lstm", "loss"]
+    "last",
+    [L.GlobalAveragePooling1D, pytest.param(lambda: L.LSTM(5), marks=pytest.mark.slow), None],
+    ids=["pooling", "lstm", "loss"],
 )
 def test_a_mask_of_a_nested_model(mesh, layout, split, last):
     expected = results(built(model(last, split), None))
     assert_close(results(built(model(last, split), ktd.TPUStrategy(mesh, layout))), expected)
 
 
-@pytest.mark.parametrize(("mesh", "layout", "split"), [CASES[0], CASES[3], CASES[6]])
+@pytest.mark.parametrize(
+    ("mesh", "layout", "split"),
+    [CASES[6], *(pytest.param(*CASES[i], marks=pytest.mark.slow) for i in (0, 3))],
+)
 def test_of_a_nested_model_that_is_not_compiled(mesh, layout, split):
     last = L.GlobalAveragePooling1D
     expected = results(built(model(last, split), None))

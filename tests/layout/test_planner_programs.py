@@ -192,6 +192,7 @@ def test_outputs_are_laid_only_where_the_batch_comes_first():
         assert set(placement.layouts_of_outputs()) == expected
 
 
+@pytest.mark.slow
 def test_features_that_a_plan_splits_stay_split():
     """The outputs of blocks are laid by rows alone: what is wide between two kernels is not
     gathered."""

@@ -227,7 +227,9 @@ def test_a_dataset_that_writes_into_the_batch_before(launch, prefetch):
     assert_close(losses(OneBuffer()), losses(X[:whole], Y[:whole], batch_size=BATCH))
 
 
-@pytest.mark.parametrize(("steps", "batches"), [(1, 3), (3, 2), (3, 3)])
+@pytest.mark.parametrize(
+    ("steps", "batches"), [(1, 3), (3, 2), pytest.param(3, 3, marks=pytest.mark.slow)]
+)
 def test_an_epoch_without_data_has_the_logs_of_the_one_before_as_in_keras(steps, batches):
     def rows():
         yield from [(X[:BATCH], Y[:BATCH]), (X[BATCH:23], Y[BATCH:23]), (X[23:33], Y[23:33])]

@@ -62,7 +62,10 @@ def test_it_sees_the_same(mesh, layout, change):
     assert_close(all_calls(ktd.TPUStrategy(mesh, layout), change), expected)
 
 
-@pytest.mark.parametrize(("mesh", "layout"), MESHES)
+@pytest.mark.parametrize(
+    ("mesh", "layout"),
+    [MESHES[2], *(pytest.param(*each, marks=pytest.mark.slow) for each in MESHES[:2])],
+)
 def test_another_optimizer_between_fits(mesh, layout):
     def fitted(strategy):
         one = built(model, strategy)

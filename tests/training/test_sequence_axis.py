@@ -91,7 +91,9 @@ def equal(build, mesh, layout, x, y, **options):
     return model, strategy
 
 
-@pytest.mark.parametrize(("mesh", "layout"), [CASES[1], CASES[10]], ids=str)
+@pytest.mark.parametrize(
+    ("mesh", "layout"), [CASES[10], pytest.param(*CASES[1], marks=pytest.mark.slow)], ids=str
+)
 def test_a_decoder(mesh, layout):
     equal(decoder(), mesh, layout, TOKENS, TARGETS)
 
@@ -213,7 +215,11 @@ def test_a_batch_without_a_time_that_divides_is_whole_and_said(caplog):
     ]
 
 
-@pytest.mark.parametrize("mesh", [{"sequence": 8}, {"data": 2, "sequence": 4}], ids=str)
+@pytest.mark.parametrize(
+    "mesh",
+    [{"data": 2, "sequence": 4}, pytest.param({"sequence": 8}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_a_time_that_does_not_divide_equals_one_device(mesh):
     def build():
         tokens = keras.Input((6,), dtype="int32")
