@@ -72,7 +72,10 @@ def results(model):
     return [np.array(history), np.array(evaluated), predicted, *model.get_weights()]
 
 
-@pytest.mark.parametrize(("mesh", "layout", "split"), CASES)
+@pytest.mark.parametrize(
+    ("mesh", "layout", "split"),
+    [*CASES[:2], *(pytest.param(*each, marks=pytest.mark.slow) for each in CASES[2:6]), *CASES[6:]],
+)
 @pytest.mark.parametrize(
     "last",
     [L.GlobalAveragePooling1D, pytest.param(lambda: L.LSTM(5), marks=pytest.mark.slow), None],

@@ -55,7 +55,9 @@ def all_calls(strategy, change):
     return found
 
 
-@pytest.mark.parametrize(("mesh", "layout"), MESHES)
+@pytest.mark.parametrize(
+    ("mesh", "layout"), [pytest.param(*MESHES[0], marks=pytest.mark.slow), *MESHES[1:]]
+)
 @pytest.mark.parametrize("change", [freeze, lora])
 def test_it_sees_the_same(mesh, layout, change):
     expected = all_calls(None, change)

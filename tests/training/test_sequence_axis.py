@@ -151,6 +151,7 @@ def test_blocks_scanned_and_computed_again(mesh, remat):
     equal(build, mesh, "fsdp", TOKENS, TARGETS, remat=remat)
 
 
+@pytest.mark.slow
 def test_activations_are_split_along_time():
     def build():
         tokens = keras.Input((TIME,), dtype="int32")
