@@ -287,12 +287,13 @@ class _HostCopy:
             leaf.addressable_data(0) if leaf.sharding.is_fully_replicated else leaf
             for leaf in leaves
         ]
-        away = [leaf for leaf in once if not _is_in_host_memory(leaf)]
+        here = [_is_in_host_memory(leaf) for leaf in once]
+        away = [leaf for leaf, is_here in zip(once, here) if not is_here]
         places = [leaf.sharding.with_memory_kind("pinned_host") for leaf in away]
-        copies = iter(jax.device_put(away, places))
+        moved = iter(jax.device_put(away, places))
         # 490 small arrays take 24 ms to transfer and 1 ms to copy.
         self._leaves = [
-            np.array(leaf) if _is_in_host_memory(leaf) else next(copies) for leaf in once
+            np.array(leaf) if is_here else next(moved) for leaf, is_here in zip(once, here)
         ]
 
     def on_devices(self) -> Any:
