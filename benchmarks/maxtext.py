@@ -19,7 +19,7 @@ References:
 import argparse
 import functools
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import keras_tpu_dist as ktd  # first: it selects Keras's JAX backend
 
@@ -122,7 +122,7 @@ def chosen(shape: Shape, layers: int, rows: int, compilations: int) -> Tried:
         compilations=compilations,
         budget_s=3600.0,
     )
-    print(replace(found, others=found.others[:5]), file=sys.stderr, flush=True)
+    print(found, file=sys.stderr, flush=True)
     return found.best
 
 

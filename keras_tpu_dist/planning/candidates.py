@@ -39,6 +39,11 @@ class Candidate:
         """The mesh and the layout, without what may be chosen besides."""
         return self.mesh, self.layout
 
+    @property
+    def whatever_order(self) -> tuple[Any, ...]:
+        """All but the order of the mesh's axes."""
+        return tuple(sorted(self.mesh)), self.layout, self.shard_optimizer, self.remat
+
     def strategy(self, topology: Topology | None = None) -> TPUStrategy:
         """The strategy.
 

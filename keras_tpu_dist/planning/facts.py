@@ -16,6 +16,7 @@ from keras_tpu_dist.dryrun.build import Build, described, forward_pass
 from keras_tpu_dist.dryrun.inputs import count_tokens
 from keras_tpu_dist.dryrun.products import Lookup, Product, lookups_of, products_of
 from keras_tpu_dist.memory.remat import LayerPolicies
+from keras_tpu_dist.planning.buffers import Buffer, buffers_of
 from keras_tpu_dist.strategy import TPUStrategy
 
 # Axes of each dimension of a weight.
@@ -51,10 +52,12 @@ class Kept:
     Attributes:
         arrays: Shapes of the activations, and the bytes of an element.
         flops: Operations of all products of a step, those that are computed again included.
+        buffers: All that is held for a while.
     """
 
     arrays: tuple[tuple[tuple[int, ...], int], ...]
     flops: float
+    buffers: tuple[Buffer, ...]
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,7 @@ class Facts:
         kept: By remat policy.
         output_bytes: Bytes of the model's outputs.
         input_bytes: Bytes of the batch.
+        variables: How many variables a step reads or writes.
     """
 
     rows: int
@@ -80,6 +84,7 @@ class Facts:
     kept: dict[str | None, Kept]
     output_bytes: int
     input_bytes: int
+    variables: int
 
 
 class Described:
@@ -107,7 +112,7 @@ class Described:
             forward, arguments = forward_pass(self._model, self._batch, training=True)
             trace = jax.make_jaxpr(forward)(*arguments)
             outputs = jax.eval_shape(forward, *arguments)
-        kept = {policy: self._kept(policy) for policy in policies}
+        kept = {policy: self._kept(policy, rows) for policy in policies}
         num_weights = len(jax.tree.leaves(arguments[:2]))
         leaves = jax.tree.leaves(self._batch)
         return Facts(
@@ -119,6 +124,7 @@ class Described:
             kept=kept,
             output_bytes=sum(map(_bytes, jax.tree.leaves(outputs))),
             input_bytes=sum(map(_bytes, leaves)),
+            variables=len(_keras.state_variables(self._model)),
         )
 
     def specs(self, strategy: TPUStrategy) -> list[Spec]:
@@ -142,29 +148,32 @@ class Described:
             itemsize = np.dtype(v.dtype).itemsize
             yield Weight(tuple(v.shape), itemsize, id(v) in trainable, slots.get(id(v), 0))
 
-    def _kept(self, policy: str | None) -> Kept:
+    def _kept(self, policy: str | None, rows: int) -> Kept:
         own = self._strategy.remat
         self._strategy.remat = LayerPolicies(policy)
         self._strategy.remat.choose(self._model)
         try:
             forward, arguments = forward_pass(self._model, self._batch, training=True)
             trainable, *rest = arguments
+            outputs = jax.eval_shape(forward, *arguments)
 
-            def gradients(trainable, *rest):
-                outputs, back = jax.vjp(lambda w: forward(w, *rest), trainable)
-                return back(jax.tree.map(jax.numpy.zeros_like, outputs))
+            def gradients(trainable, rest, outputs):
+                return jax.vjp(lambda w: forward(w, *rest), trainable)[1](outputs)
 
             def kept(trainable, *rest):
                 return jax.vjp(lambda w: forward(w, *rest), trainable)[1]
 
             leaves = jax.tree.leaves(jax.eval_shape(kept, trainable, *rest))
+            num_weights = len(jax.tree.leaves(arguments[:2]))
+            own_trace = jax.make_jaxpr(gradients)(trainable, rest, outputs)
+            buffers = buffers_of(own_trace, num_weights, rows)
             with plain_operations():  # whose products are not within kernels
-                trace = jax.make_jaxpr(gradients)(trainable, *rest)
+                trace = jax.make_jaxpr(gradients)(trainable, rest, outputs)
         finally:
             self._strategy.remat = own
         arrays = _without([(leaf.shape, _itemsize(leaf)) for leaf in leaves], self._weights)
         flops = sum(p.flops * p.times for p in products_of(trace, 0))
-        return Kept(tuple(arrays), flops)
+        return Kept(tuple(arrays), flops, buffers)
 
 
 def _without(arrays: list, weights: list) -> list:

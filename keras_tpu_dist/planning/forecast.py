@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from keras_tpu_dist.planning.facts import Facts, Spec
 from keras_tpu_dist.planning.ground import Ground, Placed
 from keras_tpu_dist.planning.links import links
+from keras_tpu_dist.planning.memory import memory_of
 from keras_tpu_dist.planning.work import output_bytes, part_of, ring_of, table_bytes, taken_bytes
 
 # The compiler's cycles of effort "quick", by which a search decides, over what the bytes would
@@ -31,9 +32,6 @@ _ACTIVATION_PASSES = 1.8
 _PASSES_AGAIN = 1.5
 # A loss reads and writes the outputs and their gradient.
 _OUTPUT_PASSES = 4
-# Of the bytes that JAX keeps, what the compiler keeps: it computes cheap operations again, but not
-# what a loop over time has stacked.
-_KEPT, _KEPT_OF_LOOPS = 0.3, 0.9
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ class Forecast:
 
     Attributes:
         state_bytes: Weights and the optimizer's slots.
-        kept_bytes: Activations kept for the gradients.
+        held_bytes: The most that is held at a time between operations.
         memory_bytes: All together.
         compute_s: Products, as slow as the compiler's cycles of effort "quick" have them.
         traffic_s: What is read and written, likewise.
@@ -51,7 +49,7 @@ class Forecast:
     """
 
     state_bytes: float
-    kept_bytes: float
+    held_bytes: float
     memory_bytes: float
     compute_s: float
     traffic_s: float
@@ -88,16 +86,15 @@ def forecast(
         compute += part.forward_s * (1 + again) + part.backward_s + ring.seconds
         operands += part.moved_bytes * (3 + again)
         moved += ring.moved_bytes
-    state = _state_bytes(placed)
-    updated = _STATE_PASSES * state + _GATHERED_PASSES * _gathered_bytes(placed)
+    memory = memory_of(placed, policy)
+    updated = _STATE_PASSES * memory.state_bytes + _GATHERED_PASSES * _gathered_bytes(placed)
     traffic = _TRAFFIC_CYCLES * moved + _OPERAND_CYCLES * operands + _UPDATE_CYCLES * updated
-    traffic += _TABLE_CYCLES * table_bytes(placed)[0]
-    held *= _KEPT_OF_LOOPS if any(map(placed.in_a_loop, facts.products)) else _KEPT
+    traffic += _TABLE_CYCLES * table_bytes(placed)
     all_links, exposed = links(placed, again)
     return Forecast(
-        state_bytes=state,
-        kept_bytes=held,
-        memory_bytes=state + held + _beside_the_state(placed),
+        state_bytes=memory.state_bytes,
+        held_bytes=memory.held_bytes,
+        memory_bytes=memory.total_bytes,
         compute_s=compute,
         traffic_s=traffic / ground.topology.hbm_bandwidth,
         links_s=all_links,
@@ -110,17 +107,6 @@ def _computed_again(facts: Facts, policy: str | None) -> float:
     forward = sum(p.flops * p.times for p in facts.products)
     again = facts.kept[policy].flops - facts.kept[None].flops
     return again / forward if forward else 0.0
-
-
-def _state_bytes(placed: Placed) -> float:
-    total, ground = 0.0, placed.ground
-    for index, weight, spec in placed.weights():
-        ways = placed.ways(index)
-        over = {axis for axes in spec for axis in axes}
-        left = [axis for axis in ground.data_axes if axis not in over]
-        extra = ground.ways(left) if ground.shard_optimizer and weight.shape else 1
-        total += weight.size * weight.itemsize / ways + weight.slot_bytes / ways / extra
-    return total
 
 
 def _gathered_bytes(placed: Placed) -> float:
@@ -151,18 +137,3 @@ def _kept_bytes(placed: Placed, policy: str | None) -> float:
         part = min((shares.get(size, 1.0) for size in shape[1:]), default=1.0)
         total += math.prod(shape) * itemsize * part
     return total * placed.share
-
-
-def _beside_the_state(placed: Placed) -> float:
-    """Bytes of gradients or of gathered weights, of the batch and the outputs, and of copies."""
-    gradients = gathered = 0.0
-    for index, weight, _ in placed.weights():
-        if weight.trainable:
-            gradients += weight.size * placed.gradient_itemsizes[index] / placed.ways(index)
-        if index not in placed.tables:
-            used = weight.size * weight.itemsize / placed.used_ways(index)
-            gathered = max(gathered, used)
-    rings = (ring_of(placed, product).laid_out_bytes for product in placed.facts.products)
-    # The outputs and their gradient, which a loss works on in float32.
-    batch = placed.facts.input_bytes * placed.share + 2 * output_bytes(placed)
-    return max(gradients, 2 * gathered) + batch + table_bytes(placed)[1] + max(rings, default=0.0)

@@ -134,22 +134,21 @@ def _in_rings(devices: int) -> bool:
     return not WHOLE_PRODUCTS.keys() <= told.keys()
 
 
-def table_bytes(placed: Placed) -> tuple[float, float]:
-    """Bytes moved for tables and their gradients, and those held.
+def table_bytes(placed: Placed) -> float:
+    """Bytes moved for tables and their gradients.
 
     Both are laid out anew, and then have 128 columns where they are of fewer.
 
     Args:
         placed: The model on its mesh.
     """
-    moved = held = 0.0
+    moved = 0.0
     for index in placed.tables:
         weight, wide = placed.facts.weights[index], padding(placed.columns(index).size)
         one = weight.size * weight.itemsize / placed.ways(index)
         # Read as stored and written half as wide, then copied, as the gradient is.
         moved += one * (1.5 + 1 + wide)
-        held += one * wide
-    return moved, held
+    return moved
 
 
 def taken_bytes(placed: Placed) -> float:

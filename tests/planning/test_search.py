@@ -42,7 +42,7 @@ needs_libtpu = pytest.mark.skipif(not has_libtpu(), reason="needs the TPU compil
 def test_the_best_fits_and_trains_as_one_device(tmp_path):
     lines = []
     search = functools.partial(ktd.search, build, "v5e:2x4", cache=tmp_path)
-    found = search(batch_size=64, compilations=3, progress=lines.append)
+    found = search(batch_size=64, compilations=3, exact=2, progress=lines.append)
     # The two that are fastest at first are looked at once more, and that decides.
     assert [tried.run.effort for tried in found.compiled] == ["exact", "exact", "quick"]
     steps = [tried.run.estimate.step for tried in found.compiled]
@@ -141,6 +141,16 @@ def test_what_is_looked_at_once_more():
     assert [one.candidate.mesh[0][0] for one in fastest] == ["b", "d"]
     assert sorted(one.candidate.mesh[0][0] for one in rest) == ["a", "c", "e"]
     assert planning._fastest(compiled, 0)[0] == []
+    # Of one mesh in two orders, the faster, as long as there are others.
+    there, back = (("a", 2), ("b", 4)), (("b", 4), ("a", 2))
+    orders = [
+        dataclasses.replace(one, candidate=dataclasses.replace(one.candidate, mesh=mesh), run=run)
+        for one, mesh, run in zip(tries, (there, back), (dry(1.1), dry(1.0)))
+    ]
+    for number, expected in ((2, [back, (("d", 8),)]), (3, [back, (("d", 8),), there])):
+        chosen, rest = planning._fastest([*orders, compiled[3]], number)
+        assert [one.candidate.mesh for one in chosen] == expected
+        assert len(chosen) + len(rest) == 3
     again = [dataclasses.replace(fastest[0], run=dry(0.9, effort="exact"))]
     again += [dataclasses.replace(fastest[1], run=dry(0.7, effort="exact"))]
     faster = dataclasses.replace(tries[0], run=dry(0.1))
