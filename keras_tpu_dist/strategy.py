@@ -8,6 +8,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist import attention as attention  # declares what it replaces in Keras
+from keras_tpu_dist.common.checks import check_model
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.dryrun.retarget import DryRuns
 from keras_tpu_dist.hardware.assignment import DeviceAssignment
@@ -245,6 +246,7 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
         Raises:
             ValueError: If the strategy's layout is not a plan.
         """
+        check_model(model, "strategy.plan")
         return self.layouts.planned(model)
 
     def explain(self, model: Any, path: str | None = None) -> "Explanation | VariableRow":
@@ -261,6 +263,7 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
         Raises:
             ValueError: If not exactly one variable has the path.
         """
+        check_model(model, "strategy.explain")
         # Who only trains loads neither what explains, nor lints, nor draws.
         from keras_tpu_dist.layout.explain import explain_model, one_row
 
@@ -280,6 +283,7 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
         Raises:
             ValueError: If `strict` and there is an error or a warning.
         """
+        check_model(model, "strategy.lint")
         from keras_tpu_dist.layout.lint import lint_model
 
         foreign = [
@@ -323,6 +327,7 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
         Args:
             model: A model, built or with the variables it has so far.
         """
+        check_model(model, "strategy.placement")
         return self.layouts.placement(model, membership.given_layout)
 
     def get_data_layout(self, data_shape: Sequence[int]) -> NamedSharding:

@@ -16,6 +16,7 @@ from keras_tpu_dist.callbacks.checkpoint_arguments import (
     check_loop,
     check_processes,
     direction,
+    directory_of,
 )
 from keras_tpu_dist.callbacks.monitored import is_validated, worth
 from keras_tpu_dist.callbacks.preemption import Preemption
@@ -111,7 +112,7 @@ class Checkpoint(keras.callbacks.Callback):
         check_arguments(every_steps, every_minutes, every_epochs, keep, mode)
         if (every_steps, every_minutes, every_epochs) == (None, None, None):
             every_epochs = 1
-        self.directory = os.fspath(directory)
+        self.directory = directory_of(directory)
         self._every_steps, self._every_epochs = every_steps, every_epochs
         self._every_s = None if every_minutes is None else 60 * every_minutes
         self._keep, self._asynchronous, self._resume = keep, asynchronous, resume

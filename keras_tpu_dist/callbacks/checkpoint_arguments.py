@@ -1,5 +1,6 @@
 """What `Checkpoint` is given: its arguments, and the model."""
 
+import os
 from typing import Any
 
 import jax
@@ -7,6 +8,26 @@ import jax
 from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.training.membership import is_local
+
+
+def directory_of(directory: Any) -> str:
+    """The directory that `Checkpoint` was given, as text.
+
+    Args:
+        directory: See there.
+
+    Raises:
+        ValueError: If it is no path, or empty.
+    """
+    if isinstance(directory, (str, os.PathLike)) and str(directory):
+        return os.fspath(directory)
+    raise ValueError(
+        message(
+            "Checkpoint needs a directory.",
+            received={"directory": directory},
+            fix='Write for example Checkpoint("checkpoints", every_steps=500).',
+        )
+    )
 
 
 def check_arguments(every_steps, every_minutes, every_epochs, keep, mode) -> None:

@@ -3,6 +3,8 @@
 import operator
 from typing import Any, TypeGuard
 
+from keras_tpu_dist.common.errors import message
+
 
 def is_count(value: Any, least: int | None = None) -> TypeGuard[int]:
     """Whether something is a whole number, as Python or NumPy has them, and no truth value.
@@ -24,3 +26,20 @@ def is_count(value: Any, least: int | None = None) -> TypeGuard[int]:
     except TypeError:
         return False  # an array of several numbers
     return least is None or number >= least
+
+
+def check_model(model: Any, for_what: str) -> None:
+    """Raises a `ValueError` for what is no model.
+
+    Args:
+        model: What was given.
+        for_what: What it was given to, as it is called.
+    """
+    if not hasattr(model, "trainable_variables"):
+        raise ValueError(
+            message(
+                f"{for_what} is asked about a model.",
+                received={"model": model},
+                fix="Pass a keras.Model.",
+            )
+        )

@@ -8,6 +8,7 @@ import keras
 from keras import tree
 
 from keras_tpu_dist import _keras
+from keras_tpu_dist.common.checks import check_model
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.layers.bidirectional import Bidirectional
 from keras_tpu_dist.layers.recurrent import GRU, LSTM, SimpleRNN
@@ -46,6 +47,7 @@ def convert(model):
     >>> type(ktd.convert(model).layers[0]).__module__
     'keras_tpu_dist.layers.recurrent'
     """
+    check_model(model, "convert")
     if not model.built:
         raise ValueError(
             message(

@@ -59,6 +59,14 @@ class LayoutRules:
     """
 
     def __init__(self, rules: Iterable[tuple[str, Sequence]] | Mapping[str, Sequence]):
+        if not isinstance(rules, Iterable):
+            raise ValueError(
+                message(
+                    "LayoutRules takes (pattern, axes) pairs, or a mapping of them.",
+                    received={"rules": rules},
+                    fix='Write for example LayoutRules([("dense/kernel", (None, "model"))]).',
+                )
+            )
         pairs = rules.items() if isinstance(rules, Mapping) else rules
         self._rules = tuple(_checked_rule(rule) for rule in pairs)
         self._compiled = tuple(re.compile(_from_the_right(pattern)) for pattern, _ in self._rules)

@@ -205,7 +205,7 @@ def search(
     >>> found.best.candidate.mesh, found.strategy()  # doctest: +SKIP
     """
     started, tell = time.monotonic(), progress or logger.debug
-    _check(batch_size, compilations, exact)
+    _check(build, batch_size, compilations, exact)
     kept = Cache.of(cache)
     given = {"x": x, "y": y, "sample_weight": sample_weight}
     topology = topology if isinstance(topology, Topology) else Topology.parse(topology)
@@ -356,7 +356,15 @@ def _forecast_of(
     return [] if best is None else [best]
 
 
-def _check(batch_size: Any, compilations: Any, exact: Any) -> None:
+def _check(build: Any, batch_size: Any, compilations: Any, exact: Any) -> None:
+    if not callable(build):
+        raise ValueError(
+            message(
+                "A search takes a function that builds a model, or a model.",
+                received={"build": build},
+                fix="Write search(build, 'v5e:4x4', batch_size=256).",
+            )
+        )
     wrong = {}
     if batch_size is not None and not is_count(batch_size, 1):
         wrong["batch_size"] = batch_size

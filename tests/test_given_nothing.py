@@ -1,0 +1,29 @@
+"""What is asked about something that is no model, no rules, no directory."""
+
+import pytest
+
+import keras_tpu_dist as ktd
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (lambda s, v: s.explain(v), r"strategy.explain is asked about a model.*model={}"),
+        (lambda s, v: s.lint(v), r"strategy.lint is asked about a model.*model={}"),
+        (lambda s, v: s.plan(v), r"strategy.plan is asked about a model.*model={}"),
+        (lambda s, v: s.placement(v), r"strategy.placement is asked about a model.*model={}"),
+        (lambda s, v: ktd.convert(v), r"convert is asked about a model.*model={}"),
+        (lambda s, v: ktd.search(v, "v5e:2x4"), r"A search takes a function.*build={}"),
+        (lambda s, v: ktd.LayoutRules(v), r"LayoutRules takes \(pattern, axes\) pairs.*rules={}"),
+        (lambda s, v: ktd.callbacks.Checkpoint(v), r"Checkpoint needs a directory.*directory={}"),
+    ],
+)
+@pytest.mark.parametrize("value", [None, 5])
+def test_words(asked, words, value):
+    with pytest.raises(ValueError, match=words.format(value)):
+        asked(ktd.TPUStrategy(layout="fsdp"), value)
+
+
+def test_an_empty_directory():
+    with pytest.raises(ValueError, match="Checkpoint needs a directory.*directory=''"):
+        ktd.callbacks.Checkpoint("")
