@@ -268,8 +268,8 @@ def correlation(measured, arguments):
     room = spearman([tried.forecast.memory_bytes for tried in runs], memory)
     print(
         f"{measured.name:15} {len(found)} candidates in {forecast_s:.1f} s, {len(runs)} compiled "
-        f"in {compile_s:.0f} s: step {right:.2f}, memory {room:.2f}; the compiler's best was number "
-        f"{steps.index(min(steps)) + 1} of the forecast",
+        f"in {compile_s:.0f} s: step {right:.2f}, memory {room:.2f}; the compiler's best was "
+        f"number {steps.index(min(steps)) + 1} of the forecast",
         flush=True,
     )
 

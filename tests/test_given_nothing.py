@@ -25,5 +25,5 @@ def test_words(asked, words, value):
 
 
 def test_an_empty_directory():
-    with pytest.raises(ValueError, match="Checkpoint needs a directory.*directory=''"):
+    with pytest.raises(ValueError, match=r"Checkpoint needs a directory.*directory=''"):
         ktd.callbacks.Checkpoint("")
