@@ -106,7 +106,8 @@ class Store:
         """
         args = orbax().args
         items = {
-            _ARRAYS: args.PyTreeSave(dict(arrays)),
+            # Orbax refuses arrays without elements, which have nothing to save.
+            _ARRAYS: args.PyTreeSave({key: a for key, a in arrays.items() if a.size}),
             _MANIFEST: args.JsonSave(_WhenWritten(lambda: manifest().to_json())),
         }
         with told(self.directory, "written"):
@@ -145,11 +146,16 @@ class Store:
         if not wanted:
             return []
         ocp = orbax()
-        target, how = to_read(wanted)
-        restored = ocp.args.PyTreeRestore(item=target, restore_args=how, partial_restore=True)
-        with told(self.directory, "read", step):
-            items = self._manager.restore(step, args=ocp.args.Composite(**{_ARRAYS: restored}))
-        arrays = [items[_ARRAYS][saved.key] for saved, _, _ in wanted]
+        filled = [each for each in wanted if 0 not in each[0].entry.shape]
+        read: dict[str, Any] = {}
+        if filled:
+            target, how = to_read(filled)
+            restored = ocp.args.PyTreeRestore(item=target, restore_args=how, partial_restore=True)
+            with told(self.directory, "read", step):
+                items = self._manager.restore(step, args=ocp.args.Composite(**{_ARRAYS: restored}))
+            read |= items[_ARRAYS]
+        read |= {saved.key: _empty(saved, s) for saved, s, _ in wanted if saved.key not in read}
+        arrays = [read[saved.key] for saved, _, _ in wanted]
         self._check(step, [saved for saved, _, _ in wanted], arrays)
         return [array.astype(dtype) for array, (_, _, dtype) in zip(arrays, wanted)]
 
@@ -235,6 +241,11 @@ def to_read(wanted: Sequence[tuple[Saved, Any, Any]]) -> tuple[dict[str, Any], d
         for saved, sharding, _ in wanted
     }
     return target, how
+
+
+def _empty(saved: Saved, sharding: Any) -> Any:
+    nothing = np.zeros(saved.entry.shape, saved.entry.dtype)
+    return nothing if sharding is None else jax.device_put(nothing, sharding)
 
 
 def _reason(error: BaseException) -> str:

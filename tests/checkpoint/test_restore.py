@@ -329,3 +329,28 @@ def test_a_state_of_several_groups(tmp_path, monkeypatch):
     monkeypatch.setattr(Store, "load", fails_later)
     with pytest.raises(ktd.CheckpointError, match=r"damaged\. \d+ of \d+ variables were loaded"):
         ktd.restore(made("fsdp"), tmp_path, step=8)
+
+
+class Optional(keras.layers.Layer):
+    """A weight for options, of which there are none."""
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(shape[-1], 8), name="kernel")
+        self.options = self.add_weight(shape=(0, 8), name="options")
+
+    def call(self, x):
+        return x @ self.kernel + keras.ops.sum(self.options, axis=0)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_weights_without_elements(tmp_path, caplog, strict):
+    def build(name=None):
+        layers = [keras.Input((X.shape[1],)), Optional(name="layer"), keras.layers.Softmax()]
+        return keras.Sequential(layers, name="model")
+
+    one, other = trained("data", tmp_path, build), made("fsdp", build)
+    assert "cannot be written" not in caplog.text
+    report = ktd.restore(other, tmp_path, strict=strict)
+    assert (report.step, report.optimizer) == (8, True)
+    assert_close(numbers(other), numbers(one))
+    assert other.layers[0].options.shape == (0, 8)
