@@ -8,7 +8,6 @@ from jax.sharding import Mesh, NamedSharding
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist import attention as attention  # declares what it replaces in Keras
-from keras_tpu_dist.common.checks import check_model
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.dryrun.retarget import DryRuns
 from keras_tpu_dist.hardware.assignment import DeviceAssignment
@@ -246,7 +245,6 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
         Raises:
             ValueError: If the strategy's layout is not a plan.
         """
-        check_model(model, "strategy.plan")
         return self.layouts.planned(model)
 
     def explain(self, model: Any, path: str | None = None) -> "Explanation | VariableRow":
@@ -263,7 +261,6 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
         Raises:
             ValueError: If not exactly one variable has the path.
         """
-        check_model(model, "strategy.explain")
         # Who only trains loads neither what explains, nor lints, nor draws.
         from keras_tpu_dist.layout.explain import explain_model, one_row
 
@@ -283,20 +280,16 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
         Raises:
             ValueError: If `strict` and there is an error or a warning.
         """
-        check_model(model, "strategy.lint")
         from keras_tpu_dist.layout.lint import lint_model
 
+        placement = self.placement(model)
         foreign = [
             v.path
             for v in _keras.state_variables(model)
             if not self.layouts.owns(_keras.variable_layout(v))
         ]
         report = lint_model(
-            model,
-            self.placement(model),
-            self.layouts.setting,
-            batch_size=batch_size,
-            foreign=foreign,
+            model, placement, self.layouts.setting, batch_size=batch_size, foreign=foreign
         )
         return report.raise_if_bad() if strict else report
 
@@ -327,7 +320,6 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
         Args:
             model: A model, built or with the variables it has so far.
         """
-        check_model(model, "strategy.placement")
         return self.layouts.placement(model, membership.given_layout)
 
     def get_data_layout(self, data_shape: Sequence[int]) -> NamedSharding:

@@ -8,11 +8,11 @@ import keras_tpu_dist as ktd
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        (lambda s, v: s.explain(v), r"strategy.explain is asked about a model.*model={}"),
-        (lambda s, v: s.lint(v), r"strategy.lint is asked about a model.*model={}"),
-        (lambda s, v: s.plan(v), r"strategy.plan is asked about a model.*model={}"),
-        (lambda s, v: s.placement(v), r"strategy.placement is asked about a model.*model={}"),
-        (lambda s, v: ktd.convert(v), r"convert is asked about a model.*model={}"),
+        (lambda s, v: s.explain(v), r"What a strategy says of layouts needs a model.*model={}"),
+        (lambda s, v: s.lint(v), r"What a strategy says of layouts needs a model.*model={}"),
+        (lambda s, v: s.plan(v), r"What a strategy says of layouts needs a model.*model={}"),
+        (lambda s, v: s.placement(v), r"What a strategy says of layouts needs a model.*model={}"),
+        (lambda s, v: ktd.convert(v), r"convert needs a model.*model={}"),
         (lambda s, v: ktd.search(v, "v5e:2x4"), r"A search takes a function.*build={}"),
         (lambda s, v: ktd.LayoutRules(v), r"LayoutRules takes \(pattern, axes\) pairs.*rules={}"),
         (lambda s, v: ktd.callbacks.Checkpoint(v), r"Checkpoint needs a directory.*directory={}"),

@@ -28,17 +28,17 @@ def is_count(value: Any, least: int | None = None) -> TypeGuard[int]:
     return least is None or number >= least
 
 
-def check_model(model: Any, for_what: str) -> None:
+def check_model(model: Any, asked: str) -> None:
     """Raises a `ValueError` for what is no model.
 
     Args:
         model: What was given.
-        for_what: What it was given to, as it is called.
+        asked: What it was given to, as it is called.
     """
     if not hasattr(model, "trainable_variables"):
         raise ValueError(
             message(
-                f"{for_what} is asked about a model.",
+                f"{asked} needs a model.",
                 received={"model": model},
                 fix="Pass a keras.Model.",
             )

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 from jax.sharding import Mesh, NamedSharding
 
+from keras_tpu_dist.common.checks import check_model
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.hardware.mesh import sequence_axis, state_axes
 from keras_tpu_dist.layout.activations import Activations
@@ -69,6 +70,7 @@ class Layouts:
             model: A model, built or with the variables it has so far.
             given: From a variable to the layout that its user gave it, or `None`.
         """
+        check_model(model, "What a strategy says of layouts")
         return place(model, self.setting, given)
 
     def planned(self, model: Any) -> Plan:
@@ -80,6 +82,7 @@ class Layouts:
         Raises:
             ValueError: If the layout is not a plan.
         """
+        check_model(model, "What a strategy says of layouts")
         if not isinstance(self.layout, Planner):
             raise ValueError(
                 message(
