@@ -91,8 +91,21 @@ class Placed:
         Args:
             index: Which weight.
         """
+        return self._splits[index]
+
+    @functools.cached_property
+    def _splits(self) -> list[list[tuple[str, ...]]]:
         data = self.ground.data_axes
-        return [tuple(axis for axis in axes if axis not in data) for axes in self.specs[index]]
+        return [
+            [tuple(axis for axis in axes if axis not in data) for axes in spec]
+            for spec in self.specs
+        ]
+
+    @functools.cached_property
+    def most_split(self) -> int:
+        """In how many parts the most finely split dimension of a weight is."""
+        every = (axes for spec in self._splits for axes in spec)
+        return max(map(self.ground.ways, every), default=1)
 
     def stored(self, index: int) -> tuple[str, ...]:
         """The axes of the batch that split a weight where it is stored.

@@ -1,5 +1,6 @@
 """Memory of a step on a mesh, in closed form: the state, and what is held beside it."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -85,6 +86,7 @@ def parts_on(placed: Placed) -> Callable[[frozenset[Origin]], float]:
         weight, dimension = origin
         return 1 if weight in looped else ground.ways(placed.split(weight)[dimension])
 
+    @functools.cache
     def parts(origins: frozenset[Origin]) -> float:
         weights = [o for o in origins if o != BATCH]
         # Vectors are not what decides how a product's result is split.

@@ -55,8 +55,7 @@ def part_of(placed: Placed, product: Product) -> Part:
     if weight is None:
         # Attention's own products are split as the heads around them are. Flash attention is a
         # kernel, whose cycles the compiler does not estimate: at full speed.
-        every = (axes for i in range(len(placed.specs)) for axes in placed.split(i))
-        ways = max(map(ground.ways, every), default=1)
+        ways = placed.most_split
         return Part(whole / ways, 2 * whole / ways, (read + written) / ways)
     moved = read + written + product.weight_bytes
     if placed.in_a_loop(product):
