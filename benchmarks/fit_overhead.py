@@ -1,6 +1,7 @@
 """Steps per second of `fit` under TPUStrategy, stock DataParallel and a hand-written loop.
 
     python benchmarks/fit_overhead.py [--builds 5] [--rounds 4] [--steps 100]
+    python benchmarks/fit_overhead.py --call predict --model wide   # or evaluate; without the loop
 
 All three run the same model, data and mesh (8 simulated devices) in one process, in random turns;
 the table gives the median over rounds of steps per second, and of the ratio of TPUStrategy to each
@@ -58,7 +59,16 @@ def residual(blocks):
     return build
 
 
+def wide():
+    """25 MB of weights, for few rows."""
+    from keras import Sequential, layers
+
+    hidden = [layers.Dense(1024, use_bias=False) for _ in range(6)]
+    return Sequential([layers.Input((64,)), *hidden, layers.Dense(10)]), (64,)
+
+
 MODELS = {"MLP": mlp, "CNN": cnn, "162 weights": residual(40), "402 weights": residual(100)}
+MODELS["wide"] = wide
 
 
 def compiled(build):
@@ -73,13 +83,14 @@ def compiled(build):
     return model
 
 
-def fit_under(strategy, build, x, y, batch_size):
+def run_under(strategy, call, build, x, y, batch_size):
     with strategy.scope():
         model = compiled(build)
+    arguments = (x,) if call == "predict" else (x, y)
 
     def epoch():
         with strategy.scope():
-            model.fit(x, y, batch_size=batch_size, verbose=0)
+            getattr(model, call)(*arguments, batch_size=batch_size, verbose=0)
 
     return epoch
 
@@ -137,7 +148,7 @@ def by_hand(build, mesh, x, y, batch_size):
     return epoch
 
 
-def measure(build, batch_size, steps, rounds, builds):
+def measure(build, call, batch_size, steps, rounds, builds):
     import keras
 
     _, shape = build()
@@ -146,12 +157,13 @@ def measure(build, batch_size, steps, rounds, builds):
     y = rng.integers(0, 10, len(x)).astype("int32")
     strategy = ktd.TPUStrategy()
     contenders = {
-        "TPUStrategy": lambda: fit_under(strategy, build, x, y, batch_size),
-        "DataParallel": lambda: fit_under(
-            keras.distribution.DataParallel(), build, x, y, batch_size
+        "TPUStrategy": lambda: run_under(strategy, call, build, x, y, batch_size),
+        "DataParallel": lambda: run_under(
+            keras.distribution.DataParallel(), call, build, x, y, batch_size
         ),
-        "by hand": lambda: by_hand(build, strategy.mesh, x, y, batch_size),
     }
+    if call == "fit":
+        contenders["by hand"] = lambda: by_hand(build, strategy.mesh, x, y, batch_size)
     seconds = {name: [] for name in contenders}
     for _ in range(builds):
         runs = {name: contenders[name]() for name in rng.permutation(list(contenders))}
@@ -174,13 +186,14 @@ def main():
     arguments.add_argument("--rounds", type=int, default=4)
     arguments.add_argument("--model", choices=list(MODELS), action="append")
     arguments.add_argument("--steps", type=int, default=100)
+    arguments.add_argument("--call", choices=("fit", "evaluate", "predict"), default="fit")
     arguments.add_argument("--batch-size", type=int, default=256)
     arguments = arguments.parse_args()
     ktd.simulate(8)
     print(f"{'model':11} {'loop':14} {'steps/s':>9} {'TPUStrategy is':>16}")
     for name in arguments.model or MODELS:
         sizes = (arguments.batch_size, arguments.steps, arguments.rounds, arguments.builds)
-        table = measure(MODELS[name], *sizes)
+        table = measure(MODELS[name], arguments.call, *sizes)
         for loop, (rate, ratio) in table.items():
             print(f"{name:11} {loop:14} {rate:9.1f} {ratio:15.3f}x", flush=True)
 

@@ -4,6 +4,8 @@ import contextlib
 import logging
 import signal
 import threading
+import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -35,6 +37,10 @@ _KEEP_BYTES_WHERE_MEMORY_IS_UNKNOWN = 8 * 2**20
 _MOST_VARIABLES_KEPT = 64
 
 
+# A copy of the whole state takes as long as many steps.
+_COPY_EVERY_S = 60.0
+
+
 class StateGuard:
     """Keeps enough of a training state to give it back when a launch fails.
 
@@ -42,7 +48,9 @@ class StateGuard:
     before the failing step is still there, whatever went wrong. Donated state: XLA overwrites
     the inputs, as a state that fills the memory demands; a failure before the launch (input,
     tracing, compilation) loses nothing either, and for a failure within it a copy in host memory
-    is taken whenever the state is read from the model, that is at the start of each epoch.
+    is taken whenever the state is read from the model, that is at the start of each epoch. Of
+    `train_on_batch`, which reads it each time, the copy is at most a minute old, unless somebody
+    else has changed the weights.
 
     Args:
         kept: How many launches may be under way with their input states kept; 0 donates.
@@ -67,6 +75,9 @@ class StateGuard:
         self._flight: deque[tuple[Any, jax.Array | None]] = deque()
         self._newest: Any = None
         self._host_copy: _HostCopy | None = None
+        # Whether it is `train_on_batch` that runs; and what the last one left behind.
+        self.on_batch = False
+        self._left: list[weakref.ref] = []
 
     @property
     def donate(self) -> bool:
@@ -81,8 +92,17 @@ class StateGuard:
         """
         self._flight.clear()
         self._newest = state
-        if self.donate:
-            self._host_copy = _HostCopy(state)
+        if self.donate and not self._has_copy_of_late(state):
+            self._host_copy, self._left = _HostCopy(state), []
+
+    def _has_copy_of_late(self, state: Any) -> bool:
+        """Whether `train_on_batch` goes on from what it left, of which there is a copy."""
+        if not self.on_batch or self._host_copy is None or self._host_copy.age_s > _COPY_EVERY_S:
+            return False
+        trained = _trained(state)
+        return len(trained) == len(self._left) and all(
+            left() is leaf for left, leaf in zip(self._left, trained)
+        )
 
     def reads(self, iterator: DeviceIterator) -> None:
         """Notes the input that the next launch takes its batches from.
@@ -137,10 +157,13 @@ class StateGuard:
             if state is not None and _is_whole(state):
                 return state
         if self._host_copy is not None:
+            age_s = self._host_copy.age_s
+            of = f"{age_s:.0f} seconds ago" if self.on_batch else "the start of the epoch"
             logger.error(
                 "the launch that failed had already consumed the donated training state: the "
-                "model is given back the state of the start of the epoch; "
-                "TPUStrategy(donate_state=False) keeps the state before every step"
+                "model is given back the state of %s; "
+                "TPUStrategy(donate_state=False) keeps the state before every step",
+                of,
             )
             return self._host_copy.on_devices()
         return None
@@ -165,7 +188,11 @@ class StateGuard:
             end_of_fit: Whether it is a fit that ended; any other call may lie within one.
         """
         self._flight.clear()
-        self._newest = self._host_copy = None
+        if self.on_batch and self._newest is not None and self._host_copy is not None:
+            self._left = [weakref.ref(leaf) for leaf in _trained(self._newest)]
+        elif end_of_fit or not self._left:
+            self._host_copy, self._left = None, []
+        self._newest, self.on_batch = None, False
         if end_of_fit:
             self.steps_left = self.more_steps = self.watch = None
             self.after_launch = self.begin_at = self._input = None
@@ -173,6 +200,11 @@ class StateGuard:
             at_end, self.at_end = self.at_end, []
             for act in at_end:
                 act()
+
+
+def _trained(state: Any) -> list:
+    """The trainable weights and the slots, which only training and the user change."""
+    return jax.tree.leaves((state[0], state[2]))
 
 
 def recover(trainer: Any, guard: StateGuard) -> None:
@@ -281,6 +313,7 @@ class _HostCopy:
     """
 
     def __init__(self, state: Any):
+        self._made = time.monotonic()
         leaves, self._treedef = jax.tree.flatten(state)
         self._shardings = [leaf.sharding for leaf in leaves]
         once = [
@@ -295,6 +328,11 @@ class _HostCopy:
         self._leaves = [
             np.array(leaf) if is_here else next(moved) for leaf, is_here in zip(once, here)
         ]
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since it was made."""
+        return time.monotonic() - self._made
 
     def on_devices(self) -> Any:
         """The state as it lay on the devices."""

@@ -13,7 +13,7 @@ from keras_tpu_dist.training.batches import BatchPlacer, PlacedBatch
 from keras_tpu_dist.training.finite import watched_step
 from keras_tpu_dist.training.guard import StateGuard, recover
 from keras_tpu_dist.training.iterator import DeviceIterator
-from keras_tpu_dist.training.step import jitted_step, step_function
+from keras_tpu_dist.training.step import jitted_step, step_function, with_changes
 
 
 class StepLoop:
@@ -107,7 +107,8 @@ class StepLoop:
     def _launch(self, state, batch, steps: int = 1):
         if self._kind == "train":
             return self._train(state, batch, steps)
-        outputs, state = self._program(steps > 1)(state, batch)
+        outputs, changes = self._program(steps > 1)(state, batch)
+        state = with_changes(state, changes)
         # A callback may run the model: what that changes, and what it leaves, counts from here on.
         _keras.follow_state(self._groups, state)
         if self._kind == "predict":

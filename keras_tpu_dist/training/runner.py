@@ -104,6 +104,8 @@ class Runner:
             member = membership.adopt(model, strategy)
             if not self._is_local:
                 compare_weights(member, model)
+            if member.guard is not None:
+                member.guard.on_batch = name == "train_on_batch"
             if _keras.has_state(model):
                 # Called within a fit, from a callback: the variables hold that fit's newest
                 # state, and the fit reads it from there when it goes on.

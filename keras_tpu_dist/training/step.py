@@ -1,6 +1,6 @@
 """The step as compiled: batches trimmed in the program, one or many steps in one launch."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -56,7 +56,8 @@ def jitted_step(
         compiler_options: What the compiler is told; `None` for its defaults.
 
     Returns:
-        A function that is compiled for each shape of batch; a `Jitted`.
+        A function that is compiled for each shape of batch; a `Jitted`. Of evaluation and
+        prediction the new state has `None` for what they only read: see `with_changes`.
     """
     step = step_function(trainer, kind)
     replicated = named_sharding(placer.mesh)
@@ -92,10 +93,8 @@ def jitted_step(
 
     def forward(state, batch: PlacedBatch):
         outputs, new_state = run(state, batch)
-        return outputs, jax.tree.map(_constrain_if_new, state, new_state, shardings)
+        return outputs, jax.tree.map(_if_new, state, new_state, shardings)
 
-    # Weights that a step only reads are not among its outputs: JAX forwards them, neither copied
-    # nor donated, as long as no output sharding is asked for.
     forward.__name__ = f"{kind}_steps" if scanned else f"{kind}_step"
     known = {"kind_of": _kind_of_batch, "compiler_options": compiler_options}
     return Jitted(forward, placer.mesh, layouts, **known)
@@ -127,5 +126,19 @@ def _kind_of_batch(state, batch: PlacedBatch) -> Hashable:
     return structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
 
 
-def _constrain_if_new(old, new, sharding: NamedSharding):
-    return old if new is old else jax.lax.with_sharding_constraint(new, sharding)
+def _if_new(old, new, sharding: NamedSharding):
+    """Nothing for what a step only reads, as weights: a program copies what it returns."""
+    return None if new is old else jax.lax.with_sharding_constraint(new, sharding)
+
+
+def with_changes(state: Sequence[list], changes: Sequence[list]) -> tuple[list, ...]:
+    """A state after a step of evaluation or prediction.
+
+    Args:
+        state: The state before it.
+        changes: What the step made of it, `None` for each that it left alone.
+    """
+    return tuple(
+        [old if new is None else new for old, new in zip(before, after)]
+        for before, after in zip(state, changes)
+    )
