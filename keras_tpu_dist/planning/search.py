@@ -15,7 +15,7 @@ from keras_tpu_dist.common.progress import stages
 from keras_tpu_dist.common.text import duration_text, html_table, size_text, text_table
 from keras_tpu_dist.dryrun.build import Build
 from keras_tpu_dist.dryrun.cache import Cache
-from keras_tpu_dist.dryrun.run import Progress
+from keras_tpu_dist.dryrun.run import DryRun, Progress
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.hlo import Wire
 from keras_tpu_dist.planning.candidates import POLICIES, Candidate, candidates
@@ -90,7 +90,7 @@ class Search:
         if best is None or best.run is None or best.run.estimate is None:
             return "nothing fits: the slice has too little memory for this model and batch"
         e, run = best.run.estimate, best.run
-        exposed, room = e.exposed_link / e.step, run.total_bytes / (run.limit_bytes or math.inf)
+        exposed, room = e.exposed_link / e.step, _at_one_time(run) / (run.limit_bytes or math.inf)
         parts = [f"the matrix units are busy {e.compute / e.step:.0%} of the step"]
         if exposed > 0.1:
             parts.append(f"collectives that nothing overlaps take {exposed:.0%}")
@@ -105,7 +105,7 @@ class Search:
             if run is not None:
                 step = duration_text(run.estimate.step) if run.estimate else ""
                 fits = "fits" if run.fits else "too large"
-                said = (size_text(run.total_bytes), step, run.effort, fits)
+                said = (size_text(_at_one_time(run)), step, run.effort, fits)
             forecast = (size_text(int(f.memory_bytes)), duration_text(f.step_s))
             rows.append((str(tried.candidate), str(tried.rows), *forecast, *said))
         return rows
@@ -318,6 +318,12 @@ def _forecasts(
         )
     found.sort(key=lambda tried: _promise(tried, topology.hbm_bytes))
     return model.name, found
+
+
+def _at_one_time(run: DryRun) -> int:
+    """The memory of a program, of one that fits what it needs at one time where all is more."""
+    above = run.fits and run.limit_bytes is not None and run.total_bytes > run.limit_bytes
+    return run.peak_bytes if above and run.peak_bytes else run.total_bytes
 
 
 def _promise(tried: Tried, limit: int) -> tuple[float, float]:

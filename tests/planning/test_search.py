@@ -158,6 +158,17 @@ def test_what_is_looked_at_once_more():
     assert [one.candidate.mesh[0][0] for one in ranked] == ["d", "b", "a"]
 
 
+def test_memory_of_a_program_that_fits_is_what_it_needs_at_one_time():
+    gib = 2**30
+    run = SimpleNamespace(
+        fits=True, total_bytes=21 * gib, limit_bytes=16 * gib, peak_bytes=14 * gib
+    )
+    assert planning._at_one_time(run) == 14 * gib
+    for changed in ({"fits": False}, {"total_bytes": 15 * gib}, {"peak_bytes": 0}):
+        other = SimpleNamespace(**{**vars(run), **changed})
+        assert planning._at_one_time(other) == other.total_bytes
+
+
 def test_several_at_a_time(monkeypatch):
     monkeypatch.setattr(together, "at_once", lambda: 2)
     chosen = [tried(axis, None) for axis in "abcde"]
