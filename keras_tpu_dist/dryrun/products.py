@@ -5,7 +5,7 @@ in no figure here.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -137,22 +137,34 @@ def _moved(equation: Any, source: Source) -> Source:
 
 def _regrouped(before: Sequence[int], after: Sequence[int], dims: Dims) -> Dims:
     """The dimensions after a reshape: those that were joined or divided count for each other."""
-    result: list[frozenset[int]] = []
-    i = 0
-    group: list[int] = []
+    groups = regrouped(before, after, dims)
+    return tuple(taken for taken, sizes in groups for _ in sizes)
+
+
+def regrouped(
+    before: Sequence[int], after: Sequence[int], dims: Sequence[frozenset]
+) -> Iterator[tuple[frozenset, Sequence[int]]]:
+    """What the dimensions after a reshape consist of, those together that are of the same ones.
+
+    Args:
+        before: The shape before it.
+        after: The shape after it.
+        dims: What each dimension before it consists of.
+    """
+    i, start = 0, 0
     wanted, got = 1, 1
-    taken: frozenset[int] = frozenset()
-    for j, size in enumerate(after):
-        group.append(j)
+    taken: frozenset = frozenset()
+    for end, size in enumerate(after, 1):
         wanted *= size
         while got < wanted and i < len(before):
             got *= before[i]
             taken |= dims[i]
             i += 1
         if got == wanted:
-            result += [taken] * len(group)
-            group, wanted, got, taken = [], 1, 1, frozenset()
-    return (*result, *([taken] * len(group)))
+            yield taken, after[start:end]
+            start, wanted, got, taken = end, 1, 1, frozenset()
+    if start < len(after):
+        yield taken, after[start:]
 
 
 def _dot(equation: Any, sources: list, times: int) -> Product:
@@ -228,7 +240,7 @@ def _read_called(
 ) -> None:
     """What a call of a program computes: `jit`, `remat`, functions with gradients of their own."""
     if equation.primitive.name == "shard_map":
-        times *= _parts(equation)
+        times *= sharing_devices(equation)
     for called in map(opened, inner_jaxprs(equation)):
         # Where operands come first that the program does not take, as a rule's constants do.
         offset = len(sources) - len(called.invars)
@@ -243,8 +255,12 @@ def _read_called(
         return
 
 
-def _parts(equation: Any) -> int:
-    """How many devices share the work of a `shard_map`, which is written for one of them."""
+def sharing_devices(equation: Any) -> int:
+    """How many devices share the work of a `shard_map`, which is written for one of them.
+
+    Args:
+        equation: The `shard_map`.
+    """
     used = {axis for spec in equation.params["in_specs"] for axis in names_in(spec)}
     return math.prod(equation.params["mesh"].shape[axis] for axis in used)
 

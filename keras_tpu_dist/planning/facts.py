@@ -112,7 +112,7 @@ class Described:
             forward, arguments = forward_pass(self._model, self._batch, training=True)
             trace = jax.make_jaxpr(forward)(*arguments)
             outputs = jax.eval_shape(forward, *arguments)
-        kept = {policy: self._kept(policy, rows) for policy in policies}
+        kept = {policy: self._kept(policy, rows, outputs) for policy in policies}
         num_weights = len(jax.tree.leaves(arguments[:2]))
         leaves = jax.tree.leaves(self._batch)
         return Facts(
@@ -148,14 +148,13 @@ class Described:
             itemsize = np.dtype(v.dtype).itemsize
             yield Weight(tuple(v.shape), itemsize, id(v) in trainable, slots.get(id(v), 0))
 
-    def _kept(self, policy: str | None, rows: int) -> Kept:
+    def _kept(self, policy: str | None, rows: int, outputs: Any) -> Kept:
         own = self._strategy.remat
         self._strategy.remat = LayerPolicies(policy)
         self._strategy.remat.choose(self._model)
         try:
             forward, arguments = forward_pass(self._model, self._batch, training=True)
             trainable, *rest = arguments
-            outputs = jax.eval_shape(forward, *arguments)
 
             def gradients(trainable, rest, outputs):
                 return jax.vjp(lambda w: forward(w, *rest), trainable)[1](outputs)
@@ -164,9 +163,8 @@ class Described:
                 return jax.vjp(lambda w: forward(w, *rest), trainable)[1]
 
             leaves = jax.tree.leaves(jax.eval_shape(kept, trainable, *rest))
-            num_weights = len(jax.tree.leaves(arguments[:2]))
             own_trace = jax.make_jaxpr(gradients)(trainable, rest, outputs)
-            buffers = buffers_of(own_trace, num_weights, rows)
+            buffers = buffers_of(own_trace, len(self._weights), rows)
             with plain_operations():  # whose products are not within kernels
                 trace = jax.make_jaxpr(gradients)(trainable, rest, outputs)
         finally:

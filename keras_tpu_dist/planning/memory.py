@@ -56,7 +56,7 @@ def memory_of(placed: Placed, policy: str | None) -> Memory:
     sizes = [int(state / variables)] * variables
     kept = states_that_fit("auto", sizes, placed.ground.topology.hbm_bytes)
     beside = max(held, state if kept else 0.0)
-    beside += _OUTPUTS * output_bytes(placed) + _laid_out_bytes(placed) + _gathered_bytes(placed)
+    beside += _OUTPUTS * output_bytes(placed) + _laid_out_bytes(placed) + _together_bytes(placed)
     batch = placed.facts.input_bytes * placed.share
     return Memory(state, held, state + beside + batch + _PROGRAM)
 
@@ -118,7 +118,7 @@ def _laid_out_bytes(placed: Placed) -> float:
     return total
 
 
-def _gathered_bytes(placed: Placed) -> float:
+def _together_bytes(placed: Placed) -> float:
     """Weights that are brought together: the largest for its use, tables after an update."""
     largest = tables = 0.0
     for product in placed.facts.products:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from keras_tpu_dist.layout.axes import names_in
+from keras_tpu_dist.dryrun.products import sharing_devices
 from keras_tpu_dist.partitioner.jaxprs import inner_jaxprs, opened
 from keras_tpu_dist.planning.origins import (
     BATCH,
@@ -155,7 +155,7 @@ def _flat(jaxpr: Any, names: dict[Any, Value], parts: int) -> Iterator[Operation
             yield Operation(name, equation, operands, results)
             continue
         body = called[0]
-        inner_parts = parts * _parts(equation) if name == "shard_map" else parts
+        inner_parts = parts * sharing_devices(equation) if name == "shard_map" else parts
         inner = {v: _value(v.aval, inner_parts) for v in (*body.invars, *body.constvars)}
         # Where operands come first that the program does not take, as a rule's constants do.
         first = max(0, len(operands) - len(body.invars))
@@ -172,12 +172,6 @@ def _flat(jaxpr: Any, names: dict[Any, Value], parts: int) -> Iterator[Operation
             continue
         for operand, result in zip(last, results):
             yield Operation(ENTER, equation, [operand], [result])
-
-
-def _parts(equation: Any) -> int:
-    """How many devices share the work of a `shard_map`, which is written for one of them."""
-    used = {axis for spec in equation.params["in_specs"] for axis in names_in(spec)}
-    return math.prod(equation.params["mesh"].shape[axis] for axis in used)
 
 
 def _read(operation: Operation) -> None:

@@ -8,6 +8,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from keras_tpu_dist.dryrun.products import regrouped
+
 # The batch, or a dimension of a weight: its number, and which one.
 Origin = tuple[int, int]
 BATCH: Origin = (-1, 0)
@@ -80,22 +82,11 @@ def _transpose(equation: Any, operands: list[Origins], shape: Sequence[int]) -> 
 
 def _reshape(equation: Any, operands: list[Origins], shape: Sequence[int]) -> Origins:
     """Of dimensions that are joined or divided, the first of the new ones is what is split."""
-    before, found = equation.invars[0].aval.shape, []
-    i, wanted, got = 0, 1, 1
-    taken, group = _NONE, 0
-    for size in shape:
-        wanted *= size
-        group += 1
-        while got < wanted and i < len(before):
-            got *= before[i]
-            taken |= operands[0][i]
-            i += 1
-        if got == wanted:
-            sizes = shape[len(found) : len(found) + group]
-            first = next((k for k, s in enumerate(sizes) if s > 1), 0)
-            found += [taken if k == first else _NONE for k in range(group)]
-            wanted, got, taken, group = 1, 1, _NONE, 0
-    return (*found, *[_NONE] * (len(shape) - len(found)))
+    found: list[frozenset[Origin]] = []
+    for taken, sizes in regrouped(equation.invars[0].aval.shape, shape, operands[0]):
+        first = next((k for k, size in enumerate(sizes) if size > 1), 0)
+        found += [taken if k == first else _NONE for k in range(len(sizes))]
+    return tuple(found)
 
 
 def _broadcast(equation: Any, operands: list[Origins], shape: Sequence[int]) -> Origins:
