@@ -78,7 +78,7 @@ class BackupAndRestore(Checkpoint):
     def on_train_end(self, logs=None):
         """Notes that nothing is left to go on with."""
         # What is to end the process ends it before the backup is deleted.
-        ends = self._guard is not None and self._sigterm.comes_at_end()
+        ends = self._fit is not None and self._sigterm.comes_at_end()
         self._ended = not ends or jax.process_count() == 1
         if not self.delete_checkpoint or ends:
             super().on_train_end(logs)

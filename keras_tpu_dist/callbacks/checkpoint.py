@@ -28,14 +28,14 @@ from keras_tpu_dist.checkpoint.snapshot import EXTRA, snapshot
 from keras_tpu_dist.checkpoint.store import Store, folder
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.processes.channel import agree
-from keras_tpu_dist.training.guard import StateGuard
+from keras_tpu_dist.training.fit_control import FitControl
 from keras_tpu_dist.training.input_position import (
     InputPosition,
     own_position,
     random_numbers,
     set_random_numbers,
 )
-from keras_tpu_dist.training.membership import guard_in_training
+from keras_tpu_dist.training.membership import fit_in_training
 
 logger = logging.getLogger("keras_tpu_dist")
 
@@ -120,7 +120,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._mode = direction(monitor, mode)
         self._preemption = Preemption()
         self._store: Store | None = None
-        self._guard: StateGuard | None = None
+        self._fit: FitControl | None = None
         self._trainer: Any = None
         self._callbacks: list = []
         self._fellows: list[Checkpoint] = [self]
@@ -164,13 +164,13 @@ class Checkpoint(keras.callbacks.Callback):
 
     def on_train_begin(self, logs=None):
         """Goes on from the newest checkpoint."""
-        self._guard = guard_in_training(self._trainer)
+        self._fit = fit_in_training(self._trainer)
         # Under a strategy launches are counted, and nobody need wait for the logs of each step.
         vars(self).pop("on_train_batch_end", None)
-        if self._guard is None:
+        if self._fit is None:
             vars(self)["on_train_batch_end"] = self._count_batch
         check_loop(
-            *(self._guard, "Checkpoints within an epoch need", "save every_epochs=1"),
+            *(self._fit, "Checkpoints within an epoch need", "save every_epochs=1"),
             every_steps=self._every_steps,
             every_minutes=self._every_s and self._every_s / 60,
         )
@@ -190,8 +190,8 @@ class Checkpoint(keras.callbacks.Callback):
         for each in self._fellows:
             if leads not in (None, each):
                 each._follow(leads)
-        if self._guard is not None:
-            self._guard.after_launch = self._after_launch_of_all
+        if self._fit is not None:
+            self._fit.after_launch = self._after_launch_of_all
             if self._sigterm is self._preemption:
                 self._preemption.start()
 
@@ -208,7 +208,7 @@ class Checkpoint(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         """Notes the logs."""
         self._logs = dict(logs or {})
-        if self._guard is None:
+        if self._fit is None:
             self._step += self._done
 
     def _count_batch(self, batch, logs=None):
@@ -217,7 +217,7 @@ class Checkpoint(keras.callbacks.Callback):
 
     def on_train_end(self, logs=None):
         """Saves the end."""
-        if self._guard is not None:
+        if self._fit is not None:
             self._sigterm.comes_at_end()
         if not self.give_back_what_waits() and self._saved_step != self._step:
             self._save(self._epoch + 1, 0)
@@ -232,7 +232,7 @@ class Checkpoint(keras.callbacks.Callback):
 
     def after_fit(self) -> None:
         """Waits for the last checkpoint, however the fit ended."""
-        store, self._store, self._guard = self._store, None, None
+        store, self._store, self._fit = self._store, None, None
         self._to_give_back = None  # the fit may have failed before its first epoch
         if self._trainer is not None:
             _keras.begin_at_epoch(self._trainer, None)
@@ -286,7 +286,7 @@ class Checkpoint(keras.callbacks.Callback):
             return
         # Under a strategy variables follow each launch, and reading `model` would bring back what
         # the trainer noted before it; under stock Keras, it brings the variables up to date.
-        model: Any = self.model if self._guard is None else self._trainer
+        model: Any = self.model if self._fit is None else self._trainer
         self._since_saved, self._saved_at_s = 0, time.monotonic()
         position = self._position(done)
         what = f"checkpoint of model {model.name!r} after {self._step} steps"
@@ -308,8 +308,8 @@ class Checkpoint(keras.callbacks.Callback):
         self._saved_step = self._step
 
     def _position(self, done: int) -> InputPosition | None:
-        if self._guard is not None:
-            return self._guard.input_position(done)
+        if self._fit is not None:
+            return self._fit.input_position(done)
         now = random_numbers()
         return InputPosition(now, now, 0, 0)
 
@@ -342,7 +342,7 @@ class Checkpoint(keras.callbacks.Callback):
         stopped &= not goes_beyond(self._callbacks, reached)
         epochs = (self.params or {})["epochs"]
         fix = "load the weights alone: ktd.restore(model, directory), Checkpoint(resume=False)"
-        check_loop(self._guard, "Going on within an epoch needs", fix, batches=training["done"])
+        check_loop(self._fit, "Going on within an epoch needs", fix, batches=training["done"])
         self.begin_after(training["epoch"], training["done"])
         if stopped:
             _keras.begin_at_epoch(self._trainer, epochs)
@@ -355,8 +355,8 @@ class Checkpoint(keras.callbacks.Callback):
         # fit sets metrics to zero when the epoch begins.
         self._kept_metrics = [(v, v.value) for v in self._trainer.metrics_variables]
         self._place_in_input = own_position(training["positions"])
-        if self._guard is not None:
-            self._guard.begin_at = self._place_in_input
+        if self._fit is not None:
+            self._fit.begin_at = self._place_in_input
         logger.info(
             "training goes on after %d steps, in epoch %d after %d batches (%s)",
             *(self._step, self._epoch + 1, self._resumed_at, self.directory),
@@ -375,8 +375,8 @@ class Checkpoint(keras.callbacks.Callback):
         """
         self._epoch, self._resumed_at = epoch, done
         _keras.begin_at_epoch(self._trainer, epoch)
-        if self._guard is not None:
-            self._guard.batches_to_skip = done
+        if self._fit is not None:
+            self._fit.batches_to_skip = done
 
     def _give_back(self, manifest: Manifest) -> None:
         self._to_give_back = None
@@ -388,7 +388,7 @@ class Checkpoint(keras.callbacks.Callback):
             for variable, value in self._kept_metrics:
                 variable.assign(value)
         self._kept_metrics = []
-        if self._guard is None and self._place_in_input is not None:
+        if self._fit is None and self._place_in_input is not None:
             set_random_numbers(self._place_in_input.now)
 
 

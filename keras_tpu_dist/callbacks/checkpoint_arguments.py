@@ -63,11 +63,11 @@ def check_arguments(every_steps, every_minutes, every_epochs, keep, mode) -> Non
         )
 
 
-def check_loop(guard: Any, rule: str, fix: str, **asked: Any) -> None:
+def check_loop(fit: Any, rule: str, fix: str, **asked: Any) -> None:
     """Checks that what only the loop of a strategy can do is asked of none but that.
 
     Args:
-        guard: The guard of the training, `None` in stock Keras.
+        fit: What can be asked of the fit, `None` in stock Keras.
         rule: What needs the loop.
         fix: What to do instead.
         **asked: By name what asks for it; `None` and 0 do not.
@@ -76,7 +76,7 @@ def check_loop(guard: Any, rule: str, fix: str, **asked: Any) -> None:
         ValueError: If it is asked of stock Keras.
     """
     received = {name: value for name, value in asked.items() if value}
-    if guard is None and received:
+    if fit is None and received:
         rule = f"{rule} the loop of a TPUStrategy."
         fix = f"Build the model in TPUStrategy().scope(), or {fix}."
         raise ValueError(message(rule, received=received | {"strategy": None}, fix=fix))

@@ -7,7 +7,7 @@ import keras
 
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.training.finite import FiniteWatch, NonFinite
-from keras_tpu_dist.training.membership import guard_in_training
+from keras_tpu_dist.training.membership import fit_in_training
 
 logger = logging.getLogger("keras_tpu_dist")
 
@@ -70,7 +70,7 @@ class NameNaN(keras.callbacks.Callback):
     def on_train_begin(self, logs=None):
         """Forgets the last fit."""
         self.found = self._watch = None
-        if guard_in_training(self._trainer) is None:
+        if fit_in_training(self._trainer) is None:
             raise ValueError(
                 message(
                     "NameNaN checks inside the compiled step of a TPUStrategy.",
@@ -83,9 +83,9 @@ class NameNaN(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch, logs=None):
         """Starts to watch, before the first step."""
         # Not in on_train_begin: callbacks that restore a model do so there, some of them later.
-        guard = guard_in_training(self._trainer)
-        if self._watch is None and guard is not None:
-            self._watch = guard.watch = FiniteWatch(self._trainer, self._on_found)
+        fit = fit_in_training(self._trainer)
+        if self._watch is None and fit is not None:
+            self._watch = fit.watch = FiniteWatch(self._trainer, self._on_found)
 
     def on_epoch_end(self, epoch, logs=None):
         """Reads what the epoch's last launches found."""

@@ -9,8 +9,8 @@ import keras
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import message
-from keras_tpu_dist.training.guard import StateGuard
-from keras_tpu_dist.training.membership import guard_in_training
+from keras_tpu_dist.training.fit_control import FitControl
+from keras_tpu_dist.training.membership import fit_in_training
 
 logger = logging.getLogger("keras_tpu_dist")
 
@@ -60,7 +60,7 @@ class StopAtStep(keras.callbacks.Callback):
             )
         self.n = n.__index__()
         self._trainer: Any = None
-        self._guard: StateGuard | None = None
+        self._fit: FitControl | None = None
         self._first: int | None = None
         self._left = 0
 
@@ -78,13 +78,13 @@ class StopAtStep(keras.callbacks.Callback):
     def on_train_begin(self, logs=None):
         """Looks for the loop that counts."""
         self._first = None
-        self._guard = guard_in_training(self._trainer)
+        self._fit = fit_in_training(self._trainer)
         # Under a strategy there is nothing to do after a batch, and where no callback listens, the
         # logs of each step need not be fetched.
         vars(self).pop("on_train_batch_end", None)
-        if self._guard is not None:
+        if self._fit is not None:
             vars(self)["on_train_batch_end"] = super().on_train_batch_end
-        if self._guard is None and self._trainer.steps_per_execution != 1:
+        if self._fit is None and self._trainer.steps_per_execution != 1:
             raise ValueError(
                 message(
                     "Stock Keras cannot shorten a launch of several steps; under a TPUStrategy "
@@ -104,10 +104,10 @@ class StopAtStep(keras.callbacks.Callback):
             self._check_left()
         elif self._made() != self._first:
             self._left = self._from_optimizer()
-        elif self._guard is not None:
-            self._left = self._guard.steps_left or self._left
-        if self._guard is not None and self._comes_first(self._guard):
-            self._guard.steps_left, self._guard.more_steps = self._left, self._more_steps
+        elif self._fit is not None:
+            self._left = self._fit.steps_left or self._left
+        if self._fit is not None and self._comes_first(self._fit):
+            self._fit.steps_left, self._fit.more_steps = self._left, self._more_steps
 
     def on_train_batch_end(self, batch, logs=None):
         """Counts under stock Keras."""
@@ -129,9 +129,9 @@ class StopAtStep(keras.callbacks.Callback):
         """Whether the optimizer has made its `n` steps in this fit."""
         return self._first is not None and self._from_optimizer() <= 0
 
-    def _comes_first(self, guard: StateGuard) -> bool:
+    def _comes_first(self, fit: FitControl) -> bool:
         """Whether no other callback of the fit stops it before."""
-        return guard.more_steps in (None, self._more_steps) or self._left < (guard.steps_left or 0)
+        return fit.more_steps in (None, self._more_steps) or self._left < (fit.steps_left or 0)
 
     def _made(self) -> int:
         optimizer = getattr(self._trainer, "optimizer", None)

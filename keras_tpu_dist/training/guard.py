@@ -4,7 +4,6 @@ import contextlib
 import logging
 import signal
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -14,9 +13,7 @@ import jax
 import numpy as np
 
 from keras_tpu_dist import _keras
-from keras_tpu_dist.training.finite import FiniteWatch
-from keras_tpu_dist.training.input_position import InputPosition
-from keras_tpu_dist.training.iterator import DeviceIterator
+from keras_tpu_dist.training.host_copy import HostCopy
 
 logger = logging.getLogger("keras_tpu_dist")
 
@@ -58,23 +55,9 @@ class StateGuard:
 
     def __init__(self, kept: int):
         self.kept = kept
-        # How many more train steps may run, and what is asked for more when none is left:
-        # StopAtStep sets them, for one fit.
-        self.steps_left: int | None = None
-        self.more_steps: Callable[[], int] | None = None
-        # NameNaN sets it, for one fit.
-        self.watch: FiniteWatch | None = None
-        # How many batches were trained on already, and where their input began: BackupAndRestore
-        # and Checkpoint set it, for one fit, have something to do when that ends, be it with an
-        # exception, and Checkpoint after each launch, too.
-        self.batches_to_skip = 0
-        self.begin_at: InputPosition | None = None
-        self.at_end: list[Callable[[], None]] = []
-        self.after_launch: Callable[[int], None] | None = None
-        self._input: DeviceIterator | None = None
         self._flight: deque[tuple[Any, jax.Array | None]] = deque()
         self._newest: Any = None
-        self._host_copy: _HostCopy | None = None
+        self._host_copy: HostCopy | None = None
         # Whether it is `train_on_batch` that runs; and what the last one left behind.
         self.on_batch = False
         self._left: list[weakref.ref] = []
@@ -93,7 +76,7 @@ class StateGuard:
         self._flight.clear()
         self._newest = state
         if self.donate and not self._has_copy_of_late(state):
-            self._host_copy, self._left = _HostCopy(state), []
+            self._host_copy, self._left = HostCopy(state), []
 
     def _has_copy_of_late(self, state: Any) -> bool:
         """Whether `train_on_batch` goes on from what it left, of which there is a copy."""
@@ -103,27 +86,6 @@ class StateGuard:
         return len(trained) == len(self._left) and all(
             left() is leaf for left, leaf in zip(self._left, trained)
         )
-
-    def reads(self, iterator: DeviceIterator) -> None:
-        """Notes the input that the next launch takes its batches from.
-
-        Args:
-            iterator: The input; where training goes on in the middle of it, it is sent there.
-        """
-        self._input = iterator
-        if self.after_launch is not None:
-            iterator.keep_states()
-        if self.begin_at is not None:
-            position, self.begin_at = self.begin_at, None
-            iterator.begin_at(position)
-
-    def input_position(self, done: int) -> InputPosition | None:
-        """Where in its input training stands, or `None` before its first step.
-
-        Args:
-            done: The steps made of the running epoch.
-        """
-        return None if self._input is None else self._input.position(done)
 
     def launch(self, function: Callable, state: Any, batch: Any) -> tuple[Any, Any]:
         """Runs `outputs, state = function(state, batch)`, remembering what it needs.
@@ -168,21 +130,8 @@ class StateGuard:
             return self._host_copy.on_devices()
         return None
 
-    def spend(self, steps: int) -> bool:
-        """Counts train steps; whether the last that may run has run.
-
-        Args:
-            steps: How many steps the launch that was just made had.
-        """
-        if self.steps_left is None:
-            return False
-        self.steps_left = max(self.steps_left - steps, 0)
-        if self.steps_left == 0 and self.more_steps is not None:
-            self.steps_left = self.more_steps()
-        return self.steps_left == 0
-
     def release(self, end_of_fit: bool = True) -> None:
-        """Lets go of every kept state, and at the end of a fit of what its callbacks asked for.
+        """Lets go of every kept state.
 
         Args:
             end_of_fit: Whether it is a fit that ended; any other call may lie within one.
@@ -193,13 +142,6 @@ class StateGuard:
         elif end_of_fit or not self._left:
             self._host_copy, self._left = None, []
         self._newest, self.on_batch = None, False
-        if end_of_fit:
-            self.steps_left = self.more_steps = self.watch = None
-            self.after_launch = self.begin_at = self._input = None
-            self.batches_to_skip = 0
-            at_end, self.at_end = self.at_end, []
-            for act in at_end:
-                act()
 
 
 def _trained(state: Any) -> list:
@@ -303,58 +245,6 @@ def _is_whole(state, wait: bool = True) -> bool:
             logger.info("a training state is not usable: %s", error)
             return False
     return True
-
-
-class _HostCopy:
-    """A training state in host memory; what all devices have alike is there once.
-
-    Args:
-        state: The state on the devices.
-    """
-
-    def __init__(self, state: Any):
-        self._made = time.monotonic()
-        leaves, self._treedef = jax.tree.flatten(state)
-        self._shardings = [leaf.sharding for leaf in leaves]
-        once = [
-            leaf.addressable_data(0) if leaf.sharding.is_fully_replicated else leaf
-            for leaf in leaves
-        ]
-        here = [_is_in_host_memory(leaf) for leaf in once]
-        away = [leaf for leaf, is_here in zip(once, here) if not is_here]
-        places = [leaf.sharding.with_memory_kind("pinned_host") for leaf in away]
-        moved = iter(jax.device_put(away, places))
-        # 490 small arrays take 24 ms to transfer and 1 ms to copy.
-        self._leaves = [
-            np.array(leaf) if is_here else next(moved) for leaf, is_here in zip(once, here)
-        ]
-
-    @property
-    def age_s(self) -> float:
-        """Seconds since it was made."""
-        return time.monotonic() - self._made
-
-    def on_devices(self) -> Any:
-        """The state as it lay on the devices."""
-        return jax.tree.unflatten(self._treedef, map(_spread, self._leaves, self._shardings))
-
-
-def _is_in_host_memory(leaf: jax.Array) -> bool:
-    (device, *others) = leaf.sharding.device_set
-    return device.platform == "cpu" and not others
-
-
-def _spread(copy: jax.Array | np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
-    if not sharding.is_fully_replicated:
-        return jax.device_put(copy, sharding)
-    # Not one `device_put`: over several processes that compares values, by a collective. And to a
-    # device alone it would be taken for a copy within that device's own memory.
-    places = [
-        jax.sharding.SingleDeviceSharding(device, memory_kind=device.default_memory().kind)
-        for device in sharding.addressable_devices
-    ]
-    each = [jax.device_put(copy, place) for place in places]
-    return jax.make_array_from_single_device_arrays(copy.shape, sharding, each)
 
 
 def _bytes_per_device(array: jax.Array) -> int:

@@ -11,6 +11,7 @@ from keras_tpu_dist.processes.arrays import on_every_host
 from keras_tpu_dist.training.auto_steps import steps_that_fit
 from keras_tpu_dist.training.batches import BatchPlacer, PlacedBatch
 from keras_tpu_dist.training.finite import watched_step
+from keras_tpu_dist.training.fit_control import FitControl
 from keras_tpu_dist.training.guard import StateGuard, recover
 from keras_tpu_dist.training.iterator import DeviceIterator
 from keras_tpu_dist.training.step import jitted_step, step_function, with_changes
@@ -28,6 +29,7 @@ class StepLoop:
         kind: `"train"`, `"test"` or `"predict"`.
         placer: Puts batches on the mesh and trims them in the program.
         guard: Keeps the training state (used for `"train"`).
+        fit: What callbacks asked of the fit (likewise).
         auto: Whether `steps_per_execution` was chosen for the user, who may then not have the
             memory for the batches of one launch.
         compiler_options: What the compiler is told; `None` for its defaults.
@@ -39,11 +41,12 @@ class StepLoop:
         kind: str,
         placer: BatchPlacer,
         guard: StateGuard,
+        fit: FitControl,
         auto: Callable[[], bool] = lambda: False,
         compiler_options: dict[str, Any] | None = None,
     ):
         self._trainer, self._kind = trainer, kind
-        self._placer, self._guard = placer, guard
+        self._placer, self._guard, self._fit = placer, guard, fit
         self._auto, self._compiler_options = auto, compiler_options
         self._groups = _keras.state_groups(trainer, kind)
         self._compiled = not trainer.run_eagerly and trainer.jit_compile
@@ -90,14 +93,13 @@ class StepLoop:
 
     def _next(self, state, iterator: DeviceIterator):
         if self._kind == "train":
-            self._guard.reads(iterator)
+            self._fit.reads(iterator)
         most = self._trainer.steps_per_execution
         skipped = self._skip(iterator, most)
         if skipped == most:
             # Where a whole epoch is skipped, these are its logs.
-            return (
-                {} if self._guard.batches_to_skip else self._trainer.get_metrics_result()
-            ), state
+            logs = {} if self._fit.batches_to_skip else self._trainer.get_metrics_result()
+            return logs, state
         if most == 1:
             outputs, state = self._launch(state, iterator.take(self._place))
             self._note(iterator, outputs, 1)
@@ -116,16 +118,16 @@ class StepLoop:
         return outputs, state
 
     def _train(self, state, batch, steps: int):
-        guard, watch = self._guard, self._guard.watch
+        watch = self._fit.watch
         if watch is not None:
             state = (*state, watch.health_on(self._placer.mesh))
-        outputs, state = guard.launch(self._program(steps > 1), state, batch)
+        outputs, state = self._guard.launch(self._program(steps > 1), state, batch)
         _keras.follow_state(self._groups, state)
         if watch is not None:
             *state, watch.health = state
             outputs = watch.noted(outputs, batch, steps)
         self._metrics = state[3]
-        if guard.spend(steps):
+        if self._fit.spend(steps):
             self._trainer.stop_training = True
         return outputs, tuple(state)
 
@@ -153,37 +155,34 @@ class StepLoop:
     def _note(self, iterator: DeviceIterator, outputs, steps: int) -> None:
         if self._kind == "train":
             iterator.launched(outputs, self._trainer.stop_training, steps)
-            if self._guard.after_launch is not None:
-                self._guard.after_launch(steps)
+            if self._fit.after_launch is not None:
+                self._fit.after_launch(steps)
 
     def _steps_wanted(self) -> int:
         steps = self._trainer.steps_per_execution
-        limited = self._kind == "train" and self._guard.steps_left is not None
-        return min(steps, self._guard.steps_left) if limited else steps
+        return self._fit.within(steps) if self._kind == "train" else steps
 
     def _skip(self, iterator: DeviceIterator, most: int) -> int:
         """How many steps of this launch were made before training was interrupted."""
-        if self._kind != "train" or not self._guard.batches_to_skip:
-            return 0
-        steps = min(most, self._guard.batches_to_skip)
-        iterator.skip(steps)
-        self._guard.batches_to_skip -= steps
+        steps = self._fit.skip(most) if self._kind == "train" else 0
+        if steps:
+            iterator.skip(steps)
         return steps
 
     def _program(self, scanned: bool) -> Callable:
         """What to launch, for one step or several; made when first asked for."""
         # Validation within a fit that is watched updates nothing that could be watched.
-        watch = self._guard.watch if self._kind == "train" else None
+        watch = self._fit.watch if self._kind == "train" else None
         mask = None if watch is None else watch.mask
         if (scanned, mask) not in self._programs:
             self._programs[scanned, mask] = self._made_program(scanned, mask)
         return self._programs[scanned, mask]
 
     def _made_program(self, scanned: bool, mask: tuple[bool, ...] | None) -> Callable:
-        trainer, kind, guard = self._trainer, self._kind, self._guard
+        trainer, kind = self._trainer, self._kind
         if self._compiled:
             options = {"scanned": scanned, "mask": mask, "compiler_options": self._compiler_options}
-            return jitted_step(trainer, kind, self._placer, guard.donate, **options)
+            return jitted_step(trainer, kind, self._placer, self._guard.donate, **options)
         step = step_function(trainer, kind)
 
         def eager_step(state, batch: PlacedBatch):

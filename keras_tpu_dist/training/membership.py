@@ -13,6 +13,7 @@ from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.layout import annotations
 from keras_tpu_dist.layout.placement import Placement
 from keras_tpu_dist.memory import remat, scan_blocks
+from keras_tpu_dist.training.fit_control import FitControl
 from keras_tpu_dist.training.guard import StateGuard
 from keras_tpu_dist.training.strategy import Strategy
 
@@ -21,10 +22,14 @@ logger = logging.getLogger("keras_tpu_dist")
 
 @dataclass
 class Membership:
-    """A model's strategy, the guard of its training state once it trains, and its placement."""
+    """A model's strategy, and its placement; once it trains the guard of its training state.
+
+    Beside the guard is what the callbacks of a fit ask of it.
+    """
 
     strategy: Strategy
     guard: StateGuard | None = None
+    fit: FitControl = field(default_factory=FitControl)
     placement: Placement | None = None
     linted: bool = False
     compared: bool = False
@@ -233,17 +238,17 @@ def is_local(model: Any) -> bool:
     return member is None or member.strategy.placer.is_local
 
 
-def guard_in_training(model: Any) -> StateGuard | None:
-    """The guard of a model that trains under a strategy now, for callbacks.
+def fit_in_training(model: Any) -> FitControl | None:
+    """The fit of a model that trains under a strategy now, for callbacks.
 
     Args:
         model: The callback's model.
 
     Returns:
-        The guard, or `None` if no strategy is active or the model has no guard yet.
+        What to ask of the fit, or `None` if no strategy is active or the model does not train.
     """
     member = None if _keras.active_strategy() is None else _members.get(model)
-    return None if member is None else member.guard
+    return None if member is None or member.guard is None else member.fit
 
 
 def choose_layout(variable: Any, strategy: Strategy) -> Any:

@@ -120,6 +120,8 @@ class Runner:
             finally:
                 if member.guard is not None:
                     member.guard.release(end_of_fit=name == "fit")
+                if name == "fit":
+                    member.fit.end()
                 if name in _TRAINING and _running.get() is not None:
                     # From a callback of another model's fit, which may share layers with this one.
                     membership.variables_changed(strategy)
@@ -164,7 +166,8 @@ class Runner:
             # Before the first fit there were no slots to count.
             member.guard.kept = states
         auto = partial(self._chooses_steps, model)
-        return StepLoop(model, kind, self.placer, member.guard, auto, self.compiler_options)
+        known = (self.placer, member.guard, member.fit, auto, self.compiler_options)
+        return StepLoop(model, kind, *known)
 
     def serves(self, function: Any) -> bool:
         """Whether a function that runs steps is still of the variables that its model has.

@@ -100,7 +100,7 @@ def test_a_second_fit_goes_on_from_the_first(undisturbed):
     with pytest.raises(ValueError, match=r"has made 30 steps.*iterations is 30.*larger n"):
         _fit(model, stop)
     # Neither the error nor a stop outlasts its fit.
-    assert membership.of_model(model).guard.steps_left is None
+    assert membership.of_model(model).fit.steps_left is None
     _fit(model, epochs=1)
     assert int(model.optimizer.iterations) == 49
     with pytest.raises(ValueError, match=r"iterations is 49"):

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 import small_models
-from options import LIBRARIES, Program
+from options import BY_TOKEN, LIBRARIES, Program
 
 _CLASS_WEIGHTS = {0: 0.5, 1: 1.0, 2: 2.0, 3: 0.25}
 
@@ -27,11 +27,14 @@ class Data:
         rng = np.random.default_rng(program.seed)
         rows = choices["rows"]
         self._x = keras.tree.map_structure(lambda each: _values(rng, rows, each), model.input)
-        per_token = (
-            (small_models.STEPS,) if choices["model"] in ("tokens", "experts", "blocks") else ()
-        )
+        per_token = (small_models.STEPS,) if choices["model"] in BY_TOKEN else ()
         self._y = rng.integers(0, small_models.CLASSES, (rows, *per_token)).astype("int32")
         self._weights = rng.uniform(0.5, 1.5, (rows, *per_token)).astype("float32")
+        if isinstance(model.output, dict):
+            value = rng.normal(size=(rows, 1)).astype("float32")
+            self._y = {"class": self._y, "value": value}
+            # Of a dict of outputs each takes its own.
+            self._weights = {"class": self._weights, "value": self._weights[::-1].copy()}
         kind = choices["input"]
         library = LIBRARIES.get(kind)
         missing = library is not None and importlib.util.find_spec(library) is None
@@ -63,6 +66,17 @@ class Data:
     def of_predict(self) -> dict[str, Any]:
         """Keyword arguments of `predict`."""
         return {"x": self._x, "batch_size": self._choices["batch_size"]}
+
+    def of_train_on_batch(self) -> list[dict[str, Any]]:
+        """Keyword arguments of `train_on_batch`, for each batch."""
+        arrays, keywords = [self._x, self._y], {}
+        if self._choices["weighted"] == "sample_weight":
+            arrays.append(self._weights)
+        if self._choices["weighted"] == "class_weight":
+            keywords["class_weight"] = _CLASS_WEIGHTS
+        names, size = ("x", "y", "sample_weight"), self._choices["batch_size"]
+        batches = (_batch(tuple(arrays), size, number) for number in range(self._batches))
+        return [{**dict(zip(names, batch)), **keywords} for batch in batches]
 
     @property
     def _batches(self) -> int:
@@ -127,7 +141,7 @@ def _grain(arrays, size, batches, endless):
 
 
 def _rows(arrays) -> list:
-    count = len(arrays[1])
+    count = len(keras.tree.flatten(arrays)[0])
     return [keras.tree.map_structure(lambda a, i=i: a[i], arrays) for i in range(count)]
 
 

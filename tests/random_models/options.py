@@ -10,6 +10,7 @@ OPTIONS: dict[str, tuple] = {
     "model": (
         *("vectors", "normalized", "masked", "images", "tokens", "nested", "shared", "two_inputs"),
         *("recurrent", "experts", "assigned", "split", "blocks", "nested_masked"),
+        *("two_outputs", "augmented", "grouped", "strided"),
     ),
     "mesh": ("8", "4x2", "2x4", "2x2x2", "2x2t2", "t2x4"),
     "layout": ("none", "rules", "fsdp", "tensor_parallel", "auto"),
@@ -19,6 +20,8 @@ OPTIONS: dict[str, tuple] = {
     "steps_per_epoch": (None, 2, 5),
     "input": ("arrays", "generator", "pydataset", "tf.data", "torch", "grain"),
     "weighted": ("no", "sample_weight", "class_weight"),
+    "reduction": ("sum_over_batch_size", "sum", "mean_with_sample_weight"),
+    "trainer": ("fit", "compute_loss", "on_batch"),
     "optimizer": ("sgd", "adam", "clipped", "accumulated", "averaged", "scaled"),
     "policy": ("float32", "mixed_bfloat16"),
     "remat": (None, "full", "dots", "attention"),
@@ -59,6 +62,14 @@ class Program:
         return asdict(self)
 
 
+# Models with a class for each token, or without one class for each row.
+BY_TOKEN = ("tokens", "experts", "blocks", "grouped")
+# What a loop over batches does not know.
+_OF_FIT = {
+    **{"input": "arrays", "callbacks": "none", "validation": "none", "shuffle": False},
+    **{"steps_per_epoch": None},
+}
+
 Pair = tuple[tuple[str, Any], tuple[str, Any]]
 
 
@@ -66,8 +77,12 @@ def is_legal(choices: dict[str, Any]) -> bool:
     """Whether Keras itself allows the combination, on one device."""
     given = choices.get
     arrays = given("input") in ("arrays", None)
-    if given("weighted") == "class_weight" and given("model") in ("tokens", "experts", "blocks"):
+    if given("weighted") == "class_weight" and given("model") in (*BY_TOKEN, "two_outputs"):
         return False  # one class for a row is needed
+    if given("trainer") == "on_batch" and any(
+        choices.get(name, value) != value for name, value in _OF_FIT.items()
+    ):
+        return False
     if given("weighted") == "class_weight" and given("input") in ("generator", "torch", "grain"):
         return False  # for inputs that Keras can map or slice
     if not arrays and given("shuffle"):
@@ -79,7 +94,7 @@ def is_legal(choices: dict[str, Any]) -> bool:
     if given("input") == "grain" and given("validation") != "none" and _ends_with_an_epoch(choices):
         return False  # Keras fails in the next epoch, whose first step never comes
     # Every operation is compiled alone, for minutes.
-    large = ("masked", "images", "tokens", "recurrent", "experts", "blocks")
+    large = ("masked", "images", "recurrent", "augmented", "strided", *BY_TOKEN)
     return not (given("run_eagerly") and given("model") in large)
 
 
@@ -102,6 +117,8 @@ def drawn(seed: int, fixed: Iterable[tuple[str, Any]] = ()) -> Program:
     fixed = dict(fixed)
     for _ in range(1000):
         choices = {name: fixed.get(name, rng.choice(values)) for name, values in OPTIONS.items()}
+        if choices["trainer"] == "on_batch":
+            choices |= {name: value for name, value in _OF_FIT.items() if name not in fixed}
         if is_legal(choices):
             return Program(seed, choices)
     raise ValueError(f"no legal program has {fixed}")

@@ -123,6 +123,8 @@ def _run(program: Program, strategy: Any) -> dict[str, np.ndarray]:
 
 def _trained(program: Program, model: keras.Model, strategy: Any) -> dict[str, np.ndarray]:
     data = feeds.Data(program, model)
+    if program.choices["trainer"] == "on_batch":
+        return _trained_on_batches(data, model)
     history = model.fit(
         **data.of_fit(),
         epochs=EPOCHS,
@@ -131,12 +133,35 @@ def _trained(program: Program, model: keras.Model, strategy: Any) -> dict[str, n
         verbose=0,
     ).history
     found = {f"history {name}": np.asarray(values) for name, values in history.items()}
-    found |= {f"{i} {v.path}": np.asarray(v.value) for i, v in enumerate(model.weights)}
-    found["iterations"] = np.asarray(model.optimizer.iterations)
+    found |= _state(model)
     evaluated = model.evaluate(**data.of_evaluate(), verbose=0, return_dict=True)
     found |= {f"evaluate {name}": np.asarray(value) for name, value in evaluated.items()}
-    found["predict"] = np.asarray(model.predict(**data.of_predict(), verbose=0))
+    return found | _named("predict", model.predict(**data.of_predict(), verbose=0))
+
+
+def _trained_on_batches(data: feeds.Data, model: keras.Model) -> dict[str, np.ndarray]:
+    """A loop of the user's own over batches, in the place of fit, evaluate and predict."""
+    found: dict[str, np.ndarray] = {}
+    for epoch in range(EPOCHS):
+        for number, batch in enumerate(data.of_train_on_batch()):
+            logs = model.train_on_batch(**batch, return_dict=True)
+            found |= _named(f"trained on {number} of {epoch}", logs)
+        model.reset_metrics()
+    found |= _state(model)
+    for number, batch in enumerate(data.of_train_on_batch()):
+        batch.pop("class_weight", None)
+        found |= _named(f"tested on {number}", model.test_on_batch(**batch, return_dict=True))
+        found |= _named(f"predicted {number}", model.predict_on_batch(batch["x"]))
     return found
+
+
+def _named(name: str, structure: Any) -> dict[str, np.ndarray]:
+    return {f"{name} {i}": np.asarray(a) for i, a in enumerate(keras.tree.flatten(structure))}
+
+
+def _state(model: keras.Model) -> dict[str, np.ndarray]:
+    found = {f"{i} {v.path}": np.asarray(v.value) for i, v in enumerate(model.weights)}
+    return {**found, "iterations": np.asarray(model.optimizer.iterations)}
 
 
 def _callbacks(kind: str, on_mesh: bool) -> list:
@@ -152,6 +177,8 @@ def _callbacks(kind: str, on_mesh: bool) -> list:
 def _compiled(program: Program, strategy: Any) -> keras.Model:
     choices = program.choices
     model = small_models.MODELS[choices["model"]]()
+    if choices["trainer"] == "compute_loss":
+        model = small_models.Penalized(model.input, model.output)
     if strategy is not None and choices["blocks"] == "scanned":
         assert ktd.scan_blocks(model).runs
     _compile(program, strategy, model)
@@ -162,24 +189,39 @@ def _compile(program: Program, strategy: Any, model: keras.Model) -> None:
     choices = program.choices
     # Stock Keras loses steps where launches of several do not fill an epoch.
     steps = 1 if strategy is None else choices["steps_per_execution"]
-    weighted = ["accuracy"] if choices["weighted"] == "sample_weight" else None
+    classes = keras.losses.SparseCategoricalCrossentropy(
+        from_logits=True, reduction=choices["reduction"]
+    )
+    goal: dict[str, Any] = {"loss": classes, "metrics": _metrics()}
+    if choices["weighted"] == "sample_weight":
+        goal["weighted_metrics"] = ["accuracy"]
+    if isinstance(model.output, dict):
+        value = keras.losses.Huber(reduction=choices["reduction"])
+        goal = {name: {"class": each, "value": None} for name, each in goal.items()}
+        goal["loss"]["value"] = value
+        goal["metrics"]["value"] = ["mae"]
+        goal["loss_weights"] = {"class": 1.0, "value": 0.3}
     model.compile(
-        _OPTIMIZERS[choices["optimizer"]](),
-        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        metrics=["accuracy"],
-        weighted_metrics=weighted,
+        _OPTIMIZERS[choices["optimizer"]](_RATES.get(choices["reduction"], 0.1)),
+        **goal,
         steps_per_execution=steps,
         run_eagerly=choices["run_eagerly"],
     )
 
 
+def _metrics() -> list:
+    return ["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(2, name="two")]
+
+
 # Adam divides by what it measured, so that rounding counts as much as the gradient where that is
 # small: epsilon keeps it from it.
 _OPTIMIZERS = {
-    "sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
-    "adam": lambda: keras.optimizers.Adam(0.01, epsilon=1e-3),
-    "clipped": lambda: keras.optimizers.AdamW(0.01, epsilon=1e-3, global_clipnorm=0.5),
-    "accumulated": lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2),
-    "averaged": lambda: keras.optimizers.SGD(0.1, use_ema=True, ema_overwrite_frequency=2),
-    "scaled": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)),
+    "sgd": lambda rate: keras.optimizers.SGD(rate, momentum=0.9),
+    "adam": lambda rate: keras.optimizers.Adam(0.01, epsilon=1e-3),
+    "clipped": lambda rate: keras.optimizers.AdamW(0.01, epsilon=1e-3, global_clipnorm=0.5),
+    "accumulated": lambda rate: keras.optimizers.SGD(rate, gradient_accumulation_steps=2),
+    "averaged": lambda rate: keras.optimizers.SGD(rate, use_ema=True, ema_overwrite_frequency=2),
+    "scaled": lambda rate: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(rate)),
 }
+# A sum over a batch of rows and tokens would end in infinity at the rate of their mean.
+_RATES = {"sum": 0.002}

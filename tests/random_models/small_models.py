@@ -145,10 +145,61 @@ def blocks() -> keras.Model:
     return keras.Model(ids, kl.Dense(CLASSES)(x))
 
 
+@keras.saving.register_keras_serializable("random_models")
+class Penalized(keras.Model):
+    """A functional model with a loss of its own, which looks at all rows and at the weights."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        loss = super().compute_loss(x, y, y_pred, sample_weight, training)
+        rows = [ops.reshape(each, (ops.shape(each)[0], -1)) for each in keras.tree.flatten(y_pred)]
+        spread = sum(ops.mean(ops.var(ops.cast(each, "float32"), axis=0)) for each in rows)
+        return loss + 0.1 * spread + 1e-3 * ops.sum(ops.square(self.trainable_variables[-1]))
+
+
+def two_outputs() -> keras.Model:
+    x = keras.Input((FEATURES,))
+    y = kl.Dropout(0.2, seed=3)(_wide(x))
+    outputs = {"class": kl.Dense(CLASSES, name="class")(y), "value": kl.Dense(1, name="value")(y)}
+    return keras.Model(x, outputs)
+
+
+def augmented() -> keras.Model:
+    """Images that are changed at random while training, normalized, and upsampled."""
+    x = keras.Input((8, 8, 2))
+    y = kl.RandomFlip(seed=3, data_format="channels_last")(x)
+    y = kl.GaussianNoise(0.1, seed=4)(kl.Rescaling(0.5)(y))
+    y = kl.Conv2D(8, 3, 2, padding="same")(y)
+    y = kl.UpSampling2D()(kl.GroupNormalization(2)(y))
+    y = kl.SpatialDropout2D(0.2, seed=5)(kl.SeparableConv2D(8, 3, activation="tanh")(y))
+    return keras.Model(x, kl.Dense(CLASSES)(kl.GlobalAveragePooling2D()(y)))
+
+
+def grouped() -> keras.Model:
+    """Grouped queries that see all of time but the padding; a class for each token."""
+    ids = keras.Input((STEPS,), dtype="int32")
+    x = kl.Embedding(VOCAB, 8, mask_zero=True)(ids)
+    y = kl.RMSNormalization()(x)
+    x = kl.Add()([x, kl.GroupQueryAttention(4, 4, 2)(y, y)])
+    x = kl.TimeDistributed(kl.Dense(8, "gelu", name="wide"))(x)
+    return keras.Model(ids, kl.Dense(CLASSES)(x))
+
+
+def strided() -> keras.Model:
+    """Convolutions in time: causal, strided, dilated and transposed."""
+    x = keras.Input((STEPS, FEATURES))
+    y = kl.Conv1D(8, 3, padding="causal", activation="tanh")(x)
+    y = kl.Conv1D(8, 2, 2)(kl.Conv1D(8, 2, dilation_rate=2, padding="same")(y))
+    y = kl.UnitNormalization()(kl.Conv1DTranspose(8, 2, 2)(y))
+    y = ktd.layers.TimeDistributed(kl.BatchNormalization())(y)
+    y = kl.Bidirectional(kl.SimpleRNN(4, return_sequences=True))(y)
+    return keras.Model(x, kl.Dense(CLASSES)(kl.GlobalMaxPooling1D()(y)))
+
+
 MODELS = {
     function.__name__: function
     for function in (
         *(vectors, normalized, masked, images, tokens, nested, shared, two_inputs),
         *(recurrent, experts, assigned, split, blocks, nested_masked),
+        *(two_outputs, augmented, grouped, strided),
     )
 }

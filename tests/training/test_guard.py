@@ -11,7 +11,7 @@ import pytest
 from helpers import assert_close, built, data, in_launches, mlp
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.training.membership import guard_in_training, of_model
+from keras_tpu_dist.training.membership import fit_in_training, of_model
 
 X, Y = data(40)
 
@@ -255,12 +255,12 @@ def test_train_on_batch_copies_a_donated_state_once_a_minute(monkeypatch, caplog
 
     copies = []
 
-    class Copy(guard._HostCopy):
+    class Copy(guard.HostCopy):
         def __init__(self, state):
             copies.append(state)
             super().__init__(state)
 
-    monkeypatch.setattr(guard, "_HostCopy", Copy)
+    monkeypatch.setattr(guard, "HostCopy", Copy)
     model = built(mlp, _strategy(donate_state=True))
     model.train_on_batch(X[:8], Y[:8])
     copies.clear()
@@ -397,7 +397,7 @@ def test_what_fails_after_a_launch_keeps_its_weights(donate, launch):
     class Fails(keras.callbacks.Callback):
         def on_train_begin(self, logs=None):
             self.left = 2 // launch + 1
-            guard_in_training(self.model).after_launch = self.after_launch
+            fit_in_training(self.model).after_launch = self.after_launch
 
         def after_launch(self, steps):
             self.left -= 1
@@ -469,9 +469,8 @@ def test_slots_count_for_what_is_kept_also_after_a_prediction():
 
     class Look(keras.callbacks.Callback):
         def on_train_begin(self, logs=None):
-            guard = guard_in_training(model)
-            assert guard is not None
-            donated.append(guard.donate)
+            assert fit_in_training(model) is not None
+            donated.append(of_model(model).guard.donate)
 
     y = np.zeros((len(X), 4), "float32")
     model.fit(X, y, batch_size=8, verbose=0, callbacks=[Look()])
