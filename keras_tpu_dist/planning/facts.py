@@ -47,15 +47,13 @@ class Weight:
 
 @dataclass(frozen=True)
 class Kept:
-    """What the forward pass keeps for the gradients under a remat policy.
+    """What a step holds and computes under a remat policy.
 
     Attributes:
-        arrays: Shapes of the activations, and the bytes of an element.
         flops: Operations of all products of a step, those that are computed again included.
         buffers: All that is held for a while.
     """
 
-    arrays: tuple[tuple[tuple[int, ...], int], ...]
     flops: float
     buffers: tuple[Buffer, ...]
 
@@ -159,40 +157,19 @@ class Described:
             def gradients(trainable, rest, outputs):
                 return jax.vjp(lambda w: forward(w, *rest), trainable)[1](outputs)
 
-            def kept(trainable, *rest):
-                return jax.vjp(lambda w: forward(w, *rest), trainable)[1]
-
-            leaves = jax.tree.leaves(jax.eval_shape(kept, trainable, *rest))
             own_trace = jax.make_jaxpr(gradients)(trainable, rest, outputs)
             buffers = buffers_of(own_trace, len(self._weights), rows)
             with plain_operations():  # whose products are not within kernels
                 trace = jax.make_jaxpr(gradients)(trainable, rest, outputs)
         finally:
             self._strategy.remat = own
-        arrays = _without([(leaf.shape, _itemsize(leaf)) for leaf in leaves], self._weights)
         flops = sum(p.flops * p.times for p in products_of(trace, 0))
-        return Kept(tuple(arrays), flops, buffers)
-
-
-def _without(arrays: list, weights: list) -> list:
-    """Without the weights themselves, which are kept in any case, as stored or as computed with."""
-    shapes = [tuple(v.shape) for v in weights]
-    found = []
-    for shape, itemsize in arrays:
-        if shape in shapes:
-            shapes.remove(shape)
-        else:
-            found.append((shape, itemsize))
-    return found
+        return Kept(flops, buffers)
 
 
 def _spec(axes: Sequence[Any], ndim: int) -> Spec:
     entries = [*axes, *([None] * (ndim - len(axes)))]
     return tuple(() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries)
-
-
-def _itemsize(leaf: Any) -> int:
-    return 4 if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended) else leaf.dtype.itemsize
 
 
 def _bytes(leaf: Any) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from keras_tpu_dist.planning.facts import Facts, Spec
 from keras_tpu_dist.planning.ground import Ground, Placed
 from keras_tpu_dist.planning.links import links
-from keras_tpu_dist.planning.memory import memory_of
+from keras_tpu_dist.planning.memory import memory_of, parts_on
 from keras_tpu_dist.planning.work import output_bytes, part_of, ring_of, table_bytes, taken_bytes
 
 # The compiler's cycles of effort "quick", by which a search decides, over what the bytes would
@@ -26,10 +26,8 @@ _UPDATE_CYCLES = 1.65
 _STATE_PASSES = 2
 # Weights that are brought together after an update are cut, written, copied and read.
 _GATHERED_PASSES = 4
-# How often activations are read or written by what is no product; and once more where some are
-# computed again, behind a barrier that nothing is fused over.
-_ACTIVATION_PASSES = 1.8
-_PASSES_AGAIN = 1.5
+# How often what a step writes between its operations is written or read.
+_ACTIVATION_PASSES = 2.0
 # A loss reads and writes the outputs and their gradient.
 _OUTPUT_PASSES = 4
 
@@ -78,8 +76,7 @@ def forecast(
     again = _computed_again(facts, policy)
     compute = operands = 0.0
     # Activations, the outputs, and the rows looked up in tables.
-    whole, held = _kept_bytes(placed, None), _kept_bytes(placed, policy)
-    moved = (_ACTIVATION_PASSES + (_PASSES_AGAIN if held < whole else 0)) * whole
+    moved = _ACTIVATION_PASSES * _written_bytes(placed, policy)
     moved += _OUTPUT_PASSES * output_bytes(placed) + taken_bytes(placed)
     for product in facts.products:
         part, ring = part_of(placed, product), ring_of(placed, product, again)
@@ -118,22 +115,11 @@ def _gathered_bytes(placed: Placed) -> float:
     )
 
 
-def _kept_bytes(placed: Placed, policy: str | None) -> float:
-    """Activations on one device.
-
-    A dimension as long as one of a weight is split as that is; of as many features as several
-    weights have, some split and some whole, the mean.
-    """
-    looped = {product.weight for product in placed.facts.products if product.times > 1}
-    parts: dict[int, list[float]] = {}
-    for index, weight, _ in placed.weights():
-        for size, axes in zip(weight.shape, placed.split(index)):
-            if len(weight.shape) > 1:
-                ways = 1 if index in looped else placed.ground.ways(axes)
-                parts.setdefault(size, []).append(1 / ways)
-    shares = {size: sum(found) / len(found) for size, found in parts.items()}
-    total = 0.0
-    for shape, itemsize in placed.facts.kept[policy].arrays:
-        part = min((shares.get(size, 1.0) for size in shape[1:]), default=1.0)
-        total += math.prod(shape) * itemsize * part
-    return total * placed.share
+def _written_bytes(placed: Placed, policy: str | None) -> float:
+    """What is written on one device between the operations of a step, but for gradients."""
+    parts = parts_on(placed)
+    return sum(
+        math.prod(size / parts(origins) for size, origins in zip(b.shape, b.origins)) * b.itemsize
+        for b in placed.facts.kept[policy].buffers
+        if b.gradient is None
+    )

@@ -15,6 +15,7 @@ from keras_tpu_dist.planning.origins import (
     BATCH,
     Origins,
     batch_origins,
+    origins_back,
     origins_of,
     weight_origins,
 )
@@ -126,6 +127,8 @@ def program_of(trace: Any, num_weights: int, rows: int) -> Program:
     operations = tuple(_flat(jaxpr, names, 1))
     for operation in operations:
         _read(operation)
+    for operation in reversed(operations):
+        _read_back(operation)
     outputs = (None if isinstance(v, core.Literal) else names[v] for v in jaxpr.outvars)
     return Program(inputs, operations, tuple(outputs))
 
@@ -172,6 +175,22 @@ def _flat(jaxpr: Any, names: dict[Any, Value], parts: int) -> Iterator[Operation
             continue
         for operand, result in zip(last, results):
             yield Operation(ENTER, equation, [operand], [result])
+
+
+def _read_back(operation: Operation) -> None:
+    """Notes what operands are that come from nowhere, such as numbers that are counted off."""
+    if operation.body or not any(
+        v is not None and v.parts == 1 and not all(v.origins) for v in operation.operands
+    ):
+        return
+    made = [v.origins for v in operation.results]
+    if operation.name == ENTER:
+        known = [((frozenset(),) * operation.sliced + made[0])]
+    else:
+        known = origins_back(operation.equation, made)
+    for value, origins in zip(operation.operands, known):
+        if value is not None and value.parts == 1 and len(origins) == len(value.seen):
+            value.comes_from(tuple(o or back for o, back in zip(value.origins, origins)))
 
 
 def _read(operation: Operation) -> None:

@@ -37,6 +37,25 @@ def origins_of(equation: Any, operands: Sequence[Origins | None], number: int) -
     return found if len(found) == len(out.shape) else (_NONE,) * len(out.shape)
 
 
+def origins_back(equation: Any, made: Sequence[Origins]) -> list[Origins]:
+    """What the dimensions of operands are, by the results that they become dimensions of.
+
+    Args:
+        equation: The equation.
+        made: The origins of each result.
+    """
+    shapes = [tuple(getattr(atom.aval, "shape", ())) for atom in equation.invars]
+    asked = [tuple(frozenset([(-2 - n, d)]) for d in range(len(s))) for n, s in enumerate(shapes)]
+    found: dict[Origin, frozenset[Origin]] = {}
+    for number, origins in enumerate(made):
+        for takes, known in zip(origins_of(equation, asked, number), origins):
+            for place in takes:
+                found[place] = found.get(place, _NONE) | known
+    return [
+        tuple(found.get((-2 - n, d), _NONE) for d in range(len(s))) for n, s in enumerate(shapes)
+    ]
+
+
 def weight_origins(number: int, ndim: int) -> Origins:
     """A weight's own dimensions.
 
@@ -62,10 +81,20 @@ def _dot(equation: Any, operands: list[Origins], shape: Sequence[int]) -> Origin
     summed, shared = equation.params["dimension_numbers"]
     left, right = operands
     return (
-        *(left[a] | right[b] for a, b in zip(*shared)),
+        *(_shared(left, right, a, b) for a, b in zip(*shared)),
         *(o for d, o in enumerate(left) if d not in (*summed[0], *shared[0])),
         *(o for d, o in enumerate(right) if d not in (*summed[1], *shared[1])),
     )
+
+
+def _shared(left: Origins, right: Origins, a: int, b: int) -> frozenset[Origin]:
+    """Of a dimension that both have, such as experts: as the weight's, which lies where it lies."""
+    rows = [any(BATCH in o for o in operand) for operand in (left, right)]
+    if rows == [True, False] and right[b]:
+        return right[b]
+    if rows == [False, True] and left[a]:
+        return left[a]
+    return left[a] | right[b]
 
 
 def _convolution(equation: Any, operands: list[Origins], shape: Sequence[int]) -> Origins:
