@@ -255,13 +255,20 @@ def test_attention_keeps_no_weights_of_its_own():
         model.compile("adam", "mse")
         return model
 
-    arrays = of_model(build, WHOLE).facts.kept[None].arrays
-    assert not [shape for shape, _ in arrays if shape[-2:] == (512, 512)]
+    buffers = of_model(build, WHOLE).facts.kept[None].buffers
+    assert buffers
+    assert not [b for b in buffers if b.shape[-2:] == (512, 512)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["decoder", "ViT", "CNN", "LSTM", "ranking"])
-def test_the_forecast_ranks_as_the_compiler(name):
+@pytest.mark.parametrize(
+    ("name", "least_memory"),
+    [
+        *(("decoder", 0.9), ("ViT", 0.9), ("CNN", 0.6), ("LSTM", 0.9), ("ranking", 0.9)),
+        *(("MoE", 0.85), ("encoder-decoder", 0.7)),
+    ],
+)
+def test_the_forecast_ranks_as_the_compiler(name, least_memory):
     """Against what `python benchmarks/search.py --all` had the compiler say (libtpu 0.0.42.1)."""
     path = pathlib.Path(__file__).parents[2] / "benchmarks" / "search.py"
     spec = importlib.util.spec_from_file_location("benchmarks_search", path)
@@ -282,7 +289,7 @@ def test_the_forecast_ranks_as_the_compiler(name):
     # Convolutions that gather weights piece by piece are where the compiler's choices are its own.
     sizes = [1024 * recorded[str(tried.candidate)][1] for tried in known]
     memory = [tried.forecast.memory_bytes for tried in known]
-    assert benchmark.spearman(memory, sizes) >= (0.6 if name == "CNN" else 0.9)
+    assert benchmark.spearman(memory, sizes) >= least_memory
     ratios = sorted(m / s for m, s in zip(memory, sizes))
     assert 0.8 < ratios[len(ratios) // 2] < 1.2
 
