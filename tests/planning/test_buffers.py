@@ -189,3 +189,28 @@ def test_calls_and_branches():
     found = held(g, KERNEL, X)
     assert shapes(found) == [(ROWS, HIDDEN), (ROWS, HIDDEN)]
     assert all(BATCH in b.origins[0] for b in found)
+
+
+def test_what_experts_make_is_split_as_their_weights_are():
+    """Whatever the router, which is whole, has to do with the same dimension."""
+
+    def f(gate, up, x):
+        chosen = jax.nn.one_hot(jnp.argmax(x @ gate, -1), 4) * jax.nn.softmax(x @ gate)
+        sent = jnp.einsum("bte,btd->ebtd", chosen, x)
+        return jnp.einsum("ebtd,edf->ebtf", sent, up)
+
+    arguments = jnp.zeros((32, 4)), jnp.zeros((4, 32, 64)), jnp.zeros((ROWS, 8, 32))
+    made = held(f, *arguments, weights=2)[-1]
+    place = made.shape.index(4)
+    assert made.origins[place] == frozenset([(1, 0)])
+    assert {BATCH} in [set(o) for o in made.origins]
+
+
+def test_what_comes_from_nowhere_is_split_as_what_is_made_of_it():
+    def f(w, ids, x):
+        chosen = (ids[:, None] == jnp.arange(4)).cumsum(1).astype("float32")
+        return jnp.einsum("be,bd,edf->bef", chosen, x, w)
+
+    found = held(f, jnp.zeros((4, 32, 64)), jnp.zeros(ROWS, "int32"), jnp.zeros((ROWS, 32)))
+    (counted,) = [b for b in found if b.shape == (ROWS, 4)]
+    assert (0, 0) in counted.origins[1]
