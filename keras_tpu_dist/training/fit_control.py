@@ -21,7 +21,6 @@ class FitControl:
     """
 
     def __init__(self):
-        self._input: DeviceIterator | None = None
         self.end()
 
     def end(self) -> None:
@@ -32,7 +31,7 @@ class FitControl:
         self.batches_to_skip = 0
         self.begin_at: InputPosition | None = None
         self.after_launch: Callable[[int], None] | None = None
-        self._input = None
+        self._input: DeviceIterator | None = None
 
     def reads(self, iterator: DeviceIterator) -> None:
         """Notes the input that the next launch takes its batches from.

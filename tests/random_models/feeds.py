@@ -42,12 +42,8 @@ class Data:
 
     def of_fit(self) -> dict[str, Any]:
         """Keyword arguments of `fit`."""
-        arrays = [self._x, self._y]
-        keywords: dict[str, Any] = {"steps_per_epoch": self._choices["steps_per_epoch"]}
-        if self._choices["weighted"] == "sample_weight":
-            arrays.append(self._weights)
-        if self._choices["weighted"] == "class_weight":
-            keywords["class_weight"] = _CLASS_WEIGHTS
+        arrays, keywords = self._weighted()
+        keywords["steps_per_epoch"] = self._choices["steps_per_epoch"]
         if self._kind == "generator" and keywords["steps_per_epoch"] is None:
             keywords["steps_per_epoch"] = self._batches
         keywords |= self._fed(arrays, endless=keywords["steps_per_epoch"] is not None)
@@ -69,14 +65,17 @@ class Data:
 
     def of_train_on_batch(self) -> list[dict[str, Any]]:
         """Keyword arguments of `train_on_batch`, for each batch."""
-        arrays, keywords = [self._x, self._y], {}
-        if self._choices["weighted"] == "sample_weight":
-            arrays.append(self._weights)
-        if self._choices["weighted"] == "class_weight":
-            keywords["class_weight"] = _CLASS_WEIGHTS
+        arrays, keywords = self._weighted()
         names, size = ("x", "y", "sample_weight"), self._choices["batch_size"]
         batches = (_batch(tuple(arrays), size, number) for number in range(self._batches))
         return [{**dict(zip(names, batch)), **keywords} for batch in batches]
+
+    def _weighted(self) -> tuple[list, dict[str, Any]]:
+        """The arrays to train on, and the class weights as a keyword argument."""
+        arrays, kind = [self._x, self._y], self._choices["weighted"]
+        if kind == "sample_weight":
+            arrays.append(self._weights)
+        return arrays, {"class_weight": _CLASS_WEIGHTS} if kind == "class_weight" else {}
 
     @property
     def _batches(self) -> int:

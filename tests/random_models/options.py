@@ -62,7 +62,7 @@ class Program:
         return asdict(self)
 
 
-# Models with a class for each token, or without one class for each row.
+# Models with a class for each token.
 BY_TOKEN = ("tokens", "experts", "blocks", "grouped")
 # What a loop over batches does not know.
 _OF_FIT = {
@@ -152,7 +152,7 @@ def covering(programs: list[Program], seed: int) -> list[Program]:
     missing = all_pairs().difference(*map(pairs_of, found))
     while missing:
         pair = min(missing, key=repr)
-        candidates = [drawn(seed + n, pair) for n in range(20)]
+        candidates = [drawn(seed + n, pair) for n in range(40)]
         best = max(candidates, key=lambda each: len(pairs_of(each) & missing))
         found.append(best)
         missing -= pairs_of(best)
