@@ -22,7 +22,7 @@ from keras_tpu_dist.callbacks.monitored import is_validated, worth
 from keras_tpu_dist.callbacks.preemption import Preemption
 from keras_tpu_dist.callbacks.states import give_back, give_back_history, history_of, states_of
 from keras_tpu_dist.callbacks.stop_at_step import goes_beyond, reached_by
-from keras_tpu_dist.checkpoint.manifest import CheckpointError, Manifest
+from keras_tpu_dist.checkpoint.manifest import OF_FIT, CheckpointError, Manifest
 from keras_tpu_dist.checkpoint.restore import load_newest
 from keras_tpu_dist.checkpoint.snapshot import EXTRA, snapshot
 from keras_tpu_dist.checkpoint.store import Store, folder
@@ -333,7 +333,7 @@ class Checkpoint(keras.callbacks.Callback):
         return bool(steps)
 
     def _go_on(self, store: Store) -> None:
-        report, manifest = load_newest(self._trainer, store)
+        report, manifest = load_newest(self._trainer, store, needs=OF_FIT)
         training = manifest.training
         self._step = self._saved_step = training["step"]
         # Where training was stopped by a callback, nothing is left to do.

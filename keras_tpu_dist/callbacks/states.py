@@ -69,12 +69,29 @@ def give_back(
     for i, (callback, state) in enumerate(zip(callbacks, states)):
         if "state" in state:
             callback.load_state_dict(state["state"])
-        for name, value in state.get("attributes", {}).items():
+        _give_attributes(callback, state.get("attributes", {}))
+        best: list[np.ndarray] = []
+        while (name := f"{i}/{_BEST_WEIGHTS}/{len(best)}") in arrays:
+            best.append(arrays[name])
+        if best and hasattr(callback, _BEST_WEIGHTS):
+            setattr(callback, _BEST_WEIGHTS, best)
+
+
+def _give_attributes(callback: Any, saved: dict[str, Any]) -> None:
+    """Sets what changes while a callback runs; a file's names and values decide nothing else."""
+    for name in _changing(callback):
+        value = saved.get(name)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if name in saved and (value is None or number):
             setattr(callback, name, value)
-        best = [n for n in arrays if n.startswith(f"{i}/{_BEST_WEIGHTS}/")]
-        if best:
-            in_order = sorted(best, key=lambda name: int(name.rpartition("/")[2]))
-            setattr(callback, _BEST_WEIGHTS, [arrays[name] for name in in_order])
+    left = [n for n, v in saved.items() if v is not None and n not in _changing(callback)]
+    left += [n for n in _changing(callback) if isinstance(saved.get(n), (str, bool, list, dict))]
+    if left:
+        logger.warning(
+            "the checkpoint has %s for %s, which are not among what that callback counts (%s): "
+            "they are left out",
+            *(left[:3], type(callback).__name__, ", ".join(_changing(callback))),
+        )
 
 
 def history_of(history: Any) -> dict[str, Any]:

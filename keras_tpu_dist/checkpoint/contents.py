@@ -9,7 +9,7 @@ import numpy as np
 
 from keras_tpu_dist.checkpoint.manifest import CheckpointError, Manifest, Saved
 from keras_tpu_dist.checkpoint.names import METRICS, OPTIMIZER, SLOTS, WEIGHTS, canonical
-from keras_tpu_dist.checkpoint.store import Store
+from keras_tpu_dist.checkpoint.store import Store, none_in
 from keras_tpu_dist.common.text import size_text, text_table
 
 
@@ -132,8 +132,8 @@ def _row(store: Store, step: int) -> CheckpointRow:
     sizes = {kind: _bytes(manifest, kind) for kind in (WEIGHTS, SLOTS, OPTIMIZER)}
     return CheckpointRow(
         step,
-        manifest.training["epoch"] + 1,
-        manifest.training["done"],
+        manifest.training.get("epoch", 0) + 1,
+        manifest.training.get("done", 0),
         sum(int(np.prod(entry.shape)) for entry in manifest.entries(WEIGHTS)),
         sum(sizes.values()),
         tuple(manifest.written.items()),
@@ -144,11 +144,16 @@ def _cells(row: CheckpointRow) -> tuple[str, ...]:
     if row.problem:
         return (str(row.step), f"cannot be read: {row.problem}", *([""] * 6))
     written = dict(row.written)
-    mesh = " x ".join(f"{name} {size}" for name, size in written["mesh"].items()) or "one device"
+    mesh = " x ".join(f"{n} {size}" for n, size in written.get("mesh", {}).items()) or "one device"
     numbers = (row.step, row.epoch, row.batches, f"{row.parameters:,}")
     return (
         *map(str, numbers),
-        *(size_text(row.bytes), mesh, str(written["processes"]), written["at"]),
+        *(
+            size_text(row.bytes),
+            mesh,
+            str(written.get("processes", "")),
+            str(written.get("at", "")),
+        ),
     )
 
 
@@ -165,7 +170,7 @@ def _arrays(directory: str | os.PathLike) -> dict[str, Saved]:
     try:
         steps = store.steps
         if not steps:
-            raise CheckpointError(f"There is no checkpoint in {store.directory!r}.")
+            raise none_in(store.directory)
         manifest = store.manifest(steps[-1])
     finally:
         store.close()

@@ -15,7 +15,7 @@ from keras_tpu_dist.checkpoint.names import (
     in_order_of_numbers,
     named_state,
 )
-from keras_tpu_dist.checkpoint.store import folder, orbax, to_read, told
+from keras_tpu_dist.checkpoint.store import check_stored, folder, orbax, to_read, told
 
 _ARRAYS = "pytree"
 # As Keras's `get_state_tree` names them. What is frozen now may have trained when it was saved.
@@ -104,6 +104,8 @@ class KerasDirectory:
             item=_nested(target), restore_args=_nested(how), partial_restore=True
         )
         with told(self.directory, "read", step):
+            tree = ocp.PyTreeCheckpointHandler().metadata(self._arrays(step)).tree
+            check_stored(dict(_flat(tree)), [saved for saved, _, _ in wanted])
             reader = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
             found = dict(_flat(reader.restore(self._arrays(step), args=restored)))
         return [found[saved.key].astype(dtype) for saved, _, dtype in wanted]

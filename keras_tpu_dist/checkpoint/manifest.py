@@ -1,14 +1,31 @@
 """What a checkpoint holds, readable: its arrays by path, and where training stood."""
 
 import json
+import math
+import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
+
 from keras_tpu_dist.checkpoint.names import Entry
+from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.training.input_position import is_position
 
 VERSION = 1
+_OTHER = "Load another checkpoint: ktd.restore(model, directory, step=...)."
+# What NumPy, JAX and the file system can still count, and JSON of any language can write.
+_MOST = 2**53
+_LONGEST_NAME = 2**12
+_MOST_DIMENSIONS = 64
+_DTYPE = re.compile(r"[a-z][a-z0-9_]{2,30}")
+# What `callbacks.Checkpoint` needs to go on.
+OF_FIT = (
+    *("epoch", "done", "step", "stopped"),
+    *("positions", "callbacks", "history", "global_seed"),
+)
 
 
 class CheckpointError(RuntimeError):
@@ -68,6 +85,14 @@ class Manifest:
         }
         return {"crc32": _crc32(content), **content}
 
+    def lacks(self, names: Iterable[str]) -> list[str]:
+        """Which of some names what it says of training lacks.
+
+        Args:
+            names: Such as `OF_FIT`.
+        """
+        return [name for name in names if name not in self.training]
+
     def entries(self, kind: str) -> list[Entry]:
         """The entries of a kind, in their order.
 
@@ -88,17 +113,49 @@ def from_json(data: Any, where: str) -> Manifest:
         CheckpointError: If it is of a newer version, or was changed since.
     """
     if not isinstance(data, Mapping) or "arrays" not in data:
-        raise CheckpointError(f"{where} has no manifest of keras_tpu_dist.")
-    content = {key: value for key, value in data.items() if key != "crc32"}
-    if data.get("version", 0) > VERSION:
         raise CheckpointError(
-            f"{where} was written by a newer keras_tpu_dist "
-            f"({data.get('written', {}).get('keras_tpu_dist')}). Update this one to read it."
+            message(
+                f"{where} has no manifest of keras_tpu_dist.",
+                received={"manifest": type(data).__name__},
+                fix=_OTHER,
+            )
         )
-    if data.get("crc32") != _crc32(content):
-        raise CheckpointError(f"{where} is damaged: its manifest was changed since it was written.")
+    try:
+        _check_version(data, where)
+        _check(data)
+    except (_OtherForm, RecursionError, OverflowError) as error:
+        raise CheckpointError(
+            message(
+                f"{where} is damaged: its manifest has another form than keras_tpu_dist writes.",
+                received=f"{error}.",
+                fix=_OTHER,
+            )
+        ) from error
     arrays = {kind: tuple(_saved(row) for row in rows) for kind, rows in data["arrays"].items()}
     return Manifest(arrays, data["training"], data["written"])
+
+
+def _check_version(data: Mapping, where: str) -> None:
+    version = data.get("version", 0)
+    _expect(_is_count(version), "version", version)
+    if version > VERSION:
+        written = data.get("written")
+        by = written.get("keras_tpu_dist") if isinstance(written, Mapping) else None
+        raise CheckpointError(
+            message(
+                f"{where} was written by a newer keras_tpu_dist.",
+                received={"written by": by, "version": version, "known up to": VERSION},
+                fix="Update keras_tpu_dist to read it.",
+            )
+        )
+    if data.get("crc32") != _crc32({key: value for key, value in data.items() if key != "crc32"}):
+        raise CheckpointError(
+            message(
+                f"{where} is damaged: its manifest was changed since it was written.",
+                received={"crc32": data.get("crc32")},
+                fix=_OTHER,
+            )
+        )
 
 
 def _row(saved: Saved) -> dict[str, Any]:
@@ -110,6 +167,99 @@ def _saved(row: Mapping[str, Any]) -> Saved:
     own = row["path"], tuple(row["shape"]), row["dtype"], row["slot"]
     entry = Entry(*own, row.get("nth", 0))
     return Saved(entry, row["key"], row["fingerprint"], tuple(row["axes"]))
+
+
+class _OtherForm(ValueError):
+    """Something in a manifest has another form than `Manifest.to_json` gives it."""
+
+
+def _expect(right: bool, what: str, value: Any) -> None:
+    if not right:
+        raise _OtherForm(f"{what}={value!r:.80}")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= _LONGEST_NAME
+
+
+def _check(data: Mapping) -> None:
+    """Raises for all that reading would trust: whoever wrote the file may have written anything."""
+    for name in ("arrays", "training", "written"):
+        _expect(isinstance(data.get(name), dict), name, data.get(name))
+    for kind, rows in data["arrays"].items():
+        _expect(isinstance(rows, list), f"arrays.{kind}", rows)
+        for row in rows:
+            _check_row(row)
+    written = data["written"]
+    mesh = written.get("mesh", {})
+    _expect(isinstance(mesh, dict) and all(map(_is_count, mesh.values())), "written.mesh", mesh)
+    _expect(_is_count(written.get("processes", 1)), "written.processes", written.get("processes"))
+    _check_training(data["training"])
+
+
+def _check_row(row: Any) -> None:
+    _expect(isinstance(row, dict), "arrays", row)
+    for name in ("path", "dtype", "slot", "key"):
+        _expect(_is_name(row.get(name)), name, row.get(name))
+    for name in ("nth", "fingerprint"):
+        _expect(_is_count(row.get(name, 0 if name == "nth" else None)), name, row.get(name))
+    shape, axes = row.get("shape"), row.get("axes")
+    sized = isinstance(shape, list) and len(shape) <= _MOST_DIMENSIONS
+    _expect(sized and all(map(_is_count, shape)), "shape", shape)
+    _expect(math.prod(shape or ()) <= _MOST, "shape", shape)
+    _expect(isinstance(axes, list), "axes", axes)
+    _expect(_is_dtype_of_numbers(row["dtype"]), "dtype", row["dtype"])
+
+
+def _is_dtype_of_numbers(name: str) -> bool:
+    if not _DTYPE.fullmatch(name):
+        return False
+    try:
+        # NumPy knows bfloat16 and its like once JAX is imported; they are of kind "V" there.
+        return name != "void" and np.dtype(name).kind in "biufcV"
+    except TypeError:
+        return False
+
+
+_KINDS: dict[str, Any] = {
+    **dict.fromkeys(("epoch", "done", "step"), _is_count),
+    **dict.fromkeys(("stopped", "swapped"), lambda value: isinstance(value, bool)),
+    "reached": lambda value: value is None or _is_count(value),
+    "global_seed": lambda value: (
+        value is None
+        or (isinstance(value, list) and len(value) == 2 and all(map(_is_count, value)))
+    ),
+}
+
+
+def _check_training(training: Mapping) -> None:
+    """Checks what is there: loops of one's own note less."""
+    for name, right in _KINDS.items():
+        if name in training:
+            _expect(right(training[name]), f"training.{name}", training[name])
+    for state in _listed(training, "callbacks"):
+        _expect(isinstance(state, dict) and _is_name(state.get("class")), "callbacks", state)
+        attributes = state.get("attributes", {})
+        _expect(isinstance(attributes, dict), "callbacks.attributes", attributes)
+    _expect(training.get("positions") != [], "training.positions", [])
+    for position in _listed(training, "positions"):
+        _expect(position is None or is_position(position), "training.positions", position)
+    history = training.get("history", {"epoch": [], "logs": {}})
+    _expect(isinstance(history, dict), "training.history", history)
+    epochs, logs = history.get("epoch"), history.get("logs")
+    _expect(isinstance(epochs, list) and all(map(_is_count, epochs)), "history.epoch", epochs)
+    lists = isinstance(logs, dict) and all(isinstance(each, list) for each in logs.values())
+    _expect(lists, "history.logs", logs)
+
+
+def _listed(training: Mapping, name: str) -> Iterator[Any]:
+    found = training.get(name, [])
+    _expect(isinstance(found, list), f"training.{name}", found)
+    yield from found
 
 
 def _crc32(content: Mapping) -> int:

@@ -25,8 +25,8 @@ from keras_tpu_dist.checkpoint.names import (
 )
 from keras_tpu_dist.checkpoint.optimizers import build_optimizer
 from keras_tpu_dist.checkpoint.report import Restored
-from keras_tpu_dist.checkpoint.store import Store
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.checkpoint.store import Store, none_in
+from keras_tpu_dist.common.errors import message, without_id
 from keras_tpu_dist.common.patterns import patterns_of
 from keras_tpu_dist.common.progress import stages
 from keras_tpu_dist.training import membership
@@ -99,6 +99,7 @@ def load_newest(
     strict: bool = True,
     exclude: tuple[str, ...] = (),
     rename: tuple[tuple[str, str], ...] = (),
+    needs: tuple[str, ...] = (),
 ) -> tuple[Restored, Manifest]:
     """Loads the newest checkpoint that is whole, or that of a step. See `restore`.
 
@@ -109,6 +110,7 @@ def load_newest(
         strict: See `restore`.
         exclude: See `restore`.
         rename: See `restore`.
+        needs: What the checkpoint must say of training.
 
     Raises:
         ValueError: See `restore`.
@@ -118,17 +120,21 @@ def load_newest(
     steps = store.steps
     if step is not None and step not in steps:
         raise CheckpointError(
-            f"There is no checkpoint {step} in {store.directory!r}. There are: {steps}."
+            message(
+                f"There is no checkpoint {step} in {store.directory!r}.",
+                received={"step": step},
+                fix=f"There are: {steps}.",
+            )
         )
     errors = []
     for each in [step] if step is not None else reversed(steps):
         try:
-            return load(model, store, each, strict, exclude, rename)
+            return load(model, store, each, strict, exclude, rename, needs)
         except CheckpointError as error:
             errors.append(str(error))
             if step is None:
                 logger.warning("%s The one before it is tried.", error)
-    raise CheckpointError(" ".join(errors) or f"There is no checkpoint in {store.directory!r}.")
+    raise CheckpointError(" ".join(errors)) if errors else none_in(store.directory)
 
 
 def load(
@@ -138,6 +144,7 @@ def load(
     strict: bool,
     exclude: tuple[str, ...],
     rename: tuple[tuple[str, str], ...],
+    needs: tuple[str, ...] = (),
 ) -> tuple[Restored, Manifest]:
     """Loads the checkpoint of a step. See `restore`.
 
@@ -148,12 +155,21 @@ def load(
         strict: See `restore`.
         exclude: See `restore`.
         rename: See `restore`.
+        needs: See `load_newest`.
 
     Raises:
         ValueError: See `restore`.
         CheckpointError: If it cannot be read.
     """
     manifest = store.manifest(step)
+    if lacking := manifest.lacks(needs):
+        raise CheckpointError(
+            message(
+                f"Checkpoint {step} of {store.directory!r} does not say where a fit stood.",
+                received=f"a manifest without {', '.join(lacking)}.",
+                fix="Load the weights alone: ktd.restore(model, directory).",
+            )
+        )
     state = store.state_of(model)
     weights = match(
         [entry for entry, _ in state[WEIGHTS]],
@@ -203,8 +219,12 @@ def _assign(store: Store | KerasDirectory, step: int, chosen: list[tuple[Saved, 
                 if not done:
                     raise
                 raise CheckpointError(
-                    f"{error} {done} of {len(chosen)} variables were loaded before: load another "
-                    "checkpoint before the model is used."
+                    message(
+                        "A state above 128 MiB is loaded by groups, and one of them failed.",
+                        received=f"{without_id(str(error))} {done} of {len(chosen)} variables were "
+                        "loaded before.",
+                        fix="Load another checkpoint before the model is used.",
+                    )
                 ) from error
             for (_, variable), value in zip(group, values):
                 variable.assign(value)

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import logging
 import os
+import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,9 @@ logger = logging.getLogger("keras_tpu_dist")
 _ARRAYS, _MANIFEST = "arrays", "manifest"
 # TensorStore's errors carry the whole specification of what it read.
 _MOST_WORDS = 300
+# 1000 processes that save 10,000 arrays write 20 MB.
+_MOST_BYTES_OF_A_DESCRIPTION = 64 * 2**20
+_OTHER = "Load another checkpoint: ktd.restore(model, directory, step=...)."
 
 
 class Store:
@@ -52,10 +56,17 @@ class Store:
         self.directory = absolute(os.fspath(directory))
         if _is_local(self.directory) and not os.path.isdir(self.directory):
             if read_only:
-                raise CheckpointError(f"There is no directory {self.directory!r}.")
+                raise CheckpointError(
+                    message(
+                        f"There is no directory {self.directory!r}.",
+                        received={"directory": os.fspath(directory)},
+                        fix="Give the directory that callbacks.Checkpoint saved in.",
+                    )
+                )
             with told(self.directory, "opened"):
                 # Several processes make it at once.
                 os.makedirs(self.directory, exist_ok=True)
+        self._stored: dict[int, Mapping[str, Any]] = {}
         processes = _processes(alone)
         options = ocp.CheckpointManagerOptions(
             multiprocessing_options=processes,
@@ -127,6 +138,7 @@ class Store:
         where = f"Checkpoint {step} of {self.directory!r}"
         args = orbax().args
         with told(self.directory, "read", step):
+            _check_files(self.directory, step)
             items = self._manager.restore(
                 step, args=args.Composite(**{_MANIFEST: args.JsonRestore()})
             )
@@ -152,6 +164,10 @@ class Store:
             target, how = to_read(filled)
             restored = ocp.args.PyTreeRestore(item=target, restore_args=how, partial_restore=True)
             with told(self.directory, "read", step):
+                if step not in self._stored:
+                    path = folder(self.directory) / str(step) / _ARRAYS
+                    self._stored[step] = ocp.PyTreeCheckpointHandler().metadata(path).tree
+                check_stored(self._stored[step], [saved for saved, _, _ in filled])
                 items = self._manager.restore(step, args=ocp.args.Composite(**{_ARRAYS: restored}))
             read |= items[_ARRAYS]
         read |= {saved.key: _empty(saved, s) for saved, s, _ in wanted if saved.key not in read}
@@ -185,9 +201,12 @@ class Store:
         wrong = [each.entry.path for each, n in zip(saved, found) if each.fingerprint != n]
         if wrong:
             raise CheckpointError(
-                f"Checkpoint {step} of {self.directory!r} is damaged: the values of "
-                f"{', '.join(wrong[:3])}{' and others' if len(wrong) > 3 else ''} are not those "
-                "that were saved."
+                message(
+                    f"Checkpoint {step} of {self.directory!r} is damaged.",
+                    received="other values than were saved for "
+                    f"{', '.join(wrong[:3])}{' and others' if len(wrong) > 3 else ''}.",
+                    fix=_OTHER,
+                )
             )
 
 
@@ -219,8 +238,74 @@ def told(directory: str, what: str, step: int | None = None) -> Iterator[None]:
         # Orbax reads arrays at the same time: what the first failed of is cancelled too.
         which = "A checkpoint" if step is None else f"Checkpoint {step}"
         raise CheckpointError(
-            f"{which} of {directory!r} cannot be {what}: {_reason(error)}"
+            message(
+                f"{which} of {directory!r} cannot be {what}.",
+                received=f"{_reason(error)}.",
+                fix=_OTHER if what == "read" else "Look at its place, its rights and its space.",
+            )
         ) from error
+
+
+def none_in(directory: str) -> CheckpointError:
+    """The error for a directory without checkpoints.
+
+    Args:
+        directory: The directory.
+    """
+    return CheckpointError(
+        message(
+            f"There is no checkpoint in {directory!r}.",
+            received={"directory": directory},
+            fix="Give the directory that callbacks.Checkpoint saved in.",
+        )
+    )
+
+
+def check_stored(stored: Mapping[str, Any], wanted: Sequence[Saved]) -> None:
+    """Checks that arrays are stored as the manifest says, so that reading takes no more memory.
+
+    Orbax gives arrays the shape that they have in the store, and TensorStore decompresses whole
+    chunks, which may be larger than what they are chunks of.
+
+    Args:
+        stored: Orbax's metadata by key.
+        wanted: What the manifest says.
+
+    Raises:
+        ValueError: If an array is stored otherwise.
+    """
+    for saved in wanted:
+        found, entry = stored.get(saved.key), saved.entry
+        shape = tuple(getattr(found, "shape", None) or ())
+        chunk = tuple(getattr(getattr(found, "storage", None), "chunk_shape", None) or ())
+        fits = all(0 < part <= size for part, size in zip(chunk, shape))
+        if shape != entry.shape or str(getattr(found, "dtype", "")) != entry.dtype or not fits:
+            raise ValueError(
+                message(
+                    "An array is stored as the manifest says, in chunks no larger than itself.",
+                    received={"path": entry.path, "manifest": entry.shape, "stored": shape}
+                    | {"chunks": chunk, "dtype": str(getattr(found, "dtype", None))},
+                    fix="Load another checkpoint.",
+                )
+            )
+
+
+def _check_files(directory: str, step: int) -> None:
+    """Checks the files that Orbax reads whole, before it does: all but arrays' own."""
+    if not _is_local(directory):
+        return
+    for path, folders, names in os.walk(os.path.join(directory, str(step))):
+        folders[:] = [name for name in folders if name != "d"]
+        for name in names:
+            status = os.stat(os.path.join(path, name))
+            if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_BYTES_OF_A_DESCRIPTION:
+                raise ValueError(
+                    message(
+                        "What describes a checkpoint is in files of at most 64 MiB.",
+                        received={"file": os.path.join(path, name), "bytes": status.st_size},
+                        fix="Load another checkpoint.",
+                    )
+                )
 
 
 def to_read(wanted: Sequence[tuple[Saved, Any, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -5,13 +5,16 @@ import json
 import logging
 import random
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import jax
 import numpy as np
 
 logger = logging.getLogger("keras_tpu_dist")
+
+# Of a Mersenne twister.
+_WORDS = 624
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,68 @@ class InputPosition:
     def to_dict(self) -> dict[str, Any]:
         """The attributes by name; plain data."""
         return asdict(self)
+
+
+def is_position(data: Any) -> bool:
+    """Whether plain data is what `InputPosition.to_dict` gives, whoever wrote it.
+
+    Args:
+        data: Anything that JSON has.
+    """
+    names = {each.name for each in fields(InputPosition)}
+    if not isinstance(data, dict) or not names - {"state"} <= set(data) <= names:
+        return False
+    counts = all(type(data[n]) is int and 0 <= data[n] < 2**53 for n in ("made", "done"))
+    return (
+        counts
+        and all(map(_are_random_numbers, (data["start"], data["now"])))
+        and (data.get("state") is None or _is_state(data["state"]))
+    )
+
+
+def _are_random_numbers(state: Any) -> bool:
+    lists = isinstance(state, dict) and all(
+        isinstance(state.get(n), list) for n in ("numpy", "python")
+    )
+    if not lists or (len(state["numpy"]), len(state["python"])) != (5, 3):
+        return False
+    name, keys, at, has_gauss, second = state["numpy"]
+    version, words, gauss = state["python"]
+    numbers = type(at) is int and 0 <= at <= _WORDS and has_gauss in (0, 1)
+    return (
+        (name, version) == ("MT19937", 3)
+        and numbers
+        and isinstance(second, (int, float))
+        and (gauss is None or isinstance(gauss, float))
+        and _has_words(keys, _WORDS)
+        # Python's last word is the place among the others.
+        and _has_words(words, _WORDS + 1)
+        and int(_words(words)[-1]) <= _WORDS
+    )
+
+
+def _is_state(state: Any) -> bool:
+    if not isinstance(state, dict) or len(state) != 1:
+        return False
+    if "bytes" in state:
+        return _decoded(state["bytes"]) is not None
+    try:
+        json.loads(state["json"])
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return False
+    return True
+
+
+def _has_words(text: Any, count: int) -> bool:
+    decoded = _decoded(text)
+    return decoded is not None and len(decoded) == 4 * count
+
+
+def _decoded(text: Any) -> bytes | None:
+    try:
+        return base64.b64decode(text, validate=True) if isinstance(text, str) else None
+    except ValueError:
+        return None
 
 
 def random_numbers() -> dict[str, Any]:
