@@ -45,6 +45,11 @@ from keras_tpu_dist._keras.building import output_spec as output_spec
 from keras_tpu_dist._keras.building import set_layout as set_layout
 from keras_tpu_dist._keras.building import symbolic_build as symbolic_build
 from keras_tpu_dist._keras.building import without_vjp as without_vjp
+from keras_tpu_dist._keras.callback_states import ARRAYS as ARRAYS
+from keras_tpu_dist._keras.callback_states import CHANGING as CHANGING
+from keras_tpu_dist._keras.callback_states import averages_are_in_model as averages_are_in_model
+from keras_tpu_dist._keras.callback_states import changing as changing
+from keras_tpu_dist._keras.callback_states import note_averages as note_averages
 from keras_tpu_dist._keras.calls import PureCall as PureCall
 from keras_tpu_dist._keras.calls import give_to_calls as give_to_calls
 from keras_tpu_dist._keras.calls import route_attention_layers as route_attention_layers

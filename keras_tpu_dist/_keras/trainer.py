@@ -107,8 +107,23 @@ def _bookkeeping() -> list[Replacement]:
         )
         for kind in ("train", "test", "predict")
     ]
+    moments = [
+        Replacement(
+            *("keras.callbacks:CallbackList", f"on_{moment}"),
+            functools.partial(_told_around, moment),
+            why="what a resumed run knew is put back once all callbacks have begun",
+            hook="callbacks that are told before and after all others",
+        )
+        for moment in ("train_begin", "epoch_begin")
+    ]
     return [
         *batch_ends,
+        *moments,
+        Replacement(
+            *("keras.callbacks:CallbackList", "on_train_batch_begin", _batch_begin),
+            why="callbacks hear of no launch twice that was made before an interruption",
+            hook="a fit that begins within an epoch",
+        ),
         Replacement(
             *(_TRAINER, "_get_jax_state", _get_jax_state),
             why="variables keep their values during fit, so an exception loses nothing",
@@ -228,11 +243,37 @@ def _distribute_output(stock, tensor, layout):
     )
 
 
+def _batch_begin(stock, callbacks, batch, logs=None):
+    strategy = active_strategy()
+    if strategy is None or not strategy.runner.begins_again(callbacks._model):
+        stock(callbacks, batch, logs)
+
+
 def _batch_end(kind, stock, callbacks, batch, logs=None):
     # Stock hands the logs of every step to a thread that waits for them and turns them into
     # floats, also when no callback looks at them. Public replacement: none.
-    if active_strategy() is None or listens(callbacks.callbacks, kind):
+    strategy = active_strategy()
+    if strategy is None:
         stock(callbacks, batch, logs)
+    elif kind == "train" and strategy.runner.ended_again():
+        return
+    elif listens(callbacks.callbacks, kind):
+        stock(callbacks, batch, logs)
+
+
+def _told_around(moment, stock, callbacks, *args, **kwargs):
+    """Tells callbacks with `before_<moment>` or `after_<moment>`, around all `on_<moment>`.
+
+    Public replacement: none; callbacks are told in the order in which the user gave them.
+    """
+    for when in ("before", "on", "after"):
+        if when == "on":
+            stock(callbacks, *args, **kwargs)
+            continue
+        for callback in callbacks.callbacks:
+            told = getattr(callback, f"{when}_{moment}", None)
+            if told is not None:
+                told(*args, **kwargs)
 
 
 def _set_attribute(model, name, value):

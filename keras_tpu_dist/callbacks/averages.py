@@ -6,9 +6,9 @@ from typing import Any
 
 import keras
 
-logger = logging.getLogger("keras_tpu_dist")
+from keras_tpu_dist import _keras
 
-_SWAPPED = "_ema_weights_in_model"
+logger = logging.getLogger("keras_tpu_dist")
 
 
 def swapped(callbacks: Sequence[Any]) -> bool:
@@ -17,14 +17,14 @@ def swapped(callbacks: Sequence[Any]) -> bool:
     Args:
         callbacks: The callbacks of a fit.
     """
-    return any(getattr(each, _SWAPPED, False) for each in _that_swap(callbacks))
+    return any(_keras.averages_are_in_model(each) for each in _that_swap(callbacks))
 
 
 def note_swapped(callbacks: Sequence[Any], now: bool) -> None:
     """Tells callbacks what the weights are that were loaded.
 
-    Told when training begins, not as what else callbacks know: in its `on_epoch_begin`, which may
-    come before that of others, `SwapEMAWeights` swaps back.
+    Of a checkpoint that says it of all together, as those of version 0.2 and before do; newer ones
+    hold what each of them knows.
 
     Args:
         callbacks: The callbacks of the fit that goes on.
@@ -32,7 +32,7 @@ def note_swapped(callbacks: Sequence[Any], now: bool) -> None:
     """
     that_swap = _that_swap(callbacks)
     for each in that_swap:
-        setattr(each, _SWAPPED, now)
+        _keras.note_averages(each, now)
     if now and not that_swap:
         logger.warning(
             "the checkpoint has averages in the place of the weights, and no SwapEMAWeights of "

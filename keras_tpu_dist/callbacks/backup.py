@@ -82,8 +82,6 @@ class BackupAndRestore(Checkpoint):
         self._ended = not ends or jax.process_count() == 1
         if not self.delete_checkpoint or ends:
             super().on_train_end(logs)
-            return
-        self.give_back_what_waits()
 
     def after_fit(self) -> None:
         """Deletes the backup of a training that has ended, however other fits end."""

@@ -126,11 +126,13 @@ class Checkpoint(keras.callbacks.Callback):
         self._fellows: list[Checkpoint] = [self]
         self._validation_freq: Any = 1
         self._to_give_back: Manifest | None = None
-        self._kept_metrics: list = []
+        # The state that was loaded, until its epoch has begun.
+        self._loaded: list = []
+        self._waits = False
         self._place_in_input: InputPosition | None = None
         self._extra: dict = {}
         self._logs: dict | None = None
-        self._step = self._epoch = self._done = self._resumed_at = 0
+        self._step = self._epoch = self._done = self._resumed_at = self._begins_at = 0
         self._since_saved = self._launches = 0
         self._saved_at_s = 0.0
         self._saved_step: int | None = None
@@ -179,7 +181,8 @@ class Checkpoint(keras.callbacks.Callback):
         self._store = Store(
             self.directory, keep=self._keep, best=best, asynchronous=self._asynchronous
         )
-        self._step = self._epoch = self._done = self._resumed_at = self._since_saved = 0
+        self._step = self._epoch = self._done = self._resumed_at = self._begins_at = 0
+        self._since_saved, self._waits = 0, False
         self._saved_at_s, self._saved_step, self._logs = time.monotonic(), None, None
         # Of several in one fit, the one with the newest checkpoint goes on for all.
         leads = next((each for each in self._fellows if each._to_give_back is not None), None)
@@ -195,15 +198,46 @@ class Checkpoint(keras.callbacks.Callback):
             if self._sigterm is self._preemption:
                 self._preemption.start()
 
-    def on_epoch_begin(self, epoch, logs=None):
-        """Saves what the epoch before ended with, once all callbacks have seen its end."""
-        if self._to_give_back is not None:
-            self._give_back(self._to_give_back)
-        elif self._logs is not None and self._due_after(epoch):
+    def after_train_begin(self, logs=None) -> None:
+        """Gives callbacks what they knew: all of them have begun, and forgotten it.
+
+        Args:
+            logs: Those of `on_train_begin`.
+        """
+        if self._to_give_back is None:
+            return
+        # A callback may have loaded something else, and sent the fit elsewhere.
+        _keras.begin_at_epoch(self._trainer, self._begins_at)
+        note_swapped(self._callbacks, self._to_give_back.training.get("swapped", False))
+        self._put_back(self._to_give_back, say=True)
+        give_back_history(self._trainer.history, self._to_give_back.training["history"])
+        if self._fit is None and self._place_in_input is not None:
+            set_random_numbers(self._place_in_input.now)
+
+    def before_epoch_begin(self, epoch, logs=None) -> None:
+        """Saves what the epoch before ended with, once all callbacks have seen its end.
+
+        Args:
+            epoch: The epoch, from 0.
+            logs: Those of `on_epoch_begin`.
+        """
+        _keras.begin_at_epoch(self._trainer, None)
+        if not self._waits and self._logs is not None and self._due_after(epoch):
             self._save(epoch, 0)
         if epoch != self._epoch:
             self._resumed_at = 0
         self._epoch, self._done, self._logs = epoch, self._resumed_at, None
+
+    def after_epoch_begin(self, epoch, logs=None) -> None:
+        """Undoes what callbacks did now if they had done it before the interruption.
+
+        Args:
+            epoch: The epoch, from 0.
+            logs: Those of `on_epoch_begin`.
+        """
+        if self._to_give_back is not None and self._resumed_at:
+            self._put_back(self._to_give_back, say=False)
+        self._forget_loaded()
 
     def on_epoch_end(self, epoch, logs=None):
         """Notes the logs."""
@@ -219,21 +253,14 @@ class Checkpoint(keras.callbacks.Callback):
         """Saves the end."""
         if self._fit is not None:
             self._sigterm.comes_at_end()
-        if not self.give_back_what_waits() and self._saved_step != self._step:
+        # Where there was no epoch to make, nothing is new.
+        if not self._waits and self._saved_step != self._step:
             self._save(self._epoch + 1, 0)
-
-    def give_back_what_waits(self) -> bool:
-        """Ends a fit; whether it had no epoch to make, so that nothing was given back yet."""
-        waits = self._to_give_back is not None
-        if self._to_give_back is not None:
-            self._give_back(self._to_give_back)
-        _keras.begin_at_epoch(self._trainer, None)
-        return waits
 
     def after_fit(self) -> None:
         """Waits for the last checkpoint, however the fit ended."""
         store, self._store, self._fit = self._store, None, None
-        self._to_give_back = None  # the fit may have failed before its first epoch
+        self._forget_loaded()  # the fit may have failed before its first epoch
         if self._trainer is not None:
             _keras.begin_at_epoch(self._trainer, None)
         try:
@@ -345,15 +372,13 @@ class Checkpoint(keras.callbacks.Callback):
         check_loop(self._fit, "Going on within an epoch needs", fix, batches=training["done"])
         self.begin_after(training["epoch"], training["done"])
         if stopped:
+            self._begins_at = epochs
             _keras.begin_at_epoch(self._trainer, epochs)
-        _keras.set_global_seed(training["global_seed"])
-        note_swapped(self._callbacks, training.get("swapped", False))
         self._to_give_back = manifest
         saved = manifest.arrays.get(EXTRA, ())
         values = store.load(report.step, [(each, None, each.entry.dtype) for each in saved])
         self._extra = {each.entry.path: value for each, value in zip(saved, values)}
-        # fit sets metrics to zero when the epoch begins.
-        self._kept_metrics = [(v, v.value) for v in self._trainer.metrics_variables]
+        self._loaded = [(v, v.value) for v in _keras.state_variables(self._trainer)]
         self._place_in_input = own_position(training["positions"])
         if self._fit is not None:
             self._fit.begin_at = self._place_in_input
@@ -363,7 +388,8 @@ class Checkpoint(keras.callbacks.Callback):
         )
 
     def _follow(self, leads: "Checkpoint") -> None:
-        self._to_give_back, self._kept_metrics = None, []
+        self._forget_loaded()
+        self._waits = True
         self._step, self._epoch, self._resumed_at = leads._step, leads._epoch, leads._resumed_at
 
     def begin_after(self, epoch: int, done: int) -> None:
@@ -374,22 +400,23 @@ class Checkpoint(keras.callbacks.Callback):
             done: How many of its batches were trained on.
         """
         self._epoch, self._resumed_at = epoch, done
+        self._begins_at, self._waits = epoch, True
         _keras.begin_at_epoch(self._trainer, epoch)
         if self._fit is not None:
             self._fit.batches_to_skip = done
 
-    def _give_back(self, manifest: Manifest) -> None:
-        self._to_give_back = None
-        _keras.begin_at_epoch(self._trainer, None)
+    def _put_back(self, manifest: Manifest, say: bool) -> None:
+        """Makes model and callbacks what they were when the checkpoint was saved."""
         training = manifest.training
-        give_back(self._callbacks, training["callbacks"], self._extra)
-        give_back_history(self._trainer.history, training["history"])
-        if self._resumed_at:
-            for variable, value in self._kept_metrics:
+        for variable, value in self._loaded:
+            if variable.value is not value:
                 variable.assign(value)
-        self._kept_metrics = []
-        if self._fit is None and self._place_in_input is not None:
-            set_random_numbers(self._place_in_input.now)
+        _keras.forget_state(self._trainer)
+        _keras.set_global_seed(training["global_seed"])
+        give_back(self._callbacks, training["callbacks"], self._extra, say)
+
+    def _forget_loaded(self) -> None:
+        self._to_give_back, self._loaded, self._waits = None, [], False
 
 
 def _finish(write: Callable[[], None]) -> None:

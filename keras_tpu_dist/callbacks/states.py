@@ -1,31 +1,22 @@
 """What callbacks know besides the model, so that they go on deciding as they would have."""
 
 import logging
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import keras
 import numpy as np
 
-logger = logging.getLogger("keras_tpu_dist")
+from keras_tpu_dist import _keras
 
-# What Keras's callbacks change while they run.
-_CHANGING: dict[type, tuple[str, ...]] = {
-    keras.callbacks.EarlyStopping: ("wait", "stopped_epoch", "best", "best_epoch"),
-    keras.callbacks.ReduceLROnPlateau: ("wait", "cooldown_counter", "best"),
-    keras.callbacks.ModelCheckpoint: (
-        *("best", "epochs_since_last_save", "_batches_seen_since_last_saving"),
-        *("_last_batch_seen", "_current_epoch"),
-    ),
-}
-_BEST_WEIGHTS = "best_weights"
+logger = logging.getLogger("keras_tpu_dist")
 
 
 def states_of(callbacks: Sequence[Any]) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
     """What callbacks know: as plain data, and arrays by name.
 
-    Keras's `EarlyStopping`, `ReduceLROnPlateau` and `ModelCheckpoint` are known, and any callback
-    with `state_dict()` and `load_state_dict(state)` says itself, in plain data.
+    What Keras's own change is listed in `keras_tpu_dist._keras.callback_states`; any callback with
+    `state_dict()` and `load_state_dict(state)` says itself, in plain data.
 
     Args:
         callbacks: The callbacks of a fit.
@@ -36,62 +27,80 @@ def states_of(callbacks: Sequence[Any]) -> tuple[list[dict[str, Any]], dict[str,
         if hasattr(callback, "state_dict"):
             state["state"] = callback.state_dict()
         else:
-            names = _changing(callback)
-            state["attributes"] = {
-                n: _plain(getattr(callback, n)) for n in names if _has(callback, n)
-            }
-        best = getattr(callback, _BEST_WEIGHTS, None)
-        for j, array in enumerate(best or ()):
-            arrays[f"{i}/{_BEST_WEIGHTS}/{j}"] = np.asarray(array)
+            names = _keras.changing(callback, _keras.CHANGING)
+            values = {name: getattr(callback, name) for name in names}
+            state["attributes"] = {n: _plain(v) for n, v in values.items() if _is_plain(v)}
+            for name in _keras.changing(callback, _keras.ARRAYS):
+                for j, array in enumerate(getattr(callback, name) or ()):
+                    arrays[f"{i}/{name}/{j}"] = np.asarray(array)
         states.append(state)
     return states, arrays
 
 
 def give_back(
-    callbacks: Sequence[Any], states: Sequence[dict], arrays: dict[str, np.ndarray]
+    callbacks: Sequence[Any],
+    states: Sequence[dict],
+    arrays: Mapping[str, np.ndarray],
+    say: bool = True,
 ) -> None:
-    """Gives callbacks what they knew.
+    """Gives callbacks what they knew: of each class the first gets what the first knew, and so on.
 
     Args:
         callbacks: The callbacks of the fit that goes on.
         states: What `states_of` returned for those of the fit that ended.
         arrays: The arrays that it returned.
+        say: Whether to log which callbacks get nothing.
     """
-    callbacks = _that_know(callbacks)
-    names = [type(callback).__name__ for callback in callbacks]
-    if names != [state["class"] for state in states]:
+    here = _numbered([type(callback).__name__ for callback in _that_know(callbacks)])
+    there = _numbered([state["class"] for state in states])
+    if say and set(here) - set(there):
         logger.warning(
-            "the checkpoint has what %s knew, the callbacks of this fit are %s: they begin anew",
-            [state["class"] for state in states],
-            names,
+            "the checkpoint has what %s knew, the callbacks of this fit are %s: %s begin anew",
+            [name for name, _ in there],
+            [name for name, _ in here],
+            [key[0] for key in here if key not in there],
         )
-        return
-    for i, (callback, state) in enumerate(zip(callbacks, states)):
+    for callback, key in zip(_that_know(callbacks), here):
+        if key in there:
+            i = there.index(key)
+            own = {n.partition("/")[2]: a for n, a in arrays.items() if n.startswith(f"{i}/")}
+            _load(callback, states[i], own)
+
+
+def _load(callback: Any, state: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
+    if hasattr(callback, "load_state_dict"):
         if "state" in state:
             callback.load_state_dict(state["state"])
-        _give_attributes(callback, state.get("attributes", {}))
-        best: list[np.ndarray] = []
-        while (name := f"{i}/{_BEST_WEIGHTS}/{len(best)}") in arrays:
-            best.append(arrays[name])
-        if best and hasattr(callback, _BEST_WEIGHTS):
-            setattr(callback, _BEST_WEIGHTS, best)
+        return
+    _give_attributes(callback, state.get("attributes", {}))
+    for name in _keras.changing(callback, _keras.ARRAYS):
+        found: list[np.ndarray] = []
+        while (key := f"{name}/{len(found)}") in arrays:
+            found.append(arrays[key])
+        if found:
+            setattr(callback, name, found)
 
 
-def _give_attributes(callback: Any, saved: dict[str, Any]) -> None:
+def _give_attributes(callback: Any, saved: Mapping[str, Any]) -> None:
     """Sets what changes while a callback runs; a file's names and values decide nothing else."""
-    for name in _changing(callback):
-        value = saved.get(name)
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if name in saved and (value is None or number):
-            setattr(callback, name, value)
-    left = [n for n, v in saved.items() if v is not None and n not in _changing(callback)]
-    left += [n for n in _changing(callback) if isinstance(saved.get(n), (str, bool, list, dict))]
+    names = _keras.changing(callback, _keras.CHANGING)
+    for name in names:
+        if name in saved and _fits(saved[name], getattr(callback, name)):
+            setattr(callback, name, saved[name])
+    left = [n for n, v in saved.items() if v is not None and n not in names]
+    left += [n for n in names if n in saved and not _fits(saved[n], getattr(callback, n))]
     if left:
         logger.warning(
             "the checkpoint has %s for %s, which are not among what that callback counts (%s): "
             "they are left out",
-            *(left[:3], type(callback).__name__, ", ".join(_changing(callback))),
+            *(left[:3], type(callback).__name__, ", ".join(names)),
         )
+
+
+def _fits(value: Any, now: Any) -> bool:
+    if isinstance(now, bool):
+        return isinstance(value, bool)
+    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
 
 
 def history_of(history: Any) -> dict[str, Any]:
@@ -123,15 +132,24 @@ def give_back_history(history: Any, record: dict[str, Any]) -> None:
 
 
 def _that_know(callbacks: Sequence[Any]) -> list:
-    return [each for each in callbacks if hasattr(each, "state_dict") or _changing(each)]
+    return [
+        each
+        for each in callbacks
+        if hasattr(each, "state_dict") or _keras.changing(each, _keras.CHANGING)
+    ]
 
 
-def _changing(callback: Any) -> tuple[str, ...]:
-    return next((names for kind, names in _CHANGING.items() if isinstance(callback, kind)), ())
+def _numbered(names: Sequence[str]) -> list[tuple[str, int]]:
+    """Each name with how often it came before."""
+    seen: Counter[str] = Counter()
+    numbered = []
+    for name in names:
+        numbered.append((name, seen[name]))
+        seen[name] += 1
+    return numbered
 
 
-def _has(callback: Any, name: str) -> bool:
-    value = getattr(callback, name, None)
+def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (int, float, str, np.generic))
 
 

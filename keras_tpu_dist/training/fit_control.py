@@ -16,6 +16,8 @@ class FitControl:
         watch: Looks for values that are not finite; `NameNaN` sets it.
         batches_to_skip: How many batches of the epoch were trained on before the interruption;
             `Checkpoint` sets it.
+        made_before: Whether the launch that was just made was made before the interruption, and
+            callbacks saw its end then.
         begin_at: Where their input began.
         after_launch: Called with the number of steps of each launch, once it is made.
     """
@@ -29,6 +31,7 @@ class FitControl:
         self.more_steps: Callable[[], int] | None = None
         self.watch: FiniteWatch | None = None
         self.batches_to_skip = 0
+        self.made_before = False
         self.begin_at: InputPosition | None = None
         self.after_launch: Callable[[int], None] | None = None
         self._input: DeviceIterator | None = None
@@ -73,6 +76,8 @@ class FitControl:
         """
         steps = min(most, self.batches_to_skip)
         self.batches_to_skip -= steps
+        # The last of them was saved before callbacks saw its end.
+        self.made_before = steps == most and self.batches_to_skip > 0
         return steps
 
     def spend(self, steps: int) -> bool:

@@ -100,6 +100,11 @@ class StepLoop:
             # Where a whole epoch is skipped, these are its logs.
             logs = {} if self._fit.batches_to_skip else self._trainer.get_metrics_result()
             return logs, state
+        if skipped:
+            try:
+                return self._launch_several(state, iterator, skipped)
+            except StopIteration:
+                return self._trainer.get_metrics_result(), state
         if most == 1:
             outputs, state = self._launch(state, iterator.take(self._place))
             self._note(iterator, outputs, 1)

@@ -177,6 +177,21 @@ class Runner:
         """
         return not isinstance(function, StepLoop) or function.serves()
 
+    def begins_again(self, model: Any) -> bool:
+        """Whether the train launch that begins here was made before training was interrupted.
+
+        Args:
+            model: The model that trains.
+        """
+        call = _running.get()
+        left = 0 if call is None else call.member.fit.batches_to_skip
+        return left > 0 and left >= model.steps_per_execution
+
+    def ended_again(self) -> bool:
+        """Whether the train launch that ends here had ended before training was interrupted."""
+        call = _running.get()
+        return call is not None and call.member.fit.made_before
+
     def state_read(self, model: Any, state: Any) -> None:
         """Told when the training state is read from the variables.
 

@@ -1,0 +1,74 @@
+"""What Keras's own callbacks change while they run: the names of their attributes."""
+
+import logging
+from typing import Any
+
+import keras
+
+logger = logging.getLogger("keras_tpu_dist")
+
+# Plain values. What `on_train_begin` or `on_epoch_begin` sets anew is not here.
+CHANGING: dict[str, tuple[str, ...]] = {
+    "EarlyStopping": ("wait", "stopped_epoch", "best", "best_epoch"),
+    "ReduceLROnPlateau": ("wait", "cooldown_counter", "best"),
+    "ModelCheckpoint": ("best", "_batches_seen_since_last_saving", "_last_batch_seen"),
+    "OrbaxCheckpoint": (
+        *("best", "_batches_seen_since_last_saving", "_last_batch_seen"),
+        "_total_batches_seen",
+    ),
+    "BackupAndRestore": (
+        *("_batches_seen_since_last_saving", "_last_batch_seen", "_current_epoch"),
+    ),
+    "SwapEMAWeights": ("_ema_weights_in_model",),
+    "TensorBoard": ("_global_train_batch", "_global_test_batch"),
+}
+# Lists of NumPy arrays, or `None`.
+ARRAYS: dict[str, tuple[str, ...]] = {"EarlyStopping": ("best_weights",)}
+_SWAPPED = "_ema_weights_in_model"
+
+
+def changing(callback: Any, table: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """The attributes that a callback of Keras's changes, as far as this Keras has them.
+
+    Args:
+        callback: Any callback; those that Keras does not define change nothing that is known.
+        table: `CHANGING` or `ARRAYS`.
+
+    Public replacement: none; `state_dict()` of callbacks.
+    """
+    kinds = [getattr(keras.callbacks, name, None) for name in table]
+    found = [n for kind, n in zip(kinds, table.values()) if kind and isinstance(callback, kind)]
+    return tuple(name for names in found for name in names if _has(callback, name))
+
+
+def averages_are_in_model(callback: Any) -> bool:
+    """Whether a `SwapEMAWeights` has averages in the place of the weights now.
+
+    Args:
+        callback: The callback.
+
+    Public replacement: none.
+    """
+    return _has(callback, _SWAPPED) and bool(getattr(callback, _SWAPPED))
+
+
+def note_averages(callback: Any, now: bool) -> None:
+    """Makes a `SwapEMAWeights` know whether averages are in the place of the weights.
+
+    Args:
+        callback: The callback.
+        now: Whether they are.
+
+    Public replacement: none.
+    """
+    setattr(callback, _SWAPPED, now)
+
+
+def _has(callback: Any, name: str) -> bool:
+    if hasattr(callback, name):
+        return True
+    logger.warning(
+        "%s of keras %s has no attribute %s: a checkpoint does not hold it",
+        *(type(callback).__name__, keras.__version__, name),
+    )
+    return False
