@@ -69,10 +69,13 @@ def main():
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     arguments.add_argument("models", nargs="*", default=[*ROWS])
     arguments.add_argument("--effort", default="exact")
+    arguments.add_argument("--slices", nargs="+", help="rows of these slices only")
     asked = arguments.parse_args()
     print("| " + " | ".join(HEADER) + " |\n|" + " --- |" * len(HEADER))
     for name in asked.models:
         for row in ROWS[name]:
+            if asked.slices and row[1] not in asked.slices:
+                continue
             for options in (None, "auto"):
                 run = measured(*row, options, asked.effort)
                 times = run.estimate

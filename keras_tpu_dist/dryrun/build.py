@@ -60,7 +60,9 @@ class Lowered:
         notes: What was assumed.
         model_flops: Operations of the matrix products of all devices together, each counted once
             and for training three times, without what is computed again.
-        compiler_options: What the strategy tells the compiler.
+        compiler_options: The strategy's options for the compiler.
+        optional_options: Names of those that the strategy chose itself, so that a compiler which
+            refuses them may go without.
     """
 
     program: bytes
@@ -82,6 +84,7 @@ class Lowered:
     notes: tuple[str, ...] = ()
     model_flops: float = 0.0
     compiler_options: Mapping[str, Any] | None = None
+    optional_options: tuple[str, ...] = ()
 
     @property
     def mesh(self) -> Mesh:
@@ -159,7 +162,7 @@ def lower(
             findings=findings,
             notes=tuple(notes),
             model_flops=_model_flops(model, batch, mode) if has_call else 0.0,
-            compiler_options=_compiler_options(strategy, platform),
+            **_compiler_options(strategy, platform),
         )
 
 
@@ -374,10 +377,14 @@ def _state(model: keras.Model, kind: str) -> tuple[list, ...]:
     )
 
 
-def _compiler_options(strategy: Strategy, platform: str) -> dict[str, Any] | None:
-    """What the strategy tells the compiler; nothing where another platform's stands in for it."""
-    own = strategy.mesh.devices.flat[0].platform == platform
-    return strategy.runner.compiler_options if own else None
+def _compiler_options(strategy: Strategy, platform: str) -> dict[str, Any]:
+    """The strategy's options; none where CPU devices stand in for a slice."""
+    if strategy.mesh.devices.flat[0].platform != platform:
+        return {}
+    return {
+        "compiler_options": strategy.runner.compiler_options,
+        "optional_options": strategy.runner.options.optional_for_compiler(strategy.mesh),
+    }
 
 
 def _donates(strategy: Strategy, kind: str, state: tuple) -> bool:

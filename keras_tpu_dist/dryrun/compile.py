@@ -6,7 +6,8 @@ import os
 import pickle
 import re
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from keras_tpu_dist.dryrun import worker
 from keras_tpu_dist.dryrun.build import Lowered
 from keras_tpu_dist.dryrun.cache import Cache, key_of
 from keras_tpu_dist.hardware.compile_only import CompileOnlyDevice
+from keras_tpu_dist.hardware.compiler_options import warn_of_refused
 from keras_tpu_dist.hardware.libtpu import libtpu_environment
 from keras_tpu_dist.hardware.topology import CHIPS, Topology
 
@@ -57,6 +59,7 @@ class Compiled:
         seconds: Wall time of the compiling process.
         cpu_seconds: Its CPU time.
         peak_process_bytes: Its peak memory.
+        refused_options: Options that were left out, with what the compiler says of each.
     """
 
     text: str
@@ -68,6 +71,7 @@ class Compiled:
     seconds: float
     cpu_seconds: float
     peak_process_bytes: int
+    refused_options: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def total_bytes(self) -> int:
@@ -118,10 +122,13 @@ def compile_lowered(
             **(EFFORTS[effort] if target is not None else {}),
             **(lowered.compiler_options or {}),
         },
+        "optional_options": list(lowered.optional_options),
     }
     where = "CPU" if target is None else target.name
     key = "" if cache is None else key_of(job)
     if cache is not None and (found := _kept(cache.get(key))) is not None:
+        if topology is None:
+            warn_of_refused(found.refused_options, where)
         return found
     environment = _environment(len(devices)) if target is None else libtpu_environment()
     result, log = _run(job, environment, timeout, where)
@@ -131,10 +138,12 @@ def compile_lowered(
             message(
                 "The compiler refused the program.",
                 received=f"{error} (compiling for {where}).",
-                fix="This is the compiler's own message; the layer it names, or a smaller mesh, "
-                "shows what it cannot split.",
+                fix=_fix_of(error, lowered),
             )
         )
+    refused = result.get("refused_options", {})
+    if topology is None:  # what a larger twin's compiler takes is nobody's concern
+        warn_of_refused(refused, where)
     compiled = Compiled(
         text=result.get("text", ""),
         memory=result.get("memory", {}),
@@ -145,6 +154,7 @@ def compile_lowered(
         seconds=result["seconds"],
         cpu_seconds=result["cpu_seconds"],
         peak_process_bytes=result["peak_bytes"],
+        refused_options=refused,
     )
     if cache is not None:
         cache.put(key, dataclasses.asdict(compiled))
@@ -157,6 +167,28 @@ def _kept(entry: Any) -> Compiled | None:
         return Compiled(**{**entry, "rematerialized": tuple(entry["rematerialized"])})
     except (TypeError, KeyError):
         return None
+
+
+# How XLA begins its messages about options: a value or a combination it does not take, a name it
+# does not know.
+_ABOUT_OPTIONS = ("FAILED_PRECONDITION", "INVALID_ARGUMENT", "No such compile option")
+
+
+def _fix_of(error: str, lowered: Lowered) -> str:
+    given = {
+        name: value
+        for name, value in (lowered.compiler_options or {}).items()
+        if name not in lowered.optional_options
+    }
+    if given and any(words in error for words in _ABOUT_OPTIONS):
+        return (
+            f"If it is about an option: the strategy's compiler_options are {given}; leave out the "
+            "one that it names, or pass compiler_options=None for the compiler's own defaults."
+        )
+    return (
+        "This is the compiler's own message; the layer it names, or a smaller mesh, shows what it "
+        "cannot split."
+    )
 
 
 def larger_twin(lowered: Lowered) -> Topology | None:

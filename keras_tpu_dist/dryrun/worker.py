@@ -12,6 +12,7 @@ import ctypes
 import os
 import pickle
 import resource
+import runpy
 import signal
 import subprocess
 import sys
@@ -129,12 +130,13 @@ def _compile(job: dict) -> dict:
     args, kwargs = jax.tree.unflatten(exported.in_tree, flat)
     donated = (0,) if job["donate"] else ()
     lowered = jax.jit(exported.call, donate_argnums=donated).lower(*args, **kwargs)
-    compiled = lowered.compile(compiler_options=job["compiler_options"])
+    compiled, refused = _compiled(lowered, job, list(mesh.devices.flat))
     memory = compiled.memory_analysis()
     if memory is None:
         raise RuntimeError("the compiler states no memory figures")
     return {
         "text": compiled.as_text(),
+        "refused_options": refused,
         "memory": {
             "arguments": memory.argument_size_in_bytes,
             "outputs": memory.output_size_in_bytes,
@@ -144,6 +146,29 @@ def _compile(job: dict) -> dict:
             "peak": memory.peak_memory_in_bytes,
         },
     }
+
+
+def _compiled(lowered, job: dict, devices: list) -> tuple:
+    """The program, and which of the options that nobody asked for its compiler refuses."""
+    import jax
+
+    options = job["compiler_options"]
+    try:
+        return lowered.compile(compiler_options=options), {}
+    except jax.errors.JaxRuntimeError as error:
+        if not job["optional_options"] or "RESOURCE_EXHAUSTED" in str(error):
+            raise
+        refused = _refused_options(options, job["optional_options"], devices)
+        if not refused:
+            raise
+    rest = {name: value for name, value in options.items() if name not in refused}
+    return lowered.compile(compiler_options=rest), refused
+
+
+def _refused_options(options: dict, optional: list, devices: list) -> dict:
+    # By its path: importing it from the package would import Keras.
+    file = os.path.join(os.path.dirname(__file__), "..", "hardware", "option_trial.py")
+    return runpy.run_path(file)["refused_options"](options, optional, devices)
 
 
 def _mesh(job: dict):

@@ -1,14 +1,20 @@
-"""What the compiler is told beside the program: to compute while it sums gradients."""
+"""Options for the compiler beside the program, by chip: compute while gradients are summed."""
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.once import say_once
+from keras_tpu_dist.hardware.option_trial import first_line, refused_options
 
 # Matrix products run while a gradient is summed over a torus, for which the chips else wait: in
 # MaxText's recipes CF_FOR_ALL_REDUCE, of which the rest is libtpu's default (0.0.42 and 0.0.50).
+# v5e alone: libtpu from 0.0.48 on refuses both together on every other chip, because there they
+# "might lead to ... incorrect results, hang, SDC"; 0.0.40 to 0.0.42 take them without a word.
 OVERLAP: dict[str, Any] = {
     "xla_enable_async_all_reduce": True,
     "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": True,
@@ -18,6 +24,7 @@ OVERLAP: dict[str, Any] = {
 # whose transfers they do overlap with, they save 5 % (`python benchmarks/overlap.py`).
 WHOLE_PRODUCTS: dict[str, Any] = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000}
 _MOST_IN_RINGS = 8
+_BY_KIND: dict[str, dict[str, Any]] = {"TPU v5 lite": OVERLAP}
 
 
 def checked_compiler_options(options: Any) -> Any:
@@ -45,49 +52,106 @@ def checked_compiler_options(options: Any) -> Any:
     return options if options is None or options == "auto" else dict(options)
 
 
-def options_for(options: Any, platform: str, devices: int) -> dict[str, Any] | None:
+def uses_rings(devices: int) -> bool:
+    """Whether `"auto"` leaves matrix products on a TPU to be cut into rings.
+
+    Args:
+        devices: The number of devices of the mesh.
+    """
+    return devices <= _MOST_IN_RINGS
+
+
+def options_for(options: Any, device: Any, devices: int) -> dict[str, Any] | None:
     """What to give `jax.jit` as `compiler_options`.
 
     Args:
         options: As `checked_compiler_options` gives them.
-        platform: The devices' platform, such as `"tpu"`.
+        device: A device of the mesh, attached or described.
         devices: The number of devices of the mesh.
 
     Returns:
-        The options, those given added to those chosen; `None` for the compiler's own defaults.
+        The options given, and with them those chosen for this generation of chips; `None` for the
+        compiler's own defaults.
 
     References:
         - MaxText, benchmarks/xla_flags_library.py
     """
     if options is None:
         return None
-    chosen = OVERLAP if platform == "tpu" else {}
-    if platform == "tpu" and devices > _MOST_IN_RINGS:
-        chosen = {**chosen, **WHOLE_PRODUCTS}
-    return {**chosen, **({} if options == "auto" else options)} or None
+    return {**_chosen_for(device, devices), **_given(options)} or None
 
 
-def check_known(options: Mapping[str, Any] | None, device: Any) -> None:
-    """Raises if the compiler of a device does not know an option, before a model is compiled.
+def chosen_names(options: Any, device: Any, devices: int) -> tuple[str, ...]:
+    """The options of `options_for` that nobody asked for, so that a compiler may go without them.
 
     Args:
-        options: What a user gave, or `None`.
-        device: A device that this process can compile for.
+        options: As `checked_compiler_options` gives them.
+        device: A device of the mesh, attached or described.
+        devices: The number of devices of the mesh.
+    """
+    if options is None:
+        return ()
+    return tuple(name for name in _chosen_for(device, devices) if name not in _given(options))
+
+
+def accepted(options: Any, mesh: Mesh) -> dict[str, Any] | None:
+    """`options_for` attached devices, less what their compiler refuses.
+
+    What was chosen and is refused is left out, with one WARNING for each option. It takes one
+    compilation of a small program, some 0.3 s, in the process and on TPUs only.
+
+    Args:
+        options: As `checked_compiler_options` gives them.
+        mesh: A mesh of attached devices.
+
+    Returns:
+        The options, or `None` for the compiler's own defaults.
 
     Raises:
-        ValueError: If there is no such option, or it has no such value.
+        ValueError: If an option that was given is none of this compiler's, or has no such value.
     """
-    if not options:
-        return
-    program = jax.jit(lambda: 0, compiler_options=dict(options))
-    with jax.default_device(device):
-        try:
-            program.lower().compile()
-        except jax.errors.JaxRuntimeError as error:
-            raise ValueError(
-                message(
-                    "compiler_options are options of XLA that the devices' compiler knows.",
-                    received=f"{dict(options)}, of which XLA says: {error}",
-                    fix=f"Leave out what is not for {device.platform!r}, or correct it.",
-                )
-            ) from error
+    first = mesh.devices.flat[0]
+    wanted = options_for(options, first, mesh.size)
+    if wanted is None or not mesh.local_devices:
+        return wanted
+    try:
+        refused = refused_options(
+            wanted, chosen_names(options, first, mesh.size), mesh.local_devices
+        )
+    except jax.errors.JaxRuntimeError as error:
+        raise ValueError(
+            message(
+                "compiler_options are options of XLA that the devices' compiler knows.",
+                received=f"{_given(options)}, of which XLA says: {error}",
+                fix=f"Leave out what is not for {first.platform!r}, or correct it.",
+            )
+        ) from error
+    warn_of_refused(refused, first.device_kind)
+    return {name: value for name, value in wanted.items() if name not in refused} or None
+
+
+def warn_of_refused(refused: Mapping[str, str], where: str) -> None:
+    """Logs one WARNING for each option that a compiler does not take.
+
+    Args:
+        refused: From names of options to what the compiler says of each.
+        where: The kind of the devices, or the name of a slice.
+    """
+    for name, why in refused.items():
+        say_once(
+            f"compiler option {name} is left out: the compiler for {where} refuses it "
+            f"({first_line(why)}). compiler_options={{...}} sets it, compiler_options=None leaves "
+            "all options to the compiler.",
+            logging.WARNING,
+        )
+
+
+def _given(options: Any) -> dict[str, Any]:
+    return {} if options == "auto" else dict(options)
+
+
+def _chosen_for(device: Any, devices: int) -> dict[str, Any]:
+    if device.platform != "tpu":
+        return {}
+    whole = {} if uses_rings(devices) else WHOLE_PRODUCTS
+    return {**_BY_KIND.get(device.device_kind, {}), **whole}

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from keras_tpu_dist.dryrun.products import Product
-from keras_tpu_dist.hardware.compiler_options import WHOLE_PRODUCTS, options_for
+from keras_tpu_dist.hardware.compiler_options import uses_rings
 from keras_tpu_dist.planning.ground import Placed
 
 # The compiler's cycles of effort "quick", by which a search decides, over what a product would
@@ -103,7 +103,7 @@ def ring_of(placed: Placed, product: Product, again: float = 0.0) -> Ring:
         again: Of the forward pass, how much is computed twice.
     """
     ground, weight = placed.ground, product.weight
-    if weight is None or product.times > 1 or not _in_rings(ground.wire.size):
+    if weight is None or product.times > 1 or not uses_rings(ground.wire.size):
         return Ring()
     flat = 2 * placed.facts.weights[weight].size * placed.facts.rows
     if product.taps == 1 and product.flops <= flat:
@@ -126,11 +126,6 @@ def ring_of(placed: Placed, product: Product, again: float = 0.0) -> Ring:
         uses = 3 + again if product.taps > 1 else 2
     moved = pieces + laid_out * uses
     return Ring(_ROUND_S * rounds * uses, moved * rounds, laid_out)
-
-
-def _in_rings(devices: int) -> bool:
-    told = options_for("auto", "tpu", devices) or {}
-    return not WHOLE_PRODUCTS.keys() <= told.keys()
 
 
 def table_bytes(placed: Placed) -> float:

@@ -7,7 +7,12 @@ from jax.sharding import Mesh
 
 from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import message
-from keras_tpu_dist.hardware.compiler_options import checked_compiler_options, options_for
+from keras_tpu_dist.hardware.compiler_options import (
+    accepted,
+    checked_compiler_options,
+    chosen_names,
+    options_for,
+)
 from keras_tpu_dist.training.input_clock import checked_timeout
 
 INPUTS = ("global", "per_process")
@@ -79,10 +84,26 @@ class Options:
         default = 0 if platform == "cpu" else 2
         return default if self.prefetch is None else self.prefetch
 
-    def for_compiler(self, mesh: Mesh) -> dict[str, Any] | None:
+    def for_compiler(self, mesh: Mesh, *, only_described: bool) -> dict[str, Any] | None:
         """What `jax.jit` takes as `compiler_options` for the programs of a mesh.
 
         Args:
             mesh: The mesh.
+            only_described: Whether nobody has its devices, so that only a dry run tries what its
+                compiler takes.
+
+        Raises:
+            ValueError: If attached devices' compiler knows no such option or value.
         """
-        return options_for(self.compiler_options, mesh.devices.flat[0].platform, mesh.size)
+        if only_described:
+            first = mesh.devices.flat[0]
+            return options_for(self.compiler_options, first, mesh.size)
+        return accepted(self.compiler_options, mesh)
+
+    def optional_for_compiler(self, mesh: Mesh) -> tuple[str, ...]:
+        """Which of `for_compiler` a dry run may leave out, since nobody asked for them.
+
+        Args:
+            mesh: The mesh.
+        """
+        return chosen_names(self.compiler_options, mesh.devices.flat[0], mesh.size)

@@ -12,7 +12,6 @@ import keras
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import message
-from keras_tpu_dist.hardware.compiler_options import check_known
 from keras_tpu_dist.layout.annotations import place_output
 from keras_tpu_dist.layout.axes import named_sharding
 from keras_tpu_dist.layout.layouts import Layouts
@@ -67,12 +66,12 @@ class Runner:
         self.placer = placer
         self.options = options
         self.prefetch = options.batches_ahead(layouts.mesh.devices.flat[0].platform)
-        self.compiler_options = options.for_compiler(layouts.mesh)
+        self.compiler_options = options.for_compiler(
+            layouts.mesh, only_described=only_described is not None
+        )
         self.reports = InputReports()
         self._only_described = only_described
         self._is_local = named_sharding(layouts.mesh).is_fully_addressable
-        if only_described is None and isinstance(options.compiler_options, dict):
-            check_known(self.compiler_options, layouts.mesh.local_devices[0])
 
     @contextlib.contextmanager
     def running(

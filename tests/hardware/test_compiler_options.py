@@ -2,37 +2,74 @@
 
 import pickle
 
+import jax
 import keras
 import numpy as np
 import pytest
 from helpers import assert_close, built, data, mlp
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.hardware.compiler_options import OVERLAP, WHOLE_PRODUCTS, options_for
+from keras_tpu_dist.hardware import compiler_options
+from keras_tpu_dist.hardware.compiler_options import (
+    OVERLAP,
+    WHOLE_PRODUCTS,
+    chosen_names,
+    options_for,
+)
+from keras_tpu_dist.hardware.topology import CHIPS
 
 X, Y = data(29)
 FAST = {"xla_cpu_enable_fast_math": False}
 
 
 LARGE = {**OVERLAP, **WHOLE_PRODUCTS}
+V5E, V6E = (ktd.Topology.parse(f"{chip}:2x4").devices()[0] for chip in ("v5e", "v6e"))
+CPU = jax.devices()[0]
 
 
 @pytest.mark.parametrize(
-    ("given", "platform", "devices", "expected"),
+    ("given", "device", "devices", "expected", "optional"),
     [
-        ("auto", "tpu", 8, OVERLAP),
-        ("auto", "tpu", 16, LARGE),
-        ("auto", "cpu", 16, None),
-        (None, "tpu", 16, None),
-        (FAST, "cpu", 8, FAST),
-        ({}, "cpu", 8, None),
-        ({}, "tpu", 16, LARGE),
-        ({"a": 1}, "tpu", 8, {**OVERLAP, "a": 1}),
-        (dict.fromkeys(LARGE, 0), "tpu", 16, dict.fromkeys(LARGE, 0)),
+        ("auto", V5E, 8, OVERLAP, [*OVERLAP]),
+        ("auto", V5E, 16, LARGE, [*LARGE]),
+        ("auto", V6E, 8, None, []),
+        ("auto", V6E, 16, WHOLE_PRODUCTS, [*WHOLE_PRODUCTS]),
+        ("auto", CPU, 16, None, []),
+        (None, V5E, 16, None, []),
+        (FAST, CPU, 8, FAST, []),
+        ({}, CPU, 8, None, []),
+        ({}, V5E, 16, LARGE, [*LARGE]),
+        ({"a": 1}, V5E, 8, {**OVERLAP, "a": 1}, [*OVERLAP]),
+        (dict.fromkeys(LARGE, 0), V5E, 16, dict.fromkeys(LARGE, 0), []),
     ],
 )
-def test_what_is_given_comes_on_top_of_what_is_chosen(given, platform, devices, expected):
-    assert options_for(given, platform, devices) == expected
+def test_what_is_given_comes_on_top_of_what_is_chosen(given, device, devices, expected, optional):
+    assert options_for(given, device, devices) == expected
+    assert [*chosen_names(given, device, devices)] == optional
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_only_v5e_fuses_all_reduces(chip):
+    """libtpu refuses it elsewhere: "incorrect results, hang, SDC"."""
+    device = ktd.Topology.parse(f"{chip}-8").devices()[0]
+    found = options_for("auto", device, 256) or {}
+    assert (OVERLAP.keys() <= found.keys()) == (chip == "v5e")
+
+
+def test_what_a_compiler_refuses_is_left_out_one_by_one(monkeypatch, caplog):
+    """CPU's compiler stands for a TPU's that knows two of five options."""
+    chosen = {"xla_none_such": 1, **FAST, "xla_nor_this": True}
+    monkeypatch.setattr(compiler_options, "_chosen_for", lambda device, devices: chosen)
+    strategy = ktd.TPUStrategy({"data": 8}, compiler_options={"xla_cpu_enable_fast_min_max": True})
+    assert strategy.runner.compiler_options == {**FAST, "xla_cpu_enable_fast_min_max": True}
+    for name in ("xla_none_such", "xla_nor_this"):
+        assert f"compiler option {name} is left out: the compiler for cpu refuses it" in caplog.text
+        assert f"No such compile option: '{name}'" in caplog.text
+    assert "compiler_options=None leaves all options to the compiler" in caplog.text
+    assert all(r.levelname == "WARNING" for r in caplog.records)
+    messages = len(caplog.records)
+    ktd.TPUStrategy({"data": 8})
+    assert len(caplog.records) == messages == 2
 
 
 @pytest.mark.parametrize("bad", ["fast", 3, ["xla_foo"], {1: True}, {"xla_foo": None}])
@@ -86,8 +123,30 @@ def test_replica_code_and_pickles_and_dry_runs_are_told_too():
 @pytest.mark.tpu_compiler
 def test_the_tpu_compiler_knows_what_it_is_told_and_refuses_the_rest():
     strategy = ktd.TPUStrategy(topology="v5e:2x4", compiler_options={"xla_tpu_no_such": True})
-    with pytest.raises(RuntimeError, match="No such compile option: 'xla_tpu_no_such'"):
+    with pytest.raises(RuntimeError, match="No such compile option: 'xla_tpu_no_such'") as error:
         ktd.dry_run(_dense, strategy, batch_size=16)
+    assert "compiler_options are {'xla_tpu_no_such': True}; leave out" in str(error.value)
+    assert "compiler_options=None" in str(error.value)
+    assert "smaller mesh" not in str(error.value)
+
+
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize(
+    "chip", [c if c in ("v5e", "v6e") else pytest.param(c, marks=pytest.mark.slow) for c in CHIPS]
+)
+def test_every_chip_compiles_at_the_defaults(chip, caplog):
+    run = ktd.dry_run(_dense, ktd.TPUStrategy(topology=f"{chip}-8"), batch_size=64)
+    assert run.fits
+    assert not caplog.records
+
+
+@pytest.mark.tpu_compiler
+def test_a_dry_run_leaves_out_what_the_compiler_of_a_slice_refuses(monkeypatch, caplog):
+    monkeypatch.setitem(compiler_options.OVERLAP, "xla_tpu_no_such", True)
+    run = ktd.dry_run(_dense, ktd.TPUStrategy(topology="v5e:2x4"), batch_size=64)
+    assert run.fits
+    (said,) = caplog.messages
+    assert said.startswith("compiler option xla_tpu_no_such is left out: the compiler for v5e:2x4")
 
 
 def _dense():

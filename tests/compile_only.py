@@ -1,0 +1,42 @@
+"""Compiles programs of `strategy.run` for slices that nobody has."""
+
+import pickle
+
+import jax.export
+
+import keras_tpu_dist as ktd
+from keras_tpu_dist import _keras
+from keras_tpu_dist.dryrun.build import Lowered
+from keras_tpu_dist.dryrun.compile import compile_lowered
+from keras_tpu_dist.dryrun.state_bytes import StateBytes
+from keras_tpu_dist.hardware.compiler_options import options_for
+from keras_tpu_dist.replica.call import prepare
+
+
+def compiled_for_tpu(strategy, function, args, topology):
+    """The program that `strategy.run` made on simulated devices, compiled for a slice."""
+    call = prepare(args, {}, ktd.RunOptions(), strategy)
+    program = strategy._programs_of(function)[call.key]
+    inputs = program._inputs(call, program._known)
+    exported = jax.export.export(program._run, platforms=["tpu"])(inputs)
+    slice_ = ktd.Topology.parse(topology)
+    # A dry run's lowered step, of which the compiling process wants no size.
+    lowered = Lowered(
+        program=pickle.dumps(_keras.without_vjp(exported)),
+        donate=False,
+        axes=tuple(strategy.mesh.shape.items()),
+        devices=(),
+        topology=slice_,
+        platform="tpu",
+        state=StateBytes(weights=0, optimizer=0, metrics=0, inputs=0),
+        parameters=0,
+        rows=0,
+        tokens=0,
+        layer_names=frozenset(),
+        overstated=False,
+        steps_per_execution=1,
+        ready_bytes=0,
+        seconds=0.0,
+        compiler_options=options_for("auto", slice_.devices()[0], slice_.num_devices),
+    )
+    return compile_lowered(lowered, effort="quick", timeout=300, topology=slice_)
