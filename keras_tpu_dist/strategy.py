@@ -14,6 +14,7 @@ from keras_tpu_dist.hardware.assignment import DeviceAssignment
 from keras_tpu_dist.hardware.crossings import num_hosts
 from keras_tpu_dist.hardware.libtpu import start_without_tpu
 from keras_tpu_dist.hardware.mesh import MeshLike, build_mesh, splitting_axes
+from keras_tpu_dist.hardware.simulation import warn_without_tpu
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.layout.layouts import Layouts
 from keras_tpu_dist.layout.placement import Placement
@@ -130,6 +131,7 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
             mesh = layout.device_mesh
         device_mesh = build_mesh(mesh, devices)
         of_mesh = device_mesh.backend_mesh
+        warn_without_tpu(list(of_mesh.devices.flat))
         split = splitting_axes(data_axes, of_mesh)
         kind = keras.distribution.LayoutMap
         layout_map = layout if isinstance(layout, kind) else kind(device_mesh)

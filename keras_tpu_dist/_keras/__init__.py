@@ -27,11 +27,16 @@ if "keras" not in sys.modules:
 
 import keras
 
+from keras_tpu_dist.common.errors import message
+
 if keras.config.backend() != "jax":
     raise ImportError(
-        "keras_tpu_dist needs Keras on the JAX backend. Received: "
-        f"keras.config.backend()={keras.config.backend()!r}. Set the environment variable "
-        "KERAS_BACKEND=jax before keras is imported, or import keras_tpu_dist before keras."
+        message(
+            "keras_tpu_dist needs Keras on the JAX backend.",
+            received=f"keras.config.backend()={keras.config.backend()!r}.",
+            fix="Set the environment variable KERAS_BACKEND=jax before keras is imported, or "
+            "import keras_tpu_dist before keras; in a notebook, restart the kernel first.",
+        )
     )
 
 from keras_tpu_dist._keras.building import abstract_variables as abstract_variables

@@ -30,7 +30,11 @@ def export_step(
 
     # Programs are compiled by the same JAX that lowers them, so calls into the compiler without
     # a promise of compatibility are safe.
-    allowed = [jax.export.DisabledSafetyCheck.custom_call("ALL")]
+    allowed = [
+        jax.export.DisabledSafetyCheck.custom_call(target)
+        # jax 0.10.1 does not know "ALL"
+        for target in ("ALL", "LayoutConstraint")
+    ]
     export = jax.export.export(jax.jit(flat_step), platforms=[platform], disabled_checks=allowed)
     try:
         return export(state, leaves)

@@ -20,7 +20,8 @@ class Chip:
         counts: What the number in `"v4-8"` counts: `"cores"` or `"chips"`.
         shapes: The shapes offered below the size at which every side is a multiple of four.
         pod: Chips of the largest slice.
-        chips_per_host: Chips per host, as libtpu lays them out.
+        chips_per_host: Chips per host of a slice of several hosts.
+        one_host_chips: Chips of the largest slice that is one host.
         device_hbm_bytes: What the compiler lets one JAX device use.
         vmem_bytes: On-chip memory of one TensorCore.
         hbm_bandwidth: Bytes per second.
@@ -42,6 +43,7 @@ class Chip:
     shapes: tuple[tuple[int, ...], ...]
     pod: int
     chips_per_host: int
+    one_host_chips: int
     device_hbm_bytes: int
     vmem_bytes: int
     hbm_bandwidth: float
@@ -84,6 +86,7 @@ CHIPS: dict[str, Chip] = {
             shapes=_OLD_FLAT,
             pod=256,
             chips_per_host=4,
+            one_host_chips=4,
             device_hbm_bytes=int(7.48 * _GIB),  # L
             vmem_bytes=16 * _MIB,  # J
             hbm_bandwidth=716e9,  # J
@@ -104,6 +107,7 @@ CHIPS: dict[str, Chip] = {
             shapes=(*_OLD_FLAT, (16, 32), (32, 32)),
             pod=1024,
             chips_per_host=4,
+            one_host_chips=4,
             device_hbm_bytes=int(15.48 * _GIB),  # L
             vmem_bytes=16 * _MIB,  # J
             hbm_bandwidth=900e9,  # G
@@ -123,6 +127,7 @@ CHIPS: dict[str, Chip] = {
             shapes=_SMALL_CUBES,
             pod=4096,
             chips_per_host=4,
+            one_host_chips=4,
             device_hbm_bytes=int(30.75 * _GIB),  # L
             vmem_bytes=16 * _MIB,  # J
             hbm_bandwidth=1200e9,  # G
@@ -143,6 +148,7 @@ CHIPS: dict[str, Chip] = {
             shapes=_FLAT,
             pod=256,
             chips_per_host=4,
+            one_host_chips=8,  # G: ct5lp-hightpu-8t
             device_hbm_bytes=int(15.75 * _GIB),  # L
             vmem_bytes=128 * _MIB,  # J
             hbm_bandwidth=819e9,  # G
@@ -162,6 +168,7 @@ CHIPS: dict[str, Chip] = {
             shapes=_SMALL_CUBES,
             pod=8960,
             chips_per_host=4,
+            one_host_chips=4,
             device_hbm_bytes=int(95.74 * _GIB),  # L
             vmem_bytes=64 * _MIB,  # J
             hbm_bandwidth=2765e9,  # G
@@ -181,6 +188,7 @@ CHIPS: dict[str, Chip] = {
             shapes=_FLAT,
             pod=256,
             chips_per_host=4,
+            one_host_chips=8,  # G: ct6e-standard-8t
             device_hbm_bytes=int(31.25 * _GIB),  # L
             vmem_bytes=128 * _MIB,  # J
             hbm_bandwidth=1638e9,  # G
@@ -201,6 +209,7 @@ CHIPS: dict[str, Chip] = {
             shapes=_SMALL_CUBES,
             pod=9216,
             chips_per_host=4,
+            one_host_chips=4,
             device_hbm_bytes=int(94.75 * _GIB),  # L
             vmem_bytes=64 * _MIB,  # J
             hbm_bandwidth=7380e9,  # G
@@ -249,6 +258,7 @@ def simulated_chip(platform: str, device_kind: str, per_host: int) -> Chip:
         shapes=(),
         pod=0,
         chips_per_host=per_host,
+        one_host_chips=per_host,
         device_hbm_bytes=0,
         vmem_bytes=0,
         hbm_bandwidth=0.0,

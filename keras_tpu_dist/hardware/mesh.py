@@ -84,7 +84,7 @@ def build_mesh(mesh: MeshLike = None, devices: Sequence | None = None):
                 fix='Write for example mesh={"data": -1, "model": 2}.',
             )
         )
-    sizes = _axis_sizes(mesh, len(chosen))
+    sizes = _axis_sizes(mesh, chosen)
     shape = tuple(sizes.values())
     return _device_mesh(shape, tuple(sizes), _in_torus_order(shape, tuple(sizes), chosen))
 
@@ -267,8 +267,8 @@ def _devices(devices) -> list:
     return found
 
 
-def _axis_sizes(mesh: Mapping[str, int], num_devices: int) -> dict[str, int]:
-    sizes = dict(mesh)
+def _axis_sizes(mesh: Mapping[str, int], devices: Sequence[Any]) -> dict[str, int]:
+    sizes, num_devices = dict(mesh), len(devices)
     if not sizes:
         raise ValueError(
             message(
@@ -306,10 +306,20 @@ def _axis_sizes(mesh: Mapping[str, int], num_devices: int) -> dict[str, int]:
                 received=f"mesh={sizes!r}, whose sizes multiply to {fixed}, on {num_devices} "
                 "device(s).",
                 fix=f"Choose sizes whose product is {num_devices}, let one be -1, or pass "
-                f"`devices` with {fixed} of them.",
+                f"`devices` with {fixed} of them.{_simulation(fixed, devices)}",
             )
         )
     return {name: int(size) for name, size in sizes.items()}
+
+
+def _simulation(wanted: int, devices: Sequence[Any]) -> str:
+    """How a machine without a TPU comes to as many devices, for an error."""
+    if devices[0].platform != "cpu" or wanted <= len(devices):
+        return ""
+    return (
+        f" To try the mesh on this machine's CPU, call ktd.simulate({wanted}) right after the "
+        "imports; in a notebook, restart the kernel first."
+    )
 
 
 def _in_torus_order(shape: tuple[int, ...], names: Sequence[str], devices: list) -> np.ndarray:

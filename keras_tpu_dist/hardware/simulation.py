@@ -3,10 +3,13 @@
 import logging
 import os
 import re
+from collections.abc import Sequence
+from typing import Any
 
 from keras_tpu_dist._keras import jax_backend_started
 from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.once import say_once
 
 logger = logging.getLogger("keras_tpu_dist")
 
@@ -67,6 +70,39 @@ def simulate(num_devices: int = 8) -> None:
     # jax read its environment when it was imported, which may have been before this line.
     jax.config.update("jax_platforms", "cpu")
     logger.info("simulating %d CPU devices with %s threads", num_devices, os.environ["PJRT_NPROC"])
+
+
+def warn_without_tpu(devices: Sequence[Any]) -> None:
+    """Logs one WARNING if a strategy found a CPU in place of a TPU, and nobody asked for that.
+
+    Args:
+        devices: The devices of the strategy's mesh.
+    """
+    # What `simulate` sets, or a user who splits the CPU without it.
+    asked = _DEVICE_COUNT_FLAG in os.environ.get("XLA_FLAGS", "")
+    if asked or any(device.platform != "cpu" for device in devices):
+        return
+    say_once(
+        f"no TPU was found, so models train on {len(devices)} CPU device(s): "
+        f"{_why_no_tpu()}. On a TPU VM install libtpu with pip install 'jax[tpu]'; to try a mesh "
+        "on this machine, call ktd.simulate(8) right after the imports (in a notebook, restart the "
+        "kernel first).",
+        logging.WARNING,
+    )
+
+
+def _why_no_tpu() -> str:
+    """JAX's own reason."""
+    import jax
+
+    platforms = jax.config.jax_platforms
+    if platforms and "tpu" not in platforms:
+        return f"JAX_PLATFORMS is {platforms!r}"
+    try:
+        jax.devices("tpu")
+    except RuntimeError as error:
+        return " ".join(str(error).split())
+    return "JAX has a TPU, and the strategy was given other devices"
 
 
 def simulated_environment(num_devices: int) -> dict[str, str]:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.hardware.chips import CHIPS as CHIPS
 from keras_tpu_dist.hardware.chips import Chip as Chip
@@ -36,6 +37,7 @@ class Topology:
         shape: Chips along each side of the torus, `(x, y)` or `(x, y, z)`; `(n,)` for the line
             that simulated devices make.
         num_slices: Number of such slices.
+        given_chips_per_host: Chips of one host where they are not Google's usual ones, or `None`.
 
     Example:
 
@@ -50,6 +52,7 @@ class Topology:
     chip: Chip
     shape: tuple[int, ...]
     num_slices: int = 1
+    given_chips_per_host: int | None = None
     _attached: tuple[Any, ...] = field(default=(), repr=False, compare=False)
 
     @classmethod
@@ -89,7 +92,7 @@ class Topology:
             chip = simulated_chip(
                 found[0].platform, found[0].device_kind, max(1, len(found) // hosts)
             )
-            return cls(chip, (len(found),), 1, tuple(found))
+            return cls(chip, (len(found),), _attached=tuple(found))
         return replace(topology, _attached=tuple(sorted(found, key=_torus_order)))
 
     def stood_in_by(self, devices: Sequence[Any]) -> "Topology":
@@ -122,7 +125,13 @@ class Topology:
         return not self._attached
 
     @classmethod
-    def parse(cls, name: "str | Topology", *, num_slices: int | None = None) -> "Topology":
+    def parse(
+        cls,
+        name: "str | Topology",
+        *,
+        num_slices: int | None = None,
+        chips_per_host: int | None = None,
+    ) -> "Topology":
         """Reads a slice's name in any of the spellings in use.
 
         Args:
@@ -130,12 +139,16 @@ class Topology:
                 `"v5e-16"`, `"v6e-256"` count chips, `"v4-8"`, `"v5p-128"`, `"v3-32"`,
                 `"tpu7x-8"` count TensorCores, as Google's do. `"4*v5e:16x16"` joins four slices.
             num_slices: Number of slices, instead of the prefix.
+            chips_per_host: Chips of one host, if they are not Google's usual ones: v5e and v6e
+                slices of up to 8 chips are one host, all other hosts have 4 chips. Eight v5e
+                chips in two machines of 4 are `Topology.parse("v5e-8", chips_per_host=4)`.
 
         Returns:
             The `Topology`.
 
         Raises:
-            ValueError: If the name, the chip or the shape is unknown.
+            ValueError: If the name, the chip or the shape is unknown, or no host of this slice
+                can have so many chips.
 
         Example:
 
@@ -144,9 +157,12 @@ class Topology:
         'v5p:4x4x4'
         """
         if isinstance(name, Topology):
-            if num_slices in (None, name.num_slices):
+            if num_slices in (None, name.num_slices) and chips_per_host is None:
                 return name
-            return cls(name.chip, name.shape, checked_slices(num_slices, name.chip, name))
+            slices = name.num_slices if num_slices is None else num_slices
+            hosts = name.given_chips_per_host if chips_per_host is None else chips_per_host
+            slices = checked_slices(slices, name.chip, name)
+            return cls(name.chip, name.shape, slices, _checked_host(hosts, name.shape, name))
         match = _NAME.fullmatch(str(name).strip().lower())
         if match is None:
             raise ValueError(_unknown(name))
@@ -158,7 +174,8 @@ class Topology:
         if shape not in shapes(chip):
             raise ValueError(_unknown(name, chip))
         slices = int(match["slices"] or 1) if num_slices is None else num_slices
-        return cls(chip, shape, checked_slices(slices, chip, name))
+        per_host = _checked_host(chips_per_host, shape, name)
+        return cls(chip, shape, checked_slices(slices, chip, name), per_host)
 
     @property
     def name(self) -> str:
@@ -178,8 +195,16 @@ class Topology:
 
     @property
     def chips_per_host(self) -> int:
-        """Chips attached to one host."""
-        return min(self.chip.chips_per_host, math.prod(self.shape))
+        """Chips attached to one host.
+
+        References:
+            - docs.cloud.google.com/tpu/docs/v5e and .../v6e: machine types with 1, 4 and 8 chips,
+              those with 8 for slices of one host
+        """
+        if self.given_chips_per_host is not None:
+            return self.given_chips_per_host
+        chips = math.prod(self.shape)
+        return chips if chips <= self.chip.one_host_chips else self.chip.chips_per_host
 
     @property
     def num_hosts(self) -> int:
@@ -325,7 +350,11 @@ def of_devices(mesh_devices: object) -> Topology | None:
     sides = tuple(max(d.coords[i] for d in found) + 1 for i in range(3))
     slices = len({getattr(d, "slice_index", 0) for d in found})
     topology = Topology(chip, sides[: chip.dims], slices)
-    return topology if topology.num_devices == len(found) else None
+    if topology.num_devices != len(found):
+        return None
+    per_host = max(1, topology.num_chips // len({d.process_index for d in found}))
+    usual = per_host == topology.chips_per_host
+    return topology if usual else replace(topology, given_chips_per_host=per_host)
 
 
 def all_names() -> list[str]:
@@ -347,12 +376,14 @@ def _describe(topology: Topology) -> Iterator[CompileOnlyDevice]:
     chip = topology.chip
     hosts_per_slice = topology.num_hosts // topology.num_slices
     # libtpu puts the 2x2 chips of a plane on one host, hosts in torus order.
-    hosts_x, hosts_y = (max(1, side // 2) for side in topology.shape[:2])
+    block = topology.shape[:2] if hosts_per_slice == 1 else _HOST_BLOCKS[topology.chips_per_host]
+    hosts_x, hosts_y = (max(1, side // of) for side, of in zip(topology.shape, block))
     for slice_index in range(topology.num_slices):
         # joined slices number their devices from 100000, 200000, ..., as libtpu does
         first_id = 100_000 * (slice_index + 1) if topology.num_slices > 1 else 0
         for position, (x, y, z) in enumerate(topology.coordinates()):
-            host = x // 2 + hosts_x * (y // 2 + hosts_y * z)
+            host = x // block[0] + hosts_x * (y // block[1] + hosts_y * z)
+            host = 0 if hosts_per_slice == 1 else host
             for core in range(chip.devices):
                 yield CompileOnlyDevice(
                     id=first_id + position * chip.devices + core,
@@ -362,6 +393,28 @@ def _describe(topology: Topology) -> Iterator[CompileOnlyDevice]:
                     device_kind=chip.device_kind,
                     slice_index=slice_index,
                 )
+
+
+# Chips of one host in the x-y plane of a slice of several hosts.
+_HOST_BLOCKS = {1: (1, 1), 4: (2, 2)}
+
+
+def _checked_host(chips: Any, shape: tuple[int, ...], name: object) -> int | None:
+    whole = math.prod(shape)
+    if chips is None or (is_count(chips, 1) and chips == whole):
+        return chips
+    block = _HOST_BLOCKS.get(chips) if is_count(chips, 1) else None
+    if block is None or any(side % of for side, of in zip(shape, block)):
+        fitting = sorted({1, 4 if all(side % 2 == 0 for side in shape[:2]) else 1, whole})
+        raise ValueError(
+            message(
+                "The hosts of a slice have 1 or 4 chips each, or there is one host.",
+                received={"topology": str(name), "chips_per_host": chips},
+                fix=f"Write chips_per_host= one of {', '.join(map(str, fitting))}, or leave it "
+                "out.",
+            )
+        )
+    return chips
 
 
 def _shape_of_size(chip: Chip, size: int, name: object) -> tuple[int, ...]:

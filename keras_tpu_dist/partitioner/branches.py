@@ -8,7 +8,13 @@ devices must join: those that took the other branch never come, and the program 
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from keras_tpu_dist.partitioner.jaxprs import any_equation, inner_jaxprs, opened, surrounded
+from keras_tpu_dist.partitioner.jaxprs import (
+    any_equation,
+    inner_jaxprs,
+    manual_axes,
+    opened,
+    surrounded,
+)
 from keras_tpu_dist.partitioner.places import constrained
 from keras_tpu_dist.partitioner.spread import Spread
 
@@ -39,7 +45,7 @@ def repaired(equation: Any, spread: Spread) -> list | None:
     """
     conditionals = [e for e in _equations(equation) if e.primitive.name == "cond"]
     branches = [branch for each in conditionals for branch in each.params["branches"]]
-    with spread.within(equation.params["newly_manual_axes"]):
+    with spread.within(manual_axes(equation)):
         if not any(any_equation(branch, lambda e: _moves(e, spread)) for branch in branches):
             return None
         operands = [_split_dimensions(atom, spread) for atom in equation.invars]

@@ -38,6 +38,18 @@ def with_equations(jaxpr: Any, equations: list) -> Any:
     return jaxpr.replace(jaxpr=edited)
 
 
+def manual_axes(equation: Any) -> frozenset[str]:
+    """The mesh axes over which a `shard_map` runs its program once for each device.
+
+    Args:
+        equation: The `shard_map`.
+    """
+    parameters = equation.params
+    # jax 0.10.1 calls them by the second name
+    names = ("newly_manual_axes", "manual_axes")
+    return frozenset(next(parameters[name] for name in names if name in parameters))
+
+
 def inner_jaxprs(equation: Any) -> Iterator[Any]:
     """The programs that an equation calls.
 

@@ -9,6 +9,7 @@ from keras_tpu_dist.partitioner.classes import Axes
 from keras_tpu_dist.partitioner.jaxprs import (
     any_equation,
     inner_jaxprs,
+    manual_axes,
     opened,
     with_equations,
     with_inner_jaxprs,
@@ -86,6 +87,6 @@ class _Rewriter:
             return equations
         if next(inner_jaxprs(equation), None) is None:
             return equation
-        manual = equation.params["newly_manual_axes"] if name == "shard_map" else ()
+        manual = manual_axes(equation) if name == "shard_map" else ()
         with self._spread.within(manual):
             return with_inner_jaxprs(equation, self.program)

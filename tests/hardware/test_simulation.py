@@ -70,6 +70,8 @@ def test_another_keras_backend_is_refused():
         "keras.config = types.SimpleNamespace(backend=lambda: 'torch');"
         "sys.modules['keras'] = keras; import keras_tpu_dist",
         "needs Keras on the JAX backend",
+        "in a notebook, restart the kernel first.",
+        "[ktd e",
         "'torch'",
         "KERAS_BACKEND=jax",
     )
@@ -96,3 +98,51 @@ def test_what_a_fit_does_not_need_is_loaded_when_asked_for():
     )
     assert done.stdout.strip() == "[] Checkpoint keras_tpu_dist.dryrun.run True", done.stderr
     assert "cannot import name 'nothing' from 'keras_tpu_dist'" in done.stderr
+
+
+# Each starts JAX in a process of its own; "no TPU" is what most machines of developers have.
+ASKS = "import keras_tpu_dist as ktd, logging; logging.basicConfig();"
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("ktd.TPUStrategy(); ktd.TPUStrategy({'data': 1})", ["train on 1 CPU device(s): ", "tpu"]),
+        (
+            "import jax; jax.config.update('jax_platforms', 'cpu'); ktd.TPUStrategy()",
+            ["train on 1 CPU device(s): JAX_PLATFORMS is 'cpu'."],
+        ),
+    ],
+)
+def test_a_strategy_that_finds_no_tpu_says_so_once(code, words):
+    done = _python(ASKS + code)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("no TPU was found, so models train on") == 1
+    for word in [*words, "pip install 'jax[tpu]'", "ktd.simulate(8)", "restart the kernel"]:
+        assert word in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "code",
+    [
+        "ktd.simulate(2); ktd.TPUStrategy()",
+        "ktd.simulate(1); ktd.TPUStrategy()",
+        "ktd.TPUStrategy(topology='v5e-8')",
+        "import os; os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=2';"
+        "ktd.TPUStrategy()",
+    ],
+)
+def test_a_strategy_that_was_asked_for_no_tpu_says_nothing(code):
+    done = _python(ASKS + code)
+    assert done.returncode == 0, done.stderr
+    assert "no TPU was found" not in done.stderr
+
+
+def test_a_mesh_that_a_laptop_lacks_names_simulate():
+    _assert_refused(
+        "import keras_tpu_dist as ktd; ktd.TPUStrategy({'data': 2, 'model': 4})",
+        "whose sizes multiply to 8, on 1 device(s)",
+        "call ktd.simulate(8) right after the imports",
+        "restart the kernel",
+    )

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+import keras_tpu_dist as ktd
 from keras_tpu_dist.hardware import libtpu, topology
 from keras_tpu_dist.hardware.topology import CHIPS, Topology
 
@@ -114,6 +115,51 @@ def test_numbers_of_a_slice():
     assert json.loads(json.dumps(v5e.to_dict()))["num_chips"] == 256
 
 
+@pytest.mark.parametrize(
+    ("name", "hosts"),
+    [
+        ("v5e-1", 1),
+        ("v5e-4", 1),
+        ("v5e-8", 1),
+        ("v6e-8", 1),
+        ("v5e-16", 4),
+        ("v6e-256", 64),
+        ("v2-8", 1),
+        ("v3-32", 4),
+        ("v4-8", 1),
+        ("v4-16", 2),
+        ("v5p-8", 1),
+        ("v5p-16", 2),
+        ("tpu7x-8", 1),
+        ("tpu7x-128", 16),
+        ("2*v5e:2x4", 2),
+    ],
+)
+def test_hosts_are_those_of_googles_tables(name, hosts):
+    slice_ = Topology.parse(name)
+    assert slice_.num_hosts == hosts
+    assert len({d.process_index for d in slice_.devices()}) == hosts
+
+
+def test_hosts_can_be_given():
+    two = Topology.parse("v5e-8", chips_per_host=4)
+    assert (two.num_hosts, two.name) == (2, "v5e:2x4")
+    assert [d.process_index for d in two.devices()] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert Topology.parse(two) is two
+    assert topology.of_devices(two.devices()) == two != Topology.parse("v5e-8")
+    assert Topology.parse(two, num_slices=2).num_hosts == 4
+    assert Topology.parse("v5e-8", chips_per_host=1).num_hosts == 8
+    assert ktd.TPUStrategy(topology=two).num_hosts == 2
+    assert ktd.TPUStrategy(topology="v5e-8").num_hosts == 1
+
+
+@pytest.mark.parametrize("bad", [0, 2, 16, True, "4", 2.0])
+@pytest.mark.parametrize("name", ["v5e-8", Topology.parse("v5e-8")], ids=["name", "topology"])
+def test_hosts_that_do_not_exist_are_refused(name, bad):
+    with pytest.raises(ValueError, match=r"1 or 4 chips.*one of 1, 4, 8"):
+        Topology.parse(name, chips_per_host=bad)
+
+
 @given(st.sampled_from(topology.all_names()), st.sampled_from([1, 2]))
 @settings(max_examples=30, deadline=None)
 def test_devices_fill_the_torus_once(name, slices):
@@ -183,7 +229,8 @@ def read(arguments):
         getattr(d, "slice_index", None) or 0] for d in devices)
 print(json.dumps([read(a) for a in json.loads(sys.argv[1])]))
 """
-    slices = [Topology.parse(name) for name in names]
+    # libtpu describes hosts of 4 chips, also where Google has machines of 8
+    slices = [Topology.parse(name, chips_per_host=None if "1x1" in name else 4) for name in names]
     theirs = json.loads(tpu_compiler(code, json.dumps([s.libtpu_arguments() for s in slices])))
     for slice_, devices in zip(slices, theirs):
         ours = [

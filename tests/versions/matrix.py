@@ -38,6 +38,7 @@ VERSIONS = {
     "newest Python and libtpu": ("3.13", ["jax", "libtpu"]),
 }
 SECONDS = 240.0
+_MOST_WORDS = 400
 
 
 def mlp():
@@ -134,10 +135,15 @@ def of_replica_code(topology):
 
 
 def collectives(found):
-    """Bytes by kind and axes: how many collectives carry them is the compiler's choice."""
+    """Bytes by kind and axes.
+
+    How many collectives carry them is the compiler's choice, and so is whether a sum of which each
+    device keeps a part is a reduce-scatter: that depends on the shape of the slice.
+    """
     total = {}
     for one in found:
-        key = f"{one.kind} over {'/'.join(one.axes)}"
+        kind = "sum" if one.kind in ("all-reduce", "reduce-scatter") else one.kind
+        key = f"{kind} over {'/'.join(one.axes)}"
         total[key] = total.get(key, 0) + one.bytes * one.times
     return dict(sorted(total.items()))
 
@@ -149,7 +155,7 @@ def cell(case, topology):
         found, kernel = of_replica_code(topology) if "run" in case else of_model(case, topology)
         answer = {"collectives": found, "kernel": kernel}
     except Exception as error:  # a refused cell is a row of the table
-        answer = {"error": f"{type(error).__name__}: {error}"}
+        answer = {"error": f"{type(error).__name__}: {error}"[:_MOST_WORDS]}
     return {**answer, "seconds": time.perf_counter() - started}
 
 
