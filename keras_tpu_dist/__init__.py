@@ -9,6 +9,7 @@ from keras_tpu_dist.common.progress import show_progress as show_progress
 from keras_tpu_dist.hardware.assignment import DeviceAssignment as DeviceAssignment
 from keras_tpu_dist.hardware.simulation import simulate as simulate
 from keras_tpu_dist.hardware.topology import Topology as Topology
+from keras_tpu_dist.hardware.versions import warn_of_wrong_jax as _warn_of_wrong_jax
 from keras_tpu_dist.layers import convert as convert
 from keras_tpu_dist.layout.annotations import replicate as replicate
 from keras_tpu_dist.layout.annotations import split as split
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from keras_tpu_dist.training.freeze import freeze as freeze
 
 __version__ = "0.2.0"
+
+_warn_of_wrong_jax()
 
 # What a plain fit does not need is loaded when it is asked for first. Layers are not among it:
 # Keras finds those that a file names only if they are registered.

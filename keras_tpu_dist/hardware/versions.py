@@ -1,0 +1,25 @@
+"""Versions of JAX that are known to compute wrongly."""
+
+import logging
+
+import jaxlib
+
+from keras_tpu_dist.common.once import say_once
+
+# By the version of jaxlib, which has the compiler. `tests/versions/test_versions.py` runs the first
+# report's program on the version that is installed.
+KNOWN_WRONG: dict[str, str] = {
+    "0.10.2": "sums of products over more than 16384 rows on CPU (jax-ml/jax 39103), and gradients "
+    "of x[:, i, :] outside of jit on TPU (jax-ml/jax 39025)",
+}
+
+
+def warn_of_wrong_jax() -> None:
+    """Logs one WARNING if the JAX that is installed is known to compute wrongly."""
+    what = KNOWN_WRONG.get(jaxlib.__version__)
+    if what is not None:
+        say_once(
+            f"jaxlib {jaxlib.__version__} is known to compute wrongly: {what}. Install another: "
+            "pip install 'jax>=0.10.1,!=0.10.2'.",
+            logging.WARNING,
+        )
