@@ -297,7 +297,11 @@ def _remat(text: str | None) -> str | dict[str, str] | None:
     pairs = [rule.partition("=") for rule in text.split(",")]
     if not all(equals for _, equals, _ in pairs):
         raise ValueError(
-            f"Write --remat as full, or as block_*=dots,head=full. Received: {text!r}."
+            message(
+                "--remat is a policy, or patterns with one each.",
+                received={"remat": text},
+                fix="Write --remat as full, or as block_*=dots,head=full.",
+            )
         )
     return {pattern.strip(): policy.strip() for pattern, _, policy in pairs}
 
@@ -350,9 +354,18 @@ def _mesh(text: str | None) -> dict[str, int] | None:
         return None
     pairs = [part.partition("=") for part in text.split(",")]
     try:
-        return {name.strip(): int(number) for name, _, number in pairs}
+        sizes = {name.strip(): int(number) for name, _, number in pairs}
     except ValueError:
-        raise ValueError(f"Write --mesh as data=64,model=4. Received: {text!r}.") from None
+        sizes = {}
+    if not sizes or len(sizes) < len(pairs) or not all(sizes):
+        raise ValueError(
+            message(
+                "--mesh has axes with their sizes, each axis once.",
+                received={"mesh": text},
+                fix="Write --mesh as data=64,model=4.",
+            )
+        )
+    return sizes
 
 
 def _layout(text: str | None) -> Any:
@@ -375,9 +388,13 @@ def _array(text: str | None) -> Any:
         if min(shape, default=1) < 1:
             raise ValueError(shape)
         return jax.ShapeDtypeStruct((1, *shape), dtype)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OverflowError, SyntaxError):
         raise ValueError(
-            f"Write an input as dtype:sizes, such as int32:512. Received: {text!r}."
+            message(
+                "An input is described as dtype:sizes.",
+                received={"input": text},
+                fix="Write an input as dtype:sizes, such as int32:512.",
+            )
         ) from None
 
 

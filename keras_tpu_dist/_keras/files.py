@@ -1,14 +1,23 @@
 """Private names for the files that Keras saves: which variable stands where in them."""
 
 import io
+import os
+import stat
+import struct
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import keras
+import ml_dtypes
 import numpy as np
 from keras.src.saving import saving_lib
+
+_WEIGHTS = "model.weights.h5"
+_MOST_BYTES_OF_A_MAP = 64 * 2**20
+# Of a file in a zip archive: 26 bytes, the lengths of its name and of what follows that.
+_LOCAL_HEADER = struct.Struct("<26sHH")
 
 
 class _Recorder(saving_lib.H5IOStore):
@@ -48,37 +57,58 @@ def names_in_files(model: Any) -> dict[str, keras.Variable]:
 class WeightsFile:
     """The weights in a `.keras`, `.weights.h5` or sharded `.weights.json` file of Keras.
 
+    Whoever wrote it: an array takes memory when it is read, and no more than its shape says.
+
     Args:
         path: The file.
+        most_bytes: How large the weights of a `.keras` file may be that somebody compressed; as
+            Keras writes them they are not, and are read from where they lie.
+
+    Raises:
+        ValueError: If a part of it is no regular file, or too large.
     """
 
-    def __init__(self, path: str):
+    def __init__(self, path: str, most_bytes: int):
         self._archive = None
+        _check_regular(path)
         if path.endswith(".keras"):
-            self._archive = zipfile.ZipFile(path)
-            content = io.BytesIO(self._archive.read("model.weights.h5"))
-            self._store: Any = saving_lib.H5IOStore(content)
+            self._archive = _Archive(path, most_bytes)
+            # Keras calls `open` of what it is given as an archive, and reads what that gives.
+            archive: Any = self._archive
+            self._store: Any = saving_lib.H5IOStore(_WEIGHTS, archive=archive)
         elif path.endswith(".json"):
+            _check_regular(path, _MOST_BYTES_OF_A_MAP)
             self._store = saving_lib.ShardedH5IOStore(path)
         else:
             self._store = saving_lib.H5IOStore(Path(path))
 
     def names(self) -> dict[str, tuple[int, ...]]:
         """The shapes of what it holds, by name."""
-        return {_name(path, key): tuple(self._entry(path)[key].shape) for path, key in self._keys()}
+        return {
+            _name(path, key): tuple(self._dataset(path, key).shape) for path, key in self._keys()
+        }
 
     def dtypes(self) -> dict[str, np.dtype]:
         """The dtypes of what it holds, by name."""
-        return {_name(path, key): self._entry(path)[key].dtype for path, key in self._keys()}
+        return {_name(path, key): _dtype(self._dataset(path, key)) for path, key in self._keys()}
 
     def read(self, name: str) -> np.ndarray:
         """One array.
 
         Args:
             name: Its name.
+
+        Raises:
+            ValueError: If reading it would take more memory than its shape says, or it holds no
+                numbers.
         """
         path, _, key = name.rpartition("/vars/") if "/vars/" in name else ("", "", name[5:])
-        return np.asarray(self._entry(path)[key])
+        dataset = self._dataset(path, key)
+        dtype, chunks = dataset.dtype, dataset.chunks or dataset.shape
+        numbers = dtype.names is None and dtype.subdtype is None and dtype.kind in "biufcV"
+        if not numbers or dtype.itemsize > 16 or any(c > n for c, n in zip(chunks, dataset.shape)):
+            raise ValueError(f"{name} holds {dtype} in chunks {chunks} of {dataset.shape}")
+        return np.array(dataset, dtype=_dtype(dataset))
 
     def close(self) -> None:
         """Closes the file."""
@@ -86,8 +116,14 @@ class WeightsFile:
         if self._archive is not None:
             self._archive.close()
 
-    def _entry(self, path: str) -> Any:
-        return self._store.get(path)
+    def _dataset(self, path: str, key: str) -> Any:
+        """An array before it is read; Keras refuses one that lies in another file."""
+        self._store.get(path)
+        for filename in getattr(self._store, "current_shard_filenames", ()):
+            if key in self._store._h5_entry_group:
+                break
+            self._store._switch_h5_file(filename, mode="r")
+        return saving_lib.safe_get_h5_dataset(self._store._h5_entry_group, key)
 
     def _keys(self) -> Iterator[tuple[str, str]]:
         paths = getattr(self._store, "sharding_config", {}).get("weight_map")
@@ -97,7 +133,85 @@ class WeightsFile:
             paths = [p.rpartition("vars")[0].strip("/") for p in paths if p.endswith("vars")]
         for path in paths:
             path = path.strip("/").removesuffix("vars").strip("/")
-            yield from ((path, key) for key in list(self._entry(path).keys()))
+            yield from ((path, key) for key in list(self._store.get(path).keys()))
+
+
+class _Archive:
+    """What Keras's store of weights needs of a zip file: the weights, read from where they lie."""
+
+    def __init__(self, path: str, most_bytes: int):
+        self._path, self._most_bytes = path, most_bytes
+        self._zip = zipfile.ZipFile(path)
+
+    def open(self, name: str, mode: str) -> Any:
+        """A part of it as a file that can be read at any place."""
+        del mode
+        info = self._zip.getinfo(name)
+        stored = info.compress_type == zipfile.ZIP_STORED and info.file_size == info.compress_size
+        if stored and not info.flag_bits & 1:
+            return _Part(self._path, info.header_offset, info.file_size)
+        if info.file_size > self._most_bytes:
+            raise ValueError(
+                f"its {name} takes {info.file_size} bytes once it is no more compressed, this "
+                f"model at most {self._most_bytes}"
+            )
+        with self._zip.open(info) as opened:
+            # Not more than that, whatever the archive says.
+            return io.BytesIO(opened.read(info.file_size))
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._zip.close()
+
+
+class _Part(io.RawIOBase):
+    """A part of a zip file that is not compressed."""
+
+    def __init__(self, path: str, header: int, size: int):
+        super().__init__()
+        self._file = open(path, "rb")  # noqa: SIM115
+        self._file.seek(header)
+        local = self._file.read(_LOCAL_HEADER.size)
+        *_, name, extra = _LOCAL_HEADER.unpack(local)
+        self._begin, self._size, self._at = header + _LOCAL_HEADER.size + name + extra, size, 0
+
+    def readable(self):
+        return True
+
+    def seekable(self):
+        return True
+
+    def seek(self, offset, whence=io.SEEK_SET):
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        return self._at
+
+    def tell(self):
+        return self._at
+
+    def readinto(self, buffer):
+        self._file.seek(self._begin + self._at)
+        count = self._file.readinto(memoryview(buffer)[: max(0, self._size - self._at)])
+        self._at += count
+        return count
+
+    def close(self):
+        self._file.close()
+        super().close()
+
+
+def _check_regular(path: str, most_bytes: int | None = None) -> None:
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode) or (most_bytes and status.st_size > most_bytes):
+        raise ValueError(f"it is no regular file, or has more bytes than {most_bytes}")
+
+
+def _dtype(dataset: Any) -> np.dtype:
+    attributes = dataset.attrs
+    # Keras writes bfloat16 as bytes, and its name beside them.
+    named = "dtype" in attributes and attributes.get_id("dtype").get_storage_size() < 64
+    if named and attributes["dtype"] == "bfloat16":
+        return np.dtype(ml_dtypes.bfloat16)
+    return dataset.dtype
 
 
 def _name(path: str, key: str) -> str:

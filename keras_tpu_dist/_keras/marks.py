@@ -108,7 +108,7 @@ def _carry_through_configs(kind: type) -> None:
     def from_marked_config(cls, config, *args, **kwargs):
         marks = dict(config.marks) if isinstance(config, _MarkedConfig) else {}
         if isinstance(config, dict):
-            marks |= config.pop(_SAVED, {})
+            marks |= _of_file(config.pop(_SAVED, {}))
         layer = from_config.__func__(cls, config, *args, **kwargs)
         for attribute, value in marks.items():
             _marks[attribute].restore(layer, value)
@@ -117,6 +117,12 @@ def _carry_through_configs(kind: type) -> None:
     kind.get_config = get_marked_config
     kind.from_config = classmethod(from_marked_config)
     kind._keras_tpu_dist_carries = True
+
+
+def _of_file(marks: Any) -> dict[str, Any]:
+    """Those of what a file says that files keep; others' names and values decide nothing."""
+    found = marks if isinstance(marks, dict) else {}
+    return {n: v for n, v in found.items() if n in _marks and _marks[n].saved and v is not None}
 
 
 def _save_marks(stock, obj, config):
@@ -133,10 +139,10 @@ def _class_of_saved(stock, *args, **kwargs):
     """
     kind, saved = stock(*args, **kwargs), kwargs.get("full_config")
     saved = saved if isinstance(saved, dict) else {}
-    marks, config = saved.get(_SAVED), saved.get("config")
+    marks, config = _of_file(saved.get(_SAVED)), saved.get("config")
     if marks and isinstance(kind, type) and isinstance(config, dict):
         _carry_through_configs(kind)
-        config[_SAVED] = {name: v for name, v in marks.items() if name in _marks}
+        config[_SAVED] = marks
     return kind
 
 

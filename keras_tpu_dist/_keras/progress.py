@@ -28,7 +28,10 @@ def backup_position(backup: Any) -> tuple[int, int]:
     Public replacement: none; Keras writes the batch and never reads it.
     """
     metadata = _backup_metadata(backup)
-    return metadata.get("epoch", 0), metadata.get("batches_done", 0)
+    place = metadata.get("epoch", 0), metadata.get("batches_done", 0)
+    if not all(type(each) is int and 0 <= each < 2**53 for each in place):
+        raise ValueError(f"the backup was made in epoch {place[0]!r} after {place[1]!r} batches")
+    return place
 
 
 def restore_seeds(backup: Any, model: Any) -> None:
@@ -46,7 +49,10 @@ def restore_seeds(backup: Any, model: Any) -> None:
 
 def _backup_metadata(backup) -> dict:
     path = pathlib.Path(backup._training_metadata_path)
-    return json.loads(path.read_text()) if path.exists() else {}
+    metadata = json.loads(path.read_text()) if path.exists() else {}
+    if not isinstance(metadata, dict) or not isinstance(metadata.get("seeds", []), list):
+        raise ValueError(f"{path} has another form than a backup's metadata")
+    return metadata
 
 
 def _seeds(model) -> list:

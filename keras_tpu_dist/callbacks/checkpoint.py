@@ -24,7 +24,7 @@ from keras_tpu_dist.callbacks.states import give_back, give_back_history, histor
 from keras_tpu_dist.callbacks.stop_at_step import goes_beyond, reached_by
 from keras_tpu_dist.checkpoint.manifest import OF_FIT, CheckpointError, Manifest
 from keras_tpu_dist.checkpoint.restore import load_newest
-from keras_tpu_dist.checkpoint.snapshot import EXTRA, snapshot
+from keras_tpu_dist.checkpoint.snapshot import extra_of, snapshot
 from keras_tpu_dist.checkpoint.store import Store, folder
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.processes.channel import agree
@@ -375,7 +375,7 @@ class Checkpoint(keras.callbacks.Callback):
             self._begins_at = epochs
             _keras.begin_at_epoch(self._trainer, epochs)
         self._to_give_back = manifest
-        saved = manifest.arrays.get(EXTRA, ())
+        saved = extra_of(manifest, self._trainer, len(self._callbacks))
         values = store.load(report.step, [(each, None, each.entry.dtype) for each in saved])
         self._extra = {each.entry.path: value for each, value in zip(saved, values)}
         self._loaded = [(v, v.value) for v in _keras.state_variables(self._trainer)]

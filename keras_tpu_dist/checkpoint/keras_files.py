@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +18,8 @@ from keras_tpu_dist.common.patterns import matches
 logger = logging.getLogger("keras_tpu_dist")
 
 SUFFIXES = (".keras", ".weights.h5", ".weights.json")
+# Of HDF5's own, for names and the tree of groups.
+_SLACK_BYTES = 16 * 2**20
 _OPTIMIZER = "optimizer/"
 # Keras saves what an optimizer holds, and again what one within it does.
 _OPTIMIZER_VARIABLES = "optimizer/vars/"
@@ -51,11 +54,17 @@ def load_file(
     """
     name = os.fspath(path)
     with _told(name):
-        file = _keras.WeightsFile(name)
+        file = _keras.WeightsFile(name, _most_bytes(model))
     try:
         return _load(model, file, name, strict, exclude)
     finally:
         file.close()
+
+
+def _most_bytes(model: Any) -> int:
+    """What a file may take: each weight and three slots for it, in numbers of 8 bytes."""
+    numbers = sum(math.prod(variable.shape) for variable in model.variables)
+    return _SLACK_BYTES + 4 * 8 * numbers
 
 
 def _load(model: Any, file: Any, name: str, strict: bool, exclude: tuple[str, ...]) -> Restored:

@@ -2,6 +2,8 @@
 
 import copy
 import datetime
+import logging
+import math
 from collections.abc import Callable, Mapping
 from importlib import metadata
 from typing import Any
@@ -14,6 +16,8 @@ from jax.sharding import NamedSharding
 from keras_tpu_dist.checkpoint.fingerprint import begun
 from keras_tpu_dist.checkpoint.manifest import Manifest, Saved
 from keras_tpu_dist.checkpoint.names import Entry, named_state
+
+logger = logging.getLogger("keras_tpu_dist")
 
 EXTRA = "extra"
 
@@ -54,6 +58,27 @@ def snapshot(
         return Manifest({kind: tuple(each) for kind, each in found.items()}, training, written)
 
     return arrays, manifest
+
+
+def extra_of(manifest: Manifest, model: Any, callbacks: int) -> tuple[Saved, ...]:
+    """The arrays that callbacks saved, if they take no more memory than the model for each.
+
+    Args:
+        manifest: That of the checkpoint.
+        model: The model that it was loaded into.
+        callbacks: How many there are.
+    """
+    saved = manifest.arrays.get(EXTRA, ())
+    numbers = sum(math.prod(each.entry.shape) for each in saved)
+    most = callbacks * sum(math.prod(variable.shape) for variable in model.variables)
+    if numbers <= most:
+        return saved
+    logger.warning(
+        "the checkpoint has %d numbers for %d callbacks, more than the model has for each: they "
+        "are left out",
+        *(numbers, callbacks),
+    )
+    return ()
 
 
 def _axes(value: Any) -> tuple:

@@ -6,6 +6,9 @@ from collections.abc import Iterable, Mapping
 
 from keras_tpu_dist.common.error_ids import id_of_call
 
+# Nobody mistypes a longer one, and comparing takes the square of its length.
+_LONGEST_NAME = 400
+
 
 def did_you_mean(name: str, choices: Iterable[object]) -> str:
     """A sentence that names the nearest valid spelling, or nothing.
@@ -17,6 +20,8 @@ def did_you_mean(name: str, choices: Iterable[object]) -> str:
     Returns:
         `" Did you mean 'data'?"`, with a leading space, or `""` if nothing is near.
     """
+    if len(str(name)) > _LONGEST_NAME:
+        return ""
     lowered = {str(choice).lower(): str(choice) for choice in choices}
     near = difflib.get_close_matches(str(name).lower(), lowered, n=1, cutoff=0.5)
     return f" Did you mean {lowered[near[0]]!r}?" if near else ""

@@ -3,6 +3,7 @@
 import contextlib
 import html
 import os
+import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -215,9 +216,12 @@ def delivered(text: str, path: str | os.PathLike | None) -> str | None:
     if path is None:
         return text
     file = file_of(path)
-    part = file.with_name(f".{file.name}.{os.getpid()}.part")
+    # A name that nobody can have put a link at.
+    part = file.with_name(f".{file.name[:100]}.{secrets.token_hex(8)}.part")
+    opened = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
-        part.write_text(text, encoding="utf-8")
+        with os.fdopen(opened, "w", encoding="utf-8") as whole:
+            whole.write(text)
         os.replace(part, file)
     finally:
         with contextlib.suppress(FileNotFoundError):
@@ -234,6 +238,15 @@ def file_of(path: str | os.PathLike) -> Path:
     Raises:
         ValueError: If its folder is missing, or it is a folder itself.
     """
+    named = isinstance(path, (str, os.PathLike)) and os.fspath(path) != ""
+    if not named:
+        raise ValueError(
+            message(
+                "A page is written to a file, which has a path.",
+                received={"path": path},
+                fix='Write for example "report.html".',
+            )
+        )
     file = Path(path).resolve()
     if file.parent.is_dir() and not file.is_dir():
         return file

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import re
+import stat
 import tempfile
 import time
 import zlib
@@ -23,6 +24,8 @@ from keras_tpu_dist.dryrun import worker
 logger = logging.getLogger("keras_tpu_dist")
 
 _MOST_BYTES = 2**30
+# Text of programs is compressed to a tenth or so; more than a hundredth is none.
+_MOST_TEXT_BYTES, _MOST_EXPANSION = 2**30, 100
 _SUFFIX = ".json.gz"
 # A folder may hold other files, which are nobody's to remove.
 _OWN = re.compile(r"[0-9a-f]{64}" + re.escape(_SUFFIX))
@@ -30,6 +33,9 @@ _PART, _PART_OF_A_KILLED_PROCESS_S = "compilation-", 24 * 3600.0
 # What else decides what is compiled: the compilers, and how they are called.
 _PACKAGES = ("keras_tpu_dist", "jax", "jaxlib", "libtpu")
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+
+
+_UNREADABLE = (OSError, EOFError, ValueError, LookupError, TypeError, zlib.error)
 
 
 class Cache:
@@ -82,14 +88,14 @@ class Cache:
         """
         path = self._path(key)
         try:
-            entry = json.loads(gzip.decompress(path.read_bytes()))
+            entry = json.loads(_decompressed(path))
             if entry["key"] != key:
                 raise ValueError("it is of another program")
             os.utime(path)
             return entry["value"]
         except FileNotFoundError:
             return None
-        except (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error) as error:
+        except (*_UNREADABLE, RecursionError) as error:
             logger.info("%s cannot be read, so that is compiled again: %s", path, error)
             return None
 
@@ -134,6 +140,19 @@ class Cache:
                 return
             path.unlink(missing_ok=True)
             left -= size
+
+
+def _decompressed(path: Path) -> bytes:
+    """What a file holds, whoever wrote it: no more than a program's text would be."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError("it is no regular file")
+    most = min(_MOST_TEXT_BYTES, _MOST_EXPANSION * status.st_size)
+    with gzip.open(path) as opened:
+        data = opened.read(most + 1)
+    if len(data) > most:
+        raise ValueError(f"it holds more than {most} bytes")
+    return data
 
 
 def key_of(job: Mapping[str, Any]) -> str:

@@ -29,6 +29,7 @@ EFFORTS: dict[str, dict[str, str]] = {
     "quick": {"xla_optimization_level": "EFFORT_O1"},
     "exact": {},
 }
+_MEMORY = {"arguments", "outputs", "aliased", "temporaries", "code", "peak"}
 _NUMBER = re.compile(r"\(([\d.]+)([KMGT]?)\)")
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _REMATERIALIZED = re.compile(
@@ -163,10 +164,25 @@ def compile_lowered(
 
 def _kept(entry: Any) -> Compiled | None:
     """What a cache had, unless another version of this package wrote it otherwise."""
-    try:
-        return Compiled(**{**entry, "rematerialized": tuple(entry["rematerialized"])})
-    except (TypeError, KeyError):
+    names = {each.name for each in dataclasses.fields(Compiled)}
+    if not isinstance(entry, dict) or set(entry) != names or not _is_compiled(entry):
         return None
+    return Compiled(**{**entry, "rematerialized": tuple(entry["rematerialized"])})
+
+
+def _is_compiled(entry: dict[str, Any]) -> bool:
+    texts = [entry["text"], entry["effort"], entry["compiled_for"], entry["error"] or ""]
+    numbers = [entry[name] for name in ("seconds", "cpu_seconds", "peak_process_bytes")]
+    stacks, memory = entry["rematerialized"], entry["memory"]
+    if not (isinstance(stacks, list) and isinstance(memory, dict)):
+        return False
+    # A program that does not fit has no memory figures.
+    sized = not memory if entry["error"] else set(memory) >= _MEMORY
+    return (
+        sized
+        and all(isinstance(each, str) for each in (*texts, *stacks))
+        and all(type(each) in (int, float) and each >= 0 for each in (*numbers, *memory.values()))
+    )
 
 
 # How XLA begins its messages about options: a value or a combination it does not take, a name it

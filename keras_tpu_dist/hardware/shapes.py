@@ -10,6 +10,9 @@ from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.hardware.chips import Chip
 
+# No job has had more than 50.
+_MOST_SLICES = 1000
+
 
 @functools.cache
 def shapes(chip: Chip) -> frozenset[tuple[int, ...]]:
@@ -50,11 +53,12 @@ def checked_slices(slices: Any, chip: Chip, name: object) -> int:
     Raises:
         ValueError: If it is no number, or if slices of the chip cannot be joined.
     """
-    if not is_count(slices, 1) or (slices > 1 and not chip.dcn_bandwidth):
+    counted = is_count(slices, 1) and slices <= _MOST_SLICES
+    if not counted or (slices > 1 and not chip.dcn_bandwidth):
         raise ValueError(
             message(
-                "The number of slices must be at least 1, and 1 on TPU v2 and v3, which "
-                "cannot be joined over the data-centre network.",
+                f"The number of slices must be from 1 to {_MOST_SLICES}, and 1 on TPU v2 and v3, "
+                "which cannot be joined over the data-centre network.",
                 received={"topology": str(name), "num_slices": slices},
                 fix="Write num_slices=1, or a v4 or later chip.",
             )

@@ -24,6 +24,7 @@ _CHIP_BY_SPELLING = {alias: c for c in CHIPS.values() for alias in (c.name, *c.a
 _NAME = re.compile(
     r"(?:(?P<slices>\d+)\s*[*]\s*)?(?P<chip>[a-z0-9]+)[:-](?P<size>\d+(?:x\d+){0,2})"
 )
+_LONGEST_NAME = 100
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,8 @@ class Topology:
             hosts = name.given_chips_per_host if chips_per_host is None else chips_per_host
             slices = checked_slices(slices, name.chip, name)
             return cls(name.chip, name.shape, slices, _checked_host(hosts, name.shape, name))
-        match = _NAME.fullmatch(str(name).strip().lower())
+        text = str(name).strip().lower() if isinstance(name, str) else ""
+        match = _NAME.fullmatch(text) if len(text) <= _LONGEST_NAME else None
         if match is None:
             raise ValueError(_unknown(name))
         chip = _CHIP_BY_SPELLING.get(match["chip"])
@@ -437,9 +439,9 @@ def _unknown(name: object, chip: Chip | None = None) -> str:
     cubes = ", or any sides that are multiples of 4" if chip is None or chip.dims == 3 else ""
     return message(
         "The topology must be a TPU slice that exists.",
-        received={"topology": name},
+        received={"topology": name if len(str(name)) <= _LONGEST_NAME else f"{name!r:.80}..."},
         fix=f"Use one of: {', '.join(known)}{cubes}; or an accelerator type such as "
         "'v5litepod-16' or 'v4-8'.",
-        name=str(name),
+        name=str(name)[:_LONGEST_NAME],
         choices=types,
     )

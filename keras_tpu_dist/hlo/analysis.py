@@ -3,13 +3,19 @@
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 
+from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.hlo import collectives, cost, kernels
 from keras_tpu_dist.hlo.collectives import Collective
 from keras_tpu_dist.hlo.layers import OTHER, Attribution, phase
 from keras_tpu_dist.hlo.loops import Execution, executions
-from keras_tpu_dist.hlo.parse import Computation, Instruction, Program, parse
+from keras_tpu_dist.hlo.parse import Computation, Instruction, Program, check, parse
 from keras_tpu_dist.hlo.wire import Wire
 
+# What reading a text raises that is no program, or one of another form than compilers write.
+_OF_ANOTHER_FORM = (
+    *(LookupError, ValueError, TypeError, AttributeError),
+    *(ArithmeticError, RecursionError),
+)
 # Instructions that name a buffer which another instruction made.
 _VIEWS = {"tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "constant"}
 
@@ -149,6 +155,9 @@ def analyze(
     Returns:
         A `ProgramCost`, per device and call of the program.
 
+    Raises:
+        ValueError: If the text is no compiled program.
+
     Example:
 
     >>> import jax, jax.numpy as jnp
@@ -158,9 +167,21 @@ def analyze(
     True
     """
     program = parse(text)
+    try:
+        check(program)
+        return _cost(program, wire or Wire(()), Attribution(layer_names))
+    except _OF_ANOTHER_FORM as error:
+        raise ValueError(
+            message(
+                "The text must be a compiled program, as compiled.as_text() gives it.",
+                received=f"one that cannot be read ({type(error).__name__}: {error}).",
+                fix="Pass the text whole and as it is; report it if it is.",
+            )
+        ) from error
+
+
+def _cost(program: Program, wire: Wire, attribution: Attribution) -> ProgramCost:
     runs = executions(program)
-    attribution = Attribution(layer_names)
-    wire = wire or Wire(())
     tallies = _Tallies()
     for run in runs.executions:
         _count_products(program, run, attribution, tallies)
@@ -277,7 +298,7 @@ def _largest_part(program: Program, computation: Computation, collective: Instru
         return collective.op_name
     part = max(parts, key=lambda i: sum(s.bytes for s in i.shapes))
     while part.opcode in ("get-tuple-element", "bitcast", "copy", "convert") and not part.op_name:
-        part = computation.operands(part)[0]
+        part = computation.operands(part)[0]  # which stands before it
     return _origin(program, part) or collective.op_name
 
 

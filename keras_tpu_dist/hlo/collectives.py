@@ -20,6 +20,7 @@ KINDS = (
 )
 # The second hands a computation to a SparseCore.
 _ASYNCHRONOUS = ("async-start", "call-start")
+_MOST_DEVICES = 2**20
 _MEGASCALE = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 
 
@@ -139,7 +140,7 @@ def replica_groups(text: str, num_devices: int) -> Groups:
         shape, reshape, order = (
             [int(n) for n in group.split(",")] if group else None for group in match.groups()
         )
-        ids = np.arange(math.prod(reshape or [])).reshape(reshape or [])
+        ids = np.arange(_checked(math.prod(reshape or []))).reshape(reshape or [])
         ids = ids.transpose(order) if order else ids
         return _as_groups(ids.reshape(shape or []))
     groups = re.findall(r"\{([\d, ]+)\}", text)
@@ -151,7 +152,7 @@ def replica_groups(text: str, num_devices: int) -> Groups:
 def _mesh_groups(text: str) -> Groups:
     mesh, _, used = text.partition("]")
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
-    ids = np.arange(math.prod(sizes.values()))
+    ids = np.arange(_checked(math.prod(sizes.values())))
     if order := re.search(r"device_ids=\(([\d,]+)\)", text):
         ids = np.array([int(n) for n in order[1].split(",")])
     used = re.sub(r"device_ids=\([\d,]*\)", "", used)
@@ -171,6 +172,12 @@ def _mesh_groups(text: str) -> Groups:
     grouped = [i for i in range(len(split)) if i not in kept]
     ids = ids.reshape(split).transpose([*kept, *grouped])
     return _as_groups(ids.reshape(-1, math.prod(split[i] for i in grouped)))
+
+
+def _checked(devices: int) -> int:
+    if devices > _MOST_DEVICES:
+        raise ValueError(f"groups of {devices} devices")
+    return devices
 
 
 def _as_groups(ids: np.ndarray) -> Groups:

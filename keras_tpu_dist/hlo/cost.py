@@ -32,6 +32,7 @@ _FREE = {
 }
 _SLICES = {"dynamic-slice", "slice", "gather"}
 _VIEWS = {"bitcast", "reshape", "copy", "convert"}
+_MOST_POSITIONS = 2**28
 _PRECISION_PASSES = {"highest": 6, "high": 3}
 
 
@@ -188,6 +189,12 @@ def _behind_views(inner: Computation, instruction: Instruction) -> Instruction:
 
 def _bytes_taken(program: Program, inner: Computation, parameter: Instruction) -> int:
     """Bytes a fused computation reads of a parameter: all, unless it only slices it."""
+    if parameter.name not in inner.taken:
+        inner.taken[parameter.name] = _taken(program, inner, parameter)
+    return inner.taken[parameter.name]
+
+
+def _taken(program: Program, inner: Computation, parameter: Instruction) -> int:
     whole = sum(s.bytes for s in parameter.shapes)
     if parameter is inner.root:
         return whole
@@ -276,6 +283,8 @@ def _positions(
 ) -> int:
     """Pairs of output and kernel position that meet an element of the input, not padding."""
     few, many = sorted((("out", out, stride), ("kernel", kernel, rhs_dilate)), key=lambda p: p[1])
+    if few[1] * many[1] > _MOST_POSITIONS:
+        raise ValueError(f"a convolution of {size} by {kernel} gives {out}")
     along = np.arange(many[1], dtype=np.int64) * many[2] - low
     count = 0
     for step in range(few[1]):

@@ -19,6 +19,8 @@ _STRUCTURE = {
 }
 _BRANCH = re.compile(r"branch_\d+_fun")
 OTHER = "(other)"
+# A stack of 100 scopes has 2,000 characters.
+_LONGEST = 2**13
 
 
 def names(op_name: str, known: Collection[str] = ()) -> tuple[str, ...]:
@@ -34,7 +36,7 @@ def names(op_name: str, known: Collection[str] = ()) -> tuple[str, ...]:
     >>> names("jit(call)/call_exported/jit(train_step)/transpose(jvp(block))/dense/dot_general")
     ('block', 'dense')
     """
-    stack = op_name.partition(";")[0]
+    stack = op_name.partition(";")[0][:_LONGEST]
     stack = stack.replace("transpose(", "(")
     while True:
         inner = _WRAPPED.sub(r"\1", stack)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from keras_tpu_dist.hlo.parse import Computation, Instruction, Program
+from keras_tpu_dist.hlo.parse import Computation, Instruction, Program, size_of
 
 logger = logging.getLogger("keras_tpu_dist")
 
@@ -87,20 +87,10 @@ def _callees(
             yield program.computations[body], trip_count(program, computation, instruction)
     elif opcode == "conditional":
         if called:
-            yield max(called, key=lambda c: _size(program, c)), 1
+            yield max(called, key=lambda c: size_of(program, c)), 1
     elif opcode in ("call", "async-start"):
         for callee in called:
             yield callee, 1
-
-
-def _size(program: Program, computation: Computation) -> int:
-    inner = sum(
-        _size(program, program.computations[name])
-        for i in computation
-        for name in i.called
-        if name in program.computations
-    )
-    return len(computation.instructions) + inner
 
 
 def trip_count(program: Program, computation: Computation, loop: Instruction) -> int | None:
@@ -201,6 +191,24 @@ def _integer(
     arguments: list[int | None] | None,
 ) -> int | None:
     """The value of a scalar integer instruction, if the text says it."""
+    key = (
+        *(computation.name, instruction.name, element),
+        None if arguments is None else tuple(arguments),
+    )
+    if key not in program.integers:
+        value = _read_integer(program, computation, instruction, element, arguments)
+        # The compiler's integers have at most 64 bits.
+        program.integers[key] = None if value is None or abs(value) >= 2**64 else value
+    return program.integers[key]
+
+
+def _read_integer(
+    program: Program,
+    computation: Computation,
+    instruction: Instruction,
+    element: _Element | None,
+    arguments: list[int | None] | None,
+) -> int | None:
     opcode = instruction.opcode
     operands = computation.operands(instruction)
     if opcode == "constant":

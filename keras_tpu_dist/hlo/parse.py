@@ -2,11 +2,14 @@
 
 import functools
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Set
+from dataclasses import dataclass, field
+from typing import Any
 
-import ml_dtypes
+import ml_dtypes as _  # noqa: F401
 import numpy as np
+
+from keras_tpu_dist.common.errors import message
 
 # What runs beside the main thread, as on a SparseCore, says so where it ends.
 _END = re.compile(r"\}(, execution_thread=\"[^\"]*\")?")
@@ -20,6 +23,8 @@ _CALLED = re.compile(
 )
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
+# A transformer of 126 layers without a loop has a million.
+_MOST_RUN = 10**7
 _INTEGER = re.compile(r"-?\d+")
 
 _BITS = {"pred": 8, "s4": 4, "u4": 4, "s2": 2, "u2": 2, "token": 0, "opaque": 0}
@@ -32,7 +37,8 @@ def _bits(dtype: str) -> int:
     if match := re.fullmatch(r"[suf](\d+)|bf(\d+)|c(\d+)", dtype):
         return int(next(g for g in match.groups() if g))
     name = dtype.replace("f8", "float8_").replace("f4", "float4_")
-    return np.dtype(getattr(ml_dtypes, name)).itemsize * 8
+    # Which NumPy knows once `ml_dtypes` is imported.
+    return np.dtype(name).itemsize * 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +196,8 @@ class Computation:
         self.instructions: list[Instruction] = []
         self.root: Instruction | None = None
         self.by_name: dict[str, Instruction] = {}
+        # Bytes that it reads of a parameter, as far as they were asked for.
+        self.taken: dict[str, int] = {}
 
     def __iter__(self) -> Iterator[Instruction]:
         return iter(self.instructions)
@@ -224,6 +232,9 @@ class Program:
 
     computations: dict[str, Computation]
     entry: Computation
+    sizes: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
+    # Integers that were read, so that what is read twice at each level is not read 2^levels times.
+    integers: dict[Any, int | None] = field(default_factory=dict, compare=False, repr=False)
 
     def __iter__(self) -> Iterator[Computation]:
         return iter(self.computations.values())
@@ -239,7 +250,7 @@ def parse(text: str) -> Program:
         The `Program`.
 
     Raises:
-        ValueError: If the text has no entry computation.
+        ValueError: If it is no text, or has no entry computation.
 
     Example:
 
@@ -251,6 +262,14 @@ def parse(text: str) -> Program:
     """
     computations: dict[str, Computation] = {}
     entry = current = None
+    if not isinstance(text, str):
+        raise ValueError(
+            message(
+                "A compiled program is read from its text.",
+                received={"text": text},
+                fix="Pass compiled.as_text().",
+            )
+        )
     for line in text.splitlines():
         if current is None:
             header = _HEADER.match(line) if line.endswith("{") else None
@@ -266,9 +285,63 @@ def parse(text: str) -> Program:
         elif current.instructions:
             # the metadata of hand-written kernels may break lines
             current.instructions[-1].attributes += line
-    if entry is None:
-        raise ValueError("The text is no compiled program: it has no ENTRY computation.")
+    if entry is None or entry.name not in computations:
+        raise ValueError(
+            message(
+                "The text is no compiled program: it has no ENTRY computation.",
+                received={"text": text[:80]},
+                fix="Pass compiled.as_text().",
+            )
+        )
     return Program(computations, entry)
+
+
+def check(program: Program) -> None:
+    """Checks what every reader of a program rests on; a compiler's own text always passes.
+
+    Operands stand before what reads them, no computation calls itself, and all calls together run
+    through no more instructions than a program can have.
+
+    Args:
+        program: The program.
+
+    Raises:
+        ValueError: If it is no such program.
+    """
+    for computation in program:
+        seen: set[str] = set()
+        for instruction in computation:
+            for name in instruction.operand_names:
+                if name in computation.by_name and name not in seen:
+                    raise ValueError(f"%{instruction.name} reads %{name}, which stands behind it")
+            if instruction.name in seen:
+                raise ValueError(f"%{instruction.name} stands twice in {computation.name}")
+            seen.add(instruction.name)
+    run = max(size_of(program, computation) for computation in program)
+    if run > _MOST_RUN:
+        raise ValueError(f"its calls run through {run} instructions")
+
+
+def size_of(program: Program, computation: Computation, above: Set[str] = frozenset()) -> int:
+    """The number of instructions of a computation and of all that it calls.
+
+    Args:
+        program: The program, to look up the computations that are called.
+        computation: The computation.
+        above: Those that call it.
+
+    Raises:
+        ValueError: If a computation calls itself.
+    """
+    name, sizes = computation.name, program.sizes
+    if name in above:
+        raise ValueError(f"{name} calls itself")
+    if name not in sizes:
+        called = [n for i in computation for n in i.called if n in program.computations]
+        inner = above | {name}
+        of_called = [size_of(program, program.computations[n], inner) for n in called]
+        sizes[name] = len(computation.instructions) + sum(of_called)
+    return sizes[name]
 
 
 def _add(computation: Computation, line: str) -> None:

@@ -3,11 +3,13 @@
 import html
 import io
 import math
+import os
 from typing import Any
 
 from rich.console import Console
 
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.page import delivered, file_of
 from keras_tpu_dist.common.svg import COLOURS, GREY, ON_COLOUR
 from keras_tpu_dist.common.text import size_text
 from keras_tpu_dist.layout.axes import entry_names
@@ -131,11 +133,12 @@ class Picture:
             path: The file to write; any ending but `.svg` is left to matplotlib.
 
         Raises:
+            ValueError: If its folder is missing, or its ending names no format.
             ImportError: If the file is no `.svg` and matplotlib is not installed.
         """
-        if str(path).lower().endswith(".svg"):
-            with open(path, "w", encoding="utf-8") as file:
-                file.write(self.svg())
+        file = file_of(path)
+        if file.suffix.lower() == ".svg":
+            delivered(self.svg(), file)
             return
         try:
             from matplotlib.figure import Figure
@@ -147,7 +150,16 @@ class Picture:
                     fix='Install it with pip install "keras_tpu_dist[plot]", or save an .svg.',
                 )
             ) from error
-        self.figure(Figure).savefig(path, dpi=150, bbox_inches="tight")
+        try:
+            self.figure(Figure).savefig(file, dpi=150, bbox_inches="tight")
+        except ValueError as error:
+            raise ValueError(
+                message(
+                    "A picture is written in a format that matplotlib knows.",
+                    received=f"path={os.fspath(path)!r}: {error}.",
+                    fix="Give the file the ending .png or .svg.",
+                )
+            ) from error
 
 
 def _grids(figure_type, panels, title, label, colour):

@@ -109,11 +109,13 @@ class LayoutRules:
         Raises:
             ValueError: If it is no JSON, or a pattern or an entry in it is malformed.
         """
-        received = {"json": text[:80]}
+        received = {"json": text[:80] if isinstance(text, str) else text}
+        rules = None
         try:
-            rules = json.loads(text)
-        except json.JSONDecodeError as error:
-            rules, received["error"] = None, str(error)
+            if isinstance(text, str):
+                rules = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            received["error"] = str(error)
         if not isinstance(rules, list):
             raise ValueError(
                 message(
@@ -342,7 +344,7 @@ def _checked_rule(rule) -> tuple[str, Axes]:
     try:
         re.compile(pattern)
         re.compile(_from_the_right(pattern))
-    except re.error as error:
+    except (re.error, RecursionError, OverflowError) as error:
         raise ValueError(
             message(
                 "The pattern of a layout rule is a regular expression.",

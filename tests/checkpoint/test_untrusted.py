@@ -1,12 +1,17 @@
 """What a checkpoint says is data, whoever wrote it: no attribute, no code, no more memory."""
 
+import json
 import logging
 import os
 import shutil
+import tracemalloc
+import zipfile
 
+import h5py
 import keras
 import pytest
 from checkpoint_models import X, Y, made
+from helpers import assert_close
 from untrusted import rewrite
 
 import keras_tpu_dist as ktd
@@ -168,3 +173,151 @@ def test_a_large_manifest_is_not_read(copied):
     (copied / "8" / "manifest" / "metadata").symlink_to("/dev/zero")
     with pytest.raises(ktd.CheckpointError, match="in files of at most 64 MiB"):
         ktd.restore(made("stock"), copied, step=8)
+
+
+def test_a_large_state_of_callbacks_is_left_out(copied, tmp_path, caplog):
+    def change(data):
+        rows = data["arrays"]["extra"]
+        rows[0]["shape"] = [2**40]
+
+    rewrite(copied, 8, change)
+    with caplog.at_level(logging.WARNING, "keras_tpu_dist"):
+        _, stopping, _ = resumed(copied, tmp_path)
+    assert "more than the model" in caplog.text
+    assert len(stopping.best_weights) == 8
+
+
+def test_chunks_are_no_larger_than_their_array(copied):
+    tensorstore = pytest.importorskip("tensorstore")
+    arrays = copied / "8" / "arrays"
+    kvstore = tensorstore.KvStore.open({"driver": "ocdbt", "base": f"file://{arrays}/"}).result()
+    key = "weights_00000/.zarray"
+    described = json.loads(kvstore[key])
+    described["chunks"] = [2**16, 2**16]
+    kvstore[key] = json.dumps(described).encode()
+    with pytest.raises(ktd.CheckpointError, match="in chunks no larger than itself"):
+        ktd.restore(made("stock"), copied, step=8)
+    assert ktd.restore(made("stock"), copied).step == 4
+    described |= {"chunks": [1, 1], "shape": [2**16, 2**16]}
+    kvstore[key] = json.dumps(described).encode()
+    with pytest.raises(ktd.CheckpointError, match=r"manifest=\(.*stored=\(65536, 65536\)"):
+        ktd.restore(made("stock"), copied, step=8)
+
+
+def keras_file(path, build=None):
+    model = made("stock")
+    model.save(path)
+    return model
+
+
+def rezipped(path, kind, content=None):
+    """The same file, compressed, and with other weights."""
+    with zipfile.ZipFile(path) as old:
+        parts = {name: old.read(name) for name in old.namelist()}
+    parts["model.weights.h5"] = content or parts["model.weights.h5"]
+    with zipfile.ZipFile(path, "w", kind) as new:
+        for name, part in parts.items():
+            new.writestr(name, part)
+
+
+def test_a_file_of_keras_is_read_from_where_it_lies(tmp_path):
+    path = tmp_path / "a.keras"
+    one, other = keras_file(path), made("stock")
+    for how in (None, zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        if how is not None:
+            rezipped(path, how)
+        other.set_weights([0 * w for w in other.get_weights()])
+        assert ktd.restore(other, path).loaded
+        assert_close(other.get_weights(), one.get_weights())
+
+
+def most_memory(do):
+    """The most bytes of Python and NumPy while something is done."""
+    tracemalloc.start()
+    try:
+        do()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def fails(path, words):
+    with pytest.raises(ktd.CheckpointError, match=words):
+        ktd.restore(made("stock"), path)
+
+
+def test_a_small_file_does_not_become_a_large_one(tmp_path):
+    path = tmp_path / "a.keras"
+    keras_file(path)
+    rezipped(path, zipfile.ZIP_DEFLATED, bytes(256 * 2**20))
+    assert path.stat().st_size < 2**20
+    assert most_memory(lambda: fails(path, "once it is no more compressed")) < 32 * 2**20
+
+
+def changed_h5(path, how):
+    """A file of weights of which one array is stored otherwise."""
+    made("stock").save_weights(path)
+    with h5py.File(path, "a") as file:
+        found = []
+        file.visititems(
+            lambda name, each: found.append(name) if isinstance(each, h5py.Dataset) else None
+        )
+        name = next(n for n in found if len(file[n].shape) == 2)
+        shape = file[name].shape
+        del file[name]
+        how(file, name, shape)
+
+
+def huge(file, name, shape):
+    file.create_dataset(name, (2**16, 2**12), "f4", chunks=(64, 64), compression="gzip")
+
+
+def huge_chunks(file, name, shape):
+    huge = {"chunks": (2**12, 2**12), "maxshape": (None, None)}
+    file.create_dataset(name, shape, "f4", compression="gzip", fillvalue=1, **huge)
+    file[name][:] = 1
+
+
+def elsewhere(file, name, shape):
+    file[name] = h5py.ExternalLink("/etc/passwd", "/x")
+
+
+def words(file, name, shape):
+    file.create_dataset(name, shape, "S1000000")
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "words"),
+    [
+        (huge, ValueError, r"saved as \(65536, 4096\)"),
+        (huge_chunks, ktd.CheckpointError, "in chunks"),
+        (elsewhere, ktd.CheckpointError, "Not allowed: H5 file with ExternalLink"),
+        (words, (ValueError, ktd.CheckpointError), "S1000000"),
+    ],
+)
+def test_an_array_takes_what_its_weight_does(how, error, words, tmp_path):
+    path = tmp_path / "a.weights.h5"
+    changed_h5(path, how)
+
+    def refused():
+        with pytest.raises(error, match=words):
+            ktd.restore(made("stock"), path)
+
+    assert most_memory(refused) < 32 * 2**20
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path):
+    for name in ("a.keras", "a.weights.h5", "a.weights.json"):
+        os.mkfifo(tmp_path / name)
+        fails(tmp_path / name, "no regular file")
+
+
+def test_an_old_backup_of_another_form(tmp_path):
+    folder = tmp_path / "backup"
+    folder.mkdir()
+    made("stock").save_weights(folder / "latest.weights.h5")
+    for text in ("[" * 10**5, "[1]", '{"epoch": "x"}', '{"seeds": 3}', '{"epoch": -1}'):
+        (folder / "training_metadata.json").write_text(text)
+        model = made("stock")
+        with pytest.raises(ktd.CheckpointError, match=r"cannot be read.*Received: .*\[ktd e"):
+            model.fit(X, Y, verbose=0, callbacks=[ktd.callbacks.BackupAndRestore(folder)])

@@ -4,6 +4,7 @@ import re
 import pytest
 from dryrun.made import EVIL, made_comparison, made_run
 
+import keras_tpu_dist as ktd
 from keras_tpu_dist.dryrun.page import kinds_of_memory
 from keras_tpu_dist.dryrun.scatter import Point, scatter_svg
 from keras_tpu_dist.dryrun.torus import Torus
@@ -201,3 +202,30 @@ def test_a_program_that_fits_may_need_more_than_the_limit_in_turns():
     refused = made_run(fits=False, total_bytes=21 * GIB, memory=memory)
     assert refused.overflow_bytes == 21 * GIB - refused.limit_bytes
     assert "too much" in str(refused)
+
+
+def test_a_page_does_not_follow_links_beside_it(tmp_path, monkeypatch):
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    # Whoever may write there guesses the name; none of them is followed.
+    monkeypatch.setattr("os.getpid", lambda: 7)
+    monkeypatch.setattr("secrets.token_hex", lambda n: "7")
+    for name in (".page.html.7.part", ".picture.svg.7.part"):
+        (tmp_path / name).symlink_to(victim)
+    with pytest.raises(FileExistsError):
+        made_run().to_html(tmp_path / "page.html")
+    monkeypatch.undo()
+    made_run().to_html(tmp_path / "page.html")
+    ktd.TPUStrategy().show().save(tmp_path / "picture.svg")
+    assert victim.read_text() == "precious"
+    assert (tmp_path / "page.html").stat().st_mode & 0o444 == 0o444
+
+
+def test_a_page_needs_a_path(tmp_path):
+    for wrong in ("", 3, True):
+        with pytest.raises(ValueError, match=r"which has a path\. Received: path="):
+            made_run().to_html(wrong)
+    with pytest.raises(ValueError, match="a folder that exists"):
+        ktd.TPUStrategy().show().save(tmp_path / "no" / "a.svg")
+    with pytest.raises(ValueError, match="a format that matplotlib knows"):
+        ktd.TPUStrategy().show().save(tmp_path / "a.xyz")

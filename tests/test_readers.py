@@ -1,0 +1,150 @@
+"""No reader does what a stranger's file says, and none raises but in our form: see readers.py."""
+
+import ast
+import functools
+import os
+import pathlib
+
+import pytest
+from readers import READERS, fuzz, read_one
+
+import keras_tpu_dist as ktd
+
+ROOT = pathlib.Path(ktd.__file__).parent
+# What `tests/readers.py` found.
+SEEDS = {
+    "manifest": [],
+    "rules": ["[" * 10**5, "9" * 5000, '[["a{99999999999}", []]]', "null", '[["a", [3]]]'],
+    "marks": [
+        '{"_keras_tpu_dist_annotation": {"output": 3}}',
+        '{"_keras_tpu_dist_remat": 3}',
+        '{"unknown": 3}',
+        "[1]",
+        '"full"',
+    ],
+    "cache": ["[" * 10**5, "{}", "3", '{"key": "' + "a" * 64 + '", "value": 3}'],
+    "HLO": [
+        "ENTRY %m (p: f32[]) -> f32[] {\n  ROOT %r = f32[] copy(%r)\n}\n",
+        "ENTRY %m (p: f32[]) -> f32[] {\n  ROOT %r = f32[] call(), to_apply=%m\n}\n",
+        "ENTRY %m (p: f32[]) -> f32[] {\n  ROOT %r = f32[] fusion(), calls=%nowhere\n}\n",
+        "ENTRY %m (p: f32[]) -> f32[] {\n  %p = f32[2] parameter(0)\n  ROOT %r = f32[2] "
+        "all-reduce(%p), replica_groups=[99999999999]<=[99999999999]\n}\n",
+        "ENTRY %m (p: f32[]) -> f32[] {\n  ROOT %r = x9[] copy()\n}\n",
+        "ENTRY %m (p: f32[]) -> f32[] {",
+    ],
+    "topology": ["9" * 5000 + "*v5e:4x4", "v5e:" + "9" * 5000, "x" * 10**6, "99999999*v5e:4x4"],
+    "mesh": ["data=" + "9" * 5000, "data=4,data=2", "=8", "data=\u00b2", "float32:99999999999999"],
+}
+
+
+@pytest.mark.parametrize(("name", "text"), [(n, t) for n, found in SEEDS.items() for t in found])
+def test_what_was_found_once(name, text):
+    read_one(name, text)
+
+
+def calls_that_double(depth):
+    """A program whose calls run through 2^depth instructions."""
+    parts = ["%c0 (p: s32[]) -> s32[] {\n  ROOT %p = s32[] parameter(0)\n}\n"]
+    for i in range(1, depth):
+        parts.append(
+            f"%c{i} (p: s32[]) -> s32[] {{\n  %p = s32[] parameter(0)\n  %a = s32[] call(%p), "
+            f"to_apply=%c{i - 1}\n  ROOT %b = s32[] call(%a), to_apply=%c{i - 1}\n}}\n"
+        )
+    return "\n".join([*parts[:-1], "ENTRY " + parts[-1]])
+
+
+def sums_that_double(depth):
+    """A loop whose bound is the sum of a sum of a sum, twice each."""
+    sums = "".join(f"  %s{i} = s32[] add(%s{i - 1}, %s{i - 1})\n" for i in range(1, depth))
+    condition = (
+        f"%cond (t: (s32[])) -> pred[] {{\n  %t = (s32[]) parameter(0)\n  %i = s32[] "
+        f"get-tuple-element(%t), index=0\n  %s0 = s32[] constant(3)\n{sums}"
+        f"  ROOT %r = pred[] compare(%i, %s{depth - 1}), direction=LT\n}}\n"
+    )
+    body = (
+        "%body (t: (s32[])) -> (s32[]) {\n  %t = (s32[]) parameter(0)\n  %i = s32[] "
+        "get-tuple-element(%t), index=0\n  %o = s32[] constant(1)\n  %n = s32[] add(%i, %o)\n"
+        "  ROOT %r = (s32[]) tuple(%n)\n}\n"
+    )
+    entry = (
+        "ENTRY %m (p: s32[]) -> (s32[]) {\n  %z = s32[] constant(0)\n  %t = (s32[]) tuple(%z)\n"
+        "  ROOT %w = (s32[]) while(%t), condition=%cond, body=%body\n}\n"
+    )
+    return "\n".join((condition, body, entry))
+
+
+@pytest.mark.parametrize("text", [calls_that_double(60), sums_that_double(60)])
+def test_a_short_program_is_not_read_for_ever(text):
+    read_one("HLO", text)
+
+
+TEXTS, SEED = os.environ.get("KTD_TEXTS"), os.environ.get("KTD_SEED")
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_odd_texts(name):
+    fuzz(name, int(TEXTS or 60), None if SEED is None else int(SEED))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", READERS)
+def test_more_odd_texts(name):
+    fuzz(name, 1000)
+
+
+# Calls that make bytes into code or objects, and where they may stand: with why.
+AS_CODE = {"pickle.load", "pickle.loads", "pickle.Unpickler", "marshal.loads", "marshal.load"}
+AS_CODE |= {"eval", "exec", "compile", "np.load", "numpy.load", "joblib.load", "torch.load"}
+AS_CODE |= {"yaml.load", "dill.loads", "cloudpickle.loads", "shelve.open"}
+MAY_BE_CODE = {
+    # Its job and its result, in a folder that this process has just made for itself alone.
+    ("dryrun/worker.py", "pickle.load"),
+    ("dryrun/worker.py", "pickle.loads"),
+    ("dryrun/compile.py", "pickle.loads"),
+    # To go: what comes over the host channel.
+    ("training/own_input.py", "pickle.loads"),
+}
+# Attributes by a name that is no word of the source, and where that comes from.
+MAY_SET = {
+    ("callbacks/states.py", "setattr(callback, name, value)"): "_CHANGING, in the source",
+    ("_keras/building.py", "setattr(model, name, value)"): "two words in the source",
+    ("_keras/building.py", "setattr(keras.Variable, name, chosen)"): "a class's own names",
+    ("_keras/building.py", "delattr(keras.Variable, name)"): "a class's own names",
+    ("_keras/building.py", "setattr(keras.Variable, name, own)"): "a class's own names",
+    ("_keras/calls.py", "setattr(routed, marker, True)"): "a word of the caller",
+    ("_keras/calls.py", "setattr(kind, name, routed)"): "a word of the caller",
+    ("_keras/marks.py", "object.__setattr__(layer, self._attribute, value)"): "the mark's own",
+    ("_keras/seam.py", "setattr(holder, replacement.name, by)"): "the table in the source",
+    ("_keras/trainer.py", "object.__setattr__(model, name, value)"): "one word, compared",
+    ("training/alike.py", "setattr(callback, name, path)"): "_FILES, in the source",
+}
+
+
+@functools.cache
+def calls():
+    trees = {path: ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
+    return [
+        (path.relative_to(ROOT).as_posix(), ast.unparse(node.func), node)
+        for path, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+    ]
+
+
+def test_nothing_that_is_read_becomes_code():
+    found = {(where, name) for where, name, _ in calls() if name in AS_CODE}
+    assert found <= MAY_BE_CODE
+
+
+def test_no_attribute_is_set_by_a_name_from_a_file():
+    sets = ("setattr", "delattr", "object.__setattr__")
+    by_name = {
+        (where, ast.unparse(node))
+        for where, name, node in calls()
+        if name in sets
+        and not isinstance(node.args[1], ast.Constant)
+        # A constant of the module, `names[0]` of a list in it, or a word with another in it.
+        and not ast.unparse(node.args[1]).isupper()
+        and ast.unparse(node.args[1]) not in ("names[0]", "attribute")
+    }
+    assert by_name == set(MAY_SET)
