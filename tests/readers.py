@@ -7,6 +7,7 @@ KTD_TEXTS=20000 KTD_SEED=1 pytest -n 0 tests/test_readers.py -k odd_texts
 """
 
 import contextlib
+import copy
 import gzip
 import json
 import pathlib
@@ -252,10 +253,11 @@ def changed_json(draw, whole: str) -> str:
         holder, key = draw(st.sampled_from(list(places(data))))
         what = draw(st.sampled_from(("put", "put", "put", "drop", "twice")))
         if holder is None:
-            data = draw(st.sampled_from(ODD))
+            data = copy.deepcopy(draw(st.sampled_from(ODD)))
             break
         if what == "put":
-            holder[key] = draw(st.sampled_from(ODD) | small)
+            # A copy, as later changes go into it.
+            holder[key] = copy.deepcopy(draw(st.sampled_from(ODD) | small))
         elif what == "drop":
             del holder[key]
         elif isinstance(holder, list):
