@@ -3,7 +3,11 @@
 import json
 import logging
 import os
+import pathlib
+import re
 import shutil
+import subprocess
+import sys
 import tracemalloc
 import zipfile
 
@@ -321,3 +325,22 @@ def test_an_old_backup_of_another_form(tmp_path):
         model = made("stock")
         with pytest.raises(ktd.CheckpointError, match=r"cannot be read.*Received: .*\[ktd e"):
             model.fit(X, Y, verbose=0, callbacks=[ktd.callbacks.BackupAndRestore(folder)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["orbax", "keras"])
+def test_reading_does_nothing_else(kind, tmp_path):
+    # In a process of its own, as nothing takes a hook for audit events away again.
+    script = pathlib.Path(__file__).parent / "reading.py"
+    command = [sys.executable, str(script), kind, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+
+
+def test_what_the_page_names_is_there():
+    root = pathlib.Path(__file__).parents[2]
+    page = (root / "docs" / "security.md").read_text()
+    sentence = "runs no code, allocates no more than the model, and writes nowhere"
+    assert all(sentence in text for text in (page, (root / "SECURITY.md").read_text()))
+    for file, test in re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", page):
+        assert f"def {test}" in (root / file).read_text()
