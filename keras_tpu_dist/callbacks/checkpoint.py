@@ -28,6 +28,7 @@ from keras_tpu_dist.checkpoint.snapshot import extra_of, snapshot
 from keras_tpu_dist.checkpoint.store import Store, folder
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.processes.channel import agree
+from keras_tpu_dist.processes.encoding import ANYTHING, Each, Named
 from keras_tpu_dist.training.fit_control import FitControl
 from keras_tpu_dist.training.input_position import (
     InputPosition,
@@ -301,7 +302,7 @@ class Checkpoint(keras.callbacks.Callback):
         if self._launches % _LAUNCHES_BETWEEN_LOOKS and jax.process_count() > 1:
             return False
         due = time.monotonic() - self._saved_at_s >= self._every_s
-        return agree("looking at the clock of process 0", FIX, due)[0]
+        return agree("looking at the clock of process 0", FIX, due, bool)[0]
 
     def _due_after(self, epochs: int) -> bool:
         return self._every_epochs is not None and epochs % self._every_epochs == 0
@@ -317,7 +318,8 @@ class Checkpoint(keras.callbacks.Callback):
         self._since_saved, self._saved_at_s = 0, time.monotonic()
         position = self._position(done)
         what = f"checkpoint of model {model.name!r} after {self._step} steps"
-        positions = agree(what, FIX, None if position is None else position.to_dict())
+        own = None if position is None else position.to_dict()
+        positions = agree(what, FIX, own, (None, Named(ANYTHING)))
         states, extra = states_of(self._callbacks)
         training = {
             **{"epoch": epoch, "done": done, "step": self._step, "positions": positions},
@@ -347,7 +349,7 @@ class Checkpoint(keras.callbacks.Callback):
     def _found(self, store: Store) -> bool:
         """Whether there are checkpoints, the same ones for all processes."""
         steps = store.steps
-        told = agree(f"looking for checkpoints in {self.directory}", FIX, steps)
+        told = agree(f"looking for checkpoints in {self.directory}", FIX, steps, Each(int))
         if any(each != told[0] for each in told):
             raise ValueError(
                 message(

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.processes.channel import agree
+from keras_tpu_dist.processes.encoding import Each, check_array
 
 # Elements of an array that are compared: a difference in seed or order shows in the first ones.
 _SAMPLE = 4096
@@ -94,8 +95,12 @@ def joined_rows(array: np.ndarray, groups: Sequence[Sequence[int]]) -> np.ndarra
         ValueError: If the arrays differ in more than their number of rows.
     """
     fix = "Give all processes arrays of one kind."
-    told = agree("joining the rows of all processes", fix, [*array.shape, str(array.dtype)])
-    if any(each[1:] != told[0][1:] for each in told):
+    mine = [list(array.shape), str(array.dtype)]
+    told = agree("joining the rows of all processes", fix, mine, [Each(int), str])
+    for i, (shape, dtype) in enumerate(told):
+        check_array(shape, dtype, where=f"the rows of process {i}")
+    alike = [mine[1], array.ndim, mine[0][1:]]
+    if any([dtype, len(shape), shape[1:]] != alike for shape, dtype in told):
         raise ValueError(
             message(
                 "Rows that are joined have one shape and dtype.",
@@ -104,7 +109,7 @@ def joined_rows(array: np.ndarray, groups: Sequence[Sequence[int]]) -> np.ndarra
                 fix=fix,
             )
         )
-    longest = max(each[0] for each in told)
+    longest = max(shape[0] for shape, _ in told)
     raw = np.zeros((longest, *array.shape[1:]), array.dtype)
     raw[: len(array)] = array
     # As bytes: JAX would make 64-bit numbers shorter.
@@ -112,7 +117,9 @@ def joined_rows(array: np.ndarray, groups: Sequence[Sequence[int]]) -> np.ndarra
     every = multihost_utils.process_allgather(flat) if flat.size else [flat] * len(told)
     first = [group[0] for group in groups]
     parts = [np.frombuffer(np.asarray(every[i]).tobytes(), array.dtype) for i in first]
-    return np.concatenate([part.reshape(raw.shape)[: told[i][0]] for i, part in zip(first, parts)])
+    return np.concatenate(
+        [part.reshape(raw.shape)[: told[i][0][0]] for i, part in zip(first, parts)]
+    )
 
 
 def _own_parts(array: Any, sharding: Any) -> jax.Array:

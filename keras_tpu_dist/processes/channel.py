@@ -5,7 +5,7 @@ A collective that not every process launches cannot be interrupted. So before th
 about to do, and all raise if it is not the same.
 """
 
-import json
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,14 +14,13 @@ import jax
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.once import say_once
+from keras_tpu_dist.processes.encoding import ANYTHING, check_form, decoded, encoded
+from keras_tpu_dist.processes.encoding import PeerError as PeerError
 
 _ROOM = "keras_tpu_dist"
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.0005, 0.05
 _LONGEST_UNWATCHED_WAIT_S = 300
-
-
-class PeerError(RuntimeError):
-    """Another process failed, ended, or does something else."""
 
 
 class Channel:
@@ -45,6 +44,7 @@ class Channel:
         self._client = client
         self._process_id = process_id
         self._num_processes = num_processes
+        self._names = {str(number) for number in range(num_processes)}
         self.why_not = why_not
         self._calls = 0
 
@@ -56,48 +56,88 @@ class Channel:
             value: Plain data, for JSON.
         """
         key = f"{_ROOM}/{room}/{self._process_id}"
-        self._client.key_value_set(key, json.dumps(value), allow_overwrite=True)
+        self._client.key_value_set(key, encoded(value), allow_overwrite=True)
 
-    def told(self, room: str) -> dict[int, Any]:
+    def told(self, room: str, form: Any = ANYTHING) -> dict[int, Any]:
         """What each process wrote, by its number; without those that have not.
 
         Args:
             room: A name.
-        """
-        found = self._client.key_value_dir_get(f"{_ROOM}/{room}/")
-        return {int(key.rpartition("/")[2]): json.loads(value) for key, value in found}
+            form: What they write there. See `encoding.decoded`.
 
-    def agree(self, what: str, fix: str, value: Any = None) -> list[Any]:
+        Raises:
+            PeerError: If an entry is anything else.
+        """
+        texts = self._texts(room)
+        return {i: decoded(text, form, where=f"{room}/{i}") for i, text in texts.items()}
+
+    def heard(self, room: str, form: Any) -> dict[int, Any]:
+        """As `told`, but what is malformed counts as not written, and the log says so once.
+
+        Args:
+            room: A name.
+            form: What processes write there.
+        """
+        found = {}
+        for i, text in self._texts(room).items():
+            try:
+                found[i] = decoded(text, form, where=f"{room}/{i}")
+            except PeerError:
+                say_once(
+                    f"a malformed entry {room!r} of the host channel is ignored; see SECURITY.md",
+                    logging.WARNING,
+                )
+        return found
+
+    def _texts(self, room: str) -> dict[int, str]:
+        found = {}
+        for key, text in self._client.key_value_dir_get(f"{_ROOM}/{room}/"):
+            name = key.rpartition("/")[2]
+            if name in self._names:
+                found[int(name)] = text
+            else:
+                say_once(
+                    "the host channel has entries that no process of this run wrote; they are "
+                    "ignored; see SECURITY.md",
+                    logging.WARNING,
+                )
+        return found
+
+    def agree(self, what: str, fix: str, value: Any = None, form: Any = ANYTHING) -> list[Any]:
         """Waits until all processes are about to do the same thing.
 
         Args:
             what: What that is, in words that are the same everywhere: `"fit of model 'a'"`.
             fix: What to write if it is not, for the error.
             value: Plain data for the others.
+            form: What they give. See `encoding.decoded`.
 
         Returns:
             The values of all processes, in their order.
 
         Raises:
-            PeerError: On every process, if one does something else, has ended, or does not come.
+            PeerError: On every process, if one does something else, has ended, does not come, or
+                gives something of another form.
         """
         self._calls += 1
         room = f"agree/{self._calls}"
         self.tell(room, [what, value])
-        here = self._gathered(room, what, fix)
+        here = self._gathered(room, what, fix, form)
         if self._calls > 1:
             # All have come here, so all have read what was said before.
             self._client.key_value_delete(f"{_ROOM}/agree/{self._calls - 1}/{self._process_id}")
         if len({said for said, _ in here.values()}) > 1:
             raise PeerError(_apart({i: said for i, (said, _) in here.items()}, fix))
+        for i, (_, given) in here.items():
+            check_form(given, form, where=f"{room}/{i}")
         return [here[i][1] for i in range(self._num_processes)]
 
-    def _gathered(self, room: str, what: str, fix: str) -> dict[int, Any]:
+    def _gathered(self, room: str, what: str, fix: str, form: Any) -> dict[int, Any]:
         began = time.monotonic()
         wait = _FIRST_WAIT_S
         asked, why = [], None
         while True:
-            here = self.told(room)
+            here = self.told(room, [str, ANYTHING])
             missing = [i for i in range(self._num_processes) if i not in here]
             if not missing:
                 return here
@@ -145,11 +185,11 @@ def opened(channel: Channel | None) -> None:
     _open = channel
 
 
-def agree(what: str, fix: str, value: Any = None) -> list[Any]:
+def agree(what: str, fix: str, value: Any = None, form: Any = ANYTHING) -> list[Any]:
     """Waits for all processes; with one process it returns at once. See `Channel.agree`."""
     if _open is None:
         _open_without_initialize()
-    return [value] if _open is None else _open.agree(what, fix, value)
+    return [value] if _open is None else _open.agree(what, fix, value, form)
 
 
 def _open_without_initialize() -> None:

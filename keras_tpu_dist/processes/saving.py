@@ -33,7 +33,8 @@ def _written_once(stock, model, filepath, *args, **kwargs):
         except Exception as caught:
             # The others are told first; then it is raised.
             error = caught
-    told = agree("saved", _FIX, None if error is None else f"{type(error).__name__}: {error}")
+    words = None if error is None else f"{type(error).__name__}: {error}"
+    told = agree("saved", _FIX, words, (None, str))
     if error is not None:
         raise error
     failed = [f"process {i}: {words}" for i, words in enumerate(told) if words]

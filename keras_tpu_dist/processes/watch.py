@@ -19,6 +19,7 @@ from typing import Any
 import jax
 
 from keras_tpu_dist.processes.channel import Channel
+from keras_tpu_dist.processes.encoding import Each
 
 logger = logging.getLogger("keras_tpu_dist")
 
@@ -30,6 +31,11 @@ _GRACE_S = 3.0
 _MOST_BEATS_PER_SECOND = 64
 _ENDED = "has ended its program"
 OUTSIDE, INSIDE, LAUNCH = 0, 1, 2
+# What processes write of themselves: how often they did so, where they are, at which level; how
+# they ended; whose end they have read.
+_ALIVE, _GONE, _READ = [int, str, (int, bool)], str, Each(int)
+# Of an error's text; the process's own output has all of it.
+_MOST_WORDS = 4000
 
 
 class Watch:
@@ -136,10 +142,11 @@ class Watch:
             error: The error's text.
         """
         self._end_watch()
-        self._channel.tell("gone", f"failed {self._where} with {error}")
+        self._channel.tell("gone", f"failed {self._where} with {error[:_MOST_WORDS]}")
         # The coordinator, if this is it, takes with it what nobody has read.
         end = time.monotonic() + 2 * _BEAT_S + _GRACE_S
-        while time.monotonic() < end and len(self._channel.told("read")) < self._num_processes - 1:
+        others = self._num_processes - 1
+        while time.monotonic() < end and len(self._channel.heard("read", _READ)) < others:
             time.sleep(0.05)
         if not self._process_id:
             # With the coordinator gone, JAX would abort the others before they end by themselves.
@@ -181,7 +188,7 @@ class Watch:
     def _look(self) -> None:
         self._beats += 1
         self._channel.tell("alive", [self._beats, self._where, self._level])
-        self._listen(self._channel.told("alive"))
+        self._listen(self._channel.heard("alive", _ALIVE))
         self._gone.update(self._told_gone())
         now = time.monotonic()
         for i in self._gone:
@@ -191,7 +198,7 @@ class Watch:
             self._end(fatal)
 
     def _told_gone(self) -> dict[int, str]:
-        gone = self._channel.told("gone")
+        gone = self._channel.heard("gone", _GONE)
         gone.pop(self._process_id, None)
         return gone
 

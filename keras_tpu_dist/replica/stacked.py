@@ -10,10 +10,14 @@ import numpy as np
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.processes.arrays import mark
 from keras_tpu_dist.processes.channel import agree
+from keras_tpu_dist.processes.encoding import Each, check_array
 from keras_tpu_dist.replica.blocks import from_blocks
 from keras_tpu_dist.replica.values import PerReplica
 from keras_tpu_dist.training.host_arrays import padded
 from keras_tpu_dist.training.strategy import Strategy
+
+# What a process says: for each of its replicas the number, the structure, and each array of it.
+_TOLD = Each([int, str, Each([str, Each(int), str, int])])
 
 
 @dataclass(frozen=True)
@@ -106,10 +110,13 @@ def _told(flat: Mapping[int, tuple], strategy: Strategy, name: str) -> tuple[set
         for i, (leaves, treedef) in flat.items()
     ]
     fix = f"Call it in all processes: each calls {name} for its own replicas."
-    told = agree(f"making a value per replica by {name}", fix, mine) if several else [mine]
+    what = f"making a value per replica by {name}"
+    told = agree(what, fix, mine, _TOLD) if several else [mine]
     found: dict[int, tuple] = {}
     for process, each in enumerate(told):
         for replica, structure, plain in each:
+            for _, shape, dtype, _ in plain:
+                check_array(shape, dtype, where=f"the value of replica {replica}")
             here = (structure, [Described(k, tuple(s), d, m) for k, s, d, m in plain])
             if found.setdefault(replica, here) != here:
                 raise ValueError(

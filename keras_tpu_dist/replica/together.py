@@ -9,6 +9,7 @@ import numpy as np
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.processes.arrays import mark
 from keras_tpu_dist.processes.channel import agree
+from keras_tpu_dist.processes.encoding import Each
 from keras_tpu_dist.replica.call import Call, Leaf
 from keras_tpu_dist.replica.padding import same_numbers
 from keras_tpu_dist.training.alike import compare_variables
@@ -44,7 +45,7 @@ def check_call(what: str, call: Call, strategy: Strategy) -> None:
     """
     if strategy.placer.is_local:
         return
-    told = agree(what, _FIX, [_described(leaf) for leaf in call.leaves])
+    told = agree(what, _FIX, [_described(leaf) for leaf in call.leaves], Each(str))
     mine = told[jax.process_index()]
     for i, theirs in enumerate(told):
         if theirs != mine:
@@ -91,7 +92,7 @@ def all_the_same(what: str, pairs: list[tuple[Any, Any]], strategy: Strategy) ->
     same = all(same_numbers(*each) for pair in pairs for each in zip(*map(_parts, pair)))
     if strategy.placer.is_local:
         return same
-    return all(agree(f"the padding of {what}", _FIX, same))
+    return all(agree(f"the padding of {what}", _FIX, same, bool))
 
 
 def _parts(array: Any) -> list:

@@ -16,6 +16,7 @@ from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.processes import watch
 from keras_tpu_dist.processes.arrays import mark
 from keras_tpu_dist.processes.channel import agree
+from keras_tpu_dist.processes.encoding import Each, Named
 from keras_tpu_dist.training.batch_axis import element_names, flatten
 from keras_tpu_dist.training.membership import Membership
 
@@ -118,7 +119,8 @@ def compare_variables(whose: str, variables: list) -> None:
     )
     named = [f"{v.path} {tuple(v.shape)} {v.dtype}{_laid(v)}" for v in variables]
     what = f"comparing the weights of {whose}"
-    told = agree(what, fix, {"names": named, "parts": _parts(variables)})
+    mine = {"names": named, "parts": _parts(variables)}
+    told = agree(what, fix, mine, {"names": Each(str), "parts": Each(Named(int))})
     _check_same_variables(named, [each["names"] for each in told])
     told = [each["parts"] for each in told]
     for index, variable in enumerate(variables):
@@ -172,7 +174,7 @@ def compared(batches: Iterable) -> Iterator:
         "shuffles it (keras.utils.set_random_seed, tf.data.Dataset.shuffle(seed=...))."
     )
     mine = [_NO_BATCH] if first is None else _marks(first)
-    for i, theirs in enumerate(agree("the first batch of an epoch", fix, mine)):
+    for i, theirs in enumerate(agree("the first batch of an epoch", fix, mine, Each(str))):
         if theirs != mine:
             names = ["batch"] if first is None else element_names(first)
             element = next((n for n, a, b in zip(names, mine, theirs) if a != b), "batch")

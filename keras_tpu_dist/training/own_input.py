@@ -5,10 +5,8 @@ over the host channel, some steps ahead. Who has no rows left takes part with no
 come to their end.
 """
 
-import base64
 import math
-import pickle
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +18,7 @@ from jax.experimental.sparse import JAXSparse
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.processes.arrays import joined_rows, mark
 from keras_tpu_dist.processes.channel import agree
+from keras_tpu_dist.processes.encoding import ANYTHING, Each, PeerError, check_array, fits
 from keras_tpu_dist.training.batch_axis import element_names, flatten
 from keras_tpu_dist.training.host_arrays import as_array, check_same_rows, checked_rows
 from keras_tpu_dist.training.shares import Shares
@@ -31,6 +30,11 @@ _FIX = (
     'With input="per_process" each process brings its part of every batch: the same structure, '
     "shapes and dtypes in all of them, any number of rows."
 )
+# What a process says of a batch: its rows; of each array the name, the shape with -1 for the rows,
+# the dtype, and a mark of what all bring alike; and how the arrays lie in it.
+_BATCH = {"rows": int, "leaves": Each([str, Each(int), str, (int, None)]), "structure": ANYTHING}
+_NEXT = {"ended": bool, "batches": Each(_BATCH), "marks": Each(Each(int))}
+_MOST_DEPTH = 16
 
 
 @dataclass(frozen=True)
@@ -73,8 +77,8 @@ class OwnInput:
         """
         leaves, treedef = flatten(batch)
         batch = jax.tree.unflatten(treedef, [as_array(leaf) for leaf in leaves])
-        told = agree("the rows of a batch", _FIX, {"batches": [self._described(batch)]})
-        return Share(batch, self._rows([each["batches"][0] for each in told]))
+        told = agree("the rows of a batch", _FIX, self._described(batch), _BATCH)
+        return Share(batch, self._rows(told))
 
     def joined(self, structure: Any) -> Any:
         """Arrays with the rows of all processes, in the order of the input shards.
@@ -91,7 +95,7 @@ class OwnInput:
             num_batches: How many batches this process has, or `None` if it does not know.
             ragged: Whether its last one is smaller.
         """
-        told = agree("the number of batches", _FIX, [num_batches, ragged])
+        told = agree("the number of batches", _FIX, [num_batches, ragged], [(int, None), bool])
         numbers = [number for number, _ in told]
         uneven = any(each != told[0] for each in told)
         known = None not in numbers
@@ -129,7 +133,7 @@ class OwnInput:
         described = [self._described(batch) for batch in ahead.batches]
         marks = [_marks(batch) for batch in list(ahead.batches)[:1]] if first else []
         said = {"ended": ahead.ended, "batches": described, "marks": marks}
-        told = agree("the rows of the next batches", _FIX, said)
+        told = agree("the rows of the next batches", _FIX, said, _NEXT)
         if first:
             self._check_group([each["marks"] for each in told])
         return told
@@ -143,6 +147,9 @@ class OwnInput:
 
     def _rows(self, described: list[dict | None]) -> tuple[int, ...]:
         """The rows of each input shard, from what each process said of its batch."""
+        for i, each in enumerate(described):
+            if each is not None:
+                _check_arrays(each, i)
         first, own = next((i, d) for i, d in enumerate(described) if d is not None)
         for i, each in enumerate(described):
             if each is not None and each["leaves"] != own["leaves"]:
@@ -169,7 +176,7 @@ class OwnInput:
         return rows
 
     def _described(self, batch: Any) -> dict[str, Any]:
-        leaves, treedef = flatten(batch)
+        leaves, _ = flatten(batch)
         shapes, first = [], None
         for name, axis, leaf in zip(element_names(batch), self._axes(batch), leaves):
             if isinstance(leaf, JAXSparse):
@@ -184,12 +191,8 @@ class OwnInput:
                 shape[axis] = -1
             dtype = str(jax.dtypes.canonicalize_dtype(leaf.dtype))
             shapes.append([name, shape, dtype, same])
-        structure = pickle.dumps(jax.tree.unflatten(treedef, range(len(leaves))))
-        return {
-            "rows": first[1] if first else 0,
-            "leaves": shapes,
-            "structure": base64.b64encode(structure).decode(),
-        }
+        rows = first[1] if first else 0
+        return {"rows": rows, "leaves": shapes, "structure": described_structure(batch)}
 
     def _check_group(self, marks: list[list]) -> None:
         """The first batch of an epoch, where several processes must bring the same."""
@@ -264,11 +267,96 @@ def _empty(described: dict) -> Any:
                 fix="Give all processes equally many batches.",
             )
         )
-    structure = pickle.loads(base64.b64decode(described["structure"]))
-    treedef = jax.tree.structure(structure)
-    shapes = [[max(size, 0) for size in shape] for _, shape, _, _ in leaves]
-    arrays = [np.zeros(shape, dtype) for shape, (_, _, dtype, _) in zip(shapes, leaves)]
-    return jax.tree.unflatten(treedef, arrays)
+    arrays = (np.zeros([max(size, 0) for size in shape], dtype) for _, shape, dtype, _ in leaves)
+    return structure_of(described["structure"], arrays)
+
+
+def described_structure(node: Any) -> Any:
+    """How the arrays of a batch lie in it, as plain data.
+
+    Args:
+        node: The batch, or a part of it: a tuple, list, dict, `None`, or an array.
+
+    Raises:
+        ValueError: If it is another container.
+    """
+    if node is None:
+        return None
+    if type(node) in (tuple, list):
+        return [type(node).__name__, *map(described_structure, node)]
+    if type(node) in (dict, OrderedDict) and all(type(key) in (str, int) for key in node):
+        # JAX flattens a dict in the order of its sorted keys, an ordered one in its own.
+        keys = list(node) if isinstance(node, OrderedDict) else sorted(node)
+        items = [[key, described_structure(node[key])] for key in keys]
+        return [type(node).__name__, *items]
+    if not jax.tree.structure(node) == jax.tree.structure(0):
+        raise ValueError(
+            message(
+                'Batches under input="per_process" are arrays in tuples, lists and dicts whose '
+                "keys are strings or integers.",
+                received=f"{type(node).__name__}: {str(node)[:80]}.",
+                fix="Make a dict or a tuple of it.",
+            )
+        )
+    return 0
+
+
+def structure_of(described: Any, arrays: Iterator) -> Any:
+    """A batch, from what `described_structure` says of it and its arrays in their order.
+
+    Args:
+        described: What another process says.
+        arrays: The arrays.
+
+    Raises:
+        PeerError: If it says no structure, or one of another number of arrays.
+    """
+    batch = _built(described, arrays, 0)
+    if next(arrays, None) is not None:
+        raise _malformed("a structure of fewer arrays")
+    return batch
+
+
+def _built(described: Any, arrays: Iterator, depth: int) -> Any:
+    if described is None:
+        return None
+    if described == 0 and type(described) is int:
+        array = next(arrays, None)
+        if array is None:
+            raise _malformed("a structure of more arrays")
+        return array
+    if type(described) is not list or depth > _MOST_DEPTH:
+        raise _malformed("no structure")
+    kind, *items = described or [None]
+    if kind in ("tuple", "list"):
+        nodes = [_built(item, arrays, depth + 1) for item in items]
+        return tuple(nodes) if kind == "tuple" else nodes
+    if kind not in ("dict", "OrderedDict") or not any(
+        fits(items, Each([key, ANYTHING]), depth) for key in (str, int)
+    ):
+        raise _malformed("no structure")
+    pairs = [(key, _built(item, arrays, depth + 1)) for key, item in items]
+    built = OrderedDict(pairs) if kind == "OrderedDict" else dict(pairs)
+    if len(built) < len(pairs):
+        raise _malformed("a structure with one key twice")
+    return built
+
+
+def _check_arrays(described: dict, process: int) -> None:
+    for name, shape, dtype, _ in described["leaves"]:
+        sizes = [described["rows"] if size == -1 else size for size in shape]
+        check_array(sizes, dtype, where=f"{name[:80]} of process {process}")
+
+
+def _malformed(received: str) -> PeerError:
+    return PeerError(
+        message(
+            "What processes tell each other of a batch describes one.",
+            received=f"{received}.",
+            fix="Let nobody but the processes of this run reach the coordinator's port: see "
+            "SECURITY.md.",
+        )
+    )
 
 
 def _raise_unlike(one: int, ours: list, other: int, theirs: list) -> None:

@@ -1,0 +1,163 @@
+"""What processes write for each other, as text: plain data of a known form and a bounded size.
+
+JAX's coordinator authenticates nobody unless it is given certificates, so whoever reaches its port
+can write there. What is read is numbers, strings, lists and dicts, and it becomes nothing else.
+"""
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from keras_tpu_dist.common.errors import message
+
+# Plain data takes up to some twenty times the bytes of its text. The largest text of this package,
+# the marks of a model's weights, has about a hundredth of this.
+MOST_BYTES = 16 * 2**20
+_MOST_DEPTH = 32
+# Of an array that a process brings for one step: what is beyond it was written by a stranger.
+_MOST_BYTES_OF_AN_ARRAY, _MOST_DIMENSIONS = 2**36, 64
+_NUMBERS = frozenset(
+    str(np.dtype(kind))
+    for kind in (
+        *(np.bool_, np.int8, np.int16, np.int32, np.int64, np.float16, np.float32, np.float64),
+        *(np.uint8, np.uint16, np.uint32, np.uint64, np.complex64, np.complex128),
+        *(k for k in vars(ml_dtypes).values() if isinstance(k, type) and issubclass(k, np.generic)),
+    )
+)
+_TEXTS = re.compile(r"object|[<>|=]?[OSU]\d{0,9}")
+
+
+class PeerError(RuntimeError):
+    """Another process failed, ended, or does something else."""
+
+
+@dataclass(frozen=True)
+class Each:
+    """The form of a list of any length: the form of each of its elements."""
+
+    form: Any
+
+
+@dataclass(frozen=True)
+class Named:
+    """The form of a dict with any strings for keys: the form of each of its values."""
+
+    form: Any
+
+
+class _Anything:
+    """The form of all plain data."""
+
+
+ANYTHING = _Anything()
+
+
+def encoded(value: Any) -> str:
+    """Plain data as text.
+
+    Args:
+        value: `None`, a bool, a number, a string, or lists and dicts of these.
+    """
+    return json.dumps(value)
+
+
+def decoded(text: str, form: Any = ANYTHING, *, where: str = "a message") -> Any:
+    """The plain data that a text holds.
+
+    Args:
+        text: What another process wrote, or a stranger.
+        form: What it must be: a type (`int`, `str`, ...), `None`, a tuple of alternatives, a list
+            of as many forms, a dict of exactly these keys, `Each(form)` or `Named(form)`.
+        where: What errors call the place where it was read.
+
+    Raises:
+        PeerError: If it is anything else.
+    """
+    if len(text) > MOST_BYTES:
+        raise _malformed(where, text, f"more than {MOST_BYTES} characters")
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        raise _malformed(where, text, "no plain data") from None
+    check_form(value, form, where=where)
+    return value
+
+
+def check_form(value: Any, form: Any, *, where: str) -> None:
+    """Raises unless plain data has a form.
+
+    Args:
+        value: What `decoded` gave.
+        form: See there.
+        where: See there.
+
+    Raises:
+        PeerError: If it has another.
+    """
+    if not fits(value, form):
+        raise _malformed(where, encoded(value), "another form")
+
+
+def check_array(shape: Sequence[int], dtype: str, *, where: str) -> None:
+    """Raises unless a process could have an array of this shape and dtype.
+
+    Args:
+        shape: What a process says of its shape.
+        dtype: What it says of its dtype.
+        where: What errors call it.
+
+    Raises:
+        PeerError: If not.
+    """
+    sizes = list(shape)
+    if dtype in _NUMBERS or _TEXTS.fullmatch(dtype):
+        plain = len(sizes) <= _MOST_DIMENSIONS and all(size >= 0 for size in sizes)
+        each = np.dtype(dtype).itemsize if dtype in _NUMBERS else 1
+        if plain and math.prod(sizes) * each <= _MOST_BYTES_OF_AN_ARRAY:
+            return
+    raise _malformed(where, encoded([sizes, dtype]), "no array that could be")
+
+
+def fits(value: Any, form: Any, depth: int = 0) -> bool:
+    """Whether plain data has a form.
+
+    Args:
+        value: What `json.loads` made.
+        form: See `decoded`.
+        depth: In how many lists and dicts the value lies.
+    """
+    if depth > _MOST_DEPTH:
+        return False
+    if isinstance(form, tuple):
+        return any(fits(value, each, depth) for each in form)
+    if isinstance(form, _Anything):
+        form = Each(form) if type(value) is list else Named(form) if type(value) is dict else object
+    if isinstance(form, Each):
+        return type(value) is list and all(fits(each, form.form, depth + 1) for each in value)
+    if isinstance(form, Named):
+        values = value.values() if type(value) is dict else [None]
+        return type(value) is dict and all(fits(each, form.form, depth + 1) for each in values)
+    if isinstance(form, list):
+        same = type(value) is list and len(value) == len(form)
+        return same and all(fits(a, b, depth + 1) for a, b in zip(value, form, strict=True))
+    if isinstance(form, dict):
+        same = type(value) is dict and value.keys() == form.keys()
+        return same and all(fits(value[key], form[key], depth + 1) for key in form)
+    return value is None if form is None else form is object or type(value) is form
+
+
+def _malformed(where: str, text: str, what: str) -> PeerError:
+    return PeerError(
+        message(
+            "What processes tell each other is plain data of a known form.",
+            received=f"{what} in {where}: {text[:80]!r}.",
+            fix="Let nobody but the processes of this run reach the coordinator's port: see "
+            "SECURITY.md.",
+        )
+    )

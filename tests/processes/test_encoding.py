@@ -1,0 +1,199 @@
+"""What strangers may write on the host channel becomes our error or plain data, never more."""
+
+import ast
+import json
+import pathlib
+import tracemalloc
+from collections import OrderedDict, namedtuple
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import keras_tpu_dist as ktd
+from keras_tpu_dist.processes import encoding, watch
+from keras_tpu_dist.processes.channel import Channel, PeerError
+from keras_tpu_dist.processes.encoding import ANYTHING, Each, Named, check_array, decoded, fits
+from keras_tpu_dist.replica import stacked
+from keras_tpu_dist.training import own_input
+from keras_tpu_dist.training.own_input import OwnInput, described_structure, structure_of
+from keras_tpu_dist.training.shares import shares_by
+
+KEYS = (
+    st.sampled_from(["rows", "leaves", "structure", "ended", "batches", "marks", "x"]) | st.text()
+)
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+PLAIN = st.recursive(
+    SCALARS, lambda inner: st.lists(inner) | st.dictionaries(KEYS, inner), max_leaves=20
+)
+# What the package reads from others.
+FORMS = [
+    *(own_input._BATCH, own_input._NEXT, stacked._TOLD, watch._ALIVE, watch._GONE, watch._READ),
+    *([str, ANYTHING], (None, Named(ANYTHING)), {"names": Each(str), "parts": Each(Named(int))}),
+    *(ANYTHING, bool, int, float, None, [(int, None), bool], Each([Each(int), str])),
+]
+
+
+def outcome(function):
+    """What a function returns, and the error that it raises if it is one of ours."""
+    try:
+        return function(), None
+    except (PeerError, ValueError) as error:
+        return None, error
+
+
+def is_ours(error):
+    """Whether an error says the rule, what was received, and the fix."""
+    return "Received: " in str(error) and len(str(error)) < 1000
+
+
+@settings(max_examples=300)
+@given(PLAIN.map(json.dumps) | st.text(), st.sampled_from(FORMS))
+@example("[" * 100_000, ANYTHING)
+@example('{"a":' * 5000 + "1" + "}" * 5000, Named(ANYTHING))
+@example("1" * 10_000, int)
+@example("[" * 40 + "]" * 40, ANYTHING)
+@example('"\\ud800"', str)
+@example("true", int)
+def test_a_text_is_plain_data_of_its_form_or_our_error(text, form):
+    value, error = outcome(lambda: decoded(text, form))
+    assert fits(value, form) if error is None else is_ours(error)
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 10**6, "[" + "[]," * 10**6 + "[]]", '"' + "a" * 10**8 + '"', "9" * 10**7]
+)
+def test_a_bomb_takes_no_memory(text):
+    tracemalloc.start()
+    with pytest.raises(PeerError):
+        decoded(text, Each(int))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 25 * encoding.MOST_BYTES
+
+
+ARRAYS = st.integers(0, 9).map(np.float32)
+BATCHES = st.recursive(
+    ARRAYS | st.none(),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+        | st.dictionaries(st.integers(), inner, max_size=3)
+        | st.lists(st.tuples(st.text(max_size=3), inner), max_size=3).map(OrderedDict)
+    ),
+    max_leaves=6,
+)
+
+
+@given(BATCHES)
+def test_every_structure_comes_back(batch):
+    leaves, treedef = jax.tree.flatten(batch)
+    again = structure_of(json.loads(json.dumps(described_structure(batch))), iter(leaves))
+    assert jax.tree.structure(again) == treedef
+    assert jax.tree.leaves(again) == leaves
+
+
+STRUCTURES = st.recursive(
+    st.sampled_from([0, None, 1, "x", True, 0.0]),
+    lambda inner: st.lists(
+        st.sampled_from(["tuple", "list", "dict", "OrderedDict", "set", 0]) | inner
+        | st.tuples(st.sampled_from(["a", "b", 1]), inner).map(list)
+    ),
+    max_leaves=10,
+)  # fmt: skip
+
+
+@settings(max_examples=300)
+@given(STRUCTURES | PLAIN, st.integers(0, 3))
+def test_a_strange_structure_is_our_error(described, number):
+    batch, error = outcome(lambda: structure_of(described, iter(np.zeros(number))))
+    assert len(jax.tree.leaves(batch)) == number if error is None else is_ours(error)
+
+
+def test_a_class_of_ones_own_is_no_structure():
+    pair = namedtuple("pair", "a b")(np.zeros(2), np.zeros(2))
+    with pytest.raises(ValueError, match=r"arrays in tuples, lists and dicts.*Received: pair"):
+        described_structure((pair, np.zeros(2)))
+
+
+@settings(max_examples=300)
+@given(
+    st.lists(st.integers(-(2**70), 2**70), max_size=3),
+    st.sampled_from(["float32", "bfloat16", "O", "<U3", "f8,f8", "m8", "float33"]) | st.text(),
+    st.integers(-1, 2**70),
+)
+def test_a_strange_batch_is_our_error(shape, dtype, rows):
+    """Nothing is allocated for what no process could bring."""
+    own = OwnInput(shares_by(np.repeat([0, 1], 4), [0], own=0), lambda batch: [0])
+    leaf = ["x", shape, dtype, None]
+    described = {"rows": rows, "leaves": [leaf], "structure": 0}
+    assert fits(described, own_input._BATCH)
+    found, error = outcome(lambda: own._rows([described, described]))
+    if error is None:
+        sizes = [float(rows if size == -1 else size) for size in shape]
+        assert (found, np.prod(sizes) <= 2**36) == ((rows, rows), True)
+    else:
+        assert is_ours(error)
+
+
+def test_numbers_of_every_kind_are_known():
+    for dtype in ("bool", "int4", "uint64", "bfloat16", "float8_e4m3fn", "complex64", "object"):
+        check_array([3, 4], dtype, where="here")
+    with pytest.raises(PeerError, match=r"no array that could be in here: '\[\[-1\], \"bool\"\]'"):
+        check_array([-1], "bool", where="here")
+
+
+class Store:
+    """The part of JAX's client that the channel uses, within one process."""
+
+    def __init__(self, **values):
+        self.values = {f"keras_tpu_dist/{key}": value for key, value in values.items()}
+
+    def key_value_set(self, key, value, allow_overwrite=False):
+        self.values[key] = value
+
+    def key_value_dir_get(self, prefix):
+        return [(k, v) for k, v in self.values.items() if k.startswith(prefix)]
+
+    def key_value_delete(self, key):
+        del self.values[key]
+
+
+def test_a_strangers_value_is_our_error():
+    store = Store(**{"agree/1/1": '["fit", [[1], "float32", 7]]'})
+    with pytest.raises(PeerError, match=r"another form in agree/1/1"):
+        Channel(store, 0, 2).agree("fit", "Do the same.", [[1], "float32"], [Each(int), str])
+
+
+def test_a_strangers_entries_are_left_out(caplog):
+    strange = {f"gone/{name}": '"failed"' for name in ("7", "-1", "x", "01", "1/2")}
+    store = Store(**strange, **{"gone/1": '{"failed": 1}', "alive/1": "[[[["})
+    looks = watch.Watch(Channel(store, 0, 2), 0, 2, peer_timeout_s=5.0)
+    looks._look()
+    assert not looks._gone
+    said = " ".join(record.getMessage() for record in caplog.records)
+    assert "entries that no process of this run wrote" in said
+    assert "a malformed entry 'alive' of the host channel is ignored" in said
+
+
+# A dry run's compiler is a process of its own, which unpickles what its parent has pickled.
+_OWN_PICKLES = {"dryrun/worker.py", "dryrun/build.py", "dryrun/compile.py"}
+_NO_CODE = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
+
+
+def test_nothing_that_is_read_becomes_code():
+    root = pathlib.Path(ktd.__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [each.name for each in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            if str(path.relative_to(root)) not in _OWN_PICKLES:
+                assert not _NO_CODE & set(names), path
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                assert node.func.id not in ("eval", "exec"), path
