@@ -21,6 +21,7 @@ from keras_tpu_dist.layout.placement import Placement
 from keras_tpu_dist.layout.planner import Plan
 from keras_tpu_dist.logical.devices import LogicalDevices
 from keras_tpu_dist.memory.remat import LayerPolicies
+from keras_tpu_dist.processes.start import watch_peers
 from keras_tpu_dist.replica.run import ReplicaCode
 from keras_tpu_dist.training import membership, pickling
 from keras_tpu_dist.training.input_clock import InputWait
@@ -145,6 +146,8 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
         self._batch_dim_name = split[0] if split else None
         name = getattr(self._topology, "name", None)
         self.runner = Runner(self.layouts, self.placer, options, only_described=name)
+        if self._topology is None and not self.placer.is_local:
+            watch_peers()
 
     @property
     def mesh(self) -> Mesh:

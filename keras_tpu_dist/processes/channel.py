@@ -10,9 +10,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import jax
-
-from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.once import say_once
 from keras_tpu_dist.processes.encoding import ANYTHING, check_form, decoded, encoded
@@ -20,7 +17,6 @@ from keras_tpu_dist.processes.encoding import PeerError as PeerError
 
 _ROOM = "keras_tpu_dist"
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.0005, 0.05
-_LONGEST_UNWATCHED_WAIT_S = 300
 
 
 class Channel:
@@ -173,6 +169,8 @@ def _each(said: dict[int, str]) -> str:
 
 
 _open: Channel | None = None
+# Opens the channel where it is needed before anybody has: `start.watch_peers`.
+_opener: Callable[[], None] = lambda: None  # noqa: E731
 
 
 def opened(channel: Channel | None) -> None:
@@ -185,20 +183,23 @@ def opened(channel: Channel | None) -> None:
     _open = channel
 
 
+def opened_by(opener: Callable[[], None]) -> None:
+    """Says what opens the channel if it is needed before that.
+
+    Args:
+        opener: Called without arguments.
+    """
+    global _opener
+    _opener = opener
+
+
+def is_open() -> bool:
+    """Whether this process has a channel."""
+    return _open is not None
+
+
 def agree(what: str, fix: str, value: Any = None, form: Any = ANYTHING) -> list[Any]:
     """Waits for all processes; with one process it returns at once. See `Channel.agree`."""
     if _open is None:
-        _open_without_initialize()
+        _opener()
     return [value] if _open is None else _open.agree(what, fix, value, form)
-
-
-def _open_without_initialize() -> None:
-    """For programs that called `jax.distributed.initialize` themselves."""
-    client = _keras.coordination_client()
-    if client is not None and jax.process_count() > 1:
-        opened(Channel(client, jax.process_index(), jax.process_count(), _not_there))
-
-
-def _not_there(missing: list[int], waited_s: float) -> str | None:
-    late = waited_s > _LONGEST_UNWATCHED_WAIT_S
-    return f"not there after {_LONGEST_UNWATCHED_WAIT_S} s" if late else None

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -11,9 +12,17 @@ import time
 from collections.abc import Iterator, Sequence
 
 from keras_tpu_dist.hardware.simulation import simulated_environment
-from keras_tpu_dist.processes.start import COORDINATOR, NUM_PROCESSES, PROCESS_ID
+from keras_tpu_dist.processes.start import COORDINATOR, LAUNCHER, NUM_PROCESSES, PROCESS_ID
 
 _GRACE_S = 10.0
+# Linux ends the program when the launcher is gone, however that ended; elsewhere `initialize`
+# looks. By a process of its own that becomes the program: fork with threads may not run Python.
+_WITH_LAUNCHER = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+if os.getppid() == int(sys.argv[1]):
+    os.execvp(sys.argv[2], sys.argv[2:])
+"""
 
 
 def launch(
@@ -22,7 +31,8 @@ def launch(
     """Runs a command as several processes that `ktd.initialize()` joins.
 
     Each line that a process prints is passed on with its number in front. The first that fails
-    ends all others, and so do Ctrl-C and SIGTERM.
+    ends all others, and so do Ctrl-C and SIGTERM. If the launcher itself is killed, they end too.
+    They listen on the loopback address only.
 
     Args:
         command: The program and its arguments.
@@ -86,6 +96,7 @@ def _environments(num_processes: int, devices: int) -> list[dict[str, str]]:
             COORDINATOR: address,
             NUM_PROCESSES: str(num_processes),
             PROCESS_ID: str(number),
+            LAUNCHER: str(os.getpid()),
             "PYTHONUNBUFFERED": "1",
         }
         for number in range(num_processes)
@@ -93,6 +104,11 @@ def _environments(num_processes: int, devices: int) -> list[dict[str, str]]:
 
 
 def _started(command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen:
+    if sys.platform == "linux":
+        if shutil.which(command[0]) is None:
+            raise FileNotFoundError(command[0])
+        starter = [sys.executable, "-I", "-S", "-c", _WITH_LAUNCHER, str(os.getpid())]
+        command = [*starter, *command]
     return subprocess.Popen(
         [*command],
         env=environment,

@@ -1,8 +1,10 @@
 """Starts JAX as one of several processes, each with the devices of its host."""
 
+import inspect
 import logging
 import os
 import threading
+import time
 from typing import Any
 
 import jax
@@ -12,20 +14,31 @@ from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.once import say_once
 from keras_tpu_dist.processes import watch
-from keras_tpu_dist.processes.channel import Channel, opened
+from keras_tpu_dist.processes.channel import Channel, is_open, opened, opened_by
 from keras_tpu_dist.processes.saving import print_in_one_process
 
 logger = logging.getLogger("keras_tpu_dist")
 
 # What `python -m keras_tpu_dist launch` tells the processes that it starts.
 COORDINATOR, NUM_PROCESSES, PROCESS_ID = "KTD_COORDINATOR", "KTD_NUM_PROCESSES", "KTD_PROCESS_ID"
+# The process of the launcher, without which its processes end.
+LAUNCHER = "KTD_LAUNCHER"
 # As sysexits.h has it: a service that is needed is not there.
 EXIT_UNAVAILABLE = 69
 
 # Whether nothing was given and no cluster found, so that this program is one process.
 _alone = False
 
+# Seconds of silence after which a process is taken for dead, if nobody says another number.
+PEER_TIMEOUT_S = 30.0
+_NOBODY_WATCHES = (
+    "JAX has several processes but no coordinator, so they can compare nothing, and one that fails "
+    "leaves the others waiting: call ktd.initialize() first in the program"
+)
 _LATER_S = 10
+_LOOK_FOR_LAUNCHER_S = 0.5
+# Who is given these as the coordinator needs nobody of another host.
+_LOOPBACK = ("localhost", "::1", "[::1]")
 _ARGUMENTS = ("coordinator", "num_processes", "process_id")
 _NOTHING = (None, None, None)
 _FIX = 'Write ktd.initialize("10.0.0.1:8476", num_processes=4, process_id=0).'
@@ -37,14 +50,21 @@ def initialize(
     process_id: int | None = None,
     *,
     timeout_s: float = 300.0,
-    peer_timeout_s: float = 30.0,
+    peer_timeout_s: float = PEER_TIMEOUT_S,
+    mtls_cert_file: str | None = None,
+    mtls_key_file: str | None = None,
+    mtls_ca_file: str | None = None,
+    mtls_peer_uri_prefix: str | None = None,
+    verify_secure_credentials: bool | None = None,
 ) -> None:
     """Makes this process one of those that train together, each on its host's devices.
 
     Call it first in the program, the same line in each process. On TPU VMs, GKE, SLURM and Open
     MPI, and under `python -m keras_tpu_dist launch`, no argument is needed. Where nothing is
     given and nothing found, the program runs as one process, and says so. A second call with the
-    same arguments does nothing.
+    same arguments does nothing. Where something else has called `jax.distributed.initialize`
+    (a SLURM or Ray wrapper, `keras.distribution.initialize`), the call adds what watches the other
+    processes; without it the first strategy over several processes does.
 
     Args:
         coordinator: The address of process 0, `"10.0.0.1:8476"`.
@@ -54,9 +74,18 @@ def initialize(
             exit code 69.
         peer_timeout_s: The seconds after which a process that is not heard from is taken for
             dead, and ends all others.
+        mtls_cert_file: As `jax.distributed.initialize` takes it, from JAX 0.12 on: the file of
+            this process's certificate. With it, the coordinator and its clients authenticate each
+            other and encrypt what they say.
+        mtls_key_file: The file of its private key.
+        mtls_ca_file: The file of the certificates that others' are checked against.
+        mtls_peer_uri_prefix: What a URI of the others' certificates must begin with, if they name
+            no host.
+        verify_secure_credentials: Whether it is an error to have no certificates.
 
     Raises:
-        ValueError: If only some of the first three are known, or one is malformed.
+        ValueError: If only some of the first three are known, one is malformed, or this JAX has
+            no certificates.
         RuntimeError: If JAX has started already, or as another process.
 
     Example:
@@ -66,10 +95,20 @@ def initialize(
     >>> ktd.TPUStrategy().num_hosts  # doctest: +SKIP
     16
     """
+    end_with_launcher()
     given = _given(coordinator, num_processes, process_id)
     _check(*given)
+    certificates = {
+        "mtls_cert_file": mtls_cert_file,
+        "mtls_key_file": mtls_key_file,
+        "mtls_ca_file": mtls_ca_file,
+        "mtls_peer_uri_prefix": mtls_peer_uri_prefix,
+        "verify_secure_credentials": verify_secure_credentials,
+    }
+    certificates = _checked({k: v for k, v in certificates.items() if v is not None})
     if jax.distributed.is_initialized():
         _check_same(given)
+        watch_peers(peer_timeout_s)
         return
     if _alone and given == _NOTHING:
         return
@@ -87,26 +126,49 @@ def initialize(
             jax.distributed.initialize(
                 *given,
                 cluster_detection_method=None if None in given else "deactivate",
+                coordinator_bind_address=_bind_address(given[0]),
                 initialization_timeout=int(timeout_s) + 60,
                 # The watch, which knows more, comes first.
                 heartbeat_timeout_seconds=int(2 * peer_timeout_s) + _LATER_S,
                 shutdown_timeout_seconds=int(2 * peer_timeout_s) + _LATER_S,
+                **certificates,
             )
         except ValueError as error:
             _no_cluster(given, error)
             return
-    _watch_peers(peer_timeout_s)
+    watch_peers(peer_timeout_s, together=True)
 
 
-def _watch_peers(peer_timeout_s: float) -> None:
+def watch_peers(peer_timeout_s: float | None = None, *, together: bool = False) -> None:
+    """Opens the host channel and starts the watch, unless that is done already.
+
+    Called by `initialize`, and by the first strategy over several processes: whoever started JAX's
+    distributed runtime, a process that fails ends the others.
+
+    Args:
+        peer_timeout_s: See `initialize`; `None` for its default.
+        together: Whether all processes do so at the same time, so that one that is never heard
+            from is dead, not late.
+    """
+    if is_open():
+        return
+    if _keras.coordination_client() is None:
+        if jax.process_count() > 1:
+            say_once(_NOBODY_WATCHES, logging.WARNING)
+        return
     _, number, own = _keras.started_as()
     if number == 1:
         return
     logger.info("process %d of %d", own, number)
     channel = Channel(_keras.coordination_client(), own, number)
-    channel.why_not = watch.start(channel, own, number, peer_timeout_s).why_not
+    silent_s = PEER_TIMEOUT_S if peer_timeout_s is None else peer_timeout_s
+    watching = watch.start(channel, own, number, silent_s, together=together)
+    channel.why_not = watching.why_not
     opened(channel)
     print_in_one_process(own)
+
+
+opened_by(watch_peers)
 
 
 def _no_cluster(given: tuple, error: ValueError) -> None:
@@ -152,6 +214,64 @@ class _Deadline:
 
     def __exit__(self, *exception):
         self._timer.cancel()
+
+
+def _checked(certificates: dict[str, Any]) -> dict[str, Any]:
+    """Arguments for JAX's mutual TLS, if this JAX takes them and can read what they name."""
+    known = inspect.signature(jax.distributed.initialize).parameters
+    if not certificates.keys() <= known.keys():
+        raise ValueError(
+            message(
+                "Certificates need a JAX whose jax.distributed.initialize takes them.",
+                received={**certificates, "jax": jax.__version__},
+                fix='pip install "jax>=0.12" (Python 3.12 or later).',
+            )
+        )
+    for name, path in certificates.items():
+        if name.endswith("_file") and not os.access(path, os.R_OK):
+            raise ValueError(
+                message(
+                    "The files of certificates can be read.",
+                    received={name: path},
+                    fix="Correct the path, or who may read the file.",
+                )
+            )
+    return certificates
+
+
+def _bind_address(coordinator: str | None) -> str | None:
+    """Where the coordinator listens, or `None` for JAX's default, which is on every address."""
+    host = (coordinator or "").rpartition(":")[0]
+    local = host in _LOOPBACK or host.startswith("127.")
+    return coordinator if local and "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ else None
+
+
+def end_with_launcher() -> None:
+    """Ends this process when the launcher that started it is gone, if one did."""
+    launcher = int(os.environ.pop(LAUNCHER, 0))
+    if launcher and os.name == "posix":
+        look = threading.Thread(target=_look_for, args=(launcher,), name="ktd-launcher")
+        look.daemon = True
+        look.start()
+
+
+def _look_for(launcher: int) -> None:
+    # It is the parent, unless it was told to start a shell that starts this program.
+    is_parent = os.getppid() == launcher
+    while os.getppid() == launcher if is_parent else _lives(launcher):
+        time.sleep(_LOOK_FOR_LAUNCHER_S)
+    logger.critical("the launcher, process %d, is gone: this process ends", launcher)
+    os._exit(watch.EXIT_PEER)
+
+
+def _lives(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def _given(coordinator, num_processes, process_id) -> tuple[str | None, int | None, int | None]:

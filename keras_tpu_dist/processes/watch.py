@@ -29,6 +29,8 @@ _BEAT_S = 1.0
 # Seconds in which the program may end by its own exception before the watch ends it.
 _GRACE_S = 3.0
 _MOST_BEATS_PER_SECOND = 64
+# Of a process that may start to watch later than this one: JAX's own heartbeats say if it is dead.
+_LONGEST_UNHEARD_S = 300.0
 _ENDED = "has ended its program"
 OUTSIDE, INSIDE, LAUNCH = 0, 1, 2
 # What processes write of themselves: how often they did so, where they are, at which level; how
@@ -46,11 +48,20 @@ class Watch:
         process_id: This process.
         num_processes: How many there are.
         peer_timeout_s: Seconds of silence after which a process is taken for dead.
+        together: Whether all processes start to watch at the same time. If not, one that was never
+            heard from may be on its way.
     """
 
     def __init__(
-        self, channel: Channel, process_id: int, num_processes: int, peer_timeout_s: float
+        self,
+        channel: Channel,
+        process_id: int,
+        num_processes: int,
+        peer_timeout_s: float,
+        *,
+        together: bool = True,
     ):
+        self._together = together
         self._channel = channel
         self._process_id = process_id
         self._num_processes = num_processes
@@ -60,6 +71,7 @@ class Watch:
         self._inside = OUTSIDE
         self._output: Any = None
         self._heard: dict[int, tuple[int, float]] = {}
+        self._unheard = set(range(num_processes)) - {process_id}
         self._gone: dict[int, str] = {}
         self._gone_since: dict[int, float] = {}
         self._positions: dict[int, tuple[str, int]] = {}
@@ -127,6 +139,8 @@ class Watch:
         """
         gone = {**self._told_gone(), **self._gone}
         reason = next((gone[i] for i in missing if i in gone), None)
+        if waited_s > _LONGEST_UNHEARD_S and any(i in self._unheard for i in missing):
+            reason = reason or f"not heard from within {_LONGEST_UNHEARD_S:g} s"
         own = self._level
         stuck = {OUTSIDE: False, INSIDE: own >= INSIDE, LAUNCH: own != LAUNCH}
         places = [self._positions.get(i, ("", OUTSIDE)) for i in missing]
@@ -206,6 +220,10 @@ class Watch:
         now = time.monotonic()
         for i in range(self._num_processes):
             beats, where, inside = alive.get(i, (0, "before its first call", OUTSIDE))
+            if i in alive:
+                self._unheard.discard(i)
+            elif not self._together:
+                continue
             if i == self._process_id or self._heard.get(i, (-1, now))[0] != beats:
                 self._heard[i] = beats, now
                 self._positions[i] = where, inside
@@ -242,10 +260,17 @@ def _exit(code: int) -> None:
 _watch: Watch | None = None
 
 
-def start(channel: Channel, process_id: int, num_processes: int, peer_timeout_s: float) -> Watch:
+def start(
+    channel: Channel,
+    process_id: int,
+    num_processes: int,
+    peer_timeout_s: float,
+    *,
+    together: bool = True,
+) -> Watch:
     """Starts the watch of this process. See `Watch`."""
     global _watch
-    _watch = Watch(channel, process_id, num_processes, peer_timeout_s)
+    _watch = Watch(channel, process_id, num_processes, peer_timeout_s, together=together)
     _watch.start()
     return _watch
 

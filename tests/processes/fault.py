@@ -10,6 +10,7 @@ import keras
 import numpy as np
 
 import keras_tpu_dist as ktd
+from keras_tpu_dist.processes import start
 
 PEER_TIMEOUT_S = 6
 
@@ -71,8 +72,23 @@ def replica_code(fault):
         print(float(strategy.reduce("sum", strategy.run(function, (1.0,)))))
 
 
-def main(fault, folder):
-    ktd.initialize(timeout_s=5 if fault == "missing" else 60, peer_timeout_s=PEER_TIMEOUT_S)
+def begin(fault, order):
+    """Starts JAX's distributed runtime, by us or by others, and the watch."""
+    coordinator = os.environ.get("KTD_COORDINATOR")
+    number, own = int(os.environ["KTD_NUM_PROCESSES"]), int(os.environ["KTD_PROCESS_ID"])
+    # What is given nowhere else where initialize is not called.
+    start.PEER_TIMEOUT_S = PEER_TIMEOUT_S
+    if order.startswith("jax"):
+        jax.distributed.initialize(coordinator, number, own)
+    if order.startswith("keras"):
+        keras.utils.set_random_seed(0)
+        keras.distribution.initialize(coordinator, number, own)
+    if order.endswith("ours"):
+        ktd.initialize(timeout_s=5 if fault == "missing" else 60, peer_timeout_s=PEER_TIMEOUT_S)
+
+
+def main(fault, folder, order="ours"):
+    begin(fault, order)
     if fault.startswith("replica"):
         replica_code(fault)
         return
@@ -134,4 +150,4 @@ def main(fault, folder):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    main(*sys.argv[1:])

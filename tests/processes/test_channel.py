@@ -1,7 +1,9 @@
 """What processes tell each other, and how a program becomes one of several."""
 
+import inspect
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import pytest
 
 import keras_tpu_dist as ktd
@@ -17,6 +20,7 @@ from keras_tpu_dist import __main__
 from keras_tpu_dist.common.errors import without_id
 from keras_tpu_dist.processes.channel import Channel, PeerError, agree
 from keras_tpu_dist.processes.launch import launch
+from keras_tpu_dist.processes.start import _bind_address
 from keras_tpu_dist.processes.watch import Watch
 
 
@@ -240,6 +244,152 @@ def test_launch_that_is_ended_ends_what_it_started(tmp_path):
         process.terminate()
         assert process.wait(60) == 128 + signal.SIGTERM
     assert not any(pathlib.Path(f"/proc/{number}").exists() for number in numbers)
+
+
+def wait_until(true, seconds=20):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and not true():
+        time.sleep(0.05)
+    return true()
+
+
+def is_gone(number):
+    """Whether a process has ended, be it that nobody has asked how."""
+    try:
+        return pathlib.Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_launch_that_is_killed_takes_what_it_started_along(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import os, time; print(os.getpid()); time.sleep(600)")
+    launcher = [sys.executable, "-m", "keras_tpu_dist", "launch", "--processes", "2", str(script)]
+    with subprocess.Popen(launcher, stdout=subprocess.PIPE, text=True) as process:
+        numbers = [int(process.stdout.readline().split()[-1]) for _ in range(2)]
+        process.kill()
+    assert wait_until(lambda: all(map(is_gone, numbers)))
+
+
+_CHILD = """
+import os, time
+from keras_tpu_dist.processes.start import end_with_launcher
+end_with_launcher()
+print(os.getpid(), flush=True)
+time.sleep(600)
+"""
+# As the launcher does it where the system does not end what it started.
+_PARENT = """
+import os, subprocess, sys
+os.environ["KTD_LAUNCHER"] = str(os.getpid())
+subprocess.run(sys.argv[1:])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.parametrize("shell", [[], ["sh", "-c", '"$@"; true', "sh"]])
+def test_a_process_ends_with_its_launcher(shell):
+    parent = [sys.executable, "-c", _PARENT, *shell, sys.executable, "-c", _CHILD]
+    with subprocess.Popen(parent, stdout=subprocess.PIPE, text=True) as process:
+        number = int(process.stdout.readline())
+        time.sleep(2)
+        assert not is_gone(number)
+        process.kill()
+    assert wait_until(lambda: is_gone(number))
+
+
+_LISTENS = """
+import os, pathlib
+import keras_tpu_dist as ktd
+ktd.initialize()
+import jax
+jax.devices()
+own = set()
+for path in pathlib.Path("/proc/self/fd").iterdir():
+    try:
+        own.add(os.readlink(path)[len("socket:["):-1])
+    except FileNotFoundError:
+        pass  # the one by which this folder is read
+for name in ("tcp", "tcp6"):
+    for line in pathlib.Path(f"/proc/self/net/{name}").read_text().splitlines()[1:]:
+        parts = line.split()
+        if parts[3] == "0A" and parts[9] in own:
+            host, port = parts[1].split(":")
+            print("port", int(port, 16) == int(os.environ["KTD_COORDINATOR"].split(":")[1]), host)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_launch_listens_on_the_loopback(tmp_path, capfd):
+    (tmp_path / "script.py").write_text(_LISTENS)
+    assert launch([sys.executable, str(tmp_path / "script.py")], 2, 1) == 0
+    lines = capfd.readouterr().out.splitlines()
+    # 127.0.0.1, or the same within IPv6.
+    found = [line.split()[-1] for line in lines if line.startswith("[0] port True")]
+    assert found
+    assert all(host in ("0100007F", "0000000000000000FFFF00000100007F") for host in found), lines
+
+
+def test_only_a_loopback_address_is_bound(monkeypatch):
+    monkeypatch.delenv("JAX_COORDINATOR_BIND_ADDRESS", raising=False)
+    for host in ("127.0.0.1", "localhost", "[::1]"):
+        assert _bind_address(f"{host}:1234") == f"{host}:1234"
+    for address in ("10.0.0.1:1234", None, "128.0.0.1:1"):
+        assert _bind_address(address) is None
+    monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", "[::]:1234")
+    assert _bind_address("127.0.0.1:1234") is None
+
+
+HAS_TLS = "mtls_cert_file" in inspect.signature(jax.distributed.initialize).parameters
+
+
+@pytest.mark.skipif(HAS_TLS, reason="this JAX takes certificates")
+def test_certificates_need_a_jax_that_takes_them():
+    with pytest.raises(ValueError, match=r"Certificates need a JAX.*mtls_cert_file='a\.pem'"):
+        ktd.initialize("localhost:1234", 2, 0, mtls_cert_file="a.pem")
+
+
+@pytest.mark.skipif(not HAS_TLS, reason="this JAX takes no certificates")
+def test_certificates_that_are_not_there():
+    with pytest.raises(ValueError, match=r"files of certificates.*mtls_key_file='nowhere\.pem'"):
+        ktd.initialize("localhost:1234", 2, 0, mtls_key_file="nowhere.pem")
+
+
+_WITH_TLS = """
+import sys
+import keras_tpu_dist as ktd
+folder, own = sys.argv[1:]
+ktd.initialize(
+    mtls_cert_file=f"{folder}/{own}.pem", mtls_key_file=f"{folder}/{own}.key",
+    mtls_ca_file=f"{folder}/run.pem", verify_secure_credentials=True, timeout_s=20,
+)
+from keras_tpu_dist.processes.channel import agree
+print(agree("being one", "", 7))
+"""
+
+
+def certificate(folder, name):
+    """A certificate for this host that nobody but itself has signed."""
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
+    command += ["-keyout", f"{folder}/{name}.key", "-out", f"{folder}/{name}.pem"]
+    command += ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost"]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_TLS or not shutil.which("openssl"), reason="needs TLS and openssl")
+@pytest.mark.parametrize(("own", "code"), [("run", 0), ("stranger", 69)])
+def test_processes_with_certificates(own, code, tmp_path, capfd):
+    for name in ("run", "stranger"):
+        certificate(tmp_path, name)
+    (tmp_path / "script.py").write_text(_WITH_TLS)
+    found = launch([sys.executable, str(tmp_path / "script.py"), str(tmp_path), own], 2, 1)
+    output = capfd.readouterr().out
+    assert (found, output.count("[7, 7]")) == (code, 0 if code else 2), output
 
 
 @pytest.mark.slow

@@ -127,7 +127,9 @@ def test_a_class_of_ones_own_is_no_structure():
 )
 def test_a_strange_batch_is_our_error(shape, dtype, rows):
     """Nothing is allocated for what no process could bring."""
-    own = OwnInput(shares_by(np.repeat([0, 1], 4), [0], own=0), lambda batch: [0])
+    shares = shares_by(np.repeat([0, 1], 4), [0], own=0)
+    assert shares is not None
+    own = OwnInput(shares, lambda batch: [0])
     leaf = ["x", shape, dtype, None]
     described = {"rows": rows, "leaves": [leaf], "structure": 0}
     assert fits(described, own_input._BATCH)

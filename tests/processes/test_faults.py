@@ -1,6 +1,8 @@
 """A fault in one process ends all, soon, with words that name it; nothing hangs.
 
-`python tests/processes/test_faults.py [runs]` makes all of them, as often as said.
+`python tests/processes/test_faults.py [runs [orders [faults]]]` makes all of them, as often as
+said; `5 all` in every order in which the processes can be started, `5 "jax;keras" "kill;callback"`
+some of them.
 """
 
 import collections
@@ -96,7 +98,11 @@ FAULTS = {
 MOST_S = 90
 
 
-def ends_as_told(fault, folder):
+# Who starts JAX's distributed runtime, and whether we are called after that.
+ORDERS = ("ours", "jax, ours", "jax", "keras, ours", "keras")
+
+
+def ends_as_told(fault, folder, order="ours"):
     """Runs a fault; what was wrong with how it ended, or nothing."""
     code, *words = FAULTS[fault]
     command = [sys.executable, "-m", "keras_tpu_dist", "launch", "--processes", "2"]
@@ -107,7 +113,7 @@ def ends_as_told(fault, folder):
     started = time.monotonic()
     try:
         done = subprocess.run(
-            [*command, fault, str(folder)],
+            [*command, fault, str(folder), order],
             capture_output=True,
             text=True,
             timeout=MOST_S,
@@ -153,19 +159,45 @@ def test_a_fault_ends_all_processes(fault, tmp_path):
     assert not wrong, "\n".join(wrong)
 
 
-def main(runs=1):
-    """Prints how often each fault ended as told."""
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("order", "fault"),
+    [
+        *((order, "callback") for order in ORDERS[1:]),
+        *(("jax", "callback of process 0"), ("keras", "kill"), ("jax, ours", "save alone")),
+    ],
+)
+def test_a_fault_ends_all_processes_whoever_started_them(order, fault, tmp_path):
+    wrong = ends_as_told(fault, tmp_path, order)
+    assert not wrong, "\n".join(wrong)
+
+
+def main(runs="1", orders="ours", faults=""):
+    """Prints how often each fault ended as told.
+
+    Args:
+        runs: How often each is made.
+        orders: Which of `ORDERS`, separated by `;`, or "all".
+        faults: Which of `FAULTS`, separated by `;`, or all.
+    """
     right = collections.Counter()
-    for fault in FAULTS:
-        for _ in range(runs):
+    orders = ORDERS if orders == "all" else orders.split(";")
+    cases = [
+        (fault, order)
+        for order in orders
+        for fault in (faults.split(";") if faults else FAULTS)
+        if fault != "missing" or order == "ours"
+    ]
+    for case in cases:
+        for _ in range(int(runs)):
             with tempfile.TemporaryDirectory() as folder:
-                wrong = ends_as_told(fault, folder)
-            right[fault] += not wrong
+                wrong = ends_as_told(case[0], folder, case[1])
+            right[case] += not wrong
             if wrong:
-                print(fault, *wrong, sep="\n  ")
-        print(f"{fault:20} {right[fault]} of {runs}", flush=True)
-    return sum(right.values()) != runs * len(FAULTS)
+                print(*case, *wrong, sep="\n  ")
+        print(f"{case[0]:34} {case[1]:12} {right[case]} of {runs}", flush=True)
+    return sum(right.values()) != int(runs) * len(cases)
 
 
 if __name__ == "__main__":
-    sys.exit(main(*map(int, sys.argv[1:])))
+    sys.exit(main(*sys.argv[1:]))
