@@ -111,6 +111,7 @@ from keras_tpu_dist._keras.trainer import forget_functions as forget_functions
 from keras_tpu_dist._keras.trainer import forget_state as forget_state
 from keras_tpu_dist._keras.trainer import has_state as has_state
 from keras_tpu_dist._keras.trainer import is_strategy as is_strategy
+from keras_tpu_dist._keras.trainer import is_value_of as is_value_of
 from keras_tpu_dist._keras.trainer import keep_metrics as keep_metrics
 from keras_tpu_dist._keras.trainer import listens as listens
 from keras_tpu_dist._keras.trainer import move_variable as move_variable

@@ -125,6 +125,12 @@ def _bookkeeping() -> list[Replacement]:
             hook="a fit that begins within an epoch",
         ),
         Replacement(
+            *("keras.callbacks:CallbackList", "on_epoch_end", _epoch_end),
+            why="several processes compare what callbacks assigned, once all have run",
+            hook="a distribution told of epochs",
+            parameters=("epoch", "logs"),
+        ),
+        Replacement(
             *(_TRAINER, "_get_jax_state", _get_jax_state),
             why="variables keep their values during fit, so an exception loses nothing",
             hook="a setting not to purge variables",
@@ -276,6 +282,13 @@ def _told_around(moment, stock, callbacks, *args, **kwargs):
                 told(*args, **kwargs)
 
 
+def _epoch_end(stock, callbacks, epoch, logs=None):
+    stock(callbacks, epoch, logs)
+    strategy = active_strategy()
+    if strategy is not None:
+        strategy.runner.epoch_ended()
+
+
 def _set_attribute(model, name, value):
     # Stock searches the whole training state for layers and variables after every step.
     # Public replacement: none.
@@ -378,6 +391,17 @@ def follow_state(groups: tuple[list, ...], state: tuple) -> None:
     for variables, values in zip(groups, state):
         for variable, value in zip(variables, values):
             variable._value = value
+
+
+def is_value_of(value: Any, variable: Any) -> bool:
+    """Whether a value is the very one that a variable holds, or its first. See `move_variable`.
+
+    Args:
+        value: An array.
+        variable: A `keras.Variable`.
+    """
+    held = getattr(variable, "_value", None)
+    return held is None or value is held
 
 
 def forget_state(model: Any) -> None:

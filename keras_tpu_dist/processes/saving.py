@@ -9,8 +9,9 @@ import keras
 import numpy as np
 
 from keras_tpu_dist import _keras
+from keras_tpu_dist.processes import assigned
 from keras_tpu_dist.processes.arrays import put, whole
-from keras_tpu_dist.processes.channel import PeerError, agree
+from keras_tpu_dist.processes.channel import PeerError, agree, is_open
 
 _FIX = (
     "Call save in all processes, not under `if jax.process_index() == 0`: one of them writes, all "
@@ -59,6 +60,10 @@ def _values(stock, variable: Any, dtype: Any = None, copy: bool | None = None) -
 
 
 def _assigned(stock, variable: Any, value: Any) -> None:
+    # A move to another layout assigns the value that is there.
+    moved = isinstance(value, jax.core.Tracer) or _keras.is_value_of(value, variable)
+    if is_open() and not moved:
+        assigned.note(variable)
     layout = _keras.variable_layout(variable)
     spans = isinstance(layout, jax.sharding.Sharding) and not layout.is_fully_addressable
     if not spans or isinstance(value, jax.core.Tracer) or _spans_hosts(value):
@@ -78,7 +83,26 @@ def print_in_one_process(process_id: int) -> None:
         keras.config.disable_interactive_logging()
 
 
+def _dispatched(stock, callbacks: Any, fn: Any, *args) -> None:
+    """Keras's flag holds for one thread; a bar runs in another."""
+    if keras.config.is_interactive_logging_enabled():
+        stock(callbacks, fn, *args)
+    else:
+        stock(callbacks, _without_logging, fn, *args)
+
+
+def _without_logging(function: Any, *args) -> None:
+    keras.config.disable_interactive_logging()
+    function(*args)
+
+
 _keras.declare(
+    _keras.Replacement(
+        *("keras.callbacks:CallbackList", "_async_dispatch", _dispatched),
+        why="callbacks' threads print bars, whatever keras.config says in the program's own",
+        hook="keras.config.disable_interactive_logging for all threads",
+        parameters=("fn",),
+    ),
     *(
         _keras.Replacement(
             *("keras.src.saving.saving_api", name, _written_once),

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import os
 import tempfile
+import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.processes import watch
 from keras_tpu_dist.processes.arrays import mark
+from keras_tpu_dist.processes.assigned import changes, differ, forget, whole_bytes
 from keras_tpu_dist.processes.channel import agree
 from keras_tpu_dist.processes.encoding import Each, Named
 from keras_tpu_dist.training.batch_axis import element_names, flatten
@@ -23,6 +25,14 @@ from keras_tpu_dist.training.membership import Membership
 # Calls that run many steps. What is done for each batch is not agreed on, to cost nothing.
 _LONG_CALLS = ("fit", "evaluate", "predict")
 _NO_BATCH = "no batch"
+_BEGIN_ALIKE = (
+    "Call keras.utils.set_random_seed(0) in all processes before the model is built, or load its "
+    "weights from a file."
+)
+_ASSIGN_EVERYWHERE = (
+    "Assign weights, learning rates and other variables in all processes, with the same values, "
+    "not under `if jax.process_index() == 0`."
+)
 # Callbacks of Keras that write by themselves, and the attribute that says where.
 _FILES = {keras.callbacks.CSVLogger: "filename", keras.callbacks.TensorBoard: "log_dir"}
 
@@ -42,7 +52,9 @@ def together(name: str, model: Any) -> Iterator[None]:
         yield
         return
     what = f"{name} of model {model.name!r}"
-    agree(what, fix=f"Call model.{name} in all processes, with the same model.")
+    fix = f"Call model.{name} in all processes, with the same model."
+    variables = _keras.state_variables(model) if _keras.is_built(model) else []
+    _check_changes(model, variables, agree(what, fix, changes(variables), Named(int)))
     with watch.during(what, watch.INSIDE):
         yield
 
@@ -87,6 +99,29 @@ def _check_no_backup(callback: Any) -> None:
         )
 
 
+def compare_changes(model: Any) -> None:
+    """Raises if processes assigned different values to a model's variables since it was last done.
+
+    Args:
+        model: The model.
+
+    Raises:
+        PeerError: If not all processes are here.
+        ValueError: On all processes, if they did.
+    """
+    fix = "Let all processes run the same callbacks and the same number of epochs."
+    variables = _keras.state_variables(model)
+    what = f"comparing what was assigned to variables of model {model.name!r}"
+    _check_changes(model, variables, agree(what, fix, changes(variables), Named(int)))
+
+
+def _check_changes(model: Any, variables: list, told: list[dict[str, int]]) -> None:
+    if differ(told):
+        # Rarely: who assigned what the others have already is not at fault.
+        compare_variables(f"model {model.name!r}", variables, after=True)
+    forget(variables)
+
+
 def compare_weights(member: Membership, model: Any) -> None:
     """Raises if processes that hold the same part of a weight do not agree on its values.
 
@@ -103,23 +138,21 @@ def compare_weights(member: Membership, model: Any) -> None:
     member.compared = True
 
 
-def compare_variables(whose: str, variables: list) -> None:
+def compare_variables(whose: str, variables: list, *, after: bool = False) -> None:
     """Raises if processes that hold the same part of a variable do not agree on its values.
 
     Args:
         whose: Whose variables they are, in words that are the same everywhere.
         variables: The variables, the same in all processes.
+        after: Whether they were equal once, so that all of each is compared, not its beginning.
 
     Raises:
         ValueError: On all processes.
     """
-    fix = (
-        "Call keras.utils.set_random_seed(0) in all processes before the model is built, or load "
-        "its weights from a file."
-    )
+    fix = _ASSIGN_EVERYWHERE if after else _BEGIN_ALIKE
     named = [f"{v.path} {tuple(v.shape)} {v.dtype}{_laid(v)}" for v in variables]
     what = f"comparing the weights of {whose}"
-    mine = {"names": named, "parts": _parts(variables)}
+    mine = {"names": named, "parts": _parts(variables, whole=after)}
     told = agree(what, fix, mine, {"names": Each(str), "parts": Each(Named(int))})
     _check_same_variables(named, [each["names"] for each in told])
     told = [each["parts"] for each in told]
@@ -129,7 +162,9 @@ def compare_variables(whose: str, variables: list) -> None:
             if len(set(marks.values())) > 1:
                 raise ValueError(
                     message(
-                        "All processes hold the same weights.",
+                        "All processes hold the same values in their variables."
+                        if after
+                        else "All processes hold the same weights.",
                         received=f"variable {variable.path!r}, which differs between processes "
                         f"{sorted(marks)}.",
                         fix=fix,
@@ -200,11 +235,15 @@ def _mark_of(array: Any) -> str:
     return f"{array.shape} {array.dtype} {mark(array)}"
 
 
-def _parts(variables: list) -> list[dict[str, int]]:
-    """For each variable a mark of each part that lies here."""
+def _parts(variables: list, whole: bool) -> list[dict[str, int]]:
+    """For each variable a mark of each part that lies here, or of its beginning."""
     marks = []
     for variable in variables:
         shards = getattr(variable.value, "addressable_shards", ())
         by_place = {str(shard.index): shard for shard in shards}
-        marks.append({place: mark(np.asarray(s.data)) for place, s in by_place.items()})
+        marks.append({place: _part_mark(s.data, whole) for place, s in by_place.items()})
     return marks
+
+
+def _part_mark(part: Any, whole: bool) -> int:
+    return zlib.crc32(whole_bytes(part)) if whole else mark(np.asarray(part))

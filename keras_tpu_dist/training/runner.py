@@ -16,7 +16,13 @@ from keras_tpu_dist.layout.annotations import place_output
 from keras_tpu_dist.layout.axes import named_sharding
 from keras_tpu_dist.layout.layouts import Layouts
 from keras_tpu_dist.training import membership
-from keras_tpu_dist.training.alike import compare_weights, compared, files_of_one, together
+from keras_tpu_dist.training.alike import (
+    compare_changes,
+    compare_weights,
+    compared,
+    files_of_one,
+    together,
+)
 from keras_tpu_dist.training.auto_steps import AutoSteps
 from keras_tpu_dist.training.batches import BatchPlacer
 from keras_tpu_dist.training.guard import StateGuard, recover, states_to_keep
@@ -39,6 +45,7 @@ class _Call:
     runner: "Runner"
     member: membership.Membership
     auto_steps: AutoSteps
+    model: Any = None
 
 
 # Not on the strategy, which threads share.
@@ -110,7 +117,7 @@ class Runner:
                 # state, and the fit reads it from there when it goes on.
                 _keras.forget_state(model)
             try:
-                with self.call(member) as call, call.auto_steps.chosen_for(model):
+                with self.call(member, model) as call, call.auto_steps.chosen_for(model):
                     yield
             except BaseException:
                 if member.guard is not None and _keras.has_state(model):
@@ -134,10 +141,11 @@ class Runner:
             yield
 
     @contextlib.contextmanager
-    def call(self, member: membership.Membership) -> Iterator[_Call]:
+    def call(self, member: membership.Membership, model: Any = None) -> Iterator[_Call]:
         """The layouts of layers' outputs are those of this model's plan and annotations."""
         outer = _running.get()
-        call = _Call(self, member, AutoSteps(None if outer is None else outer.auto_steps))
+        auto_steps = AutoSteps(None if outer is None else outer.auto_steps)
+        call = _Call(self, member, auto_steps, model)
         token = _running.set(call)
         try:
             yield call
@@ -201,6 +209,16 @@ class Runner:
         member = membership.of_model(model)
         if member is not None and member.guard is not None:
             member.guard.read(state)
+
+    def epoch_ended(self) -> None:
+        """Told when all callbacks have seen an epoch's end.
+
+        Raises:
+            ValueError: On all processes, if they assigned different values to variables.
+        """
+        call = _running.get()
+        if not self._is_local and call is not None and call.model is not None:
+            compare_changes(call.model)
 
     def batches(self, epoch_iterator: Any) -> DeviceIterator:
         """The iterator over the batches of one epoch.

@@ -110,6 +110,7 @@ def main(fault, folder, order="ours"):
     if fault == "data" and alone:
         x = x[::-1]
     y = x[:, :2]
+    one = np.ones((4, 8), "float32")
     callbacks = {
         "callback": At(fail),
         "callback of process 0": At(fail, process=0),
@@ -120,6 +121,9 @@ def main(fault, folder, order="ours"):
         "terminate": At(kill(signal.SIGTERM)),
         "terminate in a launch of several": At(kill(signal.SIGTERM), batch=2),
         "terminate between two fits": At(kill(signal.SIGTERM), batch=3),
+        "learning rate in callback": At(lambda: model.optimizer.learning_rate.assign(0.5)),
+        "weight in callback": At(lambda: model.layers[0].kernel.assign_add(one), epoch=True),
+        "same value in callback": At(lambda: model.optimizer.learning_rate.assign(0.01)),
         "save in callback": At(lambda: model.save(f"{folder}/a.keras"), epoch=True),
     }
     terminated = fault.startswith("terminate")
@@ -139,6 +143,12 @@ def main(fault, folder, order="ours"):
     if fault == "terminate between two fits":
         time.sleep(2)
         model.fit(x, y, batch_size=4, epochs=6, verbose=0, callbacks=kept)
+    if fault == "learning rate between" and alone:
+        model.optimizer.learning_rate = 0.5
+    if fault == "weight between" and alone:
+        bias = model.layers[1].bias.numpy()
+        bias[1] += 1e-3
+        model.layers[1].bias.assign(bias)
     if fault == "save alone" and jax.process_index() == 0:
         model.save(f"{folder}/a.keras")
     if fault == "fit alone" and alone:

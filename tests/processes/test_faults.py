@@ -22,6 +22,7 @@ import keras_tpu_dist as ktd
 SCRIPT = pathlib.Path(__file__).parent / "fault.py"
 FIT = "fit of model 'sequential'"
 _TERMINATED = "all of them have saved, and end with exit code 143"
+_DRIFTED = r"All processes hold the same values in their variables\. Received: variable "
 # What each fault ends with: the exit code, and what each process says.
 FAULTS = {
     "none": (0, "came to its end", "came to its end"),
@@ -64,7 +65,7 @@ FAULTS = {
         1,
         # Process 0 may be at the next epoch's first batch, or wait for process 1 before.
         r"process 1(:| failed in fit .*PeerError.* process 1:) saving model 'sequential' to",
-        r"process 0: (still in fit|the first batch).*; process 1: saving model 'sequential' to",
+        r"process 0: (still in fit|the first|comparing what).*; process 1: saving model 'seq",
     ),
     "fit alone": (1, f"process 1: {FIT}", "process 0: evaluate of model 'sequential'"),
     "seed": (
@@ -81,6 +82,11 @@ FAULTS = {
         1,
         *[r"same model. Received: sequential/dense/bias \(8,\) float32.* P\(.model.,\)"] * 2,
     ),
+    "learning rate in callback": (1, *[_DRIFTED + "'.*learning_rate', which differs"] * 2),
+    "weight in callback": (1, *[_DRIFTED + "'sequential/dense/kernel', which differs"] * 2),
+    "learning rate between": (1, *[_DRIFTED + "'.*learning_rate', which differs"] * 2),
+    "weight between": (1, *[_DRIFTED + "'sequential/dense_1/bias', which differs"] * 2),
+    "same value in callback": (0, "came to its end", "came to its end"),
     "replica code": (
         1,
         "process 1 failed after strategy.run of 'step' with OSError: the disk of this host",
@@ -151,7 +157,7 @@ def _opens(path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "fault",
-    ["callback", "kill", "save alone", "missing"]
+    ["callback", "kill", "save alone", "missing", "learning rate in callback", "weight between"]
     + [fault for fault in FAULTS if fault.startswith("terminate")],
 )
 def test_a_fault_ends_all_processes(fault, tmp_path):

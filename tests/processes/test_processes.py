@@ -11,6 +11,9 @@ import numpy as np
 import pytest
 from helpers import assert_close
 
+from keras_tpu_dist import _keras
+from keras_tpu_dist.processes.saving import print_in_one_process
+
 JOB = pathlib.Path(__file__).parent / "job.py"
 _spec = importlib.util.spec_from_file_location("process_job", JOB)
 job = importlib.util.module_from_spec(_spec)
@@ -51,6 +54,30 @@ def compared(tmp_path, cases, processes, devices):
         weights = [value for key, value in found.items() if key.startswith("weight")]
         assert_close(loaded.get_weights(), weights)
         loaded.load_weights(tmp_path / "several" / f"{name}.weights.h5")
+
+
+def test_a_bar_is_printed_where_its_program_prints():
+    """Keras's flag holds for one thread, and its bar runs in another."""
+    _keras.install()
+    printed = []
+
+    class Bar(keras.callbacks.Callback):
+        async_safe = True
+
+        def on_train_batch_end(self, batch, logs=None):
+            printed.append(keras.config.is_interactive_logging_enabled())
+
+    for expected in (False, True):
+        switch = keras.config.enable_interactive_logging if expected else print_in_one_process
+        callbacks = keras.callbacks.CallbackList([Bar()], model=keras.Sequential())
+        try:
+            switch(*([] if expected else [1]))
+            callbacks.on_train_begin()
+            callbacks.on_train_batch_end(0)
+            callbacks.on_train_end()
+        finally:
+            keras.config.enable_interactive_logging()
+        assert printed.pop() is expected
 
 
 def test_two_processes_are_one(tmp_path):
