@@ -33,6 +33,7 @@ class Membership:
     placement: Placement | None = None
     linted: bool = False
     compared: bool = False
+    batches_alone: int = 0
     _targets: list[tuple[Any, Any]] = field(default_factory=list)
     _versions: tuple[int, tuple[int, int]] | None = None
 
