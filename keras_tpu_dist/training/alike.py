@@ -22,7 +22,9 @@ from keras_tpu_dist.processes.encoding import Each, Named
 from keras_tpu_dist.training.batch_axis import element_names, flatten
 from keras_tpu_dist.training.membership import Membership
 
-# Calls that run many steps. What is done for each batch is not agreed on, to cost nothing.
+# Calls that run many steps. What is done for each batch is agreed on now and then, as it costs as
+# much as a small step.
+_BATCHES_BETWEEN = 32
 _LONG_CALLS = ("fit", "evaluate", "predict")
 _NO_BATCH = "no batch"
 _BEGIN_ALIKE = (
@@ -113,6 +115,20 @@ def compare_changes(model: Any) -> None:
     variables = _keras.state_variables(model)
     what = f"comparing what was assigned to variables of model {model.name!r}"
     _check_changes(model, variables, agree(what, fix, changes(variables), Named(int)))
+
+
+def compare_now_and_then(member: Membership, model: Any, name: str) -> None:
+    """Compares what was assigned, at each so many-th call of a batch alone. See `compare_changes`.
+
+    Args:
+        member: The model's membership, which counts them.
+        model: The model.
+        name: The call: `"train_on_batch"`, `"fit"`, and so on.
+    """
+    if name not in _LONG_CALLS:
+        member.batches_alone += 1
+        if not member.batches_alone % _BATCHES_BETWEEN and _keras.is_built(model):
+            compare_changes(model)
 
 
 def _check_changes(model: Any, variables: list, told: list[dict[str, int]]) -> None:

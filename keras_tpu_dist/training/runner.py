@@ -18,6 +18,7 @@ from keras_tpu_dist.layout.layouts import Layouts
 from keras_tpu_dist.training import membership
 from keras_tpu_dist.training.alike import (
     compare_changes,
+    compare_now_and_then,
     compare_weights,
     compared,
     files_of_one,
@@ -110,6 +111,7 @@ class Runner:
             member = membership.adopt(model, strategy)
             if not self._is_local:
                 compare_weights(member, model)
+                compare_now_and_then(member, model, name)
             if member.guard is not None:
                 member.guard.on_batch = name == "train_on_batch"
             if _keras.has_state(model):

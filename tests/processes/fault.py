@@ -121,9 +121,13 @@ def main(fault, folder, order="ours"):
         "terminate": At(kill(signal.SIGTERM)),
         "terminate in a launch of several": At(kill(signal.SIGTERM), batch=2),
         "terminate between two fits": At(kill(signal.SIGTERM), batch=3),
-        "learning rate in callback": At(lambda: model.optimizer.learning_rate.assign(0.5)),
+        "learning rate in callback": At(
+            lambda: model.optimizer.learning_rate.assign(0.5), epoch=True
+        ),
         "weight in callback": At(lambda: model.layers[0].kernel.assign_add(one), epoch=True),
-        "same value in callback": At(lambda: model.optimizer.learning_rate.assign(0.01)),
+        "same value in callback": At(
+            lambda: model.optimizer.learning_rate.assign(0.01), epoch=True
+        ),
         "save in callback": At(lambda: model.save(f"{folder}/a.keras"), epoch=True),
     }
     terminated = fault.startswith("terminate")
@@ -143,10 +147,15 @@ def main(fault, folder, order="ours"):
     if fault == "terminate between two fits":
         time.sleep(2)
         model.fit(x, y, batch_size=4, epochs=6, verbose=0, callbacks=kept)
+    if fault == "learning rate in own loop":
+        for batch in range(40):
+            model.train_on_batch(x[:4], y[:4])
+            if batch == 3 and alone:
+                model.optimizer.learning_rate = 0.5
     if fault == "learning rate between" and alone:
         model.optimizer.learning_rate = 0.5
     if fault == "weight between" and alone:
-        bias = model.layers[1].bias.numpy()
+        bias = np.array(model.layers[1].bias)
         bias[1] += 1e-3
         model.layers[1].bias.assign(bias)
     if fault == "save alone" and jax.process_index() == 0:

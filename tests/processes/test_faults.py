@@ -84,6 +84,7 @@ FAULTS = {
     ),
     "learning rate in callback": (1, *[_DRIFTED + "'.*learning_rate', which differs"] * 2),
     "weight in callback": (1, *[_DRIFTED + "'sequential/dense/kernel', which differs"] * 2),
+    "learning rate in own loop": (1, *[_DRIFTED + "'.*learning_rate', which differs"] * 2),
     "learning rate between": (1, *[_DRIFTED + "'.*learning_rate', which differs"] * 2),
     "weight between": (1, *[_DRIFTED + "'sequential/dense_1/bias', which differs"] * 2),
     "same value in callback": (0, "came to its end", "came to its end"),
