@@ -59,6 +59,8 @@ def test_training_alone_assigns_nothing(model):
 
 def test_parts_of_one_layout_are_marked_together(model):
     first, second = model.layers
+    model.predict(np.zeros((8, 4)), verbose=0)
+    forget(_keras.state_variables(model))
     assert not first.kernel.value.is_fully_replicated
     first.kernel.assign(np.arange(32).reshape(4, 8))
     second.bias.assign(np.arange(2))
