@@ -20,7 +20,7 @@ from keras_tpu_dist import __main__
 from keras_tpu_dist.common.errors import without_id
 from keras_tpu_dist.processes.channel import Channel, PeerError, agree
 from keras_tpu_dist.processes.launch import launch
-from keras_tpu_dist.processes.start import _bind_address
+from keras_tpu_dist.processes.start import _bind_address, watch_peers
 from keras_tpu_dist.processes.watch import Watch
 
 
@@ -133,6 +133,31 @@ def test_a_watch_knows_who_lives_and_who_is_late():
     channel.tell("gone", "failed in fit with OSError: full")
     assert watches[0].why_not([1], waited_s=0.0) == "failed in fit with OSError: full"
     assert watches[0].why_not([0], waited_s=0.0) is None
+
+
+def test_who_may_start_later_is_waited_for():
+    store = Store()
+    watch = Watch(Channel(store, 0, 2), 0, 2, peer_timeout_s=0.01, together=False)
+    for _ in range(3):
+        watch._look()
+        time.sleep(0.02)
+    assert not watch._gone
+    assert watch.why_not([1], waited_s=200.0) is None
+    assert watch.why_not([1], waited_s=301.0) == "not heard from within 300 s"
+    Channel(store, 1, 2).tell("alive", [1, "in fit", 0])
+    watch._listen(watch._channel.told("alive"))
+    assert watch.why_not([1], waited_s=301.0) is None
+    time.sleep(0.02)
+    watch._listen(watch._channel.told("alive"))
+    assert watch._gone == {1: "silent for 0.01 s, last heard in fit"}
+
+
+def test_processes_without_a_coordinator_are_told_so(monkeypatch, caplog):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    for _ in range(2):
+        watch_peers()
+    said = [record.getMessage() for record in caplog.records]
+    assert sum("JAX has several processes but no coordinator" in words for words in said) == 1
 
 
 def test_a_new_call_is_told_at_once(monkeypatch):
