@@ -55,7 +55,7 @@ def _spans_hosts(value: Any) -> bool:
 def _values(stock, variable: Any, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
     # NumPy 2 passes `copy`, which Keras's own does not know: it makes no copy unless it must.
     if _on_several_hosts(variable):
-        return np.asarray(whole(variable.value), dtype)
+        return np.array(whole(variable.value), dtype, copy=copy)
     return np.array(stock(variable, dtype), copy=copy)
 
 
