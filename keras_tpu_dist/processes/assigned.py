@@ -26,6 +26,15 @@ def note(variable: Any) -> None:
     setattr(variable, _COUNT, getattr(variable, _COUNT, 0) + 1)
 
 
+def times_of(variables: Sequence[Any]) -> list[int]:
+    """How often each variable was assigned since all were compared.
+
+    Args:
+        variables: The variables.
+    """
+    return [getattr(variable, _COUNT, 0) for variable in variables]
+
+
 def forget(variables: Sequence[Any]) -> None:
     """Takes variables for equal in all processes from here on.
 
@@ -49,8 +58,7 @@ def changes(variables: Sequence[Any]) -> dict[str, int]:
         if none was assigned.
     """
     marks: dict[str, int] = {}
-    for index, variable in enumerate(variables):
-        times = getattr(variable, _COUNT, 0)
+    for index, (variable, times) in enumerate(zip(variables, times_of(variables))):
         if times:
             marks[TIMES] = zlib.crc32(f"{index} {times} ".encode(), marks.get(TIMES, 0))
             for name, part in _parts(variable.value):

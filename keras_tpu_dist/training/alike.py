@@ -16,7 +16,7 @@ from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.processes import watch
 from keras_tpu_dist.processes.arrays import mark
-from keras_tpu_dist.processes.assigned import changes, differ, forget, whole_bytes
+from keras_tpu_dist.processes.assigned import changes, differ, forget, times_of, whole_bytes
 from keras_tpu_dist.processes.channel import agree
 from keras_tpu_dist.processes.encoding import Each, Named
 from keras_tpu_dist.training.batch_axis import element_names, flatten
@@ -168,11 +168,19 @@ def compare_variables(whose: str, variables: list, *, after: bool = False) -> No
     fix = _ASSIGN_EVERYWHERE if after else _BEGIN_ALIKE
     named = [f"{v.path} {tuple(v.shape)} {v.dtype}{_laid(v)}" for v in variables]
     what = f"comparing the weights of {whose}"
-    mine = {"names": named, "parts": _parts(variables, whole=after)}
-    told = agree(what, fix, mine, {"names": Each(str), "parts": Each(Named(int))})
+    mine = {
+        "names": named,
+        "parts": _parts(variables, whole=after),
+        "times": times_of(variables),
+    }
+    form = {"names": Each(str), "parts": Each(Named(int)), "times": Each(int)}
+    told = agree(what, fix, mine, form)
     _check_same_variables(named, [each["names"] for each in told])
+    # What some assigned and others did not comes first: it is why the rest differ.
+    all_did = [len(set(times)) == 1 for times in zip(*(each["times"] for each in told))]
     told = [each["parts"] for each in told]
-    for index, variable in enumerate(variables):
+    for index in sorted(range(len(variables)), key=all_did.__getitem__):
+        variable = variables[index]
         for part in {part for each in told for part in each[index]}:
             marks = {i: each[index][part] for i, each in enumerate(told) if part in each[index]}
             if len(set(marks.values())) > 1:
