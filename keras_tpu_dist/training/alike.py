@@ -18,7 +18,7 @@ from keras_tpu_dist.processes import watch
 from keras_tpu_dist.processes.arrays import mark
 from keras_tpu_dist.processes.assigned import changes, differ, forget, times_of, whole_bytes
 from keras_tpu_dist.processes.channel import agree
-from keras_tpu_dist.processes.encoding import Each, Named
+from keras_tpu_dist.processes.encoding import Each, Named, check_form
 from keras_tpu_dist.training.batch_axis import element_names, flatten
 from keras_tpu_dist.training.membership import Membership
 
@@ -176,6 +176,9 @@ def compare_variables(whose: str, variables: list, *, after: bool = False) -> No
     form = {"names": Each(str), "parts": Each(Named(int)), "times": Each(int)}
     told = agree(what, fix, mine, form)
     _check_same_variables(named, [each["names"] for each in told])
+    form = {"names": [str] * len(named), "parts": [Named(int)] * len(named)}
+    for i, each in enumerate(told):
+        check_form(each, {**form, "times": [int] * len(named)}, where=f"process {i}")
     # What some assigned and others did not comes first: it is why the rest differ.
     all_did = [len(set(times)) == 1 for times in zip(*(each["times"] for each in told))]
     told = [each["parts"] for each in told]
