@@ -101,7 +101,6 @@ MAY_BE_CODE = {
     ("dryrun/worker.py", "pickle.load"),
     ("dryrun/worker.py", "pickle.loads"),
     ("dryrun/compile.py", "pickle.loads"),
-    # To go: what comes over the host channel.
 }
 # Attributes by a name that is no word of the source, and where that comes from.
 MAY_SET = {
