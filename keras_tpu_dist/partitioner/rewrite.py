@@ -15,7 +15,7 @@ from keras_tpu_dist.partitioner.jaxprs import (
     with_inner_jaxprs,
 )
 from keras_tpu_dist.partitioner.spread import CALL_NOTHING, Spread
-from keras_tpu_dist.partitioner.table import CANDIDATES, REPAIRS
+from keras_tpu_dist.partitioner.table import BY_OPERATION
 
 # Programs of kernels are not partitioned.
 _CLOSED = ("pallas_call",)
@@ -43,15 +43,15 @@ def _of_interest(equation: Any) -> bool:
     name = equation.primitive.name
     if name in _CLOSED:
         return False
-    return name in REPAIRS or bool(equation.params and name not in CALL_NOTHING)
+    return name in BY_OPERATION or bool(equation.params and name not in CALL_NOTHING)
 
 
 def _any_candidate(jaxpr: Any, devices: int) -> bool:
     """Whether a program has an operation that may be partitioned wrongly, at a quick glance."""
 
     def candidate(equation: Any) -> bool:
-        holds = CANDIDATES.get(equation.primitive.name)
-        return holds is not None and holds(equation, devices)
+        faults = BY_OPERATION.get(equation.primitive.name, ())
+        return any(fault.candidate(equation, devices) for fault in faults)
 
     return any_equation(jaxpr, candidate, _of_interest)
 
@@ -82,9 +82,9 @@ class _Rewriter:
 
     def _equation(self, equation: Any) -> Any:
         name = equation.primitive.name
-        repaired = REPAIRS.get(name)
-        if repaired is not None and (equations := repaired(equation, self._spread)) is not None:
-            return equations
+        for fault in BY_OPERATION.get(name, ()):
+            if (equations := fault.repaired(equation, self._spread)) is not None:
+                return equations
         if next(inner_jaxprs(equation), None) is None:
             return equation
         manual = manual_axes(equation) if name == "shard_map" else ()

@@ -9,7 +9,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from keras_tpu_dist.partitioner import branches, convolution, indices, scatter, slices, windows
+import jaxlib
+
+from keras_tpu_dist.partitioner import (
+    branches,
+    convolution,
+    indices,
+    scatter,
+    slices,
+    windows,
+    writes,
+)
 
 _SEEN = ("jax 0.10.2, libtpu 0.0.42.1", "jax 0.12.0.1, libtpu 0.0.50.1")
 
@@ -28,6 +38,8 @@ class Fault:
             it, or `None` where it is partitioned rightly.
         seen: The versions in which it was seen.
         upstream: The report it is known under, or `None`.
+        right_since: The first jaxlib that has it right, as `(0, 12)`, or `None`. From there on
+            nothing is replaced.
     """
 
     name: str
@@ -38,13 +50,37 @@ class Fault:
     repaired: Callable[[Any, Any], list | None]
     seen: tuple[str, ...] = _SEEN
     upstream: str | None = None
+    right_since: tuple[int, int] | None = None
+
+    @property
+    def present(self) -> bool:
+        """Whether the XLA that is installed has it."""
+        return self.right_since is None or _installed() < self.right_since
 
     def __str__(self):
         where = f" ({self.upstream})" if self.upstream else ""
         return f"{self.name}: {self.wrong}{where}. Instead: {self.instead}."
 
 
+def _installed() -> tuple[int, ...]:
+    return tuple(map(int, jaxlib.__version__.split(".")[:2]))
+
+
+# Of several that an operation has, the first one that replaces it decides.
 FAULTS = (
+    Fault(
+        "Write at one place after a move",
+        writes.PRIMITIVES,
+        "what a write at one place of a split dimension leaves as it is is read at a place outside "
+        "of each device's part, and this slice is merged with the one that cut the part from a "
+        "whole array without moving it back inside: each device but one writes another's row",
+        "each device chooses by position between what is written and what was there",
+        writes.candidate,
+        writes.repaired,
+        seen=("jax 0.10.0 to 0.11.2",),
+        upstream="openxla/xla#49121, jax-ml/jax#40849, jax-ml/jax#18434",
+        right_since=(0, 12),
+    ),
     Fault(
         "Scatter of unevenly split rows",
         scatter.PRIMITIVES,
@@ -105,10 +141,18 @@ FAULTS = (
     ),
 )
 
-REPAIRS: dict[str, Callable[[Any, Any], list | None]] = {
-    operation: fault.repaired for fault in FAULTS for operation in fault.operations
-}
 
-CANDIDATES: dict[str, Callable[[Any, int], bool]] = {
-    operation: fault.candidate for fault in FAULTS for operation in fault.operations
-}
+def by_operation(faults: tuple[Fault, ...]) -> dict[str, tuple[Fault, ...]]:
+    """From each operation to its faults.
+
+    Args:
+        faults: The faults.
+    """
+    return {
+        operation: tuple(fault for fault in faults if operation in fault.operations)
+        for each in faults
+        for operation in each.operations
+    }
+
+
+BY_OPERATION = by_operation(tuple(fault for fault in FAULTS if fault.present))

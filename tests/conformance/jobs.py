@@ -4,6 +4,7 @@ import contextlib
 import functools
 import os
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -15,6 +16,7 @@ import models
 import moves
 import numpy as np
 import operations
+import pairs
 from precision import in_float64
 
 import keras_tpu_dist as ktd
@@ -73,15 +75,23 @@ class Job:
 
 def all_jobs(kinds: tuple[str, ...], repair: bool = True) -> list[Job]:
     """Every job of some kinds; those of one case and number of rows stand together."""
+    return [job for kind in kinds for job in jobs_of(kind, CASES[kind], repair)]
+
+
+def jobs_of(kind: str, cases: Iterable[str], repair: bool = True) -> list[Job]:
+    """The jobs of some cases of a kind.
+
+    See `all_jobs`.
+    """
     jobs = []
-    for kind in kinds:
-        for case in CASES[kind]:
-            for rows in _ROWS.get(kind, (EVEN, RAGGED)):
-                meshes = assigned.MESHES if kind == "assigned" else MESHES
-                combinations = [(mesh, "none") for mesh in meshes]
-                if kind in ("layer", "model"):
-                    combinations += PLANNED[kind, rows]
-                jobs += [Job(kind, case, rows, *pair, repair) for pair in combinations]
+    for case in cases:
+        for rows in _ROWS.get(kind, (EVEN, RAGGED)):
+            meshes = assigned.MESHES if kind == "assigned" else MESHES
+            meshes = pairs.meshes(case) if kind == "pair" else meshes
+            combinations = [(mesh, "none") for mesh in meshes]
+            if kind in ("layer", "model"):
+                combinations += PLANNED[kind, rows]
+            jobs += [Job(kind, case, rows, *pair, repair) for pair in combinations]
     return jobs
 
 
@@ -91,6 +101,7 @@ CASES: dict[str, dict[str, Any]] = {
     "assigned": assigned.CASES,
     "layer": {case.name: case for case in layers.CASES},
     "model": {case.name: case for case in models.CASES},
+    "pair": pairs.CASES,
 }
 _ROWS = {"move": moves.ROWS, "assigned": assigned.ROWS}
 PLANNED = {
@@ -132,7 +143,7 @@ def worst_difference(job: Job) -> tuple[float, str]:
     sizes = {name: _largest(value) for name, value in expected.items()}
     # An operation's results are compared with 1 if they are smaller; a variable's update with the
     # updates of all, since a bias in front of a normalization has none but rounding.
-    least = 1.0 if job.kind in ("operation", "move") else 1e-3 * max(sizes.values())
+    least = 1.0 if job.kind in ("operation", "move", "pair") else 1e-3 * max(sizes.values())
     differences = {
         name: _largest_gap(got[name], expected[name]) / max(sizes[name], least) for name in expected
     }
@@ -164,11 +175,41 @@ def _moved(job: Job) -> dict[str, np.ndarray]:
     return found
 
 
+def _paired(job: Job) -> dict[str, np.ndarray]:
+    """Results of operations that follow one another, and their gradients."""
+    cases = job.case.split(TOGETHER)
+    batch = pairs.arrays(cases[0], job.rows)
+    found = {}
+    for gradient in (False, True):
+        if job.mesh == "1":
+            made = pairs.results(cases, lambda y: y, gradient)
+            found.update(_named({f"gradient {gradient}": jax.jit(made)(*batch)}))
+            continue
+        mesh = _mesh(job.mesh)
+        placer = BatchPlacer(mesh, checked_data_axes(None, tuple(mesh.axis_names)))
+
+        def laid(y, placer=placer):
+            rows = 0 if y.ndim else None
+            time = placer.time(y, rows) if batch[0].ndim == 3 and y.ndim > 1 else None
+            return jax.lax.with_sharding_constraint(y, placer.sharding(rows, time))
+
+        made = pairs.results(cases, laid, gradient)
+
+        def program(batch, mesh=mesh, placer=placer, made=made):
+            results = made(*placer.trim(batch))
+            return jax.lax.with_sharding_constraint(results, named_sharding(mesh))
+
+        layouts = lambda batch, placer=placer: (placer.shardings(batch),)  # noqa: E731
+        program = Jitted(program, mesh, layouts) if job.repair else jax.jit(program)
+        found.update(_named({f"gradient {gradient}": program(placer.place(batch))}))
+    return found
+
+
 def tolerance(job: Job) -> float:
     """What may differ."""
     if job.float64:
         return PRECISE_TOLERANCE
-    return TOLERANCE if job.kind in ("operation", "move") else UPDATE_TOLERANCE
+    return TOLERANCE if job.kind in ("operation", "move", "pair") else UPDATE_TOLERANCE
 
 
 def _largest(values: np.ndarray) -> float:
@@ -349,5 +390,5 @@ def _probed(job: Job) -> dict[str, np.ndarray]:
 
 _RUN = {
     **{"operation": _computed, "move": _moved, "layer": _trained, "model": _trained},
-    **{"assigned": _trained, "probe": _probed},
+    **{"assigned": _trained, "pair": _paired, "probe": _probed},
 }

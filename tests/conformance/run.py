@@ -1,7 +1,7 @@
 """Compares every operation, layer and model of the tables on every mesh with one device.
 
     python tests/conformance/run.py [--kind operation ...] [--only PATTERN] [--without-repairs]
-        [--cases N [--seed S]]
+        [--cases N] [--threes N] [--seed S]
 
 Each comparison runs in a process that is given up after a time: an abort of the compiler and a
 hang are findings like a wrong value.
@@ -23,7 +23,9 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 _WORKER = Path(__file__).with_name("worker.py")
-KINDS = ("operation", "move", "assigned", "layer", "model")
+KINDS = ("operation", "move", "assigned", "layer", "model", "pair")
+# Kinds of which one program computes several cases.
+_SEVERAL = ("operation", "pair")
 
 
 def compare_all(
@@ -69,7 +71,7 @@ def _groups(jobs: list[dict], together: int) -> list[list[list[dict]]]:
         by_case.setdefault((job["kind"], job["rows"], job["case"]), []).append(job)
     groups: dict[tuple, list[list[dict]]] = {}
     for number, ((kind, rows, _), own) in enumerate(sorted(by_case.items())):
-        step = together if kind == "operation" else 1
+        step = together if kind in _SEVERAL else 1
         configurations = tuple((job["mesh"], job["plan"]) for job in own)
         parts = groups.setdefault((kind, rows, configurations, number // step), [[] for _ in own])
         for part, job in zip(parts, own):
@@ -98,6 +100,14 @@ def listed(kinds: tuple[str, ...], only: str = "", repair: bool = True) -> list[
     return [job.to_dict() for job in chosen if re.search(only, str(job))]
 
 
+def threes(count: int, seed: int, repair: bool = True) -> list[dict]:
+    """The jobs of so many cases of three operations that follow one another."""
+    import jobs
+
+    print(f"{count} of three operations, --seed {seed}", flush=True)
+    return [job.to_dict() for job in jobs.jobs_of("pair", jobs.pairs.threes(count, seed), repair)]
+
+
 def drawn(jobs: list[dict], count: int, seed: int) -> list[dict]:
     """The jobs of so many cases, drawn at random."""
     cases = sorted({job["case"] for job in jobs})
@@ -112,6 +122,7 @@ def main() -> int:
     parser.add_argument("--kind", nargs="*", default=KINDS, choices=KINDS)
     parser.add_argument("--only", default="", help="a regular expression over the jobs")
     parser.add_argument("--cases", type=int, help="so many, drawn at random; default: all")
+    parser.add_argument("--threes", type=int, default=0, help="add so many of three operations")
     parser.add_argument("--seed", type=int, default=int(time.time()), help="of what is drawn")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--together", type=int, default=8, help="operations in one program")
@@ -128,6 +139,8 @@ def main() -> int:
     jobs = listed(tuple(arguments.kind), arguments.only, not arguments.without_repairs)
     if arguments.cases is not None:
         jobs = drawn(jobs, arguments.cases, arguments.seed)
+    if arguments.threes:
+        jobs += threes(arguments.threes, arguments.seed, not arguments.without_repairs)
     found = compare_all(
         jobs,
         processes=arguments.processes,

@@ -14,7 +14,7 @@ import keras_tpu_dist as ktd
 from keras_tpu_dist.common import once
 from keras_tpu_dist.partitioner import Jitted, rewrite
 from keras_tpu_dist.partitioner.spread import Spread
-from keras_tpu_dist.partitioner.table import FAULTS
+from keras_tpu_dist.partitioner.table import FAULTS, by_operation
 from keras_tpu_dist.training import loop
 
 MESHES = [{"data": 4, "model": 2}, {"data": 2, "model": 4}, {"data": 2, "fsdp": 2, "model": 2}]
@@ -146,6 +146,159 @@ def test_sorting_and_slices_of_the_batch(mesh):
     for each in (expected, model):
         each.train_on_batch(x, y)
     assert_close(model.get_weights(), expected.get_weights())
+
+
+@keras.saving.register_keras_serializable("test_partitioner")
+class Shifted(keras.Layer):
+    """Moves what it gets by one place, and writes what is to come last."""
+
+    def __init__(self, axis, within=None, **kwargs):
+        super().__init__(**kwargs)
+        self.axis, self.within = axis, within
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(shape[-1],), initializer="ones")
+
+    def call(self, x):
+        x = x * self.scale
+        if self.within == "cond":
+            return jax.lax.cond(x.sum() < 1e9, self.moved, lambda x: x, x)
+        if self.within == "scan":
+            return jax.lax.scan(lambda x, _: (self.moved(x), None), x, length=2)[0]
+        return self.moved(x)
+
+    def moved(self, x):
+        x = jnp.moveaxis(x, self.axis, 0)
+        x = x.at[:-1].set(x[1:]).at[-1].set(0.5).at[2].multiply(x[0]).at[0].add(x[1])
+        return jnp.moveaxis(x, 0, self.axis)
+
+
+def assert_shifted_as_on_one_device(mesh, rows, axis, within, plan=None):
+    def layers():
+        yield keras.Input((8, 4))
+        yield from (Shifted(axis, within), L.Dense(8), L.Flatten(), L.Dense(4))
+
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(4 * rows, 8, 4)).astype("float32")
+    y = rng.normal(size=(4 * rows, 4)).astype("float32")
+    build = compiled(layers, steps_per_execution=4)
+    expected, model = built(build, None), built(build, ktd.TPUStrategy(mesh, plan))
+    for each in (expected, model):
+        each.optimizer.learning_rate = 0.01
+        each.fit(x, y, batch_size=rows, shuffle=False, verbose=0)
+    assert_close(model.get_weights(), expected.get_weights())
+    assert_close(*(m.predict(x, batch_size=rows, verbose=0) for m in (model, expected)))
+    assert_close(*(m.evaluate(x, y, batch_size=rows, verbose=0) for m in (model, expected)))
+
+
+def test_a_write_after_a_move():
+    assert_shifted_as_on_one_device({"data": 8}, 16, 0, None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "rows", "within", "plan"),
+    [
+        ({"data": 8}, 13, "cond", "fsdp"),
+        ({"data": 4, "model": 2}, 16, "scan", "tensor_parallel"),
+        ({"data": 4, "model": 2}, 13, "cond", None),
+        ({"data": 2, "fsdp": 2, "model": 2}, 13, "scan", "auto"),
+    ],
+    ids=str,
+)
+def test_a_write_after_a_move_of_rows(mesh, rows, within, plan):
+    assert_shifted_as_on_one_device(mesh, rows, 0, within, plan)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("within", "rows"), [(None, 13), ("cond", 16), ("scan", 13)])
+def test_a_write_after_a_move_of_time(within, rows):
+    mesh = {"data": 2, "sequence": 2, "model": 2}
+    assert_shifted_as_on_one_device(mesh, rows, 1, within)
+
+
+def test_a_write_after_a_move_in_replica_code():
+    """Rows are each replica's own there; the other axis splits columns."""
+    strategy = ktd.TPUStrategy({"data": 4, "model": 2})
+
+    def step(x):
+        by_columns = jax.NamedSharding(jax.sharding.get_abstract_mesh(), P(None, "model"))
+        x = jax.lax.with_sharding_constraint(x * 2, by_columns)
+        return x.at[:, :-1].set(x[:, 1:]).at[:, -1].set(0.5)
+
+    x = np.arange(64, dtype="float32").reshape(8, 8)
+    (batch,) = strategy.distribute_dataset((x,), batch_size=8)
+    made = strategy.gather(strategy.run(step, batch), axis=0)
+    assert_close(np.asarray(made), np.append(2 * x[:, 1:], np.full((8, 1), 0.5), axis=1))
+
+
+def one_write(rows):
+    """Ways to write at one place, from an array whose rows were moved."""
+
+    def place(x, number):
+        return (x[0, 0] * 0).astype(int) + number
+
+    many = jnp.asarray([1, 5, 3, 4, 9, 2, 7, 7])
+    by_row = jax.lax.ScatterDimensionNumbers((0, 1), (), (0,))
+    ways = {
+        "set": lambda x: x.at[-1].set(9.0),
+        "window": lambda x: x.at[2:3].set(9.0),
+        "there": lambda x: x.at[place(x, 3)].set(x[0]),
+        "beyond": lambda x: x.at[place(x, 30)].set(9.0),
+        "negative": lambda x: x.at[place(x, -2)].set(9.0),
+        "clipped": lambda x: x.at[place(x, 30)].set(9.0, mode="clip"),
+        "below": lambda x: x.at[place(x, -30)].set(9.0, mode="clip"),
+        "few bits": lambda x: x.at[place(x, 3).astype("uint8")].set(9.0),
+        "unsigned": lambda x: x.at[place(x, 3).astype("uint32")].set(9.0),
+        "array": lambda x: x.at[jnp.asarray([[3]])].set(9.0),
+        "element": lambda x: x.at[3, 1].set(9.0),
+        "part": lambda x: x.at[3, 1:].multiply(9.0),
+        "both": lambda x: x.at[3, place(x, 1)].min(-9.0),
+        "out of both": lambda x: x.at[3, place(x, 7)].max(9.0),
+        "columns": lambda x: x.at[1:, 2].add(x[:-1, 0]),
+        "turned": lambda x: x.T.at[1:, 3].add(x[:2, 0]).T,
+        "deeper": lambda x: x.T[None].at[:, 1:, 3].subtract(x[:2, 0])[0].T,
+        "power": lambda x: x.at[3].power(3.0),
+        "batched": lambda x: jax.vmap(lambda a, i: a.at[i].set(4.0))(x.T[:1], many[:1]).T,
+        "several": lambda x: x.at[many].add(x[:8]),
+        "index in a window": lambda x: jax.lax.scatter_add(x, many[:1], x[:1, :], by_row),
+        "boolean": lambda x: (x > 3).at[3].set(True).astype(x.dtype),
+        "whole numbers": lambda x: (x * 3).astype(int).at[3].add(4).astype(x.dtype),
+        "function": lambda x: jax.lax.stop_gradient(x).at[3].apply(jnp.sin),
+    }
+
+    def program(x, laid=lambda y: y):
+        def moved(x):
+            x = laid(x[:rows]) * 1.5
+            return laid(x.at[:-1].set(x[1:]))
+
+        def weighted(way, x):
+            return (jnp.sin(laid(way(moved(x)))) * jnp.arange(1.0, 4)).sum()
+
+        results = {name: way(moved(x)) for name, way in ways.items()}
+        del ways["function"], ways["boolean"], ways["whole numbers"]
+        return results, {n: jax.grad(lambda x, w=w: weighted(w, x))(x) for n, w in ways.items()}
+
+    return program
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "rows"), [({"data": 8}, 16), (MESHES[0], 13)], ids=str)
+def test_every_way_to_write_at_one_place(mesh, rows, monkeypatch):
+    # Also by an XLA that has it right.
+    monkeypatch.setattr(rewrite, "BY_OPERATION", by_operation(FAULTS))
+    mesh = ktd.TPUStrategy(mesh).mesh
+    by_rows = jax.NamedSharding(mesh, P("data"))
+    x = np.arange(48, dtype="float32").reshape(16, 3) / 7
+
+    def program(x):
+        laid = lambda y: jax.lax.with_sharding_constraint(y, by_rows)  # noqa: E731
+        return jax.lax.with_sharding_constraint(
+            one_write(rows)(x, laid), jax.NamedSharding(mesh, P())
+        )
+
+    split = Jitted(program, mesh, lambda x: (by_rows,))(jax.device_put(x, by_rows))
+    assert_close(jax.tree.map(np.asarray, split), jax.jit(one_write(rows))(x))
 
 
 @keras.saving.register_keras_serializable("test_partitioner")
