@@ -10,7 +10,7 @@ OPTIONS: dict[str, tuple] = {
     "model": (
         *("vectors", "normalized", "masked", "images", "tokens", "nested", "shared", "two_inputs"),
         *("recurrent", "experts", "assigned", "split", "blocks", "nested_masked"),
-        *("two_outputs", "augmented", "grouped", "strided"),
+        *("two_outputs", "augmented", "grouped", "strided", "shifted"),
     ),
     "mesh": ("8", "4x2", "2x4", "2x2x2", "2x2t2", "t2x4"),
     "layout": ("none", "rules", "fsdp", "tensor_parallel", "auto"),

@@ -195,11 +195,30 @@ def strided() -> keras.Model:
     return keras.Model(x, kl.Dense(CLASSES)(kl.GlobalMaxPooling1D()(y)))
 
 
+@keras.saving.register_keras_serializable("random_models")
+class Shift(kl.Layer):
+    """Moves rows and features by one place, and writes what comes last: a token for the start."""
+
+    def build(self, shape):
+        self.start = self.add_weight(shape=(shape[-1],), initializer="normal", name="start")
+
+    def call(self, x):
+        rows = x.at[:-1].set(x[1:]).at[-1].set(ops.cast(self.start, x.dtype))
+        moved = ops.roll(x, 1, axis=-1).at[:, 0].set(0.5).at[0].add(x[-1])
+        return ops.concatenate([x, 0.1 * rows, moved], axis=-1)
+
+
+def shifted() -> keras.Model:
+    """Operations that go along the rows, and along what may be split."""
+    x = keras.Input((FEATURES,))
+    return keras.Model(x, kl.Dense(CLASSES)(Shift()(_wide(x, "tanh"))))
+
+
 MODELS = {
     function.__name__: function
     for function in (
         *(vectors, normalized, masked, images, tokens, nested, shared, two_inputs),
         *(recurrent, experts, assigned, split, blocks, nested_masked),
-        *(two_outputs, augmented, grouped, strided),
+        *(two_outputs, augmented, grouped, strided, shifted),
     )
 }
