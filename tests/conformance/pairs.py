@@ -1,8 +1,9 @@
 """A move of rows or of time, then whatever uses what was moved.
 
 XLA may get two operations wrong together that it has right alone. A case is named by what it does,
-one after the other: `"roll > set last"`, `"sort > add one > conv"`. Each operation goes along the first dimension of an array of any rank, and takes whole numbers for
-places that are known at run time.
+one after the other: `"roll > set last"`, `"sort > add one > conv"`. Each operation goes along the
+first dimension of an array of any rank, and takes whole numbers for places that are known at run
+time.
 """
 
 import random
