@@ -64,8 +64,13 @@ from keras_tpu_dist._keras.distributed import coordination_client as coordinatio
 from keras_tpu_dist._keras.distributed import started_as as started_as
 from keras_tpu_dist._keras.files import WeightsFile as WeightsFile
 from keras_tpu_dist._keras.files import names_in_files as names_in_files
+from keras_tpu_dist._keras.inputs import drop_what_is_left as drop_what_is_left
 from keras_tpu_dist._keras.inputs import ends_ragged as ends_ragged
+from keras_tpu_dist._keras.inputs import epoch_iterator_of_fit as epoch_iterator_of_fit
 from keras_tpu_dist._keras.inputs import is_users_code as is_users_code
+from keras_tpu_dist._keras.inputs import orders_ahead as orders_ahead
+from keras_tpu_dist._keras.inputs import set_shuffling_epoch as set_shuffling_epoch
+from keras_tpu_dist._keras.inputs import shuffling_epoch as shuffling_epoch
 from keras_tpu_dist._keras.inputs import uncount_steps as uncount_steps
 from keras_tpu_dist._keras.marks import Mark as Mark
 from keras_tpu_dist._keras.marks import copy_marks as copy_marks

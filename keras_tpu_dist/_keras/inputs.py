@@ -12,7 +12,7 @@ from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 from keras.src.trainers.epoch_iterator import EpochIterator
 
 from keras_tpu_dist._keras.seam import Replacement, declare
-from keras_tpu_dist._keras.trainer import active_strategy, is_strategy
+from keras_tpu_dist._keras.trainer import active_strategy, input_of_fit, is_strategy
 
 _NOTHING = object()
 _ONE_ROW = numpy.zeros((1, 1))
@@ -23,6 +23,14 @@ _DEFAULT_BATCH_SIZE = 32
 def _read_dataset(stock, adapter, dataset, class_weight=None, distribution=None):
     ours = is_strategy(distribution)
     stock(adapter, dataset, class_weight=class_weight, distribution=None if ours else distribution)
+
+
+def _read_by(stock, iterator, *args, **kwargs):
+    _own_part(stock, iterator, *args, **kwargs)
+    fit = input_of_fit.get()
+    if fit is not None:
+        # The first that a fit makes is its own; the next ones are of validation.
+        fit.setdefault("iterator", iterator)
 
 
 def _own_part(stock, iterator, *args, **kwargs):
@@ -119,8 +127,74 @@ def is_users_code(data_adapter: Any) -> bool:
 
     Public replacement: none; the adapter is what is left of the input.
     """
-    stock = getattr(data_adapter, "_adapter", data_adapter)
-    return isinstance(stock, (GeneratorDataAdapter, PyDatasetAdapter))
+    return isinstance(_stock_adapter(data_adapter), (GeneratorDataAdapter, PyDatasetAdapter))
+
+
+def epoch_iterator_of_fit() -> EpochIterator | None:
+    """Keras's iterator over the input of the fit that runs here, or `None`.
+
+    Public replacement: none; `fit` has it in a local variable.
+    """
+    return (input_of_fit.get() or {}).get("iterator")
+
+
+def shuffling_epoch(data_adapter: Any) -> int | None:
+    """The number of the epoch by which an adapter shuffles, or `None` if there is none.
+
+    Keras 3.16 shuffles arrays and `PyDataset`s by a count in their adapter; 3.15 by NumPy's and
+    Python's global random numbers.
+
+    Args:
+        data_adapter: Keras's adapter of the input, or `None`.
+
+    Public replacement: none; `fit(initial_epoch=...)` does not reach the adapter.
+    """
+    stock = _stock_adapter(data_adapter)
+    # Arrays and `PyDataset`s say whether they shuffle; a torch loader's sampler is given the epoch.
+    shuffles = getattr(stock, "_shuffle", getattr(stock, "shuffle", True))
+    return getattr(stock, "_epoch", None) if shuffles else None
+
+
+def set_shuffling_epoch(data_adapter: Any, epoch: int) -> None:
+    """Makes an adapter shuffle as in an epoch; before its first batch is read.
+
+    Args:
+        data_adapter: Keras's adapter of the input, which counts epochs.
+        epoch: What `shuffling_epoch` returned for an adapter of the same input.
+    """
+    _stock_adapter(data_adapter)._epoch = epoch
+
+
+def orders_ahead(data_adapter: Any) -> bool:
+    """Whether an epoch's order is drawn when the epoch begins, before its first batch is read.
+
+    The workers of a `PyDataset` begin then.
+
+    Args:
+        data_adapter: Keras's adapter of the input, or `None`.
+
+    Public replacement: none.
+    """
+    return getattr(_stock_adapter(data_adapter), "enqueuer", None) is not None
+
+
+def drop_what_is_left(data_adapter: Any) -> None:
+    """Takes batches of an earlier order out of the queue of a shuffled `PyDataset`'s workers.
+
+    Keras reads one batch to build a model and leaves what workers made beside it in the queue: so
+    the first epoch begins with batches of that order, goes on with its own, and lacks some.
+    Public replacement: none.
+
+    Args:
+        data_adapter: Keras's adapter of the input, whose epoch has begun.
+    """
+    stock = _stock_adapter(data_adapter)
+    if orders_ahead(stock) and stock.shuffle and stock.num_batches is not None:
+        stock.enqueuer.ready_queue.queue.clear()
+
+
+def _stock_adapter(data_adapter: Any) -> Any:
+    return data_adapter._adapter if isinstance(data_adapter, _AgreedLength) else data_adapter
 
 
 def uncount_steps(epoch_iterator: EpochIterator, steps: int, ran_out: bool) -> None:
@@ -145,7 +219,7 @@ def uncount_steps(epoch_iterator: EpochIterator, steps: int, ran_out: bool) -> N
 
 declare(
     Replacement(
-        *("keras.src.trainers.epoch_iterator:EpochIterator", "__init__", _own_part),
+        *("keras.src.trainers.epoch_iterator:EpochIterator", "__init__", _read_by),
         why="each process brings its part of a batch, and its input may be shorter than another's",
         hook="a distribution that makes the iterator",
         parameters=("x", "batch_size", "steps_per_epoch"),

@@ -1,6 +1,7 @@
 """The seam to Keras's trainer: methods replaced once, and the training state read and written."""
 
 import contextlib
+import contextvars
 import functools
 import inspect
 from collections.abc import Callable
@@ -24,6 +25,10 @@ _ENTRY_POINTS = (
     *("train_on_batch", "test_on_batch", "predict_on_batch"),
 )
 
+# What the fit that runs here reads: its own data adapter, once Keras has made it.
+input_of_fit: contextvars.ContextVar[dict[str, Any] | None] = contextvars.ContextVar(
+    "input of fit", default=None
+)
 
 # What each step function reads and gives back, in Keras's order.
 _GROUPS = {
@@ -175,7 +180,9 @@ def _told_of_fit(arguments):
     for callback in arguments["callbacks"]:
         if hasattr(callback, "before_fit"):
             callback.before_fit(arguments)
+    token = input_of_fit.set({})
     with contextlib.ExitStack() as at_end:  # where one raises, the others are told too
+        at_end.callback(input_of_fit.reset, token)
         for callback in reversed(arguments["callbacks"]):
             if hasattr(callback, "after_fit"):
                 at_end.callback(callback.after_fit)

@@ -33,8 +33,9 @@ from keras_tpu_dist.training.fit_control import FitControl
 from keras_tpu_dist.training.input_position import (
     InputPosition,
     own_position,
-    random_numbers,
+    position_between_epochs,
     set_random_numbers,
+    shuffle_from,
 )
 from keras_tpu_dist.training.membership import fit_in_training
 
@@ -228,6 +229,8 @@ class Checkpoint(keras.callbacks.Callback):
         if epoch != self._epoch:
             self._resumed_at = 0
         self._epoch, self._done, self._logs = epoch, self._resumed_at, None
+        if self._fit is not None:
+            self._fit.begin_epoch()
 
     def after_epoch_begin(self, epoch, logs=None) -> None:
         """Undoes what callbacks did now if they had done it before the interruption.
@@ -339,8 +342,7 @@ class Checkpoint(keras.callbacks.Callback):
     def _position(self, done: int) -> InputPosition | None:
         if self._fit is not None:
             return self._fit.input_position(done)
-        now = random_numbers()
-        return InputPosition(now, now, 0, 0)
+        return position_between_epochs()
 
     def _monitored(self, logs: dict) -> float | None:
         validated = is_validated(self._epoch, self._validation_freq)
@@ -382,6 +384,8 @@ class Checkpoint(keras.callbacks.Callback):
         self._extra = {each.entry.path: value for each, value in zip(saved, values)}
         self._loaded = [(v, v.value) for v in _keras.state_variables(self._trainer)]
         self._place_in_input = own_position(training["positions"])
+        if self._place_in_input is not None:
+            shuffle_from(self._place_in_input, self._epoch)
         if self._fit is not None:
             self._fit.begin_at = self._place_in_input
         logger.info(

@@ -1,9 +1,11 @@
 """What callbacks ask of the fit that runs: where it begins, when it ends, who looks on."""
 
 from collections.abc import Callable
+from typing import Any
 
+from keras_tpu_dist import _keras
 from keras_tpu_dist.training.finite import FiniteWatch
-from keras_tpu_dist.training.input_position import InputPosition
+from keras_tpu_dist.training.input_position import InputPosition, random_numbers
 from keras_tpu_dist.training.iterator import DeviceIterator
 
 
@@ -35,6 +37,13 @@ class FitControl:
         self.begin_at: InputPosition | None = None
         self.after_launch: Callable[[int], None] | None = None
         self._input: DeviceIterator | None = None
+        self._drawn_with: dict[str, Any] | None = None
+
+    def begin_epoch(self) -> None:
+        """Notes the random numbers with which workers of a `PyDataset` draw the epoch's order."""
+        iterator: Any = _keras.epoch_iterator_of_fit()
+        ahead = iterator is not None and _keras.orders_ahead(iterator.data_adapter)
+        self._drawn_with = random_numbers() if ahead else None
 
     def reads(self, iterator: DeviceIterator) -> None:
         """Notes the input that the next launch takes its batches from.
@@ -45,6 +54,8 @@ class FitControl:
         self._input = iterator
         if self.after_launch is not None:
             iterator.keep_states()
+        if self._drawn_with is not None:
+            iterator.drew_with(self._drawn_with)
         if self.begin_at is not None:
             position, self.begin_at = self.begin_at, None
             iterator.begin_at(position)

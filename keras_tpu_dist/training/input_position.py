@@ -11,6 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from keras_tpu_dist import _keras
+
 logger = logging.getLogger("keras_tpu_dist")
 
 # Of a Mersenne twister.
@@ -23,11 +25,14 @@ class InputPosition:
 
     Attributes:
         start: The state of NumPy's and Python's random numbers before the first batch was read:
-            Keras shuffles arrays with the one and `PyDataset`s with the other.
+            Keras 3.15 shuffles arrays with the one and `PyDataset`s with the other.
         now: Their state when the position was taken.
         made: How many batches of the input were trained on.
         done: How many of these belong to the running epoch.
         state: What the input says of its own place, as plain data; `None` if it says nothing.
+        start_epoch: The epoch by which Keras 3.16 shuffled the rows that are being read, as its
+            data adapter counts them; `None` if it shuffles none, and with Keras 3.15.
+        now_epoch: The epoch by which it shuffles them the next time.
     """
 
     start: dict[str, Any]
@@ -35,6 +40,19 @@ class InputPosition:
     made: int
     done: int
     state: Any = None
+    start_epoch: int | None = None
+    now_epoch: int | None = None
+
+    def begins(self, steps_per_epoch: int | None, source_batches: int | None) -> bool:
+        """Whether the next batch is the first of the input.
+
+        Args:
+            steps_per_epoch: That of `fit`.
+            source_batches: The number of batches after which the input begins anew, if it does.
+        """
+        if steps_per_epoch and source_batches and not self.done:
+            return self.made >= source_batches
+        return not (steps_per_epoch or self.done)
 
     def to_dict(self) -> dict[str, Any]:
         """The attributes by name; plain data."""
@@ -130,6 +148,16 @@ def set_random_numbers(state: dict[str, Any]) -> None:
     random.setstate((version, tuple(int(word) for word in _words(words)), gauss))
 
 
+def position_between_epochs() -> InputPosition:
+    """Where the input of the fit that runs here stands when an epoch has ended, without a strategy.
+
+    What its data adapter counted may lack an epoch that a callback ended.
+    """
+    now, iterator = random_numbers(), _keras.epoch_iterator_of_fit()
+    epoch = None if iterator is None else _keras.shuffling_epoch(iterator.data_adapter)
+    return InputPosition(now, now, 0, 0, None, epoch, epoch)
+
+
 def own_position(positions: Sequence) -> InputPosition | None:
     """Where this process's input stood; in another number of processes, where all of them stood.
 
@@ -147,6 +175,35 @@ def own_position(positions: Sequence) -> InputPosition | None:
                 *(len(positions), jax.process_count()),
             )
     return None if own is None else InputPosition(**own)
+
+
+def shuffle_from(position: InputPosition, epoch: int) -> None:
+    """Has the fit that begins shuffle its input as the fit did that goes on in it.
+
+    To be called before the epoch begins: workers of a `PyDataset` draw its order then. What else
+    Keras 3.15 shuffles, it draws with the first batch: see `DeviceIterator.begin_at`.
+
+    Args:
+        position: Where training stood.
+        epoch: The epoch that it goes on with, from 0.
+    """
+    iterator: Any = _keras.epoch_iterator_of_fit()
+    if iterator is None:
+        return
+    adapter = iterator.data_adapter
+    begins = position.begins(iterator.steps_per_epoch, adapter.num_batches)
+    if _keras.orders_ahead(adapter):
+        set_random_numbers(position.now if begins else position.start)
+    fresh, known = _keras.shuffling_epoch(adapter), position.now_epoch is not None
+    if (fresh is not None) != known:
+        logger.warning(
+            "the checkpoint is of another version of Keras, or of an input that is shuffled "
+            "otherwise: training goes on with rows in another order than it would have had"
+        )
+    if fresh is not None:
+        of_input = position.now_epoch if begins else position.start_epoch
+        # Each epoch has an order of its own, also if nobody knows which.
+        _keras.set_shuffling_epoch(adapter, fresh + epoch if of_input is None else of_input)
 
 
 def state_of(batches: Any) -> Any:

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from keras_tpu_dist import _keras
 from keras_tpu_dist.training.input_clock import InputClock
 from keras_tpu_dist.training.input_position import (
     InputPosition,
@@ -40,6 +41,7 @@ class DeviceIterator:
         source_batches: The number of batches after which the input begins anew, if it does.
         not_made: Told how many steps a launch made less than it was counted for, and whether it
             was the epoch's last one, cut short by the end of the input.
+        data_adapter: Keras's adapter of the input, which may count epochs and shuffle by that.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class DeviceIterator:
         num_batches: int | None = None,
         not_made: Callable[[int, bool], None] = lambda steps, ran_out: None,
         source_batches: int | None = None,
+        data_adapter: Any = None,
     ):
         self._batches = iter(batches)
         self._clock = clock or InputClock()
@@ -65,6 +68,9 @@ class DeviceIterator:
         # The random numbers before the first batch was read, and the batches launched since.
         self._start: dict[str, Any] | None = None
         self._made = 0
+        # The epochs, as Keras's data adapter counts them, of the first batch and of the newest.
+        self._data_adapter = data_adapter
+        self._start_epoch = self._newest_epoch = _keras.shuffling_epoch(data_adapter)
         # What the input said of its place after each batch that was read and not launched yet.
         self._states: deque | None = None
         self._state: Any = None
@@ -85,8 +91,27 @@ class DeviceIterator:
         Args:
             done: The steps made of the running epoch.
         """
-        now = random_numbers()
-        return InputPosition(self._start or now, now, self._made, done, self._state)
+        now, epoch = random_numbers(), _keras.shuffling_epoch(self._data_adapter)
+        if epoch is not None and self._newest_epoch is not None and not done:
+            # Keras does not count an epoch that a callback ends.
+            epoch = max(epoch, self._newest_epoch + 1)
+        return InputPosition(
+            start=self._start or now,
+            now=now,
+            made=self._made,
+            done=done,
+            state=self._state,
+            start_epoch=self._start_epoch,
+            now_epoch=epoch,
+        )
+
+    def drew_with(self, numbers: dict[str, Any]) -> None:
+        """Notes the random numbers with which the order of an input was drawn ahead.
+
+        Args:
+            numbers: What `random_numbers` returned before.
+        """
+        self._start = self._start or numbers
 
     def keep_states(self) -> None:
         """From now on asks the input for its place, if it can tell, for `position`."""
@@ -101,11 +126,10 @@ class DeviceIterator:
         Args:
             position: That of an iterator over the same input in an earlier process.
         """
-        begins = not (self._steps_per_epoch or position.done)
-        if self._steps_per_epoch and self._source_batches and not position.done:
-            begins = position.made >= self._source_batches
+        begins = position.begins(self._steps_per_epoch, self._source_batches)
         stands = bool(not begins and position.state) and set_state(self._batches, position.state)
-        set_random_numbers(position.now if begins or stands else position.start)
+        if not _keras.orders_ahead(self._data_adapter):
+            set_random_numbers(position.now if begins or stands else position.start)
         if stands:
             self._passed, self._state = position.made, position.state
             self._start = position.start
@@ -114,6 +138,9 @@ class DeviceIterator:
             start = time.perf_counter()
             self.skip(earlier)
             self._not_made(-earlier, False)
+            if position.now_epoch is not None and self._newest_epoch is not None:
+                self._newest_epoch = position.now_epoch
+                _keras.set_shuffling_epoch(self._data_adapter, position.now_epoch)
             if not stands:
                 logger.info(
                     "%d batches of the input were read again, to go on where training stopped: "
@@ -130,6 +157,7 @@ class DeviceIterator:
             steps: How many steps it made.
         """
         self._made += steps
+        self._newest_epoch = _keras.shuffling_epoch(self._data_adapter)
         self._follow(steps)
         self._clock.launched(outputs)
         whole = self._num_batches and not (self._ahead or self._taken % self._num_batches)
@@ -139,6 +167,8 @@ class DeviceIterator:
     def _read(self) -> Any:
         if self._start is None:
             self._start = random_numbers()
+        if not self._made:
+            self._start_epoch = _keras.shuffling_epoch(self._data_adapter)
         start = time.perf_counter()
         batch = next(self._batches)
         self._clock.was_read(start, time.perf_counter())

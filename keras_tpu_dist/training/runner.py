@@ -236,6 +236,7 @@ class Runner:
         call = _running.get()
         if call is not None:
             call.auto_steps.choose(epoch_iterator)
+        _keras.drop_what_is_left(epoch_iterator.data_adapter)
         batches = iter(epoch_iterator.data_adapter.get_jax_iterator())
         if _keras.is_users_code(epoch_iterator.data_adapter):
             # Read ahead of the step, for a launch of several, or while the devices still read it.
@@ -251,6 +252,7 @@ class Runner:
             *(batches, self.prefetch, steps, clock, epoch_iterator.num_batches),
             not_made=partial(_keras.uncount_steps, epoch_iterator),
             source_batches=epoch_iterator.data_adapter.num_batches,
+            data_adapter=epoch_iterator.data_adapter,
         )
 
     def host_batch(self, data: Any) -> Any:
