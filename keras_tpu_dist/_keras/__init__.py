@@ -39,6 +39,10 @@ if keras.config.backend() != "jax":
         )
     )
 
+# First: it checks that Keras has what the others import.
+from keras_tpu_dist._keras.names import Name as Name  # isort: skip
+from keras_tpu_dist._keras.names import names as names  # isort: skip
+
 from keras_tpu_dist._keras.building import abstract_variables as abstract_variables
 from keras_tpu_dist._keras.building import attributes_restored as attributes_restored
 from keras_tpu_dist._keras.building import compiled_anew as compiled_anew

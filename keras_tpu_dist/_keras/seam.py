@@ -1,6 +1,7 @@
 """What the package replaces in Keras: one table, put in place for the first that needs it.
 
-That is a strategy, `remat`, `scan_blocks`, or a callback that sees a whole `fit`.
+That is a strategy, `remat`, `scan_blocks`, or a callback that sees a whole `fit`. Names that
+are read or written, and not replaced, are in a second table (`names`), checked together with this.
 """
 
 import functools
@@ -8,9 +9,9 @@ import importlib
 import inspect
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import keras
 
@@ -19,6 +20,19 @@ TESTED_KERAS = ("3.15.0", "3.15.1")
 # The test of the seam ran with sources of these, too, before their release.
 _FIRST_KERAS, _FIRST_UNKNOWN_KERAS = (3, 15), (3, 17)
 _ANY_KERAS = "KTD_ANY_KERAS"
+# Where Keras 3.16 has what 3.15 has elsewhere, since its backends can be plugged in.
+_MOVED = {
+    "keras.src.backend.jax.trainer:JAXTrainer": "keras.src.backend.jax.trainer:Trainer",
+    "keras.src.trainers.trainer:Trainer": "keras.src.trainers.trainer:BaseTrainer",
+    "keras.src.backend.jax.nn": "keras.src.backend.jax.ops.nn",
+}
+
+
+class Reached(Protocol):
+    """A name of one of the tables."""
+
+    def fault(self) -> str | None:
+        """What this Keras lacks for it, or `None`."""
 
 
 @dataclass(frozen=True)
@@ -47,28 +61,55 @@ class Replacement:
         return f"{self.owner.replace(':', '.')}.{self.name}"
 
     def holder(self) -> Any:
-        """The module or class that has the name.
-
-        Raises:
-            ImportError: If there is no such module.
-            AttributeError: If there is no such class.
-        """
-        module, _, attribute = self.owner.partition(":")
-        found = importlib.import_module(module)
-        return getattr(found, attribute) if attribute else found
+        """The module or class that has the name. See `at`."""
+        return at(self.owner)
 
     def fault(self) -> str | None:
         """What this Keras lacks for the replacement, or `None`."""
         try:
             stock = getattr(self.holder(), self.name)
         except (ImportError, AttributeError):
-            return f"{self} is missing"
+            return fault_of(self)
         found = inspect.signature(stock).parameters if self.parameters else {}
         lacking = [name for name in self.parameters if name not in found]
         return f"{self} has no parameter {', '.join(lacking)}" if lacking else None
 
 
+def fault_of(name: Reached) -> str:
+    """The words for a name that is not there.
+
+    Args:
+        name: The name.
+    """
+    return f"{name} is missing"
+
+
+def at(owner: str) -> Any:
+    """The module or class of Keras or JAX that is called so, or was until Keras 3.16 moved it.
+
+    Args:
+        owner: `"module"` or `"module:Class"`, as Keras 3.15 has it.
+
+    Raises:
+        ImportError: If there is no such module.
+        AttributeError: If there is no such class.
+    """
+    try:
+        return _found(owner)
+    except (ImportError, AttributeError):
+        if owner not in _MOVED:
+            raise
+        return _found(_MOVED[owner])
+
+
+def _found(owner: str) -> Any:
+    module, _, attribute = owner.partition(":")
+    found = importlib.import_module(module)
+    return getattr(found, attribute) if attribute else found
+
+
 _declared: list[Replacement] = []
+_read: list[Reached] = []
 _installed: dict[tuple[str, str], tuple[Replacement, Any]] = {}
 _lock = threading.Lock()
 
@@ -80,6 +121,15 @@ def declare(*replacements: Replacement) -> None:
         *replacements: What to replace.
     """
     _declared.extend(replacements)
+
+
+def declare_read(*names: Reached) -> None:
+    """Adds names that are read or written, and not replaced.
+
+    Args:
+        *names: What is checked together with the replacements.
+    """
+    _read.extend(names)
 
 
 def table() -> tuple[Replacement, ...]:
@@ -104,7 +154,7 @@ def install() -> None:
 
 
 def check_keras(replacements: Any = None) -> None:
-    """Raises an `ImportError` with all that this Keras lacks for the replacements (all of them).
+    """Raises an `ImportError` with all that this Keras lacks for both tables.
 
     Args:
         replacements: An iterable of `Replacement`, or `None` for all that are declared.
@@ -121,7 +171,19 @@ def check_keras(replacements: Any = None) -> None:
             f"Received: keras=={keras.__version__}. Install 'keras>=3.15,<3.17', or set "
             f"{_ANY_KERAS}=1 to try this one; tests/_keras/test_seam.py then tells what holds."
         )
-    faults = [each.fault() for each in (_declared if replacements is None else replacements)]
+    raise_faults([*(_declared if replacements is None else replacements), *_read])
+
+
+def raise_faults(names: Iterable[Reached]) -> None:
+    """Raises an `ImportError` with all of the names that this Keras lacks.
+
+    Args:
+        names: The names.
+
+    Raises:
+        ImportError: If it lacks one.
+    """
+    faults = [each.fault() for each in names]
     if any(faults):
         raise ImportError(
             "keras_tpu_dist reaches Keras by names that this Keras does not have. "

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
-from keras.src.backend.common import global_state
+from keras.src.backend.common import global_state, masking
 from keras.src.backend.common.variables import AutocastScope
 
 # Public replacement: none; `keras.Model` is what its constructor returns for functional models too.
@@ -208,7 +208,7 @@ def keras_mask(tensor: Any) -> Any:
     Args:
         tensor: An array or a `keras.KerasTensor`.
     """
-    return keras.src.backend.get_keras_mask(tensor)
+    return masking.get_keras_mask(tensor)
 
 
 def with_keras_mask(tensor: Any, mask: Any) -> Any:
@@ -219,7 +219,7 @@ def with_keras_mask(tensor: Any, mask: Any) -> Any:
         mask: The mask to put on it, or `None` to leave it as it is.
     """
     if mask is not None:
-        keras.src.backend.set_keras_mask(tensor, mask)
+        masking.set_keras_mask(tensor, mask)
     return tensor
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import keras
 import numpy
-from keras.src.backend.jax import trainer as jax_trainer
 from keras.src.distribution import distribution_lib
 
 from keras_tpu_dist._keras import seam
@@ -302,7 +301,7 @@ def _set_attribute(model, name, value):
     if name == "_jax_state" and active_strategy() is not None:
         object.__setattr__(model, name, value)
     else:
-        super(jax_trainer.JAXTrainer, model).__setattr__(name, value)
+        super(seam.at(_TRAINER), model).__setattr__(name, value)
 
 
 def _get_metrics_result(stock, model):

@@ -2,7 +2,7 @@
 
     python tests/_keras/resume.py           # prints the largest difference of each as JSON
 
-Every case trains whole, trains until it fails, and goes on in a new model with other random numbers.
+Every case trains whole, trains until it fails, and goes on in a new model with other numbers.
 `versions.py` runs it with other versions of Keras, tests/checkpoint/test_keras316.py a few cases by
 Keras 3.16's rules.
 """
@@ -133,7 +133,7 @@ def difference(feed, stop, *, steps=1, stock=False):
     after, every = STOPS[stop]
     one = None if stock else ktd.TPUStrategy()
     other = None if stock else ktd.TPUStrategy({"data": 2, "fsdp": 2, "model": 2}, "fsdp")
-    whole = _whole(feed, stock)
+    whole = whole_training(feed, stock)
     with tempfile.TemporaryDirectory() as folder:
         with contextlib.suppress(Stop):
             saved = ktd.callbacks.Checkpoint(folder, **every)
@@ -145,7 +145,13 @@ def difference(feed, stop, *, steps=1, stock=False):
 
 
 @functools.cache
-def _whole(feed, stock):
+def whole_training(feed, stock):
+    """What `trained` returns without a stop; to be made anew when Keras's rules change.
+
+    Args:
+        feed: One of `INPUTS`.
+        stock: Whether there is no strategy.
+    """
     return trained(feed, None if stock else ktd.TPUStrategy())
 
 

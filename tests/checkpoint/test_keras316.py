@@ -56,7 +56,9 @@ def test_training_goes_on_without_a_strategy(shuffling, feed):
 @slow
 @pytest.mark.skipif(NEWER, reason="the rules of Keras 3.15")
 @pytest.mark.parametrize("stop", ["in the first epoch", "after several epochs"])
-def test_workers_that_shuffle_by_global_numbers_go_on(stop):
+def test_workers_that_shuffle_by_global_numbers_go_on(stop, request):
+    resume.whole_training.cache_clear()
+    request.addfinalizer(resume.whole_training.cache_clear)
     assert resume.difference("pydataset of workers", stop) < 1e-5
 
 

@@ -1,0 +1,335 @@
+"""The private names of Keras and JAX that are read or written, and not replaced: the second table.
+
+`seam` has the first, of what is replaced. Both are checked together, before anything is replaced;
+names of modules are needed at import, and are checked then.
+"""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+from keras_tpu_dist._keras.seam import at, declare_read, fault_of, raise_faults
+
+
+@dataclass(frozen=True)
+class Name:
+    """One private name that is read or written.
+
+    Attributes:
+        owner: Where it is: `"module"`, `"module:Class"`, or `"module:function"` that sets it.
+        name: The name of a function or class there, or of an attribute of the class or its objects.
+        why: What it is used for.
+        hook: The public hook of Keras or JAX that would replace it.
+    """
+
+    owner: str
+    name: str
+    why: str
+    hook: str
+
+    def __str__(self):
+        return f"{self.owner.replace(':', '.')}.{self.name}"
+
+    def fault(self) -> str | None:
+        """What this Keras or JAX lacks, or `None`."""
+        try:
+            holder = at(self.owner)
+        except (ImportError, AttributeError):
+            return fault_of(self)
+        # An attribute of objects is on none of their classes: a method of one says it.
+        found = hasattr(holder, self.name) or self.name in _said_in(holder)
+        return None if found else fault_of(self)
+
+
+@functools.cache
+def _said_in(holder: Any) -> frozenset[str]:
+    """The names that a function or the methods of a class use, and those of its fields."""
+    if not isinstance(holder, type):
+        return frozenset(name for code in _codes(holder) for name in _used(code))
+    fields = (
+        [f.name for f in dataclasses.fields(holder)] if dataclasses.is_dataclass(holder) else ()
+    )
+    return frozenset([*fields, *(n for kind in holder.__mro__ for n in _names_of(kind))])
+
+
+@functools.cache
+def _names_of(kind: type) -> frozenset[str]:
+    codes = [code for value in vars(kind).values() for code in _codes(value)]
+    return frozenset(name for code in codes for name in _used(code))
+
+
+def _codes(value: Any) -> Iterator[CodeType]:
+    for each in (value.fget, value.fset) if isinstance(value, property) else (value,):
+        code = getattr(inspect.unwrap(each), "__code__", None) if callable(each) else None
+        if isinstance(code, CodeType):
+            yield code
+
+
+def _used(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _used(constant)
+
+
+_LAYER, _VARIABLE = "keras.src.layers.layer:Layer", "keras:Variable"
+_FUNCTIONAL = "keras.src.models.functional:Functional"
+_TRAINER, _BASE = "keras.src.backend.jax.trainer:JAXTrainer", "keras.src.trainers.trainer:Trainer"
+_OPTIMIZER = "keras.src.optimizers.base_optimizer:BaseOptimizer"
+_ITERATOR = "keras.src.trainers.epoch_iterator:EpochIterator"
+_ADAPTERS = "keras.src.trainers.data_adapters"
+_PYDATASET = f"{_ADAPTERS}.py_dataset_adapter:PyDatasetAdapter"
+_LOSS = "keras.src.trainers.compile_utils:CompileLoss"
+_METRICS = "keras.src.trainers.compile_utils:CompileMetrics"
+_GLOBAL = "keras.src.backend.common.global_state"
+_SEEDS = "keras.src.random.seed_generator"
+_CALLBACKS = "keras.callbacks"
+_NO_HOOK = "none"
+
+
+def _each(owner: str, names: str, why: str, hook: str = _NO_HOOK) -> tuple[Name, ...]:
+    return tuple(Name(owner, name, why, hook) for name in names.split())
+
+
+MODULES = (
+    *_each(
+        "jax._src.xla_bridge",
+        "backends_are_initialized",
+        "whether devices can still be chosen",
+        "jax.config that refuses every update that comes too late",
+    ),
+    *_each("jax._src.core", "trace_ctx", "the program that is being traced"),
+    *_each(
+        "jax._src.distributed",
+        "global_state",
+        "the coordinator's client and address",
+        "jax.distributed with a store of keys",
+    ),
+    *_each(
+        _GLOBAL,
+        "get_global_attribute set_global_attribute",
+        "names, seeds and scopes that are entered",
+        "queries beside keras.StatelessScope and keras.SymbolicScope",
+    ),
+    *_each(
+        _SEEDS,
+        "GLOBAL_SEED_GENERATOR global_seed_generator",
+        "random state of operations without a seed",
+        "keras.random that gives and takes its global state",
+    ),
+    *_each("keras.src.backend.common.masking", "get_keras_mask set_keras_mask", "masks on tensors"),
+    *_each(
+        "keras.src.backend.common.variables",
+        "AutocastScope",
+        "values of variables in their own dtype",
+        "a value of keras.Variable that is not cast",
+    ),
+    *_each(
+        "keras.src.backend",
+        "compute_output_spec",
+        "outputs of a model as shapes",
+        "keras.Model.compute_output_spec of any model",
+    ),
+    *_each("keras.src.models.functional", "Functional", "the class of functional models"),
+    *_each(
+        "keras.src.trainers.compile_utils",
+        "CompileLoss CompileMetrics",
+        "losses and metrics as compile makes them",
+        "compile that keeps the state of training",
+    ),
+    *_each("keras.src.utils.tracking", "DotNotTrackScope", "attributes that Keras does not track"),
+    *_each(
+        "keras.src.saving.saving_lib",
+        "H5IOStore ShardedH5IOStore _save_state",
+        "which variable is where in Keras's files",
+        "a list of variables by their names in files",
+    ),
+    *_each(
+        _ADAPTERS, "is_grain_dataset", "input that each process brings", "an adapter of one's own"
+    ),
+    *_each(
+        f"{_ADAPTERS}.array_data_adapter",
+        "can_convert_arrays",
+        "input that each process brings",
+        "an adapter of one's own",
+    ),
+    *_each(
+        f"{_ADAPTERS}.generator_data_adapter",
+        "GeneratorDataAdapter",
+        "input that is the user's code, whose arrays may be used again",
+    ),
+    *_each(
+        f"{_ADAPTERS}.py_dataset_adapter",
+        "PyDatasetAdapter",
+        "input that is the user's code, whose arrays may be used again",
+    ),
+    *_each("keras.src.trainers.epoch_iterator", "EpochIterator", "the iterator of an epoch"),
+    *_each(
+        "keras.src.distribution.distribution_lib",
+        "Distribution",
+        "what a strategy is",
+        "keras.distribution.Distribution",
+    ),
+)
+ATTRIBUTES = (
+    *_each(
+        _VARIABLE,
+        "_layout",
+        "where a variable lies, set after it was made",
+        "a setter for keras.Variable(layout=...)",
+    ),
+    *_each(
+        _VARIABLE,
+        "_value",
+        "the newest state is put into the variables after each launch, without a check",
+        "assign that trusts shapes and layouts",
+    ),
+    *_each(
+        _VARIABLE,
+        "_initialize_with_initializer _deferred_initialize _initialize _direct_assign "
+        "_initialize_layout _initializer _shape _validate_shape",
+        "variables without values, for dry runs",
+        "a scope in which variables get no values",
+    ),
+    *_each(
+        _TRAINER,
+        "_jax_state _jax_state_synced",
+        "whether the variables or the trainer hold the state",
+        "a trainer whose variables hold the state",
+    ),
+    *_each(
+        _TRAINER, "_initial_epoch", "fit goes on in an epoch", "callbacks that set initial_epoch"
+    ),
+    *_each(
+        _BASE,
+        "_symbolic_build",
+        "builds metrics and optimizer as fit does",
+        "a public method that does",
+    ),
+    *_each(
+        _BASE,
+        "_compile_loss _compile_metrics",
+        "losses and metrics that have seen no batch",
+        "compile that keeps the state of training",
+    ),
+    *_each(
+        _BASE,
+        "_compile_config",
+        "what compile was given",
+        "a list of compile's arguments, functions included",
+    ),
+    *_each(_LOSS, "_user_loss _user_loss_weights", "a loss is made once more"),
+    *_each(_METRICS, "_user_metrics _user_weighted_metrics", "metrics are made once more"),
+    *_each(
+        _LAYER,
+        "_flatten_layers _layers",
+        "all layers in a layer, or those that it holds itself",
+        "Layer.layers, also of layers within layers",
+    ),
+    *_each(
+        _LAYER,
+        "_trainable_variables _non_trainable_variables",
+        "variables of a layer without those of inner layers",
+        "Layer.variables(recursive=False)",
+    ),
+    *_each(
+        _LAYER,
+        "_call_has_training_arg _call_has_mask_arg",
+        "whether a call takes an argument",
+        "the signature of Layer.call, which wrappers hide",
+    ),
+    *_each(_LAYER, "_loss_ids", "which layer added a loss", "a scope that is told who adds one"),
+    *_each(_LAYER, "_called", "whether a layer was called"),
+    *_each(
+        _FUNCTIONAL,
+        "_inputs_struct _outputs_struct",
+        "inputs and outputs in their structure",
+        "Model.inputs in their structure",
+    ),
+    *_each(
+        "keras.src.ops.function:Function",
+        "_nodes_by_depth",
+        "the graph of a functional model",
+        "Functional.operations with their edges",
+    ),
+    *_each("keras:Sequential", "_functional", "the graph of a sequential model"),
+    *_each("keras.src.ops.node:Node", "_keras_history", "what made a symbolic tensor"),
+    *_each(
+        _OPTIMIZER,
+        "_trainable_variables _variables",
+        "which slot belongs to which weight",
+        "an optimizer that says it",
+    ),
+    *_each(
+        _OPTIMIZER,
+        "_iterations",
+        "train steps, those of accumulation counted singly",
+        "a public count",
+    ),
+    *_each(
+        _ITERATOR,
+        "_steps_seen _num_batches _interrupted_warning",
+        "steps that were counted and not made",
+        "a trainer that counts the steps of a launch",
+    ),
+    *_each(
+        _PYDATASET,
+        "enqueuer shuffle",
+        "whether workers draw an epoch's order when it begins",
+        "a PyDataset that goes on from a batch",
+    ),
+    *_each(
+        f"{_ADAPTERS}.array_data_adapter:ArrayDataAdapter",
+        "_shuffle",
+        "whether arrays are shuffled",
+        "an input that says its place",
+    ),
+    *_each(
+        f"{_CALLBACKS}:BackupAndRestore",
+        "_training_metadata_path",
+        "the epoch of a backup that Keras made",
+        "a public path",
+    ),
+    *_each(f"{_CALLBACKS}:SwapEMAWeights", "_ema_weights_in_model", "what the weights are now"),
+    *_each(
+        f"{_CALLBACKS}:ModelCheckpoint",
+        "_batches_seen_since_last_saving _last_batch_seen _current_epoch",
+        "when it saves next, after training goes on",
+        "callbacks with state_dict",
+    ),
+    *_each(
+        "keras.src.utils.python_utils:default",
+        "_is_default",
+        "whether a callback looks at batches",
+        "callbacks that say whether they listen",
+    ),
+    *_each(
+        "jax.export:Exported",
+        "_get_vjp",
+        "programs that can be pickled",
+        "Exported.serialize without the package flatbuffers",
+    ),
+)
+# What only newer versions have, and is looked for where it is used.
+NEWER = (
+    *_each(
+        f"{_ADAPTERS}.array_data_adapter:ArrayDataAdapter",
+        "_epoch",
+        "the epoch by which Keras 3.16 shuffles",
+        "an input that says its place",
+    ),
+)
+
+
+def names() -> tuple[Name, ...]:
+    """All of the second table."""
+    return (*MODULES, *ATTRIBUTES, *NEWER)
+
+
+declare_read(*MODULES, *ATTRIBUTES)
+# Modules of this package import them, and an error of theirs would not say what helps.
+raise_faults(MODULES)
