@@ -71,7 +71,27 @@ def replaced() -> str:
     return "\n".join(rows)
 
 
-PARTS = {PAGE: {"picture": picture, "rooms": rooms}, CHANGES: {"replaced": replaced}}
+def read() -> str:
+    """The second table of the seam: names of one place, reason and hook are one row."""
+    rows: dict[tuple[str, str, str], list[str]] = {}
+    for each in _keras.names():
+        rows.setdefault((each.owner.replace(":", "."), each.why, each.hook), []).append(each.name)
+    head = ["| of | read or written | why | the hook that would do |", "|---|---|---|---|"]
+    return "\n".join(
+        [
+            *head,
+            *(
+                f"| `{owner}` | {', '.join(f'`{n}`' for n in names)} | {why} | {hook} |"
+                for (owner, why, hook), names in rows.items()
+            ),
+        ]
+    )
+
+
+PARTS = {
+    PAGE: {"picture": picture, "rooms": rooms},
+    CHANGES: {"replaced": replaced, "read": read},
+}
 
 
 def written(path: pathlib.Path) -> str:

@@ -3,11 +3,13 @@
 import ast
 import functools
 import pathlib
+import re
 import statistics
 
 import pytest
 
 import keras_tpu_dist as ktd
+from keras_tpu_dist import _keras
 
 ROOT = pathlib.Path(ktd.__file__).parent
 # Each room, and those whose names it may import.
@@ -90,25 +92,34 @@ def own_names():
 
 
 def private_names(tree):
-    """Private attributes that are read, also by name: `(line, name)`."""
+    """Private attributes that are read, and strings that may name one: `(line, name)`."""
+    skipped = {id(each) for node in ast.walk(tree) for each in _not_names(node)}
     for node in ast.walk(tree):
         name = None
         if isinstance(node, ast.Attribute):
             name = node.attr
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            by_name = node.func.id in ("getattr", "hasattr", "setattr", "delattr")
-            if by_name and isinstance(node.args[1], ast.Constant):
-                name = str(node.args[1].value)
-        if name and name.startswith("_") and not name.startswith("__"):
+        elif isinstance(node, ast.Constant) and id(node) not in skipped:
+            name = node.value if isinstance(node.value, str) else None
+        if name and re.fullmatch(r"_[A-Za-z]\w*", name):
             yield node.lineno, name
 
 
-# Python's own, of named tuples and of `os`.
+def _not_names(node):
+    """Strings that are parts of others, and what a replacement of the seam declares."""
+    if isinstance(node, ast.JoinedStr):
+        yield from node.values
+    elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("Replacement"):
+        yield from (each for argument in node.args for each in ast.walk(argument))
+
+
+# Python's own, of named tuples and of `os`; ends of names of our own; marks that we put on objects.
 PYTHONS = {"_replace", "_fields", "_asdict", "_exit"}
+ENDS = {"_a", "_b", "_zero", "_of_"}
+OURS = "_keras_tpu_dist_"
 
 
 def test_private_names_of_keras_and_jax_stand_in_one_room():
-    own = own_names() | PYTHONS
+    own = own_names() | PYTHONS | ENDS
     for path, tree in trees().items():
         if room(path) == "_keras":
             continue
@@ -116,8 +127,81 @@ def test_private_names_of_keras_and_jax_stand_in_one_room():
         assert "jax._src" not in text, path
         assert "from keras.src" not in text, path
         assert "import keras.src" not in text, path
-        found = [(line, name) for line, name in private_names(tree) if name not in own]
+        found = [
+            (line, name)
+            for line, name in private_names(tree)
+            if name not in own and not name.startswith(OURS)
+        ]
         assert not found, f"{path}: {found}"
+
+
+def seam_trees():
+    return [t for p, t in trees().items() if room(p) == "_keras" and p.name != "names.py"]
+
+
+def reached(tree):
+    """Names of Keras and JAX that a module of the seam reaches: `(line, name)`."""
+    yield from private_names(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and re.match(
+            r"keras\.src|jax\._src", node.module or ""
+        ):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.Attribute) and re.match(r"keras\.src", ast.unparse(node)):
+            yield node.lineno, node.attr
+
+
+def seams_own(sources):
+    """What the seam's modules define, and write on their own objects."""
+    names = set()
+    for node in (node for tree in sources for node in ast.walk(tree)):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names |= {node.attr} if ast.unparse(node.value) == "self" else set()
+    return names
+
+
+def undeclared(sources):
+    """Names that the seam reaches and neither table has."""
+    declared = {each.name for each in _keras.names()} | {each.name for each in _keras.table()}
+    # Modules of which names are imported are declared with them.
+    declared |= {part for e in _keras.names() for part in e.owner.partition(":")[0].split(".")}
+    known = declared | seams_own(sources)
+    found = [(line, name) for tree in sources for line, name in reached(tree)]
+    return [each for each in found if each[1] not in known and not each[1].startswith(OURS)]
+
+
+def test_what_the_seam_reaches_is_declared():
+    assert undeclared(seam_trees()) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("def f(model): return model._tracker", "_tracker"),
+        ("def f(model): model._tracker = 1", "_tracker"),
+        ("NAME = '_tracker'", "_tracker"),
+        ("def f(model): return getattr(model, '_tracker', None)", "_tracker"),
+        ("from keras.src.utils import torch_utils", "torch_utils"),
+        ("from jax._src import mesh", "mesh"),
+        ("def f(): return keras.src.backend.standardize_dtype", "standardize_dtype"),
+    ],
+)
+def test_what_the_seam_reaches_undeclared_is_found(source, name):
+    assert name in [each for _, each in undeclared([*seam_trees(), ast.parse(source)])]
+
+
+def test_what_is_declared_is_reached():
+    used = {name for tree in seam_trees() for _, name in reached(tree)}
+    used |= {n.value for t in seam_trees() for n in ast.walk(t) if isinstance(n, ast.Constant)}
+    used |= {n.attr for t in seam_trees() for n in ast.walk(t) if isinstance(n, ast.Attribute)}
+    of_calls = {k.arg for t in seam_trees() for k in ast.walk(t) if isinstance(k, ast.keyword)}
+    rest = {each.name for each in _keras.names()} - used - of_calls
+    # The weight of this name is put together from its public one.
+    assert rest == {"_kernel"}
 
 
 def functions():
@@ -170,6 +254,7 @@ def test_public_functions_describe_their_arguments():
     [
         ("layer._flatten_layers()", [(1, "_flatten_layers")]),
         ("getattr(model, '_functional', None)", [(1, "_functional")]),
+        ("NAMES = ('_functional',)", [(1, "_functional")]),
         ("layer.name", []),
     ],
 )

@@ -40,6 +40,7 @@ if keras.config.backend() != "jax":
     )
 
 # First: it checks that Keras has what the others import.
+from keras_tpu_dist._keras.names import OPTIONAL as OPTIONAL  # isort: skip
 from keras_tpu_dist._keras.names import Name as Name  # isort: skip
 from keras_tpu_dist._keras.names import names as names  # isort: skip
 

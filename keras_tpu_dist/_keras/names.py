@@ -89,6 +89,7 @@ _GLOBAL = "keras.src.backend.common.global_state"
 _SEEDS = "keras.src.random.seed_generator"
 _CALLBACKS = "keras.callbacks"
 _NO_HOOK = "none"
+_GOES_ON, _STATES = "what a callback counts, after training goes on", "callbacks with state_dict"
 
 
 def _each(owner: str, names: str, why: str, hook: str = _NO_HOOK) -> tuple[Name, ...]:
@@ -144,7 +145,7 @@ MODULES = (
     *_each("keras.src.utils.tracking", "DotNotTrackScope", "attributes that Keras does not track"),
     *_each(
         "keras.src.saving.saving_lib",
-        "H5IOStore ShardedH5IOStore _save_state",
+        "H5IOStore ShardedH5IOStore safe_get_h5_dataset _save_state",
         "which variable is where in Keras's files",
         "a list of variables by their names in files",
     ),
@@ -271,6 +272,25 @@ ATTRIBUTES = (
         "a public count",
     ),
     *_each(
+        "keras.src.saving.saving_lib:H5IOStore",
+        "_h5_entry_group",
+        "arrays in a file before they are read",
+        "a reader of weights by name",
+    ),
+    *_each(
+        "keras.src.saving.saving_lib:ShardedH5IOStore",
+        "_switch_h5_file",
+        "arrays in a file before they are read",
+        "a reader of weights by name",
+    ),
+    *_each(f"{_CALLBACKS}:CallbackList", "_model", "whose callbacks they are"),
+    *_each(
+        "keras.layers:Dense",
+        "_kernel",
+        "the weight below the sum that a LoRA layer shows",
+        "a layer's stored weights by name",
+    ),
+    *_each(
         _ITERATOR,
         "_steps_seen _num_batches _interrupted_warning",
         "steps that were counted and not made",
@@ -294,13 +314,6 @@ ATTRIBUTES = (
         "the epoch of a backup that Keras made",
         "a public path",
     ),
-    *_each(f"{_CALLBACKS}:SwapEMAWeights", "_ema_weights_in_model", "what the weights are now"),
-    *_each(
-        f"{_CALLBACKS}:ModelCheckpoint",
-        "_batches_seen_since_last_saving _last_batch_seen _current_epoch",
-        "when it saves next, after training goes on",
-        "callbacks with state_dict",
-    ),
     *_each(
         "keras.src.utils.python_utils:default",
         "_is_default",
@@ -314,20 +327,42 @@ ATTRIBUTES = (
         "Exported.serialize without the package flatbuffers",
     ),
 )
-# What only newer versions have, and is looked for where it is used.
-NEWER = (
+# Not every Keras has them: they are looked for where they are used.
+OPTIONAL = (
     *_each(
         f"{_ADAPTERS}.array_data_adapter:ArrayDataAdapter",
         "_epoch",
         "the epoch by which Keras 3.16 shuffles",
         "an input that says its place",
     ),
+    *_each(
+        _PYDATASET,
+        "_epoch",
+        "the epoch by which Keras 3.16 shuffles",
+        "an input that says its place",
+    ),
+    *_each(f"{_CALLBACKS}:SwapEMAWeights", "_ema_weights_in_model", _GOES_ON, _STATES),
+    *(
+        name
+        for kind in ("ModelCheckpoint", "OrbaxCheckpoint", "BackupAndRestore")
+        for name in _each(
+            f"{_CALLBACKS}:{kind}",
+            "_batches_seen_since_last_saving _last_batch_seen",
+            _GOES_ON,
+            _STATES,
+        )
+    ),
+    *_each(f"{_CALLBACKS}:OrbaxCheckpoint", "_total_batches_seen", _GOES_ON, _STATES),
+    *_each(f"{_CALLBACKS}:BackupAndRestore", "_current_epoch", _GOES_ON, _STATES),
+    *_each(
+        f"{_CALLBACKS}:TensorBoard", "_global_train_batch _global_test_batch", _GOES_ON, _STATES
+    ),
 )
 
 
 def names() -> tuple[Name, ...]:
     """All of the second table."""
-    return (*MODULES, *ATTRIBUTES, *NEWER)
+    return (*MODULES, *ATTRIBUTES, *OPTIONAL)
 
 
 declare_read(*MODULES, *ATTRIBUTES)

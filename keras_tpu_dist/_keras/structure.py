@@ -50,6 +50,9 @@ def own_variables(layer: Any) -> list:
     return [variable for variable in found if isinstance(variable, keras.Variable)]
 
 
+_TAKES = {"mask": "_call_has_mask_arg", "training": "_call_has_training_arg"}
+
+
 def call_takes(layer: Any, argument: str) -> bool:
     """Whether a layer's call has an argument `"mask"` or `"training"`.
 
@@ -59,7 +62,7 @@ def call_takes(layer: Any, argument: str) -> bool:
 
     Public replacement: none; the signature of `call` is hidden where a layer wraps it.
     """
-    return getattr(layer, f"_call_has_{argument}_arg")
+    return getattr(layer, _TAKES[argument])
 
 
 def stored_weight(layer: Any, name: str) -> Any:

@@ -66,14 +66,20 @@ def is_position(data: Any) -> bool:
         data: Anything that JSON has.
     """
     names = {each.name for each in fields(InputPosition)}
-    if not isinstance(data, dict) or not names - {"state"} <= set(data) <= names:
+    epochs = {"start_epoch", "now_epoch"}
+    # Checkpoints of version 0.2 and before have no epochs.
+    if not isinstance(data, dict) or not names - {"state"} - epochs <= set(data) <= names:
         return False
-    counts = all(type(data[n]) is int and 0 <= data[n] < 2**53 for n in ("made", "done"))
     return (
-        counts
+        all(_is_count(data[name]) for name in ("made", "done"))
+        and all(data.get(name) is None or _is_count(data[name]) for name in epochs)
         and all(map(_are_random_numbers, (data["start"], data["now"])))
         and (data.get("state") is None or _is_state(data["state"]))
     )
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**53
 
 
 def _are_random_numbers(state: Any) -> bool:

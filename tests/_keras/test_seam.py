@@ -1,5 +1,9 @@
 """The names the seam needs, and stock Keras unchanged where no strategy is active."""
 
+import dataclasses
+import functools
+import importlib
+import re
 import subprocess
 import sys
 
@@ -45,10 +49,74 @@ def test_a_parameter_that_moved_is_named(replacement, monkeypatch):
     assert f"has no parameter {', '.join(replacement.parameters)}" in replacement.fault()
 
 
-def test_every_replacement_says_why_and_what_would_replace_it():
-    names = [str(each) for each in _keras.table()]
-    assert len(names) == len(set(names))
-    assert all(each.why and each.hook for each in _keras.table())
+def test_every_name_says_why_and_what_would_replace_it():
+    for table in (_keras.table(), _keras.names()):
+        names = [str(each) for each in table]
+        assert len(names) == len(set(names))
+        assert all(each.why and each.hook for each in table)
+    assert len(_keras.names()) > 27 + 14 + 3
+
+
+REQUIRED = [each for each in _keras.names() if each not in _keras.OPTIONAL]
+
+
+class Without:
+    """A part of a Keras whose methods know other names alone."""
+
+    def __init__(self):
+        self._another = None
+
+
+@pytest.mark.parametrize("name", REQUIRED, ids=str)
+def test_a_name_that_is_read_and_moved_is_named(name, monkeypatch):
+    module = importlib.import_module("keras_tpu_dist._keras.names")
+    stock = module.at
+    monkeypatch.setattr(
+        module, "at", lambda owner: Without if owner == name.owner else stock(owner)
+    )
+    said = rf"keras=={re.escape(keras.__version__)}: .*{re.escape(str(name))} is missing.*3\.15\.0"
+    with pytest.raises(ImportError, match=said):
+        _keras.check_keras()
+
+
+class Base:
+    class_level = None
+
+    def __init__(self):
+        self._in_init = 0
+
+    @property
+    def public(self):
+        return self._in_property
+
+    @functools.lru_cache  # noqa: B019
+    def wrapped(self):
+        def inner():
+            return self._in_a_function_within
+
+        return inner
+
+
+@dataclasses.dataclass
+class Of(Base):
+    _field: int = dataclasses.field(default_factory=int)
+
+
+@pytest.mark.parametrize(
+    "attribute",
+    ["class_level", "_in_init", "_in_property", "_in_a_function_within", "_field"],
+)
+def test_attributes_are_found_where_a_class_says_them(attribute, monkeypatch):
+    module = importlib.import_module("keras_tpu_dist._keras.names")
+    monkeypatch.setattr(module, "at", lambda owner: Of)
+    assert _keras.Name("keras:Of", attribute, "", "").fault() is None
+    assert _keras.Name("keras:Of", "_other", "", "").fault() == "keras.Of._other is missing"
+
+
+def test_names_have_a_place_in_this_keras_or_in_the_next():
+    stock = {str(name) for name in _keras.OPTIONAL if name.fault()}
+    newer = {str(name) for name in _keras.OPTIONAL if name.name == "_epoch"}
+    assert stock <= newer
 
 
 @pytest.mark.parametrize("version", ["3.14.2", "3.17.0", "4.0.0"])

@@ -1,12 +1,16 @@
 """One device equals a mesh under other versions of Keras; prints the table of what ran.
 
     python tests/_keras/versions.py 3.15.0 3.15.1 ~/src/keras     # releases, and sources
+    python tests/_keras/versions.py --tests ~/src/keras           # and tests, by that Keras
 
 Releases are installed by pip into folders of their own; sources are folders with `keras/`. Each
-runs in a process of its own: fit with ragged batches, validation, several steps a launch, evaluate,
-predict and train_on_batch, on three meshes and plans, against one device.
+runs in processes of its own: fit with ragged batches, validation, several steps a launch, evaluate,
+predict and train_on_batch, on three meshes and plans, against one device; then `resume.py`,
+trainings that stop and go on, on every kind of input, within an epoch and between epochs. `--tests`
+runs tests/checkpoint and tests/callbacks too, and prints their counts.
 """
 
+import argparse
 import json
 import os
 import subprocess
@@ -56,36 +60,69 @@ def sources(wanted: str, into: Path) -> Path:
     return folder
 
 
-def checked(folder: Path) -> tuple[str, int, dict[str, float]]:
-    """Version, number of names replaced, and the largest difference on each mesh."""
+def environment(folder: Path) -> dict[str, str]:
+    """Variables under which Python imports Keras from a folder."""
     path = os.pathsep.join([str(folder), str(ROOT)])
-    environment = {**os.environ, "PYTHONPATH": path, "KERAS_BACKEND": "jax"}
+    return {**os.environ, "PYTHONPATH": path, "KERAS_BACKEND": "jax"}
+
+
+def printed(folder: Path, *arguments: str):
+    """The JSON that a Python program prints last, under the Keras in a folder."""
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env=environment,
+        [sys.executable, *arguments],
+        env=environment(folder),
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1800,
     )
     if done.returncode:
         raise SystemExit(f"{folder}: {done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def main(versions: list[str]) -> None:
+def checked(folder: Path) -> tuple[str, int, dict[str, float]]:
+    """Version, number of names replaced, and the largest difference in each setting."""
+    version, replaced, found = printed(folder, "-c", PROGRAM)
+    resumed = printed(folder, str(Path(__file__).with_name("resume.py")))
+    return version, replaced, {**found, **{f"resumed, {case}": d for case, d in resumed.items()}}
+
+
+def tested(folder: Path) -> str:
+    """The last line of pytest for what concerns checkpoints and callbacks."""
+    rooms = ["tests/checkpoint", "tests/callbacks"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "", "-rf", *rooms],
+        env=environment(folder),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    lines = done.stdout.splitlines()
+    return "\n".join([*(line for line in lines if line.startswith(("FAILED", "ERROR"))), lines[-1]])
+
+
+def main() -> None:
     """Checks each and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("versions", nargs="*", default=["3.15.0", "3.15.1"])
+    parser.add_argument("--tests", action="store_true", help="run tests of checkpoints, too")
+    arguments = parser.parse_args()
     worst = 0.0
     with tempfile.TemporaryDirectory() as into:
-        for wanted in versions:
-            version, replaced, found = checked(sources(wanted, Path(into)))
+        for wanted in arguments.versions:
+            folder = sources(wanted, Path(into))
+            version, replaced, found = checked(folder)
             for setting, difference in found.items():
                 worst = max(worst, difference)
                 print(
-                    f"keras {version} from {wanted}, {replaced} names: {setting}: {difference:.1e}"
+                    f"keras {version} from {wanted}, {replaced} names: {setting}: {difference:.1e}",
+                    flush=True,
                 )
+            if arguments.tests:
+                print(f"keras {version} from {wanted}: {tested(folder)}", flush=True)
     if worst > TOLERANCE:
         raise SystemExit(f"not equal: {worst:.1e}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or ["3.15.0", "3.15.1"])
+    main()
