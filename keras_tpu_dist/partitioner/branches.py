@@ -54,7 +54,7 @@ def repaired(equation: Any, spread: Spread) -> list | None:
     def whole(dimensions: list[list[int]]) -> Callable:
         return lambda *arrays: [
             constrained(array, spread.mesh, dict.fromkeys(each, ())) if each else array
-            for array, each in zip(arrays, dimensions)
+            for array, each in zip(arrays, dimensions, strict=True)
         ]
 
     return surrounded(equation, whole(operands), whole(results))
@@ -91,7 +91,7 @@ def _resized(equation: Any) -> list[tuple[Any, int]]:
     one, other = equation.invars[0], equation.outvars[0]
     if len(one.aval.shape) != len(other.aval.shape):
         return []
-    pairs = enumerate(zip(one.aval.shape, other.aval.shape))
+    pairs = enumerate(zip(one.aval.shape, other.aval.shape, strict=True))
     return [(one, d) for d, (before, after) in pairs if before != after]
 
 
@@ -105,7 +105,7 @@ def _indexed(equation: Any) -> list[tuple[Any, int]]:
 
 def _sliced(equation: Any) -> list[tuple[Any, int]]:
     small = equation.invars[1] if "update" in equation.primitive.name else equation.outvars[0]
-    pairs = enumerate(zip(equation.invars[0].aval.shape, small.aval.shape))
+    pairs = enumerate(zip(equation.invars[0].aval.shape, small.aval.shape, strict=True))
     return [(equation.invars[0], d) for d, (whole, part) in pairs if whole != part]
 
 

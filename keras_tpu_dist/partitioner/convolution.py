@@ -45,12 +45,13 @@ def repaired(equation: Any, spread: Spread) -> list | None:
     lhs, rhs = numbers.lhs_spec, numbers.rhs_spec
     grouped = equation.params["batch_group_count"] > 1
     rows = spread.axes(left, lhs[1]) | spread.axes(right, rhs[1])
-    windows = [spread.axes(left, i) | spread.axes(right, k) for i, k in zip(lhs[2:], rhs[2:])]
+    spatial = [*zip(lhs[2:], rhs[2:], strict=True)]
+    windows = [spread.axes(left, i) | spread.axes(right, k) for i, k in spatial]
     windowed = any(spread.axes(right, k) for k in rhs[2:])
     fragile = any(axes and _loses_its_place(equation, n) for n, axes in enumerate(windows))
     if not windowed and not fragile and not (grouped and (rows or any(windows))):
         return None
-    asked = [spread.asked(left, i) | spread.asked(right, k) for i, k in zip(lhs[2:], rhs[2:])]
+    asked = [spread.asked(left, i) | spread.asked(right, k) for i, k in spatial]
     apart = sum(map(len, [rows, *asked])) == len(spread.open_axes)
     if apart and frozenset().union(rows, *asked) == spread.open_axes and not fragile:
         return None if len(spread.open_axes) == 1 else _pinned(equation, spread, rows, asked)
@@ -92,7 +93,8 @@ def _pinned(equation: Any, spread: Spread, rows: frozenset, asked: list) -> list
     def convolve(left, right):
         pinned = []
         for array, spec in ((left, numbers.lhs_spec), (right, numbers.rhs_spec)):
-            axes = {d: spread.ordered(names) for d, names in zip(spec[1:], [rows, *asked])}
+            pairs = zip(spec[1:], [rows, *asked], strict=True)
+            axes = {d: spread.ordered(names) for d, names in pairs}
             pinned.append(constrained(array, spread.mesh, axes))
         return equation.primitive.bind(*pinned, **equation.params)
 

@@ -78,7 +78,7 @@ def with_inner_jaxprs(equation: Any, edit: Callable[[Any], Any]) -> Any:
             entries = [edit(entry) if is_jaxpr(entry) else entry for entry in value]
             named = hasattr(value, "_fields")
             new = type(value)(*entries) if named else type(value)(entries)
-            new = value if all(a is b for a, b in zip(new, value)) else new
+            new = value if all(a is b for a, b in zip(new, value, strict=True)) else new
         else:
             continue
         if new is not value:
@@ -130,7 +130,7 @@ def scan_parts(equation: Any) -> tuple[Any, int, int]:
     (body,) = (opened(inner) for inner in inner_jaxprs(equation))
 
     def stacked(outer: list, inner: list) -> int:
-        pairs = zip(outer, inner)
+        pairs = zip(outer, inner, strict=True)
         return sum(len(a.aval.shape) > len(b.aval.shape) for a, b in pairs)
 
     carries = len(body.outvars) - stacked(equation.outvars, body.outvars)
@@ -166,11 +166,12 @@ def surrounded(equation: Any, before: Callable, after: Callable) -> list:
     """
     first = _traced(equation, before, equation.invars)
     last = _traced(equation, after, equation.outvars)
-    names = dict(zip(first.invars, equation.invars))
+    names = dict(zip(first.invars, equation.invars, strict=True))
     operands = [names.get(atom, atom) for atom in first.outvars]
-    passed = {v: w for v, w in zip(last.outvars, equation.outvars) if v in set(last.invars)}
+    after_it = [*zip(last.outvars, equation.outvars, strict=True)]
+    passed = {v: w for v, w in after_it if v in set(last.invars)}
     own = equation.replace(invars=operands, outvars=[passed.get(v, v) for v in last.invars])
-    results = [(v, w) for v, w in zip(last.outvars, equation.outvars) if v not in passed]
+    results = [(v, w) for v, w in after_it if v not in passed]
     return [
         *_inlined(first, equation, equation.invars, first.outvars),
         own,
@@ -188,10 +189,10 @@ def _traced(equation: Any, function: Callable, atoms: list) -> Any:
 
 def _inlined(inner: Any, equation: Any, operands: list, results: list, own: Any = None) -> list:
     """The equations of a program with its inputs and outputs renamed."""
-    names = dict(zip(inner.invars, operands))
+    names = dict(zip(inner.invars, operands, strict=True))
     own = inner.outvars if own is None else own
     assert len(set(own)) == len(own), "a replacement returns one value twice"
-    outputs = dict(zip(own, results))
+    outputs = dict(zip(own, results, strict=True))
     made = []
     for each in inner.eqns:
         each = each.replace(

@@ -1,5 +1,6 @@
 """`jax.jit` for a mesh: the program that is compiled is one that XLA partitions rightly."""
 
+import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -7,6 +8,7 @@ import jax
 from jax.extend import core
 from jax.sharding import Mesh
 
+from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.partitioner.classes import Axes, spec_axes
 from keras_tpu_dist.partitioner.jaxprs import opened
 
@@ -22,8 +24,9 @@ class Jitted:
         function: A function of arrays.
         mesh: The mesh.
         layouts: From the arguments to a structure of `NamedSharding` or `None` for each of them:
-            one for each array, or a prefix of the argument's structure.
-        outputs: The same for the structure that the function returns, if it is given layouts.
+            that of the argument, or a prefix of it.
+        outputs: The same for each entry of the tuple that the function returns, if its results
+            are given layouts.
         kind_of: From the arguments to what tells programs apart, where the shapes of some
             arguments never change; by default all shapes and dtypes.
         **options: Those of `jax.jit`.
@@ -86,9 +89,9 @@ class Jitted:
         from keras_tpu_dist.partitioner.rewrite import rewritten
 
         traced = self._plain.trace(*args)
-        inputs = [axes for pair in zip(self._layouts(*args), args) for axes in _axes_of(*pair)]
         shapes = traced.out_info
-        results = [axes for pair in zip(self._outputs, shapes) for axes in _axes_of(*pair)]
+        inputs = axes_of(tuple(self._layouts(*args)), args)
+        results = axes_of(tuple(self._outputs), shapes) if self._outputs else ()
         jaxpr = rewritten(traced.jaxpr, self._mesh, inputs, results)
         if jaxpr is traced.jaxpr:
             return self._plain
@@ -125,7 +128,7 @@ def _call_of(jaxpr: Any, name: str) -> Callable[[list], list]:
 
     def call(arrays: list) -> list:
         results = primitive.bind(*arrays, **{**params, "jaxpr": jaxpr})
-        return [r if i is None else arrays[i] for r, i in zip(results, passed)]
+        return [r if i is None else arrays[i] for r, i in zip(results, passed, strict=True)]
 
     return call
 
@@ -148,14 +151,61 @@ def _call_template(name: str, inputs: int, outputs: int) -> tuple[Any, dict[str,
     return equation.primitive, params
 
 
-def _axes_of(shardings: Any, tree: Any) -> list[Axes]:
-    """The mesh axes of each dimension of each array of a structure."""
+@dataclasses.dataclass(frozen=True)
+class _Layout:
+    """A layout within a structure in which nothing else is a leaf, `None` included."""
 
-    def is_leaf(x):
-        return x is None or isinstance(x, jax.sharding.Sharding)
+    sharding: Any
 
-    given, arrays = jax.tree.leaves(shardings, is_leaf=is_leaf), jax.tree.leaves(tree)
-    if len(given) != len(arrays):
-        spread = jax.tree.broadcast(shardings, tree, is_leaf=is_leaf)
-        given = jax.tree.leaves(spread, is_leaf=is_leaf)
-    return [spec_axes(sharding) for sharding in given]
+
+def axes_of(layouts: Any, arrays: Any) -> list[Axes]:
+    """The mesh axes of each dimension of each array, paired by their places in the structure.
+
+    Args:
+        layouts: A structure of `NamedSharding` or `None`: that of the arrays, or a prefix of it. A
+            `None` stands for whatever is at its place, also where that has no array.
+        arrays: The arrays, or their shapes, in any structure.
+
+    Returns:
+        For each array, in the order of `jax.tree.leaves`, the axes of its dimensions.
+
+    Raises:
+        ValueError: If the structures do not fit, or a layout has more dimensions than its array.
+    """
+    marked = jax.tree.map(_Layout, layouts, is_leaf=_is_layout)
+    try:
+        spread = jax.tree.broadcast(marked, arrays)
+    except ValueError as error:
+        raise ValueError(
+            message(
+                "Layouts have the structure of the arrays they are for, or a prefix of it.",
+                received=f"layouts {jax.tree.structure(marked)} for {jax.tree.structure(arrays)}.",
+                fix="Give a layout, or None, in each place where the arrays have a leaf or a node.",
+            )
+        ) from error
+    places = jax.tree_util.tree_flatten_with_path(arrays)[0]
+    return [
+        _checked_axes(layout.sharding, array, path)
+        for layout, (path, array) in zip(jax.tree.leaves(spread), places, strict=True)
+    ]
+
+
+def _is_layout(node: Any) -> bool:
+    return node is None or isinstance(node, jax.sharding.Sharding)
+
+
+def _checked_axes(sharding: Any, array: Any, path: Any) -> Axes:
+    axes, rank = spec_axes(sharding), len(jax.numpy.shape(array))
+    if len(axes) > rank:
+        raise ValueError(
+            message(
+                "A layout has no more dimensions than its array.",
+                received={
+                    "array": jax.tree_util.keystr(path),
+                    "shape": jax.numpy.shape(array),
+                    "layout": sharding.spec,
+                },
+                fix="Name at most one entry for each dimension of the array.",
+            )
+        )
+    return axes

@@ -41,7 +41,9 @@ def repaired(equation: Any, spread: Spread) -> list | None:
     numbers = equation.params["dimension_numbers"]
     indices, updates = equation.invars[1:3]
     rows = [d for d in range(updates.aval.ndim) if d not in numbers.update_window_dims]
-    shared = dict(zip(numbers.scatter_indices_batching_dims, numbers.operand_batching_dims))
+    shared = dict(
+        zip(numbers.scatter_indices_batching_dims, numbers.operand_batching_dims, strict=True)
+    )
     paddings: dict[int, int] = {}
     for dimension, of_updates in enumerate(rows):
         parts = max(spread.parts(indices, dimension), spread.parts(updates, of_updates))

@@ -19,7 +19,7 @@ def candidate(equation: Any, devices: int) -> bool:
         equation: The slice, or the update of one.
         devices: The number of devices of the mesh, which makes no difference here.
     """
-    return not all(_is_inside(start, last) for start, last in zip(*_places(equation)))
+    return not all(_is_inside(start, last) for start, last in zip(*_places(equation), strict=True))
 
 
 def repaired(equation: Any, spread: Spread) -> list | None:
@@ -46,7 +46,7 @@ def repaired(equation: Any, spread: Spread) -> list | None:
         arrays, starts = operands[: -len(last)], operands[-len(last) :]
         starts = [
             lax.clamp(start.dtype.type(0), start, start.dtype.type(end)) if clamp else start
-            for start, end, clamp in zip(map(widened, starts), last, clamped)
+            for start, end, clamp in zip(map(widened, starts), last, clamped, strict=True)
         ]
         return equation.primitive.bind(*arrays, *starts, **equation.params)
 
@@ -58,7 +58,7 @@ def _places(equation: Any) -> tuple[list, list[int]]:
     operand, *rest = equation.invars
     update = equation.primitive.name == "dynamic_update_slice"
     size = (rest if update else equation.outvars)[0].aval.shape
-    last = [whole - part for whole, part in zip(operand.aval.shape, size)]
+    last = [whole - part for whole, part in zip(operand.aval.shape, size, strict=True)]
     return rest[1:] if update else rest, last
 
 

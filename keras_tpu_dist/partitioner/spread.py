@@ -24,16 +24,20 @@ class Spread(Classes):
     Args:
         jaxpr: The program.
         inputs: For each input, the axes of each dimension.
-        outputs: The same for outputs that are given a layout; may be shorter than they are.
+        outputs: The same for each output; empty where none is given a layout.
         mesh: The mesh.
+
+    Raises:
+        ValueError: If they are not as many as the program's inputs, or outputs.
     """
 
     def __init__(self, jaxpr: Any, inputs: Sequence[Axes], outputs: Sequence[Axes], mesh: Mesh):
         super().__init__(mesh)
         self._linked: set[int] = set()
-        for atoms, layouts in ((opened(jaxpr).invars, inputs), (opened(jaxpr).outvars, outputs)):
-            for atom, axes in zip(atoms, layouts):
-                self.give(atom, axes)
+        for atom, axes in zip(opened(jaxpr).invars, inputs, strict=True):
+            self.give(atom, axes)
+        for atom, axes in zip(opened(jaxpr).outvars, outputs, strict=True) if outputs else ():
+            self.give(atom, axes)
         self._link_program(opened(jaxpr))
 
     def _link_program(self, jaxpr: Any) -> None:
@@ -60,27 +64,43 @@ def _call(classes: Classes, equation: Any, inner: list) -> None:
     """A program called once: its inputs are the last operands, its outputs the results.
 
     Operands of a scan over time have a dimension more outside than inside; those of a conditional
-    come after its index.
+    come after its index. Where that does not hold (a kernel writes to what it is given, a
+    comparison is called for each pair of numbers), the program is not looked into.
     """
-    if any(len(jaxpr.outvars) != len(equation.outvars) for jaxpr in inner):
-        _unknown(classes, equation)  # a kernel, which writes to what it is given
-        return
+    pairs: list[tuple] = []
     for jaxpr in inner:
-        count = len(jaxpr.invars)
-        operands = equation.invars[len(equation.invars) - count :]
-        for outer, own in [*zip(operands, jaxpr.invars), *zip(equation.outvars, jaxpr.outvars)]:
-            if rank(outer) == rank(own):
-                classes.link_positions(outer, own)
-                continue
-            shift = max(rank(outer) - rank(own), 0)
-            for dimension in range(min(rank(own), rank(outer))):
-                classes.link(outer, dimension + shift, own, dimension)
+        paired = _paired(equation, jaxpr)
+        if paired is None:
+            _unknown(classes, equation)
+            return
+        pairs += paired
+    for outer, own in pairs:
+        shift = rank(outer) - rank(own)
+        if not shift:
+            classes.link_positions(outer, own)
+            continue
+        for dimension in range(rank(own)):
+            classes.link(outer, dimension + shift, own, dimension)
+
+
+def _paired(equation: Any, jaxpr: Any) -> list[tuple] | None:
+    """Values of an equation with those of the program it calls, or `None` where they do not fit."""
+    before = len(equation.invars) - len(jaxpr.invars)
+    if before < 0 or len(jaxpr.outvars) != len(equation.outvars):
+        return None
+    pairs = [
+        *zip(equation.invars[before:], jaxpr.invars, strict=True),
+        *zip(equation.outvars, jaxpr.outvars, strict=True),
+    ]
+    most = 1 if equation.primitive.name == "scan" else 0
+    return pairs if all(0 <= rank(a) - rank(b) <= most for a, b in pairs) else None
 
 
 def _scan(classes: Classes, equation: Any, inner: list) -> None:
     _call(classes, equation, inner)
     body, constants, carries = scan_parts(equation)
-    for own, result in zip(body.invars[constants:], body.outvars[:carries]):
+    carried = body.invars[constants : constants + carries]
+    for own, result in zip(carried, body.outvars[:carries], strict=True):
         classes.link_positions(own, result)
 
 
@@ -90,13 +110,31 @@ def _while(classes: Classes, equation: Any, inner: list) -> None:
     cond, body = opened(params["cond_jaxpr"]), opened(params["body_jaxpr"])
     carry = equation.invars[of_cond + of_body :]
     for outer, own in [
-        *zip(equation.invars[:of_cond], cond.invars),
-        *zip(carry, cond.invars[of_cond:]),
-        *zip(equation.invars[of_cond:], body.invars),
-        *zip(carry, body.outvars),
-        *zip(carry, equation.outvars),
+        *zip([*equation.invars[:of_cond], *carry], cond.invars, strict=True),
+        *zip(equation.invars[of_cond:], body.invars, strict=True),
+        *zip(carry, body.outvars, strict=True),
+        *zip(carry, equation.outvars, strict=True),
     ]:
         classes.link_positions(outer, own)
+
+
+def _solve(classes: Classes, equation: Any, inner: list) -> None:
+    """A linear system: each of its programs has operands of its own, and the right side."""
+    lengths, jaxprs = equation.params["const_lengths"], equation.params["jaxprs"]
+    right = equation.invars[sum(lengths) :]
+    at = 0
+    for length, jaxpr in zip(lengths, jaxprs, strict=True):
+        operands = [*equation.invars[at : at + length], *right]
+        at += length
+        if jaxpr is None:
+            continue
+        for outer, own in zip(operands, opened(jaxpr).invars, strict=True):
+            classes.link_positions(outer, own)
+        # Products have no results beside the first ones, which a solver may have.
+        for outer, own in zip(equation.outvars, opened(jaxpr).outvars, strict=False):
+            classes.link_positions(outer, own)
+    for outer, result in zip(right, equation.outvars, strict=False):
+        classes.link_positions(outer, result)
 
 
 def _positions(classes: Classes, equation: Any) -> None:
@@ -124,7 +162,7 @@ def _unknown(classes: Classes, equation: Any) -> None:
 
 def _repeats(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
     """Whether values of a shape are repeated to another one."""
-    return len(shape) == len(whole) and all(a in (b, 1) for a, b in zip(shape, whole))
+    return len(shape) == len(whole) and all(a in (b, 1) for a, b in zip(shape, whole, strict=True))
 
 
 def _nothing(classes: Classes, equation: Any) -> None:
@@ -186,7 +224,7 @@ def _dot(classes: Classes, equation: Any) -> None:
     (contract, batch) = equation.params["dimension_numbers"]
     left, right = equation.invars[:2]
     result = equation.outvars[0]
-    for i, j in [*zip(*contract), *zip(*batch)]:
+    for i, j in [*zip(*contract, strict=True), *zip(*batch, strict=True)]:
         classes.link(left, int(i), right, int(j))
     free = [
         [n for n in range(rank(atom)) if n not in contract[side] and n not in batch[side]]
@@ -206,7 +244,7 @@ def _convolution(classes: Classes, equation: Any) -> None:
     classes.link(left, lhs[0], result, out[0])
     classes.link(left, lhs[1], right, rhs[1])
     classes.link(right, rhs[0], result, out[1])
-    for i, k, j in zip(lhs[2:], rhs[2:], out[2:]):
+    for i, k, j in zip(lhs[2:], rhs[2:], out[2:], strict=True):
         classes.link(left, i, result, j)
         classes.link(left, i, right, k)
     if equation.params["feature_group_count"] > 1:
@@ -240,12 +278,12 @@ def _link_slices(
     slices, windows = slices
     missing = {*gone[0], *gone[1]}
     kept = [i for i in range(rank(operand)) if i not in missing]
-    for i, j in zip(kept, windows):
+    for i, j in zip(kept, windows, strict=True):
         classes.link(operand, i, slices, j)
     batch = [j for j in range(rank(slices)) if j not in windows]
-    for i, j in zip(range(rank(indices) - 1), batch):
+    for i, j in zip(range(rank(indices) - 1), batch, strict=True):
         classes.link(indices, i, slices, j)
-    for i, j in zip(*shared):
+    for i, j in zip(*shared, strict=True):
         classes.link(operand, i, indices, j)
 
 
@@ -266,7 +304,8 @@ _RULES: dict[str, Callable[[Classes, Any], None]] = {
             *("pad", "slice", "concatenate", "rev", "sort", "split", "top_k", "select_n", "clamp"),
             *("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"),
             *("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min"),
-            *("select_and_scatter_add", "select_and_gather_add", "approx_top_k"),
+            *("select_and_scatter", "select_and_scatter_add", "select_and_gather_add"),
+            "approx_top_k",
         ],
         _positions,
     ),
@@ -296,7 +335,11 @@ _RULES: dict[str, Callable[[Classes, Any], None]] = {
 }
 
 # Equations that run programs otherwise than once, from operands to results.
-_INNER: dict[str, Callable[[Classes, Any, list], None]] = {"scan": _scan, "while": _while}
+_INNER: dict[str, Callable[[Classes, Any, list], None]] = {
+    "scan": _scan,
+    "while": _while,
+    "custom_linear_solve": _solve,
+}
 
 # Primitives with a rule of their own call no program.
 CALL_NOTHING = frozenset(_RULES)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
+from jax.sharding import NamedSharding
 
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.processes.arrays import put, whole
@@ -29,6 +30,8 @@ class Leaf:
         length: The dimension of `value` that is padded to a bucket.
         source: What `value` was taken from, where it is padded.
         generator: The generator, where `value` is the data of a key of `jax.random`.
+        layout: How an array that all replicas get whole lies on the mesh, where it is split over
+            axes that split no rows.
     """
 
     value: Any
@@ -39,6 +42,7 @@ class Leaf:
     length: int | None = None
     source: PerReplica | None = None
     generator: Any = None
+    layout: NamedSharding | None = None
 
     @property
     def key(self) -> tuple:
@@ -48,7 +52,7 @@ class Leaf:
         if isinstance(self.value, (int, float, complex)):
             return ("number", type(self.value))
         weak = bool(getattr(self.value, "weak_type", False))
-        places = (self.split, self.stacked, self.rows, self.length, self.generator)
+        places = (self.split, self.stacked, self.rows, self.length, self.generator, self.layout)
         return (tuple(self.value.shape), str(self.value.dtype), weak, *places)
 
 
@@ -236,15 +240,24 @@ def _whole_leaf(value, axis, options: RunOptions, strategy) -> Leaf:
         if array.weak_type and not array.ndim and not strategy.placer.is_local:
             return Leaf(array.item())
         array = put([array], [strategy.placer.sharding(None)])[0]
-    return Leaf(array, length=axis)
+    return Leaf(array, length=axis, layout=_layout_of(array))
 
 
 def _is_on(array: jax.Array, strategy: Strategy) -> bool:
-    """Whether an array lies on the strategy's devices, in their order."""
+    """Whether an array lies on the strategy's devices, in their order, split by its axes if so."""
     if array.sharding.device_set != strategy.placer.device_set:
         return False
+    if not array.sharding.is_fully_replicated:
+        return getattr(array.sharding, "mesh", None) == strategy.mesh
     mesh: Any = getattr(array.sharding, "mesh", None)
     return mesh is None or [*mesh.devices.flat] == [*strategy.mesh.devices.flat]
+
+
+def _layout_of(array: Any) -> NamedSharding | None:
+    """The layout of an array that is split; programs are made for one."""
+    sharding = getattr(array, "sharding", None)
+    split = isinstance(sharding, NamedSharding) and not sharding.is_fully_replicated
+    return sharding if split else None
 
 
 def _is_constant(value) -> bool:

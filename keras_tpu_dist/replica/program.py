@@ -213,8 +213,8 @@ class Program:
 
         def layouts(inputs):
             mirrored = [self._layout(v) for v in known if not is_own(v)]
-            others = dict.fromkeys(inputs)
-            return ({**others, "mirrored": mirrored},)
+            arrays = [place.layout for place in self._places]
+            return ({**dict.fromkeys(inputs), "arrays": arrays, "mirrored": mirrored},)
 
         return Jitted(
             *(replica_function, self._strategy.mesh, layouts),

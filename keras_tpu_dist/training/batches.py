@@ -166,7 +166,7 @@ class BatchPlacer:
             for column, slot, padding in zip(columns, plan.slots, plan.paddings)
         ]
         stack = PlacedBatch(jax.tree.unflatten(treedef, columns), plan.slots)
-        arrays = put(columns, self.shardings(stack, stacked=True))
+        arrays = put(columns, jax.tree.leaves(self.shardings(stack, stacked=True)))
         return PlacedBatch(jax.tree.unflatten(treedef, arrays), plan.slots)
 
     def place_eagerly(self, batch: Any) -> PlacedBatch:
@@ -324,19 +324,19 @@ class BatchPlacer:
             WARNING,
         )
 
-    def shardings(self, batch: PlacedBatch, stacked: bool = False) -> list[NamedSharding]:
-        """The shardings of a placed batch's arrays, in the order of `jax.tree.leaves`.
+    def shardings(self, batch: PlacedBatch, stacked: bool = False) -> PlacedBatch:
+        """The shardings of a placed batch's arrays, each in its array's place.
 
         Args:
             batch: The batch.
             stacked: Whether it is several batches, stacked along a first dimension.
         """
         found = []
-        for leaf, slot in zip(flatten(batch.data)[0], batch.slots):
+        for leaf, slot in zip(flatten(batch.data)[0], batch.slots, strict=True):
             dimensions = (slot.axis, slot.time)
             axis, time = (d if d is None or not stacked else d + 1 for d in dimensions)
             found.extend([self.sharding(axis, time)] * len(jax.tree.leaves(leaf)))
-        return found
+        return jax.tree.unflatten(jax.tree.structure(batch), found)
 
     def _trim(self, leaf, slot: Slot):
         if slot.rows is None or slot.axis is None:
