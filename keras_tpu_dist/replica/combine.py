@@ -10,7 +10,13 @@ import numpy as np
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.processes.arrays import put
 from keras_tpu_dist.replica.blocks import every_block
-from keras_tpu_dist.replica.context import checked_axis, checked_reduction
+from keras_tpu_dist.replica.context import checked_axis
+from keras_tpu_dist.replica.reductions import (
+    check_not_empty,
+    checked_reduction,
+    dtypes_of,
+    reduced,
+)
 from keras_tpu_dist.replica.values import PerReplica, check_owner
 from keras_tpu_dist.training.strategy import Strategy
 
@@ -72,8 +78,8 @@ def _reduce_whole(array, *, op, axes, at, stacked, number, sharding):
         shape = array.shape
         array = array.reshape(*shape[:at], number, shape[at] // number, *shape[at + 1 :])
         array = jnp.moveaxis(array, at, 0)
-    reduced = _REDUCERS[op](array, axis=(0, *(a + 1 for a in axes)))
-    return jax.lax.with_sharding_constraint(reduced, sharding)
+    found = reduced(op, array, (0, *(a + 1 for a in axes)))
+    return jax.lax.with_sharding_constraint(found, sharding)
 
 
 def _reduce_ragged(op: str, parts: list, axes: tuple[int, ...]):
@@ -88,17 +94,16 @@ def _reduce_ragged(op: str, parts: list, axes: tuple[int, ...]):
             )
         )
     if op in ("max", "min"):
-        parts = [part for part in parts if part.size]
-        reduced = [_REDUCERS[op](jnp.asarray(part), axis=axes) for part in parts]
-        return _REDUCERS[op](jnp.stack(reduced), axis=0)
-    kind = jnp.asarray(parts[0]).dtype
-    inexact = jnp.issubdtype(kind, jnp.inexact)
+        filled = [part for part in parts if all(part.shape[a] for a in axes)]
+        if not filled:
+            check_not_empty(op, parts[0].shape, axes)
+        return reduced(op, jnp.stack([reduced(op, part, axes) for part in filled]), (0,))
     # As a sum, or mean, over all of them at once has it: no part overflows.
-    wide = jnp.promote_types(kind, "float32") if inexact or op == "mean" else None
+    wide, result = dtypes_of(op, jnp.asarray(parts[0]).dtype)
     total = sum(jnp.sum(jnp.asarray(part), axis=axes, dtype=wide) for part in parts)
     if op == "mean":
         total /= sum(int(np.prod([part.shape[a] for a in axes], dtype=int)) for part in parts)
-    return jnp.asarray(total, kind if inexact else None)
+    return jnp.asarray(total, result)
 
 
 def _reduce_common(op: str, value, axis, strategy):
@@ -116,7 +121,7 @@ def _reduce_common(op: str, value, axis, strategy):
             )
         )
     axes = _checked_axes(axis, np.ndim(value))
-    return value if axis is None else _REDUCERS[op](jnp.asarray(value), axis=axes)
+    return value if axis is None else reduced(op, value, axes)
 
 
 def _gather_leaf(value, axis, strategy):
@@ -166,9 +171,6 @@ def _every_value(value: PerReplica) -> list:
 
 def _everywhere(value: Any, strategy: Strategy) -> jax.Array:
     return put([value], [strategy.placer.sharding(None)])[0]
-
-
-_REDUCERS: dict[str, Any] = {"sum": jnp.sum, "mean": jnp.mean, "max": jnp.max, "min": jnp.min}
 
 
 def _checked_axes(axis, rank: int) -> tuple[int, ...]:

@@ -12,37 +12,12 @@ import keras
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.replica.reductions import checked_reduction, reduced
 from keras_tpu_dist.training.strategy import Strategy
-
-REDUCTIONS = ("sum", "mean", "max", "min")
 
 # The odd number nearest 2**32 / golden ratio: seeds of neighbouring replicas land far apart, and
 # replica 0 keeps the seed of a program on one device.
 _SEED_STRIDE = 0x9E3779B9
-
-
-def checked_reduction(op: Any) -> str:
-    """The name of a reduction, from its name in any case or from an enum such as `ReduceOp.SUM`.
-
-    Args:
-        op: The name, or a member of an enum that has such a name.
-
-    Raises:
-        ValueError: If it is none of "sum", "mean", "max", "min".
-    """
-    name = op if isinstance(op, str) else getattr(op, "name", None)
-    lowered = name.lower() if isinstance(name, str) else None
-    if lowered not in REDUCTIONS:
-        raise ValueError(
-            message(
-                'A reduction is one of "sum", "mean", "max", "min".',
-                received={"reduce_op": op},
-                fix='Write for example "sum".',
-                name=lowered,
-                choices=REDUCTIONS,
-            )
-        )
-    return lowered
 
 
 class ReplicaContext:
@@ -150,6 +125,10 @@ class ReplicaContext:
         As in `tf.distribute`, the gradient of an all-reduced sum (mean) is the all-reduced sum
         (mean) of the gradients.
 
+        Dtypes are those of `strategy.reduce`: a sum of whole numbers or of `bool` has at least 32
+        bits, their mean is a floating-point number, everything else keeps its dtype. Numbers of
+        less than 32 bits are added up, and sent, in float32.
+
         Args:
             reduce_op: `"sum"`, `"mean"`, `"max"` or `"min"`, in any case, or an enum with one of
                 these names.
@@ -159,10 +138,10 @@ class ReplicaContext:
             The structure of reduced arrays.
 
         Raises:
-            ValueError: If the reduction is unknown.
+            ValueError: If the reduction is unknown; for the largest or smallest of complex numbers.
         """
         op = checked_reduction(reduce_op)
-        return jax.tree.map(lambda leaf: self._reduce(op, _array(leaf)), value)
+        return jax.tree.map(lambda leaf: reduced(op, _array(leaf), replicas=self._axes), value)
 
     def all_gather(self, value: Any, axis: int) -> Any:
         """Joins each array of all replicas along a dimension and gives all of them the result.
@@ -183,6 +162,11 @@ class ReplicaContext:
             at = checked_axis("all_gather", axis, leaf.ndim)
             if not self._axes:
                 return leaf
+            if not leaf.size:
+                # XLA does not send what has no elements.
+                number = self.num_replicas_in_sync
+                shape = [n * number if i == at else n for i, n in enumerate(leaf.shape)]
+                return jnp.zeros(shape, leaf.dtype)
             return jax.lax.all_gather(leaf, self._axes, axis=at, tiled=True)
 
         return jax.tree.map(gather, value)
@@ -212,20 +196,6 @@ class ReplicaContext:
                 "strategy.reduce or strategy.gather after run.",
             )
         )
-
-    def _reduce(self, op: str, leaf: jax.Array) -> jax.Array:
-        if leaf.dtype == bool:
-            if op in ("max", "min"):
-                return self._reduce(op, leaf.astype("uint8")).astype(bool)
-            leaf = leaf.astype("int32")
-        if not self._axes:
-            # Of the dtype that several replicas give.
-            whole = op == "mean" and not jnp.issubdtype(leaf.dtype, jnp.inexact)
-            return leaf / 1 if whole else leaf
-        if op == "mean":
-            return jax.lax.pmean(leaf, self._axes)
-        reduce = {"sum": jax.lax.psum, "max": jax.lax.pmax, "min": jax.lax.pmin}[op]
-        return reduce(leaf, self._axes)
 
     def _of_first_replica(self, leaf: jax.Array) -> jax.Array:
         if not self._axes:

@@ -132,12 +132,17 @@ class ReplicaCode(DistributedInput):
                 the batch; `None`: only over replicas. A mean over uneven batches counts rows, not
                 replicas.
 
+        A sum of whole numbers or of `bool` has at least 32 bits, their mean is a floating-point
+        number, everything else keeps its dtype; numbers of less than 32 bits are added up in
+        float32. `all_reduce` of the replica context does the same.
+
         Returns:
             Arrays, the same on all devices and in all processes, which all call it.
 
         Raises:
             ValueError: For a sum of a value that all replicas share; for values of different sizes
-                without the axis in which they differ; if a value belongs to another strategy.
+                without the axis in which they differ; for the largest or smallest of no values or
+                of complex numbers; if a value belongs to another strategy.
         """
         self._check_outside("reduce", "all_reduce")
         return combine.reduce(reduce_op, value, axis, self)

@@ -113,7 +113,7 @@ class Recorder(keras.StatelessScope):
         if total.shape != variable.shape:
             return stock(variable, value)  # which says so
         self._set(variable, total)
-        return total
+        return self._values[id(variable)]
 
     def finish(self) -> tuple[list, list, list]:
         """What leaves the program.
