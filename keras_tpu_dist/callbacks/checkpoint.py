@@ -3,6 +3,7 @@
 import logging
 import os
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -71,16 +72,21 @@ class Checkpoint(keras.callbacks.Callback):
             `steps_per_execution=N`, the launch that reaches them.
         every_minutes: Minutes between two checkpoints; needs a `TPUStrategy`.
         every_epochs: Epochs between two. Defaults to 1 where none of the three is given.
-        keep: How many of the newest to keep; `None` for all.
+        keep: How many of the newest to keep; `None` for all. The newest with finite weights is
+            kept as well, and nothing is deleted before its successor is whole and read back.
         monitor: A name in the logs of epochs; the checkpoint of its best epoch is kept as well.
         mode: `"min"`, `"max"`, or `"auto"`: `"max"` for names with "acc", "auc" or "f1".
         asynchronous: Whether training goes on while a checkpoint is written.
         resume: Whether a fit begins with the newest checkpoint that is whole.
+        overwrite: Whether, with `resume=False`, this run may take the place of another in the
+            directory, whose checkpoints are deleted once the first of this run is whole.
 
     Raises:
-        ValueError: If an argument is of no such kind.
+        ValueError: If an argument is of no such kind; in `fit`, if with `resume=False` the
+            directory has checkpoints and `overwrite` does not say that they may go.
         ImportError: In `fit`, if Orbax is not installed.
-        CheckpointError: In `fit`, if there are checkpoints and none can be read.
+        CheckpointError: In `fit`, if there are checkpoints and none can be read, or another process
+            writes into the directory.
         NotImplementedError: In `fit`, if of several processes one trains on its own devices alone.
 
     Example:
@@ -108,6 +114,7 @@ class Checkpoint(keras.callbacks.Callback):
         mode: str = "auto",
         asynchronous: bool = True,
         resume: bool = True,
+        overwrite: bool = False,
     ):
         super().__init__()
         _keras.install()  # for `before_fit` and `after_fit`, also where there is no strategy
@@ -118,6 +125,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._every_steps, self._every_epochs = every_steps, every_epochs
         self._every_s = None if every_minutes is None else 60 * every_minutes
         self._keep, self._asynchronous, self._resume = keep, asynchronous, resume
+        self._overwrite, self._run = overwrite, ""
         self._monitor = monitor
         self._mode = direction(monitor, mode)
         self._preemption = Preemption()
@@ -188,7 +196,11 @@ class Checkpoint(keras.callbacks.Callback):
         self._saved_at_s, self._saved_step, self._logs = time.monotonic(), None, None
         # Of several in one fit, the one with the newest checkpoint goes on for all.
         leads = next((each for each in self._fellows if each._to_give_back is not None), None)
-        found = self._resume and self._found(self._store)
+        there = self._found(self._store)
+        found = there and self._resume
+        if there and not self._resume:
+            self._take_place_of_others(self._store)
+        self._run = agree("naming the run", FIX, uuid.uuid4().hex[:12])[0]
         if found and (leads is None or self._store.steps[-1] > leads._step):
             leads = self
             self._go_on(self._store)
@@ -313,7 +325,13 @@ class Checkpoint(keras.callbacks.Callback):
     def _save(self, epoch: int, done: int) -> None:
         store = self._store
         value = None if done or self._logs is None else self._monitored(self._logs)
-        if store is None or (self._saved_step == self._step and value is None):
+        metrics = {} if value is None else {str(self._monitor): value}
+        if store is None:
+            return
+        if self._saved_step == self._step:
+            # The step before the epoch's end: going on from there, it ends as it has.
+            if metrics:
+                self._try(lambda: store.judge(self._step, metrics))
             return
         # Under a strategy variables follow each launch, and reading `model` would bring back what
         # the trainer noted before it; under stock Keras, it brings the variables up to date.
@@ -329,15 +347,19 @@ class Checkpoint(keras.callbacks.Callback):
             **{"stopped": bool(model.stop_training), "callbacks": states},
             **{"history": history_of(model.history), "global_seed": _keras.global_seed()},
             **{"swapped": swapped(self._callbacks), "reached": reached_by(self._callbacks)},
+            **{"metrics": metrics, "run": self._run},
         }
-        metrics = None if value is None else {str(self._monitor): value}
+        arrays, manifest = snapshot(model, training, extra)
+        if self._try(lambda: store.save(self._step, arrays, manifest)):
+            self._saved_step = self._step
+
+    def _try(self, write: Callable[[], None]) -> bool:
         try:
-            arrays, manifest = snapshot(model, training, extra)
-            store.save(self._step, arrays, manifest, metrics)
+            write()
         except CheckpointError as error:
             logger.error("training goes on without this checkpoint. %s", error)
-            return
-        self._saved_step = self._step
+            return False
+        return True
 
     def _position(self, done: int) -> InputPosition | None:
         if self._fit is not None:
@@ -350,6 +372,8 @@ class Checkpoint(keras.callbacks.Callback):
 
     def _found(self, store: Store) -> bool:
         """Whether there are checkpoints, the same ones for all processes."""
+        # The first process may still be deleting what the fit before left.
+        agree(f"opening {self.directory}", FIX, None)
         steps = store.steps
         told = agree(f"looking for checkpoints in {self.directory}", FIX, steps, Each(int))
         if any(each != told[0] for each in told):
@@ -388,15 +412,45 @@ class Checkpoint(keras.callbacks.Callback):
             shuffle_from(self._place_in_input, self._epoch)
         if self._fit is not None:
             self._fit.begin_at = self._place_in_input
-        logger.info(
-            "training goes on after %d steps, in epoch %d after %d batches (%s)",
-            *(self._step, self._epoch + 1, self._resumed_at, self.directory),
-        )
+        self._run = training.get("run", self._run)
+        self._say(manifest, epochs)
+
+    def _say(self, manifest: Manifest, epochs: int) -> None:
+        went_on = "nothing is left to do: the run of %s, saved %s, has ended after %d steps (%s)"
+        where: tuple = ()
+        if self._begins_at < epochs:
+            went_on = (
+                "training goes on with the run of %s, saved %s, after %d steps, "
+                "in epoch %d after %d batches (%s). For a new run give another directory."
+            )
+            where = (self._epoch + 1, self._resumed_at)
+        who = (manifest.written.get("model"), manifest.written.get("at"), self._step)
+        logger.warning(went_on, *who, *where, self.directory)
+        if manifest.written.get("finite") is False:
+            logger.warning(
+                "the weights of checkpoint %d are not finite. To go back: ktd.restore(model, "
+                "directory, step=...), then fit with Checkpoint(another directory)",
+                self._step,
+            )
+
+    def _take_place_of_others(self, store: Store) -> None:
+        if not self._overwrite:
+            raise ValueError(
+                message(
+                    "A directory holds the checkpoints of one run.",
+                    received=f"resume=False and {self.directory!r}, which has those of steps "
+                    f"{store.steps}.",
+                    fix="Give this run a directory of its own, leave resume=False out to go on, or "
+                    "write overwrite=True: they are deleted once this run has saved.",
+                )
+            )
+        store.replace_runs()
 
     def _follow(self, leads: "Checkpoint") -> None:
         self._forget_loaded()
         self._waits = True
         self._step, self._epoch, self._resumed_at = leads._step, leads._epoch, leads._resumed_at
+        self._run = leads._run
 
     def begin_after(self, epoch: int, done: int) -> None:
         """Makes the fit that begins go on where training stopped.

@@ -54,17 +54,37 @@ def begun(arrays: Sequence[Any]) -> Callable[[], list[int]]:
     Returns:
         What waits for the numbers and gives them, from any thread.
     """
+    return _begun(arrays, _sums)
+
+
+def begun_with_finite(arrays: Sequence[Any]) -> Callable[[], list[tuple[int, bool]]]:
+    """As `begun`, with whether all numbers of an array are finite.
+
+    Args:
+        arrays: See `fingerprints_of`.
+    """
+    found = _begun(arrays, _sums_and_finite)
+    return lambda: [(int(number), bool(finite)) for number, finite in found()]
+
+
+def _begun(arrays: Sequence[Any], function: Callable) -> Callable[[], list]:
     groups: dict[Any, list[int]] = {}
     for i, array in enumerate(arrays):
         devices = array.sharding.device_set if isinstance(array, jax.Array) else ()
         groups.setdefault(frozenset(devices), []).append(i)
-    sums = [(group, _sums([jnp.asarray(arrays[i]) for i in group])) for group in groups.values()]
+    made = [(group, function([jnp.asarray(arrays[i]) for i in group])) for group in groups.values()]
 
-    def numbers() -> list[int]:
-        found = {i: int(n) for group, made in sums for i, n in zip(group, np.asarray(made))}
+    def numbers() -> list:
+        found = {i: n for group, each in made for i, n in zip(group, np.asarray(each).tolist())}
         return [found[i] for i in range(len(found))]
 
     return numbers
+
+
+@jax.jit
+def _sums_and_finite(arrays: list) -> jax.Array:
+    finite = [jnp.all(jnp.isfinite(each)).astype(jnp.uint32) for each in arrays]
+    return jnp.stack([jnp.stack([_sum(each) for each in arrays]), jnp.stack(finite)], axis=1)
 
 
 @jax.jit

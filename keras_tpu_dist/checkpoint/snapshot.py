@@ -13,9 +13,9 @@ import keras
 import numpy as np
 from jax.sharding import NamedSharding
 
-from keras_tpu_dist.checkpoint.fingerprint import begun
+from keras_tpu_dist.checkpoint.fingerprint import begun_with_finite
 from keras_tpu_dist.checkpoint.manifest import Manifest, Saved
-from keras_tpu_dist.checkpoint.names import Entry, named_state
+from keras_tpu_dist.checkpoint.names import WEIGHTS, Entry, named_state
 
 logger = logging.getLogger("keras_tpu_dist")
 
@@ -40,7 +40,7 @@ def snapshot(
     rows = [(kind, entry, v.value) for kind, pairs in state.items() for entry, v in pairs]
     for name, array in extra.items():
         rows.append((EXTRA, Entry(name, array.shape, str(array.dtype)), array))
-    numbers = begun([value for *_, value in rows])
+    numbers = begun_with_finite([value for *_, value in rows])
     training, written = copy.deepcopy(dict(training)), _written(model)
     counts = dict.fromkeys((*state, EXTRA), 0)
     arrays: dict[str, Any] = {}
@@ -53,9 +53,12 @@ def snapshot(
 
     def manifest() -> Manifest:
         found: dict[str, list[Saved]] = {kind: [] for kind in counts}
-        for (kind, entry, key, axes), number in zip(described, numbers()):
+        finite = True
+        for (kind, entry, key, axes), (number, is_finite) in zip(described, numbers()):
             found[kind].append(Saved(entry, key, number, axes))
-        return Manifest({kind: tuple(each) for kind, each in found.items()}, training, written)
+            finite &= is_finite or kind != WEIGHTS
+        arrays = {kind: tuple(each) for kind, each in found.items()}
+        return Manifest(arrays, training, {**written, "finite": finite})
 
     return arrays, manifest
 

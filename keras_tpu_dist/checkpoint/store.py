@@ -1,10 +1,11 @@
 """Checkpoints on a file system, by Orbax: whole or not there, one directory for each step."""
 
 import contextlib
-import functools
+import json
 import logging
 import os
 import stat
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,20 @@ import jax
 import numpy as np
 
 from keras_tpu_dist.checkpoint.fingerprint import fingerprints_of
+from keras_tpu_dist.checkpoint.keeping import (
+    MANIFEST_FILE,
+    Known,
+    Lock,
+    drop_other_runs,
+    metrics_of,
+    note_metrics,
+    remove,
+    set_aside,
+    set_runs_aside,
+    settle,
+    staying,
+    whole_steps,
+)
 from keras_tpu_dist.checkpoint.manifest import CheckpointError, Manifest, Saved, from_json
 from keras_tpu_dist.checkpoint.names import named_state
 from keras_tpu_dist.common.errors import message
@@ -52,7 +67,7 @@ class Store:
         read_only: bool = False,
         alone: bool = False,
     ):
-        ocp = orbax()
+        orbax()  # or an ImportError
         self.directory = absolute(os.fspath(directory))
         if _is_local(self.directory) and not os.path.isdir(self.directory):
             if read_only:
@@ -66,54 +81,78 @@ class Store:
             with told(self.directory, "opened"):
                 # Several processes make it at once.
                 os.makedirs(self.directory, exist_ok=True)
+        if not read_only and _is_local(self.directory):
+            _check_path(self.directory)
         self._stored: dict[int, Mapping[str, Any]] = {}
-        processes = _processes(alone)
-        options = ocp.CheckpointManagerOptions(
-            multiprocessing_options=processes,
-            enable_async_checkpointing=asynchronous and not read_only,
-            cleanup_tmp_directories=not read_only,
-            create=not read_only,
-            preservation_policy=_preserved(keep, best),
-            # Every save that is asked for is made.
-            save_interval_steps=1,
-        )
-        with told(self.directory, "opened"):
-            self._manager = _manager_class()(
-                self.directory,
-                options=options,
-                item_names=(_ARRAYS, _MANIFEST),
-                item_handlers={
-                    _ARRAYS: ocp.PyTreeCheckpointHandler(multiprocessing_options=processes),
-                    _MANIFEST: ocp.JsonCheckpointHandler(multiprocessing_options=processes),
-                },
-            )
+        self._keep, self._best, self._asynchronous = keep, best, asynchronous
+        self._alone, self._saver, self._lock = alone, None, None
+        self._completing: threading.Thread | None = None
+        self._failed: BaseException | None = None
+        self._known: dict[int, Known] = {}
+        if not read_only and self._is_first:
+            with told(self.directory, "opened"):
+                self._take()
 
     state_of = staticmethod(named_state)
+
+    def _take(self) -> None:
+        if _is_local(self.directory):
+            self._lock = Lock(self.directory)
+        try:
+            if self._root.exists():
+                settle(self._root)
+        except BaseException:
+            if self._lock is not None:
+                self._lock.release()
+            raise
+
+    @property
+    def _root(self) -> Any:
+        return folder(self.directory)
+
+    @property
+    def _is_first(self) -> bool:
+        """Whether this process is the one that renames and deletes."""
+        return self._alone or jax.process_index() == 0
+
+    @property
+    def _checkpointer(self) -> Any:
+        # Made when it is needed, and anew after a failure, which leaves it in an unknown state.
+        if self._saver is None:
+            ocp, processes = orbax(), _processes(self._alone)
+            handler = ocp.CompositeCheckpointHandler(
+                **{
+                    _ARRAYS: ocp.PyTreeCheckpointHandler(multiprocessing_options=processes),
+                    _MANIFEST: ocp.JsonCheckpointHandler(multiprocessing_options=processes),
+                }
+            )
+            logging.getLogger("absl").addFilter(_said_by_us)
+            # Where directories are made in the background and cannot be, Orbax's threads wait for
+            # them for ten minutes, and the process with them.
+            here = ocp.options.AsyncOptions(create_directories_asynchronously=False)
+            self._saver = ocp.AsyncCheckpointer(
+                handler, async_options=here, multiprocessing_options=processes
+            )
+        return self._saver
 
     @property
     def steps(self) -> list[int]:
         """The steps of which there is a whole checkpoint, the newest last."""
         with told(self.directory, "read"):
-            self._manager.reload()
-            return sorted(self._manager.all_steps())
+            return whole_steps(self._root, _is_local(self.directory))
 
     def save(
-        self,
-        step: int,
-        arrays: Mapping[str, jax.Array],
-        manifest: Callable[[], Manifest],
-        metrics: Mapping[str, float] | None = None,
+        self, step: int, arrays: Mapping[str, jax.Array], manifest: Callable[[], Manifest]
     ) -> None:
         """Saves a checkpoint; see `asynchronous`.
 
         Args:
-            step: Its number; an older one of this number is replaced.
+            step: Its number; an older one of this number goes once this one is whole.
             arrays: The arrays by key.
             manifest: Gives what they are; called where it is written, in the background.
-            metrics: Numbers to tell the best checkpoint by.
 
         Raises:
-            CheckpointError: If this one, or the one before, could not be written.
+            CheckpointError: If it could not be written.
         """
         args = orbax().args
         items = {
@@ -121,10 +160,98 @@ class Store:
             _ARRAYS: args.PyTreeSave({key: a for key, a in arrays.items() if a.size}),
             _MANIFEST: args.JsonSave(_WhenWritten(lambda: manifest().to_json())),
         }
-        with told(self.directory, "written"):
-            if step in self._manager.all_steps():
-                self._manager.delete(step)
-            self._manager.save(step, args=args.Composite(**items), metrics=metrics, force=True)
+        try:
+            self.wait()
+        except CheckpointError as error:
+            logger.error("training went on without a checkpoint. %s", error)
+        path = self._root / str(step)
+        with told(self.directory, "written", step):
+            try:
+                if self._is_first and path.exists():
+                    set_aside(path)
+                self._checkpointer.save(path, args=args.Composite(**items))
+            except BaseException:
+                self._clear_up()
+                raise
+        if not self._asynchronous:
+            self._complete(step)
+            self.wait()
+            return
+        # A daemon: it must not keep a process from ending, which Orbax's own thread may finish.
+        self._completing = threading.Thread(
+            target=self._complete, args=(step,), name=f"checkpoint {step}", daemon=True
+        )
+        self._completing.start()
+
+    def _complete(self, step: int) -> None:
+        """Waits until a checkpoint is whole, reads it back, and only then deletes others."""
+        try:
+            self._checkpointer.wait_until_finished()
+            if self._is_first:
+                self._known.pop(step, None)
+                self.manifest(step)
+                self._delete_others()
+        except BaseException as error:
+            self._failed = error
+            self._clear_up()
+
+    def _delete_others(self) -> None:
+        steps = self.steps
+        for step in steps:
+            if step not in self._known:
+                self._known[step] = self._look_at(step)
+        stay = staying({step: self._known[step] for step in steps}, self._keep, self._best)
+        for step in steps:
+            if step not in stay:
+                remove(self._root / str(step))
+        drop_other_runs(self._root)
+        settle(self._root)
+
+    def _look_at(self, step: int) -> Known:
+        try:
+            manifest = self.manifest(step)
+            metrics = metrics_of(self._root / str(step), manifest.training)
+        except (CheckpointError, OSError, ValueError) as error:
+            logger.error("checkpoint %d does not count. %s", step, error)
+            return Known(whole=False)
+        return Known(True, manifest.written.get("finite") is not False, metrics)
+
+    def _clear_up(self) -> None:
+        """Leaves nothing of a checkpoint that could not be written."""
+        self._saver = None
+        if not self._is_first:
+            return
+        try:
+            settle(self._root)
+        except OSError as error:
+            logger.warning("%s cannot be cleared up: %s", self.directory, error)
+
+    def judge(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Adds to a checkpoint what the best is told by.
+
+        Args:
+            step: Its number.
+            metrics: The numbers.
+
+        Raises:
+            CheckpointError: If the checkpoint could not be written, or this cannot be added.
+        """
+        self.wait()
+        if self._is_first:
+            with told(self.directory, "written", step):
+                note_metrics(self._root / str(step), metrics)
+                self._known.pop(step, None)
+                self._delete_others()
+
+    def replace_runs(self) -> None:
+        """Moves the checkpoints that are there aside, until a first one of this run is whole.
+
+        Raises:
+            CheckpointError: If they cannot be moved.
+        """
+        if self._is_first:
+            with told(self.directory, "written"):
+                set_runs_aside(self._root, self.steps)
 
     def manifest(self, step: int) -> Manifest:
         """What the checkpoint of a step holds.
@@ -136,13 +263,11 @@ class Store:
             CheckpointError: If it cannot be read.
         """
         where = f"Checkpoint {step} of {self.directory!r}"
-        args = orbax().args
         with told(self.directory, "read", step):
             _check_files(self.directory, step)
-            items = self._manager.restore(
-                step, args=args.Composite(**{_MANIFEST: args.JsonRestore()})
-            )
-        return from_json(items[_MANIFEST], where)
+            text = (self._root / str(step)).joinpath(*MANIFEST_FILE).read_text()
+            content = json.loads(text)
+        return from_json(content, where)
 
     def load(self, step: int, wanted: Sequence[tuple[Saved, Any, Any]]) -> list[jax.Array]:
         """Reads arrays straight into their shards, and compares them with what was saved.
@@ -168,7 +293,9 @@ class Store:
                     path = folder(self.directory) / str(step) / _ARRAYS
                     self._stored[step] = ocp.PyTreeCheckpointHandler().metadata(path).tree
                 check_stored(self._stored[step], [saved for saved, _, _ in filled])
-                items = self._manager.restore(step, args=ocp.args.Composite(**{_ARRAYS: restored}))
+                items = self._checkpointer.restore(
+                    self._root / str(step), args=ocp.args.Composite(**{_ARRAYS: restored})
+                )
             read |= items[_ARRAYS]
         read |= {saved.key: _empty(saved, s) for saved, s, _ in wanted if saved.key not in read}
         arrays = [read[saved.key] for saved, _, _ in wanted]
@@ -181,9 +308,13 @@ class Store:
         Raises:
             CheckpointError: If it could not be written.
         """
-        with told(self.directory, "written"):
-            self._manager.wait_until_finished()
-            self._manager.check_for_errors()
+        if self._completing is not None:
+            self._completing.join()
+            self._completing = None
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            with told(self.directory, "written"):
+                raise failed
 
     def close(self) -> None:
         """Waits, and lets go of the directory.
@@ -194,7 +325,10 @@ class Store:
         try:
             self.wait()
         finally:
-            self._manager.close()
+            if self._lock is not None:
+                self._lock.release()
+            if self._saver is not None:
+                self._saver.close()
 
     def _check(self, step: int, saved: Sequence[Saved], arrays: list) -> None:
         found = fingerprints_of(arrays)
@@ -208,6 +342,11 @@ class Store:
                     fix=_OTHER,
                 )
             )
+
+
+def _said_by_us(record: logging.LogRecord) -> bool:
+    """Leaves out what Orbax logs of a failure that it also raises, with its stack."""
+    return "Commit operations or the Commit callback" not in record.getMessage()
 
 
 class _WhenWritten(dict):
@@ -341,6 +480,20 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {shown}"
 
 
+def _check_path(directory: str) -> None:
+    # Orbax looks for parts of a checkpoint by patterns, and finds none: it cannot be read.
+    found = sorted(set("[]*?") & set(directory))
+    if found:
+        raise CheckpointError(
+            message(
+                "A directory of checkpoints has none of [ ] * ? in its path: Orbax takes them for "
+                "a pattern, and what it writes there cannot be read.",
+                received={"directory": directory},
+                fix="Give it another name.",
+            )
+        )
+
+
 def _is_local(directory: str) -> bool:
     return "://" not in directory
 
@@ -381,22 +534,6 @@ def orbax() -> Any:
     return ocp
 
 
-@functools.cache
-def _manager_class() -> Any:
-    class Manager(orbax().CheckpointManager):
-        """Leaves JAX's count of looks for a preemption to `callbacks.preemption`.
-
-        Orbax looks with the number of the step at each save, the older one again when that is
-        written, so that JAX's agreement falls on a number that nobody looks with any more.
-        """
-
-        def reached_preemption(self, step: int) -> bool:
-            del step
-            return False
-
-    return Manager
-
-
 def _processes(alone: bool) -> Any:
     """Who waits for whom."""
     options = orbax().options.MultiprocessingOptions
@@ -406,21 +543,3 @@ def _processes(alone: bool) -> Any:
     return options(
         primary_host=own, active_processes={own}, barrier_sync_key_prefix=f"process_{own}"
     )
-
-
-def _preserved(keep: int | None, best: tuple[str, str] | None) -> Any:
-    if keep is None:
-        return None
-    from orbax.checkpoint import checkpoint_managers as managers
-
-    newest = managers.LatestN(keep)
-    if best is None:
-        return newest
-    name, mode = best
-    by_metric = managers.BestN(
-        get_metric_fn=lambda metrics: metrics[name],
-        reverse=mode == "min",
-        n=1,
-        keep_checkpoints_without_metrics=False,
-    )
-    return managers.AnyPreservationPolicy([newest, by_metric])

@@ -323,6 +323,10 @@ def test_a_backup_in_a_bucket_is_seen_and_deleted(tmp_path, monkeypatch):
     backup = BackupAndRestore("gs://bucket/backup")
     assert backup.steps == []
     (bucket / "7").mkdir(parents=True)
+    assert backup.steps == []  # not whole
+    for part in ("arrays", "manifest"):
+        (bucket / "7" / part).mkdir()
+    (bucket / "7/manifest/metadata").write_text("{}")
     assert backup.steps == [7]
     backup._ended = True
     backup.after_fit()

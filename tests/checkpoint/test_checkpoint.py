@@ -124,9 +124,12 @@ def test_a_run_that_ended_has_nothing_left_to_do(tmp_path):
     assert second.epoch == first.epoch
     assert second.history == {name: pytest.approx(v) for name, v in first.history.items()}
     assert_close(again.get_weights(), one.get_weights())
-    # Without resume, it trains anew.
+    # Without resume, it trains anew, if the checkpoints that are there may go.
     other = made(ktd.TPUStrategy())
-    fit(other, "arrays", ktd.callbacks.Checkpoint(tmp_path, resume=False))
+    with pytest.raises(ValueError, match=r"holds the checkpoints of one run.*overwrite=True"):
+        fit(other, "arrays", ktd.callbacks.Checkpoint(tmp_path, resume=False))
+    other = made(ktd.TPUStrategy())
+    fit(other, "arrays", ktd.callbacks.Checkpoint(tmp_path, resume=False, overwrite=True))
     assert_close(other.get_weights(), one.get_weights())
 
 

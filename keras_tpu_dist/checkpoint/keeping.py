@@ -1,0 +1,250 @@
+"""Which checkpoints stay, who may write, and how a directory of checkpoints changes.
+
+Nothing is deleted before its successor is whole and read back, and what is deleted gets another
+name first, so that a directory with the name of a step is always a whole checkpoint.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import socket
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from keras_tpu_dist.checkpoint.manifest import CheckpointError
+from keras_tpu_dist.common.errors import message
+
+logger = logging.getLogger("keras_tpu_dist")
+
+MANIFEST_FILE = ("manifest", "metadata")
+_METRICS_FILE = ("metrics", "metrics")
+_HALF = ".orbax-checkpoint-tmp"
+_REMOVED, _REPLACED, _OTHER_RUNS = ".removed", ".replaced", "replaced_run"
+_LOCK = ".in_use"
+
+
+@dataclass(frozen=True)
+class Known:
+    """What decides whether a checkpoint stays.
+
+    Attributes:
+        whole: Whether its manifest can be read.
+        finite: Whether all numbers of its weights are; those of version 0.2 and before do not say.
+        metrics: Numbers to tell the best by.
+    """
+
+    whole: bool
+    finite: bool = True
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+
+
+def staying(known: Mapping[int, Known], keep: int | None, best: tuple[str, str] | None) -> set[int]:
+    """The steps whose checkpoints stay.
+
+    Args:
+        known: What is known of each checkpoint.
+        keep: How many of the newest whole ones stay; `None` for all.
+        best: `(name, mode)` of a metric whose best one stays as well, or `None`.
+
+    Example:
+
+    >>> known = {1: Known(True), 2: Known(True, finite=False), 3: Known(True, finite=False)}
+    >>> staying(known, keep=2, best=None)
+    {1, 2, 3}
+    """
+    whole = sorted(step for step, each in known.items() if each.whole)
+    if keep is None or not whole:
+        return set(known)
+    stay = set(whole[-keep:])
+    finite = [step for step in whole if known[step].finite]
+    # Numbers that are not finite never become finite again: what is left to go back to stays.
+    stay |= set(finite[-1:])
+    if best is not None:
+        name, mode = best
+        sign = -1 if mode == "min" else 1
+        worths = {step: known[step].metrics.get(name) for step in whole}
+        judged = [step for step in whole if isinstance(worths[step], (int, float))]
+        stay |= set(sorted(judged, key=lambda step: (sign * worths[step], step))[-1:])
+    # What cannot be read may be a passing fault of the disk; it goes once newer ones are whole.
+    return stay | {step for step in known if step > min(stay)} - set(whole)
+
+
+def whole_steps(root: Any, local: bool) -> list[int]:
+    """The steps of which there is a checkpoint with all its parts, the newest last.
+
+    Args:
+        root: The directory.
+        local: Whether it is no bucket.
+    """
+    if local:
+        names = [path.name for path in root.iterdir()] if root.is_dir() else []
+        steps = [int(name) for name in names if name.isdigit() and str(int(name)) == name]
+    else:
+        import orbax.checkpoint as ocp
+
+        steps = [found.step for found in ocp.path.step.standard_name_format().find_all(root)]
+    return sorted(step for step in steps if has_parts(root / str(step)))
+
+
+def has_parts(path: Any) -> bool:
+    """Whether a checkpoint's directory has a manifest, and what it describes.
+
+    Args:
+        path: The directory of one checkpoint.
+    """
+    return path.joinpath(*MANIFEST_FILE).exists() and (path / "arrays").exists()
+
+
+def metrics_of(path: Any, training: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers that a checkpoint is judged by.
+
+    Args:
+        path: The directory of one checkpoint.
+        training: What its manifest says of training.
+    """
+    found = training.get("metrics")
+    later = path.joinpath(*_METRICS_FILE)
+    read = json.loads(later.read_text()) if later.exists() else {}
+    return {
+        **(found if isinstance(found, dict) else {}),
+        **(read if isinstance(read, dict) else {}),
+    }
+
+
+def note_metrics(path: Any, metrics: Mapping[str, float]) -> None:
+    """Adds to a checkpoint the numbers that it is judged by.
+
+    Args:
+        path: The directory of one checkpoint.
+        metrics: The numbers.
+    """
+    file = path.joinpath(*_METRICS_FILE)
+    file.parent.mkdir(exist_ok=True)
+    half = file.parent / "half"
+    half.write_text(json.dumps(dict(metrics)))
+    half.replace(file)
+
+
+def remove(path: Any) -> None:
+    """Deletes a directory, which loses its name first.
+
+    Args:
+        path: The directory.
+    """
+    gone = path.parent / f"{path.name}{_REMOVED}"
+    if gone.exists():
+        gone.rmtree()
+    path.rename(gone)
+    gone.rmtree()
+
+
+def set_aside(path: Any) -> None:
+    """Makes room for a checkpoint of the same step; see `settle`.
+
+    Args:
+        path: The directory of the old one.
+    """
+    aside = path.parent / f"{path.name}{_REPLACED}"
+    if aside.exists():
+        aside.rmtree()
+    path.rename(aside)
+
+
+def settle(root: Any) -> None:
+    """Ends what a process that was killed had begun: halves go, what has no successor comes back.
+
+    Args:
+        root: The directory of checkpoints.
+    """
+    for path in list(root.iterdir()):
+        if path.name.endswith(_REPLACED):
+            step = root / path.name.removesuffix(_REPLACED)
+            if has_parts(step):
+                remove(path)
+            else:
+                path.rename(step)
+        elif path.name.endswith(_REMOVED) or _HALF in path.name:
+            path.rmtree()
+
+
+def set_runs_aside(root: Any, steps: Iterable[int]) -> None:
+    """Moves the checkpoints of another run out of the way of one that takes their place.
+
+    Args:
+        root: The directory of checkpoints.
+        steps: Theirs.
+    """
+    aside = root / _OTHER_RUNS
+    aside.mkdir(exist_ok=True)
+    for step in steps:
+        (root / str(step)).rename(aside / str(step))
+
+
+def drop_other_runs(root: Any) -> None:
+    """Deletes what `set_runs_aside` moved, once the run that takes its place has a checkpoint.
+
+    Args:
+        root: The directory of checkpoints.
+    """
+    if (root / _OTHER_RUNS).exists():
+        remove(root / _OTHER_RUNS)
+
+
+class Lock:
+    """Makes this the only process that writes into a directory, until it ends.
+
+    Args:
+        directory: The directory, which is local.
+
+    Raises:
+        CheckpointError: If another writes there.
+    """
+
+    def __init__(self, directory: str):
+        self._path = os.path.join(directory, _LOCK)
+        self._file: int | None = None
+        while self._file is None:
+            self._file = self._locked()
+
+    def release(self) -> None:
+        """Lets others write."""
+        if self._file is None:
+            return
+        # Where the directory is gone, so is the file.
+        with contextlib.suppress(OSError):
+            os.unlink(self._path)
+        os.close(self._file)
+        self._file = None
+
+    def _locked(self) -> int | None:
+        import fcntl
+
+        file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            who = os.read(file, 200).decode(errors="replace")
+            os.close(file)
+            raise CheckpointError(
+                message(
+                    "One fit at a time writes into a directory of checkpoints.",
+                    received=f"{os.path.dirname(self._path)!r}, where {who or 'another'} writes.",
+                    fix="Give each run, and each Checkpoint of a fit, a directory of its own, or "
+                    "wait for the other to end.",
+                )
+            ) from None
+        except OSError as error:
+            logger.warning(
+                "%s cannot be locked (%s): two runs that write there at once are not noticed",
+                *(self._path, error),
+            )
+            return file
+        here = os.path.exists(self._path) and os.stat(self._path).st_ino == os.fstat(file).st_ino
+        if not here:  # whoever had it has just let go, and deleted the file
+            os.close(file)
+            return None
+        os.ftruncate(file, 0)
+        os.write(file, f"process {os.getpid()} of {socket.gethostname()}".encode())
+        return file
