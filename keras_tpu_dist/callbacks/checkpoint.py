@@ -270,7 +270,7 @@ class Checkpoint(keras.callbacks.Callback):
         if self._fit is not None:
             self._sigterm.comes_at_end()
         # Where there was no epoch to make, nothing is new.
-        if not self._waits and self._saved_step != self._step:
+        if not self._waits:
             self._save(self._epoch + 1, 0)
 
     def after_fit(self) -> None:

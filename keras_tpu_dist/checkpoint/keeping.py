@@ -65,8 +65,8 @@ def staying(known: Mapping[int, Known], keep: int | None, best: tuple[str, str] 
         name, mode = best
         sign = -1 if mode == "min" else 1
         worths = {step: known[step].metrics.get(name) for step in whole}
-        judged = [step for step in whole if isinstance(worths[step], (int, float))]
-        stay |= set(sorted(judged, key=lambda step: (sign * worths[step], step))[-1:])
+        judged = [(sign * w, step) for step, w in worths.items() if isinstance(w, (int, float))]
+        stay |= {step for _, step in sorted(judged)[-1:]}
     # What cannot be read may be a passing fault of the disk; it goes once newer ones are whole.
     return stay | {step for step in known if step > min(stay)} - set(whole)
 

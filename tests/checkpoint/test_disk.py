@@ -36,18 +36,23 @@ def said(caplog):
 
 
 @pytest.mark.parametrize("stops", [False, True])
-@pytest.mark.parametrize("n", [1, 30, pytest.param(75, marks=pytest.mark.slow)])
-def test_an_operation_of_the_disk_fails(n, stops):
-    """All of them: `python tests/checkpoint/disk.py`."""
-    assert disk.fault_at(n, stops) == ""
+def test_the_first_operation_of_the_disk_fails(stops):
+    assert disk.fault_at(1, stops) == ""
 
 
 @pytest.mark.slow
 def test_a_sample_of_operations_that_fail():
-    names = disk.operations()
-    assert len(names) > 100
-    wrong = {n: disk.fault_at(n, n % 2 == 0) for n in range(5, len(names), 17)}
-    assert not {names[n - 1]: words for n, words in wrong.items() if words}
+    """All of them: `python tests/checkpoint/disk.py`."""
+    # Orbax's threads raise what they also hand on, which pytest takes for a failure.
+    done = subprocess.run(
+        [sys.executable, disk.__file__, "--every", "17"],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        env=os.environ | {"KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"},
+    )
+    assert done.returncode == 0, done.stdout
+    assert ", 0 wrong," in done.stdout
 
 
 def test_a_save_at_the_end_of_an_epoch_is_judged_not_deleted(tmp_path, said):
