@@ -200,7 +200,7 @@ class Checkpoint(keras.callbacks.Callback):
         found = there and self._resume
         if there and not self._resume:
             self._take_place_of_others(self._store)
-        self._run = agree("naming the run", FIX, uuid.uuid4().hex[:12])[0]
+        self._run = agree("naming the run", FIX, uuid.uuid4().hex[:12], str)[0]
         if found and (leads is None or self._store.steps[-1] > leads._step):
             leads = self
             self._go_on(self._store)

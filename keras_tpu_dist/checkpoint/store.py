@@ -161,7 +161,7 @@ class Store:
             _MANIFEST: args.JsonSave(_WhenWritten(lambda: manifest().to_json())),
         }
         try:
-            self.wait()
+            self._join()
         except CheckpointError as error:
             logger.error("training went on without a checkpoint. %s", error)
         path = self._root / str(step)
@@ -175,7 +175,7 @@ class Store:
                 raise
         if not self._asynchronous:
             self._complete(step)
-            self.wait()
+            self._join()
             return
         # A daemon: it must not keep a process from ending, which Orbax's own thread may finish.
         self._completing = threading.Thread(
@@ -236,7 +236,7 @@ class Store:
         Raises:
             CheckpointError: If the checkpoint could not be written, or this cannot be added.
         """
-        self.wait()
+        self._join()
         if self._is_first:
             with told(self.directory, "written", step):
                 note_metrics(self._root / str(step), metrics)
@@ -308,6 +308,9 @@ class Store:
         Raises:
             CheckpointError: If it could not be written.
         """
+        self._join()
+
+    def _join(self) -> None:
         if self._completing is not None:
             self._completing.join()
             self._completing = None
