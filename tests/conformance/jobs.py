@@ -17,6 +17,7 @@ import moves
 import numpy as np
 import operations
 import pairs
+import replicas
 from precision import in_float64
 
 import keras_tpu_dist as ktd
@@ -34,6 +35,8 @@ MESHES: dict[str, dict[str, int]] = {
 }
 EVEN, RAGGED = 16, 13
 TOLERANCE = 1e-5
+# Kinds that compare results; the others compare what a step adds to weights.
+_COMPUTED = ("operation", "move", "pair", "replica_operation")
 # Between the names of operations that one program computes.
 TOGETHER = " + "
 # A weight's update over a whole model: sums of many rounded terms, relative to the largest.
@@ -91,6 +94,8 @@ def jobs_of(kind: str, cases: Iterable[str], repair: bool = True) -> list[Job]:
             combinations = [(mesh, "none") for mesh in meshes]
             if kind in ("layer", "model"):
                 combinations += PLANNED[kind, rows]
+            elif kind in REPLICAS:
+                combinations = PLANNED[kind, rows]
             jobs += [Job(kind, case, rows, *pair, repair) for pair in combinations]
     return jobs
 
@@ -103,7 +108,13 @@ CASES: dict[str, dict[str, Any]] = {
     "model": {case.name: case for case in models.CASES},
     "pair": pairs.CASES,
 }
-_ROWS = {"move": moves.ROWS, "assigned": assigned.ROWS}
+# The same inside of `strategy.run`.
+REPLICAS = {"replica_operation": "operation", "replica_layer": "layer"}
+CASES |= {kind: CASES[same] for kind, same in REPLICAS.items()}
+_ROWS = {
+    **{"move": moves.ROWS, "assigned": assigned.ROWS},
+    **dict.fromkeys(REPLICAS, replicas.ROWS),
+}
 PLANNED = {
     ("layer", EVEN): [("2x4", "tensor_parallel"), ("2x2x2", "auto"), ("2x2t2", "fsdp")],
     ("layer", RAGGED): [("4x2", "tensor_parallel"), ("2x2x2", "fsdp")],
@@ -117,6 +128,8 @@ PLANNED = {
         ("2x2x2", "tensor_parallel"),
         ("2x2t2", "fsdp"),
     ],
+    **{("replica_operation", rows): replicas.OPERATIONS for rows in replicas.ROWS},
+    **{("replica_layer", rows): replicas.LAYERS for rows in replicas.ROWS},
 }
 
 
@@ -127,7 +140,8 @@ def compared(job: Job) -> dict[str, Any]:
     right programs of an Xception up to 4e-2); float64 tells it from a fault.
     """
     difference, where = worst_difference(job)
-    if difference > tolerance(job) and job.kind in ("layer", "model") and job.repair:
+    trained = job.kind in ("layer", "model", "replica_layer")
+    if difference > tolerance(job) and trained and job.repair:
         again = replace(job, float64=True)
         precise, there = worst_difference(again)
         where = f"{where} ({precise:.1e} at {there} in float64)"
@@ -138,12 +152,13 @@ def compared(job: Job) -> dict[str, Any]:
 def worst_difference(job: Job) -> tuple[float, str]:
     """The largest difference from one device relative to the largest value, and where it is."""
     got = _RUN[job.kind](job)
-    expected = _expected(replace(job, mesh="1", plan="none", repair=True))
+    alone = replicas.alone(job) if job.kind in REPLICAS else replace(job, mesh="1", plan="none")
+    expected = _expected(replace(alone, repair=True))
     assert list(got) == list(expected), f"{list(got)} and {list(expected)}"
     sizes = {name: _largest(value) for name, value in expected.items()}
     # An operation's results are compared with 1 if they are smaller; a variable's update with the
     # updates of all, since a bias in front of a normalization has none but rounding.
-    least = 1.0 if job.kind in ("operation", "move", "pair") else 1e-3 * max(sizes.values())
+    least = 1.0 if job.kind in _COMPUTED else 1e-3 * max(sizes.values())
     differences = {
         name: _largest_gap(got[name], expected[name]) / max(sizes[name], least) for name in expected
     }
@@ -209,7 +224,7 @@ def tolerance(job: Job) -> float:
     """What may differ."""
     if job.float64:
         return PRECISE_TOLERANCE
-    return TOLERANCE if job.kind in ("operation", "move", "pair") else UPDATE_TOLERANCE
+    return TOLERANCE if job.kind in _COMPUTED else UPDATE_TOLERANCE
 
 
 def _largest(values: np.ndarray) -> float:
@@ -391,4 +406,5 @@ def _probed(job: Job) -> dict[str, np.ndarray]:
 _RUN = {
     **{"operation": _computed, "move": _moved, "layer": _trained, "model": _trained},
     **{"assigned": _trained, "pair": _paired, "probe": _probed},
+    **{"replica_operation": replicas.operation, "replica_layer": replicas.layer},
 }

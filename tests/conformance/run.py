@@ -23,9 +23,12 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 _WORKER = Path(__file__).with_name("worker.py")
-KINDS = ("operation", "move", "assigned", "layer", "model", "pair")
+KINDS = (
+    *("operation", "move", "assigned", "layer", "model", "pair"),
+    *("replica_operation", "replica_layer"),
+)
 # Kinds of which one program computes several cases.
-_SEVERAL = ("operation", "pair")
+_SEVERAL = ("operation", "pair", "replica_operation")
 
 
 def compare_all(

@@ -17,6 +17,8 @@ _SAMPLE = (
     r"layer (Embedding|DepthwiseConv2D|BatchNormalization|MultiHeadAttention)/\w+ on 2x2x2, ragged",
     r"model (ranking|moe_like) on (4x2, ragged, tensor_parallel|2x2x2, ragged, fsdp)",
     r"assigned \w+ on 4x2, .*",
+    r"replica_operation (take/table|take_along_axis/rows|cumsum/axis0) on (4x2|2x4), 4 rows, first",
+    r"replica_layer (Embedding/one|DepthwiseConv2D/plain) on 4x2, 4 rows, tensor_parallel",
     r"pair (shift|sort|cumsum|roll) > (set|add) (one|last|rows) on (8|2x2x2), .*",
     r"pair time: (shift|reverse) > (set there|update|conv|take along) on .*",
 )
