@@ -64,6 +64,7 @@ def operation(job) -> dict[str, np.ndarray]:
     strategy = _strategy(job, {n: a.shape for n, a in weights.items()})
     with strategy.scope():
         variables = {n: keras.Variable(a, name=n) for n, a in weights.items()}
+    _check_split(job, variables.values())
 
     def step(batch):
         values = {n: v.value for n, v in variables.items()}
@@ -175,6 +176,7 @@ def _updates(job) -> dict[str, np.ndarray]:
     if strategy is None:
         losses, new = _step_alone(model, pairs)
     else:
+        _check_split(job, model.weights)
         optimizer = keras.optimizers.SGD(100.0)
         losses = strategy.local_results(
             strategy.run(_step(model, optimizer), _of_replicas(strategy, pairs))
@@ -252,6 +254,14 @@ def _strategy(job, shapes: dict[str, tuple]) -> ktd.TPUStrategy:
         axes = {path: _split(shape, job.mesh, plan) for path, shape in shapes.items()}
         plan = ktd.LayoutRules([(re.escape(path), each) for path, each in axes.items() if each])
     return ktd.TPUStrategy(jobs.MESHES[job.mesh], plan)
+
+
+def _check_split(job, variables) -> None:
+    """A comparison of weights that lie whole would show nothing."""
+    if job.plan in ("first", "last"):
+        for variable in variables:
+            split = any(_split(variable.shape, job.mesh, job.plan))
+            assert split != variable.value.sharding.is_fully_replicated, variable.path
 
 
 def _split(shape: tuple, mesh: str, plan: str) -> tuple:
