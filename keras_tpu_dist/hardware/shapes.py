@@ -57,8 +57,8 @@ def checked_slices(slices: Any, chip: Chip, name: object) -> int:
     if not counted or (slices > 1 and not chip.dcn_bandwidth):
         raise ValueError(
             message(
-                f"The number of slices must be from 1 to {_MOST_SLICES}, and 1 on TPU v2 and v3, "
-                "which cannot be joined over the data-centre network.",
+                f"The number of slices must be at least 1, at most {_MOST_SLICES}, and 1 on TPU v2 "
+                "and v3, which cannot be joined over the data-centre network.",
                 received={"topology": str(name), "num_slices": slices},
                 fix="Write num_slices=1, or a v4 or later chip.",
             )
