@@ -302,8 +302,8 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
         """A picture of the mesh, of a tensor over it, or of a model.
 
         Args:
-            what: `None` for the mesh; a model; a `keras.Variable` or `jax.Array`, where it lies
-                now: what a plan decides shows once the model has run.
+            what: `None` for the mesh; a model; a `keras.Variable`, where it lies
+                once its model runs; a `jax.Array`, where it lies now.
 
         Returns:
             A picture that draws itself in a notebook; `print` it or `rich.print` it in a

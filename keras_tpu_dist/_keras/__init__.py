@@ -12,7 +12,7 @@ A strategy, as the seam knows it, is a `keras.distribution.Distribution` with a 
 - `serves(function)`: whether one that was made before is still of the model's variables;
 - `batches(epoch_iterator)`: the iterator over batches of one epoch;
 - `host_batch(data)`: checks a batch of *_on_batch; the step function places it;
-- `state_read(model, state)`: told when the training state is read from the variables;
+- `read_state(model, groups)`: the values of lists of the model's variables, as a step takes them;
 - `place_output(outputs, layout)`: lays what a layer returned.
 
 Everything here would go if Keras offered: a `Distribution` hook for input batches and step
@@ -109,24 +109,29 @@ from keras_tpu_dist._keras.structure import owner_of_loss as owner_of_loss
 from keras_tpu_dist._keras.structure import producer as producer
 from keras_tpu_dist._keras.structure import route_attention as route_attention
 from keras_tpu_dist._keras.structure import route_grouped_attention as route_grouped_attention
-from keras_tpu_dist._keras.structure import stateless_scope as stateless_scope
 from keras_tpu_dist._keras.structure import stored_weight as stored_weight
 from keras_tpu_dist._keras.structure import sublayers as sublayers
 from keras_tpu_dist._keras.structure import tell_of_layers as tell_of_layers
 from keras_tpu_dist._keras.structure import weights_of as weights_of
 from keras_tpu_dist._keras.structure import with_keras_mask as with_keras_mask
 from keras_tpu_dist._keras.trainer import active_strategy as active_strategy
+from keras_tpu_dist._keras.trainer import follow_changes as follow_changes
 from keras_tpu_dist._keras.trainer import follow_state as follow_state
 from keras_tpu_dist._keras.trainer import forget_functions as forget_functions
 from keras_tpu_dist._keras.trainer import forget_state as forget_state
 from keras_tpu_dist._keras.trainer import has_state as has_state
+from keras_tpu_dist._keras.trainer import holds as holds
 from keras_tpu_dist._keras.trainer import is_strategy as is_strategy
 from keras_tpu_dist._keras.trainer import is_value_of as is_value_of
 from keras_tpu_dist._keras.trainer import keep_metrics as keep_metrics
 from keras_tpu_dist._keras.trainer import listens as listens
 from keras_tpu_dist._keras.trainer import move_variable as move_variable
+from keras_tpu_dist._keras.trainer import own as own
+from keras_tpu_dist._keras.trainer import owner_of as owner_of
 from keras_tpu_dist._keras.trainer import serve as serve
 from keras_tpu_dist._keras.trainer import state_groups as state_groups
 from keras_tpu_dist._keras.trainer import state_shardings as state_shardings
 from keras_tpu_dist._keras.trainer import state_variables as state_variables
+from keras_tpu_dist._keras.trainer import stateless_scope as stateless_scope
+from keras_tpu_dist._keras.trainer import values_of as values_of
 from keras_tpu_dist._keras.trainer import variable_layout as variable_layout

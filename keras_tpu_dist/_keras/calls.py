@@ -15,9 +15,9 @@ from keras_tpu_dist._keras.structure import (
     flatten_layers,
     keras_mask,
     owner_of_loss,
-    stateless_scope,
     with_keras_mask,
 )
+from keras_tpu_dist._keras.trainer import stateless_scope
 
 
 class _Recorder(keras.StatelessScope):

@@ -47,15 +47,17 @@ class Replacement:
         hook: The public hook of Keras that would replace the replacing.
         parameters: Names of parameters that `by` relies on.
         whole: Whether `by` does without the stock function.
+        on_instances: Whether the name is an attribute that a class gives its instances.
     """
 
     owner: str
     name: str
-    by: Callable
+    by: Any
     why: str
     hook: str
     parameters: tuple[str, ...] = ()
     whole: bool = False
+    on_instances: bool = False
 
     def __str__(self):
         return f"{self.owner.replace(':', '.')}.{self.name}"
@@ -67,8 +69,11 @@ class Replacement:
     def fault(self) -> str | None:
         """What this Keras lacks for the replacement, or `None`."""
         try:
+            if self.on_instances:
+                named = f"self.{self.name} =" in inspect.getsource(self.holder())
+                return None if named else f"{self} is missing"
             stock = getattr(self.holder(), self.name)
-        except (ImportError, AttributeError):
+        except (ImportError, AttributeError, TypeError):
             return fault_of(self)
         found = inspect.signature(stock).parameters if self.parameters else {}
         lacking = [name for name in self.parameters if name not in found]
@@ -194,13 +199,16 @@ def raise_faults(names: Iterable[Reached]) -> None:
 
 def _put_in_place(replacement: Replacement) -> Any:
     holder = replacement.holder()
-    stock = getattr(holder, replacement.name)
+    stock = getattr(holder, replacement.name, None)
     by = replacement.by if replacement.whole else _in_front_of(stock, replacement.by)
     setattr(holder, replacement.name, by)
     return stock
 
 
-def _in_front_of(stock: Callable, by: Callable) -> Callable:
+def _in_front_of(stock: Any, by: Callable) -> Any:
+    if isinstance(stock, property):
+        return property(_in_front_of(stock.fget, by), stock.fset, stock.fdel, stock.__doc__)
+
     @functools.wraps(stock)
     def replaced(*args, **kwargs):
         return by(stock, *args, **kwargs)

@@ -200,11 +200,6 @@ def in_symbolic_scope() -> bool:
     return global_state.get_global_attribute("symbolic_scope") is not None
 
 
-def stateless_scope() -> Any:
-    """The `keras.StatelessScope` that is entered, or `None`; public replacement: none."""
-    return global_state.get_global_attribute("stateless_scope")
-
-
 def keras_mask(tensor: Any) -> Any:
     """The mask that a layer left on a tensor, or `None`; public replacement: none.
 

@@ -4,12 +4,14 @@ import contextlib
 import contextvars
 import functools
 import inspect
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import keras
 import numpy
+from keras.src.backend.common import global_state
 from keras.src.distribution import distribution_lib
 
 from keras_tpu_dist._keras import seam
@@ -37,14 +39,36 @@ _GROUPS = {
 }
 
 
-def serve(find_strategy: Callable[[Any], Any], created: Callable[[Any], None]) -> None:
+# What a call notes on the model while it runs, and the values at rest.
+_RECORD = {"_jax_state": None, "_jax_state_synced": True}
+_RECORDS = "_keras_tpu_dist_records"
+
+# Marks on a variable the object to ask before its value is handed out; see `hand_out`.
+_OWNER = "_keras_tpu_dist_owner"
+
+
+def serve(
+    find_strategy: Callable[[Any], Any],
+    created: Callable[[Any], None],
+    compiling: Callable[[Any], Any],
+    reading: Callable[[list], Any],
+) -> None:
     """Declares what the trainer's methods become.
 
     Args:
         find_strategy: From a model to the strategy to run it under, or `None` for stock Keras.
         created: Told about each new model, and each one that is compiled.
+        compiling: From a model to the context in which it is compiled.
+        reading: From variables to the context in which all of them are read.
     """
-    seam.declare(*_running(find_strategy), *_creating(created), *_data(), *_bookkeeping())
+    seam.declare(
+        *_running(find_strategy),
+        *_creating(created, compiling),
+        *_data(),
+        *_bookkeeping(),
+        *_variables(reading),
+        *_records(),
+    )
 
 
 def _running(find_strategy) -> list[Replacement]:
@@ -68,13 +92,48 @@ def _running(find_strategy) -> list[Replacement]:
     return [*run, *make]
 
 
-def _creating(created) -> list[Replacement]:
+def _creating(created, compiling) -> list[Replacement]:
     told = functools.partial(then_created, created)
+    compiled = functools.partial(_compile, created, compiling)
     why = "a model that is made or compiled in a scope belongs to its strategy"
     return [
         Replacement(_TRAINER, "__init__", told, why=why, hook="a distribution told of models"),
         # Keras asks whether a model's compile is the base class's own, so it is replaced there.
-        Replacement(_BASE, "compile", told, why=why, hook="a distribution told of models"),
+        Replacement(_BASE, "compile", compiled, why=why, hook="a distribution told of models"),
+    ]
+
+
+def _records() -> list[Replacement]:
+    return [
+        Replacement(
+            *(_TRAINER, name, _OfThread(name)),
+            why="predict in a thread beside fit notes its own state on the model",
+            hook="a call's state in the call",
+            whole=True,
+            on_instances=True,
+        )
+        for name in _RECORD
+    ]
+
+
+def _variables(reading) -> list[Replacement]:
+    return [
+        Replacement(
+            *("keras:Variable", "value", _value),
+            why="an array that somebody holds must not be donated",
+            hook="a distribution told of reads",
+        ),
+        *(
+            Replacement(
+                *(owner, name, functools.partial(_reading, reading)),
+                why="weights that are read beside a fit are those between two of its steps",
+                hook="a lock of the training state",
+            )
+            for owner, name in (
+                *(("keras:Layer", "get_weights"), ("keras:Model", "save")),
+                ("keras:Model", "save_weights"),
+            )
+        ),
     ]
 
 
@@ -139,6 +198,11 @@ def _bookkeeping() -> list[Replacement]:
             why="variables keep their values during fit, so an exception loses nothing",
             hook="a setting not to purge variables",
             parameters=("purge_model_variables",),
+        ),
+        Replacement(
+            *(_TRAINER, "jax_state_sync", _jax_state_sync),
+            why="variables follow every launch; what a callback assigned since must stay",
+            hook="a setting not to purge variables",
         ),
         Replacement(
             *(_TRAINER, "__setattr__", _set_attribute),
@@ -223,17 +287,39 @@ def _make_function(kind, stock, model, force=False):
     return getattr(model, attribute) if kind == "predict" else None
 
 
+def _compile(created, compiling, stock, model, *args, **kwargs):
+    with compiling(model):
+        then_created(created, stock, model, *args, **kwargs)
+
+
 def _get_jax_state(stock, model, purge_model_variables=False, **groups):
     strategy = active_strategy()
     if strategy is None:
         return stock(model, purge_model_variables=purge_model_variables, **groups)
-    # Stock empties the variables here, and what an exception then finds is nothing.
-    state = stock(model, purge_model_variables=False, **groups)
     # What an earlier epoch left there is older than the variables.
     model._jax_state = None
-    if groups.get("optimizer_variables"):
-        strategy.runner.state_read(model, state)
-    return state
+    # Stock empties the variables here, and what an exception then finds is nothing.
+    names = [each.removesuffix("_variables") for each, wanted in groups.items() if wanted]
+    return strategy.runner.read_state(model, tuple(list(_group(model, name)) for name in names))
+
+
+def _jax_state_sync(stock, model):
+    if active_strategy() is None:
+        return stock(model)
+    # The next step reads the variables again.
+    model._jax_state_synced = True
+    return None
+
+
+def _value(stock, variable):
+    owner = variable.__dict__.get(_OWNER)
+    return stock(variable) if owner is None else owner.hand_out(variable, stock)
+
+
+def _reading(reading, stock, layer, *args, **kwargs):
+    variables = state_variables(layer) if isinstance(layer, keras.Model) else layer.weights
+    with contextlib.nullcontext() if stateless_scope() is not None else reading(variables):
+        return stock(layer, *args, **kwargs)
 
 
 def _device_iterator(stock, epoch_iterator):
@@ -295,10 +381,34 @@ def _epoch_end(stock, callbacks, epoch, logs=None):
         strategy.runner.epoch_ended()
 
 
+class _OfThread:
+    """An attribute of a model of which each thread has its own where a strategy is active."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __get__(self, model, owner=None):
+        if model is None:
+            return self
+        record = model.__dict__.get(_RECORDS, {}).get(threading.get_ident())
+        return (record or model.__dict__).get(self._name, _RECORD[self._name])
+
+    def __set__(self, model, value):
+        if active_strategy() is None:
+            model.__dict__.get(_RECORDS, {}).pop(threading.get_ident(), None)
+            model.__dict__[self._name] = value
+            return
+        records = model.__dict__.setdefault(_RECORDS, {})
+        record = records.setdefault(threading.get_ident(), dict(_RECORD))
+        record[self._name] = value
+        if all(record[name] is rest for name, rest in _RECORD.items()):
+            records.pop(threading.get_ident())
+
+
 def _set_attribute(model, name, value):
     # Stock searches the whole training state for layers and variables after every step.
     # Public replacement: none.
-    if name == "_jax_state" and active_strategy() is not None:
+    if name in _RECORD and active_strategy() is not None:
         object.__setattr__(model, name, value)
     else:
         super(seam.at(_TRAINER), model).__setattr__(name, value)
@@ -384,6 +494,69 @@ def state_groups(model: Any, kind: str = "train") -> tuple[list, ...]:
     return tuple(list(_group(model, name)) for name in _GROUPS[kind])
 
 
+def values_of(variables: list) -> list:
+    """What variables hold, without telling their owner that it is read. See `own`.
+
+    Args:
+        variables: Variables, all of which have a value or an initializer. What they hold in a
+            stateless scope is placed as their layouts say, which it need not be.
+    """
+    if stateless_scope() is None:
+        return [v.value if v._value is None else v._value for v in variables]
+    values = [v.value for v in variables]
+    layouts = [v._layout or value.sharding for v, value in zip(variables, values)]
+    return jax.device_put(values, layouts)
+
+
+def own(variables: list, owner: Any) -> None:
+    """Has an object asked before the values of variables are handed out.
+
+    Args:
+        variables: The variables.
+        owner: Its `hand_out(variable, stock)` is called where `variable.value` is read, and gives
+            what `stock(variable)` does. One whose variables are copied or pickled goes along.
+    """
+    for variable in variables:
+        variable.__dict__[_OWNER] = owner
+
+
+def owner_of(variable: Any) -> Any:
+    """The object that was given to `own`, or `None`.
+
+    Args:
+        variable: A `keras.Variable`.
+    """
+    return variable.__dict__.get(_OWNER)
+
+
+def holds(variable: Any, value: Any) -> bool:
+    """Whether a value is the very array that a variable holds, and no copy or cast of it.
+
+    Args:
+        variable: A `keras.Variable`.
+        value: What reading it gave.
+    """
+    return variable._value is value
+
+
+def follow_changes(groups: tuple[list, ...], changes: tuple) -> None:
+    """Makes variables hold what a step changed, in the stateless scope if there is one.
+
+    Args:
+        groups: Lists of variables.
+        changes: For each of them a list of values; `None` for what was not changed.
+    """
+    scope = stateless_scope()
+    for variables, values in zip(groups, changes):
+        for variable, value in zip(variables, values):
+            if value is None:
+                continue
+            if scope is None:
+                variable._value = value
+            else:
+                scope.add_update((variable, value))
+
+
 def follow_state(groups: tuple[list, ...], state: tuple) -> None:
     """Makes the variables of `state_groups` hold a training state.
 
@@ -431,7 +604,7 @@ def keep_metrics(model: Any, values: list | None) -> None:
         values: What the metrics' variables were after the last step, or `None` if there was none.
     """
     if values is not None and model._jax_state is None:
-        model._jax_state = {"metrics_variables": values}
+        follow_state((model.metrics_variables,), (values,))
 
 
 def has_state(model: Any) -> bool:
@@ -459,6 +632,11 @@ def move_variable(variable: Any, layout: Any) -> None:
     variable._layout = layout
     if variable._value is not None:
         variable._direct_assign(variable._value)
+
+
+def stateless_scope() -> Any:
+    """The `keras.StatelessScope` that is entered, or `None`; public replacement: none."""
+    return global_state.get_global_attribute("stateless_scope")
 
 
 def _group(model, name: str) -> list:

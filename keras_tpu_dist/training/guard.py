@@ -100,6 +100,7 @@ class StateGuard:
         """
         before = state
         if self.donate:
+            self._newest = state
             with interrupts_held(lambda: _is_whole(before, wait=False)):
                 outputs, state = function(state, batch)
                 self._newest = state

@@ -1,5 +1,6 @@
 """The function that Keras's loop calls: launches of one or several steps, as batches come."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,8 @@ from keras_tpu_dist.training.finite import watched_step
 from keras_tpu_dist.training.fit_control import FitControl
 from keras_tpu_dist.training.guard import StateGuard, recover
 from keras_tpu_dist.training.iterator import DeviceIterator
-from keras_tpu_dist.training.step import jitted_step, step_function, with_changes
+from keras_tpu_dist.training.step import changed, jitted_step, step_function, with_changes
+from keras_tpu_dist.training.turns import Turns
 
 
 class StepLoop:
@@ -27,6 +29,7 @@ class StepLoop:
     Args:
         trainer: The model.
         kind: `"train"`, `"test"` or `"predict"`.
+        turns: Who runs the model, and the arrays of its state.
         placer: Puts batches on the mesh and trims them in the program.
         guard: Keeps the training state (used for `"train"`).
         fit: What callbacks asked of the fit (likewise).
@@ -39,6 +42,7 @@ class StepLoop:
         self,
         trainer: Any,
         kind: str,
+        turns: Turns,
         placer: BatchPlacer,
         guard: StateGuard,
         fit: FitControl,
@@ -46,9 +50,10 @@ class StepLoop:
         compiler_options: dict[str, Any] | None = None,
     ):
         self._trainer, self._kind = trainer, kind
-        self._placer, self._guard, self._fit = placer, guard, fit
+        self._turns, self._placer, self._guard, self._fit = turns, placer, guard, fit
         self._auto, self._compiler_options = auto, compiler_options
         self._groups = _keras.state_groups(trainer, kind)
+        self._variables = [v for group in self._groups for v in group]
         self._compiled = not trainer.run_eagerly and trainer.jit_compile
         self._place = placer.place if self._compiled else placer.place_eagerly
         self._programs: dict[Any, Callable] = {}
@@ -80,7 +85,8 @@ class StepLoop:
             # Keras has not been given the new state yet, and would go back to the old, which a
             # launch may have consumed.
             if self._kind == "train":
-                recover(self._trainer, self._guard)
+                with self._turns.lock:
+                    recover(self._trainer, self._guard)
             raise
 
     def serves(self) -> bool:
@@ -115,19 +121,27 @@ class StepLoop:
         if self._kind == "train":
             return self._train(state, batch, steps)
         outputs, changes = self._program(steps > 1)(state, batch)
+        changes = changed(state, changes)
+        with self._turns.lock:
+            # A callback may run the model: what that changes, and what it leaves, counts from here
+            # on. A fit that another thread began meanwhile goes on from its own.
+            if _keras.stateless_scope() is not None or not self._turns.elsewhere:
+                _keras.follow_changes(self._groups, changes)
         state = with_changes(state, changes)
-        # A callback may run the model: what that changes, and what it leaves, counts from here on.
-        _keras.follow_state(self._groups, state)
         if self._kind == "predict":
             outputs = self._placer.own_rows(outputs, batch, stacked=steps > 1)
         return outputs, state
 
     def _train(self, state, batch, steps: int):
-        watch = self._fit.watch
-        if watch is not None:
-            state = (*state, watch.health_on(self._placer.mesh))
-        outputs, state = self._guard.launch(self._program(steps > 1), state, batch)
-        _keras.follow_state(self._groups, state)
+        program, watch = self._program(steps > 1), self._fit.watch
+        with self._turns.lock:
+            state = self._newest(state)
+            if watch is not None:
+                state = (*state, watch.health_on(self._placer.mesh))
+            outputs, state = self._guard.launch(program, state, batch)
+            _keras.follow_state(self._groups, state)
+            if self._guard.donate:
+                self._turns.buffers.made([v for group in state[:4] for v in group])
         if watch is not None:
             *state, watch.health = state
             outputs = watch.noted(outputs, batch, steps)
@@ -135,6 +149,22 @@ class StepLoop:
         if self._fit.spend(steps):
             self._trainer.stop_training = True
         return outputs, tuple(state)
+
+    def _newest(self, state: tuple[list, ...]) -> tuple[list, ...]:
+        """What the variables hold now: a callback or another thread may have assigned some.
+
+        Args:
+            state: The state that Keras knows, whose lists are made to hold it: arrays that a copy
+                replaces may be gone then.
+        """
+        if self._guard.donate:
+            values = self._turns.buffers.to_consume(self._variables)
+        else:
+            values = _keras.values_of(self._variables)
+        given = iter(values)
+        for known, group in zip(state, self._groups):
+            known[:] = itertools.islice(given, len(group))
+        return state
 
     def _launch_several(self, state, iterator: DeviceIterator, skipped: int):
         left = min(self._steps_wanted(), self._trainer.steps_per_execution - skipped)

@@ -16,6 +16,7 @@ from keras_tpu_dist.memory import remat, scan_blocks
 from keras_tpu_dist.training.fit_control import FitControl
 from keras_tpu_dist.training.guard import StateGuard
 from keras_tpu_dist.training.strategy import Strategy
+from keras_tpu_dist.training.turns import Turns, compiling, read_together, turns_of
 
 logger = logging.getLogger("keras_tpu_dist")
 
@@ -34,6 +35,7 @@ class Membership:
     linted: bool = False
     compared: bool = False
     batches_alone: int = 0
+    turns: Turns = field(default_factory=Turns)
     _targets: list[tuple[Any, Any]] = field(default_factory=list)
     _versions: tuple[int, tuple[int, int]] | None = None
 
@@ -44,6 +46,15 @@ class Membership:
             variable: A state variable of the model; slots are known once `targets` was called.
         """
         return self.placement is not None and self.placement.is_slot(variable)
+
+    def has_weights_of(self, model: Any) -> bool:
+        """Whether weights that the model has were on the mesh when it ran last.
+
+        Args:
+            model: The model whose membership this is.
+        """
+        known = {id(variable) for variable, _ in self._targets}
+        return any(id(weight) in known for weight in model.weights)
 
     def targets(self, model: Any) -> list[tuple[Any, Any]]:
         """The model's state variables, each with the layout it should have.
@@ -272,17 +283,34 @@ def choose_layout(variable: Any, strategy: Strategy) -> Any:
 
 
 def layout_now(variable: Any, strategy: Strategy) -> Any:
-    """Where a variable lies on a strategy's mesh, or would be made if it is not there.
+    """Where a variable of a model lies once that has run, which is where `explain` has it.
 
     Args:
-        variable: A `keras.Variable`; what a plan decides about it shows once its model has run.
+        variable: A `keras.Variable`; one that is in no model of the strategy lies where it is, or
+            would be made if it is not on the strategy's mesh.
         strategy: The strategy whose mesh counts.
 
     Raises:
         ValueError: If the layout does not fit the variable's shape or the mesh.
     """
+    model = _model_of(variable, strategy)
+    if model is not None:
+        placement = strategy.placement(model)
+        return strategy.layouts.target(variable, given_layout(variable), placement)
     layout = _keras.variable_layout(variable)
     return layout if strategy.layouts.owns(layout) else choose_layout(variable, strategy)
+
+
+def _model_of(variable: Any, strategy: Strategy) -> Any:
+    """The largest built model of a strategy that has a variable, or `None`."""
+    found = None, 0
+    for model, member in list(_members.items()):
+        if member.strategy is not strategy or not _keras.is_built(model):
+            continue
+        variables = _keras.state_variables(model)
+        if len(variables) > found[1] and any(v is variable for v in variables):
+            found = model, len(variables)
+    return found[0]
 
 
 def given_layout(variable: Any) -> Any:
@@ -305,13 +333,24 @@ def adopt(model: Any, strategy: Strategy) -> Membership:
     Returns:
         The model's membership.
     """
+    turns = turns_of(model)
+    with turns.lock:
+        known = _members.get(model)
+        if turns.elsewhere and known is not None:
+            _check_same_strategy(model, known.strategy, strategy)
+            return known
+        return _adopted(model, strategy)
+
+
+def _adopted(model: Any, strategy: Strategy) -> Membership:
     member = _join(model, strategy)
+    knew_weights = member.has_weights_of(model)
     moved, foreign = [], []
     for variable, target in member.targets(model):
         layout = _keras.variable_layout(variable)
         if layout == target:
             continue
-        (moved if strategy.layouts.owns(layout) else foreign).append(variable.path)
+        (moved if strategy.layouts.owns(layout) else foreign).append(variable)
         own = given_layout(variable) is not None and not member.owns_slot(variable)
         _keras.move_variable(variable, target if own else chosen(variable, target))
     if moved or foreign:
@@ -320,15 +359,37 @@ def adopt(model: Any, strategy: Strategy) -> Membership:
     if moved:
         logger.debug("%d variable(s) of model %r take their final layout", len(moved), model.name)
     if foreign:
+        _log_foreign(model, strategy, foreign, knew_weights)
+    return member
+
+
+def _log_foreign(model: Any, strategy: Strategy, foreign: list, knew_weights: bool) -> None:
+    mesh = dict(strategy.mesh.shape)
+    weights = {id(weight) for weight in model.weights}
+    built_outside = not knew_weights and any(id(variable) in weights for variable in foreign)
+    if built_outside:
         logger.warning(
             "moved %d variable(s) of model %r, built outside of the scope, onto the mesh %s "
             "(first: %s); build and compile inside strategy.scope() to create them there",
-            len(foreign),
-            model.name,
-            dict(strategy.mesh.shape),
-            foreign[0],
+            *(len(foreign), model.name, mesh, foreign[0].path),
         )
-    return member
+    else:
+        # Those of a new optimizer and new metrics, of LoRA, of quantization.
+        logger.info(
+            "placed %d new variable(s) of model %r on the mesh %s (first: %s)",
+            *(len(foreign), model.name, mesh, foreign[0].path),
+        )
+
+
+def _check_same_strategy(model: Any, strategy: Strategy, other: Strategy) -> None:
+    if strategy is not other:
+        raise RuntimeError(
+            message(
+                "A model that trains in one thread runs under the same strategy in the others.",
+                received={"model": model.name, "strategy": strategy, "here": other},
+                fix="Wait for the other thread's fit, or leave the scope of the other strategy.",
+            )
+        )
 
 
 def adopt_all(strategy: Strategy) -> None:
@@ -362,7 +423,7 @@ def _join(model: Any, strategy: Strategy) -> Membership:
         return member
     if member is not None:
         logger.info("model %r moves from %r to %r", model.name, member.strategy, strategy)
-    member = _members[model] = Membership(strategy)
+    member = _members[model] = Membership(strategy, turns=turns_of(model))
     if hasattr(model, "train_function"):
         _keras.forget_functions(model)
     return member
@@ -382,4 +443,4 @@ def chosen(variable: Any, layout: Any) -> Any:
     return layout
 
 
-_keras.serve(find_strategy, created)
+_keras.serve(find_strategy, created, compiling, read_together)

@@ -35,8 +35,8 @@ from keras_tpu_dist.training.options import Options
 from keras_tpu_dist.training.own_input import OwnInput
 from keras_tpu_dist.training.own_rows import OwnRowsPlacer
 from keras_tpu_dist.training.strategy import Strategy
-
-_TRAINING = ("fit", "train_on_batch")
+from keras_tpu_dist.training.turns import TRAINING, Recompiled, turns_of
+from keras_tpu_dist.training.turns import together as turns_together
 
 
 @dataclass(frozen=True)
@@ -107,30 +107,62 @@ class Runner:
                 )
             )
         _check_input(name, arguments.get("x"), may_be_empty=self.own_input is not None)
-        with strategy.scope(), self._with_others(name, model, arguments):
-            member = membership.adopt(model, strategy)
-            if not self._is_local:
-                compare_weights(member, model)
-                compare_now_and_then(member, model, name)
-            if member.guard is not None:
-                member.guard.on_batch = name == "train_on_batch"
-            if _keras.has_state(model):
-                # Called within a fit, from a callback: the variables hold that fit's newest
-                # state, and the fit reads it from there when it goes on.
-                _keras.forget_state(model)
-            try:
-                with self.call(member, model) as call, call.auto_steps.chosen_for(model):
+        turns = turns_of(model)
+        with strategy.scope(), turns.taken(name, model) as beside:
+            if beside:
+                with self._beside(strategy, model, name):
                     yield
-            except BaseException:
-                if member.guard is not None and _keras.has_state(model):
-                    recover(model, member.guard)
-                raise
-            finally:
-                if member.guard is not None:
-                    member.guard.release(end_of_fit=name == "fit")
-                if name == "fit":
-                    member.fit.end()
-                if name in _TRAINING and _running.get() is not None:
+                return
+            with self._with_others(name, model, arguments), self._alone(strategy, model, name):
+                yield
+
+    @contextlib.contextmanager
+    def _beside(self, strategy: Strategy, model: Any, name: str) -> Iterator[None]:
+        """The context of a call that another thread's call of the model must not notice."""
+        if not self._is_local:
+            raise NotImplementedError(
+                message(
+                    "On a mesh of several processes, a model runs in one thread at a time.",
+                    received=f"{name} of model {model.name!r} while another thread runs it.",
+                    fix="Call it in a callback, or after the other call.",
+                )
+            )
+        member = membership.adopt(model, strategy)
+        with turns_together(_keras.state_variables(model)), self.call(member, model) as call:
+            with call.auto_steps.chosen_for(model):
+                yield
+
+    @contextlib.contextmanager
+    def _alone(self, strategy: Strategy, model: Any, name: str) -> Iterator[None]:
+        member = membership.adopt(model, strategy)
+        turns = member.turns
+        if not self._is_local:
+            compare_weights(member, model)
+            compare_now_and_then(member, model, name)
+        if member.guard is not None and not turns.elsewhere:
+            member.guard.on_batch = name == "train_on_batch"
+        if _keras.has_state(model):
+            # Called within a fit, from a callback: the variables hold that fit's newest
+            # state, and the fit reads it from there when it goes on.
+            _keras.forget_state(model)
+        try:
+            with self.call(member, model) as call, call.auto_steps.chosen_for(model):
+                yield
+        except BaseException:
+            if member.guard is not None and not turns.elsewhere and _keras.has_state(model):
+                recover(model, member.guard)
+            raise
+        finally:
+            _keras.forget_state(model)
+            if member.guard is not None and not turns.elsewhere:
+                member.guard.release(end_of_fit=name == "fit")
+            if name == "fit":
+                member.fit.end()
+            if name in TRAINING:
+                turns.buffers.rest()
+                if isinstance(model.train_function, Recompiled):
+                    model.train_function = None
+                if _running.get() is not None:
                     # From a callback of another model's fit, which may share layers with this one.
                     membership.variables_changed(strategy)
 
@@ -174,9 +206,11 @@ class Runner:
             member.guard = member.guard or StateGuard(states)
             # Before the first fit there were no slots to count.
             member.guard.kept = states
+        if kind == "train":
+            member.turns.ready(_keras.state_variables(model))
         auto = partial(self._chooses_steps, model)
         known = (self.placer, member.guard, member.fit, auto, self.compiler_options)
-        return StepLoop(model, kind, *known)
+        return StepLoop(model, kind, member.turns, *known)
 
     def serves(self, function: Any) -> bool:
         """Whether a function that runs steps is still of the variables that its model has.
@@ -201,16 +235,23 @@ class Runner:
         call = _running.get()
         return call is not None and call.member.fit.made_before
 
-    def state_read(self, model: Any, state: Any) -> None:
-        """Told when the training state is read from the variables.
+    def read_state(self, model: Any, groups: tuple[list, ...]) -> tuple[list, ...]:
+        """The values of a model's variables, as a step takes them.
 
         Args:
             model: The model whose state it is.
-            state: The values of its variables, as a train step takes them.
+            groups: Lists of its variables, in the order of the state.
         """
         member = membership.of_model(model)
-        if member is not None and member.guard is not None:
+        if member is None or _keras.stateless_scope() is not None:
+            return tuple(_keras.values_of(group) for group in groups)
+        with member.turns.lock:
+            if member.turns.elsewhere:
+                member.turns.buffers.others_hold()
+            state = tuple(_keras.values_of(group) for group in groups)
+        if len(groups) == len(_keras.state_groups(model)) and member.guard is not None:
             member.guard.read(state)
+        return state
 
     def epoch_ended(self) -> None:
         """Told when all callbacks have seen an epoch's end.

@@ -142,3 +142,16 @@ def with_changes(state: Sequence[list], changes: Sequence[list]) -> tuple[list, 
         [old if new is None else new for old, new in zip(before, after)]
         for before, after in zip(state, changes)
     )
+
+
+def changed(state: Sequence[list], after: Sequence[list]) -> tuple[list, ...]:
+    """What a step of evaluation or prediction changed, `None` for each value that it left alone.
+
+    Args:
+        state: The state before it.
+        after: What the step gave for it, already with `None`, or whole.
+    """
+    return tuple(
+        [None if new is old else new for old, new in zip(before, values)]
+        for before, values in zip(state, after)
+    )

@@ -226,3 +226,30 @@ def test_a_strategy_does_not_keep_models_alive():
     gc.collect()
     assert gone() is None
     assert strategy.num_replicas_in_sync == 8
+
+
+def test_new_variables_of_a_model_that_is_in_place_are_no_warning(caplog):
+    """Compiled outside of the scope, or given a LoRA: nobody built the model elsewhere."""
+    caplog.set_level(logging.INFO, "keras_tpu_dist")
+    model = built(mlp, ktd.TPUStrategy())
+    model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
+    model.fit(X[:8], Y[:8], batch_size=8, verbose=0)
+    model.layers[0].enable_lora(2)
+    model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
+    model.fit(X[:8], Y[:8], batch_size=8, verbose=0)
+    said = [(r.levelname, r.getMessage()) for r in caplog.records if "variable(s)" in r.message]
+    assert said
+    assert {level for level, _ in said} == {"INFO"}
+    assert all("new variable(s) of model" in text for _, text in said)
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "tensor_parallel"])
+def test_a_variable_is_shown_where_it_will_lie(layout):
+    strategy = ktd.TPUStrategy({"data": 2, "fsdp": 2, "model": 2}, layout)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((64,)), *map(keras.layers.Dense, (64, 64))])
+        model.compile("adam", "mse")
+    before = [str(strategy.show(v)) for v in model.weights]
+    model.predict(np.zeros((8, 64)), verbose=0)
+    assert [str(strategy.show(v)) for v in model.weights] == before
+    assert any("replicated" not in text for text in before)

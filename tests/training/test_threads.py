@@ -11,6 +11,7 @@ from helpers import assert_close, data
 import keras_tpu_dist as ktd
 
 X, Y = data(40)
+MESHES = ({"data": 4, "model": 2}, {"data": 2, "fsdp": 2, "model": 2})
 
 
 def model(seed, units):
@@ -85,3 +86,148 @@ def test_a_dry_run_beside_a_fit():
     assert abstract is None
     assert value is not None
     assert_close(result, alone)
+
+
+def normalized():
+    keras.utils.set_random_seed(3)
+    layers = [
+        keras.Input((6,)),
+        *(keras.layers.Dense(8, activation="tanh"), keras.layers.BatchNormalization()),
+        *(keras.layers.Dropout(0.2), keras.layers.Dense(3)),
+    ]
+    made = keras.Sequential(layers)
+    made.compile("sgd", "mse", metrics=["mae"])
+    return made
+
+
+def fit_13(trained, *callbacks, epochs=12):
+    options = {"batch_size": 5, "epochs": epochs, "shuffle": False, "verbose": 0}
+    return trained.fit(X[:13], np.eye(3)[Y[:13]], callbacks=list(callbacks), **options).history
+
+
+BESIDE = {
+    "predict": lambda each: each.predict(X[:13], batch_size=5, verbose=0),
+    "evaluate": lambda each: each.evaluate(X[:13], np.eye(3)[Y[:13]], batch_size=5, verbose=0),
+    "get_weights": lambda each: each.get_weights(),
+}
+
+
+def _flat(values):
+    return np.concatenate([np.ravel(each) for each in keras.tree.flatten(values)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "donate"), [(MESHES[0], True), (MESHES[1], False)], ids=str)
+def test_one_model_in_several_threads(mesh, donate):
+    """What runs beside a fit changes nothing of it, and sees the state between two of its steps."""
+    with ktd.TPUStrategy(mesh, donate_state=donate).scope():
+        alone, beside, at = normalized(), normalized(), normalized()
+    states = [alone.get_weights()]
+    keep = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: states.append(alone.get_weights())
+    )
+    expected = fit_13(alone, keep), alone.get_weights()
+    seen, done = {name: [] for name in BESIDE}, threading.Event()
+
+    def trained():
+        try:
+            return fit_13(beside), beside.get_weights()
+        finally:
+            done.set()
+
+    def watch(name):
+        while not done.is_set():
+            seen[name].append(_flat(BESIDE[name](beside)))
+
+    found, *_ = in_threads(trained, *(lambda name=name: watch(name) for name in BESIDE))
+    assert_close(found, expected, 1e-6)
+    possible = {name: [] for name in BESIDE}
+    for state in states:
+        at.set_weights(state)
+        for name, call in BESIDE.items():
+            possible[name].append(_flat(call(at)))
+    for name, each in seen.items():
+        assert each
+        for value in each:
+            assert min(np.max(np.abs(value - other)) for other in possible[name]) < 1e-5, name
+
+
+class FromAThread(keras.callbacks.Callback):
+    """Calls a function in another thread at the first step, and keeps what it raised."""
+
+    def __init__(self, call):
+        super().__init__()
+        self.call, self.error = call, None
+
+    def _run(self):
+        try:
+            self.call(self.model)
+        except Exception as error:
+            self.error = error
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self.error is None:
+            thread = threading.Thread(target=self._run, name="other")
+            thread.start()
+            thread.join(60)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda each: each.fit(X, np.eye(3)[Y], verbose=0),
+        lambda each: each.train_on_batch(X, np.eye(3)[Y]),
+        lambda each: each.compile("adam", "mse"),
+    ],
+    ids=["fit", "train_on_batch", "compile"],
+)
+def test_a_model_trains_in_one_thread_at_a_time(call):
+    with ktd.TPUStrategy(MESHES[0]).scope():
+        trained = model(1, 8)
+    other = FromAThread(call)
+    losses = trained.fit(X, np.eye(3)[Y], batch_size=8, verbose=0, callbacks=[other]).history
+    assert isinstance(other.error, RuntimeError)
+    said = "One thread at a time trains a model, or compiles it. Received: "
+    assert str(other.error).startswith(said)
+    assert "in thread 'other', while fit of it runs in thread 'MainThread'" in str(other.error)
+    assert np.isfinite(losses["loss"]).all()
+    call(trained)  # afterwards it may
+
+
+def test_two_threads_evaluate_one_model():
+    with ktd.TPUStrategy(MESHES[0]).scope():
+        model = normalized()
+    alone = BESIDE["evaluate"](model)
+    results = in_threads(*[lambda: [BESIDE["evaluate"](model) for _ in range(4)]] * 2)
+    assert_close(results, [[alone] * 4] * 2)
+    assert_close(model.get_metrics_result()["mae"], alone[1])
+
+
+def test_a_callback_that_compiles():
+    with ktd.TPUStrategy(MESHES[0]).scope():
+        trained = model(1, 8)
+    compiles = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: trained.compile("sgd", "mse")
+    )
+    with pytest.raises(RuntimeError, match=r"as it was compiled before.*in on_train_end"):
+        fit_13(trained, compiles, epochs=2)
+    assert all(np.isfinite(each).all() for each in trained.get_weights())
+    fit_13(trained, epochs=1)
+    fit_13(trained, compiles, epochs=1)  # after the last epoch nothing is left to train
+    fit_13(trained, epochs=1)
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_a_callback_that_assigns(donate):
+    """What a callback assigns counts from the next step on, also without `jax_state_sync`."""
+    with ktd.TPUStrategy(MESHES[0], donate_state=donate).scope():
+        trained = model(1, 8)
+    kernel = trained.layers[-1].kernel
+    zeros = np.zeros(kernel.shape, "float32")
+
+    def assign(batch, logs=None):
+        kernel.assign(zeros)
+        trained.optimizer.learning_rate = 0.0
+
+    fit_13(trained, keras.callbacks.LambdaCallback(on_train_batch_end=assign), epochs=2)
+    assert_close(np.asarray(kernel.value), zeros, 0)

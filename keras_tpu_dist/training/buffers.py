@@ -1,0 +1,125 @@
+"""Which arrays a step may consume: those that a launch made and nobody else holds."""
+
+import operator
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from keras_tpu_dist import _keras
+
+# A state that fills the memory has no place beside itself: it is copied in groups of this size.
+_GROUP_BYTES = 64 * 2**20
+
+
+class Buffers:
+    """The arrays of one model's training state, where launches consume them.
+
+    XLA writes over an array that is donated, whoever else holds it: another variable, since
+    `assign` between variables of one layout shares the array; the averages of an optimizer; a
+    user who kept `variable.value`, a shard of it, or what was assigned. A buffer does not know how
+    many hold it. So a launch consumes only what the launch before made, and what nobody has read
+    from the variable since; anything else is copied first, once, as from then on it is ours.
+
+    Args:
+        lock: Held while a launch consumes the arrays and until the variables have the new ones.
+        owner: Whom the variables ask to `hand_out` their arrays.
+    """
+
+    def __init__(self, lock: Any, owner: Any):
+        self._lock, self._owner = lock, owner
+        self._consumed = False
+        self._made: list = []
+        self._left: list[weakref.ref] = []
+        self._handed_out: set[int] = set()
+
+    def to_consume(self, variables: list) -> list:
+        """The values of variables, which then hold them alone. The caller holds the lock.
+
+        Args:
+            variables: Those of the training state, in the same order each time.
+        """
+        values = _keras.values_of(variables)
+        if self._left:
+            self._made, self._left = [left() for left in self._left], []
+        same = len(values) == len(self._made) and all(map(operator.is_, values, self._made))
+        if same and not self._handed_out:
+            return values
+        self._consumed = True
+        _keras.own(variables, self._owner)
+        made = self._made if len(self._made) == len(values) else [None] * len(values)
+        foreign = [
+            i
+            for i, variable in enumerate(variables)
+            if values[i] is not made[i] or id(variable) in self._handed_out
+        ]
+        self._made, made = [], []
+        self._copy(variables, values, foreign)
+        self._handed_out.clear()
+        return values
+
+    def made(self, values: list) -> None:
+        """Notes the arrays that a launch made, which the variables hold now.
+
+        Args:
+            values: They, in the order of the variables.
+        """
+        self._made = values
+
+    def rest(self) -> None:
+        """Lets go of the arrays at the end of a call, and knows them again at the next."""
+        if self._made:
+            self._left, self._made = [weakref.ref(value) for value in self._made], []
+
+    def others_hold(self) -> None:
+        """Notes that somebody may hold any of the arrays."""
+        self._made, self._left = [], []
+
+    def hand_out(self, variable: Any, stock: Callable) -> Any:
+        """Reads a variable for somebody who may keep the array.
+
+        Args:
+            variable: The variable.
+            stock: Reads it.
+        """
+        if not self._consumed:
+            return stock(variable)
+        with self._lock:
+            value = stock(variable)
+            if _keras.holds(variable, value):
+                self._handed_out.add(id(variable))
+        return value
+
+    @staticmethod
+    def _copy(variables: list, values: list, which: list[int]) -> None:
+        """Puts copies in the place of some values, in the list and in the variables."""
+        size = {i: _bytes_per_device(values[i]) for i in which}
+        several = sum(size.values()) > _GROUP_BYTES
+        while which:
+            group: list[int] = []
+            while which and (not group or sum(size[i] for i in group) < _GROUP_BYTES):
+                group.append(which.pop(0))
+            copies = _copies([values[i] for i in group])
+            if several:
+                jax.block_until_ready(copies)
+            for i, copy in zip(group, copies):
+                values[i] = copy
+            _keras.follow_state(([variables[i] for i in group],), (copies,))
+            del copies, copy
+
+
+def _copies(arrays: list) -> list:
+    if all(array.is_fully_addressable for array in arrays):
+        return jax.device_put(arrays, [array.sharding for array in arrays], may_alias=False)
+    # A `device_put` of what spans processes may be a collective, and others have nothing to copy.
+    return [
+        jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
+        for array in arrays
+        for parts in [_copies([shard.data for shard in array.addressable_shards])]
+    ]
+
+
+def _bytes_per_device(array: jax.Array) -> int:
+    return int(np.prod(array.sharding.shard_shape(array.shape))) * array.dtype.itemsize

@@ -1,0 +1,243 @@
+"""One model, several threads: one trains it, any number run it beside that."""
+
+import contextlib
+import logging
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+
+from keras_tpu_dist import _keras
+from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.training.buffers import Buffers
+
+logger = logging.getLogger("keras_tpu_dist")
+
+TRAINING = ("fit", "train_on_batch")
+_WITH_METRICS = ("evaluate", "test_on_batch")
+_WARN_AFTER_S = 10.0
+
+
+class Turns:
+    """Who runs a model now.
+
+    Attributes:
+        lock: Held while a launch replaces the training state, and while several variables are read
+            that belong together.
+        buffers: The arrays of the training state, where launches consume them.
+    """
+
+    def __init__(self):
+        self.lock = threading.RLock()
+        self.buffers = Buffers(self.lock, self)
+        self._changed = threading.Condition(self.lock)
+        self._trainer: threading.Thread | None = None
+        self._training = ""
+        self._depth = 0
+        self._ready = False
+        self._readers: Counter[threading.Thread] = Counter()
+        self._measuring: Counter[threading.Thread] = Counter()
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether another thread than this one trains the model."""
+        return self._trainer not in (None, threading.current_thread())
+
+    @property
+    def here(self) -> bool:
+        """Whether this thread trains the model."""
+        return self._trainer is threading.current_thread()
+
+    def ready(self, variables: list) -> None:
+        """Notes that the model which trains is built, and its step function made.
+
+        Args:
+            variables: Those of its training state.
+        """
+        _keras.own(variables, self)
+        with self._changed:
+            self._ready = True
+            self._changed.notify_all()
+
+    def hand_out(self, variable: Any, stock: Callable) -> Any:
+        """Reads a variable; `_keras.own` has it called. See `Buffers.hand_out`."""
+        return self.buffers.hand_out(variable, stock)
+
+    def __reduce__(self):
+        # A variable that is copied or pickled has an array of its own.
+        return type(None), ()
+
+    @contextlib.contextmanager
+    def taken(self, name: str, model: Any) -> Iterator[bool]:
+        """The context of a call.
+
+        Args:
+            name: `"fit"`, `"evaluate"`, and so on.
+            model: The model.
+
+        Yields:
+            Whether it runs beside another thread's call, and must leave the model as it is.
+
+        Raises:
+            RuntimeError: For a fit or train_on_batch while another thread trains the model.
+        """
+        if name in TRAINING:
+            with self._trains(name, model):
+                yield False
+            return
+        me = threading.current_thread()
+        with self._changed:
+            while self.elsewhere and not self._ready:
+                self._changed.wait()
+            measures = name in _WITH_METRICS
+            beside = self.elsewhere or (measures and self._others(self._measuring))
+            counters = [] if beside else [self._readers, self._measuring][: 1 + measures]
+            for counter in counters:
+                counter[me] += 1
+        try:
+            yield beside
+        finally:
+            with self._changed:
+                for counter in counters:
+                    counter[me] -= 1
+                self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def _trains(self, name: str, model: Any) -> Iterator[None]:
+        with self._changed:
+            self.check_free(name, model)
+            if self._others(self._measuring):
+                self._wait_for_metrics(name, model)
+            self.check_free(name, model)
+            if not self._depth:
+                self._trainer, self._training = threading.current_thread(), name
+                self._ready = False
+            self._depth += 1
+            if self._others(self._readers):
+                self.buffers.others_hold()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._depth -= 1
+                if not self._depth:
+                    self._trainer = None
+                self._changed.notify_all()
+
+    def check_free(self, name: str, model: Any) -> None:
+        """Raises a `RuntimeError` if another thread trains the model.
+
+        Args:
+            name: What is to be done: `"fit"`, `"compile"`, and so on.
+            model: The model.
+        """
+        if self.elsewhere:
+            raise RuntimeError(
+                message(
+                    "One thread at a time trains a model, or compiles it.",
+                    received=f"{name} of model {model.name!r} in thread "
+                    f"{threading.current_thread().name!r}, while {self._training} of it runs in "
+                    f"thread {getattr(self._trainer, 'name', None)!r}.",
+                    fix="Wait for the other thread, or train a copy "
+                    "(keras.models.clone_model); predict and evaluate may run beside fit.",
+                )
+            )
+
+    def _others(self, counter: Counter) -> bool:
+        me = threading.current_thread()
+        return any(count and thread is not me for thread, count in counter.items())
+
+    def _wait_for_metrics(self, name: str, model: Any) -> None:
+        """An evaluate that began before counts in the model's own metrics."""
+        while self._others(self._measuring):
+            if not self._changed.wait(_WARN_AFTER_S):
+                logger.warning(
+                    "%s of model %r waits for an evaluate of it that another thread began before",
+                    name,
+                    model.name,
+                )
+
+
+_turns: "weakref.WeakKeyDictionary[Any, Turns]" = weakref.WeakKeyDictionary()
+_making = threading.Lock()
+
+
+def turns_of(model: Any) -> Turns:
+    """Who runs a model; the same object for each call.
+
+    Args:
+        model: The model.
+    """
+    with _making:
+        return _turns.setdefault(model, Turns())
+
+
+@contextlib.contextmanager
+def together(variables: list) -> Iterator[None]:
+    """A context in which variables read as they are now, all of one step.
+
+    What is assigned within is forgotten at its end.
+
+    Args:
+        variables: The variables.
+    """
+    owners = {id(owner): owner for v in variables if (owner := _keras.owner_of(v)) is not None}
+    with contextlib.ExitStack() as held:
+        for _, owner in sorted(owners.items()):
+            held.enter_context(owner.lock)
+        values = [v.value for v in variables]
+    with keras.StatelessScope(state_mapping=list(zip(variables, values))):
+        yield
+
+
+@contextlib.contextmanager
+def read_together(variables: list) -> Iterator[None]:
+    """The context of a function that reads variables, some of which another thread may train.
+
+    Args:
+        variables: The variables.
+    """
+    owners = (_keras.owner_of(v) for v in variables)
+    trained = any(owner is not None and owner.elsewhere for owner in owners)
+    with together(variables) if trained else contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
+def compiling(model: Any) -> Iterator[None]:
+    """The context in which a model is compiled.
+
+    Args:
+        model: The model.
+
+    Raises:
+        RuntimeError: If another thread trains it.
+    """
+    turns = turns_of(model)
+    turns.check_free("compile", model)
+    yield
+    if turns.here:
+        # A fit goes on after a callback that compiles, with the functions that the model has then.
+        model.train_function = Recompiled(model.name)
+
+
+class Recompiled:
+    """What a fit finds in the place of its step function when a callback has compiled the model."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __call__(self, state: Any, iterator: Any) -> Any:
+        """Raises a `RuntimeError`."""
+        raise RuntimeError(
+            message(
+                "A fit trains the model as it was compiled before it.",
+                received=f"compile of model {self._name!r} in a callback, after which its fit went "
+                "on.",
+                fix="Stop the fit first (model.stop_training = True), or compile in on_train_end; "
+                "then call fit again. The model is compiled anew and has its weights.",
+            )
+        )

@@ -1,0 +1,89 @@
+"""Steps that consume their state consume nothing that somebody else holds."""
+
+import copy
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+import shared_arrays
+from helpers import TOLERANCE
+
+import keras_tpu_dist as ktd
+
+MESHES = ({"data": 4, "model": 2}, {"data": 2, "fsdp": 2, "model": 2}, {"data": 8})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", shared_arrays.CASES)
+def test_nobody_loses_an_array(case):
+    assert shared_arrays.difference(case, MESHES[0], 2, donate_state=True) <= TOLERANCE
+
+
+def test_a_target_network():
+    mesh = {"data": 4, "model": 2}
+    assert shared_arrays.difference("deleted", mesh, 1, donate_state=True) <= TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "layout"), [("target", "fsdp"), ("averages", "tensor_parallel"), ("kept", "auto")]
+)
+def test_nobody_loses_a_split_array(case, layout):
+    gap = shared_arrays.difference(case, MESHES[1], 2, layout=layout, donate_state=True)
+    assert gap <= TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "mesh"), [("target", MESHES[0]), ("averages", MESHES[2])], ids=str
+)
+def test_a_model_of_many_variables(case, mesh):
+    """By default the state of so many is donated; at fault, the process dies."""
+    done = subprocess.run(
+        [sys.executable, shared_arrays.__file__, case, json.dumps(mesh), "21"],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        cwd=Path(__file__).parent,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert float(done.stdout.split()[-1]) <= TOLERANCE
+
+
+def test_what_is_copied_is_copied_once(monkeypatch):
+    from keras_tpu_dist.training import buffers
+
+    copied = []
+    stock = buffers._copies
+    monkeypatch.setattr(buffers, "_copies", lambda arrays: copied.append(arrays) or stock(arrays))
+    with ktd.TPUStrategy({"data": 4, "model": 2}, donate_state=True).scope():
+        model = shared_arrays.build(1)
+    shared_arrays.fit(model, epochs=1)
+    assert len(copied) == 1  # the initial values, and not at every step
+    shared_arrays.fit(model, epochs=1)
+    model.train_on_batch(shared_arrays.X, shared_arrays.Y)
+    later = [array for arrays in copied[1:] for array in arrays]
+    assert all(array.ndim == 0 for array in later), "metrics are reset, all else is known"
+
+
+def test_a_state_is_copied_in_groups(monkeypatch):
+    from keras_tpu_dist.training import buffers
+
+    monkeypatch.setattr(buffers, "_GROUP_BYTES", 300)
+    gap = shared_arrays.difference("deleted", {"data": 8}, 1, donate_state=True)
+    assert gap <= TOLERANCE
+
+
+def test_a_variable_that_trained_is_copied_and_pickled():
+    with ktd.TPUStrategy({"data": 8}, donate_state=True).scope():
+        model = shared_arrays.build(1)
+    shared_arrays.fit(model, epochs=1)
+    again = pickle.loads(pickle.dumps(model))
+    assert copy.copy(model.weights[0]).shape == model.weights[0].shape
+    assert len(again.weights) == len(model.weights)
+    shared_arrays.fit(again, epochs=1)
+    assert not any(v.value.is_deleted() for v in model.weights if isinstance(v.value, jax.Array))
