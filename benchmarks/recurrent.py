@@ -2,6 +2,8 @@
 
     python benchmarks/recurrent.py tpu              # TPU v5e:2x4, by its compiler; no chip needed
     python benchmarks/recurrent.py tpu --only LSTM --size 0 --json rows.json  # in parts
+    python benchmarks/recurrent.py tpu --unrolled   # few units and steps, with unroll=True and not
+    python benchmarks/recurrent.py tpu --unrolled --topology v6e:2x4 --units 10 --steps 10 20
     python benchmarks/recurrent.py wall --devices 8 # wall time on simulated devices
     python benchmarks/recurrent.py wall --devices 1
     python benchmarks/recurrent.py order            # rows @ weight against weight @ rows on CPU
@@ -9,13 +11,15 @@
     python benchmarks/recurrent.py time-distributed # compile time and program size against T
 
 Every program is one train step of one layer of U units on (B, T, U) inputs, as it stands in the
-middle of a network: loss, gradients of all weights and of the input, gradient descent. All that
+middle of a network: loss, gradients of all weights and of the input, gradient descent; with
+`--unrolled` it is the step of `fit` of a model with one layer, and 1024 rows of all chips. All that
 are compared by wall time run in one process, in turn. "Products alone" is what the step's matrix
 products would take at the rate of one large product on the same CPU: no layer can be faster.
 A program that needs more memory than is installed is left out, and the line says so.
 """
 
 import argparse
+import itertools
 import json
 import os
 import pathlib
@@ -32,6 +36,7 @@ WALL_SIZES = {
 }
 CELLS = ["LSTM", "GRU", "SimpleRNN"]
 KINDS = ["stock", "ours", "stock unrolled", "scan"]
+UNROLLED_KINDS = ["stock", "stock unrolled", "ours", "ours unrolled"]
 ROWS = [1, 8, 32, 128]
 KERNELS = [(256, 4), (1024, 1), (512, 4), (1024, 4)]
 LOOPED = 4e9
@@ -47,6 +52,10 @@ def parse():
     parser.add_argument("--only", nargs="*", default=CELLS, choices=CELLS, help="which layers")
     parser.add_argument("--kinds", nargs="*", default=KINDS, choices=KINDS)
     parser.add_argument("--size", nargs="*", type=int, default=[0, 1, 2], help="which, by number")
+    parser.add_argument("--unrolled", action="store_true", help="of `tpu`: one layer, few units")
+    parser.add_argument("--topology", default="v5e:2x4", help="the slice, of `--unrolled`")
+    parser.add_argument("--units", nargs="*", type=int, default=[10, 128, 512])
+    parser.add_argument("--steps", nargs="*", type=int, default=[10, 20, 100])
     parser.add_argument("--seconds", type=float, default=6.0, help="per program, wall times")
     parser.add_argument(
         "--json", type=pathlib.Path, help="rows of `tpu`; those in it are not redone"
@@ -155,7 +164,7 @@ def tpu_cases(cases):
         "--xla_jf_dump_llo_pass_label_regex=final_bundles",
     )
     try:
-        return [tpu_case(case, dump) for case in cases]
+        return [(fit_case if "topology" in case else tpu_case)(case, dump) for case in cases]
     finally:
         shutil.rmtree(dump)
 
@@ -194,7 +203,76 @@ def tpu_case(case, dump):
     }
 
 
+def fit_case(case, dump):
+    """The step of `fit` of a model with one layer, at full effort."""
+    import keras
+    from tpu_schedule import read
+
+    import keras_tpu_dist as ktd
+    from keras_tpu_dist.dryrun.build import lower
+    from keras_tpu_dist.dryrun.compile import compile_lowered
+
+    package = keras.layers if case["kind"].startswith("stock") else ktd.layers
+    batch, steps, units = case["size"]
+    chip = case["topology"].split(":")[0]
+
+    def build():
+        layer = getattr(package, case["cell"])(units, unroll=case["kind"].endswith("unrolled"))
+        model = keras.Sequential([keras.Input((steps, units)), layer])
+        model.compile("sgd", "mse")
+        return model
+
+    options = "auto" if chip == "v5e" else None  # the same for all that are compared
+    strategy = ktd.TPUStrategy(topology=case["topology"], compiler_options=options)
+    inputs = {"x": None, "y": None, "sample_weight": None}
+    lowered = lower(build, strategy, **inputs, batch_size=batch, mode="train", platform="tpu")
+    compiled = compile_lowered(lowered, effort="exact", timeout=3000)
+    schedule = read(compiled.text, dump, chip)
+    return {
+        **case,
+        **schedule.to_dict(),
+        "total_bytes": compiled.total_bytes,
+        "temporary_bytes": compiled.memory["temporaries"],
+        "code_bytes": compiled.memory["code"],
+        "compile_cpu_seconds": round(compiled.cpu_seconds, 1),
+    }
+
+
+def unrolled(args):
+    """Few units over few steps: stock, looped and unrolled, against ours."""
+    done = json.loads(args.json.read_text()) if args.json and args.json.exists() else []
+    for cell, units, steps in itertools.product(args.only, args.units, args.steps):
+        size, rows = (1024, steps, units), {}
+        for kind in UNROLLED_KINDS:
+            case = {"cell": cell, "size": size, "kind": kind, "topology": args.topology}
+            if find(done, cell, size, kind) is None:
+                done.append(compiled_apart(case))
+                if args.json:
+                    args.json.write_text(json.dumps(done, indent=1))
+            rows[kind] = find(done, cell, size, kind)
+        report_unrolled(cell, units, steps, rows)
+
+
+def report_unrolled(cell, units, steps, rows):
+    """Cycles against the fewest that a stock layer takes; memory against that layer's."""
+    print(f"{cell} of {units} units over {steps} steps, 1024 rows:")
+    stocks = rows["stock"], rows["stock unrolled"]
+    for kind, row in rows.items():
+        line = f"  {kind:15}"
+        for name in ("scheduled", "with HBM", "estimated"):
+            key = COLUMNS[name]
+            line += f"{name} {row[key]:8} ({row[key] / min(s[key] for s in stocks):.2f}x)  "
+        fastest = min(stocks, key=lambda s: s["estimated_cycles"])
+        memory = row["total_bytes"] / fastest["total_bytes"]
+        line += f"memory {row['total_bytes'] / 1024:6.0f} KiB ({memory:.2f}x), "
+        line += f"program {row['code_bytes'] / 1024:.0f} KiB of it, {row['compile_cpu_seconds']} s"
+        print(line, flush=True)
+
+
 def tpu(args):
+    if args.unrolled:
+        unrolled(args)
+        return
     done = json.loads(args.json.read_text()) if args.json and args.json.exists() else []
     for cell in args.only:
         for number in args.size:

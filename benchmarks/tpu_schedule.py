@@ -25,8 +25,6 @@ _BUNDLE = re.compile(r"^\s*(?:0x[0-9a-f]+|0)\s+(?:[A-Z]{2})?\s*:((?: >)*) +\{")
 _EXIT = re.compile(r"scmp\.ge\.s32\.totalorder %\w+, (\d+) /\* loop exit test")
 _DUMPED = re.compile(r"\d+-(.*)-\d+-final_bundles")
 _COLLECTIVES = {"all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter"}
-_CHIP = CHIPS["v5e"]
-_HBM_BYTES_PER_CYCLE = _CHIP.hbm_bandwidth / _CHIP.clock
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +74,7 @@ class Kernel:
         scheduled: The same with its window loop counted.
         estimated: The compiler's estimate.
         hbm_bytes: Bytes it moves to and from HBM.
+        hbm_cycles: Cycles in which HBM can move them.
         result: Its result's type.
     """
 
@@ -85,6 +84,7 @@ class Kernel:
     scheduled: int
     estimated: int
     hbm_bytes: int
+    hbm_cycles: int
     result: str
 
     @property
@@ -92,17 +92,13 @@ class Kernel:
         """The larger of its bundles and the cycles HBM needs."""
         if not self.bundles:  # a copy that runs beside the kernels
             return 0
-        return _bound(self.scheduled, self.hbm_bytes)
+        return max(self.scheduled, self.hbm_cycles)
 
     def __str__(self):
         return (
             f"{self.runs:6} x {self.name:46} {self.scheduled:8} cycles, {self.bound:8} with HBM, "
             f"{self.estimated:8} estimated  {self.result}"
         )
-
-
-def _bound(scheduled: int, hbm_bytes: int) -> int:
-    return max(scheduled, math.ceil(hbm_bytes / _HBM_BYTES_PER_CYCLE))
 
 
 def collectives(program: str) -> tuple[int, int]:
@@ -132,14 +128,16 @@ def _twin(instruction: Instruction) -> tuple:
     return stem, instruction.shapes, cost.estimated_cycles(instruction)
 
 
-def kernels(program: str, dump: pathlib.Path) -> list[Kernel]:
+def kernels(program: str, dump: pathlib.Path, chip: str = "v5e") -> list[Kernel]:
     """All kernels of a compiled program with their schedules.
 
     Args:
         program: `compiled.as_text()`.
         dump: The directory given to the compiler as `--xla_jf_dump_to`.
+        chip: What it was compiled for.
     """
     parsed = parse(program)
+    bytes_per_cycle = CHIPS[chip].hbm_bandwidth / CHIPS[chip].clock
     dumped = {}
     for path in sorted(dump.glob("*-final_bundles.txt")):
         name = _DUMPED.match(path.name)
@@ -167,23 +165,25 @@ def kernels(program: str, dump: pathlib.Path) -> list[Kernel]:
         if by_hand:
             trips = exit_at
         scheduled = outside + inside * trips
+        hbm_cycles = math.ceil(moved / bytes_per_cycle)
         found.append(
             Kernel(
                 name=instruction.name,
                 runs=run.times,
                 bundles=scheduled if by_hand else outside + inside,
                 scheduled=scheduled,
-                estimated=_bound(scheduled, moved) if by_hand else estimated,
+                estimated=max(scheduled, hbm_cycles) if by_hand else estimated,
                 hbm_bytes=moved,
+                hbm_cycles=hbm_cycles,
                 result=str(instruction).split(" = ")[-1].split(" ")[0],
             )
         )
     return found
 
 
-def read(program: str, dump: pathlib.Path) -> Schedule:
+def read(program: str, dump: pathlib.Path, chip: str = "v5e") -> Schedule:
     """Adds up a compiled program; arguments as for `kernels`."""
-    found = kernels(program, dump)
+    found = kernels(program, dump, chip)
     outside, inside = collectives(program)
     return Schedule(
         scheduled_cycles=sum(k.runs * k.scheduled for k in found),

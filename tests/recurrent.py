@@ -1,10 +1,13 @@
 """What tests of recurrences share: a textbook one, masks, meshes, comparison."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from keras_tpu_dist import recurrence as rec
+from keras_tpu_dist.layers.base import FastRecurrence
 
 MESHES = {
     "data8": ({"data": 8}, None),
@@ -13,6 +16,19 @@ MESHES = {
         [(".*/recurrent_kernel", (None, "model")), (".*_cell/kernel", (None, "model"))],
     ),
 }
+
+
+def without_loops(monkeypatch):
+    """From here on layers run as they do on TPU where `variant` says "no loop"."""
+    usual = FastRecurrence._variant
+
+    def variant(self, arithmetic, shape, place, directions=1):
+        chosen = usual(self, arithmetic, shape, place, directions)
+        if directions == 2:
+            return chosen
+        return dataclasses.replace(chosen, unrolled=True, keep=True, segment=None)
+
+    monkeypatch.setattr(FastRecurrence, "_variant", variant)
 
 
 def plain(cell, weights, x, state, mask, reverse):

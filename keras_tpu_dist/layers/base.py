@@ -162,11 +162,15 @@ class FastRecurrence:
 
     def _loop(self, arithmetic, place: Place, variant: Variant, directions=1) -> Loop:
         on_tpu = place.platform == "tpu"
+        rounded = self._rounded_to(place)
+        if variant.unrolled and jnp.dtype(self.compute_dtype).itemsize >= 4:
+            # Nothing is kept for products alone, and rounding would be one more kernel a step.
+            rounded = None
         if isinstance(arithmetic, recurrence.LSTM):
             arithmetic = dataclasses.replace(arithmetic, wide=on_tpu)
         return Loop(
             arithmetic,
-            product=Product(self._rounded_to(place), on_tpu),
+            product=Product(rounded, on_tpu),
             sequences=self.return_sequences,
             reverse=self.go_backwards and directions == 1,
             directions=directions,
@@ -181,6 +185,7 @@ class FastRecurrence:
             units_axes=place.units_axes,
             turn=variant.turn,
             weight_first=variant.weight_first,
+            unrolled=variant.unrolled,
         )
 
     def _fast(self, place: Place, training):

@@ -38,7 +38,7 @@ class Bidirectional(keras.layers.Bidirectional):
     def call(self, sequences, initial_state=None, mask=None, training=None):
         """Both directions over `(batch, time, features)`."""
         place = find()
-        arithmetic = self._together(place, training)
+        arithmetic = self._together(place, training, sequences.shape)
         if arithmetic is None:
             return super().call(
                 sequences, initial_state=initial_state, mask=mask, training=training
@@ -62,7 +62,7 @@ class Bidirectional(keras.layers.Bidirectional):
             self._directions(hs, last, mask), [s[0] for s in last] + [s[1] for s in last]
         )
 
-    def _together(self, place, training):
+    def _together(self, place, training, shape):
         """The recurrence both directions share, or None if they must run one after the other."""
         forward, backward = self.forward_layer, self.backward_layer
         if not isinstance(forward, FastRecurrence) or type(forward) is not type(backward):
@@ -80,7 +80,9 @@ class Bidirectional(keras.layers.Bidirectional):
             plain = not layer.stateful and layer.segment is None
             plain = plain and layer.activity_regularizer is None and layer.unroll is not True
             same = same and plain and not (training and layer.dropout)
-        return pair[0] if same else None
+        if not same or forward._variant(pair[0], shape, places[0]).unrolled:
+            return None  # without a loop there is nothing to share
+        return pair[0]
 
     def _directions(self, hs, last, mask):
         """Outputs of both directions in the time order of the input."""

@@ -27,8 +27,9 @@ class LSTM(FastRecurrence, keras.layers.LSTM):
     whose weights and files it reads and writes. What differs:
 
     Args:
-        unroll: False for as many steps in each iteration of the compiled loop as `variant` says,
-            True for all steps and no loop, or the number of steps. Defaults to `False`.
+        unroll: False for what `variant` says, True for no loop of the compiler's (on TPU one kernel
+            where there can be one), or the number of steps in each iteration
+            of the compiled loop. Defaults to `False`.
         segment: None to keep the states of all steps for the gradient; the number of steps between
             kept states, between which all is computed again for the gradient; or `"auto"` for
             about the square root of the number of steps. Defaults to `None`.
@@ -63,8 +64,9 @@ class GRU(FastRecurrence, keras.layers.GRU):
     whose weights and files it reads and writes. What differs:
 
     Args:
-        unroll: False for as many steps in each iteration of the compiled loop as `variant` says,
-            True for all steps and no loop, or the number of steps. Defaults to `False`.
+        unroll: False for what `variant` says, True for no loop of the compiler's (on TPU one kernel
+            where there can be one), or the number of steps in each iteration
+            of the compiled loop. Defaults to `False`.
         segment: None to keep the states of all steps for the gradient; the number of steps between
             kept states, between which all is computed again for the gradient; or `"auto"` for
             about the square root of the number of steps. Defaults to `None`.
@@ -99,8 +101,9 @@ class SimpleRNN(FastRecurrence, keras.layers.SimpleRNN):
     whose weights and files it reads and writes. What differs:
 
     Args:
-        unroll: False for as many steps in each iteration of the compiled loop as `variant` says,
-            True for all steps and no loop, or the number of steps. Defaults to `False`.
+        unroll: False for what `variant` says, True for no loop of the compiler's (on TPU one kernel
+            where there can be one), or the number of steps in each iteration
+            of the compiled loop. Defaults to `False`.
         segment: None to keep the states of all steps for the gradient; the number of steps between
             kept states, between which all is computed again for the gradient; or `"auto"` for
             about the square root of the number of steps. Defaults to `None`.

@@ -102,7 +102,7 @@ def run_back(
     parts, totals, d_recurrent, d_recurrent_bias = cell.gradients(
         loop.between, loop.pin(emitted), at, previous
     )
-    d_x, d_kernel, d_bias = _project_back(loop, x_read, own, parts, totals)
+    d_x, d_kernel, d_bias = project_back(loop, x_read, own, parts, totals)
     if weights.recurrent_bias is None:
         d_recurrent_bias = None
     return d_x, Weights(d_kernel, d_bias, d_recurrent, d_recurrent_bias), d_first
@@ -125,25 +125,47 @@ def _step(loop: Loop, rebuild: bool, emit, weights: Weights, d_after: State, inp
         coefficients = cell.coefficients(_rebuilt(loop, x_now, weights, before), before)
     else:
         coefficients = cell.coefficients(*local)
+    back = functools.partial(cell.retreat, loop.back, weights.recurrent, coefficients)
+    return step_back(back, emit, d_after, d_h, mask_now)
+
+
+def step_back(back, emit, d_after: State, d_h, mask_now):
+    """One step backwards, where its mask lets it be one.
+
+    Args:
+        back: Maps cotangents of the states after the step to those of the states before it, and to
+            what `Cell.retreat` emits.
+        emit: The dtype in which products read what the step emits.
+        d_after: Cotangents of the states after the step, but for `d_h`.
+        d_h: Cotangent of what the step gave out, or None.
+        mask_now: The step's mask, or None.
+
+    Returns:
+        What `back` does.
+    """
     if d_h is not None:
         d_after = (d_after[0] + d_h, *d_after[1:])
     d_step = d_after
     if mask_now is not None:
         alive = alive_in(mask_now, d_after[0])
         d_step = tuple(jnp.where(alive, d, 0) for d in d_after)
-    d_before, emitted = cell.retreat(loop.back, weights.recurrent, coefficients, d_step)
+    d_before, emitted = back(d_step)
     if mask_now is not None:
         d_before = tuple(b + jnp.where(alive, 0, d) for b, d in zip(d_before, d_after))
     # Nothing but products reads what a step emits.
     return d_before, tuple(part.astype(emit) for part in emitted)
 
 
-def _project_back(loop: Loop, x, weights: Weights, parts, totals):
+def project_back(loop: Loop, x, weights: Weights, parts, totals):
     """The cotangents of the input, the kernel and the bias, from those of the gates' inputs.
 
-    `parts` follow one another along the gates; joining them would copy all of them, which only few
-    rows are worth. A part's sum over rows is None in `totals` where the kernel's product is to find
-    it.
+    Args:
+        loop: How to run.
+        x: `(time, batch, features)`.
+        weights: The weights as `ready` returns them.
+        parts: Cotangents that follow one another along the gates; joining them would copy all of
+            them, which only few rows are worth.
+        totals: The sum over rows of each part, or None where the kernel's product is to find it.
     """
     product = loop.product
     if loop.directions == 2:

@@ -235,6 +235,7 @@ class Cell(Protocol):
     states_suffice: bool
     only_multiplied: tuple[bool, ...]
     rebuilds_by_step: bool
+    joins: bool
 
     def advance(self, product, recurrent, bias, projected, state) -> Any:
         """One step: `(new state, the activations' inputs)`.
@@ -315,6 +316,16 @@ def join(*parts: Array) -> Array:
 class OneProduct:
     """A cell whose activations' inputs are the projected ones and one product with the state."""
 
+    joins = True
+
+    def advance(self, product, recurrent, bias, projected, state):
+        """One step.
+
+        See `Cell.advance` for the arguments.
+        """
+        inputs = self.rebuild(product, recurrent, bias, projected, state)
+        return self.after(inputs, state), inputs
+
     def rebuild(self, product, recurrent, bias, projected, previous):
         """The inputs of the activations, of all steps, by one product.
 
@@ -322,3 +333,49 @@ class OneProduct:
         """
         del bias
         return projected + product(previous[0], recurrent)
+
+    def after(self, inputs, state) -> Any:
+        """The states after a step.
+
+        Args:
+            inputs: The activations' inputs.
+            state: The states before it.
+        """
+        raise NotImplementedError
+
+    def joined(self, weights) -> Any:
+        """The weight that `join(x, h)` is multiplied with in one product, and its bias.
+
+        Args:
+            weights: The `Weights` of one direction, as they are given.
+
+        Returns:
+            `(features + units, columns)`, the columns of the input's kernel first; and
+            `(columns,)` or None.
+        """
+        return jnp.concatenate([weights.kernel, weights.recurrent]), weights.bias
+
+    def inputs_of(self, columns) -> Any:
+        """The activations' inputs, from the product with what `joined` returns.
+
+        Args:
+            columns: `(batch, columns)`, the bias included.
+        """
+        return columns
+
+    def columns_back(self, coefficients, cotangent) -> Any:
+        """The cotangent of those columns, and the states' that does not come through the product.
+
+        Args:
+            coefficients: What `Cell.coefficients` returns, for this step.
+            cotangent: Cotangents of the states after the step.
+        """
+        raise NotImplementedError
+
+    def retreat(self, product, recurrent, coefficients, cotangent):
+        """One product; emits the cotangent of the activations' inputs.
+
+        See `Cell.retreat` for the arguments.
+        """
+        dz, (dh, *others) = self.columns_back(coefficients, cotangent)
+        return (dh + product.back(dz, recurrent), *others), (dz,)

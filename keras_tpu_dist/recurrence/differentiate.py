@@ -15,6 +15,7 @@ from keras_tpu_dist.recurrence.loop import Loop, Weights
 from keras_tpu_dist.recurrence.on_chip import LANES
 from keras_tpu_dist.recurrence.regroup import by_columns, by_units
 from keras_tpu_dist.recurrence.segments import run_segments, run_segments_back
+from keras_tpu_dist.recurrence.unrolled import run_unrolled, run_unrolled_back
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +102,9 @@ def _regrouped(regroup, loop: Loop, weights):
 
 def _forwards(save: bool, loop: Loop, shared, state, weights):
     x, mask = shared
-    forwards = run if loop.segment is None else run_segments
+    forwards = run_unrolled if loop.unrolled else run
+    if loop.segment is not None:
+        forwards = run_segments
     hs, last, saved = forwards(loop, x, weights, state, mask, save=save)
     last = tuple(s.astype(before.dtype) for s, before in zip(last, state))
     return (), (hs, last, saved if save else None), ()
@@ -110,7 +113,9 @@ def _forwards(save: bool, loop: Loop, shared, state, weights):
 def _backwards(loop: Loop, shared, own, weights):
     x, mask = shared
     saved, d_hs, d_last = own
-    back = run_back if loop.segment is None else run_segments_back
+    back = run_unrolled_back if loop.unrolled else run_back
+    if loop.segment is not None:
+        back = run_segments_back
     d_x, d_weights, d_first = back(loop, x, weights, saved, mask, d_hs, d_last)
     if loop.units_axes:
         d_x = lax.psum(d_x, loop.units_axes)

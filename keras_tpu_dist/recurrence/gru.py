@@ -2,7 +2,9 @@
 
 import dataclasses
 
-from keras_tpu_dist.recurrence.cells import SIGMOID, TANH, Activation, join, split
+import jax.numpy as jnp
+
+from keras_tpu_dist.recurrence.cells import SIGMOID, TANH, Activation, OneProduct, join, split
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +20,7 @@ class _Gated:
 
 
 @dataclasses.dataclass(frozen=True)
-class GRU(_Gated):
+class GRU(_Gated, OneProduct):
     """The reset gate acts after the product with the recurrent kernel (`reset_after=True`).
 
     Gates in Keras's order: update, reset, candidate. The product has a bias of its own.
@@ -29,14 +31,43 @@ class GRU(_Gated):
 
     rebuilds_by_step = True
 
-    def advance(self, product, recurrent, bias, projected, state):
-        """One step.
+    def after(self, inputs, state):
+        """The state after a step.
 
-        See `Cell.advance` for the arguments.
+        See `OneProduct.after` for the arguments.
         """
-        inputs = self.rebuild(product, recurrent, bias, projected, state)
         z, _, n, _ = self._gates(inputs, lambda activation, x: activation(x))
-        return (z * state[0] + (1 - z) * n,), inputs
+        return (z * state[0] + (1 - z) * n,)
+
+    def joined(self, weights):
+        """Both parts of n's input have columns of their own, with zeros for what is not theirs.
+
+        See `OneProduct.joined` for the arguments.
+        """
+        kernel, bias, recurrent, inner = weights
+        gates = recurrent.shape[-2] * 2
+        weight = jnp.concatenate([_apart(kernel, gates, 0), _apart(recurrent, gates, 1)])
+        if bias is None:
+            return weight, None
+        return weight, _apart(bias, gates, 0) + _apart(inner, gates, 1)
+
+    def inputs_of(self, columns):
+        """Both parts of n's input added, and the recurrent one.
+
+        See `OneProduct.inputs_of` for the arguments.
+        """
+        at_z, at_r, x_n, h_n = split(columns, 4)
+        return join(at_z, at_r, x_n + h_n), h_n
+
+    def columns_back(self, coefficients, cotangent):
+        """The cotangents of n's parts side by side.
+
+        See `OneProduct.columns_back` for the arguments.
+        """
+        to_inner, to_n, carry = coefficients
+        (dh,) = cotangent
+        to_z, to_r, to_recurrent = split(to_inner, 3)
+        return join(dh * to_z, dh * to_r, dh * to_n, dh * to_recurrent), (dh * carry,)
 
     def rebuild(self, product, recurrent, bias, projected, previous):
         """Both parts of all gates' inputs together, and the recurrent part of n's, of all steps.
@@ -103,6 +134,7 @@ class GRUResetBefore(_Gated):
     """
 
     rebuilds_by_step = False  # the weights' gradient reads what would be rebuilt
+    joins = False  # a part of the product waits for the reset gate
 
     @staticmethod
     def _kernels(product, recurrent):
@@ -170,3 +202,10 @@ class GRUResetBefore(_Gated):
         of_gates, gates_total = product.outer_and_sum(h, gates)
         of_candidate, dn_total = product.outer_and_sum((r * h).astype(h.dtype), dn)
         return emitted, (gates_total, dn_total), join(of_gates, of_candidate), None
+
+
+def _apart(weight, gates: int, second: int):
+    """Columns of z, r, and n, where n's are the first or the second of two parts."""
+    other = jnp.zeros((*weight.shape[:-1], weight.shape[-1] - gates), weight.dtype)
+    of_n = weight[..., gates:]
+    return join(weight[..., :gates], *((other, of_n) if second else (of_n, other)))

@@ -63,6 +63,8 @@ class Loop:
             backward one, multiplies with a transposed copy; if the weight comes first, it is the
             forward one.
         weight_first: Whether the loops' products take the weight first.
+        unrolled: Whether there is no loop: every step has arrays of its own. Then `early`, `hoist`,
+            `unroll`, `kernel`, `turn`, `weight_first` and `pin_layout` say nothing.
         pin_layout: Whether to force what the loop reads to be time-major in memory; for TPU, as the
             CPU compiler gets it wrong for arrays that leave the compiled program.
     """
@@ -83,6 +85,7 @@ class Loop:
     units_axes: tuple[str, ...] = ()
     turn: bool = False
     weight_first: bool = False
+    unrolled: bool = False
 
     def __post_init__(self):
         if self.directions == 2 and self.segment is not None:
@@ -91,6 +94,14 @@ class Loop:
                     "Two directions in one loop cannot be cut into segments, because they meet "
                     "the segments in opposite order.",
                     received={"directions": self.directions, "segment": self.segment},
+                    fix="Run the directions one after the other.",
+                )
+            )
+        if self.directions == 2 and self.unrolled:
+            raise ValueError(
+                message(
+                    "Two directions run together in a loop only.",
+                    received={"directions": self.directions, "unrolled": True},
                     fix="Run the directions one after the other.",
                 )
             )

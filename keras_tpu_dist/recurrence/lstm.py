@@ -28,18 +28,16 @@ class LSTM(OneProduct):
     states_suffice = False
     rebuilds_by_step = True
 
-    def advance(self, product, recurrent, bias, projected, state):
-        """One step.
+    def after(self, inputs, state):
+        """The states after a step.
 
-        See `Cell.advance` for the arguments.
+        See `OneProduct.after` for the arguments.
         """
-        del bias
-        h, c = state
-        inputs = projected + product(h, recurrent)
+        c = state[1]
         i, f, g, o = split(inputs, 4)
         gate = self.recurrent_activation
         c = gate(f) * c + gate(i) * self.activation(g)
-        return (gate(o) * self.activation(c), c), inputs
+        return gate(o) * self.activation(c), c
 
     def coefficients(self, inputs, previous):
         """How much of dc goes to i, f and g and of dh to o; of dh to dc; of dc to before.
@@ -55,10 +53,10 @@ class LSTM(OneProduct):
         to_inputs = g * di, c_before * df, i * dg, y * do
         return join(*to_inputs) if self.wide else to_inputs, o * dy, f
 
-    def retreat(self, product, recurrent, coefficients, cotangent):
-        """One product; emits the cotangent of the activations' inputs.
+    def columns_back(self, coefficients, cotangent):
+        """The cotangent of all gates' inputs.
 
-        See `Cell.retreat` for the arguments.
+        See `OneProduct.columns_back` for the arguments.
         """
         to_inputs, to_c, carry = coefficients
         dh, dc = cotangent
@@ -68,7 +66,7 @@ class LSTM(OneProduct):
             dz = join(*cotangents) * to_inputs
         else:
             dz = join(*(d * to for d, to in zip(cotangents, to_inputs)))
-        return (product.back(dz, recurrent), dc * carry), (dz,)
+        return dz, (0, dc * carry)
 
     def gradients(self, product, emitted, inputs, previous):
         """One product for the recurrent kernel of all steps.

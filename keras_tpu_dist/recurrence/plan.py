@@ -6,7 +6,14 @@ import functools
 from keras_tpu_dist.recurrence.cells import Cell
 from keras_tpu_dist.recurrence.checks import check_segment
 from keras_tpu_dist.recurrence.kernel import Kernel
-from keras_tpu_dist.recurrence.on_chip import MATRIX_ROWS, Core, Sizes, fitted, unfit
+from keras_tpu_dist.recurrence.on_chip import (
+    FEWEST_UNITS,
+    MATRIX_ROWS,
+    Core,
+    Sizes,
+    fitted,
+    unfit,
+)
 
 # Measured on two cores with 128 rows of 256 units: segments of 4 steps made a train step of LSTM
 # 1.4 times as fast as Keras's, where all steps at once were 0.8 times as fast.
@@ -17,6 +24,8 @@ ROWS_IN_CACHE = 512
 WEIGHT_FIRST_BYTES = 2**22
 # A sixteenth of the memory of the smallest TPU core that XLA still serves (v5e: 16 GB).
 KEPT_BYTES = 2**30
+# A hundred steps of ten units take the TPU compiler 8 s, a loop over them 1 s.
+UNROLLED_STEPS = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +43,7 @@ class Variant:
         kernel: The kernel that the loop is, or None for the compiler's loop.
         turn: Whether one of the loops multiplies with a transposed copy of the recurrent kernel.
         weight_first: Whether the loops' products take the weight first.
+        unrolled: Whether there is no loop, and every step has arrays of its own.
     """
 
     keep: bool
@@ -46,9 +56,12 @@ class Variant:
     kernel: Kernel | None = None
     turn: bool = False
     weight_first: bool = False
+    unrolled: bool = False
 
     def __str__(self):
         kept = "activations' inputs kept" if self.keep else "activations' inputs rebuilt"
+        if self.unrolled:
+            return f"no loop, every step with arrays of its own, {kept}: {self.reason}"
         when = "before" if self.early else "inside"
         inside = "recomputed" if self.recompute else "kept"
         cut = f", segments of {self.segment} steps ({inside})" if self.segment else ""
@@ -90,7 +103,10 @@ def choose(
     worked out inside the backward loop, and the input is projected inside the forward loop where
     that costs the matrix unit less time than the projection of all steps costs HBM (`_hoisted`).
     There the loop is one kernel if its weights, states and a few steps fit the core's on-chip
-    memory (`on_chip.fitted`), unless `unroll=True` asks for no loop.
+    memory (`on_chip.fitted`), with `unroll=True` too, as it is faster. Where it cannot be,
+    `unroll=True` means no loop and nothing stacked over time, which is also chosen for cells of
+    fewer than `FEWEST_UNITS` units over at most `UNROLLED_STEPS` steps: a loop of the compiler's
+    takes several times as long to start its kernels as they take to run.
 
     Args:
         cell: The recurrence.
@@ -99,8 +115,8 @@ def choose(
         steps: Length of time.
         units: Size of the state.
         features: Size of the input, or None if it is not known.
-        unroll: True for all steps, False for the rule's choice, or the number of steps per
-            iteration.
+        unroll: True for no loop of the compiler's, False for the rule's choice, or the number of
+            steps per iteration.
         segment: As `check_segment` accepts.
         directions: 2 where two directions run in one loop; their input is projected before it.
         core: What a kernel would run on, or why there can be none.
@@ -152,10 +168,14 @@ def choose(
         )
     if not on_tpu:
         return variant
-    without = "unroll=True asks for no loop" if unroll is True else unfit(cell, units)
-    if isinstance(core, str) or without:
-        return _no_kernel(variant, core if isinstance(core, str) else str(without))
-    return _as_kernel(cell, variant, Sizes(batch, units, features), unroll or None, core)
+    variant, left = _as_kernel(cell, variant, Sizes(batch, units, features), unroll, core)
+    why = (
+        _why_unrolled(unroll, units, steps) if left and asked is None and directions == 1 else None
+    )
+    if why is None:
+        return variant
+    reason = f"{variant.reason}; {why}"
+    return dataclasses.replace(variant, unrolled=True, unroll=steps, early=False, reason=reason)
 
 
 def _why_kept(cell: Cell, size: int) -> str:
@@ -166,20 +186,34 @@ def _why_kept(cell: Cell, size: int) -> str:
     return f"{size / 2**30:.1f} GiB would have to be kept"
 
 
-def _as_kernel(cell: Cell, variant: Variant, sizes: Sizes, most: int | None, core: Core) -> Variant:
-    """The variant as one kernel if there is room for it."""
+def _why_unrolled(unroll: bool | int, units: int, steps: int) -> str | None:
+    """Why there is no loop where there can be no kernel, or None if there is one."""
+    if unroll is True:
+        return "unroll=True asks for no loop"
+    if unroll is False and units < FEWEST_UNITS and steps <= UNROLLED_STEPS:
+        return f"{units} units are computed sooner than a loop starts its kernels"
+    return None
+
+
+def _as_kernel(
+    cell: Cell, variant: Variant, sizes: Sizes, unroll: bool | int, core: Core | str
+) -> tuple[Variant, bool]:
+    """The variant as one kernel; or with the reason why it is none, and whether it is none."""
+    without = core if isinstance(core, str) else unfit(cell, sizes.units)
+    most = None if isinstance(unroll, bool) else unroll
     for hoist in dict.fromkeys([variant.hoist, True]):
+        if isinstance(core, str) or without:
+            break
         fit = fitted(cell, sizes, core, most=most, hoist=hoist, keep=variant.keep)
         if fit is not None:
             kernel, steps = fit
-            return dataclasses.replace(
+            made = dataclasses.replace(
                 variant, kernel=kernel, unroll=steps, hoist=hoist, early=False
             )
-    return _no_kernel(variant, f"{core.vmem_bytes // 2**20} MiB on the chip are too few")
-
-
-def _no_kernel(variant: Variant, why: str) -> Variant:
-    return dataclasses.replace(variant, reason=f"{variant.reason}; no kernel, as {why}")
+            return made, False
+    if not isinstance(core, str):
+        without = without or f"{core.vmem_bytes // 2**20} MiB on the chip are too few"
+    return dataclasses.replace(variant, reason=f"{variant.reason}; no kernel, as {without}"), True
 
 
 # Multiplications a TPU v5e's core does while HBM moves one byte, 65536 a cycle and 546 bytes a

@@ -9,6 +9,7 @@ from jax import lax
 from keras_tpu_dist.recurrence.backwards import run_back
 from keras_tpu_dist.recurrence.forwards import run
 from keras_tpu_dist.recurrence.loop import Loop, Weights, turned
+from keras_tpu_dist.recurrence.unrolled import run_unrolled, run_unrolled_back
 
 
 def _cut(loop: Loop, tree):
@@ -52,11 +53,12 @@ def run_segments(loop: Loop, x, weights: Weights, state, mask, *, save: bool):
     """
     keep_all = save and not loop.recompute
     recurrent = turned(loop.ahead, weights)
+    ahead = run_unrolled if loop.unrolled else run
     whole, short = _cut(loop, (x, mask))
 
     def segment(before, inputs):
         x_now, mask_now = inputs
-        hs, after, saved = run(
+        hs, after, saved = ahead(
             loop, x_now, weights, before, mask_now, save=keep_all, recurrent=recurrent
         )
         return after, (saved if keep_all else before, hs)
@@ -84,14 +86,18 @@ def run_segments_back(loop: Loop, x, weights: Weights, kept, mask, d_hs, d_last)
     """
     kept_whole, kept_short = kept
     whole, short = _cut(loop, (x, mask, d_hs))
-    ahead, back = turned(loop.ahead, weights), turned(loop.back, weights)
+    of_ahead, of_back = turned(loop.ahead, weights), turned(loop.back, weights)
+    ways: Any = (run_unrolled, run_unrolled_back) if loop.unrolled else (run, run_back)
+    ahead, back = ways
 
     def segment(d_after, inputs):
         saved, (x_now, mask_now, d_hs_now) = inputs
         if loop.recompute:
-            _, _, saved = run(loop, x_now, weights, saved, mask_now, save=True, recurrent=ahead)
-        d_x, d_weights, d_before = run_back(
-            loop, x_now, weights, saved, mask_now, d_hs_now, d_after, back
+            _, _, saved = ahead(
+                loop, x_now, weights, saved, mask_now, save=True, recurrent=of_ahead
+            )
+        d_x, d_weights, d_before = back(
+            loop, x_now, weights, saved, mask_now, d_hs_now, d_after, of_back
         )
         return d_before, (d_x.astype(x.dtype), d_weights)
 

@@ -24,14 +24,13 @@ class SimpleRNN(OneProduct):
         """Whether the slope follows from the state after the step, so nothing is rebuilt."""
         return self.activation.slope is not None
 
-    def advance(self, product, recurrent, bias, projected, state):
-        """One step.
+    def after(self, inputs, state):
+        """The state after a step.
 
-        See `Cell.advance` for the arguments.
+        See `OneProduct.after` for the arguments.
         """
-        del bias
-        inputs = projected + product(state[0], recurrent)
-        return (self.activation(inputs),), inputs
+        del state
+        return (self.activation(inputs),)
 
     def coefficients(self, inputs, previous):
         """The slope of the activation; `inputs` are the states after, where they suffice.
@@ -43,13 +42,12 @@ class SimpleRNN(OneProduct):
             return (self.activation.slope(inputs),)
         return (self.activation.with_slope(inputs)[1],)
 
-    def retreat(self, product, recurrent, coefficients, cotangent):
-        """One product; emits the cotangent of the activation's input.
+    def columns_back(self, coefficients, cotangent):
+        """The cotangent of the activation's input.
 
-        See `Cell.retreat` for the arguments.
+        See `OneProduct.columns_back` for the arguments.
         """
-        dz = cotangent[0] * coefficients[0]
-        return (product.back(dz, recurrent),), (dz,)
+        return cotangent[0] * coefficients[0], (0,)
 
     def gradients(self, product, emitted, inputs, previous):
         """One product for the recurrent kernel of all steps.

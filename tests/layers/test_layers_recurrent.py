@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recurrent import close, mask_for, plain
+from recurrent import close, mask_for, plain, without_loops
 
 from keras_tpu_dist import layers as fast
 from keras_tpu_dist.recurrence import Weights, plan
@@ -129,6 +129,30 @@ def test_equals_keras_over_the_grid(monkeypatch):
 
 
 @pytest.mark.slow
+def test_without_a_loop_equals_keras(monkeypatch):
+    without_loops(monkeypatch)
+    columns = COLUMNS | {"unroll": [False, True], "name": [*NAMES, "GRU, reset before"]}
+    cases = []
+    for number, row in enumerate(pairwise(columns, seed=2)):
+        name, steps, mask, initial = (row.pop(k) for k in ("name", "steps", "mask", "initial"))
+        kind = name.split(",")[0]
+        if kind == "GRU":
+            row["reset_after"] = kind == name
+        stock, ours = pair(kind, steps, **row)
+        assert "no loop" in str(ours.variant((BATCH, steps, FEATURES)))
+        cases.append((stock, ours, *arrays(kind, steps, mask, initial, seed=number)))
+    compare(cases)
+
+
+@pytest.mark.parametrize("config", [{"dropout": 0.5}, {"recurrent_dropout": 0.5}])
+def test_without_a_loop_dropout_draws_what_keras_draws(config, monkeypatch):
+    without_loops(monkeypatch)
+    stock, ours = pair("GRU", 3, seed=7, unroll=True, **config)
+    x, _, _ = arrays("GRU", 3, "none", False)
+    close(ours(x, training=True), stock(x, training=True))
+
+
+@pytest.mark.slow
 def test_the_script_for_the_whole_grid_runs_and_notices():
     (group,) = (g for g in grid.groups(["GRU"], [2]) if list(g.values())[2:] == [True] * 6)
     assert len(grid.groups(grid.GROUPS["name"], grid.GROUPS["steps"])) == 1024
@@ -216,9 +240,11 @@ def test_any_options_equal_keras(rows):
     compare(cases)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "loop"), [*((name, True) for name in NAMES), ("GRU", False)])
 @pytest.mark.slow
-def test_bfloat16_stays_close_to_float64(name):
+def test_bfloat16_stays_close_to_float64(name, loop, monkeypatch):
+    if not loop:
+        without_loops(monkeypatch)
     _, ours = pair(name, 64, dtype="mixed_bfloat16", return_sequences=True)
     x, state, mask = arrays(name, 64, "padded", True)
 
@@ -260,7 +286,11 @@ def test_bfloat16_stays_close_to_float64(name):
         assert np.abs(np.asarray(a, np.float64) - b).max() <= 1e-2 * np.abs(b).max()
 
 
-def test_stateful_carries_its_state_through_fit_and_predict():
+@pytest.mark.parametrize("loop", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_stateful_carries_its_state_through_fit_and_predict(loop, monkeypatch):
+    if not loop:
+        without_loops(monkeypatch)
+
     def build(package):
         model = keras.Sequential(
             [

@@ -14,7 +14,7 @@ import keras
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from recurrent import MESHES, close
+from recurrent import MESHES, close, without_loops
 
 import keras_tpu_dist as ktd
 from benchmarks.tpu_schedule import collectives
@@ -51,11 +51,25 @@ def data(rows):
     return x, rng.normal(size=(rows, 1)).astype("float32")
 
 
+SPLIT = [(".*/recurrent_kernel", (None, "model")), (".*_cell/kernel", (None, "model"))]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "mesh"), [("LSTM", "data8"), ("GRU", "data2_model4")])
-def test_a_train_step_equals_keras_on_one_device(kind, mesh):
+@pytest.mark.parametrize(
+    ("kind", "mesh", "loop"),
+    [
+        ("LSTM", MESHES["data8"], True),
+        ("GRU", MESHES["data2_model4"], True),
+        ("LSTM", ({"data": 4, "model": 2}, SPLIT), False),
+        ("GRU", ({"data": 2, "fsdp": 2, "model": 2}, SPLIT), False),
+    ],
+    ids=["data8", "data2_model4", "data4_model2 no loop", "data2_fsdp2_model2 no loop"],
+)
+def test_a_train_step_equals_keras_on_one_device(kind, mesh, loop, monkeypatch):
+    if not loop:
+        without_loops(monkeypatch)
     reference = small(kind, keras.layers)
-    strategy = ktd.TPUStrategy(*MESHES[mesh])
+    strategy = ktd.TPUStrategy(*mesh)
     with strategy.scope():
         model = small(kind, fast)
     for rows in (16, 13):  # 13 does not divide by 8 or by 2
@@ -121,8 +135,10 @@ def test_split_weights_are_gathered_as_long_as_they_fit(monkeypatch, caplog):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["LSTM", "GRU", "GRU before", "SimpleRNN"])
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "GRU before", "SimpleRNN", "LSTM no loop"])
 def test_larger_weights_stay_split_by_whole_gates(kind, monkeypatch):
+    if kind.endswith("no loop"):
+        without_loops(monkeypatch)
     monkeypatch.setattr(gather, "GATHERED_BYTES", 100)
     config = {"reset_after": False} if kind == "GRU before" else {}
     kind = kind.split()[0]

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 from keras import layers as stock
-from recurrent import close, mask_for
+from recurrent import close, mask_for, without_loops
 from test_layers_recurrent import compare
 
 import keras_tpu_dist as ktd
@@ -32,7 +32,10 @@ def loops_in(function, *args):
 
 
 @pytest.mark.slow
-def test_bidirectional_equals_keras(monkeypatch):
+@pytest.mark.parametrize("loop", [True, False])
+def test_bidirectional_equals_keras(loop, monkeypatch):
+    if not loop:
+        without_loops(monkeypatch)
     # As a large batch would be: one direction alone would run in segments.
     monkeypatch.setattr(plan, "ROWS_IN_CACHE", 1)
     cases = []
@@ -68,6 +71,14 @@ def test_bidirectional_runs_in_one_loop():
         layer = package.Bidirectional(package.GRU(UNITS))
         layer(x)
         assert loops_in(layer, x) == loops
+
+
+def test_bidirectional_shares_no_loop_where_there_is_none(monkeypatch):
+    without_loops(monkeypatch)
+    layer = fast.Bidirectional(fast.GRU(UNITS))
+    x = jnp.ones((BATCH, STEPS, FEATURES))
+    layer(x)
+    assert loops_in(layer, x) == 0
 
 
 def test_bidirectional_runs_one_after_the_other_where_the_directions_differ():

@@ -20,14 +20,14 @@ CELLS = {
 BATCH, FEATURES, UNITS = 3, 4, 5
 
 
-def weights_for(cell, rng, *, bias=True, dtype=np.float32):
+def weights_for(cell, rng, *, bias=True, dtype=np.float32, features=FEATURES):
     gates = cell.gates * UNITS
 
     def draw(*shape):
         return jnp.asarray(rng.normal(size=shape) * 0.5, dtype)
 
     return rec.Weights(
-        draw(FEATURES, gates),
+        draw(features, gates),
         draw(gates) if bias else None,
         draw(UNITS, gates),
         draw(gates) if bias and isinstance(cell, rec.GRU) else None,
@@ -44,11 +44,22 @@ def loss_of(function, cotangents):
     return jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)
 
 
-def case(cell, *, steps, mask="none", batch=BATCH, split=None, bias=True, seed=0, **loop):
+def case(
+    cell,
+    *,
+    steps,
+    mask="none",
+    batch=BATCH,
+    features=FEATURES,
+    split=None,
+    bias=True,
+    seed=0,
+    **loop,
+):
     """Ours and the plain scan's outputs and gradients, jitted together."""
     rng = np.random.default_rng(seed)
-    weights = weights_for(cell, rng, bias=bias)
-    x = jnp.asarray(rng.normal(size=(batch, steps, FEATURES)), np.float32)
+    weights = weights_for(cell, rng, bias=bias, features=features)
+    x = jnp.asarray(rng.normal(size=(batch, steps, features)), np.float32)
     state = tuple(
         jnp.asarray(rng.normal(size=(batch, UNITS)), np.float32) for _ in range(cell.num_states)
     )
@@ -98,6 +109,12 @@ VARIANTS = [
     # What TPU gets; off it the memory is cleared after all.
     {"keep": True, "pin_layout": True, "product": rec.Product(sum_by_product=True)},
     {"keep": True, "pin_layout": True, "unroll": 3, "hoist": False, "early": False},
+    # No loop.
+    {"keep": True, "unrolled": True, "product": rec.Product(sum_by_product=True)},
+    {"keep": True, "unrolled": True},
+    {"unrolled": True, "turn": True},
+    {"unrolled": True, "segment": 3, "weight_first": True},
+    {"keep": True, "unrolled": True, "segment": 3, "recompute": False},
 ]
 MASKS = ["none", "padded", "arbitrary", "row"]
 
@@ -121,6 +138,8 @@ def cases_of(name, variants, steps):
 @pytest.mark.parametrize("name", CELLS)
 def test_equals_autodiff_of_a_plain_scan(name):
     cases = list(cases_of(name, VARIANTS, steps=(7, 7, 3)))
+    # Every step of its own, with more rows in its products than a matrix unit takes at a time.
+    cases.append(case(CELLS[name], steps=2, unrolled=True, keep=True, features=130))
     # On CPU a cell's parts are joined where there are fewer rows than features.
     joined = [case(CELLS[name], steps=1, turn=True, bias=bias, keep=True) for bias in (True, False)]
     check([*cases, case(CELLS[name], steps=1, mask="row", keep=True), *joined])
@@ -142,12 +161,12 @@ def test_long_sequences_and_segments_found_by_themselves():
     segment=st.none() | st.integers(1, 9),
     unroll=st.integers(1, 9),
     mask=st.sampled_from(MASKS),
-    flags=st.tuples(*[st.booleans()] * 5),
+    flags=st.tuples(*[st.booleans()] * 6),
 )
 def test_any_options_equal_autodiff(name, steps, batch, segment, unroll, mask, flags):
-    keep, early, recompute, reverse, sequences = flags
+    keep, early, recompute, reverse, sequences, unrolled = flags
     loop = {"keep": keep, "early": early, "recompute": recompute, "unroll": unroll}
-    loop |= {"segment": segment and min(segment, steps), "reverse": reverse}
+    loop |= {"segment": segment and min(segment, steps), "reverse": reverse, "unrolled": unrolled}
     check([case(CELLS[name], steps=steps, batch=batch, mask=mask, sequences=sequences, **loop)])
 
 

@@ -175,7 +175,6 @@ def test_the_rule_says_when_there_is_a_kernel_and_why_not():
     assert tpu(unroll=2).unroll == 2
     assert tpu(segment=16).kernel is not None
     for changes, words in (
-        ({"unroll": True}, "no kernel, as unroll=True asks for no loop"),
         ({"units": 32}, "of 32 units most of a tile's 128 values would be padding"),
         ({"core": "nothing is known of 'TPU v9'"}, "no kernel, as nothing is known of 'TPU v9'"),
         ({"units": 8192}, "128 MiB on the chip are too few"),
@@ -183,12 +182,33 @@ def test_the_rule_says_when_there_is_a_kernel_and_why_not():
     ):
         assert tpu(**changes).kernel is None
         assert words in str(tpu(**changes))
+    assert tpu(unroll=True) == chosen  # nothing is faster
     # Two cores share the rows; more parts make room for many rows; weights may lie there once.
     assert tpu(core=rec.Core(64 * 2**20, cores=2)).kernel.parts == 2
     assert tpu(batch=8192, units=1024).kernel.parts > 1
     assert tpu(core=rec.Core(16 * 2**20), units=1024, batch=8).kernel is not None
     assert tpu(core=rec.Core(20 * 2**20), units=1024, batch=8, features=28).kernel.reread
     assert tpu(core=rec.Core(16 * 2**20), batch=100).kernel.parts == 1
+
+
+def test_the_rule_says_when_there_is_no_loop_and_why():
+    few = {"units": 10, "features": 10}
+    for changes, words in (
+        (few | {"unroll": True}, "unroll=True asks for no loop"),
+        (few | {"unroll": True, "steps": 1000}, "unroll=True asks for no loop"),
+        (few, "10 units are computed sooner than a loop starts its kernels"),
+        ({"unroll": True, "core": "v3 has none"}, "no kernel, as v3 has none; unroll=True asks"),
+    ):
+        chosen = tpu(**changes)
+        assert (chosen.unrolled, chosen.kernel) == (True, None)
+        assert words in str(chosen)
+        assert str(chosen).startswith("no loop, every step with arrays of its own, ")
+    for changes in ({"steps": 1000}, {"unroll": 4}, {"segment": 16}, {"directions": 2}):
+        assert not tpu(**few | changes).unrolled
+    assert not tpu(core="v3 has none").unrolled
+    assert not rec.choose(rec.LSTM(), platform="cpu", batch=8, steps=9, units=9).unrolled
+    with pytest.raises(ValueError, match="Two directions run together in a loop only"):
+        rec.Loop(rec.LSTM(), directions=2, unrolled=True)
 
 
 @pytest.mark.slow
@@ -270,3 +290,25 @@ def test_no_loop_is_left_to_the_compiler(topology, policy):
             found = [k for k in kernels if f"({layer})" in k.op_name]
             assert any(f"{name}_{way}" in k.op_name for k in found), (layer, way)
     assert not [run for run in runs if run.instruction.opcode == "while"]
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_compiler
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu (extra 'tpu') is not installed"
+)
+@pytest.mark.parametrize(("kind", "unroll"), [("LSTM", True), ("GRU", False)])
+def test_few_units_cost_no_more_than_keras_unrolled(kind, unroll):
+    def run(package, unroll):
+        def build():
+            layer = getattr(package, kind)(10, unroll=unroll)
+            model = keras.Sequential([keras.Input((10, 10)), layer])
+            model.compile("sgd", "mse")
+            return model
+
+        strategy = ktd.TPUStrategy(topology="v5e:2x4")
+        return ktd.dry_run(build, strategy, batch_size=1024, effort="exact")
+
+    ours, theirs = run(ktd.layers, unroll), run(keras.layers, True)
+    assert ours.cost.cycles <= theirs.cost.cycles
+    assert ours.total_bytes <= theirs.total_bytes

@@ -1,0 +1,175 @@
+"""Time without a loop: every step has arrays of its own, and nothing is stacked over time.
+
+A cell of few units is done sooner than a kernel of the compiler's starts, so what counts is how
+many of those a step has. Here it has one product of the input and the state together, forwards and
+for the gradient of the weights, where a cell as Keras writes it has two of each and a sum.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from keras_tpu_dist.recurrence.backwards import project_back, step_back
+from keras_tpu_dist.recurrence.cells import State, join
+from keras_tpu_dist.recurrence.loop import Loop, Weights, alive_in, project, ready
+from keras_tpu_dist.recurrence.on_chip import MATRIX_ROWS
+
+
+def run_unrolled(
+    loop: Loop, x, weights: Weights, state: State, mask, *, save: bool, recurrent=None
+):
+    """All steps forwards, one direction; arguments and results as those of `run`.
+
+    What is saved is a list over time: the states before a step, and the activations' inputs, the
+    states after where those suffice, or None.
+
+    Args:
+        loop: How to run.
+        x: `(time, batch, features)`.
+        weights: The weights.
+        state: States before the first step, each `(batch, units)`.
+        mask: `(time, batch, 1)` boolean, False where the state is carried over, or None.
+        save: Whether the backward pass will need anything.
+        recurrent: Not read: products of steps take the weight as it is.
+    """
+    del recurrent
+    cell, own = loop.cell, ready(loop, weights)
+    advance = _advance_together(loop, weights) if _together(loop, weights) else _advance(loop, own)
+    wide = jnp.promote_types(own.recurrent.dtype, jnp.float32)
+    state = tuple(s.astype(wide) for s in state)
+    hs: list[Any] = [None] * len(x)
+    steps: list[Any] = [None] * len(x)
+    for t in _order(loop.reverse, x):
+        after, at = advance(x[t], state)
+        if mask is not None:
+            alive = alive_in(mask[t], after[0])
+            after = tuple(jnp.where(alive, a, b) for a, b in zip(after, state))
+        if cell.states_suffice:
+            at = after[0]
+        steps[t] = state, at if loop.keep or cell.states_suffice else None
+        hs[t] = after[0].astype(x.dtype)
+        state = after
+    return jnp.stack(hs) if loop.sequences else None, state, steps if save else None
+
+
+def _order(reverse: bool, x) -> range:
+    return range(len(x))[::-1] if reverse else range(len(x))
+
+
+def _together(loop: Loop, weights: Weights) -> bool:
+    """Whether input and state are multiplied in one product.
+
+    That saves kernels as long as both fit the matrix unit's rows; beyond it only copies the input.
+    """
+    both = weights.kernel.shape[-2] + weights.recurrent.shape[-2]
+    return loop.cell.joins and not loop.units_axes and both <= MATRIX_ROWS
+
+
+def _advance(loop: Loop, own: Weights):
+    def advance(x_now, state):
+        projected = project(loop, x_now, own)
+        return loop.cell.advance(loop.between, own.recurrent, own.recurrent_bias, projected, state)
+
+    return advance
+
+
+def _advance_together(loop: Loop, weights: Weights):
+    weight, bias = loop.cell.joined(weights)
+    weight = loop.product.weight(weight)
+
+    def advance(x_now, state):
+        columns = loop.product(_rows(loop, x_now, state), weight)
+        at = loop.cell.inputs_of(columns if bias is None else columns + bias)
+        return loop.cell.after(at, state), at
+
+    return advance
+
+
+def _rows(loop: Loop, x_now, state: State, *more):
+    """What a step multiplies: the input and the state before."""
+    x_now = loop.product.weight(x_now)
+    return join(x_now, state[0].astype(x_now.dtype), *more)
+
+
+def run_unrolled_back(
+    loop: Loop, x, weights: Weights, steps, mask, d_hs, d_last: State, recurrent=None
+):
+    """All steps backwards; arguments and results as those of `run_back`.
+
+    Args:
+        loop: How to run.
+        x: `(time, batch, features)`.
+        weights: The weights.
+        steps: What `run_unrolled` saved.
+        mask: As in `run_unrolled`.
+        d_hs: Cotangent of the states after every step, or None.
+        d_last: Cotangents of the final states.
+        recurrent: Not read.
+    """
+    del recurrent
+    own = ready(loop, weights)
+    rules = _back_together if _together(loop, weights) else _back
+    retreat, of_step, finish = rules(loop, own, weights)
+    advance = _advance(loop, own)
+    d_state = tuple(d.astype(jnp.promote_types(d.dtype, jnp.float32)) for d in d_last)
+    emit = loop.product.dtype or x.dtype
+    d_xs: list[Any] = [None] * len(x)
+    total: Any = None
+    for t in _order(not loop.reverse, x):
+        before, at = steps[t]
+        if at is None:
+            _, at = advance(x[t], before)
+        d_h, alive = (None if a is None else a[t] for a in (d_hs, mask))
+        back = functools.partial(retreat, loop.cell.coefficients(at, before))
+        d_state, emitted = step_back(back, emit, d_state, d_h, alive)
+        d_xs[t], now = of_step(x[t], before, at, emitted)
+        total = now if total is None else jax.tree.map(jnp.add, total, now)
+    return jnp.stack(d_xs), finish(total), d_state
+
+
+def _back_together(loop: Loop, own: Weights, weights: Weights):
+    """How a step goes back, what it adds to a sum, and what the sum says of the weights."""
+    cell, product = loop.cell, loop.product
+    wide = jax.tree.map(lambda w: w.astype(jnp.promote_types(w.dtype, jnp.float32)), weights)
+    (weight, bias), transpose = jax.vjp(cell.joined, wide)
+    of_state = product.weight(weight[-weights.recurrent.shape[-2] :])
+    summed = product.sum_by_product and bias is not None
+
+    def retreat(coefficients, cotangent):
+        columns, (dh, *others) = cell.columns_back(coefficients, cotangent)
+        return (dh + product.back(columns, of_state), *others), (columns,)
+
+    def of_step(x_now, before, at, emitted):
+        del at
+        (columns,) = emitted
+        # Eight rows of ones, as in `Product.outer_and_sum`.
+        ones = [jnp.ones((len(x_now), 8), columns.dtype)] if summed else []
+        now = product.outer(_rows(loop, x_now, before, *ones)[None], columns[None])
+        total = None if bias is None or summed else jnp.sum(columns, axis=0, dtype=now.dtype)
+        return product.back(columns[..., : own.kernel.shape[-1]], own.kernel), (now, total)
+
+    def finish(total):
+        now, of_bias = total
+        return transpose((now[: len(weight)], now[len(weight)] if summed else of_bias))[0]
+
+    return retreat, of_step, finish
+
+
+def _back(loop: Loop, own: Weights, weights: Weights):
+    """The same by the cell's rules for all of time, for one step."""
+
+    def retreat(coefficients, cotangent):
+        return loop.cell.retreat(loop.between, own.recurrent, coefficients, cotangent)
+
+    def of_step(x_now, before, at, emitted):
+        emitted, at, before = jax.tree.map(lambda a: a[None], (emitted, at, before))
+        parts, totals, d_recurrent, d_inner = loop.cell.gradients(loop.between, emitted, at, before)
+        x_now = loop.product.weight(x_now)[None]
+        d_x, d_kernel, d_bias = project_back(loop, x_now, own, parts, totals)
+        if weights.recurrent_bias is None:
+            d_inner = None
+        return d_x[0], Weights(d_kernel, d_bias, d_recurrent, d_inner)
+
+    return retreat, of_step, lambda total: total
