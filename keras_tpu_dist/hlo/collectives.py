@@ -18,8 +18,8 @@ KINDS = (
     "collective-permute",
     "collective-broadcast",
 )
-# The second hands a computation to a SparseCore.
-_ASYNCHRONOUS = ("async-start", "call-start")
+# The others hand a computation to a SparseCore: until libtpu 0.0.50, and from 0.0.52 on.
+_ASYNCHRONOUS = ("async-start", "call-start", "custom-call-start")
 _MOST_DEVICES = 2**20
 _MEGASCALE = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 

@@ -21,7 +21,7 @@ _OPCODE = re.compile(r" ([a-z][a-z0-9\-]*)\(")
 _CALLED = re.compile(
     r"\b(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)"
 )
-_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_BRANCHES = re.compile(r"(?:branch|called)_computations=\{([^}]*)\}")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 # A transformer of 126 layers without a loop has a million.
 _MOST_RUN = 10**7

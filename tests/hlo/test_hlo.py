@@ -650,3 +650,33 @@ def test_an_lstm_layer_on_the_cpu_compiler():
     one = 2 * 4 * (32 + 16) * 64
     for steps in (1, 64):
         assert _flops(run, _spec(4, steps, 32), *state) == steps * one, steps
+
+
+# What libtpu 0.0.52 makes of an all-reduce on tpu7x; until 0.0.50 it is a `call-start`.
+_ON_SPARSECORE = """
+HloModule step
+
+%sum (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %add = f32[] add(%x, %y)
+}
+
+%called (p: f32[128,256]) -> f32[128,256] {
+  %p = f32[128,256]{1,0} parameter(0)
+  ROOT %all-reduce.9 = f32[128,256]{1,0} all-reduce(%p), channel_id=2, replica_groups=[1,8]<=[8], to_apply=%sum
+}, execution_thread="sparsecore"
+
+ENTRY %main (a: f32[128,256]) -> f32[128,256] {
+  %a = f32[128,256]{1,0} parameter(0)
+  %start = ((), (), (s32[8]{0})) custom-call-start(), async_execution_thread="sparsecore", custom_call_target="TODO", called_computations={%called}
+  %update = ((f32[128,256]{1,0}), f32[128,256]{1,0}, (s32[8]{0})) custom-call-update(%start, %a)
+  ROOT %done = f32[128,256]{1,0} custom-call-done(%update)
+}
+"""  # noqa: E501
+
+
+def test_a_collective_that_a_sparse_core_computes_is_counted():
+    (found,) = hlo.analyze(_ON_SPARSECORE, wire=hlo.Wire.of({"data": 8})).collectives
+    assert (found.kind, found.axes, found.bytes) == ("all-reduce", ("data",), 4 * 128 * 256)
+    assert found.asynchronous
