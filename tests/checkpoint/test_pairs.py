@@ -45,7 +45,7 @@ def test_pairs_that_differed(names, cut, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, 4])
 @pytest.mark.parametrize("cut", pairs.CUTS)
-@pytest.mark.parametrize("names", pairs.pairs()[::15], ids=" + ".join)
+@pytest.mark.parametrize("names", pairs.pairs()[::30], ids=" + ".join)
 def test_a_sample_of_pairs(names, cut, steps, tmp_path):
     """All of them: `python tests/checkpoint/pairs.py`."""
     assert pairs.difference(trainer(steps), names, cut, tmp_path) == ""
