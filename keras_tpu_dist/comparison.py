@@ -5,12 +5,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from keras_tpu_dist.common.checks import check_callable, check_counts
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.page import Cell, Page, bar, document, fragment, legend, sortable
 from keras_tpu_dist.common.progress import stages
 from keras_tpu_dist.common.svg import GREY
 from keras_tpu_dist.common.text import duration_text, html_table, size_text, text_table
-from keras_tpu_dist.dryrun.run import Build, DryRun, Progress, run_once
+from keras_tpu_dist.dryrun.run import Build, DryRun, Progress, check_how, run_once
 from keras_tpu_dist.dryrun.scatter import Point, colours_of, scatter_svg
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.strategy import TPUStrategy
@@ -200,6 +201,11 @@ def compare(
     {'data': 8}
     """
     meshes, layouts = _listed(meshes, layouts)
+    # Before it is tried on each of them, to say it once.
+    topology = Topology.parse(topology)
+    check_callable("compare", build=build)
+    check_counts("compare", 1, batch_size=batch_size)
+    check_how(mode, timeout, progress)
     found = []
     inputs = {"x": x, "y": y, "sample_weight": sample_weight}
     pairs = [(mesh, layout) for mesh in meshes for layout in layouts]
@@ -236,7 +242,12 @@ def _listed(meshes: Any, layouts: Any) -> tuple[list, list]:
         for given in (meshes, layouts)
     )
     listed = list(meshes) if several else []
-    if not several or not all(isinstance(mesh, Mapping) for mesh in listed):
+    if (
+        not several
+        or not listed
+        or not list(layouts)
+        or not all(isinstance(mesh, Mapping) for mesh in listed)
+    ):
         raise ValueError(
             message(
                 "A comparison is of a list of meshes, each a dict of axis sizes, and a list of "

@@ -1,6 +1,6 @@
 """TPUStrategy: the distribution under which plain Keras models run on a mesh."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -8,6 +8,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist import attention as attention  # declares what it replaces in Keras
+from keras_tpu_dist.common.checks import check_counts, check_flags, check_text, known_words
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.dryrun.retarget import DryRuns
 from keras_tpu_dist.hardware.assignment import DeviceAssignment
@@ -96,6 +97,7 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
     (None, 'model')
     """
 
+    @known_words
     def __init__(
         self,
         mesh: MeshLike = None,
@@ -127,6 +129,7 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
         }
         if self._topology is not None and not isinstance(mesh, DeviceAssignment):
             devices = _described_devices(self._topology, devices)
+        check_flags("TPUStrategy", shard_optimizer=shard_optimizer)
         options = Options(prefetch, donate_state, input_timeout_s, input, compiler_options)
         if mesh is None and isinstance(layout, keras.distribution.LayoutMap):
             mesh = layout.device_mesh
@@ -227,6 +230,14 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
         Raises:
             ValueError: If the rule that matches does not fit the variable's shape.
         """
+        if not isinstance(variable, keras.Variable):
+            raise ValueError(
+                message(
+                    "A layout by the rules is that of a variable.",
+                    received={"variable": variable},
+                    fix="Pass a keras.Variable.",
+                )
+            )
         return membership.choose_layout(variable, self)
 
     def get_tensor_layout(self, path: str) -> Any:
@@ -236,6 +247,7 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
             path: The layer's path and `/output`. An annotation on the layer comes first, then a
                 rule for this path, then the plan of the model that is running.
         """
+        check_text("get_tensor_layout", path=path)
         return self.runner.output_layout(path)
 
     def plan(self, model: Any) -> Plan:
@@ -269,6 +281,8 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
         # Who only trains loads neither what explains, nor lints, nor draws.
         from keras_tpu_dist.layout.explain import explain_model, one_row
 
+        if path is not None:
+            check_text("explain", path=path)
         explanation = explain_model(model, self.placement(model), self.layouts.mesh)
         return explanation if path is None else one_row(explanation, path)
 
@@ -287,6 +301,9 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
         """
         from keras_tpu_dist.layout.lint import lint_model
 
+        check_flags("lint", strict=strict)
+        if batch_size is not None:
+            check_counts("lint", 1, batch_size=batch_size)
         placement = self.placement(model)
         foreign = [
             v.path
@@ -333,6 +350,14 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
         Args:
             data_shape: The input's shape; a scalar's, `()`, has no batch and is not split.
         """
+        if not isinstance(data_shape, Iterable) or isinstance(data_shape, str):
+            raise ValueError(
+                message(
+                    "The layout of an input follows from its shape.",
+                    received={"data_shape": data_shape},
+                    fix="Pass for example x.shape.",
+                )
+            )
         return self.placer.sharding(0 if len(data_shape) else None)
 
     def __reduce__(self):

@@ -9,7 +9,7 @@ from keras_tpu_dist import _keras
 from keras_tpu_dist.callbacks.checkpoint import FIX, Checkpoint
 from keras_tpu_dist.callbacks.preemption import Preemption
 from keras_tpu_dist.checkpoint.store import Store, folder, told
-from keras_tpu_dist.common.checks import is_count
+from keras_tpu_dist.common.checks import check_flags, is_count, known_words
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.processes.channel import agree
 
@@ -52,6 +52,7 @@ class BackupAndRestore(Checkpoint):
     ...     _ = model.fit(np.ones((99, 4)), np.ones((99, 1)), verbose=0, callbacks=[backup])
     """
 
+    @known_words
     def __init__(
         self,
         backup_dir: str | os.PathLike,
@@ -61,6 +62,9 @@ class BackupAndRestore(Checkpoint):
         on_sigterm: bool = True,
     ):
         _check(backup_dir, save_freq)
+        check_flags("BackupAndRestore", double_checkpoint=double_checkpoint)
+        check_flags("BackupAndRestore", delete_checkpoint=delete_checkpoint)
+        check_flags("BackupAndRestore", on_sigterm=on_sigterm)
         steps = None if isinstance(save_freq, str) else int(save_freq)
         super().__init__(backup_dir, every_steps=steps, keep=2 if double_checkpoint else 1)
         self.backup_dir = self.directory

@@ -15,6 +15,7 @@ from keras_tpu_dist.callbacks.averages import note_swapped, swapped
 from keras_tpu_dist.callbacks.checkpoint_arguments import (
     check_arguments,
     check_loop,
+    check_monitor,
     check_processes,
     direction,
     directory_of,
@@ -27,6 +28,7 @@ from keras_tpu_dist.checkpoint.manifest import OF_FIT, CheckpointError, Manifest
 from keras_tpu_dist.checkpoint.restore import load_newest
 from keras_tpu_dist.checkpoint.snapshot import extra_of, snapshot
 from keras_tpu_dist.checkpoint.store import Store, folder
+from keras_tpu_dist.common.checks import check_flags, known_words
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.processes.channel import agree
 from keras_tpu_dist.processes.encoding import ANYTHING, Each, Named
@@ -103,6 +105,7 @@ class Checkpoint(keras.callbacks.Callback):
     [15, 16]
     """
 
+    @known_words
     def __init__(
         self,
         directory: str | os.PathLike,
@@ -119,6 +122,8 @@ class Checkpoint(keras.callbacks.Callback):
         super().__init__()
         _keras.install()  # for `before_fit` and `after_fit`, also where there is no strategy
         check_arguments(every_steps, every_minutes, every_epochs, keep, mode)
+        check_flags("Checkpoint", asynchronous=asynchronous, resume=resume, overwrite=overwrite)
+        check_monitor(monitor)
         if (every_steps, every_minutes, every_epochs) == (None, None, None):
             every_epochs = 1
         self.directory = directory_of(directory)

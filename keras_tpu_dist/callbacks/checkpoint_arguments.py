@@ -1,5 +1,6 @@
 """What `Checkpoint` is given: its arguments, and the model."""
 
+import math
 import os
 from typing import Any
 
@@ -19,8 +20,9 @@ def directory_of(directory: Any) -> str:
     Raises:
         ValueError: If it is no path, or empty.
     """
-    if isinstance(directory, (str, os.PathLike)) and str(directory):
-        return os.fspath(directory)
+    path = os.fspath(directory) if isinstance(directory, (str, os.PathLike)) else None
+    if isinstance(path, str) and path:
+        return path
     raise ValueError(
         message(
             "Checkpoint needs a directory.",
@@ -48,9 +50,9 @@ def check_arguments(every_steps, every_minutes, every_epochs, keep, mode) -> Non
         n: v for n, v in counts.items() if v is not None and not is_count(v, 1)
     }
     number = isinstance(every_minutes, (int, float)) and not isinstance(every_minutes, bool)
-    if every_minutes is not None and not (number and every_minutes > 0):
+    if every_minutes is not None and not (number and 0 < every_minutes < math.inf):
         wrong["every_minutes"] = every_minutes
-    if mode not in ("auto", "min", "max"):
+    if not isinstance(mode, str) or mode not in ("auto", "min", "max"):
         wrong["mode"] = mode
     if wrong:
         raise ValueError(
@@ -59,6 +61,25 @@ def check_arguments(every_steps, every_minutes, every_epochs, keep, mode) -> Non
                 "is above 0, mode is 'auto', 'min' or 'max'.",
                 received=wrong,
                 fix="Write for example Checkpoint(directory, every_steps=500, keep=3).",
+            )
+        )
+
+
+def check_monitor(monitor: Any) -> None:
+    """Checks what `Checkpoint` was given to monitor.
+
+    Args:
+        monitor: See there.
+
+    Raises:
+        ValueError: If it is no name.
+    """
+    if monitor is not None and not (isinstance(monitor, str) and monitor):
+        raise ValueError(
+            message(
+                "monitor is a name in the logs of epochs, or None.",
+                received={"monitor": monitor},
+                fix='Write for example monitor="val_loss".',
             )
         )
 

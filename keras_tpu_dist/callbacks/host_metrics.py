@@ -11,6 +11,7 @@ import numpy as np
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.callbacks.monitored import is_validated
+from keras_tpu_dist.common.checks import check_counts, check_model, check_text
 from keras_tpu_dist.common.errors import message
 
 # Callbacks that read all of `logs`, not one name that they monitor.
@@ -73,6 +74,11 @@ class HostMetrics(keras.callbacks.Callback):
     ):
         super().__init__()
         _keras.install()  # for `before_fit`, also where there is no strategy
+        check_text("HostMetrics", prefix=prefix)
+        if batch_size is not None:
+            check_counts("HostMetrics", 1, batch_size=batch_size)
+        if steps is not None:
+            check_counts("HostMetrics", 1, steps=steps)
         self._functions = _checked_metrics(metrics)
         self._prefix = prefix
         self._given = None if validation_data is None else (validation_data, batch_size, steps)
@@ -137,6 +143,7 @@ class HostMetrics(keras.callbacks.Callback):
         Returns:
             The values by their names in `logs`.
         """
+        check_model(model, "compute")
         if self._source is None:
             raise ValueError(_no_data({}))
         rows = _of_all_processes(_outputs(model, *self._source))
@@ -174,8 +181,9 @@ def _checked_metrics(metrics) -> dict[tuple[str, ...], Callable]:
         for name, entry in metrics.items():
             inner = entry if isinstance(entry, Mapping) else {None: entry}
             functions |= {(name, key) if key else (name,): fn for key, fn in inner.items()}
+    named = all(isinstance(part, str) for key in functions for part in key)
     strange = [key for key, function in functions.items() if not callable(function)]
-    if not functions or strange:
+    if not functions or strange or not named:
         raise ValueError(
             message(
                 "HostMetrics takes functions by name.",

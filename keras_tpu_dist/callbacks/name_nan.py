@@ -5,6 +5,7 @@ from typing import Any
 
 import keras
 
+from keras_tpu_dist.common.checks import check_flags
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.training.finite import FiniteWatch, NonFinite
 from keras_tpu_dist.training.membership import fit_in_training
@@ -56,6 +57,7 @@ class NameNaN(keras.callbacks.Callback):
 
     def __init__(self, stop: bool = False):
         super().__init__()
+        check_flags("NameNaN", stop=stop)
         self.stop = stop
         self.found: NonFinite | None = None
         self._trainer: Any = None

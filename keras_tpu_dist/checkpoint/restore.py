@@ -5,6 +5,7 @@ import ctypes
 import logging
 import math
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -26,6 +27,7 @@ from keras_tpu_dist.checkpoint.names import (
 from keras_tpu_dist.checkpoint.optimizers import build_optimizer
 from keras_tpu_dist.checkpoint.report import Restored
 from keras_tpu_dist.checkpoint.store import Store, none_in
+from keras_tpu_dist.common.checks import check_counts, check_flags, check_model, checked_path
 from keras_tpu_dist.common.errors import message, without_id
 from keras_tpu_dist.common.patterns import patterns_of
 from keras_tpu_dist.common.progress import stages
@@ -33,6 +35,7 @@ from keras_tpu_dist.training import membership
 
 logger = logging.getLogger("keras_tpu_dist")
 
+_WHERE = 'Write for example ktd.restore(model, "checkpoints").'
 # A state of up to so many bytes is read and compared before anything changes; a larger one has no
 # place beside the one that it replaces, and is read in groups.
 _AT_ONCE_BYTES, _GROUP_BYTES = 128 * 2**20, 64 * 2**20
@@ -83,13 +86,18 @@ def restore(
     >>> report.step, report.kept
     (1, ())
     """
-    pairs = _checked_pairs(rename)
+    check_model(model, "restore")
+    check_flags("restore", strict=strict)
+    if step is not None:
+        check_counts("restore", 0, step=step)
+    directory = checked_path("restore", _WHERE, directory=directory)
+    pairs, exclude = _checked_pairs(rename), patterns_of(exclude)
     if is_file_of_keras(directory):
         _check_built(model)
         _check_of_files(step, pairs)
-        return load_file(model, directory, strict, patterns_of(exclude))
+        return load_file(model, directory, strict, exclude)
     with _store(directory, membership.is_local(model)) as store:
-        return load_newest(model, store, step, strict, patterns_of(exclude), pairs)[0]
+        return load_newest(model, store, step, strict, exclude, pairs)[0]
 
 
 def load_newest(
@@ -302,9 +310,11 @@ def _misfit(store: Store | KerasDirectory, step: int, weights: Matching) -> str:
 def _checked_pairs(
     rename: Iterable[tuple[str, str]] | Mapping[str, str],
 ) -> tuple[tuple[str, str], ...]:
-    pairs: tuple[Any, ...] = tuple(rename.items() if isinstance(rename, Mapping) else rename)
+    pairs: tuple[Any, ...] = (rename,)
+    if isinstance(rename, Iterable):
+        pairs = tuple(rename.items() if isinstance(rename, Mapping) else rename)
     for pair in pairs:
-        if isinstance(pair, str) or len(pair) != 2 or not all(isinstance(p, str) for p in pair):
+        if not _is_renaming(pair):
             raise ValueError(
                 message(
                     "rename has pairs of a regular expression and what stands for it.",
@@ -313,6 +323,17 @@ def _checked_pairs(
                 )
             )
     return pairs
+
+
+def _is_renaming(pair: Any) -> bool:
+    two = isinstance(pair, (tuple, list)) and len(pair) == 2
+    if not two or not all(isinstance(each, str) for each in pair):
+        return False
+    try:
+        re.compile(pair[0])
+    except (re.error, RecursionError, OverflowError):
+        return False
+    return True
 
 
 def _check_of_files(step: int | None, rename: tuple) -> None:

@@ -1,9 +1,21 @@
 """Checks of what users pass."""
 
+import functools
+import inspect
+import math
 import operator
-from typing import Any, TypeGuard
+import os
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeGuard, TypeVar
+
+import numpy as np
 
 from keras_tpu_dist.common.errors import message
+
+P = ParamSpec("P")
+R = TypeVar("R")
+# Nothing that is counted here has more, and C counts no further.
+_MOST = 2**63 - 1
 
 
 def is_count(value: Any, least: int | None = None) -> TypeGuard[int]:
@@ -25,7 +37,144 @@ def is_count(value: Any, least: int | None = None) -> TypeGuard[int]:
         number = operator.index(value)
     except TypeError:
         return False  # an array of several numbers
-    return least is None or number >= least
+    return (least is None or number >= least) and abs(number) <= _MOST
+
+
+def check_flags(asked: str, **flags: Any) -> None:
+    """Raises a `ValueError` for what is neither `True` nor `False`.
+
+    Args:
+        asked: What was given them, as it is called.
+        **flags: What was given, by name.
+    """
+    for name, value in flags.items():
+        if not isinstance(value, (bool, np.bool_)):
+            raise ValueError(
+                message(
+                    f"{name} of {asked} is True or False.",
+                    received={name: value},
+                    fix=f"Write {name}=True, or {name}=False.",
+                )
+            )
+
+
+def check_counts(asked: str, least: int = 1, **counts: Any) -> None:
+    """Raises a `ValueError` for what is no whole number.
+
+    Args:
+        asked: What was given them, as it is called.
+        least: The smallest that counts.
+        **counts: What was given, by name.
+    """
+    for name, value in counts.items():
+        if not is_count(value, least):
+            raise ValueError(
+                message(
+                    f"{name} of {asked} is a whole number of at least {least}.",
+                    received={name: value},
+                    fix=f"Write for example {name}={max(least, 2)}.",
+                )
+            )
+
+
+def check_seconds(asked: str, **seconds: Any) -> None:
+    """Raises a `ValueError` for what is no time that ends.
+
+    Args:
+        asked: What was given it, as it is called.
+        **seconds: What was given, by name.
+    """
+    for name, value in seconds.items():
+        number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+        if not number or not 0 < value < math.inf:
+            raise ValueError(
+                message(
+                    f"{name} of {asked} is a number of seconds above 0.",
+                    received={name: value},
+                    fix=f"Write for example {name}=600.0.",
+                )
+            )
+
+
+def check_callable(asked: str, **functions: Any) -> None:
+    """Raises a `ValueError` for what cannot be called.
+
+    Args:
+        asked: What was given it, as it is called.
+        **functions: What was given, by name.
+    """
+    for name, value in functions.items():
+        if not callable(value):
+            raise ValueError(
+                message(
+                    f"{name} of {asked} is a function.",
+                    received={name: value},
+                    fix="Pass the function itself.",
+                )
+            )
+
+
+def check_text(asked: str, **texts: Any) -> None:
+    """Raises a `ValueError` for what is no text.
+
+    Args:
+        asked: What was given it, as it is called.
+        **texts: What was given, by name.
+    """
+    for name, value in texts.items():
+        if not isinstance(value, str):
+            raise ValueError(
+                message(
+                    f"{name} of {asked} is a text.",
+                    received={name: value},
+                    fix="Give it as a str.",
+                )
+            )
+
+
+def checked_path(asked: str, fix: str, **paths: Any) -> str:
+    """A path as text.
+
+    Args:
+        asked: What was given it, as it is called.
+        fix: What to write.
+        **paths: What was given, by name.
+
+    Raises:
+        ValueError: If it is none, or empty.
+    """
+    [(name, value)] = paths.items()
+    path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
+    if isinstance(path, str) and path:
+        return path
+    raise ValueError(message(f"{name} of {asked} is a path.", received={name: value}, fix=fix))
+
+
+def known_words(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorates a function whose error for a keyword that it does not take names the nearest one.
+
+    Args:
+        function: The function.
+    """
+    names = [name for name in inspect.signature(function).parameters if name != "self"]
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name in kwargs:
+            if name not in names:
+                raise TypeError(
+                    message(
+                        f"{function.__qualname__.removesuffix('.__init__')} takes only what it "
+                        "knows.",
+                        received={name: kwargs[name]},
+                        fix=f"Use {', '.join(names)}.",
+                        name=name,
+                        choices=names,
+                    )
+                )
+        return function(*args, **kwargs)
+
+    return checked
 
 
 def check_model(model: Any, asked: str) -> None:
@@ -35,7 +184,7 @@ def check_model(model: Any, asked: str) -> None:
         model: What was given.
         asked: What it was given to, as it is called.
     """
-    if not hasattr(model, "trainable_variables"):
+    if not hasattr(model, "trainable_variables") or isinstance(model, type):
         raise ValueError(
             message(
                 f"{asked} needs a model.",

@@ -1,7 +1,10 @@
 """Patterns of paths, as `fnmatch` has them: `*` stands for anything, a slash included."""
 
 import fnmatch
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from keras_tpu_dist.common.errors import message
 
 
 def patterns_of(patterns: str | Iterable[str]) -> tuple[str, ...]:
@@ -10,12 +13,26 @@ def patterns_of(patterns: str | Iterable[str]) -> tuple[str, ...]:
     Args:
         patterns: One or several.
 
+    Raises:
+        ValueError: If one is no text.
+
     Example:
 
     >>> patterns_of("*/head/*")
     ('*/head/*',)
     """
-    return (patterns,) if isinstance(patterns, str) else tuple(patterns)
+    listed = isinstance(patterns, Iterable) and not isinstance(patterns, Mapping)
+    found: tuple[Any, ...] = (patterns,) if isinstance(patterns, str) or not listed else ()
+    found = found or tuple(patterns)
+    if not all(isinstance(each, str) for each in found):
+        raise ValueError(
+            message(
+                "Patterns of paths are a text, or a list of them.",
+                received={"patterns": patterns},
+                fix='Write for example "*/head/*".',
+            )
+        )
+    return found
 
 
 def matches(path: str, patterns: Iterable[str]) -> bool:

@@ -117,7 +117,7 @@ def lower(
     """
     started = time.perf_counter()
     placer = strategy.placer
-    kind = _checked_mode(mode)
+    kind = checked_mode(mode)
     notes: list[str] = []
     with contextlib.ExitStack() as stack:
         if platform != "tpu":
@@ -191,7 +191,7 @@ def described(
     Raises:
         ValueError: If `build` does not give a compiled model, or the batch does not fit.
     """
-    _checked_mode(mode)
+    checked_mode(mode)
     check_batch_size(batch_size, strategy)
     with contextlib.ExitStack() as stack:
         model = stack.enter_context(_model(build, strategy, mode))
@@ -335,14 +335,22 @@ def _check_model(model: Any, mode: str) -> None:
         )
 
 
-def _checked_mode(mode: str) -> str:
-    if mode not in KINDS:
+def checked_mode(mode: Any) -> str:
+    """Keras's word for the step of a mode.
+
+    Args:
+        mode: `"train"`, `"evaluate"` or `"predict"`.
+
+    Raises:
+        ValueError: If it is none of these.
+    """
+    if not isinstance(mode, str) or mode not in KINDS:
         raise ValueError(
             message(
                 "The mode says which step is compiled.",
                 received={"mode": mode},
                 fix=f"Use one of: {', '.join(KINDS)}.",
-                name=mode,
+                name=str(mode),
                 choices=KINDS,
             )
         )

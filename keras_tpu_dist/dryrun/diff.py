@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.page import fragment
 from keras_tpu_dist.common.text import duration_text, html_table, size_text, text_table
 from keras_tpu_dist.dryrun.run import DryRun
@@ -35,11 +36,23 @@ def diff(a: DryRun, b: DryRun) -> Diff:
     Returns:
         A `Diff`.
 
+    Raises:
+        ValueError: If one is no dry run.
+
     Example:
 
     >>> from keras_tpu_dist import diff
     >>> print(diff(first, second))  # doctest: +SKIP
     """
+    for name, run in {"a": a, "b": b}.items():
+        if not isinstance(run, DryRun):
+            raise ValueError(
+                message(
+                    "diff compares two dry runs.",
+                    received={name: run},
+                    fix="Pass what ktd.dry_run(...) returned.",
+                )
+            )
     rows = [
         ("slice", a.compiled_for, b.compiled_for, ""),
         ("mesh", _axes(a), _axes(b), ""),

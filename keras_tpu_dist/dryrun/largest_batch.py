@@ -11,7 +11,7 @@ from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.progress import stages
 from keras_tpu_dist.common.text import size_text, text_table
-from keras_tpu_dist.dryrun.run import Build, DryRun, Progress, run_once
+from keras_tpu_dist.dryrun.run import Build, DryRun, Progress, check_how, run_once
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.memory.remat import LayerPolicies
 from keras_tpu_dist.training.strategy import Strategy
@@ -101,6 +101,15 @@ def largest_batch(
     """
     limit = _checked_topology(strategy).hbm_bytes
     _check_compiles(max_compiles)
+    check_how(mode, timeout, progress)
+    if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not tolerance >= 0:
+        raise ValueError(
+            message(
+                "tolerance is the share of the batch that may be missing, 0 or more.",
+                received={"tolerance": tolerance},
+                fix="Leave it out, or write for example tolerance=0.05.",
+            )
+        )
     unit = strategy.num_replicas_in_sync
     inputs = {"x": x, "y": y, "sample_weight": sample_weight}
     runs: dict[int, DryRun] = {}
@@ -202,7 +211,8 @@ def _check_compiles(max_compiles: int) -> None:
 
 
 def _checked_topology(strategy: Strategy) -> Topology:
-    if strategy.topology is None:
+    topology = getattr(strategy, "topology", None)
+    if topology is None:
         raise ValueError(
             message(
                 "Finding the largest batch needs a slice whose memory is known.",
@@ -210,4 +220,4 @@ def _checked_topology(strategy: Strategy) -> Topology:
                 fix='Use TPUStrategy(mesh, layout, topology="v5e:2x4").',
             )
         )
-    return strategy.topology
+    return topology

@@ -93,6 +93,14 @@ class DryRuns(StrategyPart):
         ...     model.compile("adam", "mse")
         >>> print(strategy.dry_run(model, batch_size=4096, topology="v5e:16x16"))  # doctest: +SKIP
         """
+        if mesh is not None and not isinstance(mesh, Mapping):
+            raise ValueError(
+                message(
+                    "mesh gives the axis sizes on another slice.",
+                    received={"mesh": mesh},
+                    fix='Write for example mesh={"data": 64, "model": 4}.',
+                )
+            )
         if topology is None and mesh is not None:
             raise ValueError(
                 message(

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from keras_tpu_dist.common.checks import check_callable, check_seconds
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.progress import stages
 from keras_tpu_dist.common.text import size_text
-from keras_tpu_dist.dryrun.build import Build, Lowered, lower
+from keras_tpu_dist.dryrun.build import Build, Lowered, checked_mode, lower
 from keras_tpu_dist.dryrun.cache import Cache, without_source_lines
 from keras_tpu_dist.dryrun.compile import (
     EFFORTS,
@@ -133,6 +134,7 @@ def run_once(
         cache: Where compilations are kept. The compiler's messages name no source lines then.
     """
     _check_effort(effort)
+    check_how(mode, timeout, progress)
     with stages(f"dry run, {mode} step", 3) as begin:
 
         def tell(words: str) -> None:
@@ -229,14 +231,31 @@ _NO_LIBTPU = (
 )
 
 
-def _check_effort(effort: str) -> None:
-    if effort not in EFFORTS:
+def check_how(mode: Any, timeout: Any, progress: Any) -> None:
+    """Checks how a dry run is asked for.
+
+    Args:
+        mode: See `dry_run`.
+        timeout: See `dry_run`.
+        progress: See `dry_run`.
+
+    Raises:
+        ValueError: If one is of no such kind.
+    """
+    check_seconds("a dry run", timeout=timeout)
+    if progress is not None:
+        check_callable("a dry run", progress=progress)
+    checked_mode(mode)
+
+
+def _check_effort(effort: Any) -> None:
+    if not isinstance(effort, str) or effort not in EFFORTS:
         raise ValueError(
             message(
                 "The effort is how hard the compiler tries.",
                 received={"effort": effort},
                 fix="Use 'quick' or 'exact'.",
-                name=effort,
+                name=str(effort),
                 choices=EFFORTS,
             )
         )

@@ -46,6 +46,21 @@ class DeviceAssignment:
     order: tuple[tuple[int, ...], ...]
     block: tuple[int, int, int, int] | None = None
 
+    def __post_init__(self):
+        order = self.order
+        rows = isinstance(order, tuple) and len(order) > 0
+        rows = rows and all(isinstance(row, tuple) and len(row) > 0 for row in order)
+        counts = rows and all(is_count(place, 0) for row in order for place in row)
+        if not (isinstance(self.topology, Topology) and counts):
+            raise ValueError(
+                message(
+                    "An assignment is of a slice, and its order has for each replica the places of "
+                    "its devices.",
+                    received={"topology": self.topology, "order": order},
+                    fix="Make one with DeviceAssignment.build or DeviceAssignment.from_order.",
+                )
+            )
+
     @classmethod
     def build(
         cls,
@@ -262,8 +277,9 @@ class DeviceAssignment:
         return "\n".join(lines)
 
     def _check(self, replica: int, logical_core: int) -> None:
-        if not (
-            0 <= replica < self.num_replicas and 0 <= logical_core < self.num_cores_per_replica
+        known = is_count(replica, 0) and is_count(logical_core, 0)
+        if not known or not (
+            replica < self.num_replicas and logical_core < self.num_cores_per_replica
         ):
             raise ValueError(
                 message(

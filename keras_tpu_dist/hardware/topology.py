@@ -4,14 +4,14 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import numpy as np
 
-from keras_tpu_dist.common.checks import is_count
+from keras_tpu_dist.common.checks import check_text, is_count
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.hardware.chips import CHIPS as CHIPS
 from keras_tpu_dist.hardware.chips import Chip as Chip
@@ -56,6 +56,21 @@ class Topology:
     given_chips_per_host: int | None = None
     _attached: tuple[Any, ...] = field(default=(), repr=False, compare=False)
 
+    def __post_init__(self):
+        shape = isinstance(self.shape, tuple) and 1 <= len(self.shape) <= 3
+        sides = shape and all(is_count(side, 1) for side in self.shape)
+        hosts = self.given_chips_per_host
+        counted = is_count(self.num_slices, 1) and (hosts is None or is_count(hosts, 1))
+        if not (isinstance(self.chip, Chip) and sides and counted):
+            raise ValueError(
+                message(
+                    "A slice is of a chip, and its shape, slices and chips of a host are counts.",
+                    received={"chip": self.chip, "shape": self.shape}
+                    | {"num_slices": self.num_slices, "given_chips_per_host": hosts},
+                    fix='Make one by name: Topology.parse("v5e:4x4").',
+                )
+            )
+
     @classmethod
     def attached(cls, devices: Sequence[Any] | None = None) -> "Topology":
         """The slice that devices form: a torus of TPU chips, or a line of simulated devices.
@@ -76,7 +91,7 @@ class Topology:
         >>> here.num_devices == len(here.devices()) == len(jax.devices())
         True
         """
-        found = list(jax.devices() if devices is None else devices)
+        found = _listed(jax.devices() if devices is None else devices)
         topology = of_devices(found) if found else None
         is_tpu = bool(found) and found[0].platform == "tpu"
         if not found or (is_tpu and topology is None):
@@ -109,6 +124,7 @@ class Topology:
         Raises:
             ValueError: If their number is not the slice's.
         """
+        devices = _listed(devices)
         if len(devices) != self.num_devices:
             raise ValueError(
                 message(
@@ -247,6 +263,7 @@ class Topology:
         Args:
             dtype: The operands' dtype: `"bfloat16"`, `"int8"` or `"float8"` where the chip has it.
         """
+        check_text("peak_flops", dtype=dtype)
         rates = dict(self.chip.flops)
         return rates.get(dtype, rates["bfloat16"]) / self.chip.devices
 
@@ -265,6 +282,14 @@ class Topology:
             - "All 4x4x4 and larger slices (one cube) have full 3D torus",
               docs.cloud.google.com/tpu/docs/v5p
         """
+        if not is_count(axis, 0) or axis >= len(self.shape):
+            raise ValueError(
+                message(
+                    f"A dimension of {self.name} is a number below {len(self.shape)}.",
+                    received={"axis": axis},
+                    fix="Write 0 for x, 1 for y, 2 for z.",
+                )
+            )
         side = self.shape[axis]
         if self.chip.dims == 1:
             return False
@@ -326,6 +351,20 @@ class Topology:
 
     def __str__(self) -> str:
         return self.name
+
+
+def _listed(devices: Any) -> list[Any]:
+    listed = isinstance(devices, Iterable) and not isinstance(devices, str)
+    found = list(devices) if listed else []
+    if not listed or not all(hasattr(each, "device_kind") for each in found):
+        raise ValueError(
+            message(
+                "The devices of a slice are a list of jax.Device objects.",
+                received={"devices": devices},
+                fix="Pass for example jax.devices().",
+            )
+        )
+    return found
 
 
 def devices(name: str | Topology) -> list[CompileOnlyDevice]:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from keras_tpu_dist.common.checks import check_counts, check_model
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.page import fragment
 from keras_tpu_dist.common.text import html_table
@@ -127,7 +128,7 @@ class Planner:
             that of a v5e chip.
 
     Raises:
-        ValueError: If `kind` is no plan.
+        ValueError: If `kind` is no plan, or a number is none.
 
     References:
         [Megatron-LM](https://arxiv.org/abs/1909.08053) for pairs;
@@ -150,13 +151,16 @@ class Planner:
     memory_bytes: int | None = None
 
     def __post_init__(self):
-        if self.kind not in PLANS:
+        check_counts("Planner", 0, min_size=self.min_size)
+        if self.memory_bytes is not None:
+            check_counts("Planner", 1, memory_bytes=self.memory_bytes)
+        if not isinstance(self.kind, str) or self.kind not in PLANS:
             raise ValueError(
                 message(
                     'A layout in one word is "fsdp", "tensor_parallel" or "auto".',
                     received={"layout": self.kind},
                     fix="Use one of them, or give rules.",
-                    name=self.kind,
+                    name=str(self.kind),
                     choices=PLANS,
                 )
             )
@@ -198,6 +202,7 @@ class Planner:
         Returns:
             The plan; each layout in it divides its variable.
         """
+        check_model(model, "Planner.plan")
         variables = _weights(model)
         stored, model_axes = state_axes(mesh, data_axes), _model_axes(mesh, data_axes)
         tensor: dict[int, Decision] = {}

@@ -10,6 +10,7 @@ from typing import Any
 import keras
 from jax.sharding import Mesh
 
+from keras_tpu_dist.common.checks import check_text
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.layout.axes import Axes, axis_size, names_in, spell_out
 
@@ -82,6 +83,7 @@ class LayoutRules:
         Args:
             path: The path of a variable, or of a layer's output (`".../output"`).
         """
+        check_text("LayoutRules", path=path)
         return [i for i, pattern in enumerate(self._compiled) if pattern.fullmatch(path)]
 
     def match(self, path: str) -> int | None:
@@ -136,6 +138,14 @@ class LayoutRules:
         Raises:
             ValueError: If a key or its axes are malformed.
         """
+        if not isinstance(layout_map, keras.distribution.LayoutMap):
+            raise ValueError(
+                message(
+                    "from_layout_map takes a keras.distribution.LayoutMap.",
+                    received={"layout_map": layout_map},
+                    fix="Give (pattern, axes) pairs to LayoutRules itself.",
+                )
+            )
         return cls((_within("^", key, "$"), layout.axes) for key, layout in layout_map.items())
 
     def __len__(self):

@@ -331,7 +331,7 @@ def _check_fits(
 
 
 def _dimension(batch_axis: int, rank: int) -> int:
-    if not -rank <= batch_axis < rank:
+    if not is_count(batch_axis) or not -rank <= batch_axis < rank:
         raise ValueError(
             message(
                 "batch_axis is a dimension of the tensor.",

@@ -13,6 +13,7 @@ import jax
 import keras
 
 from keras_tpu_dist import _keras
+from keras_tpu_dist.common.checks import check_flags
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.once import say_once
 from keras_tpu_dist.memory.blocks import layers_by_path
@@ -114,6 +115,7 @@ def scan_blocks(model: Any, enabled: bool = True, *, inputs: Any = None) -> Scan
       12 blocks Sequential as one: 'mlp/block_0' to 'mlp/block_11'
     """
     _check(model)
+    check_flags("scan_blocks", enabled=enabled)
     if not enabled:
         _write(model, None)
         return ScanReport(model.name, ())

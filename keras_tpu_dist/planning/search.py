@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from keras_tpu_dist.common.checks import is_count
+from keras_tpu_dist.common.checks import check_callable, check_seconds, is_count
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.page import fragment
 from keras_tpu_dist.common.progress import stages
@@ -206,6 +206,10 @@ def search(
     """
     started, tell = time.monotonic(), progress or logger.debug
     _check(build, batch_size, compilations, exact)
+    check_seconds("search", budget_s=budget_s)
+    if progress is not None:
+        check_callable("search", progress=progress)
+    _check_among(among)
     kept = Cache.of(cache)
     given = {"x": x, "y": y, "sample_weight": sample_weight}
     topology = topology if isinstance(topology, Topology) else Topology.parse(topology)
@@ -360,6 +364,20 @@ def _forecast_of(
             break
         best = tried
     return [] if best is None else [best]
+
+
+def _check_among(among: Any) -> None:
+    if among is None:
+        return
+    listed = isinstance(among, Sequence) and not isinstance(among, str)
+    if not listed or not all(isinstance(each, Candidate) for each in among):
+        raise ValueError(
+            message(
+                "among has candidates of a search.",
+                received={"among": among},
+                fix="Pass some of those that another search ranked.",
+            )
+        )
 
 
 def _check(build: Any, batch_size: Any, compilations: Any, exact: Any) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from keras_tpu_dist.common.checks import check_callable
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.replica.blocks import own_replicas
 from keras_tpu_dist.replica.input_context import InputContext, ValueContext
@@ -133,6 +134,15 @@ class DistributedInput(StrategyPart):
                     "ready is TPUStrategy(prefetch=...).",
                 )
             )
+        one_by_one = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+        if not (isinstance(dataset, Iterable) or one_by_one):
+            raise ValueError(
+                message(
+                    "A dataset is an iterable of batches, or arrays with batch_size.",
+                    received={"dataset": dataset},
+                    fix="Pass for example a list of batches, or a tf.data.Dataset.",
+                )
+            )
         own = self.runner.own_input
         batches, length = batches_of(dataset, batch_size, self.placer, own)
         return DistributedDataset(
@@ -162,6 +172,7 @@ class DistributedInput(StrategyPart):
         Returns:
             A `DistributedDataset`.
         """
+        check_callable("distribute_datasets_from_function", dataset_fn=dataset_fn)
         check_attached(self, "distribute_datasets_from_function")
         own, number = self.runner.own_input, self.num_replicas_in_sync
         context = InputContext(num_replicas_in_sync=number)
@@ -205,6 +216,7 @@ class DistributedInput(StrategyPart):
           1: array(2, dtype=int32)
         }
         """
+        check_callable("distribute_values_from_function", value_fn=value_fn)
         check_attached(self, "distribute_values_from_function")
         number = self.num_replicas_in_sync
         made = {i: value_fn(ValueContext(i, number)) for i in own_replicas(self)}

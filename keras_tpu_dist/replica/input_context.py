@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from keras_tpu_dist.common.checks import check_counts
 from keras_tpu_dist.common.errors import message
 
 
@@ -28,6 +29,11 @@ class InputContext:
     input_pipeline_id: int = 0
     num_replicas_in_sync: int = 1
 
+    def __post_init__(self):
+        check_counts("InputContext", 1, num_input_pipelines=self.num_input_pipelines)
+        check_counts("InputContext", 1, num_replicas_in_sync=self.num_replicas_in_sync)
+        check_counts("InputContext", 0, input_pipeline_id=self.input_pipeline_id)
+
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
         """The rows each replica gets of a global batch.
 
@@ -37,6 +43,7 @@ class InputContext:
         Raises:
             ValueError: If they do not divide by the number of replicas.
         """
+        check_counts("get_per_replica_batch_size", 1, global_batch_size=global_batch_size)
         if global_batch_size % self.num_replicas_in_sync:
             raise ValueError(
                 message(
@@ -69,3 +76,7 @@ class ValueContext:
 
     replica_id_in_sync_group: int = 0
     num_replicas_in_sync: int = 1
+
+    def __post_init__(self):
+        check_counts("ValueContext", 1, num_replicas_in_sync=self.num_replicas_in_sync)
+        check_counts("ValueContext", 0, replica_id_in_sync_group=self.replica_id_in_sync_group)

@@ -1,14 +1,14 @@
 """Options of `strategy.run`, and padding: uneven batches and varying lengths in few programs."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
-from keras_tpu_dist.common.checks import is_count
+from keras_tpu_dist.common.checks import check_counts, check_flags, is_count
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.replica.blocks import from_blocks, own_blocks
 from keras_tpu_dist.replica.values import PerReplica
@@ -66,6 +66,8 @@ class RunOptions:
     check_padding: bool = True
 
     def __post_init__(self):
+        check_flags("RunOptions", dynamic_batch=self.dynamic_batch)
+        check_flags("RunOptions", check_padding=self.check_padding)
         for axis in jax.tree.leaves(self.axis):
             if not is_count(axis, 0):
                 raise ValueError(
@@ -78,7 +80,8 @@ class RunOptions:
         buckets = self.buckets
         if buckets is None or buckets == "power_of_two":
             return
-        listed = () if isinstance(buckets, str) else tuple(buckets)
+        several = isinstance(buckets, Iterable) and not isinstance(buckets, str)
+        listed = tuple(buckets) if several else ()
         counted = all(is_count(b, 1) for b in listed)
         if not listed or not counted or list(listed) != sorted(set(listed)):
             raise ValueError(
@@ -101,6 +104,7 @@ class RunOptions:
         Raises:
             ValueError: If it is longer than the largest bucket, or there are no buckets.
         """
+        check_counts("bucket", 1, length=length)
         if self.buckets == "power_of_two":
             return max(_SMALLEST_BUCKET, 1 << (length - 1).bit_length())
         for size in self.buckets or ():

@@ -9,6 +9,7 @@ from typing import Any
 
 import keras
 
+from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.replica import combine, values
 from keras_tpu_dist.replica import hooks as hooks  # declares what it replaces in Keras
@@ -161,6 +162,14 @@ class ReplicaCode(DistributedInput):
             ValueError: If a value is a scalar or lacks the dimension, or values differ in another
                 dimension, or belong to another strategy.
         """
+        if not is_count(axis):
+            raise ValueError(
+                message(
+                    "Values are gathered along a dimension.",
+                    received={"axis": axis},
+                    fix="Write for example axis=0.",
+                )
+            )
         self._check_outside("gather", "all_gather")
         return combine.gather(value, axis, self)
 

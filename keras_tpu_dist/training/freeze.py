@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from keras_tpu_dist import _keras
+from keras_tpu_dist.common.checks import check_model
 from keras_tpu_dist.common.errors import did_you_mean, message
 from keras_tpu_dist.common.patterns import matches, patterns_of
 
@@ -96,6 +97,7 @@ def freeze(model: Any, patterns: str | Iterable[str], exclude: str | Iterable[st
       frozen classifier/encoder/kernel
       frozen classifier/encoder/bias
     """
+    check_model(model, "freeze")
     _check_built(model)
     patterns, exclude = patterns_of(patterns), patterns_of(exclude)
     names = {id(weight): _names(weight.path, model.name) for weight in model.weights}

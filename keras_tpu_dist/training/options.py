@@ -15,6 +15,8 @@ from keras_tpu_dist.hardware.compiler_options import (
 )
 from keras_tpu_dist.training.input_clock import checked_timeout
 
+# Each is held on the devices.
+_MOST_AHEAD = 10_000
 INPUTS = ("global", "per_process")
 
 
@@ -43,10 +45,10 @@ class Options:
 
     def __post_init__(self):
         prefetch, donate_state = self.prefetch, self.donate_state
-        if prefetch is not None and not is_count(prefetch, 0):
+        if prefetch is not None and not (is_count(prefetch, 0) and prefetch <= _MOST_AHEAD):
             raise ValueError(
                 message(
-                    "prefetch is a number of batches, 0 or more.",
+                    f"prefetch is a number of batches, 0 or more and at most {_MOST_AHEAD}.",
                     received={"prefetch": prefetch},
                     fix="Write for example prefetch=2.",
                 )

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from keras_tpu_dist.common.checks import check_counts, is_count
 from keras_tpu_dist.common.errors import message
 
 
@@ -20,6 +21,9 @@ class InputShard:
         count: How many parts there are.
         processes: The processes that bring this same part, the same rows in the same order: more
             than one where a model axis crosses hosts.
+
+    Raises:
+        ValueError: If one is no such number.
 
     Example:
 
@@ -34,6 +38,21 @@ class InputShard:
     index: int = 0
     count: int = 1
     processes: tuple[int, ...] = (0,)
+
+    def __post_init__(self):
+        check_counts("InputShard", 1, count=self.count)
+        listed = isinstance(self.processes, (tuple, list)) and len(self.processes) > 0
+        numbers = listed and all(is_count(each, 0) for each in self.processes)
+        if not is_count(self.index, 0) or self.index >= self.count or not numbers:
+            raise ValueError(
+                message(
+                    "An input shard has a number below their count, and the processes that bring "
+                    "it.",
+                    received={"index": self.index, "count": self.count}
+                    | {"processes": self.processes},
+                    fix="Use strategy.input_shard, or write for example InputShard(0, 2, (0,)).",
+                )
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """The attributes by name."""
