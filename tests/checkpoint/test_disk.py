@@ -1,5 +1,6 @@
 """Nothing is deleted before its successor is whole; a directory has one run, and one writer."""
 
+import importlib
 import logging
 import os
 import pathlib
@@ -114,13 +115,14 @@ def test_a_directory_has_one_run(tmp_path, said):
 
 
 def test_a_checkpoint_without_a_run_is_gone_on_with(tmp_path, monkeypatch, said):
-    stock = ktd.callbacks.Checkpoint.__init__.__globals__["snapshot"]
+    module = importlib.import_module(ktd.callbacks.Checkpoint.__module__)
+    stock = module.snapshot
 
     def older(model, training, extra):
         kept = {k: v for k, v in training.items() if k not in ("run", "metrics")}
         return stock(model, kept, extra)
 
-    monkeypatch.setitem(ktd.callbacks.Checkpoint.__init__.__globals__, "snapshot", older)
+    monkeypatch.setattr(module, "snapshot", older)
     fit(ktd.callbacks.Checkpoint(tmp_path), epochs=1)
     monkeypatch.undo()
     saved = ktd.callbacks.Checkpoint(tmp_path)
