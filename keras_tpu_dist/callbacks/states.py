@@ -100,7 +100,9 @@ def _give_attributes(callback: Any, saved: Mapping[str, Any]) -> None:
 def _fits(value: Any, now: Any) -> bool:
     if isinstance(now, bool):
         return isinstance(value, bool)
-    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
+    if value is None:
+        return not isinstance(now, int)  # a best value may be none yet, a counter is a number
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def history_of(history: Any) -> dict[str, Any]:
