@@ -6,6 +6,7 @@ from keras_tpu_dist import _keras as _keras  # first: selects and checks Keras's
 from keras_tpu_dist import layers as layers
 from keras_tpu_dist.common.later import loaded_later
 from keras_tpu_dist.common.progress import show_progress as show_progress
+from keras_tpu_dist.common.version import __version__ as __version__
 from keras_tpu_dist.hardware.assignment import DeviceAssignment as DeviceAssignment
 from keras_tpu_dist.hardware.simulation import simulate as simulate
 from keras_tpu_dist.hardware.topology import Topology as Topology
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
     from keras_tpu_dist.dryrun.run import dry_run as dry_run
     from keras_tpu_dist.planning.search import search as search
     from keras_tpu_dist.training.freeze import freeze as freeze
-
-__version__ = "0.2.0"
 
 _warn_of_wrong_jax()
 

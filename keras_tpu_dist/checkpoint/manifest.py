@@ -39,7 +39,7 @@ class CheckpointError(RuntimeError):
     ...     try:
     ...         ktd.restore(model, folder)
     ...     except ktd.CheckpointError as error:
-    ...         print(str(error).replace(folder, "FOLDER"))
+    ...         print(str(error).replace(folder, "FOLDER").partition(" Received")[0])
     There is no checkpoint in 'FOLDER'.
     """
 

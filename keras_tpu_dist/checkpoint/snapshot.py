@@ -5,7 +5,6 @@ import datetime
 import logging
 import math
 from collections.abc import Callable, Mapping
-from importlib import metadata
 from typing import Any
 
 import jax
@@ -16,6 +15,7 @@ from jax.sharding import NamedSharding
 from keras_tpu_dist.checkpoint.fingerprint import begun_with_finite
 from keras_tpu_dist.checkpoint.manifest import Manifest, Saved
 from keras_tpu_dist.checkpoint.names import WEIGHTS, Entry, named_state
+from keras_tpu_dist.common.version import __version__
 
 logger = logging.getLogger("keras_tpu_dist")
 
@@ -100,7 +100,7 @@ def _written(model: Any) -> dict[str, Any]:
         "optimizer": type(getattr(model, "optimizer", None)).__name__,
         "mesh": {} if mesh is None else dict(mesh.shape),
         "processes": jax.process_count(),
-        "keras_tpu_dist": metadata.version("keras_tpu_dist"),
+        "keras_tpu_dist": __version__,
         "keras": keras.__version__,
         "jax": jax.__version__,
     }

@@ -31,6 +31,8 @@ EFFORTS: dict[str, dict[str, str]] = {
 }
 _MEMORY = {"arguments", "outputs", "aliased", "temporaries", "code", "peak"}
 _NUMBER = re.compile(r"\(([\d.]+)([KMGT]?)\)")
+_USED = re.compile(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm")
+_NO_ARGUMENTS = re.compile(r"^\s*arguments\s+0B\s*$", flags=re.MULTILINE)
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _REMATERIALIZED = re.compile(
     r"Involuntary full rematerialization.*?op_name=\"([^\"]*)\"", flags=re.DOTALL
@@ -237,16 +239,30 @@ def is_about_hbm(error: str) -> bool:
     return "RESOURCE_EXHAUSTED" in error and not ("vmem" in error and "hbm" not in error.lower())
 
 
-def bytes_in_message(error: str) -> tuple[int, ...]:
+def bytes_in_message(error: str, *, argument_bytes: int) -> tuple[int, ...]:
     """The sizes that an out-of-memory message states, `(21.22G)` as bytes.
+
+    libtpu 0.0.42 and newer count the arguments, although they speak of temporaries: 32.03G where
+    the same program has arguments of 16.02 and temporaries of 16.05 GiB. libtpu 0.0.41 says "Used
+    16.05G of 15.75G hbm" for it, and "arguments 0B" in the table below.
 
     Args:
         error: The compiler's message.
+        argument_bytes: What the program's arguments take, for messages that leave them out.
 
     Returns:
-        The sizes in the order of the message; `()` if it states none.
+        What the program needs, then the other sizes in the order of the message; `()` if it
+        states none.
     """
-    return tuple(int(float(n) * _UNITS[unit]) for n, unit in _NUMBER.findall(error))
+    used = _USED.search(error)
+    if used is None:
+        return tuple(_bytes(n, unit) for n, unit in _NUMBER.findall(error))
+    needed, limit = _bytes(used[1], used[2]), _bytes(used[3], used[4])
+    return needed + (argument_bytes if _NO_ARGUMENTS.search(error) else 0), limit
+
+
+def _bytes(number: str, unit: str) -> int:
+    return int(float(number) * _UNITS[unit])
 
 
 def _place(device: object) -> tuple[int, ...]:

@@ -271,9 +271,9 @@ def _near_limit(compiled: Compiled, lowered: Lowered) -> bool:
     limit = lowered.topology.hbm_bytes
     if compiled.error is None:
         return compiled.total_bytes > (1 - _NEAR_LIMIT) * limit
-    stated = bytes_in_message(compiled.error)
-    hope = _OVERSTATEMENT if lowered.overstated else 1 + _NEAR_LIMIT
     held = lowered.state.weights + lowered.state.optimizer
+    stated = bytes_in_message(compiled.error, argument_bytes=held)
+    hope = _OVERSTATEMENT if lowered.overstated else 1 + _NEAR_LIMIT
     return bool(stated) and stated[0] < hope * limit and held < limit
 
 
@@ -289,9 +289,8 @@ def _report(
     topology = lowered.topology
     cost = _cost(lowered, measured, Topology.parse(sized_on) if sized_on else topology)
     times = estimate(cost, topology) if topology and cost and not verdict.error else None
-    # The message counts arguments too, although it speaks of temporaries: 32.03G where the
-    # same program has arguments of 16.02 and temporaries of 16.05 GiB.
-    stated = bytes_in_message(verdict.error or "")
+    held = lowered.state.weights + lowered.state.optimizer
+    stated = bytes_in_message(verdict.error or "", argument_bytes=held)
     total = stated[0] if stated else measured.total_bytes if measured.memory else 0
     fits = None if topology is None else verdict.error is None
     layer = Attribution(lowered.layer_names).layer

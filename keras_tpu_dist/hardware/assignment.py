@@ -39,7 +39,7 @@ class DeviceAssignment:
     >>> print(DeviceAssignment.build("v5e:2x4", computation_shape=(2, 2)))
     2 replica(s) of 4 logical device(s) on v5e:2x4, each a block of 2x2
       replica 0 on host 0: (0,0,0,0) (0,1,0,0) (1,0,0,0) (1,1,0,0)
-      replica 1 on host 1: (0,2,0,0) (0,3,0,0) (1,2,0,0) (1,3,0,0)
+      replica 1 on host 0: (0,2,0,0) (0,3,0,0) (1,2,0,0) (1,3,0,0)
     """
 
     topology: Topology

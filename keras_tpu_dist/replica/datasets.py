@@ -135,7 +135,8 @@ class DistributedInput(StrategyPart):
                 )
             )
         one_by_one = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-        if not (isinstance(dataset, Iterable) or one_by_one):
+        of_tensorflow = hasattr(dataset, "as_numpy_iterator")
+        if not (isinstance(dataset, Iterable) or one_by_one or of_tensorflow):
             raise ValueError(
                 message(
                     "A dataset is an iterable of batches, or arrays with batch_size.",

@@ -1,3 +1,4 @@
+import functools
 import json
 import os
 import pickle
@@ -704,7 +705,15 @@ def test_sizes_in_an_overflow_message():
         "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO "
         "temporaries (23.88G) exceeds available HBM (15.75G)."
     )
-    assert dryrun_compile.bytes_in_message(text) == (int(23.88 * 2**30), int(15.75 * 2**30))
+    limit = int(15.75 * 2**30)
+    read = functools.partial(dryrun_compile.bytes_in_message, argument_bytes=2**34)
+    assert read(text) == (int(23.88 * 2**30), limit)
+    old = "Ran out of memory in memory space hbm. Used 16.05G of 15.75G hbm. Exceeded by 306.05M.\n"
+    table = "Total hbm usage >= 16.30G:\n    reserved        258.00M \n    arguments       {} \n"
+    alone = int(16.05 * 2**30)
+    assert read(old + table.format("0B")) == (alone + 2**34, limit)
+    assert read(old + table.format("2.00G") + "Unpadded (1.00G)") == (alone, limit)
+    assert read("no size at all") == ()
 
 
 # --- reports ---------------------------------------------------------------------------------
