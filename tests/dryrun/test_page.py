@@ -227,5 +227,9 @@ def test_a_page_needs_a_path(tmp_path):
             made_run().to_html(wrong)
     with pytest.raises(ValueError, match="a folder that exists"):
         ktd.TPUStrategy().show().save(tmp_path / "no" / "a.svg")
+
+
+def test_a_picture_needs_a_format(tmp_path):
+    pytest.importorskip("matplotlib")
     with pytest.raises(ValueError, match="a format that matplotlib knows"):
         ktd.TPUStrategy().show().save(tmp_path / "a.xyz")
