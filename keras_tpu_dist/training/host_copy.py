@@ -60,8 +60,8 @@ def _distinct_shards(leaf: jax.Array) -> dict[_Bounds, jax.Array]:
     return {_bounds(shard.index): shard.data for shard in reversed(leaf.addressable_shards)}
 
 
-def _bounds(index: tuple[slice, ...]) -> _Bounds:
-    return tuple((part.start, part.stop) for part in index)
+def _bounds(index: tuple[slice, ...] | None) -> _Bounds:
+    return tuple((part.start, part.stop) for part in index or ())
 
 
 def _is_in_host_memory(shard: jax.Array) -> bool:
