@@ -9,15 +9,15 @@ For each model some candidates of `ktd.search`, the first by forecast and others
 are compiled; prints Spearman's correlation of forecast and compiled step time and memory, where the
 compiler's best stood in the forecast, and the time that forecasting and compiling took. What the
 compiler has within 2 % of each other counts as equal. `--all` compiles every candidate, `--record`
-writes what it said to `tests/planning/compiled.json`.
+writes what it said to `tests/searches/compiled.json`.
 
 `--against-list` compiles 30 strategies written by hand, the fastest four at full effort too, and
 prints the fastest and what a search chooses, with an empty cache. `--cycles` prints what the
-constants of `planning/forecast.py` and `work.py` are read from: the compiler's time of each layer
+constants of `searches/forecast.py` are read from: the compiler's time of each layer
 next to that at the chip's peak rates.
 
 `--recorded` compiles nothing: it takes what the compiler said of most candidates on v5e:2x4 from
-`tests/planning/compiled.json` (libtpu 0.0.42.1), and also prints the least of 20 draws of ten, five
+`tests/searches/compiled.json` (libtpu 0.0.42.1), and also prints the least of 20 draws of ten, five
 of them the first by forecast.
 
 Compilations are kept in `--cache`, so that a second run has only to lower.
@@ -36,9 +36,9 @@ import keras
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.dryrun.cache import Cache
-from keras_tpu_dist.planning.candidates import Candidate, candidates
-from keras_tpu_dist.planning.search import _forecasts
-from keras_tpu_dist.planning.tried import compiled_step, lowered_step, rank
+from keras_tpu_dist.searches.candidates import Candidate, candidates
+from keras_tpu_dist.searches.search import _forecasts
+from keras_tpu_dist.searches.tried import compiled_step, lowered_step, rank
 
 L = keras.layers
 
@@ -195,7 +195,7 @@ LIST = [
 _ALIKE = 1.02
 # How many of the list are compiled at full effort.
 _AGAIN = 4
-RECORD = pathlib.Path(__file__).parents[1] / "tests" / "planning" / "compiled.json"
+RECORD = pathlib.Path(__file__).parents[1] / "tests" / "searches" / "compiled.json"
 
 
 def ranks(values, alike=1.0):

@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from keras_tpu_dist import callbacks as callbacks
     from keras_tpu_dist.checkpoint import CheckpointError as CheckpointError
     from keras_tpu_dist.checkpoint import restore as restore
-    from keras_tpu_dist.comparison import compare as compare
     from keras_tpu_dist.dryrun.diff import diff as diff
-    from keras_tpu_dist.dryrun.largest_batch import largest_batch as largest_batch
     from keras_tpu_dist.dryrun.run import DryRun as DryRun
     from keras_tpu_dist.dryrun.run import dry_run as dry_run
-    from keras_tpu_dist.planning.search import search as search
+    from keras_tpu_dist.searches.compare import compare as compare
+    from keras_tpu_dist.searches.largest_batch import largest_batch as largest_batch
+    from keras_tpu_dist.searches.search import search as search
     from keras_tpu_dist.training.freeze import freeze as freeze
 
 _warn_of_wrong_jax()
@@ -50,13 +50,13 @@ _LATER = {
     "callbacks": "callbacks",
     "CheckpointError": "checkpoint",
     "restore": "checkpoint",
-    "compare": "comparison",
+    "compare": "searches.compare",
     "diff": "dryrun.diff",
-    "largest_batch": "dryrun.largest_batch",
+    "largest_batch": "searches.largest_batch",
     "DryRun": "dryrun.run",
     "dry_run": "dryrun.run",
     "freeze": "training.freeze",
-    "search": "planning.search",
+    "search": "searches.search",
 }
 
 __getattr__, __dir__ = loaded_later(__name__, globals(), _LATER)

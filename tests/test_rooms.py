@@ -34,8 +34,7 @@ ROOMS = {
     "dryrun": {*BASE, "hardware", "hlo", "layout", "memory", "partitioner", "training"},
 }
 ROOMS["strategy"] = {*ROOMS} - {"recurrence", "layers", "callbacks", "checkpoint"}
-ROOMS["planning"] = {*ROOMS["dryrun"], "dryrun", "strategy"}
-ROOMS["comparison"] = {"common", "dryrun", "hardware", "strategy"}
+ROOMS["searches"] = {*ROOMS["dryrun"], "dryrun", "strategy"}
 ROOMS["__main__"] = {*ROOMS}
 MOST_LINES_OF_A_FUNCTION = 60
 

@@ -1,6 +1,5 @@
 """Dry runs of no compiler, to draw: numbers by hand, and names that would break a page."""
 
-from keras_tpu_dist.comparison import Candidate, Comparison
 from keras_tpu_dist.dryrun.build import StateBytes
 from keras_tpu_dist.dryrun.report import DryRun, estimate
 from keras_tpu_dist.dryrun.torus import Torus
@@ -8,6 +7,7 @@ from keras_tpu_dist.hardware.mesh import build_mesh
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.hlo.analysis import Buffer, LayerCost, ProgramCost
 from keras_tpu_dist.hlo.collectives import Collective
+from keras_tpu_dist.searches.compare import Candidate, Comparison
 
 EVIL = "</script><script>document.title='evil'</script><img src=x onerror=alert(1)>"
 

@@ -9,11 +9,11 @@ import pytest
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist import __main__
-from keras_tpu_dist.comparison import compare
 from keras_tpu_dist.dryrun.compile import is_about_hbm
 from keras_tpu_dist.dryrun.inputs import count_tokens
-from keras_tpu_dist.dryrun.largest_batch import largest_batch
 from keras_tpu_dist.dryrun.run import dry_run
+from keras_tpu_dist.searches.compare import compare
+from keras_tpu_dist.searches.largest_batch import largest_batch
 
 L = keras.layers
 

@@ -9,8 +9,8 @@ from keras_tpu_dist.dryrun.build import Build, Lowered
 from keras_tpu_dist.dryrun.cache import Cache
 from keras_tpu_dist.dryrun.run import DryRun, compile_once, lower_once
 from keras_tpu_dist.hardware.topology import Topology
-from keras_tpu_dist.planning.candidates import Candidate
-from keras_tpu_dist.planning.forecast import Forecast
+from keras_tpu_dist.searches.candidates import Candidate
+from keras_tpu_dist.searches.forecast import Forecast
 
 logger = logging.getLogger("keras_tpu_dist")
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from keras_tpu_dist.planning.buffers import Buffer, buffers_of, peak_bytes
-from keras_tpu_dist.planning.origins import BATCH
+from keras_tpu_dist.searches.activations import BATCH, Buffer, buffers_of, peak_bytes
 
 ROWS, WIDTH, HIDDEN = 16, 256, 1024
 KERNEL = jnp.zeros((WIDTH, HIDDEN))

@@ -12,8 +12,8 @@ from keras_tpu_dist.common.progress import stages
 from keras_tpu_dist.common.svg import GREY
 from keras_tpu_dist.common.text import duration_text, html_table, size_text, text_table
 from keras_tpu_dist.dryrun.run import Build, DryRun, Progress, check_how, run_once
-from keras_tpu_dist.dryrun.scatter import Point, colours_of, scatter_svg
 from keras_tpu_dist.hardware.topology import Topology
+from keras_tpu_dist.searches.scatter import Point, colours_of, scatter_svg
 from keras_tpu_dist.strategy import TPUStrategy
 
 logger = logging.getLogger("keras_tpu_dist")

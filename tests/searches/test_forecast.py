@@ -12,13 +12,18 @@ import pytest
 import keras_tpu_dist as ktd
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.hlo import Wire, seconds_over
-from keras_tpu_dist.planning.buffers import peak_bytes
-from keras_tpu_dist.planning.candidates import Candidate, candidates
-from keras_tpu_dist.planning.facts import describing
-from keras_tpu_dist.planning.forecast import forecast
-from keras_tpu_dist.planning.ground import Ground, Placed
-from keras_tpu_dist.planning.memory import parts_on
-from keras_tpu_dist.planning.work import padding, part_of, ring_of
+from keras_tpu_dist.searches.activations import peak_bytes
+from keras_tpu_dist.searches.candidates import Candidate, candidates
+from keras_tpu_dist.searches.facts import describing
+from keras_tpu_dist.searches.forecast import (
+    Ground,
+    Placed,
+    forecast,
+    padding,
+    part_of,
+    parts_on,
+    ring_of,
+)
 
 L = keras.layers
 SLICE = Topology.parse("v5e:2x4")

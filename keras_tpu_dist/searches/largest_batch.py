@@ -91,7 +91,7 @@ def largest_batch(
     Example:
 
     >>> import keras, keras_tpu_dist as ktd
-    >>> from keras_tpu_dist.dryrun.largest_batch import largest_batch
+    >>> from keras_tpu_dist.searches.largest_batch import largest_batch
     >>> def build():
     ...     model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(256)])
     ...     model.compile("adam", "mse")

@@ -16,7 +16,7 @@ from keras_tpu_dist.dryrun.build import Build, described, forward_pass
 from keras_tpu_dist.dryrun.inputs import count_tokens
 from keras_tpu_dist.dryrun.products import Lookup, Product, lookups_of, products_of
 from keras_tpu_dist.memory.remat import LayerPolicies
-from keras_tpu_dist.planning.buffers import Buffer, buffers_of
+from keras_tpu_dist.searches.activations import Buffer, buffers_of
 from keras_tpu_dist.strategy import TPUStrategy
 
 # Axes of each dimension of a weight.

@@ -17,10 +17,10 @@ from keras_tpu_dist.dryrun import run as dryrun
 from keras_tpu_dist.dryrun import worker
 from keras_tpu_dist.dryrun.compile import has_libtpu
 from keras_tpu_dist.hardware.topology import Topology
-from keras_tpu_dist.planning import search as planning
-from keras_tpu_dist.planning import together
-from keras_tpu_dist.planning.candidates import Candidate, candidates
-from keras_tpu_dist.planning.forecast import Forecast
+from keras_tpu_dist.searches import parallel
+from keras_tpu_dist.searches import search as searching
+from keras_tpu_dist.searches.candidates import Candidate, candidates
+from keras_tpu_dist.searches.forecast import Forecast
 
 L = keras.layers
 
@@ -119,16 +119,16 @@ def test_what_is_compiled():
     def names(found):
         return [(t.candidate.mesh[0][0], t.candidate.remat) for t in found]
 
-    first = planning._of_other_ways(left, 3)
+    first = searching._of_other_ways(left, 3)
     assert names(first) == [("a", None), ("b", None), ("c", None)]
-    assert planning._of_other_ways(left, 2) == first[:2]
+    assert searching._of_other_ways(left, 2) == first[:2]
     compiled = []
     for one in first:
         left.remove(one)
         name = one.candidate.mesh[0][0]
         run = dry(step[name])
         compiled.append(dataclasses.replace(one, run=run))
-    second = planning._like_the_best(left, compiled, 3)
+    second = searching._like_the_best(left, compiled, 3)
     assert names(second) == [("b", "dots"), ("b", "full"), ("a", "dots")]
 
 
@@ -137,10 +137,10 @@ def test_what_is_looked_at_once_more():
     tries = [tried(axis, None) for axis in "abcde"]
     runs = [dry(3.0), dry(1.0), dry(0.5, fits=False), dry(2.0), None]
     compiled = [dataclasses.replace(one, run=run) for one, run in zip(tries, runs)]
-    fastest, rest = planning._fastest(compiled, 2)
+    fastest, rest = searching._fastest(compiled, 2)
     assert [one.candidate.mesh[0][0] for one in fastest] == ["b", "d"]
     assert sorted(one.candidate.mesh[0][0] for one in rest) == ["a", "c", "e"]
-    assert planning._fastest(compiled, 0)[0] == []
+    assert searching._fastest(compiled, 0)[0] == []
     # Of one mesh in two orders, the faster, as long as there are others.
     there, back = (("a", 2), ("b", 4)), (("b", 4), ("a", 2))
     orders = [
@@ -148,13 +148,13 @@ def test_what_is_looked_at_once_more():
         for one, mesh, run in zip(tries, (there, back), (dry(1.1), dry(1.0)))
     ]
     for number, expected in ((2, [back, (("d", 8),)]), (3, [back, (("d", 8),), there])):
-        chosen, rest = planning._fastest([*orders, compiled[3]], number)
+        chosen, rest = searching._fastest([*orders, compiled[3]], number)
         assert [one.candidate.mesh for one in chosen] == expected
         assert len(chosen) + len(rest) == 3
     again = [dataclasses.replace(fastest[0], run=dry(0.9, effort="exact"))]
     again += [dataclasses.replace(fastest[1], run=dry(0.7, effort="exact"))]
     faster = dataclasses.replace(tries[0], run=dry(0.1))
-    ranked = sorted([*again, faster], key=planning.rank)
+    ranked = sorted([*again, faster], key=searching.rank)
     assert [one.candidate.mesh[0][0] for one in ranked] == ["d", "b", "a"]
 
 
@@ -163,14 +163,14 @@ def test_memory_of_a_program_that_fits_is_what_it_needs_at_one_time():
     run = SimpleNamespace(
         fits=True, total_bytes=21 * gib, limit_bytes=16 * gib, peak_bytes=14 * gib
     )
-    assert planning._at_one_time(run) == 14 * gib
+    assert searching._at_one_time(run) == 14 * gib
     for changed in ({"fits": False}, {"total_bytes": 15 * gib}, {"peak_bytes": 0}):
         other = SimpleNamespace(**{**vars(run), **changed})
-        assert planning._at_one_time(other) == other.total_bytes
+        assert searching._at_one_time(other) == other.total_bytes
 
 
 def test_several_at_a_time(monkeypatch):
-    monkeypatch.setattr(together, "at_once", lambda: 2)
+    monkeypatch.setattr(parallel, "at_once", lambda: 2)
     chosen = [tried(axis, None) for axis in "abcde"]
     started, running, most = [], set(), []
 
@@ -187,7 +187,7 @@ def test_several_at_a_time(monkeypatch):
         return dataclasses.replace(one, error=lowered)
 
     def all_of(until, first=True):
-        return together.compiled_together(
+        return parallel.compiled_together(
             chosen, lower, compile_, begin=started.append, until=until, first=first
         )
 
@@ -205,7 +205,7 @@ def test_an_interrupt_ends_what_is_being_compiled(monkeypatch, tmp_path):
     script = tmp_path / "compiler.py"
     script.write_text("import time\ntime.sleep(60)\n")
     monkeypatch.setattr(worker, "__file__", str(script))
-    monkeypatch.setattr(together, "at_once", lambda: 2)
+    monkeypatch.setattr(parallel, "at_once", lambda: 2)
     chosen, codes = [tried(axis, None) for axis in "abcd"], []
 
     def lower(one):
@@ -219,7 +219,7 @@ def test_an_interrupt_ends_what_is_being_compiled(monkeypatch, tmp_path):
 
     started = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        together.compiled_together(
+        parallel.compiled_together(
             chosen, lower, compile_, begin=lambda name: None, until=math.inf, first=True
         )
     assert time.monotonic() - started < 20
@@ -228,20 +228,20 @@ def test_an_interrupt_ends_what_is_being_compiled(monkeypatch, tmp_path):
 
 
 def test_a_container_leaves_less(monkeypatch, tmp_path):
-    monkeypatch.setattr(together, "_CONTAINER", tmp_path)
-    free = together.available_memory()
-    assert together.container_processors() > 1000
+    monkeypatch.setattr(parallel, "_CONTAINER", tmp_path)
+    free = parallel.available_memory()
+    assert parallel.container_processors() > 1000
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "cpu.max").write_text("max 100000\n")
-    assert together.container_processors() > 1000
-    assert together.available_memory() == pytest.approx(free, rel=0.2)
+    assert parallel.container_processors() > 1000
+    assert parallel.available_memory() == pytest.approx(free, rel=0.2)
     (tmp_path / "memory.max").write_text("9000\n")
     (tmp_path / "memory.current").write_text("5000\n")
     (tmp_path / "memory.stat").write_text("anon 4000\ninactive_file 1000\n")
     (tmp_path / "cpu.max").write_text("250000 100000\n")
-    assert together.available_memory() == 5000
-    assert together.container_processors() == 2
-    assert together.at_once() == 1
+    assert parallel.available_memory() == 5000
+    assert parallel.container_processors() == 2
+    assert parallel.at_once() == 1
 
 
 class Tabled(L.Layer):
@@ -264,14 +264,14 @@ def test_tables_of_any_dimensions_are_forecast():
         return model
 
     given = {"x": None, "y": None, "sample_weight": None}
-    _, found = planning._forecasts(build, Topology.parse("v5e:2x4"), 64, given, None)
+    _, found = searching._forecasts(build, Topology.parse("v5e:2x4"), 64, given, None)
     assert len(found) == len(list(candidates(8, Topology.parse("v5e:2x4"))))
 
 
 @pytest.mark.parametrize("rows", [1, 3, 4, 6])
 def test_fewer_rows_than_devices(rows):
     given = {"x": None, "y": None, "sample_weight": None}
-    _, found = planning._forecasts(build, Topology.parse("v5e:2x4"), rows, given, None)
+    _, found = searching._forecasts(build, Topology.parse("v5e:2x4"), rows, given, None)
     for one in found:
         axes = dict(one.candidate.mesh)
         assert axes.get("data", 1) * axes.get("fsdp", 1) <= rows
@@ -280,10 +280,10 @@ def test_fewer_rows_than_devices(rows):
 
 
 def test_at_once(monkeypatch):
-    monkeypatch.setattr(together, "available_memory", lambda: 9 * 2**30)
-    assert 1 <= together.at_once() <= 2
-    monkeypatch.setattr(together, "available_memory", lambda: 0)
-    assert together.at_once() == 1
+    monkeypatch.setattr(parallel, "available_memory", lambda: 9 * 2**30)
+    assert 1 <= parallel.at_once() <= 2
+    monkeypatch.setattr(parallel, "available_memory", lambda: 0)
+    assert parallel.at_once() == 1
 
 
 def dry(step, fits=True, effort="quick"):
@@ -292,7 +292,7 @@ def dry(step, fits=True, effort="quick"):
 
 def tried(axis, remat):
     times = Forecast(0, 0, 0, compute_s=1, traffic_s=0, links_s=0, exposed_s=0)
-    return planning.Tried(Candidate(((axis, 8),), None, False, remat), 64, times)
+    return searching.Tried(Candidate(((axis, 8),), None, False, remat), 64, times)
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,11 @@ from keras_tpu_dist.dryrun.cache import Cache
 from keras_tpu_dist.dryrun.run import DryRun, Progress
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.hlo import Wire
-from keras_tpu_dist.planning.candidates import POLICIES, Candidate, candidates
-from keras_tpu_dist.planning.facts import Described, Facts, describing
-from keras_tpu_dist.planning.forecast import forecast
-from keras_tpu_dist.planning.ground import Ground
-from keras_tpu_dist.planning.together import compiled_together
-from keras_tpu_dist.planning.tried import Tried, compiled_step, lowered_step, rank
+from keras_tpu_dist.searches.candidates import POLICIES, Candidate, candidates
+from keras_tpu_dist.searches.facts import Described, Facts, describing
+from keras_tpu_dist.searches.forecast import Ground, forecast
+from keras_tpu_dist.searches.parallel import compiled_together
+from keras_tpu_dist.searches.tried import Tried, compiled_step, lowered_step, rank
 from keras_tpu_dist.strategy import TPUStrategy
 
 logger = logging.getLogger("keras_tpu_dist")

@@ -1,1 +1,0 @@
-"""Which strategy is the fastest for a model on a slice."""

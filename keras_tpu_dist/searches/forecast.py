@@ -1,0 +1,694 @@
+"""Memory and time of a step on a mesh, in closed form: what is worth compiling, and what is not.
+
+A forecast ranks; it does not replace the compiler. It knows the products, where their weights lie,
+and what must cross the links for them; not the kernels that the compiler makes, nor its schedule.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from keras_tpu_dist.dryrun.products import Product
+from keras_tpu_dist.hardware.compiler_options import uses_rings
+from keras_tpu_dist.hardware.topology import Topology
+from keras_tpu_dist.hlo import Wire, seconds_over
+from keras_tpu_dist.searches.activations import BATCH, Origin, peak_bytes
+from keras_tpu_dist.searches.facts import Facts, Spec, Weight
+from keras_tpu_dist.training.guard import states_that_fit
+
+
+@dataclass(frozen=True)
+class Ground:
+    """A mesh, as a forecast sees it.
+
+    Attributes:
+        wire: Its devices and links.
+        topology: The slice.
+        data_axes: The axes that split the batch.
+        shard_optimizer: Whether slots are split over them.
+    """
+
+    wire: Wire
+    topology: Topology
+    data_axes: tuple[str, ...]
+    shard_optimizer: bool
+
+    def ways(self, axes: Sequence[str]) -> int:
+        """Into how many parts axes split something.
+
+        Args:
+            axes: The axes.
+        """
+        sizes = dict(self.wire.axes)
+        return math.prod(sizes[axis] for axis in axes)
+
+    def seconds(self, kind: str, whole: float, axes: Sequence[str]) -> float:
+        """Seconds of a collective over axes.
+
+        Args:
+            kind: `"all-reduce"` and so on.
+            whole: Bytes of the whole array.
+            axes: The axes.
+        """
+        return seconds_over(self.wire, kind, whole, axes)
+
+
+@dataclass(frozen=True)
+class Side:
+    """Dimensions of a weight taken together.
+
+    Attributes:
+        size: Their product on one device.
+        ways: In how many parts they are.
+    """
+
+    size: float
+    ways: int
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A model on a mesh.
+
+    Attributes:
+        facts: What the model asks.
+        specs: The axes of each weight's dimensions.
+        ground: The mesh.
+        batches: Its rows over those that were traced.
+    """
+
+    facts: Facts
+    specs: tuple[Spec, ...]
+    ground: Ground
+    batches: float
+
+    @property
+    def share(self) -> float:
+        """One device's rows over those that were traced."""
+        return self.batches / self.ground.ways(self.ground.data_axes)
+
+    def weights(self) -> list[tuple[int, Weight, Spec]]:
+        """The number, the weight and its axes of each."""
+        return [(i, w, s) for i, (w, s) in enumerate(zip(self.facts.weights, self.specs))]
+
+    def split(self, index: int) -> list[tuple[str, ...]]:
+        """The axes of each dimension that stay split while a weight is used: those of no batch.
+
+        Args:
+            index: Which weight.
+        """
+        return self._splits[index]
+
+    @functools.cached_property
+    def _splits(self) -> list[list[tuple[str, ...]]]:
+        data = self.ground.data_axes
+        return [
+            [tuple(axis for axis in axes if axis not in data) for axes in spec]
+            for spec in self.specs
+        ]
+
+    @functools.cached_property
+    def most_split(self) -> int:
+        """In how many parts the most finely split dimension of a weight is."""
+        every = (axes for spec in self._splits for axes in spec)
+        return max(map(self.ground.ways, every), default=1)
+
+    def stored(self, index: int) -> tuple[str, ...]:
+        """The axes of the batch that split a weight where it is stored.
+
+        Args:
+            index: Which weight.
+        """
+        data = self.ground.data_axes
+        return tuple(axis for axes in self.specs[index] for axis in axes if axis in data)
+
+    def ways(self, index: int) -> int:
+        """In how many parts a weight is stored.
+
+        Args:
+            index: Which weight.
+        """
+        return math.prod(map(self.ground.ways, self.specs[index]))
+
+    def used_ways(self, index: int) -> int:
+        """In how many parts a weight is used.
+
+        Args:
+            index: Which weight.
+        """
+        return math.prod(map(self.ground.ways, self.split(index)))
+
+    @functools.cached_property
+    def begins_split(self) -> bool:
+        """Whether the features that the first layer makes are split, as then those after it are."""
+        first = next((p.weight for p in self.facts.products if p.weight is not None), None)
+        return not self.tables and first is not None and bool(self.split(first)[-1])
+
+    @functools.cached_property
+    def tables(self) -> frozenset[int]:
+        """The weights in which rows are looked up."""
+        return frozenset(lookup.weight for lookup in self.facts.lookups)
+
+    def columns(self, index: int) -> Side:
+        """The columns of a table's rows; of a vector none.
+
+        Args:
+            index: Which weight.
+        """
+        shape, axes = self.facts.weights[index].shape, self.specs[index]
+        if len(shape) < 2:
+            return Side(0, 1)
+        ways = self.ground.ways(axes[-1])
+        return Side(shape[-1] / ways, ways)
+
+    def in_a_loop(self, product: Product) -> bool:
+        """Whether a product runs in a loop, not once on each device.
+
+        Args:
+            product: The product.
+        """
+        return product.times > self.ground.wire.size
+
+    def sides(self, product: Product, weight: int) -> tuple[Side, Side]:
+        """What a product sums over, and the features that it makes.
+
+        Args:
+            product: The product.
+            weight: The weight that it reads.
+        """
+        shape, split = self.facts.weights[weight].shape, self.split(weight)
+        found = []
+        for summed in (True, False):
+            dims = [d for d in range(len(shape)) if (d in product.contracted) == summed]
+            ways = math.prod(self.ground.ways(split[d]) for d in dims)
+            taps = 1 if summed else product.taps
+            found.append(Side(math.prod(shape[d] for d in dims) / taps / ways, ways))
+        return found[0], found[1]
+
+    @functools.cached_property
+    def gradient_itemsizes(self) -> tuple[float, ...]:
+        """Bytes of an element of each gradient: as wide as the product's that makes it.
+
+        Those of loops are summed in float32.
+        """
+        weights = self.facts.weights
+        sizes = {
+            p.weight: p.weight_bytes / weights[p.weight].size
+            for p in self.facts.products
+            if p.weight is not None and p.times == 1
+        }
+        narrow = min(sizes.values(), default=4.0)
+        sizes |= dict.fromkeys(self.tables, narrow)
+        return tuple(sizes.get(i, float(w.itemsize)) for i, w in enumerate(weights))
+
+
+# The compiler's cycles of effort "quick", by which a search decides, over what a product would
+# take at the chip's peak (`python benchmarks/search.py --cycles`, libtpu 0.0.42.1, v5e).
+PRODUCT_CYCLES = 4.2
+# The matrix units and the vectors have 128 columns; fewer take as long.
+_COLUMNS = 128
+# What a round of pieces of a gradient takes at least, and how often bytes of its are moved.
+_ROUND_S = 2e-5
+_ROUND_PASSES = 2
+
+
+def padding(size: float) -> float:
+    """How much more the chip does for so many columns.
+
+    Args:
+        size: The columns.
+    """
+    return math.ceil(size / _COLUMNS) * _COLUMNS / size if size else 1.0
+
+
+@dataclass(frozen=True)
+class Part:
+    """One device's part of a product.
+
+    Attributes:
+        forward_s: Seconds of the matrix units forwards.
+        backward_s: And for both gradients.
+        moved_bytes: Its operands and its result, once.
+    """
+
+    forward_s: float
+    backward_s: float
+    moved_bytes: float
+
+
+def part_of(placed: Placed, product: Product) -> Part:
+    """One device's part of a product.
+
+    Args:
+        placed: The model on its mesh.
+        product: The product.
+    """
+    ground, often = placed.ground, product.times * placed.share
+    whole = product.flops * often / ground.topology.peak_flops()
+    read, written = product.read_bytes * often, product.written_bytes * often
+    weight = product.weight
+    if weight is None:
+        # Attention's own products are split as the heads around them are. Flash attention is a
+        # kernel, whose cycles the compiler does not estimate: at full speed.
+        ways = placed.most_split
+        return Part(whole / ways, 2 * whole / ways, (read + written) / ways)
+    moved = read + written + product.weight_bytes
+    if placed.in_a_loop(product):
+        # The step of a recurrence is a kernel too, with its weights whole, on the chip; the
+        # gradient of the weights is one product after it.
+        return Part(whole, whole * (1 + PRODUCT_CYCLES), moved)
+    if product.times > 1:
+        return Part(whole * PRODUCT_CYCLES, 2 * whole * PRODUCT_CYCLES, moved)
+    summed, made = placed.sides(product, weight)
+    columns = padding(summed.size) * padding(made.size)
+    if product.taps > 1:
+        # Convolutions may have the batch where others have features.
+        batch = padding(placed.facts.rows * placed.share)
+        columns = min(columns, batch * min(padding(summed.size), padding(made.size)))
+    one = whole * PRODUCT_CYCLES * columns / summed.ways / made.ways
+    moved = read / summed.ways + written / made.ways
+    return Part(one, 2 * one, moved + product.weight_bytes / summed.ways / made.ways)
+
+
+@dataclass(frozen=True)
+class Ring:
+    """A gradient that is made piece by piece.
+
+    Attributes:
+        seconds: The least that the rounds take.
+        moved_bytes: What they move.
+        laid_out_bytes: An operand that is laid out anew for them.
+    """
+
+    seconds: float = 0.0
+    moved_bytes: float = 0.0
+    laid_out_bytes: float = 0.0
+
+
+def ring_of(placed: Placed, product: Product, again: float = 0.0) -> Ring:
+    """A product's gradient that is made piece by piece, each sent on when it is ready.
+
+    So XLA does with gradients that end split over the batch's axes, where it is not told to leave
+    products whole, and where a row of the batch has many rows, of a time or an image: others are
+    summed and scattered. An operand is laid out anew, with the columns of one piece at a time.
+
+    Args:
+        placed: The model on its mesh.
+        product: The product.
+        again: Of the forward pass, how much is computed twice.
+    """
+    ground, weight = placed.ground, product.weight
+    if weight is None or product.times > 1 or not uses_rings(ground.wire.size):
+        return Ring()
+    flat = 2 * placed.facts.weights[weight].size * placed.facts.rows
+    if product.taps == 1 and product.flops <= flat:
+        return Ring()
+    stored = placed.stored(weight)
+    ways = ground.ways(stored or ground.data_axes)
+    # Pieces go both ways round, so that two devices need no ring.
+    rounds = ways // 2 - 1
+    if rounds < 1 or not (stored or ground.shard_optimizer):
+        return Ring()
+    summed, made = placed.sides(product, weight)
+    cut, operand = made, product.written_bytes
+    if summed.size >= made.size:
+        cut, operand = summed, product.read_bytes
+    pieces = _ROUND_PASSES * product.weight_bytes / summed.ways / made.ways
+    laid_out = operand * placed.share / cut.ways * padding(cut.size / ways)
+    uses = 1.0
+    if stored and (again or product.taps > 1):
+        # The gathered weight of a convolution too, and of what is computed again.
+        uses = 3 + again if product.taps > 1 else 2
+    moved = pieces + laid_out * uses
+    return Ring(_ROUND_S * rounds * uses, moved * rounds, laid_out)
+
+
+def table_bytes(placed: Placed) -> float:
+    """Bytes moved for tables and their gradients.
+
+    Both are laid out anew, and then have 128 columns where they are of fewer.
+
+    Args:
+        placed: The model on its mesh.
+    """
+    moved = 0.0
+    for index in placed.tables:
+        weight, wide = placed.facts.weights[index], padding(placed.columns(index).size)
+        one = weight.size * weight.itemsize / placed.ways(index)
+        # Read as stored and written half as wide, then copied, as the gradient is.
+        moved += one * (1.5 + 1 + wide)
+    return moved
+
+
+def taken_bytes(placed: Placed) -> float:
+    """Bytes moved of rows that are looked up: of the whole batch where a table is stored split.
+
+    Args:
+        placed: The model on its mesh.
+    """
+    total, ground = 0.0, placed.ground
+    for lookup in placed.facts.lookups:
+        stored, columns = placed.stored(lookup.weight), placed.columns(lookup.weight)
+        rest = ground.ways([axis for axis in ground.data_axes if axis not in stored])
+        wide = padding(columns.size) / columns.ways
+        total += 4 * lookup.taken_bytes * placed.batches * wide / rest
+    return total
+
+
+def output_bytes(placed: Placed) -> float:
+    """The model's outputs on one device, split as the last product's features are.
+
+    Args:
+        placed: The model on its mesh.
+    """
+    ways = 1
+    last = next((p for p in reversed(placed.facts.products) if p.weight is not None), None)
+    if last is not None and last.weight is not None and last.times == 1:
+        ways = placed.sides(last, last.weight)[1].ways
+    return placed.facts.output_bytes * placed.share / ways
+
+
+# What gathers of weights leave exposed: the compiler starts them ahead of the product that needs
+# them. Reductions are waited for.
+_EXPOSED_OF_A_GATHER = 0.5
+
+
+def links(placed: Placed, again: float) -> tuple[float, float]:
+    """Seconds on the links at full speed: all, and those waited for.
+
+    Args:
+        placed: The model on its mesh.
+        again: Of the forward pass, how much is computed twice.
+    """
+    reduced = gathered = 0.0
+    last: tuple | None = None
+    for product in placed.facts.products:
+        if product.weight is None:
+            continue
+        shape, spec = placed.facts.weights[product.weight].shape, placed.specs[product.weight]
+        # Queries, keys and values read one array, whose gradient is summed once; not so where each
+        # gathers it for itself.
+        alike = (shape, spec, product.read_bytes, product.contracted)
+        forwards, backwards = _partial_sums(placed, product, product.weight)
+        once = alike == last and not placed.begins_split
+        reduced += forwards * (1 + again) + (0.0 if once else backwards)
+        last = alike
+        gathered += _gathers(placed, product, product.weight) * (1 + again / 2)
+    for lookup in placed.facts.lookups:
+        reduced += _taken(placed, lookup.taken_bytes, lookup.weight)
+    for index, weight, _ in placed.weights():
+        # Of a table that is stored split, each device adds up what is of its part.
+        if weight.trainable and not (index in placed.tables and placed.stored(index)):
+            summed, updated = _gradient(placed, index, weight)
+            reduced, gathered = reduced + summed, gathered + updated
+    return reduced + gathered, reduced + gathered * _EXPOSED_OF_A_GATHER
+
+
+def _partial_sums(placed: Placed, product: Product, weight: int) -> tuple[float, float]:
+    """Seconds for partial sums forwards, and for partial gradients of the input backwards."""
+    if product.times > 1:
+        return 0.0, 0.0
+    forwards = backwards = 0.0
+    written, read = product.written_bytes * placed.share, product.read_bytes * placed.share
+    for dimension, axes in enumerate(placed.split(weight)):
+        if dimension in product.contracted:
+            forwards += placed.ground.seconds("all-reduce", written, axes)
+        else:
+            backwards += placed.ground.seconds("all-reduce", read, axes)
+    return forwards, backwards
+
+
+def _gathers(placed: Placed, product: Product, weight: int) -> float:
+    """Seconds to bring a weight together: for a loop once, else forwards and backwards."""
+    if product.times > 1:
+        axes = [axis for axes in placed.specs[weight] for axis in axes]
+        return placed.ground.seconds("all-gather", product.weight_bytes, axes)
+    part = product.weight_bytes / placed.used_ways(weight)
+    return 2 * placed.ground.seconds("all-gather", part, placed.stored(weight))
+
+
+def _taken(placed: Placed, taken: float, weight: int) -> float:
+    """Seconds for rows of a table that is split: each device has some, and they are summed."""
+    seconds = 0.0
+    # Where an axis of the batch splits the table, of the whole batch; then each device gets what is
+    # of its own, and backwards the gradients go the other way.
+    whole, data = taken * placed.batches, placed.ground.data_axes
+    first, *others = placed.specs[weight]
+    rows = [axis for axis in first if axis in data]
+    columns = [axis for axes in others for axis in axes if axis in data]
+    seconds += placed.ground.seconds("reduce-scatter", whole, rows)
+    seconds += placed.ground.seconds("all-gather", whole, rows)
+    part = whole / placed.ground.ways(columns)
+    seconds += 2 * placed.ground.seconds("all-to-all", part, columns)
+    for axes in placed.split(weight):
+        seconds += placed.ground.seconds("all-reduce", taken * placed.share, axes)
+    return seconds
+
+
+def _gradient(placed: Placed, index: int, weight: Weight) -> tuple[float, float]:
+    """Seconds to sum a gradient over the axes of the batch, and to gather updated weights."""
+    ground = placed.ground
+    whole = weight.size / placed.used_ways(index)
+    summed = whole * placed.gradient_itemsizes[index]
+    stored = placed.stored(index)
+    if not stored and not (ground.shard_optimizer and weight.slot_bytes):
+        return ground.seconds("all-reduce", summed, ground.data_axes), 0.0
+    scattered = ground.seconds("reduce-scatter", summed, ground.data_axes)
+    if stored:
+        return scattered, 0.0
+    return scattered, ground.seconds("all-gather", whole * weight.itemsize, ground.data_axes)
+
+
+# The program itself, and small things: read from `python benchmarks/search.py --recorded`, as the
+# other numbers here are.
+_PROGRAM = 50 * 2**20
+# A loss holds the outputs and their gradient in float32.
+_OUTPUTS = 2
+# Operands that are laid out anew for gradients made piece by piece are held at the same time, fewer
+# of them where weights are whole; and tables that are brought together after an update.
+_LAID_OUT_OF_SPLIT_SLOTS = 0.3
+_TABLES_OF_SPLIT_SLOTS = 0.3
+# A weight that is brought together, and the next one.
+_GATHERED = 2
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a step holds on one device.
+
+    Attributes:
+        state_bytes: Weights and the optimizer's slots.
+        held_bytes: The most that is held at a time between operations.
+        total_bytes: All together.
+    """
+
+    state_bytes: float
+    held_bytes: float
+    total_bytes: float
+
+
+def memory_of(placed: Placed, policy: str | None) -> Memory:
+    """Forecasts the memory of a train step.
+
+    Args:
+        placed: The model on its mesh.
+        policy: The remat policy.
+    """
+    state = _state_bytes(placed)
+    held = peak_bytes(
+        placed.facts.kept[policy].buffers,
+        parts_on(placed),
+        lambda weight: _scattered(placed, weight),
+    )
+    # A new state beside the old is there when activations are no longer.
+    variables = placed.facts.variables
+    sizes = [int(state / variables)] * variables
+    kept = states_that_fit("auto", sizes, placed.ground.topology.hbm_bytes)
+    beside = max(held, state if kept else 0.0)
+    beside += _OUTPUTS * output_bytes(placed) + _laid_out_bytes(placed) + _together_bytes(placed)
+    batch = placed.facts.input_bytes * placed.share
+    return Memory(state, held, state + beside + batch + _PROGRAM)
+
+
+def _state_bytes(placed: Placed) -> float:
+    total, ground = 0.0, placed.ground
+    for index, weight, spec in placed.weights():
+        ways = placed.ways(index)
+        over = {axis for axes in spec for axis in axes}
+        left = [axis for axis in ground.data_axes if axis not in over]
+        extra = ground.ways(left) if ground.shard_optimizer and weight.shape else 1
+        total += weight.size * weight.itemsize / ways + weight.slot_bytes / ways / extra
+    return total
+
+
+def parts_on(placed: Placed) -> Callable[[frozenset[Origin]], float]:
+    """In how many parts a dimension of an activation is, of the batch that was traced.
+
+    Args:
+        placed: The model on its mesh.
+    """
+    ground, facts = placed.ground, placed.facts
+    looped = {p.weight for p in facts.products if placed.in_a_loop(p)}
+    rows = ground.ways(ground.data_axes) / placed.batches
+
+    def ways(origin: Origin) -> int:
+        weight, dimension = origin
+        return 1 if weight in looped else ground.ways(placed.split(weight)[dimension])
+
+    @functools.cache
+    def parts(origins: frozenset[Origin]) -> float:
+        weights = [o for o in origins if o != BATCH]
+        # Vectors are not what decides how a product's result is split.
+        large = [o for o in weights if len(facts.weights[o[0]].shape) > 1] or weights
+        return min(map(ways, large), default=1) * (rows if BATCH in origins else 1)
+
+    return parts
+
+
+def _scattered(placed: Placed, weight: int) -> int:
+    """In how many parts more than the weight its gradient is held."""
+    ground, stored = placed.ground, placed.stored(weight)
+    return ground.ways(stored or (ground.data_axes if ground.shard_optimizer else ()))
+
+
+def _laid_out_bytes(placed: Placed) -> float:
+    """Operands of gradients that are made piece by piece; two pieces go both ways at once."""
+    total, ground = 0.0, placed.ground
+    for product in placed.facts.products:
+        laid_out = ring_of(placed, product).laid_out_bytes
+        if not laid_out or product.weight is None:
+            continue
+        stored = placed.stored(product.weight)
+        if stored:
+            total += laid_out * (1 - 2 / ground.ways(stored))
+        elif placed.used_ways(product.weight) == 1:
+            others = 1 - 2 / ground.ways(ground.data_axes)
+            total += _LAID_OUT_OF_SPLIT_SLOTS * laid_out * others
+    return total
+
+
+def _together_bytes(placed: Placed) -> float:
+    """Weights that are brought together: the largest for its use, tables after an update."""
+    largest = tables = 0.0
+    for product in placed.facts.products:
+        if product.weight is not None and placed.stored(product.weight):
+            used = product.weight_bytes / placed.used_ways(product.weight)
+            largest = max(largest, used)
+    for index in placed.tables:
+        weight, columns = placed.facts.weights[index], placed.columns(index)
+        if placed.ground.shard_optimizer and not placed.stored(index):
+            used = weight.size * weight.itemsize / placed.used_ways(index)
+            tables += _TABLES_OF_SPLIT_SLOTS * used * padding(columns.size)
+    return _GATHERED * largest + tables
+
+
+# The compiler's cycles of effort "quick", by which a search decides, over what the bytes would
+# take at the chip's bandwidth: a product's operands, of which it hides a part, whatever else
+# moves, tables that are laid out anew, and the optimizer's updates
+# (`python benchmarks/search.py --cycles`, v5e).
+_OPERAND_CYCLES = 1.2
+_TRAFFIC_CYCLES = 2.5
+_TABLE_CYCLES = 3.5
+_UPDATE_CYCLES = 1.65
+# Each step reads weights and slots and writes them.
+_STATE_PASSES = 2
+# Weights that are brought together after an update are cut, written, copied and read.
+_GATHERED_PASSES = 4
+# How often what a step writes between its operations is written or read.
+_ACTIVATION_PASSES = 2.0
+# A loss reads and writes the outputs and their gradient.
+_OUTPUT_PASSES = 4
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a step is expected to take on one device.
+
+    Attributes:
+        state_bytes: Weights and the optimizer's slots.
+        held_bytes: The most that is held at a time between operations.
+        memory_bytes: All together.
+        compute_s: Products, as slow as the compiler's cycles of effort "quick" have them.
+        traffic_s: What is read and written, likewise.
+        links_s: Collectives at full speed.
+        exposed_s: The part of them that is waited for.
+    """
+
+    state_bytes: float
+    held_bytes: float
+    memory_bytes: float
+    compute_s: float
+    traffic_s: float
+    links_s: float
+    exposed_s: float
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        return max(self.compute_s + self.traffic_s + self.exposed_s, self.links_s)
+
+
+def forecast(
+    facts: Facts, specs: Sequence[Spec], ground: Ground, rows: int, policy: str | None
+) -> Forecast:
+    """Forecasts a train step.
+
+    Args:
+        facts: What the model asks.
+        specs: The axes of each weight's dimensions.
+        ground: The mesh.
+        rows: Rows of all devices together.
+        policy: The remat policy.
+    """
+    placed = Placed(facts, tuple(specs), ground, rows / facts.rows)
+    again = _computed_again(facts, policy)
+    compute = operands = 0.0
+    # Activations, the outputs, and the rows looked up in tables.
+    moved = _ACTIVATION_PASSES * _written_bytes(placed, policy)
+    moved += _OUTPUT_PASSES * output_bytes(placed) + taken_bytes(placed)
+    for product in facts.products:
+        part, ring = part_of(placed, product), ring_of(placed, product, again)
+        compute += part.forward_s * (1 + again) + part.backward_s + ring.seconds
+        operands += part.moved_bytes * (3 + again)
+        moved += ring.moved_bytes
+    memory = memory_of(placed, policy)
+    updated = _STATE_PASSES * memory.state_bytes + _GATHERED_PASSES * _gathered_bytes(placed)
+    traffic = _TRAFFIC_CYCLES * moved + _OPERAND_CYCLES * operands + _UPDATE_CYCLES * updated
+    traffic += _TABLE_CYCLES * table_bytes(placed)
+    all_links, exposed = links(placed, again)
+    return Forecast(
+        state_bytes=memory.state_bytes,
+        held_bytes=memory.held_bytes,
+        memory_bytes=memory.total_bytes,
+        compute_s=compute,
+        traffic_s=traffic / ground.topology.hbm_bandwidth,
+        links_s=all_links,
+        exposed_s=exposed,
+    )
+
+
+def _computed_again(facts: Facts, policy: str | None) -> float:
+    """Of the forward pass, how much a policy computes twice."""
+    forward = sum(p.flops * p.times for p in facts.products)
+    again = facts.kept[policy].flops - facts.kept[None].flops
+    return again / forward if forward else 0.0
+
+
+def _gathered_bytes(placed: Placed) -> float:
+    """Bytes of weights whose updates are made in parts, as their slots are split."""
+    return sum(
+        weight.size * weight.itemsize / placed.ways(index)
+        for index, weight, _ in placed.weights()
+        if placed.ground.shard_optimizer and weight.slot_bytes and not placed.stored(index)
+    )
+
+
+def _written_bytes(placed: Placed, policy: str | None) -> float:
+    """What is written on one device between the operations of a step, but for gradients."""
+    parts = parts_on(placed)
+    return sum(
+        math.prod(size / parts(origins) for size, origins in zip(b.shape, b.origins)) * b.itemsize
+        for b in placed.facts.kept[policy].buffers
+        if b.gradient is None
+    )
