@@ -37,8 +37,8 @@ import keras
 import keras_tpu_dist as ktd
 from keras_tpu_dist.dryrun.cache import Cache
 from keras_tpu_dist.searches.candidates import Candidate, candidates
-from keras_tpu_dist.searches.search import _forecasts
-from keras_tpu_dist.searches.tried import compiled_step, lowered_step, rank
+from keras_tpu_dist.searches.ranking import rank
+from keras_tpu_dist.searches.search import _forecasts, compiled_step, lowered_step
 
 L = keras.layers
 

@@ -24,15 +24,26 @@ class Candidate:
 
     Attributes:
         mesh: Axis names and sizes.
-        layout: `None`, or the name of a plan.
+        layout: What `TPUStrategy` takes: `None`, the name of a plan, rules.
         shard_optimizer: Whether slots are split over the data axes.
         remat: A policy, or `None`.
     """
 
     mesh: tuple[tuple[str, int], ...]
-    layout: str | None
-    shard_optimizer: bool
-    remat: str | None
+    layout: Any = None
+    shard_optimizer: bool = False
+    remat: str | None = None
+
+    @property
+    def mesh_text(self) -> str:
+        """The mesh in a line."""
+        return " x ".join(f"{name} {n}" for name, n in self.mesh)
+
+    @property
+    def layout_text(self) -> str:
+        """The layout in at most 40 letters."""
+        text = "replicated" if self.layout is None else str(self.layout)
+        return text if len(text) <= 40 else f"{text[:37]}..."
 
     @property
     def way(self) -> tuple[Any, ...]:
@@ -59,7 +70,8 @@ class Candidate:
         )
 
     def _layout(self) -> Any:
-        return _BOTH if self.layout == "fsdp and tensor_parallel" else self.layout
+        named = isinstance(self.layout, str) and self.layout == "fsdp and tensor_parallel"
+        return _BOTH if named else self.layout
 
     def __str__(self) -> str:
         layout = 'Planner("auto", memory_bytes=1)' if self._layout() is _BOTH else repr(self.layout)

@@ -5,24 +5,22 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from keras_tpu_dist.common.checks import check_callable, check_seconds, is_count
 from keras_tpu_dist.common.errors import message
-from keras_tpu_dist.common.page import fragment
 from keras_tpu_dist.common.progress import stages
-from keras_tpu_dist.common.text import duration_text, html_table, size_text, text_table
-from keras_tpu_dist.dryrun.build import Build
+from keras_tpu_dist.dryrun.build import Build, Lowered
 from keras_tpu_dist.dryrun.cache import Cache
-from keras_tpu_dist.dryrun.run import DryRun, Progress
+from keras_tpu_dist.dryrun.run import Progress, compile_once, lower_once
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.hlo import Wire
 from keras_tpu_dist.searches.candidates import POLICIES, Candidate, candidates
 from keras_tpu_dist.searches.facts import Described, Facts, describing
 from keras_tpu_dist.searches.forecast import Ground, forecast
 from keras_tpu_dist.searches.parallel import compiled_together
-from keras_tpu_dist.searches.tried import Tried, compiled_step, lowered_step, rank
+from keras_tpu_dist.searches.ranking import Ranking, Tried, rank
 from keras_tpu_dist.strategy import TPUStrategy
 
 logger = logging.getLogger("keras_tpu_dist")
@@ -34,114 +32,8 @@ _DOUBT = 1.3
 _MOST_ROWS_A_DEVICE = 1024
 # Rows that the device's memory is to be filled with are not filled to the brim.
 _FILLED = 0.85
-
-
-@dataclass(frozen=True)
-class Search:
-    """What was found, the best first.
-
-    Attributes:
-        model: The model's name.
-        topology: The slice.
-        compiled: What the compiler has seen: those that fit, the fastest first, then the others.
-        others: What it has not seen, by forecast.
-        seconds: How long the search took.
-    """
-
-    model: str
-    topology: str
-    compiled: tuple[Tried, ...]
-    others: tuple[Tried, ...]
-    seconds: float
-
-    @property
-    def best(self) -> Tried | None:
-        """The fastest that fits, or `None`."""
-        first = self.compiled[0] if self.compiled else None
-        return first if first is not None and first.run is not None and first.run.fits else None
-
-    def strategy(self, topology: str | Topology | None = None) -> TPUStrategy:
-        """The best strategy, ready to use.
-
-        Args:
-            topology: A slice, for a strategy that is to be dry-run. Defaults to the devices here.
-
-        Raises:
-            ValueError: If none fits.
-        """
-        best = self.best
-        if best is None:
-            raise ValueError(
-                message(
-                    "No strategy that was tried fits the model into the slice.",
-                    received={"model": self.model, "topology": self.topology},
-                    fix="Search a larger slice, or give a smaller batch_size.",
-                )
-            )
-        if isinstance(topology, str):
-            topology = Topology.parse(topology)
-        return best.candidate.strategy(topology)
-
-    @property
-    def limit(self) -> str:
-        """In words, what keeps the best from being faster."""
-        best = self.best
-        if best is None or best.run is None or best.run.estimate is None:
-            return "nothing fits: the slice has too little memory for this model and batch"
-        e, run = best.run.estimate, best.run
-        exposed, room = e.exposed_link / e.step, _at_one_time(run) / (run.limit_bytes or math.inf)
-        parts = [f"the matrix units are busy {e.compute / e.step:.0%} of the step"]
-        if exposed > 0.1:
-            parts.append(f"collectives that nothing overlaps take {exposed:.0%}")
-        parts.append(f"{room:.0%} of the memory is used")
-        return f"bound by {e.bound}: {', '.join(parts)}"
-
-    def _rows(self) -> list[tuple[str, ...]]:
-        rows = []
-        for tried in (*self.compiled, *self.others):
-            run, f = tried.run, tried.forecast
-            said = ("", "", "", tried.error[:60] if tried.error else "not compiled")
-            if run is not None:
-                step = duration_text(run.estimate.step) if run.estimate else ""
-                fits = "fits" if run.fits else "too large"
-                said = (size_text(_at_one_time(run)), step, run.effort, fits)
-            forecast = (size_text(int(f.memory_bytes)), duration_text(f.step_s))
-            rows.append((str(tried.candidate), str(tried.rows), *forecast, *said))
-        return rows
-
-    _HEADER = (
-        *("strategy", "rows", "memory forecast", "step"),
-        *("memory compiled", "step", "effort", ""),
-    )
-
-    def __str__(self) -> str:
-        best = self.best
-        first = "none fits" if best is None else f"{best.candidate}, {best.rows} rows: {self.limit}"
-        return (
-            f"model {self.model!r} on {self.topology}, {len(self.compiled)} of "
-            f"{len(self.compiled) + len(self.others)} strategies compiled in "
-            f"{duration_text(self.seconds)}\n{first}\n{text_table(self._HEADER, self._rows())}"
-        )
-
-    def _repr_html_(self) -> str:
-        return fragment(str(self).splitlines()[0], html_table(self._HEADER, self._rows()))
-
-    def to_dict(self) -> dict[str, Any]:
-        """The ranking as plain data."""
-        return {
-            **{"model": self.model, "topology": self.topology, "seconds": self.seconds},
-            "ranking": [
-                {
-                    "strategy": str(tried.candidate),
-                    "rows": tried.rows,
-                    "forecast_bytes": tried.forecast.memory_bytes,
-                    "forecast_step_s": tried.forecast.step_s,
-                    "run": None if tried.run is None else tried.run.to_dict(),
-                    "error": tried.error,
-                }
-                for tried in (*self.compiled, *self.others)
-            ],
-        }
+# What says that a candidate is none.
+_FAULTS = (ValueError, RuntimeError, NotImplementedError)
 
 
 def search(
@@ -158,7 +50,7 @@ def search(
     among: Sequence[Candidate] | None = None,
     progress: Progress | None = None,
     cache: Any = True,
-) -> Search:
+) -> Ranking:
     """Finds the fastest strategy for training a model on a slice.
 
     Meshes, plans, split optimizer slots and remat policies are ranked by a closed-form forecast of
@@ -188,7 +80,7 @@ def search(
             within 1 GiB; `False` for none.
 
     Returns:
-        A `Search`, with the ranking, what limits the best, and `strategy()`.
+        A `Ranking`: all candidates, what limits the best, and `strategy()`.
 
     Raises:
         ValueError: If an argument is of no such kind, or nothing fits the slice and the model.
@@ -241,13 +133,69 @@ def search(
         fastest, rest = _fastest(compiled, exact)
         again, left = compile_(fastest, "exact")
         compiled = [*again, *left, *rest]
-    return Search(
+    return Ranking(
         model=name,
         topology=topology.name,
         compiled=tuple(sorted(compiled, key=rank)),
         others=tuple(ranked),
         seconds=time.monotonic() - started,
     )
+
+
+def lowered_step(
+    build: Build, topology: Topology, given: Mapping[str, Any], cache: Cache | None, tried: Tried
+) -> Lowered | Tried:
+    """A candidate's step, lowered; or the candidate, with why it has none.
+
+    Args:
+        build: The build function.
+        topology: The slice.
+        given: `x`, `y` and `sample_weight`.
+        cache: Where compilations are kept.
+        tried: The candidate.
+    """
+    try:
+        return lower_once(
+            build,
+            tried.candidate.strategy(topology),
+            inputs=given,
+            batch_size=tried.rows,
+            mode="train",
+            cache=cache,
+        )
+    except _FAULTS as error:
+        return _failed(tried, error)
+
+
+def compiled_step(
+    cache: Cache | None, tried: Tried, lowered: Lowered, effort: str = "quick"
+) -> Tried:
+    """A candidate with what the compiler says, or why it says nothing.
+
+    Args:
+        cache: Where compilations are kept.
+        tried: The candidate.
+        lowered: Its step.
+        effort: As in `dry_run`.
+    """
+    try:
+        run = compile_once(
+            lowered,
+            mode="train",
+            effort=effort,
+            timeout=1800.0,
+            progress=logger.debug,
+            thorough=False,
+            cache=cache,
+        )
+    except _FAULTS as error:
+        return _failed(tried, error)
+    return replace(tried, run=run)
+
+
+def _failed(tried: Tried, error: Exception) -> Tried:
+    logger.info("%s: %s", tried.candidate, error)
+    return replace(tried, error=str(error))
 
 
 def _of_other_ways(ranked: list[Tried], number: int) -> list[Tried]:
@@ -323,15 +271,9 @@ def _forecasts(
     return model.name, found
 
 
-def _at_one_time(run: DryRun) -> int:
-    """The memory of a program, of one that fits what it needs at one time where all is more."""
-    above = run.fits and run.limit_bytes is not None and run.total_bytes > run.limit_bytes
-    return run.peak_bytes if above and run.peak_bytes else run.total_bytes
-
-
 def _promise(tried: Tried, limit: int) -> tuple[float, float]:
     """What candidates are sorted by: the fastest, then those too large, the smallest first."""
-    memory = tried.forecast.memory_bytes
+    memory = 0.0 if tried.forecast is None else tried.forecast.memory_bytes
     return (memory if memory > _DOUBT * limit else 0.0), tried.seconds_a_row
 
 
@@ -347,21 +289,21 @@ def _forecast_of(
     wire = Wire.of(dict(strategy.mesh.shape), list(strategy.mesh.devices.flat), topology)
     ground = Ground(wire, topology, tuple(strategy.data_axes), candidate.shard_optimizer)
     parts = ground.ways(ground.data_axes)
+    if batch_size is not None and batch_size < parts:
+        return []
+
+    def tried(rows: int) -> tuple[Tried, float]:
+        expected = forecast(facts, specs, ground, rows, candidate.remat)
+        return Tried(candidate, rows, expected), expected.memory_bytes
+
     if batch_size is not None:
-        if batch_size < parts:
-            return []
-        return [
-            Tried(
-                candidate, batch_size, forecast(facts, specs, ground, batch_size, candidate.remat)
-            )
-        ]
+        return [tried(batch_size)[0]]
     best = None
     for power in range(int(math.log2(_MOST_ROWS_A_DEVICE)) + 1):
-        rows = parts * 2**power
-        tried = Tried(candidate, rows, forecast(facts, specs, ground, rows, candidate.remat))
-        if best is not None and tried.forecast.memory_bytes > _FILLED * topology.hbm_bytes:
+        larger, memory_bytes = tried(parts * 2**power)
+        if best is not None and memory_bytes > _FILLED * topology.hbm_bytes:
             break
-        best = tried
+        best = larger
     return [] if best is None else [best]
 
 

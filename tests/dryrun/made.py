@@ -7,7 +7,8 @@ from keras_tpu_dist.hardware.mesh import build_mesh
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.hlo.analysis import Buffer, LayerCost, ProgramCost
 from keras_tpu_dist.hlo.collectives import Collective
-from keras_tpu_dist.searches.compare import Candidate, Comparison
+from keras_tpu_dist.searches.candidates import Candidate
+from keras_tpu_dist.searches.ranking import Ranking, Tried
 
 EVIL = "</script><script>document.title='evil'</script><img src=x onerror=alert(1)>"
 
@@ -92,6 +93,6 @@ def made_comparison():
         run = made_run(mesh=mesh, layers=4 + 2 * n, total_bytes=size * gib, fits=fits)
         if not fits:
             run = made_run(mesh=mesh, total_bytes=size * gib, fits=False, estimate=None)
-        candidates.append(Candidate(tuple(mesh.items()), layout, run))
-    bad = Candidate((("data", 3),), EVIL, None, f"sizes multiply to 3 {EVIL}")
-    return Comparison((*candidates, bad))
+        candidates.append(Tried(Candidate(tuple(mesh.items()), layout), 1024, run=run))
+    bad = Tried(Candidate((("data", 3),), EVIL), 1024, error=f"sizes multiply to 3 {EVIL}")
+    return Ranking("v5e:4x4", (*candidates, bad))

@@ -21,6 +21,7 @@ from keras_tpu_dist.searches import parallel
 from keras_tpu_dist.searches import search as searching
 from keras_tpu_dist.searches.candidates import Candidate, candidates
 from keras_tpu_dist.searches.forecast import Forecast
+from keras_tpu_dist.searches.ranking import Tried, rank
 
 L = keras.layers
 
@@ -52,7 +53,7 @@ def test_the_best_fits_and_trains_as_one_device(tmp_path):
     text = str(found)
     assert str(found.best.candidate) in text
     assert "matrix units are busy" in text
-    assert found.to_dict()["ranking"][0]["strategy"] == str(found.best.candidate)
+    assert found.to_dict()["candidates"][0]["strategy"] == str(found.best.candidate)
     # As many rows as each has memory for.
     filled = search(compilations=1, exact=0)
     assert filled.best.rows > 64
@@ -154,7 +155,7 @@ def test_what_is_looked_at_once_more():
     again = [dataclasses.replace(fastest[0], run=dry(0.9, effort="exact"))]
     again += [dataclasses.replace(fastest[1], run=dry(0.7, effort="exact"))]
     faster = dataclasses.replace(tries[0], run=dry(0.1))
-    ranked = sorted([*again, faster], key=searching.rank)
+    ranked = sorted([*again, faster], key=rank)
     assert [one.candidate.mesh[0][0] for one in ranked] == ["d", "b", "a"]
 
 
@@ -163,10 +164,10 @@ def test_memory_of_a_program_that_fits_is_what_it_needs_at_one_time():
     run = SimpleNamespace(
         fits=True, total_bytes=21 * gib, limit_bytes=16 * gib, peak_bytes=14 * gib
     )
-    assert searching._at_one_time(run) == 14 * gib
+    assert Tried(Candidate(()), 64, run=run).memory_bytes == 14 * gib
     for changed in ({"fits": False}, {"total_bytes": 15 * gib}, {"peak_bytes": 0}):
         other = SimpleNamespace(**{**vars(run), **changed})
-        assert searching._at_one_time(other) == other.total_bytes
+        assert Tried(Candidate(()), 64, run=other).memory_bytes == other.total_bytes
 
 
 def test_several_at_a_time(monkeypatch):
@@ -292,7 +293,7 @@ def dry(step, fits=True, effort="quick"):
 
 def tried(axis, remat):
     times = Forecast(0, 0, 0, compute_s=1, traffic_s=0, links_s=0, exposed_s=0)
-    return searching.Tried(Candidate(((axis, 8),), None, False, remat), 64, times)
+    return Tried(Candidate(((axis, 8),), None, False, remat), 64, times)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,290 @@
+"""What `search` and `compare` find: candidates with what the compiler says of them, ranked."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.page import Cell, Page, bar, document, fragment, legend, sortable
+from keras_tpu_dist.common.svg import GREY
+from keras_tpu_dist.common.text import duration_text, html_table, size_text, text_table
+from keras_tpu_dist.dryrun.run import DryRun
+from keras_tpu_dist.hardware.topology import Topology
+from keras_tpu_dist.searches.candidates import Candidate
+from keras_tpu_dist.searches.forecast import Forecast
+from keras_tpu_dist.searches.scatter import Point, colours_of, scatter_svg
+from keras_tpu_dist.strategy import TPUStrategy
+
+_LONGEST_ERROR = 100
+# An HBM so many times what the largest candidate takes would press all points to one side.
+_FAR = 4
+_VERDICT = {True: "fits", False: "too large", None: "limit unknown"}
+_NUMBERS = ("rows", "memory forecast", "step forecast", "memory", "step")
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A candidate, what was forecast of it, and what the compiler said.
+
+    Attributes:
+        candidate: The strategy's arguments.
+        rows: Rows of all devices together.
+        forecast: In closed form, `None` where nothing was forecast.
+        run: The dry run, `None` for one that was not compiled; its `effort` is `"exact"` for those
+            that the end of a search looked at once more.
+        error: Why it could not be built or compiled.
+    """
+
+    candidate: Candidate
+    rows: int
+    forecast: Forecast | None = None
+    run: DryRun | None = None
+    error: str | None = None
+
+    @property
+    def mesh(self) -> tuple[tuple[str, int], ...]:
+        """Axis names and sizes."""
+        return self.candidate.mesh
+
+    @property
+    def layout(self) -> str:
+        """The layout in words."""
+        return self.candidate.layout_text
+
+    @property
+    def seconds_a_row(self) -> float:
+        """Seconds of all devices for one row: the compiler's, or else the forecast's, or 0."""
+        if self.run is not None and self.run.estimate is not None:
+            return self.run.estimate.step / self.rows
+        return 0.0 if self.forecast is None else self.forecast.step_s / self.rows
+
+    @property
+    def memory_bytes(self) -> int:
+        """What the compiled program needs, of one that fits at one time where all is more."""
+        run = self.run
+        if run is None:
+            return 0
+        above = run.fits and run.limit_bytes is not None and run.total_bytes > run.limit_bytes
+        return run.peak_bytes if above and run.peak_bytes else run.total_bytes
+
+
+def rank(tried: Tried) -> tuple[float, ...]:
+    """What candidates are sorted by: those that fit, those too large, those that nothing ran.
+
+    Of those that fit, first those that were looked at twice, the faster for each row first; of
+    those too large the smallest first.
+
+    Args:
+        tried: The candidate.
+    """
+    run = tried.run
+    if run is None:
+        return (2.0,)
+    if not run.fits:
+        return 1.0, float(run.total_bytes)
+    return 0.0, float(run.effort != "exact"), tried.seconds_a_row
+
+
+@dataclass(frozen=True)
+class Ranking(Page):
+    """Candidates, the best first.
+
+    Attributes:
+        topology: The slice.
+        compiled: What the compiler has seen, or refused: those that fit, the fastest first, then
+            those too large, then those that could not be built.
+        others: What it has not seen, by forecast.
+        seconds: How long it took to find them.
+        model: The model's name, where it is known.
+    """
+
+    topology: str
+    compiled: tuple[Tried, ...]
+    others: tuple[Tried, ...] = ()
+    seconds: float = 0.0
+    model: str = ""
+
+    @property
+    def candidates(self) -> tuple[Tried, ...]:
+        """All of them, ranked."""
+        return (*self.compiled, *self.others)
+
+    @property
+    def best(self) -> Tried | None:
+        """The fastest that fits, or `None`."""
+        first = self.compiled[0] if self.compiled else None
+        return first if first is not None and first.run is not None and first.run.fits else None
+
+    def strategy(self, topology: str | Topology | None = None) -> TPUStrategy:
+        """The best strategy, ready to use.
+
+        Args:
+            topology: A slice, for a strategy that is to be dry-run. Defaults to the devices here.
+
+        Raises:
+            ValueError: If none fits.
+        """
+        best = self.best
+        if best is None:
+            raise ValueError(
+                message(
+                    "No strategy that was tried fits the model into the slice.",
+                    received={"model": self.model, "topology": self.topology},
+                    fix="Search a larger slice, or give a smaller batch_size.",
+                )
+            )
+        if isinstance(topology, str):
+            topology = Topology.parse(topology)
+        return best.candidate.strategy(topology)
+
+    @property
+    def limit(self) -> str:
+        """In words, what keeps the best from being faster."""
+        best = self.best
+        if best is None or best.run is None or best.run.estimate is None:
+            return "nothing fits: the slice has too little memory for this model and batch"
+        e, run = best.run.estimate, best.run
+        exposed, used = e.exposed_link / e.step, best.memory_bytes / (run.limit_bytes or math.inf)
+        parts = [f"the matrix units are busy {e.compute / e.step:.0%} of the step"]
+        if exposed > 0.1:
+            parts.append(f"collectives that nothing overlaps take {exposed:.0%}")
+        parts.append(f"{used:.0%} of the memory is used")
+        return f"bound by {e.bound}: {', '.join(parts)}"
+
+    @property
+    def _title(self) -> str:
+        of = f" for model {self.model!r}" if self.model else ""
+        compiled = sum(tried.run is not None for tried in self.compiled)
+        return (
+            f"{len(self.candidates)} candidates{of} on {self.topology}, {compiled} compiled in "
+            f"{duration_text(self.seconds)}"
+        )
+
+    @property
+    def _first(self) -> str:
+        best = self.best
+        return "none fits" if best is None else f"{best.candidate}, {best.rows} rows: {self.limit}"
+
+    def __str__(self) -> str:
+        header, rows = self._table()
+        short = [[cell.text[:_LONGEST_ERROR] for cell in row] for row in rows]
+        return f"{self._title}\n{self._first}\n{text_table(header, short)}"
+
+    def _repr_html_(self) -> str:
+        header, rows = self._table(numbered=True)
+        table = html_table(header, [[cell.text for cell in row] for row in rows])
+        return fragment(self._title, *self._drawing(), table)
+
+    def _page(self) -> str:
+        """Step time drawn against memory, and a table."""
+        header, rows = self._table(numbered=True)
+        for row, tried in zip(rows, self.candidates, strict=True):
+            row.append(self._bar(tried))
+        head = f"<h1>{len(self.candidates)} candidates, the fastest that fits first</h1>"
+        table = sortable((*header, "of the HBM"), rows)
+        return document(f"{len(self.candidates)} candidates", [head, *self._drawing(), table])
+
+    def to_dict(self) -> dict[str, Any]:
+        """The ranking as plain data."""
+        return {
+            "model": self.model,
+            "topology": self.topology,
+            "seconds": self.seconds,
+            "candidates": [
+                {
+                    "strategy": str(tried.candidate),
+                    "mesh": dict(tried.mesh),
+                    "layout": tried.layout,
+                    "shard_optimizer": tried.candidate.shard_optimizer,
+                    "remat": tried.candidate.remat,
+                    "rows": tried.rows,
+                    "forecast_bytes": tried.forecast and tried.forecast.memory_bytes,
+                    "forecast_step_s": tried.forecast and tried.forecast.step_s,
+                    "run": tried.run and tried.run.to_dict(),
+                    "error": tried.error,
+                }
+                for tried in self.candidates
+            ],
+        }
+
+    def _table(self, numbered: bool = False) -> tuple[tuple[str, ...], list[list[Cell]]]:
+        """Header and rows, without columns that say nothing."""
+        rows = [_cells(tried) for tried in self.candidates]
+        names = [name for name in _cells_of_nothing() if any(row[name].text for row in rows)]
+        if not rows:
+            return ("mesh", "layout"), []
+        table = [[row[name] for name in names] for row in rows]
+        if numbered:
+            names.insert(0, "")
+            for number, row in enumerate(table, 1):
+                row[0] = Cell(row[0].text.replace(" ", "\N{NO-BREAK SPACE}"))
+                row.insert(0, Cell(str(number), number))
+        return tuple(names), table
+
+    def _bar(self, tried: Tried) -> Cell:
+        """The memory of a compiled candidate, drawn on one scale for all."""
+        if tried.run is None:
+            return Cell("")
+        whole = max(_scale(each.run) for each in self.candidates if each.run)
+        limit = tried.run.limit_bytes
+        mark, share = None if limit is None else limit / whole, tried.memory_bytes / whole
+        part = (share, GREY, size_text(tried.memory_bytes))
+        return Cell("", tried.memory_bytes, bar([part], mark))
+
+    def _points(self) -> Iterator[Point]:
+        for number, tried in enumerate(self.candidates, 1):
+            if tried.run is not None:
+                seconds = tried.run.estimate.step if tried.run.estimate else None
+                words, fits = (
+                    f"{tried.candidate.mesh_text}, {tried.layout}",
+                    tried.run.fits is not False,
+                )
+                yield Point(number, words, tried.layout, tried.memory_bytes, seconds, fits)
+
+    def _drawing(self) -> list[str]:
+        points = list(self._points())
+        if not any(point.seconds for point in points):
+            why = "no candidate fits" if any(not p.fits for p in points) else "none has times"
+            return [f"<p>{why}: step time is not drawn</p>"]
+        limits = {each.run.limit_bytes for each in self.candidates if each.run is not None}
+        limit = limits.pop() if len(limits) == 1 else None
+        far = (limit or 0) > _FAR * max(point.bytes for point in points)
+        keys = [(colour, f"layout {name}") for name, colour in colours_of(points).items()]
+        beside = [f"<p>the HBM, {size_text(limit or 0)}, is far to the right</p>"] if far else []
+        return [scatter_svg(points, None if far else limit), legend(keys), *beside]
+
+
+def _cells(tried: Tried) -> dict[str, Cell]:
+    """What the table says of a candidate, by column."""
+    run, forecast, candidate = tried.run, tried.forecast, tried.candidate
+    cells = _cells_of_nothing() | {
+        "mesh": Cell(tried.candidate.mesh_text),
+        "layout": Cell(tried.layout),
+        "optimizer": Cell("split" if candidate.shard_optimizer else ""),
+        "remat": Cell(candidate.remat or ""),
+        "rows": Cell(str(tried.rows), tried.rows),
+    }
+    if forecast is not None:
+        memory = int(forecast.memory_bytes)
+        cells["memory forecast"] = Cell(size_text(memory), memory)
+        cells["step forecast"] = Cell(duration_text(forecast.step_s), forecast.step_s)
+    if run is None:
+        cells["verdict"] = Cell(tried.error or "not compiled")
+        return cells
+    cells["memory"] = Cell(size_text(tried.memory_bytes), tried.memory_bytes)
+    cells["effort"], cells["verdict"] = Cell(run.effort), Cell(_VERDICT[run.fits])
+    if run.estimate is not None:
+        cells["step"] = Cell(duration_text(run.estimate.step), run.estimate.step)
+        cells["bound by"] = Cell(run.estimate.bound)
+    return cells
+
+
+def _cells_of_nothing() -> dict[str, Cell]:
+    """The columns in their order, all of them empty."""
+    columns = ("mesh", "layout", "optimizer", "remat", *_NUMBERS, "effort", "verdict", "bound by")
+    return dict.fromkeys(columns, Cell(""))
+
+
+def _scale(run: DryRun) -> int:
+    return max(run.total_bytes, run.limit_bytes or 0, 1)
