@@ -17,7 +17,6 @@ import keras_tpu_dist as ktd
 from keras_tpu_dist import __main__, _keras
 from keras_tpu_dist.common.progress import heard_by, stages
 from keras_tpu_dist.dryrun import compile as dryrun_compile
-from keras_tpu_dist.dryrun import largest_batch as largest_batch_module
 from keras_tpu_dist.dryrun import run as dryrun
 from keras_tpu_dist.dryrun import worker as dryrun_worker
 from keras_tpu_dist.dryrun.build import lower
@@ -25,6 +24,7 @@ from keras_tpu_dist.dryrun.diff import diff
 from keras_tpu_dist.dryrun.run import dry_run
 from keras_tpu_dist.hlo import parse
 from keras_tpu_dist.searches import compare as comparison
+from keras_tpu_dist.searches import largest_batch as largest_batch_module
 from keras_tpu_dist.searches.compare import compare
 from keras_tpu_dist.searches.largest_batch import largest_batch
 from keras_tpu_dist.training import guard

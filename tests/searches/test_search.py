@@ -288,7 +288,9 @@ def test_at_once(monkeypatch):
 
 
 def dry(step, fits=True, effort="quick"):
-    return SimpleNamespace(fits=fits, estimate=SimpleNamespace(step=step), effort=effort)
+    return SimpleNamespace(
+        fits=fits, estimate=SimpleNamespace(step=step), effort=effort, total_bytes=0
+    )
 
 
 def tried(axis, remat):
