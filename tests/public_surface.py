@@ -369,6 +369,7 @@ ROWS: dict[str, Row] = {
             "asynchronous": FLAG,
             "resume": FLAG,
             "overwrite": FLAG,
+            "grace_s": SECONDS,
         },
     ),
     "BackupAndRestore": Row(

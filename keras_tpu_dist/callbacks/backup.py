@@ -23,9 +23,9 @@ class BackupAndRestore(Checkpoint):
     interrupted, and any mesh, plan and number of processes may go on. Backups that Keras's
     callback wrote, or this one in version 0.1, are read where there is no newer one.
 
-    A preempted TPU gets SIGTERM and some seconds. The launch that runs then is finished, the model
-    is saved, and the signal goes on to whatever handled it before, by default the end of the
-    process. A second SIGTERM is not held back.
+    A preempted TPU gets SIGTERM and some seconds. The launch that runs then, also in validation, is
+    finished, the model is saved, and the signal goes on to whatever handled it before, by default
+    the end of the process. So do further ones of the next 30 seconds; a later one is not held back.
 
     Args:
         backup_dir: Where to save; as in Keras.

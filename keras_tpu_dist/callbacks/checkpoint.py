@@ -11,7 +11,7 @@ import jax
 import keras
 
 from keras_tpu_dist import _keras
-from keras_tpu_dist.callbacks.averages import note_swapped, swapped
+from keras_tpu_dist.callbacks.averages import note_swapped
 from keras_tpu_dist.callbacks.checkpoint_arguments import (
     check_arguments,
     check_loop,
@@ -21,18 +21,19 @@ from keras_tpu_dist.callbacks.checkpoint_arguments import (
     directory_of,
 )
 from keras_tpu_dist.callbacks.monitored import is_validated, worth
-from keras_tpu_dist.callbacks.preemption import Preemption
-from keras_tpu_dist.callbacks.states import give_back, give_back_history, history_of, states_of
+from keras_tpu_dist.callbacks.preemption import GRACE_S, Preemption
+from keras_tpu_dist.callbacks.standing import Standing, standing_of
+from keras_tpu_dist.callbacks.states import give_back, give_back_history, history_of
 from keras_tpu_dist.callbacks.stop_at_step import goes_beyond, reached_by
 from keras_tpu_dist.checkpoint.manifest import OF_FIT, CheckpointError, Manifest
 from keras_tpu_dist.checkpoint.restore import load_newest
 from keras_tpu_dist.checkpoint.snapshot import extra_of, snapshot
 from keras_tpu_dist.checkpoint.store import Store, folder
-from keras_tpu_dist.common.checks import check_flags, known_words
+from keras_tpu_dist.common.checks import check_flags, check_seconds, known_words
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.processes.channel import agree
 from keras_tpu_dist.processes.encoding import ANYTHING, Each, Named
-from keras_tpu_dist.training.fit_control import FitControl
+from keras_tpu_dist.training.fit_control import FitControl, after_other_launch
 from keras_tpu_dist.training.input_position import (
     InputPosition,
     own_position,
@@ -63,9 +64,10 @@ class Checkpoint(keras.callbacks.Callback):
     loaders are read again from their start and batches are skipped by count, so they must yield
     the same ones in the same order.
 
-    On SIGTERM the running launch is finished, a checkpoint is saved, and the process ends by the
-    signal, or trains on where its own handler returns; of several processes all save at the same
-    step and end with exit code 143.
+    On SIGTERM the running launch is finished, be it of training, of validation, or of what a
+    callback runs. Then a checkpoint is saved, and the process ends by the signal, or trains on if
+    its own handler returns; of several processes all save at the same step and end with exit code
+    143. A run that was cut in validation, or in a callback, makes the end of that epoch again.
 
     Args:
         directory: Where the checkpoints are, one directory each; the same storage for all
@@ -82,6 +84,8 @@ class Checkpoint(keras.callbacks.Callback):
         resume: Whether a fit begins with the newest checkpoint that is whole.
         overwrite: Whether, with `resume=False`, this run may take the place of another in the
             directory, whose checkpoints are deleted once the first of this run is whole.
+        grace_s: Seconds after a SIGTERM in which further ones, which schedulers send, wait for the
+            checkpoint too; a later one ends the process at once, unsaved.
 
     Raises:
         ValueError: If an argument is of no such kind; in `fit`, if with `resume=False` the
@@ -118,12 +122,14 @@ class Checkpoint(keras.callbacks.Callback):
         asynchronous: bool = True,
         resume: bool = True,
         overwrite: bool = False,
+        grace_s: float = GRACE_S,
     ):
         super().__init__()
         _keras.install()  # for `before_fit` and `after_fit`, also where there is no strategy
         check_arguments(every_steps, every_minutes, every_epochs, keep, mode)
         check_flags("Checkpoint", asynchronous=asynchronous, resume=resume, overwrite=overwrite)
         check_monitor(monitor)
+        check_seconds("Checkpoint", grace_s=grace_s)
         if (every_steps, every_minutes, every_epochs) == (None, None, None):
             every_epochs = 1
         self.directory = directory_of(directory)
@@ -133,7 +139,12 @@ class Checkpoint(keras.callbacks.Callback):
         self._overwrite, self._run = overwrite, ""
         self._monitor = monitor
         self._mode = direction(monitor, mode)
-        self._preemption = Preemption()
+        self._preemption = Preemption(grace_s=grace_s)
+        self._looked_before: Any = None
+        # The training state's variables, and where training stood after its last launch.
+        self._variables: list = []
+        self._history: dict[str, Any] | None = None
+        self._standing: Standing | None = None
         self._store: Store | None = None
         self._fit: FitControl | None = None
         self._trainer: Any = None
@@ -141,6 +152,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._fellows: list[Checkpoint] = [self]
         self._validation_freq: Any = 1
         self._to_give_back: Manifest | None = None
+        self._ended_with: dict[str, Any] | None = None
         # The state that was loaded, until its epoch has begun.
         self._loaded: list = []
         self._waits = False
@@ -199,6 +211,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._step = self._epoch = self._done = self._resumed_at = self._begins_at = 0
         self._since_saved, self._waits = 0, False
         self._saved_at_s, self._saved_step, self._logs = time.monotonic(), None, None
+        self._variables, self._standing = [], None
         # Of several in one fit, the one with the newest checkpoint goes on for all.
         leads = next((each for each in self._fellows if each._to_give_back is not None), None)
         there = self._found(self._store)
@@ -216,6 +229,8 @@ class Checkpoint(keras.callbacks.Callback):
             self._fit.after_launch = self._after_launch_of_all
             if self._sigterm is self._preemption:
                 self._preemption.start()
+                self._looked_before = after_other_launch.get()
+                after_other_launch.set(self._after_launch_of_others)
 
     def after_train_begin(self, logs=None) -> None:
         """Gives callbacks what they knew: all of them have begun, and forgotten it.
@@ -229,7 +244,8 @@ class Checkpoint(keras.callbacks.Callback):
         _keras.begin_at_epoch(self._trainer, self._begins_at)
         note_swapped(self._callbacks, self._to_give_back.training.get("swapped", False))
         self._put_back(self._to_give_back, say=True)
-        give_back_history(self._trainer.history, self._to_give_back.training["history"])
+        record = self._ended_with or self._to_give_back.training["history"]
+        give_back_history(self._trainer.history, record)
         if self._fit is None and self._place_in_input is not None:
             set_random_numbers(self._place_in_input.now)
 
@@ -241,11 +257,13 @@ class Checkpoint(keras.callbacks.Callback):
             logs: Those of `on_epoch_begin`.
         """
         _keras.begin_at_epoch(self._trainer, None)
+        self._standing = None
         if not self._waits and self._logs is not None and self._due_after(epoch):
             self._save(epoch, 0)
         if epoch != self._epoch:
             self._resumed_at = 0
         self._epoch, self._done, self._logs = epoch, self._resumed_at, None
+        self._history = history_of(self._trainer.history)
         if self._fit is not None:
             self._fit.begin_epoch()
 
@@ -276,12 +294,15 @@ class Checkpoint(keras.callbacks.Callback):
             self._sigterm.comes_at_end()
         # Where there was no epoch to make, nothing is new.
         if not self._waits:
-            self._save(self._epoch + 1, 0)
+            self._save_end()
 
     def after_fit(self) -> None:
         """Waits for the last checkpoint, however the fit ended."""
         store, self._store, self._fit = self._store, None, None
         self._forget_loaded()  # the fit may have failed before its first epoch
+        self._variables, self._standing = [], None
+        if after_other_launch.get() == self._after_launch_of_others:
+            after_other_launch.set(self._looked_before)
         if self._trainer is not None:
             _keras.begin_at_epoch(self._trainer, None)
         try:
@@ -303,14 +324,27 @@ class Checkpoint(keras.callbacks.Callback):
         if ends:
             self._sigterm.end()
 
+    def _after_launch_of_others(self) -> None:
+        """Looks for signals in validation, and in what callbacks run."""
+        # Before the first launch of an epoch there may be something that is not saved yet.
+        known = all(each._standing or each._saved_step == each._step for each in self._fellows)
+        if self._sigterm.comes() and known:
+            for each in self._fellows:
+                each._save(each._epoch, each._done, each._standing)
+                if each._store is not None:
+                    _finish(each._store.wait)
+            self._sigterm.end()
+
     def _after_launch(self, steps: int, ends: bool) -> None:
+        self._variables = self._variables or _keras.state_variables(self._trainer)
+        self._standing = standing_of(self._trainer, self._callbacks, self._history, self._variables)
         self._step += steps
         self._done += steps
         self._since_saved += steps
         self._launches += 1
         # Where a callback stops training here, the end is saved, which knows that it did.
         if ends or (not self._trainer.stop_training and self._is_due()):
-            self._save(self._epoch, self._done)
+            self._save(self._epoch, self._done, self._standing)
         if ends and self._store is not None:
             _finish(self._store.wait)
 
@@ -327,9 +361,25 @@ class Checkpoint(keras.callbacks.Callback):
     def _due_after(self, epochs: int) -> bool:
         return self._every_epochs is not None and epochs % self._every_epochs == 0
 
-    def _save(self, epoch: int, done: int) -> None:
+    def _save_end(self) -> None:
+        reached, steps = reached_by(self._callbacks), (self.params or {}).get("steps")
+        cut = self._done and (steps is None or self._done < steps)
+        if reached is None or self._standing is None or not cut:
+            self._save(self._epoch + 1, 0, reached=reached)
+            return
+        # A longer run makes the rest of this epoch, and then its end.
+        self._save(self._epoch, self._done, self._standing, reached)
+
+    def _save(
+        self,
+        epoch: int,
+        done: int,
+        standing: Standing | None = None,
+        reached: int | None = None,
+    ) -> None:
         store = self._store
-        value = None if done or self._logs is None else self._monitored(self._logs)
+        judged = self._logs is not None and (not done or reached is not None)
+        value = self._monitored(self._logs) if self._logs is not None and judged else None
         metrics = {} if value is None else {str(self._monitor): value}
         if store is None:
             return
@@ -346,15 +396,25 @@ class Checkpoint(keras.callbacks.Callback):
         what = f"checkpoint of model {model.name!r} after {self._step} steps"
         own = None if position is None else position.to_dict()
         positions = agree(what, FIX, own, (None, Named(ANYTHING)))
-        states, extra = states_of(self._callbacks)
+        standing = standing or standing_of(model, self._callbacks)
         training = {
-            **{"epoch": epoch, "done": done, "step": self._step, "positions": positions},
-            **{"stopped": bool(model.stop_training), "callbacks": states},
-            **{"history": history_of(model.history), "global_seed": _keras.global_seed()},
-            **{"swapped": swapped(self._callbacks), "reached": reached_by(self._callbacks)},
-            **{"metrics": metrics, "run": self._run},
+            "epoch": epoch,
+            "done": done,
+            "step": self._step,
+            "positions": positions,
+            "stopped": standing.stopped,
+            "callbacks": standing.states,
+            "history": standing.history,
+            "global_seed": standing.global_seed,
+            "swapped": standing.swapped,
+            "reached": reached,
+            "metrics": metrics,
+            "run": self._run,
         }
-        arrays, manifest = snapshot(model, training, extra)
+        if done and reached is not None:
+            training["history_at_end"] = history_of(model.history)
+        with standing.in_variables():
+            arrays, manifest = snapshot(model, training, standing.arrays)
         if self._try(lambda: store.save(self._step, arrays, manifest)):
             self._saved_step = self._step
 
@@ -405,6 +465,7 @@ class Checkpoint(keras.callbacks.Callback):
         check_loop(self._fit, "Going on within an epoch needs", fix, batches=training["done"])
         self.begin_after(training["epoch"], training["done"])
         if stopped:
+            self._ended_with = training.get("history_at_end")
             self._begins_at = epochs
             _keras.begin_at_epoch(self._trainer, epochs)
         self._to_give_back = manifest
@@ -481,7 +542,8 @@ class Checkpoint(keras.callbacks.Callback):
         give_back(self._callbacks, training["callbacks"], self._extra, say)
 
     def _forget_loaded(self) -> None:
-        self._to_give_back, self._loaded, self._waits = None, [], False
+        self._to_give_back, self._ended_with, self._loaded = None, None, []
+        self._waits = False
 
 
 def _finish(write: Callable[[], None]) -> None:

@@ -4,6 +4,7 @@ import itertools
 import logging
 import signal
 import threading
+import time
 from typing import Any
 
 import jax
@@ -13,6 +14,8 @@ logger = logging.getLogger("keras_tpu_dist")
 
 # What a shell reports of a process that SIGTERM ended.
 EXIT_TERMINATED = 143
+# What Google's preemptible machines have from the first signal to the end, and Kubernetes's pods.
+GRACE_S = 30.0
 # JAX waits for the number after the largest that any process has asked with, so that it counts
 # looks and not steps: a launch may make several, and the next fit begins with the first again.
 _looks = itertools.count(1)
@@ -21,33 +24,38 @@ _looks = itertools.count(1)
 class Preemption:
     """Notices SIGTERM while a fit runs.
 
-    In one process it is held back until the launch has ended; a second one is not. Of several
-    processes JAX's own service takes it, and tells all of them a step at which to stop.
+    In one process it is held back until the launch has ended and what it made is saved, and so are
+    the ones that schedulers send after it, for some seconds; a later one is not. Of several
+    processes JAX's own service takes all of them, and tells all processes a step at which to stop.
 
     Args:
         listens: Whether it does; who does not leaves SIGTERM to others.
+        grace_s: The seconds after the first signal in which further ones are held back too.
 
     Attributes:
         listens: As given.
         noted: Whether it came, and was not passed on yet.
     """
 
-    def __init__(self, listens: bool = True):
+    def __init__(self, listens: bool = True, grace_s: float = GRACE_S):
         self.listens = listens
         self.noted = False
+        self._grace_s = grace_s
+        self._first_s, self._times = 0.0, 0
         self._looked_at_end = False
         self._before: Any = None
 
     def start(self) -> None:
         """Begins to listen."""
         self.noted = self._looked_at_end = False
+        self._times = 0
         main = threading.current_thread() is threading.main_thread()
         if self.listens and jax.process_count() == 1 and main:
             before = signal.signal(signal.SIGTERM, self._note)
             self._before = signal.SIG_DFL if before is None else before
 
     def stop(self) -> None:
-        """Gives the signal back to whoever had it, and passes on one that was noted."""
+        """Gives the signal back to whoever had it, and passes on those that were noted."""
         # Compared by equality: a bound method is a new object each time.
         if signal.getsignal(signal.SIGTERM) == self._note:
             signal.signal(signal.SIGTERM, self._before)
@@ -61,18 +69,22 @@ class Preemption:
                     EXIT_TERMINATED,
                 )
                 raise SystemExit(EXIT_TERMINATED)
-            signal.raise_signal(signal.SIGTERM)
+            times, self._times = self._times, 0
+            for _ in range(times):
+                signal.raise_signal(signal.SIGTERM)
 
     def comes(self) -> bool:
         """Whether this is the launch after which to end, the same in all processes."""
-        if jax.process_count() == 1 or not self.listens:
-            return self.noted
-        return multihost_utils.reached_preemption_sync_point(next(_looks))
+        if jax.process_count() > 1 and self.listens and not self.noted:
+            # JAX says so once.
+            self.noted = multihost_utils.reached_preemption_sync_point(next(_looks))
+        return self.noted
 
     def comes_at_end(self) -> bool:
         """Whether this is the fit after which to end: noted, for `stop` to act on."""
         if not self._looked_at_end:
-            self._looked_at_end, self.noted = True, self.comes()
+            self._looked_at_end = True
+            self.comes()
         return self.noted
 
     def end(self) -> None:
@@ -82,7 +94,17 @@ class Preemption:
         self.start()
 
     def _note(self, number, frame):
-        if self.noted:
+        now_s = time.monotonic()
+        if not self.noted:
+            self._first_s = now_s
+        self.noted, self._times = True, self._times + 1
+        if now_s - self._first_s > self._grace_s:
+            logger.error(
+                "SIGTERM came %.0f s after the first, and is not held back: what was trained since "
+                "the last checkpoint is not saved",
+                now_s - self._first_s,
+            )
+            self._times = 1
             self.end()
-        # Also where that returned: the first is still to be acted on.
-        self.noted = True
+            # Where the handler returned: the first is still to be acted on.
+            self.noted, self._times, self._first_s = True, 1, now_s

@@ -101,7 +101,9 @@ class StopAtStep(keras.callbacks.Callback):
         if self._first is None:
             self._first = self._made()
             self._left = self._from_optimizer()
-            self._check_left()
+            # A run that was cut after the last step makes the end of its epoch again.
+            if self._left or self._fit is None or not self._fit.batches_to_skip:
+                self._check_left()
         elif self._made() != self._first:
             self._left = self._from_optimizer()
         elif self._fit is not None:

@@ -248,7 +248,11 @@ def _check_training(training: Mapping) -> None:
     _expect(training.get("positions") != [], "training.positions", [])
     for position in _listed(training, "positions"):
         _expect(position is None or is_position(position), "training.positions", position)
-    history = training.get("history", {"epoch": [], "logs": {}})
+    for name in ("history", "history_at_end"):
+        _check_history(training.get(name, {"epoch": [], "logs": {}}))
+
+
+def _check_history(history: Any) -> None:
     _expect(isinstance(history, dict), "training.history", history)
     epochs, logs = history.get("epoch"), history.get("logs")
     _expect(isinstance(epochs, list) and all(map(_is_count, epochs)), "history.epoch", epochs)

@@ -1,12 +1,19 @@
 """What callbacks ask of the fit that runs: where it begins, when it ends, who looks on."""
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.training.finite import FiniteWatch
 from keras_tpu_dist.training.input_position import InputPosition, random_numbers
 from keras_tpu_dist.training.iterator import DeviceIterator
+
+# Called after each launch that a fit of this thread makes beside its own: of its validation, and of
+# what its callbacks run. `Checkpoint` sets it.
+after_other_launch: ContextVar[Callable[[], None] | None] = ContextVar(
+    "after another launch", default=None
+)
 
 
 class FitControl:
@@ -90,6 +97,11 @@ class FitControl:
         # The last of them was saved before callbacks saw its end.
         self.made_before = steps == most and self.batches_to_skip > 0
         return steps
+
+    @property
+    def stops_before_more(self) -> bool:
+        """Whether all that may run was run before the interruption, and is skipped."""
+        return self.batches_to_skip == 0 and self.steps_left == 0
 
     def spend(self, steps: int) -> bool:
         """Counts train steps; whether the last that may run has run.

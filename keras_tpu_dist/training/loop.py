@@ -12,7 +12,7 @@ from keras_tpu_dist.processes.arrays import on_every_host
 from keras_tpu_dist.training.auto_steps import steps_that_fit
 from keras_tpu_dist.training.batches import BatchPlacer, PlacedBatch
 from keras_tpu_dist.training.finite import watched_step
-from keras_tpu_dist.training.fit_control import FitControl
+from keras_tpu_dist.training.fit_control import FitControl, after_other_launch
 from keras_tpu_dist.training.guard import StateGuard, recover
 from keras_tpu_dist.training.iterator import DeviceIterator
 from keras_tpu_dist.training.step import changed, jitted_step, step_function, with_changes
@@ -75,7 +75,9 @@ class StepLoop:
         try:
             if not isinstance(iterator, DeviceIterator):
                 # *_on_batch: one batch, whatever the setting.
-                return self._launch(state, self._place(next(iterator)))
+                launched = self._launch(state, self._place(next(iterator)))
+                self._look()
+                return launched
             return self._next(state, iterator)
         except StopIteration:
             if self._kind == "train":
@@ -102,6 +104,9 @@ class StepLoop:
             self._fit.reads(iterator)
         most = self._trainer.steps_per_execution
         skipped = self._skip(iterator, most)
+        if skipped and self._fit.stops_before_more:
+            self._trainer.stop_training = True
+            return self._trainer.get_metrics_result(), state
         if skipped == most:
             # Where a whole epoch is skipped, these are its logs.
             logs = {} if self._fit.batches_to_skip else self._trainer.get_metrics_result()
@@ -192,6 +197,14 @@ class StepLoop:
             iterator.launched(outputs, self._trainer.stop_training, steps)
             if self._fit.after_launch is not None:
                 self._fit.after_launch(steps)
+                return
+        self._look()
+
+    def _look(self) -> None:
+        """Lets the fit around this look for signals, if all of its processes make the launch."""
+        look = after_other_launch.get()
+        if look is not None and (jax.process_count() == 1 or not self._placer.is_local):
+            look()
 
     def _steps_wanted(self) -> int:
         steps = self._trainer.steps_per_execution

@@ -152,22 +152,38 @@ def test_a_run_that_a_callback_stopped_stays_stopped(tmp_path):
 def test_a_run_that_stopped_at_a_step_goes_on_to_a_later_one(tmp_path, every, steps):
     """As `max_steps` of an Estimator: nothing for the same number, the rest for a larger one."""
 
-    def run(*stops):
+    def run(*stops, directory=tmp_path / "run"):
         model = made(ktd.TPUStrategy(), steps)
-        saved = ktd.callbacks.Checkpoint(tmp_path, **every)
+        saved = ktd.callbacks.Checkpoint(directory, **every)
         callbacks = [saved, *map(ktd.callbacks.StopAtStep, stops)]
-        history = model.fit(X, Y, batch_size=BATCH, epochs=3, verbose=0, callbacks=callbacks)
-        return int(model.optimizer.iterations), history.epoch, model.get_weights()
+        history = model.fit(
+            X,
+            Y,
+            batch_size=BATCH,
+            epochs=3,
+            verbose=0,
+            validation_data=(X[:9], Y[:9]),
+            callbacks=callbacks,
+        )
+        return int(model.optimizer.iterations), history.epoch, model.get_weights(), history.history
 
-    made_steps, epochs, weights = run(8)
-    assert (made_steps, epochs) == (8, [0, 1])
+    whole = run(directory=tmp_path / "whole")
+    cut = run(8)
+    assert cut[:2] == (8, [0, 1])
     for stops in [(8,), (5,), (5, 20)]:
         again = run(*stops)
         assert again[:2] == (8, [0, 1])
-        assert_close(again[2], weights)
-    # The epoch that was cut stays cut: six steps of the third one are left.
-    assert run(10)[:2] == (10, [0, 1, 2])
-    assert run()[:2] == (10, [0, 1, 2])
+        assert_close(again[2], cut[2])
+        assert again[3] == {name: pytest.approx(values) for name, values in cut[3].items()}
+    # The epoch that was cut is not done: it goes on where it stopped.
+    assert run(10)[:2] == (10, [0, 1])
+    assert run(12)[:2] == (12, [0, 1])
+    ended = run()
+    assert ended[:2] == whole[:2] == (18, [0, 1, 2])
+    assert_close(ended[2], whole[2])
+    assert sorted(ended[3]) == sorted(whole[3])
+    for name, values in whole[3].items():
+        np.testing.assert_allclose(ended[3][name], values, rtol=1e-5, atol=1e-5)
 
 
 @slow

@@ -46,6 +46,48 @@ class Slow(keras.callbacks.Callback):
         time.sleep(0.1)
 
 
+class InValidation(keras.callbacks.Callback):
+    """Sends SIGTERM twice to process 1 in the second validation, which takes 4 s from there on."""
+
+    def __init__(self):
+        super().__init__()
+        self.validations = 0
+
+    def on_test_begin(self, logs=None):
+        self.validations += 1
+
+    def on_test_batch_begin(self, batch, logs=None):
+        if self.validations == 2 and batch == 2 and jax.process_index() == 1:
+            for _ in range(2):
+                kill(signal.SIGTERM)()
+        if self.validations == 2 and batch >= 2:
+            time.sleep(0.2)
+
+
+def validated(folder, *callbacks):
+    """A fit of three epochs with a validation of 22 batches; prints how it ended."""
+    keras.utils.set_random_seed(0)
+    with ktd.TPUStrategy({"data": 2, "model": 2}, "tensor_parallel").scope():
+        layers = [keras.layers.Dense(8), keras.layers.Dropout(0.3), keras.layers.Dense(2)]
+        model = keras.Sequential([keras.Input((4,)), *layers])
+        model.compile("adam", "mse", metrics=["mae"])
+    x = np.random.default_rng(0).normal(size=(88, 4)).astype("float32")
+    history = model.fit(
+        x[:19],
+        x[:19, :2],
+        batch_size=4,
+        epochs=3,
+        validation_data=(x, x[:, :2]),
+        verbose=0,
+        callbacks=[ktd.callbacks.Checkpoint(f"{folder}/kept"), *callbacks],
+    )
+    numbers = {f"{i}": weight for i, weight in enumerate(model.get_weights())}
+    numbers |= {name: np.asarray(values) for name, values in history.history.items()}
+    if jax.process_index() == 0:
+        np.savez(f"{folder}/ended.npz", **numbers)
+    print("came to its end")
+
+
 def batches(fault):
     for i in range(100):
         if fault == "input" and i == 3 and jax.process_index() == 1:
@@ -91,6 +133,9 @@ def main(fault, folder, order="ours"):
     begin(fault, order)
     if fault.startswith("replica"):
         replica_code(fault)
+        return
+    if fault in ("terminate in validation", "goes on"):
+        validated(folder, *([InValidation()] if fault != "goes on" else []))
         return
     alone = jax.process_index() == 1
     keras.utils.set_random_seed(int(alone) if fault == "seed" else 0)

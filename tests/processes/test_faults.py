@@ -15,9 +15,11 @@ import tempfile
 import time
 import zipfile
 
+import numpy as np
 import pytest
 
 import keras_tpu_dist as ktd
+from keras_tpu_dist.checkpoint.store import Store
 
 SCRIPT = pathlib.Path(__file__).parent / "fault.py"
 FIT = "fit of model 'sequential'"
@@ -56,6 +58,8 @@ FAULTS = {
     "terminate": (143, *[_TERMINATED] * 2),
     "terminate in a launch of several": (143, *[_TERMINATED] * 2),
     "terminate between two fits": (143, *[_TERMINATED] * 2),
+    "terminate in validation": (143, *[_TERMINATED] * 2),
+    "goes on": (0, "came to its end", "came to its end"),
     "save alone": (
         1,
         "process 0: saving model 'sequential' to",
@@ -140,7 +144,28 @@ def ends_as_told(fault, folder, order="ours"):
     if fault.startswith("terminate") and not ktd.callbacks.Checkpoint(f"{folder}/kept").steps:
         wrong.append("no checkpoint")
     wrong += [f"{path} is broken" for path in broken]
+    if fault == "terminate in validation" and not wrong:
+        wrong += goes_on_wrong(folder, order)
     return [*wrong, f"after {time.monotonic() - started:.0f} s", said[-4000:]] if wrong else []
+
+
+def goes_on_wrong(folder, order):
+    """Resumes the run that was cut in its second validation; how it ends otherwise than a whole."""
+    found = Store(f"{folder}/kept", read_only=True)
+    training = found.manifest(found.steps[-1]).training
+    found.close()
+    wrong = []
+    if (training["epoch"], training["done"]) != (1, 5):
+        wrong.append(f"saved in epoch {training['epoch']} after {training['done']} batches")
+    with tempfile.TemporaryDirectory() as whole:
+        wrong += ends_as_told("goes on", folder, order) or ends_as_told("goes on", whole, order)
+        if wrong:
+            return wrong
+        one, other = (dict(np.load(f"{each}/ended.npz")) for each in (folder, whole))
+    if sorted(one) != sorted(other):
+        return [f"{sorted(one)} and {sorted(other)}"]
+    near = {name: np.allclose(one[name], other[name], rtol=1e-5, atol=1e-5) for name in one}
+    return [f"{name} differs" for name, is_near in near.items() if not is_near]
 
 
 _ONE_OF_TWO = """
