@@ -115,6 +115,7 @@ from keras_tpu_dist._keras.structure import tell_of_layers as tell_of_layers
 from keras_tpu_dist._keras.structure import weights_of as weights_of
 from keras_tpu_dist._keras.structure import with_keras_mask as with_keras_mask
 from keras_tpu_dist._keras.trainer import active_strategy as active_strategy
+from keras_tpu_dist._keras.trainer import failure_is_seen as failure_is_seen
 from keras_tpu_dist._keras.trainer import follow_changes as follow_changes
 from keras_tpu_dist._keras.trainer import follow_state as follow_state
 from keras_tpu_dist._keras.trainer import forget_functions as forget_functions

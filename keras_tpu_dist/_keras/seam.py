@@ -142,6 +142,16 @@ def table() -> tuple[Replacement, ...]:
     return tuple(_declared)
 
 
+def stock(owner: str, name: str) -> Any:
+    """What Keras has of a name that was replaced.
+
+    Args:
+        owner: As in `Replacement`.
+        name: Likewise.
+    """
+    return _installed[owner, name][1]
+
+
 def install() -> None:
     """Replaces what was declared, each name once; all of it or nothing.
 

@@ -177,7 +177,7 @@ def _bookkeeping() -> list[Replacement]:
             why="what a resumed run knew is put back once all callbacks have begun",
             hook="callbacks that are told before and after all others",
         )
-        for moment in ("train_begin", "epoch_begin")
+        for moment in ("train_begin", "epoch_begin", "train_end")
     ]
     return [
         *batch_ends,
@@ -240,6 +240,7 @@ def _told_of_fit(arguments):
     Public replacement: none; `set_params` gets the number of epochs and steps alone, and
     `on_train_end` is not called where fit fails.
     """
+    _end_failed()
     for callback in arguments["callbacks"]:
         if hasattr(callback, "before_fit"):
             callback.before_fit(arguments)
@@ -250,6 +251,67 @@ def _told_of_fit(arguments):
             if hasattr(callback, "after_fit"):
                 at_end.callback(callback.after_fit)
         yield
+
+
+class _Unseen:
+    """A fit that began before the seam was in place.
+
+    In `model.fit(x, callbacks=[Checkpoint(...)])`, if that is the first object of ours, Python
+    looks `model.fit` up, which is stock's, before it makes the callback, which puts the seam in
+    place. What `fit` was given is read from its frame when its callbacks begin.
+    """
+
+    def __init__(self, callbacks: Any, frame: Any):
+        given = frame.f_locals
+        self._code, self._frame, self._thread = frame.f_code, id(frame), threading.get_ident()
+        # Those that the user gave; Keras has added its own behind and before them.
+        self._callbacks = list(callbacks.callbacks)
+        token = input_of_fit.set({"iterator": given.get("epoch_iterator"), "unseen": self})
+        self._at_end = contextlib.ExitStack()
+        self._at_end.callback(input_of_fit.reset, token)
+        for callback in reversed(self._callbacks):
+            if hasattr(callback, "after_fit"):
+                self._at_end.callback(callback.after_fit)
+        for callback in self._callbacks:
+            if hasattr(callback, "before_fit"):
+                callback.before_fit({**given, "callbacks": self._callbacks})
+
+    def end(self) -> None:
+        """Tells callbacks that it has ended."""
+        global _unseen
+        _unseen = None
+        self._at_end.close()
+
+    def has_failed(self) -> bool:
+        """Whether it has ended by an exception, which nothing of ours has seen."""
+        frame = inspect.currentframe()
+        while frame is not None and (id(frame) != self._frame or frame.f_code is not self._code):
+            frame = frame.f_back
+        return frame is None and threading.get_ident() == self._thread
+
+
+_unseen: _Unseen | None = None
+
+
+def _end_failed() -> None:
+    if _unseen is not None and _unseen.has_failed():
+        _unseen.end()
+
+
+def _begin_unseen(callbacks: Any) -> None:
+    """Notes a fit that began before the seam was in place, if that is what begins here."""
+    global _unseen
+    stock = inspect.unwrap(seam.stock(_TRAINER, "fit")).__code__
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not stock:
+        frame = frame.f_back
+    if frame is not None:
+        _unseen = _Unseen(callbacks, frame)
+
+
+def failure_is_seen() -> bool:
+    """Whether callbacks of the fit that runs here see its end if it fails. See `_Unseen`."""
+    return "unseen" not in (input_of_fit.get() or {})
 
 
 _signature = functools.lru_cache(inspect.signature)
@@ -364,6 +426,8 @@ def _told_around(moment, stock, callbacks, *args, **kwargs):
 
     Public replacement: none; callbacks are told in the order in which the user gave them.
     """
+    if moment == "train_begin" and input_of_fit.get() is None:
+        _begin_unseen(callbacks)
     for when in ("before", "on", "after"):
         if when == "on":
             stock(callbacks, *args, **kwargs)
@@ -372,6 +436,8 @@ def _told_around(moment, stock, callbacks, *args, **kwargs):
             told = getattr(callback, f"{when}_{moment}", None)
             if told is not None:
                 told(*args, **kwargs)
+    if moment == "train_end" and not failure_is_seen() and _unseen is not None:
+        _unseen.end()
 
 
 def _epoch_end(stock, callbacks, epoch, logs=None):

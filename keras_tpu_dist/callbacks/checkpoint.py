@@ -206,7 +206,11 @@ class Checkpoint(keras.callbacks.Callback):
         check_processes(self._trainer)
         best = None if self._monitor is None else (self._monitor, self._mode)
         self._store = Store(
-            self.directory, keep=self._keep, best=best, asynchronous=self._asynchronous
+            self.directory,
+            keep=self._keep,
+            best=best,
+            # Else nobody waits for the last one of a fit that fails.
+            asynchronous=self._asynchronous and _keras.failure_is_seen(),
         )
         self._step = self._epoch = self._done = self._resumed_at = self._begins_at = 0
         self._since_saved, self._waits = 0, False
