@@ -33,6 +33,7 @@ from keras_tpu_dist.training.shares import InputShard as InputShard
 if TYPE_CHECKING:
     from keras_tpu_dist import callbacks as callbacks
     from keras_tpu_dist.checkpoint import CheckpointError as CheckpointError
+    from keras_tpu_dist.checkpoint import checkpoints as checkpoints
     from keras_tpu_dist.checkpoint import restore as restore
     from keras_tpu_dist.dryrun.diff import diff as diff
     from keras_tpu_dist.dryrun.run import DryRun as DryRun
@@ -49,6 +50,7 @@ _warn_of_wrong_jax()
 _LATER = {
     "callbacks": "callbacks",
     "CheckpointError": "checkpoint",
+    "checkpoints": "checkpoint",
     "restore": "checkpoint",
     "compare": "searches.compare",
     "diff": "dryrun.diff",

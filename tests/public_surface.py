@@ -156,6 +156,11 @@ ROWS: dict[str, Row] = {
             "rename": (None, 3, True, "ab", [("a", 1)], [("(", "b")], {"a": None}),
         },
     ),
+    "checkpoints": Row(
+        ktd.checkpoints,
+        lambda: {"directory": directory()},
+        {"directory": PATH, "timeout_s": SECONDS_OR_NONE},
+    ),
     "diff": Row(ktd.diff, lambda: {"a": None, "b": None}, {"a": MODEL, "b": MODEL}),
     "convert": Row(ktd.convert, lambda: {"model": made()}, {"model": MODEL}),
     "assign": Row(
@@ -370,6 +375,7 @@ ROWS: dict[str, Row] = {
             "resume": FLAG,
             "overwrite": FLAG,
             "grace_s": SECONDS,
+            "keep_every_hours": SECONDS_OR_NONE,
         },
     ),
     "BackupAndRestore": Row(

@@ -29,7 +29,7 @@ ROOMS = {
     "logical": {*BASE, "hardware", "layout", "partitioner"},
     "training": {*BASE, "hardware", "layout", "memory", "partitioner", "processes"},
     "replica": {*BASE, "layout", "partitioner", "processes", "training"},
-    "checkpoint": {*BASE, "training"},
+    "checkpoint": {*BASE, "processes", "training"},
     "callbacks": {*BASE, "checkpoint", "processes", "training"},
     "dryrun": {*BASE, "hardware", "hlo", "layout", "memory", "partitioner", "training"},
 }

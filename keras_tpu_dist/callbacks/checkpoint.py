@@ -14,6 +14,7 @@ from keras_tpu_dist import _keras
 from keras_tpu_dist.callbacks.averages import note_swapped
 from keras_tpu_dist.callbacks.checkpoint_arguments import (
     check_arguments,
+    check_hours,
     check_loop,
     check_monitor,
     check_processes,
@@ -86,6 +87,8 @@ class Checkpoint(keras.callbacks.Callback):
             directory, whose checkpoints are deleted once the first of this run is whole.
         grace_s: Seconds after a SIGTERM in which further ones, which schedulers send, wait for the
             checkpoint too; a later one ends the process at once, unsaved.
+        keep_every_hours: Hours of which one checkpoint each is kept as well: the first, and each
+            that is so much newer than the last of them.
 
     Raises:
         ValueError: If an argument is of no such kind; in `fit`, if with `resume=False` the
@@ -123,12 +126,14 @@ class Checkpoint(keras.callbacks.Callback):
         resume: bool = True,
         overwrite: bool = False,
         grace_s: float = GRACE_S,
+        keep_every_hours: float | None = None,
     ):
         super().__init__()
         _keras.install()  # for `before_fit` and `after_fit`, also where there is no strategy
         check_arguments(every_steps, every_minutes, every_epochs, keep, mode)
         check_flags("Checkpoint", asynchronous=asynchronous, resume=resume, overwrite=overwrite)
         check_monitor(monitor)
+        check_hours(keep_every_hours)
         check_seconds("Checkpoint", grace_s=grace_s)
         if (every_steps, every_minutes, every_epochs) == (None, None, None):
             every_epochs = 1
@@ -136,6 +141,8 @@ class Checkpoint(keras.callbacks.Callback):
         self._every_steps, self._every_epochs = every_steps, every_epochs
         self._every_s = None if every_minutes is None else 60 * every_minutes
         self._keep, self._asynchronous, self._resume = keep, asynchronous, resume
+        self._keep_every_s = None if keep_every_hours is None else 3600.0 * keep_every_hours
+        self._has_ended = False
         self._overwrite, self._run = overwrite, ""
         self._monitor = monitor
         self._mode = direction(monitor, mode)
@@ -209,11 +216,12 @@ class Checkpoint(keras.callbacks.Callback):
             self.directory,
             keep=self._keep,
             best=best,
+            every_s=self._keep_every_s,
             # Else nobody waits for the last one of a fit that fails.
             asynchronous=self._asynchronous and _keras.failure_is_seen(),
         )
         self._step = self._epoch = self._done = self._resumed_at = self._begins_at = 0
-        self._since_saved, self._waits = 0, False
+        self._since_saved, self._waits, self._has_ended = 0, False, False
         self._saved_at_s, self._saved_step, self._logs = time.monotonic(), None, None
         self._variables, self._standing = [], None
         # Of several in one fit, the one with the newest checkpoint goes on for all.
@@ -299,6 +307,7 @@ class Checkpoint(keras.callbacks.Callback):
         # Where there was no epoch to make, nothing is new.
         if not self._waits:
             self._save_end()
+        self._has_ended = True
 
     def after_fit(self) -> None:
         """Waits for the last checkpoint, however the fit ended."""
@@ -311,7 +320,7 @@ class Checkpoint(keras.callbacks.Callback):
             _keras.begin_at_epoch(self._trainer, None)
         try:
             if store is not None:
-                _finish(store.close)
+                _finish(lambda: store.close(run_has_ended=self._has_ended))
         finally:
             self._preemption.stop()
 
@@ -483,6 +492,8 @@ class Checkpoint(keras.callbacks.Callback):
         if self._fit is not None:
             self._fit.begin_at = self._place_in_input
         self._run = training.get("run", self._run)
+        if self._begins_at < epochs:
+            self._try(lambda: store.go_on(report.step))
         self._say(manifest, epochs)
 
     def _say(self, manifest: Manifest, epochs: int) -> None:

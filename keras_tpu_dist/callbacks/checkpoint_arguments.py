@@ -65,6 +65,27 @@ def check_arguments(every_steps, every_minutes, every_epochs, keep, mode) -> Non
         )
 
 
+def check_hours(keep_every_hours: Any) -> None:
+    """Checks the hours of which `Checkpoint` keeps one checkpoint each.
+
+    Args:
+        keep_every_hours: See there.
+
+    Raises:
+        ValueError: If it is no number above 0.
+    """
+    hours = keep_every_hours
+    number = isinstance(hours, (int, float)) and not isinstance(hours, bool)
+    if hours is not None and not (number and 0 < hours < math.inf):
+        raise ValueError(
+            message(
+                "keep_every_hours is a number of hours above 0, or None.",
+                received={"keep_every_hours": hours},
+                fix="Write for example keep_every_hours=6.",
+            )
+        )
+
+
 def check_monitor(monitor: Any) -> None:
     """Checks what `Checkpoint` was given to monitor.
 

@@ -5,6 +5,7 @@ name first, so that a directory with the name of a step is always a whole checkp
 """
 
 import contextlib
+import datetime
 import json
 import logging
 import os
@@ -20,6 +21,7 @@ logger = logging.getLogger("keras_tpu_dist")
 
 MANIFEST_FILE = ("manifest", "metadata")
 _METRICS_FILE = ("metrics", "metrics")
+_ENDED_FILE = ("metrics", "ended")
 _HALF = ".orbax-checkpoint-tmp"
 _REMOVED, _REPLACED, _OTHER_RUNS = ".removed", ".replaced", "replaced_run"
 _LOCK = ".in_use"
@@ -33,20 +35,40 @@ class Known:
         whole: Whether its manifest can be read.
         finite: Whether all numbers of its weights are; those of version 0.2 and before do not say.
         metrics: Numbers to tell the best by.
+        at_s: When it was written, in seconds since 1970, if that is known.
     """
 
     whole: bool
     finite: bool = True
     metrics: Mapping[str, Any] = field(default_factory=dict)
+    at_s: float | None = None
 
 
-def staying(known: Mapping[int, Known], keep: int | None, best: tuple[str, str] | None) -> set[int]:
+def written_at_s(written: Mapping[str, Any]) -> float | None:
+    """When a checkpoint was written, in seconds since 1970, or `None` if it does not say.
+
+    Args:
+        written: What its manifest says of that.
+    """
+    try:
+        return datetime.datetime.fromisoformat(str(written.get("at"))).timestamp()
+    except (ValueError, OverflowError, OSError):
+        return None
+
+
+def staying(
+    known: Mapping[int, Known],
+    keep: int | None,
+    best: tuple[str, str] | None,
+    every_s: float | None = None,
+) -> set[int]:
     """The steps whose checkpoints stay.
 
     Args:
         known: What is known of each checkpoint.
         keep: How many of the newest whole ones stay; `None` for all.
         best: `(name, mode)` of a metric whose best one stays as well, or `None`.
+        every_s: Seconds; the first stays, and each that is so much newer than the last that does.
 
     Example:
 
@@ -67,8 +89,22 @@ def staying(known: Mapping[int, Known], keep: int | None, best: tuple[str, str] 
         worths = {step: known[step].metrics.get(name) for step in whole}
         judged = [(sign * w, step) for step, w in worths.items() if isinstance(w, (int, float))]
         stay |= {step for _, step in sorted(judged)[-1:]}
+    if every_s is not None:
+        stay |= _each_so_often({step: known[step].at_s for step in whole}, every_s)
     # What cannot be read may be a passing fault of the disk; it goes once newer ones are whole.
     return stay | {step for step in known if step > min(stay)} - set(whole)
+
+
+def _each_so_often(at_s: Mapping[int, float | None], every_s: float) -> set[int]:
+    # From the first, which stays for that: else whatever is the oldest now would count as it.
+    stay: set[int] = set()
+    last_s = -float("inf")
+    for step in sorted(at_s):
+        now_s = at_s[step]
+        if now_s is not None and now_s - last_s >= every_s:
+            stay.add(step)
+            last_s = now_s
+    return stay
 
 
 def whole_steps(root: Any, local: bool) -> list[int]:
@@ -125,6 +161,35 @@ def note_metrics(path: Any, metrics: Mapping[str, float]) -> None:
     half = file.parent / "half"
     half.write_text(json.dumps(dict(metrics)))
     half.replace(file)
+
+
+def note_ended(path: Any) -> None:
+    """Notes that the run whose newest checkpoint this is has ended.
+
+    Args:
+        path: The directory of one checkpoint.
+    """
+    file = path.joinpath(*_ENDED_FILE)
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("")
+
+
+def note_goes_on(path: Any) -> None:
+    """Takes back what `note_ended` noted.
+
+    Args:
+        path: The directory of one checkpoint.
+    """
+    path.joinpath(*_ENDED_FILE).unlink(missing_ok=True)
+
+
+def has_ended(path: Any) -> bool:
+    """Whether `note_ended` was called of a checkpoint.
+
+    Args:
+        path: The directory of one checkpoint.
+    """
+    return path.joinpath(*_ENDED_FILE).exists()
 
 
 def remove(path: Any) -> None:

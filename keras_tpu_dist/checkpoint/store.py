@@ -19,6 +19,8 @@ from keras_tpu_dist.checkpoint.keeping import (
     Lock,
     drop_other_runs,
     metrics_of,
+    note_ended,
+    note_goes_on,
     note_metrics,
     remove,
     set_aside,
@@ -26,6 +28,7 @@ from keras_tpu_dist.checkpoint.keeping import (
     settle,
     staying,
     whole_steps,
+    written_at_s,
 )
 from keras_tpu_dist.checkpoint.manifest import CheckpointError, Manifest, Saved, from_json
 from keras_tpu_dist.checkpoint.names import named_state
@@ -48,6 +51,7 @@ class Store:
         directory: The directory; it is made when the first checkpoint is saved.
         keep: How many of the newest to keep; `None` for all.
         best: `(name, mode)` of a metric whose best checkpoint is kept as well, or `None`.
+        every_s: Seconds of which one checkpoint each is kept as well, or `None`.
         asynchronous: Whether `save` returns once the values are copied from the devices.
         read_only: Whether nothing is written.
         alone: Whether this process, of several, reads without the others.
@@ -63,6 +67,7 @@ class Store:
         *,
         keep: int | None = None,
         best: tuple[str, str] | None = None,
+        every_s: float | None = None,
         asynchronous: bool = False,
         read_only: bool = False,
         alone: bool = False,
@@ -84,7 +89,8 @@ class Store:
         if not read_only and _is_local(self.directory):
             _check_path(self.directory)
         self._stored: dict[int, Mapping[str, Any]] = {}
-        self._keep, self._best, self._asynchronous = keep, best, asynchronous
+        self._keep, self._best, self._every_s = keep, best, every_s
+        self._asynchronous = asynchronous
         self._alone, self._saver, self._lock = alone, None, None
         self._completing: threading.Thread | None = None
         self._failed: BaseException | None = None
@@ -200,7 +206,8 @@ class Store:
         for step in steps:
             if step not in self._known:
                 self._known[step] = self._look_at(step)
-        stay = staying({step: self._known[step] for step in steps}, self._keep, self._best)
+        known = {step: self._known[step] for step in steps}
+        stay = staying(known, self._keep, self._best, self._every_s)
         for step in steps:
             if step not in stay:
                 remove(self._root / str(step))
@@ -214,7 +221,8 @@ class Store:
         except (CheckpointError, OSError, ValueError) as error:
             logger.error("checkpoint %d does not count. %s", step, error)
             return Known(whole=False)
-        return Known(True, manifest.written.get("finite") is not False, metrics)
+        finite = manifest.written.get("finite") is not False
+        return Known(True, finite, metrics, written_at_s(manifest.written))
 
     def _clear_up(self) -> None:
         """Leaves nothing of a checkpoint that could not be written."""
@@ -319,19 +327,45 @@ class Store:
             with told(self.directory, "written"):
                 raise failed
 
-    def close(self) -> None:
+    def go_on(self, step: int) -> None:
+        """Takes back that the run has ended, which `close` noted.
+
+        Args:
+            step: The checkpoint from which the run goes on.
+
+        Raises:
+            CheckpointError: If it cannot be taken back.
+        """
+        if self._is_first:
+            with told(self.directory, "written", step):
+                note_goes_on(self._root / str(step))
+
+    def close(self, run_has_ended: bool = False) -> None:
         """Waits, and lets go of the directory.
+
+        Args:
+            run_has_ended: Whether to note that in the newest checkpoint, for those who follow it.
 
         Raises:
             CheckpointError: If the last checkpoint could not be written.
         """
         try:
             self.wait()
+            if run_has_ended and self._is_first:
+                self._note_end()
         finally:
             if self._lock is not None:
                 self._lock.release()
             if self._saver is not None:
                 self._saver.close()
+
+    def _note_end(self) -> None:
+        try:
+            steps = self.steps
+            if steps:
+                note_ended(self._root / str(steps[-1]))
+        except (CheckpointError, OSError) as error:
+            logger.error("who follows the run does not see that it has ended. %s", error)
 
     def _check(self, step: int, saved: Sequence[Saved], arrays: list) -> None:
         found = fingerprints_of(arrays)

@@ -1,0 +1,82 @@
+"""New checkpoints as they come, for what runs beside training."""
+
+import os
+import time
+from collections.abc import Iterator
+
+from keras_tpu_dist.checkpoint.keeping import has_ended
+from keras_tpu_dist.checkpoint.store import Store, folder, told
+from keras_tpu_dist.common.checks import check_seconds, checked_path
+from keras_tpu_dist.processes.channel import agree
+
+_LOOK_EVERY_S = 1.0
+_FIX = "Iterate over ktd.checkpoints in all processes."
+
+
+def checkpoints(directory: str | os.PathLike, timeout_s: float | None = None) -> Iterator[int]:
+    """Yields the steps of new checkpoints as training writes them, for evaluation beside it.
+
+    First the newest that is there, then always the newest that is newer: who takes longer than
+    training from one to the next leaves some out, and always gets the last one. The directory need
+    not be there yet. It ends when the run has ended, or nothing new came for `timeout_s`. Of
+    several processes all get the steps that process 0 sees.
+
+    Args:
+        directory: That of `keras_tpu_dist.callbacks.Checkpoint`.
+        timeout_s: The most seconds to wait for a new one; `None` for as long as the run lasts.
+
+    Returns:
+        An iterator over steps, for `keras_tpu_dist.restore(model, directory, step=step)`.
+
+    Raises:
+        ValueError: If an argument is of no such kind.
+
+    Example:
+
+    >>> import keras, numpy as np, keras_tpu_dist as ktd, tempfile
+    >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    >>> model.compile("sgd", "mse")
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     saved = ktd.callbacks.Checkpoint(folder)
+    ...     _ = model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0, callbacks=[saved])
+    ...     list(ktd.checkpoints(folder))
+    [1]
+    """
+    where = 'Write for example ktd.checkpoints("run7", timeout_s=3600).'
+    directory = checked_path("checkpoints", where, directory=directory)
+    if timeout_s is not None:
+        check_seconds("checkpoints", timeout_s=timeout_s)
+    return _followed(directory, timeout_s)
+
+
+def _followed(directory: str, timeout_s: float | None) -> Iterator[int]:
+    last, since_s = -1, time.monotonic()
+    while True:
+        # Looked at first: who ends in between has one more.
+        newest, ended = _newest(directory)
+        late = timeout_s is not None and time.monotonic() - since_s > timeout_s
+        newest, ended, late = agree(
+            "looking for new checkpoints", _FIX, [newest, ended, late], [int, bool, bool]
+        )[0]
+        if newest > last:
+            yield newest
+            last, since_s = newest, time.monotonic()
+        elif ended or late:
+            return
+        else:
+            time.sleep(_LOOK_EVERY_S)
+
+
+def _newest(directory: str) -> tuple[int, bool]:
+    """The newest step, -1 if there is none, and whether the run has ended with it."""
+    with told(directory, "read"):
+        if not folder(directory).is_dir():
+            return -1, False
+        store = Store(directory, read_only=True, alone=True)
+        try:
+            steps = store.steps
+        finally:
+            store.close()
+        if not steps:
+            return -1, False
+        return steps[-1], has_ended(folder(directory) / str(steps[-1]))

@@ -1,0 +1,136 @@
+"""What follows a run: checkpoints that stay for long, and new ones as they come."""
+
+import threading
+import time
+
+import keras
+import numpy as np
+import pytest
+from helpers import assert_close
+
+import keras_tpu_dist as ktd
+from keras_tpu_dist.callbacks import Checkpoint
+from keras_tpu_dist.checkpoint import snapshot
+from keras_tpu_dist.checkpoint.keeping import Known, staying
+
+X = np.random.default_rng(0).normal(size=(32, 4)).astype("float32")
+
+
+def made():
+    keras.utils.clear_session(free_memory=False)
+    keras.utils.set_random_seed(1)
+    with ktd.TPUStrategy({"data": 4, "model": 2}).scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4)])
+        model.compile("adam", "mse")
+    return model
+
+
+def fit(model, *callbacks, epochs=6):
+    return model.fit(X, X, epochs=epochs, batch_size=16, verbose=0, callbacks=list(callbacks))
+
+
+@pytest.mark.parametrize(
+    ("hours", "stay"),
+    [
+        ([0, 1, 2, 3, 4, 5, 6], {1, 4, 7}),
+        ([0, 2, 4, 6, 8], {1, 3, 5}),
+        ([0, None, 3, 4, 7], {1, 3, 5}),
+        ([5, 1, 2, 9], {1, 4}),  # a clock that was set back
+        ([None, None, None], {3}),
+    ],
+)
+def test_one_stays_of_so_many_hours(hours, stay):
+    known: dict[int, Known] = {}
+    for step, hour in enumerate(hours, 1):
+        # As in a run: each time what does not stay is gone.
+        known[step] = Known(True, at_s=None if hour is None else 3600.0 * hour)
+        stays = staying(known, 1, None, 3 * 3600.0)
+        known = {each: known[each] for each in stays}
+    assert set(known) == stay
+
+
+def test_a_run_keeps_one_of_so_many_hours(tmp_path, monkeypatch):
+    written, hours = snapshot._written, iter(range(9))
+
+    def later(model):
+        return {**written(model), "at": f"2026-01-01T0{next(hours)}:00:00+00:00"}
+
+    monkeypatch.setattr(snapshot, "_written", later)
+    saved = Checkpoint(tmp_path, keep=1, keep_every_hours=2)
+    fit(made(), saved)
+    assert saved.steps == [2, 6, 10, 12]
+    fit(made(), Checkpoint(tmp_path, keep=1, keep_every_hours=2), epochs=8)
+    assert saved.steps == [2, 6, 10, 14, 16]
+
+
+class Waits(keras.callbacks.Callback):
+    """Trains on once somebody has seen the checkpoint of the epoch before."""
+
+    def __init__(self, seen):
+        super().__init__()
+        self.seen = seen
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch:
+            assert self.seen.acquire(timeout=60)
+
+
+def test_checkpoints_as_they_come(tmp_path, monkeypatch):
+    """Evaluation beside training sees each, and ends with the run."""
+    monkeypatch.setattr("keras_tpu_dist.checkpoint.follow._LOOK_EVERY_S", 0.01)
+    directory, seen = tmp_path / "run", threading.Semaphore(0)
+    model, beside = made(), made()
+    train = threading.Thread(target=fit, args=(model, Waits(seen), Checkpoint(directory)))
+    found = []
+    iterator = ktd.checkpoints(directory, timeout_s=60)
+    train.start()
+    for step in iterator:
+        ktd.restore(beside, directory, step=step)
+        found.append(step)
+        seen.release()
+    train.join()
+    assert found == [2, 4, 6, 8, 10, 12]
+    assert_close(beside.get_weights(), model.get_weights())
+    # Who comes late gets the last one, and no more.
+    assert list(ktd.checkpoints(directory)) == [12]
+
+
+def test_it_ends_after_a_while(tmp_path, monkeypatch):
+    monkeypatch.setattr("keras_tpu_dist.checkpoint.follow._LOOK_EVERY_S", 0.01)
+    began = time.monotonic()
+    assert list(ktd.checkpoints(tmp_path / "none", timeout_s=0.2)) == []
+    assert 0.2 < time.monotonic() - began < 5
+
+    class Fails(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if epoch == 2:
+                raise OSError("power cut")
+
+    with pytest.raises(OSError, match="power cut"):
+        fit(made(), Checkpoint(tmp_path / "run"), Fails())
+    assert list(ktd.checkpoints(tmp_path / "run", timeout_s=0.2)) == [4]
+    fit(made(), Checkpoint(tmp_path / "run"), epochs=3)
+    assert list(ktd.checkpoints(tmp_path / "run")) == [6]
+
+
+def test_a_run_that_goes_on_has_not_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr("keras_tpu_dist.checkpoint.follow._LOOK_EVERY_S", 0.01)
+    fit(made(), Checkpoint(tmp_path), epochs=1)
+    ends = []
+
+    class Looks(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            began = time.monotonic()
+            assert list(ktd.checkpoints(tmp_path, timeout_s=0.2))
+            ends.append(time.monotonic() - began > 0.2)
+
+    fit(made(), Checkpoint(tmp_path), Looks(), epochs=3)
+    assert ends == [True, True]
+    fit(made(), Checkpoint(tmp_path), epochs=3)  # nothing is left to do
+    assert list(ktd.checkpoints(tmp_path)) == [6]
+
+
+@pytest.mark.parametrize("hours", ["6", 0, -1, True, float("nan")])
+def test_malformed_hours(hours, tmp_path):
+    with pytest.raises(ValueError, match=r"number of hours above 0.*keep_every_hours=6"):
+        Checkpoint(tmp_path, keep_every_hours=hours)
