@@ -33,6 +33,7 @@ from keras_tpu_dist.training.shares import InputShard as InputShard
 if TYPE_CHECKING:
     from keras_tpu_dist import callbacks as callbacks
     from keras_tpu_dist.checkpoint import CheckpointError as CheckpointError
+    from keras_tpu_dist.checkpoint import LoopCheckpoint as LoopCheckpoint
     from keras_tpu_dist.checkpoint import checkpoints as checkpoints
     from keras_tpu_dist.checkpoint import restore as restore
     from keras_tpu_dist.dryrun.diff import diff as diff
@@ -50,6 +51,7 @@ _warn_of_wrong_jax()
 _LATER = {
     "callbacks": "callbacks",
     "CheckpointError": "checkpoint",
+    "LoopCheckpoint": "checkpoint",
     "checkpoints": "checkpoint",
     "restore": "checkpoint",
     "compare": "searches.compare",

@@ -5,6 +5,7 @@ A new public name, method or parameter without a row here fails the test.
 
 import inspect
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -112,6 +113,10 @@ def in_replicas(do: Callable) -> Any:
     return strategy().run(lambda: do(ktd.get_replica_context()))
 
 
+def loop_checkpoint() -> ktd.LoopCheckpoint:
+    return ktd.LoopCheckpoint(tempfile.mkdtemp(), made())
+
+
 DIRECTORY: list[str] = []  # of one checkpoint; the test makes it
 
 
@@ -160,6 +165,14 @@ ROWS: dict[str, Row] = {
         ktd.checkpoints,
         lambda: {"directory": directory()},
         {"directory": PATH, "timeout_s": SECONDS_OR_NONE},
+    ),
+    "LoopCheckpoint": Row(
+        lambda directory, **k: ktd.LoopCheckpoint(directory, made(), **k).close(),
+        lambda: {"directory": directory()},
+        {"directory": PATH, "keep": COUNT_OR_NONE, "asynchronous": FLAG},
+    ),
+    "LoopCheckpoint.save": Row(
+        lambda **k: loop_checkpoint().save(**k), lambda: {"step": 1}, {"step": INDEX}
     ),
     "diff": Row(ktd.diff, lambda: {"a": None, "b": None}, {"a": MODEL, "b": MODEL}),
     "convert": Row(ktd.convert, lambda: {"model": made()}, {"model": MODEL}),

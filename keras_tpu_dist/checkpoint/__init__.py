@@ -1,6 +1,7 @@
 """The state of training on disk: written from the shards, loaded into any mesh."""
 
 from keras_tpu_dist.checkpoint.follow import checkpoints as checkpoints
+from keras_tpu_dist.checkpoint.loop import LoopCheckpoint as LoopCheckpoint
 from keras_tpu_dist.checkpoint.manifest import CheckpointError as CheckpointError
 from keras_tpu_dist.checkpoint.report import Restored as Restored
 from keras_tpu_dist.checkpoint.restore import restore as restore

@@ -194,7 +194,7 @@ def load(
             build_optimizer(model)
         others = _others(store.state_of(model), manifest, weights)
     chosen = [*pairs, *others]
-    _assign(store, step, chosen)
+    assign_saved(store, step, chosen)
     _keras.forget_state(model)
     if weights.renamed:
         logger.info(
@@ -213,8 +213,17 @@ def load(
     return report, manifest
 
 
-def _assign(store: Store | KerasDirectory, step: int, chosen: list[tuple[Saved, Any]]) -> None:
-    """Loads arrays a group at a time: a state that fills the memory has no place for a second."""
+def assign_saved(store: Store | KerasDirectory, step: int, chosen: list[tuple[Saved, Any]]) -> None:
+    """Loads arrays a group at a time: a state that fills the memory has no place for a second.
+
+    Args:
+        store: The checkpoints.
+        step: That of the checkpoint.
+        chosen: What was saved, and the variable that it is for.
+
+    Raises:
+        CheckpointError: If one cannot be read.
+    """
     done = 0
     groups = list(_groups(chosen))
     with stages("restoring", len(groups)) as begin:

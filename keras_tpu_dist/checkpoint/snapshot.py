@@ -23,7 +23,10 @@ EXTRA = "extra"
 
 
 def snapshot(
-    model: Any, training: Mapping[str, Any], extra: Mapping[str, np.ndarray]
+    model: Any,
+    training: Mapping[str, Any],
+    extra: Mapping[str, np.ndarray],
+    state_of: Callable[[Any], dict[str, list]] = named_state,
 ) -> tuple[dict[str, Any], Callable[[], Manifest]]:
     """The arrays of a model's training state as they lie on the devices, and their manifest.
 
@@ -31,12 +34,13 @@ def snapshot(
         model: A built model.
         training: Where training stands; plain data.
         extra: Arrays of the host that belong to it, by name.
+        state_of: Gives the variables by kind, each with its entry.
 
     Returns:
         The arrays by key, and what gives the manifest: it waits for the devices, which compute the
         arrays' fingerprints meanwhile, and tells of now, whatever is trained until then.
     """
-    state = named_state(model)
+    state = state_of(model)
     rows = [(kind, entry, v.value) for kind, pairs in state.items() for entry, v in pairs]
     for name, array in extra.items():
         rows.append((EXTRA, Entry(name, array.shape, str(array.dtype)), array))

@@ -17,6 +17,7 @@ from keras_tpu_dist.replica.sources import agreed_length, batches_of, in_groups,
 from keras_tpu_dist.replica.stacked import stacked
 from keras_tpu_dist.replica.values import PerReplica
 from keras_tpu_dist.training.batch_axis import flatten
+from keras_tpu_dist.training.input_position import InputPosition
 from keras_tpu_dist.training.iterator import DeviceIterator
 from keras_tpu_dist.training.own_input import OwnInput, Share
 from keras_tpu_dist.training.strategy import Strategy, StrategyPart
@@ -51,15 +52,45 @@ class DistributedDataset:
         self._place = place
         self._prefetch = prefetch
         self._length = length
+        self._running: DeviceIterator | None = None
+        self._begin_at: InputPosition | None = None
+        self._keeps_position = False
 
     def __iter__(self) -> Iterator:
         ahead = DeviceIterator(self._batches(), self._prefetch)
+        if self._keeps_position:
+            ahead.keep_states()
+        if self._begin_at is not None:
+            position, self._begin_at = self._begin_at, None
+            ahead.begin_at(position)
+            if position.made:
+                ahead.skip(position.made)
+        self._running = ahead
         while True:
             try:
                 batch = ahead.take(self._place)
             except StopIteration:
+                if self._running is ahead:
+                    self._running = None
                 return
+            ahead.handed_out()
             yield batch
+
+    def keep_position(self) -> None:
+        """Has iterations note where in the source they are; `LoopCheckpoint` calls it."""
+        self._keeps_position = True
+
+    def position(self) -> InputPosition | None:
+        """Where the iteration that runs is, or `None` between two; `LoopCheckpoint` calls it."""
+        return None if self._running is None else self._running.position(self._running.made)
+
+    def begin_at(self, position: InputPosition | None) -> None:
+        """Makes the next iteration begin there; `LoopCheckpoint` calls it.
+
+        Args:
+            position: What `position` returned in another process.
+        """
+        self._begin_at = position
 
     def __len__(self) -> int:
         if self._length is None:

@@ -164,6 +164,11 @@ class DeviceIterator:
         if whole or last:
             self._clock.finish()
 
+    def handed_out(self) -> None:
+        """Counts a batch that was taken in a loop of one's own."""
+        self._made += 1
+        self._follow(1)
+
     def _read(self) -> Any:
         if self._start is None:
             self._start = random_numbers()
@@ -267,6 +272,11 @@ class DeviceIterator:
         """
         if not self._ahead and not self.at_epoch_end:
             self._read_group(min(steps, self._left_in_epoch()), place_group)
+
+    @property
+    def made(self) -> int:
+        """How many batches were launched, or handed out."""
+        return self._made
 
     @property
     def at_epoch_end(self) -> bool:

@@ -6,6 +6,7 @@ some of them.
 """
 
 import collections
+import functools
 import os
 import pathlib
 import re
@@ -149,6 +150,15 @@ def ends_as_told(fault, folder, order="ours"):
     return [*wrong, f"after {time.monotonic() - started:.0f} s", said[-4000:]] if wrong else []
 
 
+@functools.cache
+def whole_run(order):
+    """The weights and the history of the run that nobody cut."""
+    with tempfile.TemporaryDirectory() as folder:
+        wrong = ends_as_told("goes on", folder, order)
+        assert not wrong, wrong
+        return dict(np.load(f"{folder}/ended.npz"))
+
+
 def goes_on_wrong(folder, order):
     """Resumes the run that was cut in its second validation; how it ends otherwise than a whole."""
     found = Store(f"{folder}/kept", read_only=True)
@@ -157,11 +167,10 @@ def goes_on_wrong(folder, order):
     wrong = []
     if (training["epoch"], training["done"]) != (1, 5):
         wrong.append(f"saved in epoch {training['epoch']} after {training['done']} batches")
-    with tempfile.TemporaryDirectory() as whole:
-        wrong += ends_as_told("goes on", folder, order) or ends_as_told("goes on", whole, order)
-        if wrong:
-            return wrong
-        one, other = (dict(np.load(f"{each}/ended.npz")) for each in (folder, whole))
+    wrong += ends_as_told("goes on", folder, order)
+    if wrong:
+        return wrong
+    one, other = dict(np.load(f"{folder}/ended.npz")), whole_run(order)
     if sorted(one) != sorted(other):
         return [f"{sorted(one)} and {sorted(other)}"]
     near = {name: np.allclose(one[name], other[name], rtol=1e-5, atol=1e-5) for name in one}

@@ -1,0 +1,332 @@
+"""A loop of one's own, saved and resumed: models, optimizers, metrics, the place in the input."""
+
+import contextlib
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import keras
+
+from keras_tpu_dist import _keras
+from keras_tpu_dist.checkpoint.manifest import CheckpointError, Manifest
+from keras_tpu_dist.checkpoint.names import (
+    METRICS,
+    OPTIMIZER,
+    SLOTS,
+    WEIGHTS,
+    Entry,
+    entry,
+    follow,
+    match,
+    said_of,
+    told_apart,
+)
+from keras_tpu_dist.checkpoint.restore import assign_saved
+from keras_tpu_dist.checkpoint.snapshot import snapshot
+from keras_tpu_dist.checkpoint.store import Store
+from keras_tpu_dist.common.checks import check_counts, check_flags, checked_path
+from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.processes.channel import agree
+from keras_tpu_dist.processes.encoding import Each
+from keras_tpu_dist.training import membership
+from keras_tpu_dist.training.input_position import is_position, own_position
+
+logger = logging.getLogger("keras_tpu_dist")
+
+_FIX = "Use the same LoopCheckpoint in all processes."
+_WHERE = 'Write for example ktd.LoopCheckpoint("run7", model, optimizer, dataset).'
+_Plain = (bool, int, float, str)
+
+
+class LoopCheckpoint:
+    """Saves and resumes a loop of your own over `strategy.run`, in the files of `Checkpoint`.
+
+    Give it everything that changes: models, optimizers, metrics, `keras.Variable`s, seed
+    generators, and the dataset that you iterate over. `restore` puts all of it back, on any mesh;
+    the next iteration over the dataset then goes on with the next batch, under the conditions that
+    hold for the inputs of `fit`. `keras_tpu_dist.restore(model, directory)` reads the model.
+
+    Args:
+        directory: Where the checkpoints are; one loop each, the same for all processes.
+        *objects: What changes.
+        keep: How many of the newest to keep; `None` for all.
+        asynchronous: Whether the loop goes on while a checkpoint is written; use it in a `with`
+            block then, whose end waits for the last one.
+
+    Raises:
+        ValueError: If an argument is of no such kind.
+        CheckpointError: If another process writes into the directory.
+
+    Example:
+
+    >>> import keras, numpy as np, keras_tpu_dist as ktd, tempfile
+    >>> strategy = ktd.TPUStrategy()
+    >>> with strategy.scope():
+    ...     total = keras.metrics.Sum()
+    >>> dataset = strategy.distribute_dataset(np.arange(32.0), batch_size=8)
+    >>> def step(x):
+    ...     total.update_state(x)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with ktd.LoopCheckpoint(folder, total, dataset) as saved:
+    ...         for done, batch in enumerate(dataset, 1):
+    ...             _ = strategy.run(step, (batch,))
+    ...             if done == 2:
+    ...                 saved.save(done)
+    ...                 break
+    ...         print(saved.restore(), len(list(dataset)), float(total.result()))
+    {'step': 2} 2 120.0
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike,
+        *objects: Any,
+        keep: int | None = 3,
+        asynchronous: bool = False,
+    ):
+        path = checked_path("LoopCheckpoint", _WHERE, directory=directory)
+        if keep is not None:
+            check_counts("LoopCheckpoint", keep=keep)
+        check_flags("LoopCheckpoint", asynchronous=asynchronous)
+        self._parts = _Parts(objects)
+        self._store = Store(path, keep=keep, asynchronous=asynchronous)
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps of which there is a whole checkpoint, the newest last."""
+        return self._store.steps
+
+    def save(self, step: int, **numbers: bool | int | float | str) -> None:
+        """Saves everything as it is now.
+
+        Args:
+            step: How many steps were made; the checkpoint's name.
+            **numbers: What else `restore` is to return, such as `epoch=3`.
+
+        Raises:
+            ValueError: If `step` is no whole number, or one of `numbers` no number or text.
+            CheckpointError: If it could not be written; of an asynchronous one, the next call.
+        """
+        check_counts("LoopCheckpoint.save", 0, step=step)
+        step = int(step)
+        wrong = {name: value for name, value in numbers.items() if not isinstance(value, _Plain)}
+        if wrong:
+            raise ValueError(
+                message(
+                    "What is saved beside the objects are numbers and texts.",
+                    received=wrong,
+                    fix="Write for example save(step, epoch=3); arrays go into a keras.Variable "
+                    "that is given to LoopCheckpoint.",
+                )
+            )
+        positions = agree(f"saving checkpoint {step} of a loop", _FIX, self._parts.positions())
+        training = {
+            "step": step,
+            "loop": dict(numbers),
+            "loop_positions": positions,
+            "global_seed": _keras.global_seed(),
+        }
+        self._store.save(step, *snapshot(self._parts, training, {}, _Parts.state))
+
+    def restore(self) -> dict[str, Any]:
+        """Loads the newest checkpoint that is whole, if there is one.
+
+        Returns:
+            `{"step": ...}` and the numbers that `save` was given; `{}` if there is no checkpoint.
+
+        Raises:
+            ValueError: If it is of other objects.
+            CheckpointError: If there are checkpoints and none can be read.
+        """
+        found = agree("looking for checkpoints of a loop", _FIX, self._store.steps, Each(int))
+        errors = []
+        for step in reversed(found[0]):
+            try:
+                return self._load(step)
+            except CheckpointError as error:
+                errors.append(str(error))
+                logger.warning("%s The one before it is tried.", error)
+        if errors:
+            raise CheckpointError(" ".join(errors))
+        return {}
+
+    def _load(self, step: int) -> dict[str, Any]:
+        self._store.wait()
+        manifest = self._store.manifest(step)
+        numbers, positions = _noted(manifest, step, self._store.directory)
+        if manifest.arrays.get(OPTIMIZER):
+            self._parts.build_optimizer()
+        assign_saved(self._store, step, self._parts.chosen(manifest, step))
+        _keras.set_global_seed(manifest.training.get("global_seed"))
+        for i, dataset in enumerate(self._parts.datasets):
+            here = [own[i] if i < len(own) else None for own in positions]
+            dataset.begin_at(own_position(here) if here else None)
+        return {"step": step, **numbers}
+
+    def close(self) -> None:
+        """Waits for the last checkpoint, and lets others write into the directory.
+
+        Raises:
+            CheckpointError: If it could not be written.
+        """
+        self._store.close()
+
+    def __enter__(self) -> "LoopCheckpoint":
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.close()
+
+
+class _Parts:
+    """The objects of a loop, as a snapshot takes a model."""
+
+    def __init__(self, objects: tuple):
+        self.models = [each for each in objects if isinstance(each, keras.Layer)]
+        self.optimizers = [each for each in objects if isinstance(each, keras.optimizers.Optimizer)]
+        self.datasets = [each for each in objects if hasattr(each, "keep_position")]
+        others = (keras.Variable, keras.metrics.Metric, keras.random.SeedGenerator)
+        self.others = [each for each in objects if isinstance(each, others)]
+        known = [*self.models, *self.optimizers, *self.datasets, *self.others]
+        wrong = [each for each in objects if not any(each is one for one in known)]
+        if wrong or not objects:
+            raise ValueError(
+                message(
+                    "LoopCheckpoint takes models, optimizers, metrics, variables, seed generators "
+                    "and what strategy.distribute_dataset returned.",
+                    received={"objects": wrong[0] if wrong else ()},
+                    fix=_WHERE,
+                )
+            )
+        for dataset in self.datasets:
+            dataset.keep_position()
+        # What the manifest says of who wrote it.
+        self.name = self.models[0].name if self.models else "loop"
+        self.optimizer = self.optimizers[0] if self.optimizers else None
+
+    @property
+    def weights(self) -> list:
+        return [v for pairs in self.state().values() for _, v in pairs]
+
+    def positions(self) -> list:
+        found = [dataset.position() for dataset in self.datasets]
+        return [None if each is None else each.to_dict() for each in found]
+
+    def state(self) -> dict[str, list[tuple[Entry, Any]]]:
+        """The variables by kind, each with its entry. See `names.named_state`."""
+        of_models = _once(v for m in self.models for v in m.variables)
+        nth = {id(v): n for v, (_, n) in zip(of_models, told_apart(v.path for v in of_models))}
+        of_optimizers = _once(v for one in self.optimizers for v in one.variables)
+        slots = {
+            id(slot): (name, weight)
+            for one in self.optimizers
+            for name, slot, weight in _keras.optimizer_slots(SimpleNamespace(optimizer=one))
+        }
+        own_slots = [v for v in of_optimizers if id(v) in slots]
+        rest = [v for v in of_optimizers if id(v) not in slots]
+        others = _once(v for each in self.others for v in _variables_of(each))
+        return {
+            WEIGHTS: [(replace(entry(v), nth=nth[id(v)]), v) for v in of_models],
+            SLOTS: [(_of_slot(v, *slots[id(v)], nth), v) for v in own_slots],
+            OPTIMIZER: _numbered(rest),
+            METRICS: _numbered(others),
+        }
+
+    def chosen(self, manifest: Manifest, step: int) -> list:
+        """What was saved, and the variable that it is for; all of it, or an error."""
+        state = self.state()
+        matching = {
+            kind: match([each for each, _ in state[kind]], manifest.entries(kind))
+            for kind in (WEIGHTS, OPTIMIZER, METRICS)
+        }
+        saved = manifest.entries(WEIGHTS)
+        names = [(each.path, each.nth) for each, _ in state[WEIGHTS]]
+        sources = {
+            names[i]: (saved[j].path, saved[j].nth) for i, j in matching[WEIGHTS].pairs.items()
+        }
+        slots = follow([each for each, _ in state[SLOTS]], manifest.entries(SLOTS), sources)
+        whole = len(slots) == len(state[SLOTS]) == len(manifest.entries(SLOTS))
+        if not whole or not all(each.complete for each in matching.values()):
+            raise ValueError(_misfit(step, matching, state, manifest))
+        pairs = {kind: each.pairs for kind, each in matching.items()} | {SLOTS: slots}
+        return [
+            (manifest.arrays[kind][j], state[kind][i][1])
+            for kind, those in pairs.items()
+            for i, j in those.items()
+        ]
+
+    def build_optimizer(self) -> None:
+        """Makes an optimizer its slots, where it has not trained yet."""
+        unbuilt = [each for each in self.optimizers if not each.built]
+        if not unbuilt:
+            return
+        if len(self.optimizers) > 1 or len(self.models) != 1:
+            raise ValueError(
+                message(
+                    "An optimizer is loaded once it knows its weights.",
+                    received=f"{len(unbuilt)} optimizers that are not built, and "
+                    f"{len(self.models)} models.",
+                    fix="Call optimizer.build(model.trainable_variables) in strategy.scope().",
+                )
+            )
+        member = membership.of_model(self.models[0])
+        with contextlib.nullcontext() if member is None else member.strategy.scope():
+            unbuilt[0].build(self.models[0].trainable_variables)
+
+
+def _once(variables: Any) -> list:
+    return list({id(v): v for v in variables}.values())
+
+
+def _variables_of(each: Any) -> list:
+    if isinstance(each, keras.Variable):
+        return [each]
+    return [each.state] if isinstance(each, keras.random.SeedGenerator) else each.variables
+
+
+def _numbered(variables: list) -> list[tuple[Entry, Any]]:
+    numbers = [n for _, n in told_apart(v.path for v in variables)]
+    return [(replace(entry(v), nth=n), v) for v, n in zip(variables, numbers)]
+
+
+def _of_slot(slot: Any, name: str, weight: Any, nth: Mapping[int, int]) -> Entry:
+    return replace(entry(slot), path=weight.path, slot=name, nth=nth.get(id(weight), 0))
+
+
+def _noted(manifest: Manifest, step: int, directory: str) -> tuple[dict[str, Any], list[list]]:
+    """The numbers and the positions that `save` noted, whoever wrote the file."""
+    training = manifest.training
+    numbers, positions = training.get("loop"), training.get("loop_positions")
+    plain = isinstance(numbers, dict) and all(isinstance(v, _Plain) for v in numbers.values())
+    placed = isinstance(positions, list) and all(
+        isinstance(own, list) and all(each is None or is_position(each) for each in own)
+        for own in positions
+    )
+    if isinstance(numbers, dict) and isinstance(positions, list) and plain and placed:
+        return numbers, positions
+    raise CheckpointError(
+        message(
+            f"Checkpoint {step} of {directory!r} does not say where a loop stood.",
+            received=f"a manifest with {sorted(training)}.",
+            fix="Load the weights alone: ktd.restore(model, directory).",
+        )
+    )
+
+
+def _misfit(step: int, matching: Mapping, state: Mapping, manifest: Manifest) -> str:
+    parts = [
+        words
+        for each in matching.values()
+        for words in (*said_of(each.missing, each.unexpected), *each.reshaped)
+    ]
+    slots = len(state[SLOTS]), len(manifest.entries(SLOTS))
+    parts = parts or [f"{slots[0]} slots of optimizers here, {slots[1]} there"]
+    return message(
+        f"Checkpoint {step} is loaded into the objects that it was saved from.",
+        received=f"{'; '.join(parts)}.",
+        fix="Give LoopCheckpoint the same objects as in the program that saved; for a model alone "
+        "use ktd.restore.",
+    )
