@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,11 @@ def serve(compared: Callable[[dict], dict[str, Any]]) -> None:
         try:
             answer = compared(json.loads(line))
         except Exception as error:
-            answer = {"right": False, "error": f"{type(error).__name__}: {error}"[:2000]}
+            at = " < ".join(
+                f"{Path(frame.filename).name}:{frame.lineno}"
+                for frame in traceback.extract_tb(error.__traceback__)[:-7:-1]
+            )
+            text = f"{type(error).__name__}: {error}"[:2000]
+            answer = {"right": False, "error": f"{text} (at {at})"}
         answers.write(json.dumps({**answer, "seconds": time.perf_counter() - start}) + "\n")
         answers.flush()

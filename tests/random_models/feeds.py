@@ -19,13 +19,14 @@ class Data:
     Args:
         program: The program.
         model: Its model, for the shapes.
+        rows: How many rows there are, if not as many as the program has.
     """
 
-    def __init__(self, program: Program, model: keras.Model):
+    def __init__(self, program: Program, model: keras.Model, rows: int | None = None):
         choices = program.choices
         self._choices = choices
         rng = np.random.default_rng(program.seed)
-        rows = choices["rows"]
+        rows = choices["rows"] if rows is None else rows
         self._x = keras.tree.map_structure(lambda each: _values(rng, rows, each), model.input)
         per_token = (small_models.STEPS,) if choices["model"] in BY_TOKEN else ()
         self._y = rng.integers(0, small_models.CLASSES, (rows, *per_token)).astype("int32")
@@ -62,6 +63,10 @@ class Data:
     def of_predict(self) -> dict[str, Any]:
         """Keyword arguments of `predict`."""
         return {"x": self._x, "batch_size": self._choices["batch_size"]}
+
+    def of_replicas(self) -> tuple[Any, np.ndarray]:
+        """Inputs and targets of a loop of replica code."""
+        return self._x, self._y
 
     def of_train_on_batch(self) -> list[dict[str, Any]]:
         """Keyword arguments of `train_on_batch`, for each batch."""

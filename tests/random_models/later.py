@@ -1,7 +1,6 @@
 """What may happen to a model between two fits."""
 
 import pickle
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,13 @@ import keras
 Compile = Callable[[keras.Model], Any]
 
 
-def changed(what: str, model: keras.Model, rebuild: Callable[[], keras.Model], compile_: Compile):
+def changed(
+    what: str,
+    model: keras.Model,
+    rebuild: Callable[[], keras.Model],
+    compile_: Compile,
+    folder: Path,
+):
     """The model that is trained on, which may be another object.
 
     Args:
@@ -19,6 +24,7 @@ def changed(what: str, model: keras.Model, rebuild: Callable[[], keras.Model], c
         model: A trained model.
         rebuild: Makes the same model anew, compiled, where the first was made.
         compile_: Compiles a model.
+        folder: For files; the same in all processes.
     """
     if what == "frozen":
         weighty = list(_weighty(model))
@@ -32,11 +38,10 @@ def changed(what: str, model: keras.Model, rebuild: Callable[[], keras.Model], c
     elif what == "pickled":
         return pickle.loads(pickle.dumps(model))
     elif what == "reloaded":
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "of.weights.h5"
-            model.save_weights(path)
-            model = rebuild()
-            model.load_weights(path)
+        path = folder / "of.weights.h5"
+        model.save_weights(path)
+        model = rebuild()
+        model.load_weights(path)
     return model
 
 

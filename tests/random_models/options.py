@@ -6,11 +6,25 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+# How a layer of the user's own moves rows or time, and what it does with them then.
+MOVES = ("shift", "back", "roll", "gather", "concatenate", "flip", "pad", "update")
+WRITES = (
+    *("last", "first", "many", "add", "multiply", "slice", "scatter"),
+    *("sums", "windows", "mean", "largest"),
+)
+# Layers that may be assigned to a logical device: from (rows, time, features) to the same shape.
+ASSIGNED = (
+    *("dense", "conv", "depthwise", "separable", "layer_norm", "rms_norm", "group_norm"),
+    *("lstm", "gru", "attention", "dropout", "spatial_dropout", "einsum", "pool", "distributed"),
+    *("sequential", "experts", "prelu", "moves"),
+)
+
 OPTIONS: dict[str, tuple] = {
     "model": (
         *("vectors", "normalized", "masked", "images", "tokens", "nested", "shared", "two_inputs"),
         *("recurrent", "experts", "assigned", "split", "blocks", "nested_masked"),
         *("two_outputs", "augmented", "grouped", "strided", "shifted"),
+        *("moved_rows", "moved_time", "assigned_pair", "deep"),
     ),
     "mesh": ("8", "4x2", "2x4", "2x2x2", "2x2t2", "t2x4"),
     "layout": ("none", "rules", "fsdp", "tensor_parallel", "auto"),
@@ -21,8 +35,11 @@ OPTIONS: dict[str, tuple] = {
     "input": ("arrays", "generator", "pydataset", "tf.data", "torch", "grain"),
     "weighted": ("no", "sample_weight", "class_weight"),
     "reduction": ("sum_over_batch_size", "sum", "mean_with_sample_weight"),
-    "trainer": ("fit", "compute_loss", "on_batch"),
-    "optimizer": ("sgd", "adam", "clipped", "accumulated", "averaged", "scaled"),
+    # "replica": a loop of `strategy.run`.
+    "trainer": (*3 * ("fit",), "compute_loss", "on_batch", *2 * ("replica",)),
+    "optimizer": (
+        *("sgd", "adam", "clipped", "accumulated", "averaged", "averaged_at_end", "scaled"),
+    ),
     "policy": ("float32", "mixed_bfloat16"),
     "remat": (None, "full", "dots", "attention"),
     "blocks": ("one by one", "scanned"),
@@ -30,12 +47,33 @@ OPTIONS: dict[str, tuple] = {
     "prefetch": (None, 2),
     "shard_optimizer": (False, True),
     "run_eagerly": (False, True),
-    "callbacks": ("none", "batches", "name_nan", "early_stopping"),
+    "callbacks": (
+        *("none", "batches", "name_nan", "early_stopping"),
+        *("assigns", "sets_rate", "compiles"),
+    ),
     "validation": ("none", "data", "steps"),
     "where": ("inside", "outside", "moved"),
     "shuffle": (False, True),
+    # What runs in another thread while fit trains the model; "fit" is that of another model.
+    "beside": (*4 * ("nothing",), "predict", "evaluate", "fit"),
+    "processes": (*7 * (1,), 2),
     # What happens to the trained model before it is trained once more; half of them end before.
-    "then": (*6 * ("nothing",), "again", "frozen", "lora", "recompiled", "pickled", "reloaded"),
+    # "followed": another model takes its weights, by assigning each variable to one of its own.
+    "then": (
+        *7 * ("nothing",),
+        *("again", "frozen", "lora", "recompiled", "pickled", "reloaded", "followed"),
+    ),
+}
+# What one model alone can be made of. Pairs of these with others are not counted.
+DETAILS: dict[str, dict[str, tuple]] = {
+    "moved_rows": {"move": MOVES, "write": WRITES},
+    "moved_time": {"move": MOVES, "write": WRITES},
+    "assigned_pair": {
+        "one": ASSIGNED,
+        "other": ASSIGNED,
+        "devices": ("01", "10", "00"),
+        "in_turn": (False, True),
+    },
 }
 # Libraries that a machine may lack; a program drawn with one then reads arrays.
 LIBRARIES = {"tf.data": "tensorflow", "torch": "torch", "grain": "grain"}
@@ -63,12 +101,25 @@ class Program:
 
 
 # Models with a class for each token.
-BY_TOKEN = ("tokens", "experts", "blocks", "grouped")
+BY_TOKEN = ("tokens", "experts", "blocks", "grouped", "moved_time", "assigned_pair")
 # What a loop over batches does not know.
 _OF_FIT = {
     **{"input": "arrays", "callbacks": "none", "validation": "none", "shuffle": False},
-    **{"steps_per_epoch": None},
+    **{"steps_per_epoch": None, "beside": "nothing"},
 }
+# And what a loop of replica code has no words for, or whose function does by itself.
+_OF_COMPILE = {
+    **{"weighted": "no", "reduction": "sum_over_batch_size", "run_eagerly": False},
+    **{"remat": None, "blocks": "one by one", "prefetch": None},
+}
+# Trainers that are no fit, and what is fixed with each.
+_LOOPS = {"on_batch": _OF_FIT, "replica": {**_OF_FIT, **_OF_COMPILE}}
+# Models that replica code may train: none that draws at random, which each replica does by itself.
+OF_REPLICAS = (
+    *("normalized", "masked", "images", "tokens", "nested", "shared", "two_inputs", "recurrent"),
+    *("experts", "split", "nested_masked", "grouped", "strided", "shifted"),
+    *("moved_rows", "moved_time", "deep"),
+)
 
 Pair = tuple[tuple[str, Any], tuple[str, Any]]
 
@@ -79,23 +130,41 @@ def is_legal(choices: dict[str, Any]) -> bool:
     arrays = given("input") in ("arrays", None)
     if given("weighted") == "class_weight" and given("model") in (*BY_TOKEN, "two_outputs"):
         return False  # one class for a row is needed
-    if given("trainer") == "on_batch" and any(
-        choices.get(name, value) != value for name, value in _OF_FIT.items()
-    ):
+    fixed = _LOOPS.get(given("trainer"), {})
+    if any(choices.get(name, value) != value for name, value in fixed.items()):
+        return False
+    if given("trainer") == "replica" and given("model") not in (None, *OF_REPLICAS):
+        return False
+    if _differs(choices):
         return False
     if given("weighted") == "class_weight" and given("input") in ("generator", "torch", "grain"):
         return False  # for inputs that Keras can map or slice
     if not arrays and given("shuffle"):
         return False  # the input's own order
-    if given("model") in ("assigned", "split") and given("mesh") in ("8", "t2x4"):
-        return False  # one logical device, or no axis "model"
     if given("blocks") == "scanned" and given("model") != "blocks":
         return False  # there are none
     if given("input") == "grain" and given("validation") != "none" and _ends_with_an_epoch(choices):
         return False  # Keras fails in the next epoch, whose first step never comes
     # Every operation is compiled alone, for minutes.
-    large = ("masked", "images", "recurrent", "augmented", "strided", *BY_TOKEN)
+    large = ("masked", "images", "recurrent", "augmented", "strided", "deep", *BY_TOKEN)
     return not (given("run_eagerly") and given("model") in large)
+
+
+def _differs(choices: dict[str, Any]) -> bool:
+    """Whether the same program in one thread of one process gives something else, or nothing."""
+    given = choices.get
+    beside = given("beside", "nothing")
+    if given("processes") == 2 and beside != "nothing":
+        return True  # a model runs in one thread at a time there
+    if beside == "fit" and given("shuffle"):
+        return True  # both draw from one generator
+    # Averages become weights at a fit's end, which does not come after a callback compiled.
+    averaged = given("optimizer") in ("averaged", "averaged_at_end")
+    if given("callbacks") == "compiles" and (beside != "nothing" or averaged):
+        return True
+    return given("model") in ("assigned", "split", "assigned_pair") and given("mesh") in (
+        *("8", "t2x4"),  # one logical device, or no axis "model"
+    )
 
 
 def _ends_with_an_epoch(choices: dict[str, Any]) -> bool:
@@ -115,10 +184,15 @@ def drawn(seed: int, fixed: Iterable[tuple[str, Any]] = ()) -> Program:
     """
     rng = random.Random(seed)
     fixed = dict(fixed)
-    for _ in range(1000):
-        choices = {name: fixed.get(name, rng.choice(values)) for name, values in OPTIONS.items()}
-        if choices["trainer"] == "on_batch":
-            choices |= {name: value for name, value in _OF_FIT.items() if name not in fixed}
+    # Trainer and model come first, for those that allow little else are as frequent as others.
+    first = {name: rng.choice(OPTIONS[name]) for name in ("trainer", "model")} | fixed
+    for attempt in range(1000):
+        given = first if attempt < 200 else fixed
+        choices = {name: given.get(name, rng.choice(values)) for name, values in OPTIONS.items()}
+        loop = _LOOPS.get(choices["trainer"], {})
+        choices |= {name: value for name, value in loop.items() if name not in fixed}
+        details = DETAILS.get(choices["model"], {})
+        choices |= {name: given.get(name, rng.choice(each)) for name, each in details.items()}
         if is_legal(choices):
             return Program(seed, choices)
     raise ValueError(f"no legal program has {fixed}")
@@ -126,7 +200,8 @@ def drawn(seed: int, fixed: Iterable[tuple[str, Any]] = ()) -> Program:
 
 def pairs_of(program: Program) -> set[Pair]:
     """The pairs of options that meet in a program."""
-    return set(itertools.combinations(sorted(program.choices.items(), key=lambda c: c[0]), 2))
+    choices = [(name, program.choices[name]) for name in sorted(OPTIONS)]
+    return set(itertools.combinations(choices, 2))
 
 
 def all_pairs() -> set[Pair]:

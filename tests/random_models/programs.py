@@ -1,16 +1,24 @@
 """Runs a program, on one device without a strategy or on a mesh, and says what came of it."""
 
 import contextlib
+import math
+import tempfile
+import time
 import warnings
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import acts
+import beside
 import feeds
 import keras
 import later
 import numpy as np
+import replica_loop
+import several
 import small_models
-from options import Program
+from options import DETAILS, Program
 from precision import in_float64
 
 import keras_tpu_dist as ktd
@@ -29,16 +37,21 @@ EPOCHS = 2
 TOLERANCES = {"float32": 1e-5, "float64": 1e-6, "mixed_bfloat16": 5e-2}
 
 
-def compared(program: Program) -> dict[str, Any]:
-    """Whether a program gives on its mesh what it gives on one device, and the difference."""
-    policy = program.choices["policy"]
-    difference, where = _difference(program)
+def compared(program: Program, timeout: float) -> dict[str, Any]:
+    """Whether a program gives on its mesh what it gives on one device, and the difference.
+
+    Args:
+        program: The program.
+        timeout: Seconds that all of it may take.
+    """
+    policy, deadline = program.choices["policy"], time.monotonic() + 0.9 * timeout
+    difference, where = _difference(program, deadline)
     if difference <= TOLERANCES[policy]:
         return {"right": True, "difference": difference, "where": where}
     # Rounding, amplified by training, is gone in float64; a fault is not.
     program = Program(program.seed, {**program.choices, "policy": "float64"})
     with in_float64():
-        precise, there = _difference(program)
+        precise, there = _difference(program, deadline)
     where = f"{where} ({precise:.1e} at {there} in float64)"
     return {
         "right": precise <= TOLERANCES["float64"],
@@ -47,10 +60,17 @@ def compared(program: Program) -> dict[str, Any]:
     }
 
 
-def _difference(program: Program) -> tuple[float, str]:
-    expected, found = results(program, False), results(program, True)
+def _difference(program: Program, deadline: float) -> tuple[float, str]:
+    expected = results_here(program, False)
+    if program.choices["processes"] == 1:
+        found = results_here(program, True)
+    else:
+        found = several.results(program.to_dict(), deadline - time.monotonic())
     assert found.keys() == expected.keys(), f"{list(found)} and {list(expected)}"
-    gaps = {name: _gap(found[name], expected[name]) for name in expected}
+    gaps = {
+        name: (beside.gap if beside.SEEN in name else _gap)(found[name], expected[name])
+        for name in expected
+    }
     name = max(gaps, key=gaps.get)
     return gaps[name], name
 
@@ -64,16 +84,24 @@ def _gap(found: np.ndarray, expected: np.ndarray) -> float:
     return float("inf") if np.isnan(gap) else float(gap)
 
 
-def results(program: Program, on_mesh: bool) -> dict[str, np.ndarray]:
-    """Histories, weights, optimizer steps, evaluation and predictions of a program."""
+def results_here(
+    program: Program, on_mesh: bool, folder: Path | None = None
+) -> dict[str, np.ndarray]:
+    """Histories, weights, optimizer steps, evaluation and predictions of a program.
+
+    Args:
+        program: The program.
+        on_mesh: Whether it runs on its mesh, or without a strategy.
+        folder: For files; by default a temporary one.
+    """
     keras.distribution.set_distribution(None)
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(program.seed)
     keras.config.set_dtype_policy(program.choices["policy"])
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), tempfile.TemporaryDirectory() as own:
             warnings.simplefilter("ignore")
-            return _run(program, _strategy(program) if on_mesh else None)
+            return _Run(program, _strategy(program) if on_mesh else None, folder or Path(own)).all()
     finally:
         keras.config.set_dtype_policy("float32")
         keras.distribution.set_distribution(None)
@@ -98,45 +126,145 @@ def _strategy(program: Program) -> ktd.TPUStrategy:
     )
 
 
-def _run(program: Program, strategy: Any) -> dict[str, np.ndarray]:
-    choices = program.choices
-    scope = contextlib.nullcontext if strategy is None else strategy.scope
+class _Run:
+    """One run of a program.
 
-    def build() -> keras.Model:
+    Args:
+        program: The program.
+        strategy: Its strategy, or `None`.
+        folder: For files.
+    """
+
+    def __init__(self, program: Program, strategy: Any, folder: Path):
+        self._program, self._choices = program, program.choices
+        self._strategy, self._folder = strategy, folder
+        self._compile = partial(_compile, program, strategy)
+
+    def all(self) -> dict[str, np.ndarray]:
+        """What it gives."""
+        then, model = self._choices["then"], self._built()
+        inside = self._choices["where"] in ("inside", "moved")
+        with self._scope() if inside else contextlib.nullcontext():
+            found = self._trained(model)
+            if then == "nothing":
+                return found
+            keras.utils.set_random_seed(self._program.seed + 1)
+            if then == "followed":
+                return found | self._followed(model)
+            model = later.changed(then, model, self._built, self._compile, self._folder)
+            again = self._trained(model)
+        return found | {f"then {name}": value for name, value in again.items()}
+
+    def _scope(self) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext() if self._strategy is None else self._strategy.scope()
+
+    def _built(self) -> keras.Model:
         # "moved": a model built before its scope, which then moves onto the mesh.
-        with contextlib.nullcontext() if choices["where"] == "moved" else scope():
-            return _compiled(program, strategy)
+        moved = self._choices["where"] == "moved"
+        with contextlib.nullcontext() if moved else self._scope():
+            return _compiled(self._program, self._strategy)
 
-    model = build()
-    inside = choices["where"] in ("inside", "moved")
-    with scope() if inside else contextlib.nullcontext():
-        found = _trained(program, model, strategy)
-        if choices["then"] != "nothing":
-            keras.utils.set_random_seed(program.seed + 1)
-            model = later.changed(
-                choices["then"], model, build, partial(_compile, program, strategy)
-            )
-            again = _trained(program, model, strategy)
-            found |= {f"then {name}": value for name, value in again.items()}
-    return found
+    def _followed(self, online: keras.Model) -> dict[str, np.ndarray]:
+        """Another model takes a model's weights, each trains, and each predicts after the other."""
+        target = self._built()
+        for a, b in zip(target.weights, online.weights, strict=True):
+            # Under stock Keras both would hold an array that a step then deletes.
+            a.assign(np.asarray(b.value) if self._strategy is None else b)
+        data = feeds.Data(self._program, online).of_predict()
+        parts = {"online": self._trained(online)}
+        parts["target before"] = _named("predict", target.predict(**data, verbose=0))
+        parts["target"] = self._trained(target)
+        parts["online after"] = _named("predict", online.predict(**data, verbose=0))
+        return {f"{n} {name}": value for n, part in parts.items() for name, value in part.items()}
 
+    def _trained(self, model: keras.Model) -> dict[str, np.ndarray]:
+        data = feeds.Data(self._program, model)
+        trainer = self._choices["trainer"]
+        if trainer == "on_batch":
+            return _trained_on_batches(data, model)
+        if trainer == "replica":
+            mesh = MESHES[self._choices["mesh"]]
+            number = math.prod(mesh.get(axis, 1) for axis in ("data", "fsdp"))
+            found = replica_loop.trained(self._program, model, self._strategy, number, EPOCHS)
+        else:
+            found = self._fitted(data, model)
+        if self._strategy is None and self._choices["optimizer"].startswith("averaged"):
+            # A fit ends with averages as weights, of which stock Keras then holds one array twice.
+            for variable in model.variables:
+                variable.assign(np.array(variable.value))
+        found |= _state(model)
+        evaluated = model.evaluate(**data.of_evaluate(), verbose=0, return_dict=True)
+        found |= {f"evaluate {name}": np.asarray(value) for name, value in evaluated.items()}
+        return found | _named("predict", model.predict(**data.of_predict(), verbose=0))
 
-def _trained(program: Program, model: keras.Model, strategy: Any) -> dict[str, np.ndarray]:
-    data = feeds.Data(program, model)
-    if program.choices["trainer"] == "on_batch":
-        return _trained_on_batches(data, model)
-    history = model.fit(
-        **data.of_fit(),
-        epochs=EPOCHS,
-        callbacks=_callbacks(program.choices["callbacks"], strategy is not None),
-        shuffle=program.choices["shuffle"],
-        verbose=0,
-    ).history
-    found = {f"history {name}": np.asarray(values) for name, values in history.items()}
-    found |= _state(model)
-    evaluated = model.evaluate(**data.of_evaluate(), verbose=0, return_dict=True)
-    found |= {f"evaluate {name}": np.asarray(value) for name, value in evaluated.items()}
-    return found | _named("predict", model.predict(**data.of_predict(), verbose=0))
+    def _fitted(self, data: feeds.Data, model: keras.Model) -> dict[str, np.ndarray]:
+        """The history of fit, and what ran beside it."""
+        kind = self._choices["beside"]
+        fit = partial(self._fit, data, model)
+        if kind == "nothing":
+            return fit()
+        keras.utils.set_random_seed(self._program.seed + 2)
+        twin = self._built()
+        keras.utils.set_random_seed(self._program.seed + 3)
+        if kind == "fit":
+            return self._two_fits(fit, partial(self._fit, data, twin), twin)
+        calls = {"evaluate": data.of_evaluate, "predict": data.of_predict}
+
+        def call(each: keras.Model) -> Any:
+            return getattr(each, kind)(**calls[kind](), verbose=0)
+
+        if self._strategy is None:
+            found, seen = beside.alone(lambda each: fit(around=each), call, model, twin)
+        else:
+            found, seen = beside.together(fit, partial(call, model))
+        return {**found, beside.SEEN: seen}
+
+    def _two_fits(self, fit, other, twin: keras.Model) -> dict[str, np.ndarray]:
+        if self._strategy is None:
+            found, twins = fit(), other()
+        else:
+            found, twins = beside.in_threads(fit, other)
+        twins |= _state(twin)
+        return found | {f"twin {name}": value for name, value in twins.items()}
+
+    def _fit(
+        self, data: feeds.Data, model: keras.Model, around: tuple = ()
+    ) -> dict[str, np.ndarray]:
+        compiles = self._choices["callbacks"] == "compiles"
+        train = partial(
+            model.fit,
+            **data.of_fit(),
+            callbacks=[*around, *self._callbacks(), *around],
+            shuffle=self._choices["shuffle"],
+            verbose=0,
+        )
+        if not compiles:
+            history = train(epochs=EPOCHS).history
+            return {f"history {name}": np.asarray(values) for name, values in history.items()}
+        if self._strategy is None:
+            train(epochs=1)
+            return {}
+        try:
+            train(epochs=EPOCHS)
+        except RuntimeError as error:
+            if "as it was compiled before" in str(error):
+                return {}
+            raise
+        raise AssertionError("a fit went on with what a callback compiled")
+
+    def _callbacks(self) -> list:
+        kind, stock = self._choices["callbacks"], self._strategy is None
+        if kind == "batches":
+            return [keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: None)]
+        if kind == "name_nan" and not stock:
+            return [ktd.callbacks.NameNaN()]
+        if kind == "early_stopping":
+            return [keras.callbacks.EarlyStopping("loss", patience=1, min_delta=100.0)]
+        if kind in ("assigns", "sets_rate"):
+            return [acts.Acts(kind, self._choices["steps_per_execution"] == 1, stock)]
+        if kind == "compiles":
+            return [acts.Compiles(self._compile)]
+        return []
 
 
 def _trained_on_batches(data: feeds.Data, model: keras.Model) -> dict[str, np.ndarray]:
@@ -164,19 +292,10 @@ def _state(model: keras.Model) -> dict[str, np.ndarray]:
     return {**found, "iterations": np.asarray(model.optimizer.iterations)}
 
 
-def _callbacks(kind: str, on_mesh: bool) -> list:
-    if kind == "batches":
-        return [keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: None)]
-    if kind == "name_nan" and on_mesh:
-        return [ktd.callbacks.NameNaN()]
-    if kind == "early_stopping":
-        return [keras.callbacks.EarlyStopping("loss", patience=1, min_delta=100.0)]
-    return []
-
-
 def _compiled(program: Program, strategy: Any) -> keras.Model:
     choices = program.choices
-    model = small_models.MODELS[choices["model"]]()
+    details = {name: choices[name] for name in DETAILS.get(choices["model"], {})}
+    model = small_models.MODELS[choices["model"]](**details)
     if choices["trainer"] == "compute_loss":
         model = small_models.Penalized(model.input, model.output)
     if strategy is not None and choices["blocks"] == "scanned":
@@ -221,6 +340,7 @@ _OPTIMIZERS = {
     "clipped": lambda rate: keras.optimizers.AdamW(0.01, epsilon=1e-3, global_clipnorm=0.5),
     "accumulated": lambda rate: keras.optimizers.SGD(rate, gradient_accumulation_steps=2),
     "averaged": lambda rate: keras.optimizers.SGD(rate, use_ema=True, ema_overwrite_frequency=2),
+    "averaged_at_end": lambda rate: keras.optimizers.SGD(rate, use_ema=True, ema_momentum=0.7),
     "scaled": lambda rate: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(rate)),
 }
 # A sum over a batch of rows and tokens would end in infinity at the rate of their mean.

@@ -1,6 +1,8 @@
 """Small classifiers, each with something of its own."""
 
+import jax
 import keras
+import numpy as np
 from keras import layers as kl
 from keras import ops
 
@@ -214,11 +216,157 @@ def shifted() -> keras.Model:
     return keras.Model(x, kl.Dense(CLASSES)(Shift()(_wide(x, "tanh"))))
 
 
+def _at(axis: int, index) -> tuple:
+    return (slice(None),) * axis + (index,)
+
+
+def _moved(x, move: str, axis: int):
+    """x, its rows or steps at other places."""
+    length, last = x.shape[axis], _at(axis, slice(None, -1))
+    later, first = x[_at(axis, slice(1, None))], x[_at(axis, slice(0, 1))]
+    if move == "shift":
+        return x.at[last].set(later)
+    if move == "back":
+        return x.at[_at(axis, slice(1, None))].set(x[last])
+    if move == "roll":
+        return ops.roll(x, 2, axis=axis)
+    if move == "gather":
+        return ops.take(x, (np.arange(length) * 3 + 1) % length, axis=axis)
+    if move == "concatenate":
+        return ops.concatenate([later, first], axis=axis)
+    if move == "flip":
+        return ops.flip(x, axis=axis)
+    if move == "pad":
+        return ops.pad(later, [(0, int(a == axis)) for a in range(x.ndim)])
+    assert move == "update", move
+    return jax.lax.dynamic_update_slice_in_dim(x, later, 0, axis)
+
+
+def _written(x, write: str, axis: int, value):
+    """x after a value was written into some of it, or something was made of all of it."""
+    length = x.shape[axis]
+    places = {"last": -1, "first": 0, "many": slice(None, None, 2), "slice": slice(1, 3)}
+    if write in places:
+        return x.at[_at(axis, places[write])].set(value)
+    if write == "add":
+        return x.at[_at(axis, 0)].add(value)
+    if write == "multiply":
+        return x.at[_at(axis, -1)].multiply(value)
+    if write == "scatter":
+        return x.at[_at(axis, (np.arange(length) + 2) % length)].add(0.5 * x)
+    if write == "sums":
+        return ops.cumsum(x, axis=axis) / length + value
+    if write == "windows":
+        window = [3 if a == axis else 1 for a in range(x.ndim)]
+        lowest = np.array(-np.inf, x.dtype)
+        return jax.lax.reduce_window(x, lowest, jax.lax.max, window, [1] * x.ndim, "SAME") + value
+    if write == "mean":
+        return x - ops.mean(x, axis=axis, keepdims=True) + value
+    assert write == "largest", write
+    return x - ops.max(x, axis=axis, keepdims=True) + value
+
+
+@keras.saving.register_keras_serializable("random_models")
+class Moves(kl.Layer):
+    """A layer of the user's own that moves rows or time and writes a weight there, twice."""
+
+    def __init__(self, move: str, write: str, axis: int, **kwargs):
+        super().__init__(**kwargs)
+        self.move, self.write, self.axis = move, write, axis
+
+    def get_config(self):
+        own = {"move": self.move, "write": self.write, "axis": self.axis}
+        return {**super().get_config(), **own}
+
+    def build(self, shape):
+        self.start = self.add_weight(shape=(shape[-1],), initializer="normal", name="start")
+
+    def call(self, x):
+        value = ops.cast(self.start, x.dtype)
+        y = _written(_moved(x, self.move, self.axis), self.write, self.axis, value)
+        z = _moved(_written(ops.tanh(x), self.write, self.axis, value), self.move, self.axis)
+        return x + y + 0.5 * z
+
+    def compute_output_shape(self, shape):
+        return shape
+
+
+def moved_rows(move: str, write: str) -> keras.Model:
+    x = keras.Input((FEATURES,))
+    y = Moves(move, write, 0, name="moves")(_wide(x, "tanh"))
+    return keras.Model(x, kl.Dense(CLASSES)(y))
+
+
+def moved_time(move: str, write: str) -> keras.Model:
+    """A class for each token, of which each looks at others."""
+    ids = keras.Input((STEPS,), dtype="int32")
+    x = kl.Embedding(VOCAB, 8)(ids)
+    y = Moves(move, write, 1, name="moves")(_wide(x, "tanh"))
+    return keras.Model(ids, kl.Dense(CLASSES)(x + y))
+
+
+@keras.saving.register_keras_serializable("random_models")
+class SelfAttention(kl.Layer):
+    """Attention of a sequence to itself."""
+
+    def build(self, shape):
+        self.attention = kl.MultiHeadAttention(2, 4)
+        self.attention.build(shape, shape)
+
+    def call(self, x):
+        return self.attention(x, x)
+
+    def compute_output_shape(self, shape):
+        return shape
+
+
+_ASSIGNED = {
+    "dense": lambda: kl.Dense(8, "relu"),
+    "conv": lambda: kl.Conv1D(8, 3, padding="same"),
+    "depthwise": lambda: kl.DepthwiseConv1D(3, padding="same"),
+    "separable": lambda: kl.SeparableConv1D(8, 3, padding="causal"),
+    "layer_norm": kl.LayerNormalization,
+    "rms_norm": kl.RMSNormalization,
+    "group_norm": lambda: kl.GroupNormalization(2),
+    "lstm": lambda: kl.LSTM(8, return_sequences=True),
+    "gru": lambda: ktd.layers.GRU(8, return_sequences=True),
+    "attention": SelfAttention,
+    "dropout": lambda: kl.Dropout(0.3, seed=11),
+    "spatial_dropout": lambda: kl.SpatialDropout1D(0.3, seed=12),
+    "einsum": lambda: kl.EinsumDense("btf,fg->btg", output_shape=(None, 8), bias_axes="g"),
+    "pool": lambda: kl.MaxPooling1D(3, 1, padding="same"),
+    "distributed": lambda: kl.TimeDistributed(kl.Dense(8, "gelu")),
+    "sequential": lambda: keras.Sequential([kl.Dense(4, "tanh"), kl.Dense(8)]),
+    "experts": Experts,
+    "prelu": kl.PReLU,
+    "moves": lambda: Moves("shift", "last", 1),
+}
+
+
+def assigned_pair(one: str, other: str, devices: str, in_turn: bool) -> keras.Model:
+    """Two layers, each computed by one logical device of a replica; a class for each token."""
+    ids = keras.Input((STEPS,), dtype="int32")
+    x = kl.Embedding(VOCAB, 8)(ids)
+    y = ktd.assign(_ASSIGNED[one](), int(devices[0]))(x)
+    z = ktd.assign(_ASSIGNED[other](), int(devices[1]))(y if in_turn else x)
+    return keras.Model(ids, kl.Dense(CLASSES)(kl.Dense(8, name="narrow")(x) + y + z))
+
+
+def deep() -> keras.Model:
+    """More variables than an update in place is waited for: 130."""
+    x = keras.Input((FEATURES,))
+    y = _wide(x, "tanh")
+    for _ in range(62):
+        y = y + 0.1 * kl.Dense(8, "tanh")(y)
+    return keras.Model(x, kl.Dense(CLASSES)(y))
+
+
 MODELS = {
     function.__name__: function
     for function in (
         *(vectors, normalized, masked, images, tokens, nested, shared, two_inputs),
         *(recurrent, experts, assigned, split, blocks, nested_masked),
         *(two_outputs, augmented, grouped, strided, shifted),
+        *(moved_rows, moved_time, assigned_pair, deep),
     )
 }

@@ -12,4 +12,6 @@ import programs  # noqa: E402
 from options import Program  # noqa: E402
 
 if __name__ == "__main__":
-    serving.serve(lambda job: programs.compared(Program(job["seed"], job["choices"])))
+    serving.serve(
+        lambda job: programs.compared(Program(job["seed"], job["choices"]), job["timeout"])
+    )

@@ -1,0 +1,48 @@
+"""Callbacks that change what fit trains."""
+
+from collections.abc import Callable
+
+import keras
+import numpy as np
+
+
+class Acts(keras.callbacks.Callback):
+    """Assigns a weight or sets the learning rate, at each epoch's end and at each step's.
+
+    Args:
+        what: `"assigns"` or `"sets_rate"`.
+        steps: Whether to act after steps too, of which a launch may have several.
+        stock: Whether Keras must be asked for the state before.
+    """
+
+    def __init__(self, what: str, steps: bool, stock: bool):
+        super().__init__()
+        self._what, self._steps, self._stock = what, steps, stock
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self._steps:
+            self._act()
+
+    def on_epoch_end(self, epoch, logs=None):
+        self._act()
+
+    def _act(self):
+        if self._stock:
+            self.model.jax_state_sync()
+        if self._what == "sets_rate":
+            optimizer = self.model.optimizer
+            optimizer.learning_rate = 0.7 * float(optimizer.learning_rate)
+            return
+        weights = self.model.trainable_variables
+        weights[len(weights) // 2].assign(0.9 * np.asarray(weights[len(weights) // 2].value))
+
+
+class Compiles(keras.callbacks.Callback):
+    """Compiles the model at the first epoch's end."""
+
+    def __init__(self, compile_: Callable[[keras.Model], None]):
+        super().__init__()
+        self._compile = compile_
+
+    def on_epoch_end(self, epoch, logs=None):
+        self._compile(self.model)
