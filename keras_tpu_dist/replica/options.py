@@ -255,7 +255,9 @@ def refilled(value: PerReplica) -> PerReplica:
             block[beyond] = 1
         return block
 
-    return value.replaced(_changed(value, with_ones), value.sizes)
+    # Laid out as it was, sequences split too: another layout is another program, which rounds
+    # otherwise.
+    return value.replaced(_as_laid_out(value, with_ones), value.sizes)
 
 
 def _changed(value: PerReplica, change: Callable[[int, np.ndarray], np.ndarray]) -> jax.Array:
@@ -263,6 +265,20 @@ def _changed(value: PerReplica, change: Callable[[int, np.ndarray], np.ndarray])
     blocks = own_blocks(value.array, value.axis, value.strategy).items()
     changed = {replica: change(replica, np.asarray(block)) for replica, block in blocks}
     return from_blocks(changed, value.axis, value.strategy)
+
+
+def _as_laid_out(value: PerReplica, change: Callable[[int, np.ndarray], np.ndarray]) -> jax.Array:
+    """As `_changed`, for a change that keeps the shape: each device has the piece that it had."""
+    array, axis, strategy = value.array, value.axis, value.strategy
+    blocks = own_blocks(array, axis, strategy).items()
+    changed = {replica: change(replica, np.asarray(block)) for replica, block in blocks}
+    pieces = []
+    for shard in array.addressable_shards:
+        # The replica's part of the rows is the shard's; of other dimensions it may have a piece.
+        piece = (*shard.index[:axis], slice(None), *shard.index[axis + 1 :])
+        block = changed[strategy.placer.own_parts[shard.device]]
+        pieces.append(jax.device_put(block[piece], shard.device))
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, pieces)
 
 
 def _is_none(node: Any) -> bool:

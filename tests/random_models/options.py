@@ -156,6 +156,8 @@ def _differs(choices: dict[str, Any]) -> bool:
     beside = given("beside", "nothing")
     if given("processes") == 2 and beside != "nothing":
         return True  # a model runs in one thread at a time there
+    if beside != "nothing" and given("where") == "moved":
+        return True  # until fit has moved it, it is a model of stock Keras in another thread
     if beside == "fit" and given("shuffle"):
         return True  # both draw from one generator
     # Averages become weights at a fit's end, which does not come after a callback compiled.

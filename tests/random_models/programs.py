@@ -115,7 +115,7 @@ def _strategy(program: Program) -> ktd.TPUStrategy:
         layout = "fsdp"
     if layout == "rules":
         axis = "model" if "model" in mesh else "data"
-        layout = [(r"/wide.*/kernel$", (None, axis)), (r"/narrow.*/kernel$", (axis, None))]
+        layout = [(r"(^|/)wide.*/kernel$", (None, axis)), (r"(^|/)narrow.*/kernel$", (axis, None))]
     return ktd.TPUStrategy(
         mesh,
         None if layout == "none" else layout,

@@ -124,7 +124,7 @@ class _Alone:
         ]
         found = [self._part(weights, others, *part, float(rows)) for part in parts]
         gradients = [sum(each) for each in zip(*(gradients for _, gradients in found))]
-        self._model.optimizer.apply(gradients, self._model.trainable_variables)
+        self._apply(gradients)
         after = zip(*(others for (_, (_, _, others)), _ in found))
         for variable, values in zip(self._model.non_trainable_variables, after, strict=True):
             mean = "float" in variable.dtype
@@ -132,3 +132,17 @@ class _Alone:
         for (_, y), ((_, (_, logits, _)), _) in zip(parts, found):
             self._metric.update_state(y, logits)
         return np.asarray(sum(loss for (_, (loss, _, _)), _ in found))
+
+    def _apply(self, gradients):
+        optimizer, weights = self._model.optimizer, self._model.trainable_variables
+        if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+            optimizer.apply(gradients, weights)
+            return
+        # Its `apply` assigns within a branch, which JAX does not let out.
+        if not optimizer.built:
+            optimizer.build(weights)
+        state = list(optimizer.variables)
+        values = [[v.value for v in kind] for kind in (state, weights)]
+        new_weights, new_state = optimizer.stateless_apply(values[0], gradients, values[1])
+        for variable, value in zip([*weights, *state], [*new_weights, *new_state], strict=True):
+            variable.assign(value)
