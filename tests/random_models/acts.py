@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 import keras
-import numpy as np
 
 
 class Acts(keras.callbacks.Callback):
@@ -34,7 +33,8 @@ class Acts(keras.callbacks.Callback):
             optimizer.learning_rate = 0.7 * float(optimizer.learning_rate)
             return
         weights = self.model.trainable_variables
-        weights[len(weights) // 2].assign(0.9 * np.asarray(weights[len(weights) // 2].value))
+        middle = weights[len(weights) // 2]
+        middle.assign(0.9 * middle.numpy())
 
 
 class Compiles(keras.callbacks.Callback):

@@ -288,7 +288,7 @@ def _named(name: str, structure: Any) -> dict[str, np.ndarray]:
 
 
 def _state(model: keras.Model) -> dict[str, np.ndarray]:
-    found = {f"{i} {v.path}": np.asarray(v.value) for i, v in enumerate(model.weights)}
+    found = {f"{i} {v.path}": v.numpy() for i, v in enumerate(model.weights)}
     return {**found, "iterations": np.asarray(model.optimizer.iterations)}
 
 
