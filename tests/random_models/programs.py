@@ -204,7 +204,7 @@ class _Run:
         if kind == "nothing":
             return fit()
         keras.utils.set_random_seed(self._program.seed + 2)
-        twin = self._built()
+        twin = self._twin(model)
         keras.utils.set_random_seed(self._program.seed + 3)
         if kind == "fit":
             return self._two_fits(fit, partial(self._fit, data, twin), twin)
@@ -218,6 +218,13 @@ class _Run:
         else:
             found, seen = beside.together(fit, partial(call, model))
         return {**found, beside.SEEN: seen}
+
+    def _twin(self, model: keras.Model) -> keras.Model:
+        """Another model, made as the model was that may have been given a LoRA since."""
+        twin = self._built()
+        if len(twin.weights) != len(model.weights):
+            later.changed(self._choices["then"], twin, self._built, self._compile, self._folder)
+        return twin
 
     def _two_fits(self, fit, other, twin: keras.Model) -> dict[str, np.ndarray]:
         if self._strategy is None:
@@ -261,10 +268,19 @@ class _Run:
         if kind == "early_stopping":
             return [keras.callbacks.EarlyStopping("loss", patience=1, min_delta=100.0)]
         if kind in ("assigns", "sets_rate"):
-            return [acts.Acts(kind, self._choices["steps_per_execution"] == 1, stock)]
+            return [acts.Acts(kind, self._acts_on_steps(), stock)]
         if kind == "compiles":
             return [acts.Compiles(self._compile)]
         return []
+
+    def _acts_on_steps(self) -> bool:
+        """Whether callbacks may assign after each step.
+
+        Where an input ends within an epoch, stock Keras forgets what was assigned after its last
+        batch; and of a launch of several steps one is the last.
+        """
+        ends = self._choices["input"] == "grain" or self._choices["steps_per_epoch"] is not None
+        return self._choices["steps_per_execution"] == 1 and not ends
 
 
 def _trained_on_batches(data: feeds.Data, model: keras.Model) -> dict[str, np.ndarray]:

@@ -324,7 +324,7 @@ _ASSIGNED = {
     "dense": lambda: kl.Dense(8, "relu"),
     "conv": lambda: kl.Conv1D(8, 3, padding="same"),
     "depthwise": lambda: kl.DepthwiseConv1D(3, padding="same"),
-    "separable": lambda: kl.SeparableConv1D(8, 3, padding="causal"),
+    "separable": lambda: kl.SeparableConv1D(8, 3, padding="same"),
     "layer_norm": kl.LayerNormalization,
     "rms_norm": kl.RMSNormalization,
     "group_norm": lambda: kl.GroupNormalization(2),
