@@ -8,7 +8,7 @@ import pytest
 from helpers import assert_close
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.replica.options import RunOptions
+from keras_tpu_dist.replica.options import RunOptions, refilled
 
 BUCKETS = RunOptions(buckets="power_of_two", axis=1)
 DYNAMIC = RunOptions(dynamic_batch=True)
@@ -165,6 +165,25 @@ def test_padding_that_changes_a_result_or_a_variable_is_an_error(two):
     assert float(total.value) == 0.0
     unchecked = RunOptions(buckets=(4,), axis=0, check_padding=False)
     assert float(two.local_results(two.run(forgets, (np.ones(3),), options=unchecked))[0]) == 0.75
+
+
+def test_padding_of_sequences_is_checked_by_the_program_that_ran(devices):
+    """Time that is split stays so: laid out otherwise, sums of bfloat16 round otherwise."""
+    strategy = ktd.TPUStrategy({"data": 2, "sequence": 2}, devices=devices[:4])
+    x = np.random.default_rng(0).normal(size=(3, 64, 8)).astype("float32")
+    (batch,) = strategy.distribute_dataset(x, batch_size=3)
+
+    def step(x):
+        rows = jnp.where(context().batch_mask[:, None, None], x, 0).astype("bfloat16")
+        return context().all_reduce("sum", jnp.einsum("btf,btg->fg", rows, rows))
+
+    sums = strategy.local_results(strategy.run(step, (batch,), options=DYNAMIC))
+    expected = np.einsum("btf,btg->fg", x, x)
+    assert_close(np.asarray(sums[0], "float32") / expected.max(), expected / expected.max(), 1e-2)
+    again = refilled(batch)
+    assert again.array.sharding == batch.array.sharding
+    assert_close(np.asarray(strategy.local_results(again)[0]), x[:2])
+    assert (np.asarray(again.array)[3] == 1).all()
 
 
 def test_bad_options(two):
