@@ -1,6 +1,8 @@
 """`steps_per_execution="auto"`: how many steps a launch makes when nobody says."""
 
 import contextlib
+import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -56,29 +58,60 @@ def steps_that_fit(bytes_per_device: float, steps: int) -> int:
     return max((n for n in divisors if n * bytes_per_device <= budget), default=1)
 
 
-class AutoSteps:
-    """Gives `steps_per_execution="auto"` a number while a model runs.
+class _Chosen(int):
+    """What a model has in the place of `"auto"` while it runs."""
 
-    Args:
-        outer: That of the call within which this one is made, if one is.
+
+_CHOSEN = _Chosen(MOST_STEPS)
+# How many calls, within each other and in any threads, run a model whose steps are chosen.
+_chosen_for: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+class AutoSteps:
+    """Gives `steps_per_execution="auto"` a number while a call runs a model.
+
+    Each call has its own number, as another thread may run the model with other batches. Keras
+    demands that the model has one too: it is the largest, and nobody counts by it.
     """
 
-    def __init__(self, outer: "AutoSteps | None" = None):
-        self._outer = outer
-        self.model: Any = None
+    def __init__(self):
+        self._model: Any = None
+        self._steps = MOST_STEPS
 
     @contextlib.contextmanager
     def chosen_for(self, model: Any) -> Iterator[None]:
         """The context in which the model's steps are chosen, if its user leaves them to us."""
-        setting = model.steps_per_execution
-        if setting == "auto":
-            self.model, model.steps_per_execution = model, MOST_STEPS
-        elif self._outer is not None and self._outer.model is model:
-            self.model = model
+        with _lock:
+            if model.steps_per_execution != "auto" and model not in _chosen_for:
+                model = None
+            else:
+                _chosen_for[model] = _chosen_for.get(model, 0) + 1
+                model.steps_per_execution = _CHOSEN
+        self._model = model
         try:
             yield
         finally:
-            model.steps_per_execution = setting
+            if model is not None:
+                self._end(model)
+
+    @staticmethod
+    def _end(model: Any) -> None:
+        with _lock:
+            _chosen_for[model] -= 1
+            if not _chosen_for[model]:
+                del _chosen_for[model]
+                # A callback may have compiled the model with another setting.
+                if model.steps_per_execution is _CHOSEN:
+                    model.steps_per_execution = "auto"
+
+    def of(self, model: Any) -> int | None:
+        """The steps of a launch of a model, or `None` if its user has said how many.
+
+        Args:
+            model: The model.
+        """
+        return self._steps if self._model is model else None
 
     def choose(self, epoch_iterator: Any) -> None:
         """Sets the number for an epoch that is about to begin; Keras counts its steps by it.
@@ -86,10 +119,10 @@ class AutoSteps:
         Args:
             epoch_iterator: Keras's `EpochIterator` over the epoch.
         """
-        if self.model is None:
+        if self._model is None:
             return
         ragged = not epoch_iterator.steps_per_epoch and _keras.ends_ragged(
             epoch_iterator.data_adapter
         )
-        steps = steps_of_a_launch(epoch_iterator.num_batches, ragged)
-        epoch_iterator.steps_per_execution = self.model.steps_per_execution = steps
+        self._steps = steps_of_a_launch(epoch_iterator.num_batches, ragged)
+        epoch_iterator.steps_per_execution = self._steps

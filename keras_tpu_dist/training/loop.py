@@ -33,8 +33,8 @@ class StepLoop:
         placer: Puts batches on the mesh and trims them in the program.
         guard: Keeps the training state (used for `"train"`).
         fit: What callbacks asked of the fit (likewise).
-        auto: Whether `steps_per_execution` was chosen for the user, who may then not have the
-            memory for the batches of one launch.
+        chosen: The `steps_per_execution` of the running call if it was chosen for the user, who may
+            then not have the memory for the batches of one launch; or `None`.
         compiler_options: What the compiler is told; `None` for its defaults.
     """
 
@@ -46,12 +46,12 @@ class StepLoop:
         placer: BatchPlacer,
         guard: StateGuard,
         fit: FitControl,
-        auto: Callable[[], bool] = lambda: False,
+        chosen: Callable[[], int | None] = lambda: None,
         compiler_options: dict[str, Any] | None = None,
     ):
         self._trainer, self._kind = trainer, kind
         self._turns, self._placer, self._guard, self._fit = turns, placer, guard, fit
-        self._auto, self._compiler_options = auto, compiler_options
+        self._chosen, self._compiler_options = chosen, compiler_options
         self._groups = _keras.state_groups(trainer, kind)
         self._variables = [v for group in self._groups for v in group]
         self._compiled = not trainer.run_eagerly and trainer.jit_compile
@@ -102,7 +102,7 @@ class StepLoop:
     def _next(self, state, iterator: DeviceIterator):
         if self._kind == "train":
             self._fit.reads(iterator)
-        most = self._trainer.steps_per_execution
+        most = self._most()
         skipped = self._skip(iterator, most)
         if skipped and self._fit.stops_before_more:
             self._trainer.stop_training = True
@@ -172,7 +172,7 @@ class StepLoop:
         return state
 
     def _launch_several(self, state, iterator: DeviceIterator, skipped: int):
-        left = min(self._steps_wanted(), self._trainer.steps_per_execution - skipped)
+        left = min(self._steps_wanted(), self._most() - skipped)
         collected = []
         while left:
             try:
@@ -206,8 +206,12 @@ class StepLoop:
         if look is not None and (jax.process_count() == 1 or not self._placer.is_local):
             look()
 
+    def _most(self) -> int:
+        """How many steps a launch makes of this call; another thread's may have other batches."""
+        return self._chosen() or self._trainer.steps_per_execution
+
     def _steps_wanted(self) -> int:
-        steps = self._trainer.steps_per_execution
+        steps = self._most()
         return self._fit.within(steps) if self._kind == "train" else steps
 
     def _skip(self, iterator: DeviceIterator, most: int) -> int:
@@ -241,10 +245,10 @@ class StepLoop:
         return eager_step if mask is None else watched_step(eager_step, mask)
 
     def _steps_of_a_scan(self, batch) -> int:
-        steps = self._trainer.steps_per_execution if self._compiled else 1
-        return (
-            steps_that_fit(self._placer.bytes_per_device(batch), steps) if self._auto() else steps
-        )
+        steps = self._most() if self._compiled else 1
+        if self._chosen() is None:
+            return steps
+        return steps_that_fit(self._placer.bytes_per_device(batch), steps)
 
     def _place_group(self, batches: list) -> list:
         length = self._steps_of_a_scan(batches[0])

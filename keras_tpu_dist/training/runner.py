@@ -177,9 +177,7 @@ class Runner:
     @contextlib.contextmanager
     def call(self, member: membership.Membership, model: Any = None) -> Iterator[_Call]:
         """The layouts of layers' outputs are those of this model's plan and annotations."""
-        outer = _running.get()
-        auto_steps = AutoSteps(None if outer is None else outer.auto_steps)
-        call = _Call(self, member, auto_steps, model)
+        call = _Call(self, member, AutoSteps(), model)
         token = _running.set(call)
         try:
             yield call
@@ -208,8 +206,8 @@ class Runner:
             member.guard.kept = states
         if kind == "train":
             member.turns.ready(_keras.state_variables(model))
-        auto = partial(self._chooses_steps, model)
-        known = (self.placer, member.guard, member.fit, auto, self.compiler_options)
+        chosen = partial(self._chosen_steps, model)
+        known = (self.placer, member.guard, member.fit, chosen, self.compiler_options)
         return StepLoop(model, kind, member.turns, *known)
 
     def serves(self, function: Any) -> bool:
@@ -228,7 +226,7 @@ class Runner:
         """
         call = _running.get()
         left = 0 if call is None else call.member.fit.batches_to_skip
-        return left > 0 and left >= model.steps_per_execution
+        return left > 0 and left >= (self._chosen_steps(model) or model.steps_per_execution)
 
     def ended_again(self) -> bool:
         """Whether the train launch that ends here had ended before training was interrupted."""
@@ -336,9 +334,10 @@ class Runner:
         """How the processes make steps of what each of them brings, or `None`."""
         return self.placer.own_input if isinstance(self.placer, OwnRowsPlacer) else None
 
-    def _chooses_steps(self, model: Any) -> bool:
+    @staticmethod
+    def _chosen_steps(model: Any) -> int | None:
         call = _running.get()
-        return call is not None and call.auto_steps.model is model
+        return None if call is None else call.auto_steps.of(model)
 
 
 def _check_input(name: str, x: Any, may_be_empty: bool) -> None:

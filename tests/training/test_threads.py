@@ -231,3 +231,37 @@ def test_a_callback_that_assigns(donate):
 
     fit_13(trained, keras.callbacks.LambdaCallback(on_train_batch_end=assign), epochs=2)
     assert_close(np.asarray(kernel.value), zeros, 0)
+
+
+def test_two_threads_choose_steps_of_their_own():
+    """An evaluate of one batch beside a fit of many: neither counts by the other's launches."""
+    with ktd.TPUStrategy(MESHES[0]).scope():
+        alone, beside = model(1, 8), model(1, 8)
+    expected = fit(alone, epochs=8)
+    evaluated, started = [], threading.Event()
+
+    def trained():
+        with contextlib.ExitStack() as at_end:
+            at_end.callback(started.set)
+            return fit(beside, epochs=8)
+
+    def watch():
+        while not started.is_set():
+            evaluated.append(beside.evaluate(X[:3], np.eye(3)[Y[:3]], batch_size=1, verbose=0))
+
+    found, _ = in_threads(trained, watch)
+    assert_close(found, expected, 1e-6)
+    assert int(beside.optimizer.iterations) == int(alone.optimizer.iterations) == 40
+    assert beside.steps_per_execution == "auto"
+    assert evaluated
+
+
+def test_a_callback_compiles_with_other_steps():
+    """What a callback says of the next fit stays, though the fit before chose its own."""
+    with ktd.TPUStrategy(MESHES[0]).scope():
+        trained = model(1, 8)
+    compiles = keras.callbacks.LambdaCallback(
+        on_train_end=lambda logs: trained.compile("sgd", "mse", steps_per_execution=4)
+    )
+    fit_13(trained, compiles, epochs=1)
+    assert trained.steps_per_execution == 4
