@@ -47,6 +47,21 @@ FAILED = {
         ("input", "grain"),
         ("model", "vectors"),
     ),
+    "steps_per_execution='auto' wrote its number on the model, which an evaluate beside read": (
+        ("steps_per_execution", "auto"),
+        ("steps_per_epoch", 5),
+        ("beside", "evaluate"),
+        ("trainer", "fit"),
+        ("model", "vectors"),
+    ),
+    "padding was checked by a program laid out otherwise, which rounds bfloat16 otherwise": (
+        ("trainer", "replica"),
+        ("model", "moved_time"),
+        ("mesh", "t2x4"),
+        ("policy", "mixed_bfloat16"),
+        ("rows", 13),
+        ("batch_size", 8),
+    ),
 }
 
 
