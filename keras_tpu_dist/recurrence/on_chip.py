@@ -13,6 +13,9 @@ LANES = 128
 MATRIX_ROWS = 128
 # By the compiler's schedule four steps an iteration are up to 10 % faster than one, eight no more.
 STEPS = 4
+# So many steps are one block, without a loop over blocks: 10 to 32 took 0.73 to 0.84 of the cycles
+# of several (`benchmarks/recurrent.py tpu --unrolled`, v5e, 128 to 512 units).
+_WHOLE_STEPS = 32
 # With fewer units more than half of what is kept for the backward pass would be padding.
 FEWEST_UNITS = 64
 _MIB = 2**20
@@ -88,7 +91,14 @@ def need(
 
 
 def fitted(
-    cell: Cell, sizes: Sizes, core: Core, *, most: int | None, hoist: bool, keep: bool
+    cell: Cell,
+    sizes: Sizes,
+    core: Core,
+    *,
+    length: int,
+    most: int | None,
+    hoist: bool,
+    keep: bool,
 ) -> tuple[Kernel, int] | None:
     """The kernel and the most steps in one of its blocks, or None if there is no room.
 
@@ -99,20 +109,29 @@ def fitted(
         cell: The recurrence.
         sizes: The layer's.
         core: The chip's.
-        most: The most steps in one iteration, or None for `STEPS`.
+        length: The length of time in steps.
+        most: The most steps in one iteration, or None for all of a few, else `STEPS`.
         hoist: As in `need`.
         keep: As in `need`.
     """
-    steps = most or STEPS
-    while steps:
+    for steps in _steps_of_blocks(length, most):
         for parts, reread in itertools.product(_cuts(sizes.batch, core.cores), (False, True)):
             how = {"steps": steps, "parts": parts, "reread": reread, "hoist": hoist, "keep": keep}
             size = need(cell, sizes, **how)
             if size <= core.vmem_bytes * 3 // 4:
                 limit = min(max(size + size // 4, _DEFAULT_LIMIT), core.vmem_bytes)
                 return Kernel(parts, reread, limit), steps
-        steps //= 2
     return None
+
+
+def _steps_of_blocks(length: int, most: int | None) -> Iterator[int]:
+    """How many steps a block may have at most, the fastest first."""
+    if most is None and length <= _WHOLE_STEPS:
+        yield length
+    steps = most or STEPS
+    while steps:
+        yield steps
+        steps //= 2
 
 
 def _cuts(rows: int, cores: int) -> Iterator[int]:

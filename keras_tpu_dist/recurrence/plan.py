@@ -168,7 +168,7 @@ def choose(
         )
     if not on_tpu:
         return variant
-    variant, left = _as_kernel(cell, variant, Sizes(batch, units, features), unroll, core)
+    variant, left = _as_kernel(cell, variant, Sizes(batch, units, features), steps, unroll, core)
     why = (
         _why_unrolled(unroll, units, steps) if left and asked is None and directions == 1 else None
     )
@@ -196,7 +196,7 @@ def _why_unrolled(unroll: bool | int, units: int, steps: int) -> str | None:
 
 
 def _as_kernel(
-    cell: Cell, variant: Variant, sizes: Sizes, unroll: bool | int, core: Core | str
+    cell: Cell, variant: Variant, sizes: Sizes, length: int, unroll: bool | int, core: Core | str
 ) -> tuple[Variant, bool]:
     """The variant as one kernel; or with the reason why it is none, and whether it is none."""
     without = core if isinstance(core, str) else unfit(cell, sizes.units)
@@ -204,7 +204,7 @@ def _as_kernel(
     for hoist in dict.fromkeys([variant.hoist, True]):
         if isinstance(core, str) or without:
             break
-        fit = fitted(cell, sizes, core, most=most, hoist=hoist, keep=variant.keep)
+        fit = fitted(cell, sizes, core, length=length, most=most, hoist=hoist, keep=variant.keep)
         if fit is not None:
             kernel, steps = fit
             made = dataclasses.replace(

@@ -37,7 +37,7 @@ KERNEL = rec.Kernel(interpret=True)
 ON_TPU = {"kernel": KERNEL, "early": False, "product": rec.Product(sum_by_product=True)}
 VARIANTS = [
     {"keep": True},
-    {"keep": True, "hoist": False, "unroll": 4},
+    {"keep": True, "hoist": False, "unroll": 32},  # one block
     {"hoist": False, "unroll": 3},
     {"keep": True, "unroll": 2, "kernel": rec.Kernel(reread=True, interpret=True)},
     {"keep": True, "segment": 3},
