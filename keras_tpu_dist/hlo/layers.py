@@ -16,6 +16,7 @@ _STRUCTURE = {
     "rematted_computation",
     "remat",
     "shard_map",
+    "on_one_device",
 }
 _BRANCH = re.compile(r"branch_\d+_fun")
 OTHER = "(other)"

@@ -17,7 +17,7 @@ from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.once import say_once
 from keras_tpu_dist.layout.annotations import Annotation, annotate, annotation_of, mark
 from keras_tpu_dist.layout.rules import LayoutRules
-from keras_tpu_dist.partitioner import in_compiled_code
+from keras_tpu_dist.partitioner import ONE_DEVICE, in_compiled_code, rows_are_whole
 
 # The logical device whose branch is being traced, and the one that new layers are assigned to.
 _tracing: contextvars.ContextVar[int | None] = contextvars.ContextVar("tracing", default=None)
@@ -218,10 +218,12 @@ def _on_one_device(
         def skip(*_):
             return jax.tree.map(lambda s: jax.numpy.zeros(s.shape, s.dtype), shapes)
 
-        # Collectives over the batch stay in the branch: all devices that take part in one have
-        # the same logical number, so they take the same branch.
+        # Sums over the batch stay in the branch: all devices that take part in one have the same
+        # logical number, so they take the same branch. Whatever else the partitioner puts there
+        # is found before the program is launched; see `keras_tpu_dist.partitioner.exchanges`.
         mine = jax.tree.map(lambda x: x[0], operands)
-        own = jax.lax.cond(index[0] == device, compute, skip, *mine)
+        with jax.named_scope(ONE_DEVICE):
+            own = jax.lax.cond(index[0] == device, compute, skip, *mine)
         return jax.tree.map(lambda x: x[None], own)
 
     # One copy for each device, as they have them already, and the sum of the results, both outside
@@ -236,11 +238,16 @@ def _on_one_device(
         mesh=replica.mesh,
         in_specs=PartitionSpec(replica.axes),
         out_specs=PartitionSpec(replica.axes),
-        axis_names=set(replica.axes),
+        # Over all axes each device has all rows, and the partitioner nothing to exchange.
+        axis_names=_free_axes(replica) if rows_are_whole() else set(replica.axes),
         # A layer need not say over which axes its loop carries vary.
         check_vma=False,
     )(jax.numpy.arange(replica.devices), *copies)
     return jax.tree.map(_only_one, stacked)
+
+
+def _free_axes(replica: _Replica) -> set[str]:
+    return set(replica.mesh.axis_names) - set(getattr(replica.mesh, "manual_axes", ()))
 
 
 def _only_one(stacked: jax.Array) -> jax.Array:

@@ -8,6 +8,7 @@ devices must join: those that took the other branch never come, and the program 
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from keras_tpu_dist.partitioner.exchanges import ONE_DEVICE, rows_are_whole
 from keras_tpu_dist.partitioner.jaxprs import (
     any_equation,
     inner_jaxprs,
@@ -42,6 +43,9 @@ def repaired(equation: Any, spread: Spread) -> list | None:
 
     Returns:
         The equations that take its place, or `None`.
+
+    Raises:
+        RowsExchanged: If the branch is that of an assigned layer, which can be made otherwise.
     """
     conditionals = [e for e in _equations(equation) if e.primitive.name == "cond"]
     branches = [branch for each in conditionals for branch in each.params["branches"]]
@@ -50,6 +54,8 @@ def repaired(equation: Any, spread: Spread) -> list | None:
             return None
         operands = [_split_dimensions(atom, spread) for atom in equation.invars]
         results = [_split_dimensions(atom, spread) for atom in equation.outvars]
+    if any(map(_on_one_device, conditionals)) and not rows_are_whole():
+        raise RowsExchanged
 
     def whole(dimensions: list[list[int]]) -> Callable:
         return lambda *arrays: [
@@ -58,6 +64,32 @@ def repaired(equation: Any, spread: Spread) -> list | None:
         ]
 
     return surrounded(equation, whole(operands), whole(results))
+
+
+class RowsExchanged(Exception):  # noqa: N818 (none that a user sees)
+    """Rows would be exchanged within a branch: the program is made again, `with_whole_rows`."""
+
+
+def choosing_axes(jaxpr: Any) -> frozenset[str]:
+    """The axes that choose the branches of a program, empty if it has none.
+
+    Args:
+        jaxpr: The program.
+    """
+    axes: set[str] = set()
+
+    def look(equation: Any) -> bool:
+        if equation.primitive.name in PRIMITIVES and any(map(_on_one_device, _equations(equation))):
+            axes.update(manual_axes(equation))
+        return False
+
+    any_equation(jaxpr, look, lambda equation: bool(equation.params))
+    return frozenset(axes)
+
+
+def _on_one_device(equation: Any) -> bool:
+    scopes = str(equation.source_info.name_stack)
+    return equation.primitive.name == "cond" and ONE_DEVICE in scopes
 
 
 def _equations(equation: Any) -> list:

@@ -41,6 +41,7 @@ class Jitted:
         kind_of: Callable[..., Hashable] | None = None,
         **options: Any,
     ):
+        self._function = function
         self._plain = jax.jit(function, **options)
         self._name = getattr(function, "__name__", "program")
         self._mesh = mesh
@@ -49,10 +50,15 @@ class Jitted:
         self._kind_of = kind_of or shapes_of
         self._options = options
         self._programs: dict[Hashable, Callable] = {}
+        self._launched: dict[Hashable, Callable] = {}
 
     def __call__(self, *args: Any) -> Any:
         """Runs the program for such arguments."""
-        return self.program(*args)(*args)
+        kind = self._kind_of(*args)
+        program = self._launched.get(kind)
+        if program is None:
+            program = self._launched[kind] = self._programs[kind] = self._looked_at(args)
+        return program(*args)
 
     def trace(self, *args: Any) -> Any:
         """The function traced, as `jax.jit` would compile it.
@@ -86,15 +92,51 @@ class Jitted:
         if self._mesh.size == 1:
             return self._plain
         # Who compiles nothing for a mesh loads no repair.
+        from keras_tpu_dist.partitioner.branches import RowsExchanged
+
+        try:
+            return self._repaired(self._plain, args)
+        except RowsExchanged:
+            return self._with_whole_rows(args)
+
+    def _with_whole_rows(self, args: tuple) -> Callable:
+        from keras_tpu_dist.partitioner.exchanges import with_whole_rows
+
+        return self._repaired(jax.jit(with_whole_rows(self._function), **self._options), args)
+
+    def _looked_at(self, args: tuple) -> Callable:
+        """The program to launch: none that waits for devices which take another branch."""
+        program = self.program(*args)
+        if self._mesh.size == 1:
+            return program
+        from keras_tpu_dist.partitioner.branches import choosing_axes
+        from keras_tpu_dist.partitioner.exchanges import exchanged_in_branches
+
+        axes = choosing_axes(program.trace(*args).jaxpr)
+        if not axes:
+            return program
+
+        def exchanged() -> list[str]:
+            # The call that follows takes this very executable, so nothing is compiled twice.
+            text = program.lower(*args).compile().as_text()
+            return exchanged_in_branches(text, dict(self._mesh.shape), axes)
+
+        if exchanged():
+            program = self._with_whole_rows(args)
+            if found := exchanged():
+                raise ValueError(_hangs(found))
+        return program
+
+    def _repaired(self, plain: Any, args: tuple) -> Callable:
         from keras_tpu_dist.partitioner.rewrite import rewritten
 
-        traced = self._plain.trace(*args)
+        traced = plain.trace(*args)
         shapes = traced.out_info
         inputs = axes_of(tuple(self._layouts(*args)), args)
         results = axes_of(tuple(self._outputs), shapes) if self._outputs else ()
         jaxpr = rewritten(traced.jaxpr, self._mesh, inputs, results)
         if jaxpr is traced.jaxpr:
-            return self._plain
+            return plain
         call = _call_of(jaxpr, self._name)
         structure = jax.tree.structure(shapes)
 
@@ -103,6 +145,15 @@ class Jitted:
 
         program.__name__ = self._name
         return jax.jit(program, **self._options)
+
+
+def _hangs(exchanges: list[str]) -> str:
+    return message(
+        "Devices that compute an assigned layer exchange nothing with those that skip it.",
+        received=f"a layer in whose branch of the program there is: {exchanges[0][:300]}",
+        fix="Take the assignment back with keras_tpu_dist.assign(layer, None), or assign the layers "
+        "within it that do not exchange rows by operations of their own.",
+    )
 
 
 def shapes_of(*args: Any) -> Hashable:
