@@ -66,7 +66,7 @@ def repaired(equation: Any, spread: Spread) -> list | None:
     return surrounded(equation, whole(operands), whole(results))
 
 
-class RowsExchanged(Exception):  # noqa: N818 (none that a user sees)
+class RowsExchanged(Exception):
     """Rows would be exchanged within a branch: the program is made again, `with_whole_rows`."""
 
 

@@ -22,7 +22,8 @@ _TABLE = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)
 _LISTS = re.compile(r"replica_groups=\{(\{[\d,{}]+\})\}")
 # mesh['data'=4,'logical'=2] {'data'}
 _MESH = re.compile(
-    r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}"
+    r"replica_groups=mesh\[([^\]]*)\]"
+    r"(?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}"
 )
 _AXIS = re.compile(r"'([^']+)'=(\d+)")
 

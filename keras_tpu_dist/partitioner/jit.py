@@ -151,8 +151,8 @@ def _hangs(exchanges: list[str]) -> str:
     return message(
         "Devices that compute an assigned layer exchange nothing with those that skip it.",
         received=f"a layer in whose branch of the program there is: {exchanges[0][:300]}",
-        fix="Take the assignment back with keras_tpu_dist.assign(layer, None), or assign the layers "
-        "within it that do not exchange rows by operations of their own.",
+        fix="Take the assignment back with keras_tpu_dist.assign(layer, None), or assign layers "
+        "within it that have no shard_map of their own.",
     )
 
 

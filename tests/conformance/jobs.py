@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import assigned
+import assigned_layers
 import jax
 import keras
 import layers
@@ -88,8 +89,10 @@ def jobs_of(kind: str, cases: Iterable[str], repair: bool = True) -> list[Job]:
     """
     jobs = []
     for case in cases:
-        for rows in _ROWS.get(kind, (EVEN, RAGGED)):
-            meshes = assigned.MESHES if kind == "assigned" else MESHES
+        own = assigned_layers.rows(case) if kind == "assigned_pair" else None
+        for rows in own or _ROWS.get(kind, (EVEN, RAGGED)):
+            meshes = assigned.MESHES if kind in ("assigned", "assigned_layer") else MESHES
+            meshes = assigned_layers.meshes(case) if kind == "assigned_pair" else meshes
             meshes = pairs.meshes(case) if kind == "pair" else meshes
             combinations = [(mesh, "none") for mesh in meshes]
             if kind in ("layer", "model"):
@@ -104,6 +107,8 @@ CASES: dict[str, dict[str, Any]] = {
     "operation": {case.name: case for case in operations.CASES},
     "move": moves.FAMILIES,
     "assigned": assigned.CASES,
+    "assigned_layer": dict.fromkeys(assigned_layers.SINGLE),
+    "assigned_pair": dict.fromkeys(assigned_layers.PAIRS),
     "layer": {case.name: case for case in layers.CASES},
     "model": {case.name: case for case in models.CASES},
     "pair": pairs.CASES,
@@ -112,7 +117,7 @@ CASES: dict[str, dict[str, Any]] = {
 REPLICAS = {"replica_operation": "operation", "replica_layer": "layer"}
 CASES |= {kind: CASES[same] for kind, same in REPLICAS.items()}
 _ROWS = {
-    **{"move": moves.ROWS, "assigned": assigned.ROWS},
+    **{"move": moves.ROWS, "assigned": assigned.ROWS, "assigned_layer": assigned_layers.ROWS},
     **dict.fromkeys(REPLICAS, replicas.ROWS),
 }
 PLANNED = {
@@ -140,7 +145,7 @@ def compared(job: Job) -> dict[str, Any]:
     right programs of an Xception up to 4e-2); float64 tells it from a fault.
     """
     difference, where = worst_difference(job)
-    trained = job.kind in ("layer", "model", "replica_layer")
+    trained = job.kind in ("layer", "model", "replica_layer", "assigned_layer", "assigned_pair")
     if difference > tolerance(job) and trained and job.repair:
         again = replace(job, float64=True)
         precise, there = worst_difference(again)
@@ -381,10 +386,16 @@ def _updates(job: Job) -> dict[str, np.ndarray]:
     return found
 
 
+_ASSIGNED = (assigned_layers.model_of, assigned_layers.data_of)
+
+
 def _compiled(job: Job) -> tuple:
     case = CASES[job.kind][job.case]
     if job.kind == "assigned":
         model, (x, y), loss = case(), assigned.data(job.rows), "mse"
+    elif job.kind in ("assigned_layer", "assigned_pair"):
+        model, (x, y) = (part(job.case, job.rows) for part in _ASSIGNED)
+        loss = "mse"
     elif job.kind == "layer":
         model, (x, y), loss = layers.model_of(case, job.rows), layers.data_of(case, job.rows), "mse"
     else:
@@ -408,6 +419,7 @@ def _probed(job: Job) -> dict[str, np.ndarray]:
 
 _RUN = {
     **{"operation": _computed, "move": _moved, "layer": _trained, "model": _trained},
+    **{"assigned_layer": _trained, "assigned_pair": _trained},
     **{"assigned": _trained, "pair": _paired, "probe": _probed},
     **{"replica_operation": replicas.operation, "replica_layer": replicas.layer},
 }

@@ -25,8 +25,11 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 _WORKER = Path(__file__).with_name("worker.py")
 KINDS = (
     *("operation", "move", "assigned", "layer", "model", "pair"),
-    *("replica_operation", "replica_layer"),
+    *("replica_operation", "replica_layer", "assigned_layer", "assigned_pair"),
 )
+# Weeks of comparisons: made if they are named, best with --cases.
+_LONG = ("assigned_layer", "assigned_pair")
+_USUAL = tuple(kind for kind in KINDS if kind not in _LONG)
 # Kinds of which one program computes several cases.
 _SEVERAL = ("operation", "pair", "replica_operation")
 
@@ -122,7 +125,7 @@ def drawn(jobs: list[dict], count: int, seed: int) -> list[dict]:
 def main() -> int:
     """Prints what is not right, and the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kind", nargs="*", default=KINDS, choices=KINDS)
+    parser.add_argument("--kind", nargs="*", default=_USUAL, choices=KINDS)
     parser.add_argument("--only", default="", help="a regular expression over the jobs")
     parser.add_argument("--cases", type=int, help="so many, drawn at random; default: all")
     parser.add_argument("--threes", type=int, default=0, help="add so many of three operations")

@@ -1,0 +1,69 @@
+"""What a compiled program exchanges in a branch that not all devices take."""
+
+import pytest
+
+from keras_tpu_dist.partitioner.exchanges import exchanged_in_branches
+
+SIZES = {"data": 4, "model": 2}
+PROGRAM = """HloModule jit_train_step
+
+%taken (p: f32[2]) -> f32[2] {{
+  %p = f32[2]{{0}} parameter(0)
+  ROOT %f = f32[2]{{0}} call(%p), to_apply=%inner
+}}
+
+%inner (q: f32[2]) -> f32[2] {{
+  %q = f32[2]{{0}} parameter(0)
+  ROOT %x = f32[2]{{0}} {exchange}
+}}
+
+%skipped (r: f32[2]) -> f32[2] {{
+  ROOT %r = f32[2]{{0}} parameter(0)
+}}
+
+ENTRY %main (a: f32[2], i: s32[]) -> f32[2] {{
+  %a = f32[2]{{0}} parameter(0)
+  %i = s32[] parameter(1)
+  %sum = f32[2]{{0}} all-reduce(%a), replica_groups={{}}, to_apply=%add
+  ROOT %c = f32[2]{{0}} conditional(%i, %sum, %sum), branch_computations={{%skipped, %taken}}, \
+metadata={{op_name="jit(train_step)/jvp(dense)/shard_map/{scope}/cond"}}
+}}
+"""
+ALIKE = [
+    "replica_groups=[2,4]<=[4,2]T(1,0)",
+    "replica_groups={{0,2,4,6},{1,3,5,7}}",
+    "replica_groups=mesh['data'=4,'model'=2] {'data'}",
+    "replica_groups=mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}",
+]
+MIXED = [
+    "replica_groups=[4,2]<=[8]",
+    "replica_groups={{0,1,2,3,4,5,6,7}}",
+    "replica_groups={}",
+    "replica_groups=mesh['data'=4,'model'=2] {'model'}",
+    "replica_groups=mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a'}",
+    "replica_groups=of a form that nobody has seen",
+]
+
+
+def found(exchange: str, scope: str = "on_one_device") -> list[str]:
+    text = PROGRAM.format(exchange=exchange, scope=scope)
+    return exchanged_in_branches(text, SIZES, frozenset({"model"}))
+
+
+@pytest.mark.parametrize("groups", ALIKE)
+def test_devices_that_take_one_branch_may_sum(groups):
+    assert not found(f"all-reduce(%q), {groups}, to_apply=%add")
+
+
+@pytest.mark.parametrize("groups", MIXED)
+@pytest.mark.parametrize("kind", ["all-reduce", "all-gather-start", "all-to-all"])
+def test_devices_of_two_branches_may_not(groups, kind):
+    assert found(f"{kind}(%q), {groups}") == [f"ROOT %x = f32[2]{{0}} {kind}(%q), {groups}"]
+
+
+def test_nothing_is_permuted():
+    assert found("collective-permute(%q), source_target_pairs={{0,2},{2,0}}")
+
+
+def test_other_conditionals_may_do_what_they_like():
+    assert not found("collective-permute(%q), source_target_pairs={{0,1}}", "other")
