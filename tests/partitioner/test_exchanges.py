@@ -1,8 +1,11 @@
 """What a compiled program exchanges in a branch that not all devices take."""
 
+import keras
+import numpy as np
 import pytest
 
-from keras_tpu_dist.partitioner.exchanges import exchanged_in_branches
+import keras_tpu_dist as ktd
+from keras_tpu_dist.partitioner.exchanges import ONE_DEVICE, exchanged_in_branches
 
 SIZES = {"data": 4, "model": 2}
 PROGRAM = """HloModule jit_train_step
@@ -67,3 +70,34 @@ def test_nothing_is_permuted():
 
 def test_other_conditionals_may_do_what_they_like():
     assert not found("collective-permute(%q), source_target_pairs={{0,1}}", "other")
+
+
+def test_what_would_hang_is_refused_before_it_is_launched(monkeypatch):
+    strategy = ktd.TPUStrategy(SIZES)
+    with strategy.scope():
+        layer = ktd.assign(keras.layers.Dense(2), 1)
+        layer.build((None, 3))
+        model = keras.Sequential([keras.Input((3,)), layer])
+    ours = "keras_tpu_dist.partitioner.exchanges.exchanged_in_branches"
+    read: list[str] = []
+
+    def seen(text, sizes, taken):
+        read.append(text)
+        assert (dict(sizes), taken) == (SIZES, frozenset({"model"}))
+        return ["%p = f32[2]{0} collective-permute(%q)"] if len(read) < 2 else again
+
+    monkeypatch.setattr(ours, seen)
+    again: list[str] = ["%p = f32[2]{0} collective-permute(%q)"]
+    with pytest.raises(
+        ValueError, match=r"(?s)exchange nothing.*collective-permute.*assign\(layer"
+    ):
+        model.predict(np.ones((8, 3)), verbose=0)
+    assert len(read) == 2 and ONE_DEVICE in read[0]
+
+    # With whole rows nothing is exchanged: the second program is the one that is launched.
+    read.clear()
+    again = []
+    got = model.predict(np.ones((8, 3)), verbose=0)
+    assert len(read) == 2
+    kernel, bias = layer.get_weights()
+    np.testing.assert_allclose(got, np.ones((8, 3)) @ kernel + bias, rtol=1e-5, atol=1e-6)
