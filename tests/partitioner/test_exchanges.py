@@ -92,7 +92,8 @@ def test_what_would_hang_is_refused_before_it_is_launched(monkeypatch):
         ValueError, match=r"(?s)exchange nothing.*collective-permute.*assign\(layer"
     ):
         model.predict(np.ones((8, 3)), verbose=0)
-    assert len(read) == 2 and ONE_DEVICE in read[0]
+    assert len(read) == 2
+    assert ONE_DEVICE in read[0]
 
     # With whole rows nothing is exchanged: the second program is the one that is launched.
     read.clear()
