@@ -1,6 +1,7 @@
 """`jax.jit` for a mesh: the program that is compiled is one that XLA partitions rightly."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from jax.sharding import Mesh
 
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.partitioner.classes import Axes, spec_axes
+from keras_tpu_dist.partitioner.debugging import checked, is_debugging
 from keras_tpu_dist.partitioner.jaxprs import opened
 
 
@@ -54,6 +56,20 @@ class Jitted:
 
     def __call__(self, *args: Any) -> Any:
         """Runs the program for such arguments."""
+        if is_debugging():
+            return checked(self._without_donation._launch, self._function, self._mesh, args)
+        return self._launch(*args)
+
+    @functools.cached_property
+    def _without_donation(self) -> "Jitted":
+        options = dict(self._options)
+        if not options.pop("donate_argnums", ()):
+            return self
+        return Jitted(
+            self._function, self._mesh, self._layouts, self._outputs, self._kind_of, **options
+        )
+
+    def _launch(self, *args: Any) -> Any:
         kind = self._kind_of(*args)
         program = self._launched.get(kind)
         if program is None:

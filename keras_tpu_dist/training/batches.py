@@ -341,11 +341,27 @@ class BatchPlacer:
     def _trim(self, leaf, slot: Slot):
         if slot.rows is None or slot.axis is None:
             return leaf
+        if not isinstance(leaf, jax.core.Tracer):
+            return self._trimmed_outside(leaf, slot.axis, slot)
         if slot.filled is None:
             true = jax.lax.slice_in_dim(leaf, 0, slot.rows, axis=slot.axis)
         else:
             true = self._joined(leaf, slot.axis, slot.filled)
         return jax.lax.with_sharding_constraint(true, self.sharding(slot.axis, slot.time))
+
+    def _trimmed_outside(self, leaf, axis: int, slot: Slot):
+        """The same where JAX runs a step operation by operation, to find what made a NaN.
+
+        By NumPy: an operation on rows that have one already would be named in its place.
+        """
+        values = np.moveaxis(np.asarray(leaf), axis, 0)
+        if slot.filled is None:
+            true = values[: slot.rows]
+        else:
+            length = len(values) // len(slot.filled)
+            parts = enumerate(slot.filled)
+            true = np.concatenate([values[i * length : i * length + rows] for i, rows in parts])
+        return jax.device_put(np.moveaxis(true, 0, axis), self._replicated)
 
     def _joined(self, leaf, axis: int, filled: tuple[int, ...]):
         # Parts that are not filled one after the other: their rows move between devices anyway.

@@ -1,0 +1,78 @@
+"""`jax_debug_nans` and `jax_debug_infs` on a mesh: the layer is named, also where rows are uneven.
+
+`jax.jit` runs a function again, operation by operation, to find what made a NaN. It would run ours
+on arrays that are padded and split, where operations on uneven rows are errors of their own.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from keras_tpu_dist.common.errors import message
+
+
+def is_debugging() -> bool:
+    """Whether JAX is told to look for values that are not finite."""
+    return jax.config.jax_debug_nans or jax.config.jax_debug_infs
+
+
+def checked(program: Callable, function: Callable, mesh: Mesh, args: tuple) -> Any:
+    """What a program gives, if JAX would not complain of it.
+
+    Args:
+        program: The program, which leaves its arguments alone.
+        function: What it computes.
+        mesh: The mesh.
+        args: The arguments.
+
+    Raises:
+        FloatingPointError: Where a result is not finite: JAX's own, from the layer that makes it,
+            or ours where that cannot be found.
+    """
+    nans, infs = jax.config.jax_debug_nans, jax.config.jax_debug_infs
+    with jax.debug_nans(False), jax.debug_infs(False):
+        results = program(*args)
+        wrong = _wrong(results, nans, infs)
+        one_process = NamedSharding(mesh, PartitionSpec()).is_fully_addressable
+        whole = _whole(args, mesh) if wrong and one_process else None
+    if not wrong:
+        return results
+    why = "several processes cannot run a step operation by operation"
+    if whole is not None:
+        try:
+            # Loops are run step by step too.
+            with jax.disable_jit():
+                function(*whole)
+            why = "operation by operation nothing of the kind came up"
+        except (ValueError, NotImplementedError) as error:
+            # A `shard_map` over some axes of a mesh is one that JAX only compiles.
+            why = f"it cannot be run operation by operation: {error}"
+    raise FloatingPointError(
+        message(
+            f"A step made {wrong}, and the layer was not found.",
+            received=f"{why}.",
+            fix="Use callbacks.NameNaN() with fit, or jax.debug.print in the code of replicas.",
+        )
+    )
+
+
+def _wrong(results: Any, nans: bool, infs: bool) -> str:
+    """What JAX would complain of in the shards of this process's devices, or nothing."""
+    for leaf in jax.tree.leaves(results):
+        if not jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact):
+            continue
+        for shard in leaf.addressable_shards:
+            values = np.asarray(shard.data)
+            if nans and np.any(np.isnan(values)):
+                return "NaN"
+            if infs and np.any(np.isinf(values)):
+                return "infinite values"
+    return ""
+
+
+def _whole(args: tuple, mesh: Mesh) -> tuple:
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    return jax.tree.map(lambda leaf: jax.device_put(leaf, everywhere), args)
