@@ -130,7 +130,8 @@ def lower(
         placed = placer.describe(keras.utils.pack_x_y_sample_weight(*batch))
         state = _state(model, kind)
         donate = _donates(strategy, kind, state)
-        exported = export_step(jitted_step(model, kind, placer, donate), state, placed, platform)
+        step = jitted_step(model, kind, placer, donate)
+        exported = export_step(step, state, placed, platform, notes)
         topology = strategy.topology or of_devices(strategy.mesh.devices)
         held = state_bytes(state, kind, placed)
         steps = model.steps_per_execution

@@ -1,16 +1,25 @@
 """A step as a program that another process compiles."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.export
+import jax.numpy as jnp
+from jax.extend import core
 
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.partitioner.jaxprs import (
+    opened,
+    replacement,
+    with_equations,
+    with_inner_jaxprs,
+)
 from keras_tpu_dist.training.batches import PlacedBatch
 
 
 def export_step(
-    step: Callable, state: tuple, placed: PlacedBatch, platform: str
+    step: Callable, state: tuple, placed: PlacedBatch, platform: str, notes: list[str]
 ) -> jax.export.Exported:
     """Lowers a step for a platform.
 
@@ -19,9 +28,10 @@ def export_step(
         state: The state as `jax.ShapeDtypeStruct`.
         placed: The batch, likewise.
         platform: `"tpu"` or `"cpu"`.
+        notes: Gets what is assumed.
 
     Raises:
-        ValueError: If the step calls code of the host, which is of this process.
+        ValueError: If the step calls code of the host for its effects.
     """
     leaves, treedef = jax.tree.flatten(placed)
 
@@ -35,18 +45,56 @@ def export_step(
         # jax 0.10.1 does not know "ALL"
         for target in ("ALL", "LayoutConstraint")
     ]
-    export = jax.export.export(jax.jit(flat_step), platforms=[platform], disabled_checks=allowed)
-    try:
+
+    def exported(function: Callable) -> jax.export.Exported:
+        jitted = jax.jit(function)
+        export = jax.export.export(jitted, platforms=[platform], disabled_checks=allowed)
         return export(state, leaves)
+
+    try:
+        return exported(flat_step)
     except NotImplementedError as error:
         if "host_callbacks" not in str(error):
             raise
+        cause = error
+    notes.append(
+        "what jax.pure_callback computes on the host is taken to be zeros, at once: no time or "
+        "transfer of it is counted"
+    )
+    try:
+        return exported(_with_zeros_of_the_host(flat_step, state, leaves))
+    except NotImplementedError:
         raise ValueError(
             message(
                 "The step of a dry run is compiled elsewhere, where Python code of this process "
                 "cannot be called.",
-                received="a step that calls some, as jax.debug.print, jax.pure_callback and "
+                received="a step that calls some for its effects, as jax.debug.print and "
                 "jax.experimental.io_callback do.",
                 fix="Leave it out of the model that `build` returns.",
             )
-        ) from error
+        ) from cause
+
+
+def _with_zeros_of_the_host(function: Callable, *args: Any) -> Callable:
+    """A function with zeros in the place of what `jax.pure_callback` computes."""
+    traced = jax.jit(function).trace(*args)
+    program = core.jaxpr_as_fun(_without_callbacks(traced.jaxpr))
+    structure = jax.tree.structure(traced.out_info)
+
+    def with_zeros(*args):
+        return jax.tree.unflatten(structure, program(*jax.tree.leaves(args)))
+
+    return with_zeros
+
+
+def _without_callbacks(jaxpr: Any) -> Any:
+    equations: list[Any] = []
+    for equation in opened(jaxpr).eqns:
+        if equation.primitive.name == "pure_callback":
+            results = [variable.aval for variable in equation.outvars]
+            equations += replacement(
+                equation, lambda *_, of=results: [jnp.zeros(r.shape, r.dtype) for r in of]
+            )
+        else:
+            equations.append(with_inner_jaxprs(equation, _without_callbacks))
+    return with_equations(jaxpr, equations)

@@ -3,6 +3,7 @@
 import json
 import random
 
+import jax
 import keras
 import numpy as np
 import pytest
@@ -110,3 +111,35 @@ def test_a_failure_of_the_command_is_no_verdict(tmp_path, capsys, monkeypatch):
     words = ["dry-run", "models_of_a_user:build", "--topology", "v5e:2x4", "--batch-size", "64"]
     assert __main__.main([*words, "--layout", "missing.json"]) == 2
     assert "error: " in capsys.readouterr().err
+
+
+class OnHost(keras.layers.Layer):
+    """Asks this process, for a result or for what it does."""
+
+    def __init__(self, ask):
+        super().__init__()
+        self.ask = ask
+
+    def call(self, x):
+        return x + self.ask(jax.lax.stop_gradient(x))
+
+
+def test_what_the_host_computes_is_zeros_in_a_dry_run():
+    def doubled(x):
+        return jax.pure_callback(lambda a: 2 * a, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    def printed(x):
+        jax.debug.print("{}", x[0, 0])
+        return x
+
+    def build(ask, steps=1):
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8), OnHost(ask)])
+        model.compile("sgd", "mse", steps_per_execution=steps)
+        return model
+
+    strategy = ktd.TPUStrategy({"data": 4, "model": 2}, "tensor_parallel")
+    run = dry_run(lambda: build(doubled), strategy, batch_size=13)
+    assert run.cost.flops > 0
+    assert any("pure_callback computes on the host is taken to be zeros" in n for n in run.notes)
+    with pytest.raises(ValueError, match=r"cannot be called.*its effects, as jax\.debug\.print"):
+        dry_run(lambda: build(printed), strategy, batch_size=13)
