@@ -116,8 +116,7 @@ def lower(
         ValueError: If `build` does not give a compiled model, or the batch does not fit.
     """
     started = time.perf_counter()
-    placer = strategy.placer
-    kind = checked_mode(mode)
+    placer, kind = strategy.placer, checked_mode(mode)
     notes: list[str] = []
     with contextlib.ExitStack() as stack:
         if platform != "tpu":

@@ -80,7 +80,7 @@ def search(
             within 1 GiB; `False` for none.
 
     Returns:
-        A `Ranking`: all candidates, what limits the best, and `strategy()`.
+        A `Ranking` with all candidates, what limits the best, and `strategy()`.
 
     Raises:
         ValueError: If an argument is of no such kind, or nothing fits the slice and the model.
