@@ -135,7 +135,7 @@ class LoopCheckpoint:
         """Loads the newest checkpoint that is whole, if there is one.
 
         Returns:
-            `{"step": ...}` and the numbers that `save` was given; `{}` if there is no checkpoint.
+            A dict of the "step" and the numbers that `save` was given, empty if nothing is there.
 
         Raises:
             ValueError: If it is of other objects.

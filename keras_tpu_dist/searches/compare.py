@@ -47,8 +47,8 @@ def compare(
         progress: As in `dry_run`.
 
     Returns:
-        A `Ranking`. A candidate that cannot be built, because its mesh or layout does not fit
-        the slice or the model, stands last with its error.
+        A `Ranking`. A candidate that cannot be built, because its mesh or layout does not fit the
+        slice or the model, stands last with its error.
 
     Raises:
         ValueError: If meshes or layouts are one alone instead of a list.

@@ -73,6 +73,7 @@ def test_what_failed_before():
     assert len(found) == len(FAILED)
 
 
+@pytest.mark.slow
 def test_every_pair_of_options_meets():
     programs = covering([drawn(seed) for seed in range(30)], 1000)
     assert all_pairs() <= set().union(*map(pairs_of, programs))
