@@ -56,7 +56,7 @@ class Jitted:
 
     def __call__(self, *args: Any) -> Any:
         """Runs the program for such arguments."""
-        if is_debugging():
+        if is_debugging() and not _are_traced(args):
             return checked(self._without_donation._launch, self._function, self._mesh, args)
         return self._launch(*args)
 
@@ -73,6 +73,9 @@ class Jitted:
         kind = self._kind_of(*args)
         program = self._launched.get(kind)
         if program is None:
+            if _are_traced(args):
+                # A part of another program, for devices that may not be here.
+                return self.program(*args)(*args)
             program = self._launched[kind] = self._programs[kind] = self._looked_at(args)
         return program(*args)
 
@@ -161,6 +164,10 @@ class Jitted:
 
         program.__name__ = self._name
         return jax.jit(program, **self._options)
+
+
+def _are_traced(args: tuple) -> bool:
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args))
 
 
 def _hangs(exchanges: list[str]) -> str:
