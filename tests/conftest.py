@@ -1,6 +1,7 @@
 """Eight virtual CPU devices for every test, set before JAX starts."""
 
 import os
+import random
 import signal
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -39,6 +40,36 @@ def _fail_if_missing(report):
         report.outcome = "failed"
         report.longrepr = f"{words} (no test may be skipped for it: {_ALL_INSTALLED} is set)"
     return report
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--sample",
+        type=int,
+        metavar="N",
+        help="of each slow test at most N cases, drawn with a fixed seed; of the docs all",
+    )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    """Leaves out what `--sample` does not draw, the same on every worker and in every run."""
+    most = config.getoption("sample")
+    if most is None:
+        return
+    cases = {}
+    for item in items:
+        if item.get_closest_marker("slow") and item.path.name not in (
+            "test_docs.py",
+            "test_pages.py",
+        ):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    dropped = []
+    for name, several in cases.items():
+        drawn = random.Random(name).sample(several, min(most, len(several)))
+        dropped += [item for item in several if item not in drawn]
+    config.hook.pytest_deselected(items=dropped)
+    items[:] = [item for item in items if item not in dropped]
 
 
 @pytest.hookimpl(wrapper=True)
