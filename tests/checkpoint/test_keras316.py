@@ -90,7 +90,7 @@ def test_a_checkpoint_of_the_other_rules_goes_on_in_an_order_of_its_own(tmp_path
         # The first two of the five epochs had 1 and 2, as Keras 3.16 would have counted.
         with pytest.raises(resume.Stop):
             fit(epochs, resume.StopAfter(9))
-    assert epochs.seen == [3] * 6 + [4] * 3
+    assert epochs.seen == [2] * 4 + [3] * 2 + [4] * 3
     assert "the checkpoint is of another version of Keras" in caplog.text
     caplog.clear()
     fit()
@@ -98,8 +98,8 @@ def test_a_checkpoint_of_the_other_rules_goes_on_in_an_order_of_its_own(tmp_path
 
 
 @slow
-def test_an_epoch_that_was_cut_is_counted(shuffling, tmp_path):
-    """As after a whole epoch: the next one has the rows of the next one."""
+def test_an_epoch_that_was_cut_goes_on(shuffling, tmp_path):
+    """With its own rows, and then those of the next."""
 
     def fit(*callbacks):
         saved = ktd.callbacks.Checkpoint(tmp_path)
@@ -108,4 +108,4 @@ def test_an_epoch_that_was_cut_is_counted(shuffling, tmp_path):
     fit(ktd.callbacks.StopAtStep(8))
     epochs = Epochs()
     fit(epochs, ktd.callbacks.StopAtStep(14))
-    assert epochs.seen == [3] * 6
+    assert epochs.seen == [2] * 4 + [3] * 2
