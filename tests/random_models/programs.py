@@ -205,14 +205,18 @@ class _Run:
             return fit()
         keras.utils.set_random_seed(self._program.seed + 2)
         twin = self._twin(model)
-        keras.utils.set_random_seed(self._program.seed + 3)
-        if kind == "fit":
-            return self._two_fits(fit, partial(self._fit, data, twin), twin)
         calls = {"evaluate": data.of_evaluate, "predict": data.of_predict}
 
         def call(each: keras.Model) -> Any:
             return getattr(each, kind)(**calls[kind](), verbose=0)
 
+        if kind == "evaluate":
+            # Who builds the metrics reads the data once before: Keras's fit draws a shuffle for it,
+            # unless an evaluate beside it came first.
+            call(model)
+        keras.utils.set_random_seed(self._program.seed + 3)
+        if kind == "fit":
+            return self._two_fits(fit, partial(self._fit, data, twin), twin)
         if self._strategy is None:
             found, seen = beside.alone(lambda each: fit(around=each), call, model, twin)
         else:

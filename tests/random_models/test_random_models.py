@@ -47,6 +47,13 @@ FAILED = {
         ("input", "grain"),
         ("model", "vectors"),
     ),
+    "steps_per_execution='auto' wrote its number on the model, which an evaluate beside read": (
+        ("steps_per_execution", "auto"),
+        ("steps_per_epoch", 5),
+        ("beside", "evaluate"),
+        ("trainer", "fit"),
+        ("model", "vectors"),
+    ),
     "padding was checked by a program laid out otherwise, which rounds bfloat16 otherwise": (
         ("trainer", "replica"),
         ("model", "moved_time"),
@@ -64,21 +71,6 @@ def test_what_failed_before():
     found = run.run_all(programs, timeout=300)
     assert [str(finding) for finding in found if finding.outcome != "right"] == []
     assert len(found) == len(FAILED)
-
-
-@pytest.mark.slow
-@pytest.mark.xfail(strict=False, reason="weights differ by 0.76 in two runs of two, cause not known: issue 34")
-def test_an_evaluate_beside_a_fit_that_chooses_its_steps():
-    """`steps_per_execution="auto"` wrote its number on the model, which the evaluate read."""
-    fixed = (
-        ("steps_per_execution", "auto"),
-        ("steps_per_epoch", 5),
-        ("beside", "evaluate"),
-        ("trainer", "fit"),
-        ("model", "vectors"),
-    )
-    (finding,) = run.run_all([drawn(5, fixed)], timeout=300)
-    assert finding.outcome == "right", str(finding)
 
 
 @pytest.mark.slow
