@@ -271,10 +271,9 @@ def _near_limit(compiled: Compiled, lowered: Lowered) -> bool:
     limit = lowered.topology.hbm_bytes
     if compiled.error is None:
         return compiled.total_bytes > (1 - _NEAR_LIMIT) * limit
-    held = lowered.state.weights + lowered.state.optimizer
-    stated = bytes_in_message(compiled.error, argument_bytes=held)
+    stated = bytes_in_message(compiled.error, argument_bytes=lowered.state.arguments)
     hope = _OVERSTATEMENT if lowered.overstated else 1 + _NEAR_LIMIT
-    return bool(stated) and stated[0] < hope * limit and held < limit
+    return bool(stated) and stated[0] < hope * limit and lowered.state.lasting < limit
 
 
 def _report(
@@ -289,8 +288,7 @@ def _report(
     topology = lowered.topology
     cost = _cost(lowered, measured, Topology.parse(sized_on) if sized_on else topology)
     times = estimate(cost, topology) if topology and cost and not verdict.error else None
-    held = lowered.state.weights + lowered.state.optimizer
-    stated = bytes_in_message(verdict.error or "", argument_bytes=held)
+    stated = bytes_in_message(verdict.error or "", argument_bytes=lowered.state.arguments)
     total = stated[0] if stated else measured.total_bytes if measured.memory else 0
     fits = None if topology is None else verdict.error is None
     layer = Attribution(lowered.layer_names).layer
@@ -388,7 +386,7 @@ def _remedies(
     """What would make it fit, by arithmetic."""
     if topology is None:
         return []
-    state = lowered.state.weights + lowered.state.optimizer
+    state = lowered.state.lasting
     # the larger slice tells what the activations take before the compiler saves memory
     temporaries = measured.memory.get("temporaries", total - state)
     found = []

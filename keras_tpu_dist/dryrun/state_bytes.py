@@ -27,6 +27,16 @@ class StateBytes:
     inputs: int
     inputs_per_host: int = 0
 
+    @property
+    def lasting(self) -> int:
+        """What a device holds between steps."""
+        return self.weights + self.optimizer
+
+    @property
+    def arguments(self) -> int:
+        """What a step is given."""
+        return self.lasting + self.metrics + self.inputs
+
 
 def state_bytes(state: tuple, kind: str, placed: PlacedBatch) -> StateBytes:
     """Bytes of a step's state.

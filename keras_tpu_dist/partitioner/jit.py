@@ -13,6 +13,7 @@ from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.partitioner.classes import Axes, spec_axes
 from keras_tpu_dist.partitioner.debugging import checked, is_debugging
 from keras_tpu_dist.partitioner.jaxprs import opened
+from keras_tpu_dist.partitioner.places import in_compiled_code
 
 
 class Jitted:
@@ -56,7 +57,7 @@ class Jitted:
 
     def __call__(self, *args: Any) -> Any:
         """Runs the program for such arguments."""
-        if is_debugging() and not _are_traced(args):
+        if is_debugging() and not in_compiled_code():
             return checked(self._without_donation._launch, self._function, self._mesh, args)
         return self._launch(*args)
 
@@ -73,7 +74,7 @@ class Jitted:
         kind = self._kind_of(*args)
         program = self._launched.get(kind)
         if program is None:
-            if _are_traced(args):
+            if in_compiled_code():
                 # A part of another program, for devices that may not be here.
                 return self.program(*args)(*args)
             program = self._launched[kind] = self._programs[kind] = self._looked_at(args)
@@ -164,10 +165,6 @@ class Jitted:
 
         program.__name__ = self._name
         return jax.jit(program, **self._options)
-
-
-def _are_traced(args: tuple) -> bool:
-    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args))
 
 
 def _hangs(exchanges: list[str]) -> str:

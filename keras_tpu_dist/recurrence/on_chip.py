@@ -13,8 +13,8 @@ LANES = 128
 MATRIX_ROWS = 128
 # By the compiler's schedule four steps an iteration are up to 10 % faster than one, eight no more.
 STEPS = 4
-# So many steps are one block, without a loop over blocks: 10 to 32 took 0.73 to 0.84 of the cycles
-# of several (`benchmarks/recurrent.py tpu --unrolled`, v5e, 128 to 512 units).
+# So many steps are one block, without a loop over blocks: 10 to 32 took 0.70 to 0.84 of the cycles
+# of several (`benchmarks/recurrent.py tpu --unrolled`, v5e, v5p and v6e, 128 to 512 units).
 _WHOLE_STEPS = 32
 # With fewer units more than half of what is kept for the backward pass would be padding.
 FEWEST_UNITS = 64

@@ -153,7 +153,7 @@ def _next_guess(
         return None
     fitting = sorted(p for p, run in runs.items() if run.fits)
     if len(fitting) == 1:
-        fixed = runs[low].state.weights + runs[low].state.optimizer
+        fixed = runs[low].state.lasting
         room = max(0, limit - fixed) / max(1, runs[low].total_bytes - fixed)
         # a small batch is mostly padding; a quarter of what it predicts is safe, and tells more
         predicted = low + int(low * (room - 1) / 4)

@@ -20,7 +20,21 @@ _LONGEST_ERROR = 100
 # An HBM so many times what the largest candidate takes would press all points to one side.
 _FAR = 4
 _VERDICT = {True: "fits", False: "too large", None: "limit unknown"}
-_NUMBERS = ("rows", "memory forecast", "step forecast", "memory", "step")
+# The columns of the table, in their order.
+_COLUMNS = (
+    "mesh",
+    "layout",
+    "optimizer",
+    "remat",
+    "rows",
+    "memory forecast",
+    "step forecast",
+    "memory",
+    "step",
+    "effort",
+    "verdict",
+    "bound by",
+)
 
 
 @dataclass(frozen=True)
@@ -211,9 +225,9 @@ class Ranking(Page):
     def _table(self, numbered: bool = False) -> tuple[tuple[str, ...], list[list[Cell]]]:
         """Header and rows, without columns that say nothing."""
         rows = [_cells(tried) for tried in self.candidates]
-        names = [name for name in _cells_of_nothing() if any(row[name].text for row in rows)]
+        names = [name for name in _COLUMNS if any(row[name].text for row in rows)]
         if not rows:
-            return ("mesh", "layout"), []
+            return _COLUMNS[:2], []
         table = [[row[name] for name in names] for row in rows]
         if numbered:
             names.insert(0, "")
@@ -258,7 +272,7 @@ class Ranking(Page):
 def _cells(tried: Tried) -> dict[str, Cell]:
     """What the table says of a candidate, by column."""
     run, forecast, candidate = tried.run, tried.forecast, tried.candidate
-    cells = _cells_of_nothing() | {
+    cells = dict.fromkeys(_COLUMNS, Cell("")) | {
         "mesh": Cell(tried.candidate.mesh_text),
         "layout": Cell(tried.layout),
         "optimizer": Cell("split" if candidate.shard_optimizer else ""),
@@ -278,12 +292,6 @@ def _cells(tried: Tried) -> dict[str, Cell]:
         cells["step"] = Cell(duration_text(run.estimate.step), run.estimate.step)
         cells["bound by"] = Cell(run.estimate.bound)
     return cells
-
-
-def _cells_of_nothing() -> dict[str, Cell]:
-    """The columns in their order, all of them empty."""
-    columns = ("mesh", "layout", "optimizer", "remat", *_NUMBERS, "effort", "verdict", "bound by")
-    return dict.fromkeys(columns, Cell(""))
 
 
 def _scale(run: DryRun) -> int:
