@@ -11,6 +11,7 @@ from keras_tpu_dist.hardware.assignment import DeviceAssignment as DeviceAssignm
 from keras_tpu_dist.hardware.simulation import simulate as simulate
 from keras_tpu_dist.hardware.topology import Topology as Topology
 from keras_tpu_dist.hardware.versions import warn_of_wrong_jax as _warn_of_wrong_jax
+from keras_tpu_dist.input.shares import InputShard as InputShard
 from keras_tpu_dist.layers import convert as convert
 from keras_tpu_dist.layout.annotations import replicate as replicate
 from keras_tpu_dist.layout.annotations import split as split
@@ -28,7 +29,6 @@ from keras_tpu_dist.replica import RunOptions as RunOptions
 from keras_tpu_dist.replica import ValueContext as ValueContext
 from keras_tpu_dist.replica import get_replica_context as get_replica_context
 from keras_tpu_dist.strategy import TPUStrategy as TPUStrategy
-from keras_tpu_dist.training.shares import InputShard as InputShard
 
 if TYPE_CHECKING:
     from keras_tpu_dist import callbacks as callbacks
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
     from keras_tpu_dist.dryrun.diff import diff as diff
     from keras_tpu_dist.dryrun.run import DryRun as DryRun
     from keras_tpu_dist.dryrun.run import dry_run as dry_run
+    from keras_tpu_dist.freezing import freeze as freeze
     from keras_tpu_dist.searches.compare import compare as compare
     from keras_tpu_dist.searches.largest_batch import largest_batch as largest_batch
     from keras_tpu_dist.searches.search import search as search
-    from keras_tpu_dist.training.freeze import freeze as freeze
 
 _warn_of_wrong_jax()
 
@@ -59,7 +59,7 @@ _LATER = {
     "largest_batch": "searches.largest_batch",
     "DryRun": "dryrun.run",
     "dry_run": "dryrun.run",
-    "freeze": "training.freeze",
+    "freeze": "freezing",
     "search": "searches.search",
 }
 

@@ -17,6 +17,9 @@ from keras_tpu_dist.hardware.libtpu import start_without_tpu
 from keras_tpu_dist.hardware.mesh import MeshLike, build_mesh, splitting_axes
 from keras_tpu_dist.hardware.simulation import warn_without_tpu
 from keras_tpu_dist.hardware.topology import Topology
+from keras_tpu_dist.input.clock import InputWait
+from keras_tpu_dist.input.own_rows import placer_for
+from keras_tpu_dist.input.shares import InputShard, shares_of
 from keras_tpu_dist.layout.layouts import Layouts
 from keras_tpu_dist.layout.placement import Placement
 from keras_tpu_dist.layout.planner import Plan
@@ -25,11 +28,8 @@ from keras_tpu_dist.memory.remat import LayerPolicies
 from keras_tpu_dist.processes.start import watch_peers
 from keras_tpu_dist.replica.run import ReplicaCode
 from keras_tpu_dist.training import membership, pickling
-from keras_tpu_dist.training.input_clock import InputWait
 from keras_tpu_dist.training.options import Options
-from keras_tpu_dist.training.own_rows import placer_for
 from keras_tpu_dist.training.runner import Runner
-from keras_tpu_dist.training.shares import InputShard, shares_of
 
 if TYPE_CHECKING:
     from keras_tpu_dist.layout.explain import Explanation, VariableRow

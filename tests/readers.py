@@ -35,7 +35,7 @@ from keras_tpu_dist.checkpoint import manifest as manifests
 from keras_tpu_dist.checkpoint.contents import CheckpointRow, _cells
 from keras_tpu_dist.dryrun.cache import Cache
 from keras_tpu_dist.dryrun.compile import _kept
-from keras_tpu_dist.training.input_position import (
+from keras_tpu_dist.input.position import (
     own_position,
     random_numbers,
     set_random_numbers,

@@ -115,7 +115,7 @@ MAY_SET = {
     ("_keras/marks.py", "object.__setattr__(layer, self._attribute, value)"): "the mark's own",
     ("_keras/seam.py", "setattr(holder, replacement.name, by)"): "the table in the source",
     ("_keras/trainer.py", "object.__setattr__(model, name, value)"): "one word, compared",
-    ("training/alike.py", "setattr(callback, name, path)"): "_FILES, in the source",
+    ("processes/agreement.py", "setattr(callback, name, path)"): "_FILES, in the source",
 }
 
 

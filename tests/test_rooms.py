@@ -27,13 +27,15 @@ ROOMS = {
     "memory": {*BASE, "partitioner"},
     "layers": {*BASE, "hardware", "layout", "recurrence"},
     "logical": {*BASE, "hardware", "layout", "partitioner"},
-    "training": {*BASE, "hardware", "layout", "memory", "partitioner", "processes"},
-    "replica": {*BASE, "layout", "partitioner", "processes", "training"},
-    "checkpoint": {*BASE, "processes", "training"},
-    "callbacks": {*BASE, "checkpoint", "processes", "training"},
-    "dryrun": {*BASE, "hardware", "hlo", "layout", "memory", "partitioner", "training"},
+    "input": {*BASE, "hardware", "layout", "processes"},
+    "training": {*BASE, "hardware", "input", "layout", "memory", "partitioner", "processes"},
+    "freezing": BASE,
+    "replica": {*BASE, "input", "layout", "partitioner", "processes", "training"},
+    "checkpoint": {*BASE, "input", "processes", "training"},
+    "callbacks": {*BASE, "checkpoint", "input", "processes", "training"},
+    "dryrun": {*BASE, "hardware", "hlo", "input", "layout", "memory", "partitioner", "training"},
 }
-ROOMS["strategy"] = {*ROOMS} - {"recurrence", "layers", "callbacks", "checkpoint"}
+ROOMS["strategy"] = {*ROOMS} - {"recurrence", "layers", "callbacks", "checkpoint", "freezing"}
 ROOMS["searches"] = {*ROOMS["dryrun"], "dryrun", "strategy"}
 ROOMS["__main__"] = {*ROOMS}
 MOST_LINES_OF_A_FUNCTION = 60

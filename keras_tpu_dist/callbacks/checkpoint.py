@@ -32,16 +32,16 @@ from keras_tpu_dist.checkpoint.snapshot import extra_of, snapshot
 from keras_tpu_dist.checkpoint.store import Store, folder
 from keras_tpu_dist.common.checks import check_flags, check_seconds, known_words
 from keras_tpu_dist.common.errors import message
-from keras_tpu_dist.processes.channel import agree
-from keras_tpu_dist.processes.encoding import ANYTHING, Each, Named
-from keras_tpu_dist.training.fit_control import FitControl, after_other_launch
-from keras_tpu_dist.training.input_position import (
+from keras_tpu_dist.input.position import (
     InputPosition,
     own_position,
     position_between_epochs,
     set_random_numbers,
     shuffle_from,
 )
+from keras_tpu_dist.processes.channel import agree
+from keras_tpu_dist.processes.encoding import ANYTHING, Each, Named
+from keras_tpu_dist.training.fit_control import FitControl, after_other_launch
 from keras_tpu_dist.training.membership import fit_in_training
 
 logger = logging.getLogger("keras_tpu_dist")

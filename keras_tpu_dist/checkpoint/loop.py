@@ -29,10 +29,10 @@ from keras_tpu_dist.checkpoint.snapshot import snapshot
 from keras_tpu_dist.checkpoint.store import Store
 from keras_tpu_dist.common.checks import check_counts, check_flags, checked_path
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.input.position import is_position, own_position
 from keras_tpu_dist.processes.channel import agree
 from keras_tpu_dist.processes.encoding import Each
 from keras_tpu_dist.training import membership
-from keras_tpu_dist.training.input_position import is_position, own_position
 
 logger = logging.getLogger("keras_tpu_dist")
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from keras_tpu_dist.checkpoint.names import Entry
 from keras_tpu_dist.common.errors import message
-from keras_tpu_dist.training.input_position import is_position
+from keras_tpu_dist.input.position import is_position
 
 VERSION = 1
 _OTHER = "Load another checkpoint: ktd.restore(model, directory, step=...)."

@@ -22,11 +22,11 @@ from keras_tpu_dist.dryrun.inputs import check_batch_size, count_tokens, describ
 from keras_tpu_dist.dryrun.products import operations, products_of
 from keras_tpu_dist.dryrun.state_bytes import StateBytes, bytes_per_device, state_bytes
 from keras_tpu_dist.hardware.topology import Topology, of_devices
+from keras_tpu_dist.input.position import random_numbers, set_random_numbers
 from keras_tpu_dist.layout.lint import Finding
 from keras_tpu_dist.training import membership
 from keras_tpu_dist.training.auto_steps import MOST_STEPS
 from keras_tpu_dist.training.guard import states_that_fit
-from keras_tpu_dist.training.input_position import random_numbers, set_random_numbers
 from keras_tpu_dist.training.step import jitted_step
 from keras_tpu_dist.training.strategy import Strategy
 

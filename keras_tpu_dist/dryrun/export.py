@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.input.batches import PlacedBatch
 from keras_tpu_dist.partitioner.jaxprs import (
     opened,
     replacement,
     with_equations,
     with_inner_jaxprs,
 )
-from keras_tpu_dist.training.batches import PlacedBatch
 
 
 def export_step(

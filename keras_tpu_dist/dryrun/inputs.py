@@ -11,8 +11,8 @@ import numpy as np
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import message
-from keras_tpu_dist.training.batch_axis import flatten
-from keras_tpu_dist.training.batches import BatchPlacer
+from keras_tpu_dist.input.batch_axis import flatten
+from keras_tpu_dist.input.batches import BatchPlacer
 from keras_tpu_dist.training.strategy import Strategy
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from keras_tpu_dist.training.batches import PlacedBatch
+from keras_tpu_dist.input.batches import PlacedBatch
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,10 @@ import numpy as np
 
 from keras_tpu_dist.common.checks import check_callable
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.input.batch_axis import flatten
+from keras_tpu_dist.input.iterator import DeviceIterator
+from keras_tpu_dist.input.own_input import OwnInput, Share
+from keras_tpu_dist.input.position import InputPosition
 from keras_tpu_dist.replica.blocks import own_replicas
 from keras_tpu_dist.replica.input_context import InputContext, ValueContext
 from keras_tpu_dist.replica.options import RunOptions, check_no_rows, pad_host
@@ -16,10 +20,6 @@ from keras_tpu_dist.replica.parts import place_parts
 from keras_tpu_dist.replica.sources import agreed_length, batches_of, in_groups, in_step
 from keras_tpu_dist.replica.stacked import stacked
 from keras_tpu_dist.replica.values import PerReplica
-from keras_tpu_dist.training.batch_axis import flatten
-from keras_tpu_dist.training.input_position import InputPosition
-from keras_tpu_dist.training.iterator import DeviceIterator
-from keras_tpu_dist.training.own_input import OwnInput, Share
 from keras_tpu_dist.training.strategy import Strategy, StrategyPart
 
 

@@ -10,9 +10,9 @@ import numpy as np
 
 from keras_tpu_dist.common.checks import check_counts, check_flags, is_count
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.input.host_arrays import padded
 from keras_tpu_dist.replica.blocks import from_blocks, own_blocks
 from keras_tpu_dist.replica.values import PerReplica
-from keras_tpu_dist.training.host_arrays import padded
 
 logger = logging.getLogger("keras_tpu_dist")
 

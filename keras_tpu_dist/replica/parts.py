@@ -7,12 +7,12 @@ import jax
 import numpy as np
 
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.input.batches import BatchPlacer
+from keras_tpu_dist.input.host_arrays import padded
+from keras_tpu_dist.input.own_input import Share
 from keras_tpu_dist.replica.blocks import from_blocks
 from keras_tpu_dist.replica.stacked import Described, stack
 from keras_tpu_dist.replica.values import PerReplica
-from keras_tpu_dist.training.batches import BatchPlacer
-from keras_tpu_dist.training.host_arrays import padded
-from keras_tpu_dist.training.own_input import Share
 from keras_tpu_dist.training.strategy import Strategy
 
 

@@ -10,10 +10,10 @@ import numpy as np
 
 from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import message
-from keras_tpu_dist.training.alike import compared
-from keras_tpu_dist.training.batch_axis import flatten
-from keras_tpu_dist.training.batches import BatchPlacer
-from keras_tpu_dist.training.own_input import OwnInput
+from keras_tpu_dist.input.batch_axis import flatten
+from keras_tpu_dist.input.batches import BatchPlacer
+from keras_tpu_dist.input.own_input import OwnInput
+from keras_tpu_dist.input.same_input import compared
 
 
 def in_groups(batches: Iterator, number: int) -> Iterator[list]:

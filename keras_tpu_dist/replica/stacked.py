@@ -8,12 +8,12 @@ import jax
 import numpy as np
 
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.input.host_arrays import padded
 from keras_tpu_dist.processes.arrays import mark
 from keras_tpu_dist.processes.channel import agree
 from keras_tpu_dist.processes.encoding import Each, check_array
 from keras_tpu_dist.replica.blocks import from_blocks
 from keras_tpu_dist.replica.values import PerReplica
-from keras_tpu_dist.training.host_arrays import padded
 from keras_tpu_dist.training.strategy import Strategy
 
 # What a process says: for each of its replicas the number, the structure, and each array of it.

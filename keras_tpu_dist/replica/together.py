@@ -7,12 +7,12 @@ import jax
 import numpy as np
 
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.processes.agreement import compare_variables
 from keras_tpu_dist.processes.arrays import mark
 from keras_tpu_dist.processes.channel import agree
 from keras_tpu_dist.processes.encoding import Each
 from keras_tpu_dist.replica.call import Call, Leaf
 from keras_tpu_dist.replica.padding import same_numbers
-from keras_tpu_dist.training.alike import compare_variables
 from keras_tpu_dist.training.strategy import Strategy
 
 # On a variable: that all processes were found to hold the same values.

@@ -1,1 +1,1 @@
-"""A batch's way through fit: placed, stepped, guarded, counted."""
+"""A model's fit, evaluate and predict under a strategy: its launches, guarded and counted."""

@@ -13,10 +13,10 @@ from jax.sharding import Mesh
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.input.batch_axis import element_names, flatten
+from keras_tpu_dist.input.batches import PlacedBatch
 from keras_tpu_dist.layout.axes import named_sharding
 from keras_tpu_dist.processes.arrays import put
-from keras_tpu_dist.training.batch_axis import element_names, flatten
-from keras_tpu_dist.training.batches import PlacedBatch
 
 # Reports of launches still under way. Reading one waits for its launch, so the newest are left
 # alone; the state cannot be spoiled meanwhile, as the launches after a bad one change nothing.

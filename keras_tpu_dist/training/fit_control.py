@@ -5,9 +5,9 @@ from contextvars import ContextVar
 from typing import Any
 
 from keras_tpu_dist import _keras
+from keras_tpu_dist.input.iterator import DeviceIterator
+from keras_tpu_dist.input.position import InputPosition, random_numbers
 from keras_tpu_dist.training.finite import FiniteWatch
-from keras_tpu_dist.training.input_position import InputPosition, random_numbers
-from keras_tpu_dist.training.iterator import DeviceIterator
 
 # Called after each launch that a fit of this thread makes beside its own: of its validation, and of
 # what its callbacks run. `Checkpoint` sets it.

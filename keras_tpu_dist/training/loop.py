@@ -8,13 +8,13 @@ import jax
 import numpy as np
 
 from keras_tpu_dist import _keras
+from keras_tpu_dist.input.batches import BatchPlacer, PlacedBatch
+from keras_tpu_dist.input.iterator import DeviceIterator
 from keras_tpu_dist.processes.arrays import on_every_host
 from keras_tpu_dist.training.auto_steps import steps_that_fit
-from keras_tpu_dist.training.batches import BatchPlacer, PlacedBatch
 from keras_tpu_dist.training.finite import watched_step
 from keras_tpu_dist.training.fit_control import FitControl, after_other_launch
 from keras_tpu_dist.training.guard import StateGuard, recover
-from keras_tpu_dist.training.iterator import DeviceIterator
 from keras_tpu_dist.training.step import changed, jitted_step, step_function, with_changes
 from keras_tpu_dist.training.turns import Turns
 

@@ -13,6 +13,7 @@ from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.layout import annotations
 from keras_tpu_dist.layout.placement import Placement
 from keras_tpu_dist.memory import remat, scan_blocks
+from keras_tpu_dist.processes.agreement import Agreed
 from keras_tpu_dist.training.fit_control import FitControl
 from keras_tpu_dist.training.guard import StateGuard
 from keras_tpu_dist.training.strategy import Strategy
@@ -33,8 +34,7 @@ class Membership:
     fit: FitControl = field(default_factory=FitControl)
     placement: Placement | None = None
     linted: bool = False
-    compared: bool = False
-    batches_alone: int = 0
+    agreed: Agreed = field(default_factory=Agreed)
     turns: Turns = field(default_factory=Turns)
     _targets: list[tuple[Any, Any]] = field(default_factory=list)
     _versions: tuple[int, tuple[int, int]] | None = None

@@ -13,7 +13,7 @@ from keras_tpu_dist.hardware.compiler_options import (
     chosen_names,
     options_for,
 )
-from keras_tpu_dist.training.input_clock import checked_timeout
+from keras_tpu_dist.input.clock import checked_timeout
 
 # Each is held on the devices.
 _MOST_AHEAD = 10_000

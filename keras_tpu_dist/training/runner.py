@@ -12,28 +12,28 @@ import keras
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.input.batches import BatchPlacer
+from keras_tpu_dist.input.clock import InputReports, TimedInput
+from keras_tpu_dist.input.host_arrays import kept
+from keras_tpu_dist.input.iterator import DeviceIterator
+from keras_tpu_dist.input.own_input import OwnInput
+from keras_tpu_dist.input.own_rows import OwnRowsPlacer
+from keras_tpu_dist.input.same_input import compared
 from keras_tpu_dist.layout.annotations import place_output
 from keras_tpu_dist.layout.axes import named_sharding
 from keras_tpu_dist.layout.layouts import Layouts
-from keras_tpu_dist.training import membership
-from keras_tpu_dist.training.alike import (
+from keras_tpu_dist.processes.agreement import (
     compare_changes,
     compare_now_and_then,
     compare_weights,
-    compared,
     files_of_one,
     together,
 )
+from keras_tpu_dist.training import membership
 from keras_tpu_dist.training.auto_steps import AutoSteps
-from keras_tpu_dist.training.batches import BatchPlacer
 from keras_tpu_dist.training.guard import StateGuard, recover, states_to_keep
-from keras_tpu_dist.training.host_arrays import kept
-from keras_tpu_dist.training.input_clock import InputReports, TimedInput
-from keras_tpu_dist.training.iterator import DeviceIterator
 from keras_tpu_dist.training.loop import StepLoop
 from keras_tpu_dist.training.options import Options
-from keras_tpu_dist.training.own_input import OwnInput
-from keras_tpu_dist.training.own_rows import OwnRowsPlacer
 from keras_tpu_dist.training.strategy import Strategy
 from keras_tpu_dist.training.turns import TRAINING, Recompiled, turns_of
 from keras_tpu_dist.training.turns import together as turns_together
@@ -137,8 +137,8 @@ class Runner:
         member = membership.adopt(model, strategy)
         turns = member.turns
         if not self._is_local:
-            compare_weights(member, model)
-            compare_now_and_then(member, model, name)
+            compare_weights(member.agreed, model)
+            compare_now_and_then(member.agreed, model, name)
         if member.guard is not None and not turns.elsewhere:
             member.guard.on_batch = name == "train_on_batch"
         if _keras.has_state(model):

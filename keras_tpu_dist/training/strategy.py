@@ -1,4 +1,4 @@
-"""What rooms below the strategy may know of it."""
+"""What packages below the strategy may know of it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,43 @@ from typing import TYPE_CHECKING, Any, Protocol
 from jax.sharding import Mesh
 
 from keras_tpu_dist.hardware.topology import Topology
+from keras_tpu_dist.input.batches import BatchPlacer
+from keras_tpu_dist.input.own_input import OwnInput
 from keras_tpu_dist.layout.layouts import Layouts
 from keras_tpu_dist.layout.placement import Placement
 from keras_tpu_dist.memory.remat import LayerPolicies
-from keras_tpu_dist.training.batches import BatchPlacer
+from keras_tpu_dist.training.options import Options
 
 if TYPE_CHECKING:
     from keras_tpu_dist.layout.lint import LintReport
-    from keras_tpu_dist.training.runner import Runner
+
+
+class ModelRunner(Protocol):
+    """What others than Keras's trainer ask of a strategy's runner.
+
+    Attributes:
+        options: How models are fed and run.
+        prefetch: How many batches are held ready on the devices.
+        compiler_options: What `jax.jit` takes as `compiler_options`.
+    """
+
+    options: Options
+    prefetch: int
+    compiler_options: dict[str, Any] | None
+
+    @property
+    def own_input(self) -> OwnInput | None:
+        """How the processes make steps of what each of them brings, or `None`."""
+        ...
+
+    def call(self, member: Any, model: Any = None) -> AbstractContextManager:
+        """A context in which layers' outputs lie by the plan of a model.
+
+        Args:
+            member: The model's membership.
+            model: The model that runs, if one does.
+        """
+        ...
 
 
 class Strategy(Protocol):
@@ -31,7 +60,7 @@ class Strategy(Protocol):
     layouts: Layouts
     remat: LayerPolicies
     placer: BatchPlacer
-    runner: Runner
+    runner: ModelRunner
 
     @property
     def mesh(self) -> Mesh:

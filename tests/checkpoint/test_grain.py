@@ -9,7 +9,7 @@ from helpers import assert_close
 from test_checkpoint import BATCH, EPOCHS, ROWS, Stop, StopAfter, X, Y, made
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.training.iterator import DeviceIterator
+from keras_tpu_dist.input.iterator import DeviceIterator
 
 grain = pytest.importorskip("grain")
 # Keras's, of every input whose length it does not know.

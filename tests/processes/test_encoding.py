@@ -10,13 +10,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from keras_tpu_dist.input import own_input
+from keras_tpu_dist.input.own_input import OwnInput, described_structure, structure_of
+from keras_tpu_dist.input.shares import shares_by
 from keras_tpu_dist.processes import encoding, watch
 from keras_tpu_dist.processes.channel import Channel, PeerError
 from keras_tpu_dist.processes.encoding import ANYTHING, Each, Named, check_array, decoded, fits
 from keras_tpu_dist.replica import stacked
-from keras_tpu_dist.training import own_input
-from keras_tpu_dist.training.own_input import OwnInput, described_structure, structure_of
-from keras_tpu_dist.training.shares import shares_by
 
 KEYS = (
     st.sampled_from(["rows", "leaves", "structure", "ended", "batches", "marks", "x"]) | st.text()

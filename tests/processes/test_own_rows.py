@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.training.batches import PlacedBatch, Slot
-from keras_tpu_dist.training.own_input import Share
-from keras_tpu_dist.training.own_rows import OwnRowsPlacer
-from keras_tpu_dist.training.shares import shares_by
+from keras_tpu_dist.input.batches import PlacedBatch, Slot
+from keras_tpu_dist.input.own_input import Share
+from keras_tpu_dist.input.own_rows import OwnRowsPlacer
+from keras_tpu_dist.input.shares import shares_by
 
 HERE = pathlib.Path(__file__).parent
 

@@ -5,7 +5,8 @@ import pytest
 from helpers import assert_close, built, data, mlp, results
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.training import auto_steps, batches
+from keras_tpu_dist.input import batches
+from keras_tpu_dist.training import auto_steps
 from keras_tpu_dist.training.auto_steps import steps_of_a_launch, steps_that_fit
 
 

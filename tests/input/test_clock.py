@@ -11,8 +11,8 @@ import pytest
 from helpers import assert_close, built, data, in_launches
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.training import input_clock as reading
-from keras_tpu_dist.training.input_clock import InputClock, InputWait, TimedInput
+from keras_tpu_dist.input import clock as reading
+from keras_tpu_dist.input.clock import InputClock, InputWait, TimedInput
 
 X, Y = data(80)
 

@@ -6,13 +6,13 @@ import os
 import keras
 import pytest
 
-from keras_tpu_dist.training import alike
+from keras_tpu_dist.processes import agreement
 
 
 @pytest.fixture
 def second(monkeypatch):
     """As if this were process 1."""
-    monkeypatch.setattr(alike.jax, "process_index", lambda: 1)
+    monkeypatch.setattr(agreement.jax, "process_index", lambda: 1)
 
 
 def logs():
@@ -21,13 +21,13 @@ def logs():
 
 def test_process_0_writes_where_its_user_says():
     csv, board = logs()
-    with alike.files_of_one([csv, board]):
+    with agreement.files_of_one([csv, board]):
         assert (csv.filename, board.log_dir) == ("log.csv", "board")
 
 
 def test_the_others_write_to_nowhere(second):
     csv, board = logs()
-    with contextlib.suppress(OSError), alike.files_of_one([csv, board]):
+    with contextlib.suppress(OSError), agreement.files_of_one([csv, board]):
         elsewhere = {csv.filename, board.log_dir}
         assert len(elsewhere) == 2
         assert all(os.path.isdir(os.path.dirname(path)) for path in elsewhere)
@@ -40,6 +40,6 @@ def test_a_backup_of_one_process_is_refused():
     backup = keras.callbacks.BackupAndRestore("backup")
     with (
         pytest.raises(NotImplementedError, match=r"writes in one process\. Received: BackupAndRes"),
-        alike.files_of_one([backup]),
+        agreement.files_of_one([backup]),
     ):
         pass

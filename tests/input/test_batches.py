@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec
 from pydatasets import in_batches
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.training.batch_axis import element_names
-from keras_tpu_dist.training.batches import BatchPlacer, PlacedBatch, Slot
-from keras_tpu_dist.training.iterator import DeviceIterator
+from keras_tpu_dist.input.batch_axis import element_names
+from keras_tpu_dist.input.batches import BatchPlacer, PlacedBatch, Slot
+from keras_tpu_dist.input.iterator import DeviceIterator
 
 X, Y = data(29)
 

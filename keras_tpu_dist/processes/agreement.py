@@ -1,4 +1,4 @@
-"""Several processes that run one model have the same weights, the same data, the same calls."""
+"""Several processes that run one model have the same weights and make the same calls."""
 
 import contextlib
 import itertools
@@ -6,6 +6,7 @@ import os
 import tempfile
 import zlib
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -19,14 +20,11 @@ from keras_tpu_dist.processes.arrays import mark
 from keras_tpu_dist.processes.assigned import changes, differ, forget, times_of, whole_bytes
 from keras_tpu_dist.processes.channel import agree
 from keras_tpu_dist.processes.encoding import Each, Named, check_form
-from keras_tpu_dist.training.batch_axis import element_names, flatten
-from keras_tpu_dist.training.membership import Membership
 
 # Calls that run many steps. What is done for each batch is agreed on now and then, as it costs as
 # much as a small step.
 _BATCHES_BETWEEN = 32
 _LONG_CALLS = ("fit", "evaluate", "predict")
-_NO_BATCH = "no batch"
 _BEGIN_ALIKE = (
     "Call keras.utils.set_random_seed(0) in all processes before the model is built, or load its "
     "weights from a file."
@@ -37,6 +35,19 @@ _ASSIGN_EVERYWHERE = (
 )
 # Callbacks of Keras that write by themselves, and the attribute that says where.
 _FILES = {keras.callbacks.CSVLogger: "filename", keras.callbacks.TensorBoard: "log_dir"}
+
+
+@dataclass
+class Agreed:
+    """What the processes have agreed on about a model.
+
+    Attributes:
+        weights: Whether they have compared its weights.
+        batches_alone: How many calls of one batch they have made of it.
+    """
+
+    weights: bool = False
+    batches_alone: int = 0
 
 
 @contextlib.contextmanager
@@ -117,17 +128,17 @@ def compare_changes(model: Any) -> None:
     _check_changes(model, variables, agree(what, fix, changes(variables), Named(int)))
 
 
-def compare_now_and_then(member: Membership, model: Any, name: str) -> None:
+def compare_now_and_then(agreed: Agreed, model: Any, name: str) -> None:
     """Compares what was assigned, at each so many-th call of a batch alone. See `compare_changes`.
 
     Args:
-        member: The model's membership, which counts them.
+        agreed: What is agreed on about the model; it counts them.
         model: The model.
         name: The call: `"train_on_batch"`, `"fit"`, and so on.
     """
     if name not in _LONG_CALLS:
-        member.batches_alone += 1
-        if not member.batches_alone % _BATCHES_BETWEEN and _keras.is_built(model):
+        agreed.batches_alone += 1
+        if not agreed.batches_alone % _BATCHES_BETWEEN and _keras.is_built(model):
             compare_changes(model)
 
 
@@ -138,20 +149,20 @@ def _check_changes(model: Any, variables: list, told: list[dict[str, int]]) -> N
     forget(variables)
 
 
-def compare_weights(member: Membership, model: Any) -> None:
+def compare_weights(agreed: Agreed, model: Any) -> None:
     """Raises if processes that hold the same part of a weight do not agree on its values.
 
     Args:
-        member: The model's membership; it is done once for each.
+        agreed: What is agreed on about the model; it is done once.
         model: The model, built or not.
 
     Raises:
         ValueError: On all processes.
     """
-    if member.compared or not _keras.is_built(model):
+    if agreed.weights or not _keras.is_built(model):
         return
     compare_variables(f"model {model.name!r}", _keras.state_variables(model))
-    member.compared = True
+    agreed.weights = True
 
 
 def compare_variables(whose: str, variables: list, *, after: bool = False) -> None:
@@ -218,48 +229,6 @@ def _check_same_variables(mine: list[str], told: list[list[str]]) -> None:
                     fix="Let nothing in the build depend on the process.",
                 )
             )
-
-
-def compared(batches: Iterable) -> Iterator:
-    """Batches of which all processes have the same, the first compared.
-
-    Args:
-        batches: Host batches.
-
-    Raises:
-        ValueError: On all processes, if the first ones differ.
-    """
-    batches = iter(batches)
-    first = next(batches, None)
-    fix = (
-        "Give each process the same arrays, or the same stream in the same order: seed what "
-        "shuffles it (keras.utils.set_random_seed, tf.data.Dataset.shuffle(seed=...))."
-    )
-    mine = [_NO_BATCH] if first is None else _marks(first)
-    for i, theirs in enumerate(agree("the first batch of an epoch", fix, mine, Each(str))):
-        if theirs != mine:
-            names = ["batch"] if first is None else element_names(first)
-            element = next((n for n, a, b in zip(names, mine, theirs) if a != b), "batch")
-            raise ValueError(
-                message(
-                    "All processes read the same batches.",
-                    received=f"{element} of an epoch's first batch, which differs between process "
-                    f"{jax.process_index()} and process {i}.",
-                    fix=fix,
-                )
-            )
-    if first is not None:
-        yield first
-        yield from batches
-
-
-def _marks(batch: Any) -> list[str]:
-    return [" ".join(map(_mark_of, jax.tree.leaves(leaf))) for leaf in flatten(batch)[0]]
-
-
-def _mark_of(array: Any) -> str:
-    array = np.asarray(array)
-    return f"{array.shape} {array.dtype} {mark(array)}"
 
 
 def _parts(variables: list, whole: bool) -> list[dict[str, int]]:

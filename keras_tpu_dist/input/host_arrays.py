@@ -7,7 +7,7 @@ import numpy as np
 from jax.experimental.sparse import JAXSparse
 
 from keras_tpu_dist.common.errors import message
-from keras_tpu_dist.training.batch_axis import flatten
+from keras_tpu_dist.input.batch_axis import flatten
 
 
 def as_array(leaf: Any) -> Any:

@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from keras_tpu_dist import _keras
-from keras_tpu_dist.training.input_clock import InputClock
-from keras_tpu_dist.training.input_position import (
+from keras_tpu_dist.input.clock import InputClock
+from keras_tpu_dist.input.own_input import Share
+from keras_tpu_dist.input.position import (
     InputPosition,
     random_numbers,
     set_random_numbers,
     set_state,
     state_of,
 )
-from keras_tpu_dist.training.own_input import Share
 
 logger = logging.getLogger("keras_tpu_dist")
 

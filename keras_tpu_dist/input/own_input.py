@@ -16,12 +16,12 @@ import numpy as np
 from jax.experimental.sparse import JAXSparse
 
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.input.batch_axis import element_names, flatten
+from keras_tpu_dist.input.host_arrays import as_array, check_same_rows, checked_rows
+from keras_tpu_dist.input.shares import Shares
 from keras_tpu_dist.processes.arrays import joined_rows, mark
 from keras_tpu_dist.processes.channel import agree
 from keras_tpu_dist.processes.encoding import ANYTHING, Each, PeerError, check_array, fits
-from keras_tpu_dist.training.batch_axis import element_names, flatten
-from keras_tpu_dist.training.host_arrays import as_array, check_same_rows, checked_rows
-from keras_tpu_dist.training.shares import Shares
 
 # Batches that are read ahead to speak of several steps at once: one step costs the host channel
 # some milliseconds, as much as a small step itself.

@@ -14,15 +14,15 @@ from jax.sharding import Mesh, NamedSharding
 
 from keras_tpu_dist.common.once import say_once
 from keras_tpu_dist.hardware.mesh import sequence_axis
-from keras_tpu_dist.layout.axes import named_sharding
-from keras_tpu_dist.processes.arrays import put
-from keras_tpu_dist.training.batch_axis import (
+from keras_tpu_dist.input.batch_axis import (
     checked_batch_axis,
     element_names,
     flatten,
     spread,
 )
-from keras_tpu_dist.training.host_arrays import as_array, check_same_rows, checked_rows, padded
+from keras_tpu_dist.input.host_arrays import as_array, check_same_rows, checked_rows, padded
+from keras_tpu_dist.layout.axes import named_sharding
+from keras_tpu_dist.processes.arrays import put
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,57 @@
+"""Input that all processes read alike: the first batch of an epoch is compared."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.input.batch_axis import element_names, flatten
+from keras_tpu_dist.processes.arrays import mark
+from keras_tpu_dist.processes.channel import agree
+from keras_tpu_dist.processes.encoding import Each
+
+_NO_BATCH = "no batch"
+
+
+def compared(batches: Iterable) -> Iterator:
+    """Batches of which all processes have the same, the first compared.
+
+    Args:
+        batches: Host batches.
+
+    Raises:
+        ValueError: On all processes, if the first ones differ.
+    """
+    batches = iter(batches)
+    first = next(batches, None)
+    fix = (
+        "Give each process the same arrays, or the same stream in the same order: seed what "
+        "shuffles it (keras.utils.set_random_seed, tf.data.Dataset.shuffle(seed=...))."
+    )
+    mine = [_NO_BATCH] if first is None else _marks(first)
+    for i, theirs in enumerate(agree("the first batch of an epoch", fix, mine, Each(str))):
+        if theirs != mine:
+            names = ["batch"] if first is None else element_names(first)
+            element = next((n for n, a, b in zip(names, mine, theirs) if a != b), "batch")
+            raise ValueError(
+                message(
+                    "All processes read the same batches.",
+                    received=f"{element} of an epoch's first batch, which differs between process "
+                    f"{jax.process_index()} and process {i}.",
+                    fix=fix,
+                )
+            )
+    if first is not None:
+        yield first
+        yield from batches
+
+
+def _marks(batch: Any) -> list[str]:
+    return [" ".join(map(_mark_of, jax.tree.leaves(leaf))) for leaf in flatten(batch)[0]]
+
+
+def _mark_of(array: Any) -> str:
+    array = np.asarray(array)
+    return f"{array.shape} {array.dtype} {mark(array)}"
