@@ -16,7 +16,7 @@ import keras
 import maxtext
 from remat import MODELS
 
-from keras_tpu_dist.common.text import duration_text, size_text
+from keras_tpu_dist.show.text import duration_text, size_text
 
 HEADER = ("model", "slice", "mesh", "layout", "options", "step", "not overlapped", "memory")
 

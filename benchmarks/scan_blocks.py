@@ -17,7 +17,7 @@ import keras_tpu_dist as ktd  # first: it selects Keras's JAX backend
 # isort: split
 import keras
 
-from keras_tpu_dist.common.text import size_text
+from keras_tpu_dist.show.text import size_text
 
 L = keras.layers
 HEADER = (

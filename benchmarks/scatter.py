@@ -19,7 +19,7 @@ import jax
 import keras
 from jax.sharding import PartitionSpec
 
-from keras_tpu_dist.common.text import duration_text, size_text
+from keras_tpu_dist.show.text import duration_text, size_text
 
 L = keras.layers
 TIME, WIDTH, HIDDEN, BLOCKS, ROWS = 2048, 4096, 28_672, 3, 512

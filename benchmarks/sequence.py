@@ -15,7 +15,7 @@ import keras_tpu_dist as ktd  # first: it selects Keras's JAX backend
 # isort: split
 import keras
 
-from keras_tpu_dist.common.text import duration_text, size_text
+from keras_tpu_dist.show.text import duration_text, size_text
 
 L = keras.layers
 WIDTH, HEADS, KV_HEADS, VOCABULARY, LAYERS = 2048, 16, 8, 32_000, 4

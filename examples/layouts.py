@@ -13,7 +13,7 @@ ktd.simulate(8)
 import keras
 from jax.sharding import NamedSharding, PartitionSpec
 
-from keras_tpu_dist.layout.pictures import picture_of_tensor
+from keras_tpu_dist.show.pictures import picture_of_tensor
 
 WIDTH, HEADS = 64, 8
 

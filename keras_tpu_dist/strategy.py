@@ -34,7 +34,7 @@ from keras_tpu_dist.training.runner import Runner
 if TYPE_CHECKING:
     from keras_tpu_dist.layout.explain import Explanation, VariableRow
     from keras_tpu_dist.layout.lint import LintReport
-    from keras_tpu_dist.layout.show import Picture
+    from keras_tpu_dist.layout.picture import Picture
 
 
 class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.ModelParallel):
@@ -329,7 +329,7 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
         Raises:
             ValueError: If it is none of these.
         """
-        from keras_tpu_dist.layout.show import picture_of
+        from keras_tpu_dist.layout.picture import picture_of
 
         def layout(variable: Any) -> NamedSharding:
             return membership.layout_now(variable, self)

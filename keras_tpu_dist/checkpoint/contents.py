@@ -10,7 +10,7 @@ import numpy as np
 from keras_tpu_dist.checkpoint.manifest import CheckpointError, Manifest, Saved
 from keras_tpu_dist.checkpoint.names import METRICS, OPTIMIZER, SLOTS, WEIGHTS, canonical
 from keras_tpu_dist.checkpoint.store import Store, none_in
-from keras_tpu_dist.common.text import size_text, text_table
+from keras_tpu_dist.show.text import size_text, text_table
 
 
 @dataclass(frozen=True)

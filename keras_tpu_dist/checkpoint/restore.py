@@ -30,7 +30,7 @@ from keras_tpu_dist.checkpoint.store import Store, none_in
 from keras_tpu_dist.common.checks import check_counts, check_flags, check_model, checked_path
 from keras_tpu_dist.common.errors import message, without_id
 from keras_tpu_dist.common.patterns import patterns_of
-from keras_tpu_dist.common.progress import stages
+from keras_tpu_dist.show.progress import stages
 from keras_tpu_dist.training import membership
 
 logger = logging.getLogger("keras_tpu_dist")

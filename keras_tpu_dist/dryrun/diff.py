@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from keras_tpu_dist.common.errors import message
-from keras_tpu_dist.common.page import fragment
-from keras_tpu_dist.common.text import duration_text, html_table, size_text, text_table
+from keras_tpu_dist.show.page import fragment
+from keras_tpu_dist.show.text import duration_text, html_table, size_text, text_table
 from keras_tpu_dist.dryrun.run import DryRun
 
 

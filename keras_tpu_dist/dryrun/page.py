@@ -4,12 +4,12 @@ import html
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from keras_tpu_dist.common.page import Cell, bar, document, fragment, legend, sortable
-from keras_tpu_dist.common.svg import COLOURS, GREY
-from keras_tpu_dist.common.text import duration_text, html_table, size_text
+from keras_tpu_dist.show.page import Cell, bar, document, fragment, legend, sortable
+from keras_tpu_dist.show.svg import COLOURS, GREY
+from keras_tpu_dist.show.text import duration_text, html_table, size_text
 from keras_tpu_dist.dryrun.rows import Exchange, exchanges
-from keras_tpu_dist.dryrun.torus import Torus
-from keras_tpu_dist.dryrun.torus_picture import shown_sides, torus_svg
+from keras_tpu_dist.hardware.torus import Torus
+from keras_tpu_dist.show.torus import shown_sides, torus_svg
 
 if TYPE_CHECKING:
     from keras_tpu_dist.dryrun.report import DryRun

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from keras_tpu_dist.layout.axes import names_in
+from keras_tpu_dist.common.axes import names_in
 from keras_tpu_dist.partitioner.jaxprs import inner_jaxprs, opened, scan_parts
 
 # What hands a weight on as it is, but for its dtype.

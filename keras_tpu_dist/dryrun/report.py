@@ -4,11 +4,11 @@ import json
 import math
 from dataclasses import asdict, dataclass
 
-from keras_tpu_dist.common.page import Page
-from keras_tpu_dist.common.text import duration_text, size_text, text_table
+from keras_tpu_dist.show.page import Page
+from keras_tpu_dist.show.text import duration_text, size_text, text_table
 from keras_tpu_dist.dryrun.rows import collective_rows, layer_rows
 from keras_tpu_dist.dryrun.state_bytes import StateBytes
-from keras_tpu_dist.dryrun.torus import Torus
+from keras_tpu_dist.hardware.torus import Torus
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.hlo import Buffer, ProgramCost
 from keras_tpu_dist.layout.lint import Finding

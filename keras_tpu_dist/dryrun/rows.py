@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from keras_tpu_dist.common.text import duration_text
+from keras_tpu_dist.show.text import duration_text
 from keras_tpu_dist.hlo import ProgramCost
 
 _TOP_LAYERS = 10

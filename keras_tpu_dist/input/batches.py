@@ -21,7 +21,7 @@ from keras_tpu_dist.input.batch_axis import (
     spread,
 )
 from keras_tpu_dist.input.host_arrays import as_array, check_same_rows, checked_rows, padded
-from keras_tpu_dist.layout.axes import named_sharding
+from keras_tpu_dist.common.axes import named_sharding
 from keras_tpu_dist.processes.arrays import put
 
 

@@ -15,7 +15,7 @@ from keras_tpu_dist.input.batches import BatchPlacer, PlacedBatch, Slot
 from keras_tpu_dist.input.host_arrays import as_array, padded
 from keras_tpu_dist.input.own_input import OwnInput, Share
 from keras_tpu_dist.input.shares import Shares, shares_of
-from keras_tpu_dist.layout.axes import named_sharding
+from keras_tpu_dist.common.axes import named_sharding
 from keras_tpu_dist.processes.arrays import put
 
 

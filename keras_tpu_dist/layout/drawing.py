@@ -9,10 +9,10 @@ from typing import Any
 from rich.console import Console
 
 from keras_tpu_dist.common.errors import message
-from keras_tpu_dist.common.page import delivered, file_of
-from keras_tpu_dist.common.svg import COLOURS, GREY, ON_COLOUR
-from keras_tpu_dist.common.text import size_text
-from keras_tpu_dist.layout.axes import entry_names
+from keras_tpu_dist.show.page import delivered, file_of
+from keras_tpu_dist.show.svg import COLOURS, GREY, ON_COLOUR
+from keras_tpu_dist.show.text import size_text
+from keras_tpu_dist.common.axes import entry_names
 from keras_tpu_dist.layout.explain import layout_text
 
 PANELS_SHOWN = 64

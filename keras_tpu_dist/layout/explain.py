@@ -10,10 +10,10 @@ from jax.sharding import Mesh
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import message
-from keras_tpu_dist.common.page import fragment
-from keras_tpu_dist.common.text import html_table, size_text, text_table
+from keras_tpu_dist.show.page import fragment
+from keras_tpu_dist.show.text import html_table, size_text, text_table
 from keras_tpu_dist.hardware.crossings import crossings_text
-from keras_tpu_dist.layout.axes import Axes, split_ways
+from keras_tpu_dist.common.axes import Axes, split_ways
 from keras_tpu_dist.layout.placement import Placement, bytes_of
 from keras_tpu_dist.layout.rules import Decision, nearest_path
 

@@ -11,13 +11,13 @@ from jax.sharding import Mesh
 
 from keras_tpu_dist.common.checks import check_counts, check_model
 from keras_tpu_dist.common.errors import message
-from keras_tpu_dist.common.page import fragment
-from keras_tpu_dist.common.text import html_table
+from keras_tpu_dist.show.page import fragment
+from keras_tpu_dist.show.text import html_table
 from keras_tpu_dist.hardware.chips import of_kind
 from keras_tpu_dist.hardware.compile_only import CompileOnlyDevice
 from keras_tpu_dist.hardware.mesh import sequence_axis, state_axes
 from keras_tpu_dist.layout.activations import block_outputs
-from keras_tpu_dist.layout.axes import (
+from keras_tpu_dist.common.axes import (
     Axes,
     axis_size,
     dividing_axes,

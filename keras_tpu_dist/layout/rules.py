@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from keras_tpu_dist.common.checks import check_text
 from keras_tpu_dist.common.errors import message
-from keras_tpu_dist.layout.axes import Axes, axis_size, names_in, spell_out
+from keras_tpu_dist.common.axes import Axes, axis_size, names_in, spell_out
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import keras
 from jax.sharding import Mesh
 
 from keras_tpu_dist import _keras
-from keras_tpu_dist.layout.axes import Axes, axis_size, dividing_axes
+from keras_tpu_dist.common.axes import Axes, axis_size, dividing_axes
 from keras_tpu_dist.layout.roles import Pairing, Projection, pair_up, projection_of
 from keras_tpu_dist.layout.rules import Decision
 

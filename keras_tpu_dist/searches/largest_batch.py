@@ -9,8 +9,8 @@ from typing import Any
 
 from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import message
-from keras_tpu_dist.common.progress import stages
-from keras_tpu_dist.common.text import size_text, text_table
+from keras_tpu_dist.show.progress import stages
+from keras_tpu_dist.show.text import size_text, text_table
 from keras_tpu_dist.dryrun.run import Build, DryRun, Progress, check_how, run_once
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.memory.remat import LayerPolicies

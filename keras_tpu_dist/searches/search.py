@@ -10,7 +10,7 @@ from typing import Any
 
 from keras_tpu_dist.common.checks import check_callable, check_seconds, is_count
 from keras_tpu_dist.common.errors import message
-from keras_tpu_dist.common.progress import stages
+from keras_tpu_dist.show.progress import stages
 from keras_tpu_dist.dryrun.build import Build, Lowered
 from keras_tpu_dist.dryrun.cache import Cache
 from keras_tpu_dist.dryrun.run import Progress, compile_once, lower_once

@@ -20,7 +20,7 @@ from keras_tpu_dist.input.own_input import OwnInput
 from keras_tpu_dist.input.own_rows import OwnRowsPlacer
 from keras_tpu_dist.input.same_input import compared
 from keras_tpu_dist.layout.annotations import place_output
-from keras_tpu_dist.layout.axes import named_sharding
+from keras_tpu_dist.common.axes import named_sharding
 from keras_tpu_dist.layout.layouts import Layouts
 from keras_tpu_dist.processes.agreement import (
     compare_changes,

@@ -9,7 +9,7 @@ from helpers import assert_close
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist import __main__
-from keras_tpu_dist.common.progress import heard_by
+from keras_tpu_dist.show.progress import heard_by
 
 X, Y = np.ones((16, 4), "float32"), np.ones((16, 2), "float32")
 

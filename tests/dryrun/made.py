@@ -2,7 +2,7 @@
 
 from keras_tpu_dist.dryrun.build import StateBytes
 from keras_tpu_dist.dryrun.report import DryRun, estimate
-from keras_tpu_dist.dryrun.torus import Torus
+from keras_tpu_dist.hardware.torus import Torus
 from keras_tpu_dist.hardware.mesh import build_mesh
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.hlo.analysis import Buffer, LayerCost, ProgramCost

@@ -15,7 +15,7 @@ import pytest
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist import __main__, _keras
-from keras_tpu_dist.common.progress import heard_by, stages
+from keras_tpu_dist.show.progress import heard_by, stages
 from keras_tpu_dist.dryrun import compile as dryrun_compile
 from keras_tpu_dist.dryrun import run as dryrun
 from keras_tpu_dist.dryrun import worker as dryrun_worker

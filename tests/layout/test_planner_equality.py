@@ -7,7 +7,7 @@ from helpers import assert_close, built
 from test_planner import Experts
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.layout.axes import split_ways
+from keras_tpu_dist.common.axes import split_ways
 from keras_tpu_dist.layout.planner import Planner
 
 L = keras.layers

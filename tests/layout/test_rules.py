@@ -6,7 +6,7 @@ from helpers import assert_close, built, data, mlp
 from jax.sharding import Mesh, PartitionSpec
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.layout.axes import named_sharding
+from keras_tpu_dist.common.axes import named_sharding
 from keras_tpu_dist.layout.rules import LayoutRules
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from keras_tpu_dist.common.text import duration_text, html_table, size_text, text_table
+from keras_tpu_dist.show.text import duration_text, html_table, size_text, text_table
 
 
 @pytest.mark.parametrize(

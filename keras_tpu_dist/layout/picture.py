@@ -9,8 +9,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.layout.explain import explain_model
-from keras_tpu_dist.layout.model_picture import ModelPicture
-from keras_tpu_dist.layout.pictures import (
+from keras_tpu_dist.show.model import ModelPicture
+from keras_tpu_dist.show.pictures import (
     MeshPicture,
     TensorPicture,
     picture_of_mesh,

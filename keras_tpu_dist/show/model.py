@@ -9,10 +9,10 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from keras_tpu_dist.common.page import fragment, legend
-from keras_tpu_dist.common.svg import COLOURS, FAINT, GREY, svg_box, svg_document, svg_text
-from keras_tpu_dist.common.text import size_text
-from keras_tpu_dist.layout.axes import entry_names
+from keras_tpu_dist.show.page import fragment, legend
+from keras_tpu_dist.show.svg import COLOURS, FAINT, GREY, svg_box, svg_document, svg_text
+from keras_tpu_dist.show.text import size_text
+from keras_tpu_dist.common.axes import entry_names
 from keras_tpu_dist.layout.drawing import (
     Picture,
     as_plain_text,

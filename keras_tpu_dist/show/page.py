@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from keras_tpu_dist.common.errors import message
-from keras_tpu_dist.common.svg import FAINT
+from keras_tpu_dist.show.svg import FAINT
 
 # Colours of the page around are taken over, so that it reads in a notebook of any theme; the name
 # stands twice to count for more than the notebook's own rules.

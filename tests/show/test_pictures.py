@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.layout.drawing import draw_model
-from keras_tpu_dist.layout.pictures import picture_of_mesh, picture_of_tensor
+from keras_tpu_dist.show.pictures import picture_of_mesh, picture_of_tensor
 
 MESH = {"data": 2, "model": 2, "expert": 2}
 

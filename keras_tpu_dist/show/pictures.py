@@ -11,8 +11,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from keras_tpu_dist.common.page import fragment
-from keras_tpu_dist.common.svg import (
+from keras_tpu_dist.show.page import fragment
+from keras_tpu_dist.show.svg import (
     COLOURS,
     ON_COLOUR,
     svg_box,

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from keras_tpu_dist.common.svg import (
+from keras_tpu_dist.show.svg import (
     COLOURS,
     FAINT,
     GREY,
@@ -14,7 +14,7 @@ from keras_tpu_dist.common.svg import (
     svg_line,
     svg_text,
 )
-from keras_tpu_dist.common.text import duration_text, size_text
+from keras_tpu_dist.show.text import duration_text, size_text
 
 _WIDTH, _HEIGHT = 740, 380
 _LEFT, _RIGHT, _TOP, _BELOW = 84, 36, 16, 46

@@ -1,6 +1,6 @@
 import io
 
-from keras_tpu_dist.common.progress import Stage, heard_by, show_progress, stages
+from keras_tpu_dist.show.progress import Stage, heard_by, show_progress, stages
 
 
 class Terminal(io.StringIO):
