@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from keras_tpu_dist import _keras as _keras  # first: selects and checks Keras's JAX backend
 from keras_tpu_dist import layers as layers
 from keras_tpu_dist.common.later import loaded_later
-from keras_tpu_dist.show.progress import show_progress as show_progress
 from keras_tpu_dist.common.version import __version__ as __version__
 from keras_tpu_dist.hardware.assignment import DeviceAssignment as DeviceAssignment
 from keras_tpu_dist.hardware.simulation import simulate as simulate
@@ -28,6 +27,7 @@ from keras_tpu_dist.replica import ReplicaContext as ReplicaContext
 from keras_tpu_dist.replica import RunOptions as RunOptions
 from keras_tpu_dist.replica import ValueContext as ValueContext
 from keras_tpu_dist.replica import get_replica_context as get_replica_context
+from keras_tpu_dist.show.progress import show_progress as show_progress
 from keras_tpu_dist.strategy import TPUStrategy as TPUStrategy
 
 if TYPE_CHECKING:

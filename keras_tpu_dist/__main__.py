@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.hardware.libtpu import start_without_tpu
+from keras_tpu_dist.hardware.topology import CHIPS, Topology, all_names
 from keras_tpu_dist.show.page import file_of
 from keras_tpu_dist.show.progress import show_progress, stages
 from keras_tpu_dist.show.text import size_text, text_table
-from keras_tpu_dist.hardware.libtpu import start_without_tpu
-from keras_tpu_dist.hardware.topology import CHIPS, Topology, all_names
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -21,19 +21,23 @@ ROOMS = {
     "hardware": BASE,
     "processes": {*BASE, "hardware"},
     "recurrence": {"common", "hardware"},
+    "show": {"common", "hardware"},
     "hlo": {"common", "hardware"},
     "attention": {*BASE, "hardware", "memory", "partitioner"},
-    "layout": {*BASE, "hardware", "partitioner"},
+    "layout": {*BASE, "hardware", "partitioner", "show"},
     "memory": {*BASE, "partitioner"},
     "layers": {*BASE, "hardware", "layout", "recurrence"},
     "logical": {*BASE, "hardware", "layout", "partitioner"},
-    "input": {*BASE, "hardware", "layout", "processes"},
+    "input": {*BASE, "hardware", "processes"},
     "training": {*BASE, "hardware", "input", "layout", "memory", "partitioner", "processes"},
     "freezing": BASE,
     "replica": {*BASE, "input", "layout", "partitioner", "processes", "training"},
-    "checkpoint": {*BASE, "input", "processes", "training"},
+    "checkpoint": {*BASE, "input", "processes", "show", "training"},
     "callbacks": {*BASE, "checkpoint", "input", "processes", "training"},
-    "dryrun": {*BASE, "hardware", "hlo", "input", "layout", "memory", "partitioner", "training"},
+    "dryrun": {
+        *BASE,
+        *("hardware", "hlo", "input", "layout", "memory", "partitioner", "show", "training"),
+    },
 }
 ROOMS["strategy"] = {*ROOMS} - {"recurrence", "layers", "callbacks", "checkpoint", "freezing"}
 ROOMS["searches"] = {*ROOMS["dryrun"], "dryrun", "strategy"}

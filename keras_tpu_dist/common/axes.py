@@ -118,3 +118,15 @@ def names_in(axes: Iterable) -> list[str]:
         axes: The entries.
     """
     return [name for entry in axes for name in entry_names(entry)]
+
+
+def layout_text(axes: Axes) -> str:
+    """A layout as people read it: `(·, model)`, `(data+model)`, or `replicated`.
+
+    Args:
+        axes: One entry per dimension: `None`, a mesh axis, or a tuple of them.
+    """
+    if not any(axes):
+        return "replicated"
+    names = ["·" if not e else e if isinstance(e, str) else "+".join(e) for e in axes]
+    return f"({', '.join(names)})"

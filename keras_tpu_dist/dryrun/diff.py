@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.dryrun.run import DryRun
 from keras_tpu_dist.show.page import fragment
 from keras_tpu_dist.show.text import duration_text, html_table, size_text, text_table
-from keras_tpu_dist.dryrun.run import DryRun
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,6 @@ from typing import Any
 
 from keras_tpu_dist.common.checks import check_callable, check_seconds
 from keras_tpu_dist.common.errors import message
-from keras_tpu_dist.show.progress import stages
-from keras_tpu_dist.show.text import size_text
 from keras_tpu_dist.dryrun.build import Build, Lowered, checked_mode, lower
 from keras_tpu_dist.dryrun.cache import Cache, without_source_lines
 from keras_tpu_dist.dryrun.compile import (
@@ -23,11 +21,13 @@ from keras_tpu_dist.dryrun.compile import (
 from keras_tpu_dist.dryrun.inputs import check_asked
 from keras_tpu_dist.dryrun.report import DryRun as DryRun
 from keras_tpu_dist.dryrun.report import estimate
-from keras_tpu_dist.hardware.torus import Torus
 from keras_tpu_dist.hardware.crossings import crossings, num_hosts
 from keras_tpu_dist.hardware.topology import Topology
+from keras_tpu_dist.hardware.torus import Torus
 from keras_tpu_dist.hlo import ProgramCost, Wire, analyze
 from keras_tpu_dist.hlo.layers import Attribution
+from keras_tpu_dist.show.progress import stages
+from keras_tpu_dist.show.text import size_text
 from keras_tpu_dist.training.strategy import Strategy
 
 logger = logging.getLogger("keras_tpu_dist")

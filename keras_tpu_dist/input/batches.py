@@ -12,6 +12,7 @@ import numpy as np
 from jax.experimental.sparse import JAXSparse
 from jax.sharding import Mesh, NamedSharding
 
+from keras_tpu_dist.common.axes import named_sharding
 from keras_tpu_dist.common.once import say_once
 from keras_tpu_dist.hardware.mesh import sequence_axis
 from keras_tpu_dist.input.batch_axis import (
@@ -21,7 +22,6 @@ from keras_tpu_dist.input.batch_axis import (
     spread,
 )
 from keras_tpu_dist.input.host_arrays import as_array, check_same_rows, checked_rows, padded
-from keras_tpu_dist.common.axes import named_sharding
 from keras_tpu_dist.processes.arrays import put
 
 

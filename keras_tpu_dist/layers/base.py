@@ -9,9 +9,9 @@ from keras import tree
 
 from keras_tpu_dist import recurrence
 from keras_tpu_dist._keras import full_precision
+from keras_tpu_dist.common.axes import entry_names
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.layers.place import Place, axes_of, find
-from keras_tpu_dist.common.axes import entry_names
 from keras_tpu_dist.recurrence import (
     Gathering,
     Loop,

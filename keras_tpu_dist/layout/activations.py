@@ -8,8 +8,8 @@ import keras
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from keras_tpu_dist import _keras
-from keras_tpu_dist.hardware.mesh import sequence_axis, state_axes
 from keras_tpu_dist.common.axes import Axes, entry_names, named_sharding
+from keras_tpu_dist.hardware.mesh import sequence_axis, state_axes
 
 # (batch, time, features): what has fewer dimensions has no time, what has more may be an image.
 _RANK_OF_A_SEQUENCE = 3

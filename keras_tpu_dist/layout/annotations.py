@@ -9,9 +9,9 @@ import keras
 from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_tpu_dist import _keras
+from keras_tpu_dist.common.axes import axis_size, named_sharding
 from keras_tpu_dist.common.errors import did_you_mean, message
 from keras_tpu_dist.layout.activations import Activations
-from keras_tpu_dist.common.axes import axis_size, named_sharding
 from keras_tpu_dist.layout.rules import LayoutRules
 from keras_tpu_dist.partitioner import in_compiled_code
 

@@ -9,13 +9,13 @@ from typing import Any
 from jax.sharding import Mesh
 
 from keras_tpu_dist import _keras
+from keras_tpu_dist.common.axes import Axes, layout_text, split_ways
 from keras_tpu_dist.common.errors import message
-from keras_tpu_dist.show.page import fragment
-from keras_tpu_dist.show.text import html_table, size_text, text_table
 from keras_tpu_dist.hardware.crossings import crossings_text
-from keras_tpu_dist.common.axes import Axes, split_ways
 from keras_tpu_dist.layout.placement import Placement, bytes_of
 from keras_tpu_dist.layout.rules import Decision, nearest_path
+from keras_tpu_dist.show.page import fragment
+from keras_tpu_dist.show.text import html_table, size_text, text_table
 
 _LARGEST_SHOWN = 5
 
@@ -242,18 +242,6 @@ def one_row(explanation: Explanation, path: str) -> VariableRow:
             + (f" The nearest is {near!r}." if near else ""),
         )
     )
-
-
-def layout_text(axes: Axes) -> str:
-    """A layout as people read it: `(·, model)`, `(data+model)`, or `replicated`.
-
-    Args:
-        axes: One entry per dimension: `None`, a mesh axis, or a tuple of them.
-    """
-    if not any(axes):
-        return "replicated"
-    names = ["·" if not e else e if isinstance(e, str) else "+".join(e) for e in axes]
-    return f"({', '.join(names)})"
 
 
 _HEADER = ("variable", "shape", "dtype", "layout", "bytes", "per device", "slots", "reason")

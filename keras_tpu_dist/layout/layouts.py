@@ -7,11 +7,11 @@ from typing import Any
 import keras
 from jax.sharding import Mesh, NamedSharding
 
+from keras_tpu_dist.common.axes import named_sharding
 from keras_tpu_dist.common.checks import check_model
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.hardware.mesh import sequence_axis, state_axes
 from keras_tpu_dist.layout.activations import Activations
-from keras_tpu_dist.common.axes import named_sharding
 from keras_tpu_dist.layout.placement import Placement, Setting, place
 from keras_tpu_dist.layout.planner import PLANS, Plan, Planner
 from keras_tpu_dist.layout.rules import Decision, LayoutRules, check_axis_names, checked, decide

@@ -10,15 +10,14 @@ from typing import Any
 import keras
 
 from keras_tpu_dist import _keras
+from keras_tpu_dist.common.axes import axis_size, dividing_axes, entry_names, layout_text, names_in
 from keras_tpu_dist.common.errors import message, without_id
-from keras_tpu_dist.show.page import fragment
-from keras_tpu_dist.show.text import html_table, size_text
 from keras_tpu_dist.hardware.mesh import LOGICAL_AXIS, state_axes
 from keras_tpu_dist.layout.annotations import layouts_in
-from keras_tpu_dist.common.axes import axis_size, dividing_axes, entry_names, names_in
-from keras_tpu_dist.layout.explain import layout_text
 from keras_tpu_dist.layout.placement import UNDECIDED, Placement, Setting, bytes_of
 from keras_tpu_dist.layout.rules import dead_patterns, matching, nearest_path
+from keras_tpu_dist.show.page import fragment
+from keras_tpu_dist.show.text import html_table, size_text
 
 logger = logging.getLogger("keras_tpu_dist")
 

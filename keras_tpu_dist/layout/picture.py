@@ -9,6 +9,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.layout.explain import explain_model
+from keras_tpu_dist.layout.placement import Placement
 from keras_tpu_dist.show.model import ModelPicture
 from keras_tpu_dist.show.pictures import (
     MeshPicture,
@@ -16,7 +17,6 @@ from keras_tpu_dist.show.pictures import (
     picture_of_mesh,
     picture_of_tensor,
 )
-from keras_tpu_dist.layout.placement import Placement
 
 Picture = TensorPicture | MeshPicture | ModelPicture
 

@@ -10,10 +10,10 @@ import keras
 from jax.sharding import Mesh, NamedSharding
 
 from keras_tpu_dist import _keras
+from keras_tpu_dist.common.axes import Axes, spell_out
 from keras_tpu_dist.hardware.mesh import sequence_axis
 from keras_tpu_dist.layout.activations import block_outputs
 from keras_tpu_dist.layout.annotations import Annotated, annotated, layouts_in
-from keras_tpu_dist.common.axes import Axes, spell_out
 from keras_tpu_dist.layout.planner import Plan, Planner, slot_decision
 from keras_tpu_dist.layout.rules import (
     Decision,

@@ -9,14 +9,6 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from keras_tpu_dist.common.checks import check_counts, check_model
-from keras_tpu_dist.common.errors import message
-from keras_tpu_dist.show.page import fragment
-from keras_tpu_dist.show.text import html_table
-from keras_tpu_dist.hardware.chips import of_kind
-from keras_tpu_dist.hardware.compile_only import CompileOnlyDevice
-from keras_tpu_dist.hardware.mesh import sequence_axis, state_axes
-from keras_tpu_dist.layout.activations import block_outputs
 from keras_tpu_dist.common.axes import (
     Axes,
     axis_size,
@@ -25,8 +17,16 @@ from keras_tpu_dist.common.axes import (
     names_in,
     split_ways,
 )
+from keras_tpu_dist.common.checks import check_counts, check_model
+from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.hardware.chips import of_kind
+from keras_tpu_dist.hardware.compile_only import CompileOnlyDevice
+from keras_tpu_dist.hardware.mesh import sequence_axis, state_axes
+from keras_tpu_dist.layout.activations import block_outputs
 from keras_tpu_dist.layout.rules import Decision, LayoutRules
 from keras_tpu_dist.layout.tensor import TensorPlan
+from keras_tpu_dist.show.page import fragment
+from keras_tpu_dist.show.text import html_table
 
 PLANS = ("fsdp", "tensor_parallel", "auto")
 

@@ -10,9 +10,9 @@ from typing import Any
 import keras
 from jax.sharding import Mesh
 
+from keras_tpu_dist.common.axes import Axes, axis_size, names_in, spell_out
 from keras_tpu_dist.common.checks import check_text
 from keras_tpu_dist.common.errors import message
-from keras_tpu_dist.common.axes import Axes, axis_size, names_in, spell_out
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from typing import Any
 
 from keras_tpu_dist.common.checks import check_callable, check_counts
 from keras_tpu_dist.common.errors import message
-from keras_tpu_dist.show.progress import stages
 from keras_tpu_dist.dryrun.run import Build, Progress, check_how, run_once
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.searches.candidates import Candidate
 from keras_tpu_dist.searches.ranking import Ranking, Tried, rank
+from keras_tpu_dist.show.progress import stages
 from keras_tpu_dist.strategy import TPUStrategy
 
 logger = logging.getLogger("keras_tpu_dist")

@@ -9,11 +9,11 @@ from typing import Any
 
 from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import message
-from keras_tpu_dist.show.progress import stages
-from keras_tpu_dist.show.text import size_text, text_table
 from keras_tpu_dist.dryrun.run import Build, DryRun, Progress, check_how, run_once
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.memory.remat import LayerPolicies
+from keras_tpu_dist.show.progress import stages
+from keras_tpu_dist.show.text import size_text, text_table
 from keras_tpu_dist.training.strategy import Strategy
 
 # No guess is more than this many times what is known to fit.

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from keras_tpu_dist.common.errors import message
-from keras_tpu_dist.show.page import Cell, Page, bar, document, fragment, legend, sortable
-from keras_tpu_dist.show.svg import GREY
-from keras_tpu_dist.show.text import duration_text, html_table, size_text, text_table
 from keras_tpu_dist.dryrun.run import DryRun
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.searches.candidates import Candidate
 from keras_tpu_dist.searches.forecast import Forecast
 from keras_tpu_dist.show.chart import Point, colours_of, scatter_svg
+from keras_tpu_dist.show.page import Cell, Page, bar, document, fragment, legend, sortable
+from keras_tpu_dist.show.svg import GREY
+from keras_tpu_dist.show.text import duration_text, html_table, size_text, text_table
 from keras_tpu_dist.strategy import TPUStrategy
 
 _LONGEST_ERROR = 100

@@ -10,7 +10,6 @@ from typing import Any
 
 from keras_tpu_dist.common.checks import check_callable, check_seconds, is_count
 from keras_tpu_dist.common.errors import message
-from keras_tpu_dist.show.progress import stages
 from keras_tpu_dist.dryrun.build import Build, Lowered
 from keras_tpu_dist.dryrun.cache import Cache
 from keras_tpu_dist.dryrun.run import Progress, compile_once, lower_once
@@ -21,6 +20,7 @@ from keras_tpu_dist.searches.facts import Described, Facts, describing
 from keras_tpu_dist.searches.forecast import Ground, forecast
 from keras_tpu_dist.searches.parallel import compiled_together
 from keras_tpu_dist.searches.ranking import Ranking, Tried, rank
+from keras_tpu_dist.show.progress import stages
 from keras_tpu_dist.strategy import TPUStrategy
 
 logger = logging.getLogger("keras_tpu_dist")

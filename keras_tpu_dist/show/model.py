@@ -1,6 +1,7 @@
 """A picture of a model: its variables, coloured by the mesh axes that split them."""
 
 import html
+import math
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
@@ -9,19 +10,11 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from keras_tpu_dist.common.axes import entry_names, layout_text
 from keras_tpu_dist.show.page import fragment, legend
-from keras_tpu_dist.show.svg import COLOURS, FAINT, GREY, svg_box, svg_document, svg_text
+from keras_tpu_dist.show.pictures import Picture
+from keras_tpu_dist.show.svg import COLOURS, FAINT, GREY, ON_COLOUR, svg_box, svg_document, svg_text
 from keras_tpu_dist.show.text import size_text
-from keras_tpu_dist.common.axes import entry_names
-from keras_tpu_dist.layout.drawing import (
-    Picture,
-    as_plain_text,
-    dimension_text,
-    draw_model,
-    html_dimension,
-    rich_style,
-)
-from keras_tpu_dist.layout.explain import Explanation, layout_text
 
 
 @dataclass(frozen=True)
@@ -29,10 +22,10 @@ class ModelPicture(Picture):
     """A model's variables as a table coloured by the mesh axes that split them.
 
     Attributes:
-        explanation: What is drawn.
+        explanation: The `Explanation` of `strategy.explain` that is drawn.
     """
 
-    explanation: Explanation
+    explanation: Any
 
     def colours(self) -> dict[str, str]:
         """The colour of each mesh axis; grey for what a layout takes for one, and is none."""
@@ -43,9 +36,12 @@ class ModelPicture(Picture):
         """The picture as plain dicts and lists."""
         return self.explanation.to_dict()
 
+    def _title(self) -> str:
+        return f"{self.explanation.model} on {self.explanation.mesh}"
+
     def __rich__(self):
         e, colours = self.explanation, self.colours()
-        table = Table(title=Text(f"{e.model} on {e.mesh}"))
+        table = Table(title=Text(self._title()))
         for name in ("variable", "shape", "bytes", "per device", "reason"):
             table.add_column(name, overflow="fold")
         for row in e.rows:
@@ -75,9 +71,6 @@ class ModelPicture(Picture):
         axes = [(self.colours()[name], f"{name} {n}") for name, n in self.explanation.mesh.items()]
         return [*axes, (GREY, "whole on every device")]
 
-    def __str__(self):
-        return as_plain_text(self)
-
     def _repr_html_(self) -> str:
         e, colours = self.explanation, self.colours()
         rows = []
@@ -99,7 +92,7 @@ class ModelPicture(Picture):
         head = "<th>variable</th><th>shape</th><th>bytes</th><th>per device</th><th>reason</th>"
         table = f"<table><tr>{head}</tr>{''.join(rows)}</table>"
         total = f"<p>weights and optimizer: {self._total()}</p>"
-        return fragment(f"{e.model} on {e.mesh}", legend(self.legend_entries()[:-1]), table, total)
+        return fragment(self._title(), legend(self.legend_entries()[:-1]), table, total)
 
     def svg(self) -> str:
         """The picture as SVG: one bar per variable, as long as its share of a device."""
@@ -126,4 +119,64 @@ class ModelPicture(Picture):
 
     def figure(self, kind: Any) -> Any:
         """See `Picture`."""
-        return draw_model(self, kind)
+        e, colours = self.explanation, self.colours()
+        figure = kind(figsize=(8, 0.26 * len(e.rows) + 0.8))
+        axes = figure.add_subplot()
+        places = range(len(e.rows))
+        fills = []
+        for row in e.rows:
+            names = [name for entry in row.axes for name in entry_names(entry)]
+            fills.append(colours[names[0]] if names else GREY)
+        axes.barh(places, [row.bytes for row in e.rows], color="#e8e8e8")
+        axes.barh(places, [row.bytes_per_device for row in e.rows], color=fills)
+        axes.set_yticks(places, [f"{r.path}  {layout_text(r.axes)}" for r in e.rows], fontsize=6)
+        axes.invert_yaxis()
+        axes.xaxis.set_major_formatter(lambda bytes_, _: size_text(bytes_))
+        axes.set_xlabel("in all (light), on one device (colour of the axis)", fontsize=7)
+        axes.tick_params(axis="x", labelsize=6)
+        largest = max([row.bytes for row in e.rows], default=1)
+        step = 2 ** max(0, math.ceil(math.log2(max(largest, 1) / 6)))
+        axes.set_xticks(range(0, largest + step, step))
+        for colour, words in self.legend_entries():
+            axes.fill([], [], color=colour, label=words)
+        axes.legend(fontsize=6, loc="best")
+        axes.set_title(self._title(), fontsize=9)
+        return figure
+
+
+def dimension_text(size: int, entry) -> str:
+    """A dimension and the axes that split it.
+
+    Args:
+        size: The number of elements in the dimension.
+        entry: What splits it: a mesh axis, a tuple of them, or `None`.
+    """
+    return f"{size}/{'+'.join(entry_names(entry))}" if entry_names(entry) else str(size)
+
+
+def rich_style(entry, colours) -> str:
+    """The style of a dimension by the axis that splits it.
+
+    Args:
+        entry: What splits it: a mesh axis, a tuple of them, or `None`.
+        colours: From the name of a mesh axis to its colour.
+
+    Returns:
+        The style, by the first axis if there are several; `""` for a dimension that is not split.
+    """
+    return f"black on {colours[entry_names(entry)[0]]}" if entry_names(entry) else ""
+
+
+def html_dimension(size: int, entry, colours) -> str:
+    """A dimension as HTML, in the colour of its axis.
+
+    Args:
+        size: The number of elements in the dimension.
+        entry: What splits it: a mesh axis, a tuple of them (the first gives the colour), or `None`.
+        colours: From the name of a mesh axis to its colour.
+    """
+    text = html.escape(dimension_text(size, entry))
+    if not entry_names(entry):
+        return text
+    style = f"background:{colours[entry_names(entry)[0]]};color:{ON_COLOUR};padding:0 .2em"
+    return f'<span style="{style}">{text}</span>'

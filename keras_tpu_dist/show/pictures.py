@@ -1,36 +1,139 @@
 """Pictures of meshes, and of tensors over a mesh: terminal, HTML/SVG, PNG."""
 
+import io
 import itertools
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
-from rich.console import Group
+from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from keras_tpu_dist.show.page import fragment
-from keras_tpu_dist.show.svg import (
-    COLOURS,
-    ON_COLOUR,
-    svg_box,
-    svg_document,
-    svg_text,
-)
-from keras_tpu_dist.layout.drawing import (
-    PANELS_SHOWN,
-    Picture,
-    as_plain_text,
-    colour_of,
-    device_label,
-    devices_text,
-    draw_mesh,
-    draw_tensor,
-    slice_text,
-)
-from keras_tpu_dist.layout.explain import layout_text
+from keras_tpu_dist.common.axes import layout_text
+from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.show.page import delivered, file_of, fragment
+from keras_tpu_dist.show.svg import COLOURS, ON_COLOUR, svg_box, svg_document, svg_text
+
+PANELS_SHOWN = 64
+
+
+def slice_text(index: tuple[int, int], size: int) -> str:
+    """A slice as Python writes it; the whole dimension as `:`.
+
+    Args:
+        index: `(start, stop)` in one dimension.
+        size: The number of elements in that dimension.
+    """
+    return ":" if index == (0, size) else f"{index[0]}:{index[1]}"
+
+
+def as_plain_text(renderable) -> str:
+    """What rich would print, without colours.
+
+    Args:
+        renderable: A picture, or anything else that rich can print.
+    """
+    console = Console(width=120, color_system=None, record=True, file=io.StringIO())
+    console.print(renderable)
+    return console.export_text().rstrip()
+
+
+def devices_text(piece: Any) -> str:
+    """The devices that hold a piece, in few words.
+
+    Args:
+        piece: A `Piece`, its device ids in ascending order.
+    """
+    ids = piece.devices
+    if len(ids) > 2 and ids == tuple(range(ids[0], ids[-1] + 1)):
+        return f"{ids[0]}-{ids[-1]}"
+    shown = ",".join(map(str, ids[:4]))
+    return shown if len(ids) <= 4 else f"{shown},... ({len(ids)})"
+
+
+def colour_of(piece: Any) -> str:
+    """The colour of the piece on its first device.
+
+    Args:
+        piece: A `Piece`.
+    """
+    return COLOURS[piece.devices[0] % len(COLOURS)]
+
+
+def device_label(device_id: int, process: int, coords) -> str:
+    """A device with its place on the torus and its host.
+
+    Args:
+        device_id: The id that JAX gives the device.
+        process: The index of the process that drives it; the host is not named for process 0.
+        coords: Its coordinates on the torus, or `None` for a device without them.
+    """
+    place = "" if coords is None else f" @{','.join(map(str, coords))}"
+    return f"{device_id}{place}" + (f" host {process}" if process else "")
+
+
+class Picture:
+    """What pictures have in common: one title, as text, HTML, SVG and figures of matplotlib."""
+
+    def __str__(self) -> str:
+        return as_plain_text(self)
+
+    def _repr_html_(self) -> str:
+        return fragment(self._title(), self.svg())
+
+    def _title(self) -> str:
+        raise NotImplementedError
+
+    def svg(self) -> str:
+        """The picture as SVG."""
+        raise NotImplementedError
+
+    def figure(self, kind: Any) -> Any:
+        """The picture as a figure of matplotlib.
+
+        Args:
+            kind: The class `Figure`.
+        """
+        raise NotImplementedError
+
+    def save(self, path: str) -> None:
+        """Writes a PNG (needs matplotlib), or an SVG by that ending.
+
+        Args:
+            path: The file to write; any ending but `.svg` is left to matplotlib.
+
+        Raises:
+            ValueError: If its folder is missing, or its ending names no format.
+            ImportError: If the file is no `.svg` and matplotlib is not installed.
+        """
+        file = file_of(path)
+        if file.suffix.lower() == ".svg":
+            delivered(self.svg(), file)
+            return
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError(
+                message(
+                    "Pictures other than .svg are drawn by matplotlib, which is not installed.",
+                    received={"path": str(path)},
+                    fix='Install it with pip install "keras_tpu_dist[plot]", or save an .svg.',
+                )
+            ) from error
+        try:
+            self.figure(Figure).savefig(file, dpi=150, bbox_inches="tight")
+        except ValueError as error:
+            raise ValueError(
+                message(
+                    "A picture is written in a format that matplotlib knows.",
+                    received=f"path={os.fspath(path)!r}: {error}.",
+                    fix="Give the file the ending .png or .svg.",
+                )
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -89,8 +192,11 @@ class TensorPicture(Picture):
         """The picture as plain dicts and lists."""
         return asdict(self)
 
+    def _title(self) -> str:
+        return f"{self.name} {self.shape} {self.layout}"
+
     def __rich__(self):
-        title = f"{self.name} {self.shape} {self.layout}: {len(self.pieces)} piece(s)"
+        title = f"{self._title()}: {len(self.pieces)} piece(s)"
         parts: list[Any] = [Text(title, style="bold")]
         panels = self.panels()
         for caption, grid in panels[:PANELS_SHOWN]:
@@ -106,17 +212,11 @@ class TensorPicture(Picture):
             parts.append(Text(f"... {len(panels) - PANELS_SHOWN} more"))
         return Group(*parts)
 
-    def __str__(self):
-        return as_plain_text(self)
-
     def _label(self, piece: Piece, dim: int | None) -> str:
         return "" if dim is None else slice_text(piece.index[dim], self.shape[dim])
 
     def _index(self, piece: Piece) -> str:
         return f"[{', '.join(slice_text(i, n) for i, n in zip(piece.index, self.shape))}]"
-
-    def _repr_html_(self) -> str:
-        return fragment(f"{self.name} {self.shape} {self.layout}", self.svg())
 
     def svg(self) -> str:
         """The picture as SVG."""
@@ -149,7 +249,12 @@ class TensorPicture(Picture):
 
     def figure(self, kind: Any) -> Any:
         """See `Picture`."""
-        return draw_tensor(self, kind)
+
+        def label(piece: Piece) -> str:
+            return f"{self._index(piece)}\ndevice {devices_text(piece)}"
+
+        panels = self.panels()[:PANELS_SHOWN]
+        return _grids(kind, panels, self._title(), label, lambda _, piece: colour_of(piece))
 
 
 @dataclass(frozen=True)
@@ -182,9 +287,12 @@ class MeshPicture(Picture):
         """The picture as plain dicts and lists."""
         return asdict(self)
 
+    def _title(self) -> str:
+        return f"mesh {self.axes}"
+
     def __rich__(self):
         names = list(self.axes)
-        parts: list[Any] = [Text(f"mesh {self.axes}", style="bold")]
+        parts: list[Any] = [Text(self._title(), style="bold")]
         for caption, grid in self.panels()[:PANELS_SHOWN]:
             table = Table(title=caption or None)
             table.add_column(names[-2] if len(names) > 1 else "")
@@ -194,12 +302,6 @@ class MeshPicture(Picture):
                 table.add_row(str(r) if len(names) > 1 else "", *line)
             parts.append(table)
         return Group(*parts)
-
-    def __str__(self):
-        return as_plain_text(self)
-
-    def _repr_html_(self) -> str:
-        return fragment(f"mesh {self.axes}", self.svg())
 
     def svg(self) -> str:
         """The picture as SVG."""
@@ -229,7 +331,8 @@ class MeshPicture(Picture):
 
     def figure(self, kind: Any) -> Any:
         """See `Picture`."""
-        return draw_mesh(self, kind)
+        panels = self.panels()[:PANELS_SHOWN]
+        return _grids(kind, panels, self._title(), str, lambda row, _: COLOURS[row % len(COLOURS)])
 
 
 def picture_of_mesh(mesh: Mesh) -> MeshPicture:
@@ -278,6 +381,28 @@ def picture_of_tensor(name: str, shape: Sequence[int], sharding: NamedSharding) 
     columns = drawn[-1] if drawn else None
     axes = tuple(sharding.spec)
     return TensorPicture(name, shape, layout_text(axes), pieces, rows, columns)
+
+
+def _grids(figure_type, panels, title, label, colour):
+    across = min(len(panels), 4)
+    down = -(-len(panels) // across)
+    rows = max(len(grid) for _, grid in panels)
+    columns = max(len(grid[0]) for _, grid in panels)
+    size = (across * (0.9 * columns + 0.8), down * (0.45 * rows + 0.7) + 0.4)
+    figure = figure_type(figsize=size, layout="constrained")
+    figure.suptitle(title, fontsize=10)
+    for n, (caption, grid) in enumerate(panels):
+        axes = figure.add_subplot(down, across, n + 1)
+        axes.set_title(caption, fontsize=8)
+        axes.set_xlim(0, columns)
+        axes.set_ylim(rows, 0)
+        axes.axis("off")
+        for r, line in enumerate(grid):
+            for c, cell in enumerate(line):
+                box = {"facecolor": colour(r, cell), "edgecolor": "white"}
+                axes.fill([c, c + 1, c + 1, c], [r, r, r + 1, r + 1], **box)
+                axes.text(c + 0.5, r + 0.5, label(cell), ha="center", va="center", fontsize=6)
+    return figure
 
 
 def _coords(device) -> tuple[int, ...] | None:

@@ -3,8 +3,8 @@
 import math
 from collections.abc import Sequence
 
-from keras_tpu_dist.show.svg import COLOURS, GREY, svg_box, svg_document, svg_line, svg_text
 from keras_tpu_dist.hardware.torus import Link, Place, Torus
+from keras_tpu_dist.show.svg import COLOURS, GREY, svg_box, svg_document, svg_line, svg_text
 
 # More chips than these are not told apart; a part of the torus stands for the rest.
 MOST_CHIPS = 1024

@@ -12,10 +12,10 @@ from jax.experimental.sparse import JAXSparse
 from jax.sharding import Mesh
 
 from keras_tpu_dist import _keras
+from keras_tpu_dist.common.axes import named_sharding
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.input.batch_axis import element_names, flatten
 from keras_tpu_dist.input.batches import PlacedBatch
-from keras_tpu_dist.common.axes import named_sharding
 from keras_tpu_dist.processes.arrays import put
 
 # Reports of launches still under way. Reading one waits for its launch, so the newest are left

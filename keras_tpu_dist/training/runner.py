@@ -11,6 +11,7 @@ from typing import Any
 import keras
 
 from keras_tpu_dist import _keras
+from keras_tpu_dist.common.axes import named_sharding
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.input.batches import BatchPlacer
 from keras_tpu_dist.input.clock import InputReports, TimedInput
@@ -20,7 +21,6 @@ from keras_tpu_dist.input.own_input import OwnInput
 from keras_tpu_dist.input.own_rows import OwnRowsPlacer
 from keras_tpu_dist.input.same_input import compared
 from keras_tpu_dist.layout.annotations import place_output
-from keras_tpu_dist.common.axes import named_sharding
 from keras_tpu_dist.layout.layouts import Layouts
 from keras_tpu_dist.processes.agreement import (
     compare_changes,

@@ -7,8 +7,8 @@ import jax
 from jax.sharding import NamedSharding
 
 from keras_tpu_dist import _keras
-from keras_tpu_dist.input.batches import BatchPlacer, PlacedBatch
 from keras_tpu_dist.common.axes import named_sharding
+from keras_tpu_dist.input.batches import BatchPlacer, PlacedBatch
 from keras_tpu_dist.partitioner import Jitted
 from keras_tpu_dist.training.finite import first_bad, watched_step
 

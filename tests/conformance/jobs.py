@@ -22,9 +22,9 @@ import replicas
 from precision import in_float64
 
 import keras_tpu_dist as ktd
+from keras_tpu_dist.common.axes import named_sharding
 from keras_tpu_dist.hardware.mesh import checked_data_axes
 from keras_tpu_dist.input.batches import BatchPlacer
-from keras_tpu_dist.common.axes import named_sharding
 from keras_tpu_dist.partitioner import Jitted
 
 MESHES: dict[str, dict[str, int]] = {

@@ -2,9 +2,9 @@
 
 from keras_tpu_dist.dryrun.build import StateBytes
 from keras_tpu_dist.dryrun.report import DryRun, estimate
-from keras_tpu_dist.hardware.torus import Torus
 from keras_tpu_dist.hardware.mesh import build_mesh
 from keras_tpu_dist.hardware.topology import Topology
+from keras_tpu_dist.hardware.torus import Torus
 from keras_tpu_dist.hlo.analysis import Buffer, LayerCost, ProgramCost
 from keras_tpu_dist.hlo.collectives import Collective
 from keras_tpu_dist.searches.candidates import Candidate

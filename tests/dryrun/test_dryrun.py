@@ -15,7 +15,6 @@ import pytest
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist import __main__, _keras
-from keras_tpu_dist.show.progress import heard_by, stages
 from keras_tpu_dist.dryrun import compile as dryrun_compile
 from keras_tpu_dist.dryrun import run as dryrun
 from keras_tpu_dist.dryrun import worker as dryrun_worker
@@ -27,6 +26,7 @@ from keras_tpu_dist.searches import compare as comparison
 from keras_tpu_dist.searches import largest_batch as largest_batch_module
 from keras_tpu_dist.searches.compare import compare
 from keras_tpu_dist.searches.largest_batch import largest_batch
+from keras_tpu_dist.show.progress import heard_by, stages
 from keras_tpu_dist.training import guard
 from keras_tpu_dist.training.step import jitted_step
 

@@ -6,8 +6,8 @@ from helpers import assert_close, built
 from jax.sharding import PartitionSpec
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.layout.annotations import annotation_of, place_output, replicate, split
 from keras_tpu_dist.common.axes import named_sharding
+from keras_tpu_dist.layout.annotations import annotation_of, place_output, replicate, split
 
 L = keras.layers
 MESH = {"data": 4, "model": 2}

@@ -10,8 +10,8 @@ from jax.sharding import AbstractMesh
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist import _keras
-from keras_tpu_dist.hardware.chips import CHIPS
 from keras_tpu_dist.common.axes import split_ways
+from keras_tpu_dist.hardware.chips import CHIPS
 from keras_tpu_dist.layout.planner import Planner, _device_memory, slot_decision
 from keras_tpu_dist.layout.rules import checked
 

@@ -10,7 +10,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.layout.drawing import draw_model
 from keras_tpu_dist.show.pictures import picture_of_mesh, picture_of_tensor
 
 MESH = {"data": 2, "model": 2, "expert": 2}
@@ -141,7 +140,7 @@ def test_png(tmp_path):
     from matplotlib.figure import Figure
 
     picture = strategy.show(model)
-    (axes,) = draw_model(picture, Figure).axes
+    (axes,) = picture.figure(Figure).axes
     entries = axes.get_legend().get_patches()
     words = [text.get_text() for text in axes.get_legend().get_texts()]
     drawn = [(to_hex(patch.get_facecolor()), each) for patch, each in zip(entries, words)]
