@@ -16,6 +16,7 @@ from keras_tpu_dist.memory import remat, scan_blocks
 from keras_tpu_dist.processes.agreement import Agreed
 from keras_tpu_dist.training.fit_control import FitControl
 from keras_tpu_dist.training.guard import StateGuard
+from keras_tpu_dist.training.pickling import carry_strategy
 from keras_tpu_dist.training.strategy import Strategy
 from keras_tpu_dist.training.turns import Turns, compiling, read_together, turns_of
 
@@ -424,9 +425,15 @@ def _join(model: Any, strategy: Strategy) -> Membership:
     if member is not None:
         logger.info("model %r moves from %r to %r", model.name, member.strategy, strategy)
     member = _members[model] = Membership(strategy, turns=turns_of(model))
+    carry_strategy(type(model), _strategy_of)
     if hasattr(model, "train_function"):
         _keras.forget_functions(model)
     return member
+
+
+def _strategy_of(model: Any) -> Strategy | None:
+    member = _members.get(model)
+    return None if member is None else member.strategy
 
 
 def chosen(variable: Any, layout: Any) -> Any:

@@ -1,6 +1,9 @@
 """Strategies and models that are pickled or copied keep their mesh and their strategy."""
 
+import copyreg
+import functools
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -9,12 +12,10 @@ import keras
 import numpy as np
 from jax.sharding import Mesh
 
-from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.hardware.assignment import DeviceAssignment
 from keras_tpu_dist.hardware.mesh import build_mesh
 from keras_tpu_dist.hardware.topology import Topology
-from keras_tpu_dist.training import membership
 from keras_tpu_dist.training.strategy import Strategy
 
 logger = logging.getLogger("keras_tpu_dist")
@@ -125,12 +126,26 @@ def _belonging(make: Any, arguments: tuple) -> _Belonging:
         return _Belonging(None)
 
 
-def _reduce_model(stock, model):
-    make, arguments = stock(model)
-    member = membership.of_model(model)
-    if member is None:
-        return make, arguments
-    return _in_its_scope, (make, arguments, _Belonging(member.strategy))
+def carry_strategy(kind: type, strategy_of: Callable[[Any], Strategy | None]) -> None:
+    """Has copies and pickles of models of a class take their strategy along.
+
+    Python asks `copyreg` before it asks the class, so no method of Keras is replaced.
+
+    Args:
+        kind: The class of a model; one that is registered already keeps its way.
+        strategy_of: From a model to its strategy, or `None`.
+    """
+    copyreg.dispatch_table.setdefault(kind, functools.partial(_reduce_model, strategy_of))
+
+
+def _reduce_model(strategy_of: Callable[[Any], Strategy | None], model: Any) -> Any:
+    # What the class itself has for it, in the newest protocol that `copy` knows, too.
+    reduced = model.__reduce_ex__(4)
+    strategy = strategy_of(model)
+    if strategy is None or not isinstance(reduced, tuple):
+        return reduced
+    make, arguments, *rest = reduced
+    return (_in_its_scope, (make, arguments, _Belonging(strategy)), *rest)
 
 
 def _in_its_scope(make: Any, arguments: tuple, belonging: _Belonging) -> Any:
@@ -138,12 +153,3 @@ def _in_its_scope(make: Any, arguments: tuple, belonging: _Belonging) -> Any:
         return make(*arguments)
     with belonging.strategy.scope():
         return make(*arguments)
-
-
-_keras.declare(
-    _keras.Replacement(
-        *("keras:Model", "__reduce__", _reduce_model),
-        why="a model that is copied or pickled takes its strategy along",
-        hook="a distribution that a model carries",
-    )
-)

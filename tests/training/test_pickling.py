@@ -188,3 +188,29 @@ def test_plans_and_findings_draw_themselves_in_a_notebook():
     assert "below min_size" in plan
     assert "small-batch" in report
     assert "no findings" in strategy.lint(model)._repr_html_()
+
+
+class OfItsOwn(keras.Model):
+    """A model with a way of its own to be copied."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(3)
+
+    def call(self, x):
+        return self.dense(x)
+
+    def __reduce__(self):
+        return OfItsOwn, ()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_model_with_its_own_way_of_copying_keeps_its_strategy_too(way):
+    strategy = ktd.TPUStrategy({"data": 4, "model": 2})
+    with strategy.scope():
+        model = OfItsOwn()
+    again = WAYS[way](model)
+    again.compile("sgd", "mse")
+    again.fit(*data(classes=3)[:1], np.ones((103, 3)), batch_size=32, verbose=0)
+    assert all(v.value.sharding.mesh.shape == strategy.mesh.shape for v in again.weights)
+    assert isinstance(WAYS[way](OfItsOwn()), OfItsOwn)
