@@ -1,18 +1,19 @@
 """The seam to Keras's input: whose dataset is split by whom, and the count of an epoch's steps."""
 
+import contextlib
 import inspect
 from typing import Any
 
 import keras
 import numpy
-from keras.src.trainers.data_adapters import is_grain_dataset
+from keras.src.trainers.data_adapters import is_grain_dataset, is_tf_dataset
 from keras.src.trainers.data_adapters.array_data_adapter import can_convert_arrays
 from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 from keras.src.trainers.epoch_iterator import EpochIterator
 
 from keras_tpu_dist._keras.seam import Replacement, declare
-from keras_tpu_dist._keras.trainer import active_strategy, input_of_fit, is_strategy
+from keras_tpu_dist._keras.trainer import active_strategy, input_of_fit
 
 _NOTHING = object()
 _ONE_ROW = numpy.zeros((1, 1))
@@ -21,17 +22,32 @@ _DEFAULT_BATCH_SIZE = 32
 _WARNS_OF_EVERY_END = tuple(int(part) for part in keras.__version__.split(".")[:2]) < (3, 16)
 
 
-def _read_dataset(stock, adapter, dataset, class_weight=None, distribution=None):
-    ours = is_strategy(distribution)
-    stock(adapter, dataset, class_weight=class_weight, distribution=None if ours else distribution)
-
-
 def _read_by(stock, iterator, *args, **kwargs):
-    _own_part(stock, iterator, *args, **kwargs)
+    with _dataset_left_whole(stock, iterator, *args, **kwargs):
+        _own_part(stock, iterator, *args, **kwargs)
     fit = input_of_fit.get()
     if fit is not None:
         # The first that a fit makes is its own; the next ones are of validation.
         fit.setdefault("iterator", iterator)
+
+
+@contextlib.contextmanager
+def _dataset_left_whole(stock, *args, **kwargs):
+    """Hides the strategy while Keras makes the adapter of a `tf.data.Dataset`.
+
+    Keras would have `distribute_dataset` cut it for this process; ours, as in `tf.distribute`,
+    makes batches per replica. No code of the user's runs meanwhile.
+    """
+    strategy = active_strategy()
+    given = inspect.signature(stock).bind_partial(*args, **kwargs).arguments
+    if strategy is None or not is_tf_dataset(given.get("x")):
+        yield
+        return
+    keras.distribution.set_distribution(None)
+    try:
+        yield
+    finally:
+        keras.distribution.set_distribution(strategy)
 
 
 def _own_part(stock, iterator, *args, **kwargs):
@@ -226,14 +242,5 @@ declare(
         why="each process brings its part of a batch, and its input may be shorter than another's",
         hook="a distribution that makes the iterator",
         parameters=("x", "batch_size", "steps_per_epoch"),
-    ),
-    Replacement(
-        "keras.src.trainers.data_adapters.tf_dataset_adapter:TFDatasetAdapter",
-        "__init__",
-        _read_dataset,
-        why="Keras has the distribution cut the dataset for its process; a method of the same name "
-        "makes per-replica batches here, as in tf.distribute",
-        hook="a name of its own for that",
-        parameters=("dataset", "class_weight", "distribution"),
     ),
 )

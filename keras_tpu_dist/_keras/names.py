@@ -153,6 +153,12 @@ MODULES = (
         _ADAPTERS, "is_grain_dataset", "input that each process brings", "an adapter of one's own"
     ),
     *_each(
+        _ADAPTERS,
+        "is_tf_dataset",
+        "a dataset that Keras would have the distribution cut for its process",
+        "a name of its own for that; distribute_dataset is tf.distribute's",
+    ),
+    *_each(
         f"{_ADAPTERS}.array_data_adapter",
         "can_convert_arrays",
         "input that each process brings",
