@@ -291,6 +291,12 @@ ATTRIBUTES = (
     ),
     *_each(f"{_CALLBACKS}:CallbackList", "_model", "whose callbacks they are"),
     *_each(
+        f"{_CALLBACKS}:CallbackList",
+        "_async_dispatch",
+        "bars are printed by threads, whatever keras.config says in the program's own",
+        "keras.config.disable_interactive_logging for all threads",
+    ),
+    *_each(
         "keras.layers:Dense",
         "_kernel",
         "the weight below the sum that a LoRA layer shows",

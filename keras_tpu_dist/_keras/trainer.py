@@ -52,6 +52,7 @@ def serve(
     created: Callable[[Any], None],
     compiling: Callable[[Any], Any],
     reading: Callable[[list], Any],
+    writing: Callable[..., Any],
 ) -> None:
     """Declares what the trainer's methods become.
 
@@ -60,6 +61,8 @@ def serve(
         created: Told about each new model, and each one that is compiled.
         compiling: From a model to the context in which it is compiled.
         reading: From variables to the context in which all of them are read.
+        writing: Called as `writing(stock, model, filepath, ...)` to write a file, where `stock` is
+            Keras's own.
     """
     seam.declare(
         *_running(find_strategy),
@@ -67,6 +70,7 @@ def serve(
         *_data(),
         *_bookkeeping(),
         *_variables(reading),
+        *_saving(reading, writing),
         *_records(),
     )
 
@@ -123,17 +127,24 @@ def _variables(reading) -> list[Replacement]:
             why="an array that somebody holds must not be donated",
             hook="a distribution told of reads",
         ),
-        *(
-            Replacement(
-                *(owner, name, functools.partial(_reading, reading)),
-                why="weights that are read beside a fit are those between two of its steps",
-                hook="a lock of the training state",
-            )
-            for owner, name in (
-                *(("keras:Layer", "get_weights"), ("keras:Model", "save")),
-                ("keras:Model", "save_weights"),
-            )
+        Replacement(
+            *("keras:Layer", "get_weights", functools.partial(_reading, reading)),
+            why="weights that are read beside a fit are those between two of its steps",
+            hook="a lock of the training state",
         ),
+    ]
+
+
+def _saving(reading, writing) -> list[Replacement]:
+    return [
+        Replacement(
+            *("keras.src.saving.saving_api", name, functools.partial(_save, reading, writing)),
+            why="several processes would write one file at the same time, and a fit beside it "
+            "would change weights between two that are read",
+            hook="a distribution that says which process writes",
+            parameters=("model", "filepath"),
+        )
+        for name in ("save_model", "save_weights")
     ]
 
 
@@ -160,38 +171,12 @@ def _data() -> list[Replacement]:
 
 
 def _bookkeeping() -> list[Replacement]:
-    batch_ends = [
-        Replacement(
-            *("keras.callbacks:CallbackList", f"on_{kind}_batch_end"),
-            functools.partial(_batch_end, kind),
-            why="a thread waits for the logs of every step, also where no callback reads them",
-            hook="callbacks that say whether they listen",
-            parameters=("batch", "logs"),
-        )
-        for kind in ("train", "test", "predict")
-    ]
-    moments = [
-        Replacement(
-            *("keras.callbacks:CallbackList", f"on_{moment}"),
-            functools.partial(_told_around, moment),
-            why="what a resumed run knew is put back once all callbacks have begun",
-            hook="callbacks that are told before and after all others",
-        )
-        for moment in ("train_begin", "epoch_begin", "train_end")
-    ]
     return [
-        *batch_ends,
-        *moments,
         Replacement(
-            *("keras.callbacks:CallbackList", "on_train_batch_begin", _batch_begin),
-            why="callbacks hear of no launch twice that was made before an interruption",
-            hook="a fit that begins within an epoch",
-        ),
-        Replacement(
-            *("keras.callbacks:CallbackList", "on_epoch_end", _epoch_end),
-            why="several processes compare what callbacks assigned, once all have run",
-            hook="a distribution told of epochs",
-            parameters=("epoch", "logs"),
+            *("keras.callbacks:CallbackList", "__init__", _told_list),
+            why="callbacks hear of a run that goes on as of one that never stopped; no thread "
+            "waits for logs that nobody reads; bars of one process alone",
+            hook="a CallbackList that a distribution makes",
         ),
         Replacement(
             *(_TRAINER, "_get_jax_state", _get_jax_state),
@@ -319,6 +304,7 @@ _signature = functools.lru_cache(inspect.signature)
 
 def _callbacks(given: Any) -> list:
     if isinstance(given, keras.callbacks.CallbackList):
+        _have_told(given)  # it may be older than the seam
         given = given.callbacks
     return keras.tree.flatten(given)
 
@@ -384,6 +370,10 @@ def _reading(reading, stock, layer, *args, **kwargs):
         return stock(layer, *args, **kwargs)
 
 
+def _save(reading, writing, stock, model, *args, **kwargs):
+    return _reading(reading, functools.partial(writing, stock), model, *args, **kwargs)
+
+
 def _device_iterator(stock, epoch_iterator):
     strategy = active_strategy()
     return stock(epoch_iterator) if strategy is None else strategy.runner.batches(epoch_iterator)
@@ -403,48 +393,101 @@ def _distribute_output(stock, tensor, layout):
     )
 
 
-def _batch_begin(stock, callbacks, batch, logs=None):
-    strategy = active_strategy()
-    if strategy is None or not strategy.runner.begins_again(callbacks._model):
-        stock(callbacks, batch, logs)
+def _told_list(stock, callbacks, *args, **kwargs):
+    stock(callbacks, *args, **kwargs)
+    _have_told(callbacks)
 
 
-def _batch_end(kind, stock, callbacks, batch, logs=None):
-    # Stock hands the logs of every step to a thread that waits for them and turns them into
-    # floats, also when no callback looks at them. Public replacement: none.
-    strategy = active_strategy()
-    if strategy is None:
-        stock(callbacks, batch, logs)
-    elif kind == "train" and strategy.runner.ended_again():
-        return
-    elif listens(callbacks.callbacks, kind):
-        stock(callbacks, batch, logs)
+def _have_told(callbacks: Any) -> None:
+    """Makes a list of callbacks one that does what `_Told` does."""
+    kind = type(callbacks)
+    if not issubclass(kind, _Told):
+        callbacks.__class__ = _told_kind(kind)
 
 
-def _told_around(moment, stock, callbacks, *args, **kwargs):
-    """Tells callbacks with `before_<moment>` or `after_<moment>`, around all `on_<moment>`.
+@functools.cache
+def _told_kind(kind: type) -> type:
+    if kind is keras.callbacks.CallbackList:
+        return _Told
+    return type(kind.__name__, (_Told, kind), {"__module__": kind.__module__})
 
-    Public replacement: none; callbacks are told in the order in which the user gave them.
+
+class _Told(keras.callbacks.CallbackList):
+    """Keras's list of callbacks, which also knows what its strategy asks.
+
+    It tells callbacks with `before_<moment>` or `after_<moment>` around all `on_<moment>`; Keras
+    tells them in the order in which the user gave them.
     """
-    if moment == "train_begin" and input_of_fit.get() is None:
-        _begin_unseen(callbacks)
-    for when in ("before", "on", "after"):
-        if when == "on":
-            stock(callbacks, *args, **kwargs)
-            continue
-        for callback in callbacks.callbacks:
-            told = getattr(callback, f"{when}_{moment}", None)
+
+    def on_train_begin(self, logs=None):
+        if input_of_fit.get() is None:
+            _begin_unseen(self)
+        with self._around("train_begin", logs):
+            super().on_train_begin(logs)
+
+    def on_train_end(self, logs=None):
+        with self._around("train_end", logs):
+            super().on_train_end(logs)
+        if not failure_is_seen() and _unseen is not None:
+            _unseen.end()
+
+    def on_epoch_begin(self, epoch, logs=None):
+        with self._around("epoch_begin", epoch, logs):
+            super().on_epoch_begin(epoch, logs)
+
+    def on_epoch_end(self, epoch, logs=None):
+        super().on_epoch_end(epoch, logs)
+        strategy = active_strategy()
+        if strategy is not None:
+            strategy.runner.epoch_ended()
+
+    def on_train_batch_begin(self, batch, logs=None):
+        strategy = active_strategy()
+        if strategy is None or not strategy.runner.begins_again(self._model):
+            super().on_train_batch_begin(batch, logs)
+
+    # Keras hands the logs of every step to a thread that waits for them and turns them into floats,
+    # also when no callback looks at them.
+
+    def on_train_batch_end(self, batch, logs=None):
+        strategy = active_strategy()
+        if strategy is None or (not strategy.runner.ended_again() and self._listens("train")):
+            super().on_train_batch_end(batch, logs)
+
+    def on_test_batch_end(self, batch, logs=None):
+        if active_strategy() is None or self._listens("test"):
+            super().on_test_batch_end(batch, logs)
+
+    def on_predict_batch_end(self, batch, logs=None):
+        if active_strategy() is None or self._listens("predict"):
+            super().on_predict_batch_end(batch, logs)
+
+    def _async_dispatch(self, fn, *args):
+        # Keras's flag holds for one thread; a bar runs in another.
+        if keras.config.is_interactive_logging_enabled():
+            super()._async_dispatch(fn, *args)
+        else:
+            super()._async_dispatch(_without_logging, fn, *args)
+
+    def _listens(self, kind: str) -> bool:
+        return listens(self.callbacks, kind)
+
+    @contextlib.contextmanager
+    def _around(self, moment: str, *args):
+        self._tell(f"before_{moment}", *args)
+        yield
+        self._tell(f"after_{moment}", *args)
+
+    def _tell(self, name: str, *args) -> None:
+        for callback in self.callbacks:
+            told = getattr(callback, name, None)
             if told is not None:
-                told(*args, **kwargs)
-    if moment == "train_end" and not failure_is_seen() and _unseen is not None:
-        _unseen.end()
+                told(*args)
 
 
-def _epoch_end(stock, callbacks, epoch, logs=None):
-    stock(callbacks, epoch, logs)
-    strategy = active_strategy()
-    if strategy is not None:
-        strategy.runner.epoch_ended()
+def _without_logging(function: Callable, *args) -> None:
+    keras.config.disable_interactive_logging()
+    function(*args)
 
 
 class _OfThread:

@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,7 +20,18 @@ _FIX = (
 )
 
 
-def _written_once(stock, model, filepath, *args, **kwargs):
+def written_once(stock: Callable, model: Any, filepath: Any, *args, **kwargs) -> Any:
+    """Writes a file of a model: in one process, where several have parts of the weights.
+
+    Args:
+        stock: Keras's function, which writes it.
+        model: The model.
+        filepath: The file.
+        *args, **kwargs: Further arguments of `stock`.
+
+    Raises:
+        PeerError: If it fails in another process, or not all of them save.
+    """
     if not any(_on_several_hosts(v) for v in model.variables):
         return stock(model, filepath, *args, **kwargs)
     agree(f"saving model {model.name!r} to {filepath}", _FIX)
@@ -83,35 +95,7 @@ def print_in_one_process(process_id: int) -> None:
         keras.config.disable_interactive_logging()
 
 
-def _dispatched(stock, callbacks: Any, fn: Any, *args) -> None:
-    """Keras's flag holds for one thread; a bar runs in another."""
-    if keras.config.is_interactive_logging_enabled():
-        stock(callbacks, fn, *args)
-    else:
-        stock(callbacks, _without_logging, fn, *args)
-
-
-def _without_logging(function: Any, *args) -> None:
-    keras.config.disable_interactive_logging()
-    function(*args)
-
-
 _keras.declare(
-    _keras.Replacement(
-        *("keras.callbacks:CallbackList", "_async_dispatch", _dispatched),
-        why="callbacks' threads print bars, whatever keras.config says in the program's own",
-        hook="keras.config.disable_interactive_logging for all threads",
-        parameters=("fn",),
-    ),
-    *(
-        _keras.Replacement(
-            *("keras.src.saving.saving_api", name, _written_once),
-            why="several processes would write one file at the same time",
-            hook="a distribution that says which process writes",
-            parameters=("model", "filepath"),
-        )
-        for name in ("save_model", "save_weights")
-    ),
     _keras.Replacement(
         *("keras:Variable", "__array__", _values),
         why="a weight that lies on several hosts cannot be read: get_weights, save, callbacks",

@@ -14,6 +14,7 @@ from keras_tpu_dist.layout import annotations
 from keras_tpu_dist.layout.placement import Placement
 from keras_tpu_dist.memory import remat, scan_blocks
 from keras_tpu_dist.processes.agreement import Agreed
+from keras_tpu_dist.processes.saving import written_once
 from keras_tpu_dist.training.fit_control import FitControl
 from keras_tpu_dist.training.guard import StateGuard
 from keras_tpu_dist.training.pickling import carry_strategy
@@ -450,4 +451,4 @@ def chosen(variable: Any, layout: Any) -> Any:
     return layout
 
 
-_keras.serve(find_strategy, created, compiling, read_together)
+_keras.serve(find_strategy, created, compiling, read_together, written_once)
