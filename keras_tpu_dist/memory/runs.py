@@ -14,8 +14,7 @@ from jax.extend import core
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.memory.equal import config_of, what_counts
-from keras_tpu_dist.partitioner.fingerprint import Fingerprints
-from keras_tpu_dist.partitioner.functions import value_of
+from keras_tpu_dist.memory.fingerprint import Fingerprints, value_of
 from keras_tpu_dist.partitioner.jaxprs import opened
 
 _NAME = "equal_block_"

@@ -5,7 +5,6 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from keras_tpu_dist.partitioner.classes import Axes
 from keras_tpu_dist.partitioner.jaxprs import (
     any_equation,
     inner_jaxprs,
@@ -14,7 +13,7 @@ from keras_tpu_dist.partitioner.jaxprs import (
     with_equations,
     with_inner_jaxprs,
 )
-from keras_tpu_dist.partitioner.spread import CALL_NOTHING, Spread
+from keras_tpu_dist.partitioner.spread import CALL_NOTHING, Axes, Spread
 from keras_tpu_dist.partitioner.table import BY_OPERATION
 
 # Programs of kernels are not partitioned.

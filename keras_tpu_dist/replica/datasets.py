@@ -1,26 +1,104 @@
 """Datasets and values, distributed over replicas for `strategy.run`."""
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import keras
 import numpy as np
 
-from keras_tpu_dist.common.checks import check_callable
+from keras_tpu_dist.common.checks import check_callable, check_counts, is_count
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.input.batch_axis import flatten
+from keras_tpu_dist.input.batches import BatchPlacer
+from keras_tpu_dist.input.host_arrays import padded
 from keras_tpu_dist.input.iterator import DeviceIterator
 from keras_tpu_dist.input.own_input import OwnInput, Share
 from keras_tpu_dist.input.position import InputPosition
-from keras_tpu_dist.replica.blocks import own_replicas
-from keras_tpu_dist.replica.input_context import InputContext, ValueContext
+from keras_tpu_dist.input.same_input import compared
+from keras_tpu_dist.replica.blocks import from_blocks, own_replicas
 from keras_tpu_dist.replica.options import RunOptions, check_no_rows, pad_host
-from keras_tpu_dist.replica.parts import place_parts
-from keras_tpu_dist.replica.sources import agreed_length, batches_of, in_groups, in_step
-from keras_tpu_dist.replica.stacked import stacked
+from keras_tpu_dist.replica.stacked import Described, stack, stacked
 from keras_tpu_dist.replica.values import PerReplica
 from keras_tpu_dist.training.strategy import Strategy, StrategyPart
+
+
+@dataclass(frozen=True)
+class InputContext:
+    """What a function that makes a dataset knows about where its batches go.
+
+    Under `TPUStrategy(input="per_process")` there is one pipeline for each input shard, else one
+    that all processes read.
+
+    Args:
+        num_input_pipelines: How many different pipelines are read: `strategy.input_shard.count`.
+        input_pipeline_id: The number of this process's: `strategy.input_shard.index`.
+        num_replicas_in_sync: The number of replicas, those of all processes.
+
+    Example:
+
+    >>> import keras_tpu_dist as ktd
+    >>> ktd.InputContext(num_replicas_in_sync=4).get_per_replica_batch_size(32)
+    8
+    """
+
+    num_input_pipelines: int = 1
+    input_pipeline_id: int = 0
+    num_replicas_in_sync: int = 1
+
+    def __post_init__(self):
+        check_counts("InputContext", 1, num_input_pipelines=self.num_input_pipelines)
+        check_counts("InputContext", 1, num_replicas_in_sync=self.num_replicas_in_sync)
+        check_counts("InputContext", 0, input_pipeline_id=self.input_pipeline_id)
+
+    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
+        """The rows each replica gets of a global batch.
+
+        Args:
+            global_batch_size: Rows of all replicas together.
+
+        Raises:
+            ValueError: If they do not divide by the number of replicas.
+        """
+        check_counts("get_per_replica_batch_size", 1, global_batch_size=global_batch_size)
+        if global_batch_size % self.num_replicas_in_sync:
+            raise ValueError(
+                message(
+                    "The global batch size must be divisible by the number of replicas.",
+                    received={
+                        "global_batch_size": global_batch_size,
+                        "num_replicas_in_sync": self.num_replicas_in_sync,
+                    },
+                    fix="Choose a multiple of it; distribute_dataset takes batches of any size.",
+                )
+            )
+        return global_batch_size // self.num_replicas_in_sync
+
+
+@dataclass(frozen=True)
+class ValueContext:
+    """What a function that makes one replica's value knows.
+
+    Args:
+        replica_id_in_sync_group: The replica's number, a Python integer.
+        num_replicas_in_sync: The number of replicas.
+
+    Example:
+
+    >>> import keras_tpu_dist as ktd
+    >>> context = ktd.ValueContext(replica_id_in_sync_group=2, num_replicas_in_sync=4)
+    >>> context.replica_id_in_sync_group / context.num_replicas_in_sync
+    0.5
+    """
+
+    replica_id_in_sync_group: int = 0
+    num_replicas_in_sync: int = 1
+
+    def __post_init__(self):
+        check_counts("ValueContext", 1, num_replicas_in_sync=self.num_replicas_in_sync)
+        check_counts("ValueContext", 0, replica_id_in_sync_group=self.replica_id_in_sync_group)
 
 
 class DistributedDataset:
@@ -330,5 +408,244 @@ def check_attached(strategy: Strategy, what: str) -> None:
                 "processes.",
                 fix="Make the strategy of all devices, or of this process's: "
                 "TPUStrategy(devices=jax.local_devices()).",
+            )
+        )
+
+
+def in_groups(batches: Iterator, number: int) -> Iterator[list]:
+    """Batches in lists of `number`; the last list may be shorter.
+
+    Args:
+        batches: Gives one batch after the other, each for one replica.
+        number: The number of replicas.
+    """
+    group: list = []
+    for batch in batches:
+        group.append(batch)
+        if len(group) == number:
+            yield group
+            group = []
+    if group:
+        yield group
+
+
+def in_step(
+    batches: Callable[[], Iterator], placer: BatchPlacer, own: OwnInput | None
+) -> Callable[[], Iterator]:
+    """A function that starts an iteration whose steps all processes make together.
+
+    Args:
+        batches: Starts an iteration over this process's host batches.
+        placer: The strategy's.
+        own: How the processes agree on what each of them brings; `None` if all have the same.
+    """
+    if own is not None:
+        return lambda: own.agreed(batches(), None, may_be_empty=True)
+    return batches if placer.is_local else lambda: compared(batches())
+
+
+def agreed_length(length: int | None, own: OwnInput | None) -> int | None:
+    """The number of steps that all processes make, if all know theirs.
+
+    Args:
+        length: This process's.
+        own: See `in_step`.
+    """
+    return length if own is None else own.length(length, ragged=False)[0]
+
+
+def batches_of(
+    dataset: Any, batch_size: int | None, placer: BatchPlacer, own: OwnInput | None = None
+) -> tuple[Callable[[], Iterator], int | None]:
+    """A function that starts an iteration over host batches, and their number if known.
+
+    Args:
+        dataset: An iterable of batches; or an array, or a tuple or dict of arrays, to cut.
+        batch_size: The rows to cut arrays into, the last batch having those that are left; `None`
+            for an iterable of batches.
+        placer: The strategy's, which knows the dimension of each array that holds the rows.
+        own: Given where arrays are this process's rows, of which it brings its share of
+            `batch_size`, and may have none.
+
+    Raises:
+        ValueError: If arrays come without `batch_size` or batches with it, if the arrays have no
+            rows or not equally many, or if `batch_size` is not a whole number of at least 1.
+    """
+    arrays = _is_arrays(dataset)
+    if arrays != (batch_size is not None):
+        raise ValueError(
+            message(
+                "A dataset to distribute is an iterable of global batches, or arrays with a "
+                "batch_size.",
+                received={"dataset": type(dataset).__name__, "batch_size": batch_size},
+                fix="Write distribute_dataset((x, y), batch_size=32), or distribute_dataset("
+                "batches) with anything that yields one batch after the other.",
+            )
+        )
+    if batch_size is not None:
+        return _cut(dataset, batch_size, placer, own)
+    if isinstance(dataset, keras.utils.PyDataset):
+        return lambda: _py_dataset(dataset), dataset.num_batches
+    try:
+        length = len(dataset)
+    except TypeError:
+        length = None
+    if hasattr(dataset, "as_numpy_iterator"):
+        return lambda: iter(dataset.as_numpy_iterator()), length
+    return lambda: iter(dataset), length
+
+
+def _is_arrays(dataset) -> bool:
+    if hasattr(dataset, "__array__"):
+        return True
+    if isinstance(dataset, dict):
+        return all(_is_arrays(value) for value in dataset.values())
+    # A list of arrays is a list of batches; a tuple of arrays is (x, y).
+    return isinstance(dataset, tuple) and bool(dataset) and all(map(_is_arrays, dataset))
+
+
+def _cut(
+    arrays: Any, batch_size: int, placer: BatchPlacer, own: OwnInput | None
+) -> tuple[Callable[[], Iterator], int]:
+    axes = placer.axes(arrays)
+    leaves, treedef = flatten(arrays)
+    leaves = [np.asarray(leaf) for leaf in leaves]
+    # What has no batch is whole in each.
+    split = [(leaf, axis) for leaf, axis in zip(leaves, axes) if axis is not None]
+    rows = {leaf.shape[axis] if leaf.ndim > axis else 0 for leaf, axis in split}
+    empty = 0 in rows and (own is None or any(leaf.ndim <= axis for leaf, axis in split))
+    if len(rows) != 1 or empty or not is_count(batch_size, 1):
+        raise ValueError(
+            message(
+                "Arrays to cut into batches have one number of rows, at least 1, and the "
+                "batch_size is a positive integer.",
+                received={"shapes": [leaf.shape for leaf in leaves], "batch_size": batch_size},
+                fix="Make the rows equal.",
+            )
+        )
+    total, size = rows.pop(), batch_size if own is None else own.shares.of(batch_size)
+    starts = range(0, total, size)
+
+    def batches():
+        for start in starts:
+            here = slice(start, start + size)
+            rows = [
+                leaf if axis is None else leaf[(*(slice(None),) * axis, here)]
+                for leaf, axis in zip(leaves, axes)
+            ]
+            yield jax.tree.unflatten(treedef, rows)
+
+    return batches, len(starts)
+
+
+def _py_dataset(dataset: Any) -> Iterator:
+    dataset.on_epoch_begin()
+    indices: Iterable[int] = itertools.count()
+    if dataset.num_batches is not None:
+        indices = range(dataset.num_batches)
+    for index in indices:
+        yield dataset[index]
+    dataset.on_epoch_end()
+
+
+def place_parts(parts: list, strategy: Strategy) -> Any:
+    """Transfers the batches of one step.
+
+    Args:
+        parts: One batch for each replica, in order; or one `Share` for each replica of a process.
+            Those of the last replicas may be missing.
+        strategy: The strategy.
+
+    Returns:
+        The structure of a batch, with a `PerReplica` in place of each array.
+
+    Raises:
+        ValueError: If the batches do not fit together.
+    """
+    own = strategy.runner.own_input
+    # For each input shard its replicas; all of them are one shard's where there is none.
+    held = (tuple(range(strategy.num_replicas_in_sync)),) if own is None else own.shares.blocks
+    mine = held[0 if own is None else own.shares.own]
+    batches = [part.batch if isinstance(part, Share) else part for part in parts]
+    columns, treedef, axes = _columns(batches, strategy.placer)
+    leaves = []
+    for column, axis in zip(columns, axes):
+        if axis is None:
+            leaves.append(_whole(column, held, mine, strategy))
+        else:
+            rows = _rows(parts, column, axis, held, strategy)
+            leaves.append(_split(column, axis, rows, mine, strategy))
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def _split(
+    arrays: list, axis: int, rows: tuple[int, ...], mine: Sequence[int], strategy: Strategy
+) -> PerReplica:
+    empty = arrays[0][(*(slice(None),) * axis, slice(0))]
+    arrays = [*arrays, *[empty] * (len(mine) - len(arrays))]
+    blocks = {i: padded(array, axis, max(rows)) for i, array in zip(mine, arrays)}
+    sizes = {axis: rows} if len(set(rows)) > 1 else {}
+    return PerReplica(from_blocks(blocks, axis, strategy), strategy, axis=axis, sizes=sizes)
+
+
+def _whole(arrays: list, held: Sequence, mine: Sequence[int], strategy: Strategy) -> PerReplica:
+    """Arrays without a batch axis, of the same shapes in all processes."""
+    arrays = [*arrays, *[np.zeros_like(arrays[0])] * (len(mine) - len(arrays))]
+    every = {i: Described.of(a) for replicas in held for i, a in zip(replicas, arrays)}
+    described = [every[i] for i in range(len(every))]
+    return stack(dict(zip(mine, arrays)), described, strategy, "dataset_fn")
+
+
+def _rows(
+    parts: list, arrays: list, axis: int, held: Sequence, strategy: Strategy
+) -> tuple[int, ...]:
+    """Each replica's number of rows."""
+    rows = [0] * strategy.num_replicas_in_sync
+    for shard, replicas in enumerate(held):
+        for part, array, replica in zip(parts, arrays, replicas):
+            here = part.rows[shard] if isinstance(part, Share) else array.shape[axis]
+            rows[replica] = here
+    return tuple(rows)
+
+
+def _columns(parts: list, placer: BatchPlacer) -> tuple[list, Any, list]:
+    """The batches of one step, array by array, with each array's batch axis."""
+    flat = []
+    for part in parts:
+        checked = placer.checked(part)
+        leaves, treedef = jax.tree.flatten(checked)
+        flat.append(([np.asarray(leaf) for leaf in leaves], treedef))
+    treedef = flat[0][1]
+    if any(other != treedef for _, other in flat):
+        raise ValueError(
+            message(
+                "All batches of a dataset must have one structure.",
+                received={"structures": sorted({str(other) for _, other in flat})},
+                fix="Yield the same keys and lengths each time.",
+            )
+        )
+    axes = placer.axes(parts[0])
+    arrays = [leaves for leaves, _ in flat]
+    axes = [axis if leaf.ndim else None for axis, leaf in zip(axes, arrays[0])]
+    columns = [list(column) for column in zip(*arrays)]
+    for column, axis in zip(columns, axes):
+        _check_alike(column, axis)
+    return columns, treedef, axes
+
+
+def _check_alike(arrays: list, axis: int | None) -> None:
+    """Raises a `ValueError` if arrays of one step differ in more than their rows."""
+    if axis is None:
+        return
+    kinds = {(a.dtype, a.ndim, *a.shape[:axis], *a.shape[axis + 1 :]) for a in arrays}
+    if len(kinds) > 1:
+        raise ValueError(
+            message(
+                "The batches of one step have one dtype, and one shape but for their rows.",
+                received={
+                    "shapes": [a.shape for a in arrays],
+                    "dtypes": sorted({str(a.dtype) for a in arrays}),
+                },
+                fix="Pad or cast the arrays.",
             )
         )
