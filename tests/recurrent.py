@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from keras_tpu_dist import recurrence as rec
-from keras_tpu_dist.layers.base import FastRecurrence
+from keras_tpu_dist.layers.recurrent import FastRecurrence
 
 MESHES = {
     "data8": ({"data": 8}, None),

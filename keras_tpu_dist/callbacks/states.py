@@ -1,13 +1,52 @@
 """What callbacks know besides the model, so that they go on deciding as they would have."""
 
+import contextlib
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import keras
 import numpy as np
 
 from keras_tpu_dist import _keras
+
+logger = logging.getLogger("keras_tpu_dist")
+
+
+def swapped(callbacks: Sequence[Any]) -> bool:
+    """Whether the model's weights are averages now, and the optimizer has the weights.
+
+    Args:
+        callbacks: The callbacks of a fit.
+    """
+    return any(_keras.averages_are_in_model(each) for each in _that_swap(callbacks))
+
+
+def note_swapped(callbacks: Sequence[Any], now: bool) -> None:
+    """Tells callbacks what the weights are that were loaded.
+
+    Of a checkpoint that says it of all together, as those of version 0.2 and before do; newer ones
+    hold what each of them knows.
+
+    Args:
+        callbacks: The callbacks of the fit that goes on.
+        now: What `swapped` returned for those of the fit that ended.
+    """
+    that_swap = _that_swap(callbacks)
+    for each in that_swap:
+        _keras.note_averages(each, now)
+    if now and not that_swap:
+        logger.warning(
+            "the checkpoint has averages in the place of the weights, and no SwapEMAWeights of "
+            "this fit swaps them back: training goes on with the averages"
+        )
+
+
+def _that_swap(callbacks: Sequence[Any]) -> list:
+    return [each for each in callbacks if isinstance(each, keras.callbacks.SwapEMAWeights)]
+
 
 logger = logging.getLogger("keras_tpu_dist")
 
@@ -160,3 +199,65 @@ def _plain(value: Any) -> Any:
         return value
     # Python's JSON has NaN and infinity.
     return np.asarray(value).tolist()
+
+
+@dataclass(frozen=True)
+class Standing:
+    """The state of a moment, to be saved then or later; arrays are referred to, not copied.
+
+    Validation and the end of an epoch change metrics, history and what callbacks know; callbacks
+    may change weights. A run that is cut there is saved as its last launch left it, and makes the
+    end of the epoch again.
+
+    Attributes:
+        states: What callbacks know. See `states_of`.
+        arrays: The arrays among it.
+        history: The record of the epochs that have ended.
+        global_seed: Keras's.
+        stopped: Whether training stops here.
+        swapped: Whether averages are in the place of weights.
+    """
+
+    states: list[dict[str, Any]]
+    arrays: dict[str, np.ndarray]
+    history: dict[str, Any]
+    global_seed: Any
+    stopped: bool
+    swapped: bool
+    _variables: Sequence[Any] = ()
+    _values: Sequence[Any] = ()
+
+    @contextlib.contextmanager
+    def in_variables(self) -> Iterator[None]:
+        """A context in which variables have the values of that moment."""
+        changed = [
+            (variable, value)
+            for variable, value, now in zip(
+                self._variables, self._values, _keras.values_of(list(self._variables))
+            )
+            if value is not now and not value.is_deleted()
+        ]
+        with keras.StatelessScope(state_mapping=changed) if changed else contextlib.nullcontext():
+            yield
+
+
+def standing_of(
+    model: Any,
+    callbacks: Sequence[Any],
+    history: dict[str, Any] | None = None,
+    variables: Sequence[Any] = (),
+) -> Standing:
+    """Where training stands now.
+
+    Args:
+        model: The model that trains.
+        callbacks: Those of the fit whose states are saved.
+        history: The record of the epochs that have ended, if that is known already.
+        variables: Those of the training state, if callbacks may change them before they are saved.
+    """
+    states, arrays = states_of(callbacks)
+    return Standing(
+        *(states, arrays, history or history_of(model.history), _keras.global_seed()),
+        *(bool(model.stop_training), swapped(callbacks)),
+        *(variables, _keras.values_of(list(variables))),
+    )

@@ -11,8 +11,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from keras_tpu_dist import _keras
-from keras_tpu_dist.checkpoint.keras_directories import KerasDirectory, is_directory_of_keras
-from keras_tpu_dist.checkpoint.keras_files import is_file_of_keras, load_file
+from keras_tpu_dist.checkpoint.keras_files import (
+    KerasDirectory,
+    is_directory_of_keras,
+    is_file_of_keras,
+    load_file,
+)
 from keras_tpu_dist.checkpoint.manifest import CheckpointError, Manifest, Saved
 from keras_tpu_dist.checkpoint.names import (
     METRICS,

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import keras
 from keras import ops
 
-from keras_tpu_dist.layers.base import FastRecurrence, check_mask, weights_of
 from keras_tpu_dist.layers.place import find
+from keras_tpu_dist.layers.recurrent import FastRecurrence, check_mask, weights_of
 from keras_tpu_dist.recurrence import Weights, recur
 
 

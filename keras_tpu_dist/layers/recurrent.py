@@ -1,10 +1,347 @@
 """LSTM, GRU and SimpleRNN: Keras's layers with a gradient that leaves the time loop."""
 
+import dataclasses
+import logging
+import math
+
+import jax.numpy as jnp
 import keras
+from keras import tree
 
 from keras_tpu_dist import recurrence
-from keras_tpu_dist.layers.activations import translate
-from keras_tpu_dist.layers.base import FastRecurrence
+from keras_tpu_dist._keras import full_precision
+from keras_tpu_dist.common.axes import entry_names
+from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.layers.place import Place, axes_of, find
+from keras_tpu_dist.recurrence import (
+    BUILT_IN,
+    Activation,
+    Gathering,
+    Loop,
+    Product,
+    Variant,
+    Weights,
+    check_segment,
+    check_unroll,
+    choose,
+    gathering,
+    recur,
+)
+
+# Element-wise functions of one argument: the derivative of each output is a single number. Softmax
+# and its kin mix the units, and a function of the user's own might.
+_ELEMENT_WISE = {
+    *("celu", "elu", "exponential", "gelu", "hard_sigmoid", "hard_silu", "hard_tanh"),
+    *("leaky_relu", "linear", "log_sigmoid", "mish", "relu", "relu6", "selu", "sigmoid", "silu"),
+    *("soft_shrink", "softplus", "softsign", "squareplus", "tanh", "tanh_shrink"),
+}
+
+
+def translate(function) -> Activation | None:
+    """A Keras activation as the recurrences know it, or None if they must not take it.
+
+    Args:
+        function: What `keras.activations.get` returned.
+    """
+    name = getattr(function, "__name__", None)
+    if name not in _ELEMENT_WISE or getattr(keras.activations, name, None) is not function:
+        return None
+    return BUILT_IN.get(name) or Activation(name, function)
+
+
+logger = logging.getLogger("keras_tpu_dist")
+
+
+class FastRecurrence:
+    """Mixin over a `keras.layers.RNN` subclass; runs its loop with a gradient of its own.
+
+    Subclasses say `_arithmetic()`: the recurrence, or the reason why Keras's path must be taken.
+    """
+
+    # Defaults of the class, so that `convert` can turn a layer of Keras's into one of ours.
+    segment = None
+    _said = ()
+
+    def __init__(self, *args, segment=None, **kwargs):
+        super().__init__(*args, **kwargs)
+        check_unroll(self.unroll)
+        self.segment = check_segment(segment)
+
+    def get_config(self):
+        """Keras's config; `segment` is in it only if it was set, so that stock layers read it."""
+        config = super().get_config()
+        return config if self.segment is None else {**config, "segment": self.segment}
+
+    def build(self, sequences_shape, initial_state_shape=None):
+        """Creates the weights, as Keras does."""
+        if self.unroll is True and sequences_shape[1] is None:
+            raise ValueError(
+                message(
+                    "`unroll=True` needs a known number of timesteps.",
+                    received={"layer": self.name, "input_shape": tuple(sequences_shape)},
+                    fix="Give keras.Input the length of time, or write unroll=8 to unroll a loop "
+                    "of any length by 8 steps.",
+                )
+            )
+        check_segment(self.segment, sequences_shape[1])
+        super().build(sequences_shape, initial_state_shape)
+
+    @property
+    def variables(self):
+        """Keras's variables and, if `stateful`, the carried states.
+
+        Only what is listed here is handed to the compiled train step and back; they are no
+        weights, so files and `get_weights` stay interchangeable with Keras's layers.
+        """
+        return super().variables + (list(tree.flatten(self.states)) if self.states else [])
+
+    def inner_loop(self, sequences, initial_state, mask, training=False):
+        """Runs all steps; called by Keras's `RNN.call`, which knows states and dropout masks.
+
+        Args:
+            sequences: `(batch, time, features)`.
+            initial_state: The states before the first step, each `(batch, units)`.
+            mask: As `check_mask` takes it, False where the state is carried over, or a list of
+                which the first is taken.
+            training: Whether the layer is training, so that its dropout applies.
+
+        Returns:
+            The last output, the outputs in the order of the loop (without `return_sequences` only
+            the last), and the final states.
+
+        Raises:
+            ValueError: If the mask does not have one entry for every row and timestep, or is
+                neither boolean nor integer.
+        """
+        place = self._at(find())
+        arithmetic = self._fast(place, training)
+        if tree.is_nested(mask):
+            mask = mask[0]
+        mask = check_mask(self.name, mask, sequences.shape)
+        if isinstance(arithmetic, str):
+            return self._stock_loop(arithmetic, sequences, initial_state, mask, training)
+        if not jnp.issubdtype(sequences.dtype, jnp.floating):
+            # Keras casts floats only; states that take the dtype of the input would lose theirs.
+            sequences = sequences.astype(self.compute_dtype)
+        if training and self.dropout:
+            sequences = sequences * self.cell.get_dropout_mask(sequences[:, 0, :])[:, None, :]
+        variant = self._variant(arithmetic, sequences.shape, place)
+        loop = self._loop(arithmetic, place, variant)
+        hs, last = recur(
+            loop,
+            place.split,
+            sequences,
+            weights_of(self.cell),
+            tuple(tree.flatten(initial_state)),
+            mask,
+        )
+        return self._outputs(hs, list(last), mask)
+
+    def variant(self, shape, place: Place | None = None, directions: int = 1) -> Variant:
+        """Which variant of the gradient runs for an input shape, and why.
+
+        Args:
+            shape: `(batch, time, features)` of all devices together.
+            place: Where; found from the active distribution by default.
+            directions: 2 where a `Bidirectional` runs both in one loop.
+        """
+        arithmetic = self._arithmetic()
+        if isinstance(arithmetic, str):
+            raise ValueError(
+                message(
+                    "Only the fast path has variants.",
+                    received=f"layer {self.name!r} takes Keras's path: {arithmetic}.",
+                    fix="Change what the reason names, or do not ask.",
+                )
+            )
+        return self._variant(arithmetic, shape, self._at(place or find()), directions)
+
+    def _variant(self, arithmetic, shape, place: Place, directions=1) -> Variant:
+        return choose(
+            arithmetic,
+            platform=place.platform,
+            batch=-(-shape[0] // place.split.parts),
+            steps=shape[1],
+            units=self.units,
+            features=shape[2],
+            unroll=self.unroll,
+            segment=self.segment,
+            directions=directions,
+            core=self._core(place),
+        )
+
+    def _core(self, place: Place):
+        core = place.core
+        if not isinstance(core, str) and self._rounded_to(place) != "bfloat16":
+            return f"kernels multiply bfloat16, not {self.compute_dtype}"
+        return core
+
+    def _rounded_to(self, place: Place) -> str | None:
+        """What operands of products are rounded to."""
+        compute = jnp.dtype(self.compute_dtype)
+        if compute.itemsize < 4:
+            return compute.name
+        # What the TPU does with float32 of its own accord; said, what only products read is small.
+        return "bfloat16" if place.rounds else None
+
+    def _loop(self, arithmetic, place: Place, variant: Variant, directions=1) -> Loop:
+        on_tpu = place.platform == "tpu"
+        rounded = self._rounded_to(place)
+        if variant.unrolled and jnp.dtype(self.compute_dtype).itemsize >= 4:
+            # Nothing is kept for products alone, and rounding would be one more kernel a step.
+            rounded = None
+        if isinstance(arithmetic, recurrence.LSTM):
+            arithmetic = dataclasses.replace(arithmetic, wide=on_tpu)
+        return Loop(
+            arithmetic,
+            product=Product(rounded, on_tpu),
+            sequences=self.return_sequences,
+            reverse=self.go_backwards and directions == 1,
+            directions=directions,
+            keep=variant.keep,
+            early=variant.early,
+            hoist=variant.hoist,
+            segment=variant.segment if directions == 1 else None,
+            recompute=variant.recompute,
+            unroll=variant.unroll,
+            pin_layout=place.alone and on_tpu,
+            kernel=variant.kernel,
+            units_axes=place.units_axes,
+            turn=variant.turn,
+            weight_first=variant.weight_first,
+            unrolled=variant.unrolled,
+        )
+
+    def _fast(self, place: Place, training):
+        """The recurrence, or the reason why not."""
+        if getattr(self, "use_cudnn", False) is True:
+            return "use_cudnn=True asks for Keras's cuDNN path"
+        if place.platform == "gpu" and getattr(self, "use_cudnn", False):
+            return "on GPU Keras's path can use cuDNN"
+        if self.recurrent_dropout:
+            return "recurrent_dropout masks the state inside every step"
+        if training and self.dropout and getattr(self.cell, "implementation", 2) == 1:
+            return "implementation=1 draws one dropout mask per gate"
+        gathered = place.gathering
+        if gathered is not None and not (gathered.gather or gathered.units_axes):
+            return gathered.reason
+        return self._arithmetic()
+
+    def _at(self, place: Place) -> Place:
+        """The place with what it means for this layer's weights."""
+        mesh, axes = place.split.mesh, place.split.axes
+        found = None if mesh is None else self.gathering(axes_of, mesh, axes)
+        return dataclasses.replace(place, gathering=found)
+
+    def gathering(self, axes_of, mesh, data_axes) -> Gathering | None:
+        """What is done about weights that are split over devices; None if none is.
+
+        Args:
+            axes_of: Says of a variable how it is split, dimension by dimension.
+            mesh: The mesh.
+            data_axes: Its axes that split the batch.
+        """
+        if not self.built:
+            return None
+        weights = [self.cell.kernel, self.cell.recurrent_kernel, self.cell.bias]
+        weights = [v for v in weights if v is not None]
+        if not any(any(axes_of(v)) for v in weights):
+            return None
+        return gathering(
+            sum(math.prod(v.shape) * jnp.dtype(v.dtype).itemsize for v in weights),
+            units=self.units,
+            axes=entry_names((*axes_of(self.cell.recurrent_kernel), None, None)[1]),
+            mesh=dict(mesh.shape),
+            data_axes=data_axes,
+        )
+
+    def _stock_loop(self, reason, sequences, initial_state, mask, training):
+        if reason not in self._said:
+            self._said = (*self._said, reason)
+            logger.warning("%s takes Keras's path: %s", self.name, reason)
+        unroll = self.unroll
+        # Keras reads any true value as "all steps".
+        self.unroll = unroll is True
+        try:
+            return super().inner_loop(sequences, initial_state, mask, training)
+        finally:
+            self.unroll = unroll
+
+    def _outputs(self, hs, last, mask):
+        """What Keras's backend loop returns: last output, outputs in loop order, states."""
+        if mask is not None:
+            mask = mask[..., None]
+        if hs is None:
+            hidden = last[0] if mask is None else self._hide_last(last[0], mask)
+            return hidden, hidden, last
+        if mask is not None:
+            hs = self._hide(hs, mask)
+        if self.go_backwards:
+            hs = jnp.flip(hs, axis=1)
+        return hs[:, -1], hs, last
+
+    def _hide(self, hs, mask):
+        if self.unroll is True:
+            # Keras's unrolled path ignores zero_output_for_mask, and before the first unmasked
+            # step it returns zeros, not the initial state.
+            seen = jnp.flip(mask, 1) if self.go_backwards else mask
+            seen = jnp.cumsum(seen, axis=1) > 0
+            mask = jnp.flip(seen, 1) if self.go_backwards else seen
+            return jnp.where(mask, hs, 0)
+        return jnp.where(mask, hs, 0) if self.zero_output_for_mask else hs
+
+    def _hide_last(self, last, mask):
+        if self.unroll is True:
+            return jnp.where(mask.any(axis=1), last, 0)
+        if self.zero_output_for_mask:
+            return jnp.where(mask[:, 0 if self.go_backwards else -1], last, 0)
+        return last
+
+
+def weights_of(cell) -> Weights:
+    """A Keras cell's weights as the recurrence wants them, in their own precision.
+
+    Args:
+        cell: A built cell of Keras's `LSTM`, `GRU` or `SimpleRNN`.
+    """
+    bias = None if cell.bias is None else full_precision(cell.bias)
+    recurrent_bias = None
+    if bias is not None and bias.ndim == 2:  # GRU with reset_after: one for each product
+        bias, recurrent_bias = bias
+    return Weights(
+        full_precision(cell.kernel), bias, full_precision(cell.recurrent_kernel), recurrent_bias
+    )
+
+
+def check_mask(name, mask, shape):
+    """A mask as `(batch, time)` booleans, or a clear error.
+
+    Args:
+        name: The layer's name.
+        mask: None, `(batch, time)` or `(batch, time, any)`, boolean or integer.
+        shape: The shape of the layer's input.
+    """
+    if mask is None:
+        return None
+    mask = jnp.asarray(mask)
+    if mask.ndim not in (2, 3) or mask.shape[:2] != tuple(shape[:2]):
+        raise ValueError(
+            message(
+                "A mask must have one entry for every row and timestep.",
+                received={"layer": name, "mask.shape": mask.shape, "input.shape": tuple(shape)},
+                fix=f"Pass a boolean mask of shape {tuple(shape[:2])}.",
+            )
+        )
+    if not (jnp.issubdtype(mask.dtype, jnp.bool_) or jnp.issubdtype(mask.dtype, jnp.integer)):
+        raise ValueError(
+            message(
+                "A mask must be boolean (or integers 0 and 1).",
+                received={"layer": name, "mask.dtype": str(mask.dtype)},
+                fix="Write mask != 0, or mask.astype(bool).",
+            )
+        )
+    mask = mask.astype(bool)
+    return mask.any(axis=-1) if mask.ndim == 3 else mask
 
 
 def _refuse(activation):

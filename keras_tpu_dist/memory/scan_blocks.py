@@ -17,10 +17,10 @@ from keras_tpu_dist.common.checks import check_flags
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.once import say_once
 from keras_tpu_dist.memory.blocks import layers_by_path
-from keras_tpu_dist.memory.equal import equal_layers
 from keras_tpu_dist.memory.runs import (
     Run,
     Tracing,
+    equal_layers,
     find_runs,
     is_tracing,
     noted,

@@ -11,10 +11,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from keras_tpu_dist.recurrence.backwards import project_back, step_back
 from keras_tpu_dist.recurrence.cells import State, join
-from keras_tpu_dist.recurrence.loop import Loop, Weights, alive_in, project, ready
-from keras_tpu_dist.recurrence.on_chip import MATRIX_ROWS
+from keras_tpu_dist.recurrence.loop import (
+    Loop,
+    Weights,
+    alive_in,
+    project,
+    project_back,
+    ready,
+    step_back,
+)
+from keras_tpu_dist.recurrence.plan import MATRIX_ROWS
 
 
 def run_unrolled(

@@ -21,7 +21,7 @@ from benchmarks.tpu_schedule import collectives
 from keras_tpu_dist import layers as fast
 from keras_tpu_dist import recurrence
 from keras_tpu_dist.layers import place
-from keras_tpu_dist.recurrence import gather, regroup
+from keras_tpu_dist.recurrence import split_weights
 
 WIDTH, UNITS, STEPS = 3, 8, 6
 
@@ -139,7 +139,7 @@ def test_split_weights_are_gathered_as_long_as_they_fit(monkeypatch, caplog):
 def test_larger_weights_stay_split_by_whole_gates(kind, monkeypatch):
     if kind.endswith("no loop"):
         without_loops(monkeypatch)
-    monkeypatch.setattr(gather, "GATHERED_BYTES", 100)
+    monkeypatch.setattr(split_weights, "GATHERED_BYTES", 100)
     config = {"reset_after": False} if kind == "GRU before" else {}
     kind = kind.split()[0]
     reference = small(kind, keras.layers, **config)
@@ -158,7 +158,7 @@ def test_larger_weights_stay_split_by_whole_gates(kind, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])
 def test_no_device_ever_has_the_whole_of_larger_weights(kind, monkeypatch):
-    monkeypatch.setattr(gather, "GATHERED_BYTES", 100)
+    monkeypatch.setattr(split_weights, "GATHERED_BYTES", 100)
     strategy = ktd.TPUStrategy(*MESHES["data2_model4"])
     with strategy.scope():
         layer = getattr(fast, kind)(64)
@@ -187,8 +187,8 @@ def test_columns_become_units_and_units_columns(gates, ways):
     spec = PartitionSpec(None, "model")
 
     def both(weight):
-        mine = regroup.by_units(weight, gates, ("model",))
-        return mine, regroup.by_columns(mine, gates, ("model",))
+        mine = split_weights.by_units(weight, gates, ("model",))
+        return mine, split_weights.by_columns(mine, gates, ("model",))
 
     mapped = jax.shard_map(both, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     split, again = jax.jit(mapped)(columns)
@@ -202,7 +202,7 @@ def test_columns_become_units_and_units_columns(gates, ways):
 def test_a_split_that_no_gate_can_follow_takes_the_path_of_keras(
     rows_of_recurrent, monkeypatch, caplog
 ):
-    monkeypatch.setattr(gather, "GATHERED_BYTES", 100)
+    monkeypatch.setattr(split_weights, "GATHERED_BYTES", 100)
     rules = [(".*_cell/kernel", (None, "model"))]
     if rows_of_recurrent:
         rules.append((".*/recurrent_kernel", ("model", None)))

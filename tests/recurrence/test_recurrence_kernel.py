@@ -31,7 +31,7 @@ from keras_tpu_dist.dryrun.compile import compile_lowered
 from keras_tpu_dist.hlo.kernels import is_kernel
 from keras_tpu_dist.hlo.loops import executions
 from keras_tpu_dist.hlo.parse import parse
-from keras_tpu_dist.layers.base import FastRecurrence
+from keras_tpu_dist.layers.recurrent import FastRecurrence
 
 KERNEL = rec.Kernel(interpret=True)
 ON_TPU = {"kernel": KERNEL, "early": False, "product": rec.Product(sum_by_product=True)}
