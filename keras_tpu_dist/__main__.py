@@ -270,7 +270,8 @@ def _dry_run(options: argparse.Namespace) -> int:
     from keras_tpu_dist.strategy import TPUStrategy
 
     strategy = TPUStrategy(
-        *(_mesh(options.mesh), _layout(options.layout)),
+        _mesh(options.mesh),
+        _layout(options.layout),
         topology=options.topology,
         remat=_remat(options.remat),
     )
@@ -399,7 +400,11 @@ def _array(text: str | None) -> Any:
 
 
 _COMMANDS = (
-    *(_add_topologies, _add_devices, _add_dry_run, _add_lint, _add_launch),
+    _add_topologies,
+    _add_devices,
+    _add_dry_run,
+    _add_lint,
+    _add_launch,
     _add_checkpoint,
 )
 

@@ -122,9 +122,14 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
         self._topology = _only_named(mesh, topology)
         self._given_mesh = mesh
         self._given = {
-            **{"data_axes": data_axes, "batch_axis": batch_axis, "prefetch": prefetch},
-            **{"donate_state": donate_state, "shard_optimizer": shard_optimizer, "remat": remat},
-            **{"input_timeout_s": input_timeout_s, "input": input},
+            "data_axes": data_axes,
+            "batch_axis": batch_axis,
+            "prefetch": prefetch,
+            "donate_state": donate_state,
+            "shard_optimizer": shard_optimizer,
+            "remat": remat,
+            "input_timeout_s": input_timeout_s,
+            "input": input,
             "compiler_options": compiler_options,
         }
         if self._topology is not None and not isinstance(mesh, DeviceAssignment):

@@ -286,8 +286,12 @@ def _under_strategy(
 ):
     """Keras's attention under a strategy with a mesh, on TPU; elsewhere Keras's own, unchanged."""
     options = {
-        **{"bias": bias, "mask": mask, "scale": scale, "is_causal": is_causal},
-        **{"flash_attention": flash_attention, "attn_logits_soft_cap": attn_logits_soft_cap},
+        "bias": bias,
+        "mask": mask,
+        "scale": scale,
+        "is_causal": is_causal,
+        "flash_attention": flash_attention,
+        "attn_logits_soft_cap": attn_logits_soft_cap,
     }
     strategy = keras.distribution.distribution()
     mesh = getattr(strategy, "mesh", None)

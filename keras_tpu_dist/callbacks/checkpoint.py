@@ -355,7 +355,9 @@ class Checkpoint(keras.callbacks.Callback):
         if self._fit is None:
             vars(self)["on_train_batch_end"] = self._count_batch
         check_loop(
-            *(self._fit, "Checkpoints within an epoch need", "save every_epochs=1"),
+            self._fit,
+            "Checkpoints within an epoch need",
+            "save every_epochs=1",
             every_steps=self._every_steps,
             every_minutes=self._every_s and self._every_s / 60,
         )

@@ -132,7 +132,9 @@ def _give_attributes(callback: Any, saved: Mapping[str, Any]) -> None:
         logger.warning(
             "the checkpoint has %s for %s, which are not among what that callback counts (%s): "
             "they are left out",
-            *(left[:3], type(callback).__name__, ", ".join(names)),
+            left[:3],
+            type(callback).__name__,
+            ", ".join(names),
         )
 
 
@@ -257,7 +259,12 @@ def standing_of(
     """
     states, arrays = states_of(callbacks)
     return Standing(
-        *(states, arrays, history or history_of(model.history), _keras.global_seed()),
-        *(bool(model.stop_training), swapped(callbacks)),
-        *(variables, _keras.values_of(list(variables))),
+        states=states,
+        arrays=arrays,
+        history=history or history_of(model.history),
+        global_seed=_keras.global_seed(),
+        stopped=bool(model.stop_training),
+        swapped=swapped(callbacks),
+        _variables=variables,
+        _values=_keras.values_of(list(variables)),
     )

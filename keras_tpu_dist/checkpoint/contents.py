@@ -148,12 +148,10 @@ def _cells(row: CheckpointRow) -> tuple[str, ...]:
     numbers = (row.step, row.epoch, row.batches, f"{row.parameters:,}")
     return (
         *map(str, numbers),
-        *(
-            size_text(row.bytes),
-            mesh,
-            str(written.get("processes", "")),
-            str(written.get("at", "")),
-        ),
+        size_text(row.bytes),
+        mesh,
+        str(written.get("processes", "")),
+        str(written.get("at", "")),
     )
 
 

@@ -303,7 +303,8 @@ class Lock:
         except OSError as error:
             logger.warning(
                 "%s cannot be locked (%s): two runs that write there at once are not noticed",
-                *(self._path, error),
+                self._path,
+                error,
             )
             return file
         here = os.path.exists(self._path) and os.stat(self._path).st_ino == os.fstat(file).st_ino

@@ -124,7 +124,9 @@ def _load(model: Any, file: Any, name: str, strict: bool, exclude: tuple[str, ..
         variable.assign(value)
     _keras.forget_state(model)
     return Restored(
-        *(name, 0, tuple(weights[n].path for n in fitting)),
+        directory=name,
+        step=0,
+        loaded=tuple(weights[n].path for n in fitting),
         kept=tuple(weights[n].path for n in (*sorted(kept), *missing, *reshaped)),
         unused=tuple(unexpected),
         renamed={},

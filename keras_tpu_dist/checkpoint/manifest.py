@@ -23,8 +23,14 @@ _MOST_DIMENSIONS = 64
 _DTYPE = re.compile(r"[a-z][a-z0-9_]{2,30}")
 # What `callbacks.Checkpoint` needs to go on.
 OF_FIT = (
-    *("epoch", "done", "step", "stopped"),
-    *("positions", "callbacks", "history", "global_seed"),
+    "epoch",
+    "done",
+    "step",
+    "stopped",
+    "positions",
+    "callbacks",
+    "history",
+    "global_seed",
 )
 
 

@@ -211,7 +211,12 @@ def load(
     kept = (*weights.kept, *weights.missing, *weights.reshaped)
     loaded = tuple(variable.path for _, variable in pairs)
     report = Restored(
-        *(store.directory, step, loaded, kept, weights.unexpected, weights.renamed),
+        directory=store.directory,
+        step=step,
+        loaded=loaded,
+        kept=kept,
+        unused=weights.unexpected,
+        renamed=weights.renamed,
         optimizer=any(saved.key.startswith(OPTIMIZER) for saved, _ in others),
     )
     return report, manifest

@@ -83,7 +83,8 @@ def extra_of(manifest: Manifest, model: Any, callbacks: int) -> tuple[Saved, ...
     logger.warning(
         "the checkpoint has %d numbers for %d callbacks, more than the model has for each: they "
         "are left out",
-        *(numbers, callbacks),
+        numbers,
+        callbacks,
     )
     return ()
 

@@ -126,12 +126,11 @@ class Store:
         # Made when it is needed, and anew after a failure, which leaves it in an unknown state.
         if self._saver is None:
             ocp, processes = orbax(), _processes(self._alone)
-            handler = ocp.CompositeCheckpointHandler(
-                **{
-                    _ARRAYS: ocp.PyTreeCheckpointHandler(multiprocessing_options=processes),
-                    _MANIFEST: ocp.JsonCheckpointHandler(multiprocessing_options=processes),
-                }
-            )
+            of_items = {
+                _ARRAYS: ocp.PyTreeCheckpointHandler(multiprocessing_options=processes),
+                _MANIFEST: ocp.JsonCheckpointHandler(multiprocessing_options=processes),
+            }
+            handler = ocp.CompositeCheckpointHandler(**of_items)
             logging.getLogger("absl").addFilter(_said_by_us)
             # Where directories are made in the background and cannot be, Orbax's threads wait for
             # them for ten minutes, and the process with them.
@@ -301,8 +300,9 @@ class Store:
                     path = folder(self.directory) / str(step) / _ARRAYS
                     self._stored[step] = ocp.PyTreeCheckpointHandler().metadata(path).tree
                 check_stored(self._stored[step], [saved for saved, _, _ in filled])
+                asked = {_ARRAYS: restored}
                 items = self._checkpointer.restore(
-                    self._root / str(step), args=ocp.args.Composite(**{_ARRAYS: restored})
+                    self._root / str(step), args=ocp.args.Composite(**asked)
                 )
             read |= items[_ARRAYS]
         read |= {saved.key: _empty(saved, s) for saved, s, _ in wanted if saved.key not in read}

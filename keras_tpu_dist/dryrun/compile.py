@@ -169,7 +169,8 @@ def _kept(entry: Any) -> Compiled | None:
     names = {each.name for each in dataclasses.fields(Compiled)}
     if not isinstance(entry, dict) or set(entry) != names or not _is_compiled(entry):
         return None
-    return Compiled(**{**entry, "rematerialized": tuple(entry["rematerialized"])})
+    known: dict[str, Any] = entry | {"rematerialized": tuple(entry["rematerialized"])}
+    return Compiled(**known)
 
 
 def _is_compiled(entry: dict[str, Any]) -> bool:

@@ -13,8 +13,12 @@ from keras_tpu_dist.hlo.wire import Wire
 
 # What reading a text raises that is no program, or one of another form than compilers write.
 _OF_ANOTHER_FORM = (
-    *(LookupError, ValueError, TypeError, AttributeError),
-    *(ArithmeticError, RecursionError),
+    LookupError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
 )
 # Instructions that name a buffer which another instruction made.
 _VIEWS = {"tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "constant"}

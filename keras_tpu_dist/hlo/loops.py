@@ -191,10 +191,8 @@ def _integer(
     arguments: list[int | None] | None,
 ) -> int | None:
     """The value of a scalar integer instruction, if the text says it."""
-    key = (
-        *(computation.name, instruction.name, element),
-        None if arguments is None else tuple(arguments),
-    )
+    known = None if arguments is None else tuple(arguments)
+    key = (computation.name, instruction.name, element, known)
     if key not in program.integers:
         value = _read_integer(program, computation, instruction, element, arguments)
         # The compiler's integers have at most 64 bits.

@@ -145,7 +145,8 @@ class DeviceIterator:
                 logger.info(
                     "%d batches of the input were read again, to go on where training stopped: "
                     "%.1f s",
-                    *(earlier, time.perf_counter() - start),
+                    earlier,
+                    time.perf_counter() - start,
                 )
 
     def launched(self, outputs: Any, last: bool, steps: int = 1) -> None:

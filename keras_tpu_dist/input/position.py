@@ -178,7 +178,8 @@ def own_position(positions: Sequence) -> InputPosition | None:
             logger.warning(
                 "%d processes wrote the checkpoint, each with random numbers of its own; of %d, "
                 "all go on with those of the first",
-                *(len(positions), jax.process_count()),
+                len(positions),
+                jax.process_count(),
             )
     return None if own is None else InputPosition(**own)
 
@@ -249,7 +250,8 @@ def set_state(batches: Any, state: dict[str, str]) -> bool:
         logger.warning(
             "the input does not take the state that is in the checkpoint (%s: %s): it is read "
             "from its start again",
-            *(type(error).__name__, error),
+            type(error).__name__,
+            error,
         )
         return False
     return True

@@ -30,11 +30,13 @@ from keras_tpu_dist.recurrence import (
 
 # Element-wise functions of one argument: the derivative of each output is a single number. Softmax
 # and its kin mix the units, and a function of the user's own might.
+# fmt: off
 _ELEMENT_WISE = {
-    *("celu", "elu", "exponential", "gelu", "hard_sigmoid", "hard_silu", "hard_tanh"),
-    *("leaky_relu", "linear", "log_sigmoid", "mish", "relu", "relu6", "selu", "sigmoid", "silu"),
-    *("soft_shrink", "softplus", "softsign", "squareplus", "tanh", "tanh_shrink"),
+    "celu", "elu", "exponential", "gelu", "hard_sigmoid", "hard_silu", "hard_tanh",
+    "leaky_relu", "linear", "log_sigmoid", "mish", "relu", "relu6", "selu", "sigmoid", "silu",
+    "soft_shrink", "softplus", "softsign", "squareplus", "tanh", "tanh_shrink",
 }
+# fmt: on
 
 
 def translate(function) -> Activation | None:

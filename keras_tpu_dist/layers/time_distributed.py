@@ -74,15 +74,17 @@ _ROW_BY_ROW = (
 )
 _RECURRENT = (layers.LSTM, layers.GRU, layers.SimpleRNN)
 # Operations of Keras that compute every element from those at its place.
+# fmt: off
 _ELEMENT_WISE = frozenset(
     (
-        *("Absolute", "Add", "Cast", "Cos", "Divide", "Elu", "Erf", "Exp", "Expm1", "Gelu"),
-        *("HardSigmoid", "LeakyRelu", "Log", "Log1p", "LogSigmoid", "Maximum", "Minimum"),
-        *("Multiply", "Negative", "Power", "Reciprocal", "Relu", "Relu6", "Rsqrt", "Selu"),
-        *("Sigmoid", "Sign", "Silu", "Sin", "Softplus", "Softsign", "Sqrt", "Square"),
-        *("StopGradient", "Subtract", "Tanh", "TrueDivide"),
+        "Absolute", "Add", "Cast", "Cos", "Divide", "Elu", "Erf", "Exp", "Expm1", "Gelu",
+        "HardSigmoid", "LeakyRelu", "Log", "Log1p", "LogSigmoid", "Maximum", "Minimum",
+        "Multiply", "Negative", "Power", "Reciprocal", "Relu", "Relu6", "Rsqrt", "Selu",
+        "Sigmoid", "Sign", "Silu", "Sin", "Softplus", "Softsign", "Sqrt", "Square",
+        "StopGradient", "Subtract", "Tanh", "TrueDivide",
     )
 )
+# fmt: on
 
 
 def rows_are_independent(layer, training) -> bool:

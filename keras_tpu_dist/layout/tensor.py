@@ -19,10 +19,19 @@ _TRANSPOSED = (
     keras.layers.Conv3DTranspose,
 )
 _ELEMENTWISE = (
-    *(keras.layers.Activation, keras.layers.ReLU, keras.layers.LeakyReLU, keras.layers.ELU),
-    *(keras.layers.Dropout, keras.layers.GaussianNoise, keras.layers.GaussianDropout),
-    *(keras.layers.Identity, keras.layers.ActivityRegularization, keras.layers.AlphaDropout),
-    *(keras.layers.SpatialDropout1D, keras.layers.SpatialDropout2D, keras.layers.SpatialDropout3D),
+    keras.layers.Activation,
+    keras.layers.ReLU,
+    keras.layers.LeakyReLU,
+    keras.layers.ELU,
+    keras.layers.Dropout,
+    keras.layers.GaussianNoise,
+    keras.layers.GaussianDropout,
+    keras.layers.Identity,
+    keras.layers.ActivityRegularization,
+    keras.layers.AlphaDropout,
+    keras.layers.SpatialDropout1D,
+    keras.layers.SpatialDropout2D,
+    keras.layers.SpatialDropout3D,
 )
 _CHANNELWISE = tuple(
     getattr(keras.layers, f"{kind}{rank}D")
@@ -260,9 +269,13 @@ def _pair(columns, row, pairing: Pairing) -> None:
 
 
 _BY_CHANNEL = (
-    *(keras.layers.DepthwiseConv1D, keras.layers.DepthwiseConv2D),
-    *(keras.layers.SeparableConv1D, keras.layers.SeparableConv2D),
-    *(keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D),
+    keras.layers.DepthwiseConv1D,
+    keras.layers.DepthwiseConv2D,
+    keras.layers.SeparableConv1D,
+    keras.layers.SeparableConv2D,
+    keras.layers.Conv1D,
+    keras.layers.Conv2D,
+    keras.layers.Conv3D,
 )
 
 

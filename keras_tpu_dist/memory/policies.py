@@ -79,18 +79,20 @@ def keeps_products_of_weights(primitive: Any, *_: Any, **params: Any) -> bool:
 
 # What a compiler computes again rather than keep it: it reads and writes as much as it takes to
 # keep the result, and is part of the operation before or behind it anyway.
+# fmt: off
 _CHEAP = {
-    *("abs", "add", "add_any", "and", "atan2", "cbrt", "ceil", "clamp", "cos", "cosh", "div"),
-    *("eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow"),
-    *("is_finite", "le", "log", "log1p", "logistic", "max", "min", "mul", "ne", "neg", "not"),
-    *("or", "pow", "rem", "round", "rsqrt", "select_n", "sign", "sin", "sinh", "sqrt", "square"),
-    *("sub", "tan", "tanh", "xor", "stop_gradient", "copy", "copy_p", "convert_element_type"),
-    *("broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "rev"),
-    *("concatenate", "pad", "iota", "real", "imag", "sharding_constraint", "optimization_barrier"),
-    *("shift_left", "shift_right_logical", "shift_right_arithmetic", "bitcast_convert_type"),
-    *("random_bits", "threefry2x32", "rng_bit_generator", "random_wrap", "random_unwrap"),
-    *("random_fold_in", "random_split", "random_seed"),
+    "abs", "add", "add_any", "and", "atan2", "cbrt", "ceil", "clamp", "cos", "cosh", "div",
+    "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow",
+    "is_finite", "le", "log", "log1p", "logistic", "max", "min", "mul", "ne", "neg", "not",
+    "or", "pow", "rem", "round", "rsqrt", "select_n", "sign", "sin", "sinh", "sqrt", "square",
+    "sub", "tan", "tanh", "xor", "stop_gradient", "copy", "copy_p", "convert_element_type",
+    "broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "rev",
+    "concatenate", "pad", "iota", "real", "imag", "sharding_constraint", "optimization_barrier",
+    "shift_left", "shift_right_logical", "shift_right_arithmetic", "bitcast_convert_type",
+    "random_bits", "threefry2x32", "rng_bit_generator", "random_wrap", "random_unwrap",
+    "random_fold_in", "random_split", "random_seed",
 }
+# fmt: on
 
 
 # A slice is a small part of what it is taken from if it is at most one of so many.

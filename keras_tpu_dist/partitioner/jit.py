@@ -198,7 +198,7 @@ def _call_of(jaxpr: Any, name: str) -> Callable[[list], list]:
     passed = [None if isinstance(v, core.Literal) else position.get(v) for v in outputs]
 
     def call(arrays: list) -> list:
-        results = primitive.bind(*arrays, **{**params, "jaxpr": jaxpr})
+        results = primitive.bind(*arrays, **params | {"jaxpr": jaxpr})
         return [r if i is None else arrays[i] for r, i in zip(results, passed, strict=True)]
 
     return call

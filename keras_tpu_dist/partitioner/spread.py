@@ -545,25 +545,23 @@ def _dynamic_slice(classes: Classes, equation: Any) -> None:
         classes.link_positions(equation.invars[1], equation.outvars[0])
 
 
+# fmt: off
+_OF_POSITIONS = (
+    "pad", "slice", "concatenate", "rev", "sort", "split", "top_k", "select_n", "clamp",
+    "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp",
+    "reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min",
+    "select_and_scatter", "select_and_scatter_add", "select_and_gather_add",
+    "approx_top_k",
+)
+_REDUCTIONS = (
+    "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or",
+    "reduce_xor", "argmax", "argmin",
+)
+# fmt: on
 _RULES: dict[str, Callable[[Classes, Any], None]] = {
-    **dict.fromkeys(
-        [
-            *("pad", "slice", "concatenate", "rev", "sort", "split", "top_k", "select_n", "clamp"),
-            *("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"),
-            *("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min"),
-            *("select_and_scatter", "select_and_scatter_add", "select_and_gather_add"),
-            "approx_top_k",
-        ],
-        _positions,
-    ),
+    **dict.fromkeys(_OF_POSITIONS, _positions),
     **dict.fromkeys(["iota", "random_bits", "random_seed", "random_wrap", "axis_index"], _nothing),
-    **dict.fromkeys(
-        [
-            *("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"),
-            *("reduce_xor", "argmax", "argmin"),
-        ],
-        _removed("axes"),
-    ),
+    **dict.fromkeys(_REDUCTIONS, _removed("axes")),
     "squeeze": _removed("dimensions"),
     "reduce": _removed("dimensions"),
     "broadcast_in_dim": _broadcast,

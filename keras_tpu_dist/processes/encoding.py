@@ -25,8 +25,20 @@ _MOST_BYTES_OF_AN_ARRAY, _MOST_DIMENSIONS = 2**36, 64
 _NUMBERS = frozenset(
     str(np.dtype(kind))
     for kind in (
-        *(np.bool_, np.int8, np.int16, np.int32, np.int64, np.float16, np.float32, np.float64),
-        *(np.uint8, np.uint16, np.uint32, np.uint64, np.complex64, np.complex128),
+        np.bool_,
+        np.int8,
+        np.int16,
+        np.int32,
+        np.int64,
+        np.float16,
+        np.float32,
+        np.float64,
+        np.uint8,
+        np.uint16,
+        np.uint32,
+        np.uint64,
+        np.complex64,
+        np.complex128,
         *(k for k in vars(ml_dtypes).values() if isinstance(k, type) and issubclass(k, np.generic)),
     )
 )

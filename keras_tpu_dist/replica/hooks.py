@@ -44,13 +44,17 @@ def _apply_scaled(stock, optimizer, grads, trainable_variables=None):
 
 _keras.declare(
     _keras.Replacement(
-        *("keras.random:SeedGenerator", "next", _next_seed),
+        "keras.random:SeedGenerator",
+        "next",
+        _next_seed,
         why="every replica draws numbers of its own",
         hook="a scope that seeds ask",
     ),
     *(
         _keras.Replacement(
-            *("keras:Variable", name, functools.partial(_add, sign)),
+            "keras:Variable",
+            name,
+            functools.partial(_add, sign),
             why="what replicas add is summed, what they assign must agree",
             hook="StatelessScope told of additions",
             parameters=("value",),
@@ -58,13 +62,17 @@ _keras.declare(
         for name, sign in (("assign_add", 1), ("assign_sub", -1))
     ),
     _keras.Replacement(
-        *("keras:StatelessScope", "get_current_value", _current_value),
+        "keras:StatelessScope",
+        "get_current_value",
+        _current_value,
         why="a scope within a replica's code reads what the replica wrote",
         hook="stateless scopes that nest",
         parameters=("variable",),
     ),
     _keras.Replacement(
-        *("keras.optimizers:LossScaleOptimizer", "apply", _apply_scaled),
+        "keras.optimizers:LossScaleOptimizer",
+        "apply",
+        _apply_scaled,
         why="Keras assigns within a branch, whose values do not come out of it on JAX",
         hook="LossScaleOptimizer.apply that works on JAX",
         parameters=("grads", "trainable_variables"),

@@ -217,7 +217,9 @@ class Program:
             return ({**dict.fromkeys(inputs), "arrays": arrays, "mirrored": mirrored},)
 
         return Jitted(
-            *(replica_function, self._strategy.mesh, layouts),
+            replica_function,
+            self._strategy.mesh,
+            layouts,
             kind_of=lambda inputs: None,  # a Program is for arguments of one form
             out_shardings=placed,
             compiler_options=self._strategy.runner.compiler_options,

@@ -245,7 +245,10 @@ class ReplicaCode(DistributedInput):
             ),
             (
                 options is None or isinstance(options, RunOptions),
-                *("options", options, "a RunOptions", "keras_tpu_dist.RunOptions(...)"),
+                "options",
+                options,
+                "a RunOptions",
+                "keras_tpu_dist.RunOptions(...)",
             ),
         )
         for holds, name, value, kind, fix in rules:

@@ -409,13 +409,15 @@ def _read(operation: Operation) -> None:
 
 
 # What is written to memory; all else is computed where it is used.
+# fmt: off
 _WRITTEN = frozenset(
     [
-        *("all_gather", "all_to_all", "cond", "custom_call", "dynamic_update_slice", "gather"),
-        *("pallas_call", "ppermute", "psum", "ragged_dot", "rng_bit_generator", "scan", "sort"),
-        *("stack", "top_k", "unstack", "while"),
+        "all_gather", "all_to_all", "cond", "custom_call", "dynamic_update_slice", "gather",
+        "pallas_call", "ppermute", "psum", "ragged_dot", "rng_bit_generator", "scan", "sort",
+        "stack", "top_k", "unstack", "while",
     ]
 )
+# fmt: on
 _WRITTEN_BEGIN = ("arg", "conv_", "cum", "dot_", "reduce_", "scatter", "select_and_", "fft")
 _HANDED_ON = frozenset(["optimization_barrier", ENTER])
 # What reads operands that are computed while it runs, as reductions do.
@@ -472,7 +474,11 @@ def buffers_of(trace: Any, num_weights: int, rows: int) -> tuple[Buffer, ...]:
     gradients, stacked = _gradients(program), _stacked(program.operations)
     return tuple(
         Buffer(
-            *(v.shape, v.itemsize, v.origins, v.born, max(v.born, v.dies)),
+            shape=v.shape,
+            itemsize=v.itemsize,
+            origins=v.origins,
+            born=v.born,
+            dies=max(v.born, v.dies),
             gradient=gradients.get(v, stacked.get(v)),
             once_whole=v not in stacked,
         )

@@ -87,7 +87,7 @@ def scatter_svg(points: Sequence[Point], limit: int | None) -> str:
         parts.append(f'<circle {place} {paint} stroke-width="2">{_title(point)}</circle>')
         ink = ON_COLOUR if point.fits else "currentColor"
         number = svg_text(
-            *(x(point.bytes), y(point.seconds) + 4), str(point.number), "middle", True, ink
+            x(point.bytes), y(point.seconds) + 4, str(point.number), "middle", True, ink
         )
         parts.append(number.replace("<text ", '<text pointer-events="none" ', 1))
     return svg_document(_WIDTH, _HEIGHT, parts)

@@ -116,7 +116,9 @@ def _line() -> Iterator[Listener]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     shown = Progress(
-        *(TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn()),
+        TextColumn("{task.description}"),
+        BarColumn(20),
+        MofNCompleteColumn(),
         TimeElapsedColumn(),
         console=Console(stderr=True),
         transient=True,

@@ -373,13 +373,19 @@ def _log_foreign(model: Any, strategy: Strategy, foreign: list, knew_weights: bo
         logger.warning(
             "moved %d variable(s) of model %r, built outside of the scope, onto the mesh %s "
             "(first: %s); build and compile inside strategy.scope() to create them there",
-            *(len(foreign), model.name, mesh, foreign[0].path),
+            len(foreign),
+            model.name,
+            mesh,
+            foreign[0].path,
         )
     else:
         # Those of a new optimizer and new metrics, of LoRA, of quantization.
         logger.info(
             "placed %d new variable(s) of model %r on the mesh %s (first: %s)",
-            *(len(foreign), model.name, mesh, foreign[0].path),
+            len(foreign),
+            model.name,
+            mesh,
+            foreign[0].path,
         )
 
 

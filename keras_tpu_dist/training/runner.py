@@ -286,9 +286,12 @@ class Runner:
             batches = self.own_input.agreed(batches, epoch_iterator.steps_per_epoch)
         elif not self._is_local:
             batches = compared(batches)
-        steps, clock = epoch_iterator.steps_per_epoch, self.reports.new_clock()
         return DeviceIterator(
-            *(batches, self.prefetch, steps, clock, epoch_iterator.num_batches),
+            batches,
+            prefetch=self.prefetch,
+            steps_per_epoch=epoch_iterator.steps_per_epoch,
+            clock=self.reports.new_clock(),
+            num_batches=epoch_iterator.num_batches,
             not_made=partial(_keras.uncount_steps, epoch_iterator),
             source_batches=epoch_iterator.data_adapter.num_batches,
             data_adapter=epoch_iterator.data_adapter,

@@ -85,7 +85,11 @@ def jitted_step(
         outputs = (replicated, shardings)
         donated = (0,) if donate else ()
         return Jitted(
-            *(run, placer.mesh, layouts, outputs, _kind_of_batch),
+            run,
+            placer.mesh,
+            layouts,
+            outputs=outputs,
+            kind_of=_kind_of_batch,
             donate_argnums=donated,
             out_shardings=outputs,
             compiler_options=compiler_options,
