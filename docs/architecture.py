@@ -1,4 +1,4 @@
-"""Draws what pages of docs/ show of the code: the rooms and the table of the seam.
+"""Draws what pages of docs/ show of the code: the packages and the table of the seam.
 
 python docs/architecture.py          # writes the generated parts of these pages
 """
@@ -15,52 +15,57 @@ CHANGES = PAGE.with_name("keras_changes.md")
 
 
 def imports() -> dict[str, set[str]]:
-    """From each room, or module beside the rooms, to those it imports."""
+    """From each package, or module beside the packages, to those it imports."""
     found: dict[str, set[str]] = {}
     for path in PACKAGE.rglob("*.py"):
-        room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-        if room == "__init__":
+        package = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if package == "__init__":
             continue
-        known = found.setdefault(room, set())
+        known = found.setdefault(package, set())
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("keras_tpu_"):
                 parts = node.module.split(".")
                 names = [parts[1]] if len(parts) > 1 else [alias.name for alias in node.names]
-                known.update(name for name in names if name != room)
+                known.update(name for name in names if name != package)
     return found
 
 
-def floors(graph: dict[str, set[str]]) -> list[list[str]]:
-    """The rooms by floor: each imports from floors below it only."""
+def levels(graph: dict[str, set[str]]) -> list[list[str]]:
+    """The packages by level: each imports from levels below it only."""
     placed: dict[str, int] = {}
     while len(placed) < len(graph):
-        ready = [room for room in graph if room not in placed and graph[room] <= placed.keys()]
+        ready = [
+            package
+            for package in graph
+            if package not in placed and graph[package] <= placed.keys()
+        ]
         assert ready, f"a circle within {sorted(graph.keys() - placed.keys())}"
         placed |= {
-            room: 1 + max((placed[below] for below in graph[room]), default=-1) for room in ready
+            package: 1 + max((placed[below] for below in graph[package]), default=-1)
+            for package in ready
         }
     return [sorted(r for r in placed if placed[r] == n) for n in range(max(placed.values()) + 1)]
 
 
 def picture() -> str:
-    """The floors, the highest first, as text."""
+    """The levels, the highest first, as text."""
     rows = []
-    for number, rooms in reversed(list(enumerate(floors(imports())))):
-        rows.append(f"floor {number}   " + "   ".join(f"[ {room} ]" for room in rooms))
+    for number, packages in reversed(list(enumerate(levels(imports())))):
+        rows.append(f"level {number}   " + "   ".join(f"[ {package} ]" for package in packages))
     return "```\n" + "\n".join(rows) + "\n```"
 
 
-def rooms() -> str:
-    """What each room says of itself, and what it knows."""
+def packages() -> str:
+    """What each package says of itself, and what it knows."""
     graph = imports()
-    rows = ["| room | what it is | knows |", "|---|---|---|"]
-    for floor in floors(graph):
-        for room in floor:
-            module = PACKAGE / room / "__init__.py"
-            module = module if module.exists() else PACKAGE / f"{room}.py"
+    rows = ["| package | what it is | knows |", "|---|---|---|"]
+    for level in levels(graph):
+        for package in level:
+            module = PACKAGE / package / "__init__.py"
+            module = module if module.exists() else PACKAGE / f"{package}.py"
             text = ast.get_docstring(ast.parse(module.read_text())) or ""
-            knows = ", ".join(f"`{name}`" for name in sorted(graph[room])) or "nothing"
-            rows.append(f"| `{room}` | {text.splitlines()[0]} | {knows} |")
+            knows = ", ".join(f"`{name}`" for name in sorted(graph[package])) or "nothing"
+            rows.append(f"| `{package}` | {text.splitlines()[0]} | {knows} |")
     return "\n".join(rows)
 
 
@@ -89,7 +94,7 @@ def read() -> str:
 
 
 PARTS = {
-    PAGE: {"picture": picture, "rooms": rooms},
+    PAGE: {"picture": picture, "packages": packages},
     CHANGES: {"replaced": replaced, "read": read},
 }
 

@@ -1,1 +1,1 @@
-"""What every room uses: the text of errors, notices said once, sizes as text."""
+"""What every package uses: the text of errors, notices given once, mesh axes in words."""

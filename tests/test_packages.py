@@ -1,4 +1,4 @@
-"""Rooms and what they may know: imports run one way, private names stand in one room."""
+"""Packages and what they may import: imports run one way, private names stand in one package."""
 
 import ast
 import functools
@@ -12,36 +12,33 @@ import keras_tpu_dist as ktd
 from keras_tpu_dist import _keras
 
 ROOT = pathlib.Path(ktd.__file__).parent
-# Each room, and those whose names it may import.
+# Each package, or module beside the packages, and those whose names it may import.
 BASE = {"common", "_keras"}
-ROOMS = {
+PACKAGES = {
     "common": set(),
     "_keras": {"common"},
     "partitioner": {"common"},
+    "recurrence": {"common"},
+    "freezing": BASE,
     "hardware": BASE,
-    "processes": {*BASE, "hardware"},
-    "recurrence": {"common", "hardware"},
+    "memory": {*BASE, "partitioner"},
     "show": {"common", "hardware"},
     "hlo": {"common", "hardware"},
+    "processes": {*BASE, "hardware"},
+    "layers": {*BASE, "hardware", "recurrence"},
     "attention": {*BASE, "hardware", "memory", "partitioner"},
-    "layout": {*BASE, "hardware", "partitioner", "show"},
-    "memory": {*BASE, "partitioner"},
-    "layers": {*BASE, "hardware", "layout", "recurrence"},
-    "logical": {*BASE, "hardware", "layout", "partitioner"},
     "input": {*BASE, "hardware", "processes"},
+    "layout": {*BASE, "hardware", "partitioner", "show"},
+    "logical": {*BASE, "hardware", "layout", "partitioner"},
     "training": {*BASE, "hardware", "input", "layout", "memory", "partitioner", "processes"},
-    "freezing": BASE,
-    "replica": {*BASE, "input", "layout", "partitioner", "processes", "training"},
     "checkpoint": {*BASE, "input", "processes", "show", "training"},
+    "replica": {*BASE, "input", "partitioner", "processes", "training"},
+    "dryrun": {*BASE, "hardware", "hlo", "input", "layout", "partitioner", "show", "training"},
     "callbacks": {*BASE, "checkpoint", "input", "processes", "training"},
-    "dryrun": {
-        *BASE,
-        *("hardware", "hlo", "input", "layout", "memory", "partitioner", "show", "training"),
-    },
 }
-ROOMS["strategy"] = {*ROOMS} - {"recurrence", "layers", "callbacks", "checkpoint", "freezing"}
-ROOMS["searches"] = {*ROOMS["dryrun"], "dryrun", "strategy"}
-ROOMS["__main__"] = {*ROOMS}
+PACKAGES["strategy"] = {*PACKAGES} - {"recurrence", "layers", "callbacks", "checkpoint", "freezing"}
+PACKAGES["searches"] = {*PACKAGES["dryrun"], "dryrun", "memory", "strategy"}
+PACKAGES["__main__"] = {*PACKAGES}
 MOST_LINES_OF_A_FUNCTION = 60
 
 
@@ -50,7 +47,7 @@ def trees():
     return {path: ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
 
 
-def room(path):
+def package_of(path):
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
@@ -62,18 +59,18 @@ def imported(node):
 
 
 def test_imports_run_one_way():
-    assert {room(path) for path in trees()} - {"__init__"} == set(ROOMS)
+    assert {package_of(path) for path in trees()} - {"__init__"} == set(PACKAGES)
     for path, tree in trees().items():
         if path == ROOT / "__init__.py":
             continue
-        known = {room(path), *ROOMS[room(path)]}
+        known = {package_of(path), *PACKAGES[package_of(path)]}
         for node in ast.walk(tree):
             assert set(imported(node)) <= known, f"{path} imports {imported(node)}"
 
 
 def test_the_table_has_no_circle():
     order = []
-    rest = {name: set(knows) for name, knows in ROOMS.items()}
+    rest = {name: set(knows) for name, knows in PACKAGES.items()}
     while rest:
         ready = sorted(name for name, knows in rest.items() if knows <= {*order, name})
         assert ready, f"a circle within {sorted(rest)}"
@@ -123,10 +120,10 @@ ENDS = {"_a", "_b", "_zero", "_of_"}
 OURS = "_keras_tpu_dist_"
 
 
-def test_private_names_of_keras_and_jax_stand_in_one_room():
+def test_private_names_of_keras_and_jax_stand_in_one_package():
     own = own_names() | PYTHONS | ENDS
     for path, tree in trees().items():
-        if room(path) == "_keras":
+        if package_of(path) == "_keras":
             continue
         text = path.read_text()
         assert "jax._src" not in text, path
@@ -141,7 +138,7 @@ def test_private_names_of_keras_and_jax_stand_in_one_room():
 
 
 def seam_trees():
-    return [t for p, t in trees().items() if room(p) == "_keras" and p.name != "names.py"]
+    return [t for p, t in trees().items() if package_of(p) == "_keras" and p.name != "names.py"]
 
 
 def reached(tree):
@@ -239,7 +236,7 @@ def splats(tree):
 
 
 def _later(path):
-    return room(path) != "_keras" and path.name != "saving.py"
+    return package_of(path) != "_keras" and path.name != "saving.py"
 
 
 def test_no_literal_is_unpacked():
