@@ -261,6 +261,21 @@ def test_the_search_for_unpacked_literals_finds_them(source, found):
     assert len(list(splats(ast.parse(source)))) == found
 
 
+# Keras's layers, and the arithmetic of their steps without Keras.
+TWICE = {"LSTM", "GRU", "SimpleRNN"}
+
+
+def test_no_two_classes_have_one_name():
+    classes = [
+        (node.name, package_of(path))
+        for path, tree in trees().items()
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    ]
+    names = [name for name, _ in classes]
+    assert {each for each in classes if names.count(each[0]) > 1 and each[0] not in TWICE} == set()
+
+
 # Methods that Keras calls: their arguments are described there.
 KERAS_CALLS = {
     "build",

@@ -24,7 +24,7 @@ Source = tuple[int, Dims]
 
 
 @dataclass(frozen=True)
-class Product:
+class MatrixProduct:
     """A matrix product or convolution of the forward pass.
 
     Attributes:
@@ -61,7 +61,7 @@ class Lookup:
     taken_bytes: int
 
 
-def products_of(jaxpr: Any, num_weights: int) -> tuple[Product, ...]:
+def products_of(jaxpr: Any, num_weights: int) -> tuple[MatrixProduct, ...]:
     """The products of a traced forward pass.
 
     Args:
@@ -72,7 +72,7 @@ def products_of(jaxpr: Any, num_weights: int) -> tuple[Product, ...]:
         Products in order; of `cond`, the branch with the most operations; the body of a `while`
         loop counts once.
     """
-    return tuple(p for p in _found(jaxpr, num_weights) if isinstance(p, Product))
+    return tuple(p for p in _found(jaxpr, num_weights) if isinstance(p, MatrixProduct))
 
 
 def lookups_of(jaxpr: Any, num_weights: int) -> tuple[Lookup, ...]:
@@ -85,10 +85,10 @@ def lookups_of(jaxpr: Any, num_weights: int) -> tuple[Lookup, ...]:
     return tuple(p for p in _found(jaxpr, num_weights) if isinstance(p, Lookup))
 
 
-def _found(jaxpr: Any, num_weights: int) -> list[Product | Lookup]:
+def _found(jaxpr: Any, num_weights: int) -> list[MatrixProduct | Lookup]:
     weights = opened(jaxpr).invars[:num_weights]
     names = {v: (i, _whole(v.aval.shape)) for i, v in enumerate(weights)}
-    found: list[Product | Lookup] = []
+    found: list[MatrixProduct | Lookup] = []
     _read(opened(jaxpr), names, 1, found)
     return found
 
@@ -97,7 +97,9 @@ def _whole(shape: Sequence[int]) -> Dims:
     return tuple(frozenset([i]) for i in range(len(shape)))
 
 
-def _read(jaxpr: Any, names: dict[Any, Source], times: int, found: list[Product | Lookup]) -> None:
+def _read(
+    jaxpr: Any, names: dict[Any, Source], times: int, found: list[MatrixProduct | Lookup]
+) -> None:
     for equation in jaxpr.eqns:
         name = equation.primitive.name
         sources = [_source(names, atom) for atom in equation.invars]
@@ -167,7 +169,7 @@ def regrouped(
         yield taken, after[start:]
 
 
-def _dot(equation: Any, sources: list, times: int) -> Product:
+def _dot(equation: Any, sources: list, times: int) -> MatrixProduct:
     (left, right), _ = equation.params["dimension_numbers"]
     a, out = equation.invars[0].aval, equation.outvars[0].aval
     summed = math.prod(a.shape[i] for i in left)
@@ -178,7 +180,7 @@ def _dot(equation: Any, sources: list, times: int) -> Product:
     return _product(equation, flops, source, which, contracting, times)
 
 
-def _convolution(equation: Any, sources: list, times: int) -> Product:
+def _convolution(equation: Any, sources: list, times: int) -> MatrixProduct:
     numbers = equation.params["dimension_numbers"]
     kernel, out = equation.invars[1].aval, equation.outvars[0].aval
     _, features_in, *window = numbers.rhs_spec
@@ -192,24 +194,28 @@ def _convolution(equation: Any, sources: list, times: int) -> Product:
 
 def _product(
     equation: Any, flops: float, source: Source | None, which: int, contracting: Any, times: int
-) -> Product:
+) -> MatrixProduct:
     sizes = [_bytes(atom.aval) for atom in equation.invars[:2]]
     written = _bytes(equation.outvars[0].aval)
     if source is None:
-        return Product(flops, None, frozenset(), sum(sizes), 0, written, times)
+        return MatrixProduct(flops, None, frozenset(), sum(sizes), 0, written, times)
     index, dims = source
     contracted = frozenset().union(*(dims[i] for i in contracting))
-    return Product(flops, index, contracted, sizes[1 - which], sizes[which], written, times)
+    return MatrixProduct(flops, index, contracted, sizes[1 - which], sizes[which], written, times)
 
 
-def _read_scan(equation: Any, sources: list, times: int, found: list[Product | Lookup]) -> None:
+def _read_scan(
+    equation: Any, sources: list, times: int, found: list[MatrixProduct | Lookup]
+) -> None:
     body, constants, _ = scan_parts(equation)
     pairs = zip(body.invars[:constants], sources[:constants])
     inner = {v: source for v, source in pairs if source is not None}
     _read(body, inner, times * _length(equation, body), found)
 
 
-def _read_while(equation: Any, sources: list, times: int, found: list[Product | Lookup]) -> None:
+def _read_while(
+    equation: Any, sources: list, times: int, found: list[MatrixProduct | Lookup]
+) -> None:
     body, constants = opened(equation.params["body_jaxpr"]), equation.params["body_nconsts"]
     before = len(sources) - len(body.invars)
     pairs = zip(body.invars[:constants], sources[before:])
@@ -225,18 +231,20 @@ def _length(equation: Any, body: Any) -> int:
     return int(equation.params.get("length", 1))
 
 
-def _read_branches(equation: Any, sources: list, times: int, found: list[Product | Lookup]) -> None:
-    branches: list[list[Product | Lookup]] = []
+def _read_branches(
+    equation: Any, sources: list, times: int, found: list[MatrixProduct | Lookup]
+) -> None:
+    branches: list[list[MatrixProduct | Lookup]] = []
     for branch in map(opened, inner_jaxprs(equation)):
         pairs = zip(branch.invars, sources[1:])
-        own: list[Product | Lookup] = []
+        own: list[MatrixProduct | Lookup] = []
         _read(branch, {v: source for v, source in pairs if source is not None}, times, own)
         branches.append(own)
     found += max(branches, key=operations, default=[])
 
 
 def _read_called(
-    equation: Any, sources: list, names: dict, times: int, found: list[Product | Lookup]
+    equation: Any, sources: list, names: dict, times: int, found: list[MatrixProduct | Lookup]
 ) -> None:
     """What a call of a program computes: `jit`, `remat`, functions with gradients of their own."""
     if equation.primitive.name == "shard_map":
@@ -265,13 +273,13 @@ def sharing_devices(equation: Any) -> int:
     return math.prod(equation.params["mesh"].shape[axis] for axis in used)
 
 
-def operations(products: Sequence[Product | Lookup]) -> float:
+def operations(products: Sequence[MatrixProduct | Lookup]) -> float:
     """The operations of products, each as often as it runs.
 
     Args:
         products: The products; look-ups have none.
     """
-    return sum(p.flops * p.times for p in products if isinstance(p, Product))
+    return sum(p.flops * p.times for p in products if isinstance(p, MatrixProduct))
 
 
 def _bytes(aval: Any) -> int:

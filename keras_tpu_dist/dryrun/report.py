@@ -11,7 +11,7 @@ from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.hardware.torus import Torus
 from keras_tpu_dist.hlo import Buffer, ProgramCost
 from keras_tpu_dist.layout.lint import Finding
-from keras_tpu_dist.show.page import Cell, Page, bar, document, fragment, legend, sortable
+from keras_tpu_dist.show.page import Page, TableCell, bar, document, fragment, legend, sortable
 from keras_tpu_dist.show.svg import COLOURS, GREY
 from keras_tpu_dist.show.text import duration_text, html_table, size_text, text_table
 from keras_tpu_dist.show.torus import shown_sides, torus_svg
@@ -360,7 +360,7 @@ class DryRun(Page):
 
 
 @dataclass(frozen=True)
-class Exchange:
+class CollectiveGroup:
     """Collectives alike in kind, axes, network, overlap and layer.
 
     Args:
@@ -384,7 +384,7 @@ class Exchange:
     seconds: float
 
 
-def exchanges(cost: ProgramCost) -> Iterator[Exchange]:
+def exchanges(cost: ProgramCost) -> Iterator[CollectiveGroup]:
     """A program's collectives, those alike as one, the longest first.
 
     Args:
@@ -398,7 +398,7 @@ def exchanges(cost: ProgramCost) -> Iterator[Exchange]:
         total[1] += c.times
         total[2] += c.total_seconds
     for key, total in sorted(grouped.items(), key=lambda item: (-item[1][2], -item[1][0])):
-        yield Exchange(*key, *total)
+        yield CollectiveGroup(*key, *total)
 
 
 def collective_rows(cost: ProgramCost, limit: int = 12) -> list[tuple[str, ...]]:
@@ -548,9 +548,11 @@ def _kinds(run: DryRun) -> Iterator[str]:
     rows = [
         (
             name,
-            Cell(size_text(size), size),
-            Cell(f"{size / limit:.2%}", size) if limit else "-",
-            Cell("", size, bar([(size / largest, COLOURS[n % len(COLOURS)], size_text(size))])),
+            TableCell(size_text(size), size),
+            TableCell(f"{size / limit:.2%}", size) if limit else "-",
+            TableCell(
+                "", size, bar([(size / largest, COLOURS[n % len(COLOURS)], size_text(size))])
+            ),
         )
         for n, (name, size) in enumerate(kinds)
     ]
@@ -571,7 +573,11 @@ def _times(run: DryRun) -> Iterator[str]:
         ("step, estimated", e.step),
     ]
     rows = [
-        (name, Cell(duration_text(s), s), Cell("", s, bar([(s / e.step, _FORWARD, name)])))
+        (
+            name,
+            TableCell(duration_text(s), s),
+            TableCell("", s, bar([(s / e.step, _FORWARD, name)])),
+        )
         for name, s in times
         if s or name != "of them between slices"
     ]
@@ -596,12 +602,12 @@ def _layers(run: DryRun) -> Iterator[str]:
         rows.append(
             (
                 c.layer,
-                Cell("", amount, bar(parts)),
-                Cell(f"{c.cycles:,}" if cost.cycles else "-", c.cycles),
-                Cell(f"{back / c.cycles:.0%}" if c.cycles else "-", back / max(1, c.cycles)),
-                Cell(f"{c.flops / 1e9:,.3f}", c.flops),
-                Cell(size_text(c.hbm_bytes), c.hbm_bytes),
-                Cell(duration_text(c.link_seconds) if c.link_seconds else "-", c.link_seconds),
+                TableCell("", amount, bar(parts)),
+                TableCell(f"{c.cycles:,}" if cost.cycles else "-", c.cycles),
+                TableCell(f"{back / c.cycles:.0%}" if c.cycles else "-", back / max(1, c.cycles)),
+                TableCell(f"{c.flops / 1e9:,.3f}", c.flops),
+                TableCell(size_text(c.hbm_bytes), c.hbm_bytes),
+                TableCell(duration_text(c.link_seconds) if c.link_seconds else "-", c.link_seconds),
             )
         )
     header = ("layer", "share", "cycles", "backward", "GFLOP", "HBM traffic", "collectives")
@@ -620,9 +626,9 @@ def _collectives(run: DryRun) -> Iterator[str]:
             e.kind,
             ", ".join(e.axes) or "-",
             e.network,
-            Cell(size_text(e.bytes), e.bytes),
-            Cell(str(e.times), e.times),
-            Cell(duration_text(e.seconds) if e.seconds else "-", e.seconds),
+            TableCell(size_text(e.bytes), e.bytes),
+            TableCell(str(e.times), e.times),
+            TableCell(duration_text(e.seconds) if e.seconds else "-", e.seconds),
             "yes" if e.overlapped else "no",
             e.layer,
         )
@@ -632,9 +638,9 @@ def _collectives(run: DryRun) -> Iterator[str]:
     yield sortable(header, rows)
 
 
-def _panels(run: DryRun, torus: Torus, found: list[Exchange]) -> Iterator[str]:
+def _panels(run: DryRun, torus: Torus, found: list[CollectiveGroup]) -> Iterator[str]:
     """One drawing of the torus for each set of axes that collectives cross."""
-    by_axes: dict[tuple[str, ...], list[Exchange]] = {}
+    by_axes: dict[tuple[str, ...], list[CollectiveGroup]] = {}
     for each in found:
         if each.axes:
             by_axes.setdefault(each.axes, []).append(each)
@@ -653,7 +659,7 @@ def _panels(run: DryRun, torus: Torus, found: list[Exchange]) -> Iterator[str]:
     yield f'<div class="panels">{"".join(figures)}</div>'
 
 
-def _caption(run: DryRun, torus: Torus, axes: tuple[str, ...], group: list[Exchange]) -> str:
+def _caption(run: DryRun, torus: Torus, axes: tuple[str, ...], group: list[CollectiveGroup]) -> str:
     size = dict(run.mesh)
     names = " x ".join(f"{a} {size.get(a, '')}".strip() for a in axes)
     kinds: dict[tuple[str, str], list] = {}

@@ -142,7 +142,7 @@ class Loop:
         return jax.tree.map(lambda a: with_layout_constraint(a, Layout(tuple(range(a.ndim)))), tree)
 
 
-class Saved(NamedTuple):
+class SavedStates(NamedTuple):
     """What the backward pass is given; `inputs` of the activations only if they are kept.
 
     Args:
@@ -324,7 +324,7 @@ def run(
         recurrent: What `turned` makes of the weights for `loop.ahead`, if that has been done.
 
     Returns:
-        The states `h` after every step or None, the final states, and `Saved` or None.
+        The states `h` after every step or None, the final states, and `SavedStates` or None.
     """
     cell, product = loop.cell, loop.ahead
     recurrent = turned(product, weights) if recurrent is None else recurrent
@@ -354,8 +354,8 @@ def run(
     if not save:
         return hs, last, None
     if loop.kernel or not loop.sequences:
-        return hs, last, Saved(out["states"], state, out["inputs"])
-    return hs, last, Saved((hs, *out["states"]), state, out["inputs"])
+        return hs, last, SavedStates(out["states"], state, out["inputs"])
+    return hs, last, SavedStates((hs, *out["states"]), state, out["inputs"])
 
 
 def _outputs(loop: Loop, before: State, after: State, at, dtype, save: bool) -> dict[str, Any]:
@@ -398,7 +398,7 @@ def _shift(loop: Loop, after: Array, first: Array) -> Array:
     return jnp.where(steps == start, first, shifted)
 
 
-def _inputs(loop: Loop, x, weights: Weights, saved: Saved, previous: State):
+def _inputs(loop: Loop, x, weights: Weights, saved: SavedStates, previous: State):
     """The activations' inputs, or the states after where those suffice."""
     if saved.inputs is not None:
         return saved.inputs
@@ -416,7 +416,7 @@ def _rebuilt(loop: Loop, x, weights: Weights, previous: State):
 
 
 def run_back(
-    loop: Loop, x, weights: Weights, saved: Saved, mask, d_hs, d_last: State, recurrent=None
+    loop: Loop, x, weights: Weights, saved: SavedStates, mask, d_hs, d_last: State, recurrent=None
 ):
     """All steps backwards, then one product for every weight.
 
@@ -469,7 +469,7 @@ def run_back(
     return d_x, Weights(d_kernel, d_bias, d_recurrent, d_recurrent_bias), d_first
 
 
-def _rebuilds_by_step(loop: Loop, saved: Saved) -> bool:
+def _rebuilds_by_step(loop: Loop, saved: SavedStates) -> bool:
     """Only a kernel does: it has the weights at hand in every step."""
     can = loop.kernel is not None and loop.cell.rebuilds_by_step and loop.directions == 1
     return can and saved.inputs is None

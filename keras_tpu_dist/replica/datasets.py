@@ -20,7 +20,7 @@ from keras_tpu_dist.input.position import InputPosition
 from keras_tpu_dist.input.same_input import compared
 from keras_tpu_dist.replica.blocks import from_blocks, own_replicas
 from keras_tpu_dist.replica.options import RunOptions, check_no_rows, pad_host
-from keras_tpu_dist.replica.stacked import Described, stack, stacked
+from keras_tpu_dist.replica.stacked import DescribedValue, stack, stacked
 from keras_tpu_dist.replica.values import PerReplica
 from keras_tpu_dist.training.strategy import Strategy, StrategyPart
 
@@ -591,7 +591,7 @@ def _split(
 def _whole(arrays: list, held: Sequence, mine: Sequence[int], strategy: Strategy) -> PerReplica:
     """Arrays without a batch axis, of the same shapes in all processes."""
     arrays = [*arrays, *[np.zeros_like(arrays[0])] * (len(mine) - len(arrays))]
-    every = {i: Described.of(a) for replicas in held for i, a in zip(replicas, arrays)}
+    every = {i: DescribedValue.of(a) for replicas in held for i, a in zip(replicas, arrays)}
     described = [every[i] for i in range(len(every))]
     return stack(dict(zip(mine, arrays)), described, strategy, "dataset_fn")
 

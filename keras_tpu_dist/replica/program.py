@@ -63,7 +63,7 @@ class _Attempt:
     shapes: list[tuple[int, ...]] = field(default_factory=list)
 
 
-class Program:
+class ReplicaProgram:
     """The compiled form of a function for arguments of given shapes.
 
     The function is traced once if it uses no Keras variables, and at least twice if it does:
@@ -220,7 +220,7 @@ class Program:
             replica_function,
             self._strategy.mesh,
             layouts,
-            kind_of=lambda inputs: None,  # a Program is for arguments of one form
+            kind_of=lambda inputs: None,  # a ReplicaProgram is for arguments of one form
             out_shardings=placed,
             compiler_options=self._strategy.runner.compiler_options,
         )

@@ -22,7 +22,7 @@ from keras_tpu_dist.replica.call import prepare
 from keras_tpu_dist.replica.context import checked_axis, in_replica_context
 from keras_tpu_dist.replica.datasets import DistributedInput, check_attached
 from keras_tpu_dist.replica.options import RunOptions
-from keras_tpu_dist.replica.program import Program
+from keras_tpu_dist.replica.program import ReplicaProgram
 from keras_tpu_dist.replica.reductions import (
     check_not_empty,
     checked_reduction,
@@ -110,7 +110,7 @@ class ReplicaCode(DistributedInput):
             programs = self._programs_of(fn)
             key = call.key
             if key not in programs or programs[key].outdated:
-                programs[key] = Program(_weakly(fn), call, self)
+                programs[key] = ReplicaProgram(_weakly(fn), call, self)
             return programs[key].launch(call)
 
     def local_results(self, value: Any) -> tuple:

@@ -21,7 +21,7 @@ _TOLD = Each([int, str, Each([str, Each(int), str, int])])
 
 
 @dataclass(frozen=True)
-class Described:
+class DescribedValue:
     """What all processes know of one replica's value.
 
     Attributes:
@@ -37,7 +37,7 @@ class Described:
     mark: int = 0
 
     @classmethod
-    def of(cls, value: Any, marked: bool = False) -> "Described":
+    def of(cls, value: Any, marked: bool = False) -> "DescribedValue":
         """The description of a host value.
 
         Args:
@@ -50,7 +50,7 @@ class Described:
 
 
 def stack(
-    own: Mapping[int, Any], every: Sequence[Described], strategy: Strategy, name: str
+    own: Mapping[int, Any], every: Sequence[DescribedValue], strategy: Strategy, name: str
 ) -> PerReplica:
     """One host value per replica as a `PerReplica`, padded along the first dimension if need be.
 
@@ -106,7 +106,7 @@ def _told(flat: Mapping[int, tuple], strategy: Strategy, name: str) -> tuple[set
     """The structures that the replicas have, and each replica's descriptions, in their order."""
     several = not strategy.placer.is_local
     mine = [
-        [i, str(treedef), [_plain(Described.of(leaf, several)) for leaf in leaves]]
+        [i, str(treedef), [_plain(DescribedValue.of(leaf, several)) for leaf in leaves]]
         for i, (leaves, treedef) in flat.items()
     ]
     fix = f"Call it in all processes: each calls {name} for its own replicas."
@@ -117,7 +117,7 @@ def _told(flat: Mapping[int, tuple], strategy: Strategy, name: str) -> tuple[set
         for replica, structure, plain in each:
             for _, shape, dtype, _ in plain:
                 check_array(shape, dtype, where=f"the value of replica {replica}")
-            here = (structure, [Described(k, tuple(s), d, m) for k, s, d, m in plain])
+            here = (structure, [DescribedValue(k, tuple(s), d, m) for k, s, d, m in plain])
             if found.setdefault(replica, here) != here:
                 raise ValueError(
                     message(
@@ -132,11 +132,11 @@ def _told(flat: Mapping[int, tuple], strategy: Strategy, name: str) -> tuple[set
     ]
 
 
-def _plain(each: Described) -> list:
+def _plain(each: DescribedValue) -> list:
     return [each.kind, list(each.shape), each.dtype, each.mark]
 
 
-def _check_fit(every: Sequence[Described], name: str) -> None:
+def _check_fit(every: Sequence[DescribedValue], name: str) -> None:
     first = every[0]
     if any(np.dtype(each.dtype).kind in "OSU" for each in every):
         raise ValueError(

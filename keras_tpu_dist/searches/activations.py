@@ -290,7 +290,7 @@ class Operation:
 
 
 @dataclass(frozen=True)
-class Program:
+class TracedProgram:
     """A trace taken apart.
 
     Attributes:
@@ -304,7 +304,7 @@ class Program:
     outputs: tuple[Value | None, ...]
 
 
-def program_of(trace: Any, num_weights: int, rows: int) -> Program:
+def program_of(trace: Any, num_weights: int, rows: int) -> TracedProgram:
     """Takes a trace apart.
 
     Args:
@@ -327,7 +327,7 @@ def program_of(trace: Any, num_weights: int, rows: int) -> Program:
     for operation in reversed(operations):
         _read_back(operation)
     outputs = (None if isinstance(v, core.Literal) else names[v] for v in jaxpr.outvars)
-    return Program(inputs, operations, tuple(outputs))
+    return TracedProgram(inputs, operations, tuple(outputs))
 
 
 def _value(aval: Any, parts: int) -> Value:
@@ -429,7 +429,7 @@ _SMALLER = 0.6
 
 
 @dataclass(frozen=True)
-class Buffer:
+class HeldArray:
     """An array that is held for a while.
 
     Attributes:
@@ -452,7 +452,7 @@ class Buffer:
     once_whole: bool = False
 
 
-def buffers_of(trace: Any, num_weights: int, rows: int) -> tuple[Buffer, ...]:
+def buffers_of(trace: Any, num_weights: int, rows: int) -> tuple[HeldArray, ...]:
     """What is held while a traced program runs, without its inputs.
 
     Args:
@@ -473,7 +473,7 @@ def buffers_of(trace: Any, num_weights: int, rows: int) -> tuple[Buffer, ...]:
     held = _held(program.operations, needless)
     gradients, stacked = _gradients(program), _stacked(program.operations)
     return tuple(
-        Buffer(
+        HeldArray(
             shape=v.shape,
             itemsize=v.itemsize,
             origins=v.origins,
@@ -486,7 +486,7 @@ def buffers_of(trace: Any, num_weights: int, rows: int) -> tuple[Buffer, ...]:
     )
 
 
-def _gradients(program: Program) -> dict[Value, int]:
+def _gradients(program: TracedProgram) -> dict[Value, int]:
     """What is held for the results, until the optimizer has read it."""
     found: dict[Value, int] = {}
     for number, (weight, result) in enumerate(zip(program.inputs, program.outputs)):
@@ -513,7 +513,7 @@ def _stacked(operations: Sequence[Operation]) -> dict[Value, int]:
 
 
 def peak_bytes(
-    buffers: Sequence[Buffer],
+    buffers: Sequence[HeldArray],
     parts: Callable[[frozenset[Origin]], float],
     scattered: Callable[[int], float],
 ) -> float:

@@ -14,9 +14,9 @@ from keras_tpu_dist import _keras
 from keras_tpu_dist.common.plain import plain_operations
 from keras_tpu_dist.dryrun.build import Build, described, forward_pass
 from keras_tpu_dist.dryrun.inputs import count_tokens
-from keras_tpu_dist.dryrun.products import Lookup, Product, lookups_of, products_of
+from keras_tpu_dist.dryrun.products import Lookup, MatrixProduct, lookups_of, products_of
 from keras_tpu_dist.memory.remat import LayerPolicies
-from keras_tpu_dist.searches.activations import Buffer, buffers_of
+from keras_tpu_dist.searches.activations import HeldArray, buffers_of
 from keras_tpu_dist.strategy import TPUStrategy
 
 # Axes of each dimension of a weight.
@@ -55,7 +55,7 @@ class Kept:
     """
 
     flops: float
-    buffers: tuple[Buffer, ...]
+    buffers: tuple[HeldArray, ...]
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Facts:
     rows: int
     tokens: int
     weights: tuple[Weight, ...]
-    products: tuple[Product, ...]
+    products: tuple[MatrixProduct, ...]
     lookups: tuple[Lookup, ...]
     kept: dict[str | None, Kept]
     output_bytes: int
@@ -85,7 +85,7 @@ class Facts:
     variables: int
 
 
-class Described:
+class DescribedModel:
     """A model without memory, to be asked for facts and for layouts.
 
     Args:
@@ -179,7 +179,7 @@ def _bytes(leaf: Any) -> int:
 @contextlib.contextmanager
 def describing(
     build: Build, strategy: TPUStrategy, given: Mapping[str, Any], rows: int
-) -> Iterator[Described]:
+) -> Iterator[DescribedModel]:
     """The model of a build function, without memory.
 
     Args:
@@ -189,4 +189,4 @@ def describing(
         rows: The rows of the batch.
     """
     with described(build, strategy, given, rows, "train", []) as (model, batch):
-        yield Described(model, batch, strategy)
+        yield DescribedModel(model, batch, strategy)

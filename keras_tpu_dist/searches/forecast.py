@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from keras_tpu_dist.dryrun.products import Product
+from keras_tpu_dist.dryrun.products import MatrixProduct
 from keras_tpu_dist.hardware.compiler_options import uses_rings
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.hlo import Wire, seconds_over
@@ -162,7 +162,7 @@ class Placed:
         ways = self.ground.ways(axes[-1])
         return Side(shape[-1] / ways, ways)
 
-    def in_a_loop(self, product: Product) -> bool:
+    def in_a_loop(self, product: MatrixProduct) -> bool:
         """Whether a product runs in a loop, not once on each device.
 
         Args:
@@ -170,7 +170,7 @@ class Placed:
         """
         return product.times > self.ground.wire.size
 
-    def sides(self, product: Product, weight: int) -> tuple[Side, Side]:
+    def sides(self, product: MatrixProduct, weight: int) -> tuple[Side, Side]:
         """What a product sums over, and the features that it makes.
 
         Args:
@@ -237,7 +237,7 @@ class Part:
     moved_bytes: float
 
 
-def part_of(placed: Placed, product: Product) -> Part:
+def part_of(placed: Placed, product: MatrixProduct) -> Part:
     """One device's part of a product.
 
     Args:
@@ -286,7 +286,7 @@ class Ring:
     laid_out_bytes: float = 0.0
 
 
-def ring_of(placed: Placed, product: Product, again: float = 0.0) -> Ring:
+def ring_of(placed: Placed, product: MatrixProduct, again: float = 0.0) -> Ring:
     """A product's gradient that is made piece by piece, each sent on when it is ready.
 
     So XLA does with gradients that end split over the batch's axes, where it is not told to leave
@@ -405,7 +405,7 @@ def links(placed: Placed, again: float) -> tuple[float, float]:
     return reduced + gathered, reduced + gathered * _EXPOSED_OF_A_GATHER
 
 
-def _partial_sums(placed: Placed, product: Product, weight: int) -> tuple[float, float]:
+def _partial_sums(placed: Placed, product: MatrixProduct, weight: int) -> tuple[float, float]:
     """Seconds for partial sums forwards, and for partial gradients of the input backwards."""
     if product.times > 1:
         return 0.0, 0.0
@@ -419,7 +419,7 @@ def _partial_sums(placed: Placed, product: Product, weight: int) -> tuple[float,
     return forwards, backwards
 
 
-def _gathers(placed: Placed, product: Product, weight: int) -> float:
+def _gathers(placed: Placed, product: MatrixProduct, weight: int) -> float:
     """Seconds to bring a weight together: for a loop once, else forwards and backwards."""
     if product.times > 1:
         axes = [axis for axes in placed.specs[weight] for axis in axes]

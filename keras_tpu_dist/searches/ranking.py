@@ -11,7 +11,7 @@ from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.searches.candidates import Candidate
 from keras_tpu_dist.searches.forecast import Forecast
 from keras_tpu_dist.show.chart import Point, colours_of, scatter_svg
-from keras_tpu_dist.show.page import Cell, Page, bar, document, fragment, legend, sortable
+from keras_tpu_dist.show.page import Page, TableCell, bar, document, fragment, legend, sortable
 from keras_tpu_dist.show.svg import GREY
 from keras_tpu_dist.show.text import duration_text, html_table, size_text, text_table
 from keras_tpu_dist.strategy import TPUStrategy
@@ -222,7 +222,7 @@ class Ranking(Page):
             ],
         }
 
-    def _table(self, numbered: bool = False) -> tuple[tuple[str, ...], list[list[Cell]]]:
+    def _table(self, numbered: bool = False) -> tuple[tuple[str, ...], list[list[TableCell]]]:
         """Header and rows, without columns that say nothing."""
         rows = [_cells(tried) for tried in self.candidates]
         names = [name for name in _COLUMNS if any(row[name].text for row in rows)]
@@ -232,19 +232,19 @@ class Ranking(Page):
         if numbered:
             names.insert(0, "")
             for number, row in enumerate(table, 1):
-                row[0] = Cell(row[0].text.replace(" ", "\N{NO-BREAK SPACE}"))
-                row.insert(0, Cell(str(number), number))
+                row[0] = TableCell(row[0].text.replace(" ", "\N{NO-BREAK SPACE}"))
+                row.insert(0, TableCell(str(number), number))
         return tuple(names), table
 
-    def _bar(self, tried: Tried) -> Cell:
+    def _bar(self, tried: Tried) -> TableCell:
         """The memory of a compiled candidate, drawn on one scale for all."""
         if tried.run is None:
-            return Cell("")
+            return TableCell("")
         whole = max(_scale(each.run) for each in self.candidates if each.run)
         limit = tried.run.limit_bytes
         mark, share = None if limit is None else limit / whole, tried.memory_bytes / whole
         part = (share, GREY, size_text(tried.memory_bytes))
-        return Cell("", tried.memory_bytes, bar([part], mark))
+        return TableCell("", tried.memory_bytes, bar([part], mark))
 
     def _points(self) -> Iterator[Point]:
         for number, tried in enumerate(self.candidates, 1):
@@ -269,28 +269,28 @@ class Ranking(Page):
         return [scatter_svg(points, None if far else limit), legend(keys), *beside]
 
 
-def _cells(tried: Tried) -> dict[str, Cell]:
+def _cells(tried: Tried) -> dict[str, TableCell]:
     """What the table says of a candidate, by column."""
     run, forecast, candidate = tried.run, tried.forecast, tried.candidate
-    cells = dict.fromkeys(_COLUMNS, Cell("")) | {
-        "mesh": Cell(tried.candidate.mesh_text),
-        "layout": Cell(tried.layout),
-        "optimizer": Cell("split" if candidate.shard_optimizer else ""),
-        "remat": Cell(candidate.remat or ""),
-        "rows": Cell(str(tried.rows), tried.rows),
+    cells = dict.fromkeys(_COLUMNS, TableCell("")) | {
+        "mesh": TableCell(tried.candidate.mesh_text),
+        "layout": TableCell(tried.layout),
+        "optimizer": TableCell("split" if candidate.shard_optimizer else ""),
+        "remat": TableCell(candidate.remat or ""),
+        "rows": TableCell(str(tried.rows), tried.rows),
     }
     if forecast is not None:
         memory = int(forecast.memory_bytes)
-        cells["memory forecast"] = Cell(size_text(memory), memory)
-        cells["step forecast"] = Cell(duration_text(forecast.step_s), forecast.step_s)
+        cells["memory forecast"] = TableCell(size_text(memory), memory)
+        cells["step forecast"] = TableCell(duration_text(forecast.step_s), forecast.step_s)
     if run is None:
-        cells["verdict"] = Cell(tried.error or "not compiled")
+        cells["verdict"] = TableCell(tried.error or "not compiled")
         return cells
-    cells["memory"] = Cell(size_text(tried.memory_bytes), tried.memory_bytes)
-    cells["effort"], cells["verdict"] = Cell(run.effort), Cell(_VERDICT[run.fits])
+    cells["memory"] = TableCell(size_text(tried.memory_bytes), tried.memory_bytes)
+    cells["effort"], cells["verdict"] = TableCell(run.effort), TableCell(_VERDICT[run.fits])
     if run.estimate is not None:
-        cells["step"] = Cell(duration_text(run.estimate.step), run.estimate.step)
-        cells["bound by"] = Cell(run.estimate.bound)
+        cells["step"] = TableCell(duration_text(run.estimate.step), run.estimate.step)
+        cells["bound by"] = TableCell(run.estimate.bound)
     return cells
 
 

@@ -16,7 +16,7 @@ from keras_tpu_dist.dryrun.run import Progress, compile_once, lower_once
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.hlo import Wire
 from keras_tpu_dist.searches.candidates import POLICIES, Candidate, candidates
-from keras_tpu_dist.searches.facts import Described, Facts, describing
+from keras_tpu_dist.searches.facts import DescribedModel, Facts, describing
 from keras_tpu_dist.searches.forecast import Ground, forecast
 from keras_tpu_dist.searches.parallel import compiled_together
 from keras_tpu_dist.searches.ranking import Ranking, Tried, rank
@@ -278,7 +278,7 @@ def _promise(tried: Tried, limit: int) -> tuple[float, float]:
 
 
 def _forecast_of(
-    model: Described,
+    model: DescribedModel,
     facts: Facts,
     candidate: Candidate,
     topology: Topology,

@@ -83,7 +83,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 
 
 @dataclass(frozen=True)
-class Cell:
+class TableCell:
     """A cell of a table.
 
     Attributes:
@@ -154,14 +154,14 @@ def fragment(title: str, *parts: str) -> str:
     return f'<div class="ktd"><style>{_STYLE}</style>{head}{"".join(parts)}</div>'
 
 
-def sortable(header: Sequence[str], rows: Iterable[Sequence[Cell | str]]) -> str:
+def sortable(header: Sequence[str], rows: Iterable[Sequence[TableCell | str]]) -> str:
     """A table that sorts by the column whose head is clicked.
 
     Args:
         header: The heads of its columns, as plain text.
         rows: Its other rows; what is text alone is escaped here.
     """
-    cells = [[c if isinstance(c, Cell) else Cell(c) for c in row] for row in rows]
+    cells = [[c if isinstance(c, TableCell) else TableCell(c) for c in row] for row in rows]
     numeric = [any(_is_number(row[n]) for row in cells) for n in range(len(header))]
     heads = "".join(
         f'<th scope="col"{_numeric(n)}><button type="button">{html.escape(name)}</button></th>'
@@ -261,13 +261,13 @@ def file_of(path: str | os.PathLike) -> Path:
     )
 
 
-def _cell(cell: Cell) -> str:
+def _cell(cell: TableCell) -> str:
     value = "" if cell.value is None else f' data-value="{float(cell.value)!r}"'
     inner = cell.markup or html.escape(cell.text)
     return f"<td{value}{_numeric(_is_number(cell))}>{inner}</td>"
 
 
-def _is_number(cell: Cell) -> bool:
+def _is_number(cell: TableCell) -> bool:
     return cell.value is not None and not cell.markup
 
 

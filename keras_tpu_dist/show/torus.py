@@ -28,7 +28,7 @@ def torus_svg(
         An SVG. Planes of a torus of three dimensions stand behind each other; links that lead
         through chips of other groups are grey.
     """
-    plan = _Plan(shown_sides(torus.sides))
+    plan = _Paper(shown_sides(torus.sides))
     idle = [plan.link(each, GREY, 1.0, ' opacity=".45"') for each in torus.all_links()]
     cores = 1 + max(place[4] for place in torus.places)
     thick = (2.0 + 4.0 * weight) * (0.5 if plan.behind else 1.0)
@@ -75,7 +75,7 @@ def _words(torus: Torus, mesh: Sequence[tuple[str, int]], number: int) -> str:
     return f"chip {chip}" + (f" core {core}" if core else "") + f": {' '.join(reversed(at))}"
 
 
-class _Plan:
+class _Paper:
     """Where chips stand on paper: x to the right, y downwards, z behind."""
 
     def __init__(self, sides: Place):

@@ -40,7 +40,7 @@ from keras_tpu_dist.training.turns import together as turns_together
 
 
 @dataclass(frozen=True)
-class _Call:
+class _RunningCall:
     """A running fit, evaluate, predict, *_on_batch or dry run."""
 
     runner: "Runner"
@@ -50,7 +50,9 @@ class _Call:
 
 
 # Not on the strategy, which threads share.
-_running: contextvars.ContextVar[_Call | None] = contextvars.ContextVar("running", default=None)
+_running: contextvars.ContextVar[_RunningCall | None] = contextvars.ContextVar(
+    "running", default=None
+)
 
 
 class Runner:
@@ -175,9 +177,9 @@ class Runner:
             yield
 
     @contextlib.contextmanager
-    def call(self, member: membership.Membership, model: Any = None) -> Iterator[_Call]:
+    def call(self, member: membership.Membership, model: Any = None) -> Iterator[_RunningCall]:
         """The layouts of layers' outputs are those of this model's plan and annotations."""
-        call = _Call(self, member, AutoSteps(), model)
+        call = _RunningCall(self, member, AutoSteps(), model)
         token = _running.set(call)
         try:
             yield call

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from keras_tpu_dist.searches.activations import BATCH, Buffer, buffers_of, peak_bytes
+from keras_tpu_dist.searches.activations import BATCH, HeldArray, buffers_of, peak_bytes
 
 ROWS, WIDTH, HIDDEN = 16, 256, 1024
 KERNEL = jnp.zeros((WIDTH, HIDDEN))
@@ -156,9 +156,9 @@ def test_a_convolution():
 
 def test_the_peak():
     none = (frozenset(),)
-    early = Buffer((1024,), 4, none, born=0, dies=2)
-    late = Buffer((2048,), 4, none, born=2, dies=3)
-    alone = Buffer((2560,), 4, none, born=4, dies=4)
+    early = HeldArray((1024,), 4, none, born=0, dies=2)
+    late = HeldArray((2048,), 4, none, born=2, dies=3)
+    alone = HeldArray((2560,), 4, none, born=4, dies=4)
     assert peak_bytes([], whole, whole) == 0
     assert peak_bytes([early, late, alone], whole, whole) == 4 * 3072
     assert peak_bytes([early, alone], whole, whole) == 4 * 2560
@@ -166,11 +166,11 @@ def test_the_peak():
 
 def test_the_batch_is_split_and_tiles_are_filled():
     rows = frozenset([BATCH])
-    buffer = Buffer((64, 3), 4, (rows, frozenset()), born=0, dies=0)
+    buffer = HeldArray((64, 3), 4, (rows, frozenset()), born=0, dies=0)
     # In tiles of 8 times 128: three columns take eight, 64 rows take 128.
     assert peak_bytes([buffer], whole, whole) == 4 * 8 * 128
     assert peak_bytes([buffer], lambda o: 8 if o else 1, whole) == 4 * 8 * 128
-    wide = Buffer((64, 256), 4, (rows, frozenset()), born=0, dies=0)
+    wide = HeldArray((64, 256), 4, (rows, frozenset()), born=0, dies=0)
     assert peak_bytes([wide], lambda o: 8 if o else 1, whole) == 4 * 8 * 256
 
 
