@@ -10,7 +10,7 @@ from keras_tpu_dist.hardware.assignment import DeviceAssignment as DeviceAssignm
 from keras_tpu_dist.hardware.simulation import simulate as simulate
 from keras_tpu_dist.hardware.topology import Topology as Topology
 from keras_tpu_dist.hardware.versions import warn_of_wrong_jax as _warn_of_wrong_jax
-from keras_tpu_dist.input.shares import InputShard as InputShard
+from keras_tpu_dist.input.shards import InputShard as InputShard
 from keras_tpu_dist.layers import convert as convert
 from keras_tpu_dist.layout.annotations import replicate as replicate
 from keras_tpu_dist.layout.annotations import split as split

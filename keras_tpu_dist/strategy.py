@@ -19,7 +19,7 @@ from keras_tpu_dist.hardware.simulation import warn_without_tpu
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.input.clock import InputWait
 from keras_tpu_dist.input.own_rows import placer_for
-from keras_tpu_dist.input.shares import InputShard, shares_of
+from keras_tpu_dist.input.shards import InputShard, shares_of
 from keras_tpu_dist.layout.layouts import Layouts
 from keras_tpu_dist.layout.placement import Placement
 from keras_tpu_dist.layout.planner import Plan

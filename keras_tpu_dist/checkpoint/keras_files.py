@@ -22,7 +22,7 @@ from keras_tpu_dist.checkpoint.names import (
     same_kind,
 )
 from keras_tpu_dist.checkpoint.optimizers import build_optimizer
-from keras_tpu_dist.checkpoint.report import Restored
+from keras_tpu_dist.checkpoint.restored import Restored
 from keras_tpu_dist.checkpoint.store import check_stored, folder, orbax, to_read, told
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.patterns import matches

@@ -29,7 +29,7 @@ from keras_tpu_dist.checkpoint.names import (
     said_of,
 )
 from keras_tpu_dist.checkpoint.optimizers import build_optimizer
-from keras_tpu_dist.checkpoint.report import Restored
+from keras_tpu_dist.checkpoint.restored import Restored
 from keras_tpu_dist.checkpoint.store import Store, none_in
 from keras_tpu_dist.common.checks import check_counts, check_flags, check_model, checked_path
 from keras_tpu_dist.common.errors import message, without_id

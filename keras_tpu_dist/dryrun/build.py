@@ -36,8 +36,8 @@ from keras_tpu_dist.partitioner.jaxprs import (
 from keras_tpu_dist.training import membership
 from keras_tpu_dist.training.auto_steps import MOST_STEPS
 from keras_tpu_dist.training.guard import states_that_fit
+from keras_tpu_dist.training.protocol import Strategy
 from keras_tpu_dist.training.step import jitted_step
-from keras_tpu_dist.training.strategy import Strategy
 
 Build = Callable[[], keras.Model] | keras.Model
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.hardware.mesh import SEQUENCE_AXIS
 from keras_tpu_dist.hardware.topology import Topology
-from keras_tpu_dist.training.strategy import StrategyPart
+from keras_tpu_dist.training.protocol import StrategyPart
 
 if TYPE_CHECKING:
     from keras_tpu_dist.dryrun.run import Build, DryRun, Progress

@@ -28,7 +28,7 @@ from keras_tpu_dist.hlo import ProgramCost, Wire, analyze
 from keras_tpu_dist.hlo.layers import Attribution
 from keras_tpu_dist.show.progress import stages
 from keras_tpu_dist.show.text import size_text
-from keras_tpu_dist.training.strategy import Strategy
+from keras_tpu_dist.training.protocol import Strategy
 
 logger = logging.getLogger("keras_tpu_dist")
 

@@ -18,7 +18,7 @@ from jax.experimental.sparse import JAXSparse
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.input.batch_axis import element_names, flatten
 from keras_tpu_dist.input.host_arrays import as_array, check_same_rows, checked_rows
-from keras_tpu_dist.input.shares import Shares
+from keras_tpu_dist.input.shards import Shares
 from keras_tpu_dist.processes.arrays import joined_rows, mark
 from keras_tpu_dist.processes.channel import agree
 from keras_tpu_dist.processes.encoding import ANYTHING, Each, PeerError, check_array, fits

@@ -15,7 +15,7 @@ from keras_tpu_dist.input.batch_axis import flatten
 from keras_tpu_dist.input.batches import BatchPlacer, PlacedBatch, Slot
 from keras_tpu_dist.input.host_arrays import as_array, padded
 from keras_tpu_dist.input.own_input import OwnInput, Share
-from keras_tpu_dist.input.shares import Shares, shares_of
+from keras_tpu_dist.input.shards import Shares, shares_of
 from keras_tpu_dist.processes.arrays import put
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend import core
 
 from keras_tpu_dist import _keras
-from keras_tpu_dist.memory.fingerprint import Fingerprints, value_of
+from keras_tpu_dist.memory.equality import Fingerprints, value_of
 from keras_tpu_dist.partitioner.jaxprs import opened
 
 # Keys of configs that tell equal layers apart.

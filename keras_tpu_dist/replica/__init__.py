@@ -5,6 +5,6 @@ from keras_tpu_dist.replica.context import get_replica_context as get_replica_co
 from keras_tpu_dist.replica.datasets import DistributedDataset as DistributedDataset
 from keras_tpu_dist.replica.datasets import InputContext as InputContext
 from keras_tpu_dist.replica.datasets import ValueContext as ValueContext
-from keras_tpu_dist.replica.options import RunOptions as RunOptions
 from keras_tpu_dist.replica.run import ReplicaCode as ReplicaCode
+from keras_tpu_dist.replica.run_options import RunOptions as RunOptions
 from keras_tpu_dist.replica.values import PerReplica as PerReplica

@@ -9,7 +9,7 @@ import numpy as np
 
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.processes.arrays import whole
-from keras_tpu_dist.training.strategy import Strategy
+from keras_tpu_dist.training.protocol import Strategy
 
 
 def own_replicas(strategy: Strategy) -> tuple[int, ...]:

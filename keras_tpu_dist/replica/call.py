@@ -12,9 +12,9 @@ from jax.sharding import NamedSharding
 
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.processes.arrays import put, whole
-from keras_tpu_dist.replica.options import RunOptions, exact, pad_host, pad_value, refilled
+from keras_tpu_dist.replica.run_options import RunOptions, exact, pad_host, pad_value, refilled
 from keras_tpu_dist.replica.values import PerReplica, check_owner
-from keras_tpu_dist.training.strategy import Strategy
+from keras_tpu_dist.training.protocol import Strategy
 
 
 @dataclass(frozen=True)

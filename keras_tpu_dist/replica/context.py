@@ -13,7 +13,7 @@ from keras_tpu_dist import _keras
 from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.replica.reductions import checked_reduction, reduced
-from keras_tpu_dist.training.strategy import Strategy
+from keras_tpu_dist.training.protocol import Strategy
 
 # The odd number nearest 2**32 / golden ratio: seeds of neighbouring replicas land far apart, and
 # replica 0 keeps the seed of a program on one device.

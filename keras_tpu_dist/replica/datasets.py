@@ -19,10 +19,10 @@ from keras_tpu_dist.input.own_input import OwnInput, Share
 from keras_tpu_dist.input.position import InputPosition
 from keras_tpu_dist.input.same_input import compared
 from keras_tpu_dist.replica.blocks import from_blocks, own_replicas
-from keras_tpu_dist.replica.options import RunOptions, check_no_rows, pad_host
+from keras_tpu_dist.replica.run_options import RunOptions, check_no_rows, pad_host
 from keras_tpu_dist.replica.stacked import DescribedValue, stack, stacked
 from keras_tpu_dist.replica.values import PerReplica
-from keras_tpu_dist.training.strategy import Strategy, StrategyPart
+from keras_tpu_dist.training.protocol import Strategy, StrategyPart
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from keras_tpu_dist.replica.state import (
 from keras_tpu_dist.replica.together import all_the_same, check_call, check_variables, name_of
 from keras_tpu_dist.replica.values import PerReplica
 from keras_tpu_dist.training import membership
-from keras_tpu_dist.training.strategy import Strategy
+from keras_tpu_dist.training.protocol import Strategy
 
 # Variables may be created while tracing, and what is read may depend on what exists.
 _MOST_TRACES = 8

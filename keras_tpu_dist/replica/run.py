@@ -21,7 +21,6 @@ from keras_tpu_dist.replica.blocks import every_block
 from keras_tpu_dist.replica.call import prepare
 from keras_tpu_dist.replica.context import checked_axis, in_replica_context
 from keras_tpu_dist.replica.datasets import DistributedInput, check_attached
-from keras_tpu_dist.replica.options import RunOptions
 from keras_tpu_dist.replica.program import ReplicaProgram
 from keras_tpu_dist.replica.reductions import (
     check_not_empty,
@@ -29,9 +28,10 @@ from keras_tpu_dist.replica.reductions import (
     dtypes_of,
     reduced,
 )
+from keras_tpu_dist.replica.run_options import RunOptions
 from keras_tpu_dist.replica.state import copies_of, is_own
 from keras_tpu_dist.replica.values import PerReplica, check_owner
-from keras_tpu_dist.training.strategy import Strategy
+from keras_tpu_dist.training.protocol import Strategy
 
 logger = logging.getLogger("keras_tpu_dist")
 

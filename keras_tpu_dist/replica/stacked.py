@@ -14,7 +14,7 @@ from keras_tpu_dist.processes.channel import agree
 from keras_tpu_dist.processes.encoding import Each, check_array
 from keras_tpu_dist.replica.blocks import from_blocks
 from keras_tpu_dist.replica.values import PerReplica
-from keras_tpu_dist.training.strategy import Strategy
+from keras_tpu_dist.training.protocol import Strategy
 
 # What a process says: for each of its replicas the number, the structure, and each array of it.
 _TOLD = Each([int, str, Each([str, Each(int), str, int])])

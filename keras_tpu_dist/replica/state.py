@@ -13,7 +13,7 @@ from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.processes.arrays import put, whole
 from keras_tpu_dist.replica.context import ReplicaContext
 from keras_tpu_dist.training import membership
-from keras_tpu_dist.training.strategy import Strategy
+from keras_tpu_dist.training.protocol import Strategy
 
 logger = logging.getLogger("keras_tpu_dist")
 

@@ -13,7 +13,7 @@ from keras_tpu_dist.processes.channel import agree
 from keras_tpu_dist.processes.encoding import Each
 from keras_tpu_dist.replica.call import Call, Leaf
 from keras_tpu_dist.replica.padding import same_numbers
-from keras_tpu_dist.training.strategy import Strategy
+from keras_tpu_dist.training.protocol import Strategy
 
 # On a variable: that all processes were found to hold the same values.
 _COMPARED = "_keras_tpu_dist_compared"

@@ -8,7 +8,7 @@ import numpy as np
 
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.replica.blocks import own_blocks, own_replicas
-from keras_tpu_dist.training.strategy import Strategy
+from keras_tpu_dist.training.protocol import Strategy
 
 
 class PerReplica:

@@ -14,7 +14,7 @@ from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.memory.remat import LayerPolicies
 from keras_tpu_dist.show.progress import stages
 from keras_tpu_dist.show.text import size_text, text_table
-from keras_tpu_dist.training.strategy import Strategy
+from keras_tpu_dist.training.protocol import Strategy
 
 # No guess is more than this many times what is known to fit.
 _LARGEST_STEP = 256

@@ -18,7 +18,7 @@ from keras_tpu_dist.processes.saving import written_once
 from keras_tpu_dist.training.fit_control import FitControl
 from keras_tpu_dist.training.guard import StateGuard
 from keras_tpu_dist.training.pickling import carry_strategy
-from keras_tpu_dist.training.strategy import Strategy
+from keras_tpu_dist.training.protocol import Strategy
 from keras_tpu_dist.training.turns import Turns, compiling, read_together, turns_of
 
 logger = logging.getLogger("keras_tpu_dist")

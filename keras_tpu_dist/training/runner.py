@@ -34,7 +34,7 @@ from keras_tpu_dist.training.auto_steps import AutoSteps
 from keras_tpu_dist.training.guard import StateGuard, recover, states_to_keep
 from keras_tpu_dist.training.loop import StepLoop
 from keras_tpu_dist.training.options import Options
-from keras_tpu_dist.training.strategy import Strategy
+from keras_tpu_dist.training.protocol import Strategy
 from keras_tpu_dist.training.turns import TRAINING, Recompiled, turns_of
 from keras_tpu_dist.training.turns import together as turns_together
 

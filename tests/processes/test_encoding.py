@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from keras_tpu_dist.input import own_input
 from keras_tpu_dist.input.own_input import OwnInput, described_structure, structure_of
-from keras_tpu_dist.input.shares import shares_by
+from keras_tpu_dist.input.shards import shares_by
 from keras_tpu_dist.processes import encoding, watch
 from keras_tpu_dist.processes.channel import Channel, PeerError
 from keras_tpu_dist.processes.encoding import ANYTHING, Each, Named, check_array, decoded, fits

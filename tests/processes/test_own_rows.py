@@ -15,7 +15,7 @@ import keras_tpu_dist as ktd
 from keras_tpu_dist.input.batches import PlacedBatch, Slot
 from keras_tpu_dist.input.own_input import Share
 from keras_tpu_dist.input.own_rows import OwnRowsPlacer
-from keras_tpu_dist.input.shares import shares_by
+from keras_tpu_dist.input.shards import shares_by
 
 HERE = pathlib.Path(__file__).parent
 

@@ -8,7 +8,7 @@ import pytest
 from helpers import assert_close
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.replica.options import RunOptions, refilled
+from keras_tpu_dist.replica.run_options import RunOptions, refilled
 
 BUCKETS = RunOptions(buckets="power_of_two", axis=1)
 DYNAMIC = RunOptions(dynamic_batch=True)
