@@ -5,12 +5,14 @@ from typing import Any
 
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.dryrun.run import DryRun
-from keras_tpu_dist.show.page import fragment
+from keras_tpu_dist.show.page import Shown
 from keras_tpu_dist.show.text import duration_text, html_table, size_text, text_table
+
+_HEADER = ("", "first", "second", "ratio")
 
 
 @dataclass(frozen=True)
-class Diff:
+class Diff(Shown):
     """Two dry runs side by side.
 
     Args:
@@ -20,10 +22,13 @@ class Diff:
     rows: tuple[tuple[str, str, str, str], ...]
 
     def __str__(self) -> str:
-        return text_table(("", "first", "second", "ratio"), self.rows)
+        return text_table(_HEADER, self.rows)
 
-    def _repr_html_(self) -> str:
-        return fragment("", html_table(("", "first", "second", "ratio"), self.rows))
+    def _title(self) -> str:
+        return ""
+
+    def _blocks(self) -> list[str]:
+        return [html_table(_HEADER, self.rows)]
 
 
 def diff(a: DryRun, b: DryRun) -> Diff:

@@ -11,7 +11,7 @@ from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.hardware.torus import Torus
 from keras_tpu_dist.hlo import Buffer, ProgramCost
 from keras_tpu_dist.layout.lint import Finding
-from keras_tpu_dist.show.page import Page, TableCell, bar, document, fragment, legend, sortable
+from keras_tpu_dist.show.page import Page, TableCell, bar, document, legend, sortable
 from keras_tpu_dist.show.svg import COLOURS, GREY
 from keras_tpu_dist.show.text import duration_text, html_table, size_text, text_table
 from keras_tpu_dist.show.torus import shown_sides, torus_svg
@@ -244,7 +244,7 @@ class DryRun(Page):
         return json.dumps(self.to_dict(), indent=1)
 
     def __str__(self) -> str:
-        parts = [self._headline()]
+        parts = [self._title()]
         if self.error:
             parts.append(f"the compiler says: {self.error}")
         for title, header, rows in self._tables():
@@ -256,7 +256,7 @@ class DryRun(Page):
 
         return document(self._subject(), [*_head(self), *_sections(self)])
 
-    def _repr_html_(self) -> str:
+    def _blocks(self) -> list[str]:
 
         # A notebook runs no script, so tables do not sort there.
         error = [f"<p>the compiler says: {html.escape(self.error)}</p>"] if self.error else []
@@ -264,10 +264,9 @@ class DryRun(Page):
             f"<p>{html.escape(title)}</p>{html_table(header, rows)}"
             for title, header, rows in self._tables()
         ]
-        parts = [*error, *memory_bars(self), *tables, *_remarks(self)]
-        return fragment(self._headline(), *parts)
+        return [*error, *memory_bars(self), *tables, *_remarks(self)]
 
-    def _headline(self) -> str:
+    def _title(self) -> str:
         return f"{self._subject()}: {_VERDICT[self.fits][1]}"
 
     def _subject(self) -> str:

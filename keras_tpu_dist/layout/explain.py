@@ -14,7 +14,7 @@ from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.hardware.crossings import crossings_text
 from keras_tpu_dist.layout.placement import Placement, bytes_of
 from keras_tpu_dist.layout.rules import Decision, nearest_path
-from keras_tpu_dist.show.page import fragment
+from keras_tpu_dist.show.page import Shown
 from keras_tpu_dist.show.text import html_table, size_text, text_table
 
 _LARGEST_SHOWN = 5
@@ -91,7 +91,7 @@ class LayerRow:
 
 
 @dataclass(frozen=True)
-class Explanation:
+class Explanation(Shown):
     """Where a model's variables lie, and why.
 
     Attributes:
@@ -143,12 +143,14 @@ class Explanation:
         lines += [f"  {line}" for line in self._lines_of_layers()]
         return "\n".join([*lines, *self._totals()])
 
-    def _repr_html_(self) -> str:
+    def _title(self) -> str:
+        return f"{self.model} on {self.mesh}"
+
+    def _blocks(self) -> list[str]:
         axes = [f"axes: {self.crossings}"] if self.crossings else []
         lines = [*axes, *self._lines_of_layers(), *self._totals()]
         table = html_table(_HEADER, [_cells(row) for row in self.rows])
-        said = [f"<p>{html.escape(line)}</p>" for line in lines]
-        return fragment(f"{self.model} on {self.mesh}", table, *said)
+        return [table, *(f"<p>{html.escape(line)}</p>" for line in lines)]
 
     def _lines_of_layers(self) -> list[str]:
         return [

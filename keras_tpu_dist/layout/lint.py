@@ -16,7 +16,7 @@ from keras_tpu_dist.hardware.mesh import LOGICAL_AXIS, state_axes
 from keras_tpu_dist.layout.annotations import layouts_in
 from keras_tpu_dist.layout.placement import UNDECIDED, Placement, Setting, bytes_of
 from keras_tpu_dist.layout.rules import dead_patterns, matching, nearest_path
-from keras_tpu_dist.show.page import fragment
+from keras_tpu_dist.show.page import Shown
 from keras_tpu_dist.show.text import html_table, size_text
 
 logger = logging.getLogger("keras_tpu_dist")
@@ -51,7 +51,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class LintReport:
+class LintReport(Shown):
     """All findings about one model, the gravest first.
 
     Attributes:
@@ -71,10 +71,13 @@ class LintReport:
         """The report as plain dicts and lists."""
         return {**asdict(self), "ok": self.ok}
 
-    def _repr_html_(self) -> str:
+    def _title(self) -> str:
+        return self.model
+
+    def _blocks(self) -> list[str]:
         rows = [(f.severity, f.path, f.words, f.fix, f.code) for f in self.findings]
         table = html_table(("severity", "where", "what", "fix", "code"), rows)
-        return fragment(self.model, table if rows else "no findings")
+        return [table if rows else "no findings"]
 
     def __str__(self):
         if not self.findings:

@@ -25,7 +25,7 @@ from keras_tpu_dist.hardware.mesh import sequence_axis, state_axes
 from keras_tpu_dist.layout.activations import block_outputs
 from keras_tpu_dist.layout.rules import Decision, LayoutRules
 from keras_tpu_dist.layout.tensor import TensorPlan
-from keras_tpu_dist.show.page import fragment
+from keras_tpu_dist.show.page import Shown
 from keras_tpu_dist.show.text import html_table
 
 PLANS = ("fsdp", "tensor_parallel", "auto")
@@ -44,7 +44,7 @@ _COPIES_OF_A_TRAINABLE_WEIGHT = 4
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Shown):
     """A layout for every variable of one model.
 
     Attributes:
@@ -100,14 +100,16 @@ class Plan:
             and not any(path.startswith(f"{layer}/") for path in split)
         ]
 
-    def _repr_html_(self) -> str:
+    def _title(self) -> str:
+        return f"plan {self.name}"
+
+    def _blocks(self) -> list[str]:
         rows = [(p, str(s), str(d.axes), d.reason) for p, s, d in self.decisions]
-        table = html_table(("variable", "shape", "layout", "reason"), rows)
-        return fragment(f"plan {self.name}", table)
+        return [html_table(("variable", "shape", "layout", "reason"), rows)]
 
     def __str__(self):
         width = max((len(path) for path, _, _ in self.decisions), default=0)
-        lines = [f"plan {self.name}"]
+        lines = [self._title()]
         lines += [f"  {p:<{width}}  {s!s:<18} {d.axes!s}  {d.reason}" for p, s, d in self.decisions]
         return "\n".join(lines)
 

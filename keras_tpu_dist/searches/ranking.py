@@ -11,7 +11,7 @@ from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.searches.candidates import Candidate
 from keras_tpu_dist.searches.forecast import Forecast
 from keras_tpu_dist.show.chart import Point, colours_of, scatter_svg
-from keras_tpu_dist.show.page import Page, TableCell, bar, document, fragment, legend, sortable
+from keras_tpu_dist.show.page import Page, TableCell, bar, document, legend, sortable
 from keras_tpu_dist.show.svg import GREY
 from keras_tpu_dist.show.text import duration_text, html_table, size_text, text_table
 from keras_tpu_dist.strategy import TPUStrategy
@@ -166,7 +166,6 @@ class Ranking(Page):
         parts.append(f"{used:.0%} of the memory is used")
         return f"bound by {e.bound}: {', '.join(parts)}"
 
-    @property
     def _title(self) -> str:
         of = f" for model {self.model!r}" if self.model else ""
         compiled = sum(tried.run is not None for tried in self.compiled)
@@ -183,12 +182,12 @@ class Ranking(Page):
     def __str__(self) -> str:
         header, rows = self._table()
         short = [[cell.text[:_LONGEST_ERROR] for cell in row] for row in rows]
-        return f"{self._title}\n{self._first}\n{text_table(header, short)}"
+        return f"{self._title()}\n{self._first}\n{text_table(header, short)}"
 
-    def _repr_html_(self) -> str:
+    def _blocks(self) -> list[str]:
         header, rows = self._table(numbered=True)
         table = html_table(header, [[cell.text for cell in row] for row in rows])
-        return fragment(self._title, *self._drawing(), table)
+        return [*self._drawing(), table]
 
     def _page(self) -> str:
         """Step time drawn against memory, and a table."""

@@ -3,6 +3,7 @@
 import html
 import math
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from keras_tpu_dist.common.axes import entry_names, layout_text
-from keras_tpu_dist.show.page import fragment, legend
+from keras_tpu_dist.show.page import legend
 from keras_tpu_dist.show.pictures import Picture
 from keras_tpu_dist.show.svg import COLOURS, FAINT, GREY, ON_COLOUR, svg_box, svg_document, svg_text
 from keras_tpu_dist.show.text import size_text
@@ -71,7 +72,7 @@ class ModelPicture(Picture):
         axes = [(self.colours()[name], f"{name} {n}") for name, n in self.explanation.mesh.items()]
         return [*axes, (GREY, "whole on every device")]
 
-    def _repr_html_(self) -> str:
+    def _blocks(self) -> Iterable[str]:
         e, colours = self.explanation, self.colours()
         rows = []
         for row in e.rows:
@@ -92,7 +93,7 @@ class ModelPicture(Picture):
         head = "<th>variable</th><th>shape</th><th>bytes</th><th>per device</th><th>reason</th>"
         table = f"<table><tr>{head}</tr>{''.join(rows)}</table>"
         total = f"<p>weights and optimizer: {self._total()}</p>"
-        return fragment(self._title(), legend(self.legend_entries()[:-1]), table, total)
+        return [legend(self.legend_entries()[:-1]), table, total]
 
     def svg(self) -> str:
         """The picture as SVG: one bar per variable, as long as its share of a device."""

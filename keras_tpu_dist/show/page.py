@@ -97,8 +97,21 @@ class TableCell:
     markup: str = ""
 
 
-class Page:
-    """A result that can be shown as a page of its own."""
+class Shown:
+    """A result that a notebook shows below its cell: a title, and HTML below that."""
+
+    def _repr_html_(self) -> str:
+        return fragment(self._title(), *self._blocks())
+
+    def _title(self) -> str:
+        raise NotImplementedError
+
+    def _blocks(self) -> Iterable[str]:
+        raise NotImplementedError
+
+
+class Page(Shown):
+    """A result that can be shown as a page of its own, too."""
 
     def to_html(self, path: str | os.PathLike | None = None) -> str | None:
         """The whole of it as a page, to open in a browser and to send to others.

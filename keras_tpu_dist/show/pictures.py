@@ -3,7 +3,7 @@
 import io
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from rich.text import Text
 
 from keras_tpu_dist.common.axes import layout_text
 from keras_tpu_dist.common.errors import message
-from keras_tpu_dist.show.page import delivered, file_of, fragment
+from keras_tpu_dist.show.page import Shown, delivered, file_of
 from keras_tpu_dist.show.svg import COLOURS, ON_COLOUR, svg_box, svg_document, svg_text
 
 PANELS_SHOWN = 64
@@ -76,17 +76,14 @@ def device_label(device_id: int, process: int, coords) -> str:
     return f"{device_id}{place}" + (f" host {process}" if process else "")
 
 
-class Picture:
+class Picture(Shown):
     """What pictures have in common: one title, as text, HTML, SVG and figures of matplotlib."""
 
     def __str__(self) -> str:
         return as_plain_text(self)
 
-    def _repr_html_(self) -> str:
-        return fragment(self._title(), self.svg())
-
-    def _title(self) -> str:
-        raise NotImplementedError
+    def _blocks(self) -> Iterable[str]:
+        return [self.svg()]
 
     def svg(self) -> str:
         """The picture as SVG."""
