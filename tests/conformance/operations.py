@@ -323,7 +323,7 @@ SMOOTH: dict[str, Callable[[Any], Any]] = {
     "sparsemax/last": lambda p: ops.sparsemax(0.3 * p.x - 1),
     "sparsemax/axis0": lambda p: ops.sparsemax(0.3 * p.x - 1, axis=0),
     "glu/last": lambda p: ops.glu(p.x),
-    "glu/axis0": lambda p: ops.glu(p.x[:12], axis=0),
+    "glu/axis0": lambda p: ops.glu(p.x[: min(12, len(p.x) // 2 * 2)], axis=0),
     "normalize/last": lambda p: ops.normalize(p.x),
     "normalize/axis0": lambda p: ops.normalize(p.x, axis=0, order=1),
     "normalize/cubic": lambda p: ops.normalize(p.x, axis=0, order=3),

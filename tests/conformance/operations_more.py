@@ -23,6 +23,16 @@ def count(p):
     return p.x.shape[0]
 
 
+def few(p, rows):
+    """So many rows, or all: a replica has only three or four."""
+    return min(rows, count(p))
+
+
+def cuts(p, *places):
+    """Where rows are cut."""
+    return [few(p, place) for place in places]
+
+
 def start(p):
     """A place in 1..3 that is only known at run time."""
     return ops.cast(1 + ops.sum(p.ids) % 3, "int32")
@@ -117,7 +127,7 @@ SMOOTH: dict[str, Callable[[Any], Any]] = {
     "sort/all": lambda p: ops.sort(p.x, axis=None),
     "sort/row": lambda p: ops.sort(p.row),
     "top_k/last": lambda p: ops.top_k(p.x, 3),
-    "top_k/batch": lambda p: ops.top_k(ops.transpose(p.x), 4),
+    "top_k/batch": lambda p: ops.top_k(ops.transpose(p.x), few(p, 4)),
     "top_k/all": lambda p: ops.top_k(ops.ravel(p.x), 5)[0],
     "top_k/row": lambda p: ops.top_k(p.row, 3),
     "diff/last": lambda p: ops.diff(p.x),
@@ -258,13 +268,13 @@ SMOOTH: dict[str, Callable[[Any], Any]] = {
     "vstack/matrices": lambda p: ops.vstack([p.x, p.y]),
     "vstack/rows": lambda p: ops.vstack([p.row, p.column]),
     "dstack/matrices": lambda p: ops.dstack([p.x, p.y]),
-    "split/axis0": lambda p: ops.split(p.x, [4, 9]),
+    "split/axis0": lambda p: ops.split(p.x, cuts(p, 4, 9)),
     "split/last": lambda p: ops.split(p.x, 3, axis=-1),
     "array_split/axis0": lambda p: ops.array_split(p.x, 3),
     "array_split/last": lambda p: ops.array_split(p.x, 4, axis=1),
     "hsplit/matrix": lambda p: ops.hsplit(p.x, 2),
-    "hsplit/row": lambda p: ops.hsplit(p.row, [5]),
-    "vsplit/matrix": lambda p: ops.vsplit(p.x, [3, 5]),
+    "hsplit/row": lambda p: ops.hsplit(p.row, cuts(p, 5)),
+    "vsplit/matrix": lambda p: ops.vsplit(p.x, cuts(p, 3, 5)),
     "dsplit/seq": lambda p: ops.dsplit(p.seq, 2),
     "unstack/axis0": lambda p: ops.unstack(p.x),
     "unstack/last": lambda p: ops.unstack(p.x, axis=-1),
@@ -317,14 +327,16 @@ SMOOTH: dict[str, Callable[[Any], Any]] = {
     "scatter_update/own_label": lambda p: ops.scatter_update(p.x, grid(p), p.row),
     "scatter_update/fixed": lambda p: ops.scatter_update(p.x, [[1], [4]], p.y[:2]),
     "scatter_update/fixed_place": lambda p: ops.scatter_update(p.x, [[1, 2], [4, 0]], p.w_factor),
-    "slice/fixed": lambda p: ops.slice(p.x, (2, 1), (5, 3)),
+    "slice/fixed": lambda p: ops.slice(p.x, (2, 1), (few(p, 7) - 2, 3)),
     "slice/rest": lambda p: ops.slice(p.x, (3, 0), (-1, 6)),
-    "slice/traced_rows": lambda p: ops.slice(p.x, [start(p), 0], (4, 6)),
+    "slice/traced_rows": lambda p: ops.slice(p.x, [start(p), 0], (few(p, 4), 6)),
     "slice/traced_columns": lambda p: ops.slice(p.x, [0, start(p)], (count(p), 2)),
-    "slice/clamped_rows": lambda p: ops.slice(p.x, [start(p) + 100, 0], (4, 6)),
+    "slice/clamped_rows": lambda p: ops.slice(p.x, [start(p) + 100, 0], (few(p, 4), 6)),
     "slice/clamped_columns": lambda p: ops.slice(p.x, [0, start(p) + 100], (count(p), 2)),
-    "slice_update/fixed": lambda p: ops.slice_update(p.x, (2, 1), p.y[:5, :3]),
-    "slice_update/traced_rows": lambda p: ops.slice_update(p.x, [start(p), 0], p.w_table[:4]),
+    "slice_update/fixed": lambda p: ops.slice_update(p.x, (2, 1), p.y[: few(p, 7) - 2, :3]),
+    "slice_update/traced_rows": lambda p: ops.slice_update(
+        p.x, [start(p), 0], p.w_table[: few(p, 4)]
+    ),
     "slice_update/traced_columns": lambda p: ops.slice_update(
         p.x, [0, start(p)], p.positive[:, :2]
     ),
@@ -412,7 +424,9 @@ SMOOTH: dict[str, Callable[[Any], Any]] = {
     "image.affine_transform/interpolation": lambda p: ops.image.affine_transform(
         p.image, p.transform, interpolation="nearest", fill_value=0.5
     ),
-    "image.affine_transform/one": lambda p: ops.image.affine_transform(p.image[4], p.transform[1]),
+    "image.affine_transform/one": lambda p: ops.image.affine_transform(
+        p.image[few(p, 5) - 1], p.transform[1]
+    ),
     "image.perspective_transform/own": lambda p: ops.image.perspective_transform(
         p.image, p.corners, p.corners2
     ),
@@ -491,7 +505,9 @@ DISCRETE: dict[str, Callable[[Any], Any]] = {
     "argsort/all": lambda p: ops.argsort(p.x, axis=None),
     "argsort/ties": lambda p: ops.argsort(p.labels),
     "argpartition/last": lambda p: ops.sort(ops.argpartition(p.x, 2)[:, :3]),
-    "argpartition/axis0": lambda p: ops.sort(ops.argpartition(p.x, 3, axis=0)[:4], axis=0),
+    "argpartition/axis0": lambda p: ops.sort(
+        ops.argpartition(p.x, few(p, 4) - 1, axis=0)[:4], axis=0
+    ),
     "argpartition/all": lambda p: ops.sort(ops.argpartition(p.x, 5, axis=None)[:6]),
     "sort/integers": lambda p: ops.sort(p.digits, axis=0),
     "sum/integers": lambda p: (ops.sum(p.digits, axis=0), ops.sum(p.mask)),
