@@ -8,6 +8,8 @@ devices must join: those that took the other branch never come, and the program 
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from jax.sharding import Mesh
+
 from keras_tpu_dist.partitioner.exchanges import ONE_DEVICE, rows_are_whole
 from keras_tpu_dist.partitioner.jaxprs import (
     any_equation,
@@ -22,12 +24,12 @@ from keras_tpu_dist.partitioner.spread import Spread
 PRIMITIVES = ("shard_map",)
 
 
-def candidate(equation: Any, devices: int) -> bool:
+def candidate(equation: Any, mesh: Mesh) -> bool:
     """Whether a `shard_map` has branches.
 
     Args:
         equation: The `shard_map`.
-        devices: The number of devices of the mesh, which makes no difference here.
+        mesh: The mesh, which makes no difference here.
     """
     return any(each.primitive.name == "cond" for each in _equations(equation))
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from keras_tpu_dist.partitioner.jaxprs import replacement
 from keras_tpu_dist.partitioner.places import constrained, mesh_here, padded_at_the_end
@@ -12,12 +12,12 @@ from keras_tpu_dist.partitioner.spread import Spread
 PRIMITIVES = ("conv_general_dilated",)
 
 
-def candidate(equation: Any, devices: int) -> bool:
+def candidate(equation: Any, mesh: Mesh) -> bool:
     """Whether a convolution has something that devices could have parts of, and sum.
 
     Args:
         equation: The convolution.
-        devices: The number of devices of the mesh, which makes no difference here.
+        mesh: The mesh, which makes no difference here.
     """
     sizes = enumerate(_windows(equation))
     parts = any(size > 1 or _loses_its_place(equation, n) for n, size in sizes)

@@ -2,18 +2,20 @@
 
 from typing import Any
 
+from jax.sharding import Mesh
+
 from keras_tpu_dist.partitioner.jaxprs import replacement
 from keras_tpu_dist.partitioner.spread import Spread
 
 PRIMITIVES = ("gather",)
 
 
-def candidate(equation: Any, devices: int) -> bool:
+def candidate(equation: Any, mesh: Mesh) -> bool:
     """Whether rows are gathered by indices of few bits.
 
     Args:
         equation: The gather.
-        devices: The number of devices of the mesh, which makes no difference here.
+        mesh: The mesh, which makes no difference here.
     """
     return narrow(equation.invars[1])
 

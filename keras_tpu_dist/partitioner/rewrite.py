@@ -32,7 +32,7 @@ def rewritten(jaxpr: Any, mesh: Mesh, inputs: Sequence[Axes], outputs: Sequence[
     Returns:
         The program; the same object where nothing is to be done.
     """
-    if not _any_candidate(jaxpr, mesh.size):
+    if not _any_candidate(jaxpr, mesh):
         return jaxpr
     return _Rewriter(Spread(jaxpr, inputs, outputs, mesh)).program(jaxpr)
 
@@ -45,12 +45,12 @@ def _of_interest(equation: Any) -> bool:
     return name in BY_OPERATION or bool(equation.params and name not in CALL_NOTHING)
 
 
-def _any_candidate(jaxpr: Any, devices: int) -> bool:
+def _any_candidate(jaxpr: Any, mesh: Mesh) -> bool:
     """Whether a program has an operation that may be partitioned wrongly, at a quick glance."""
 
     def candidate(equation: Any) -> bool:
         faults = BY_OPERATION.get(equation.primitive.name, ())
-        return any(fault.candidate(equation, devices) for fault in faults)
+        return any(fault.candidate(equation, mesh) for fault in faults)
 
     return any_equation(jaxpr, candidate, _of_interest)
 

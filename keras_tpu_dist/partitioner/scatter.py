@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.sharding import Mesh
 
 from keras_tpu_dist.partitioner.indices import narrow, widened
 from keras_tpu_dist.partitioner.jaxprs import replacement
@@ -13,15 +14,15 @@ from keras_tpu_dist.partitioner.spread import Spread
 PRIMITIVES = ("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
 
 
-def candidate(equation: Any, devices: int) -> bool:
-    """Whether rows of a scatter can be split unevenly over so many devices, or indices are narrow.
+def candidate(equation: Any, mesh: Mesh) -> bool:
+    """Whether rows of a scatter can be split unevenly over a mesh, or indices are narrow.
 
     Args:
         equation: The scatter.
-        devices: The number of devices of the mesh.
+        mesh: The mesh.
     """
     rows = equation.invars[1].aval.shape[:-1]
-    return any(size % devices for size in rows) or narrow(equation.invars[1])
+    return any(size % mesh.size for size in rows) or narrow(equation.invars[1])
 
 
 def repaired(equation: Any, spread: Spread) -> list | None:

@@ -4,6 +4,7 @@ from typing import Any
 
 from jax import lax
 from jax.extend import core
+from jax.sharding import Mesh
 
 from keras_tpu_dist.partitioner.indices import narrow, widened
 from keras_tpu_dist.partitioner.jaxprs import replacement
@@ -12,12 +13,12 @@ from keras_tpu_dist.partitioner.spread import Spread
 PRIMITIVES = ("dynamic_slice", "dynamic_update_slice")
 
 
-def candidate(equation: Any, devices: int) -> bool:
+def candidate(equation: Any, mesh: Mesh) -> bool:
     """Whether the place of a slice is known at run time only, or may lie outside.
 
     Args:
         equation: The slice, or the update of one.
-        devices: The number of devices of the mesh, which makes no difference here.
+        mesh: The mesh, which makes no difference here.
     """
     return not all(_is_inside(start, last) for start, last in zip(*_places(equation), strict=True))
 

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import jaxlib
+from jax.sharding import Mesh
 
 from keras_tpu_dist.partitioner import (
     branches,
     convolution,
     indices,
+    lookups,
     scatter,
     slices,
     windows,
@@ -33,7 +35,7 @@ class Fault:
         operations: The JAX primitives it occurs in.
         wrong: What XLA makes of them, and where.
         instead: What is compiled in their place.
-        candidate: Whether an equation may be partitioned wrongly on so many devices, at a glance.
+        candidate: Whether an equation may be partitioned wrongly on a mesh, at a glance.
         repaired: From an equation and the `Spread` of its program to the equations that replace
             it, or `None` where it is partitioned rightly.
         seen: The versions in which it was seen.
@@ -46,7 +48,7 @@ class Fault:
     operations: tuple[str, ...]
     wrong: str
     instead: str
-    candidate: Callable[[Any, int], bool]
+    candidate: Callable[[Any, Mesh], bool]
     repaired: Callable[[Any, Any], list | None]
     seen: tuple[str, ...] = _SEEN
     upstream: str | None = None
@@ -90,6 +92,16 @@ FAULTS = (
         "rows are added whose index lies beyond the end, which XLA drops",
         scatter.candidate,
         scatter.repaired,
+    ),
+    Fault(
+        "Lookup among replicas",
+        lookups.PRIMITIVES,
+        "the compiler aborts where a shard_map leaves two axes to it, one of them splits what is "
+        "looked up in along a dimension that the indices name, and an axis splits the indices or "
+        "another dimension",
+        "the dimension is made whole there",
+        lookups.candidate,
+        lookups.repaired,
     ),
     Fault(
         "Indices of few bits",

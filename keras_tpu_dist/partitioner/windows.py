@@ -4,21 +4,22 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from keras_tpu_dist.partitioner.jaxprs import replacement
 from keras_tpu_dist.partitioner.places import constrained, mesh_here
 from keras_tpu_dist.partitioner.spread import Spread
 
 
-def candidate(equation: Any, devices: int) -> bool:
+def candidate(equation: Any, mesh: Mesh) -> bool:
     """Whether an operation is one of those that XLA gets wrong along a split dimension.
 
     Args:
         equation: The operation, one of `PRIMITIVES`.
-        devices: The number of devices of the mesh: the most parts of a dimension.
+        mesh: The mesh, whose devices are the most parts of a dimension.
     """
-    return any(_WRONG[equation.primitive.name](equation, d, devices) for d in _dimensions(equation))
+    wrong = _WRONG[equation.primitive.name]
+    return any(wrong(equation, d, mesh.size) for d in _dimensions(equation))
 
 
 def repaired(equation: Any, spread: Spread) -> list | None:

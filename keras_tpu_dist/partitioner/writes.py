@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jax import lax
+from jax.sharding import Mesh
 
 from keras_tpu_dist.partitioner.indices import widened
 from keras_tpu_dist.partitioner.jaxprs import replacement
@@ -22,12 +23,12 @@ _COMBINED: dict[str, Callable[[Any, Any], Any]] = {
 PRIMITIVES = tuple(_COMBINED)
 
 
-def candidate(equation: Any, devices: int) -> bool:
+def candidate(equation: Any, mesh: Mesh) -> bool:
     """Whether a scatter writes at one place.
 
     Args:
         equation: The scatter.
-        devices: The number of devices of the mesh, which makes no difference here.
+        mesh: The mesh, which makes no difference here.
     """
     return math.prod(equation.invars[1].aval.shape[:-1]) == 1 and bool(_single(equation))
 
@@ -46,7 +47,7 @@ def repaired(equation: Any, spread: Spread) -> list | None:
     Returns:
         The equations that take its place, or `None`.
     """
-    if not candidate(equation, spread.mesh.size):
+    if not candidate(equation, spread.mesh):
         return None
     atoms = equation.invars[0], equation.outvars[0]
     chosen = {

@@ -25,7 +25,7 @@ ROWS = (4, 3)
 # "first" and "last": rules that split that dimension of each weight, of those that divide.
 OPERATIONS = [
     *(("4x2", "none"), ("4x2", "first"), ("4x2", "last"), ("2x4", "first"), ("2x4", "last")),
-    *(("2x2x2", "first"), ("2x2x2", "last"), ("2x2t2", "last")),
+    *(("2x2x2", "first"), ("2x2x2", "last"), ("2x2t2", "first"), ("2x2t2", "last")),
 ]
 LAYERS = [
     *(("4x2", "none"), ("4x2", "tensor_parallel"), ("2x4", "tensor_parallel"), ("4x2", "first")),
