@@ -1,16 +1,15 @@
-"""Lookups in a split dimension inside of a `shard_map`, which leaves other axes to the compiler."""
+"""Places looked up, or written, in a split dimension by the code of a replica."""
 
 from typing import Any
 
 from jax.sharding import Mesh
 
-from keras_tpu_dist.partitioner.classes import rank
-from keras_tpu_dist.partitioner.indices import widened
-from keras_tpu_dist.partitioner.jaxprs import replacement
+from keras_tpu_dist.partitioner import scatter
+from keras_tpu_dist.partitioner.jaxprs import surrounded
 from keras_tpu_dist.partitioner.places import constrained
-from keras_tpu_dist.partitioner.spread import Spread
+from keras_tpu_dist.partitioner.spread import Spread, rank
 
-PRIMITIVES = ("gather",)
+PRIMITIVES = ("gather", *scatter.PRIMITIVES)
 # One that the shard_map has taken, and two that are left.
 _AXES = 3
 
@@ -19,20 +18,21 @@ def candidate(equation: Any, mesh: Mesh) -> bool:
     """Whether a mesh has enough axes for a lookup to abort the compiler.
 
     Args:
-        equation: The gather.
+        equation: The gather, or the scatter.
         mesh: The mesh.
     """
     return sum(size > 1 for size in mesh.shape.values()) >= _AXES
 
 
 def repaired(equation: Any, spread: Spread) -> list | None:
-    """A lookup in whole dimensions, or `None` where the compiler does not abort.
+    """A lookup, or a write, in whole dimensions, or `None` where the compiler does not abort.
 
-    XLA adds what each device found in its part. Where it splits the lookup along another dimension
-    too, it does so within groups of devices, and makes these without the axes of the `shard_map`.
+    XLA adds what every device found in its part, and gathers what it wrote. Where it splits the
+    operation along another dimension too, it does so within groups of devices, and makes these
+    without the axes of the `shard_map`.
 
     Args:
-        equation: The gather.
+        equation: The gather, or the scatter.
         spread: Which mesh axes may split which dimension of the program's values.
 
     Returns:
@@ -40,16 +40,33 @@ def repaired(equation: Any, spread: Spread) -> list | None:
     """
     if not spread.manual or len(spread.open_axes) < 2:
         return None
-    operand, indices = equation.invars[:2]
-    named = set(equation.params["dimension_numbers"].start_index_map)
-    split = [d for d in named if spread.axes(operand, d)]
-    others = [(operand, d) for d in range(rank(operand)) if d not in named]
-    others += [(indices, d) for d in range(rank(indices) - 1)]
-    if not split or not any(spread.axes(*each) for each in others):
+    split = _split(equation, spread)
+    if not split:
         return None
+    is_lookup = equation.primitive.name == "gather"
 
-    def gather(operand, indices):
-        whole = constrained(operand, spread.mesh, dict.fromkeys(split, ()))
-        return equation.primitive.bind(whole, widened(indices), **equation.params)
+    def whole(array):
+        return constrained(array, spread.mesh, dict.fromkeys(split, ()))
 
-    return replacement(equation, gather)
+    def before(operand, *rest):
+        return [whole(operand), *rest]
+
+    def after(result):
+        return [result if is_lookup else whole(result)]
+
+    return surrounded(equation, before, after)
+
+
+def _split(equation: Any, spread: Spread) -> list[int]:
+    """The operand's dimensions to make whole, so that one kind of dimensions is split at most."""
+    operand, indices = equation.invars[:2]
+    is_lookup = equation.primitive.name == "gather"
+    numbers = equation.params["dimension_numbers"]
+    named = numbers.start_index_map if is_lookup else numbers.scatter_dims_to_operand_dims
+    atoms = [operand] if is_lookup else [operand, equation.outvars[0]]
+    split = [d for d in range(rank(operand)) if any(spread.axes(atom, d) for atom in atoms)]
+    by_index = [d for d in split if d in named]
+    others = [d for d in split if d not in named]
+    if any(spread.axes(indices, d) for d in range(rank(indices) - 1)):
+        return split
+    return by_index if others else []

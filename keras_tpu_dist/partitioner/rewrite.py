@@ -14,7 +14,7 @@ from keras_tpu_dist.partitioner.jaxprs import (
     with_inner_jaxprs,
 )
 from keras_tpu_dist.partitioner.spread import CALL_NOTHING, Axes, Spread
-from keras_tpu_dist.partitioner.table import BY_OPERATION
+from keras_tpu_dist.partitioner.table import BY_OPERATION, Fault
 
 # Programs of kernels are not partitioned.
 _CLOSED = ("pallas_call",)
@@ -81,11 +81,24 @@ class _Rewriter:
 
     def _equation(self, equation: Any) -> Any:
         name = equation.primitive.name
-        for fault in BY_OPERATION.get(name, ()):
-            if (equations := fault.repaired(equation, self._spread)) is not None:
-                return equations
+        equations = self._repaired(equation, BY_OPERATION.get(name, ()))
+        if equations is not None:
+            return equations
         if next(inner_jaxprs(equation), None) is None:
             return equation
         manual = manual_axes(equation) if name == "shard_map" else ()
         with self._spread.within(manual):
             return with_inner_jaxprs(equation, self.program)
+
+    def _repaired(self, equation: Any, faults: Sequence[Fault]) -> list | None:
+        """The equations in place of one, or `None`; what is left of it is repaired in turn."""
+        for number, fault in enumerate(faults, 1):
+            if (equations := fault.repaired(equation, self._spread)) is None:
+                continue
+            repaired: list = []
+            for each in equations:
+                is_left = each.primitive is equation.primitive
+                again = self._repaired(each, faults[number:]) if is_left else None
+                repaired.extend([each] if again is None else again)
+            return repaired
+        return None

@@ -68,8 +68,18 @@ def _installed() -> tuple[int, ...]:
     return tuple(map(int, jaxlib.__version__.split(".")[:2]))
 
 
-# Of several that an operation has, the first one that replaces it decides.
+# In this order, each on what those before it left of an operation.
 FAULTS = (
+    Fault(
+        "Lookup among replicas",
+        lookups.PRIMITIVES,
+        "the compiler aborts where a shard_map leaves two axes to it, one of them splits a "
+        "dimension that the indices of a gather or scatter name, and an axis splits the indices "
+        "or another dimension",
+        "the dimension is whole there",
+        lookups.candidate,
+        lookups.repaired,
+    ),
     Fault(
         "Write at one place after a move",
         writes.PRIMITIVES,
@@ -92,16 +102,6 @@ FAULTS = (
         "rows are added whose index lies beyond the end, which XLA drops",
         scatter.candidate,
         scatter.repaired,
-    ),
-    Fault(
-        "Lookup among replicas",
-        lookups.PRIMITIVES,
-        "the compiler aborts where a shard_map leaves two axes to it, one of them splits what is "
-        "looked up in along a dimension that the indices name, and an axis splits the indices or "
-        "another dimension",
-        "the dimension is made whole there",
-        lookups.candidate,
-        lookups.repaired,
     ),
     Fault(
         "Indices of few bits",

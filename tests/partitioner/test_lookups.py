@@ -1,4 +1,4 @@
-"""Lookups among replicas in what other axes split: in a process, as XLA aborts where it is wrong."""
+"""Lookups among replicas where other axes split: in a process, as XLA aborts if it is wrong."""
 
 import subprocess
 import sys
