@@ -98,7 +98,8 @@ def jobs_of(kind: str, cases: Iterable[str], repair: bool = True) -> list[Job]:
             if kind in ("layer", "model"):
                 combinations += PLANNED[kind, rows]
             elif kind in REPLICAS:
-                combinations = PLANNED[kind, rows]
+                planned = PLANNED[kind, rows]
+                combinations = [p for p in planned if (case, p[1]) not in replicas.REFUSED]
             jobs += [Job(kind, case, rows, *pair, repair) for pair in combinations]
     return jobs
 

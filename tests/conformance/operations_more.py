@@ -372,7 +372,7 @@ SMOOTH: dict[str, Callable[[Any], Any]] = {
     "norm/cubic": lambda p: ops.norm(p.x, ord=3, axis=0),
     "norm/frobenius": lambda p: ops.norm(p.seq, ord="fro", axis=(0, 1)),
     "norm/nuclear": lambda p: ops.norm(p.rect, ord="nuc", axis=(1, 2)),
-    "norm/spectral": lambda p: ops.norm(stretched(p), ord=2),
+    "norm/spectral": lambda p: ops.norm(stretched(p), ord=2) / 32,
     "norm/matrix_one": lambda p: ops.norm(p.x, ord=1, axis=(0, 1)),
     "qr/batched": lambda p: ops.qr(p.rect),
     "qr/over_batch": lambda p: ops.qr(p.x),
