@@ -26,13 +26,13 @@ class Error:
     """One call of `message(...)`.
 
     Attributes:
-        room: The folder, or the module beside the folders, that has it.
+        folder: The folder, or the module beside the folders, that has it.
         kind: The exception, where it is raised on the spot.
         rule: The rule that was broken; what is filled in stands as "…".
         fix: What to write instead, likewise.
     """
 
-    room: str
+    folder: str
     kind: str
     rule: str
     fix: str
@@ -40,21 +40,21 @@ class Error:
 
 @functools.cache
 def errors(package: pathlib.Path = PACKAGE) -> tuple[Error, ...]:
-    """Every error of the package whose words `message(...)` builds, by room.
+    """Every error of the package whose words `message(...)` builds, by folder.
 
     Args:
         package: The folder of the sources.
     """
     found = []
     for path in sorted(package.rglob("*.py")):
-        room = path.relative_to(package).parts[0].removesuffix(".py")
+        folder = path.relative_to(package).parts[0].removesuffix(".py")
         tree = ast.parse(path.read_text())
         kinds = dict(_raised(tree))
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "message":
                 fix = next((k.value for k in node.keywords if k.arg == "fix"), None)
                 kind = kinds.get(node, "error")
-                found.append(Error(room, kind, _ids["rule_of"](node), _ids["text"](fix)))
+                found.append(Error(folder, kind, _ids["rule_of"](node), _ids["text"](fix)))
     return tuple(each for each in found if each.rule)
 
 
@@ -67,11 +67,11 @@ def _raised(tree: ast.Module) -> Iterator[tuple[ast.Call, str]]:
 
 
 def page_of_errors() -> str:
-    """The list as Markdown, the rooms in alphabetical order."""
+    """The list as Markdown, the folders in alphabetical order."""
     found, lines, seen = list(dict.fromkeys(errors())), [], set()
-    for room in sorted({error.room for error in found}):
-        lines += ["", f"### {room.strip('_')}", ""]
-        for error in (each for each in found if each.room == room):
+    for folder in sorted({error.folder for error in found}):
+        lines += ["", f"### {folder.strip('_')}", ""]
+        for error in (each for each in found if each.folder == folder):
             name = _ids["identifier"](error.rule)
             anchor = "" if name in seen else f'<a id="{name}"></a>'
             seen.add(name)
