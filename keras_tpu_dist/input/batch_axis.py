@@ -124,7 +124,7 @@ def _spread_into(axes: list, axis, node, name: str) -> None:
         return
     if len(axis) != len(node):
         raise ValueError(_structure_message(name, axis, node))
-    for i, (entry, child) in enumerate(zip(axis, node)):
+    for i, (entry, child) in enumerate(zip(axis, node, strict=True)):
         _spread_into(axes, entry, child, f"{name}[{i}]")
 
 

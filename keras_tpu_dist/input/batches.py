@@ -137,7 +137,7 @@ class BatchPlacer:
             padded(leaf, slot.axis, leaf.shape[slot.axis] + padding)
             if padding and slot.axis is not None
             else leaf
-            for leaf, slot, padding in zip(leaves, plan.slots, plan.paddings)
+            for leaf, slot, padding in zip(leaves, plan.slots, plan.paddings, strict=True)
         ]
         arrays = put(leaves, plan.shardings)
         return PlacedBatch(jax.tree.unflatten(treedef, arrays), plan.slots)
@@ -158,12 +158,14 @@ class BatchPlacer:
             return None
         if any(isinstance(leaf, JAXSparse) for leaf in leaves):
             return None
-        columns = [np.stack(column) for column in zip(*(leaves for leaves, _, _ in planned))]
+        columns = [
+            np.stack(column) for column in zip(*(leaves for leaves, _, _ in planned), strict=True)
+        ]
         columns = [
             padded(column, slot.axis + 1, column.shape[slot.axis + 1] + padding)
             if padding and slot.axis is not None
             else column
-            for column, slot, padding in zip(columns, plan.slots, plan.paddings)
+            for column, slot, padding in zip(columns, plan.slots, plan.paddings, strict=True)
         ]
         stack = PlacedBatch(jax.tree.unflatten(treedef, columns), plan.slots)
         arrays = put(columns, jax.tree.leaves(self.shardings(stack, stacked=True)))
@@ -195,7 +197,7 @@ class BatchPlacer:
             )
         shardings = [
             self._replicated if whole or padding else sharding
-            for sharding, padding in zip(plan.shardings, plan.paddings)
+            for sharding, padding in zip(plan.shardings, plan.paddings, strict=True)
         ]
         slots = tuple(Slot(slot.axis) for slot in plan.slots)
         return PlacedBatch(jax.tree.unflatten(treedef, put(leaves, shardings)), slots)
@@ -241,7 +243,9 @@ class BatchPlacer:
         leaves, treedef = flatten(batch)
         plan = self._make_plan(batch, leaves)
         described = []
-        for leaf, slot, padding, sharding in zip(leaves, plan.slots, plan.paddings, plan.shardings):
+        for leaf, slot, padding, sharding in zip(
+            leaves, plan.slots, plan.paddings, plan.shardings, strict=True
+        ):
             shape = list(leaf.shape)
             if padding and slot.axis is not None:
                 shape[slot.axis] += padding
@@ -271,7 +275,8 @@ class BatchPlacer:
         """
         leaves, treedef = flatten(batch.data)
         return jax.tree.unflatten(
-            treedef, [self._trim(leaf, slot) for leaf, slot in zip(leaves, batch.slots)]
+            treedef,
+            [self._trim(leaf, slot) for leaf, slot in zip(leaves, batch.slots, strict=True)],
         )
 
     def sharding(self, axis: int | None, time: int | None = None) -> NamedSharding:
@@ -315,7 +320,7 @@ class BatchPlacer:
         if self.sequence_axis is None or any(slot.time is not None for slot in slots):
             return
         ways = self.mesh.shape[self.sequence_axis]
-        leaves = zip(element_names(batch), flatten(batch)[0])
+        leaves = zip(element_names(batch), flatten(batch)[0], strict=True)
         shapes = ", ".join(f"{name} {np.shape(leaf)}" for name, leaf in leaves)
         say_once(
             f"the {ways} devices of the mesh axis {self.sequence_axis!r} compute the same: no "
@@ -392,7 +397,7 @@ class BatchPlacer:
         axes = spread(self.batch_axis, batch)
         slots, paddings = [], []
         first = None
-        for name, axis, leaf in zip(names, axes, leaves):
+        for name, axis, leaf in zip(names, axes, leaves, strict=True):
             if axis is None or leaf.ndim == 0 or isinstance(leaf, JAXSparse):
                 slots.append(Slot(None))
                 paddings.append(0)

@@ -178,7 +178,7 @@ class OwnInput:
     def _described(self, batch: Any) -> dict[str, Any]:
         leaves, _ = flatten(batch)
         shapes, first = [], None
-        for name, axis, leaf in zip(element_names(batch), self._axes(batch), leaves):
+        for name, axis, leaf in zip(element_names(batch), self._axes(batch), leaves, strict=True):
             if isinstance(leaf, JAXSparse):
                 raise ValueError(_sparse(name))
             shape, same = list(leaf.shape), None
@@ -361,7 +361,7 @@ def _malformed(received: str) -> PeerError:
 
 def _raise_unlike(one: int, ours: list, other: int, theirs: list) -> None:
     words = [f"{len(ours)} arrays", f"{len(theirs)} arrays"]
-    different = next(((a, b) for a, b in zip(ours, theirs) if a != b), None)
+    different = next(((a, b) for a, b in zip(ours, theirs, strict=False) if a != b), None)
     if different is not None:
         words = [
             f"{name} of shape ({', '.join('rows' if n < 0 else str(n) for n in shape)}) and {dtype}"

@@ -51,7 +51,9 @@ class OwnRowsPlacer(BatchPlacer):
         share = batch if isinstance(batch, Share) else self.own_input.of_call(batch)
         leaves, treedef = flatten(share.batch)
         slots = self._slots(share, leaves)
-        arrays = [self._put(leaf, slot, share.rows) for leaf, slot in zip(leaves, slots)]
+        arrays = [
+            self._put(leaf, slot, share.rows) for leaf, slot in zip(leaves, slots, strict=True)
+        ]
         return PlacedBatch(jax.tree.unflatten(treedef, arrays), slots)
 
     def place_many(self, batches: list) -> PlacedBatch | None:
@@ -68,10 +70,10 @@ class OwnRowsPlacer(BatchPlacer):
         if any(tree != treedef for _, tree in flat) or any(each != shapes[0] for each in shapes):
             return None
         slots = self._slots(batches[0], leaves)
-        columns = [np.stack(column) for column in zip(*(each for each, _ in flat))]
+        columns = [np.stack(column) for column in zip(*(each for each, _ in flat), strict=True)]
         arrays = [
             self._put(column, slot, batches[0].rows, stacked=True)
-            for column, slot in zip(columns, slots)
+            for column, slot in zip(columns, slots, strict=True)
         ]
         return PlacedBatch(jax.tree.unflatten(treedef, arrays), slots)
 
@@ -125,7 +127,7 @@ class OwnRowsPlacer(BatchPlacer):
         leaves = flatten(batch.batch)[0]
         return sum(
             _bytes_of_a_row(leaf, axis) * (longest if _has_rows(leaf, axis) else 1)
-            for leaf, axis in zip(leaves, self.axes(batch.batch))
+            for leaf, axis in zip(leaves, self.axes(batch.batch), strict=True)
         )
 
     @property
@@ -141,7 +143,7 @@ class OwnRowsPlacer(BatchPlacer):
         rows = None if set(filled) == {longest} else sum(filled)
         slots = tuple(
             Slot(axis, rows, filled, self.time(leaf, axis)) if _has_rows(leaf, axis) else Slot(None)
-            for leaf, axis in zip(leaves, self.axes(share.batch))
+            for leaf, axis in zip(leaves, self.axes(share.batch), strict=True)
         )
         self.say_if_whole(share.batch, slots)
         return slots

@@ -34,7 +34,9 @@ def compared(batches: Iterable) -> Iterator:
     for i, theirs in enumerate(agree("the first batch of an epoch", fix, mine, Each(str))):
         if theirs != mine:
             names = ["batch"] if first is None else element_names(first)
-            element = next((n for n, a, b in zip(names, mine, theirs) if a != b), "batch")
+            element = next(
+                (n for n, a, b in zip(names, mine, theirs, strict=False) if a != b), "batch"
+            )
             raise ValueError(
                 message(
                     "All processes read the same batches.",

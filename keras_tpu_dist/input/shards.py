@@ -119,9 +119,9 @@ class Shares:
         Returns:
             The length of a part, padding included, and the true rows in each part.
         """
-        longest = max(-(-n // len(blocks)) for n, blocks in zip(rows, self.blocks))
+        longest = max(-(-n // len(blocks)) for n, blocks in zip(rows, self.blocks, strict=True))
         filled = [0] * self.num_blocks
-        for n, blocks in zip(rows, self.blocks):
+        for n, blocks in zip(rows, self.blocks, strict=True):
             for i, block in enumerate(blocks):
                 filled[block] = min(max(n - i * longest, 0), longest)
         return longest, tuple(filled)

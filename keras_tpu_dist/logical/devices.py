@@ -386,7 +386,7 @@ def _check_fits(
             )
         )
     batch = None if batch_axis is None else _dimension(batch_axis, len(shape))
-    for dim, (size, parts) in enumerate(zip(shape, partition)):
+    for dim, (size, parts) in enumerate(zip(shape, partition, strict=True)):
         if sizes and dim != batch and size is not None and size % parts:
             raise ValueError(
                 message(

@@ -113,6 +113,8 @@ def keeps_what_is_dear(primitive: Any, *inputs: Any, **params: Any) -> bool:
     """
     if primitive.name == "slice":
         # A small part is kept, and not the whole for its sake, such as the sums of flash attention.
-        sizes = (b - a for a, b in zip(params["start_indices"], params["limit_indices"]))
+        sizes = (
+            b - a for a, b in zip(params["start_indices"], params["limit_indices"], strict=True)
+        )
         return _SMALL * math.prod(sizes) <= math.prod(inputs[0].shape)
     return primitive.name not in _CHEAP

@@ -328,7 +328,7 @@ class _Finder:
         if len(run.blocks) > 1 and fed != run.carried:
             return _WAYS
         members = sum(1 << each.position for each in run.blocks)
-        for i, (before, here) in enumerate(zip(last.inputs, block.inputs)):
+        for i, (before, here) in enumerate(zip(last.inputs, block.inputs, strict=True)):
             if i in fed:
                 continue
             if self._depends(here) & members:
@@ -383,7 +383,7 @@ def without_aliases(jaxpr: Any, notes: Tracing) -> Any:
             continue
         inner = opened(equation.params["jaxpr"])
         place = {variable: i for i, variable in enumerate(inner.invars)}
-        for own, outer in zip(inner.outvars, equation.outvars):
+        for own, outer in zip(inner.outvars, equation.outvars, strict=True):
             if not isinstance(own, core.Literal) and own in place:
                 names[outer] = equation.invars[place[own]]
     program = opened(jaxpr)

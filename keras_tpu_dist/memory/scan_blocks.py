@@ -219,7 +219,9 @@ def _report_of(model: Any, specs: Any) -> ScanReport:
     variables = model.variables
 
     def forward(values, inputs):
-        with keras.StatelessScope(list(zip(variables, values)), initialize_variables=False):
+        with keras.StatelessScope(
+            list(zip(variables, values, strict=True)), initialize_variables=False
+        ):
             return jax.tree.leaves(model(inputs))
 
     values = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in variables]

@@ -135,14 +135,19 @@ def body_of(block: Block, own: list[int]) -> tuple[Callable, dict[int, Any]]:
     """
     weights = [i for i in own if i >= block.arguments]
     jaxpr, dtypes = narrowed(block.equation.params["jaxpr"], weights)
-    program, constants = opened(jaxpr), dict(zip(opened(jaxpr).constvars, jaxpr.consts))
+    program, constants = (
+        opened(jaxpr),
+        dict(zip(opened(jaxpr).constvars, jaxpr.consts, strict=True)),
+    )
     layouts = {program.invars[i]: both for i in weights if (both := _layouts(block, i))}
     parts = [_part(program, equations, layouts) for equations in _parted(program)]
 
     def body(*inputs):
-        values = {**constants, **dict(zip(program.invars, inputs))}
+        values = {**constants, **dict(zip(program.invars, inputs, strict=True))}
         for part in parts:
-            values.update(zip(part.outputs, part.compute([values[v] for v in part.inputs])))
+            values.update(
+                zip(part.outputs, part.compute([values[v] for v in part.inputs]), strict=True)
+            )
         return [read(values, atom) for atom in program.outvars]
 
     return body, dtypes
@@ -230,7 +235,7 @@ def _part(program: Any, equations: list, layouts: Mapping) -> Step:
         call = core.jaxpr_as_fun(core.ClosedJaxpr(alone, []))
 
     def part(*given):
-        return call(*(_whole(each, layouts.get(v)) for v, each in zip(inputs, given)))
+        return call(*(_whole(each, layouts.get(v)) for v, each in zip(inputs, given, strict=True)))
 
     if again or not _has_policy(equations[0]):
         policy = equations[0].params["policy"] if again else keeps_what_is_dear
@@ -244,7 +249,7 @@ def _inner(equation: Any, inputs: list) -> Callable:
     function = core.jaxpr_as_fun(core.ClosedJaxpr(opened(equation.params["jaxpr"]), []))
 
     def call(*given):
-        values = dict(zip(inputs, given))
+        values = dict(zip(inputs, given, strict=True))
         return function(*(read(values, atom) for atom in equation.invars))
 
     return call
@@ -267,10 +272,12 @@ def computed(jaxpr: Any, runs: list[Run], inputs: Sequence[Any]) -> list[Any]:
         Its outputs.
     """
     program = opened(jaxpr)
-    values = dict(zip(program.constvars, jaxpr.consts)) | dict(zip(program.invars, inputs))
+    values = dict(zip(program.constvars, jaxpr.consts, strict=True)) | dict(
+        zip(program.invars, inputs, strict=False)
+    )
     for step in _in_order(program, runs, set(values)):
         given = [read(values, atom) for atom in step.inputs]
-        values.update(zip(step.outputs, step.compute(given)))
+        values.update(zip(step.outputs, step.compute(given), strict=True))
     return [read(values, atom) for atom in program.outvars]
 
 
@@ -348,11 +355,12 @@ def _loop(run: Run, used: dict[Any, set[int]]) -> Step:
         body, dtypes = body_of(first, own)
         each = [rest[n : n + len(blocks)] for n in range(0, len(rest), len(blocks))]
         stacked = [
-            _stacked(values, dtypes.get(i), _in_front(first, i)) for i, values in zip(own, each)
+            _stacked(values, dtypes.get(i), _in_front(first, i))
+            for i, values in zip(own, each, strict=True)
         ]
 
         def one(carry, mine):
-            values = dict(zip((*same, *carried, *own), (*constants, *carry, *mine)))
+            values = dict(zip((*same, *carried, *own), (*constants, *carry, *mine), strict=True))
             results = body(*(values[i] for i in range(len(values))))
             return [results[run.carried[i]] for i in carried], [results[j] for j in kept]
 

@@ -158,7 +158,7 @@ def prepare(
     axes = options.axes(args, [_rank(leaf) for leaf in flat_args])
     axes = [*axes, *[None] * (len(flat) - len(axes))]
     call = Call(treedef, [], check_padding=options.check_padding)
-    for value, axis in zip(flat, axes):
+    for value, axis in zip(flat, axes, strict=True):
         if isinstance(value, PerReplica):
             call.leaves.append(_split_leaf(value, axis, options, strategy))
         elif _is_constant(value):
@@ -289,7 +289,7 @@ def _rank(value) -> int | None:
 
 def _common_length(flat: list, axes: list) -> int:
     lengths = []
-    for value, axis in zip(flat, axes):
+    for value, axis in zip(flat, axes, strict=True):
         if axis is None:
             continue
         if isinstance(value, PerReplica):

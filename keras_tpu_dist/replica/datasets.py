@@ -342,7 +342,9 @@ class DistributedInput(StrategyPart):
         leaves, treedef = flatten(placed.data)
         number = self.num_replicas_in_sync
         spread = []
-        for array, slot, length in zip(leaves, placed.slots, padded or [None] * len(leaves)):
+        for array, slot, length in zip(
+            leaves, placed.slots, padded or [None] * len(leaves), strict=True
+        ):
             if slot.axis is None or not array.ndim:
                 spread.append(array)
                 continue
@@ -372,10 +374,11 @@ def _bucketed(batch: Any, options: RunOptions) -> tuple[Any, list[tuple[int, int
     axes = options.axes((batch,), ranks) if _one_entry(options) else options.axes(batch, ranks)
     padded = [
         leaf if axis is None else pad_host(leaf, axis, options, "a batch")
-        for leaf, axis in zip(leaves, axes)
+        for leaf, axis in zip(leaves, axes, strict=True)
     ]
     lengths = [
-        None if axis is None else (axis, leaf.shape[axis]) for leaf, axis in zip(leaves, axes)
+        None if axis is None else (axis, leaf.shape[axis])
+        for leaf, axis in zip(leaves, axes, strict=True)
     ]
     return jax.tree.unflatten(treedef, padded), lengths
 
@@ -511,7 +514,7 @@ def _cut(
     leaves, treedef = flatten(arrays)
     leaves = [np.asarray(leaf) for leaf in leaves]
     # What has no batch is whole in each.
-    split = [(leaf, axis) for leaf, axis in zip(leaves, axes) if axis is not None]
+    split = [(leaf, axis) for leaf, axis in zip(leaves, axes, strict=True) if axis is not None]
     rows = {leaf.shape[axis] if leaf.ndim > axis else 0 for leaf, axis in split}
     empty = 0 in rows and (own is None or any(leaf.ndim <= axis for leaf, axis in split))
     if len(rows) != 1 or empty or not is_count(batch_size, 1):
@@ -531,7 +534,7 @@ def _cut(
             here = slice(start, start + size)
             rows = [
                 leaf if axis is None else leaf[(*(slice(None),) * axis, here)]
-                for leaf, axis in zip(leaves, axes)
+                for leaf, axis in zip(leaves, axes, strict=True)
             ]
             yield jax.tree.unflatten(treedef, rows)
 
@@ -569,7 +572,7 @@ def place_parts(parts: list, strategy: Strategy) -> Any:
     batches = [part.batch if isinstance(part, Share) else part for part in parts]
     columns, treedef, axes = _columns(batches, strategy.placer)
     leaves = []
-    for column, axis in zip(columns, axes):
+    for column, axis in zip(columns, axes, strict=True):
         if axis is None:
             leaves.append(_whole(column, held, mine, strategy))
         else:
@@ -583,7 +586,7 @@ def _split(
 ) -> PerReplica:
     empty = arrays[0][(*(slice(None),) * axis, slice(0))]
     arrays = [*arrays, *[empty] * (len(mine) - len(arrays))]
-    blocks = {i: padded(array, axis, max(rows)) for i, array in zip(mine, arrays)}
+    blocks = {i: padded(array, axis, max(rows)) for i, array in zip(mine, arrays, strict=True)}
     sizes = {axis: rows} if len(set(rows)) > 1 else {}
     return PerReplica(from_blocks(blocks, axis, strategy), strategy, axis=axis, sizes=sizes)
 
@@ -591,9 +594,11 @@ def _split(
 def _whole(arrays: list, held: Sequence, mine: Sequence[int], strategy: Strategy) -> PerReplica:
     """Arrays without a batch axis, of the same shapes in all processes."""
     arrays = [*arrays, *[np.zeros_like(arrays[0])] * (len(mine) - len(arrays))]
-    every = {i: DescribedValue.of(a) for replicas in held for i, a in zip(replicas, arrays)}
+    every = {
+        i: DescribedValue.of(a) for replicas in held for i, a in zip(replicas, arrays, strict=True)
+    }
     described = [every[i] for i in range(len(every))]
-    return stack(dict(zip(mine, arrays)), described, strategy, "dataset_fn")
+    return stack(dict(zip(mine, arrays, strict=True)), described, strategy, "dataset_fn")
 
 
 def _rows(
@@ -602,7 +607,8 @@ def _rows(
     """Each replica's number of rows."""
     rows = [0] * strategy.num_replicas_in_sync
     for shard, replicas in enumerate(held):
-        for part, array, replica in zip(parts, arrays, replicas):
+        # Those of the last replicas may be missing.
+        for part, array, replica in zip(parts, arrays, replicas, strict=False):
             here = part.rows[shard] if isinstance(part, Share) else array.shape[axis]
             rows[replica] = here
     return tuple(rows)
@@ -626,9 +632,9 @@ def _columns(parts: list, placer: BatchPlacer) -> tuple[list, Any, list]:
         )
     axes = placer.axes(parts[0])
     arrays = [leaves for leaves, _ in flat]
-    axes = [axis if leaf.ndim else None for axis, leaf in zip(axes, arrays[0])]
-    columns = [list(column) for column in zip(*arrays)]
-    for column, axis in zip(columns, axes):
+    axes = [axis if leaf.ndim else None for axis, leaf in zip(axes, arrays[0], strict=True)]
+    columns = [list(column) for column in zip(*arrays, strict=True)]
+    for column, axis in zip(columns, axes, strict=True):
         _check_alike(column, axis)
     return columns, treedef, axes
 

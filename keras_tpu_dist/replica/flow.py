@@ -58,14 +58,14 @@ class _Flow:
         self._axes = axes
 
     def of(self, jaxpr, inputs: list[_Axes]) -> list[_Axes]:
-        state = dict(zip(jaxpr.invars, inputs))
+        state = dict(zip(jaxpr.invars, inputs, strict=True))
 
         def read(atom) -> _Axes:
             return _NONE if isinstance(atom, core.Literal) else state.get(atom, _NONE)
 
         for equation in jaxpr.eqns:
             outputs = self._equation(equation, [read(atom) for atom in equation.invars])
-            state.update(zip(equation.outvars, outputs))
+            state.update(zip(equation.outvars, outputs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
     def _equation(self, equation, inputs: list[_Axes]) -> list[_Axes]:
@@ -102,7 +102,7 @@ class _Flow:
         )
         while True:
             outputs = self.of(body, [*fixed, *carry, *xs])
-            grown = [a | b for a, b in zip(carry, outputs[:carries])]
+            grown = [a | b for a, b in zip(carry, outputs[:carries], strict=True)]
             if grown == carry:
                 return [*carry, *outputs[carries:]]
             carry = grown
@@ -116,7 +116,7 @@ class _Flow:
             # A replica that goes round more often has other results.
             rounds = _NONE.union(*self.of(cond, [*cond_consts, *carry]))
             outputs = self.of(body, [*body_consts, *carry])
-            grown = [a | b | rounds for a, b in zip(carry, outputs)]
+            grown = [a | b | rounds for a, b in zip(carry, outputs, strict=True)]
             if grown == carry:
                 return carry
             carry = grown

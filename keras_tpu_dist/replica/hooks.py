@@ -38,7 +38,7 @@ def _apply_scaled(stock, optimizer, grads, trainable_variables=None):
     state = list(optimizer.variables)
     values = [[v.value for v in variables] for variables in (state, weights)]
     new_weights, new_state = optimizer.stateless_apply(values[0], grads, values[1])
-    for variable, value in zip([*weights, *state], [*new_weights, *new_state]):
+    for variable, value in zip([*weights, *state], [*new_weights, *new_state], strict=True):
         variable.assign(value)
 
 

@@ -62,7 +62,7 @@ def size_at(arrays: list, places: list[Leaf], kind: str) -> int | None:
         places: How each of them is given to the replicas.
         kind: `"rows"` or `"length"`.
     """
-    for array, place in zip(arrays, places):
+    for array, place in zip(arrays, places, strict=True):
         axis = getattr(place, kind)
         if axis is not None:
             return array.shape[axis - place.stacked]
@@ -107,7 +107,7 @@ def dimensions_that_follow(kind: str, size: int, first: tuple, second: tuple) ->
         ValueError: If a dimension depends on the padding in another way.
     """
     axes = []
-    for axis, (a, b) in enumerate(zip(first, second)):
+    for axis, (a, b) in enumerate(zip(first, second, strict=True)):
         if a == b:
             continue
         if (a, b) != (size, 2 * size):

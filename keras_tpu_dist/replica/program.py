@@ -123,7 +123,7 @@ class ReplicaProgram:
             self._check_padding(call, outputs, results)
             self._checked_padding = True
         shared: list[Any] = []
-        own = iter(zip(outputs["combined"], outputs["own"]))
+        own = iter(zip(outputs["combined"], outputs["own"], strict=True))
         for variable in self._record.updated.values():
             if is_own(variable):
                 follow_copies(variable, *next(own))
@@ -137,7 +137,7 @@ class ReplicaProgram:
     @property
     def outdated(self) -> bool:
         """Whether a variable was moved since: to another strategy, or to another layout."""
-        pairs = zip(self._known, self._layouts)
+        pairs = zip(self._known, self._layouts, strict=True)
         return any(_keras.variable_layout(v) is not layout for v, layout in pairs)
 
     def _settle(self, call: Call) -> _Attempt:
@@ -204,8 +204,14 @@ class ReplicaProgram:
             ]
             return {
                 **outputs,
-                "mirrored": [_constrained(*pair) for pair in zip(outputs["mirrored"], layouts[0])],
-                "combined": [_constrained(*pair) for pair in zip(outputs["combined"], layouts[1])],
+                "mirrored": [
+                    _constrained(*pair)
+                    for pair in zip(outputs["mirrored"], layouts[0], strict=True)
+                ],
+                "combined": [
+                    _constrained(*pair)
+                    for pair in zip(outputs["combined"], layouts[1], strict=True)
+                ],
             }
 
         by_replica = self._strategy.placer.sharding(0)
@@ -236,7 +242,7 @@ class ReplicaProgram:
         """What one replica computes."""
         arrays = [
             array[0] if place.stacked else array
-            for array, place in zip(inputs["arrays"], self._places)
+            for array, place in zip(inputs["arrays"], self._places, strict=True)
         ]
         context = ReplicaContext(
             self._strategy,
@@ -248,9 +254,12 @@ class ReplicaProgram:
             bucket=size_at(arrays, self._places, "length"),
         )
         mirrored = {
-            id(v): x for v, x in zip((v for v in known if not is_own(v)), inputs["mirrored"])
+            id(v): x
+            for v, x in zip((v for v in known if not is_own(v)), inputs["mirrored"], strict=True)
         }
-        own = {id(v): x[0] for v, x in zip((v for v in known if is_own(v)), inputs["own"])}
+        own = {
+            id(v): x[0] for v, x in zip((v for v in known if is_own(v)), inputs["own"], strict=True)
+        }
         recorder = Recorder(context, mirrored, own, combine)
         args, kwargs = self._form.rebuild(arrays)
         with entered(context, recorder):
@@ -296,11 +305,11 @@ class ReplicaProgram:
         updated = list(attempt.record.updated.values())
         shared = [v for v in updated if not is_own(v)]
         own = [v for v in updated if is_own(v)]
-        # Outputs are in the order of their sorted names: combined, mirrored, ...
+        # Outputs are in the order of their sorted names: combined, mirrored, and then the results.
         outputs = differing(body, inputs, self._axes)
         return [
             variable
-            for variable, differs in zip([*own, *shared], outputs)
+            for variable, differs in zip([*own, *shared], outputs, strict=False)
             if differs and variable.aggregation in ("none", "only_first_replica")
         ]
 
@@ -318,25 +327,28 @@ class ReplicaProgram:
                 continue
             arrays = [
                 doubled(array, getattr(place, kind))
-                for array, place in zip(described["arrays"], self._places)
+                for array, place in zip(described["arrays"], self._places, strict=True)
             ]
             known, combine = attempt.known, attempt.combine
             again = self._compiled(_Record(), known, combine)
             with takes_any(kind, size):
                 second = again.trace({**described, "arrays": arrays}).out_info["outs"]
-            for i, (a, b) in enumerate(zip(first, second)):
+            for i, (a, b) in enumerate(zip(first, second, strict=True)):
                 cuts[i][kind] = dimensions_that_follow(kind, size, a, b.shape[1:])
         return cuts
 
     def _padded_size(self, call: Call, kind: str) -> int | None:
         number = self._strategy.num_replicas_in_sync
-        own = [of_one_replica(a, place, number) for a, place in zip(call.arrays, self._places)]
+        own = [
+            of_one_replica(a, place, number)
+            for a, place in zip(call.arrays, self._places, strict=True)
+        ]
         return size_at(own, self._places, kind)
 
     def _wrap(self, outs: list, call: Call) -> list[PerReplica]:
         number = self._strategy.num_replicas_in_sync
         wrapped = []
-        for out, cuts in zip(outs, self._cuts):
+        for out, cuts in zip(outs, self._cuts, strict=True):
             sizes: dict[int, tuple[int, ...]] = {}
             rows = cuts.get("rows", ())
             if call.rows is not None:
@@ -353,9 +365,13 @@ class ReplicaProgram:
         again = self._run(self._inputs(call.with_other_padding(), self._known))
         others = self._wrap(again["outs"], call)
         returned = [
-            pair for one, other in zip(results, others) for pair in zip(one.values, other.values)
+            pair
+            for one, other in zip(results, others, strict=True)
+            for pair in zip(one.values, other.values, strict=False)
         ]
-        state = [pair for k in ("mirrored", "own") for pair in zip(outputs[k], again[k])]
+        state = [
+            pair for k in ("mirrored", "own") for pair in zip(outputs[k], again[k], strict=True)
+        ]
         same = all_the_same(f"what {self._name} returns", returned, self._strategy)
         if all_the_same(f"the updates of {self._name}", state, self._strategy) and same:
             return

@@ -151,7 +151,7 @@ class RunOptions:
         axes = jax.tree.leaves(spread)
         return [
             None if axis == _NOT_PADDED or rank is None or rank <= axis else axis
-            for axis, rank in zip(axes, ranks)
+            for axis, rank in zip(axes, ranks, strict=True)
         ]
 
 

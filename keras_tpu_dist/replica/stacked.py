@@ -97,7 +97,7 @@ def stacked(own: Mapping[int, Any], strategy: Strategy, name: str) -> Any:
         )
     leaves = [
         stack({i: leaves[n] for i, (leaves, _) in flat.items()}, column, strategy, name)
-        for n, column in enumerate(zip(*described))
+        for n, column in enumerate(zip(*described, strict=True))
     ]
     return jax.tree.unflatten(next(iter(flat.values()))[1], leaves)
 

@@ -49,7 +49,7 @@ def check_call(what: str, call: Call, strategy: Strategy) -> None:
     mine = told[jax.process_index()]
     for i, theirs in enumerate(told):
         if theirs != mine:
-            pairs = zip([*mine, "nothing"], [*theirs, "nothing"])
+            pairs = zip([*mine, "nothing"], [*theirs, "nothing"], strict=False)
             number, (here, there) = next((n, p) for n, p in enumerate(pairs) if p[0] != p[1])
             raise ValueError(
                 message(
@@ -89,7 +89,9 @@ def all_the_same(what: str, pairs: list[tuple[Any, Any]], strategy: Strategy) ->
         pairs: Arrays of one shape and layout.
         strategy: The strategy.
     """
-    same = all(same_numbers(*each) for pair in pairs for each in zip(*map(_parts, pair)))
+    same = all(
+        same_numbers(*each) for pair in pairs for each in zip(*map(_parts, pair), strict=True)
+    )
     if strategy.placer.is_local:
         return same
     return all(agree(f"the padding of {what}", _FIX, same, bool))

@@ -129,7 +129,7 @@ class PerReplica:
         return host[tuple(cuts)]
 
     def __repr__(self):
-        own = zip(self.replica_ids, self.values)
+        own = zip(self.replica_ids, self.values, strict=True)
         rows = [f"  {i}: {np.asarray(value)!r}" for i, value in own]
         return "PerReplica:{\n" + ",\n".join(rows) + "\n}"
 
@@ -192,4 +192,4 @@ def local_results(value: Any, strategy: Strategy) -> tuple:
     spread = [
         next(remaining) if isinstance(leaf, PerReplica) else (leaf,) * number for leaf in leaves
     ]
-    return tuple(jax.tree.unflatten(treedef, row) for row in zip(*spread))
+    return tuple(jax.tree.unflatten(treedef, row) for row in zip(*spread, strict=True))

@@ -104,7 +104,7 @@ class Buffers:
             copies = _copies([values[i] for i in group])
             if several:
                 jax.block_until_ready(copies)
-            for i, copy in zip(group, copies):
+            for i, copy in zip(group, copies, strict=True):
                 values[i] = copy
             _keras.follow_state(([variables[i] for i in group],), (copies,))
             del copies, copy

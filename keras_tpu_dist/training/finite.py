@@ -154,7 +154,9 @@ class FiniteWatch:
         inputs = element_names(jax.tree.unflatten(structure, range(structure.num_leaves)))
         losses = {
             name: float(value)
-            for (name, _), value, bad in zip(_losses(outputs), report["values"], report["losses"])
+            for (name, _), value, bad in zip(
+                _losses(outputs), report["values"], report["losses"], strict=True
+            )
             if bad
         }
         return NonFinite(
@@ -162,8 +164,8 @@ class FiniteWatch:
             launch,
             self._iterations,
             losses,
-            tuple(path for path, bad in zip(self._paths, report["variables"]) if bad),
-            tuple(name for name, bad in zip(inputs, report["inputs"]) if bad),
+            tuple(path for path, bad in zip(self._paths, report["variables"], strict=True) if bad),
+            tuple(name for name, bad in zip(inputs, report["inputs"], strict=True) if bad),
         )
 
 
@@ -186,15 +188,17 @@ def watched_step(step: Callable, mask: tuple[bool, ...]) -> Callable:
         report = {
             "losses": _flags([value for _, value in _losses(outputs)]),
             "values": _stacked([jnp.mean(value) for _, value in _losses(outputs)]),
-            "variables": _flags([v if check else None for v, check in zip(variables, mask)]),
+            "variables": _flags(
+                [v if check else None for v, check in zip(variables, mask, strict=True)]
+            ),
             "inputs": _flags(flatten(batch.data)[0]),
             "step": done + 1,
         }
         good = well & ~jnp.any(report["losses"]) & ~jnp.any(report["variables"])
         report["bad"] = ~good
         kept = [
-            [jnp.where(good, new, old) for new, old in zip(new_group, old_group)]
-            for new_group, old_group in zip(new_state, state)
+            [jnp.where(good, new, old) for new, old in zip(new_group, old_group, strict=True)]
+            for new_group, old_group in zip(new_state, state, strict=True)
         ]
         return (outputs, report), (*kept, [good, done + 1])
 

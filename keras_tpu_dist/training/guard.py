@@ -162,7 +162,7 @@ class StateGuard:
             return False
         trained = _trained(state)
         return len(trained) == len(self._left) and all(
-            left() is leaf for left, leaf in zip(self._left, trained)
+            left() is leaf for left, leaf in zip(self._left, trained, strict=True)
         )
 
     def launch(self, function: Callable, state: Any, batch: Any) -> tuple[Any, Any]:

@@ -95,8 +95,8 @@ class StepLoop:
         """Whether the model's variables are those that the programs were made for."""
         now = _keras.state_groups(self._trainer, self._kind)
         return all(
-            len(group) == len(others) and all(a is b for a, b in zip(group, others))
-            for group, others in zip(now, self._groups)
+            len(group) == len(others) and all(a is b for a, b in zip(group, others, strict=True))
+            for group, others in zip(now, self._groups, strict=True)
         )
 
     def _next(self, state, iterator: DeviceIterator):
@@ -167,7 +167,7 @@ class StepLoop:
         else:
             values = _keras.values_of(self._variables)
         given = iter(values)
-        for known, group in zip(state, self._groups):
+        for known, group in zip(state, self._groups, strict=True):
             known[:] = itertools.islice(given, len(group))
         return state
 

@@ -70,7 +70,7 @@ class Membership:
         """
         variables = _keras.state_variables(model)
         same = len(variables) == len(self._targets) and all(
-            variable is known for variable, (known, _) in zip(variables, self._targets)
+            variable is known for variable, (known, _) in zip(variables, self._targets, strict=True)
         )
         versions = annotations.mark.version, (remat.mark.version, scan_blocks.mark.version)
         if same and self._versions == versions and self.placement is not None:

@@ -58,7 +58,7 @@ def mesh_of(recipe: Any) -> Any:
         return replace(kind[0], topology=kind[0].topology.stood_in_by(devices))
     names, shape = kind
     devices = np.empty(len(ids), dtype=object)
-    devices[:] = _devices_here(ids, f"the mesh {dict(zip(names, shape))}")
+    devices[:] = _devices_here(ids, f"the mesh {dict(zip(names, shape, strict=True))}")
     return Mesh(devices.reshape(shape), names)
 
 

@@ -143,8 +143,8 @@ def with_changes(state: Sequence[list], changes: Sequence[list]) -> tuple[list, 
         changes: What the step made of it, `None` for each that it left alone.
     """
     return tuple(
-        [old if new is None else new for old, new in zip(before, after)]
-        for before, after in zip(state, changes)
+        [old if new is None else new for old, new in zip(before, after, strict=True)]
+        for before, after in zip(state, changes, strict=True)
     )
 
 
@@ -156,6 +156,6 @@ def changed(state: Sequence[list], after: Sequence[list]) -> tuple[list, ...]:
         after: What the step gave for it, already with `None`, or whole.
     """
     return tuple(
-        [None if new is old else new for old, new in zip(before, values)]
-        for before, values in zip(state, after)
+        [None if new is old else new for old, new in zip(before, values, strict=True)]
+        for before, values in zip(state, after, strict=True)
     )

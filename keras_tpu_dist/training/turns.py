@@ -189,7 +189,7 @@ def together(variables: list) -> Iterator[None]:
         for _, owner in sorted(owners.items()):
             held.enter_context(owner.lock)
         values = [v.value for v in variables]
-    with keras.StatelessScope(state_mapping=list(zip(variables, values))):
+    with keras.StatelessScope(state_mapping=list(zip(variables, values, strict=True))):
         yield
 
 
