@@ -111,7 +111,6 @@ from keras_tpu_dist._keras.structure import route_attention as route_attention
 from keras_tpu_dist._keras.structure import route_grouped_attention as route_grouped_attention
 from keras_tpu_dist._keras.structure import stored_weight as stored_weight
 from keras_tpu_dist._keras.structure import sublayers as sublayers
-from keras_tpu_dist._keras.structure import tell_of_layers as tell_of_layers
 from keras_tpu_dist._keras.structure import weights_of as weights_of
 from keras_tpu_dist._keras.structure import with_keras_mask as with_keras_mask
 from keras_tpu_dist._keras.trainer import active_strategy as active_strategy
@@ -134,5 +133,6 @@ from keras_tpu_dist._keras.trainer import state_groups as state_groups
 from keras_tpu_dist._keras.trainer import state_shardings as state_shardings
 from keras_tpu_dist._keras.trainer import state_variables as state_variables
 from keras_tpu_dist._keras.trainer import stateless_scope as stateless_scope
+from keras_tpu_dist._keras.trainer import tell_of_layers as tell_of_layers
 from keras_tpu_dist._keras.trainer import values_of as values_of
 from keras_tpu_dist._keras.trainer import variable_layout as variable_layout

@@ -1,6 +1,5 @@
 """Private names for what a model is made of: layers, their weights, the graph, masks, scopes."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,6 @@ from keras.src.backend.common.variables import AutocastScope
 from keras.src.models.functional import Functional as Functional
 
 from keras_tpu_dist._keras.seam import Replacement, declare
-from keras_tpu_dist._keras.trainer import then_created
 
 
 def flatten_layers(model: Any) -> list:
@@ -219,25 +217,6 @@ def with_keras_mask(tensor: Any, mask: Any) -> Any:
     if mask is not None:
         masking.set_keras_mask(tensor, mask)
     return tensor
-
-
-def tell_of_layers(created: Callable[[Any], None]) -> None:
-    """Declares that `created(layer)` is called at the start of every `Layer.__init__`.
-
-    Keras reads the signature of `Layer.__init__` for its configs, so the hook is in the backend's
-    base class, which `Layer.__init__` calls first.
-
-    Args:
-        created: Called with each new layer, which has no name and no weights yet.
-    """
-    declare(
-        Replacement(
-            *("keras.src.backend.jax.layer:JaxLayer", "__init__"),
-            functools.partial(then_created, created),
-            why="layers that are made within strategy.logical_device are assigned to it",
-            hook="a scope that is told of layers",
-        )
-    )
 
 
 def owner_of_loss(loss: Any, layers: list) -> Any:

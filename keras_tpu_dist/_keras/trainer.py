@@ -97,13 +97,21 @@ def _running(find_strategy) -> list[Replacement]:
 
 
 def _creating(created, compiling) -> list[Replacement]:
-    told = functools.partial(then_created, created)
-    compiled = functools.partial(_compile, created, compiling)
-    why = "a model that is made or compiled in a scope belongs to its strategy"
+    tell_of_layers(lambda layer: _model_created(created, layer))
     return [
-        Replacement(_TRAINER, "__init__", told, why=why, hook="a distribution told of models"),
         # Keras asks whether a model's compile is the base class's own, so it is replaced there.
-        Replacement(_BASE, "compile", compiled, why=why, hook="a distribution told of models"),
+        Replacement(
+            *(_BASE, "compile", functools.partial(_compile, created, compiling)),
+            why="a model that is compiled in a scope belongs to its strategy",
+            hook="a distribution told of models",
+        ),
+        # Keras reads the signature of `Layer.__init__` for its configs, which calls this first.
+        Replacement(
+            *("keras.src.backend.jax.layer:JaxLayer", "__init__", _layer_created),
+            why="models that are made in a scope belong to its strategy, layers that are made "
+            "within strategy.logical_device to that device",
+            hook="a scope that is told of layers",
+        ),
     ]
 
 
@@ -309,18 +317,27 @@ def _callbacks(given: Any) -> list:
     return keras.tree.flatten(given)
 
 
-def then_created(created, stock, model, *args, **kwargs):
-    """Calls a method of Keras, tells `created` of its object, and gives the method's result.
+_told_of_layers: list[Callable[[Any], None]] = []
+
+
+def tell_of_layers(created: Callable[[Any], None]) -> None:
+    """Has `created(layer)` called at the start of every `Layer.__init__`, of models too.
 
     Args:
-        created: Called as `created(model)`, after the method.
-        stock: Keras's own method, called as `stock(model, *args, **kwargs)`.
-        model: The object that the method was called on: a model or a layer.
-        *args, **kwargs: The other arguments of the call.
+        created: Called with each new layer, which has no name and no weights yet.
     """
-    result = stock(model, *args, **kwargs)
-    created(model)
-    return result
+    _told_of_layers.append(created)
+
+
+def _layer_created(stock, layer, *args, **kwargs):
+    stock(layer, *args, **kwargs)
+    for told in _told_of_layers:
+        told(layer)
+
+
+def _model_created(created, layer) -> None:
+    if isinstance(layer, seam.at(_TRAINER)):
+        created(layer)
 
 
 def _make_function(kind, stock, model, force=False):
@@ -337,7 +354,8 @@ def _make_function(kind, stock, model, force=False):
 
 def _compile(created, compiling, stock, model, *args, **kwargs):
     with compiling(model):
-        then_created(created, stock, model, *args, **kwargs)
+        stock(model, *args, **kwargs)
+        created(model)
 
 
 def _get_jax_state(stock, model, purge_model_variables=False, **groups):
