@@ -12,9 +12,11 @@ from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDat
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 from keras.src.trainers.epoch_iterator import EpochIterator
 
-from keras_tpu_dist._keras.seam import Replacement, declare
+from keras_tpu_dist._keras.seam import Replacement, at, declare
 from keras_tpu_dist._keras.trainer import active_strategy, input_of_fit
 
+# What Keras makes to read an epoch on JAX.
+JAXEpochIterator = at("keras.src.backend.jax.trainer:JAXEpochIterator")
 _NOTHING = object()
 _ONE_ROW = numpy.zeros((1, 1))
 # Keras's own, of `fit`.
@@ -25,10 +27,20 @@ _WARNS_OF_EVERY_END = tuple(int(part) for part in keras.__version__.split(".")[:
 def _read_by(stock, iterator, *args, **kwargs):
     with _dataset_left_whole(stock, iterator, *args, **kwargs):
         _own_part(stock, iterator, *args, **kwargs)
+    if type(iterator) is JAXEpochIterator:
+        iterator.__class__ = _DeviceEpochIterator
     fit = input_of_fit.get()
     if fit is not None:
         # The first that a fit makes is its own; the next ones are of validation.
         fit.setdefault("iterator", iterator)
+
+
+class _DeviceEpochIterator(JAXEpochIterator):
+    """Keras's iterator of an epoch, whose batches the strategy places, ahead of the step."""
+
+    def _get_iterator(self):
+        strategy = active_strategy()
+        return super()._get_iterator() if strategy is None else strategy.runner.batches(self)
 
 
 @contextlib.contextmanager
@@ -239,7 +251,8 @@ def uncount_steps(epoch_iterator: EpochIterator, steps: int, ran_out: bool) -> N
 declare(
     Replacement(
         *("keras.src.trainers.epoch_iterator:EpochIterator", "__init__", _read_by),
-        why="each process brings its part of a batch, and its input may be shorter than another's",
+        why="batches of any number of rows are placed ahead of the step; each process brings its "
+        "part of a batch, and its input may be shorter than another's",
         hook="a distribution that makes the iterator",
         parameters=("x", "batch_size", "steps_per_epoch"),
     ),

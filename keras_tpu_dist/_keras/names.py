@@ -176,6 +176,12 @@ MODULES = (
     ),
     *_each("keras.src.trainers.epoch_iterator", "EpochIterator", "the iterator of an epoch"),
     *_each(
+        "keras.src.backend.jax.trainer:JAXEpochIterator",
+        "_get_iterator",
+        "batches of any number of rows, placed ahead of the step",
+        "a distribution that makes the iterator",
+    ),
+    *_each(
         "keras.src.distribution.distribution_lib",
         "Distribution",
         "what a strategy is",

@@ -39,8 +39,7 @@ _GROUPS = {
 }
 
 
-# What a call notes on the model while it runs, and the values at rest.
-_RECORD = {"_jax_state": None, "_jax_state_synced": True}
+# Where threads note on a model whether they have read its state.
 _RECORDS = "_keras_tpu_dist_records"
 
 # Marks on a variable the object to ask before its value is handed out; see `hand_out`.
@@ -118,13 +117,12 @@ def _creating(created, compiling) -> list[Replacement]:
 def _records() -> list[Replacement]:
     return [
         Replacement(
-            *(_TRAINER, name, _OfThread(name)),
-            why="predict in a thread beside fit notes its own state on the model",
+            *(_TRAINER, "_jax_state_synced", _OfThread("_jax_state_synced", True)),
+            why="predict in a thread beside fit notes on the model whether it has read its state",
             hook="a call's state in the call",
             whole=True,
             on_instances=True,
         )
-        for name in _RECORD
     ]
 
 
@@ -159,11 +157,6 @@ def _saving(reading, writing) -> list[Replacement]:
 def _data() -> list[Replacement]:
     return [
         Replacement(
-            *(f"{_MODULE}:JAXEpochIterator", "_get_iterator", _device_iterator),
-            why="batches of any number of rows, placed ahead of the step",
-            hook="a distribution that makes the iterator",
-        ),
-        Replacement(
             *(_MODULE, "_distribute_data", _distribute_data),
             why="*_on_batch: Keras refuses rows that do not divide",
             hook="Distribution.distribute_data",
@@ -196,12 +189,6 @@ def _bookkeeping() -> list[Replacement]:
             *(_TRAINER, "jax_state_sync", _jax_state_sync),
             why="variables follow every launch; what a callback assigned since must stay",
             hook="a setting not to purge variables",
-        ),
-        Replacement(
-            *(_TRAINER, "__setattr__", _set_attribute),
-            why="the whole training state is searched for layers after every step",
-            hook="an attribute that Keras does not track",
-            whole=True,
         ),
         Replacement(
             *(_BASE, "get_metrics_result", _get_metrics_result),
@@ -392,11 +379,6 @@ def _save(reading, writing, stock, model, *args, **kwargs):
     return _reading(reading, functools.partial(writing, stock), model, *args, **kwargs)
 
 
-def _device_iterator(stock, epoch_iterator):
-    strategy = active_strategy()
-    return stock(epoch_iterator) if strategy is None else strategy.runner.batches(epoch_iterator)
-
-
 def _distribute_data(stock, data, *args, **kwargs):
     # Keras 3.16 asks for batches of several steps here; those are the device iterator's.
     strategy = active_strategy()
@@ -511,34 +493,40 @@ def _without_logging(function: Callable, *args) -> None:
 class _OfThread:
     """An attribute of a model of which each thread has its own where a strategy is active."""
 
-    def __init__(self, name: str):
-        self._name = name
+    def __init__(self, name: str, rest: Any):
+        self._name, self._rest = name, rest
 
     def __get__(self, model, owner=None):
         if model is None:
             return self
-        record = model.__dict__.get(_RECORDS, {}).get(threading.get_ident())
-        return (record or model.__dict__).get(self._name, _RECORD[self._name])
+        known = model.__dict__.get(self._name, self._rest)
+        return model.__dict__.get(_RECORDS, {}).get(threading.get_ident(), known)
 
     def __set__(self, model, value):
+        model.__dict__.get(_RECORDS, {}).pop(threading.get_ident(), None)
         if active_strategy() is None:
-            model.__dict__.get(_RECORDS, {}).pop(threading.get_ident(), None)
             model.__dict__[self._name] = value
-            return
-        records = model.__dict__.setdefault(_RECORDS, {})
-        record = records.setdefault(threading.get_ident(), dict(_RECORD))
-        record[self._name] = value
-        if all(record[name] is rest for name, rest in _RECORD.items()):
-            records.pop(threading.get_ident())
+        elif value is not self._rest:
+            model.__dict__.setdefault(_RECORDS, {})[threading.get_ident()] = value
 
 
-def _set_attribute(model, name, value):
-    # Stock searches the whole training state for layers and variables after every step.
-    # Public replacement: none.
-    if name in _RECORD and active_strategy() is not None:
-        object.__setattr__(model, name, value)
-    else:
-        super(seam.at(_TRAINER), model).__setattr__(name, value)
+class StateGroup:
+    """One list of a training state, as Keras's loop keeps it from one launch to the next.
+
+    Keras notes the state on the model after each launch, and searches lists for layers and
+    variables; this it passes by.
+    """
+
+    __slots__ = ("values",)
+
+    def __init__(self, values: list):
+        self.values = values
+
+    def __iter__(self):
+        return iter(self.values)
+
+    def __len__(self):
+        return len(self.values)
 
 
 def _get_metrics_result(stock, model):

@@ -72,13 +72,17 @@ class StepLoop:
         Raises:
             StopIteration: At the end of the input.
         """
+        state = tuple(
+            each.values if isinstance(each, _keras.StateGroup) else each for each in state
+        )
         try:
-            if not isinstance(iterator, DeviceIterator):
+            if isinstance(iterator, DeviceIterator):
+                outputs, state = self._next(state, iterator)
+            else:
                 # *_on_batch: one batch, whatever the setting.
-                launched = self._launch(state, self._place(next(iterator)))
+                outputs, state = self._launch(state, self._place(next(iterator)))
                 self._look()
-                return launched
-            return self._next(state, iterator)
+            return outputs, tuple(map(_keras.StateGroup, state))
         except StopIteration:
             if self._kind == "train":
                 _keras.keep_metrics(self._trainer, self._metrics)

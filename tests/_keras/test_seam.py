@@ -306,15 +306,21 @@ def test_no_thread_waits_for_logs_that_nobody_reads(monkeypatch):
 
 
 def test_the_training_state_is_not_searched_for_layers():
+    noted = []
+    look = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: noted.append(model._jax_state)
+    )
+    x, y = data(40)
     with ktd.TPUStrategy().scope():
         model = mlp()
-    with ktd.TPUStrategy().scope():
-        state = {"trainable_variables": [1.0]}
-        model._jax_state = state
-        assert model._jax_state is state
-    stock = mlp()
+    model.fit(x, y, batch_size=8, verbose=0, callbacks=[look])
+    groups = [group for state in noted for group in state.values()]
+    assert len(groups) == 5 * 4
+    assert all(type(group) is _keras.StateGroup for group in groups)
+    stock, state = mlp(), {"trainable_variables": [1.0]}
     stock._jax_state = state
-    assert stock._jax_state is not state, "Keras tracks no more: _set_attribute can go"
+    searched = type(stock._jax_state["trainable_variables"])
+    assert searched is not list, "Keras tracks no more: StateGroup can go"
 
 
 class Counting(keras.metrics.MeanSquaredError):
