@@ -243,6 +243,7 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
                     fix="Pass a keras.Variable.",
                 )
             )
+        _keras.claim(variable)
         return membership.choose_layout(variable, self)
 
     def get_tensor_layout(self, path: str) -> Any:

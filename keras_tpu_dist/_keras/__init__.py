@@ -127,8 +127,6 @@ from keras_tpu_dist._keras.trainer import is_value_of as is_value_of
 from keras_tpu_dist._keras.trainer import keep_metrics as keep_metrics
 from keras_tpu_dist._keras.trainer import listens as listens
 from keras_tpu_dist._keras.trainer import move_variable as move_variable
-from keras_tpu_dist._keras.trainer import own as own
-from keras_tpu_dist._keras.trainer import owner_of as owner_of
 from keras_tpu_dist._keras.trainer import serve as serve
 from keras_tpu_dist._keras.trainer import state_groups as state_groups
 from keras_tpu_dist._keras.trainer import state_shardings as state_shardings
@@ -137,3 +135,7 @@ from keras_tpu_dist._keras.trainer import stateless_scope as stateless_scope
 from keras_tpu_dist._keras.trainer import tell_of_layers as tell_of_layers
 from keras_tpu_dist._keras.trainer import values_of as values_of
 from keras_tpu_dist._keras.trainer import variable_layout as variable_layout
+from keras_tpu_dist._keras.variables import claim as claim
+from keras_tpu_dist._keras.variables import own as own
+from keras_tpu_dist._keras.variables import owner_of as owner_of
+from keras_tpu_dist._keras.variables import serve_variables as serve_variables

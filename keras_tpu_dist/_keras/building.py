@@ -2,7 +2,6 @@
 
 import collections
 import contextlib
-import contextvars
 import dataclasses
 import functools
 import threading
@@ -17,6 +16,8 @@ from keras.src.models.functional import Functional
 from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
 from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics
 from keras.src.utils.tracking import DotNotTrackScope
+
+from keras_tpu_dist._keras.variables import abstract as _abstract
 
 
 def jax_backend_started() -> bool:
@@ -49,9 +50,6 @@ def abstract_variables() -> Iterator[None]:
         _methods.give_back()
         global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, seeds)
         _abstract.reset(token)
-
-
-_abstract = contextvars.ContextVar("abstract", default=False)
 
 
 def _initialize_with_initializer(variable, initializer):

@@ -16,6 +16,7 @@ from keras.src.distribution import distribution_lib
 
 from keras_tpu_dist._keras import seam
 from keras_tpu_dist._keras.seam import Replacement
+from keras_tpu_dist._keras.variables import claim
 
 _MODULE = "keras.src.backend.jax.trainer"
 _TRAINER = f"{_MODULE}:JAXTrainer"
@@ -41,9 +42,6 @@ _GROUPS = {
 
 # Where threads note on a model whether they have read its state.
 _RECORDS = "_keras_tpu_dist_records"
-
-# Marks on a variable the object to ask before its value is handed out; see `hand_out`.
-_OWNER = "_keras_tpu_dist_owner"
 
 
 def serve(
@@ -129,15 +127,10 @@ def _records() -> list[Replacement]:
 def _variables(reading) -> list[Replacement]:
     return [
         Replacement(
-            *("keras:Variable", "value", _value),
-            why="an array that somebody holds must not be donated",
-            hook="a distribution told of reads",
-        ),
-        Replacement(
             *("keras:Layer", "get_weights", functools.partial(_reading, reading)),
             why="weights that are read beside a fit are those between two of its steps",
             hook="a lock of the training state",
-        ),
+        )
     ]
 
 
@@ -362,11 +355,6 @@ def _jax_state_sync(stock, model):
     # The next step reads the variables again.
     model._jax_state_synced = True
     return None
-
-
-def _value(stock, variable):
-    owner = variable.__dict__.get(_OWNER)
-    return stock(variable) if owner is None else owner.hand_out(variable, stock)
 
 
 def _reading(reading, stock, layer, *args, **kwargs):
@@ -623,27 +611,6 @@ def values_of(variables: list) -> list:
     return jax.device_put(values, layouts)
 
 
-def own(variables: list, owner: Any) -> None:
-    """Has an object asked before the values of variables are handed out.
-
-    Args:
-        variables: The variables.
-        owner: Its `hand_out(variable, stock)` is called where `variable.value` is read, and gives
-            what `stock(variable)` does. One whose variables are copied or pickled goes along.
-    """
-    for variable in variables:
-        variable.__dict__[_OWNER] = owner
-
-
-def owner_of(variable: Any) -> Any:
-    """The object that was given to `own`, or `None`.
-
-    Args:
-        variable: A `keras.Variable`.
-    """
-    return variable.__dict__.get(_OWNER)
-
-
 def holds(variable: Any, value: Any) -> bool:
     """Whether a value is the very array that a variable holds, and no copy or cast of it.
 
@@ -744,6 +711,7 @@ def move_variable(variable: Any, layout: Any) -> None:
         variable: A `keras.Variable`.
         layout: A `jax.sharding.Sharding`, or `None` to leave the value where it is.
     """
+    claim(variable)
     variable._layout = layout
     if variable._value is not None:
         variable._direct_assign(variable._value)

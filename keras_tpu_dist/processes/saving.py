@@ -95,16 +95,4 @@ def print_in_one_process(process_id: int) -> None:
         keras.config.disable_interactive_logging()
 
 
-_keras.declare(
-    _keras.Replacement(
-        *("keras:Variable", "__array__", _values),
-        why="a weight that lies on several hosts cannot be read: get_weights, save, callbacks",
-        hook="a distribution that reads variables",
-    ),
-    _keras.Replacement(
-        *("keras:Variable", "_direct_assign", _assigned),
-        why="processes that build different models would meet in different collectives",
-        hook="a distribution that places variables",
-        parameters=("value",),
-    ),
-)
+_keras.serve_variables(_values, _assigned)

@@ -351,6 +351,7 @@ def _adopted(model: Any, strategy: Strategy) -> Membership:
     for variable, target in member.targets(model):
         layout = _keras.variable_layout(variable)
         if layout == target:
+            _keras.claim(variable)
             continue
         (moved if strategy.layouts.owns(layout) else foreign).append(variable)
         own = given_layout(variable) is not None and not member.owns_slot(variable)

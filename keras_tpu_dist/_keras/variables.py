@@ -1,0 +1,107 @@
+"""Variables that a strategy places: of a class of ours, as Keras tells nobody of their values."""
+
+import contextvars
+import copyreg
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+# Whether this thread builds models without values; see `building.abstract_variables`.
+abstract: contextvars.ContextVar[bool] = contextvars.ContextVar("abstract", default=False)
+
+# Marks on a variable the object to ask before its value is handed out; see `own`.
+_OWNER = "_keras_tpu_dist_owner"
+
+_served: dict[str, Callable] = {}
+
+
+def serve_variables(read: Callable[..., Any], assign: Callable[..., None]) -> None:
+    """Says how values of claimed variables leave and enter them.
+
+    Args:
+        read: Called as `read(stock, variable, dtype, copy)` for an array of NumPy.
+        assign: Called as `assign(stock, variable, value)`.
+    """
+    _served.update(read=read, assign=assign)
+
+
+class _Claimed(keras.Variable):
+    """A variable on a strategy's mesh. Where nothing is asked of it, it is Keras's own."""
+
+    @property
+    def value(self):
+        # An array that somebody holds must not be donated.
+        owner = self.__dict__.get(_OWNER)
+        return _stock_value(self) if owner is None else owner.hand_out(self, _stock_value)
+
+    def __array__(self, dtype=None, copy=None):
+        # What lies on several hosts cannot be read as it is: get_weights, save, callbacks.
+        return _served["read"](_stock_array, self, dtype, copy)
+
+    def _direct_assign(self, value):
+        # Processes that build different models would meet in different collectives.
+        if abstract.get():
+            super()._direct_assign(value)
+        else:
+            _served["assign"](_stock_assign, self, value)
+
+    def __reduce__(self):
+        # A pickled one opens where this package is not installed.
+        return copyreg.__newobj__, (_stock_kind(type(self)),), self.__dict__
+
+
+def _stock_value(variable: Any) -> Any:
+    return super(_Claimed, variable).value
+
+
+def _stock_array(variable: Any, dtype: Any) -> Any:
+    return super(_Claimed, variable).__array__(dtype)
+
+
+def _stock_assign(variable: Any, value: Any) -> None:
+    super(_Claimed, variable)._direct_assign(value)
+
+
+def _stock_kind(kind: type) -> type:
+    return next(each for each in kind.__mro__ if not issubclass(each, _Claimed))
+
+
+@functools.cache
+def _claimed(kind: type) -> type:
+    if kind is keras.Variable:
+        return _Claimed
+    return type(kind.__name__, (_Claimed, kind), {"__module__": kind.__module__})
+
+
+def claim(variable: Any) -> None:
+    """Makes a variable one whose values a strategy hands out, reads and places.
+
+    Args:
+        variable: A `keras.Variable`.
+    """
+    if not isinstance(variable, _Claimed):
+        variable.__class__ = _claimed(type(variable))
+
+
+def own(variables: list, owner: Any) -> None:
+    """Has an object asked before the values of variables are handed out.
+
+    Args:
+        variables: The variables.
+        owner: Its `hand_out(variable, stock)` is called where `variable.value` is read, and gives
+            what `stock(variable)` does. One whose variables are copied or pickled goes along.
+    """
+    for variable in variables:
+        claim(variable)
+        variable.__dict__[_OWNER] = owner
+
+
+def owner_of(variable: Any) -> Any:
+    """The object that was given to `own`, or `None`.
+
+    Args:
+        variable: A `keras.Variable`.
+    """
+    return variable.__dict__.get(_OWNER)
