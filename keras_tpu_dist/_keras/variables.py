@@ -1,7 +1,6 @@
 """Variables that a strategy places: of a class of ours, as Keras tells nobody of their values."""
 
 import contextvars
-import copyreg
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -49,7 +48,7 @@ class _Claimed(keras.Variable):
 
     def __reduce__(self):
         # A pickled one opens where this package is not installed.
-        return copyreg.__newobj__, (_stock_kind(type(self)),), self.__dict__
+        return object.__new__, (_stock_kind(type(self)),), self.__dict__
 
 
 def _stock_value(variable: Any) -> Any:
