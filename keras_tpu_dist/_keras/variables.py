@@ -46,10 +46,6 @@ class _Claimed(keras.Variable):
         else:
             _served["assign"](_stock_assign, self, value)
 
-    def __reduce__(self):
-        # A pickled one opens where this package is not installed.
-        return object.__new__, (_stock_kind(type(self)),), self.__dict__
-
 
 def _stock_value(variable: Any) -> Any:
     return super(_Claimed, variable).value
@@ -61,10 +57,6 @@ def _stock_array(variable: Any, dtype: Any) -> Any:
 
 def _stock_assign(variable: Any, value: Any) -> None:
     super(_Claimed, variable)._direct_assign(value)
-
-
-def _stock_kind(kind: type) -> type:
-    return next(each for each in kind.__mro__ if not issubclass(each, _Claimed))
 
 
 @functools.cache

@@ -1,10 +1,8 @@
 """The names the seam needs, and stock Keras unchanged where no strategy is active."""
 
-import copy
 import dataclasses
 import functools
 import importlib
-import pickle
 import re
 import subprocess
 import sys
@@ -378,17 +376,6 @@ def test_callbacks_see_the_fit_where_there_never_was_a_strategy(tmp_path):
     command = [sys.executable, "-c", CALLBACKS, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-
-
-def test_variables_on_a_mesh_are_keras_variables_and_pickle_as_such():
-    with ktd.TPUStrategy().scope():
-        variable = keras.Variable(np.ones(3), name="mine")
-    assert isinstance(variable, keras.Variable)
-    assert type(variable) is not keras.Variable
-    again = pickle.loads(pickle.dumps(variable))
-    assert type(again) is type(keras.Variable(0.0))
-    assert_close(again.numpy(), np.ones(3))
-    assert type(copy.deepcopy(variable)) is type(again)
 
 
 class Own(keras.Variable):
