@@ -22,15 +22,10 @@ _MODULE = "keras.src.backend.jax.trainer"
 _TRAINER = f"{_MODULE}:JAXTrainer"
 _BASE = "keras.src.trainers.trainer:Trainer"
 
-# Keras's entry points, and what kind of steps each makes.
-_KINDS = {
-    "fit": "train",
-    "evaluate": "test",
-    "predict": "predict",
-    "train_on_batch": "train",
-    "test_on_batch": "test",
-    "predict_on_batch": "predict",
-}
+_ENTRY_POINTS = (
+    *("fit", "evaluate", "predict"),
+    *("train_on_batch", "test_on_batch", "predict_on_batch"),
+)
 
 # What the fit that runs here reads: its own data adapter, once Keras has made it.
 input_of_fit: contextvars.ContextVar[dict[str, Any] | None] = contextvars.ContextVar(
@@ -78,14 +73,24 @@ def serve(
 
 
 def _running(find_strategy) -> list[Replacement]:
-    return [
+    run = [
         Replacement(
             *(_TRAINER, name, functools.partial(_entry_point, find_strategy, name)),
             why="a model runs under the strategy it was made in, also outside of its scope",
             hook="a distribution that a model carries",
         )
-        for name in _KINDS
+        for name in _ENTRY_POINTS
     ]
+    make = [
+        Replacement(
+            *(_TRAINER, f"make_{kind}_function", functools.partial(_make_function, kind)),
+            why="the step is compiled with the state's layouts, batches trimmed, N in one scan",
+            hook="a distribution that makes step functions",
+            parameters=("force",),
+        )
+        for kind in ("train", "test", "predict")
+    ]
+    return [*run, *make]
 
 
 def _creating(created, compiling) -> list[Replacement]:
@@ -198,7 +203,6 @@ def _entry_point(find_strategy, name, stock, model, *args, **kwargs):
             stack.enter_context(_told_of_fit(arguments))
         if strategy is not None:
             stack.enter_context(strategy.runner.running(strategy, model, name, arguments))
-            _keep_from_making(model, _KINDS[name])
         return stock(model, *args, **kwargs)
 
 
@@ -316,46 +320,16 @@ def _model_created(created, layer) -> None:
         created(layer)
 
 
-class _NotMade:
-    """Stands in the place of a step function until Keras asks for the state that it takes.
-
-    Keras makes none of its own then; and the model is built by the time it asks.
-    """
-
-    def __call__(self, state, iterator):
-        """Is never called."""
-        raise AssertionError("Keras called a step function before it read the state")
-
-
-_NOT_MADE = _NotMade()
-
-
-def _keep_from_making(model: Any, kind: str) -> None:
-    """Has Keras make no step function, where it is not a user's method that makes it."""
-    name, attribute = f"make_{kind}_function", f"{kind}_function"
-    stock = getattr(type(model), name, None) is getattr(seam.at(_TRAINER), name)
-    if stock and _is_made_by_keras(getattr(model, attribute, None)):
-        setattr(model, attribute, _NOT_MADE)
-
-
-def _is_made_by_keras(function: Any) -> bool:
-    return function is None or getattr(function, "__module__", None) in (__name__, _MODULE)
-
-
-def _make_function(strategy: Any, model: Any, kind: str, anew: bool = True) -> None:
-    """Puts the strategy's step function in the place of one that Keras made, or would have.
-
-    Args:
-        strategy: The strategy.
-        model: The model, which is built.
-        kind: `"train"`, `"test"` or `"predict"`.
-        anew: Whether one of ours is made once more where layers are frozen since, a LoRA is added
-            or the optimizer is another.
-    """
+def _make_function(kind, stock, model, force=False):
+    strategy = active_strategy()
     attribute = f"{kind}_function"
+    if strategy is None:
+        return stock(model, force=force)
     function = getattr(model, attribute)
-    if _is_made_by_keras(function) or (anew and not strategy.runner.serves(function)):
+    # Stock's is compiled anew where layers are frozen, a LoRA is added or the optimizer is another.
+    if function is None or force or not strategy.runner.serves(function):
         setattr(model, attribute, strategy.runner.make_function(strategy, model, kind))
+    return getattr(model, attribute) if kind == "predict" else None
 
 
 def _compile(created, compiling, stock, model, *args, **kwargs):
@@ -371,12 +345,7 @@ def _get_jax_state(stock, model, purge_model_variables=False, **groups):
     # What an earlier epoch left there is older than the variables.
     model._jax_state = None
     # Stock empties the variables here, and what an exception then finds is nothing.
-    names = tuple(each.removesuffix("_variables") for each, wanted in groups.items() if wanted)
-    kind = next((kind for kind, of_kind in _GROUPS.items() if of_kind == names), None)
-    if kind is not None:
-        # Before the state is read: what is not on the mesh yet is moved there. In `fit`, `evaluate`
-        # and `predict` it was made before their callbacks began; it stays until they end.
-        _make_function(strategy, model, kind, anew=not purge_model_variables)
+    names = [each.removesuffix("_variables") for each, wanted in groups.items() if wanted]
     return strategy.runner.read_state(model, tuple(list(_group(model, name)) for name in names))
 
 
@@ -439,19 +408,10 @@ class _Told(keras.callbacks.CallbackList):
     """
 
     def on_train_begin(self, logs=None):
-        self._make("train")
         if input_of_fit.get() is None:
             _begin_unseen(self)
         with self._around("train_begin", logs):
             super().on_train_begin(logs)
-
-    def on_test_begin(self, logs=None):
-        self._make("test")
-        super().on_test_begin(logs)
-
-    def on_predict_begin(self, logs=None):
-        self._make("predict")
-        super().on_predict_begin(logs)
 
     def on_train_end(self, logs=None):
         with self._around("train_end", logs):
@@ -496,12 +456,6 @@ class _Told(keras.callbacks.CallbackList):
             super()._async_dispatch(fn, *args)
         else:
             super()._async_dispatch(_without_logging, fn, *args)
-
-    def _make(self, kind: str) -> None:
-        # Keras has built the model, and made no step function: see `_keep_from_making`.
-        strategy, model = active_strategy(), self._model
-        if strategy is not None and model is not None:
-            _make_function(strategy, model, kind)
 
     def _listens(self, kind: str) -> bool:
         return listens(self.callbacks, kind)
