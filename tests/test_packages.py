@@ -235,12 +235,8 @@ def splats(tree):
             yield from (v.lineno for k, v in of_dicts if k is None and isinstance(v, ast.Dict))
 
 
-def _later(path):
-    return package_of(path) != "_keras" and path.name != "saving.py"
-
-
 def test_no_literal_is_unpacked():
-    found = {path: list(splats(tree)) for path, tree in trees().items() if _later(path)}
+    found = {path: list(splats(tree)) for path, tree in trees().items()}
     assert {path: lines for path, lines in found.items() if lines} == {}
 
 

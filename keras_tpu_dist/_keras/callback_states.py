@@ -13,11 +13,15 @@ CHANGING: dict[str, tuple[str, ...]] = {
     "ReduceLROnPlateau": ("wait", "cooldown_counter", "best"),
     "ModelCheckpoint": ("best", "_batches_seen_since_last_saving", "_last_batch_seen"),
     "OrbaxCheckpoint": (
-        *("best", "_batches_seen_since_last_saving", "_last_batch_seen"),
+        "best",
+        "_batches_seen_since_last_saving",
+        "_last_batch_seen",
         "_total_batches_seen",
     ),
     "BackupAndRestore": (
-        *("_batches_seen_since_last_saving", "_last_batch_seen", "_current_epoch"),
+        "_batches_seen_since_last_saving",
+        "_last_batch_seen",
+        "_current_epoch",
     ),
     "SwapEMAWeights": ("_ema_weights_in_model",),
     "TensorBoard": ("_global_train_batch", "_global_test_batch"),
@@ -69,6 +73,8 @@ def _has(callback: Any, name: str) -> bool:
         return True
     logger.warning(
         "%s of keras %s has no attribute %s: a checkpoint does not hold it",
-        *(type(callback).__name__, keras.__version__, name),
+        type(callback).__name__,
+        keras.__version__,
+        name,
     )
     return False

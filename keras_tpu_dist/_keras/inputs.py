@@ -250,7 +250,9 @@ def uncount_steps(epoch_iterator: EpochIterator, steps: int, ran_out: bool) -> N
 
 declare(
     Replacement(
-        *("keras.src.trainers.epoch_iterator:EpochIterator", "__init__", _read_by),
+        "keras.src.trainers.epoch_iterator:EpochIterator",
+        "__init__",
+        _read_by,
         why="batches of any number of rows are placed ahead of the step; each process brings its "
         "part of a batch, and its input may be shorter than another's",
         hook="a distribution that makes the iterator",

@@ -149,13 +149,17 @@ def _class_of_saved(stock, *args, **kwargs):
 _SERIALIZATION = "keras.src.saving.serialization_lib"
 declare(
     Replacement(
-        *(_SERIALIZATION, "get_build_and_compile_config", _save_marks),
+        _SERIALIZATION,
+        "get_build_and_compile_config",
+        _save_marks,
         why="what is written on layers goes into saved models, which load without this package",
         hook="keys of one's own in a layer's saved config",
         parameters=("obj", "config"),
     ),
     Replacement(
-        *(_SERIALIZATION, "_retrieve_class_or_fn", _class_of_saved),
+        _SERIALIZATION,
+        "_retrieve_class_or_fn",
+        _class_of_saved,
         why="what saved models hold of what was written on layers is written on the loaded ones",
         hook="keys of one's own in a layer's saved config",
         parameters=("full_config",),

@@ -147,7 +147,9 @@ def route_attention(replacement: Callable[..., object]) -> None:
     """
     declare(
         Replacement(
-            *("keras.src.backend.jax.nn", "dot_product_attention", replacement),
+            "keras.src.backend.jax.nn",
+            "dot_product_attention",
+            replacement,
             why="on TPU, Keras's own kernel drops the bias and the scale and is not partitioned",
             hook="a way to register an attention implementation",
             parameters=("query", "key", "value", *ATTENTION_OPTIONS),
@@ -164,7 +166,9 @@ def route_grouped_attention(replacement: Callable[..., object]) -> None:
     """
     declare(
         Replacement(
-            *("keras.layers:GroupQueryAttention", "_compute_attention", replacement),
+            "keras.layers:GroupQueryAttention",
+            "_compute_attention",
+            replacement,
             why="keys and values are repeated for every query head, which a flash kernel needs not",
             hook="grouped heads handed to `ops.dot_product_attention` as they are",
             parameters=("query", "key", "value"),
@@ -173,7 +177,12 @@ def route_grouped_attention(replacement: Callable[..., object]) -> None:
 
 
 ATTENTION_OPTIONS = (
-    *("bias", "mask", "scale", "is_causal", "flash_attention", "attn_logits_soft_cap"),
+    "bias",
+    "mask",
+    "scale",
+    "is_causal",
+    "flash_attention",
+    "attn_logits_soft_cap",
 )
 
 

@@ -23,8 +23,12 @@ _TRAINER = f"{_MODULE}:JAXTrainer"
 _BASE = "keras.src.trainers.trainer:Trainer"
 
 _ENTRY_POINTS = (
-    *("fit", "evaluate", "predict"),
-    *("train_on_batch", "test_on_batch", "predict_on_batch"),
+    "fit",
+    "evaluate",
+    "predict",
+    "train_on_batch",
+    "test_on_batch",
+    "predict_on_batch",
 )
 
 # What the fit that runs here reads: its own data adapter, once Keras has made it.
@@ -75,7 +79,9 @@ def serve(
 def _running(find_strategy) -> list[Replacement]:
     run = [
         Replacement(
-            *(_TRAINER, name, functools.partial(_entry_point, find_strategy, name)),
+            _TRAINER,
+            name,
+            functools.partial(_entry_point, find_strategy, name),
             why="a model runs under the strategy it was made in, also outside of its scope",
             hook="a distribution that a model carries",
         )
@@ -83,7 +89,9 @@ def _running(find_strategy) -> list[Replacement]:
     ]
     make = [
         Replacement(
-            *(_TRAINER, f"make_{kind}_function", functools.partial(_make_function, kind)),
+            _TRAINER,
+            f"make_{kind}_function",
+            functools.partial(_make_function, kind),
             why="the step is compiled with the state's layouts, batches trimmed, N in one scan; a "
             "class that wraps the function of its base class would train with Keras's, which "
             "donates the weights",
@@ -100,13 +108,17 @@ def _creating(created, compiling) -> list[Replacement]:
     return [
         # Keras asks whether a model's compile is the base class's own, so it is replaced there.
         Replacement(
-            *(_BASE, "compile", functools.partial(_compile, created, compiling)),
+            _BASE,
+            "compile",
+            functools.partial(_compile, created, compiling),
             why="a model that is compiled in a scope belongs to its strategy",
             hook="a distribution told of models",
         ),
         # Keras reads the signature of `Layer.__init__` for its configs, which calls this first.
         Replacement(
-            *("keras.src.backend.jax.layer:JaxLayer", "__init__", _layer_created),
+            "keras.src.backend.jax.layer:JaxLayer",
+            "__init__",
+            _layer_created,
             why="models that are made in a scope belong to its strategy, layers that are made "
             "within strategy.logical_device to that device",
             hook="a scope that is told of layers",
@@ -117,7 +129,9 @@ def _creating(created, compiling) -> list[Replacement]:
 def _records() -> list[Replacement]:
     return [
         Replacement(
-            *(_TRAINER, "_jax_state_synced", _OfThread("_jax_state_synced", True)),
+            _TRAINER,
+            "_jax_state_synced",
+            _OfThread("_jax_state_synced", True),
             why="predict in a thread beside fit notes on the model whether it has read its state",
             hook="a call's state in the call",
             whole=True,
@@ -129,7 +143,9 @@ def _records() -> list[Replacement]:
 def _variables(reading) -> list[Replacement]:
     return [
         Replacement(
-            *("keras:Layer", "get_weights", functools.partial(_reading, reading)),
+            "keras:Layer",
+            "get_weights",
+            functools.partial(_reading, reading),
             why="weights that are read beside a fit are those between two of its steps",
             hook="a lock of the training state",
         )
@@ -139,7 +155,9 @@ def _variables(reading) -> list[Replacement]:
 def _saving(reading, writing) -> list[Replacement]:
     return [
         Replacement(
-            *("keras.src.saving.saving_api", name, functools.partial(_save, reading, writing)),
+            "keras.src.saving.saving_api",
+            name,
+            functools.partial(_save, reading, writing),
             why="several processes would write one file at the same time, and a fit beside it "
             "would change weights between two that are read",
             hook="a distribution that says which process writes",
@@ -152,13 +170,17 @@ def _saving(reading, writing) -> list[Replacement]:
 def _data() -> list[Replacement]:
     return [
         Replacement(
-            *(_MODULE, "_distribute_data", _distribute_data),
+            _MODULE,
+            "_distribute_data",
+            _distribute_data,
             why="*_on_batch: Keras refuses rows that do not divide",
             hook="Distribution.distribute_data",
             parameters=("data", "layouts"),
         ),
         Replacement(
-            *("keras.src.distribution.distribution_lib", "distribute_tensor", _distribute_output),
+            "keras.src.distribution.distribution_lib",
+            "distribute_tensor",
+            _distribute_output,
             why="layers' outputs may be structures, and rows may be uneven",
             hook="Distribution.distribute_tensor",
             parameters=("tensor", "layout"),
@@ -169,24 +191,32 @@ def _data() -> list[Replacement]:
 def _bookkeeping() -> list[Replacement]:
     return [
         Replacement(
-            *("keras.callbacks:CallbackList", "__init__", _told_list),
+            "keras.callbacks:CallbackList",
+            "__init__",
+            _told_list,
             why="callbacks hear of a run that goes on as of one that never stopped; no thread "
             "waits for logs that nobody reads; bars of one process alone",
             hook="a CallbackList that a distribution makes",
         ),
         Replacement(
-            *(_TRAINER, "_get_jax_state", _get_jax_state),
+            _TRAINER,
+            "_get_jax_state",
+            _get_jax_state,
             why="variables keep their values during fit, so an exception loses nothing",
             hook="a setting not to purge variables",
             parameters=("purge_model_variables",),
         ),
         Replacement(
-            *(_TRAINER, "jax_state_sync", _jax_state_sync),
+            _TRAINER,
+            "jax_state_sync",
+            _jax_state_sync,
             why="variables follow every launch; what a callback assigned since must stay",
             hook="a setting not to purge variables",
         ),
         Replacement(
-            *(_BASE, "get_metrics_result", _get_metrics_result),
+            _BASE,
+            "get_metrics_result",
+            _get_metrics_result,
             why="a few operations on scalars would each be launched on every device: ten times as "
             "long for a loss and an accuracy on 8 simulated ones (benchmarks/metric_results.py)",
             hook="a distribution that works out results",
