@@ -61,7 +61,7 @@ def grid(p):
 
 def stretched(p):
     """A wide-spread (n, 6): its singular values are far apart."""
-    return p.x * np.float32([1, 2, 4, 8, 16, 32])
+    return p.x * np.float32([1, 2, 4, 8, 16, 32]) / 32
 
 
 SMOOTH: dict[str, Callable[[Any], Any]] = {
@@ -372,7 +372,7 @@ SMOOTH: dict[str, Callable[[Any], Any]] = {
     "norm/cubic": lambda p: ops.norm(p.x, ord=3, axis=0),
     "norm/frobenius": lambda p: ops.norm(p.seq, ord="fro", axis=(0, 1)),
     "norm/nuclear": lambda p: ops.norm(p.rect, ord="nuc", axis=(1, 2)),
-    "norm/spectral": lambda p: ops.norm(stretched(p), ord=2) / 32,
+    "norm/spectral": lambda p: ops.norm(stretched(p), ord=2),
     "norm/matrix_one": lambda p: ops.norm(p.x, ord=1, axis=(0, 1)),
     "qr/batched": lambda p: ops.qr(p.rect),
     "qr/over_batch": lambda p: ops.qr(p.x),

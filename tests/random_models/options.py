@@ -16,7 +16,7 @@ WRITES = (
 ASSIGNED = (
     *("dense", "conv", "depthwise", "separable", "layer_norm", "rms_norm", "group_norm"),
     *("lstm", "gru", "attention", "dropout", "spatial_dropout", "einsum", "pool", "distributed"),
-    *("sequential", "experts", "prelu", "moves"),
+    *("sequential", "experts", "prelu", "moves", "batch_norm"),
 )
 
 OPTIONS: dict[str, tuple] = {

@@ -325,6 +325,7 @@ _ASSIGNED = {
     "conv": lambda: kl.Conv1D(8, 3, padding="same"),
     "depthwise": lambda: kl.DepthwiseConv1D(3, padding="same"),
     "separable": lambda: kl.SeparableConv1D(8, 3, padding="same"),
+    "batch_norm": lambda: kl.BatchNormalization(momentum=0.8),
     "layer_norm": kl.LayerNormalization,
     "rms_norm": kl.RMSNormalization,
     "group_norm": lambda: kl.GroupNormalization(2),

@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import keras_tpu_dist as ktd
 
@@ -125,7 +126,8 @@ class Pair:
         self._same([m.evaluate(self.x[:rows], self.y[:rows], **options) for m in self._models])
 
     def _predict(self, rows: int, number: int) -> None:
-        options = {"batch_size": BATCH, "verbose": 0}
+        # Keras says that `verbose` is a string, and takes 0.
+        options: dict[str, Any] = {"batch_size": BATCH, "verbose": 0}
         ours, stock = (m.predict(self.x[:rows], **options) for m in self._models)
         _assert_close(ours, stock, f"predict of {rows} rows")
 
