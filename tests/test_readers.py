@@ -114,7 +114,6 @@ MAY_SET = {
     ("_keras/calls.py", "setattr(kind, name, routed)"): "a word of the caller",
     ("_keras/marks.py", "object.__setattr__(layer, self._attribute, value)"): "the mark's own",
     ("_keras/seam.py", "setattr(holder, replacement.name, by)"): "the table in the source",
-    ("_keras/trainer.py", "object.__setattr__(model, name, value)"): "one word, compared",
     ("processes/agreement.py", "setattr(callback, name, path)"): "_FILES, in the source",
 }
 

@@ -356,9 +356,9 @@ def _model_created(created, layer) -> None:
 def _make_function(kind, stock, model, force=False):
     strategy = active_strategy()
     attribute = f"{kind}_function"
-    if strategy is None:
-        return stock(model, force=force)
     function = getattr(model, attribute)
+    if strategy is None:
+        return stock(model, force=force or getattr(function, "is_stale", False))
     # Stock's is compiled anew where layers are frozen, a LoRA is added or the optimizer is another.
     if function is None or force or not strategy.runner.serves(function):
         setattr(model, attribute, strategy.runner.make_function(strategy, model, kind))
@@ -728,8 +728,16 @@ def has_state(model: Any) -> bool:
 
 
 def forget_functions(model: Any) -> None:
-    """Makes the trainer build its step functions anew. See `forget_state`."""
-    model.train_function = model.test_function = model.predict_function = None
+    """Makes the trainer build its step functions anew. See `forget_state`.
+
+    A call that runs in another thread goes on with the one it began with.
+    """
+    for attribute in ("train_function", "test_function", "predict_function"):
+        function = getattr(model, attribute)
+        if hasattr(function, "is_stale"):
+            function.is_stale = True
+        else:
+            setattr(model, attribute, None)
 
 
 def variable_layout(variable: Any) -> Any:

@@ -36,6 +36,10 @@ class StepLoop:
         chosen: The `steps_per_execution` of the running call if it was chosen for the user, who may
             then not have the memory for the batches of one launch; or `None`.
         compiler_options: What the compiler is told; `None` for its defaults.
+
+    Attributes:
+        is_stale: Whether the model's variables lie otherwise than when it was made, so that the
+            next call makes another one.
     """
 
     def __init__(
@@ -49,6 +53,7 @@ class StepLoop:
         chosen: Callable[[], int | None] = lambda: None,
         compiler_options: dict[str, Any] | None = None,
     ):
+        self.is_stale = False
         self._trainer, self._kind = trainer, kind
         self._turns, self._placer, self._guard, self._fit = turns, placer, guard, fit
         self._chosen, self._compiler_options = chosen, compiler_options
@@ -98,7 +103,7 @@ class StepLoop:
     def serves(self) -> bool:
         """Whether the model's variables are those that the programs were made for."""
         now = _keras.state_groups(self._trainer, self._kind)
-        return all(
+        return not self.is_stale and all(
             len(group) == len(others) and all(a is b for a, b in zip(group, others, strict=True))
             for group, others in zip(now, self._groups, strict=True)
         )

@@ -265,3 +265,19 @@ def test_a_callback_compiles_with_other_steps():
     )
     fit_13(trained, compiles, epochs=1)
     assert trained.steps_per_execution == 4
+
+
+def test_a_first_fit_within_a_predict_leaves_it_its_function():
+    """The fit places the optimizer's variables, which the predict's program knows nothing of."""
+    strategy = ktd.TPUStrategy(MESHES[0])
+    with strategy.scope():
+        trained, alone = model(1, 8), model(1, 8)
+
+    class Fits(keras.callbacks.Callback):
+        def on_predict_batch_begin(self, batch, logs=None):
+            in_threads(lambda: fit(trained, 1))
+
+    expected = fit(alone, 1)[1]
+    trained.predict(X, batch_size=len(X), callbacks=[Fits()], verbose=0)
+    assert_close(trained.get_weights(), expected)
+    assert_close(trained.predict(X, verbose=0), alone.predict(X, verbose=0))
