@@ -231,6 +231,8 @@ def adopt_variables(variables: list, strategy: Strategy) -> None:
     """
     moved = []
     for variable in variables:
+        # Slots of an optimizer get their weight's layout, so nobody was asked for theirs.
+        _keras.claim(variable)
         layout = _keras.variable_layout(variable)
         if not strategy.layouts.owns(layout):
             moved.append(variable.path)
