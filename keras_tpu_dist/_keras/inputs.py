@@ -1,6 +1,5 @@
 """The seam to Keras's input: whose dataset is split by whom, and the count of an epoch's steps."""
 
-import contextlib
 import inspect
 from typing import Any
 
@@ -25,8 +24,7 @@ _WARNS_OF_EVERY_END = tuple(int(part) for part in keras.__version__.split(".")[:
 
 
 def _read_by(stock, iterator, *args, **kwargs):
-    with _dataset_left_whole(stock, iterator, *args, **kwargs):
-        _own_part(stock, iterator, *args, **kwargs)
+    _own_part(stock, iterator, *args, **kwargs)
     if type(iterator) is JAXEpochIterator:
         iterator.__class__ = _DeviceEpochIterator
     fit = input_of_fit.get()
@@ -43,21 +41,19 @@ class _DeviceEpochIterator(JAXEpochIterator):
         return super()._get_iterator() if strategy is None else strategy.runner.batches(self)
 
 
-@contextlib.contextmanager
-def _dataset_left_whole(stock, *args, **kwargs):
+def _with_whole_dataset(x, make):
     """Hides the strategy while Keras makes the adapter of a `tf.data.Dataset`.
 
     Keras would have `distribute_dataset` cut it for this process; ours, as in `tf.distribute`,
     makes batches per replica. No code of the user's runs meanwhile.
     """
     strategy = active_strategy()
-    given = inspect.signature(stock).bind_partial(*args, **kwargs).arguments
-    if strategy is None or not is_tf_dataset(given.get("x")):
-        yield
+    if strategy is None or not is_tf_dataset(x):
+        make()
         return
     keras.distribution.set_distribution(None)
     try:
-        yield
+        make()
     finally:
         keras.distribution.set_distribution(strategy)
 
@@ -65,11 +61,11 @@ def _dataset_left_whole(stock, *args, **kwargs):
 def _own_part(stock, iterator, *args, **kwargs):
     strategy = active_strategy()
     own_input = None if strategy is None else strategy.runner.own_input
-    if own_input is None:
-        stock(iterator, *args, **kwargs)
-        return
     bound = inspect.signature(stock).bind(iterator, *args, **kwargs)
     given = bound.arguments
+    if own_input is None:
+        _with_whole_dataset(given.get("x"), lambda: stock(*bound.args, **bound.kwargs))
+        return
     x, empty = given["x"], False
     if can_convert_arrays((x, given.get("y"), given.get("sample_weight"))):
         sizes = given.get("batch_size"), given.get("steps_per_epoch")
@@ -81,7 +77,7 @@ def _own_part(stock, iterator, *args, **kwargs):
         # The adapter takes the shapes from the first batches.
         empty = next(iter(x), _NOTHING) is _NOTHING
     given["x"] = _ONE_ROW if empty else given["x"]
-    stock(*bound.args, **bound.kwargs)
+    _with_whole_dataset(given["x"], lambda: stock(*bound.args, **bound.kwargs))
     if empty:
         iterator.data_adapter = _NoBatches()
     iterator.data_adapter = _AgreedLength(iterator.data_adapter, own_input)
