@@ -12,7 +12,7 @@ from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 from keras.src.trainers.epoch_iterator import EpochIterator
 
 from keras_tpu_dist._keras.seam import Replacement, at, declare
-from keras_tpu_dist._keras.trainer import active_strategy, input_of_fit
+from keras_tpu_dist._keras.trainer import active_strategy, input_of_fit, signature
 
 # What Keras makes to read an epoch on JAX.
 JAXEpochIterator = at("keras.src.backend.jax.trainer:JAXEpochIterator")
@@ -61,7 +61,7 @@ def _with_whole_dataset(x, make):
 def _own_part(stock, iterator, *args, **kwargs):
     strategy = active_strategy()
     own_input = None if strategy is None else strategy.runner.own_input
-    bound = inspect.signature(stock).bind(iterator, *args, **kwargs)
+    bound = signature(stock).bind(iterator, *args, **kwargs)
     given = bound.arguments
     if own_input is None:
         _with_whole_dataset(given.get("x"), lambda: stock(*bound.args, **bound.kwargs))

@@ -227,7 +227,7 @@ def _bookkeeping() -> list[Replacement]:
 def _entry_point(find_strategy, name, stock, model, *args, **kwargs):
     strategy = find_strategy(model)
     try:
-        arguments = _signature(stock).bind(model, *args, **kwargs).arguments
+        arguments = signature(stock).bind(model, *args, **kwargs).arguments
     except TypeError:
         return stock(model, *args, **kwargs)  # which says what is wrong
     arguments = {**arguments, "callbacks": _callbacks(arguments.get("callbacks"))}
@@ -320,7 +320,7 @@ def failure_is_seen() -> bool:
     return "unseen" not in (input_of_fit.get() or {})
 
 
-_signature = functools.lru_cache(inspect.signature)
+signature = functools.lru_cache(inspect.signature)
 
 
 def _callbacks(given: Any) -> list:

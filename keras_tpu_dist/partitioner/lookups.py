@@ -65,8 +65,7 @@ def _split(equation: Any, spread: Spread) -> list[int]:
     named = numbers.start_index_map if is_lookup else numbers.scatter_dims_to_operand_dims
     atoms = [operand] if is_lookup else [operand, equation.outvars[0]]
     split = [d for d in range(rank(operand)) if any(spread.axes(atom, d) for atom in atoms)]
-    by_index = [d for d in split if d in named]
-    others = [d for d in split if d not in named]
     if any(spread.axes(indices, d) for d in range(rank(indices) - 1)):
         return split
-    return by_index if others else []
+    by_index = [d for d in split if d in named]
+    return by_index if len(by_index) < len(split) else []
