@@ -42,7 +42,7 @@ from keras_tpu_dist.input.position import (
 )
 
 SECONDS, BYTES, GROWTH = 5, 64 * 2**20, 4 * 2**30
-IN_OUR_FORM = re.compile(r"Received: .*\[ktd e[0-9a-f]{8}\]", re.DOTALL)
+IN_OUR_FORM = re.compile(r"\. Received: .+\. .+", re.DOTALL)
 
 
 @dataclass(frozen=True)

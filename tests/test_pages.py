@@ -90,13 +90,13 @@ def test_links_to_files_lead_somewhere(page):
 
 
 @functools.cache
-def hooks():
-    return types.SimpleNamespace(**runpy.run_path(str(ROOT / "docs" / "hooks.py")))
+def site():
+    return types.SimpleNamespace(**runpy.run_path(str(ROOT / "docs" / "public_names.py")))
 
 
 def referenced():
     """What the pages of the reference describe: every `::: name`."""
-    names = {path: name for name, path in hooks().WRITTEN_AS.items()}
+    names = {path: name for name, path in site().WRITTEN_AS.items()}
     pages = (ROOT / "docs" / "reference").glob("*.md")
     text = "\n".join(page.read_text() for page in pages)
     found = re.findall(r"^::: keras_tpu_dist\.([\w.]+)$", text, re.MULTILINE)
@@ -118,7 +118,7 @@ def test_every_public_name_is_in_the_reference():
     assert public - set(described) == set(), "add it to a page of docs/reference"
     shorthand = {n for n in described if "." not in n or n.startswith(("layers.", "callbacks."))}
     assert shorthand == public
-    assert set(hooks().public_names()) == public
+    assert set(site().public_names()) == public
 
 
 def named(dotted):
@@ -159,15 +159,6 @@ def test_every_method_of_the_strategy_has_words_of_its_own():
         assert not defined or member.__doc__, name
 
 
-def test_every_error_is_in_the_list():
-    found = hooks().errors()
-    assert len(found) > 150
-    page = hooks().page_of_errors()
-    ids = re.findall(r'<a id="(\w+)">', page)
-    assert len(ids) == len(set(ids)) == len({error.rule for error in found})
-    assert "simulate() must run before JAX starts." in page
-
-
 def test_what_troubleshooting_quotes_is_said():
     """Bold sentences of the page stand in the sources, but for the compiler's and libtpu's."""
     text = (ROOT / "docs" / "troubleshooting.md").read_text()
@@ -187,10 +178,3 @@ _NOT_OURS = (
     "The devices wait",
     "A rule matched nothing",
 )
-
-
-def test_an_error_says_the_id_under_which_it_is_listed():
-    with pytest.raises(ValueError, match=r"ktd\.simulate\(8\)") as raised:
-        ktd.simulate(-1)
-    (found,) = re.findall(r" \[ktd (e[0-9a-f]{8})\]$", str(raised.value))
-    assert f'<a id="{found}"></a>**The number of simulated' in hooks().page_of_errors()

@@ -32,7 +32,7 @@ from keras_tpu_dist.checkpoint.optimizers import build_optimizer
 from keras_tpu_dist.checkpoint.restored import Restored
 from keras_tpu_dist.checkpoint.store import Store, none_in
 from keras_tpu_dist.common.checks import check_counts, check_flags, check_model, checked_path
-from keras_tpu_dist.common.errors import message, without_id
+from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.patterns import patterns_of
 from keras_tpu_dist.show.progress import stages
 from keras_tpu_dist.training import membership
@@ -247,7 +247,7 @@ def assign_saved(store: Store | KerasDirectory, step: int, chosen: list[tuple[Sa
                 raise CheckpointError(
                     message(
                         "A state above 128 MiB is loaded by groups, and one of them failed.",
-                        received=f"{without_id(str(error))} {done} of {len(chosen)} variables were "
+                        received=f"{error!s} {done} of {len(chosen)} variables were "
                         "loaded before.",
                         fix="Load another checkpoint before the model is used.",
                     )

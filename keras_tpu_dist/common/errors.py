@@ -1,10 +1,7 @@
-"""The words of every error: the rule broken, what was received, the fix."""
+"""The text of every error: the rule broken, what was received, the fix."""
 
 import difflib
-import inspect
 from collections.abc import Iterable, Mapping
-
-from keras_tpu_dist.common.error_ids import id_of_call
 
 # Nobody mistypes a longer one, and comparing takes the square of its length.
 _LONGEST_NAME = 400
@@ -46,7 +43,7 @@ def message(
         choices: The valid spellings of `name`.
 
     Returns:
-        The message, and the id under which the troubleshooting page has it.
+        The message.
 
     Example:
 
@@ -58,20 +55,9 @@ def message(
     ...     choices=["data"],
     ... ))
     The axis must be one of the mesh's axes. Received: axis='dta', mesh={'data': 8}. Use one of: \
-data. Did you mean 'data'? [ktd ec31aad7d]
+data. Did you mean 'data'?
     """
     if not isinstance(received, str):
         received = ", ".join(f"{key}={value!r}" for key, value in received.items()) + "."
     hint = did_you_mean(name, choices) if name is not None else ""
-    frame = inspect.currentframe()
-    identifier = id_of_call(frame and frame.f_back)
-    return f"{rule} Received: {received} {fix}{hint}" + (identifier and f" [ktd {identifier}]")
-
-
-def without_id(text: str) -> str:
-    """A message without the id at its end.
-
-    Args:
-        text: What `message` gave.
-    """
-    return text.rpartition(" [ktd ")[0] or text
+    return f"{rule} Received: {received} {fix}{hint}"

@@ -11,7 +11,7 @@ import keras
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.axes import axis_size, dividing_axes, entry_names, layout_text, names_in
-from keras_tpu_dist.common.errors import message, without_id
+from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.hardware.mesh import LOGICAL_AXIS, state_axes
 from keras_tpu_dist.layout.annotations import layouts_in
 from keras_tpu_dist.layout.placement import UNDECIDED, Placement, Setting, bytes_of
@@ -192,7 +192,7 @@ def _illegal(model, placement: Placement) -> list[Finding]:
         except ValueError as error:
             if " Received: " not in str(error):
                 continue  # Keras's own, of keys that overlap: a finding of its own
-            words, _, fix = without_id(str(error)).partition(" Received: ")
+            words, _, fix = str(error).partition(" Received: ")
             received, _, fix = fix.rpartition(". ")
             code = (
                 "too-long"

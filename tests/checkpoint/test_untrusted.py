@@ -159,7 +159,7 @@ def test_a_manifest_of_another_form_is_passed_by(form, copied, tmp_path, caplog)
         saved = ktd.callbacks.Checkpoint(copied, every_epochs=1)
         model.fit(X, Y, batch_size=8, epochs=1, verbose=0, callbacks=[saved])
     assert "The one before it is tried." in caplog.text
-    with pytest.raises(ktd.CheckpointError, match=r"Checkpoint 8 of .* Received: .* \[ktd e"):
+    with pytest.raises(ktd.CheckpointError, match=r"Checkpoint 8 of .* Received: "):
         load_newest(model, Store(copied, read_only=True), 8, needs=OF_FIT)
 
 
@@ -323,7 +323,7 @@ def test_an_old_backup_of_another_form(tmp_path):
     for text in ("[" * 10**5, "[1]", '{"epoch": "x"}', '{"seeds": 3}', '{"epoch": -1}'):
         (folder / "training_metadata.json").write_text(text)
         model = made("stock")
-        with pytest.raises(ktd.CheckpointError, match=r"cannot be read.*Received: .*\[ktd e"):
+        with pytest.raises(ktd.CheckpointError, match=r"cannot be read.*Received: "):
             model.fit(X, Y, verbose=0, callbacks=[ktd.callbacks.BackupAndRestore(folder)])
 
 
