@@ -1,10 +1,10 @@
 """Plain Keras 3 models train on TPUs as they should."""
 
+import importlib as _importlib
 from typing import TYPE_CHECKING
 
 from keras_tpu_dist import _keras as _keras  # first: selects and checks Keras's JAX backend
 from keras_tpu_dist import layers as layers
-from keras_tpu_dist.common.later import loaded_later
 from keras_tpu_dist.common.version import __version__ as __version__
 from keras_tpu_dist.hardware.assignment import DeviceAssignment as DeviceAssignment
 from keras_tpu_dist.hardware.simulation import simulate as simulate
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 
 _warn_of_wrong_jax()
 
-# What a plain fit does not need is loaded when it is asked for first. Layers are not among it:
-# Keras finds those that a file names only if they are registered.
+# Names that a plain fit does not need, and their modules, which are imported on first use. Layers
+# are imported at once: Keras finds a layer that a file names only if its class is registered.
 _LATER = {
     "callbacks": "callbacks",
     "CheckpointError": "checkpoint",
@@ -63,4 +63,14 @@ _LATER = {
     "search": "searches.search",
 }
 
-__getattr__, __dir__ = loaded_later(__name__, globals(), _LATER)
+if not TYPE_CHECKING:  # a type checker would accept any name of a module with `__getattr__`
+
+    def __getattr__(name):
+        if name not in _LATER:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module = _importlib.import_module(f"{__name__}.{_LATER[name]}")
+        globals()[name] = module if name == _LATER[name] else getattr(module, name)
+        return globals()[name]
+
+    def __dir__():
+        return sorted({name for name in globals() if name != "TYPE_CHECKING"} | set(_LATER))

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from keras_tpu_dist import _keras
 from keras_tpu_dist.attention.time import split, symbolic
 from keras_tpu_dist.common.errors import message
-from keras_tpu_dist.common.once import say_once
+from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.common.plain import only_plain_operations
 from keras_tpu_dist.hardware.chips import WITHOUT_KERNELS
 from keras_tpu_dist.memory.again import attention_again
@@ -269,7 +269,7 @@ def _why_wasteful(query, key) -> str | None:
 
 
 def _say(reason: str, level: int = logging.INFO) -> None:
-    say_once(f"attention runs as plain XLA operations: {reason}", level)
+    log_once(f"attention runs as plain XLA operations: {reason}", level)
 
 
 def _under_strategy(

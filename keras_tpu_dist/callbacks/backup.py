@@ -8,7 +8,7 @@ import keras
 from keras_tpu_dist import _keras
 from keras_tpu_dist.callbacks.checkpoint import FIX, Checkpoint
 from keras_tpu_dist.callbacks.preemption import Preemption
-from keras_tpu_dist.checkpoint.store import Store, folder, told
+from keras_tpu_dist.checkpoint.store import Store, checkpoint_errors, folder
 from keras_tpu_dist.common.checks import check_flags, is_count, known_words
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.processes.channel import agree
@@ -107,7 +107,7 @@ class BackupAndRestore(Checkpoint):
     def _go_on_as_keras(self) -> None:
         files = keras.callbacks.BackupAndRestore(self.directory)
         files.set_model(self._trainer)
-        with told(self.directory, "read"):
+        with checkpoint_errors(self.directory, "read"):
             place = _keras.backup_position(files)
             files.on_train_begin()
             _keras.restore_seeds(files, self._trainer)

@@ -37,7 +37,7 @@ from keras_tpu_dist.input.position import (
     shuffle_from,
 )
 from keras_tpu_dist.processes.channel import agree
-from keras_tpu_dist.processes.encoding import ANYTHING, Each, Named
+from keras_tpu_dist.processes.encoding import ANYTHING, DictOf, ListOf
 from keras_tpu_dist.training.fit_control import FitControl, after_other_launch
 from keras_tpu_dist.training.membership import fit_in_training, is_local
 
@@ -559,7 +559,7 @@ class Checkpoint(keras.callbacks.Callback):
         position = self._position(done)
         what = f"checkpoint of model {model.name!r} after {self._step} steps"
         own = None if position is None else position.to_dict()
-        positions = agree(what, FIX, own, (None, Named(ANYTHING)))
+        positions = agree(what, FIX, own, (None, DictOf(ANYTHING)))
         standing = standing or standing_of(model, self._callbacks)
         training = {
             "epoch": epoch,
@@ -604,7 +604,7 @@ class Checkpoint(keras.callbacks.Callback):
         # The first process may still be deleting what the fit before left.
         agree(f"opening {self.directory}", FIX, None)
         steps = store.steps
-        told = agree(f"looking for checkpoints in {self.directory}", FIX, steps, Each(int))
+        told = agree(f"looking for checkpoints in {self.directory}", FIX, steps, ListOf(int))
         if any(each != told[0] for each in told):
             raise ValueError(
                 message(

@@ -1,4 +1,4 @@
-"""What a directory of checkpoints holds, as its command prints it."""
+"""The contents of a directory of checkpoints, for the shell's command."""
 
 import os
 from collections import Counter
@@ -24,7 +24,7 @@ class CheckpointRow:
         parameters: Numbers in its weights.
         bytes: Of weights and optimizer.
         written: When, by what, on which mesh.
-        problem: Why it cannot be read, or `""`.
+        problem: Why it cannot be read; `""` if it can.
     """
 
     step: int
@@ -176,7 +176,7 @@ def _arrays(directory: str | os.PathLike) -> dict[str, Saved]:
     seen: Counter[str] = Counter()
     for kind in (WEIGHTS, SLOTS, OPTIMIZER, METRICS):
         for each in manifest.arrays.get(kind, ()):
-            # Keras's numbers differ from process to process; what is alike is numbered anew.
+            # Without Keras's numbers, which differ between processes; equal names are numbered.
             name = "/".join(filter(None, (kind, each.entry.slot, canonical(each.entry.path))))
             seen[name] += 1
             found[f"{name} ({seen[name]})" if seen[name] > 1 else name] = each

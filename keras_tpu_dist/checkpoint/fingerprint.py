@@ -1,4 +1,4 @@
-"""A number for the values of an array that does not depend on how it lies on the devices."""
+"""Fingerprints of arrays that are the same on every mesh."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,14 +12,14 @@ _FACTOR = 2654435761
 _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
 
 
-def fingerprints(arrays: Sequence[jax.Array]) -> list[int]:
-    """A 32-bit number of each array: its bits, each element with an odd weight of its own, summed.
+def fingerprints(arrays: Sequence[Any]) -> list[int]:
+    """A 32-bit number of every array: its bits, weighted by odd numbers and summed modulo 2**32.
 
-    Integers modulo 2**32 add up to the same in any order, so an array has the same number on any
-    mesh, and one flipped bit always changes it. It is computed where the array lies.
+    Integers modulo 2**32 have the same sum in any order, so an array has the same number on any
+    mesh, and one flipped bit always changes it. It is computed where the array is.
 
     Args:
-        arrays: Arrays on devices, of any dtype that JAX has on them.
+        arrays: Arrays of JAX or NumPy, of any dtype that JAX has.
 
     Returns:
         The numbers.
@@ -31,51 +31,39 @@ def fingerprints(arrays: Sequence[jax.Array]) -> list[int]:
     >>> one == other
     False
     """
-    if not arrays:
-        return []
-    return [int(number) for number in np.asarray(_sums(list(arrays)))]
+    return _started(arrays, _sums)()
 
 
-def fingerprints_of(arrays: Sequence[Any]) -> list[int]:
-    """The numbers of arrays of which some lie on devices and others on the host.
+def start_fingerprints(arrays: Sequence[Any]) -> Callable[[], list[tuple[int, bool]]]:
+    """Starts to compute the fingerprints of arrays, which may be donated afterwards.
 
     Args:
-        arrays: Arrays of JAX's and NumPy's. See `fingerprints`.
-    """
-    return begun(arrays)()
-
-
-def begun(arrays: Sequence[Any]) -> Callable[[], list[int]]:
-    """Has the devices begin to compute the numbers of arrays, which may be donated afterwards.
-
-    Args:
-        arrays: See `fingerprints_of`.
+        arrays: See `fingerprints`.
 
     Returns:
-        What waits for the numbers and gives them, from any thread.
+        A function that waits for them, in any thread, and returns for every array its fingerprint
+        and whether all its numbers are finite.
     """
-    return _begun(arrays, _sums)
-
-
-def begun_with_finite(arrays: Sequence[Any]) -> Callable[[], list[tuple[int, bool]]]:
-    """As `begun`, with whether all numbers of an array are finite.
-
-    Args:
-        arrays: See `fingerprints_of`.
-    """
-    found = _begun(arrays, _sums_and_finite)
+    found = _started(arrays, _sums_and_finite)
     return lambda: [(int(number), bool(finite)) for number, finite in found()]
 
 
-def _begun(arrays: Sequence[Any], function: Callable) -> Callable[[], list]:
+def _started(arrays: Sequence[Any], function: Callable) -> Callable[[], list]:
+    # One program can only take arrays on the same devices.
     groups: dict[Any, list[int]] = {}
     for i, array in enumerate(arrays):
         devices = array.sharding.device_set if isinstance(array, jax.Array) else ()
         groups.setdefault(frozenset(devices), []).append(i)
-    made = [(group, function([jnp.asarray(arrays[i]) for i in group])) for group in groups.values()]
+    results = [
+        (group, function([jnp.asarray(arrays[i]) for i in group])) for group in groups.values()
+    ]
 
     def numbers() -> list:
-        found = {i: n for group, each in made for i, n in zip(group, np.asarray(each).tolist())}
+        found = {
+            i: number
+            for group, result in results
+            for i, number in zip(group, np.asarray(result).tolist(), strict=True)
+        }
         return [found[i] for i in range(len(found))]
 
     return numbers
@@ -94,6 +82,7 @@ def _sums(arrays: list) -> jax.Array:
 
 def _sum(array: jax.Array) -> jax.Array:
     bits = _bits(array)
+    # The row-major index, from iotas: a reshape to one dimension would gather a split array.
     index = jnp.zeros(bits.shape, jnp.uint32)
     for axis, size in enumerate(bits.shape):
         index = index * np.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
@@ -107,5 +96,5 @@ def _bits(array: jax.Array) -> jax.Array:
     if jnp.iscomplexobj(array):
         array = jnp.stack([array.real, array.imag])
     kind: Any = _UNSIGNED[array.dtype.itemsize]
-    # Of 8 bytes there are two numbers for each element.
+    # An element of 8 bytes becomes two numbers.
     return jax.lax.bitcast_convert_type(array, kind).astype(jnp.uint32)

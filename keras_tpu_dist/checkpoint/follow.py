@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 
 from keras_tpu_dist.checkpoint.keeping import has_ended
-from keras_tpu_dist.checkpoint.store import Store, folder, told
+from keras_tpu_dist.checkpoint.store import Store, checkpoint_errors, folder
 from keras_tpu_dist.common.checks import check_seconds, checked_path
 from keras_tpu_dist.processes.channel import agree
 
@@ -16,10 +16,10 @@ _FIX = "Iterate over ktd.checkpoints in all processes."
 def checkpoints(directory: str | os.PathLike, timeout_s: float | None = None) -> Iterator[int]:
     """Yields the steps of new checkpoints as training writes them, for evaluation beside it.
 
-    First the newest that is there, then always the newest that is newer: who takes longer than
-    training from one to the next leaves some out, and always gets the last one. The directory need
-    not be there yet. It ends when the run has ended, or nothing new came for `timeout_s`. Of
-    several processes all get the steps that process 0 sees.
+    First the newest existing one, then every time the newest that is newer: a loop that takes
+    longer than training from one to the next skips some, and always gets the last one. The
+    directory need not exist yet. It ends when the run has ended, or nothing new came for
+    `timeout_s`. All processes get the steps that process 0 sees.
 
     Args:
         directory: That of `keras_tpu_dist.callbacks.Checkpoint`.
@@ -52,7 +52,7 @@ def checkpoints(directory: str | os.PathLike, timeout_s: float | None = None) ->
 def _followed(directory: str, timeout_s: float | None) -> Iterator[int]:
     last, since_s = -1, time.monotonic()
     while True:
-        # Looked at first: who ends in between has one more.
+        # Read before the time and the agreement: a run that ends meanwhile has one more.
         newest, ended = _newest(directory)
         late = timeout_s is not None and time.monotonic() - since_s > timeout_s
         newest, ended, late = agree(
@@ -69,7 +69,7 @@ def _followed(directory: str, timeout_s: float | None) -> Iterator[int]:
 
 def _newest(directory: str) -> tuple[int, bool]:
     """The newest step, -1 if there is none, and whether the run has ended with it."""
-    with told(directory, "read"):
+    with checkpoint_errors(directory, "read"):
         if not folder(directory).is_dir():
             return -1, False
         store = Store(directory, read_only=True, alone=True)

@@ -1,7 +1,7 @@
-"""Which checkpoints stay, who may write, and how a directory of checkpoints changes.
+"""Which checkpoints are kept, the lock of a directory, and how its contents change.
 
-Nothing is deleted before its successor is whole and read back, and what is deleted gets another
-name first, so that a directory with the name of a step is always a whole checkpoint.
+Nothing is deleted before its successor is complete and read back. A directory is renamed before it
+is deleted, so that one with the name of a step is always a complete checkpoint.
 """
 
 import contextlib
@@ -33,9 +33,10 @@ class Known:
 
     Attributes:
         whole: Whether its manifest can be read.
-        finite: Whether all numbers of its weights are; those of version 0.2 and before do not say.
-        metrics: Numbers to tell the best by.
-        at_s: When it was written, in seconds since 1970, if that is known.
+        finite: Whether all numbers of its weights are; unknown, and so true, for version 0.2 and
+            before.
+        metrics: Numbers by which the best is chosen.
+        at_s: When it was written, in seconds since 1970, if known.
     """
 
     whole: bool
@@ -45,10 +46,10 @@ class Known:
 
 
 def written_at_s(written: Mapping[str, Any]) -> float | None:
-    """When a checkpoint was written, in seconds since 1970, or `None` if it does not say.
+    """When a checkpoint was written, in seconds since 1970, or `None` if unknown.
 
     Args:
-        written: What its manifest says of that.
+        written: The manifest's `written`.
     """
     try:
         return datetime.datetime.fromisoformat(str(written.get("at"))).timestamp()
@@ -81,7 +82,7 @@ def staying(
         return set(known)
     stay = set(whole[-keep:])
     finite = [step for step in whole if known[step].finite]
-    # Numbers that are not finite never become finite again: what is left to go back to stays.
+    # Weights that are NaN stay NaN, so the last finite checkpoint is the one to go back to.
     stay |= set(finite[-1:])
     if best is not None:
         name, mode = best
@@ -90,13 +91,14 @@ def staying(
         judged = [(sign * w, step) for step, w in worths.items() if isinstance(w, (int, float))]
         stay |= {step for _, step in sorted(judged)[-1:]}
     if every_s is not None:
-        stay |= _each_so_often({step: known[step].at_s for step in whole}, every_s)
-    # What cannot be read may be a passing fault of the disk; it goes once newer ones are whole.
+        stay |= _spaced({step: known[step].at_s for step in whole}, every_s)
+    # An unreadable one may be a passing fault of the disk: kept until newer ones replace it.
     return stay | {step for step in known if step > min(stay)} - set(whole)
 
 
-def _each_so_often(at_s: Mapping[int, float | None], every_s: float) -> set[int]:
-    # From the first, which stays for that: else whatever is the oldest now would count as it.
+def _spaced(at_s: Mapping[int, float | None], every_s: float) -> set[int]:
+    # Counted from the first checkpoint, which stays too: counted from the oldest that happens to
+    # exist, the kept ones would shift with every deletion.
     stay: set[int] = set()
     last_s = -float("inf")
     for step in sorted(at_s):
@@ -108,11 +110,11 @@ def _each_so_often(at_s: Mapping[int, float | None], every_s: float) -> set[int]
 
 
 def whole_steps(root: Any, local: bool) -> list[int]:
-    """The steps of which there is a checkpoint with all its parts, the newest last.
+    """The steps with a complete checkpoint, the newest last.
 
     Args:
         root: The directory.
-        local: Whether it is no bucket.
+        local: Whether it is a directory and not a bucket.
     """
     if local:
         names = [path.name for path in root.iterdir()] if root.is_dir() else []
@@ -125,7 +127,7 @@ def whole_steps(root: Any, local: bool) -> list[int]:
 
 
 def has_parts(path: Any) -> bool:
-    """Whether a checkpoint's directory has a manifest, and what it describes.
+    """Whether a checkpoint's directory has a manifest and arrays.
 
     Args:
         path: The directory of one checkpoint.
@@ -134,23 +136,23 @@ def has_parts(path: Any) -> bool:
 
 
 def metrics_of(path: Any, training: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers that a checkpoint is judged by.
+    """The metrics of a checkpoint: those in its manifest, and those that came later.
 
     Args:
         path: The directory of one checkpoint.
-        training: What its manifest says of training.
+        training: The manifest's `training`.
     """
-    found = training.get("metrics")
+    saved = training.get("metrics")
     later = path.joinpath(*_METRICS_FILE)
-    read = json.loads(later.read_text()) if later.exists() else {}
+    noted = json.loads(later.read_text()) if later.exists() else {}
     return {
-        **(found if isinstance(found, dict) else {}),
-        **(read if isinstance(read, dict) else {}),
+        **(saved if isinstance(saved, dict) else {}),
+        **(noted if isinstance(noted, dict) else {}),
     }
 
 
 def note_metrics(path: Any, metrics: Mapping[str, float]) -> None:
-    """Adds to a checkpoint the numbers that it is judged by.
+    """Adds metrics to a checkpoint.
 
     Args:
         path: The directory of one checkpoint.
@@ -158,6 +160,7 @@ def note_metrics(path: Any, metrics: Mapping[str, float]) -> None:
     """
     file = path.joinpath(*_METRICS_FILE)
     file.parent.mkdir(exist_ok=True)
+    # Renamed when complete: a process may be killed while it writes.
     half = file.parent / "half"
     half.write_text(json.dumps(dict(metrics)))
     half.replace(file)
@@ -175,7 +178,7 @@ def note_ended(path: Any) -> None:
 
 
 def note_goes_on(path: Any) -> None:
-    """Takes back what `note_ended` noted.
+    """Removes the note of `note_ended`.
 
     Args:
         path: The directory of one checkpoint.
@@ -184,7 +187,7 @@ def note_goes_on(path: Any) -> None:
 
 
 def has_ended(path: Any) -> bool:
-    """Whether `note_ended` was called of a checkpoint.
+    """Whether a checkpoint has the note of `note_ended`.
 
     Args:
         path: The directory of one checkpoint.
@@ -193,7 +196,7 @@ def has_ended(path: Any) -> bool:
 
 
 def remove(path: Any) -> None:
-    """Deletes a directory, which loses its name first.
+    """Deletes a directory, after renaming it.
 
     Args:
         path: The directory.
@@ -206,7 +209,7 @@ def remove(path: Any) -> None:
 
 
 def set_aside(path: Any) -> None:
-    """Makes room for a checkpoint of the same step; see `settle`.
+    """Renames the checkpoint of a step that is about to be written again; see `settle`.
 
     Args:
         path: The directory of the old one.
@@ -218,7 +221,10 @@ def set_aside(path: Any) -> None:
 
 
 def settle(root: Any) -> None:
-    """Ends what a process that was killed had begun: halves go, what has no successor comes back.
+    """Cleans up after a killed process.
+
+    Partial directories are deleted; a checkpoint that was set aside gets its name back unless its
+    successor is complete.
 
     Args:
         root: The directory of checkpoints.
@@ -235,11 +241,11 @@ def settle(root: Any) -> None:
 
 
 def set_runs_aside(root: Any, steps: Iterable[int]) -> None:
-    """Moves the checkpoints of another run out of the way of one that takes their place.
+    """Moves the checkpoints of another run into a subdirectory.
 
     Args:
         root: The directory of checkpoints.
-        steps: Theirs.
+        steps: Their steps.
     """
     aside = root / _OTHER_RUNS
     aside.mkdir(exist_ok=True)
@@ -248,7 +254,7 @@ def set_runs_aside(root: Any, steps: Iterable[int]) -> None:
 
 
 def drop_other_runs(root: Any) -> None:
-    """Deletes what `set_runs_aside` moved, once the run that takes its place has a checkpoint.
+    """Deletes what `set_runs_aside` moved, once the new run has a checkpoint.
 
     Args:
         root: The directory of checkpoints.
@@ -258,7 +264,7 @@ def drop_other_runs(root: Any) -> None:
 
 
 class Lock:
-    """Makes this the only process that writes into a directory, until it ends.
+    """Makes this the only process that may write into a directory.
 
     Args:
         directory: The directory, which is local.
@@ -277,7 +283,7 @@ class Lock:
         """Lets others write."""
         if self._file is None:
             return
-        # Where the directory is gone, so is the file.
+        # The user may have deleted the directory.
         with contextlib.suppress(OSError):
             os.unlink(self._path)
         os.close(self._file)
@@ -308,7 +314,7 @@ class Lock:
             )
             return file
         here = os.path.exists(self._path) and os.stat(self._path).st_ino == os.fstat(file).st_ino
-        if not here:  # whoever had it has just let go, and deleted the file
+        if not here:  # its holder released it meanwhile, and deleted the file
             os.close(file)
             return None
         os.ftruncate(file, 0)

@@ -1,4 +1,4 @@
-"""Files and directories that Keras saved, loaded as checkpoints are: all of it, or one error."""
+"""Files and directories that Keras saved, loaded like checkpoints: all of it, or one error."""
 
 import contextlib
 import logging
@@ -18,22 +18,27 @@ from keras_tpu_dist.checkpoint.names import (
     Entry,
     in_order_of_numbers,
     named_state,
-    said_of,
     same_kind,
+    unmatched_text,
 )
-from keras_tpu_dist.checkpoint.optimizers import build_optimizer
-from keras_tpu_dist.checkpoint.restored import Restored
-from keras_tpu_dist.checkpoint.store import check_stored, folder, orbax, to_read, told
+from keras_tpu_dist.checkpoint.restored import Restored, build_optimizer
+from keras_tpu_dist.checkpoint.store import (
+    check_stored,
+    checkpoint_errors,
+    folder,
+    orbax,
+    restore_request,
+)
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.patterns import matches
 
 logger = logging.getLogger("keras_tpu_dist")
 
 SUFFIXES = (".keras", ".weights.h5", ".weights.json")
-# Of HDF5's own, for names and the tree of groups.
+# What HDF5 needs beside the arrays, for names and the tree of groups.
 _SLACK_BYTES = 16 * 2**20
 _OPTIMIZER = "optimizer/"
-# Keras saves what an optimizer holds, and again what one within it does.
+# A wrapping optimizer (LossScaleOptimizer) is saved with the inner one's variables again below it.
 _OPTIMIZER_VARIABLES = "optimizer/vars/"
 
 
@@ -65,7 +70,7 @@ def load_file(
         CheckpointError: If it cannot be read.
     """
     name = os.fspath(path)
-    with _told(name):
+    with _file_errors(name):
         file = _keras.WeightsFile(name, _most_bytes(model))
     try:
         return _load(model, file, name, strict, exclude)
@@ -74,14 +79,14 @@ def load_file(
 
 
 def _most_bytes(model: Any) -> int:
-    """What a file may take: each weight and three slots for it, in numbers of 8 bytes."""
+    """The most that a file may take: every weight with three slots, 8 bytes each."""
     numbers = sum(math.prod(variable.shape) for variable in model.variables)
     return _SLACK_BYTES + 4 * 8 * numbers
 
 
 def _load(model: Any, file: Any, name: str, strict: bool, exclude: tuple[str, ...]) -> Restored:
-    # This opens every part of it, before anything of the model changes.
-    with _told(name):
+    # This opens every part of the file, so a damaged one fails before the model changes.
+    with _file_errors(name):
         saved, dtypes = file.names(), file.dtypes()
     here = _keras.names_in_files(model)
     weights = {n: v for n, v in here.items() if not n.startswith(_OPTIMIZER)}
@@ -107,7 +112,7 @@ def _load(model: Any, file: Any, name: str, strict: bool, exclude: tuple[str, ..
                 f"The file {name!r} must hold the weights of this model, no more and no fewer.",
                 received="; ".join(
                     [
-                        *said_of([weights[n].path for n in missing], unexpected),
+                        *unmatched_text([weights[n].path for n in missing], unexpected),
                         *(f"of another shape or dtype: {words}" for words in shapes),
                     ]
                 )
@@ -119,7 +124,7 @@ def _load(model: Any, file: Any, name: str, strict: bool, exclude: tuple[str, ..
     whole = not (missing or reshaped or kept)
     optimizer = _optimizer_that_fits(model, saved, name) if whole else {}
     for n, variable in {**{n: weights[n] for n in fitting}, **optimizer}.items():
-        with _told(name):
+        with _file_errors(name):
             value = file.read(n)
         variable.assign(value)
     _keras.forget_state(model)
@@ -135,7 +140,7 @@ def _load(model: Any, file: Any, name: str, strict: bool, exclude: tuple[str, ..
 
 
 def _optimizer_that_fits(model: Any, saved: dict[str, tuple[int, ...]], name: str) -> dict:
-    """The optimizer's variables by name, where the file has as many, each of its shape."""
+    """The optimizer's variables by name, if the file has the same ones; else none."""
     shapes = {n: shape for n, shape in saved.items() if n.startswith(_OPTIMIZER_VARIABLES)}
     if not shapes:
         return {}
@@ -149,8 +154,8 @@ def _optimizer_that_fits(model: Any, saved: dict[str, tuple[int, ...]], name: st
 
 
 @contextlib.contextmanager
-def _told(name: str) -> Iterator[None]:
-    """Makes whatever fails while a file is read one `CheckpointError`."""
+def _file_errors(name: str) -> Iterator[None]:
+    """A context in which any failure to read a file becomes a `CheckpointError`."""
     try:
         yield
     except Exception as error:
@@ -159,7 +164,8 @@ def _told(name: str) -> Iterator[None]:
 
 
 _ARRAYS = "pytree"
-# As Keras's `get_state_tree` names them. What is frozen now may have trained when it was saved.
+# The groups of Keras's `get_state_tree`. Both kinds of weights are one here: what is frozen now may
+# have trained when it was saved.
 _KINDS = {
     "trainable_variables": WEIGHTS,
     "non_trainable_variables": WEIGHTS,
@@ -185,8 +191,8 @@ def is_directory_of_keras(directory: str | os.PathLike) -> bool:
 class KerasDirectory:
     """The checkpoints that `keras.callbacks.OrbaxCheckpoint` wrote; see `Store`.
 
-    Keras saves arrays by the paths of variables and nothing else that would tell whether they are
-    whole, so damage within an array is not found.
+    Keras saves arrays by the paths of variables, without checksums, so damage within an array is
+    not found.
 
     Args:
         directory: That of the callback, or one of the checkpoints in it.
@@ -198,10 +204,10 @@ class KerasDirectory:
 
     @property
     def steps(self) -> list[int]:
-        """The steps of which there is a whole checkpoint, the newest last."""
+        """The steps with a complete checkpoint, the newest last."""
         if self._is_one:
             return [int(self._path.name) if self._path.name.isdigit() else 0]
-        with told(self.directory, "read"):
+        with checkpoint_errors(self.directory, "read"):
             return sorted(orbax().utils.checkpoint_steps(self._path))
 
     def manifest(self, step: int) -> Manifest:
@@ -213,7 +219,7 @@ class KerasDirectory:
         Raises:
             CheckpointError: If it cannot be read.
         """
-        with told(self.directory, "read", step):
+        with checkpoint_errors(self.directory, "read", step):
             tree = orbax().PyTreeCheckpointHandler().metadata(self._arrays(step)).tree
         arrays: dict[str, list[Saved]] = {kind: [] for kind in (WEIGHTS, SLOTS, OPTIMIZER, METRICS)}
         for group, kind in _KINDS.items():
@@ -240,11 +246,11 @@ class KerasDirectory:
         if not wanted:
             return []
         ocp = orbax()
-        target, how = to_read(wanted)
+        target, how = restore_request(wanted)
         restored = ocp.args.PyTreeRestore(
             item=_nested(target), restore_args=_nested(how), partial_restore=True
         )
-        with told(self.directory, "read", step):
+        with checkpoint_errors(self.directory, "read", step):
             tree = ocp.PyTreeCheckpointHandler().metadata(self._arrays(step)).tree
             check_stored(dict(_flat(tree)), [saved for saved, _, _ in wanted])
             reader = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
@@ -252,7 +258,7 @@ class KerasDirectory:
         return [found[saved.key].astype(dtype) for saved, _, dtype in wanted]
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Does nothing; `Store` has something to close."""
 
     @staticmethod
     def state_of(model: Any) -> dict[str, list[tuple[Entry, Any]]]:

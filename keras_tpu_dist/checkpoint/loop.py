@@ -21,8 +21,8 @@ from keras_tpu_dist.checkpoint.names import (
     entry,
     follow,
     match,
-    said_of,
-    told_apart,
+    numbered,
+    unmatched_text,
 )
 from keras_tpu_dist.checkpoint.restore import assign_saved
 from keras_tpu_dist.checkpoint.snapshot import snapshot
@@ -31,7 +31,7 @@ from keras_tpu_dist.common.checks import check_counts, check_flags, checked_path
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.input.position import is_position, own_position
 from keras_tpu_dist.processes.channel import agree
-from keras_tpu_dist.processes.encoding import Each
+from keras_tpu_dist.processes.encoding import ListOf
 from keras_tpu_dist.training import membership
 
 logger = logging.getLogger("keras_tpu_dist")
@@ -141,7 +141,7 @@ class LoopCheckpoint:
             ValueError: If it is of other objects.
             CheckpointError: If there are checkpoints and none can be read.
         """
-        found = agree("looking for checkpoints of a loop", _FIX, self._store.steps, Each(int))
+        found = agree("looking for checkpoints of a loop", _FIX, self._store.steps, ListOf(int))
         errors = []
         for step in reversed(found[0]):
             try:
@@ -218,7 +218,7 @@ class _Parts:
     def state(self) -> dict[str, list[tuple[Entry, Any]]]:
         """The variables by kind, each with its entry. See `names.named_state`."""
         of_models = _once(v for m in self.models for v in m.variables)
-        nth = {id(v): n for v, (_, n) in zip(of_models, told_apart(v.path for v in of_models))}
+        nth = {id(v): n for v, (_, n) in zip(of_models, numbered(v.path for v in of_models))}
         of_optimizers = _once(v for one in self.optimizers for v in one.variables)
         slots = {
             id(slot): (name, weight)
@@ -288,7 +288,7 @@ def _variables_of(each: Any) -> list:
 
 
 def _numbered(variables: list) -> list[tuple[Entry, Any]]:
-    numbers = [n for _, n in told_apart(v.path for v in variables)]
+    numbers = [n for _, n in numbered(v.path for v in variables)]
     return [(replace(entry(v), nth=n), v) for v, n in zip(variables, numbers)]
 
 
@@ -320,7 +320,7 @@ def _misfit(step: int, matching: Mapping, state: Mapping, manifest: Manifest) ->
     parts = [
         words
         for each in matching.values()
-        for words in (*said_of(each.missing, each.unexpected), *each.reshaped)
+        for words in (*unmatched_text(each.missing, each.unexpected), *each.reshaped)
     ]
     slots = len(state[SLOTS]), len(manifest.entries(SLOTS))
     parts = parts or [f"{slots[0]} slots of optimizers here, {slots[1]} there"]

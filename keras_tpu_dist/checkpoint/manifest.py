@@ -1,4 +1,4 @@
-"""What a checkpoint holds, readable: its arrays by path, and where training stood."""
+"""The manifest of a checkpoint: its arrays by path, and the state of training."""
 
 import json
 import math
@@ -16,12 +16,12 @@ from keras_tpu_dist.input.position import is_position
 
 VERSION = 1
 _OTHER = "Load another checkpoint: ktd.restore(model, directory, step=...)."
-# What NumPy, JAX and the file system can still count, and JSON of any language can write.
+# The largest integer that JSON readers of all languages keep exactly.
 _MOST = 2**53
 _LONGEST_NAME = 2**12
 _MOST_DIMENSIONS = 64
 _DTYPE = re.compile(r"[a-z][a-z0-9_]{2,30}")
-# What `callbacks.Checkpoint` needs to go on.
+# The entries that `callbacks.Checkpoint` needs to go on.
 OF_FIT = (
     "epoch",
     "done",
@@ -57,7 +57,7 @@ class Saved:
     Attributes:
         entry: What it is.
         key: Its name in the store.
-        fingerprint: That of its values. See `keras_tpu_dist.checkpoint.fingerprint`.
+        fingerprint: Of its values. See `keras_tpu_dist.checkpoint.fingerprint`.
         axes: The mesh axes that split each dimension where it was written.
     """
 
@@ -92,7 +92,7 @@ class Manifest:
         return {"crc32": _crc32(content), **content}
 
     def lacks(self, names: Iterable[str]) -> list[str]:
-        """Which of some names what it says of training lacks.
+        """The names that `training` lacks.
 
         Args:
             names: Such as `OF_FIT`.
@@ -193,7 +193,7 @@ def _is_name(value: Any) -> bool:
 
 
 def _check(data: Mapping) -> None:
-    """Raises for all that reading would trust: whoever wrote the file may have written anything."""
+    """Checks everything that is used later: a stranger may have written the file."""
     for name in ("arrays", "training", "written"):
         _expect(isinstance(data.get(name), dict), name, data.get(name))
     for kind, rows in data["arrays"].items():
@@ -225,7 +225,7 @@ def _is_dtype_of_numbers(name: str) -> bool:
     if not _DTYPE.fullmatch(name):
         return False
     try:
-        # NumPy knows bfloat16 and its like once JAX is imported; they are of kind "V" there.
+        # NumPy knows bfloat16 and the like once JAX is imported; their kind there is "V".
         return name != "void" and np.dtype(name).kind in "biufcV"
     except TypeError:
         return False
@@ -243,7 +243,7 @@ _KINDS: dict[str, Any] = {
 
 
 def _check_training(training: Mapping) -> None:
-    """Checks what is there: loops of one's own note less."""
+    """Checks the entries that exist: a `LoopCheckpoint` writes fewer of them."""
     for name, right in _KINDS.items():
         if name in training:
             _expect(right(training[name]), f"training.{name}", training[name])
@@ -273,6 +273,7 @@ def _listed(training: Mapping, name: str) -> Iterator[Any]:
 
 
 def _crc32(content: Mapping) -> int:
-    # Once through JSON, so that it is the same before it is written and after it is read.
+    # Once through JSON, which turns tuples into lists and keys into strings: the content has the
+    # same checksum before it is written and after it is read.
     text = json.dumps(json.loads(json.dumps(content)), sort_keys=True)
     return zlib.crc32(text.encode())

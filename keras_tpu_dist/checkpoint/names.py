@@ -1,4 +1,4 @@
-"""Names of a training state's arrays, and which saved one belongs to which here."""
+"""Names of a training state's arrays, and the match of saved ones with the model's."""
 
 import re
 from collections import Counter, defaultdict
@@ -44,9 +44,9 @@ class Matching:
         pairs: From the index of a variable to that of a saved array.
         missing: Paths of variables for which nothing was saved.
         unexpected: Saved paths for which there is no variable.
-        reshaped: Pairs of the same name whose shapes differ, in words; or of which one holds
-            integers, as a quantized kernel does.
-        renamed: From saved path to path here, where only numbers that Keras gave differ.
+        reshaped: Pairs of the same name whose shapes differ, or of which only one holds integers,
+            as a quantized kernel does; as text.
+        renamed: From the saved path to the model's, if only Keras's numbers differ.
         kept: Paths of variables that were left out on purpose.
     """
 
@@ -59,20 +59,21 @@ class Matching:
 
     @property
     def complete(self) -> bool:
-        """Whether everything has its counterpart."""
+        """Whether every array has its counterpart."""
         return not (self.missing or self.unexpected or self.reshaped)
 
 
 def named_state(model: Any) -> dict[str, list[tuple[Entry, Any]]]:
-    """The variables of a model's training state, by kind, each with its entry.
+    """The variables of a model's training state with their entries, by kind.
 
     Args:
-        model: A model; of what is not built yet there are none.
+        model: A model; parts that are not built have no variables.
     """
     trainable, non_trainable, optimizer, metrics = _keras.state_groups(model)
     slots = {id(slot): (name, weight) for name, slot, weight in _keras.optimizer_slots(model)}
-    # Not in the order of the state, in which frozen weights stand last.
-    in_model = told_apart(v.path for v in model.variables)
+    # In the model's order: in the state's, frozen weights come last, and `nth` would change with
+    # freezing.
+    in_model = numbered(v.path for v in model.variables)
     nth = {id(v): n for v, (_, n) in zip(model.variables, in_model)}
     state = {
         WEIGHTS: [(_with_nth(entry(v), v, nth), v) for v in (*trainable, *non_trainable)],
@@ -84,7 +85,7 @@ def named_state(model: Any) -> dict[str, list[tuple[Entry, Any]]]:
 
 
 def entry(variable: Any) -> Entry:
-    """The entry of a variable that is no slot.
+    """The entry of a variable that is not a slot.
 
     Args:
         variable: A `keras.Variable`.
@@ -99,16 +100,16 @@ def match(
     exclude: Iterable[str] = (),
     rename: Iterable[tuple[str, str]] = (),
 ) -> Matching:
-    """Finds the saved array of each variable: by path, or by order where only numbers differ.
+    """Finds the saved array of every variable: by path, or by order if only numbers differ.
 
-    Keras numbers what the user does not name, anew in each process: the second model of a process
-    has `dense_2` where the first has `dense`. So among paths that differ in such numbers alone,
-    either all are the same here and there, or they are taken in the order of the numbers.
+    Keras numbers layers without a name, from the start in every process: the second model of a
+    process has `dense_2` for the first one's `dense`. So if paths that differ in such numbers alone
+    are not the same in the checkpoint and the model, they are paired in the order of the numbers.
 
     Args:
         here: The entries of the variables.
         saved: Those of the saved arrays.
-        exclude: Patterns (`fnmatch`) of paths to leave out, here and there.
+        exclude: Patterns (`fnmatch`) of paths to leave out, in the model and the checkpoint.
         rename: Pairs of a regular expression and what replaces it in saved paths.
     """
     wanted = {i: each for i, each in enumerate(here) if not matches(each.path, exclude)}
@@ -141,15 +142,15 @@ def follow(
     saved: Sequence[Entry],
     weights: Mapping[tuple[str, int], tuple[str, int]],
 ) -> dict[int, int]:
-    """Finds the saved slot of each slot, by the weight that it belongs to.
+    """Finds the saved slot of every slot, by its weight.
 
     Args:
         here: The entries of the slots.
-        saved: Those of the saved ones.
-        weights: From a weight here to the saved one, each by its path and its `nth`.
+        saved: The entries of the saved slots.
+        weights: From a weight of the model to the saved one, both by path and `nth`.
 
     Returns:
-        From the index of a slot to that of the saved one, without those that have none.
+        From the index of a slot to that of the saved one; slots without one are missing.
     """
     by_name = {(each.slot, each.path, each.nth): j for j, each in enumerate(saved)}
     pairs = {}
@@ -160,15 +161,15 @@ def follow(
     return pairs
 
 
-def told_apart(names: Iterable[T]) -> list[tuple[T, int]]:
-    """Names, each with how many of the same name came before: Keras lets weights share a path.
+def numbered(names: Iterable[T]) -> list[tuple[T, int]]:
+    """Names with the number of equal ones before them: Keras lets weights share a path.
 
     Args:
         names: The names.
 
     Example:
 
-    >>> told_apart(["proj/kernel", "proj/kernel", "out/kernel"])
+    >>> numbered(["proj/kernel", "proj/kernel", "out/kernel"])
     [('proj/kernel', 0), ('proj/kernel', 1), ('out/kernel', 0)]
     """
     seen: Counter = Counter()
@@ -180,7 +181,7 @@ def told_apart(names: Iterable[T]) -> list[tuple[T, int]]:
 
 
 def canonical(path: str) -> str:
-    """A path without the numbers that Keras gives to what has no name of its own.
+    """A path without the numbers that Keras gives to layers without a name.
 
     Args:
         path: A variable's path.
@@ -194,11 +195,11 @@ def canonical(path: str) -> str:
 
 
 def in_order_of_numbers(items: Iterable[T], path: Callable[[T], str]) -> list[T]:
-    """Items in the order in which Keras made the layers of their paths, as far as names tell.
+    """Items in the order of the numbers in their paths, in which Keras created the layers.
 
     Args:
         items: Anything that has a path.
-        path: Gives that of an item.
+        path: Returns the path of an item.
 
     Example:
 
@@ -213,8 +214,8 @@ def in_order_of_numbers(items: Iterable[T], path: Callable[[T], str]) -> list[T]
     return sorted(items, key=key)
 
 
-def said_of(missing: Sequence[str], unexpected: Sequence[str]) -> list[str]:
-    """Missing and unexpected paths in words, each with the nearest path of the other side.
+def unmatched_text(missing: Sequence[str], unexpected: Sequence[str]) -> list[str]:
+    """Missing and unexpected paths for an error, with the nearest path of the other side.
 
     Args:
         missing: Paths of variables for which nothing was saved.
@@ -281,7 +282,8 @@ def _paired(
     candidates = sorted(candidates, key=lambda j: saved[j].nth)
     mine, theirs = [here[i].path for i in indices], [paths[j] for j in candidates]
     if Counter(mine) == Counter(theirs) or len(mine) != len(theirs):
-        # The same names: by name, one of several of one name by order. Or more here than there.
+        # By name, and in order among equal names. With unequal numbers of arrays an order would
+        # pair the wrong ones.
         left = defaultdict(list)
         for j in candidates:
             left[paths[j]].append(j)

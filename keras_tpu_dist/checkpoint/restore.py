@@ -1,4 +1,4 @@
-"""Loading a checkpoint into a model, on whatever mesh it lies: all of it, or one clear error."""
+"""Loading a checkpoint into a model on any mesh: all of it, or one clear error."""
 
 import contextlib
 import ctypes
@@ -26,10 +26,9 @@ from keras_tpu_dist.checkpoint.names import (
     Matching,
     follow,
     match,
-    said_of,
+    unmatched_text,
 )
-from keras_tpu_dist.checkpoint.optimizers import build_optimizer
-from keras_tpu_dist.checkpoint.restored import Restored
+from keras_tpu_dist.checkpoint.restored import Restored, build_optimizer
 from keras_tpu_dist.checkpoint.store import Store, none_in
 from keras_tpu_dist.common.checks import check_counts, check_flags, check_model, checked_path
 from keras_tpu_dist.common.errors import message
@@ -40,8 +39,8 @@ from keras_tpu_dist.training import membership
 logger = logging.getLogger("keras_tpu_dist")
 
 _WHERE = 'Write for example ktd.restore(model, "checkpoints").'
-# A state of up to so many bytes is read and compared before anything changes; a larger one has no
-# place beside the one that it replaces, and is read in groups.
+# Up to so many bytes, a state is read and compared before anything changes. A larger one may not
+# fit in memory beside the state that it replaces, so it is read in groups.
 _AT_ONCE_BYTES, _GROUP_BYTES = 128 * 2**20, 64 * 2**20
 
 
@@ -53,30 +52,30 @@ def restore(
     exclude: str | Iterable[str] = (),
     rename: Iterable[tuple[str, str]] | Mapping[str, str] = (),
 ) -> Restored:
-    """Loads a checkpoint into a model, straight into the shards of the mesh that it lies on now.
+    """Loads a checkpoint into a model, straight into the shards of its mesh.
 
     It does not matter on which mesh, by how many processes and under which plan the checkpoint was
-    written. Values are compared with what was saved: of up to 128 MiB before anything of the model
-    changes, of larger states by groups of 64 MiB. The optimizer's state is loaded too where all
-    weights are.
+    written. Values are compared with what was saved: up to 128 MiB before anything in the model
+    changes, larger states in groups of 64 MiB. The optimizer's state is loaded too if all weights
+    are.
 
     Args:
         model: A built model.
         directory: That of `keras_tpu_dist.callbacks.Checkpoint` or of
             `keras.callbacks.OrbaxCheckpoint`; or a file that Keras saved: a `.keras`, `.weights.h5`
             or sharded `.weights.json`.
-        step: The checkpoint's step. Defaults to the newest that is whole.
-        strict: Whether each weight of the model must be in the checkpoint and the other way round.
+        step: The checkpoint's step. Defaults to the newest complete one.
+        strict: Whether the model and the checkpoint must have exactly the same weights.
         exclude: Patterns of paths to leave as they are, such as `"*/head/*"`.
         rename: Pairs `(regular expression, replacement)` for saved paths, or a dict of them.
 
     Returns:
-        What was loaded, kept and left; print it.
+        A report of what was loaded and what was not; print it.
 
     Raises:
         ValueError: If the model is not built, or the checkpoint does not fit: one error with every
-            path that is missing, unexpected, of another shape, or integers here and not there.
-        CheckpointError: If there is no such checkpoint, or it is not whole.
+            path that is missing, unexpected, or of another shape or kind of dtype.
+        CheckpointError: If there is no such checkpoint, or it is not complete.
 
     Example:
 
@@ -113,7 +112,7 @@ def load_newest(
     rename: tuple[tuple[str, str], ...] = (),
     needs: tuple[str, ...] = (),
 ) -> tuple[Restored, Manifest]:
-    """Loads the newest checkpoint that is whole, or that of a step. See `restore`.
+    """Loads the newest complete checkpoint, or that of a step. See `restore`.
 
     Args:
         model: The model.
@@ -122,7 +121,7 @@ def load_newest(
         strict: See `restore`.
         exclude: See `restore`.
         rename: See `restore`.
-        needs: What the checkpoint must say of training.
+        needs: The entries that the manifest's `training` must have.
 
     Raises:
         ValueError: See `restore`.
@@ -223,12 +222,12 @@ def load(
 
 
 def assign_saved(store: Store | KerasDirectory, step: int, chosen: list[tuple[Saved, Any]]) -> None:
-    """Loads arrays a group at a time: a state that fills the memory has no place for a second.
+    """Loads arrays in groups: a state that fills the memory leaves no space for a second one.
 
     Args:
         store: The checkpoints.
-        step: That of the checkpoint.
-        chosen: What was saved, and the variable that it is for.
+        step: The checkpoint's step.
+        chosen: Saved arrays, with the variables that they are for.
 
     Raises:
         CheckpointError: If one cannot be read.
@@ -247,15 +246,14 @@ def assign_saved(store: Store | KerasDirectory, step: int, chosen: list[tuple[Sa
                 raise CheckpointError(
                     message(
                         "A state above 128 MiB is loaded by groups, and one of them failed.",
-                        received=f"{error!s} {done} of {len(chosen)} variables were "
-                        "loaded before.",
+                        received=f"{error!s} {done} of {len(chosen)} variables were loaded before.",
                         fix="Load another checkpoint before the model is used.",
                     )
                 ) from error
             for (_, variable), value in zip(group, values):
                 variable.assign(value)
             done += len(group)
-            # Neither they nor what they replace may stay beside the next group.
+            # Free both these arrays and the replaced ones before the next group is read.
             del values
             if done < len(chosen):
                 _return_freed_memory()
@@ -276,7 +274,7 @@ def _groups(chosen: list[tuple[Saved, Any]]) -> Iterator[list]:
 
 
 def _return_freed_memory() -> None:
-    """Has glibc give back what is freed: Orbax reads in many threads, and each keeps a pool."""
+    """Makes glibc return freed memory: Orbax reads in many threads, each with a malloc arena."""
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl has none
         if trim is not None:
@@ -284,7 +282,7 @@ def _return_freed_memory() -> None:
 
 
 def _others(state: dict, manifest: Manifest, weights: Matching) -> list[tuple[Saved, Any]]:
-    """Slots, the optimizer's other variables, and metrics, where all of a kind fit."""
+    """Slots, the optimizer's other variables, and metrics, if all of a kind fit."""
     saved = manifest.entries(WEIGHTS)
     names = [(entry.path, entry.nth) for entry, _ in state[WEIGHTS]]
     sources = {names[i]: (saved[j].path, saved[j].nth) for i, j in weights.pairs.items()}
@@ -313,7 +311,7 @@ def _pairs(state: dict, manifest: Manifest, kind: str, pairs: dict[int, int]) ->
 
 def _misfit(store: Store | KerasDirectory, step: int, weights: Matching) -> str:
     parts = [
-        *said_of(weights.missing, weights.unexpected),
+        *unmatched_text(weights.missing, weights.unexpected),
         *(f"of another shape or dtype: {words}" for words in weights.reshaped),
     ]
     return message(

@@ -1,20 +1,23 @@
-"""What loading a checkpoint did."""
+"""What loading from any kind of file needs: the report, and an optimizer with slots."""
 
+import contextlib
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from keras_tpu_dist.training import membership
 
 
 @dataclass(frozen=True)
 class Restored:
-    """What `restore` did.
+    """The report of `restore`.
 
     Attributes:
-        directory: Where the checkpoint is.
+        directory: The directory of the checkpoint.
         step: Its step.
         loaded: Paths of the variables that were loaded.
-        kept: Paths of those that were left as they are: excluded, or not in the checkpoint.
-        unused: Paths in the checkpoint that went nowhere.
-        renamed: From a saved path to the path here, where they differ.
+        kept: Paths of the variables that stayed as they were: excluded, or not in the checkpoint.
+        unused: Paths in the checkpoint that no variable took.
+        renamed: From a saved path to the model's path, if they differ.
         optimizer: Whether the optimizer's state was loaded as well.
     """
 
@@ -37,3 +40,18 @@ class Restored:
         lines += [f"  {old} -> {new}" for old, new in self.renamed.items()]
         lines.append(f"  optimizer state {'loaded' if self.optimizer else 'left as it is'}")
         return "\n".join(lines)
+
+
+def build_optimizer(model: Any) -> None:
+    """Creates the slots of a model's optimizer, if it has not trained yet, to load saved ones.
+
+    Args:
+        model: A built model.
+    """
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is None or optimizer.built:
+        return
+    member = membership.of_model(model)
+    scope = contextlib.nullcontext() if member is None else member.strategy.scope()
+    with scope:
+        optimizer.build(model.trainable_variables)

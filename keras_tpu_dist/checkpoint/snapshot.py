@@ -1,4 +1,4 @@
-"""A model's training state as a checkpoint has it: arrays by key, and what they are."""
+"""A model's training state for a checkpoint: arrays by key, and their manifest."""
 
 import copy
 import datetime
@@ -12,7 +12,7 @@ import keras
 import numpy as np
 from jax.sharding import NamedSharding
 
-from keras_tpu_dist.checkpoint.fingerprint import begun_with_finite
+from keras_tpu_dist.checkpoint.fingerprint import start_fingerprints
 from keras_tpu_dist.checkpoint.manifest import Manifest, Saved
 from keras_tpu_dist.checkpoint.names import WEIGHTS, Entry, named_state
 from keras_tpu_dist.common.version import __version__
@@ -28,23 +28,24 @@ def snapshot(
     extra: Mapping[str, np.ndarray],
     state_of: Callable[[Any], dict[str, list]] = named_state,
 ) -> tuple[dict[str, Any], Callable[[], Manifest]]:
-    """The arrays of a model's training state as they lie on the devices, and their manifest.
+    """The arrays of a model's training state on the devices, and their manifest.
 
     Args:
         model: A built model.
-        training: Where training stands; plain data.
-        extra: Arrays of the host that belong to it, by name.
-        state_of: Gives the variables by kind, each with its entry.
+        training: The state of training; plain data.
+        extra: Host arrays that belong to it, by name.
+        state_of: Returns the variables with their entries, by kind.
 
     Returns:
-        The arrays by key, and what gives the manifest: it waits for the devices, which compute the
-        arrays' fingerprints meanwhile, and tells of now, whatever is trained until then.
+        The arrays by key, and a function that returns the manifest. It waits for the devices, which
+        compute the fingerprints meanwhile, and describes the state of now, whatever is trained
+        until it is called.
     """
     state = state_of(model)
     rows = [(kind, entry, v.value) for kind, pairs in state.items() for entry, v in pairs]
     for name, array in extra.items():
         rows.append((EXTRA, Entry(name, array.shape, str(array.dtype)), array))
-    numbers = begun_with_finite([value for *_, value in rows])
+    numbers = start_fingerprints([value for *_, value in rows])
     training, written = copy.deepcopy(dict(training)), _written(model)
     counts = dict.fromkeys((*state, EXTRA), 0)
     arrays: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Checkpoints on a file system, by Orbax: whole or not there, one directory for each step."""
+"""Checkpoints on a file system, written by Orbax: one directory per step, complete or absent."""
 
 import contextlib
 import json
@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from keras_tpu_dist.checkpoint.fingerprint import fingerprints_of
+from keras_tpu_dist.checkpoint.fingerprint import fingerprints
 from keras_tpu_dist.checkpoint.keeping import (
     MANIFEST_FILE,
     Known,
@@ -37,7 +37,7 @@ from keras_tpu_dist.common.errors import message
 logger = logging.getLogger("keras_tpu_dist")
 
 _ARRAYS, _MANIFEST = "arrays", "manifest"
-# TensorStore's errors carry the whole specification of what it read.
+# Characters of an error's text: TensorStore's have the whole specification of what it read.
 _MOST_WORDS = 300
 # 1000 processes that save 10,000 arrays write 20 MB.
 _MOST_BYTES_OF_A_DESCRIPTION = 64 * 2**20
@@ -48,13 +48,14 @@ class Store:
     """The checkpoints of a directory.
 
     Args:
-        directory: The directory; it is made when the first checkpoint is saved.
+        directory: The directory; it is created unless `read_only`.
         keep: How many of the newest to keep; `None` for all.
         best: `(name, mode)` of a metric whose best checkpoint is kept as well, or `None`.
-        every_s: Seconds of which one checkpoint each is kept as well, or `None`.
+        every_s: Seconds; one checkpoint per so many is kept as well. `None` for none.
         asynchronous: Whether `save` returns once the values are copied from the devices.
         read_only: Whether nothing is written.
-        alone: Whether this process, of several, reads without the others.
+        alone: Whether this process, of several, reads without the others. Orbax's barriers wait
+            for all processes otherwise.
 
     Raises:
         ImportError: If Orbax is not installed.
@@ -83,8 +84,8 @@ class Store:
                         fix="Give the directory that callbacks.Checkpoint saved in.",
                     )
                 )
-            with told(self.directory, "opened"):
-                # Several processes make it at once.
+            with checkpoint_errors(self.directory, "opened"):
+                # exist_ok: several processes create it at once.
                 os.makedirs(self.directory, exist_ok=True)
         if not read_only and _is_local(self.directory):
             _check_path(self.directory)
@@ -96,12 +97,12 @@ class Store:
         self._failed: BaseException | None = None
         self._known: dict[int, Known] = {}
         if not read_only and self._is_first:
-            with told(self.directory, "opened"):
-                self._take()
+            with checkpoint_errors(self.directory, "opened"):
+                self._lock_and_settle()
 
     state_of = staticmethod(named_state)
 
-    def _take(self) -> None:
+    def _lock_and_settle(self) -> None:
         if _is_local(self.directory):
             self._lock = Lock(self.directory)
         try:
@@ -123,7 +124,7 @@ class Store:
 
     @property
     def _checkpointer(self) -> Any:
-        # Made when it is needed, and anew after a failure, which leaves it in an unknown state.
+        # Created when first needed, and again after a failure, which leaves its state unknown.
         if self._saver is None:
             ocp, processes = orbax(), _processes(self._alone)
             of_items = {
@@ -131,9 +132,9 @@ class Store:
                 _MANIFEST: ocp.JsonCheckpointHandler(multiprocessing_options=processes),
             }
             handler = ocp.CompositeCheckpointHandler(**of_items)
-            logging.getLogger("absl").addFilter(_said_by_us)
-            # Where directories are made in the background and cannot be, Orbax's threads wait for
-            # them for ten minutes, and the process with them.
+            logging.getLogger("absl").addFilter(_is_not_raised_too)
+            # If a directory cannot be created in the background, Orbax's threads wait ten minutes
+            # for it, and the process with them.
             here = ocp.options.AsyncOptions(create_directories_asynchronously=False)
             self._saver = ocp.AsyncCheckpointer(
                 handler, async_options=here, multiprocessing_options=processes
@@ -142,8 +143,8 @@ class Store:
 
     @property
     def steps(self) -> list[int]:
-        """The steps of which there is a whole checkpoint, the newest last."""
-        with told(self.directory, "read"):
+        """The steps with a complete checkpoint, the newest last."""
+        with checkpoint_errors(self.directory, "read"):
             return whole_steps(self._root, _is_local(self.directory))
 
     def save(
@@ -152,9 +153,9 @@ class Store:
         """Saves a checkpoint; see `asynchronous`.
 
         Args:
-            step: Its number; an older one of this number goes once this one is whole.
+            step: Its number; an older one of this number is deleted once this one is complete.
             arrays: The arrays by key.
-            manifest: Gives what they are; called where it is written, in the background.
+            manifest: Returns their description; called in the background, when it is written.
 
         Raises:
             CheckpointError: If it could not be written.
@@ -170,7 +171,7 @@ class Store:
         except CheckpointError as error:
             logger.error("training went on without a checkpoint. %s", error)
         path = self._root / str(step)
-        with told(self.directory, "written", step):
+        with checkpoint_errors(self.directory, "written", step):
             try:
                 if self._is_first and path.exists():
                     set_aside(path)
@@ -182,14 +183,14 @@ class Store:
             self._complete(step)
             self._join()
             return
-        # A daemon: it must not keep a process from ending, which Orbax's own thread may finish.
+        # A daemon, so that a process can end: at exit Orbax's own thread finishes the writing.
         self._completing = threading.Thread(
             target=self._complete, args=(step,), name=f"checkpoint {step}", daemon=True
         )
         self._completing.start()
 
     def _complete(self, step: int) -> None:
-        """Waits until a checkpoint is whole, reads it back, and only then deletes others."""
+        """Waits until a checkpoint is complete, reads it back, and only then deletes others."""
         try:
             self._checkpointer.wait_until_finished()
             if self._is_first:
@@ -224,7 +225,7 @@ class Store:
         return Known(True, finite, metrics, written_at_s(manifest.written))
 
     def _clear_up(self) -> None:
-        """Leaves nothing of a checkpoint that could not be written."""
+        """Deletes the parts of a checkpoint that could not be written."""
         self._saver = None
         if not self._is_first:
             return
@@ -234,7 +235,9 @@ class Store:
             logger.warning("%s cannot be cleared up: %s", self.directory, error)
 
     def judge(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Adds to a checkpoint what the best is told by.
+        """Adds metrics to a checkpoint, by which the best one is chosen.
+
+        Validation may end after the checkpoint was written.
 
         Args:
             step: Its number.
@@ -245,19 +248,19 @@ class Store:
         """
         self._join()
         if self._is_first:
-            with told(self.directory, "written", step):
+            with checkpoint_errors(self.directory, "written", step):
                 note_metrics(self._root / str(step), metrics)
                 self._known.pop(step, None)
                 self._delete_others()
 
     def replace_runs(self) -> None:
-        """Moves the checkpoints that are there aside, until a first one of this run is whole.
+        """Moves existing checkpoints aside, until this run has a complete one.
 
         Raises:
             CheckpointError: If they cannot be moved.
         """
         if self._is_first:
-            with told(self.directory, "written"):
+            with checkpoint_errors(self.directory, "written"):
                 set_runs_aside(self._root, self.steps)
 
     def manifest(self, step: int) -> Manifest:
@@ -270,7 +273,7 @@ class Store:
             CheckpointError: If it cannot be read.
         """
         where = f"Checkpoint {step} of {self.directory!r}"
-        with told(self.directory, "read", step):
+        with checkpoint_errors(self.directory, "read", step):
             _check_files(self.directory, step)
             text = (self._root / str(step)).joinpath(*MANIFEST_FILE).read_text()
             content = json.loads(text)
@@ -281,8 +284,8 @@ class Store:
 
         Args:
             step: The step.
-            wanted: For each array what was saved, the sharding it gets (`None` for an array of the
-                host), and its dtype.
+            wanted: For every array its saved description, the sharding it gets (`None` for a host
+                array), and its dtype.
 
         Raises:
             CheckpointError: If one cannot be read, or has other values than were saved.
@@ -293,9 +296,9 @@ class Store:
         filled = [each for each in wanted if 0 not in each[0].entry.shape]
         read: dict[str, Any] = {}
         if filled:
-            target, how = to_read(filled)
+            target, how = restore_request(filled)
             restored = ocp.args.PyTreeRestore(item=target, restore_args=how, partial_restore=True)
-            with told(self.directory, "read", step):
+            with checkpoint_errors(self.directory, "read", step):
                 if step not in self._stored:
                     path = folder(self.directory) / str(step) / _ARRAYS
                     self._stored[step] = ocp.PyTreeCheckpointHandler().metadata(path).tree
@@ -324,11 +327,11 @@ class Store:
             self._completing = None
         failed, self._failed = self._failed, None
         if failed is not None:
-            with told(self.directory, "written"):
+            with checkpoint_errors(self.directory, "written"):
                 raise failed
 
     def go_on(self, step: int) -> None:
-        """Takes back that the run has ended, which `close` noted.
+        """Removes the note of `close` that the run has ended.
 
         Args:
             step: The checkpoint from which the run goes on.
@@ -337,11 +340,11 @@ class Store:
             CheckpointError: If it cannot be taken back.
         """
         if self._is_first:
-            with told(self.directory, "written", step):
+            with checkpoint_errors(self.directory, "written", step):
                 note_goes_on(self._root / str(step))
 
     def close(self, run_has_ended: bool = False) -> None:
-        """Waits, and lets go of the directory.
+        """Waits, and releases the directory.
 
         Args:
             run_has_ended: Whether to note that in the newest checkpoint, for those who follow it.
@@ -368,7 +371,7 @@ class Store:
             logger.error("who follows the run does not see that it has ended. %s", error)
 
     def _check(self, step: int, saved: Sequence[Saved], arrays: list) -> None:
-        found = fingerprints_of(arrays)
+        found = fingerprints(arrays)
         wrong = [each.entry.path for each, n in zip(saved, found) if each.fingerprint != n]
         if wrong:
             raise CheckpointError(
@@ -381,16 +384,19 @@ class Store:
             )
 
 
-def _said_by_us(record: logging.LogRecord) -> bool:
-    """Leaves out what Orbax logs of a failure that it also raises, with its stack."""
+def _is_not_raised_too(record: logging.LogRecord) -> bool:
+    """Drops Orbax's log entry, with a stack, of a failure that it also raises."""
     return "Commit operations or the Commit callback" not in record.getMessage()
 
 
 class _WhenWritten(dict):
-    """Plain data that is made when Orbax turns it into text, which it does in the background."""
+    """Plain data that is computed when Orbax turns it into JSON, in the background.
+
+    Fingerprints are then awaited there, and not by the train loop.
+    """
 
     def __init__(self, make: Callable[[], dict[str, Any]]):
-        super().__init__(made="later")  # an empty one would not be asked
+        super().__init__(computed="later")  # Orbax writes an empty dict without calling `items`
         self._make = make
 
     def items(self):
@@ -398,12 +404,14 @@ class _WhenWritten(dict):
 
 
 @contextlib.contextmanager
-def told(directory: str, what: str, step: int | None = None) -> Iterator[None]:
-    """Makes whatever fails one `CheckpointError` that says what could not be done.
+def checkpoint_errors(directory: str, what: str, step: int | None = None) -> Iterator[None]:
+    """A context in which any failure becomes a `CheckpointError` that names the checkpoint.
+
+    Orbax and TensorStore raise a dozen kinds of errors for a full disk or a damaged file.
 
     Args:
         directory: The directory of checkpoints.
-        what: `"read"`, for example.
+        what: What is done to it, for the error: `"read"`, `"written"`, `"opened"`.
         step: The checkpoint, if it is one.
     """
     try:
@@ -411,7 +419,7 @@ def told(directory: str, what: str, step: int | None = None) -> Iterator[None]:
     except CheckpointError:
         raise
     except (Exception, BaseExceptionGroup) as error:
-        # Orbax reads arrays at the same time: what the first failed of is cancelled too.
+        # A group, as Orbax reads arrays concurrently: the first error has cancelled the others.
         which = "A checkpoint" if step is None else f"Checkpoint {step}"
         raise CheckpointError(
             message(
@@ -438,7 +446,7 @@ def none_in(directory: str) -> CheckpointError:
 
 
 def check_stored(stored: Mapping[str, Any], wanted: Sequence[Saved]) -> None:
-    """Checks that arrays are stored as the manifest says, so that reading takes no more memory.
+    """Checks that arrays are stored as the manifest says, so that reading allocates no more.
 
     Orbax gives arrays the shape that they have in the store, and TensorStore decompresses whole
     chunks, which may be larger than what they are chunks of.
@@ -467,10 +475,11 @@ def check_stored(stored: Mapping[str, Any], wanted: Sequence[Saved]) -> None:
 
 
 def _check_files(directory: str, step: int) -> None:
-    """Checks the files that Orbax reads whole, before it does: all but arrays' own."""
+    """Checks files that Orbax reads at once, before it does: all but the arrays' chunks."""
     if not _is_local(directory):
         return
     for path, folders, names in os.walk(os.path.join(directory, str(step))):
+        # OCDBT keeps the chunks of arrays in directories called "d".
         folders[:] = [name for name in folders if name != "d"]
         for name in names:
             status = os.stat(os.path.join(path, name))
@@ -484,8 +493,10 @@ def _check_files(directory: str, step: int) -> None:
                 )
 
 
-def to_read(wanted: Sequence[tuple[Saved, Any, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What Orbax is asked for: the arrays by key, and how each is to be read.
+def restore_request(
+    wanted: Sequence[tuple[Saved, Any, Any]],
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Orbax's arguments for reading arrays: shapes by key, and how every one is read.
 
     Args:
         wanted: See `Store.load`.
@@ -518,7 +529,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _check_path(directory: str) -> None:
-    # Orbax looks for parts of a checkpoint by patterns, and finds none: it cannot be read.
+    # Orbax finds the parts of a checkpoint by glob patterns; in such a path it finds none.
     found = sorted(set("[]*?") & set(directory))
     if found:
         raise CheckpointError(
@@ -536,7 +547,7 @@ def _is_local(directory: str) -> bool:
 
 
 def absolute(directory: str) -> str:
-    """A directory's path in full; that of a bucket is one.
+    """A directory's absolute path; that of a bucket already is.
 
     Args:
         directory: The path.
@@ -545,19 +556,19 @@ def absolute(directory: str) -> str:
 
 
 def folder(directory: str | os.PathLike) -> Any:
-    """A directory as a path that can be looked into, also in a bucket.
+    """A directory as a path object that also works for a bucket.
 
     Args:
         directory: The directory.
     """
-    orbax()  # which brings epath
+    orbax()  # for its error: epath comes with Orbax
     from etils import epath
 
     return epath.Path(absolute(os.fspath(directory)))
 
 
 def orbax() -> Any:
-    """Orbax, which is imported when checkpoints are used."""
+    """Orbax, imported when checkpoints are first used, as it is optional."""
     try:
         import orbax.checkpoint as ocp
     except ImportError as error:
@@ -572,7 +583,7 @@ def orbax() -> Any:
 
 
 def _processes(alone: bool) -> Any:
-    """Who waits for whom."""
+    """Which processes take part in Orbax's barriers."""
     options = orbax().options.MultiprocessingOptions
     if not alone or jax.process_count() == 1:
         return options()

@@ -1,4 +1,4 @@
-"""Layouts as mesh axes: one entry for each dimension, and what they make of a tensor."""
+"""Layouts as mesh axes, one entry per dimension: shards, spelling, text."""
 
 import itertools
 import math
@@ -15,7 +15,7 @@ Axes = tuple[str | tuple[str, ...] | None, ...]
 
 
 def split_ways(mesh: Mesh, axes: Axes) -> int:
-    """Into how many different pieces a layout cuts a tensor.
+    """The number of different shards that a layout makes of a tensor.
 
     Args:
         mesh: The mesh.
@@ -28,7 +28,7 @@ def split_ways(mesh: Mesh, axes: Axes) -> int:
 
 
 def dividing_axes(size: int, names: Sequence[str], mesh: Mesh) -> str | tuple[str, ...] | None:
-    """The entry that splits a dimension most ways with some of the axes, evenly.
+    """The entry that splits a dimension evenly into the most shards.
 
     Args:
         size: The dimension.
@@ -48,7 +48,7 @@ def dividing_axes(size: int, names: Sequence[str], mesh: Mesh) -> str | tuple[st
 
 
 def axis_size(mesh: Mesh, entry: str | tuple[str, ...] | None) -> int:
-    """How many shards one entry of a layout makes.
+    """The number of shards that one entry of a layout makes.
 
     Args:
         mesh: The mesh.
@@ -85,7 +85,7 @@ def spell_out(axes: Axes, axis_names: Sequence[str]) -> Axes:
         axis_names: The mesh's axes.
 
     Returns:
-        The layout, unchanged where the mesh has an axis of that name or no sub-axes.
+        The layout, unchanged if the mesh has an axis of that name or no sub-axes.
 
     Example:
 
@@ -121,7 +121,7 @@ def names_in(axes: Iterable) -> list[str]:
 
 
 def layout_text(axes: Axes) -> str:
-    """A layout as people read it: `(·, model)`, `(data+model)`, or `replicated`.
+    """A layout as text: `(·, model)`, `(data+model)`, or `replicated`.
 
     Args:
         axes: One entry per dimension: `None`, a mesh axis, or a tuple of them.

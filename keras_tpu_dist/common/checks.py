@@ -1,4 +1,4 @@
-"""Checks of what users pass."""
+"""Checks of arguments that users pass."""
 
 import functools
 import inspect
@@ -14,7 +14,7 @@ from keras_tpu_dist.common.errors import message
 
 P = ParamSpec("P")
 R = TypeVar("R")
-# Nothing that is counted here has more, and C counts no further.
+# The largest 64-bit integer: NumPy and XLA count no further.
 _MOST = 2**63 - 1
 
 
@@ -23,7 +23,7 @@ def is_count(value: Any, least: int | None = None) -> TypeGuard[int]:
 
     Args:
         value: Anything.
-        least: The smallest number that counts, if there is one.
+        least: The smallest allowed value, if there is one.
 
     Example:
 
@@ -40,105 +40,105 @@ def is_count(value: Any, least: int | None = None) -> TypeGuard[int]:
     return (least is None or number >= least) and abs(number) <= _MOST
 
 
-def check_flags(asked: str, **flags: Any) -> None:
-    """Raises a `ValueError` for what is neither `True` nor `False`.
+def check_flags(caller: str, **flags: Any) -> None:
+    """Raises a `ValueError` for flags that are neither `True` nor `False`.
 
     Args:
-        asked: What was given them, as it is called.
-        **flags: What was given, by name.
+        caller: The function or class that got them, for the error.
+        **flags: The arguments, by name.
     """
     for name, value in flags.items():
         if not isinstance(value, (bool, np.bool_)):
             raise ValueError(
                 message(
-                    f"{name} of {asked} is True or False.",
+                    f"{name} of {caller} is True or False.",
                     received={name: value},
                     fix=f"Write {name}=True, or {name}=False.",
                 )
             )
 
 
-def check_counts(asked: str, least: int = 1, **counts: Any) -> None:
-    """Raises a `ValueError` for what is no whole number.
+def check_counts(caller: str, least: int = 1, **counts: Any) -> None:
+    """Raises a `ValueError` for counts that are no integers or too small.
 
     Args:
-        asked: What was given them, as it is called.
-        least: The smallest that counts.
-        **counts: What was given, by name.
+        caller: The function or class that got them, for the error.
+        least: The smallest allowed value.
+        **counts: The arguments, by name.
     """
     for name, value in counts.items():
         if not is_count(value, least):
             raise ValueError(
                 message(
-                    f"{name} of {asked} is a whole number of at least {least}.",
+                    f"{name} of {caller} is a whole number of at least {least}.",
                     received={name: value},
                     fix=f"Write for example {name}={max(least, 2)}.",
                 )
             )
 
 
-def check_seconds(asked: str, **seconds: Any) -> None:
-    """Raises a `ValueError` for what is no time that ends.
+def check_seconds(caller: str, **seconds: Any) -> None:
+    """Raises a `ValueError` for times that are not finite numbers above 0.
 
     Args:
-        asked: What was given it, as it is called.
-        **seconds: What was given, by name.
+        caller: The function or class that got it, for the error.
+        **seconds: The arguments, by name.
     """
     for name, value in seconds.items():
         number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
         if not number or not 0 < value < math.inf:
             raise ValueError(
                 message(
-                    f"{name} of {asked} is a number of seconds above 0.",
+                    f"{name} of {caller} is a number of seconds above 0.",
                     received={name: value},
                     fix=f"Write for example {name}=600.0.",
                 )
             )
 
 
-def check_callable(asked: str, **functions: Any) -> None:
-    """Raises a `ValueError` for what cannot be called.
+def check_callable(caller: str, **functions: Any) -> None:
+    """Raises a `ValueError` for arguments that cannot be called.
 
     Args:
-        asked: What was given it, as it is called.
-        **functions: What was given, by name.
+        caller: The function or class that got it, for the error.
+        **functions: The arguments, by name.
     """
     for name, value in functions.items():
         if not callable(value):
             raise ValueError(
                 message(
-                    f"{name} of {asked} is a function.",
+                    f"{name} of {caller} is a function.",
                     received={name: value},
                     fix="Pass the function itself.",
                 )
             )
 
 
-def check_text(asked: str, **texts: Any) -> None:
-    """Raises a `ValueError` for what is no text.
+def check_text(caller: str, **texts: Any) -> None:
+    """Raises a `ValueError` for arguments that are not a `str`.
 
     Args:
-        asked: What was given it, as it is called.
-        **texts: What was given, by name.
+        caller: The function or class that got it, for the error.
+        **texts: The arguments, by name.
     """
     for name, value in texts.items():
         if not isinstance(value, str):
             raise ValueError(
                 message(
-                    f"{name} of {asked} is a text.",
+                    f"{name} of {caller} is a text.",
                     received={name: value},
                     fix="Give it as a str.",
                 )
             )
 
 
-def checked_path(asked: str, fix: str, **paths: Any) -> str:
+def checked_path(caller: str, fix: str, **paths: Any) -> str:
     """A path as text.
 
     Args:
-        asked: What was given it, as it is called.
-        fix: What to write.
-        **paths: What was given, by name.
+        caller: The function or class that got it, for the error.
+        fix: The error's last sentence.
+        **paths: The arguments, by name.
 
     Raises:
         ValueError: If it is none, or empty.
@@ -147,11 +147,11 @@ def checked_path(asked: str, fix: str, **paths: Any) -> str:
     path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     if isinstance(path, str) and path:
         return path
-    raise ValueError(message(f"{name} of {asked} is a path.", received={name: value}, fix=fix))
+    raise ValueError(message(f"{name} of {caller} is a path.", received={name: value}, fix=fix))
 
 
 def known_words(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorates a function whose error for a keyword that it does not take names the nearest one.
+    """Decorates a function so that its error for an unknown keyword names the nearest one.
 
     Args:
         function: The function.
@@ -177,17 +177,17 @@ def known_words(function: Callable[P, R]) -> Callable[P, R]:
     return checked
 
 
-def check_model(model: Any, asked: str) -> None:
-    """Raises a `ValueError` for what is no model.
+def check_model(model: Any, caller: str) -> None:
+    """Raises a `ValueError` if an argument is not a model.
 
     Args:
-        model: What was given.
-        asked: What it was given to, as it is called.
+        model: The argument.
+        caller: The function that got it, for the error.
     """
     if not hasattr(model, "trainable_variables") or isinstance(model, type):
         raise ValueError(
             message(
-                f"{asked} needs a model.",
+                f"{caller} needs a model.",
                 received={"model": model},
                 fix="Pass a keras.Model.",
             )

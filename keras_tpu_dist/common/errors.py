@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Iterable, Mapping
 
-# Nobody mistypes a longer one, and comparing takes the square of its length.
+# Names are shorter; `difflib` takes the square of the length.
 _LONGEST_NAME = 400
 
 
@@ -11,7 +11,7 @@ def did_you_mean(name: str, choices: Iterable[object]) -> str:
     """A sentence that names the nearest valid spelling, or nothing.
 
     Args:
-        name: What the user wrote.
+        name: The name that the user wrote.
         choices: The valid names.
 
     Returns:
@@ -36,9 +36,9 @@ def message(
 
     Args:
         rule: The rule that was broken, as a sentence.
-        received: What came instead: a mapping of names to values (rendered `name=value`), or a
+        received: The arguments, as a mapping of names to values (rendered `name=value`), or a
             sentence.
-        fix: What to write instead, as a sentence.
+        fix: The correction, as a sentence.
         name: A name that may be mistyped; with `choices`, adds a did-you-mean.
         choices: The valid spellings of `name`.
 

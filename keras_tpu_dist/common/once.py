@@ -1,23 +1,23 @@
-"""What is done otherwise than asked for is logged, once for each reason."""
+"""Notices that are logged once in a process."""
 
 import logging
 
 _logger = logging.getLogger("keras_tpu_dist")
-_said: set[str] = set()
+_logged: set[str] = set()
 
 
-def say_once(words: str, level: int = logging.INFO) -> None:
-    """Logs what would be tedious at each call.
+def log_once(text: str, level: int = logging.INFO) -> None:
+    """Logs a message, unless it was logged before.
 
     Args:
-        words: The message; the same words are logged only once in a process.
-        level: The level of `logging` at which they are logged.
+        text: The message.
+        level: Its level in `logging`.
     """
-    if words not in _said:
-        _said.add(words)
-        _logger.log(level, "%s", words)
+    if text not in _logged:
+        _logged.add(text)
+        _logger.log(level, "%s", text)
 
 
 def forget() -> None:
-    """Says everything again."""
-    _said.clear()
+    """Lets every message be logged again; for tests."""
+    _logged.clear()

@@ -1,4 +1,4 @@
-"""Patterns of paths, as `fnmatch` has them: `*` stands for anything, a slash included."""
+"""Patterns of paths in the syntax of `fnmatch`: `*` matches anything, slashes too."""
 
 import fnmatch
 from collections.abc import Iterable, Mapping
@@ -8,13 +8,13 @@ from keras_tpu_dist.common.errors import message
 
 
 def patterns_of(patterns: str | Iterable[str]) -> tuple[str, ...]:
-    """Patterns as a tuple; a text is one of them, not one for each letter.
+    """Patterns as a tuple; a single `str` is one pattern.
 
     Args:
         patterns: One or several.
 
     Raises:
-        ValueError: If one is no text.
+        ValueError: If one is not a `str`.
 
     Example:
 
@@ -22,9 +22,9 @@ def patterns_of(patterns: str | Iterable[str]) -> tuple[str, ...]:
     ('*/head/*',)
     """
     listed = isinstance(patterns, Iterable) and not isinstance(patterns, Mapping)
-    found: tuple[Any, ...] = (patterns,) if isinstance(patterns, str) or not listed else ()
-    found = found or tuple(patterns)
-    if not all(isinstance(each, str) for each in found):
+    one = isinstance(patterns, str) or not listed
+    found: tuple[Any, ...] = (patterns,) if one else tuple(patterns)
+    if not all(isinstance(pattern, str) for pattern in found):
         raise ValueError(
             message(
                 "Patterns of paths are a text, or a list of them.",

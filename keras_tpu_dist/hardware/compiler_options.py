@@ -8,7 +8,7 @@ import jax
 from jax.sharding import Mesh
 
 from keras_tpu_dist.common.errors import message
-from keras_tpu_dist.common.once import say_once
+from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.hardware.option_trial import first_line, refused_options
 
 # Matrix products run while a gradient is summed over a torus, for which the chips else wait: in
@@ -138,7 +138,7 @@ def warn_of_refused(refused: Mapping[str, str], where: str) -> None:
         where: The kind of the devices, or the name of a slice.
     """
     for name, why in refused.items():
-        say_once(
+        log_once(
             f"compiler option {name} is left out: the compiler for {where} refuses it "
             f"({first_line(why)}). compiler_options={{...}} sets it, compiler_options=None leaves "
             "all options to the compiler.",

@@ -12,7 +12,7 @@ from jax.experimental import mesh_utils
 
 from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import did_you_mean, message
-from keras_tpu_dist.common.once import say_once
+from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.hardware.assignment import DeviceAssignment, prime_factors
 from keras_tpu_dist.hardware.compile_only import CompileOnlyDevice
 
@@ -175,7 +175,7 @@ def splitting_axes(data_axes: Any, mesh: jax.sharding.Mesh) -> tuple[str, ...]:
     names = tuple(mesh.axis_names)
     split = checked_data_axes(data_axes, names)
     if data_axes is None and not state_axes(mesh, split) and mesh.size > 1:
-        say_once(replicated_batch(names), logging.WARNING)
+        log_once(replicated_batch(names), logging.WARNING)
     return split
 
 

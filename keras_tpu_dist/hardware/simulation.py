@@ -9,7 +9,7 @@ from typing import Any
 from keras_tpu_dist._keras import jax_backend_started
 from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import message
-from keras_tpu_dist.common.once import say_once
+from keras_tpu_dist.common.once import log_once
 
 logger = logging.getLogger("keras_tpu_dist")
 
@@ -82,7 +82,7 @@ def warn_without_tpu(devices: Sequence[Any]) -> None:
     asked = _DEVICE_COUNT_FLAG in os.environ.get("XLA_FLAGS", "")
     if asked or any(device.platform != "cpu" for device in devices):
         return
-    say_once(
+    log_once(
         f"no TPU was found, so models train on {len(devices)} CPU device(s): "
         f"{_why_no_tpu()}. On a TPU VM install libtpu with pip install 'jax[tpu]'; to try a mesh "
         "on this machine, call ktd.simulate(8) right after the imports (in a notebook, restart the "

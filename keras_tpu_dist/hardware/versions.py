@@ -4,7 +4,7 @@ import logging
 
 import jaxlib
 
-from keras_tpu_dist.common.once import say_once
+from keras_tpu_dist.common.once import log_once
 
 # By the version of jaxlib, which has the compiler. `tests/versions/test_versions.py` runs the first
 # report's program on the version that is installed.
@@ -18,7 +18,7 @@ def warn_of_wrong_jax() -> None:
     """Logs one WARNING if the JAX that is installed is known to compute wrongly."""
     what = KNOWN_WRONG.get(jaxlib.__version__)
     if what is not None:
-        say_once(
+        log_once(
             f"jaxlib {jaxlib.__version__} is known to compute wrongly: {what}. Install another: "
             "pip install 'jax>=0.10.1,!=0.10.2'.",
             logging.WARNING,

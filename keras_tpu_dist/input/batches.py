@@ -13,7 +13,7 @@ from jax.experimental.sparse import JAXSparse
 from jax.sharding import Mesh, NamedSharding
 
 from keras_tpu_dist.common.axes import named_sharding
-from keras_tpu_dist.common.once import say_once
+from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.hardware.mesh import sequence_axis
 from keras_tpu_dist.input.batch_axis import (
     checked_batch_axis,
@@ -32,8 +32,8 @@ class Slot:
     Attributes:
         axis: The dimension that is split over the data axes, or `None` if replicated.
         rows: The true number of rows along `axis` if the array was padded, else `None`.
-        filled: The true rows in each part of the batch, where they are not simply filled one after
-            the other: what several processes brought.
+        filled: The true rows in each part of the batch if processes bring their own; `None` if
+            parts are filled one after the other.
         time: The dimension that is split over the sequence axis, or `None`.
     """
 
@@ -191,7 +191,7 @@ class BatchPlacer:
         split = self.num_shards > 1 or self.sequence_axis is not None
         whole = split and self.num_shards != self.mesh.size
         if whole or any(plan.paddings):
-            say_once(
+            log_once(
                 "run_eagerly: batches are whole on every device, since "
                 + ("the mesh has an axis besides the data axes" if whole else "rows do not divide")
             )
@@ -203,7 +203,7 @@ class BatchPlacer:
         return PlacedBatch(jax.tree.unflatten(treedef, put(leaves, shardings)), slots)
 
     def own_rows(self, outputs: Any, batch: PlacedBatch, stacked: bool = False) -> Any:
-        """What this process gets of the outputs of `predict`: all of them.
+        """The outputs of `predict` for this process's rows: here all of them.
 
         Args:
             outputs: A structure of arrays, with the rows of all processes.
@@ -213,7 +213,7 @@ class BatchPlacer:
         return outputs
 
     def bytes_per_device(self, batch: Any) -> float:
-        """What a host batch takes on each device.
+        """The bytes of a host batch on each device.
 
         Args:
             batch: A structure of arrays.
@@ -310,19 +310,19 @@ class BatchPlacer:
             return None
         return None if leaf.shape[1 - axis] % self.mesh.shape[self.sequence_axis] else 1 - axis
 
-    def say_if_whole(self, batch: Any, slots: Sequence[Slot]) -> None:
-        """Says once that the sequence axis splits nothing of a batch.
+    def log_if_whole(self, batch: Any, slots: Sequence[Slot]) -> None:
+        """Logs once that the sequence axis splits nothing of a batch.
 
         Args:
             batch: The batch.
-            slots: How its arrays lie.
+            slots: The layouts of its arrays.
         """
         if self.sequence_axis is None or any(slot.time is not None for slot in slots):
             return
         ways = self.mesh.shape[self.sequence_axis]
         leaves = zip(element_names(batch), flatten(batch)[0], strict=True)
         shapes = ", ".join(f"{name} {np.shape(leaf)}" for name, leaf in leaves)
-        say_once(
+        log_once(
             f"the {ways} devices of the mesh axis {self.sequence_axis!r} compute the same: no "
             "array of the batch has a time that they divide, as (batch, time, features) or as "
             f"integers (batch, time): {shapes}",
@@ -355,9 +355,9 @@ class BatchPlacer:
         return jax.lax.with_sharding_constraint(true, self.sharding(slot.axis, slot.time))
 
     def _trimmed_outside(self, leaf, axis: int, slot: Slot):
-        """The same where JAX runs a step operation by operation, to find what made a NaN.
+        """The same outside of a program: `jax_debug_nans` runs a step operation by operation.
 
-        By NumPy: an operation on rows that have one already would be named in its place.
+        With NumPy: JAX would name this slice as what made the NaN, if the rows hold one already.
         """
         values = np.moveaxis(np.asarray(leaf), axis, 0)
         if slot.filled is None:
@@ -369,7 +369,7 @@ class BatchPlacer:
         return jax.device_put(np.moveaxis(true, 0, axis), self._replicated)
 
     def _joined(self, leaf, axis: int, filled: tuple[int, ...]):
-        # Parts that are not filled one after the other: their rows move between devices anyway.
+        # Gathered first: the rows move between devices anyway, since parts are filled unevenly.
         leaf = jax.lax.with_sharding_constraint(leaf, self._replicated)
         length = leaf.shape[axis] // len(filled)
         parts = [
@@ -382,7 +382,7 @@ class BatchPlacer:
     def _planned(self, batch):
         leaves, treedef = flatten(batch)
         leaves = [as_array(leaf) for leaf in leaves]
-        # A sparse array is a leaf too, and lies otherwise than a dense one of its shape.
+        # A sparse array is a leaf too, but replicated, unlike a dense one of its shape.
         key = (
             treedef,
             tuple((leaf.shape, leaf.dtype, isinstance(leaf, JAXSparse)) for leaf in leaves),
@@ -408,6 +408,6 @@ class BatchPlacer:
             padding = -rows % self.num_shards
             slots.append(Slot(axis, rows if padding else None, time=self.time(leaf, axis)))
             paddings.append(padding)
-        self.say_if_whole(batch, slots)
+        self.log_if_whole(batch, slots)
         shardings = tuple(self.sharding(slot.axis, slot.time) for slot in slots)
         return _Plan(tuple(slots), tuple(paddings), shardings)

@@ -1,4 +1,4 @@
-"""Reading the host's input: how long the devices wait for it, and how long is too long."""
+"""The time that reading the input takes: how long devices wait for it, and a limit to it."""
 
 import logging
 import queue
@@ -15,12 +15,12 @@ from keras_tpu_dist.common.errors import message
 
 logger = logging.getLogger("keras_tpu_dist")
 
-# An epoch whose devices waited for more than this share of it, and for more than this long, is
-# reported: less is no news, and a short epoch is mostly start-up.
+# An epoch is reported if the devices waited for more than this share of it, and for this long: a
+# short epoch is mostly start-up.
 REPORTED_SHARE, REPORTED_SECONDS = 0.1, 0.5
 
-# Reading may take this share of an epoch, and this long, before it is compared with the devices'
-# work launch by launch, which needs a thread. Reading less, they cannot have waited more.
+# Only if reading takes more than this share of an epoch, and this long, is it compared with every
+# launch, which needs a thread: devices cannot wait longer than reading takes.
 _MEASURED_SHARE, _MEASURED_SECONDS = 0.05, 0.05
 
 
@@ -30,7 +30,7 @@ class InputWait:
 
     Attributes:
         seconds: The epoch's length, from reading its first batch to launching its last step.
-        waited: How much of it the devices had nothing to do because a batch was being read.
+        waited: How long the devices were idle because a batch was being read.
         reading: How long reading took, beside the devices' work or not.
         batches: The number of batches read.
     """
@@ -60,9 +60,9 @@ class InputWait:
 class InputClock:
     """Measures how long the devices wait for input, epoch by epoch.
 
-    A wait is a stretch of time in which a batch is being read and the launch before has ended. When
-    a launch ends is only known by waiting for it, which a thread does, and only in epochs whose
-    reading takes long enough to matter.
+    A wait is the time in which a batch is being read and the launch before has ended. Only waiting
+    for a launch shows when it ends, which a thread does, in epochs whose reading takes long enough
+    to matter.
 
     Args:
         on_finish: Called with each epoch's result.
@@ -163,8 +163,8 @@ class _Ended:
 class TimedInput:
     """An iterator whose batches must arrive in time.
 
-    They are read on a thread, one when it is asked for: a thread that is stuck in an input cannot
-    be ended, but it can be left behind.
+    A thread reads them, one at a time, when it is asked for one: a thread that is stuck in an
+    input cannot be ended, but it can be abandoned.
 
     Args:
         batches: The iterator.
@@ -248,7 +248,7 @@ def checked_timeout(timeout_s: Any) -> float | None:
 
 
 class InputReports:
-    """What a strategy says about the input of its epochs.
+    """The reports of a strategy about the input of its epochs.
 
     Attributes:
         input_wait: How long the devices waited for input in the last epoch that was trained, or

@@ -1,4 +1,4 @@
-"""The arrays of a host batch: what they may be, how many rows they have, longer ones."""
+"""The arrays of a host batch: checks of what they may be, their number of rows, padding."""
 
 from typing import Any
 
@@ -21,8 +21,8 @@ def as_array(leaf: Any) -> Any:
     return np.asarray(leaf)
 
 
-def kept(batch: Any) -> Any:
-    """A batch that stays as it is when who made it writes the next one into the same arrays.
+def copied(batch: Any) -> Any:
+    """A copy of a batch, for sources that write the next batch into the same arrays.
 
     Args:
         batch: A structure of arrays.

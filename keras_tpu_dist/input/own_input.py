@@ -1,8 +1,8 @@
-"""Input that each process brings for itself: steps that all of them make together.
+"""Input of every process's own: steps that all processes make together.
 
-Before a step is launched, all processes know of how many rows each of them has for it: they say so
-over the host channel, some steps ahead. Who has no rows left takes part with none until all have
-come to their end.
+Before a step is launched, all processes know how many rows every one of them has for it: they
+exchange the numbers over the host channel, some steps ahead. A process without rows left takes
+part with none until all have come to their end.
 """
 
 import math
@@ -19,12 +19,12 @@ from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.input.batch_axis import element_names, flatten
 from keras_tpu_dist.input.host_arrays import as_array, check_same_rows, checked_rows
 from keras_tpu_dist.input.shards import Shares
-from keras_tpu_dist.processes.arrays import joined_rows, mark
+from keras_tpu_dist.processes.arrays import checksum, joined_rows
 from keras_tpu_dist.processes.channel import agree
-from keras_tpu_dist.processes.encoding import ANYTHING, Each, PeerError, check_array, fits
+from keras_tpu_dist.processes.encoding import ANYTHING, ListOf, PeerError, check_array, fits
 
-# Batches that are read ahead to speak of several steps at once: one step costs the host channel
-# some milliseconds, as much as a small step itself.
+# Batches that are read ahead to agree on several steps at once: agreeing takes some milliseconds,
+# as long as a small step itself.
 _MOST_AHEAD, _MOST_BYTES_AHEAD = 16, 64 * 2**20
 _FIX = (
     'With input="per_process" each process brings its part of every batch: the same structure, '
@@ -32,14 +32,18 @@ _FIX = (
 )
 # What a process says of a batch: its rows; of each array the name, the shape with -1 for the rows,
 # the dtype, and a mark of what all bring alike; and how the arrays lie in it.
-_BATCH = {"rows": int, "leaves": Each([str, Each(int), str, (int, None)]), "structure": ANYTHING}
-_NEXT = {"ended": bool, "batches": Each(_BATCH), "marks": Each(Each(int))}
+_BATCH = {
+    "rows": int,
+    "leaves": ListOf([str, ListOf(int), str, (int, None)]),
+    "structure": ANYTHING,
+}
+_NEXT = {"ended": bool, "batches": ListOf(_BATCH), "checksums": ListOf(ListOf(int))}
 _MOST_DEPTH = 16
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one process brings for a step, and what all of them bring.
+    """One process's batch for a step, and the numbers of rows of all.
 
     Attributes:
         batch: The structure of host arrays; they may have no rows.
@@ -54,7 +58,7 @@ class OwnInput:
     """Makes steps of what the processes read.
 
     Args:
-        shares: Whose rows lie where.
+        shares: Which rows of a batch every process brings.
         axes: From a batch to the batch dimension of each of its arrays, in the order of `flatten`.
         alike: Whether elements without a batch dimension are the same in all processes.
     """
@@ -77,8 +81,8 @@ class OwnInput:
         """
         leaves, treedef = flatten(batch)
         batch = jax.tree.unflatten(treedef, [as_array(leaf) for leaf in leaves])
-        told = agree("the rows of a batch", _FIX, self._described(batch), _BATCH)
-        return Share(batch, self._rows(told))
+        described = agree("the rows of a batch", _FIX, self._described(batch), _BATCH)
+        return Share(batch, self._rows(described))
 
     def joined(self, structure: Any) -> Any:
         """Arrays with the rows of all processes, in the order of the input shards.
@@ -95,11 +99,11 @@ class OwnInput:
             num_batches: How many batches this process has, or `None` if it does not know.
             ragged: Whether its last one is smaller.
         """
-        told = agree("the number of batches", _FIX, [num_batches, ragged], [(int, None), bool])
-        numbers = [number for number, _ in told]
-        uneven = any(each != told[0] for each in told)
+        answers = agree("the number of batches", _FIX, [num_batches, ragged], [(int, None), bool])
+        numbers = [number for number, _ in answers]
+        uneven = any(answer != answers[0] for answer in answers)
         known = None not in numbers
-        return (max(numbers) if known else None), uneven or any(last for _, last in told)
+        return (max(numbers) if known else None), uneven or any(last for _, last in answers)
 
     def agreed(
         self, batches: Iterable, steps_per_epoch: int | None, *, may_be_empty: bool = False
@@ -119,42 +123,43 @@ class OwnInput:
         while True:
             left = steps_per_epoch - made % steps_per_epoch if steps_per_epoch else most
             ahead.read(min(most, left))
-            told = self._tell(ahead, first=not made)
-            steps = _steps(told)
+            answers = self._exchanged(ahead, first=not made)
+            steps = _steps(answers)
             if not steps:
                 self._check_any(made or may_be_empty)
                 return
             for step in range(steps):
-                yield self._share(ahead, told, step)
+                yield self._share(ahead, answers, step)
+            # One batch at first, so that the first step need not wait for sixteen.
             made, most = made + steps, min(2 * most, _MOST_AHEAD)
 
-    def _tell(self, ahead: "_Ahead", first: bool) -> list[dict]:
+    def _exchanged(self, ahead: "_Ahead", first: bool) -> list[dict]:
         ahead.raise_error()
         described = [self._described(batch) for batch in ahead.batches]
-        marks = [_marks(batch) for batch in list(ahead.batches)[:1]] if first else []
-        said = {"ended": ahead.ended, "batches": described, "marks": marks}
-        told = agree("the rows of the next batches", _FIX, said, _NEXT)
+        checksums = [_checksums(batch) for batch in list(ahead.batches)[:1]] if first else []
+        mine = {"ended": ahead.ended, "batches": described, "checksums": checksums}
+        answers = agree("the rows of the next batches", _FIX, mine, _NEXT)
         if first:
-            self._check_group([each["marks"] for each in told])
-        return told
+            self._check_group([answer["checksums"] for answer in answers])
+        return answers
 
-    def _share(self, ahead: "_Ahead", told: list[dict], step: int) -> Share:
-        here = [t["batches"][step] if step < len(t["batches"]) else None for t in told]
+    def _share(self, ahead: "_Ahead", answers: list[dict], step: int) -> Share:
+        here = [a["batches"][step] if step < len(a["batches"]) else None for a in answers]
         rows = self._rows(here)
         if ahead.batches:
             return Share(ahead.batches.popleft(), rows)
         return Share(_empty(next(each for each in here if each is not None)), rows)
 
     def _rows(self, described: list[dict | None]) -> tuple[int, ...]:
-        """The rows of each input shard, from what each process said of its batch."""
-        for i, each in enumerate(described):
-            if each is not None:
-                _check_arrays(each, i)
+        """The rows of every input shard, from the processes' descriptions of their batches."""
+        for i, batch in enumerate(described):
+            if batch is not None:
+                _check_arrays(batch, i)
         first, own = next((i, d) for i, d in enumerate(described) if d is not None)
-        for i, each in enumerate(described):
-            if each is not None and each["leaves"] != own["leaves"]:
-                _raise_unlike(first, own["leaves"], i, each["leaves"])
-        number = [0 if each is None else each["rows"] for each in described]
+        for i, batch in enumerate(described):
+            if batch is not None and batch["leaves"] != own["leaves"]:
+                _raise_unlike(first, own["leaves"], i, batch["leaves"])
+        number = [0 if batch is None else batch["rows"] for batch in described]
         for group in self.shares.processes:
             if len({number[i] for i in group}) > 1:
                 raise ValueError(
@@ -183,7 +188,7 @@ class OwnInput:
                 raise ValueError(_sparse(name))
             shape, same = list(leaf.shape), None
             if axis is None or not leaf.ndim:
-                same = mark(leaf) if self._alike else None
+                same = checksum(leaf) if self._alike else None
             else:
                 rows = checked_rows(name, axis, leaf, empty=True)
                 first = first or (name, rows)
@@ -194,11 +199,11 @@ class OwnInput:
         rows = first[1] if first else 0
         return {"rows": rows, "leaves": shapes, "structure": described_structure(batch)}
 
-    def _check_group(self, marks: list[list]) -> None:
-        """The first batch of an epoch, where several processes must bring the same."""
+    def _check_group(self, checksums: list[list]) -> None:
+        """Checks the first batch of an epoch of processes that must bring the same."""
         for group in self.shares.processes:
             for i in group:
-                if marks[i] != marks[group[0]]:
+                if checksums[i] != checksums[group[0]]:
                     raise ValueError(
                         message(
                             "Processes of one input shard bring the same rows.",
@@ -240,7 +245,7 @@ class _Ahead:
             except StopIteration:
                 self.ended = True
             except Exception as error:
-                # Kept, not swallowed: raised after the steps that come before it.
+                # Raised by `raise_error`, after the steps of the batches before it.
                 self._error = error
 
     def raise_error(self) -> None:
@@ -249,10 +254,13 @@ class _Ahead:
             raise self._error
 
 
-def _steps(told: list[dict]) -> int:
-    """For how many steps all know what there is: until the first that may have more knows none."""
-    going_on = [len(each["batches"]) for each in told if not each["ended"]]
-    return min(going_on) if going_on else max(len(each["batches"]) for each in told)
+def _steps(answers: list[dict]) -> int:
+    """The number of steps whose rows are known: those of the process that read the fewest ahead.
+
+    A process whose input has ended limits nothing, as it takes part with no rows.
+    """
+    going_on = [len(answer["batches"]) for answer in answers if not answer["ended"]]
+    return min(going_on) if going_on else max(len(answer["batches"]) for answer in answers)
 
 
 def _empty(described: dict) -> Any:
@@ -272,7 +280,7 @@ def _empty(described: dict) -> Any:
 
 
 def described_structure(node: Any) -> Any:
-    """How the arrays of a batch lie in it, as plain data.
+    """The structure of a batch as plain data.
 
     Args:
         node: The batch, or a part of it: a tuple, list, dict, `None`, or an array.
@@ -302,14 +310,14 @@ def described_structure(node: Any) -> Any:
 
 
 def structure_of(described: Any, arrays: Iterator) -> Any:
-    """A batch, from what `described_structure` says of it and its arrays in their order.
+    """A batch, from its structure and its arrays in their order.
 
     Args:
-        described: What another process says.
+        described: What `described_structure` returned in another process.
         arrays: The arrays.
 
     Raises:
-        PeerError: If it says no structure, or one of another number of arrays.
+        PeerError: If it is no structure, or one of another number of arrays.
     """
     batch = _built(described, arrays, 0)
     if next(arrays, None) is not None:
@@ -332,7 +340,7 @@ def _built(described: Any, arrays: Iterator, depth: int) -> Any:
         nodes = [_built(item, arrays, depth + 1) for item in items]
         return tuple(nodes) if kind == "tuple" else nodes
     if kind not in ("dict", "OrderedDict") or not any(
-        fits(items, Each([key, ANYTHING]), depth) for key in (str, int)
+        fits(items, ListOf([key, ANYTHING]), depth) for key in (str, int)
     ):
         raise _malformed("no structure")
     pairs = [(key, _built(item, arrays, depth + 1)) for key, item in items]
@@ -351,7 +359,7 @@ def _check_arrays(described: dict, process: int) -> None:
 def _malformed(received: str) -> PeerError:
     return PeerError(
         message(
-            "What processes tell each other of a batch describes one.",
+            "What processes send each other about a batch describes one.",
             received=f"{received}.",
             fix="Let nobody but the processes of this run reach the coordinator's port: see "
             "SECURITY.md.",
@@ -386,8 +394,8 @@ def _sparse(name: str) -> str:
     )
 
 
-def _marks(batch: Any) -> list[int]:
-    return [mark(leaf) for leaf in flatten(batch)[0]]
+def _checksums(batch: Any) -> list[int]:
+    return [checksum(leaf) for leaf in flatten(batch)[0]]
 
 
 def _nbytes(batches: Iterable) -> int:

@@ -1,4 +1,4 @@
-"""Batches of which each process brings its own rows, on their way to the mesh."""
+"""Batches of every process's own rows, on their way to the mesh."""
 
 import functools
 import math
@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from keras_tpu_dist.common.axes import named_sharding
-from keras_tpu_dist.common.once import say_once
+from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.input.batch_axis import flatten
 from keras_tpu_dist.input.batches import BatchPlacer, PlacedBatch, Slot
 from keras_tpu_dist.input.host_arrays import as_array, padded
@@ -20,18 +20,17 @@ from keras_tpu_dist.processes.arrays import put
 
 
 class OwnRowsPlacer(BatchPlacer):
-    """Puts what each process brings on its devices, as one batch.
+    """Puts the rows of every process on its own devices, as one batch.
 
-    The rows of a batch are those of input shard 0, then those of input shard 1, and so on, as far
-    as each holds parts of the mesh that follow each other. Where shares are uneven, or do not
-    divide by a process's parts, they are padded there, and the compiled program joins the true
-    rows.
+    The rows of a batch are those of input shard 0, then those of input shard 1, and so on, if the
+    parts of the mesh that a shard fills follow one another. If shares are uneven, or do not divide
+    by a process's parts, they are padded there, and the compiled program joins the true rows.
 
     Args:
         mesh: The mesh.
         data_axes: The mesh axes that split the batch.
         batch_axis: The dimension that holds the batch. See `BatchPlacer`.
-        shares: Whose rows lie where.
+        shares: Which rows of a batch every process brings.
     """
 
     def __init__(self, mesh: Mesh, data_axes: tuple[str, ...], batch_axis: Any, shares: Shares):
@@ -83,7 +82,7 @@ class OwnRowsPlacer(BatchPlacer):
         Args:
             batch: A `Share`, or a host batch that stands alone.
         """
-        say_once("run_eagerly: the rows of all processes are whole on every device")
+        log_once("run_eagerly: the rows of all processes are whole on every device")
         placed = self.place(batch)
         return PlacedBatch(self._whole(placed), placed.slots)
 
@@ -97,7 +96,7 @@ class OwnRowsPlacer(BatchPlacer):
         return jax.tree.unflatten(treedef, [as_array(leaf) for leaf in leaves])
 
     def own_rows(self, outputs: Any, batch: PlacedBatch, stacked: bool = False) -> Any:
-        """What this process gets of the outputs of `predict`: those of the rows that it brought.
+        """The outputs of `predict` for the rows that this process brought.
 
         Args:
             outputs: A structure of arrays, with the rows of all processes.
@@ -118,10 +117,10 @@ class OwnRowsPlacer(BatchPlacer):
         return jax.tree.map(cut, outputs)
 
     def bytes_per_device(self, batch: Any) -> float:
-        """What a `Share` takes on each device.
+        """The bytes of a `Share` on each device; the same number in all processes.
 
         Args:
-            batch: The `Share`; all processes come to the same number.
+            batch: The `Share`.
         """
         longest, _ = self._shares.rows_of_blocks(batch.rows)
         leaves = flatten(batch.batch)[0]
@@ -145,7 +144,7 @@ class OwnRowsPlacer(BatchPlacer):
             Slot(axis, rows, filled, self.time(leaf, axis)) if _has_rows(leaf, axis) else Slot(None)
             for leaf, axis in zip(leaves, self.axes(share.batch), strict=True)
         )
-        self.say_if_whole(share.batch, slots)
+        self.log_if_whole(share.batch, slots)
         return slots
 
     def _put(self, leaf: Any, slot: Slot, rows: Sequence[int], stacked: bool = False) -> jax.Array:
@@ -167,7 +166,7 @@ class OwnRowsPlacer(BatchPlacer):
 
 
 def placer_for(mesh: Mesh, data_axes: tuple[str, ...], batch_axis: Any, source: str) -> BatchPlacer:
-    """What puts batches on a mesh.
+    """The placer for a kind of input.
 
     Args:
         mesh: The mesh.
@@ -186,5 +185,5 @@ def _has_rows(leaf: Any, axis: int | None) -> bool:
 
 def _bytes_of_a_row(leaf: Any, axis: int | None) -> int:
     shape = [size for i, size in enumerate(leaf.shape) if not _has_rows(leaf, axis) or i != axis]
-    # Of what JAX makes of it: one process may have brought float64, another float32.
+    # Of the dtype on the devices: one process may bring float64 and another float32.
     return math.prod(shape) * jax.dtypes.canonicalize_dtype(leaf.dtype).itemsize

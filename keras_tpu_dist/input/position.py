@@ -1,4 +1,4 @@
-"""Where in its input a training stood: random numbers before the first batch, and batches since."""
+"""A place in the input: random numbers before its first batch, and the batches since."""
 
 import base64
 import json
@@ -15,7 +15,7 @@ from keras_tpu_dist import _keras
 
 logger = logging.getLogger("keras_tpu_dist")
 
-# Of a Mersenne twister.
+# The 32-bit words of a Mersenne twister's state.
 _WORDS = 624
 
 
@@ -29,7 +29,7 @@ class InputPosition:
         now: Their state when the position was taken.
         made: How many batches of the input were trained on.
         done: How many of these belong to the running epoch.
-        state: What the input says of its own place, as plain data; `None` if it says nothing.
+        state: The input's own state, as plain data; `None` if it has none.
         start_epoch: The epoch by which Keras 3.16 shuffled the rows that are being read, as its
             data adapter counts them; `None` if it shuffles none, and with Keras 3.15.
         now_epoch: The epoch by which it shuffles them the next time.
@@ -165,10 +165,10 @@ def position_between_epochs() -> InputPosition:
 
 
 def own_position(positions: Sequence) -> InputPosition | None:
-    """Where this process's input stood; in another number of processes, where all of them stood.
+    """This process's position; the first one if the number of processes has changed.
 
     Args:
-        positions: What each process that wrote a checkpoint noted, as plain data.
+        positions: The positions of the processes that wrote the checkpoint, as plain data.
     """
     if len(positions) == jax.process_count():
         own = positions[jax.process_index()]
@@ -185,10 +185,10 @@ def own_position(positions: Sequence) -> InputPosition | None:
 
 
 def shuffle_from(position: InputPosition, epoch: int) -> None:
-    """Has the fit that begins shuffle its input as the fit did that goes on in it.
+    """Makes the fit that begins shuffle its input as the interrupted fit did.
 
-    To be called before the epoch begins: workers of a `PyDataset` draw its order then. What else
-    Keras 3.15 shuffles, it draws with the first batch: see `DeviceIterator.begin_at`.
+    To be called before the epoch begins: workers of a `PyDataset` draw its order then. Any other
+    order Keras 3.15 draws with the first batch: see `DeviceIterator.begin_at`.
 
     Args:
         position: Where training stood.
@@ -209,18 +209,18 @@ def shuffle_from(position: InputPosition, epoch: int) -> None:
         )
     if fresh is not None:
         of_input = position.now_epoch if begins else position.start_epoch
-        # Each epoch has an order of its own, also if nobody knows which.
+        # Epochs have different orders, so count on from a new one if the old one is unknown.
         _keras.set_shuffling_epoch(adapter, fresh + epoch if of_input is None else of_input)
 
 
 def state_of(batches: Any) -> Any:
-    """What an iterator with `get_state()`, as Grain's are, says of its place; as plain data.
+    """The state of an iterator with `get_state()`, such as Grain's, as plain data.
 
     Args:
         batches: The iterator.
 
     Returns:
-        The state, or `None` where it is no bytes and nothing that JSON has.
+        The state, or `None` if it is neither bytes nor JSON.
     """
     state = batches.get_state()
     if isinstance(state, bytes):
@@ -232,14 +232,14 @@ def state_of(batches: Any) -> Any:
 
 
 def set_state(batches: Any, state: dict[str, str]) -> bool:
-    """Sends an iterator to where another one over the same input stood.
+    """Moves an iterator to the place of another one over the same input.
 
     Args:
         batches: The iterator.
         state: What `state_of` returned for the other.
 
     Returns:
-        Whether it went there; it does not if it has no states, or takes none of this kind.
+        Whether it moved; not if it has no states, or does not take this one.
     """
     if not hasattr(batches, "set_state"):
         return False

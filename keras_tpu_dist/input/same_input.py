@@ -8,15 +8,15 @@ import numpy as np
 
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.input.batch_axis import element_names, flatten
-from keras_tpu_dist.processes.arrays import mark
+from keras_tpu_dist.processes.arrays import checksum
 from keras_tpu_dist.processes.channel import agree
-from keras_tpu_dist.processes.encoding import Each
+from keras_tpu_dist.processes.encoding import ListOf
 
 _NO_BATCH = "no batch"
 
 
 def compared(batches: Iterable) -> Iterator:
-    """Batches of which all processes have the same, the first compared.
+    """Batches that are the same in all processes; the first of them is compared.
 
     Args:
         batches: Host batches.
@@ -30,8 +30,8 @@ def compared(batches: Iterable) -> Iterator:
         "Give each process the same arrays, or the same stream in the same order: seed what "
         "shuffles it (keras.utils.set_random_seed, tf.data.Dataset.shuffle(seed=...))."
     )
-    mine = [_NO_BATCH] if first is None else _marks(first)
-    for i, theirs in enumerate(agree("the first batch of an epoch", fix, mine, Each(str))):
+    mine = [_NO_BATCH] if first is None else _checksums(first)
+    for i, theirs in enumerate(agree("the first batch of an epoch", fix, mine, ListOf(str))):
         if theirs != mine:
             names = ["batch"] if first is None else element_names(first)
             element = next(
@@ -50,10 +50,11 @@ def compared(batches: Iterable) -> Iterator:
         yield from batches
 
 
-def _marks(batch: Any) -> list[str]:
-    return [" ".join(map(_mark_of, jax.tree.leaves(leaf))) for leaf in flatten(batch)[0]]
+def _checksums(batch: Any) -> list[str]:
+    # A sparse array is one leaf of the batch, and several arrays.
+    return [" ".join(map(_described, jax.tree.leaves(leaf))) for leaf in flatten(batch)[0]]
 
 
-def _mark_of(array: Any) -> str:
+def _described(array: Any) -> str:
     array = np.asarray(array)
-    return f"{array.shape} {array.dtype} {mark(array)}"
+    return f"{array.shape} {array.dtype} {checksum(array)}"

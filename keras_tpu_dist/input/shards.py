@@ -1,4 +1,4 @@
-"""Which rows of a batch each process brings, where every one has input of its own."""
+"""Which rows of a batch every process brings under `input="per_process"`."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -66,12 +66,12 @@ class InputShard:
 
 @dataclass(frozen=True)
 class Shares:
-    """Which parts of the batch lie on whose devices.
+    """Which parts of the batch are on the devices of which processes.
 
     Attributes:
-        blocks: For each input shard the parts of the batch, in the order of the mesh's data axes,
+        blocks: For every input shard the parts of the batch, in the order of the mesh's data axes,
             that its processes hold.
-        processes: For each input shard its processes.
+        processes: For every input shard its processes.
         own: The number of this process's input shard.
     """
 
@@ -81,7 +81,7 @@ class Shares:
 
     @property
     def shard(self) -> InputShard:
-        """This process's."""
+        """This process's input shard."""
         return InputShard(self.own, len(self.blocks), self.processes[self.own])
 
     @property
@@ -111,10 +111,10 @@ class Shares:
         return batch_size * (self.own + 1) // count - batch_size * self.own // count
 
     def rows_of_blocks(self, rows: Sequence[int]) -> tuple[int, tuple[int, ...]]:
-        """How the rows that the input shards bring fill the parts of the batch, one after another.
+        """The rows in every part of the batch: a shard fills its parts one after another.
 
         Args:
-            rows: The number of rows of each input shard.
+            rows: The number of rows of every input shard.
 
         Returns:
             The length of a part, padding included, and the true rows in each part.
@@ -154,10 +154,10 @@ def shares_of(mesh: Mesh, data_axes: Sequence[str]) -> Shares:
 
 
 def shares_by(processes: np.ndarray, axes: Sequence[int], own: int) -> Shares | None:
-    """The shares where each device belongs to a process.
+    """The shares, from the process of every device.
 
     Args:
-        processes: The process of each device, in the shape of the mesh.
+        processes: The process of every device, in the shape of the mesh.
         axes: The dimensions that split the batch, the first the outermost.
         own: This process.
 

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import message
-from keras_tpu_dist.common.once import say_once
+from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.layout.annotations import Annotation, annotate, annotation_of, mark
 from keras_tpu_dist.layout.rules import LayoutRules
 from keras_tpu_dist.partitioner import ONE_DEVICE, in_compiled_code, rows_are_whole
@@ -195,7 +195,7 @@ def _replica(device: int, what: Any) -> _Replica | None:
             )
         return None
     if not in_compiled_code():
-        say_once(
+        log_once(
             "assigned layers are computed by all logical devices while code is not compiled "
             "(run_eagerly, or a direct call); the results are the same"
         )
@@ -204,7 +204,7 @@ def _replica(device: int, what: Any) -> _Replica | None:
     axes = tuple(strategy.logical_axes)
     taken = set(around.manual_axes)
     if taken & set(axes):
-        say_once("assigned layers are computed as usual in a shard_map over their replica")
+        log_once("assigned layers are computed as usual in a shard_map over their replica")
         return None
     return _Replica(around if taken else strategy.mesh, axes, devices)
 

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import message
-from keras_tpu_dist.common.once import say_once
+from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.hardware.mesh import LOGICAL_AXIS
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.logical.assign import assign, assigning, on_logical_device
@@ -218,7 +218,7 @@ class LogicalDevices:
                 assign(operation, logical_device_id)
                 return target
         elif isinstance(target, (jax.Array, np.ndarray)):
-            say_once(
+            log_once(
                 "assign_to_logical_device was given an array, which has been computed already: "
                 "it stays where it is; pass the layer or the function that computes it"
             )
@@ -333,7 +333,7 @@ class LogicalDevices:
             spec = PartitionSpec(*(names or None for names in entries))
             sharding = NamedSharding(self.mesh, spec)
         elif taken & set(self.logical_axes):
-            say_once(
+            log_once(
                 "a tensor within an assigned layer is on one logical device: it is neither split "
                 "nor replicated there"
             )

@@ -10,7 +10,7 @@ import keras
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import message
-from keras_tpu_dist.common.once import say_once
+from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.memory.again import computed_again
 from keras_tpu_dist.memory.blocks import blocks, chosen_by_patterns, layers_by_path
 from keras_tpu_dist.memory.policies import Policy, checked_policy
@@ -126,10 +126,10 @@ class LayerPolicies:
                 words = _no_such_layer(sorted(self._unused)[0], model)
                 if getattr(model, "optimizer", None) is not None:
                     raise ValueError(words)
-                say_once(words, logging.WARNING)  # a part of a model, run on its own
+                log_once(words, logging.WARNING)  # a part of a model, run on its own
         elif self._of_blocks is not None:
             found = [(path, layer, self._of_blocks) for path, layer in blocks(model)]
-            say_once(_what_was_found(model, self._of_blocks, [path for path, _, _ in found]))
+            log_once(_what_was_found(model, self._of_blocks, [path for path, _, _ in found]))
         else:
             return
         for _, layer, policy in found:

@@ -15,7 +15,7 @@ import keras
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.checks import check_flags
 from keras_tpu_dist.common.errors import message
-from keras_tpu_dist.common.once import say_once
+from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.memory.blocks import layers_by_path
 from keras_tpu_dist.memory.runs import (
     Run,
@@ -159,7 +159,7 @@ def _around(stock: Callable, model: Any, args: tuple, kwargs: dict) -> Any:
     if (not is_scanned(model) and reports is None) or is_tracing() or _keras.in_symbolic_scope():
         return stock(*args, **kwargs)
     if not in_compiled_code():
-        say_once(
+        log_once(
             f"scan_blocks: model {model.name!r} is called outside of compiled code, where its "
             "blocks run one by one"
         )
@@ -174,7 +174,7 @@ def _around(stock: Callable, model: Any, args: tuple, kwargs: dict) -> Any:
     runs, reasons = find_runs(jaxpr, notes)
     report = _report(model, runs, reasons, notes)
     if reports is None:
-        say_once(str(report), logging.INFO if runs else logging.WARNING)
+        log_once(str(report), logging.INFO if runs else logging.WARNING)
     else:
         reports.append(report)
     outputs = computed(jaxpr, runs, jax.tree.leaves(call.inputs))

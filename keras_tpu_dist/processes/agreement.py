@@ -16,13 +16,13 @@ import numpy as np
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.processes import watch
-from keras_tpu_dist.processes.arrays import mark
-from keras_tpu_dist.processes.assigned import changes, differ, forget, times_of, whole_bytes
+from keras_tpu_dist.processes.arrays import checksum
+from keras_tpu_dist.processes.assigned import assignments, differ, forget, sampled_bytes, times_of
 from keras_tpu_dist.processes.channel import agree
-from keras_tpu_dist.processes.encoding import Each, Named, check_form
+from keras_tpu_dist.processes.encoding import DictOf, ListOf, check_form
 
-# Calls that run many steps. What is done for each batch is agreed on now and then, as it costs as
-# much as a small step.
+# Calls that run many steps agree at their start. A call of one batch agrees only every so many
+# times, since agreeing takes as long as a small step.
 _BATCHES_BETWEEN = 32
 _LONG_CALLS = ("fit", "evaluate", "predict")
 _BEGIN_ALIKE = (
@@ -33,7 +33,7 @@ _ASSIGN_EVERYWHERE = (
     "Assign weights, learning rates and other variables in all processes, with the same values, "
     "not under `if jax.process_index() == 0`."
 )
-# Callbacks of Keras that write by themselves, and the attribute that says where.
+# Keras's callbacks that write files, and the attribute that has the path.
 _FILES = {keras.callbacks.CSVLogger: "filename", keras.callbacks.TensorBoard: "log_dir"}
 
 
@@ -43,7 +43,7 @@ class Agreed:
 
     Attributes:
         weights: Whether they have compared its weights.
-        batches_alone: How many calls of one batch they have made of it.
+        batches_alone: How many calls of one batch, such as `train_on_batch`, the model has had.
     """
 
     weights: bool = False
@@ -51,7 +51,7 @@ class Agreed:
 
 
 @contextlib.contextmanager
-def together(name: str, model: Any) -> Iterator[None]:
+def agreed_call(name: str, model: Any) -> Iterator[None]:
     """The context of a call that all processes make.
 
     Args:
@@ -67,7 +67,7 @@ def together(name: str, model: Any) -> Iterator[None]:
     what = f"{name} of model {model.name!r}"
     fix = f"Call model.{name} in all processes, with the same model."
     variables = _keras.state_variables(model) if _keras.is_built(model) else []
-    _check_changes(model, variables, agree(what, fix, changes(variables), Named(int)))
+    _check_changes(model, variables, agree(what, fix, assignments(variables), DictOf(int)))
     with watch.during(what, watch.INSIDE):
         yield
 
@@ -76,8 +76,8 @@ def together(name: str, model: Any) -> Iterator[None]:
 def files_of_one(callbacks: Iterable) -> Iterator[None]:
     """The context of a call in which process 0 alone writes the callbacks' files.
 
-    All processes run all callbacks, since reading a weight may need all of them; what the others
-    write is thrown away.
+    All processes run all callbacks, since reading a weight may need all of them. The others write
+    into a temporary directory, which is deleted.
 
     Args:
         callbacks: Those of the call.
@@ -113,7 +113,7 @@ def _check_no_backup(callback: Any) -> None:
 
 
 def compare_changes(model: Any) -> None:
-    """Raises if processes assigned different values to a model's variables since it was last done.
+    """Raises if processes assigned different values to a model's variables since the last check.
 
     Args:
         model: The model.
@@ -125,11 +125,11 @@ def compare_changes(model: Any) -> None:
     fix = "Let all processes run the same callbacks and the same number of epochs."
     variables = _keras.state_variables(model)
     what = f"comparing what was assigned to variables of model {model.name!r}"
-    _check_changes(model, variables, agree(what, fix, changes(variables), Named(int)))
+    _check_changes(model, variables, agree(what, fix, assignments(variables), DictOf(int)))
 
 
 def compare_now_and_then(agreed: Agreed, model: Any, name: str) -> None:
-    """Compares what was assigned, at each so many-th call of a batch alone. See `compare_changes`.
+    """Compares what was assigned, at every 32nd call of one batch. See `compare_changes`.
 
     Args:
         agreed: What is agreed on about the model; it counts them.
@@ -142,9 +142,9 @@ def compare_now_and_then(agreed: Agreed, model: Any, name: str) -> None:
             compare_changes(model)
 
 
-def _check_changes(model: Any, variables: list, told: list[dict[str, int]]) -> None:
-    if differ(told):
-        # Rarely: who assigned what the others have already is not at fault.
+def _check_changes(model: Any, variables: list, answers: list[dict[str, int]]) -> None:
+    if differ(answers):
+        # Values decide: a process that assigned what the others have already is not at fault.
         compare_variables(f"model {model.name!r}", variables, after=True)
     forget(variables)
 
@@ -165,59 +165,60 @@ def compare_weights(agreed: Agreed, model: Any) -> None:
     agreed.weights = True
 
 
-def compare_variables(whose: str, variables: list, *, after: bool = False) -> None:
+def compare_variables(owner: str, variables: list, *, after: bool = False) -> None:
     """Raises if processes that hold the same part of a variable do not agree on its values.
 
     Args:
-        whose: Whose variables they are, in words that are the same everywhere.
+        owner: What has the variables, in words that are the same in all processes.
         variables: The variables, the same in all processes.
-        after: Whether they were equal once, so that all of each is compared, not its beginning.
+        after: Whether they were equal before. Then whole values are compared; else their first
+            elements, which differ if seeds do.
 
     Raises:
         ValueError: On all processes.
     """
     fix = _ASSIGN_EVERYWHERE if after else _BEGIN_ALIKE
-    named = [f"{v.path} {tuple(v.shape)} {v.dtype}{_laid(v)}" for v in variables]
-    what = f"comparing the weights of {whose}"
+    named = [f"{v.path} {tuple(v.shape)} {v.dtype}{_layout_suffix(v)}" for v in variables]
+    what = f"comparing the weights of {owner}"
     mine = {
         "names": named,
         "parts": _parts(variables, whole=after),
         "times": times_of(variables),
     }
-    form = {"names": Each(str), "parts": Each(Named(int)), "times": Each(int)}
-    told = agree(what, fix, mine, form)
-    _check_same_variables(named, [each["names"] for each in told])
-    form = {"names": [str] * len(named), "parts": [Named(int)] * len(named)}
-    for i, each in enumerate(told):
-        check_form(each, {**form, "times": [int] * len(named)}, where=f"process {i}")
-    # What some assigned and others did not comes first: it is why the rest differ.
-    all_did = [len(set(times)) == 1 for times in zip(*(each["times"] for each in told))]
-    told = [each["parts"] for each in told]
+    form = {"names": ListOf(str), "parts": ListOf(DictOf(int)), "times": ListOf(int)}
+    answers = agree(what, fix, mine, form)
+    _check_same_variables(named, [answer["names"] for answer in answers])
+    form = {"names": [str] * len(named), "parts": [DictOf(int)] * len(named)}
+    for i, answer in enumerate(answers):
+        check_form(answer, {**form, "times": [int] * len(named)}, where=f"process {i}")
+    # Variables that not all processes assigned come first: they are why the rest differ.
+    all_did = [len(set(times)) == 1 for times in zip(*(answer["times"] for answer in answers))]
+    parts = [answer["parts"] for answer in answers]
     for index in sorted(range(len(variables)), key=all_did.__getitem__):
         variable = variables[index]
-        for part in {part for each in told for part in each[index]}:
-            marks = {i: each[index][part] for i, each in enumerate(told) if part in each[index]}
-            if len(set(marks.values())) > 1:
+        for place in {place for of_process in parts for place in of_process[index]}:
+            checksums = {i: own[index][place] for i, own in enumerate(parts) if place in own[index]}
+            if len(set(checksums.values())) > 1:
                 raise ValueError(
                     message(
                         "All processes hold the same values in their variables."
                         if after
                         else "All processes hold the same weights.",
                         received=f"variable {variable.path!r}, which differs between processes "
-                        f"{sorted(marks)}.",
+                        f"{sorted(checksums)}.",
                         fix=fix,
                     )
                 )
 
 
-def _laid(variable: Any) -> str:
-    """How it lies on the mesh: processes with other plans would wait for one another."""
+def _layout_suffix(variable: Any) -> str:
+    """The layout as text: processes with different plans would wait for one another."""
     spec = getattr(variable.value.sharding, "spec", ())
     return f" {spec}" if any(spec) else ""
 
 
-def _check_same_variables(mine: list[str], told: list[list[str]]) -> None:
-    for i, theirs in enumerate(told):
+def _check_same_variables(mine: list[str], answers: list[list[str]]) -> None:
+    for i, theirs in enumerate(answers):
         pairs = itertools.zip_longest(mine, theirs, fillvalue="nothing")
         different = next(((a, b) for a, b in pairs if a != b), None)
         if different is not None:
@@ -232,14 +233,14 @@ def _check_same_variables(mine: list[str], told: list[list[str]]) -> None:
 
 
 def _parts(variables: list, whole: bool) -> list[dict[str, int]]:
-    """For each variable a mark of each part that lies here, or of its beginning."""
-    marks = []
+    """For every variable the checksums of the parts on this process's devices, by place."""
+    checksums = []
     for variable in variables:
         shards = getattr(variable.value, "addressable_shards", ())
         by_place = {str(shard.index): shard for shard in shards}
-        marks.append({place: _part_mark(s.data, whole) for place, s in by_place.items()})
-    return marks
+        checksums.append({place: _part_checksum(s.data, whole) for place, s in by_place.items()})
+    return checksums
 
 
-def _part_mark(part: Any, whole: bool) -> int:
-    return zlib.crc32(whole_bytes(part)) if whole else mark(np.asarray(part))
+def _part_checksum(part: Any, whole: bool) -> int:
+    return zlib.crc32(sampled_bytes(part)) if whole else checksum(np.asarray(part))

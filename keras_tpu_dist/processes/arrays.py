@@ -12,14 +12,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.processes.channel import agree
-from keras_tpu_dist.processes.encoding import Each, check_array
+from keras_tpu_dist.processes.encoding import ListOf, check_array
 
-# Elements of an array that are compared: a difference in seed or order shows in the first ones.
+# How many elements of an array are compared: another seed or order shows in the first ones.
 _SAMPLE = 4096
 
 
-def mark(array: Any) -> int:
-    """A number that differs where the first elements of two host arrays do.
+def checksum(array: Any) -> int:
+    """A number that differs if the first elements of two host arrays do.
 
     Args:
         array: The array.
@@ -29,10 +29,10 @@ def mark(array: Any) -> int:
 
 
 def put(arrays: Sequence[Any], shardings: Sequence[Any]) -> list:
-    """Host arrays on the devices; each process transfers only the parts of its own devices.
+    """Host arrays on the devices; a process transfers only the parts of its own devices.
 
-    All processes hold the same arrays, and nobody compares them, as `jax.device_put` would by a
-    collective for each.
+    All processes hold the same arrays. `jax.device_put` would compare them, in a collective for
+    every array; here nothing does.
 
     Args:
         arrays: The arrays.
@@ -41,14 +41,14 @@ def put(arrays: Sequence[Any], shardings: Sequence[Any]) -> list:
     if all(sharding.is_fully_addressable for sharding in shardings):
         return jax.device_put(list(arrays), list(shardings))
     return [
-        # A sparse array is several.
+        # A sparse array is a structure of several arrays.
         jax.tree.map(functools.partial(_own_parts, sharding=sharding), array)
         for array, sharding in zip(arrays, shardings)
     ]
 
 
 def whole(array: jax.Array) -> np.ndarray:
-    """An array's values, also where parts of it lie on the devices of other processes.
+    """An array's values, also if parts of it are on the devices of other processes.
 
     Args:
         array: The array.
@@ -67,27 +67,27 @@ def whole(array: jax.Array) -> np.ndarray:
 
 
 def on_every_host(arrays: Any) -> Any:
-    """Arrays of which a part lies on other hosts, whole on all devices; others as they are.
+    """Arrays with a part on other hosts, whole on all devices; others as they are.
 
-    All processes call it at the same place of the same code: nothing looks whether they do.
+    All processes call it at the same place of the same code: nothing checks that they do.
 
     Args:
         arrays: A structure of arrays.
     """
 
-    def brought(array: Any) -> Any:
+    def gathered(array: Any) -> Any:
         if not isinstance(array, jax.Array) or array.is_fully_addressable:
             return array
         return array if array.is_fully_replicated else _to_everywhere(array.sharding)(array)
 
-    return jax.tree.map(brought, arrays)
+    return jax.tree.map(gathered, arrays)
 
 
 def joined_rows(array: np.ndarray, groups: Sequence[Sequence[int]]) -> np.ndarray:
     """The rows of host arrays of several processes, exactly as they are, in all of them.
 
     Args:
-        array: This process's; the others' have as many dimensions, any number of rows.
+        array: This process's array; the others' may differ in their number of rows.
         groups: Processes that hold the same rows, in the order in which the rows are joined.
 
     Raises:
@@ -96,29 +96,31 @@ def joined_rows(array: np.ndarray, groups: Sequence[Sequence[int]]) -> np.ndarra
     """
     fix = "Give all processes arrays of one kind."
     mine = [list(array.shape), str(array.dtype)]
-    told = agree("joining the rows of all processes", fix, mine, [Each(int), str])
-    for i, (shape, dtype) in enumerate(told):
+    answers = agree("joining the rows of all processes", fix, mine, [ListOf(int), str])
+    for i, (shape, dtype) in enumerate(answers):
         check_array(shape, dtype, where=f"the rows of process {i}")
     alike = [mine[1], array.ndim, mine[0][1:]]
-    if any([dtype, len(shape), shape[1:]] != alike for shape, dtype in told):
+    if any([dtype, len(shape), shape[1:]] != alike for shape, dtype in answers):
         raise ValueError(
             message(
                 "Rows that are joined have one shape and dtype.",
-                received="; ".join(f"{tuple(each)} in process {i}" for i, each in enumerate(told))
+                received="; ".join(
+                    f"{tuple(answer)} in process {i}" for i, answer in enumerate(answers)
+                )
                 + ".",
                 fix=fix,
             )
         )
-    longest = max(shape[0] for shape, _ in told)
+    longest = max(shape[0] for shape, _ in answers)
     raw = np.zeros((longest, *array.shape[1:]), array.dtype)
     raw[: len(array)] = array
-    # As bytes: JAX would make 64-bit numbers shorter.
+    # As bytes: JAX would turn 64-bit numbers into 32 bits.
     flat = np.frombuffer(raw.tobytes(), np.uint8)
-    every = multihost_utils.process_allgather(flat) if flat.size else [flat] * len(told)
+    every = multihost_utils.process_allgather(flat) if flat.size else [flat] * len(answers)
     first = [group[0] for group in groups]
     parts = [np.frombuffer(np.asarray(every[i]).tobytes(), array.dtype) for i in first]
     return np.concatenate(
-        [part.reshape(raw.shape)[: told[i][0][0]] for i, part in zip(first, parts)]
+        [part.reshape(raw.shape)[: answers[i][0][0]] for i, part in zip(first, parts)]
     )
 
 

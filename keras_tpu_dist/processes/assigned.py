@@ -1,7 +1,7 @@
-"""Variables that were assigned outside of a step, which one process may have done alone.
+"""Assignments outside of a step, which one process may make alone.
 
-From then on processes compute different numbers, and nothing fails. Launches write variables in
-another way; so what is noted here is what programs and callbacks assign.
+From then on processes compute different numbers, and nothing fails. A launch does not call
+`assign`, so what is counted here is what the user's program and callbacks assign.
 """
 
 import zlib
@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 
 _COUNT = "_keras_tpu_dist_assigned"
-# A larger part of a variable is marked by elements spread evenly over it.
+# Of a larger part, so many elements are read, spread evenly over it.
 _MOST_ELEMENTS = 2**22
-# The mark of how often each variable was assigned, beside those of values.
+# The key of the checksum over how often variables were assigned, beside the keys of their parts.
 TIMES = "times"
 
 
 def note(variable: Any) -> None:
-    """Notes that a variable was assigned.
+    """Counts an assignment.
 
     Args:
         variable: A `keras.Variable`.
@@ -27,7 +27,7 @@ def note(variable: Any) -> None:
 
 
 def times_of(variables: Sequence[Any]) -> list[int]:
-    """How often each variable was assigned since all were compared.
+    """How often every variable was assigned since the processes compared them.
 
     Args:
         variables: The variables.
@@ -36,7 +36,7 @@ def times_of(variables: Sequence[Any]) -> list[int]:
 
 
 def forget(variables: Sequence[Any]) -> None:
-    """Takes variables for equal in all processes from here on.
+    """Counts anew: the variables are equal in all processes now.
 
     Args:
         variables: The variables.
@@ -46,54 +46,56 @@ def forget(variables: Sequence[Any]) -> None:
             setattr(variable, _COUNT, 0)
 
 
-def changes(variables: Sequence[Any]) -> dict[str, int]:
-    """Marks of what was assigned: equal in processes that did the same.
+def assignments(variables: Sequence[Any]) -> dict[str, int]:
+    """Checksums of what was assigned: equal in processes that assigned the same.
+
+    One checksum for all variables with a part at the same place, so that the message stays short
+    for a model of thousands of weights.
 
     Args:
         variables: The variables, the same in all processes.
 
     Returns:
-        How often each was assigned, under `TIMES`; under the name of each part of the assigned
-        variables that lies here a mark of the values of all variables that have such a part. Empty
-        if none was assigned.
+        Empty if nothing was assigned. Else, under `TIMES`, a checksum of how often variables were
+        assigned, and for every place of a part on this process's devices one of its values.
     """
-    marks: dict[str, int] = {}
+    checksums: dict[str, int] = {}
     for index, (variable, times) in enumerate(zip(variables, times_of(variables))):
         if times:
-            marks[TIMES] = zlib.crc32(f"{index} {times} ".encode(), marks.get(TIMES, 0))
+            counted = f"{index} {times} ".encode()
+            checksums[TIMES] = zlib.crc32(counted, checksums.get(TIMES, 0))
             for name, part in _parts(variable.value):
-                marks[name] = zlib.crc32(whole_bytes(part), marks.get(name, 0))
-    return marks
+                checksums[name] = zlib.crc32(sampled_bytes(part), checksums.get(name, 0))
+    return checksums
 
 
-def differ(told: Sequence[dict[str, int]]) -> bool:
-    """Whether processes did different things.
+def differ(answers: Sequence[dict[str, int]]) -> bool:
+    """Whether processes assigned different values.
 
     Args:
-        told: What `changes` gave in each of them.
+        answers: What `assignments` returned in every process.
     """
-    if len({each.get(TIMES) for each in told}) > 1:
+    if len({answer.get(TIMES) for answer in answers}) > 1:
         return True
     first: dict[str, int] = {}
-    return any(first.setdefault(name, m) != m for each in told for name, m in each.items())
+    return any(first.setdefault(name, n) != n for answer in answers for name, n in answer.items())
 
 
-def whole_bytes(array: Any) -> bytes:
-    """What a mark is made of: all elements of a host array, of a large one some everywhere.
+def sampled_bytes(array: Any) -> bytes:
+    """The elements of a host array as bytes; of a large one, some spread evenly over it.
 
     Args:
         array: The array.
     """
     flat = np.asarray(array).ravel()
-    spread = flat[:: max(1, flat.size // _MOST_ELEMENTS)]
-    return spread.tobytes()
+    return flat[:: max(1, flat.size // _MOST_ELEMENTS)].tobytes()
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """The different parts of an array that lie here, each with a name that is its own.
+    """The distinct parts of an array on this process's devices, by name.
 
-    Arrays of one shape and layout have equal names: a process that has a part of one of them has
-    the same part of the others.
+    Arrays of one shape and layout have the same names: a process that has a part of one of them
+    has the same part of the others.
     """
     if value.is_fully_replicated:
         yield "whole", value

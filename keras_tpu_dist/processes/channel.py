@@ -1,7 +1,7 @@
-"""The host channel: what processes tell each other beside the devices, by JAX's coordinator.
+"""The host channel: messages between processes through JAX's coordinator, beside the devices.
 
 A collective that not every process launches cannot be interrupted. So before the host starts one
-(a fit, reading a weight that lies on several hosts, saving) all processes say here what they are
+(a fit, reading a weight that is split over hosts, saving), all processes write here what they are
 about to do, and all raise if it is not the same.
 """
 
@@ -11,11 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 from keras_tpu_dist.common.errors import message
-from keras_tpu_dist.common.once import say_once
+from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.processes.encoding import ANYTHING, check_form, decoded, encoded
 from keras_tpu_dist.processes.encoding import PeerError as PeerError
 
-_ROOM = "keras_tpu_dist"
+_PREFIX = "keras_tpu_dist"
+# Every poll is a request to the coordinator, so the waits between polls grow.
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.0005, 0.05
 
 
@@ -44,55 +45,57 @@ class Channel:
         self.why_not = why_not
         self._calls = 0
 
-    def tell(self, room: str, value: Any) -> None:
+    def write(self, topic: str, value: Any) -> None:
         """Writes what all processes can read.
 
         Args:
-            room: A name; what this process wrote there before is replaced.
+            topic: A name; what this process wrote under it before is replaced.
             value: Plain data, for JSON.
         """
-        key = f"{_ROOM}/{room}/{self._process_id}"
+        key = f"{_PREFIX}/{topic}/{self._process_id}"
         self._client.key_value_set(key, encoded(value), allow_overwrite=True)
 
-    def told(self, room: str, form: Any = ANYTHING) -> dict[int, Any]:
-        """What each process wrote, by its number; without those that have not.
+    def read(self, topic: str, form: Any = ANYTHING) -> dict[int, Any]:
+        """What every process wrote, by its number; without those that have not.
 
         Args:
-            room: A name.
-            form: What they write there. See `encoding.decoded`.
+            topic: A name.
+            form: The form of what they write. See `encoding.decoded`.
 
         Raises:
             PeerError: If an entry is anything else.
         """
-        texts = self._texts(room)
-        return {i: decoded(text, form, where=f"{room}/{i}") for i, text in texts.items()}
+        texts = self._texts(topic)
+        return {i: decoded(text, form, where=f"{topic}/{i}") for i, text in texts.items()}
 
-    def heard(self, room: str, form: Any) -> dict[int, Any]:
-        """As `told`, but what is malformed counts as not written, and the log says so once.
+    def read_valid(self, topic: str, form: Any) -> dict[int, Any]:
+        """As `read`, but what is malformed counts as not written and is logged once.
+
+        The watch reads so: a stranger's entry must not end a run.
 
         Args:
-            room: A name.
-            form: What processes write there.
+            topic: A name.
+            form: The form of what they write.
         """
         found = {}
-        for i, text in self._texts(room).items():
+        for i, text in self._texts(topic).items():
             try:
-                found[i] = decoded(text, form, where=f"{room}/{i}")
+                found[i] = decoded(text, form, where=f"{topic}/{i}")
             except PeerError:
-                say_once(
-                    f"a malformed entry {room!r} of the host channel is ignored; see SECURITY.md",
+                log_once(
+                    f"a malformed entry {topic!r} of the host channel is ignored; see SECURITY.md",
                     logging.WARNING,
                 )
         return found
 
-    def _texts(self, room: str) -> dict[int, str]:
+    def _texts(self, topic: str) -> dict[int, str]:
         found = {}
-        for key, text in self._client.key_value_dir_get(f"{_ROOM}/{room}/"):
+        for key, text in self._client.key_value_dir_get(f"{_PREFIX}/{topic}/"):
             name = key.rpartition("/")[2]
             if name in self._names:
                 found[int(name)] = text
             else:
-                say_once(
+                log_once(
                     "the host channel has entries that no process of this run wrote; they are "
                     "ignored; see SECURITY.md",
                     logging.WARNING,
@@ -116,60 +119,62 @@ class Channel:
                 gives something of another form.
         """
         self._calls += 1
-        room = f"agree/{self._calls}"
-        self.tell(room, [what, value])
-        here = self._gathered(room, what, fix, form)
+        topic = f"agree/{self._calls}"
+        self.write(topic, [what, value])
+        here = self._gathered(topic, what, fix, form)
         if self._calls > 1:
-            # All have come here, so all have read what was said before.
-            self._client.key_value_delete(f"{_ROOM}/agree/{self._calls - 1}/{self._process_id}")
-        if len({said for said, _ in here.values()}) > 1:
-            raise PeerError(_apart({i: said for i, (said, _) in here.items()}, fix))
+            # All have come here, so all have read the entries of the call before.
+            self._client.key_value_delete(f"{_PREFIX}/agree/{self._calls - 1}/{self._process_id}")
+        plans = {i: plan for i, (plan, _) in here.items()}
+        if len(set(plans.values())) > 1:
+            raise PeerError(_mismatch(plans, fix))
         for i, (_, given) in here.items():
-            check_form(given, form, where=f"{room}/{i}")
+            check_form(given, form, where=f"{topic}/{i}")
         return [here[i][1] for i in range(self._num_processes)]
 
-    def _gathered(self, room: str, what: str, fix: str, form: Any) -> dict[int, Any]:
+    def _gathered(self, topic: str, what: str, fix: str, form: Any) -> dict[int, Any]:
         began = time.monotonic()
         wait = _FIRST_WAIT_S
         asked, why = [], None
         while True:
-            here = self.told(room, [str, ANYTHING])
+            here = self.read(topic, [str, ANYTHING])
             missing = [i for i in range(self._num_processes) if i not in here]
             if not missing:
                 return here
-            # Asked before this look: none of them came and then ended between the two.
+            # The reason was asked for before this read of the topic, so none of the missing
+            # came and then ended between the two.
             if why is not None and missing == asked:
-                said = {i: each for i, (each, _) in here.items()}
-                words = _of_failed if why.startswith("failed ") else _apart
-                raise PeerError(words({**said, **dict.fromkeys(missing, why)}, fix))
+                plans = {i: plan for i, (plan, _) in here.items()}
+                text = _failure if why.startswith("failed ") else _mismatch
+                raise PeerError(text({**plans, **dict.fromkeys(missing, why)}, fix))
             asked, why = missing, self.why_not(missing, time.monotonic() - began)
             if why is None:
                 time.sleep(wait)
                 wait = min(2 * wait, _LONGEST_WAIT_S)
 
 
-def _apart(said: dict[int, str], fix: str) -> str:
+def _mismatch(plans: dict[int, str], fix: str) -> str:
     return message(
         "All processes call what needs all of them, in the same order.",
-        received=_each(said),
+        received=_by_process(plans),
         fix=fix,
     )
 
 
-def _of_failed(said: dict[int, str], fix: str) -> str:
+def _failure(plans: dict[int, str], fix: str) -> str:
     return message(
         "A process that fails ends the others, which wait for it.",
-        received=_each(said),
+        received=_by_process(plans),
         fix="Mend what failed there; its own output has the traceback.",
     )
 
 
-def _each(said: dict[int, str]) -> str:
-    return "; ".join(f"process {i}: {words}" for i, words in sorted(said.items())) + "."
+def _by_process(plans: dict[int, str]) -> str:
+    return "; ".join(f"process {i}: {plan}" for i, plan in sorted(plans.items())) + "."
 
 
 _open: Channel | None = None
-# Opens the channel where it is needed before anybody has: `start.watch_peers`.
+# Opens the channel when it is first needed: `start.watch_peers`, which imports this module.
 _opener: Callable[[], None] = lambda: None  # noqa: E731
 
 
@@ -184,7 +189,7 @@ def opened(channel: Channel | None) -> None:
 
 
 def opened_by(opener: Callable[[], None]) -> None:
-    """Says what opens the channel if it is needed before that.
+    """Sets what opens the channel when it is first needed.
 
     Args:
         opener: Called without arguments.

@@ -1,4 +1,4 @@
-"""What processes write for each other, as text: plain data of a known form and a bounded size.
+"""Messages between processes as text: plain data of a known form and a bounded size.
 
 JAX's coordinator authenticates nobody unless it is given certificates, so whoever reaches its port
 can write there. What is read is numbers, strings, lists and dicts, and it becomes nothing else.
@@ -20,7 +20,7 @@ from keras_tpu_dist.common.errors import message
 # the marks of a model's weights, has about a hundredth of this.
 MOST_BYTES = 16 * 2**20
 _MOST_DEPTH = 32
-# Of an array that a process brings for one step: what is beyond it was written by a stranger.
+# The most that one process brings of an array for a step; a larger one was written by a stranger.
 _MOST_BYTES_OF_AN_ARRAY, _MOST_DIMENSIONS = 2**36, 64
 _NUMBERS = frozenset(
     str(np.dtype(kind))
@@ -46,18 +46,18 @@ _TEXTS = re.compile(r"object|[<>|=]?[OSU]\d{0,9}")
 
 
 class PeerError(RuntimeError):
-    """Another process failed, ended, or does something else."""
+    """Another process failed, ended, or makes another call."""
 
 
 @dataclass(frozen=True)
-class Each:
+class ListOf:
     """The form of a list of any length: the form of each of its elements."""
 
     form: Any
 
 
 @dataclass(frozen=True)
-class Named:
+class DictOf:
     """The form of a dict with any strings for keys: the form of each of its values."""
 
     form: Any
@@ -85,7 +85,7 @@ def decoded(text: str, form: Any = ANYTHING, *, where: str = "a message") -> Any
     Args:
         text: What another process wrote, or a stranger.
         form: What it must be: a type (`int`, `str`, ...), `None`, a tuple of alternatives, a list
-            of as many forms, a dict of exactly these keys, `Each(form)` or `Named(form)`.
+            of as many forms, a dict of exactly these keys, `ListOf(form)` or `DictOf(form)`.
         where: What errors call the place where it was read.
 
     Raises:
@@ -149,10 +149,12 @@ def fits(value: Any, form: Any, depth: int = 0) -> bool:
     if isinstance(form, tuple):
         return any(fits(value, each, depth) for each in form)
     if isinstance(form, _Anything):
-        form = Each(form) if type(value) is list else Named(form) if type(value) is dict else object
-    if isinstance(form, Each):
+        form = (
+            ListOf(form) if type(value) is list else DictOf(form) if type(value) is dict else object
+        )
+    if isinstance(form, ListOf):
         return type(value) is list and all(fits(each, form.form, depth + 1) for each in value)
-    if isinstance(form, Named):
+    if isinstance(form, DictOf):
         values = value.values() if type(value) is dict else [None]
         return type(value) is dict and all(fits(each, form.form, depth + 1) for each in values)
     if isinstance(form, list):
@@ -167,7 +169,7 @@ def fits(value: Any, form: Any, depth: int = 0) -> bool:
 def _malformed(where: str, text: str, what: str) -> PeerError:
     return PeerError(
         message(
-            "What processes tell each other is plain data of a known form.",
+            "What processes send each other is plain data of a known form.",
             received=f"{what} in {where}: {text[:80]!r}.",
             fix="Let nobody but the processes of this run reach the coordinator's port: see "
             "SECURITY.md.",

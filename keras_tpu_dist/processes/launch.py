@@ -15,8 +15,8 @@ from keras_tpu_dist.hardware.simulation import simulated_environment
 from keras_tpu_dist.processes.start import COORDINATOR, LAUNCHER, NUM_PROCESSES, PROCESS_ID
 
 _GRACE_S = 10.0
-# Linux ends the program when the launcher is gone, however that ended; elsewhere `initialize`
-# looks. By a process of its own that becomes the program: fork with threads may not run Python.
+# On Linux the kernel ends the program with the launcher (PR_SET_PDEATHSIG); elsewhere `initialize`
+# checks. A process of its own calls `exec`: `preexec_fn` is not safe in a process with threads.
 _WITH_LAUNCHER = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -30,16 +30,16 @@ def launch(
 ) -> int:
     """Runs a command as several processes that `ktd.initialize()` joins.
 
-    Each line that a process prints is passed on with its number in front. The first that fails
-    ends all others, and so do Ctrl-C and SIGTERM. If the launcher itself is killed, they end too.
-    They listen on the loopback address only.
+    Every line that a process prints is passed on with the process's number in front. The first
+    process that fails ends all others, and so do Ctrl-C and SIGTERM. If the launcher itself is
+    killed, they end too. They listen on the loopback address only.
 
     Args:
         command: The program and its arguments.
         num_processes: How often to start it.
-        devices: Simulated CPU devices of each.
-        grace_s: Seconds that the others get to end by themselves once one has failed, and again
-            between SIGTERM and SIGKILL.
+        devices: Simulated CPU devices of every process.
+        grace_s: Seconds for the others to end by themselves once one has failed, and again between
+            SIGTERM and SIGKILL.
 
     Returns:
         The exit code: 0, or that of the first process that failed, as a shell has it: 128 and the
@@ -66,7 +66,7 @@ def launch(
 
 
 class _Terminated(BaseException):
-    """SIGTERM has come, to this process alone: those that it started hear nothing of it."""
+    """SIGTERM has come to the launcher alone: it has to end the processes that it started."""
 
 
 @contextlib.contextmanager

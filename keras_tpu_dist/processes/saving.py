@@ -1,4 +1,4 @@
-"""Files of several processes: one writes, the others take part in reading the weights, and wait."""
+"""Files of several processes: one writes, all take part in reading the weights and wait for it."""
 
 import os
 import tempfile
@@ -21,7 +21,7 @@ _FIX = (
 
 
 def written_once(stock: Callable, model: Any, filepath: Any, *args, **kwargs) -> Any:
-    """Writes a file of a model: in one process, where several have parts of the weights.
+    """Writes a file of a model: in process 0, if several processes have parts of the weights.
 
     Args:
         stock: Keras's function, which writes it.
@@ -44,13 +44,13 @@ def written_once(stock: Callable, model: Any, filepath: Any, *args, **kwargs) ->
         except PeerError:
             raise
         except Exception as caught:
-            # The others are told first; then it is raised.
+            # Raised below, once the others know: they wait for this process.
             error = caught
-    words = None if error is None else f"{type(error).__name__}: {error}"
-    told = agree("saved", _FIX, words, (None, str))
+    reason = None if error is None else f"{type(error).__name__}: {error}"
+    answers = agree("saved", _FIX, reason, (None, str))
     if error is not None:
         raise error
-    failed = [f"process {i}: {words}" for i, words in enumerate(told) if words]
+    failed = [f"process {i}: {reason}" for i, reason in enumerate(answers) if reason]
     if failed:
         raise PeerError(f"Saving failed elsewhere. {'; '.join(failed)}")
 
@@ -65,14 +65,14 @@ def _spans_hosts(value: Any) -> bool:
 
 
 def _values(stock, variable: Any, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-    # NumPy 2 passes `copy`, which Keras's own does not know: it makes no copy unless it must.
+    # NumPy 2 passes `copy`, which Keras's `__array__` does not take.
     if _on_several_hosts(variable):
         return np.array(whole(variable.value), dtype, copy=copy)
     return np.array(stock(variable, dtype), copy=copy)
 
 
 def _assigned(stock, variable: Any, value: Any) -> None:
-    # A move to another layout assigns the value that is there.
+    # A move to another layout assigns the value that is there: no change to compare.
     moved = isinstance(value, jax.core.Tracer) or _keras.is_value_of(value, variable)
     if is_open() and not moved:
         assigned.note(variable)
@@ -81,7 +81,8 @@ def _assigned(stock, variable: Any, value: Any) -> None:
     if not spans or isinstance(value, jax.core.Tracer) or _spans_hosts(value):
         stock(variable, value)
     else:
-        # Stock would have all processes compare the value, by a collective for each variable.
+        # Keras's `assign` calls `jax.device_put`, by which all processes compare the value in a
+        # collective for every variable.
         stock(variable, put([value], [layout])[0])
 
 

@@ -12,32 +12,33 @@ import jax
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import message
-from keras_tpu_dist.common.once import say_once
+from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.processes import watch
 from keras_tpu_dist.processes.channel import Channel, is_open, opened, opened_by
 from keras_tpu_dist.processes.saving import print_in_one_process
 
 logger = logging.getLogger("keras_tpu_dist")
 
-# What `python -m keras_tpu_dist launch` tells the processes that it starts.
+# What `python -m keras_tpu_dist launch` passes to the processes that it starts.
 COORDINATOR, NUM_PROCESSES, PROCESS_ID = "KTD_COORDINATOR", "KTD_NUM_PROCESSES", "KTD_PROCESS_ID"
-# The process of the launcher, without which its processes end.
+# The launcher's process id: its processes end when it is gone.
 LAUNCHER = "KTD_LAUNCHER"
 # As sysexits.h has it: a service that is needed is not there.
 EXIT_UNAVAILABLE = 69
 
-# Whether nothing was given and no cluster found, so that this program is one process.
+# Whether `initialize()` was called without arguments and found no cluster: one process.
 _alone = False
 
-# Seconds of silence after which a process is taken for dead, if nobody says another number.
+# Seconds of silence after which a process counts as dead.
 PEER_TIMEOUT_S = 30.0
 _NOBODY_WATCHES = (
     "JAX has several processes but no coordinator, so they can compare nothing, and one that fails "
     "leaves the others waiting: call ktd.initialize() first in the program"
 )
+# JAX's own heartbeats end a process without a reason, so they come later than the watch.
 _LATER_S = 10
 _LOOK_FOR_LAUNCHER_S = 0.5
-# Who is given these as the coordinator needs nobody of another host.
+# A coordinator at one of these serves this host alone.
 _LOOPBACK = ("localhost", "::1", "[::1]")
 _ARGUMENTS = ("coordinator", "num_processes", "process_id")
 _NOTHING = (None, None, None)
@@ -72,11 +73,11 @@ def initialize(
         process_id: The number of this one, from 0.
         timeout_s: The most seconds to wait until all have come. After that the process ends with
             exit code 69.
-        peer_timeout_s: The seconds after which a process that is not heard from is taken for
-            dead, and ends all others.
+        peer_timeout_s: The seconds of silence after which a process counts as dead, and all
+            others end.
         mtls_cert_file: As `jax.distributed.initialize` takes it, from JAX 0.12 on: the file of
             this process's certificate. With it, the coordinator and its clients authenticate each
-            other and encrypt what they say.
+            other and encrypt their messages.
         mtls_key_file: The file of its private key.
         mtls_ca_file: The file of the certificates that others' are checked against.
         mtls_peer_uri_prefix: What a URI of the others' certificates must begin with, if they name
@@ -128,7 +129,6 @@ def initialize(
                 cluster_detection_method=None if None in given else "deactivate",
                 coordinator_bind_address=_bind_address(given[0]),
                 initialization_timeout=int(timeout_s) + 60,
-                # The watch, which knows more, comes first.
                 heartbeat_timeout_seconds=int(2 * peer_timeout_s) + _LATER_S,
                 shutdown_timeout_seconds=int(2 * peer_timeout_s) + _LATER_S,
                 **certificates,
@@ -140,21 +140,21 @@ def initialize(
 
 
 def watch_peers(peer_timeout_s: float | None = None, *, together: bool = False) -> None:
-    """Opens the host channel and starts the watch, unless that is done already.
+    """Opens the host channel and starts the watch, unless they run already.
 
-    Called by `initialize`, and by the first strategy over several processes: whoever started JAX's
-    distributed runtime, a process that fails ends the others.
+    Called by `initialize`, and by the first strategy over several processes, so that a process
+    that fails ends the others even if something else started JAX's distributed runtime.
 
     Args:
         peer_timeout_s: See `initialize`; `None` for its default.
-        together: Whether all processes do so at the same time, so that one that is never heard
-            from is dead, not late.
+        together: Whether all processes call it at the same time, so that one that stays silent is
+            dead, not late.
     """
     if is_open():
         return
     if _keras.coordination_client() is None:
         if jax.process_count() > 1:
-            say_once(_NOBODY_WATCHES, logging.WARNING)
+            log_once(_NOBODY_WATCHES, logging.WARNING)
         return
     _, number, own = _keras.started_as()
     if number == 1:
@@ -172,7 +172,7 @@ opened_by(watch_peers)
 
 
 def _no_cluster(given: tuple, error: ValueError) -> None:
-    """JAX knows too little: nothing was given, and that is well, or not enough."""
+    """JAX found no cluster: one process if nothing was given, an error if only a part was."""
     global _alone
     if given != _NOTHING:
         raise ValueError(
@@ -184,7 +184,7 @@ def _no_cluster(given: tuple, error: ValueError) -> None:
             )
         ) from error
     _alone = True
-    say_once(
+    log_once(
         "ktd.initialize() found no cluster (TPU VM, GKE, SLURM, Open MPI) and was given no "
         "coordinator: this program runs as one process",
         logging.WARNING,
@@ -192,10 +192,10 @@ def _no_cluster(given: tuple, error: ValueError) -> None:
 
 
 class _Deadline:
-    """Ends the process if others do not come; JAX's own end is an abort without a reason."""
+    """Ends the process if others do not come: JAX would abort it without a reason."""
 
     def __init__(self, timeout_s: float, given: tuple):
-        self._words = message(
+        self._text = message(
             "All processes must come to ktd.initialize().",
             received={**dict(zip(_ARGUMENTS, given)), "waited_s": timeout_s},
             fix="Start all of them with the same coordinator and num_processes, each with a "
@@ -206,7 +206,7 @@ class _Deadline:
         self._timer.daemon = True
 
     def _end(self) -> None:
-        logger.critical("%s", self._words)
+        logger.critical("%s", self._text)
         os._exit(EXIT_UNAVAILABLE)
 
     def __enter__(self):
@@ -256,7 +256,7 @@ def end_with_launcher() -> None:
 
 
 def _look_for(launcher: int) -> None:
-    # It is the parent, unless it was told to start a shell that starts this program.
+    # The launcher is the parent, unless its command is a shell that starts this program.
     is_parent = os.getppid() == launcher
     while os.getppid() == launcher if is_parent else _lives(launcher):
         time.sleep(_LOOK_FOR_LAUNCHER_S)
@@ -275,7 +275,7 @@ def _lives(process: int) -> bool:
 
 
 def _given(coordinator, num_processes, process_id) -> tuple[str | None, int | None, int | None]:
-    """The arguments, where they are missing the launcher's."""
+    """The arguments, or the launcher's if there are none."""
     if (coordinator, num_processes, process_id) == _NOTHING and COORDINATOR in os.environ:
         number, own = os.environ[NUM_PROCESSES], os.environ[PROCESS_ID]
         return os.environ[COORDINATOR], int(number), int(own)

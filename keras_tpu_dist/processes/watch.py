@@ -1,8 +1,7 @@
 """Notices that another process failed or is silent, and ends this one with the reason.
 
-A launched collective that another process will never join cannot be interrupted, so the end is
-the process's: after an error in the log that names the other process, where it was, and what it
-said itself.
+A launched collective that another process never joins cannot be interrupted, so the process itself
+ends, after an error in the log that names the other process, where it was, and its own last error.
 """
 
 import atexit
@@ -19,7 +18,7 @@ from typing import Any
 import jax
 
 from keras_tpu_dist.processes.channel import Channel
-from keras_tpu_dist.processes.encoding import Each
+from keras_tpu_dist.processes.encoding import ListOf
 
 logger = logging.getLogger("keras_tpu_dist")
 
@@ -33,23 +32,23 @@ _MOST_BEATS_PER_SECOND = 64
 _LONGEST_UNHEARD_S = 300.0
 _ENDED = "has ended its program"
 OUTSIDE, INSIDE, LAUNCH = 0, 1, 2
-# What processes write of themselves: how often they did so, where they are, at which level; how
-# they ended; whose end they have read.
-_ALIVE, _GONE, _READ = [int, str, (int, bool)], str, Each(int)
-# Of an error's text; the process's own output has all of it.
+# The form of what a process writes: [how often it wrote, where it is, at which level]; how it
+# ended; the numbers of the processes whose end it has read.
+_ALIVE, _GONE, _READ = [int, str, (int, bool)], str, ListOf(int)
+# Characters of an error's text; the process's own output has all of it.
 _MOST_WORDS = 4000
 
 
 class Watch:
-    """Says that this process lives, and looks whether the others do.
+    """Writes that this process is alive, and checks that the others are.
 
     Args:
         channel: The host channel.
         process_id: This process.
         num_processes: How many there are.
         peer_timeout_s: Seconds of silence after which a process is taken for dead.
-        together: Whether all processes start to watch at the same time. If not, one that was never
-            heard from may be on its way.
+        together: Whether all processes start to watch at the same time. If not, one that has
+            written nothing yet may be on its way.
     """
 
     def __init__(
@@ -76,21 +75,21 @@ class Watch:
         self._gone_since: dict[int, float] = {}
         self._positions: dict[int, tuple[str, int]] = {}
         self._ends = threading.Event()
-        # Set when there is something to tell before the next beat.
+        # Set if there is something to write before the next beat.
         self._news = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ktd-watch", daemon=True)
 
     def start(self) -> None:
-        """Starts to watch, and to tell the others how this process ends."""
+        """Starts to watch, and to write for the others how this process ends."""
         stock = sys.excepthook
 
-        def told(kind, error, trace):
+        def report(kind, error, trace):
             stock(kind, error, trace)
             if issubclass(kind, jax.errors.JaxRuntimeError):
-                self._say_who_is_gone()
+                self._log_who_is_gone()
             self.failed("".join(traceback.format_exception_only(kind, error)).strip())
 
-        sys.excepthook = told
+        sys.excepthook = report
         # Registered after JAX's own, which waits for the others, and so run before it.
         atexit.register(self.ended)
         self._thread.start()
@@ -137,7 +136,7 @@ class Watch:
             missing: The numbers of those that are waited for.
             waited_s: For how many seconds.
         """
-        gone = {**self._told_gone(), **self._gone}
+        gone = {**self._read_ends(), **self._gone}
         reason = next((gone[i] for i in missing if i in gone), None)
         if waited_s > _LONGEST_UNHEARD_S and any(i in self._unheard for i in missing):
             reason = reason or f"not heard from within {_LONGEST_UNHEARD_S:g} s"
@@ -150,17 +149,17 @@ class Watch:
         return f"still {waiting[0]} after {self._peer_timeout_s:g} s"
 
     def failed(self, error: str) -> None:
-        """Tells the others that this process ends by an error, and ends it.
+        """Writes for the others that this process ends by an error, and ends it.
 
         Args:
             error: The error's text.
         """
         self._end_watch()
-        self._channel.tell("gone", f"failed {self._where} with {error[:_MOST_WORDS]}")
-        # The coordinator, if this is it, takes with it what nobody has read.
+        self._channel.write("gone", f"failed {self._where} with {error[:_MOST_WORDS]}")
+        # If this is process 0, the coordinator ends with it, and what nobody has read is lost.
         end = time.monotonic() + 2 * _BEAT_S + _GRACE_S
         others = self._num_processes - 1
-        while time.monotonic() < end and len(self._channel.heard("read", _READ)) < others:
+        while time.monotonic() < end and len(self._channel.read_valid("read", _READ)) < others:
             time.sleep(0.05)
         if not self._process_id:
             # With the coordinator gone, JAX would abort the others before they end by themselves.
@@ -168,17 +167,17 @@ class Watch:
         _exit(1)
 
     def ended(self) -> None:
-        """Tells the others that this program came to its end."""
+        """Writes for the others that this program came to its end."""
         if not self._ends.is_set():
             self._end_watch()
-            self._channel.tell("gone", f"{_ENDED} {self._where}")
+            self._channel.write("gone", f"{_ENDED} {self._where}")
 
     def _end_watch(self) -> None:
         self._ends.set()
         self._news.set()
 
-    def _say_who_is_gone(self) -> None:
-        """Where a collective failed, the reason may be a process that is not heard from."""
+    def _log_who_is_gone(self) -> None:
+        """Logs processes that are gone: they may be why a collective failed here."""
         end = time.monotonic() + self._peer_timeout_s + 2 * _BEAT_S
         while time.monotonic() < end and not self._gone:
             time.sleep(_BEAT_S / 4)
@@ -201,9 +200,9 @@ class Watch:
 
     def _look(self) -> None:
         self._beats += 1
-        self._channel.tell("alive", [self._beats, self._where, self._level])
-        self._listen(self._channel.heard("alive", _ALIVE))
-        self._gone.update(self._told_gone())
+        self._channel.write("alive", [self._beats, self._where, self._level])
+        self._listen(self._channel.read_valid("alive", _ALIVE))
+        self._gone.update(self._read_ends())
         now = time.monotonic()
         for i in self._gone:
             self._gone_since.setdefault(i, now)
@@ -211,8 +210,8 @@ class Watch:
         if fatal:
             self._end(fatal)
 
-    def _told_gone(self) -> dict[int, str]:
-        gone = self._channel.heard("gone", _GONE)
+    def _read_ends(self) -> dict[int, str]:
+        gone = self._channel.read_valid("gone", _GONE)
         gone.pop(self._process_id, None)
         return gone
 
@@ -238,7 +237,7 @@ class Watch:
 
     def _end(self, fatal: dict[int, str]) -> None:
         """Ends this process, unless it does so itself within a few seconds."""
-        self._channel.tell("read", sorted(fatal))
+        self._channel.write("read", sorted(fatal))
         words = "; ".join(f"process {i} {why}" for i, why in sorted(fatal.items()))
         logger.critical("process %d ends (%s): %s", self._process_id, self._where, words)
         if not self._ends.wait(_GRACE_S):

@@ -9,15 +9,15 @@ import numpy as np
 
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.input.host_arrays import padded
-from keras_tpu_dist.processes.arrays import mark
+from keras_tpu_dist.processes.arrays import checksum
 from keras_tpu_dist.processes.channel import agree
-from keras_tpu_dist.processes.encoding import Each, check_array
+from keras_tpu_dist.processes.encoding import ListOf, check_array
 from keras_tpu_dist.replica.blocks import from_blocks
 from keras_tpu_dist.replica.values import PerReplica
 from keras_tpu_dist.training.protocol import Strategy
 
 # What a process says: for each of its replicas the number, the structure, and each array of it.
-_TOLD = Each([int, str, Each([str, Each(int), str, int])])
+_TOLD = ListOf([int, str, ListOf([str, ListOf(int), str, int])])
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class DescribedValue:
             marked: Whether to mark it.
         """
         array = np.asarray(value)
-        marks = mark(array) if marked and array.dtype.kind not in "OSU" else 0
+        marks = checksum(array) if marked and array.dtype.kind not in "OSU" else 0
         return cls(type(value).__name__, array.shape, str(array.dtype), marks)
 
 

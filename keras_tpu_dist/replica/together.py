@@ -8,9 +8,9 @@ import numpy as np
 
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.processes.agreement import compare_variables
-from keras_tpu_dist.processes.arrays import mark
+from keras_tpu_dist.processes.arrays import checksum
 from keras_tpu_dist.processes.channel import agree
-from keras_tpu_dist.processes.encoding import Each
+from keras_tpu_dist.processes.encoding import ListOf
 from keras_tpu_dist.replica.call import Call, Leaf
 from keras_tpu_dist.replica.padding import same_numbers
 from keras_tpu_dist.training.protocol import Strategy
@@ -45,7 +45,7 @@ def check_call(what: str, call: Call, strategy: Strategy) -> None:
     """
     if strategy.placer.is_local:
         return
-    told = agree(what, _FIX, [_described(leaf) for leaf in call.leaves], Each(str))
+    told = agree(what, _FIX, [_described(leaf) for leaf in call.leaves], ListOf(str))
     mine = told[jax.process_index()]
     for i, theirs in enumerate(told):
         if theirs != mine:
@@ -115,4 +115,4 @@ def _described(leaf: Leaf) -> str:
         return repr(value)
     readable = not isinstance(value, jax.Array) or value.is_fully_replicated
     words = f"an array of {tuple(value.shape)}, {value.dtype}"
-    return f"{words}, values {mark(np.asarray(value)):08x}" if readable else words
+    return f"{words}, values {checksum(np.asarray(value)):08x}" if readable else words

@@ -15,7 +15,7 @@ from keras_tpu_dist.common.axes import named_sharding
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.input.batches import BatchPlacer
 from keras_tpu_dist.input.clock import InputReports, TimedInput
-from keras_tpu_dist.input.host_arrays import kept
+from keras_tpu_dist.input.host_arrays import copied
 from keras_tpu_dist.input.iterator import DeviceIterator
 from keras_tpu_dist.input.own_input import OwnInput
 from keras_tpu_dist.input.own_rows import OwnRowsPlacer
@@ -23,11 +23,11 @@ from keras_tpu_dist.input.same_input import compared
 from keras_tpu_dist.layout.annotations import place_output
 from keras_tpu_dist.layout.layouts import Layouts
 from keras_tpu_dist.processes.agreement import (
+    agreed_call,
     compare_changes,
     compare_now_and_then,
     compare_weights,
     files_of_one,
-    together,
 )
 from keras_tpu_dist.training import membership
 from keras_tpu_dist.training.auto_steps import AutoSteps
@@ -173,7 +173,7 @@ class Runner:
         if self._is_local:
             yield
             return
-        with files_of_one(arguments.get("callbacks", ())), together(name, model):
+        with files_of_one(arguments.get("callbacks", ())), agreed_call(name, model):
             yield
 
     @contextlib.contextmanager
@@ -281,7 +281,7 @@ class Runner:
         batches = iter(epoch_iterator.data_adapter.get_jax_iterator())
         if _keras.is_users_code(epoch_iterator.data_adapter):
             # Read ahead of the step, for a launch of several, or while the devices still read it.
-            batches = map(kept, batches)
+            batches = map(copied, batches)
         if self.options.input_timeout_s is not None:
             batches = TimedInput(batches, self.options.input_timeout_s)
         if self.own_input is not None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.checkpoint.fingerprint import fingerprints, fingerprints_of
+from keras_tpu_dist.checkpoint.fingerprint import fingerprints
 
 MESH = {"data": 2, "fsdp": 2, "model": 2}
 DTYPES = ["float32", "bfloat16", "float16", "int32", "uint8", "int8", "bool", "complex64"]
@@ -31,7 +31,7 @@ def test_it_is_the_same_on_every_mesh(dtype):
     specs = [(), ("data",), (("data", "fsdp"), "model"), ("model", "fsdp", "data"), (None, "model")]
     placed = [jax.device_put(array, NamedSharding(mesh, PartitionSpec(*spec))) for spec in specs]
     assert set(fingerprints(placed)) == {expected(array)}
-    assert fingerprints_of([array, placed[1], array]) == [expected(array)] * 3
+    assert fingerprints([array, placed[1], array]) == [expected(array)] * 3
 
 
 @pytest.mark.parametrize("dtype", ["float64", "int64", "complex128"])
@@ -42,7 +42,7 @@ def test_all_bits_of_eight_bytes_count(dtype):
         split = jax.device_put(array, NamedSharding(mesh, PartitionSpec("data", "model")))
         fractions = np.array([0.25, 0.5]).astype(dtype)
         arrays = [array, split, fractions]
-        assert fingerprints_of(arrays) == [expected(array)] * 2 + [expected(fractions)]
+        assert fingerprints(arrays) == [expected(array)] * 2 + [expected(fractions)]
 
 
 def test_empty_ones_have_numbers_too():

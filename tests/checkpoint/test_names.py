@@ -12,7 +12,7 @@ from keras_tpu_dist.checkpoint.names import (
     in_order_of_numbers,
     match,
     named_state,
-    said_of,
+    unmatched_text,
 )
 
 
@@ -47,7 +47,7 @@ def test_what_is_missing_unexpected_and_of_another_shape():
     found = match(here, saved)
     assert (found.missing, found.unexpected) == (("b/kernel",), ("bb/kernel",))
     assert found.reshaped == ("head/kernel (3,), saved as (2,)",)
-    assert said_of(found.missing, found.unexpected) == [
+    assert unmatched_text(found.missing, found.unexpected) == [
         "missing 'b/kernel' Did you mean 'bb/kernel'?",
         "unexpected 'bb/kernel' Did you mean 'b/kernel'?",
     ]

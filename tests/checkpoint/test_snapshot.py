@@ -6,7 +6,7 @@ import keras
 import numpy as np
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.checkpoint.fingerprint import fingerprints_of
+from keras_tpu_dist.checkpoint.fingerprint import fingerprints
 from keras_tpu_dist.checkpoint.snapshot import snapshot
 from keras_tpu_dist.checkpoint.store import Store
 
@@ -19,9 +19,7 @@ def made():
 
 def test_the_manifest_tells_of_the_snapshot_whatever_is_trained_after_it():
     model = made()
-    expected = dict(
-        zip(snapshot(model, {}, {})[0], fingerprints_of([w.value for w in model.weights]))
-    )
+    expected = dict(zip(snapshot(model, {}, {})[0], fingerprints([w.value for w in model.weights])))
     training = {"history": {"loss": [3.0]}}
     arrays, manifest = snapshot(model, training, {"seen": np.arange(3)})
     training["history"]["loss"].append(2.0)

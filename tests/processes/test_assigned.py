@@ -8,7 +8,7 @@ import pytest
 import keras_tpu_dist as ktd
 from keras_tpu_dist import _keras
 from keras_tpu_dist.processes import channel
-from keras_tpu_dist.processes.assigned import TIMES, changes, differ, forget, whole_bytes
+from keras_tpu_dist.processes.assigned import TIMES, assignments, differ, forget, sampled_bytes
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def model(monkeypatch):
 
 
 def marked(model):
-    return changes(_keras.state_variables(model))
+    return assignments(_keras.state_variables(model))
 
 
 def test_each_way_to_assign_is_seen(model):
@@ -59,10 +59,10 @@ def test_training_alone_assigns_nothing(model):
     model.evaluate(x, x[:, :2], verbose=0)
     metrics = {id(v) for v in model.metrics_variables}
     others = [v for v in _keras.state_variables(model) if id(v) not in metrics]
-    assert changes(others) == {}
+    assert assignments(others) == {}
     # A move to where a variable lies is none, either.
     _keras.move_variable(others[0], _keras.variable_layout(others[0]))
-    assert changes(others) == {}
+    assert assignments(others) == {}
 
 
 def test_parts_of_one_layout_are_marked_together(model):
@@ -87,7 +87,7 @@ def test_parts_of_one_layout_are_marked_together(model):
 
 def test_one_element_of_many_changes_a_mark():
     array = np.zeros(100_000, "float32")
-    before = whole_bytes(array)
+    before = sampled_bytes(array)
     array[77_777] = 1e-7
-    assert whole_bytes(array) != before
-    assert len(whole_bytes(jax.numpy.zeros((3, 2**22), "int8"))) <= 2**23
+    assert sampled_bytes(array) != before
+    assert len(sampled_bytes(jax.numpy.zeros((3, 2**22), "int8"))) <= 2**23

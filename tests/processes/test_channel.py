@@ -1,4 +1,4 @@
-"""What processes tell each other, and how a program becomes one of several."""
+"""Messages between processes, and how a program becomes one of several."""
 
 import inspect
 import os
@@ -74,7 +74,7 @@ def test_who_comes_and_then_ends_has_come():
 
     def why_not(missing, waited_s):
         # Between this process's look at who has come and its look at who has ended.
-        Channel(store, 1, 2).tell("agree/1", ["the rows of the next batches", 7])
+        Channel(store, 1, 2).write("agree/1", ["the rows of the next batches", 7])
         return "has ended its program"
 
     channel = Channel(store, 0, 2, why_not)
@@ -114,8 +114,8 @@ def test_a_watch_knows_who_lives_and_who_is_late():
     channel = Channel(store, 1, 2)
     for watch in watches:
         watch.at("in fit", inside=True)
-    channel.tell("alive", [1, "in fit", True])
-    watches[0]._listen(channel.told("alive"))
+    channel.write("alive", [1, "in fit", True])
+    watches[0]._listen(channel.read("alive"))
     assert watches[0].why_not([1], waited_s=1.0) is None
     assert watches[0].why_not([1], waited_s=6.0) == "still in fit after 5 s"
     watches[0].at("after fit", inside=False)
@@ -125,11 +125,11 @@ def test_a_watch_knows_who_lives_and_who_is_late():
     watches[1].launched(output)
     watches[1]._beats = 1  # the one after that above
     watches[1]._look()
-    watches[0]._listen(channel.told("alive"))
+    watches[0]._listen(channel.read("alive"))
     assert watches[0].why_not([1], waited_s=600.0) == "still in fit after 5 s"
     watches[0].launched(output)
     assert watches[0].why_not([1], waited_s=600.0) is None
-    channel.tell("gone", "failed in fit with OSError: full")
+    channel.write("gone", "failed in fit with OSError: full")
     assert watches[0].why_not([1], waited_s=0.0) == "failed in fit with OSError: full"
     assert watches[0].why_not([0], waited_s=0.0) is None
 
@@ -143,11 +143,11 @@ def test_who_may_start_later_is_waited_for():
     assert not watch._gone
     assert watch.why_not([1], waited_s=200.0) is None
     assert watch.why_not([1], waited_s=301.0) == "not heard from within 300 s"
-    Channel(store, 1, 2).tell("alive", [1, "in fit", 0])
-    watch._listen(watch._channel.told("alive"))
+    Channel(store, 1, 2).write("alive", [1, "in fit", 0])
+    watch._listen(watch._channel.read("alive"))
     assert watch.why_not([1], waited_s=301.0) is None
     time.sleep(0.02)
-    watch._listen(watch._channel.told("alive"))
+    watch._listen(watch._channel.read("alive"))
     assert watch._gone == {1: "silent for 0.01 s, last heard in fit"}
 
 
@@ -166,7 +166,7 @@ def test_a_new_call_is_told_at_once(monkeypatch):
     watch, channel = Watch(Channel(store, 1, 2), 1, 2, peer_timeout_s=5.0), Channel(store, 0, 2)
 
     def told():
-        return channel.told("alive").get(1, [0, ""])[1]
+        return channel.read("alive").get(1, [0, ""])[1]
 
     watch._thread.start()
     for where in ["in fit", "in save"]:

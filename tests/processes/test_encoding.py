@@ -15,7 +15,7 @@ from keras_tpu_dist.input.own_input import OwnInput, described_structure, struct
 from keras_tpu_dist.input.shards import shares_by
 from keras_tpu_dist.processes import encoding, watch
 from keras_tpu_dist.processes.channel import Channel, PeerError
-from keras_tpu_dist.processes.encoding import ANYTHING, Each, Named, check_array, decoded, fits
+from keras_tpu_dist.processes.encoding import ANYTHING, DictOf, ListOf, check_array, decoded, fits
 from keras_tpu_dist.replica import stacked
 
 KEYS = (
@@ -28,8 +28,12 @@ PLAIN = st.recursive(
 # What the package reads from others.
 FORMS = [
     *(own_input._BATCH, own_input._NEXT, stacked._TOLD, watch._ALIVE, watch._GONE, watch._READ),
-    *([str, ANYTHING], (None, Named(ANYTHING)), {"names": Each(str), "parts": Each(Named(int))}),
-    *(ANYTHING, bool, int, float, None, [(int, None), bool], Each([Each(int), str])),
+    *(
+        [str, ANYTHING],
+        (None, DictOf(ANYTHING)),
+        {"names": ListOf(str), "parts": ListOf(DictOf(int))},
+    ),
+    *(ANYTHING, bool, int, float, None, [(int, None), bool], ListOf([ListOf(int), str])),
 ]
 
 
@@ -49,7 +53,7 @@ def is_ours(error):
 @settings(max_examples=300)
 @given(PLAIN.map(json.dumps) | st.text(), st.sampled_from(FORMS))
 @example("[" * 100_000, ANYTHING)
-@example('{"a":' * 5000 + "1" + "}" * 5000, Named(ANYTHING))
+@example('{"a":' * 5000 + "1" + "}" * 5000, DictOf(ANYTHING))
 @example("1" * 10_000, int)
 @example("[" * 40 + "]" * 40, ANYTHING)
 @example('"\\ud800"', str)
@@ -65,7 +69,7 @@ def test_a_text_is_plain_data_of_its_form_or_our_error(text, form):
 def test_a_bomb_takes_no_memory(text):
     tracemalloc.start()
     with pytest.raises(PeerError):
-        decoded(text, Each(int))
+        decoded(text, ListOf(int))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 25 * encoding.MOST_BYTES
@@ -164,7 +168,7 @@ class Store:
 def test_a_strangers_value_is_our_error():
     store = Store(**{"agree/1/1": '["fit", [[1], "float32", 7]]'})
     with pytest.raises(PeerError, match=r"another form in agree/1/1"):
-        Channel(store, 0, 2).agree("fit", "Do the same.", [[1], "float32"], [Each(int), str])
+        Channel(store, 0, 2).agree("fit", "Do the same.", [[1], "float32"], [ListOf(int), str])
 
 
 def test_a_strangers_entries_are_left_out(caplog):
