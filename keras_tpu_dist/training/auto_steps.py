@@ -1,4 +1,4 @@
-"""`steps_per_execution="auto"`: how many steps a launch makes when nobody says."""
+"""`steps_per_execution="auto"`: the number of steps of a launch, chosen for every epoch."""
 
 import contextlib
 import threading
@@ -10,11 +10,12 @@ import jax
 
 from keras_tpu_dist import _keras
 
-# Twice as many steps in a launch no longer halve what is left of a launch's own cost by then, and
-# callbacks on batches are called only once in a launch.
+# By then a launch's own cost is small beside its steps, and callbacks on batches are called only
+# once in a launch.
 MOST_STEPS = 32
 
-# What the batches of one launch may take of each device: of its memory, or where that is unknown.
+# The memory of a device that the batches of one launch may take; the bytes are for devices that do
+# not report theirs.
 _FRACTION_OF_MEMORY = 0.05
 _BYTES_WHERE_MEMORY_IS_UNKNOWN = 256 * 2**20
 
@@ -27,7 +28,7 @@ def steps_of_a_launch(num_batches: int | None, ragged: bool) -> int:
         ragged: Whether the last batch is smaller; it is launched alone.
 
     Returns:
-        A number from 1 to 32. What does not fill a launch runs step by step, so it counts.
+        A number from 1 to 32. Steps that do not fill a launch are launches of their own.
 
     Example:
 
@@ -59,11 +60,14 @@ def steps_that_fit(bytes_per_device: float, steps: int) -> int:
 
 
 class _Chosen(int):
-    """What a model has in the place of `"auto"` while it runs."""
+    """The `steps_per_execution` of a model that runs with `"auto"`.
+
+    A class of its own, to tell it from a number that a callback sets by compiling the model.
+    """
 
 
 _CHOSEN = _Chosen(MOST_STEPS)
-# How many calls, within each other and in any threads, run a model whose steps are chosen.
+# For models with "auto", the number of running calls: nested ones, and in any thread.
 _chosen_for: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
@@ -71,8 +75,8 @@ _lock = threading.Lock()
 class AutoSteps:
     """Gives `steps_per_execution="auto"` a number while a call runs a model.
 
-    Each call has its own number, as another thread may run the model with other batches. Keras
-    demands that the model has one too: it is the largest, and nobody counts by it.
+    Every call has its own number, as another thread may run the model with other batches. Keras
+    requires that the model has one too; it is the largest, and nothing counts by it.
     """
 
     def __init__(self):
@@ -81,7 +85,7 @@ class AutoSteps:
 
     @contextlib.contextmanager
     def chosen_for(self, model: Any) -> Iterator[None]:
-        """The context in which the model's steps are chosen, if its user leaves them to us."""
+        """The context in which the model's steps are chosen, if it has `"auto"`."""
         with _lock:
             if model.steps_per_execution != "auto" and model not in _chosen_for:
                 model = None
@@ -106,7 +110,7 @@ class AutoSteps:
                     model.steps_per_execution = "auto"
 
     def of(self, model: Any) -> int | None:
-        """The steps of a launch of a model, or `None` if its user has said how many.
+        """The steps of a launch of a model, or `None` if its user has set them.
 
         Args:
             model: The model.

@@ -1,4 +1,4 @@
-"""Which arrays a step may consume: those that a launch made and nobody else holds."""
+"""Which arrays a step may consume: outputs of a launch that nothing else refers to."""
 
 import operator
 import weakref
@@ -10,22 +10,22 @@ import numpy as np
 
 from keras_tpu_dist import _keras
 
-# A state that fills the memory has no place beside itself: it is copied in groups of this size.
+# A state that fills the memory cannot be there twice, so it is copied in groups of this size.
 _GROUP_BYTES = 64 * 2**20
 
 
 class Buffers:
-    """The arrays of one model's training state, where launches consume them.
+    """The arrays of one model's training state, if launches consume them.
 
-    XLA writes over an array that is donated, whoever else holds it: another variable, since
-    `assign` between variables of one layout shares the array; the averages of an optimizer; a
-    user who kept `variable.value`, a shard of it, or what was assigned. A buffer does not know how
-    many hold it. So a launch consumes only what the launch before made, and what nobody has read
-    from the variable since; anything else is copied first, once, as from then on it is ours.
+    XLA overwrites a donated array even if something else refers to it: another variable, since
+    `assign` between variables of one layout shares the array; the averages of an optimizer; a user
+    with `variable.value`, a shard of it, or an array that was assigned. A buffer has no count of
+    references that could be asked. So a launch consumes only outputs of the launch before that
+    nothing has read from the variable since; any other array is copied first, once.
 
     Args:
         lock: Held while a launch consumes the arrays and until the variables have the new ones.
-        owner: Whom the variables ask to `hand_out` their arrays.
+        owner: The object whose `hand_out` the variables call when they are read.
     """
 
     def __init__(self, lock: Any, owner: Any):
@@ -36,10 +36,10 @@ class Buffers:
         self._handed_out: set[int] = set()
 
     def to_consume(self, variables: list) -> list:
-        """The values of variables, which then hold them alone. The caller holds the lock.
+        """The values of variables, which nothing else refers to. The caller holds the lock.
 
         Args:
-            variables: Those of the training state, in the same order each time.
+            variables: Those of the training state, always in the same order.
         """
         values = _keras.values_of(variables)
         if self._left:
@@ -61,28 +61,28 @@ class Buffers:
         return values
 
     def made(self, values: list) -> None:
-        """Notes the arrays that a launch made, which the variables hold now.
+        """Takes note of a launch's outputs, which the variables hold now.
 
         Args:
-            values: They, in the order of the variables.
+            values: The outputs, in the order of the variables.
         """
         self._made = values
 
     def rest(self) -> None:
-        """Lets go of the arrays at the end of a call, and knows them again at the next."""
+        """Keeps only weak references at the end of a call, to know the arrays at the next."""
         if self._made:
             self._left, self._made = [weakref.ref(value) for value in self._made], []
 
     def others_hold(self) -> None:
-        """Notes that somebody may hold any of the arrays."""
+        """Takes note that anything may refer to any of the arrays."""
         self._made, self._left = [], []
 
     def hand_out(self, variable: Any, stock: Callable) -> Any:
-        """Reads a variable for somebody who may keep the array.
+        """Reads a variable for a caller that may keep the array.
 
         Args:
             variable: The variable.
-            stock: Reads it.
+            stock: Keras's own function that reads it.
         """
         if not self._consumed:
             return stock(variable)
@@ -94,7 +94,7 @@ class Buffers:
 
     @staticmethod
     def _copy(variables: list, values: list, which: list[int]) -> None:
-        """Puts copies in the place of some values, in the list and in the variables."""
+        """Replaces some values by copies, in the list and in the variables."""
         size = {i: _bytes_per_device(values[i]) for i in which}
         several = sum(size.values()) > _GROUP_BYTES
         while which:
@@ -103,6 +103,7 @@ class Buffers:
                 group.append(which.pop(0))
             copies = _copies([values[i] for i in group])
             if several:
+                # The originals of this group are freed before the next one is copied.
                 jax.block_until_ready(copies)
             for i, copy in zip(group, copies, strict=True):
                 values[i] = copy

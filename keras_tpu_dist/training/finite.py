@@ -1,4 +1,4 @@
-"""Train steps that stop changing the state when something in it is no longer finite."""
+"""Train steps that change nothing more once the loss or a variable is not finite."""
 
 from collections import deque
 from collections.abc import Callable
@@ -18,8 +18,8 @@ from keras_tpu_dist.input.batch_axis import element_names, flatten
 from keras_tpu_dist.input.batches import PlacedBatch
 from keras_tpu_dist.processes.arrays import put
 
-# Reports of launches still under way. Reading one waits for its launch, so the newest are left
-# alone; the state cannot be spoiled meanwhile, as the launches after a bad one change nothing.
+# The newest reports, which are not read yet: reading one waits for its launch. Nothing is lost
+# meanwhile, as the launches after a bad one change nothing.
 _UNREAD_REPORTS = 2
 
 
@@ -61,11 +61,11 @@ class NonFinite:
 
 
 class FiniteWatch:
-    """What a fit carries along to find its first step that is not finite.
+    """Finds the first step of a fit that is not finite.
 
     The check is part of the compiled step: a step whose loss or variables are not finite, and every
-    step after it, leaves the state as it was. So the state is that of the last finite step
-    whenever the host gets to know, also in the middle of a launch, also with donated state.
+    step after it, leaves the state as it was. So the state is that of the last finite step however
+    late the host reads the report, also within a launch of several steps and with donated state.
 
     Args:
         trainer: The model, before its first step.
@@ -75,7 +75,7 @@ class FiniteWatch:
         found: The first step that was not finite, once the host knows.
         mask: Which variables are checked, in the order of the training state without metrics; what
             is infinite before training, such as a mask of an attention layer, is not.
-        health: The part of the state that the steps hand on; `None` before the first.
+        health: What the steps pass on beside the state; `None` before the first.
 
     Raises:
         ValueError: If a trainable variable is not finite already.
@@ -105,7 +105,7 @@ class FiniteWatch:
         self._unread: deque = deque()
 
     def health_on(self, mesh: Mesh) -> Any:
-        """What the next launch takes along: whether all is well, and the number of steps so far.
+        """The health for the next launch: whether all was finite, and the number of steps so far.
 
         Args:
             mesh: The mesh on which these two scalars are replicated before the first launch.
@@ -170,7 +170,7 @@ class FiniteWatch:
 
 
 def watched_step(step: Callable, mask: tuple[bool, ...]) -> Callable:
-    """A train step that also takes and gives the watch's health, and changes nothing once bad.
+    """A train step that also takes and returns the health, and changes nothing once it is bad.
 
     Args:
         step: `(state, batch) -> (outputs, state)`.

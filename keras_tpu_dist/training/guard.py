@@ -1,4 +1,4 @@
-"""The guard of a training state: whatever fails, it can be given back."""
+"""The guard of a training state: after any failure the model gets it back."""
 
 import contextlib
 import logging
@@ -16,27 +16,48 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from keras_tpu_dist import _keras
 
+logger = logging.getLogger("keras_tpu_dist")
+
+# If a launch does not consume its input state, the inputs of the launches under way stay alive: at
+# least two, which keep the devices busy, and no more than help the host to run ahead. On CPU, where
+# host and devices share cores, waiting for the launch 4 or 8 before cost 3 % of a small CNN's
+# steps; JAX itself waits for the launch 32 before.
+_FEWEST_KEPT, _MOST_KEPT, _MOST_KEPT_ON_CPU = 2, 4, 32
+
+# What the kept states may take of the device's memory; the bytes are for CPU, where it is unknown:
+# there, states beyond the cache made a step of an MLP of 670,000 weights 1.2 times as long.
+_KEEP_FRACTION_OF_MEMORY = 0.1
+_KEEP_BYTES_WHERE_MEMORY_IS_UNKNOWN = 8 * 2**20
+
+# Keeping the input state means new buffers in every step: with 500 variables on 8 simulated devices
+# that took a tenth of a step of 40 ms.
+_MOST_VARIABLES_KEPT = 64
+
+# A copy of the whole state takes as long as many steps.
+_COPY_EVERY_S = 60.0
+
 
 class HostCopy:
-    """A training state in host memory; what several devices have alike is there once.
+    """A training state in host memory; replicated shards are there once.
 
-    Each process copies the shards that its own devices hold, one by one: a `device_put` of a whole
-    array to other memory is a program over all processes, which jax 0.10.1 cannot compile for CPU
-    and which one process alone cannot start.
+    Every process copies the shards of its own devices, one by one: a `device_put` of a whole array
+    to other memory is a program over all processes, which jax 0.10.1 cannot compile for CPU and
+    which one process alone cannot start.
 
     Args:
         state: The state on the devices.
     """
 
     def __init__(self, state: Any):
-        self._made = time.monotonic()
+        self._taken_s = time.monotonic()
         leaves, self._treedef = jax.tree.flatten(state)
         self._places = [(leaf.shape, leaf.sharding) for leaf in leaves]
         shards = [_distinct_shards(leaf) for leaf in leaves]
         away = [data for each in shards for data in each.values() if not _is_in_host_memory(data)]
         places = [data.sharding.with_memory_kind("pinned_host") for data in away]
         moved = iter(jax.device_put(away, places))
-        # 490 small arrays take 24 ms to transfer and 1 ms to copy.
+        # NumPy copies what is in host memory already: 490 small arrays took 1 ms, and 24 ms by
+        # `device_put`.
         self._shards = [
             {
                 bounds: np.array(data) if _is_in_host_memory(data) else next(moved)
@@ -47,11 +68,11 @@ class HostCopy:
 
     @property
     def age_s(self) -> float:
-        """Seconds since it was made."""
-        return time.monotonic() - self._made
+        """Seconds since it was taken."""
+        return time.monotonic() - self._taken_s
 
     def on_devices(self) -> Any:
-        """The state as it lay on the devices."""
+        """The state on the devices, with its shardings."""
         leaves = [
             _spread(shards, shape, sharding)
             for shards, (shape, sharding) in zip(self._shards, self._places, strict=True)
@@ -63,7 +84,7 @@ _Bounds = tuple[tuple[int | None, int | None], ...]
 
 
 def _distinct_shards(leaf: jax.Array) -> dict[_Bounds, jax.Array]:
-    """The shards of this process's devices by where they lie in the array, each of them once."""
+    """The different shards of this process's devices, by their bounds in the array."""
     if leaf.sharding.is_fully_replicated:
         return {_bounds((slice(None),) * leaf.ndim): leaf.addressable_data(0)}
     return {_bounds(shard.index): shard.data for shard in reversed(leaf.addressable_shards)}
@@ -81,8 +102,9 @@ def _is_in_host_memory(shard: jax.Array) -> bool:
 def _spread(
     shards: dict[_Bounds, jax.Array | np.ndarray], shape: tuple[int, ...], sharding: Sharding
 ) -> jax.Array:
-    # Not one `device_put`: over several processes that compares values, by a collective. And to a
-    # device alone it would be taken for a copy within that device's own memory.
+    # Shard by shard: one `device_put` of all compares values between processes, by a collective.
+    # With the memory kind: given the device alone, JAX takes a shard in host memory for one in that
+    # device's own.
     each = [
         jax.device_put(
             shards[_bounds(index)],
@@ -93,39 +115,15 @@ def _spread(
     return jax.make_array_from_single_device_arrays(shape, sharding, each)
 
 
-logger = logging.getLogger("keras_tpu_dist")
-
-# Where a launch does not consume its input state, the inputs of the launches under way stay alive:
-# at least two, which keep the devices busy, and no more than help the host to run ahead. On CPU,
-# where host and devices share cores, waiting for the launch 4 or 8 before cost 3 % of a small
-# CNN's steps; 32 is where JAX itself waits.
-_FEWEST_KEPT, _MOST_KEPT, _MOST_KEPT_ON_CPU = 2, 4, 32
-
-# What the kept states may take: of the device's memory, or where that is unknown, which is on CPU:
-# there states beyond the cache made a step of an MLP of 670,000 weights 1.2 times as long.
-_KEEP_FRACTION_OF_MEMORY = 0.1
-_KEEP_BYTES_WHERE_MEMORY_IS_UNKNOWN = 8 * 2**20
-
-
-# A kept state is new buffers in every step instead of the old ones written over: of 500 variables
-# on 8 simulated devices, a tenth of a step of 40 ms.
-_MOST_VARIABLES_KEPT = 64
-
-
-# A copy of the whole state takes as long as many steps.
-_COPY_EVERY_S = 60.0
-
-
 class StateGuard:
-    """Keeps enough of a training state to give it back when a launch fails.
+    """Keeps enough of a training state to restore it if a launch fails.
 
     Kept states (`kept` of 2 or more): the inputs of the launches under way stay alive, so the state
-    before the failing step is still there, whatever went wrong. Donated state: XLA overwrites
-    the inputs, as a state that fills the memory demands; a failure before the launch (input,
-    tracing, compilation) loses nothing either, and for a failure within it a copy in host memory
-    is taken whenever the state is read from the model, that is at the start of each epoch. Of
-    `train_on_batch`, which reads it each time, the copy is at most a minute old, unless somebody
-    else has changed the weights.
+    before the failing step still exists, whatever went wrong. Donated state: XLA overwrites the
+    inputs, which saves memory. A failure before the launch (input, tracing, compilation) loses
+    nothing then either. For a failure within it, a copy in host memory is taken whenever the state
+    is read from the model, at the start of every epoch. `train_on_batch` reads it at every call, so
+    its copy may be a minute old, unless something else has changed the weights.
 
     Args:
         kept: How many launches may be under way with their input states kept; 0 donates.
@@ -136,7 +134,7 @@ class StateGuard:
         self._flight: deque[tuple[Any, jax.Array | None]] = deque()
         self._newest: Any = None
         self._host_copy: HostCopy | None = None
-        # Whether it is `train_on_batch` that runs; and what the last one left behind.
+        # Whether `train_on_batch` runs, and the arrays that its last call left in the variables.
         self.on_batch = False
         self._left: list[weakref.ref] = []
 
@@ -146,18 +144,18 @@ class StateGuard:
         return self.kept == 0
 
     def read(self, state: Any) -> None:
-        """Notes a state that was just read from the model's variables.
+        """Takes note of a state that was just read from the model's variables.
 
         Args:
             state: The training state, as a train step takes it.
         """
         self._flight.clear()
         self._newest = state
-        if self.donate and not self._has_copy_of_late(state):
+        if self.donate and not self._has_recent_copy(state):
             self._host_copy, self._left = HostCopy(state), []
 
-    def _has_copy_of_late(self, state: Any) -> bool:
-        """Whether `train_on_batch` goes on from what it left, of which there is a copy."""
+    def _has_recent_copy(self, state: Any) -> bool:
+        """Whether `train_on_batch` continues from its own last state, and a copy is recent."""
         if not self.on_batch or self._host_copy is None or self._host_copy.age_s > _COPY_EVERY_S:
             return False
         trained = _trained(state)
@@ -166,7 +164,7 @@ class StateGuard:
         )
 
     def launch(self, function: Callable, state: Any, batch: Any) -> tuple[Any, Any]:
-        """Runs `outputs, state = function(state, batch)`, remembering what it needs.
+        """Runs `outputs, state = function(state, batch)` and keeps what a failure would need.
 
         Args:
             function: The compiled step, or several of them.
@@ -184,7 +182,7 @@ class StateGuard:
                 self._newest = state
         else:
             if len(self._flight) == self.kept:
-                # The oldest launch must have ended well before its input may go.
+                # The oldest launch must have succeeded before its input may be freed.
                 jax.block_until_ready(self._flight[0][1])
                 self._flight.popleft()
             outputs, state = function(state, batch)
@@ -210,10 +208,10 @@ class StateGuard:
         return None
 
     def release(self, end_of_fit: bool = True) -> None:
-        """Lets go of every kept state.
+        """Frees every kept state.
 
         Args:
-            end_of_fit: Whether it is a fit that ended; any other call may lie within one.
+            end_of_fit: Whether a fit has ended; any other call may run within one.
         """
         self._flight.clear()
         if self.on_batch and self._newest is not None and self._host_copy is not None:
@@ -224,15 +222,15 @@ class StateGuard:
 
 
 def _trained(state: Any) -> list:
-    """The trainable weights and the slots, which only training and the user change."""
+    """The trainable weights and slots: predict and evaluate change metrics and seeds alone."""
     return jax.tree.leaves((state[0], state[2]))
 
 
 def recover(trainer: Any, guard: StateGuard) -> None:
-    """Gives a model its variables back after an exception, as of the last completed step.
+    """Restores a model's variables after an exception, as of the last completed step.
 
-    The variables follow every launch, so they are right unless a launch consumed its input and
-    gave nothing, or gave a result that turns out to have failed.
+    The variables take the outputs of every launch, so they are right unless a launch consumed its
+    input and returned nothing, or its outputs turn out to have failed.
 
     Args:
         trainer: The model.
@@ -247,10 +245,10 @@ def recover(trainer: Any, guard: StateGuard) -> None:
 
 @contextlib.contextmanager
 def interrupts_held(may_interrupt: Callable[[], bool]):
-    """Holds Ctrl-C back while the only whole copy of the state has no name yet.
+    """Delays Ctrl-C while the only complete state is the result of a call that has not returned.
 
     Args:
-        may_interrupt: Whether an interrupt that arrives now would lose nothing.
+        may_interrupt: Whether an interrupt now would lose nothing.
     """
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
@@ -292,7 +290,7 @@ def states_to_keep(setting: bool | str, variables: list) -> int:
 
 
 def states_that_fit(setting: bool | str, sizes: Sequence[int], memory_bytes: int | None) -> int:
-    """How many input states `donate_state` lets stay alive on a device; see `states_to_keep`.
+    """The number of input states that `donate_state` keeps alive; see `states_to_keep`.
 
     Args:
         setting: `True`, `False` or `"auto"`.

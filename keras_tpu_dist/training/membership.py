@@ -19,7 +19,7 @@ from keras_tpu_dist.training.fit_control import FitControl
 from keras_tpu_dist.training.guard import StateGuard
 from keras_tpu_dist.training.pickling import carry_strategy
 from keras_tpu_dist.training.protocol import Strategy
-from keras_tpu_dist.training.turns import Turns, compiling, read_together, turns_of
+from keras_tpu_dist.training.turns import Turns, compiling, consistent_reads, turns_of
 
 logger = logging.getLogger("keras_tpu_dist")
 
@@ -458,4 +458,4 @@ def chosen(variable: Any, layout: Any) -> Any:
     return layout
 
 
-_keras.serve(find_strategy, created, compiling, read_together, written_once)
+_keras.serve(find_strategy, created, compiling, consistent_reads, written_once)

@@ -1,4 +1,4 @@
-"""Strategies and models that are pickled or copied keep their mesh and their strategy."""
+"""Pickling and copying of strategies and of models that have one."""
 
 import copyreg
 import functools
@@ -22,12 +22,12 @@ logger = logging.getLogger("keras_tpu_dist")
 
 
 def mesh_recipe(mesh: Mesh, given: Any, topology: Any) -> Any:
-    """A mesh without devices, which no other process has: their numbers instead.
+    """A mesh for pickling: device ids in place of devices, which exist in this process only.
 
     Args:
         mesh: The mesh.
-        given: What the user gave as one.
-        topology: The slice it is of, if nobody has it.
+        given: The user's `mesh` argument.
+        topology: The slice, if it is not attached.
     """
     if topology is not None:
         return given if isinstance(given, DeviceAssignment) else dict(mesh.shape)
@@ -42,13 +42,13 @@ def mesh_recipe(mesh: Mesh, given: Any, topology: Any) -> Any:
 
 
 def mesh_of(recipe: Any) -> Any:
-    """The mesh of a recipe, on the devices that are here.
+    """The mesh of a recipe, on this process's devices.
 
     Args:
-        recipe: What `mesh_recipe` returned; what names no devices is returned as it is.
+        recipe: What `mesh_recipe` returned; without device ids it is returned as it is.
 
     Raises:
-        ValueError: If a device is not here.
+        ValueError: If a device does not exist here.
     """
     if not isinstance(recipe, tuple):
         return recipe
@@ -78,7 +78,7 @@ def _devices_here(ids: list[int], of: str) -> list:
 
 
 def layout_recipe(layout: Any) -> Any:
-    """A layout without devices; a `LayoutMap` as its pairs, marked as such.
+    """A layout for pickling, without devices; a `LayoutMap` as its name and pairs.
 
     Args:
         layout: A strategy's layout: `None`, rules, a `LayoutMap` or a planner.
@@ -94,7 +94,7 @@ def layout_of(recipe: Any, mesh: Any, topology: Topology | None = None) -> Any:
     Args:
         recipe: What `layout_recipe` returned.
         mesh: A mesh, in any form that `TPUStrategy` takes.
-        topology: The slice that nobody has, whose devices the mesh is of.
+        topology: The slice of the mesh, if it is not attached.
     """
     if not isinstance(recipe, tuple):
         return recipe
@@ -106,7 +106,7 @@ def layout_of(recipe: Any, mesh: Any, topology: Topology | None = None) -> Any:
 
 
 class _Belonging:
-    """The strategy of a model that is copied: itself in this process, made anew in another."""
+    """The strategy of a copied model: the same object in this process, a new one in another."""
 
     def __init__(self, strategy: Strategy | None):
         self.strategy = strategy
@@ -127,19 +127,19 @@ def _belonging(make: Any, arguments: tuple) -> _Belonging:
 
 
 def carry_strategy(kind: type, strategy_of: Callable[[Any], Strategy | None]) -> None:
-    """Has copies and pickles of models of a class take their strategy along.
+    """Makes copies and pickles of models of a class keep their strategy.
 
     Python asks `copyreg` before it asks the class, so no method of Keras is replaced.
 
     Args:
-        kind: The class of a model; one that is registered already keeps its way.
+        kind: The class of a model; if it is registered already, nothing changes.
         strategy_of: From a model to its strategy, or `None`.
     """
     copyreg.dispatch_table.setdefault(kind, functools.partial(_reduce_model, strategy_of))
 
 
 def _reduce_model(strategy_of: Callable[[Any], Strategy | None], model: Any) -> Any:
-    # What the class itself has for it, in the newest protocol that `copy` knows, too.
+    # Protocol 4 is the one that `copy` asks for, too.
     reduced = model.__reduce_ex__(4)
     strategy = strategy_of(model)
     if strategy is None or not isinstance(reduced, tuple):

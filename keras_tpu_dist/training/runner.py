@@ -35,8 +35,7 @@ from keras_tpu_dist.training.guard import StateGuard, recover, states_to_keep
 from keras_tpu_dist.training.loop import StepLoop
 from keras_tpu_dist.training.options import Options
 from keras_tpu_dist.training.protocol import Strategy
-from keras_tpu_dist.training.turns import TRAINING, Recompiled, turns_of
-from keras_tpu_dist.training.turns import together as turns_together
+from keras_tpu_dist.training.turns import TRAINING, Recompiled, consistent_values, turns_of
 
 
 @dataclass(frozen=True)
@@ -130,7 +129,7 @@ class Runner:
                 )
             )
         member = membership.adopt(model, strategy)
-        with turns_together(_keras.state_variables(model)), self.call(member, model) as call:
+        with consistent_values(_keras.state_variables(model)), self.call(member, model) as call:
             with call.auto_steps.chosen_for(model):
                 yield
 

@@ -1,4 +1,4 @@
-"""One model, several threads: one trains it, any number run it beside that."""
+"""One model in several threads: one trains it, others may evaluate or predict meanwhile."""
 
 import contextlib
 import logging
@@ -22,12 +22,12 @@ _WARN_AFTER_S = 10.0
 
 
 class Turns:
-    """Who runs a model now.
+    """Which threads run a model now.
 
     Attributes:
         lock: Held while a launch replaces the training state, and while several variables are read
-            that belong together.
-        buffers: The arrays of the training state, where launches consume them.
+            that must be of one step.
+        buffers: The arrays of the training state, if launches consume them.
     """
 
     def __init__(self):
@@ -52,10 +52,12 @@ class Turns:
         return self._trainer is threading.current_thread()
 
     def ready(self, variables: list) -> None:
-        """Notes that the model which trains is built, and its step function made.
+        """Takes note that the model in training is built and has its step function.
+
+        Calls in other threads wait for it: before, both would build the model.
 
         Args:
-            variables: Those of its training state.
+            variables: The variables of its training state.
         """
         _keras.own(variables, self)
         with self._changed:
@@ -63,7 +65,7 @@ class Turns:
             self._changed.notify_all()
 
     def hand_out(self, variable: Any, stock: Callable) -> Any:
-        """Reads a variable; `_keras.own` has it called. See `Buffers.hand_out`."""
+        """Reads a variable; called by variables after `_keras.own`. See `Buffers.hand_out`."""
         return self.buffers.hand_out(variable, stock)
 
     def __reduce__(self):
@@ -79,7 +81,7 @@ class Turns:
             model: The model.
 
         Yields:
-            Whether it runs beside another thread's call, and must leave the model as it is.
+            Whether another thread's call runs too, so that this one must leave the model as it is.
 
         Raises:
             RuntimeError: For a fit or train_on_batch while another thread trains the model.
@@ -151,7 +153,7 @@ class Turns:
         return any(count and thread is not me for thread, count in counter.items())
 
     def _wait_for_metrics(self, name: str, model: Any) -> None:
-        """An evaluate that began before counts in the model's own metrics."""
+        """Waits for an evaluate that began before: it counts in the model's own metrics."""
         while self._others(self._measuring):
             if not self._changed.wait(_WARN_AFTER_S):
                 logger.warning(
@@ -162,30 +164,31 @@ class Turns:
 
 
 _turns: "weakref.WeakKeyDictionary[Any, Turns]" = weakref.WeakKeyDictionary()
-_making = threading.Lock()
+_creating = threading.Lock()
 
 
 def turns_of(model: Any) -> Turns:
-    """Who runs a model; the same object for each call.
+    """The turns of a model; always the same object.
 
     Args:
         model: The model.
     """
-    with _making:
+    with _creating:
         return _turns.setdefault(model, Turns())
 
 
 @contextlib.contextmanager
-def together(variables: list) -> Iterator[None]:
-    """A context in which variables read as they are now, all of one step.
+def consistent_values(variables: list) -> Iterator[None]:
+    """A context in which variables have the values of one step, those of its beginning.
 
-    What is assigned within is forgotten at its end.
+    What is assigned within is discarded at its end.
 
     Args:
         variables: The variables.
     """
     owners = {id(owner): owner for v in variables if (owner := _keras.owner_of(v)) is not None}
     with contextlib.ExitStack() as held:
+        # Sorted: two threads that lock several models in different orders would deadlock.
         for _, owner in sorted(owners.items()):
             held.enter_context(owner.lock)
         values = [v.value for v in variables]
@@ -194,15 +197,18 @@ def together(variables: list) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def read_together(variables: list) -> Iterator[None]:
-    """The context of a function that reads variables, some of which another thread may train.
+def consistent_reads(variables: list) -> Iterator[None]:
+    """The context of a function that reads variables, such as `get_weights`.
+
+    Values are consistent even if another thread trains some of the variables.
+
 
     Args:
         variables: The variables.
     """
     owners = (_keras.owner_of(v) for v in variables)
     trained = any(owner is not None and owner.elsewhere for owner in owners)
-    with together(variables) if trained else contextlib.nullcontext():
+    with consistent_values(variables) if trained else contextlib.nullcontext():
         yield
 
 
@@ -220,12 +226,12 @@ def compiling(model: Any) -> Iterator[None]:
     turns.check_free("compile", model)
     yield
     if turns.here:
-        # A fit goes on after a callback that compiles, with the functions that the model has then.
+        # `compile` has no function: Keras's fit loop calls the attribute again at the next step.
         model.train_function = Recompiled(model.name)
 
 
 class Recompiled:
-    """What a fit finds in the place of its step function when a callback has compiled the model."""
+    """The step function of a model that a callback compiled during its fit: an error."""
 
     def __init__(self, name: str):
         self._name = name
