@@ -1,4 +1,4 @@
-"""Each replica's part of an array, between the host and the devices of this process."""
+"""Replicas' parts of an array, between the host and the devices of this process."""
 
 import math
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ def own_replicas(strategy: Strategy) -> tuple[int, ...]:
 
 
 def own_blocks(array: jax.Array, axis: int, strategy: Strategy) -> dict[int, jax.Array]:
-    """The parts of an array that lie in this process, by the number of their replica.
+    """The parts of an array on this process's devices, by the number of their replica.
 
     Args:
         array: An array that is split over the strategy's data axes; of a sequence, over the
@@ -43,7 +43,7 @@ def own_blocks(array: jax.Array, axis: int, strategy: Strategy) -> dict[int, jax
 
 
 def _whole(shards: list, shape: tuple[int, ...], axis: int) -> jax.Array:
-    """A replica's part, put together where its sequence is split over several devices."""
+    """A replica's part, joined if its sequence is split over several devices."""
     first = shards[0].data
     if first.shape == shape:
         return first
@@ -94,7 +94,7 @@ def from_blocks(blocks: Mapping[int, Any], axis: int, strategy: Strategy) -> jax
     shape[axis] *= strategy.num_replicas_in_sync
 
     def part(index):
-        # Where the blocks are empty, one is as good as the other.
+        # Empty blocks have no index to tell them apart by, and are all equal.
         return hosts[(index[axis].start or 0) // length] if length else first.astype(dtype)
 
     return jax.make_array_from_callback(tuple(shape), strategy.placer.sharding(axis), part)

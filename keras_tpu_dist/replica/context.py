@@ -21,7 +21,7 @@ _SEED_STRIDE = 0x9E3779B9
 
 
 class ReplicaContext:
-    """What a function run by `strategy.run` knows of its replica, and how it talks to the others.
+    """A replica's number, its true sizes, and its collectives, for a function of `strategy.run`.
 
     Get it with `get_replica_context()` inside of the function.
 
@@ -73,7 +73,7 @@ class ReplicaContext:
 
     @property
     def replica_id_in_sync_group(self) -> jax.Array:
-        """The replica's number, from 0; a traced `int32`, so it cannot steer Python's `if`."""
+        """The replica's number, from 0; a traced `int32`, so Python's `if` cannot depend on it."""
         return self._replica_id
 
     @property
@@ -163,7 +163,7 @@ class ReplicaContext:
             if not self._axes:
                 return leaf
             if not leaf.size:
-                # XLA does not send what has no elements.
+                # XLA does not compile a gather of no elements.
                 number = self.num_replicas_in_sync
                 shape = [n * number if i == at else n for i, n in enumerate(leaf.shape)]
                 return jnp.zeros(shape, leaf.dtype)
@@ -279,7 +279,7 @@ def entered(context: ReplicaContext, recorder: Any) -> Iterator[None]:
 
 
 def _numbers() -> tuple | None:
-    """What differs from run to run in the context of the replica whose code is running."""
+    """The traced values in the context of the replica whose code is running."""
     context = _running.context
     return context and (context._replica_id, context._batch_size, context._length)
 
@@ -297,7 +297,8 @@ def _with_numbers(numbers: tuple | None) -> Iterator[None]:
         context._replica_id, context._batch_size, context._length = before
 
 
-# The part of a replica's code that one of its devices computes may not use numbers from outside.
+# A layer that is assigned to one device is a function of its own, which may not use traced values
+# from outside: it gets these as arguments.
 _keras.give_to_calls(_numbers, _with_numbers)
 
 

@@ -1,6 +1,6 @@
-"""What Keras does differently while code runs once per replica.
+"""Methods of Keras that act differently while code runs once per replica.
 
-Some public methods of Keras are replaced, and act only there.
+They are replaced once, and call Keras's own outside of replica code.
 """
 
 import functools
@@ -10,26 +10,26 @@ from keras_tpu_dist.replica.context import running_context, running_recorder
 
 
 def _next_seed(stock, generator, *args, **kwargs):
-    """The state advances alike on all replicas; the seed that is drawn is the replica's own."""
+    """Draws a seed of the replica's own; the generator's state advances equally on all replicas."""
     seed, context = stock(generator, *args, **kwargs), running_context()
     return seed if context is None else context._own_seed(seed)
 
 
 def _add(sign: int, stock, variable, value):
-    """Tells who records updates what was added, which an assignment alone does not show."""
+    """Passes the added value to the recorder: sums over replicas add it up, not the results."""
     scope = None if running_recorder() is None else _keras.stateless_scope()
     note = getattr(scope, "note_addition", None)
     return stock(variable, value) if note is None else note(variable, value, sign, stock)
 
 
 def _current_value(stock, scope, variable):
-    """A scope inside of the replica's code that has no value asks the recorder, not Keras."""
+    """A stateless scope within replica code reads from the recorder what it has no value for."""
     value, recorder = stock(scope, variable), running_recorder()
     return recorder.read(variable) if value is None and recorder is not None else value
 
 
 def _apply_scaled(stock, optimizer, grads, trainable_variables=None):
-    """Loss scaling without assignments in branches, whose values would not come out of them."""
+    """Loss scaling without assignments in branches: their values would stay tracers of a branch."""
     if running_recorder() is None:
         return stock(optimizer, grads, trainable_variables)
     weights = trainable_variables or _keras.weights_of(optimizer)

@@ -1,4 +1,4 @@
-"""What padding does to a program for replicas: which results depend on it, and how to cut them."""
+"""The effect of padding on a replica program: which results have it, and the cut to true sizes."""
 
 import contextlib
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
         leaf: The array or number.
     """
     array = jnp.asarray(leaf) if isinstance(leaf, (int, float, complex)) else leaf
-    # JAX >= 0.11 warns of 64 bits that it will not keep.
+    # JAX 0.11 and newer warn of a dtype of 64 bits that becomes one of 32.
     return jax.ShapeDtypeStruct(np.shape(array), jax.dtypes.canonicalize_dtype(array.dtype))
 
 

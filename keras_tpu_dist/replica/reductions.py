@@ -1,6 +1,6 @@
 """Reductions over replicas and dimensions: the dtypes they are computed in and result in.
 
-`strategy.reduce` and the replica context's `all_reduce` are two doors to this one implementation.
+`strategy.reduce` and the replica context's `all_reduce` both use it, so that they agree.
 """
 
 from collections.abc import Sequence
@@ -69,7 +69,7 @@ def reduced(op: str, array: Any, axes: Sequence[int] = (), replicas: tuple[str, 
     if axes:
         check_not_empty(op, array.shape, axes)
         array = _OVER_DIMENSIONS[op](array, axis=tuple(axes))
-    # Without elements there is nothing to send, which XLA does not always compile.
+    # XLA does not always compile a collective over no elements.
     if replicas and array.size:
         array = _OVER_REPLICAS[op](array, replicas)
     return array.astype(result)
@@ -100,7 +100,7 @@ def dtypes_of(op: str, dtype: Any) -> tuple[Any, Any]:
                 )
             )
         return _sent_as(dtype), dtype
-    # NumPy's rules, which jnp.sum and jnp.mean follow from int8 on.
+    # NumPy's rules, which jnp.sum and jnp.mean follow, except for int4 and the like.
     values = jax.ShapeDtypeStruct((), _whole_bytes(dtype))
     result = jax.eval_shape(_OVER_DIMENSIONS[op], values).dtype
     return _sent_as(result), result

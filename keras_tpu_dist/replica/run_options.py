@@ -1,4 +1,4 @@
-"""Options of `strategy.run`, and padding: uneven batches and varying lengths in few programs."""
+"""Options of `strategy.run`, and the padding of uneven batches and varying lengths."""
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -133,7 +133,8 @@ class RunOptions:
         if is_count(self.axis):
             return [self.axis if r is not None and r > self.axis else None for r in ranks]
         prefix = self.axis if isinstance(self.axis, tuple) else (self.axis,)
-        # None in `args` is an argument without arrays, in `axis` an array that is not padded.
+        # JAX takes None for a node without leaves: right in `args`, but in `axis` it stands for an
+        # array that is not padded.
         prefix = jax.tree.map(
             lambda axis: _NOT_PADDED if axis is None else axis, prefix, is_leaf=_is_none
         )
@@ -255,26 +256,26 @@ def refilled(value: PerReplica) -> PerReplica:
             block[beyond] = 1
         return block
 
-    # Laid out as it was, sequences split too: another layout is another program, which rounds
-    # otherwise.
+    # With the same layout, split sequences too: another layout is another program, whose rounding
+    # differs.
     return value.replaced(_as_laid_out(value, with_ones), value.sizes)
 
 
 def _changed(value: PerReplica, change: Callable[[int, np.ndarray], np.ndarray]) -> jax.Array:
-    """The array with each replica's part changed on the host of its devices."""
+    """The array with every replica's part changed, on the host."""
     blocks = own_blocks(value.array, value.axis, value.strategy).items()
     changed = {replica: change(replica, np.asarray(block)) for replica, block in blocks}
     return from_blocks(changed, value.axis, value.strategy)
 
 
 def _as_laid_out(value: PerReplica, change: Callable[[int, np.ndarray], np.ndarray]) -> jax.Array:
-    """As `_changed`, for a change that keeps the shape: each device has the piece that it had."""
+    """As `_changed`, for a change that keeps the shape and so the layout."""
     array, axis, strategy = value.array, value.axis, value.strategy
     blocks = own_blocks(array, axis, strategy).items()
     changed = {replica: change(replica, np.asarray(block)) for replica, block in blocks}
     pieces = []
     for shard in array.addressable_shards:
-        # The replica's part of the rows is the shard's; of other dimensions it may have a piece.
+        # A shard has all rows of its replica's part, and may have a piece of other dimensions.
         piece = (*shard.index[:axis], slice(None), *shard.index[axis + 1 :])
         block = changed[strategy.placer.own_parts[shard.device]]
         pieces.append(jax.device_put(block[piece], shard.device))

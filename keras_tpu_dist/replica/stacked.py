@@ -1,4 +1,4 @@
-"""Host values of replicas, each of its own, stacked into arrays on the mesh."""
+"""Host values, one per replica, stacked into arrays on the mesh."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,37 +16,37 @@ from keras_tpu_dist.replica.blocks import from_blocks
 from keras_tpu_dist.replica.values import PerReplica
 from keras_tpu_dist.training.protocol import Strategy
 
-# What a process says: for each of its replicas the number, the structure, and each array of it.
-_TOLD = ListOf([int, str, ListOf([str, ListOf(int), str, int])])
+# The form of a process's answer: for every replica its number, its structure, and its arrays.
+_VALUES = ListOf([int, str, ListOf([str, ListOf(int), str, int])])
 
 
 @dataclass(frozen=True)
 class DescribedValue:
-    """What all processes know of one replica's value.
+    """The description of one replica's value that all processes get.
 
     Attributes:
         kind: The name of its type.
         shape: Its shape.
         dtype: Its dtype.
-        mark: A number that differs where values do, `0` if nobody else has this replica.
+        checksum: Of its elements; `0` if no other process has this replica.
     """
 
     kind: str
     shape: tuple[int, ...]
     dtype: str
-    mark: int = 0
+    checksum: int = 0
 
     @classmethod
-    def of(cls, value: Any, marked: bool = False) -> "DescribedValue":
+    def of(cls, value: Any, with_checksum: bool = False) -> "DescribedValue":
         """The description of a host value.
 
         Args:
             value: A number or an array.
-            marked: Whether to mark it.
+            with_checksum: Whether other processes have this replica too.
         """
         array = np.asarray(value)
-        marks = checksum(array) if marked and array.dtype.kind not in "OSU" else 0
-        return cls(type(value).__name__, array.shape, str(array.dtype), marks)
+        number = checksum(array) if with_checksum and array.dtype.kind not in "OSU" else 0
+        return cls(type(value).__name__, array.shape, str(array.dtype), number)
 
 
 def stack(
@@ -86,7 +86,7 @@ def stacked(own: Mapping[int, Any], strategy: Strategy, name: str) -> Any:
         PeerError: If not all processes give theirs.
     """
     flat = {replica: jax.tree.flatten(value) for replica, value in own.items()}
-    structures, described = _told(flat, strategy, name)
+    structures, described = _described(flat, strategy, name)
     if len(structures) > 1:
         raise ValueError(
             message(
@@ -102,8 +102,8 @@ def stacked(own: Mapping[int, Any], strategy: Strategy, name: str) -> Any:
     return jax.tree.unflatten(next(iter(flat.values()))[1], leaves)
 
 
-def _told(flat: Mapping[int, tuple], strategy: Strategy, name: str) -> tuple[set, list]:
-    """The structures that the replicas have, and each replica's descriptions, in their order."""
+def _described(flat: Mapping[int, tuple], strategy: Strategy, name: str) -> tuple[set, list]:
+    """The different structures of the replicas' values, and every replica's descriptions."""
     several = not strategy.placer.is_local
     mine = [
         [i, str(treedef), [_plain(DescribedValue.of(leaf, several)) for leaf in leaves]]
@@ -111,13 +111,13 @@ def _told(flat: Mapping[int, tuple], strategy: Strategy, name: str) -> tuple[set
     ]
     fix = f"Call it in all processes: each calls {name} for its own replicas."
     what = f"making a value per replica by {name}"
-    told = agree(what, fix, mine, _TOLD) if several else [mine]
+    answers = agree(what, fix, mine, _VALUES) if several else [mine]
     found: dict[int, tuple] = {}
-    for process, each in enumerate(told):
-        for replica, structure, plain in each:
+    for process, values in enumerate(answers):
+        for replica, structure, plain in values:
             for _, shape, dtype, _ in plain:
                 check_array(shape, dtype, where=f"the value of replica {replica}")
-            here = (structure, [DescribedValue(k, tuple(s), d, m) for k, s, d, m in plain])
+            here = (structure, [DescribedValue(k, tuple(s), d, n) for k, s, d, n in plain])
             if found.setdefault(replica, here) != here:
                 raise ValueError(
                     message(
@@ -132,8 +132,8 @@ def _told(flat: Mapping[int, tuple], strategy: Strategy, name: str) -> tuple[set
     ]
 
 
-def _plain(each: DescribedValue) -> list:
-    return [each.kind, list(each.shape), each.dtype, each.mark]
+def _plain(value: DescribedValue) -> list:
+    return [value.kind, list(value.shape), value.dtype, value.checksum]
 
 
 def _check_fit(every: Sequence[DescribedValue], name: str) -> None:

@@ -1,4 +1,4 @@
-"""One value per replica: how it lies on the mesh, and how it is read."""
+"""One value per replica: its layout on the mesh, and reading it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,13 +12,14 @@ from keras_tpu_dist.training.protocol import Strategy
 
 
 class PerReplica:
-    """One array for each replica, as `strategy.run` and distributed datasets give them.
+    """One array for each replica, from `strategy.run` or a distributed dataset.
 
-    It cannot be computed with as a whole: pass it to `strategy.run`, read it with
-    `strategy.local_results`, or combine it with `strategy.reduce` or `strategy.gather`.
+    It is not an array itself: pass it to `strategy.run`, read it with `strategy.local_results`, or
+    combine it with `strategy.reduce` or `strategy.gather`.
 
-    Where several processes run the replicas, each reads the values of its own: those that have a
-    device there. What all of them get is what `strategy.reduce` and `strategy.gather` give.
+    If several processes run the replicas, every process reads the values of its own replicas:
+    those that have a device there. `strategy.reduce` and `strategy.gather` give all processes the
+    same.
 
     Args:
         array: All replicas' values in one array that is split over the strategy's data axes along
@@ -94,11 +95,11 @@ class PerReplica:
 
     @property
     def replica_ids(self) -> tuple[int, ...]:
-        """The numbers of the replicas whose values `values` has, in its order."""
+        """The numbers of the replicas in `values`, in its order."""
         return own_replicas(self.strategy)
 
     def replaced(self, array: jax.Array, sizes: Mapping[int, tuple[int, ...]]) -> "PerReplica":
-        """Another array in place of this one, laid as it is.
+        """Another array with the layout of this one.
 
         Args:
             array: The array.
@@ -121,7 +122,7 @@ class PerReplica:
         """
         if not self.sizes:
             return block[0] if self.stacked else block
-        # On the host, where a slice of any length costs no compilation.
+        # On the host: on a device, a slice of every new length would be compiled.
         host = np.asarray(block)[0] if self.stacked else np.asarray(block)
         cuts = [slice(None)] * host.ndim
         for axis, true in self.sizes.items():

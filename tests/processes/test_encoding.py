@@ -27,7 +27,7 @@ PLAIN = st.recursive(
 )
 # What the package reads from others.
 FORMS = [
-    *(own_input._BATCH, own_input._NEXT, stacked._TOLD, watch._ALIVE, watch._GONE, watch._READ),
+    *(own_input._BATCH, own_input._NEXT, stacked._VALUES, watch._ALIVE, watch._GONE, watch._READ),
     *(
         [str, ANYTHING],
         (None, DictOf(ANYTHING)),
