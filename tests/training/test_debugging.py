@@ -1,10 +1,12 @@
 """JAX's debugging modes on every step: they find what they find in stock Keras, by the layer."""
 
 import jax
+import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
 from helpers import built
+from jax.experimental import checkify
 
 import keras_tpu_dist as ktd
 
@@ -106,3 +108,46 @@ def test_a_step_that_is_right_runs_in_every_mode(mode):
         found = fitted(ktd.TPUStrategy({"data": 4, "model": 2}))
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+class Checked(keras.layers.Layer):
+    """Checks its input: by itself, which JAX allows outside of programs, or as a function."""
+
+    def __init__(self, functionalized):
+        super().__init__()
+        self.functionalized = functionalized
+
+    def call(self, x):
+        if not self.functionalized:
+            checkify.check(jnp.all(x > -50), "an input of {least}", least=jnp.min(x))
+            return x
+        error, x = checkify.checkify(self.normalized, errors=checkify.all_checks)(x)
+        del error  # within a program it can only be returned
+        return x
+
+    def normalized(self, x):
+        checkify.check(jnp.all(x > -50), "an input below -50")
+        return jnp.cumsum(x, axis=0) / (1 + jnp.abs(x).sum())
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_checks_of_checkify(mesh):
+    """A check that fails ends an eager step; one that is made a function is computed exactly."""
+
+    def build(functionalized):
+        layers = [keras.layers.Dense(8), Checked(functionalized), keras.layers.Dense(1)]
+        model = keras.Sequential([keras.Input((6,)), *layers])
+        model.compile("sgd", "mse", run_eagerly=not functionalized)
+        return model
+
+    strategy = ktd.TPUStrategy(mesh, "auto" if "fsdp" in mesh else "tensor_parallel")
+    for functionalized in (False, True):
+        one_device = built(lambda: build(functionalized), None)
+        model = built(lambda: build(functionalized), strategy)
+        for each in (one_device, model):
+            each.fit(X[:26], Y[:26], batch_size=13, shuffle=False, verbose=0)
+        for weight, expected in zip(model.get_weights(), one_device.get_weights(), strict=True):
+            np.testing.assert_allclose(weight, expected, atol=1e-5)
+    eager = built(lambda: build(False), strategy)
+    with pytest.raises(checkify.JaxRuntimeError, match=r"an input of -(.|\n)*Checked\.call"):
+        eager.fit(X - 1000, Y, batch_size=13, verbose=0)
