@@ -1,8 +1,8 @@
-"""Branches that only some devices take: nothing in them may be exchanged between rows.
+"""Branches that only some devices take, in which rows may not be exchanged.
 
-`keras_tpu_dist.assign` puts a layer into a branch that one logical device of each replica takes.
-Where rows are split unevenly, or moved, XLA exchanges them between neighbours by a permute that all
-devices must join: those that took the other branch never come, and the program hangs.
+`keras_tpu_dist.assign` puts a layer into a branch that one logical device of each replica takes. If
+rows are split unevenly, or move, XLA exchanges them between neighbours by a permute that all
+devices must join: those that took the other branch never do, and the program hangs.
 """
 
 from collections.abc import Callable, Iterable

@@ -1,7 +1,7 @@
-"""`jax_debug_nans` and `jax_debug_infs` on a mesh: the layer is named, also where rows are uneven.
+"""`jax_debug_nans` and `jax_debug_infs` on a mesh: they name the layer, also for uneven rows.
 
-`jax.jit` runs a function again, operation by operation, to find what made a NaN. It would run ours
-on arrays that are padded and split, where operations on uneven rows are errors of their own.
+`jax.jit` runs a function again, operation by operation, to find what made a NaN. It would do so on
+padded and split arrays, where operations on uneven rows are errors themselves.
 """
 
 from collections.abc import Callable
@@ -15,16 +15,16 @@ from keras_tpu_dist.common.errors import message
 
 
 def is_debugging() -> bool:
-    """Whether JAX is told to look for values that are not finite."""
+    """Whether JAX checks for values that are not finite."""
     return jax.config.jax_debug_nans or jax.config.jax_debug_infs
 
 
 def checked(program: Callable, function: Callable, mesh: Mesh, args: tuple) -> Any:
-    """What a program gives, if JAX would not complain of it.
+    """The results of a program, if they are finite.
 
     Args:
-        program: The program, which leaves its arguments alone.
-        function: What it computes.
+        program: The program, which does not donate its arguments.
+        function: The function that it was compiled from.
         mesh: The mesh.
         args: The arguments.
 
@@ -43,12 +43,12 @@ def checked(program: Callable, function: Callable, mesh: Mesh, args: tuple) -> A
     why = "several processes cannot run a step operation by operation"
     if whole is not None:
         try:
-            # Loops are run step by step too.
+            # `disable_jit` runs loops step by step too, so the step of a scan is found.
             with jax.disable_jit():
                 function(*whole)
             why = "operation by operation nothing of the kind came up"
         except (ValueError, NotImplementedError) as error:
-            # A `shard_map` over some axes of a mesh is one that JAX only compiles.
+            # JAX can only compile a `shard_map` over some of the mesh's axes.
             why = f"it cannot be run operation by operation: {error}"
     raise FloatingPointError(
         message(
@@ -60,7 +60,7 @@ def checked(program: Callable, function: Callable, mesh: Mesh, args: tuple) -> A
 
 
 def _wrong(results: Any, nans: bool, infs: bool) -> str:
-    """What JAX would complain of in the shards of this process's devices, or nothing."""
+    """ "NaN" or "infinite values" if this process's shards have them, else nothing."""
     for leaf in jax.tree.leaves(results):
         if not jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact):
             continue

@@ -32,9 +32,9 @@ _whole_rows: contextvars.ContextVar[bool] = contextvars.ContextVar("whole_rows",
 
 
 def rows_are_whole() -> bool:
-    """Whether branches that only some devices take are to be made with all rows on each device.
+    """Whether branches that only some devices take have all rows on every device.
 
-    Their `shard_map` is then one over all axes, in which the partitioner has no part.
+    Their `shard_map` is then over all axes, so that the partitioner exchanges nothing in it.
     """
     return _whole_rows.get()
 
@@ -58,11 +58,10 @@ def with_whole_rows(function: Callable) -> Callable:
 
 
 def exchanged_in_branches(text: str, sizes: Mapping[str, int], taken: frozenset[str]) -> list[str]:
-    """What devices exchange in a branch that not all of them take: they would wait for ever.
+    """Collectives in a branch that not all of their devices take: those would wait for ever.
 
-    An exchange is right there if all that join it take the same branch: devices whose places
-    on the axes that choose the branch are the same. A permute waits for all devices, whatever it
-    sends.
+    A collective is right there if all its devices take the same branch: devices at the same place
+    on the axes that choose the branch. A permute waits for all devices, whatever it sends.
 
     Args:
         text: The compiled program.

@@ -1,4 +1,4 @@
-"""`jax.jit` for a mesh: the program that is compiled is one that XLA partitions rightly."""
+"""`jax.jit` for a mesh: operations that XLA partitions wrongly are replaced before compiling."""
 
 import dataclasses
 import functools
@@ -19,9 +19,9 @@ from keras_tpu_dist.partitioner.spread import Axes, spec_axes
 class Jitted:
     """A function that is compiled once for all arguments of the same shapes.
 
-    It is traced, and where its program has an operation that XLA partitions wrongly on this mesh
-    (see `keras_tpu_dist.partitioner.table`) another one is compiled in its place. A program
-    without one is that of `jax.jit`.
+    If the traced program has an operation that XLA partitions wrongly on this mesh (see
+    `keras_tpu_dist.partitioner.table`), a repaired program is compiled. Any other program is that
+    of `jax.jit`.
 
     Args:
         function: A function of arrays.
@@ -29,9 +29,9 @@ class Jitted:
         layouts: From the arguments to a structure of `NamedSharding` or `None` for each of them:
             that of the argument, or a prefix of it.
         outputs: The same for each entry of the tuple that the function returns, if its results
-            are given layouts.
-        kind_of: From the arguments to what tells programs apart, where the shapes of some
-            arguments never change; by default all shapes and dtypes.
+            have layouts.
+        kind_of: From the arguments to the key of their program; by default all shapes and dtypes.
+            A cheaper key pays at every call if the shapes of some arguments never change.
         **options: Those of `jax.jit`.
     """
 
@@ -53,11 +53,13 @@ class Jitted:
         self._kind_of = kind_of or shapes_of
         self._options = options
         self._programs: dict[Hashable, Callable] = {}
+        # Those that were also compiled and checked for hangs, which lowering alone cannot do.
         self._launched: dict[Hashable, Callable] = {}
 
     def __call__(self, *args: Any) -> Any:
         """Runs the program for such arguments."""
         if is_debugging() and not in_compiled_code():
+            # Without donation: the arguments are needed again to find the layer.
             return checked(self._without_donation._launch, self._function, self._mesh, args)
         return self._launch(*args)
 
@@ -75,9 +77,9 @@ class Jitted:
         program = self._launched.get(kind)
         if program is None:
             if in_compiled_code():
-                # A part of another program, for devices that may not be here.
+                # A part of another program, whose devices a dry run may only name: nothing to compile.
                 return self.program(*args)(*args)
-            program = self._launched[kind] = self._programs[kind] = self._looked_at(args)
+            program = self._launched[kind] = self._programs[kind] = self._without_hangs(args)
         return program(*args)
 
     def trace(self, *args: Any) -> Any:
@@ -105,13 +107,13 @@ class Jitted:
         kind = self._kind_of(*args)
         program = self._programs.get(kind)
         if program is None:
-            program = self._programs[kind] = self._made(args)
+            program = self._programs[kind] = self._repaired_or_plain(args)
         return program
 
-    def _made(self, args: tuple) -> Callable:
+    def _repaired_or_plain(self, args: tuple) -> Callable:
         if self._mesh.size == 1:
             return self._plain
-        # Who compiles nothing for a mesh loads no repair.
+        # Imported late, since a program on one device needs no repairs.
         from keras_tpu_dist.partitioner.branches import RowsExchanged
 
         try:
@@ -124,8 +126,8 @@ class Jitted:
 
         return self._repaired(jax.jit(with_whole_rows(self._function), **self._options), args)
 
-    def _looked_at(self, args: tuple) -> Callable:
-        """The program to launch: none that waits for devices which take another branch."""
+    def _without_hangs(self, args: tuple) -> Callable:
+        """The program to launch, in which no branch waits for devices that take another one."""
         program = self.program(*args)
         if self._mesh.size == 1:
             return program
@@ -137,7 +139,7 @@ class Jitted:
             return program
 
         def exchanged() -> list[str]:
-            # The call that follows takes this very executable, so nothing is compiled twice.
+            # `jax.jit` caches the executable, so the call that follows compiles nothing again.
             text = program.lower(*args).compile().as_text()
             return exchanged_in_branches(text, dict(self._mesh.shape), axes)
 
@@ -177,7 +179,7 @@ def _hangs(exchanges: list[str]) -> str:
 
 
 def shapes_of(*args: Any) -> Hashable:
-    """What tells programs apart: the structure, shapes and dtypes of arguments.
+    """The default key of a program: the structure, shapes and dtypes of its arguments.
 
     Args:
         *args: Arrays, numbers, or structures of them.
@@ -187,13 +189,14 @@ def shapes_of(*args: Any) -> Hashable:
 
 
 def _call_of(jaxpr: Any, name: str) -> Callable[[list], list]:
-    """A function that runs a program, traced in no time however long the program is.
+    """A function that runs a program as one call, like a `jax.jit` within a `jax.jit`.
 
-    It becomes one call in the program around it, as a `jax.jit` within a `jax.jit` does.
+    Evaluating the jaxpr equation by equation would trace it again, which takes as long as the
+    program is long.
     """
     inputs, outputs = opened(jaxpr).invars, opened(jaxpr).outvars
     primitive, params = _call_template(name, len(inputs), len(outputs))
-    # What goes through unchanged is handed on by jax.jit, neither copied nor donated.
+    # An output that is an input is passed on as it is: `jax.jit` neither copies nor donates it then.
     position = {v: i for i, v in enumerate(inputs)}
     passed = [None if isinstance(v, core.Literal) else position.get(v) for v in outputs]
 
@@ -205,13 +208,16 @@ def _call_of(jaxpr: Any, name: str) -> Callable[[list], list]:
 
 
 def _call_template(name: str, inputs: int, outputs: int) -> tuple[Any, dict[str, Any]]:
-    """The primitive and parameters with which `jax.jit` calls a program of so many arrays."""
+    """The primitive and parameters with which `jax.jit` calls a program of so many arrays.
 
-    def identity(x):
-        return x + 1
+    Read off a traced call, since their names differ between JAX versions.
+    """
 
-    identity.__name__ = name
-    (equation,) = opened(jax.make_jaxpr(jax.jit(identity))(0.0)).eqns
+    def plus_one(x):
+        return x + 1  # `return x` would be traced without a call
+
+    plus_one.__name__ = name
+    (equation,) = opened(jax.make_jaxpr(jax.jit(plus_one))(0.0)).eqns
     counts = {"in": inputs, "donated": inputs, "out": outputs}
     params = {
         key: value * counts[key.split("_")[0]]
@@ -224,7 +230,7 @@ def _call_template(name: str, inputs: int, outputs: int) -> tuple[Any, dict[str,
 
 @dataclasses.dataclass(frozen=True)
 class _Layout:
-    """A layout within a structure in which nothing else is a leaf, `None` included."""
+    """A leaf around a layout, as `jax.tree` takes `None` for a node without leaves."""
 
     sharding: Any
 

@@ -1,4 +1,4 @@
-"""Layouts asked for within a program, some dimensions left to the compiler."""
+"""Layout constraints within a program that leave some dimensions to the compiler."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,16 +9,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 
 def in_compiled_code() -> bool:
-    """Whether what is computed here becomes part of a program.
+    """Whether operations here become part of a program.
 
-    A value that is differentiated is a tracer also where nothing is compiled, so looking at a
-    value does not tell.
+    A given value does not show it: under differentiation it is a tracer even if nothing is
+    compiled. So a new one is created.
     """
     return isinstance(jax.numpy.zeros(()), jax.core.Tracer)
 
 
 def mesh_here(mesh: Mesh) -> Any:
-    """The mesh to name in a layout: within a `shard_map` the one that it made of it.
+    """The mesh for a layout: within a `shard_map` its own, some of whose axes are manual.
 
     Args:
         mesh: The mesh to name outside of any `shard_map`.

@@ -1,4 +1,4 @@
-"""Programs that XLA's partitioner would get wrong, rewritten so that it does not."""
+"""Repair of programs that XLA's partitioner would get wrong."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -30,15 +30,16 @@ def rewritten(jaxpr: Any, mesh: Mesh, inputs: Sequence[Axes], outputs: Sequence[
         outputs: The same for results that are given a layout.
 
     Returns:
-        The program; the same object where nothing is to be done.
+        The program; the same object if there is nothing to repair.
     """
+    # Most programs have no candidate, and `Spread` goes through all of a program.
     if not _any_candidate(jaxpr, mesh):
         return jaxpr
     return _Rewriter(Spread(jaxpr, inputs, outputs, mesh)).program(jaxpr)
 
 
 def _of_interest(equation: Any) -> bool:
-    """Whether an equation may have to be repaired, or calls a program; the rest is passed by."""
+    """Whether an equation may need a repair, or calls a program; others are skipped."""
     name = equation.primitive.name
     if name in _CLOSED:
         return False
@@ -46,7 +47,7 @@ def _of_interest(equation: Any) -> bool:
 
 
 def _any_candidate(jaxpr: Any, mesh: Mesh) -> bool:
-    """Whether a program has an operation that may be partitioned wrongly, at a quick glance."""
+    """Whether a program has an operation that may be partitioned wrongly; a quick check."""
 
     def candidate(equation: Any) -> bool:
         faults = BY_OPERATION.get(equation.primitive.name, ())
@@ -63,7 +64,7 @@ class _Rewriter:
     def program(self, jaxpr: Any) -> Any:
         key = (id(opened(jaxpr)), self._spread.manual)
         if key not in self._done:
-            # The original is kept as well: while it lives, nothing else has its identity.
+            # With the original: while it is referenced, no other object has its id.
             self._done[key] = (self._edited(jaxpr), jaxpr)
         return self._done[key][0]
 
@@ -91,7 +92,10 @@ class _Rewriter:
             return with_inner_jaxprs(equation, self.program)
 
     def _repaired(self, equation: Any, faults: Sequence[Fault]) -> list | None:
-        """The equations in place of one, or `None`; what is left of it is repaired in turn."""
+        """The equations in place of one, or `None`.
+
+        A repair may leave the operation with other operands, which later faults concern too.
+        """
         for number, fault in enumerate(faults, 1):
             if (equations := fault.repaired(equation, self._spread)) is None:
                 continue

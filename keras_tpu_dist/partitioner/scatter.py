@@ -1,4 +1,4 @@
-"""Scatters whose rows do not divide: rows added that write nowhere."""
+"""Scatters of unevenly split rows: padded with rows that write nowhere."""
 
 from typing import Any
 
@@ -59,6 +59,7 @@ def repaired(equation: Any, spread: Spread) -> list | None:
     both = {d: n for d, n in paddings.items() if d in shared}
 
     def scatter(operand, indices, updates, *rest):
+        # The added rows all have one index, beyond the end.
         params = {**equation.params, "indices_are_sorted": False, "unique_indices": False}
         indices = widened(indices)
         if equation.params["mode"] == lax.GatherScatterMode.CLIP:
