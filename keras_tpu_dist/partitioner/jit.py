@@ -77,7 +77,7 @@ class Jitted:
         program = self._launched.get(kind)
         if program is None:
             if in_compiled_code():
-                # A part of another program, whose devices a dry run may only name: nothing to compile.
+                # A part of another program, perhaps for devices of a dry run: not compiled here.
                 return self.program(*args)(*args)
             program = self._launched[kind] = self._programs[kind] = self._without_hangs(args)
         return program(*args)
@@ -196,7 +196,7 @@ def _call_of(jaxpr: Any, name: str) -> Callable[[list], list]:
     """
     inputs, outputs = opened(jaxpr).invars, opened(jaxpr).outvars
     primitive, params = _call_template(name, len(inputs), len(outputs))
-    # An output that is an input is passed on as it is: `jax.jit` neither copies nor donates it then.
+    # An output that is an input is returned as it is: `jax.jit` neither copies nor donates it.
     position = {v: i for i, v in enumerate(inputs)}
     passed = [None if isinstance(v, core.Literal) else position.get(v) for v in outputs]
 
