@@ -60,7 +60,7 @@ def checked(program: Callable, function: Callable, mesh: Mesh, args: tuple) -> A
 
 
 def _wrong(results: Any, nans: bool, infs: bool) -> str:
-    """ "NaN" or "infinite values" if this process's shards have them, else nothing."""
+    """What the shards of this process have: "NaN", "infinite values", or nothing."""
     for leaf in jax.tree.leaves(results):
         if not jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact):
             continue
