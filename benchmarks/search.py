@@ -3,6 +3,7 @@
     python benchmarks/search.py [--topology v5e:2x4] [--candidates 10] [--seed 0] [--model NAME ...]
     python benchmarks/search.py --against-list [--model NAME ...]
     python benchmarks/search.py --recorded [--model NAME ...]
+    python benchmarks/search.py --without [--model NAME ...]
     python benchmarks/search.py --cycles [--model NAME ...]
 
 For each model some candidates of `ktd.search`, the first by forecast and others drawn at random,
@@ -12,13 +13,15 @@ compiler has within 2 % of each other counts as equal. `--all` compiles every ca
 writes what it said to `tests/searches/compiled.json`.
 
 `--against-list` compiles 30 strategies written by hand, the fastest four at full effort too, and
-prints the fastest and what a search chooses, with an empty cache. `--cycles` prints what the
-constants of `searches/forecast.py` are read from: the compiler's time of each layer
-next to that at the chip's peak rates.
+prints the fastest and what a search chooses, with an empty cache. `--cycles` prints the compiler's
+time of each layer next to that at the chip's peak rates.
 
 `--recorded` compiles nothing: it takes what the compiler said of most candidates on v5e:2x4 from
 `tests/searches/compiled.json` (libtpu 0.0.42.1), and also prints the least of 20 draws of ten, five
 of them the first by forecast.
+
+`--without` prints the same correlations with each of the forecast's constants taken away in turn,
+which is how it was found out which of them are worth having.
 
 Compilations are kept in `--cache`, so that a second run has only to lower.
 """
@@ -36,6 +39,7 @@ import keras
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.dryrun.cache import Cache
+from keras_tpu_dist.searches import activations, forecast
 from keras_tpu_dist.searches.candidates import Candidate, candidates
 from keras_tpu_dist.searches.ranking import rank
 from keras_tpu_dist.searches.search import _forecasts, compiled_step, lowered_step
@@ -281,10 +285,10 @@ def record(name, runs):
     RECORD.write_text(json.dumps(said, indent=0) + "\n")
 
 
-def recorded(measured, _):
+def known_of(measured):
+    """The candidates whose compilation is on record, and the correlations of some of them."""
     said = json.loads(RECORD.read_text())[measured.name]
     found = measured.forecasts(list(candidates(measured.topology.num_devices)))
-    known = [tried for tried in found if str(tried.candidate) in said]
 
     def of(chosen):
         steps, memory = zip(*(said[str(tried.candidate)] for tried in chosen))
@@ -293,6 +297,11 @@ def recorded(measured, _):
             spearman([tried.forecast.memory_bytes for tried in chosen], memory),
         )
 
+    return found, [tried for tried in found if str(tried.candidate) in said], of
+
+
+def recorded(measured, _):
+    found, known, of = known_of(measured)
     draws = [of([*known[:5], *random.Random(s).sample(known[5:], 5)])[0] for s in range(20)]
     step, memory = of(known)
     print(
@@ -300,6 +309,35 @@ def recorded(measured, _):
         f"{memory:.2f}; of tens: median {statistics.median(draws):.2f}, least {min(draws):.2f}",
         flush=True,
     )
+
+
+# Every constant of the forecast, and the value at which it does nothing.
+NEUTRAL = [
+    (forecast, "_QUICK", 1),
+    (forecast, "_EXPOSED", 1),
+    (forecast, "_ROUND_S", 0),
+    (forecast, "_PASSES", 1),
+    (forecast, "_COLUMNS", 1),
+    (forecast, "_PROGRAM", 0),
+    (forecast, "_OUTPUTS", 0),
+    (forecast, "_LAID_OUT_OF_SPLIT_SLOTS", 0),
+    (forecast, "_GATHERED", 0),
+    (activations, "_SMALLER", 0),
+]
+
+
+def without(measured, _):
+    _, known, of = known_of(measured)
+    print(f"{measured.name:15} {'as it is':24} step {of(known)[0]:.3f}, memory {of(known)[1]:.3f}")
+    for module, name, neutral in NEUTRAL:
+        own = getattr(module, name)
+        setattr(module, name, neutral)
+        try:
+            _, known, of = known_of(measured)
+        finally:
+            setattr(module, name, own)
+        step, memory = of(known)
+        print(f"{'':15} {name:24} step {step:.3f}, memory {memory:.3f}", flush=True)
 
 
 def against_list(measured, arguments):
@@ -353,10 +391,11 @@ def main():
     parser.add_argument("--against-list", action="store_true")
     parser.add_argument("--cycles", action="store_true")
     parser.add_argument("--recorded", action="store_true")
+    parser.add_argument("--without", action="store_true")
     arguments = parser.parse_args()
     keras.config.set_dtype_policy(arguments.policy)
     others = {against_list: arguments.against_list, cycles: arguments.cycles}
-    others[recorded] = arguments.recorded
+    others |= {recorded: arguments.recorded, without: arguments.without}
     task = next((task for task, asked in others.items() if asked), correlation)
     if task is correlation:
         print("forecast | compiler, of step time and memory a device")

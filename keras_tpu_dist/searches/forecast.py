@@ -140,27 +140,18 @@ class Placed:
         return math.prod(map(self.ground.ways, self.split(index)))
 
     @functools.cached_property
-    def begins_split(self) -> bool:
-        """Whether the features that the first layer makes are split, as then those after it are."""
-        first = next((p.weight for p in self.facts.products if p.weight is not None), None)
-        return not self.tables and first is not None and bool(self.split(first)[-1])
-
-    @functools.cached_property
     def tables(self) -> frozenset[int]:
         """The weights in which rows are looked up."""
         return frozenset(lookup.weight for lookup in self.facts.lookups)
 
-    def columns(self, index: int) -> Side:
-        """The columns of a table's rows; of a vector none.
+    def columns(self, index: int) -> float:
+        """The columns of a table's rows on one device; 0 for a vector, which has none.
 
         Args:
             index: Which weight.
         """
         shape, axes = self.facts.weights[index].shape, self.specs[index]
-        if len(shape) < 2:
-            return Side(0, 1)
-        ways = self.ground.ways(axes[-1])
-        return Side(shape[-1] / ways, ways)
+        return shape[-1] / self.ground.ways(axes[-1]) if len(shape) > 1 else 0.0
 
     def in_a_loop(self, product: MatrixProduct) -> bool:
         """Whether a product runs in a loop, not once on each device.
@@ -203,14 +194,22 @@ class Placed:
         return tuple(sizes.get(i, float(w.itemsize)) for i, w in enumerate(weights))
 
 
-# The compiler's cycles of effort "quick", by which a search decides, over what a product would
-# take at the chip's peak (`python benchmarks/search.py --cycles`, libtpu 0.0.42.1, v5e).
-PRODUCT_CYCLES = 4.2
+# The step time rests on three numbers that were fitted, and on what the chip is: every other one
+# that was tried changed no rank correlation of seven models by more than 0.01
+# (`python benchmarks/search.py --without`).
+#
+# The compiler's cycles of effort "quick", by which a search decides, over what the chip needs at
+# its peak rates. A search compares them with time on the links, which counts in full.
+_QUICK = 2.5
+# What is fetched ahead of the product that needs it, its operands and gathered weights, is hidden
+# for a half. Reductions are waited for.
+_EXPOSED = 0.5
+# What a round of pieces of a gradient takes at least, however small the piece.
+_ROUND_S = 2e-5
+# An array is written once and read once.
+_PASSES = 2
 # The matrix units and the vectors have 128 columns; fewer take as long.
 _COLUMNS = 128
-# What a round of pieces of a gradient takes at least, and how often bytes of its are moved.
-_ROUND_S = 2e-5
-_ROUND_PASSES = 2
 
 
 def padding(size: float) -> float:
@@ -224,16 +223,14 @@ def padding(size: float) -> float:
 
 @dataclass(frozen=True)
 class Part:
-    """One device's part of a product.
+    """One device's part of a product; its gradients are two more of the same size.
 
     Attributes:
-        forward_s: Seconds of the matrix units forwards.
-        backward_s: And for both gradients.
-        moved_bytes: Its operands and its result, once.
+        forward_s: Seconds of the matrix units at their peak rate.
+        moved_bytes: Its operands and its result.
     """
 
     forward_s: float
-    backward_s: float
     moved_bytes: float
 
 
@@ -249,26 +246,21 @@ def part_of(placed: Placed, product: MatrixProduct) -> Part:
     read, written = product.read_bytes * often, product.written_bytes * often
     weight = product.weight
     if weight is None:
-        # Attention's own products are split as the heads around them are. Flash attention is a
-        # kernel, whose cycles the compiler does not estimate: at full speed.
+        # Attention's own products are split as the heads around them are.
         ways = placed.most_split
-        return Part(whole / ways, 2 * whole / ways, (read + written) / ways)
-    moved = read + written + product.weight_bytes
-    if placed.in_a_loop(product):
-        # The step of a recurrence is a kernel too, with its weights whole, on the chip; the
-        # gradient of the weights is one product after it.
-        return Part(whole, whole * (1 + PRODUCT_CYCLES), moved)
+        return Part(whole / ways, (read + written) / ways)
     if product.times > 1:
-        return Part(whole * PRODUCT_CYCLES, 2 * whole * PRODUCT_CYCLES, moved)
+        # Within a loop, such as a recurrence's, weights are whole.
+        return Part(whole, read + written + product.weight_bytes)
     summed, made = placed.sides(product, weight)
     columns = padding(summed.size) * padding(made.size)
     if product.taps > 1:
         # Convolutions may have the batch where others have features.
         batch = padding(placed.facts.rows * placed.share)
         columns = min(columns, batch * min(padding(summed.size), padding(made.size)))
-    one = whole * PRODUCT_CYCLES * columns / summed.ways / made.ways
+    one = whole * columns / summed.ways / made.ways
     moved = read / summed.ways + written / made.ways
-    return Part(one, 2 * one, moved + product.weight_bytes / summed.ways / made.ways)
+    return Part(one, moved + product.weight_bytes / summed.ways / made.ways)
 
 
 @dataclass(frozen=True)
@@ -289,8 +281,8 @@ class Ring:
 def ring_of(placed: Placed, product: MatrixProduct, again: float = 0.0) -> Ring:
     """A product's gradient that is made piece by piece, each sent on when it is ready.
 
-    So XLA does with gradients that end split over the batch's axes, where it is not told to leave
-    products whole, and where a row of the batch has many rows, of a time or an image: others are
+    XLA does so with gradients that end split over the batch's axes, unless an option keeps products
+    whole, and if a row of the batch has many rows, of a time or an image; other gradients are
     summed and scattered. An operand is laid out anew, with the columns of one piece at a time.
 
     Args:
@@ -314,7 +306,7 @@ def ring_of(placed: Placed, product: MatrixProduct, again: float = 0.0) -> Ring:
     cut, operand = made, product.written_bytes
     if summed.size >= made.size:
         cut, operand = summed, product.read_bytes
-    pieces = _ROUND_PASSES * product.weight_bytes / summed.ways / made.ways
+    pieces = _PASSES * product.weight_bytes / summed.ways / made.ways
     laid_out = operand * placed.share / cut.ways * padding(cut.size / ways)
     uses = 1.0
     if stored and (again or product.taps > 1):
@@ -325,35 +317,16 @@ def ring_of(placed: Placed, product: MatrixProduct, again: float = 0.0) -> Ring:
 
 
 def table_bytes(placed: Placed) -> float:
-    """Bytes moved for tables and their gradients.
-
-    Both are laid out anew, and then have 128 columns where they are of fewer.
+    """Bytes moved for tables, laid out anew: with 128 columns even if they have fewer.
 
     Args:
         placed: The model on its mesh.
     """
     moved = 0.0
     for index in placed.tables:
-        weight, wide = placed.facts.weights[index], padding(placed.columns(index).size)
-        one = weight.size * weight.itemsize / placed.ways(index)
-        # Read as stored and written half as wide, then copied, as the gradient is.
-        moved += one * (1.5 + 1 + wide)
+        weight, wide = placed.facts.weights[index], padding(placed.columns(index))
+        moved += _PASSES * wide * weight.size * weight.itemsize / placed.ways(index)
     return moved
-
-
-def taken_bytes(placed: Placed) -> float:
-    """Bytes moved of rows that are looked up: of the whole batch where a table is stored split.
-
-    Args:
-        placed: The model on its mesh.
-    """
-    total, ground = 0.0, placed.ground
-    for lookup in placed.facts.lookups:
-        stored, columns = placed.stored(lookup.weight), placed.columns(lookup.weight)
-        rest = ground.ways([axis for axis in ground.data_axes if axis not in stored])
-        wide = padding(columns.size) / columns.ways
-        total += 4 * lookup.taken_bytes * placed.batches * wide / rest
-    return total
 
 
 def output_bytes(placed: Placed) -> float:
@@ -369,11 +342,6 @@ def output_bytes(placed: Placed) -> float:
     return placed.facts.output_bytes * placed.share / ways
 
 
-# What gathers of weights leave exposed: the compiler starts them ahead of the product that needs
-# them. Reductions are waited for.
-_EXPOSED_OF_A_GATHER = 0.5
-
-
 def links(placed: Placed, again: float) -> tuple[float, float]:
     """Seconds on the links at full speed: all, and those waited for.
 
@@ -387,14 +355,12 @@ def links(placed: Placed, again: float) -> tuple[float, float]:
         if product.weight is None:
             continue
         shape, spec = placed.facts.weights[product.weight].shape, placed.specs[product.weight]
-        # Queries, keys and values read one array, whose gradient is summed once; not so where each
-        # gathers it for itself.
+        # Queries, keys and values read one array, whose gradient is summed once.
         alike = (shape, spec, product.read_bytes, product.contracted)
         forwards, backwards = _partial_sums(placed, product, product.weight)
-        once = alike == last and not placed.begins_split
-        reduced += forwards * (1 + again) + (0.0 if once else backwards)
+        reduced += forwards * (1 + again) + (0.0 if alike == last else backwards)
         last = alike
-        gathered += _gathers(placed, product, product.weight) * (1 + again / 2)
+        gathered += _gathers(placed, product, product.weight)
     for lookup in placed.facts.lookups:
         reduced += _taken(placed, lookup.taken_bytes, lookup.weight)
     for index, weight, _ in placed.weights():
@@ -402,7 +368,7 @@ def links(placed: Placed, again: float) -> tuple[float, float]:
         if weight.trainable and not (index in placed.tables and placed.stored(index)):
             summed, updated = _gradient(placed, index, weight)
             reduced, gathered = reduced + summed, gathered + updated
-    return reduced + gathered, reduced + gathered * _EXPOSED_OF_A_GATHER
+    return reduced + gathered, reduced + gathered * _EXPOSED
 
 
 def _partial_sums(placed: Placed, product: MatrixProduct, weight: int) -> tuple[float, float]:
@@ -465,10 +431,9 @@ def _gradient(placed: Placed, index: int, weight: Weight) -> tuple[float, float]
 _PROGRAM = 50 * 2**20
 # A loss holds the outputs and their gradient in float32.
 _OUTPUTS = 2
-# Operands that are laid out anew for gradients made piece by piece are held at the same time, fewer
-# of them where weights are whole; and tables that are brought together after an update.
+# Operands that are laid out anew for gradients made piece by piece are held at the same time; of
+# weights that are whole, whose slots alone are split, only some.
 _LAID_OUT_OF_SPLIT_SLOTS = 0.3
-_TABLES_OF_SPLIT_SLOTS = 0.3
 # A weight that is brought together, and the next one.
 _GATHERED = 2
 
@@ -539,9 +504,7 @@ def parts_on(placed: Placed) -> Callable[[frozenset[Origin]], float]:
     @functools.cache
     def parts(origins: frozenset[Origin]) -> float:
         weights = [o for o in origins if o != BATCH]
-        # Vectors are not what decides how a product's result is split.
-        large = [o for o in weights if len(facts.weights[o[0]].shape) > 1] or weights
-        return min(map(ways, large), default=1) * (rows if BATCH in origins else 1)
+        return min(map(ways, weights), default=1) * (rows if BATCH in origins else 1)
 
     return parts
 
@@ -576,29 +539,11 @@ def _together_bytes(placed: Placed) -> float:
             used = product.weight_bytes / placed.used_ways(product.weight)
             largest = max(largest, used)
     for index in placed.tables:
-        weight, columns = placed.facts.weights[index], placed.columns(index)
+        weight = placed.facts.weights[index]
         if placed.ground.shard_optimizer and not placed.stored(index):
             used = weight.size * weight.itemsize / placed.used_ways(index)
-            tables += _TABLES_OF_SPLIT_SLOTS * used * padding(columns.size)
+            tables += used * padding(placed.columns(index))
     return _GATHERED * largest + tables
-
-
-# The compiler's cycles of effort "quick", by which a search decides, over what the bytes would
-# take at the chip's bandwidth: a product's operands, of which it hides a part, whatever else
-# moves, tables that are laid out anew, and the optimizer's updates
-# (`python benchmarks/search.py --cycles`, v5e).
-_OPERAND_CYCLES = 1.2
-_TRAFFIC_CYCLES = 2.5
-_TABLE_CYCLES = 3.5
-_UPDATE_CYCLES = 1.65
-# Each step reads weights and slots and writes them.
-_STATE_PASSES = 2
-# Weights that are brought together after an update are cut, written, copied and read.
-_GATHERED_PASSES = 4
-# How often what a step writes between its operations is written or read.
-_ACTIVATION_PASSES = 2.0
-# A loss reads and writes the outputs and their gradient.
-_OUTPUT_PASSES = 4
 
 
 @dataclass(frozen=True)
@@ -609,7 +554,7 @@ class Forecast:
         state_bytes: Weights and the optimizer's slots.
         held_bytes: The most that is held at a time between operations.
         memory_bytes: All together.
-        compute_s: Products, as slow as the compiler's cycles of effort "quick" have them.
+        compute_s: Products, as slow as the compiler's cycles of effort "quick" state them.
         traffic_s: What is read and written, likewise.
         links_s: Collectives at full speed.
         exposed_s: The part of them that is waited for.
@@ -626,7 +571,7 @@ class Forecast:
     @property
     def step_s(self) -> float:
         """Seconds of a step."""
-        return max(self.compute_s + self.traffic_s + self.exposed_s, self.links_s)
+        return self.compute_s + self.traffic_s + self.exposed_s
 
 
 def forecast(
@@ -643,26 +588,23 @@ def forecast(
     """
     placed = Placed(facts, tuple(specs), ground, rows / facts.rows)
     again = _computed_again(facts, policy)
-    compute = operands = 0.0
-    # Activations, the outputs, and the rows looked up in tables.
-    moved = _ACTIVATION_PASSES * _written_bytes(placed, policy)
-    moved += _OUTPUT_PASSES * output_bytes(placed) + taken_bytes(placed)
+    memory = memory_of(placed, policy)
+    compute = rounds = 0.0
+    # Activations; weights and slots; and weights whose updates are brought together.
+    moved = _written_bytes(placed, policy) + memory.state_bytes + _gathered_bytes(placed)
+    moved = _PASSES * moved + table_bytes(placed)
     for product in facts.products:
         part, ring = part_of(placed, product), ring_of(placed, product, again)
-        compute += part.forward_s * (1 + again) + part.backward_s + ring.seconds
-        operands += part.moved_bytes * (3 + again)
-        moved += ring.moved_bytes
-    memory = memory_of(placed, policy)
-    updated = _STATE_PASSES * memory.state_bytes + _GATHERED_PASSES * _gathered_bytes(placed)
-    traffic = _TRAFFIC_CYCLES * moved + _OPERAND_CYCLES * operands + _UPDATE_CYCLES * updated
-    traffic += _TABLE_CYCLES * table_bytes(placed)
+        compute += part.forward_s * (3 + again)
+        moved += _EXPOSED * part.moved_bytes * (3 + again) + ring.moved_bytes
+        rounds += ring.seconds
     all_links, exposed = links(placed, again)
     return Forecast(
         state_bytes=memory.state_bytes,
         held_bytes=memory.held_bytes,
         memory_bytes=memory.total_bytes,
-        compute_s=compute,
-        traffic_s=traffic / ground.topology.hbm_bandwidth,
+        compute_s=_QUICK * compute + rounds,
+        traffic_s=_QUICK * moved / ground.topology.hbm_bandwidth,
         links_s=all_links,
         exposed_s=exposed,
     )
