@@ -20,8 +20,7 @@ from keras_tpu_dist.input.position import InputPosition
 from keras_tpu_dist.input.same_input import compared
 from keras_tpu_dist.replica.blocks import from_blocks, own_replicas
 from keras_tpu_dist.replica.run_options import RunOptions, check_no_rows, pad_host
-from keras_tpu_dist.replica.stacked import DescribedValue, stack, stacked
-from keras_tpu_dist.replica.values import PerReplica
+from keras_tpu_dist.replica.values import DescribedValue, PerReplica, stack_structures, stack_values
 from keras_tpu_dist.training.protocol import Strategy, StrategyPart
 
 
@@ -330,7 +329,7 @@ class DistributedInput(StrategyPart):
         check_attached(self, "distribute_values_from_function")
         number = self.num_replicas_in_sync
         made = {i: value_fn(ValueContext(i, number)) for i in own_replicas(self)}
-        return stacked(made, self, "value_fn")
+        return stack_structures(made, self, "value_fn")
 
     def _place_global(self, batch: Any, options: RunOptions | None) -> Any:
         padded: list[tuple[int, int] | None] | None = None
@@ -598,7 +597,7 @@ def _whole(arrays: list, held: Sequence, mine: Sequence[int], strategy: Strategy
         i: DescribedValue.of(a) for replicas in held for i, a in zip(replicas, arrays, strict=True)
     }
     described = [every[i] for i in range(len(every))]
-    return stack(dict(zip(mine, arrays, strict=True)), described, strategy, "dataset_fn")
+    return stack_values(dict(zip(mine, arrays, strict=True)), described, strategy, "dataset_fn")
 
 
 def _rows(

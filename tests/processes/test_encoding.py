@@ -16,7 +16,7 @@ from keras_tpu_dist.input.shards import shares_by
 from keras_tpu_dist.processes import encoding, watch
 from keras_tpu_dist.processes.channel import Channel, PeerError
 from keras_tpu_dist.processes.encoding import ANYTHING, DictOf, ListOf, check_array, decoded, fits
-from keras_tpu_dist.replica import stacked
+from keras_tpu_dist.replica import values
 
 KEYS = (
     st.sampled_from(["rows", "leaves", "structure", "ended", "batches", "marks", "x"]) | st.text()
@@ -27,7 +27,7 @@ PLAIN = st.recursive(
 )
 # What the package reads from others.
 FORMS = [
-    *(own_input._BATCH, own_input._NEXT, stacked._VALUES, watch._ALIVE, watch._GONE, watch._READ),
+    *(own_input._BATCH, own_input._NEXT, values._VALUES, watch._ALIVE, watch._GONE, watch._READ),
     *(
         [str, ANYTHING],
         (None, DictOf(ANYTHING)),
