@@ -175,11 +175,11 @@ def _arrays(directory: str | os.PathLike) -> dict[str, Saved]:
     found: dict[str, Saved] = {}
     seen: Counter[str] = Counter()
     for kind in (WEIGHTS, SLOTS, OPTIMIZER, METRICS):
-        for each in manifest.arrays.get(kind, ()):
+        for saved in manifest.arrays.get(kind, ()):
             # Without Keras's numbers, which differ between processes; equal names are numbered.
-            name = "/".join(filter(None, (kind, each.entry.slot, canonical(each.entry.path))))
+            name = "/".join(filter(None, (kind, saved.entry.slot, canonical(saved.entry.path))))
             seen[name] += 1
-            found[f"{name} ({seen[name]})" if seen[name] > 1 else name] = each
+            found[f"{name} ({seen[name]})" if seen[name] > 1 else name] = saved
     return found
 
 

@@ -71,8 +71,8 @@ def _started(arrays: Sequence[Any], function: Callable) -> Callable[[], list]:
 
 @jax.jit
 def _sums_and_finite(arrays: list) -> jax.Array:
-    finite = [jnp.all(jnp.isfinite(each)).astype(jnp.uint32) for each in arrays]
-    return jnp.stack([jnp.stack([_sum(each) for each in arrays]), jnp.stack(finite)], axis=1)
+    finite = [jnp.all(jnp.isfinite(array)).astype(jnp.uint32) for array in arrays]
+    return jnp.stack([jnp.stack([_sum(array) for array in arrays]), jnp.stack(finite)], axis=1)
 
 
 @jax.jit

@@ -77,7 +77,7 @@ def staying(
     >>> staying(known, keep=2, best=None)
     {1, 2, 3}
     """
-    whole = sorted(step for step, each in known.items() if each.whole)
+    whole = sorted(step for step, one in known.items() if one.whole)
     if keep is None or not whole:
         return set(known)
     stay = set(whole[-keep:])

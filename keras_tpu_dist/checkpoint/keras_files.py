@@ -184,7 +184,7 @@ def is_directory_of_keras(directory: str | os.PathLike) -> bool:
     if not path.is_dir():
         return False
     return (path / _ARRAYS).is_dir() or any(
-        (each / _ARRAYS).is_dir() for each in path.iterdir() if each.name.isdigit()
+        (path_in / _ARRAYS).is_dir() for path_in in path.iterdir() if path_in.name.isdigit()
     )
 
 
@@ -227,9 +227,9 @@ class KerasDirectory:
                 entry = Entry(path, tuple(leaf.shape), str(leaf.dtype))
                 arrays[kind].append(Saved(entry, f"{group}/{path}", 0))
         arrays |= _slots_apart(arrays)
-        optimizer = next((each.entry.path for each in arrays[OPTIMIZER]), "")
+        optimizer = next((saved.entry.path for saved in arrays[OPTIMIZER]), "")
         return Manifest(
-            {kind: tuple(in_order_of_numbers(each, _path_of)) for kind, each in arrays.items()},
+            {kind: tuple(in_order_of_numbers(rows, _path_of)) for kind, rows in arrays.items()},
             written={"optimizer": optimizer.partition("/")[0]},
         )
 
@@ -269,8 +269,8 @@ class KerasDirectory:
         """
         state = named_state(model)
         state[SLOTS] = [
-            (replace(each, slot=_after(each.path, variable.path)), variable)
-            for each, variable in state[SLOTS]
+            (replace(entry, slot=_after(entry.path, variable.path)), variable)
+            for entry, variable in state[SLOTS]
         ]
         return {
             kind: in_order_of_numbers(pairs, lambda pair: pair[0].path)
@@ -287,17 +287,17 @@ class KerasDirectory:
 
 def _slots_apart(arrays: Mapping[str, list[Saved]]) -> dict[str, list[Saved]]:
     """Keras names a slot by its weight's path, joined with underscores, and by its own name."""
-    by_name = {each.entry.path.replace("/", "_"): each.entry.path for each in arrays[WEIGHTS]}
+    by_name = {saved.entry.path.replace("/", "_"): saved.entry.path for saved in arrays[WEIGHTS]}
     slots, rest = [], []
-    for each in arrays[OPTIMIZER]:
-        last = each.entry.path.rpartition("/")[2]
+    for saved in arrays[OPTIMIZER]:
+        last = saved.entry.path.rpartition("/")[2]
         names = [name for name in by_name if last.startswith(f"{name}_")]
         if not names:
-            rest.append(each)
+            rest.append(saved)
             continue
         path = by_name[max(names, key=len)]
-        entry = Entry(path, each.entry.shape, each.entry.dtype, _after(path, each.entry.path))
-        slots.append(Saved(entry, each.key, each.fingerprint))
+        entry = Entry(path, saved.entry.shape, saved.entry.dtype, _after(path, saved.entry.path))
+        slots.append(Saved(entry, saved.key, saved.fingerprint))
     return {SLOTS: slots, OPTIMIZER: rest}
 
 
@@ -306,21 +306,21 @@ def _after(weight: str, slot: str) -> str:
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, each in tree.items():
-        if isinstance(each, Mapping):
-            yield from _flat(each, f"{prefix}{name}/")
+    for name, node in tree.items():
+        if isinstance(node, Mapping):
+            yield from _flat(node, f"{prefix}{name}/")
         else:
-            yield f"{prefix}{name}", each
+            yield f"{prefix}{name}", node
 
 
 def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
-    for path, each in flat.items():
+    for path, leaf in flat.items():
         *parts, last = path.split("/")
         inner = tree
         for part in parts:
             inner = inner.setdefault(part, {})
-        inner[last] = each
+        inner[last] = leaf
     return tree
 
 

@@ -18,7 +18,7 @@ from keras_tpu_dist.checkpoint.names import (
     SLOTS,
     WEIGHTS,
     Entry,
-    entry,
+    entry_of,
     follow,
     match,
     numbered,
@@ -185,13 +185,13 @@ class _Parts:
     """The objects of a loop, as a snapshot takes a model."""
 
     def __init__(self, objects: tuple):
-        self.models = [each for each in objects if isinstance(each, keras.Layer)]
-        self.optimizers = [each for each in objects if isinstance(each, keras.optimizers.Optimizer)]
-        self.datasets = [each for each in objects if hasattr(each, "keep_position")]
+        self.models = [item for item in objects if isinstance(item, keras.Layer)]
+        self.optimizers = [item for item in objects if isinstance(item, keras.optimizers.Optimizer)]
+        self.datasets = [item for item in objects if hasattr(item, "keep_position")]
         others = (keras.Variable, keras.metrics.Metric, keras.random.SeedGenerator)
-        self.others = [each for each in objects if isinstance(each, others)]
+        self.others = [item for item in objects if isinstance(item, others)]
         known = [*self.models, *self.optimizers, *self.datasets, *self.others]
-        wrong = [each for each in objects if not any(each is one for one in known)]
+        wrong = [item for item in objects if not any(item is one for one in known)]
         if wrong or not objects:
             raise ValueError(
                 message(
@@ -203,7 +203,7 @@ class _Parts:
             )
         for dataset in self.datasets:
             dataset.keep_position()
-        # What the manifest says of who wrote it.
+        # For the manifest, like those of a model.
         self.name = self.models[0].name if self.models else "loop"
         self.optimizer = self.optimizers[0] if self.optimizers else None
 
@@ -213,7 +213,7 @@ class _Parts:
 
     def positions(self) -> list:
         found = [dataset.position() for dataset in self.datasets]
-        return [None if each is None else each.to_dict() for each in found]
+        return [None if item is None else item.to_dict() for item in found]
 
     def state(self) -> dict[str, list[tuple[Entry, Any]]]:
         """The variables by kind, each with its entry. See `names.named_state`."""
@@ -227,9 +227,9 @@ class _Parts:
         }
         own_slots = [v for v in of_optimizers if id(v) in slots]
         rest = [v for v in of_optimizers if id(v) not in slots]
-        others = _once(v for each in self.others for v in _variables_of(each))
+        others = _once(v for item in self.others for v in _variables_of(item))
         return {
-            WEIGHTS: [(replace(entry(v), nth=nth[id(v)]), v) for v in of_models],
+            WEIGHTS: [(replace(entry_of(v), nth=nth[id(v)]), v) for v in of_models],
             SLOTS: [(_of_slot(v, *slots[id(v)], nth), v) for v in own_slots],
             OPTIMIZER: _numbered(rest),
             METRICS: _numbered(others),
@@ -239,19 +239,19 @@ class _Parts:
         """What was saved, and the variable that it is for; all of it, or an error."""
         state = self.state()
         matching = {
-            kind: match([each for each, _ in state[kind]], manifest.entries(kind))
+            kind: match([entry for entry, _ in state[kind]], manifest.entries(kind))
             for kind in (WEIGHTS, OPTIMIZER, METRICS)
         }
         saved = manifest.entries(WEIGHTS)
-        names = [(each.path, each.nth) for each, _ in state[WEIGHTS]]
+        names = [(entry.path, entry.nth) for entry, _ in state[WEIGHTS]]
         sources = {
             names[i]: (saved[j].path, saved[j].nth) for i, j in matching[WEIGHTS].pairs.items()
         }
-        slots = follow([each for each, _ in state[SLOTS]], manifest.entries(SLOTS), sources)
+        slots = follow([entry for entry, _ in state[SLOTS]], manifest.entries(SLOTS), sources)
         whole = len(slots) == len(state[SLOTS]) == len(manifest.entries(SLOTS))
-        if not whole or not all(each.complete for each in matching.values()):
+        if not whole or not all(found.complete for found in matching.values()):
             raise ValueError(_misfit(step, matching, state, manifest))
-        pairs = {kind: each.pairs for kind, each in matching.items()} | {SLOTS: slots}
+        pairs = {kind: found.pairs for kind, found in matching.items()} | {SLOTS: slots}
         return [
             (manifest.arrays[kind][j], state[kind][i][1])
             for kind, those in pairs.items()
@@ -260,7 +260,7 @@ class _Parts:
 
     def build_optimizer(self) -> None:
         """Makes an optimizer its slots, where it has not trained yet."""
-        unbuilt = [each for each in self.optimizers if not each.built]
+        unbuilt = [optimizer for optimizer in self.optimizers if not optimizer.built]
         if not unbuilt:
             return
         if len(self.optimizers) > 1 or len(self.models) != 1:
@@ -281,28 +281,28 @@ def _once(variables: Any) -> list:
     return list({id(v): v for v in variables}.values())
 
 
-def _variables_of(each: Any) -> list:
-    if isinstance(each, keras.Variable):
-        return [each]
-    return [each.state] if isinstance(each, keras.random.SeedGenerator) else each.variables
+def _variables_of(item: Any) -> list:
+    if isinstance(item, keras.Variable):
+        return [item]
+    return [item.state] if isinstance(item, keras.random.SeedGenerator) else item.variables
 
 
 def _numbered(variables: list) -> list[tuple[Entry, Any]]:
     numbers = [n for _, n in numbered(v.path for v in variables)]
-    return [(replace(entry(v), nth=n), v) for v, n in zip(variables, numbers)]
+    return [(replace(entry_of(v), nth=n), v) for v, n in zip(variables, numbers)]
 
 
 def _of_slot(slot: Any, name: str, weight: Any, nth: Mapping[int, int]) -> Entry:
-    return replace(entry(slot), path=weight.path, slot=name, nth=nth.get(id(weight), 0))
+    return replace(entry_of(slot), path=weight.path, slot=name, nth=nth.get(id(weight), 0))
 
 
 def _noted(manifest: Manifest, step: int, directory: str) -> tuple[dict[str, Any], list[list]]:
-    """The numbers and the positions that `save` noted, whoever wrote the file."""
+    """The numbers and positions that `save` noted, checked: a stranger may have written them."""
     training = manifest.training
     numbers, positions = training.get("loop"), training.get("loop_positions")
     plain = isinstance(numbers, dict) and all(isinstance(v, _Plain) for v in numbers.values())
     placed = isinstance(positions, list) and all(
-        isinstance(own, list) and all(each is None or is_position(each) for each in own)
+        isinstance(own, list) and all(position is None or is_position(position) for position in own)
         for own in positions
     )
     if isinstance(numbers, dict) and isinstance(positions, list) and plain and placed:
@@ -318,9 +318,9 @@ def _noted(manifest: Manifest, step: int, directory: str) -> tuple[dict[str, Any
 
 def _misfit(step: int, matching: Mapping, state: Mapping, manifest: Manifest) -> str:
     parts = [
-        words
-        for each in matching.values()
-        for words in (*unmatched_text(each.missing, each.unexpected), *each.reshaped)
+        text
+        for found in matching.values()
+        for text in (*unmatched_text(found.missing, found.unexpected), *found.reshaped)
     ]
     slots = len(state[SLOTS]), len(manifest.entries(SLOTS))
     parts = parts or [f"{slots[0]} slots of optimizers here, {slots[1]} there"]

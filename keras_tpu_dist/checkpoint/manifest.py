@@ -87,7 +87,7 @@ class Manifest:
             "version": VERSION,
             "written": self.written,
             "training": self.training,
-            "arrays": {kind: [_row(each) for each in rows] for kind, rows in self.arrays.items()},
+            "arrays": {kind: [_row(row) for row in rows] for kind, rows in self.arrays.items()},
         }
         return {"crc32": _crc32(content), **content}
 
@@ -105,7 +105,7 @@ class Manifest:
         Args:
             kind: `"weights"`, for example.
         """
-        return [each.entry for each in self.arrays.get(kind, ())]
+        return [saved.entry for saved in self.arrays.get(kind, ())]
 
 
 def from_json(data: Any, where: str) -> Manifest:
@@ -262,7 +262,7 @@ def _check_history(history: Any) -> None:
     _expect(isinstance(history, dict), "training.history", history)
     epochs, logs = history.get("epoch"), history.get("logs")
     _expect(isinstance(epochs, list) and all(map(_is_count, epochs)), "history.epoch", epochs)
-    lists = isinstance(logs, dict) and all(isinstance(each, list) for each in logs.values())
+    lists = isinstance(logs, dict) and all(isinstance(values, list) for values in logs.values())
     _expect(lists, "history.logs", logs)
 
 

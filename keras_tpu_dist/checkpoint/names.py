@@ -76,15 +76,15 @@ def named_state(model: Any) -> dict[str, list[tuple[Entry, Any]]]:
     in_model = numbered(v.path for v in model.variables)
     nth = {id(v): n for v, (_, n) in zip(model.variables, in_model)}
     state = {
-        WEIGHTS: [(_with_nth(entry(v), v, nth), v) for v in (*trainable, *non_trainable)],
+        WEIGHTS: [(_with_nth(entry_of(v), v, nth), v) for v in (*trainable, *non_trainable)],
         SLOTS: [(_slot_entry(v, *slots[id(v)], nth), v) for v in optimizer if id(v) in slots],
-        OPTIMIZER: [(entry(v), v) for v in optimizer if id(v) not in slots],
-        METRICS: [(entry(v), v) for v in metrics],
+        OPTIMIZER: [(entry_of(v), v) for v in optimizer if id(v) not in slots],
+        METRICS: [(entry_of(v), v) for v in metrics],
     }
     return state
 
 
-def entry(variable: Any) -> Entry:
+def entry_of(variable: Any) -> Entry:
     """The entry of a variable that is not a slot.
 
     Args:
@@ -112,11 +112,11 @@ def match(
         exclude: Patterns (`fnmatch`) of paths to leave out, in the model and the checkpoint.
         rename: Pairs of a regular expression and what replaces it in saved paths.
     """
-    wanted = {i: each for i, each in enumerate(here) if not matches(each.path, exclude)}
-    kept = tuple(each.path for i, each in enumerate(here) if i not in wanted)
-    paths = [_renamed(each.path, rename) for each in saved]
+    wanted = {i: entry for i, entry in enumerate(here) if not matches(entry.path, exclude)}
+    kept = tuple(entry.path for i, entry in enumerate(here) if i not in wanted)
+    paths = [_renamed(entry.path, rename) for entry in saved]
     offered = {i: path for i, path in enumerate(paths) if not matches(path, exclude)}
-    groups_here = _grouped({i: each.path for i, each in wanted.items()})
+    groups_here = _grouped({i: entry.path for i, entry in wanted.items()})
     groups_saved = _grouped(offered)
     pairs: dict[int, int] = {}
     for name, indices in groups_here.items():
@@ -152,11 +152,11 @@ def follow(
     Returns:
         From the index of a slot to that of the saved one; slots without one are missing.
     """
-    by_name = {(each.slot, each.path, each.nth): j for j, each in enumerate(saved)}
+    by_name = {(entry.slot, entry.path, entry.nth): j for j, entry in enumerate(saved)}
     pairs = {}
-    for i, each in enumerate(here):
-        j = by_name.get((each.slot, *weights.get((each.path, each.nth), ("", 0))))
-        if j is not None and saved[j].shape == each.shape:
+    for i, entry in enumerate(here):
+        j = by_name.get((entry.slot, *weights.get((entry.path, entry.nth), ("", 0))))
+        if j is not None and saved[j].shape == entry.shape:
             pairs[i] = j
     return pairs
 
@@ -232,7 +232,7 @@ def _with_nth(entry: Entry, weight: Any, nth: Mapping[int, int]) -> Entry:
 
 
 def _slot_entry(variable: Any, name: str, weight: Any, nth: Mapping[int, int]) -> Entry:
-    return _with_nth(replace(entry(variable), path=weight.path, slot=name), weight, nth)
+    return _with_nth(replace(entry_of(variable), path=weight.path, slot=name), weight, nth)
 
 
 def same_kind(one: Any, other: Any) -> bool:

@@ -138,9 +138,9 @@ def load_newest(
             )
         )
     errors = []
-    for each in [step] if step is not None else reversed(steps):
+    for candidate in [step] if step is not None else reversed(steps):
         try:
-            return load(model, store, each, strict, exclude, rename, needs)
+            return load(model, store, candidate, strict, exclude, rename, needs)
         except CheckpointError as error:
             errors.append(str(error))
             if step is None:
@@ -263,12 +263,12 @@ def _groups(chosen: list[tuple[Saved, Any]]) -> Iterator[list]:
     sizes = [math.prod(saved.entry.shape) * v.value.dtype.itemsize for saved, v in chosen]
     most = _AT_ONCE_BYTES if sum(sizes) <= _AT_ONCE_BYTES else _GROUP_BYTES
     group, size = [], 0
-    for each, bytes_of_it in zip(chosen, sizes):
-        if group and size + bytes_of_it > most:
+    for pair, nbytes in zip(chosen, sizes):
+        if group and size + nbytes > most:
             yield group
             group, size = [], 0
-        group.append(each)
-        size += bytes_of_it
+        group.append(pair)
+        size += nbytes
     if group:
         yield group
 
@@ -343,7 +343,7 @@ def _checked_pairs(
 
 def _is_renaming(pair: Any) -> bool:
     two = isinstance(pair, (tuple, list)) and len(pair) == 2
-    if not two or not all(isinstance(each, str) for each in pair):
+    if not two or not all(isinstance(part, str) for part in pair):
         return False
     try:
         re.compile(pair[0])

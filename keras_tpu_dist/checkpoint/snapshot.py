@@ -62,7 +62,7 @@ def snapshot(
         for (kind, entry, key, axes), (number, is_finite) in zip(described, numbers()):
             found[kind].append(Saved(entry, key, number, axes))
             finite &= is_finite or kind != WEIGHTS
-        arrays = {kind: tuple(each) for kind, each in found.items()}
+        arrays = {kind: tuple(rows) for kind, rows in found.items()}
         return Manifest(arrays, training, {**written, "finite": finite})
 
     return arrays, manifest
@@ -77,7 +77,7 @@ def extra_of(manifest: Manifest, model: Any, callbacks: int) -> tuple[Saved, ...
         callbacks: How many there are.
     """
     saved = manifest.arrays.get(EXTRA, ())
-    numbers = sum(math.prod(each.entry.shape) for each in saved)
+    numbers = sum(math.prod(array.entry.shape) for array in saved)
     most = callbacks * sum(math.prod(variable.shape) for variable in model.variables)
     if numbers <= most:
         return saved

@@ -293,7 +293,7 @@ class Store:
         if not wanted:
             return []
         ocp = orbax()
-        filled = [each for each in wanted if 0 not in each[0].entry.shape]
+        filled = [item for item in wanted if 0 not in item[0].entry.shape]
         read: dict[str, Any] = {}
         if filled:
             target, how = restore_request(filled)
@@ -372,7 +372,7 @@ class Store:
 
     def _check(self, step: int, saved: Sequence[Saved], arrays: list) -> None:
         found = fingerprints(arrays)
-        wrong = [each.entry.path for each, n in zip(saved, found) if each.fingerprint != n]
+        wrong = [array.entry.path for array, n in zip(saved, found) if array.fingerprint != n]
         if wrong:
             raise CheckpointError(
                 message(

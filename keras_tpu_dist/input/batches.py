@@ -27,7 +27,7 @@ from keras_tpu_dist.processes.arrays import put
 
 @dataclass(frozen=True)
 class Slot:
-    """How one array of a batch lies on the mesh.
+    """The layout of one array of a batch.
 
     Attributes:
         axis: The dimension that is split over the data axes, or `None` if replicated.

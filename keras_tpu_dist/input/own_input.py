@@ -30,8 +30,8 @@ _FIX = (
     'With input="per_process" each process brings its part of every batch: the same structure, '
     "shapes and dtypes in all of them, any number of rows."
 )
-# What a process says of a batch: its rows; of each array the name, the shape with -1 for the rows,
-# the dtype, and a mark of what all bring alike; and how the arrays lie in it.
+# The form of a batch's description: its rows; for every array the name, the shape with -1 for the
+# rows, the dtype, and a checksum if all processes bring the same; and the batch's structure.
 _BATCH = {
     "rows": int,
     "leaves": ListOf([str, ListOf(int), str, (int, None)]),
@@ -148,7 +148,7 @@ class OwnInput:
         rows = self._rows(here)
         if ahead.batches:
             return Share(ahead.batches.popleft(), rows)
-        return Share(_empty(next(each for each in here if each is not None)), rows)
+        return Share(_empty(next(batch for batch in here if batch is not None)), rows)
 
     def _rows(self, described: list[dict | None]) -> tuple[int, ...]:
         """The rows of every input shard, from the processes' descriptions of their batches."""

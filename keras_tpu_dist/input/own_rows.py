@@ -65,11 +65,12 @@ class OwnRowsPlacer(BatchPlacer):
             return None
         flat = [flatten(share.batch) for share in batches]
         leaves, treedef = flat[0]
-        shapes = [[leaf.shape for leaf in each] for each, _ in flat]
-        if any(tree != treedef for _, tree in flat) or any(each != shapes[0] for each in shapes):
+        steps = [of_step for of_step, _ in flat]
+        shapes = [[leaf.shape for leaf in of_step] for of_step in steps]
+        if any(tree != treedef for _, tree in flat) or any(shape != shapes[0] for shape in shapes):
             return None
         slots = self._slots(batches[0], leaves)
-        columns = [np.stack(column) for column in zip(*(each for each, _ in flat), strict=True)]
+        columns = [np.stack(column) for column in zip(*steps, strict=True)]
         arrays = [
             self._put(column, slot, batches[0].rows, stacked=True)
             for column, slot in zip(columns, slots, strict=True)

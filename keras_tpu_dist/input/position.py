@@ -65,7 +65,7 @@ def is_position(data: Any) -> bool:
     Args:
         data: Anything that JSON has.
     """
-    names = {each.name for each in fields(InputPosition)}
+    names = {field.name for field in fields(InputPosition)}
     epochs = {"start_epoch", "now_epoch"}
     # Checkpoints of version 0.2 and before have no epochs.
     if not isinstance(data, dict) or not names - {"state"} - epochs <= set(data) <= names:
@@ -174,7 +174,7 @@ def own_position(positions: Sequence) -> InputPosition | None:
         own = positions[jax.process_index()]
     else:
         own = positions[0]
-        if any(each != own for each in positions):
+        if any(other != own for other in positions):
             logger.warning(
                 "%d processes wrote the checkpoint, each with random numbers of its own; of %d, "
                 "all go on with those of the first",

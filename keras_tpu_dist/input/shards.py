@@ -42,7 +42,7 @@ class InputShard:
     def __post_init__(self):
         check_counts("InputShard", 1, count=self.count)
         listed = isinstance(self.processes, (tuple, list)) and len(self.processes) > 0
-        numbers = listed and all(is_count(each, 0) for each in self.processes)
+        numbers = listed and all(is_count(process, 0) for process in self.processes)
         if not is_count(self.index, 0) or self.index >= self.count or not numbers:
             raise ValueError(
                 message(
@@ -181,6 +181,6 @@ def shares_by(processes: np.ndarray, axes: Sequence[int], own: int) -> Shares | 
     blocks = sorted(groups)
     if sum(map(len, blocks)) != len(by_block) or len(set(map(len, blocks))) != 1:
         return None
-    members = tuple(tuple(groups[each]) for each in blocks)
+    members = tuple(tuple(groups[held_by]) for held_by in blocks)
     mine = next((i for i, group in enumerate(members) if own in group), 0)
     return Shares(tuple(blocks), members, mine)

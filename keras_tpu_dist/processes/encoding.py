@@ -120,8 +120,8 @@ def check_array(shape: Sequence[int], dtype: str, *, where: str) -> None:
     """Raises unless a process could have an array of this shape and dtype.
 
     Args:
-        shape: What a process says of its shape.
-        dtype: What it says of its dtype.
+        shape: Its shape, as the process described it.
+        dtype: Its dtype, as the process described it.
         where: What errors call it.
 
     Raises:
@@ -142,21 +142,21 @@ def fits(value: Any, form: Any, depth: int = 0) -> bool:
     Args:
         value: What `json.loads` made.
         form: See `decoded`.
-        depth: In how many lists and dicts the value lies.
+        depth: The number of lists and dicts around the value.
     """
     if depth > _MOST_DEPTH:
         return False
     if isinstance(form, tuple):
-        return any(fits(value, each, depth) for each in form)
+        return any(fits(value, choice, depth) for choice in form)
     if isinstance(form, _Anything):
         form = (
             ListOf(form) if type(value) is list else DictOf(form) if type(value) is dict else object
         )
     if isinstance(form, ListOf):
-        return type(value) is list and all(fits(each, form.form, depth + 1) for each in value)
+        return type(value) is list and all(fits(item, form.form, depth + 1) for item in value)
     if isinstance(form, DictOf):
         values = value.values() if type(value) is dict else [None]
-        return type(value) is dict and all(fits(each, form.form, depth + 1) for each in values)
+        return type(value) is dict and all(fits(item, form.form, depth + 1) for item in values)
     if isinstance(form, list):
         same = type(value) is list and len(value) == len(form)
         return same and all(fits(a, b, depth + 1) for a, b in zip(value, form, strict=True))

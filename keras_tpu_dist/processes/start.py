@@ -61,11 +61,11 @@ def initialize(
     """Makes this process one of those that train together, each on its host's devices.
 
     Call it first in the program, the same line in each process. On TPU VMs, GKE, SLURM and Open
-    MPI, and under `python -m keras_tpu_dist launch`, no argument is needed. Where nothing is
-    given and nothing found, the program runs as one process, and says so. A second call with the
-    same arguments does nothing. Where something else has called `jax.distributed.initialize`
-    (a SLURM or Ray wrapper, `keras.distribution.initialize`), the call adds what watches the other
-    processes; without it the first strategy over several processes does.
+    MPI, and under `python -m keras_tpu_dist launch`, no argument is needed. Without arguments and
+    without a cluster, the program runs as one process, and a WARNING says so. A second call with
+    the same arguments does nothing. If something else has called `jax.distributed.initialize`
+    (a SLURM or Ray wrapper, `keras.distribution.initialize`), the call only starts to watch the
+    other processes; else the first strategy over several processes does.
 
     Args:
         coordinator: The address of process 0, `"10.0.0.1:8476"`.

@@ -28,7 +28,7 @@ _BEAT_S = 1.0
 # Seconds in which the program may end by its own exception before the watch ends it.
 _GRACE_S = 3.0
 _MOST_BEATS_PER_SECOND = 64
-# Of a process that may start to watch later than this one: JAX's own heartbeats say if it is dead.
+# For a process that may start to watch later than this one; JAX's heartbeats notice if it is dead.
 _LONGEST_UNHEARD_S = 300.0
 _ENDED = "has ended its program"
 OUTSIDE, INSIDE, LAUNCH = 0, 1, 2

@@ -61,7 +61,7 @@ class Runner:
         layouts: The strategy's layouts.
         placer: Puts batches on the mesh.
         options: How models are fed and run.
-        only_described: The name of the slice if nobody has it, and nothing can run.
+        only_described: The name of the slice if it is not attached, so that nothing can run.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Runner:
             arguments: What it is called with, by name; `"callbacks"` as a flat list.
 
         Raises:
-            RuntimeError: On a slice that nobody has.
+            RuntimeError: On a slice that is not attached.
             ValueError: If the input has no rows.
         """
         if self._only_described is not None:
