@@ -120,6 +120,8 @@ from keras_tpu_dist._keras.trainer import follow_changes as follow_changes
 from keras_tpu_dist._keras.trainer import follow_state as follow_state
 from keras_tpu_dist._keras.trainer import forget_functions as forget_functions
 from keras_tpu_dist._keras.trainer import forget_state as forget_state
+from keras_tpu_dist._keras.trainer import full_values as full_values
+from keras_tpu_dist._keras.trainer import grouped as grouped
 from keras_tpu_dist._keras.trainer import has_state as has_state
 from keras_tpu_dist._keras.trainer import holds as holds
 from keras_tpu_dist._keras.trainer import is_strategy as is_strategy
@@ -135,6 +137,7 @@ from keras_tpu_dist._keras.trainer import stateless_scope as stateless_scope
 from keras_tpu_dist._keras.trainer import tell_of_layers as tell_of_layers
 from keras_tpu_dist._keras.trainer import values_of as values_of
 from keras_tpu_dist._keras.trainer import variable_layout as variable_layout
+from keras_tpu_dist._keras.trainer import variable_layouts as variable_layouts
 from keras_tpu_dist._keras.variables import claim as claim
 from keras_tpu_dist._keras.variables import own as own
 from keras_tpu_dist._keras.variables import owner_of as owner_of

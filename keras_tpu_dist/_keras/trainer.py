@@ -12,11 +12,12 @@ import jax
 import keras
 import numpy
 from keras.src.backend.common import global_state
+from keras.src.backend.common.variables import AutocastScope
 from keras.src.distribution import distribution_lib
 
 from keras_tpu_dist._keras import seam
 from keras_tpu_dist._keras.seam import Replacement
-from keras_tpu_dist._keras.variables import claim
+from keras_tpu_dist._keras.variables import OWNER, claim
 
 _MODULE = "keras.src.backend.jax.trainer"
 _TRAINER = f"{_MODULE}:JAXTrainer"
@@ -550,6 +551,15 @@ class StateGroup:
         return len(self.values)
 
 
+def grouped(state: tuple) -> tuple[StateGroup, ...]:
+    """A training state as Keras's loop keeps it.
+
+    Args:
+        state: Lists of values, or what this returned.
+    """
+    return state if type(state[0]) is StateGroup else tuple(map(StateGroup, state))
+
+
 def _get_metrics_result(stock, model):
     # Outside of a step these few operations on scalars would each be launched on every device.
     # Public replacement: none.
@@ -637,11 +647,25 @@ def values_of(variables: list) -> list:
         variables: Variables, all of which have a value or an initializer. What they hold in a
             stateless scope is placed as their layouts say, which it need not be.
     """
-    if stateless_scope() is None:
+    if global_state.get_global_attribute("stateless_scope") is None:
         return [v.value if v._value is None else v._value for v in variables]
     values = [v.value for v in variables]
     layouts = [v._layout or value.sharding for v, value in zip(variables, values)]
     return jax.device_put(values, layouts)
+
+
+def full_values(variables: list) -> list:
+    """What variables hold, in their own dtypes; an owner of theirs knows that it is read.
+
+    Args:
+        variables: The variables. See `own` and `full_precision`.
+    """
+    free = global_state.get_global_attribute("stateless_scope") is None
+    with AutocastScope(None):
+        return [
+            v._value if free and v._value is not None and OWNER not in v.__dict__ else v.value
+            for v in variables
+        ]
 
 
 def holds(variable: Any, value: Any) -> bool:
@@ -743,6 +767,15 @@ def forget_functions(model: Any) -> None:
 def variable_layout(variable: Any) -> Any:
     """The layout a variable was given, or `None`. See `move_variable`."""
     return variable._layout
+
+
+def variable_layouts(variables: list) -> list:
+    """The layouts that variables were given. See `variable_layout`.
+
+    Args:
+        variables: The variables.
+    """
+    return [v._layout for v in variables]
 
 
 def move_variable(variable: Any, layout: Any) -> None:

@@ -11,7 +11,7 @@ import keras
 abstract: contextvars.ContextVar[bool] = contextvars.ContextVar("abstract", default=False)
 
 # Marks on a variable the object to ask before its value is handed out; see `own`.
-_OWNER = "_keras_tpu_dist_owner"
+OWNER = "_keras_tpu_dist_owner"
 
 _served: dict[str, Callable] = {}
 
@@ -32,7 +32,7 @@ class _Claimed(keras.Variable):
     @property
     def value(self):
         # An array that somebody holds must not be donated.
-        owner = self.__dict__.get(_OWNER)
+        owner = self.__dict__.get(OWNER)
         return _stock_value(self) if owner is None else owner.hand_out(self, _stock_value)
 
     def __array__(self, dtype=None, copy=None):
@@ -86,7 +86,7 @@ def own(variables: list, owner: Any) -> None:
     """
     for variable in variables:
         claim(variable)
-        variable.__dict__[_OWNER] = owner
+        variable.__dict__[OWNER] = owner
 
 
 def owner_of(variable: Any) -> Any:
@@ -95,4 +95,4 @@ def owner_of(variable: Any) -> Any:
     Args:
         variable: A `keras.Variable`.
     """
-    return variable.__dict__.get(_OWNER)
+    return variable.__dict__.get(OWNER)

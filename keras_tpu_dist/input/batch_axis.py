@@ -12,6 +12,8 @@ from keras_tpu_dist.common.errors import message
 
 _ELEMENTS = ("x", "y", "sample_weight")
 
+_without_sparse_arrays: set[Any] = set()
+
 
 def checked_batch_axis(batch_axis: Any) -> Any:
     """Validates the user's `batch_axis` structure: dimensions, `None`s, tuples, lists, dicts.
@@ -51,7 +53,14 @@ def flatten(batch: Any) -> tuple[list, Any]:
     Args:
         batch: A structure (tuple, list, dict, `None`) of arrays.
     """
-    return jax.tree.flatten(batch, is_leaf=_is_leaf)
+    leaves, structure = jax.tree.flatten(batch)
+    if structure in _without_sparse_arrays:
+        return leaves, structure
+    # Python is asked of every node: too long for every step.
+    found = jax.tree.flatten(batch, is_leaf=_is_leaf)
+    if found[1] == structure:
+        _without_sparse_arrays.add(structure)
+    return found
 
 
 def element_names(batch: Any) -> list[str]:

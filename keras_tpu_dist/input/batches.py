@@ -21,7 +21,7 @@ from keras_tpu_dist.input.batch_axis import (
     flatten,
     spread,
 )
-from keras_tpu_dist.input.host_arrays import as_array, check_same_rows, checked_rows, padded
+from keras_tpu_dist.input.host_arrays import ARRAYS, check_same_rows, checked_rows, padded
 from keras_tpu_dist.processes.arrays import put
 
 
@@ -114,10 +114,15 @@ class BatchPlacer:
         return {device: index[0].start or 0 for device, index in places.items() if index}
 
     @functools.cached_property
+    def by_replica(self) -> NamedSharding:
+        """The sharding of an array whose first dimension counts the replicas."""
+        return self.sharding(0)
+
+    @functools.cached_property
     def replica_ids(self) -> jax.Array:
         """The number of each replica, on its devices; shape `(replicas,)`."""
         ids = np.arange(self.num_shards, dtype=np.int32)
-        return put([ids], [self.sharding(0)])[0]
+        return put([ids], [self.by_replica])[0]
 
     def place(self, batch: Any) -> PlacedBatch:
         """Transfers a host batch, padded where its rows do not divide.
@@ -381,7 +386,7 @@ class BatchPlacer:
 
     def _planned(self, batch):
         leaves, treedef = flatten(batch)
-        leaves = [as_array(leaf) for leaf in leaves]
+        leaves = [leaf if isinstance(leaf, ARRAYS) else np.asarray(leaf) for leaf in leaves]
         # A sparse array is a leaf too, but replicated, unlike a dense one of its shape.
         key = (
             treedef,

@@ -66,6 +66,9 @@ class InputClock:
 
     Args:
         on_finish: Called with each epoch's result.
+
+    Attributes:
+        at_end: Whether the next launch is the last of an epoch; who hands its batch out says so.
     """
 
     def __init__(self, on_finish: Callable[[InputWait], None] | None = None):
@@ -75,7 +78,7 @@ class InputClock:
 
     def _restart(self) -> None:
         self._started: float | None = None
-        self._launched = False
+        self.at_end = self._launched = False
         self._reading = self._waited = 0.0
         self._batches = 0
         if self._watcher is not None:
@@ -101,15 +104,18 @@ class InputClock:
             self._watcher = _LaunchWatcher()
             weakref.finalize(self, self._watcher.stop)
 
-    def launched(self, outputs: Any) -> None:
+    def launched(self, outputs: Any, last: bool = False) -> None:
         """Notes a launch, by its outputs.
 
         Args:
             outputs: What the launch returned; when its first array is ready, the launch has ended.
+            last: Whether training stops after it, wherever in the epoch that is.
         """
         self._launched = True
         if self._watcher is not None:
             self._watcher.watch(next(iter(jax.tree.leaves(outputs)), None))
+        if last or self.at_end:
+            self.finish()
 
     def finish(self) -> None:
         """Ends an epoch, if one was begun."""

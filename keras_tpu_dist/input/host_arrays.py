@@ -9,6 +9,9 @@ from jax.experimental.sparse import JAXSparse
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.input.batch_axis import flatten
 
+# What a batch may hold as it is.
+ARRAYS = (np.ndarray, jax.Array, JAXSparse)
+
 
 def as_array(leaf: Any) -> Any:
     """A leaf of a batch as an array of NumPy's or JAX's, dense or sparse.
@@ -16,9 +19,7 @@ def as_array(leaf: Any) -> Any:
     Args:
         leaf: The leaf.
     """
-    if isinstance(leaf, (np.ndarray, jax.Array, JAXSparse)):
-        return leaf
-    return np.asarray(leaf)
+    return leaf if isinstance(leaf, ARRAYS) else np.asarray(leaf)
 
 
 def copied(batch: Any) -> Any:

@@ -4,6 +4,7 @@ import base64
 import json
 import logging
 import random
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -57,6 +58,112 @@ class InputPosition:
     def to_dict(self) -> dict[str, Any]:
         """The attributes by name; plain data."""
         return asdict(self)
+
+
+class Progress:
+    """How far an input was read and handed out; an iterator over it counts here.
+
+    Args:
+        batches: The iterator over the input, which may tell its place.
+        data_adapter: Keras's adapter of the input, which may count epochs and shuffle by that.
+
+    Attributes:
+        made: How many batches were handed out to be trained on.
+        keeps_states: Whether it asks the input for its place after each batch.
+    """
+
+    def __init__(self, batches: Any, data_adapter: Any = None):
+        self.made = 0
+        self.keeps_states = False
+        self._batches, self._data_adapter = batches, data_adapter
+        # The random numbers before the first batch was read.
+        self._start: dict[str, Any] | None = None
+        # The epochs, as Keras's data adapter counts them, of the first batch and of the newest.
+        self._start_epoch = self._newest_epoch = _keras.shuffling_epoch(data_adapter)
+        # What the input said of its place after each batch that was read and not handed out yet.
+        self._states: deque = deque()
+        self._state: Any = None
+
+    def begins(self) -> None:
+        """Notes what decides the order of the batches, before one is read and none handed out."""
+        self._start = self._start or random_numbers()
+        self._start_epoch = _keras.shuffling_epoch(self._data_adapter)
+
+    def drew_with(self, numbers: dict[str, Any]) -> None:
+        """Notes the random numbers with which the order of an input was drawn ahead.
+
+        Args:
+            numbers: What `random_numbers` returned before.
+        """
+        self._start = self._start or numbers
+
+    def keep_states(self) -> None:
+        """From now on asks the input for its place, if it can tell, for `position`."""
+        self.keeps_states = hasattr(self._batches, "get_state")
+
+    def was_read(self) -> None:
+        """Asks the input for its place, behind the batch that was just read."""
+        self._states.append(state_of(self._batches))
+
+    def handed_out(self, steps: int) -> None:
+        """Counts batches that were read.
+
+        Args:
+            steps: How many.
+        """
+        self.made += steps
+        if self._start_epoch is not None:
+            self._newest_epoch = _keras.shuffling_epoch(self._data_adapter)
+        while self._states and steps:
+            self._state = self._states.popleft()
+            steps -= 1
+
+    def goes_to(self, position: InputPosition, begins: bool) -> bool:
+        """Has the input go on from a position, if it can be sent there.
+
+        Args:
+            position: That of an iterator over the same input in an earlier process.
+            begins: Whether that is its beginning.
+
+        Returns:
+            Whether the input stands there: behind all batches that were handed out before.
+        """
+        stands = bool(not begins and position.state) and set_state(self._batches, position.state)
+        if not _keras.orders_ahead(self._data_adapter):
+            set_random_numbers(position.now if begins or stands else position.start)
+        if stands:
+            self._start, self._state = position.start, position.state
+        return stands
+
+    def has_epoch_of(self, position: InputPosition) -> None:
+        """Has Keras's data adapter count epochs from those of a position.
+
+        Args:
+            position: The position.
+        """
+        if position.now_epoch is not None and self._newest_epoch is not None:
+            self._newest_epoch = position.now_epoch
+            _keras.set_shuffling_epoch(self._data_adapter, position.now_epoch)
+
+    def position(self, done: int) -> InputPosition:
+        """Where in the input training stands.
+
+        Args:
+            done: The steps made of the running epoch.
+        """
+        now, epoch = random_numbers(), _keras.shuffling_epoch(self._data_adapter)
+        if epoch is not None and self._newest_epoch is not None and not done:
+            # Keras does not count an epoch that a callback ends.
+            epoch = max(epoch, self._newest_epoch + 1)
+        return InputPosition(
+            start=self._start or now,
+            now=now,
+            made=self.made,
+            done=done,
+            state=self._state,
+            start_epoch=self._start_epoch,
+            now_epoch=epoch,
+        )
 
 
 def is_position(data: Any) -> bool:

@@ -14,11 +14,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from keras_tpu_dist.common.errors import message
 
 
-def is_debugging() -> bool:
-    """Whether JAX checks for values that are not finite."""
-    return jax.config.jax_debug_nans or jax.config.jax_debug_infs
-
-
 def checked(program: Callable, function: Callable, mesh: Mesh, args: tuple) -> Any:
     """The results of a program, if they are finite.
 

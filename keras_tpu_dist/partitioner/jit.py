@@ -10,7 +10,7 @@ from jax.extend import core
 from jax.sharding import Mesh
 
 from keras_tpu_dist.common.errors import message
-from keras_tpu_dist.partitioner.debugging import checked, is_debugging
+from keras_tpu_dist.partitioner.debugging import checked
 from keras_tpu_dist.partitioner.jaxprs import opened
 from keras_tpu_dist.partitioner.places import in_compiled_code
 from keras_tpu_dist.partitioner.spread import Axes, spec_axes
@@ -58,10 +58,12 @@ class Jitted:
 
     def __call__(self, *args: Any) -> Any:
         """Runs the program for such arguments."""
-        if is_debugging() and not in_compiled_code():
+        config = jax.config
+        if (config.jax_debug_nans or config.jax_debug_infs) and not in_compiled_code():
             # Without donation: the arguments are needed again to find the layer.
             return checked(self._without_donation._launch, self._function, self._mesh, args)
-        return self._launch(*args)
+        kind = self._kind_of(*args)
+        return (self._launched.get(kind) or self._to_launch(kind, args))(*args)
 
     @functools.cached_property
     def _without_donation(self) -> "Jitted":
@@ -73,14 +75,15 @@ class Jitted:
         )
 
     def _launch(self, *args: Any) -> Any:
-        kind = self._kind_of(*args)
-        program = self._launched.get(kind)
-        if program is None:
+        return self._to_launch(self._kind_of(*args), args)(*args)
+
+    def _to_launch(self, kind: Hashable, args: tuple) -> Callable:
+        if kind not in self._launched:
             if in_compiled_code():
                 # A part of another program, perhaps for devices of a dry run: not compiled here.
-                return self.program(*args)(*args)
-            program = self._launched[kind] = self._programs[kind] = self._without_hangs(args)
-        return program(*args)
+                return self.program(*args)
+            self._launched[kind] = self._programs[kind] = self._without_hangs(args)
+        return self._launched[kind]
 
     def trace(self, *args: Any) -> Any:
         """The function traced, as `jax.jit` would compile it.

@@ -136,22 +136,18 @@ class DistributedDataset:
     def __iter__(self) -> Iterator:
         ahead = DeviceIterator(self._batches(), self._prefetch)
         if self._keeps_position:
-            ahead.keep_states()
+            ahead.progress.keep_states()
         if self._begin_at is not None:
             position, self._begin_at = self._begin_at, None
             ahead.begin_at(position)
             if position.made:
                 ahead.skip(position.made)
         self._running = ahead
-        while True:
-            try:
-                batch = ahead.take(self._place)
-            except StopIteration:
-                if self._running is ahead:
-                    self._running = None
-                return
-            ahead.handed_out()
-            yield batch
+        # As a list: those that are held ready are read before the user's code runs.
+        while launches := list(ahead.launches(1, self._place)):
+            yield launches[0][0]
+        if self._running is ahead:
+            self._running = None
 
     def keep_position(self) -> None:
         """Has iterations note where in the source they are; `LoopCheckpoint` calls it."""
@@ -159,7 +155,10 @@ class DistributedDataset:
 
     def position(self) -> InputPosition | None:
         """Where the iteration that runs is, or `None` between two; `LoopCheckpoint` calls it."""
-        return None if self._running is None else self._running.position(self._running.made)
+        if self._running is None:
+            return None
+        progress = self._running.progress
+        return progress.position(progress.made)
 
     def begin_at(self, position: InputPosition | None) -> None:
         """Makes the next iteration begin there; `LoopCheckpoint` calls it.

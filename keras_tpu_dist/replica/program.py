@@ -1,6 +1,7 @@
 """A function that runs once per replica, as one compiled program over all of them."""
 
 import functools
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,9 +30,9 @@ from keras_tpu_dist.replica.padding import (
 from keras_tpu_dist.replica.state import (
     Recorder,
     adopt_variables,
+    apart,
     copies_of,
     follow_copies,
-    is_own,
     to_combine,
 )
 from keras_tpu_dist.replica.together import all_the_same, check_call, check_variables, name_of
@@ -52,11 +53,25 @@ class _Record:
     updated: dict[int, Any] = field(default_factory=dict)
 
 
+class _Known:
+    """Variables that are inputs: those that all replicas share, and those each has a copy of."""
+
+    def __init__(self, variables: list):
+        self.shared, self.own = apart(variables)
+        self.every = [*self.shared, *self.own]
+        self._layouts = _keras.variable_layouts(self.every)
+
+    def have_moved(self) -> bool:
+        """Whether one lies otherwise than when this was made."""
+        now = _keras.variable_layouts(self.every)
+        return not all(map(operator.is_, now, self._layouts))
+
+
 @dataclass
 class _Attempt:
     """One way to compile the function: with these variables as inputs, these combined."""
 
-    known: list[Any]
+    known: _Known
     combine: set[int]
     record: _Record
     function: Any
@@ -94,10 +109,10 @@ class ReplicaProgram:
         self._form = Call(call.treedef, [_form(leaf) for leaf in call.leaves])
         self._places = [leaf for leaf in self._form.leaves if not leaf.constant]
         attempt = self._settle(call)
-        self._record, self._run = attempt.record, attempt.function
+        self._treedef, self._run = attempt.record.treedef, attempt.function
         self._known = attempt.known
-        check_variables(self._name, attempt.known, strategy)
-        self._layouts = [_keras.variable_layout(v) for v in attempt.known]
+        self._shared, self._own = apart(attempt.record.updated.values())
+        check_variables(self._name, attempt.known.every, strategy)
         self._cuts = self._find_cuts(call, attempt)
 
     def launch(self, call: Call) -> Any:
@@ -112,33 +127,32 @@ class ReplicaProgram:
         Raises:
             ValueError: If padding changed a result, or an update of a variable.
         """
-        # The first time all have just said that they come here, and may compile for long.
-        with watch.during(self._name, watch.LAUNCH if self._launched else watch.OUTSIDE):
-            outputs = self._run(self._inputs(call, self._known))
-        self._launched = True
-        if not self._strategy.placer.is_local:
-            watch.launched(outputs)
+        outputs = self._outputs(self._inputs(call, self._known))
         results = self._wrap(outputs["outs"], call)
-        if call.padded and call.check_padding and not self._checked_padding:
+        if call.check_padding and not self._checked_padding and call.padded:
             self._check_padding(call, outputs, results)
             self._checked_padding = True
-        shared: list[Any] = []
-        own = iter(zip(outputs["combined"], outputs["own"], strict=True))
-        for variable in self._record.updated.values():
-            if is_own(variable):
-                follow_copies(variable, *next(own))
-            else:
-                shared.append(variable)
-        _keras.follow_state((shared,), (outputs["mirrored"],))
-        if shared:
+        if self._own:
+            follow_copies(self._own, outputs["combined"], outputs["own"])
+        if self._shared:
+            _keras.follow_state((self._shared,), (outputs["mirrored"],))
             membership.variables_changed(self._strategy)
-        return jax.tree.unflatten(self._record.treedef, results)
+        return jax.tree.unflatten(self._treedef, results)
 
     @property
     def outdated(self) -> bool:
         """Whether a variable was moved since: to another strategy, or to another layout."""
-        pairs = zip(self._known, self._layouts, strict=True)
-        return any(_keras.variable_layout(v) is not layout for v, layout in pairs)
+        return self._known.have_moved()
+
+    def _outputs(self, inputs: dict) -> dict:
+        if self._strategy.placer.is_local:
+            return self._run(inputs)
+        # The first time all have just said that they come here, and may compile for long.
+        with watch.during(self._name, watch.LAUNCH if self._launched else watch.OUTSIDE):
+            outputs = self._run(inputs)
+        self._launched = True
+        watch.launched(outputs)
+        return outputs
 
     def _settle(self, call: Call) -> _Attempt:
         """Traces until every variable the function uses is an input, and combined as it must."""
@@ -147,11 +161,12 @@ class ReplicaProgram:
         combine: set[int] = set()
         for _ in range(_MOST_TRACES):
             record = _Record()
+            inputs = _Known(known)
             attempt = _Attempt(
-                list(known), set(combine), record, self._compiled(record, known, combine)
+                inputs, set(combine), record, self._compiled(record, inputs, combine)
             )
             try:
-                traced = attempt.function.trace(self._inputs(call, known))
+                traced = attempt.function.trace(self._inputs(call, inputs))
             finally:
                 # Leaving a scope where no trace is gives what was built inside its values; also
                 # what was built before an exception.
@@ -172,8 +187,8 @@ class ReplicaProgram:
             )
         )
 
-    def _compiled(self, record: _Record, known: list, combine: set[int]) -> Any:
-        body = functools.partial(self._body, record, list(known), set(combine))
+    def _compiled(self, record: _Record, known: _Known, combine: set[int]) -> Any:
+        body = functools.partial(self._body, record, known, set(combine))
         split, whole = PartitionSpec(self._axes), PartitionSpec()
         specs = {
             "id": split,
@@ -198,10 +213,7 @@ class ReplicaProgram:
 
         def replica_function(inputs):
             outputs = body(inputs)
-            updated = list(record.updated.values())
-            layouts = [
-                [self._layout(v) for v in updated if is_own(v) == own] for own in (False, True)
-            ]
+            layouts = [[self._layout(v) for v in each] for each in apart(record.updated.values())]
             return {
                 **outputs,
                 "mirrored": [
@@ -218,7 +230,7 @@ class ReplicaProgram:
         placed = {"outs": by_replica, "own": by_replica, "mirrored": None, "combined": None}
 
         def layouts(inputs):
-            mirrored = [self._layout(v) for v in known if not is_own(v)]
+            mirrored = [self._layout(v) for v in known.shared]
             arrays = [place.layout for place in self._places]
             return ({**dict.fromkeys(inputs), "arrays": arrays, "mirrored": mirrored},)
 
@@ -238,7 +250,7 @@ class ReplicaProgram:
             layout if self._strategy.layouts.owns(layout) else self._strategy.placer.sharding(None)
         )
 
-    def _body(self, record: _Record, known: list, combine: set[int], inputs: dict) -> dict:
+    def _body(self, record: _Record, known: _Known, combine: set[int], inputs: dict) -> dict:
         """What one replica computes."""
         arrays = [
             array[0] if place.stacked else array
@@ -253,13 +265,8 @@ class ReplicaProgram:
             length=inputs["length"],
             bucket=size_at(arrays, self._places, "length"),
         )
-        mirrored = {
-            id(v): x
-            for v, x in zip((v for v in known if not is_own(v)), inputs["mirrored"], strict=True)
-        }
-        own = {
-            id(v): x[0] for v, x in zip((v for v in known if is_own(v)), inputs["own"], strict=True)
-        }
+        mirrored = {id(v): x for v, x in zip(known.shared, inputs["mirrored"], strict=True)}
+        own = {id(v): x[0] for v, x in zip(known.own, inputs["own"], strict=True)}
         recorder = Recorder(context, mirrored, own, combine)
         args, kwargs = self._form.rebuild(arrays)
         with entered(context, recorder):
@@ -275,15 +282,14 @@ class ReplicaProgram:
             "combined": combined,
         }
 
-    def _inputs(self, call: Call, known: list) -> dict:
-        strategy = self._strategy
+    def _inputs(self, call: Call, known: _Known) -> dict:
         return {
-            "id": strategy.placer.replica_ids,
+            "id": self._strategy.placer.replica_ids,
             "arrays": call.arrays,
             "rows": None if call.rows is None else np.asarray(call.rows, np.int32),
             "length": None if call.length is None else np.int32(call.length),
-            "mirrored": [_keras.full_precision(v) for v in known if not is_own(v)],
-            "own": [copies_of(v, strategy) for v in known if is_own(v)],
+            "mirrored": _keras.full_values(known.shared),
+            "own": copies_of(known.own, self._strategy) if known.own else [],
         }
 
     def _differing(self, traced, attempt: _Attempt, call: Call) -> list:
@@ -296,15 +302,13 @@ class ReplicaProgram:
             "arrays": [place.split is not None for place in self._places],
             "rows": None if call.rows is None else True,
             "length": None if call.length is None else False,
-            "mirrored": [False for v in attempt.known if not is_own(v)],
-            "own": [True for v in attempt.known if is_own(v)],
+            "mirrored": [False] * len(attempt.known.shared),
+            "own": [True] * len(attempt.known.own),
         }
         inputs = jax.tree.leaves(flags)
         # Constants of the function come before its inputs.
         inputs = [False] * (len(body.invars) - len(inputs)) + inputs
-        updated = list(attempt.record.updated.values())
-        shared = [v for v in updated if not is_own(v)]
-        own = [v for v in updated if is_own(v)]
+        shared, own = apart(attempt.record.updated.values())
         # Outputs are in the order of their sorted names: combined, mirrored, and then the results.
         outputs = differing(body, inputs, self._axes)
         return [

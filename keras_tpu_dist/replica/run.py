@@ -36,6 +36,7 @@ from keras_tpu_dist.training.protocol import Strategy
 logger = logging.getLogger("keras_tpu_dist")
 
 _FUNCTIONS_OF_ONE_CODE = 3
+_NOTHING_VARIES = RunOptions()
 
 
 class ReplicaCode(DistributedInput):
@@ -106,12 +107,12 @@ class ReplicaCode(DistributedInput):
         self._check_run(fn, args, kwargs, options)
         fn = _without_jit(fn)
         with self.scope():
-            call = prepare(args, kwargs or {}, options or RunOptions(), self)
-            programs = self._programs_of(fn)
-            key = call.key
-            if key not in programs or programs[key].outdated:
-                programs[key] = ReplicaProgram(_weakly(fn), call, self)
-            return programs[key].launch(call)
+            call = prepare(args, kwargs or {}, options or _NOTHING_VARIES, self)
+            programs, key = self._programs_of(fn), call.key
+            program = programs.get(key)
+            if program is None or program.outdated:
+                program = programs[key] = ReplicaProgram(_weakly(fn), call, self)
+            return program.launch(call)
 
     def local_results(self, value: Any) -> tuple:
         """The values of all replicas of this process.
@@ -131,7 +132,7 @@ class ReplicaCode(DistributedInput):
             ValueError: If a value belongs to another strategy.
         """
         if isinstance(value, keras.Variable) and is_own(value):
-            copies = copies_of(value, self)
+            (copies,) = copies_of([value], self)
             value = values.PerReplica(copies, self, stacked=True)
         return values.local_results(value, self)
 
@@ -232,34 +233,17 @@ class ReplicaCode(DistributedInput):
 
     def _check_run(self, fn, args, kwargs, options) -> None:
         self._check_outside("run", None)
-        check_attached(self, "run")
-        rules = (
-            (callable(fn), "fn", fn, "a function", "strategy.run(step, args=(x,))"),
-            (isinstance(args, (tuple, list)), "args", args, "a tuple or list", "args=(x,)"),
-            (
-                kwargs is None or isinstance(kwargs, Mapping),
-                "kwargs",
-                kwargs,
-                "a dict",
-                "kwargs={}",
-            ),
-            (
-                options is None or isinstance(options, RunOptions),
-                "options",
-                options,
-                "a RunOptions",
-                "keras_tpu_dist.RunOptions(...)",
-            ),
-        )
-        for holds, name, value, kind, fix in rules:
-            if not holds:
-                raise TypeError(
-                    message(
-                        f"{name} of strategy.run is {kind}.",
-                        received={name: type(value).__name__},
-                        fix=f"Write for example {fix}.",
-                    )
-                )
+        if not self._programs:
+            check_attached(self, "run")
+        if not callable(fn):
+            raise TypeError(_wrong("fn", fn, "a function", "strategy.run(step, args=(x,))"))
+        if not isinstance(args, (tuple, list)):
+            raise TypeError(_wrong("args", args, "a tuple or list", "args=(x,)"))
+        if not (kwargs is None or isinstance(kwargs, Mapping)):
+            raise TypeError(_wrong("kwargs", kwargs, "a dict", "kwargs={}"))
+        if not (options is None or isinstance(options, RunOptions)):
+            fix = "keras_tpu_dist.RunOptions(...)"
+            raise TypeError(_wrong("options", options, "a RunOptions", fix))
 
     def _check_outside(self, name: str, inside: str | None) -> None:
         if in_replica_context():
@@ -271,6 +255,14 @@ class ReplicaCode(DistributedInput):
                     fix=f"There, call {write}.",
                 )
             )
+
+
+def _wrong(name: str, value: Any, kind: str, fix: str) -> str:
+    return message(
+        f"{name} of strategy.run is {kind}.",
+        received={name: type(value).__name__},
+        fix=f"Write for example {fix}.",
+    )
 
 
 def _weakly(fn) -> Callable[[], Any]:

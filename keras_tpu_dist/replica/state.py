@@ -1,6 +1,7 @@
 """Keras variables inside of per-replica code: read, updated, combined over the replicas."""
 
 import logging
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -191,6 +192,18 @@ def is_own(variable: Any) -> bool:
     return variable.synchronization == "on_read"
 
 
+def apart(variables: Iterable[Any]) -> tuple[list, list]:
+    """Variables that all replicas share, and those of which each has its own value.
+
+    Args:
+        variables: The variables.
+    """
+    shared, own = [], []
+    for variable in variables:
+        (own if is_own(variable) else shared).append(variable)
+    return shared, own
+
+
 def to_combine(differing: list[Any], already: set[int]) -> set[int]:
     """Decides about variables whose updates differ from replica to replica.
 
@@ -237,7 +250,7 @@ def adopt_variables(variables: list, strategy: Strategy) -> None:
         if not strategy.layouts.owns(layout):
             moved.append(variable.path)
             _keras.move_variable(variable, membership.choose_layout(variable, strategy))
-        value = _keras.full_precision(variable)
+        (value,) = _keras.full_values([variable])
         if value.weak_type:
             # keras.Variable(1.0) holds a weakly typed array and an update a strong one, for which
             # the program would be traced again.
@@ -251,22 +264,27 @@ def adopt_variables(variables: list, strategy: Strategy) -> None:
         )
 
 
-def copies_of(variable: Any, strategy: Strategy) -> jax.Array:
-    """The replicas' own values of an "on_read" variable, stacked along a new first dimension.
+def copies_of(variables: list, strategy: Strategy) -> list[jax.Array]:
+    """The replicas' own values of "on_read" variables, stacked along a new first dimension.
 
     They are those of the last run, unless the variable was assigned since. Then, as in
     `tf.distribute`, a `"sum"` is shared out evenly (an integer goes to the first replica) and
     anything else is given to each replica.
 
     Args:
-        variable: The variable.
+        variables: The variables.
         strategy: The strategy.
     """
-    value = _keras.full_precision(variable)
-    combined, copies = getattr(variable, COPIES, (None, value))
-    sharding = strategy.placer.sharding(0)
-    if combined is value and copies.sharding.is_equivalent_to(sharding, copies.ndim):
-        return copies
+    sharding, found = strategy.placer.by_replica, []
+    for variable, value in zip(variables, _keras.full_values(variables), strict=True):
+        combined, copies = getattr(variable, COPIES, (None, value))
+        if not (combined is value and copies.sharding.is_equivalent_to(sharding, copies.ndim)):
+            copies = _shared_out(variable, value, strategy)
+        found.append(copies)
+    return found
+
+
+def _shared_out(variable: Any, value: jax.Array, strategy: Strategy) -> jax.Array:
     number = strategy.num_replicas_in_sync
     host = whole(value)
     if variable.aggregation != "sum":
@@ -276,19 +294,20 @@ def copies_of(variable: Any, strategy: Strategy) -> jax.Array:
     else:
         shared = np.zeros((number, *host.shape), host.dtype)
         shared[0] = host
-    return put([np.ascontiguousarray(shared, host.dtype)], [sharding])[0]
+    return put([np.ascontiguousarray(shared, host.dtype)], [strategy.placer.by_replica])[0]
 
 
-def follow_copies(variable: Any, combined: jax.Array, copies: jax.Array) -> None:
-    """Makes an "on_read" variable hold the combined value, and remember the replicas' own.
+def follow_copies(variables: list, combined: Sequence, copies: Sequence) -> None:
+    """Makes "on_read" variables hold the combined values, and remember the replicas' own.
 
     Args:
-        variable: The variable.
-        combined: The value for those who read it outside of replicas, of the variable's shape.
-        copies: The replicas' own values, `(replicas, ...)`.
+        variables: The variables.
+        combined: The values for those who read them outside of replicas.
+        copies: The replicas' own values of each, `(replicas, ...)`.
     """
-    _keras.follow_state(([variable],), ([combined],))
-    setattr(variable, COPIES, (combined, copies))
+    _keras.follow_state((variables,), (combined,))
+    for variable, *values in zip(variables, combined, copies, strict=True):
+        setattr(variable, COPIES, tuple(values))
 
 
 def _own_dtype(variable):

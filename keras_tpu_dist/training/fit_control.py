@@ -29,6 +29,7 @@ class FitControl:
             callbacks saw its end then.
         begin_at: Where their input began.
         after_launch: Called with the number of steps of each launch, once it is made.
+        input: What the launches before took their batches from, or `None`.
     """
 
     def __init__(self):
@@ -43,7 +44,7 @@ class FitControl:
         self.made_before = False
         self.begin_at: InputPosition | None = None
         self.after_launch: Callable[[int], None] | None = None
-        self._input: DeviceIterator | None = None
+        self.input: DeviceIterator | None = None
         self._drawn_with: dict[str, Any] | None = None
 
     def begin_epoch(self) -> None:
@@ -58,11 +59,11 @@ class FitControl:
         Args:
             iterator: The input; where training goes on in the middle of it, it is sent there.
         """
-        self._input = iterator
+        self.input = iterator
         if self.after_launch is not None:
-            iterator.keep_states()
+            iterator.progress.keep_states()
         if self._drawn_with is not None:
-            iterator.drew_with(self._drawn_with)
+            iterator.progress.drew_with(self._drawn_with)
         if self.begin_at is not None:
             position, self.begin_at = self.begin_at, None
             iterator.begin_at(position)
@@ -73,7 +74,7 @@ class FitControl:
         Args:
             done: The steps made of the running epoch.
         """
-        return None if self._input is None else self._input.position(done)
+        return None if self.input is None else self.input.progress.position(done)
 
     def within(self, steps: int) -> int:
         """How many of so many steps may run.

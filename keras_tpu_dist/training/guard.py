@@ -175,7 +175,7 @@ class StateGuard:
             Outputs and new state.
         """
         before = state
-        if self.donate:
+        if not self.kept:
             self._newest = state
             with interrupts_held(lambda: _is_whole(before, wait=False)):
                 outputs, state = function(state, batch)

@@ -1,7 +1,8 @@
-"""The function that Keras's loop calls: launches of one or several steps, as batches come."""
+"""The functions that Keras's loops call: launches of one or several steps, as batches come."""
 
+import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from keras_tpu_dist.training.auto_steps import steps_that_fit
 from keras_tpu_dist.training.finite import watched_step
 from keras_tpu_dist.training.fit_control import FitControl, after_other_launch
 from keras_tpu_dist.training.guard import StateGuard, recover
-from keras_tpu_dist.training.step import changed, jitted_step, step_function, with_changes
+from keras_tpu_dist.training.step import changed, jitted_step, step_of, with_changes
 from keras_tpu_dist.training.turns import Turns
 
 
@@ -26,49 +27,43 @@ class StepLoop:
     the next N while the devices work, and runs what is left over (fewer batches, a ragged tail)
     step by step: at most one program for the scan, one for the single step, one for each tail.
 
+    `Training`, `Evaluation` and `Prediction` say what a launch does.
+
     Args:
         trainer: The model.
-        kind: `"train"`, `"test"` or `"predict"`.
         turns: Who runs the model, and the arrays of its state.
         placer: Puts batches on the mesh and trims them in the program.
-        guard: Keeps the training state (used for `"train"`).
-        fit: What callbacks asked of the fit (likewise).
-        chosen: The `steps_per_execution` of the running call if it was chosen for the user, who may
-            then not have the memory for the batches of one launch; or `None`.
         compiler_options: What the compiler is told; `None` for its defaults.
 
     Attributes:
+        kind: Keras's word for the step: `"train"`, `"test"` or `"predict"`.
         is_stale: Whether the model's variables lie otherwise than when it was made, so that the
             next call makes another one.
     """
 
+    kind: str
+
     def __init__(
         self,
         trainer: Any,
-        kind: str,
         turns: Turns,
         placer: BatchPlacer,
-        guard: StateGuard,
-        fit: FitControl,
-        chosen: Callable[[], int | None] = lambda: None,
         compiler_options: dict[str, Any] | None = None,
     ):
         self.is_stale = False
-        self._trainer, self._kind = trainer, kind
-        self._turns, self._placer, self._guard, self._fit = turns, placer, guard, fit
-        self._chosen, self._compiler_options = chosen, compiler_options
-        self._groups = _keras.state_groups(trainer, kind)
-        self._variables = [v for group in self._groups for v in group]
+        self._trainer, self._turns, self._placer = trainer, turns, placer
+        self._compiler_options = compiler_options
+        self._variables = _keras.state_groups(trainer, self.kind)
         self._compiled = not trainer.run_eagerly and trainer.jit_compile
         self._place = placer.place if self._compiled else placer.place_eagerly
         self._programs: dict[Any, Callable] = {}
-        self._metrics: list | None = None
 
     def __call__(self, state: Any, iterator: Any) -> tuple[Any, Any]:
         """Launches the next steps.
 
         Args:
-            state: The training state.
+            state: Lists of values as Keras read them from the variables, or what the call before
+                returned, which is updated.
             iterator: A `DeviceIterator`, or any iterator over host batches.
 
         Returns:
@@ -77,137 +72,85 @@ class StepLoop:
         Raises:
             StopIteration: At the end of the input.
         """
-        state = tuple(
-            each.values if isinstance(each, _keras.StateGroup) else each for each in state
-        )
-        try:
-            if isinstance(iterator, DeviceIterator):
-                outputs, state = self._next(state, iterator)
-            else:
-                # *_on_batch: one batch, whatever the setting.
-                outputs, state = self._launch(state, self._place(next(iterator)))
-                self._look()
-            return outputs, tuple(map(_keras.StateGroup, state))
-        except StopIteration:
-            if self._kind == "train":
-                _keras.keep_metrics(self._trainer, self._metrics)
-            raise
-        except BaseException:
-            # Keras has not been given the new state yet, and would go back to the old, which a
-            # launch may have consumed.
-            if self._kind == "train":
-                with self._turns.lock:
-                    recover(self._trainer, self._guard)
-            raise
+        groups, launched = _keras.grouped(state), []
+        # *_on_batch: one batch, whatever the setting.
+        ours = isinstance(iterator, DeviceIterator)
+        launches = self._launches(iterator) if ours else ((self._place(next(iterator)), 1),)
+        for batch, steps in launches:
+            launched.append((self._launch(groups, batch, steps), steps))
+            self._look()
+        if not launched:
+            raise StopIteration
+        return self._outputs(launched), groups
 
     def serves(self) -> bool:
         """Whether the model's variables are those that the programs were made for."""
-        now = _keras.state_groups(self._trainer, self._kind)
+        now = _keras.state_groups(self._trainer, self.kind)
         return not self.is_stale and all(
             len(group) == len(others) and all(a is b for a, b in zip(group, others, strict=True))
-            for group, others in zip(now, self._groups, strict=True)
+            for group, others in zip(now, self._variables, strict=True)
         )
 
-    def _next(self, state, iterator: DeviceIterator):
-        if self._kind == "train":
-            self._fit.reads(iterator)
-        most = self._most()
-        skipped = self._skip(iterator, most)
-        if skipped and self._fit.stops_before_more:
-            self._trainer.stop_training = True
-            return self._trainer.get_metrics_result(), state
-        if skipped == most:
-            # Where a whole epoch is skipped, these are its logs.
-            logs = {} if self._fit.batches_to_skip else self._trainer.get_metrics_result()
-            return logs, state
-        if skipped:
-            try:
-                return self._launch_several(state, iterator, skipped)
-            except StopIteration:
-                return self._trainer.get_metrics_result(), state
-        if most == 1:
-            outputs, state = self._launch(state, iterator.take(self._place))
-            self._note(iterator, outputs, 1)
-            return outputs, state
-        return self._launch_several(state, iterator, skipped)
-
-    def _launch(self, state, batch, steps: int = 1):
-        if self._kind == "train":
-            return self._train(state, batch, steps)
-        outputs, changes = self._program(steps > 1)(state, batch)
+    def _launch(self, groups: Any, batch: PlacedBatch, steps: int) -> Any:
+        """Runs the program; the groups and the variables then hold the new state."""
+        state = tuple(group.values for group in groups)
+        program = self._programs.get((steps > 1, None)) or self._made_program(steps > 1)
+        outputs, changes = program(state, batch)
         changes = changed(state, changes)
         with self._turns.lock:
             # A callback may run the model: what that changes, and what it leaves, counts from here
             # on. A fit that another thread began meanwhile goes on from its own.
             if _keras.stateless_scope() is not None or not self._turns.elsewhere:
-                _keras.follow_changes(self._groups, changes)
-        state = with_changes(state, changes)
-        if self._kind == "predict":
-            outputs = self._placer.own_rows(outputs, batch, stacked=steps > 1)
-        return outputs, state
+                _keras.follow_changes(self._variables, changes)
+        for group, values in zip(groups, with_changes(state, changes), strict=True):
+            group.values = values
+        return outputs
 
-    def _train(self, state, batch, steps: int):
-        program, watch = self._program(steps > 1), self._fit.watch
-        with self._turns.lock:
-            state = self._newest(state)
-            if watch is not None:
-                state = (*state, watch.health_on(self._placer.mesh))
-            outputs, state = self._guard.launch(program, state, batch)
-            _keras.follow_state(self._groups, state)
-            if self._guard.donate:
-                self._turns.buffers.made([v for group in state[:4] for v in group])
-        if watch is not None:
-            *state, watch.health = state
-            outputs = watch.noted(outputs, batch, steps)
-        self._metrics = state[3]
-        if self._fit.spend(steps):
-            self._trainer.stop_training = True
-        return outputs, tuple(state)
+    def _outputs(self, launched: list[tuple[Any, int]]) -> Any:
+        """What Keras gets of launches and their steps: the outputs of the last."""
+        return launched[-1][0]
 
-    def _newest(self, state: tuple[list, ...]) -> tuple[list, ...]:
-        """What the variables hold now: a callback or another thread may have assigned some.
+    def _launches(
+        self, iterator: DeviceIterator, skipped: int = 0
+    ) -> Iterable[tuple[PlacedBatch, int]]:
+        """Placed batches and their steps, to be launched one after the other.
 
         Args:
-            state: The state that Keras knows, whose lists are made to hold it: arrays that a copy
-                replaces may be gone then.
+            iterator: The input.
+            skipped: How many steps of this call were made before training was interrupted.
         """
-        if self._guard.donate:
-            values = self._turns.buffers.to_consume(self._variables)
-        else:
-            values = _keras.values_of(self._variables)
-        given = iter(values)
-        for known, group in zip(state, self._groups, strict=True):
-            known[:] = itertools.islice(given, len(group))
-        return state
+        # Another thread's call may have other batches, and a number of its own.
+        most = iterator.chosen_steps or self._trainer.steps_per_execution
+        if skipped == most:
+            return ()
+        if most == 1:
+            return iterator.launches(1, self._place)
+        wanted = functools.partial(self._wanted, most)
+        several = functools.partial(self._several, most, iterator.chosen_steps is not None)
+        return iterator.launches(min(wanted(), most - skipped), self._place, several, wanted)
 
-    def _launch_several(self, state, iterator: DeviceIterator, skipped: int):
-        left = min(self._steps_wanted(), self._most() - skipped)
-        collected = []
-        while left:
+    def _wanted(self, most: int) -> int:
+        """How many of so many steps may be made."""
+        return most
+
+    def _several(self, most: int, chosen: bool, batches: list) -> Iterator[tuple[PlacedBatch, int]]:
+        """Places host batches, stacked if they fill scans and are alike."""
+        length = most if self._compiled else 1
+        if chosen:
+            length = steps_that_fit(self._placer.bytes_per_device(batches[0]), length)
+        placed = 0
+        while length > 1 and placed < len(batches) and not len(batches) % length:
             try:
-                batch, steps = iterator.take_steps(left, self._place_group)
-            except StopIteration:
-                if not collected:
-                    raise
+                stacked = self._placer.place_many(batches[placed : placed + length])
+            except ValueError:
+                # One of them is at fault: placed singly, it raises in its turn.
+                stacked = None
+            if stacked is None:
                 break
-            outputs, state = self._launch(state, batch, steps)
-            self._note(iterator, outputs, steps)
-            collected.append((outputs, steps))
-            left -= steps
-            if iterator.at_epoch_end:
-                break
-        if left:
-            iterator.not_made(left)
-        iterator.prepare_steps(self._steps_wanted(), self._place_group)
-        return (_all_rows(collected) if self._kind == "predict" else outputs), state
-
-    def _note(self, iterator: DeviceIterator, outputs, steps: int) -> None:
-        if self._kind == "train":
-            iterator.launched(outputs, self._trainer.stop_training, steps)
-            if self._fit.after_launch is not None:
-                self._fit.after_launch(steps)
-                return
-        self._look()
+            yield stacked, length
+            placed += length
+        for batch in batches[placed:]:
+            yield self._place(batch), 1
 
     def _look(self) -> None:
         """Lets the fit around this look for signals, if all of its processes make the launch."""
@@ -215,84 +158,196 @@ class StepLoop:
         if look is not None and (jax.process_count() == 1 or not self._placer.is_local):
             look()
 
-    def _most(self) -> int:
-        """How many steps a launch makes of this call; another thread's may have other batches."""
-        return self._chosen() or self._trainer.steps_per_execution
+    def _made_program(self, scanned: bool, mask: tuple[bool, ...] | None = None) -> Callable:
+        """What to launch, for one step or several; for later launches too."""
+        make = self._jitted if self._compiled else self._eager
+        program = self._programs[scanned, mask] = make(scanned, mask)
+        return program
 
-    def _steps_wanted(self) -> int:
-        steps = self._most()
-        return self._fit.within(steps) if self._kind == "train" else steps
+    def _jitted(self, scanned: bool, mask: tuple[bool, ...] | None) -> Callable:
+        return jitted_step(
+            self._trainer,
+            self.kind,
+            self._placer,
+            donate=self._donates,
+            scanned=scanned,
+            mask=mask,
+            compiler_options=self._compiler_options,
+        )
 
-    def _skip(self, iterator: DeviceIterator, most: int) -> int:
-        """How many steps of this launch were made before training was interrupted."""
-        steps = self._fit.skip(most) if self._kind == "train" else 0
-        if steps:
-            iterator.skip(steps)
-        return steps
-
-    def _program(self, scanned: bool) -> Callable:
-        """What to launch, for one step or several; made when first asked for."""
-        # Validation within a fit that is watched updates nothing that could be watched.
-        watch = self._fit.watch if self._kind == "train" else None
-        mask = None if watch is None else watch.mask
-        if (scanned, mask) not in self._programs:
-            self._programs[scanned, mask] = self._made_program(scanned, mask)
-        return self._programs[scanned, mask]
-
-    def _made_program(self, scanned: bool, mask: tuple[bool, ...] | None) -> Callable:
-        trainer, kind = self._trainer, self._kind
-        if self._compiled:
-            options = {"scanned": scanned, "mask": mask, "compiler_options": self._compiler_options}
-            return jitted_step(trainer, kind, self._placer, self._guard.donate, **options)
-        step = step_function(trainer, kind)
+    def _eager(self, scanned: bool, mask: tuple[bool, ...] | None) -> Callable:
+        step = step_of(self._trainer, self.kind, self._placer)
 
         def eager_step(state, batch: PlacedBatch):
-            outputs, new_state = step(state, batch.data)
-            # Each process reads all rows.
-            return (on_every_host(outputs) if kind == "predict" else outputs), new_state
+            return step.on_arrays(state, batch.data)
 
         return eager_step if mask is None else watched_step(eager_step, mask)
 
-    def _steps_of_a_scan(self, batch) -> int:
-        steps = self._most() if self._compiled else 1
-        if self._chosen() is None:
-            return steps
-        return steps_that_fit(self._placer.bytes_per_device(batch), steps)
-
-    def _place_group(self, batches: list) -> list:
-        length = self._steps_of_a_scan(batches[0])
-        if len(batches) % length or length == 1:
-            return self._placed_singly(batches)
-        placed: list = []
-        for start in range(0, len(batches), length):
-            try:
-                stacked = self._placer.place_many(batches[start : start + length])
-            except ValueError:
-                # One of them is at fault: placed singly, it raises in its turn.
-                stacked = None
-            if stacked is None:
-                return placed + self._placed_singly(batches[start:])
-            placed.append((stacked, length))
-        return placed
-
-    def _placed_singly(self, batches: list) -> list:
-        placed: list = []
-        for batch in batches:
-            try:
-                placed.append((self._place(batch), 1))
-            except Exception as error:
-                # Kept, not swallowed: it is raised when this batch's turn comes.
-                placed.append(error)
-                break
-        return placed
+    @property
+    def _donates(self) -> bool:
+        return False
 
 
-def _all_rows(collected: list) -> Any:
+class Evaluation(StepLoop):
+    """Test steps."""
+
+    kind = "test"
+
+
+class Prediction(StepLoop):
+    """Predict steps, whose outputs are the rows that this process brought, or all."""
+
+    kind = "predict"
+
+    def _launch(self, groups, batch, steps):
+        outputs = super()._launch(groups, batch, steps)
+        return self._placer.own_rows(outputs, batch, stacked=steps > 1)
+
+    def _outputs(self, launched):
+        if len(launched) == 1 and launched[0][1] == 1:
+            return launched[0][0]
+        return _all_rows(launched)
+
+    def _eager(self, scanned, mask):
+        run = super()._eager(scanned, mask)
+
+        def eager_step(state, batch: PlacedBatch):
+            outputs, state = run(state, batch)
+            # Each process reads all rows.
+            return on_every_host(outputs), state
+
+        return eager_step
+
+
+class Training(StepLoop):
+    """Train steps, with what callbacks ask of the fit, and a guard of the state.
+
+    Args:
+        trainer: The model.
+        turns: Who runs the model, and the arrays of its state.
+        placer: Puts batches on the mesh and trims them in the program.
+        guard: Keeps the training state.
+        fit: What callbacks ask of the fit.
+        compiler_options: What the compiler is told; `None` for its defaults.
+    """
+
+    kind = "train"
+
+    def __init__(
+        self,
+        trainer: Any,
+        turns: Turns,
+        placer: BatchPlacer,
+        guard: StateGuard,
+        fit: FitControl,
+        compiler_options: dict[str, Any] | None = None,
+    ):
+        super().__init__(trainer, turns, placer, compiler_options)
+        self._guard, self._fit = guard, fit
+        self._all_variables = [v for group in self._variables for v in group]
+        self._metrics: list | None = None
+
+    def __call__(self, state, iterator):
+        """Launches the next steps. See `StepLoop`."""
+        groups = _keras.grouped(state)
+        try:
+            if isinstance(iterator, DeviceIterator):
+                return self._steps_of_fit(groups, iterator), groups
+            # train_on_batch: one batch, whatever the setting.
+            logs = self._launch(groups, self._place(next(iterator)), 1)
+            self._look()
+            return logs, groups
+        except StopIteration:
+            _keras.keep_metrics(self._trainer, self._metrics)
+            raise
+        except BaseException:
+            # Keras has not been given the new state yet, and would go back to the old, which a
+            # launch may have consumed.
+            with self._turns.lock:
+                recover(self._trainer, self._guard)
+            raise
+
+    def _steps_of_fit(self, groups: Any, iterator: DeviceIterator) -> Any:
+        """Makes the launches of one call of Keras's loop; the logs."""
+        fit, skipped, ran = self._fit, 0, False
+        if iterator is not fit.input or fit.begin_at is not None:
+            fit.reads(iterator)
+        if fit.batches_to_skip:
+            skipped = self._skip(iterator)
+        for batch, steps in self._launches(iterator, skipped):
+            logs, ran = self._launch(groups, batch, steps), True
+            iterator.clock.launched(logs, self._trainer.stop_training)
+            if fit.after_launch is not None:
+                fit.after_launch(steps)
+            elif after_other_launch.get() is not None:
+                self._look()
+        if ran:
+            return logs
+        if not skipped:
+            raise StopIteration
+        # Where a whole epoch is skipped, these are its logs.
+        return {} if fit.batches_to_skip else self._trainer.get_metrics_result()
+
+    def _launch(self, groups, batch, steps):
+        watch = self._fit.watch
+        kind = steps > 1, None if watch is None else watch.mask
+        program = self._programs.get(kind) or self._made_program(*kind)
+        with self._turns.lock:
+            state = self._newest(groups)
+            if watch is not None:
+                state = (*state, watch.health_on(self._placer.mesh))
+            outputs, state = self._guard.launch(program, state, batch)
+            _keras.follow_state(self._variables, state)
+            if not self._guard.kept:
+                self._turns.buffers.made([v for group in state[:4] for v in group])
+        if watch is not None:
+            *state, watch.health = state
+            outputs = watch.noted(outputs, batch, steps)
+        for group, values in zip(groups, state, strict=True):
+            group.values = values
+        self._metrics = state[3]
+        if self._fit.steps_left is not None and self._fit.spend(steps):
+            self._trainer.stop_training = True
+        return outputs
+
+    def _newest(self, groups: Any) -> tuple[list, ...]:
+        """What the variables hold now: a callback or another thread may have assigned some.
+
+        Args:
+            groups: The state that Keras knows, whose lists are made to hold it: arrays that a copy
+                replaces may be gone then.
+        """
+        if not self._guard.kept:
+            values = self._turns.buffers.to_consume(self._all_variables)
+        else:
+            values = _keras.values_of(self._all_variables)
+        given = iter(values)
+        for group, variables in zip(groups, self._variables, strict=True):
+            group.values[:] = itertools.islice(given, len(variables))
+        return tuple([group.values for group in groups])
+
+    def _skip(self, iterator: DeviceIterator) -> int:
+        """How many steps of this call were made before training was interrupted."""
+        skipped = self._fit.skip(iterator.chosen_steps or self._trainer.steps_per_execution)
+        iterator.skip(skipped)
+        if self._fit.stops_before_more:
+            self._trainer.stop_training = True
+        return skipped
+
+    def _wanted(self, most):
+        return self._fit.within(most)
+
+    @property
+    def _donates(self):
+        return self._guard.donate
+
+
+def _all_rows(launched: list[tuple[Any, int]]) -> Any:
     """The outputs of predict launches, joined along the batch as Keras joins them."""
     launches = [
         jax.tree.map(lambda rows: np.concatenate(np.asarray(rows)), outputs)
         if steps > 1
         else outputs
-        for outputs, steps in collected
+        for outputs, steps in launched
     ]
     return jax.tree.map(lambda *rows: np.concatenate(rows), *launches)

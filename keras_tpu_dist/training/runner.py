@@ -32,7 +32,7 @@ from keras_tpu_dist.processes.agreement import (
 from keras_tpu_dist.training import membership
 from keras_tpu_dist.training.auto_steps import AutoSteps
 from keras_tpu_dist.training.guard import StateGuard, recover, states_to_keep
-from keras_tpu_dist.training.loop import StepLoop
+from keras_tpu_dist.training.loop import Evaluation, Prediction, StepLoop, Training
 from keras_tpu_dist.training.options import Options
 from keras_tpu_dist.training.protocol import Strategy
 from keras_tpu_dist.training.turns import TRAINING, Recompiled, consistent_values, turns_of
@@ -205,11 +205,12 @@ class Runner:
             member.guard = member.guard or StateGuard(states)
             # Before the first fit there were no slots to count.
             member.guard.kept = states
+        turns, options = member.turns, self.compiler_options
         if kind == "train":
-            member.turns.ready(_keras.state_variables(model))
-        chosen = partial(self._chosen_steps, model)
-        known = (self.placer, member.guard, member.fit, chosen, self.compiler_options)
-        return StepLoop(model, kind, member.turns, *known)
+            turns.ready(_keras.state_variables(model))
+            return Training(model, turns, self.placer, member.guard, member.fit, options)
+        forward = {"test": Evaluation, "predict": Prediction}[kind]
+        return forward(model, turns, self.placer, options)
 
     def serves(self, function: Any) -> bool:
         """Whether a function that runs steps is still of the variables that its model has.
@@ -296,6 +297,7 @@ class Runner:
             not_made=partial(_keras.uncount_steps, epoch_iterator),
             source_batches=epoch_iterator.data_adapter.num_batches,
             data_adapter=epoch_iterator.data_adapter,
+            chosen_steps=None if call is None else call.auto_steps.of(call.model),
         )
 
     def host_batch(self, data: Any) -> Any:

@@ -13,25 +13,157 @@ from keras_tpu_dist.partitioner import Jitted
 from keras_tpu_dist.training.finite import first_bad, watched_step
 
 
-def step_function(trainer: Any, kind: str) -> Callable:
-    """What a train, test or predict step computes, uncompiled: `(state, batch)` to the new.
+class _Step:
+    """One of Keras's steps, and the programs of it.
+
+    Args:
+        trainer: The model.
+        placer: Trims batches in the program.
+    """
+
+    kind: str
+
+    def __init__(self, trainer: Any, placer: BatchPlacer):
+        self._trainer, self._placer = trainer, placer
+        self._of_user = getattr(trainer, f"{self.kind}_step")
+        self._replicated = named_sharding(placer.mesh)
+
+    def on_arrays(self, state: Any, data: Any) -> tuple[Any, Any]:
+        """What the step computes of a batch that is plain arrays: outputs and new state."""
+        return self._of_user(state, data)
+
+    def one(self, state: Any, batch: PlacedBatch) -> tuple[Any, Any]:
+        """The step on a placed batch."""
+        outputs, state = self.on_arrays(state, self._placer.trim(batch))
+        return outputs, tuple(list(group) for group in state)
+
+    def many(self, state: Any, batches: PlacedBatch) -> tuple[Any, Any]:
+        """Steps on stacked batches, one after the other."""
+
+        def body(state, data):
+            outputs, new_state = self.one(state, PlacedBatch(data, batches.slots))
+            return jax.tree.map(lambda new, old: new.astype(old.dtype), new_state, state), outputs
+
+        state, outputs = jax.lax.scan(body, state, batches.data)
+        return self.of_launch(outputs), state
+
+    def of_launch(self, outputs: Any) -> Any:
+        """The outputs of several steps, stacked, as those of one launch: the last step's."""
+        return jax.tree.map(lambda each: each[-1], outputs)
+
+    def shardings(self) -> tuple:
+        """The layouts of the state."""
+        return _keras.state_shardings(self._trainer, self.kind)
+
+    def program(self, scanned: bool, compiler_options: dict[str, Any] | None) -> Jitted:
+        """The step, or several on stacked batches, compiled. See `jitted_step`."""
+        run, shardings = self.many if scanned else self.one, self.shardings()
+
+        def forward(state, batch: PlacedBatch):
+            outputs, new_state = run(state, batch)
+            return outputs, jax.tree.map(_if_new, state, new_state, shardings)
+
+        forward.__name__ = self._name(scanned)
+        return Jitted(
+            forward,
+            self._placer.mesh,
+            self._layouts(shardings, scanned),
+            kind_of=_kind_of_batch,
+            compiler_options=compiler_options,
+        )
+
+    def _name(self, scanned: bool) -> str:
+        """What JAX's logs and profiles show."""
+        return f"{self.kind}_steps" if scanned else f"{self.kind}_step"
+
+    def _layouts(self, shardings: tuple, scanned: bool) -> Callable:
+        return lambda state, batch: (shardings, self._placer.shardings(batch, stacked=scanned))
+
+
+class _TestStep(_Step):
+    kind = "test"
+
+
+class _PredictStep(_Step):
+    kind = "predict"
+
+    def on_arrays(self, state, data):
+        outputs, non_trainable = super().on_arrays(state, data)
+        return outputs, (state[0], non_trainable)
+
+    def one(self, state, batch):
+        outputs, state = super().one(state, batch)
+        if batch.ragged or not self._replicated.is_fully_addressable:
+            # Uneven rows cannot leave a program split over devices, and each host reads them all.
+            outputs = jax.lax.with_sharding_constraint(outputs, self._replicated)
+        return outputs, state
+
+    def of_launch(self, outputs):
+        return outputs
+
+
+class _TrainStep(_Step):
+    kind = "train"
+
+    def __init__(self, trainer, placer, donate: bool, mask: tuple[bool, ...] | None):
+        super().__init__(trainer, placer)
+        self._donate, self._mask = donate, mask
+
+    def one(self, state, batch):
+        if self._mask is None:
+            return super().one(state, batch)
+        return watched_step(super().one, self._mask)(state, batch)
+
+    def of_launch(self, outputs):
+        if self._mask is None:
+            return super().of_launch(outputs)
+        outputs, report = outputs
+        return super().of_launch(outputs), first_bad(report)
+
+    def shardings(self):
+        health = [] if self._mask is None else [[self._replicated, self._replicated]]
+        return (*super().shardings(), *health)
+
+    def program(self, scanned, compiler_options):
+        run, shardings = self.many if scanned else self.one, self.shardings()
+
+        def train(state, batch: PlacedBatch):
+            return run(state, batch)
+
+        train.__name__ = self._name(scanned)
+        outputs = (self._replicated, shardings)
+        return Jitted(
+            train,
+            self._placer.mesh,
+            self._layouts(shardings, scanned),
+            outputs=outputs,
+            kind_of=_kind_of_batch,
+            donate_argnums=(0,) if self._donate else (),
+            out_shardings=outputs,
+            compiler_options=compiler_options,
+        )
+
+
+def step_of(
+    trainer: Any,
+    kind: str,
+    placer: BatchPlacer,
+    donate: bool = False,
+    mask: tuple[bool, ...] | None = None,
+) -> _Step:
+    """A step of a model: what it computes, uncompiled or as a program.
 
     Args:
         trainer: The model.
         kind: `"train"`, `"test"` or `"predict"`.
-
-    Returns:
-        `(state, batch) -> (outputs, state)`, where the batch is plain arrays.
+        placer: Trims batches in the program.
+        donate: Whether a train step consumes its input state.
+        mask: For a train step that watches for values that are not finite, the variables to
+            check; see `keras_tpu_dist.training.finite`.
     """
-    user_step = getattr(trainer, f"{kind}_step")
-    if kind != "predict":
-        return user_step
-
-    def predict_step(state, data):
-        outputs, non_trainable = user_step(state, data)
-        return outputs, (state[0], non_trainable)
-
-    return predict_step
+    if kind == "train":
+        return _TrainStep(trainer, placer, donate, mask)
+    return {"test": _TestStep, "predict": _PredictStep}[kind](trainer, placer)
 
 
 def jitted_step(
@@ -51,77 +183,14 @@ def jitted_step(
         placer: Trims batches in the program.
         donate: Whether a train step consumes its input state.
         scanned: Whether the batch is several, stacked, of which each is a step.
-        mask: For a train step that watches for values that are not finite, the variables to
-            check; see `keras_tpu_dist.training.finite`.
+        mask: See `step_of`.
         compiler_options: What the compiler is told; `None` for its defaults.
 
     Returns:
         A function that is compiled for each shape of batch; a `Jitted`. Of evaluation and
         prediction the new state has `None` for what they only read: see `with_changes`.
     """
-    step = step_function(trainer, kind)
-    replicated = named_sharding(placer.mesh)
-    shardings = _keras.state_shardings(trainer, kind)
-
-    def one_step(state, batch: PlacedBatch):
-        outputs, new_state = step(state, placer.trim(batch))
-        if kind == "predict" and (batch.ragged or not replicated.is_fully_addressable):
-            # Uneven rows cannot leave a program split over devices, and each host reads them all.
-            outputs = jax.lax.with_sharding_constraint(outputs, replicated)
-        return outputs, tuple(list(group) for group in new_state)
-
-    if mask is not None:
-        one_step = watched_step(one_step, mask)
-        shardings = (*shardings, [replicated, replicated])
-
-    run = _scanned(one_step, kind, mask is not None) if scanned else one_step
-
-    def layouts(state, batch: PlacedBatch):
-        return shardings, placer.shardings(batch, stacked=scanned)
-
-    if kind == "train":
-        # The name that JAX's logs and profiles show.
-        run.__name__ = "train_steps" if scanned else "train_step"
-        outputs = (replicated, shardings)
-        donated = (0,) if donate else ()
-        return Jitted(
-            run,
-            placer.mesh,
-            layouts,
-            outputs=outputs,
-            kind_of=_kind_of_batch,
-            donate_argnums=donated,
-            out_shardings=outputs,
-            compiler_options=compiler_options,
-        )
-
-    def forward(state, batch: PlacedBatch):
-        outputs, new_state = run(state, batch)
-        return outputs, jax.tree.map(_if_new, state, new_state, shardings)
-
-    forward.__name__ = f"{kind}_steps" if scanned else f"{kind}_step"
-    known = {"kind_of": _kind_of_batch, "compiler_options": compiler_options}
-    return Jitted(forward, placer.mesh, layouts, **known)
-
-
-def _scanned(one_step: Callable, kind: str, watched: bool) -> Callable:
-    """Steps on stacked batches, one after the other; the logs are the last one's."""
-
-    def many_steps(state, batches: PlacedBatch):
-        def body(state, data):
-            outputs, new_state = one_step(state, PlacedBatch(data, batches.slots))
-            return jax.tree.map(lambda new, old: new.astype(old.dtype), new_state, state), outputs
-
-        state, outputs = jax.lax.scan(body, state, batches.data)
-        if kind == "predict":
-            return outputs, state
-        outputs, *report = outputs if watched else (outputs,)
-        outputs = jax.tree.map(lambda each: each[-1], outputs)
-        if report:
-            outputs = (outputs, first_bad(*report))
-        return outputs, state
-
-    return many_steps
+    return step_of(trainer, kind, placer, donate, mask).program(scanned, compiler_options)
 
 
 def _kind_of_batch(state, batch: PlacedBatch) -> Hashable:

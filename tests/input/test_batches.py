@@ -117,7 +117,7 @@ def test_iterator_looks_ahead_but_not_beyond_the_epoch():
     iterator = DeviceIterator(source(), prefetch=3, steps_per_epoch=5)
     ahead = []
     for _ in range(10):
-        iterator.take(lambda batch: batch)
+        list(iterator.launches(1, lambda batch: batch))
         ahead.append(len(read))
     assert ahead == [4, 5, 5, 5, 5, 9, 10, 10, 10, 10]
 
@@ -129,11 +129,10 @@ def test_iterator_raises_when_the_turn_of_the_failing_batch_comes():
         raise OSError("gone")
 
     iterator = DeviceIterator(source(), prefetch=5)
-    assert [iterator.take(lambda b: b), iterator.take(lambda b: b)] == [0, 1]
+    assert [list(iterator.launches(1, lambda b: b)) for _ in range(2)] == [[(0, 1)], [(1, 1)]]
     with pytest.raises(OSError, match="gone"):
-        iterator.take(lambda b: b)
-    with pytest.raises(StopIteration):
-        iterator.take(lambda b: b)
+        list(iterator.launches(1, lambda b: b))
+    assert not list(iterator.launches(1, lambda b: b))
 
 
 def _fit(strategy, x, y=None, build=mlp, **options):
