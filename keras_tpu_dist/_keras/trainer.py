@@ -441,9 +441,14 @@ class _Told(keras.callbacks.CallbackList):
     tells them in the order in which the user gave them.
     """
 
+    # What callbacks asked of the fit that runs, where it runs under a strategy.
+    _fit_control: Any = None
+
     def on_train_begin(self, logs=None):
         if input_of_fit.get() is None:
             _begin_unseen(self)
+        strategy = active_strategy()
+        self._fit_control = None if strategy is None else strategy.runner.control(self._model)
         with self._around("train_begin", logs):
             super().on_train_begin(logs)
 
@@ -464,24 +469,24 @@ class _Told(keras.callbacks.CallbackList):
             strategy.runner.epoch_ended()
 
     def on_train_batch_begin(self, batch, logs=None):
-        strategy = active_strategy()
-        if strategy is None or not strategy.runner.begins_again(self._model):
+        skips = self._fit_control is not None and self._fit_control.batches_to_skip
+        if not skips or not active_strategy().runner.begins_again(self._model):
             super().on_train_batch_begin(batch, logs)
 
     # Keras hands the logs of every step to a thread that waits for them and turns them into floats,
     # also when no callback looks at them.
 
     def on_train_batch_end(self, batch, logs=None):
-        strategy = active_strategy()
-        if strategy is None or (not strategy.runner.ended_again() and self._listens("train")):
+        fit = self._fit_control
+        if fit is None or (not fit.made_before and listens(self.callbacks, "train")):
             super().on_train_batch_end(batch, logs)
 
     def on_test_batch_end(self, batch, logs=None):
-        if active_strategy() is None or self._listens("test"):
+        if active_strategy() is None or listens(self.callbacks, "test"):
             super().on_test_batch_end(batch, logs)
 
     def on_predict_batch_end(self, batch, logs=None):
-        if active_strategy() is None or self._listens("predict"):
+        if active_strategy() is None or listens(self.callbacks, "predict"):
             super().on_predict_batch_end(batch, logs)
 
     def _async_dispatch(self, fn, *args):
@@ -490,9 +495,6 @@ class _Told(keras.callbacks.CallbackList):
             super()._async_dispatch(fn, *args)
         else:
             super()._async_dispatch(_without_logging, fn, *args)
-
-    def _listens(self, kind: str) -> bool:
-        return listens(self.callbacks, kind)
 
     @contextlib.contextmanager
     def _around(self, moment: str, *args):

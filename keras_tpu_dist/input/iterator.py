@@ -115,7 +115,9 @@ class DeviceIterator:
                 raise item
             batch, steps = item
             left -= steps
-            self.progress.handed_out(steps)
+            self.progress.made += steps
+            if self.progress.follows:
+                self.progress.follow(steps)
             if self._num_batches:
                 self.clock.at_end = not (self._ahead or self._num_read % self._num_batches)
             yield batch, steps
@@ -143,16 +145,16 @@ class DeviceIterator:
             try:
                 if self._passed:
                     self._passed -= 1
-                    self.progress.made += 1
                 else:
                     self._read()
-                    self.progress.handed_out(1)
+                    self.progress.follow(1)
             except StopIteration:
                 if not number:
                     raise
                 self._ended = True
                 return
             self._num_read += 1
+            self.progress.made += 1
 
     def begin_at(self, position: InputPosition) -> None:
         """Goes to a position, before the first batch is read.
@@ -232,6 +234,6 @@ class DeviceIterator:
         start = time.perf_counter()
         batch = next(self._batches)
         self.clock.was_read(start, time.perf_counter())
-        if self.progress.keeps_states:
+        if self.progress.follows:
             self.progress.was_read()
         return batch

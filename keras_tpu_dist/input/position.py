@@ -69,20 +69,20 @@ class Progress:
 
     Attributes:
         made: How many batches were handed out to be trained on.
-        keeps_states: Whether it asks the input for its place after each batch.
+        follows: Whether there is more to note of a batch that is read or handed out.
     """
 
     def __init__(self, batches: Any, data_adapter: Any = None):
         self.made = 0
-        self.keeps_states = False
         self._batches, self._data_adapter = batches, data_adapter
         # The random numbers before the first batch was read.
         self._start: dict[str, Any] | None = None
         # The epochs, as Keras's data adapter counts them, of the first batch and of the newest.
         self._start_epoch = self._newest_epoch = _keras.shuffling_epoch(data_adapter)
         # What the input said of its place after each batch that was read and not handed out yet.
-        self._states: deque = deque()
+        self._states: deque | None = None
         self._state: Any = None
+        self.follows = self._start_epoch is not None
 
     def begins(self) -> None:
         """Notes what decides the order of the batches, before one is read and none handed out."""
@@ -99,24 +99,23 @@ class Progress:
 
     def keep_states(self) -> None:
         """From now on asks the input for its place, if it can tell, for `position`."""
-        self.keeps_states = hasattr(self._batches, "get_state")
+        if self._states is None and hasattr(self._batches, "get_state"):
+            self._states, self.follows = deque(), True
 
     def was_read(self) -> None:
-        """Asks the input for its place, behind the batch that was just read."""
-        self._states.append(state_of(self._batches))
+        """Notes where the input is, behind a batch that was just read."""
+        if self._states is not None:
+            self._states.append(state_of(self._batches))
 
-    def handed_out(self, steps: int) -> None:
-        """Counts batches that were read.
+    def follow(self, steps: int) -> None:
+        """Notes what goes with batches that are handed out.
 
         Args:
             steps: How many.
         """
-        self.made += steps
-        if self._start_epoch is not None:
-            self._newest_epoch = _keras.shuffling_epoch(self._data_adapter)
-        while self._states and steps:
+        self._newest_epoch = _keras.shuffling_epoch(self._data_adapter)
+        for _ in range(min(steps, len(self._states or ()))):
             self._state = self._states.popleft()
-            steps -= 1
 
     def goes_to(self, position: InputPosition, begins: bool) -> bool:
         """Has the input go on from a position, if it can be sent there.

@@ -87,8 +87,10 @@ class Call:
     @property
     def padded(self) -> bool:
         """Whether an array holds padding."""
-        sources = [leaf.source for leaf in self.leaves if leaf.source is not None]
-        return any(s.padded for s in sources) or any(self._short(leaf) for leaf in self.leaves)
+        return any(
+            self._short(leaf) if leaf.source is None else leaf.source.sizes and leaf.source.padded
+            for leaf in self.leaves
+        )
 
     def with_other_padding(self) -> "Call":
         """The same call with ones in place of zeros where arrays are padded."""
@@ -153,10 +155,11 @@ def prepare(
             `dynamic_batch`, or lengths differ.
         TypeError: If an argument is a traced array or cannot be hashed.
     """
-    flat_args = jax.tree.leaves(tuple(args))
     flat, treedef = jax.tree.flatten((tuple(args), dict(kwargs)))
-    axes = options.axes(args, [_rank(leaf) for leaf in flat_args])
-    axes = [*axes, *[None] * (len(flat) - len(axes))]
+    axes: list[int | None] = []
+    if options.buckets is not None:
+        axes = options.axes(args, [_rank(leaf) for leaf in jax.tree.leaves(tuple(args))])
+    axes += [None] * (len(flat) - len(axes))
     call = Call(treedef, [], check_padding=options.check_padding)
     for value, axis in zip(flat, axes, strict=True):
         if isinstance(value, PerReplica):
@@ -172,7 +175,8 @@ def prepare(
 
 def _split_leaf(value: PerReplica, axis, options: RunOptions, strategy) -> Leaf:
     check_owner(value, strategy)
-    value = _without_other_padding(value, axis)
+    if value.sizes:
+        value = _without_other_padding(value, axis)
     if axis is not None:
         value = pad_value(value, axis, options)
     ragged = [a for a in value.sizes if a != axis]

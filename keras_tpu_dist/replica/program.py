@@ -59,12 +59,6 @@ class _Known:
     def __init__(self, variables: list):
         self.shared, self.own = apart(variables)
         self.every = [*self.shared, *self.own]
-        self._layouts = _keras.variable_layouts(self.every)
-
-    def have_moved(self) -> bool:
-        """Whether one lies otherwise than when this was made."""
-        now = _keras.variable_layouts(self.every)
-        return not all(map(operator.is_, now, self._layouts))
 
 
 @dataclass
@@ -111,6 +105,7 @@ class ReplicaProgram:
         attempt = self._settle(call)
         self._treedef, self._run = attempt.record.treedef, attempt.function
         self._known = attempt.known
+        self._layouts = _keras.variable_layouts(self._known.every)
         self._shared, self._own = apart(attempt.record.updated.values())
         check_variables(self._name, attempt.known.every, strategy)
         self._cuts = self._find_cuts(call, attempt)
@@ -142,7 +137,8 @@ class ReplicaProgram:
     @property
     def outdated(self) -> bool:
         """Whether a variable was moved since: to another strategy, or to another layout."""
-        return self._known.have_moved()
+        now = _keras.variable_layouts(self._known.every)
+        return not all(map(operator.is_, now, self._layouts))
 
     def _outputs(self, inputs: dict) -> dict:
         if self._strategy.placer.is_local:
@@ -350,7 +346,7 @@ class ReplicaProgram:
         return size_at(own, self._places, kind)
 
     def _wrap(self, outs: list, call: Call) -> list[PerReplica]:
-        number = self._strategy.num_replicas_in_sync
+        number = self._strategy.placer.num_shards
         wrapped = []
         for out, cuts in zip(outs, self._cuts, strict=True):
             sizes: dict[int, tuple[int, ...]] = {}

@@ -159,7 +159,7 @@ class ReplicaCode(DistributedInput):
                 without the axis in which they differ; for the largest or smallest of no values or
                 of complex numbers; if a value belongs to another strategy.
         """
-        self._check_outside("reduce", "all_reduce")
+        self._check_outside("reduce", "get_replica_context().all_reduce")
         return _reduce(reduce_op, value, axis, self)
 
     def gather(self, value: Any, axis: int) -> Any:
@@ -184,7 +184,7 @@ class ReplicaCode(DistributedInput):
                     fix="Write for example axis=0.",
                 )
             )
-        self._check_outside("gather", "all_gather")
+        self._check_outside("gather", "get_replica_context().all_gather")
         return _gather(value, axis, self)
 
     experimental_local_results = local_results
@@ -232,7 +232,7 @@ class ReplicaCode(DistributedInput):
             )
 
     def _check_run(self, fn, args, kwargs, options) -> None:
-        self._check_outside("run", None)
+        self._check_outside("run", "the function directly")
         if not self._programs:
             check_attached(self, "run")
         if not callable(fn):
@@ -245,14 +245,13 @@ class ReplicaCode(DistributedInput):
             fix = "keras_tpu_dist.RunOptions(...)"
             raise TypeError(_wrong("options", options, "a RunOptions", fix))
 
-    def _check_outside(self, name: str, inside: str | None) -> None:
+    def _check_outside(self, name: str, inside: str) -> None:
         if in_replica_context():
-            write = f"get_replica_context().{inside}" if inside else "the function directly"
             raise RuntimeError(
                 message(
                     f"strategy.{name} is for code outside of strategy.run.",
                     received=f"strategy.{name} inside of a function run by strategy.run.",
-                    fix=f"There, call {write}.",
+                    fix=f"There, call {inside}.",
                 )
             )
 

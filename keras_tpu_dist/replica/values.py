@@ -82,7 +82,7 @@ class PerReplica:
         shape = list(self.array.shape)
         if self.stacked:
             return tuple(shape[1:])
-        shape[self.axis] //= self.strategy.num_replicas_in_sync
+        shape[self.axis] //= self.strategy.placer.num_shards
         return tuple(shape)
 
     @property

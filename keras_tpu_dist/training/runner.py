@@ -31,6 +31,7 @@ from keras_tpu_dist.processes.agreement import (
 )
 from keras_tpu_dist.training import membership
 from keras_tpu_dist.training.auto_steps import AutoSteps
+from keras_tpu_dist.training.fit_control import FitControl
 from keras_tpu_dist.training.guard import StateGuard, recover, states_to_keep
 from keras_tpu_dist.training.loop import Evaluation, Prediction, StepLoop, Training
 from keras_tpu_dist.training.options import Options
@@ -220,6 +221,15 @@ class Runner:
         """
         return not isinstance(function, StepLoop) or function.serves()
 
+    def control(self, model: Any) -> FitControl | None:
+        """What callbacks ask of the fit of a model: how much is skipped, what was made before.
+
+        Args:
+            model: The model that trains.
+        """
+        member = membership.of_model(model)
+        return None if member is None else member.fit
+
     def begins_again(self, model: Any) -> bool:
         """Whether the train launch that begins here was made before training was interrupted.
 
@@ -229,11 +239,6 @@ class Runner:
         call = _running.get()
         left = 0 if call is None else call.member.fit.batches_to_skip
         return left > 0 and left >= (self._chosen_steps(model) or model.steps_per_execution)
-
-    def ended_again(self) -> bool:
-        """Whether the train launch that ends here had ended before training was interrupted."""
-        call = _running.get()
-        return call is not None and call.member.fit.made_before
 
     def read_state(self, model: Any, groups: tuple[list, ...]) -> tuple[list, ...]:
         """The values of a model's variables, as a step takes them.
