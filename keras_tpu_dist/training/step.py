@@ -1,6 +1,6 @@
 """The step as compiled: batches trimmed in the program, one or many steps in one launch."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
@@ -63,21 +63,16 @@ class _Step:
             outputs, new_state = run(state, batch)
             return outputs, jax.tree.map(_if_new, state, new_state, shardings)
 
-        forward.__name__ = self._name(scanned)
-        return Jitted(
-            forward,
-            self._placer.mesh,
-            self._layouts(shardings, scanned),
-            kind_of=_kind_of_batch,
-            compiler_options=compiler_options,
-        )
+        return self._jitted(forward, scanned, shardings, compiler_options=compiler_options)
 
-    def _name(self, scanned: bool) -> str:
-        """What JAX's logs and profiles show."""
-        return f"{self.kind}_steps" if scanned else f"{self.kind}_step"
+    def _jitted(self, function: Any, scanned: bool, shardings: tuple, **options: Any) -> Jitted:
+        def layouts(state, batch: PlacedBatch):
+            return shardings, self._placer.shardings(batch, stacked=scanned)
 
-    def _layouts(self, shardings: tuple, scanned: bool) -> Callable:
-        return lambda state, batch: (shardings, self._placer.shardings(batch, stacked=scanned))
+        # What JAX's logs and profiles show.
+        function.__name__ = f"{self.kind}_steps" if scanned else f"{self.kind}_step"
+        mesh = self._placer.mesh
+        return Jitted(function, mesh, layouts, kind_of=_kind_of_batch, **options)
 
 
 class _TestStep(_Step):
@@ -130,14 +125,12 @@ class _TrainStep(_Step):
         def train(state, batch: PlacedBatch):
             return run(state, batch)
 
-        train.__name__ = self._name(scanned)
         outputs = (self._replicated, shardings)
-        return Jitted(
+        return self._jitted(
             train,
-            self._placer.mesh,
-            self._layouts(shardings, scanned),
+            scanned,
+            shardings,
             outputs=outputs,
-            kind_of=_kind_of_batch,
             donate_argnums=(0,) if self._donate else (),
             out_shardings=outputs,
             compiler_options=compiler_options,
