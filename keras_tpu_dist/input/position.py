@@ -114,8 +114,9 @@ class Progress:
             steps: How many.
         """
         self._newest_epoch = _keras.shuffling_epoch(self._data_adapter)
-        for _ in range(min(steps, len(self._states or ()))):
-            self._state = self._states.popleft()
+        states = self._states or deque()
+        for _ in range(min(steps, len(states))):
+            self._state = states.popleft()
 
     def goes_to(self, position: InputPosition, begins: bool) -> bool:
         """Has the input go on from a position, if it can be sent there.
