@@ -121,7 +121,6 @@ from keras_tpu_dist._keras.trainer import follow_state as follow_state
 from keras_tpu_dist._keras.trainer import forget_functions as forget_functions
 from keras_tpu_dist._keras.trainer import forget_state as forget_state
 from keras_tpu_dist._keras.trainer import full_values as full_values
-from keras_tpu_dist._keras.trainer import grouped as grouped
 from keras_tpu_dist._keras.trainer import has_state as has_state
 from keras_tpu_dist._keras.trainer import holds as holds
 from keras_tpu_dist._keras.trainer import is_strategy as is_strategy

@@ -553,15 +553,6 @@ class StateGroup:
         return len(self.values)
 
 
-def grouped(state: tuple) -> tuple[StateGroup, ...]:
-    """A training state as Keras's loop keeps it.
-
-    Args:
-        state: Lists of values, or what this returned.
-    """
-    return state if type(state[0]) is StateGroup else tuple(map(StateGroup, state))
-
-
 def _get_metrics_result(stock, model):
     # Outside of a step these few operations on scalars would each be launched on every device.
     # Public replacement: none.

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from keras_tpu_dist import _keras
+from keras_tpu_dist._keras import StateGroup
 from keras_tpu_dist.input.batches import BatchPlacer, PlacedBatch
 from keras_tpu_dist.input.iterator import DeviceIterator
 from keras_tpu_dist.processes.arrays import on_every_host
@@ -72,7 +73,9 @@ class StepLoop:
         Raises:
             StopIteration: At the end of the input.
         """
-        groups, launched = _keras.grouped(state), []
+        # Lists at first, and what this returned since.
+        groups = state if type(state[0]) is StateGroup else tuple(map(StateGroup, state))
+        launched = []
         # *_on_batch: one batch, whatever the setting.
         ours = isinstance(iterator, DeviceIterator)
         launches = self._launches(iterator) if ours else ((self._place(next(iterator)), 1),)
@@ -249,7 +252,7 @@ class Training(StepLoop):
 
     def __call__(self, state, iterator):
         """Launches the next steps. See `StepLoop`."""
-        groups = _keras.grouped(state)
+        groups = state if type(state[0]) is StateGroup else tuple(map(StateGroup, state))
         try:
             if isinstance(iterator, DeviceIterator):
                 return self._steps_of_fit(groups, iterator), groups
