@@ -243,7 +243,6 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
                     fix="Pass a keras.Variable.",
                 )
             )
-        _keras.claim(variable)
         return membership.choose_layout(variable, self)
 
     def get_tensor_layout(self, path: str) -> Any:

@@ -11,7 +11,7 @@ from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDat
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 from keras.src.trainers.epoch_iterator import EpochIterator
 
-from keras_tpu_dist._keras.seam import Replacement, at, declare
+from keras_tpu_dist._keras.seam import Replacement, at, declare, in_front_of
 from keras_tpu_dist._keras.trainer import active_strategy, input_of_fit, signature
 
 # What Keras makes to read an epoch on JAX.
@@ -25,8 +25,9 @@ _WARNS_OF_EVERY_END = tuple(int(part) for part in keras.__version__.split(".")[:
 
 def _read_by(stock, iterator, *args, **kwargs):
     _own_part(stock, iterator, *args, **kwargs)
-    if type(iterator) is JAXEpochIterator:
-        iterator.__class__ = _DeviceEpochIterator
+    if isinstance(iterator, JAXEpochIterator):
+        kind = type(iterator)
+        iterator.__class__ = in_front_of(JAXEpochIterator, _DeviceEpochIterator, kind)
     fit = input_of_fit.get()
     if fit is not None:
         # The first that a fit makes is its own; the next ones are of validation.

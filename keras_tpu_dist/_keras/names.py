@@ -150,6 +150,11 @@ MODULES = (
         "a list of variables by their names in files",
     ),
     *_each(
+        "keras.src.saving.saving_lib",
+        "get_attr_skipset",
+        "an optimizer that Keras makes while it saves, where no variable can be made",
+    ),
+    *_each(
         _ADAPTERS, "is_grain_dataset", "input that each process brings", "an adapter of one's own"
     ),
     *_each(
@@ -204,7 +209,7 @@ ATTRIBUTES = (
     *_each(
         _VARIABLE,
         "_initialize_with_initializer _deferred_initialize _initialize _direct_assign "
-        "_initialize_layout _initializer _shape _validate_shape",
+        "_initializer _shape _validate_shape",
         "variables without values, for dry runs",
         "a scope in which variables get no values",
     ),

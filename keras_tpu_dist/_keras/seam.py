@@ -207,18 +207,31 @@ def raise_faults(names: Iterable[Reached]) -> None:
         )
 
 
+@functools.cache
+def in_front_of(stock: type, ours: type, kind: type) -> type:
+    """A class with ours in front of Keras's, where a replaced method would be.
+
+    What a user's class overrides stays in front of both.
+
+    Args:
+        stock: Keras's class.
+        ours: A subclass of it.
+        kind: Keras's class, or a user's subclass of it.
+    """
+    if kind is stock or issubclass(kind, ours):
+        return ours if kind is stock else kind
+    return type(kind.__name__, (kind, ours), {"__module__": kind.__module__})
+
+
 def _put_in_place(replacement: Replacement) -> Any:
     holder = replacement.holder()
     stock = getattr(holder, replacement.name, None)
-    by = replacement.by if replacement.whole else _in_front_of(stock, replacement.by)
+    by = replacement.by if replacement.whole else _calling(stock, replacement.by)
     setattr(holder, replacement.name, by)
     return stock
 
 
-def _in_front_of(stock: Any, by: Callable) -> Any:
-    if isinstance(stock, property):
-        return property(_in_front_of(stock.fget, by), stock.fset, stock.fdel, stock.__doc__)
-
+def _calling(stock: Any, by: Callable) -> Any:
     @functools.wraps(stock)
     def replaced(*args, **kwargs):
         return by(stock, *args, **kwargs)

@@ -5,7 +5,7 @@ import contextvars
 import functools
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ import numpy
 from keras.src.backend.common import global_state
 from keras.src.backend.common.variables import AutocastScope
 from keras.src.distribution import distribution_lib
+from keras.src.saving import saving_lib
 
 from keras_tpu_dist._keras import seam
 from keras_tpu_dist._keras.seam import Replacement
@@ -23,18 +24,24 @@ _MODULE = "keras.src.backend.jax.trainer"
 _TRAINER = f"{_MODULE}:JAXTrainer"
 _BASE = "keras.src.trainers.trainer:Trainer"
 
-_ENTRY_POINTS = (
-    "fit",
-    "evaluate",
-    "predict",
-    "train_on_batch",
-    "test_on_batch",
-    "predict_on_batch",
-)
+# Keras's entry points, and which kind of steps each makes.
+_ENTRY_POINTS = {
+    "fit": "train",
+    "evaluate": "test",
+    "predict": "predict",
+    "train_on_batch": "train",
+    "test_on_batch": "test",
+    "predict_on_batch": "predict",
+}
 
 # What the fit that runs here reads: its own data adapter, once Keras has made it.
 input_of_fit: contextvars.ContextVar[dict[str, Any] | None] = contextvars.ContextVar(
     "input of fit", default=None
+)
+
+# The kind of steps that the call which runs here makes, until it asks for the state.
+_not_asked_for: contextvars.ContextVar[set[str]] = contextvars.ContextVar(
+    "not asked for", default=frozenset()
 )
 
 # What each step function reads and gives back, in Keras's order.
@@ -88,20 +95,16 @@ def _running(find_strategy) -> list[Replacement]:
         )
         for name in _ENTRY_POINTS
     ]
-    make = [
-        Replacement(
-            _TRAINER,
-            f"make_{kind}_function",
-            functools.partial(_make_function, kind),
-            why="the step is compiled with the state's layouts, batches trimmed, N in one scan; a "
-            "class that wraps the function of its base class would train with Keras's, which "
-            "donates the weights",
-            hook="a distribution that makes step functions",
-            parameters=("force",),
-        )
-        for kind in ("train", "test", "predict")
-    ]
-    return [*run, *make]
+    make = Replacement(
+        _TRAINER,
+        "_make_function",
+        _make_function,
+        why="the step is compiled with the state's layouts, batches trimmed, N in one scan; Keras's "
+        "donates the weights, which an exception then loses",
+        hook="a distribution that makes step functions",
+        parameters=("step_function", "concatenate_outputs"),
+    )
+    return [*run, make]
 
 
 def _creating(created, compiling) -> list[Replacement]:
@@ -144,19 +147,35 @@ def _records() -> list[Replacement]:
 def _variables(reading) -> list[Replacement]:
     return [
         Replacement(
+            "keras:Variable",
+            "_initialize_layout",
+            _placed,
+            why="what lies on several hosts cannot be read otherwise; Keras asks no distribution "
+            "about a variable that is made with a layout, such as an optimizer's slot",
+            hook="a distribution told of every variable",
+        ),
+        Replacement(
             "keras:Layer",
             "get_weights",
             functools.partial(_reading, reading),
             why="weights that are read beside a fit are those between two of its steps",
             hook="a lock of the training state",
-        )
+        ),
     ]
+
+
+# The functions that write: `keras.saving` has those that call them, under names of its own.
+_WRITERS = (
+    ("keras.src.saving.saving_lib", "save_model"),
+    ("keras.src.saving.saving_lib", "save_weights_only"),
+    ("keras.src.legacy.saving.legacy_h5_format", "save_model_to_hdf5"),
+)
 
 
 def _saving(reading, writing) -> list[Replacement]:
     return [
         Replacement(
-            "keras.src.saving.saving_api",
+            module,
             name,
             functools.partial(_save, reading, writing),
             why="several processes would write one file at the same time, and a fit beside it "
@@ -164,7 +183,7 @@ def _saving(reading, writing) -> list[Replacement]:
             hook="a distribution that says which process writes",
             parameters=("model", "filepath"),
         )
-        for name in ("save_model", "save_weights")
+        for module, name in _WRITERS
     ]
 
 
@@ -208,13 +227,6 @@ def _bookkeeping() -> list[Replacement]:
             parameters=("purge_model_variables",),
         ),
         Replacement(
-            _TRAINER,
-            "jax_state_sync",
-            _jax_state_sync,
-            why="variables follow every launch; what a callback assigned since must stay",
-            hook="a setting not to purge variables",
-        ),
-        Replacement(
             _BASE,
             "get_metrics_result",
             _get_metrics_result,
@@ -237,6 +249,7 @@ def _entry_point(find_strategy, name, stock, model, *args, **kwargs):
             stack.enter_context(_told_of_fit(arguments))
         if strategy is not None:
             stack.enter_context(strategy.runner.running(strategy, model, name, arguments))
+        stack.enter_context(_begun(_ENTRY_POINTS[name]))
         return stock(model, *args, **kwargs)
 
 
@@ -354,16 +367,62 @@ def _model_created(created, layer) -> None:
         created(layer)
 
 
-def _make_function(kind, stock, model, force=False):
+def _make_function(stock, model, step_function, concatenate_outputs=False):
     strategy = active_strategy()
-    attribute = f"{kind}_function"
-    function = getattr(model, attribute)
-    if strategy is None:
-        return stock(model, force=force or getattr(function, "is_stale", False))
-    # Stock's is compiled anew where layers are frozen, a LoRA is added or the optimizer is another.
-    if function is None or force or not strategy.runner.serves(function):
-        setattr(model, attribute, strategy.runner.make_function(strategy, model, kind))
-    return getattr(model, attribute) if kind == "predict" else None
+    kind = _kind_of(model, step_function, concatenate_outputs)
+    if strategy is None or kind is None:
+        return stock(model, step_function, concatenate_outputs=concatenate_outputs)
+    return strategy.runner.make_function(strategy, model, kind)
+
+
+def _kind_of(model: Any, step_function: Any, concatenates: bool) -> str | None:
+    """Which of a model's steps a function makes; `None` for one that is a user's own."""
+    if concatenates:
+        return "predict"
+    while step_function is not None:
+        for kind in ("train", "test"):
+            if step_function == getattr(model, f"{kind}_step"):
+                return kind
+        step_function = getattr(step_function, "__wrapped__", None)
+    return None
+
+
+@contextlib.contextmanager
+def _begun(kind: str) -> Iterator[None]:
+    token = _not_asked_for.set({kind})
+    try:
+        yield
+    finally:
+        _not_asked_for.reset(token)
+
+
+def _make_stale_anew(strategy: Any, model: Any, kind: str) -> None:
+    """Has a step function made once more if layers are frozen since, the optimizer is another, ...
+
+    Keras makes one only where there is none. It asks for the state first of all that needs the
+    function, when the model is built; and once in each epoch, all of which run one function.
+    """
+    pending = _not_asked_for.get()
+    loop = _loop_in(getattr(model, f"{kind}_function"))
+    if kind not in pending or loop is None:
+        return
+    pending.remove(kind)
+    if loop.is_stale or (strategy is not None and not strategy.runner.serves(loop)):
+        getattr(model, f"make_{kind}_function")(force=True)
+
+
+def _loop_in(function: Any, depth: int = 4) -> Any:
+    """The function of ours that a function calls, or `None`: Keras and users' classes wrap it."""
+    if hasattr(function, "is_stale"):
+        return function
+    for cell in (getattr(function, "__closure__", None) or ()) if depth else ():
+        try:
+            found = _loop_in(cell.cell_contents, depth - 1)
+        except ValueError:
+            continue  # a variable that is not assigned yet
+        if found is not None:
+            return found
+    return None
 
 
 def _compile(created, compiling, stock, model, *args, **kwargs):
@@ -374,21 +433,23 @@ def _compile(created, compiling, stock, model, *args, **kwargs):
 
 def _get_jax_state(stock, model, purge_model_variables=False, **groups):
     strategy = active_strategy()
+    names = tuple(each.removesuffix("_variables") for each, wanted in groups.items() if wanted)
+    for kind in (kind for kind, of_kind in _GROUPS.items() if of_kind == names):
+        _make_stale_anew(strategy, model, kind)
     if strategy is None:
         return stock(model, purge_model_variables=purge_model_variables, **groups)
     # What an earlier epoch left there is older than the variables.
     model._jax_state = None
     # Stock empties the variables here, and what an exception then finds is nothing.
-    names = [each.removesuffix("_variables") for each, wanted in groups.items() if wanted]
     return strategy.runner.read_state(model, tuple(list(_group(model, name)) for name in names))
 
 
-def _jax_state_sync(stock, model):
-    if active_strategy() is None:
-        return stock(model)
-    # The next step reads the variables again.
-    model._jax_state_synced = True
-    return None
+def _placed(stock, variable):
+    stock(variable)
+    layout = variable._layout
+    spans = isinstance(layout, jax.sharding.Sharding) and not layout.is_fully_addressable
+    if spans or active_strategy() is not None:
+        claim(variable)
 
 
 def _reading(reading, stock, layer, *args, **kwargs):
@@ -398,6 +459,10 @@ def _reading(reading, stock, layer, *args, **kwargs):
 
 
 def _save(reading, writing, stock, model, *args, **kwargs):
+    # Keras makes an optimizer to see which attributes all have, which fails within a scope: here
+    # it is made before, and found under the name by which Keras 3.15 looks for it.
+    common = saving_lib.get_attr_skipset("Optimizer")
+    global_state.set_global_attribute("saving_attr_skiplist_Optimizer", common)
     return _reading(reading, functools.partial(writing, stock), model, *args, **kwargs)
 
 
@@ -538,7 +603,8 @@ class StateGroup:
     """One list of a training state, as Keras's loop keeps it from one launch to the next.
 
     Keras notes the state on the model after each launch, and searches lists for layers and
-    variables; this it passes by.
+    variables; this it passes by. It counts as empty: `jax_state_sync` then assigns none of it, as
+    the variables follow every launch, and what a callback assigned since must stay.
     """
 
     __slots__ = ("values",)
@@ -551,6 +617,9 @@ class StateGroup:
 
     def __len__(self):
         return len(self.values)
+
+    def __bool__(self):
+        return False
 
 
 def _get_metrics_result(stock, model):
@@ -750,9 +819,9 @@ def forget_functions(model: Any) -> None:
     A call that runs in another thread goes on with the one it began with.
     """
     for attribute in ("train_function", "test_function", "predict_function"):
-        function = getattr(model, attribute)
-        if hasattr(function, "is_stale"):
-            function.is_stale = True
+        loop = _loop_in(getattr(model, attribute))
+        if loop is not None:
+            loop.is_stale = True
         else:
             setattr(model, attribute, None)
 

@@ -1,11 +1,12 @@
 """Variables that a strategy places: of a class of ours, as Keras tells nobody of their values."""
 
 import contextvars
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import keras
+
+from keras_tpu_dist._keras.seam import in_front_of
 
 # Whether this thread builds models without values; see `building.abstract_variables`.
 abstract: contextvars.ContextVar[bool] = contextvars.ContextVar("abstract", default=False)
@@ -24,6 +25,15 @@ def serve_variables(read: Callable[..., Any], assign: Callable[..., None]) -> No
         assign: Called as `assign(stock, variable, value)`.
     """
     _served.update(read=read, assign=assign)
+
+
+def serve_additions(add: Callable[..., Any]) -> None:
+    """Says what `assign_add` and `assign_sub` of claimed variables do.
+
+    Args:
+        add: Called as `add(sign, stock, variable, value)`, where `sign` is 1 or -1.
+    """
+    _served.update(add=add)
 
 
 class _Claimed(keras.Variable):
@@ -46,6 +56,15 @@ class _Claimed(keras.Variable):
         else:
             _served["assign"](_stock_assign, self, value)
 
+    # What replicas add is summed, and what they assign must agree: an assignment alone does not
+    # show which it was.
+
+    def assign_add(self, value):
+        return _served["add"](1, _stock_add, self, value)
+
+    def assign_sub(self, value):
+        return _served["add"](-1, _stock_sub, self, value)
+
 
 def _stock_value(variable: Any) -> Any:
     return super(_Claimed, variable).value
@@ -59,11 +78,12 @@ def _stock_assign(variable: Any, value: Any) -> None:
     super(_Claimed, variable)._direct_assign(value)
 
 
-@functools.cache
-def _claimed(kind: type) -> type:
-    if kind is keras.Variable:
-        return _Claimed
-    return type(kind.__name__, (_Claimed, kind), {"__module__": kind.__module__})
+def _stock_add(variable: Any, value: Any) -> Any:
+    return super(_Claimed, variable).assign_add(value)
+
+
+def _stock_sub(variable: Any, value: Any) -> Any:
+    return super(_Claimed, variable).assign_sub(value)
 
 
 def claim(variable: Any) -> None:
@@ -73,7 +93,7 @@ def claim(variable: Any) -> None:
         variable: A `keras.Variable`.
     """
     if not isinstance(variable, _Claimed):
-        variable.__class__ = _claimed(type(variable))
+        variable.__class__ = in_front_of(keras.Variable, _Claimed, type(variable))
 
 
 def own(variables: list, owner: Any) -> None:

@@ -37,7 +37,7 @@ def written_once(stock: Callable, model: Any, filepath: Any, *args, **kwargs) ->
     agree(f"saving model {model.name!r} to {filepath}", _FIX)
     error = None
     with tempfile.TemporaryDirectory() as elsewhere:
-        if jax.process_index():
+        if jax.process_index() and isinstance(filepath, (str, os.PathLike)):
             filepath = os.path.join(elsewhere, os.path.basename(str(filepath)))
         try:
             stock(model, filepath, *args, **kwargs)

@@ -3,8 +3,6 @@
 They are replaced once, and call Keras's own outside of replica code.
 """
 
-import functools
-
 from keras_tpu_dist import _keras
 from keras_tpu_dist.replica.context import running_context, running_recorder
 
@@ -50,17 +48,6 @@ _keras.declare(
         why="every replica draws numbers of its own",
         hook="a scope that seeds ask",
     ),
-    *(
-        _keras.Replacement(
-            "keras:Variable",
-            name,
-            functools.partial(_add, sign),
-            why="what replicas add is summed, what they assign must agree",
-            hook="StatelessScope told of additions",
-            parameters=("value",),
-        )
-        for name, sign in (("assign_add", 1), ("assign_sub", -1))
-    ),
     _keras.Replacement(
         "keras:StatelessScope",
         "get_current_value",
@@ -78,3 +65,4 @@ _keras.declare(
         parameters=("grads", "trainable_variables"),
     ),
 )
+_keras.serve_additions(_add)

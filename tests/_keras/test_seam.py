@@ -428,3 +428,57 @@ def test_a_function_of_the_users_is_called():
     assert model.made == 1
     kernel, bias = model.get_weights()
     assert_close(found, x @ kernel + bias + 1)
+
+
+def test_a_users_iterator_of_an_epoch_is_met(monkeypatch):
+    module = importlib.import_module("keras.src.backend.jax.trainer")
+    stock, made = module.JAXEpochIterator, []
+
+    class Iterator(stock):
+        def _get_iterator(self):
+            made.append(super()._get_iterator())
+            return made[-1]
+
+    x, y = data(13)
+    with ktd.TPUStrategy().scope():
+        model = mlp()
+    monkeypatch.setattr(module, "JAXEpochIterator", Iterator)
+    model.fit(x, y, batch_size=5, verbose=0)
+    assert {type(each).__name__ for each in made} == {"DeviceIterator"}
+
+
+class Twice(keras.Variable):
+    """A variable of a user's class, to which everything is added twice."""
+
+    def assign_add(self, value):
+        super().assign_add(value)
+        return super().assign_add(value)
+
+
+def test_what_a_users_class_overrides_stays_in_front():
+    strategy = ktd.TPUStrategy()
+    with strategy.scope():
+        variable = Twice(0.0, dtype="float32", aggregation="sum")
+    strategy.run(lambda: variable.assign_add(1.0))
+    assert float(variable.value) == 2 * 8
+    variable.assign_add(1.0)
+    assert float(variable.value) == 2 * 8 + 2
+
+
+def test_a_variable_that_is_made_with_a_layout_is_ours():
+    with ktd.TPUStrategy().scope():
+        model = mlp()
+        model.optimizer.build(model.trainable_variables)
+        kinds = {type(slot) for slot in model.optimizer.variables}
+    assert kinds == {type(model.trainable_variables[0])}
+    assert kinds != {keras.Variable}
+
+
+def test_a_function_that_a_user_wraps_is_made_anew_for_other_weights():
+    x, _ = data(16)
+    with ktd.TPUStrategy().scope():
+        model = WithItsOwn([keras.Input((x.shape[1],)), keras.layers.Dense(3)])
+    model.predict(x, verbose=0)
+    model.trainable = False
+    model.predict(x, verbose=0)
+    assert model.made >= 2

@@ -1,5 +1,6 @@
 """What `test_processes.py` runs as several processes, and once as one: results into a file."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -161,6 +162,33 @@ def sparse():
     return found | {f"weight {i}": value for i, value in enumerate(one.get_weights())}
 
 
+def made_with_a_layout():
+    """Slots, and a variable that is given a layout, are read before anything runs."""
+    strategy = on_mesh()
+    with strategy.scope():
+        one = model(1)
+        one.optimizer.build(one.trainable_variables)
+        given = keras.Variable(X[:8], layout=strategy.get_data_layout((8, 12)))
+    found = {f"slot {i}": slot.numpy() for i, slot in enumerate(one.optimizer.variables)}
+    given.assign(given.numpy() + 1)
+    return found | {"given": given.numpy()}
+
+
+def saved_by_functions(folder):
+    """Process 0 writes, also where it is not a method of the model that is asked to."""
+    own = pathlib.Path(folder, "files", str(jax.process_index()))
+    own.mkdir(parents=True)
+    with on_mesh().scope():
+        one = model(1)
+    with contextlib.chdir(own):
+        keras.saving.save_model(one, "model.keras")
+        keras.saving.save_model(one, "model", zipped=False)
+        keras.saving.save_weights(one, "model.weights.h5")
+        keras.saving.save_model(one, "model.h5")
+    written = sorted(str(each.relative_to(own.parent)) for each in own.parent.glob("*/*"))
+    return {"files": np.asarray(written)}
+
+
 def absolute(y, predicted):
     return float(np.abs(y - predicted).mean())
 
@@ -199,6 +227,7 @@ FEATURES = {
         x=X.reshape(-1, 6, 2),
     ),
     "sparse": sparse,
+    "made with a layout": made_with_a_layout,
     "time": lambda: along_time({"data": 2, "sequence": 4}),
     "time over hosts": lambda: along_time({"sequence": 8}),
     "time of own rows": own_rows_along_time,
@@ -208,7 +237,10 @@ FEATURES = {
 def feature(folder, name):
     """One feature; process 0 writes its numbers, and returns them."""
     called_back = [CALLBACKS[name](folder)] if name in CALLBACKS else []
-    found = FEATURES.get(name, lambda: fitted(on_mesh(), called_back))()
+    if name == "saved by functions":
+        found = saved_by_functions(folder)
+    else:
+        found = FEATURES.get(name, lambda: fitted(on_mesh(), called_back))()
     if jax.process_index() == 0:
         np.savez(os.path.join(folder, f"{name}.npz"), **found)
     return found

@@ -51,6 +51,22 @@ def in_threads(*functions):
     return results
 
 
+def test_a_thread_saves_a_model_that_another_trains(tmp_path):
+    """Keras makes an optimizer to save one."""
+    with ktd.TPUStrategy().scope():
+        trained = model(1, 8)
+    path = tmp_path / "one.keras"
+
+    def save(batch, logs):
+        if batch == 2:
+            in_threads(lambda: trained.save(path))
+
+    saves = keras.callbacks.LambdaCallback(on_train_batch_end=save)
+    trained.compile("adam", "mse")
+    trained.fit(X, np.eye(3)[Y], batch_size=8, verbose=0, callbacks=[saves])
+    assert keras.saving.load_model(path).predict(X, verbose=0).shape == (40, 3)
+
+
 @pytest.mark.parametrize("layout", [None, "fsdp"])
 def test_two_fits_of_one_strategy(layout):
     strategy = ktd.TPUStrategy({"data": 4, "model": 2}, layout)
