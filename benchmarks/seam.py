@@ -402,7 +402,7 @@ def logical() -> None:
     with strategy.scope(), strategy.logical_device(1):
         layer = keras.layers.Dense(2)
     found = annotation_of(layer)
-    assert found is not None and found.logical_device == 1, found
+    assert getattr(found, "logical_device", None) == 1, found
 
 
 @promise("what is written on layers is in saved models")
@@ -465,7 +465,7 @@ class Hosts:
         with ktd.TPUStrategy({"data": 4, "model": 2}, "tensor_parallel").scope():
             model = small()
             model.optimizer.build(model.trainable_variables)
-        same([slot.numpy().shape for slot in model.optimizer.variables[2:]][0], (4, 3))
+        same(model.optimizer.variables[2].numpy().shape, (4, 3))
 
     @staticmethod
     def own_rows(folder: pathlib.Path, process: int) -> None:

@@ -99,8 +99,8 @@ def _running(find_strategy) -> list[Replacement]:
         _TRAINER,
         "_make_function",
         _make_function,
-        why="the step is compiled with the state's layouts, batches trimmed, N in one scan; Keras's "
-        "donates the weights, which an exception then loses",
+        why="the step is compiled with the state's layouts, batches trimmed, N in one scan; an "
+        "exception loses the weights, which Keras's donates",
         hook="a distribution that makes step functions",
         parameters=("step_function", "concatenate_outputs"),
     )
