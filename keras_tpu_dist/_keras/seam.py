@@ -207,8 +207,7 @@ def raise_faults(names: Iterable[Reached]) -> None:
         )
 
 
-@functools.cache
-def in_front_of(stock: type, ours: type, kind: type) -> type:
+def in_front_of(stock: Any, ours: Any, kind: Any) -> type:
     """A class with ours in front of Keras's, where a replaced method would be.
 
     What a user's class overrides stays in front of both.
@@ -220,6 +219,11 @@ def in_front_of(stock: type, ours: type, kind: type) -> type:
     """
     if kind is stock or issubclass(kind, ours):
         return ours if kind is stock else kind
+    return _joined(kind, ours)
+
+
+@functools.cache
+def _joined(kind: Any, ours: Any) -> type:
     return type(kind.__name__, (kind, ours), {"__module__": kind.__module__})
 
 

@@ -40,8 +40,8 @@ input_of_fit: contextvars.ContextVar[dict[str, Any] | None] = contextvars.Contex
 )
 
 # The kind of steps that the call which runs here makes, until it asks for the state.
-_not_asked_for: contextvars.ContextVar[set[str]] = contextvars.ContextVar(
-    "not asked for", default=frozenset()
+_not_asked_for: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar(
+    "not asked for", default=None
 )
 
 # What each step function reads and gives back, in Keras's order.
@@ -402,7 +402,7 @@ def _make_stale_anew(strategy: Any, model: Any, kind: str) -> None:
     Keras makes one only where there is none. It asks for the state first of all that needs the
     function, when the model is built; and once in each epoch, all of which run one function.
     """
-    pending = _not_asked_for.get()
+    pending = _not_asked_for.get() or set()
     loop = _loop_in(getattr(model, f"{kind}_function"))
     if kind not in pending or loop is None:
         return
