@@ -100,6 +100,7 @@ class Store:
             with checkpoint_errors(self.directory, "opened"):
                 self._lock_and_settle()
 
+    # `KerasDirectory` has another one, with Keras's names of slots.
     state_of = staticmethod(named_state)
 
     def _lock_and_settle(self) -> None:

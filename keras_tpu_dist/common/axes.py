@@ -43,6 +43,7 @@ def dividing_axes(size: int, names: Sequence[str], mesh: Mesh) -> str | tuple[st
     legal = [c for c in choices if size and size % axis_size(mesh, c) == 0]
     if not legal:
         return None
+    # Among equal sizes the fewest axes.
     best = max(legal, key=lambda c: (axis_size(mesh, c), -len(c)))
     return best[0] if len(best) == 1 else best
 

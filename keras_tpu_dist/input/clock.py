@@ -102,6 +102,7 @@ class InputClock:
             self._waited += self._watcher.idle(start, end)
         elif self._reading > max(_MEASURED_SECONDS, _MEASURED_SHARE * (end - self._started)):
             self._watcher = _LaunchWatcher()
+            # An epoch that an exception ends is never finished: the thread ends with the clock.
             weakref.finalize(self, self._watcher.stop)
 
     def launched(self, outputs: Any, last: bool = False) -> None:

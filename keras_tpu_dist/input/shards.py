@@ -179,6 +179,7 @@ def shares_by(processes: np.ndarray, axes: Sequence[int], own: int) -> Shares | 
     for process in sorted(held):
         groups.setdefault(tuple(held[process]), []).append(process)
     blocks = sorted(groups)
+    # Every part of the batch must be in one shard only, and all shards have equally many.
     if sum(map(len, blocks)) != len(by_block) or len(set(map(len, blocks))) != 1:
         return None
     members = tuple(tuple(groups[held_by]) for held_by in blocks)

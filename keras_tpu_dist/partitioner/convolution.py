@@ -87,7 +87,7 @@ def _windows(equation: Any) -> list[int]:
 
 
 def _pinned(equation: Any, spread: Spread, rows: frozenset, asked: list) -> list:
-    """The convolution with its operands split as they are meant to be, over all axes."""
+    """The convolution with its operands' layouts constrained: the partitioner may choose others."""
     numbers = equation.params["dimension_numbers"]
 
     def convolve(left, right):

@@ -1,4 +1,4 @@
-"""Places looked up, or written, in a split dimension by the code of a replica."""
+"""Gathers and scatters by index into a split dimension, in the code of a replica."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from keras_tpu_dist.partitioner.places import constrained
 from keras_tpu_dist.partitioner.spread import Spread, rank
 
 PRIMITIVES = ("gather", *scatter.PRIMITIVES)
-# One that the shard_map has taken, and two that are left.
+# One axis that the `shard_map` has made manual, and two for the compiler.
 _AXES = 3
 
 

@@ -1,4 +1,4 @@
-"""Slices at a place known at run time, kept inside before the partitioner cuts the array up."""
+"""Slices at a place known at run time only, clamped before the partitioner splits the array."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def candidate(equation: Any, mesh: Mesh) -> bool:
 
 
 def repaired(equation: Any, spread: Spread) -> list | None:
-    """A slice whose start cannot lie outside, or `None` where it is right already.
+    """A slice with a clamped start, or `None` if it is right already.
 
     A start beyond the end means the last place where the slice fits. XLA's partitioner moves it
     back into each device's part instead.

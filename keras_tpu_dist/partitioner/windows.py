@@ -1,4 +1,4 @@
-"""Windows and steps along a split dimension, which is made whole where XLA loses its place."""
+"""Windows and strides along a split dimension, which is gathered if XLA gets them wrong."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,11 +25,10 @@ def candidate(equation: Any, mesh: Mesh) -> bool:
 def repaired(equation: Any, spread: Spread) -> list | None:
     """The operation with the dimensions whole that it goes along, or `None` where they are.
 
-    It is computed in a `shard_map`, which the partitioner does not look into: a layout alone does
-    not always keep XLA from taking a part of another operation on the same rows for this one's.
-    That makes the other dimensions whole over the same axes too; where one of them may be split
-    (the rows of images that are pooled, whose pixels become features), it is to stay so, and only
-    layouts are asked for.
+    It is computed in a `shard_map`, which the partitioner does not change: with a layout alone, XLA
+    sometimes reuses the part of another operation on the same rows. A `shard_map` gathers the other
+    dimensions over the same axes too. If one of those may be split (the rows of images that are
+    pooled), it should stay so, and only layouts are constrained.
 
     Args:
         equation: The operation, one of `PRIMITIVES`.

@@ -1,4 +1,4 @@
-"""Writes at one place along a split dimension, chosen by position instead of sliced."""
+"""Writes at one index of a split dimension, as a choice by position instead of a slice."""
 
 import functools
 import math
@@ -36,9 +36,9 @@ def candidate(equation: Any, mesh: Mesh) -> bool:
 def repaired(equation: Any, spread: Spread) -> list | None:
     """A write at one place as a choice by position, or `None` if nothing is split there.
 
-    XLA reads what it is to write over, at a place that lies outside of every part but one, and
-    merges this slice with the one that cut the part from a whole array, without moving it back
-    inside. A choice by position reads nothing, and each device makes it for its own part.
+    XLA reads what it will overwrite, at an index that is outside of every part but one, and merges
+    this slice with the one that cut the part from a whole array, without clamping it. A choice by
+    position reads nothing, and every device makes it for its own part.
 
     Args:
         equation: The scatter.
@@ -129,6 +129,6 @@ def _start(equation: Any, indices: Any, column: int, rows: int) -> Any:
 
 
 def _at(place: Any, shape: tuple[int, ...], dimension: int) -> Any:
-    """Where a dimension's position is this one; nowhere if it lies outside."""
+    """True at an index of a dimension; nowhere if it is out of range."""
     positions = lax.broadcasted_iota(place.dtype, shape, dimension)
     return lax.eq(positions, lax.broadcast(place, shape))

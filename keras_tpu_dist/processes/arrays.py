@@ -132,6 +132,7 @@ def _own_parts(array: Any, sharding: Any) -> jax.Array:
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
+# One jitted function for every layout: a new one would be compiled at every call.
 @functools.lru_cache(maxsize=256)
 def _to_everywhere(sharding: NamedSharding) -> Any:
     return jax.jit(_same, out_shardings=NamedSharding(sharding.mesh, PartitionSpec()))

@@ -27,6 +27,7 @@ EXIT_PEER = 75
 _BEAT_S = 1.0
 # Seconds in which the program may end by its own exception before the watch ends it.
 _GRACE_S = 3.0
+# Of all processes together, since one coordinator serves them.
 _MOST_BEATS_PER_SECOND = 64
 # For a process that may start to watch later than this one; JAX's heartbeats notice if it is dead.
 _LONGEST_UNHEARD_S = 300.0
@@ -90,7 +91,7 @@ class Watch:
             self.failed("".join(traceback.format_exception_only(kind, error)).strip())
 
         sys.excepthook = report
-        # Registered after JAX's own, which waits for the others, and so run before it.
+        # Exit functions run in reverse order: this one before JAX's, which waits for the others.
         atexit.register(self.ended)
         self._thread.start()
 

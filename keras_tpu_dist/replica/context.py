@@ -200,14 +200,15 @@ class ReplicaContext:
     def _of_first_replica(self, leaf: jax.Array) -> jax.Array:
         if not self._axes:
             return leaf
-        kept = jnp.where(self._replica_id == 0, leaf, jnp.zeros_like(leaf))
-        return jax.lax.psum(kept.astype(jnp.result_type(kept, "int8")), self._axes).astype(
-            leaf.dtype
-        )
+        # A sum to which the other replicas add zeros; in int8 for bool, which `psum` does not take.
+        first = jnp.where(self._replica_id == 0, leaf, jnp.zeros_like(leaf))
+        total = jax.lax.psum(first.astype(jnp.result_type(first, "int8")), self._axes)
+        return total.astype(leaf.dtype)
 
     def _own_seed(self, seed: jax.Array) -> jax.Array:
         if not self._axes:
             return seed
+        # Keras's seed is (seed, counter): another stream for every replica, with the same counter.
         stride = jnp.asarray(_SEED_STRIDE, "uint32").astype(seed.dtype)
         return seed.at[0].add(self._replica_id.astype(seed.dtype) * stride)
 

@@ -16,6 +16,7 @@ from keras_tpu_dist.replica.values import PerReplica
 
 logger = logging.getLogger("keras_tpu_dist")
 
+# Length 1 shares the program of length 2.
 _SMALLEST_BUCKET = 2
 _NOT_PADDED = -1
 

@@ -152,6 +152,7 @@ class PerReplica:
             )
         )
 
+    # An error for each: NumPy would take it for a scalar of dtype object.
     __array__ = __float__ = __int__ = __bool__ = __iter__ = __len__ = _refuse
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refuse
     __getitem__ = __rtruediv__ = __neg__ = __matmul__ = _refuse

@@ -92,6 +92,7 @@ class Turns:
             return
         me = threading.current_thread()
         with self._changed:
+            # Until the thread that trains has built the model: two threads cannot build it.
             while self.elsewhere and not self._ready:
                 self._changed.wait()
             measures = name in _WITH_METRICS
