@@ -1,4 +1,4 @@
-"""Batches on the devices, some ahead of the step that uses them."""
+"""An epoch's batches as launches, read and transferred ahead of the step that uses them."""
 
 import logging
 import math
@@ -20,9 +20,9 @@ class DeviceIterator:
     `launches` yields what to launch. Plain iteration yields host batches, one at a time and without
     look-ahead: Keras builds unbuilt models from them.
 
-    What goes wrong while looking ahead is raised when the step that would have used that batch
-    comes, so that a failing input stops training exactly where it would without look-ahead; and
-    a generator is never read beyond the steps of the running epoch.
+    An error while reading ahead is raised when the step comes that would have used that batch, so
+    that a failing input stops training exactly where it would without reading ahead. A generator
+    is never read beyond the steps of the running epoch.
 
     Args:
         batches: The host batches.
@@ -30,17 +30,17 @@ class DeviceIterator:
         steps_per_epoch: Steps after which the caller may stop reading, or `None` if it reads to
             the end.
         clock: Measures how long the devices wait for the batches.
-        num_batches: The number of batches of an epoch where it is known, for the clock.
+        num_batches: The number of batches of an epoch if known, for the clock.
         source_batches: The number of batches after which the input begins anew, if it does.
-        not_made: Called with how many steps a launch made less than it was counted for, and whether
-            it was the epoch's last one, cut short by the end of the input.
+        not_made: Called with the number of steps that were counted for a launch and not made, and
+            whether the end of the input cut it short.
         data_adapter: Keras's adapter of the input, which may count epochs and shuffle by that.
-        chosen_steps: The steps of a launch if they were chosen for the user, who may then not have
-            the memory for its batches; or `None`.
+        chosen_steps: The steps of a launch if they were chosen automatically, without regard to
+            the memory that its batches take; or `None`.
 
     Attributes:
         clock: As given.
-        progress: Counts the batches, and knows where in the input that is.
+        progress: Counts the batches, and knows the position in the input.
         chosen_steps: As given.
     """
 
@@ -65,11 +65,11 @@ class DeviceIterator:
         self._prefetch = prefetch
         self._steps_per_epoch = steps_per_epoch
         self._source_batches = source_batches
-        # Launches that are ready, as batch and steps, or the exception that comes in their place.
+        # Launches that are ready, as batch and steps, or an exception to raise at its turn.
         self._ahead: deque[Any] = deque()
         self._num_read = 0
         self._ended = False
-        # Batches that need not be read to be skipped: the input stands behind them already.
+        # Batches to skip without reading: the input was moved behind them by its own state.
         self._passed = 0
 
     def __iter__(self):
@@ -87,16 +87,16 @@ class DeviceIterator:
         several: Callable[[list], Iterable[tuple[Any, int]]] | None = None,
         wanted_next: Callable[[], int] | None = None,
     ) -> Iterator[tuple[Any, int]]:
-        """What to launch now, one after the other; nothing at the end of the input.
+        """Yields what to launch now; nothing at the end of the input.
 
-        A batch counts as used once it is yielded. When the caller asks for more than it wanted, it
-        has launched all of it: the next batches are read and transferred then, while the devices
+        A batch counts as used once it is yielded. A caller that comes back after the last one has
+        launched all of them: the next batches are read and transferred then, while the devices
         work.
 
         Args:
             wanted: How many steps the caller makes, if the input and the epoch have as many.
             place: Puts a host batch on the devices.
-            several: Puts host batches on them, of which it yields batches, maybe stacked, and their
+            several: Puts host batches on the devices, and yields them, perhaps stacked, with their
                 numbers of steps. Without it the caller makes one step at a time.
             wanted_next: How many steps the caller makes next, if it makes several.
 
@@ -133,7 +133,7 @@ class DeviceIterator:
             self._fill(place)
 
     def skip(self, batches: int) -> None:
-        """Reads batches that nobody needs any more; fewer if the input ends before.
+        """Reads batches and drops them; fewer if the input ends before.
 
         Args:
             batches: How many batches to read and drop.
@@ -190,13 +190,13 @@ class DeviceIterator:
         )
 
     def _left_in_epoch(self) -> Any:
-        """How many batches of the epoch are to be read; at its end, those of the next."""
+        """The number of batches of the epoch that are not read; at its end, of the next one."""
         if not self._steps_per_epoch:
             return math.inf
         return self._steps_per_epoch - self._num_read % self._steps_per_epoch
 
     def _fill(self, place) -> None:
-        """Reads what is held ready of the running epoch."""
+        """Reads `prefetch` batches ahead, within the running epoch."""
         while len(self._ahead) < self._prefetch and not self._ended:
             if self._steps_per_epoch and not self._num_read % self._steps_per_epoch:
                 return
@@ -214,7 +214,7 @@ class DeviceIterator:
         except StopIteration:
             self._ended = True
         except Exception as caught:
-            # Kept, not swallowed: raised after the steps that come before it.
+            # Raised by `launches`, after the steps of the batches before it.
             self._ended, error = True, caught
         self._num_read += len(group)
         try:

@@ -25,13 +25,13 @@ class Leaf:
         value: The array, or the object itself for a constant.
         split: The dimension split over the replicas, or `None` for what all replicas get whole.
         stacked: Whether the split dimension only counts replicas.
-        constant: Whether it is no array: it takes part in the choice of the program.
+        constant: Whether it is no array, and so a part of the program's key.
         rows: The dimension of `value` that holds the replica's rows, under a dynamic batch.
         length: The dimension of `value` that is padded to a bucket.
-        source: What `value` was taken from, where it is padded.
-        generator: The generator, where `value` is the data of a key of `jax.random`.
-        layout: How an array that all replicas get whole lies on the mesh, where it is split over
-            axes that split no rows.
+        source: The per-replica value that `value` is the array of.
+        generator: The generator, if `value` is the data of a key of `jax.random`.
+        layout: The layout of an array that all replicas get whole, if axes that split no rows
+            split it.
     """
 
     value: Any
@@ -46,7 +46,7 @@ class Leaf:
 
     @property
     def key(self) -> tuple:
-        """What a compiled program depends on."""
+        """The key of the compiled program."""
         if self.constant:
             return ("constant", type(self.value), self.value)
         if isinstance(self.value, (int, float, complex)):
@@ -75,7 +75,7 @@ class Call:
 
     @property
     def key(self) -> tuple:
-        """What a compiled program depends on."""
+        """The key of the compiled program."""
         flags = (self.rows is None, self.length is None)
         return (self.treedef, tuple(leaf.key for leaf in self.leaves), flags)
 
@@ -240,7 +240,7 @@ def _whole_leaf(value, axis, options: RunOptions, strategy) -> Leaf:
         host = whole(array) if isinstance(array, jax.Array) else array
         array = pad_host(host, axis, options, "an array")
     elif isinstance(array, jax.Array) and not _is_on(array, strategy):
-        # Computed on one device, for example taken out of local_results.
+        # On other devices, for example an array from `local_results`, which is on one.
         if array.weak_type and not array.ndim and not strategy.placer.is_local:
             return Leaf(array.item())
         array = put([array], [strategy.placer.sharding(None)])[0]
@@ -258,7 +258,7 @@ def _is_on(array: jax.Array, strategy: Strategy) -> bool:
 
 
 def _layout_of(array: Any) -> NamedSharding | None:
-    """The layout of an array that is split; programs are made for one."""
+    """The layout of an array that is split, for the program's key: a program has one layout."""
     sharding = getattr(array, "sharding", None)
     split = isinstance(sharding, NamedSharding) and not sharding.is_fully_replicated
     return sharding if split else None

@@ -40,13 +40,13 @@ from keras_tpu_dist.replica.values import PerReplica
 from keras_tpu_dist.training import membership
 from keras_tpu_dist.training.protocol import Strategy
 
-# Variables may be created while tracing, and what is read may depend on what exists.
+# A trace may create variables, and read others once these exist.
 _MOST_TRACES = 8
 
 
 @dataclass
 class _Record:
-    """What one trace of the function found out."""
+    """The variables and results that one trace of the function met."""
 
     treedef: Any = None
     unknown: dict[int, Any] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class _Record:
 
 
 class _Known:
-    """Variables that are inputs: those that all replicas share, and those each has a copy of."""
+    """Variables that are inputs: shared by all replicas, or with a copy in each."""
 
     def __init__(self, variables: list):
         self.shared, self.own = apart(variables)
@@ -80,8 +80,8 @@ class ReplicaProgram:
     is not called again.
 
     Args:
-        function: Gives the user's function. Not the function itself, which programs must not keep
-            alive: they are kept for as long as it lives.
+        function: Returns the user's function. Programs are cached for as long as that lives, so
+            they must not keep it alive.
         call: The arguments of the first call.
         strategy: The strategy.
 
@@ -94,7 +94,7 @@ class ReplicaProgram:
     def __init__(self, function: Callable[[], Callable], call: Call, strategy: Strategy):
         self._function = function
         self._strategy = strategy
-        # One replica has nobody to talk to, and nothing can differ.
+        # One replica exchanges nothing, and nothing can differ.
         self._axes = tuple(strategy.data_axes) if strategy.num_replicas_in_sync > 1 else ()
         self._checked_padding = self._launched = False
         self._name = name_of(function())
@@ -143,7 +143,7 @@ class ReplicaProgram:
     def _outputs(self, inputs: dict) -> dict:
         if self._strategy.placer.is_local:
             return self._run(inputs)
-        # The first time all have just said that they come here, and may compile for long.
+        # In the first launch processes compile, some for long, so one that is late is not stuck.
         with watch.during(self._name, watch.LAUNCH if self._launched else watch.OUTSIDE):
             outputs = self._run(inputs)
         self._launched = True
@@ -164,8 +164,8 @@ class ReplicaProgram:
             try:
                 traced = attempt.function.trace(self._inputs(call, inputs))
             finally:
-                # Leaving a scope where no trace is gives what was built inside its values; also
-                # what was built before an exception.
+                # Leaving a stateless scope outside of a trace initializes the variables that were
+                # created in it, also those created before an exception.
                 with keras.StatelessScope():
                     pass
             if record.unknown:
@@ -209,7 +209,8 @@ class ReplicaProgram:
 
         def replica_function(inputs):
             outputs = body(inputs)
-            layouts = [[self._layout(v) for v in each] for each in apart(record.updated.values())]
+            updated = apart(record.updated.values())
+            layouts = [[self._layout(v) for v in variables] for variables in updated]
             return {
                 **outputs,
                 "mirrored": [
@@ -240,7 +241,7 @@ class ReplicaProgram:
         )
 
     def _layout(self, variable) -> Any:
-        """Where a variable's new value goes; until it is adopted that is not known."""
+        """The layout of a variable's new value; replicated until the variable is on the mesh."""
         layout = _keras.variable_layout(variable)
         return (
             layout if self._strategy.layouts.owns(layout) else self._strategy.placer.sharding(None)
@@ -314,9 +315,9 @@ class ReplicaProgram:
         ]
 
     def _find_cuts(self, call: Call, attempt: _Attempt) -> list[dict[str, list[int]]]:
-        """For each result, its dimensions that are the padded rows, and the padded length.
+        """For every result, its dimensions that are the padded rows, and the padded length.
 
-        They are those that double when the rows, or the length, double.
+        Those are the ones that double in a second trace with twice the rows, or twice the length.
         """
         first = attempt.shapes
         cuts: list[dict[str, list[int]]] = [{} for _ in first]

@@ -35,6 +35,7 @@ from keras_tpu_dist.training.protocol import Strategy
 
 logger = logging.getLogger("keras_tpu_dist")
 
+# With so many function objects of one code, the function is probably defined in a loop.
 _FUNCTIONS_OF_ONE_CODE = 3
 _NOTHING_VARIES = RunOptions()
 
@@ -198,7 +199,7 @@ class ReplicaCode(DistributedInput):
         return weakref.WeakKeyDictionary()
 
     def _programs_of(self, fn) -> dict:
-        # A bound method is a new object at each access: its programs belong to its owner.
+        # A bound method is a new object at every access, so its programs belong to its owner.
         owner, name = (fn.__self__, fn.__func__) if inspect.ismethod(fn) else (fn, None)
         try:
             by_name = self._programs.get(owner)
@@ -351,7 +352,7 @@ def _reduce_ragged(op: str, parts: list, axes: tuple[int, ...]):
         if not filled:
             check_not_empty(op, parts[0].shape, axes)
         return reduced(op, jnp.stack([reduced(op, part, axes) for part in filled]), (0,))
-    # As a sum, or mean, over all of them at once has it: no part overflows.
+    # In the dtype of one reduction over all values: partial sums in the values' own could overflow.
     wide, result = dtypes_of(op, jnp.asarray(parts[0]).dtype)
     total = sum(jnp.sum(jnp.asarray(part), axis=axes, dtype=wide) for part in parts)
     if op == "mean":

@@ -32,14 +32,14 @@ class StepLoop:
 
     Args:
         trainer: The model.
-        turns: Who runs the model, and the arrays of its state.
+        turns: The threads that run the model, and the arrays of its state.
         placer: Puts batches on the mesh and trims them in the program.
-        compiler_options: What the compiler is told; `None` for its defaults.
+        compiler_options: Options for XLA; `None` for its defaults.
 
     Attributes:
         kind: Keras's word for the step: `"train"`, `"test"` or `"predict"`.
-        is_stale: Whether the model's variables lie otherwise than when it was made, so that the
-            next call makes another one.
+        is_stale: Whether a variable's layout has changed since, so that the next call needs another
+            loop.
     """
 
     kind: str
@@ -110,7 +110,7 @@ class StepLoop:
         return outputs
 
     def _outputs(self, launched: list[tuple[Any, int]]) -> Any:
-        """What Keras gets of launches and their steps: the outputs of the last."""
+        """The outputs for Keras's loop, from those of the launches: here the last ones."""
         return launched[-1][0]
 
     def _launches(
@@ -146,7 +146,7 @@ class StepLoop:
             try:
                 stacked = self._placer.place_many(batches[placed : placed + length])
             except ValueError:
-                # One of them is at fault: placed singly, it raises in its turn.
+                # One of the batches is wrong: placed singly, it raises at its step.
                 stacked = None
             if stacked is None:
                 break
@@ -162,7 +162,7 @@ class StepLoop:
             look()
 
     def _made_program(self, scanned: bool, mask: tuple[bool, ...] | None = None) -> Callable:
-        """What to launch, for one step or several; for later launches too."""
+        """The program for one step or several, which later launches use too."""
         make = self._jitted if self._compiled else self._eager
         program = self._programs[scanned, mask] = make(scanned, mask)
         return program
@@ -216,7 +216,7 @@ class Prediction(StepLoop):
 
         def eager_step(state, batch: PlacedBatch):
             outputs, state = run(state, batch)
-            # Each process reads all rows.
+            # Keras reads all rows on every host.
             return on_every_host(outputs), state
 
         return eager_step
@@ -227,11 +227,11 @@ class Training(StepLoop):
 
     Args:
         trainer: The model.
-        turns: Who runs the model, and the arrays of its state.
+        turns: The threads that run the model, and the arrays of its state.
         placer: Puts batches on the mesh and trims them in the program.
         guard: Keeps the training state.
         fit: What callbacks ask of the fit.
-        compiler_options: What the compiler is told; `None` for its defaults.
+        compiler_options: Options for XLA; `None` for its defaults.
     """
 
     kind = "train"
@@ -264,8 +264,8 @@ class Training(StepLoop):
             _keras.keep_metrics(self._trainer, self._metrics)
             raise
         except BaseException:
-            # Keras has not been given the new state yet, and would go back to the old, which a
-            # launch may have consumed.
+            # Keras does not have the new state yet, and would return to the old one, which a launch
+            # may have consumed.
             with self._turns.lock:
                 recover(self._trainer, self._guard)
             raise
@@ -288,7 +288,7 @@ class Training(StepLoop):
             return logs
         if not skipped:
             raise StopIteration
-        # Where a whole epoch is skipped, these are its logs.
+        # The logs of an epoch that is skipped to its end.
         return {} if fit.batches_to_skip else self._trainer.get_metrics_result()
 
     def _launch(self, groups, batch, steps):
@@ -314,11 +314,11 @@ class Training(StepLoop):
         return outputs
 
     def _newest(self, groups: Any) -> tuple[list, ...]:
-        """What the variables hold now: a callback or another thread may have assigned some.
+        """The variables' values now: a callback or another thread may have assigned some.
 
         Args:
-            groups: The state that Keras knows, whose lists are made to hold it: arrays that a copy
-                replaces may be gone then.
+            groups: The state that Keras passes on. Its lists get these values too, so that they
+                hold no arrays that the launch consumes.
         """
         if not self._guard.kept:
             values = self._turns.buffers.to_consume(self._all_variables)

@@ -1,4 +1,4 @@
-"""The step as compiled: batches trimmed in the program, one or many steps in one launch."""
+"""Keras's steps as programs: the padding is cut off in them; a launch has one or many steps."""
 
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -29,7 +29,7 @@ class _Step:
         self._replicated = named_sharding(placer.mesh)
 
     def on_arrays(self, state: Any, data: Any) -> tuple[Any, Any]:
-        """What the step computes of a batch that is plain arrays: outputs and new state."""
+        """The outputs and the new state, of a batch that is plain arrays."""
         return self._of_user(state, data)
 
     def one(self, state: Any, batch: PlacedBatch) -> tuple[Any, Any]:
@@ -42,6 +42,7 @@ class _Step:
 
         def body(state, data):
             outputs, new_state = self.one(state, PlacedBatch(data, batches.slots))
+            # A scan's carry keeps its dtypes, which metrics need not.
             return jax.tree.map(lambda new, old: new.astype(old.dtype), new_state, state), outputs
 
         state, outputs = jax.lax.scan(body, state, batches.data)
@@ -49,7 +50,7 @@ class _Step:
 
     def of_launch(self, outputs: Any) -> Any:
         """The outputs of several steps, stacked, as those of one launch: the last step's."""
-        return jax.tree.map(lambda each: each[-1], outputs)
+        return jax.tree.map(lambda of_steps: of_steps[-1], outputs)
 
     def shardings(self) -> tuple:
         """The layouts of the state."""
@@ -89,7 +90,7 @@ class _PredictStep(_Step):
     def one(self, state, batch):
         outputs, state = super().one(state, batch)
         if batch.ragged or not self._replicated.is_fully_addressable:
-            # Uneven rows cannot leave a program split over devices, and each host reads them all.
+            # JAX has no uneven arrays outside of a program, and every host reads all rows.
             outputs = jax.lax.with_sharding_constraint(outputs, self._replicated)
         return outputs, state
 
@@ -144,7 +145,7 @@ def step_of(
     donate: bool = False,
     mask: tuple[bool, ...] | None = None,
 ) -> _Step:
-    """A step of a model: what it computes, uncompiled or as a program.
+    """A step of a model, to be called uncompiled or as a program.
 
     Args:
         trainer: The model.
@@ -177,23 +178,23 @@ def jitted_step(
         donate: Whether a train step consumes its input state.
         scanned: Whether the batch is several, stacked, of which each is a step.
         mask: See `step_of`.
-        compiler_options: What the compiler is told; `None` for its defaults.
+        compiler_options: Options for XLA; `None` for its defaults.
 
     Returns:
-        A function that is compiled for each shape of batch; a `Jitted`. Of evaluation and
-        prediction the new state has `None` for what they only read: see `with_changes`.
+        A function that is compiled for each shape of batch; a `Jitted`. After evaluation and
+        prediction the new state has `None` for values that they only read: see `with_changes`.
     """
     return step_of(trainer, kind, placer, donate, mask).program(scanned, compiler_options)
 
 
 def _kind_of_batch(state, batch: PlacedBatch) -> Hashable:
-    """What tells step programs apart; the form of the state does not change."""
+    """The key of a step's program: its batch's shapes. Those of the state never change."""
     leaves, structure = jax.tree.flatten(batch)
     return structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
 
 
 def _if_new(old, new, sharding: NamedSharding):
-    """Nothing for what a step only reads, as weights: a program copies what it returns."""
+    """`None` for a value that the step only reads: a program copies every array it returns."""
     return None if new is old else jax.lax.with_sharding_constraint(new, sharding)
 
 
@@ -202,7 +203,7 @@ def with_changes(state: Sequence[list], changes: Sequence[list]) -> tuple[list, 
 
     Args:
         state: The state before it.
-        changes: What the step made of it, `None` for each that it left alone.
+        changes: The new values, `None` for those that the step left alone.
     """
     return tuple(
         [old if new is None else new for old, new in zip(before, after, strict=True)]
@@ -211,11 +212,11 @@ def with_changes(state: Sequence[list], changes: Sequence[list]) -> tuple[list, 
 
 
 def changed(state: Sequence[list], after: Sequence[list]) -> tuple[list, ...]:
-    """What a step of evaluation or prediction changed, `None` for each value that it left alone.
+    """The values that evaluation or prediction changed, `None` for those that it left alone.
 
     Args:
-        state: The state before it.
-        after: What the step gave for it, already with `None`, or whole.
+        state: The state before the step.
+        after: The state that the step returned, with or without `None`.
     """
     return tuple(
         [None if new is old else new for old, new in zip(before, values, strict=True)]
