@@ -173,7 +173,7 @@ def key_of(job: Mapping[str, Any]) -> str:
 
 
 def _compiler_of(path: str | None) -> list[Any] | None:
-    """What tells a library that JAX is told to load apart from others at its place."""
+    """Identifies the library that JAX is to load, if a path is set: another may take its place."""
     try:
         status = os.stat(path) if path else None
     except OSError:

@@ -141,7 +141,7 @@ class Topology:
             The `Topology`; its `devices()` are these, in torus order.
 
         Raises:
-            ValueError: If the devices are a part of a slice, whose torus cannot be told.
+            ValueError: If the devices are only a part of a slice: its torus is unknown then.
 
         Example:
 
@@ -317,7 +317,7 @@ class Topology:
         """Peak operations per second of one JAX device.
 
         A dtype without a rate of its own runs at bfloat16's: the TPU compiler multiplies float32
-        operands in bfloat16 unless told otherwise.
+        operands in bfloat16 unless an option says otherwise.
 
         Args:
             dtype: The operands' dtype: `"bfloat16"`, `"int8"` or `"float8"` where the chip has it.

@@ -183,7 +183,8 @@ class FastRecurrence:
         compute = jnp.dtype(self.compute_dtype)
         if compute.itemsize < 4:
             return compute.name
-        # What the TPU does with float32 of its own accord; said, what only products read is small.
+        # A TPU rounds float32 operands in any case. Rounded here, arrays that only products read
+        # take half the memory.
         return "bfloat16" if place.rounds else None
 
     def _loop(self, arithmetic, place: Place, variant: Variant, directions=1) -> Loop:
@@ -201,7 +202,6 @@ class FastRecurrence:
             reverse=self.go_backwards and directions == 1,
             directions=directions,
             keep=variant.keep,
-            early=variant.early,
             hoist=variant.hoist,
             segment=variant.segment if directions == 1 else None,
             recompute=variant.recompute,

@@ -38,8 +38,8 @@ class Annotation:
 def split(layer: Any, output: Any = None, **weights: Sequence | None) -> Any:
     """Says how a layer's weights and output are split over the mesh.
 
-    Works before and after the layer is built; what an earlier `split` or `replicate` said of the
-    layer is forgotten. On a layer that holds layers (a nested model, `Bidirectional`,
+    Works before and after the layer is built; it replaces an earlier `split` or `replicate` of the
+    layer. On a layer that holds layers (a nested model, `Bidirectional`,
     `TimeDistributed`, an attention layer) it speaks of all weights of that name in it;
     `**{"query/kernel": axes}` speaks of some. An annotation on an inner layer wins over one around
     it, a layout given to the variable over both, and an annotation over rules and plans.
@@ -262,7 +262,7 @@ def annotate(layer: Any, annotation: Annotation) -> Any:
 
     Args:
         layer: A layer or model.
-        annotation: All that is to be said of it; nothing of an earlier one stays.
+        annotation: The whole annotation; nothing of an earlier one stays.
 
     Raises:
         ValueError: If `layer` is no Keras layer.

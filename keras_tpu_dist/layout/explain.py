@@ -99,7 +99,7 @@ class Explanation(Shown):
         mesh: Axis sizes.
         rows: One per weight.
         outputs: One per layer whose output has a layout.
-        note: What could not be told, or `""`.
+        note: What is missing, or `""`.
         logical_devices: `(layer path, logical device)` of each assigned layer.
         layers: One per layer that chooses what to do with its split weights.
         crossings: Which axes cross hosts or slices, in words, on a mesh of several hosts.
@@ -179,7 +179,7 @@ def explain_model(model: Any, placement: Placement, mesh: Mesh) -> Explanation:
         mesh: The mesh.
 
     Returns:
-        The explanation; a layout that is not legal is told in its row, not raised.
+        The explanation; an illegal layout is reported in its row, not raised.
     """
     slots: dict[int, list] = {}
     for slot, weight in placement.slots:
@@ -279,7 +279,7 @@ def _row(variable, slots: Sequence, placement: Placement, mesh: Mesh) -> Variabl
 def _ways(mesh, axes) -> int:
     try:
         return split_ways(mesh, axes)
-    except KeyError:  # an unknown axis is told as the row's problem
+    except KeyError:  # an unknown axis is reported as the row's problem
         return 1
 
 

@@ -122,7 +122,7 @@ class Placement:
 _AMBIGUOUS = "LayoutMap: several keys match"
 _REPLICATED = Decision((), "default: replicated")
 _NO_RULE = Decision((), "no rule matches: replicated")
-# Of these nobody has said that they shall be whole on every device.
+# Nobody asked for these weights to be whole on every device.
 UNDECIDED = (_REPLICATED.reason, _NO_RULE.reason)
 
 

@@ -222,7 +222,7 @@ def _outputs(call: _Call, held, carry, inputs):
 
 
 def _cost(call: _Call, arguments, results) -> pl.CostEstimate:
-    """What the compiler and dry runs are told: all steps, and every array moved once."""
+    """The cost that the compiler and dry runs read: all steps, and every array moved once."""
     one = pl.estimate_cost(call.step, *_one_step(call, arguments))
     times = jax.tree.leaves(arguments[2])[0].shape[0] * call.directions
     arrays = jax.tree.leaves((arguments, results))

@@ -47,8 +47,6 @@ class Loop:
         directions: 2 to run a forward and a backward recurrence in the same loop.
         keep: Whether the backward pass gets the activations' inputs from the forward pass (more
             memory) or rebuilds them (one more product).
-        early: Whether the backward pass works out its coefficients before its loop, for all steps
-            at once (more memory), or step by step inside.
         hoist: Whether the input is projected before the loop, for all steps at once (more memory),
             or step by step inside. Two directions need it before.
         segment: Number of steps that are projected, run and differentiated together, or None for
@@ -56,15 +54,14 @@ class Loop:
         recompute: With segments, whether only the states between them are kept, and everything
             inside is computed again in the backward pass.
         unroll: Steps per iteration of the compiled loop.
-        kernel: The kernel that the loop is on TPU, or None for a loop of the compiler's. One works
-            out its coefficients inside (not `early`).
+        kernel: The kernel that the loop is on TPU, or None for a loop of the compiler's.
         units_axes: Mesh axes over which the units are split, so that every step exchanges states.
         turn: Whether the loop whose product reads the recurrent kernel across its order, the
             backward one, multiplies with a transposed copy; if the weight comes first, it is the
             forward one.
         weight_first: Whether the loops' products take the weight first.
-        unrolled: Whether there is no loop: every step has arrays of its own. Then `early`, `hoist`,
-            `unroll`, `kernel`, `turn`, `weight_first` and `pin_layout` say nothing.
+        unrolled: Whether there is no loop: every step has arrays of its own. Then `hoist`,
+            `unroll`, `kernel`, `turn`, `weight_first` and `pin_layout` have no effect.
         pin_layout: Whether to force what the loop reads to be time-major in memory; for TPU, as the
             CPU compiler gets it wrong for arrays that leave the compiled program.
     """
@@ -75,7 +72,6 @@ class Loop:
     reverse: bool = False
     directions: int = 1
     keep: bool = False
-    early: bool = True
     hoist: bool = True
     segment: int | None = None
     recompute: bool = True
@@ -105,6 +101,16 @@ class Loop:
                     fix="Run the directions one after the other.",
                 )
             )
+
+    @property
+    def early(self) -> bool:
+        """Whether the backward pass works out its coefficients before its loop, for all steps.
+
+        Else it does so step by step inside, which takes less memory. Before the loop they cost no
+        memory if they are the states themselves, and little of it within a segment.
+        """
+        cheap = self.cell.states_suffice or self.segment is not None
+        return self.kernel is None and cheap
 
     @property
     def between(self) -> Product:

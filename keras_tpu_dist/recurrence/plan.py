@@ -261,7 +261,6 @@ class Variant:
 
     Args:
         keep: Whether the forward pass keeps the activations' inputs.
-        early: Whether the backward pass works out its coefficients before its loop.
         hoist: Whether the input of all steps is projected before the loop.
         unroll: Steps per iteration of the compiled loop.
         segment: Steps that are run and differentiated together, or None for all.
@@ -274,7 +273,6 @@ class Variant:
     """
 
     keep: bool
-    early: bool
     unroll: int
     segment: int | None
     reason: str
@@ -289,15 +287,14 @@ class Variant:
         kept = "activations' inputs kept" if self.keep else "activations' inputs rebuilt"
         if self.unrolled:
             return f"no loop, every step with arrays of its own, {kept}: {self.reason}"
-        when = "before" if self.early else "inside"
         inside = "recomputed" if self.recompute else "kept"
         cut = f", segments of {self.segment} steps ({inside})" if self.segment else ""
         projected = "before" if self.hoist else "inside"
         loop = "one kernel, " if self.kernel else ""
         first = ", products with the weight first" if self.weight_first else ""
         return (
-            f"{loop}{kept}, coefficients {when} the backward loop, input projected {projected} the "
-            f"loop, {self.unroll} step(s) an iteration{cut}{first}: {self.reason}"
+            f"{loop}{kept}, input projected {projected} the loop, {self.unroll} step(s) an "
+            f"iteration{cut}{first}: {self.reason}"
         )
 
     def to_dict(self):
@@ -326,9 +323,9 @@ def choose(
     twice as slowly: the backward loop, or, where a kernel of `WEIGHT_FIRST_BYTES` or more comes
     first in the loops' products, the forward one. Elsewhere all steps are differentiated together,
     and the activations' inputs are kept from the forward pass if that takes at most `KEPT_BYTES` on
-    a device, else rebuilt. On TPU nothing else is written to memory for the loops: coefficients are
-    worked out inside the backward loop, and the input is projected inside the forward loop where
-    that costs the matrix unit less time than the projection of all steps costs HBM (`_hoisted`).
+    a device, else rebuilt. On TPU nothing else is written to memory for the loops: the input is
+    projected inside the forward loop where that costs the matrix unit less time than the projection
+    of all steps costs HBM (`_hoisted`).
     There the loop is one kernel if its weights, states and a few steps fit the core's on-chip
     memory (`on_chip.fitted`), with `unroll=True` too, as it is faster. Where it cannot be,
     `unroll=True` means no loop and nothing stacked over time, which is also chosen for cells of
@@ -367,7 +364,6 @@ def choose(
         if cached < steps:
             return made(
                 keep=True,
-                early=True,
                 unroll=min(cached, 8) if unroll is False and cached <= 8 else per_iteration,
                 segment=cached,
                 reason=f"on CPU about {ROWS_IN_CACHE} rows at a time stay in cache",
@@ -376,7 +372,6 @@ def choose(
     if isinstance(asked, int):
         variant = made(
             keep=True,
-            early=True,
             unroll=per_iteration,
             segment=asked,
             reason="asked for; inside a segment memory is short-lived, so nothing is rebuilt",
@@ -385,7 +380,6 @@ def choose(
         kept = 4 * steps * batch * units * (cell.gates + 1)
         variant = made(
             keep=cell.states_suffice or kept <= KEPT_BYTES,
-            early=cell.states_suffice or not on_tpu,
             unroll=per_iteration,
             segment=None,
             reason=_why_kept(cell, kept),
@@ -402,7 +396,7 @@ def choose(
     if why is None:
         return variant
     reason = f"{variant.reason}; {why}"
-    return dataclasses.replace(variant, unrolled=True, unroll=steps, early=False, reason=reason)
+    return dataclasses.replace(variant, unrolled=True, unroll=steps, reason=reason)
 
 
 def _why_kept(cell: Cell, size: int) -> str:
@@ -434,10 +428,7 @@ def _as_kernel(
         fit = fitted(cell, sizes, core, length=length, most=most, hoist=hoist, keep=variant.keep)
         if fit is not None:
             kernel, steps = fit
-            made = dataclasses.replace(
-                variant, kernel=kernel, unroll=steps, hoist=hoist, early=False
-            )
-            return made, False
+            return dataclasses.replace(variant, kernel=kernel, unroll=steps, hoist=hoist), False
     if not isinstance(core, str):
         without = without or f"{core.vmem_bytes // 2**20} MiB on the chip are too few"
     return dataclasses.replace(variant, reason=f"{variant.reason}; no kernel, as {without}"), True

@@ -104,7 +104,7 @@ class DescribedModel:
 
         Args:
             rows: The rows of the batch.
-            policies: The remat policies to tell apart.
+            policies: The remat policies to trace.
         """
         with plain_operations():
             forward, arguments = forward_pass(self._model, self._batch, training=True)

@@ -39,7 +39,7 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class Tried:
-    """A candidate, what was forecast of it, and what the compiler said.
+    """A candidate, its forecast, and its dry run if the compiler has seen it.
 
     Attributes:
         candidate: The strategy's arguments.

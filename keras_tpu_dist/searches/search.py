@@ -201,8 +201,8 @@ def _failed(tried: Tried, error: Exception) -> Tried:
 def _of_other_ways(ranked: list[Tried], number: int) -> list[Tried]:
     """The most promising of each mesh and layout.
 
-    A forecast tells candidates of one mesh apart better than meshes, whose kernels it does not
-    know.
+    A forecast ranks candidates of one mesh better than it ranks meshes: it does not know the
+    kernels that the compiler makes for them.
     """
     first = {}
     for tried in ranked:
@@ -223,8 +223,8 @@ def _fastest(compiled: list[Tried], number: int) -> tuple[list[Tried], list[Trie
 
     The cycles of quick compilations come out two to three times too high, so that waiting for links
     counts too little, and they do not show which programs full effort improves more than others:
-    {"fsdp": 128, "model": 2} was 2.8 times as fast as said, and "fsdp" alone 3.4 times. They do
-    tell orders of the same axes apart, of which only the best is looked at.
+    {"fsdp": 128, "model": 2} was 2.8 times as fast as estimated, and "fsdp" alone 3.4 times. They
+    do rank orders of the same axes, so only the best of those is compiled again.
     """
     ranked = sorted(compiled, key=rank)
     timed = [t for t in ranked if t.run is not None and t.run.fits and t.run.estimate]

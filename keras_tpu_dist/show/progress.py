@@ -1,4 +1,4 @@
-"""How far long work has come: told by what computes, shown by who listens."""
+"""How far long work has come: reported by what computes, shown by a listener."""
 
 import contextlib
 import contextvars
@@ -48,7 +48,7 @@ def heard_by(listener: Listener) -> Iterator[None]:
 
 @contextlib.contextmanager
 def stages(work: str, of: int) -> Iterator[Callable[[str], None]]:
-    """Work of several stages, told to the listener if there is one.
+    """Work of several stages, reported to the listener if there is one.
 
     Args:
         work: The work.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from keras_tpu_dist.hardware.torus import Link, Place, Torus
 from keras_tpu_dist.show.svg import COLOURS, GREY, svg_box, svg_document, svg_line, svg_text
 
-# More chips than these are not told apart; a part of the torus stands for the rest.
+# With more chips than these a drawing cannot be read; a part of the torus stands for the rest.
 MOST_CHIPS = 1024
 # Yellow is weak on white, and grey are the links between groups.
 _COLOURS = (*COLOURS[:3], *COLOURS[4:7], *COLOURS[8:])

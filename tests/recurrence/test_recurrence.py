@@ -100,15 +100,14 @@ VARIANTS = [
     {"segment": 3},
     {"unroll": 4},
     {"segment": 2, "unroll": 2},
-    {"early": False},
     {"keep": True, "segment": 3, "recompute": False, "unroll": 3, "turn": True},
     {"keep": True, "turn": True},
     {"keep": True, "segment": 3, "recompute": False, "turn": True, "weight_first": True},
     {"turn": True, "weight_first": True},
-    {"early": False, "weight_first": True},
+    {"weight_first": True},
     # What TPU gets; off it the memory is cleared after all.
     {"keep": True, "pin_layout": True, "product": rec.Product(sum_by_product=True)},
-    {"keep": True, "pin_layout": True, "unroll": 3, "hoist": False, "early": False},
+    {"keep": True, "pin_layout": True, "unroll": 3, "hoist": False},
     # No loop.
     {"keep": True, "unrolled": True, "product": rec.Product(sum_by_product=True)},
     {"keep": True, "unrolled": True},
@@ -161,11 +160,11 @@ def test_long_sequences_and_segments_found_by_themselves():
     segment=st.none() | st.integers(1, 9),
     unroll=st.integers(1, 9),
     mask=st.sampled_from(MASKS),
-    flags=st.tuples(*[st.booleans()] * 6),
+    flags=st.tuples(*[st.booleans()] * 5),
 )
 def test_any_options_equal_autodiff(name, steps, batch, segment, unroll, mask, flags):
-    keep, early, recompute, reverse, sequences, unrolled = flags
-    loop = {"keep": keep, "early": early, "recompute": recompute, "unroll": unroll}
+    keep, recompute, reverse, sequences, unrolled = flags
+    loop = {"keep": keep, "recompute": recompute, "unroll": unroll}
     loop |= {"segment": segment and min(segment, steps), "reverse": reverse, "unrolled": unrolled}
     check([case(CELLS[name], steps=steps, batch=batch, mask=mask, sequences=sequences, **loop)])
 
@@ -204,7 +203,7 @@ def test_the_rule_says_what_it_chose_and_why():
             | changes
         )
 
-    assert (chosen().keep, chosen().segment, chosen().early) == (True, None, False)
+    assert (chosen().keep, chosen().segment) == (True, None)
     # A full matrix unit projects inside the loop; one that is mostly idle there, before it.
     assert not chosen(features=256).hoist
     assert chosen(batch=8, features=1024).hoist
@@ -213,7 +212,10 @@ def test_the_rule_says_what_it_chose_and_why():
     assert chosen(batch=32, features=128, steps=64).hoist  # small enough to stay on the chip
     assert chosen(platform="gpu", features=256).hoist
     assert "input projected inside the loop" in str(chosen(features=256))
-    assert chosen(cell=rec.SimpleRNN()).early
+    # Coefficients take no memory of their own where the states are all that they need.
+    assert rec.Loop(rec.SimpleRNN()).early
+    assert rec.Loop(rec.LSTM(), segment=4).early
+    assert not rec.Loop(rec.LSTM()).early
     large = chosen(batch=1024, units=1024, steps=1024)
     assert not large.keep
     assert "20.0 GiB would have to be kept" in str(large)

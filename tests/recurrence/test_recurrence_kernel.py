@@ -34,7 +34,7 @@ from keras_tpu_dist.hlo.parse import parse
 from keras_tpu_dist.layers.recurrent import FastRecurrence
 
 KERNEL = rec.Kernel(interpret=True)
-ON_TPU = {"kernel": KERNEL, "early": False, "product": rec.Product(sum_by_product=True)}
+ON_TPU = {"kernel": KERNEL, "product": rec.Product(sum_by_product=True)}
 VARIANTS = [
     {"keep": True},
     {"keep": True, "hoist": False, "unroll": 32},  # one block
@@ -125,7 +125,7 @@ def test_operands_are_rounded_as_without_a_kernel():
 
         return jax.jit(jax.grad(loss))(weights)
 
-    rounded = gradients(kernel=KERNEL, early=False)
+    rounded = gradients(kernel=KERNEL)
     # Sums in another order can turn a rounding; all are off the exact by what rounding does.
     close(rounded, gradients(), tolerance=2e-2)
     exact = dataclasses.replace(rec.Loop(rec.LSTM()), keep=True)
@@ -169,7 +169,7 @@ def tpu(cell=None, **changes):
 def test_the_rule_says_when_there_is_a_kernel_and_why_not():
     chosen = tpu()
     assert chosen.kernel.parts == 1
-    assert (chosen.unroll, chosen.early, chosen.hoist) == (4, False, False)
+    assert (chosen.unroll, chosen.hoist) == (4, False)
     assert str(chosen).startswith("one kernel, activations' inputs kept")
     assert tpu(directions=2).hoist
     assert tpu(unroll=2).unroll == 2
@@ -221,7 +221,7 @@ def test_layers_under_a_strategy_equal_those_of_keras(layer, monkeypatch):
 
     def with_kernel(self, *args, **kwargs):
         loop = usual(self, *args, **kwargs)
-        return dataclasses.replace(loop, kernel=KERNEL, segment=None, early=False, unroll=2)
+        return dataclasses.replace(loop, kernel=KERNEL, segment=None, unroll=2)
 
     monkeypatch.setattr(FastRecurrence, "_loop", with_kernel)
 
