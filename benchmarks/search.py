@@ -259,7 +259,7 @@ def correlation(measured, arguments):
     for tried in runs:
         run, f = tried.run, tried.forecast
         e = run.estimate
-        ours = (f.step_s, f.compute_s + f.traffic_s, f.exposed_s)
+        ours = (f.step_s, f.compute_s + f.traffic_s, f.links_s)
         theirs = (e.step, e.kernels, e.exposed_link)
         print(f"  {tried.candidate}\n    step, kernels, exposed links, MiB", end="")
         for numbers, size in ((ours, f.memory_bytes), (theirs, run.total_bytes)):
@@ -314,7 +314,6 @@ def recorded(measured, _):
 # Every constant of the forecast, and the value at which it does nothing.
 NEUTRAL = [
     (forecast, "_QUICK", 1),
-    (forecast, "_EXPOSED", 1),
     (forecast, "_ROUND_S", 0),
     (forecast, "_PASSES", 1),
     (forecast, "_COLUMNS", 1),

@@ -194,16 +194,13 @@ class Placed:
         return tuple(sizes.get(i, float(w.itemsize)) for i, w in enumerate(weights))
 
 
-# The step time rests on three numbers that were fitted, and on what the chip is: every other one
-# that was tried changed no rank correlation of seven models by more than 0.01
+# The step time rests on two numbers that were fitted, and on what the chip is: every other one that
+# was tried changed no rank correlation of seven models by more than 0.01
 # (`python benchmarks/search.py --without`).
 #
 # The compiler's cycles of effort "quick", by which a search decides, over what the chip needs at
 # its peak rates. A search compares them with time on the links, which counts in full.
 _QUICK = 2.5
-# What is fetched ahead of the product that needs it, its operands and gathered weights, is hidden
-# for a half. Reductions are waited for.
-_EXPOSED = 0.5
 # What a round of pieces of a gradient takes at least, however small the piece.
 _ROUND_S = 2e-5
 # An array is written once and read once.
@@ -342,14 +339,14 @@ def output_bytes(placed: Placed) -> float:
     return placed.facts.output_bytes * placed.share / ways
 
 
-def links(placed: Placed, again: float) -> tuple[float, float]:
-    """Seconds on the links at full speed: all, and those waited for.
+def links(placed: Placed, again: float) -> float:
+    """Seconds on the links at full speed, as if nothing overlapped with them.
 
     Args:
         placed: The model on its mesh.
         again: Of the forward pass, how much is computed twice.
     """
-    reduced = gathered = 0.0
+    seconds = 0.0
     last: tuple | None = None
     for product in placed.facts.products:
         if product.weight is None:
@@ -358,17 +355,16 @@ def links(placed: Placed, again: float) -> tuple[float, float]:
         # Queries, keys and values read one array, whose gradient is summed once.
         alike = (shape, spec, product.read_bytes, product.contracted)
         forwards, backwards = _partial_sums(placed, product, product.weight)
-        reduced += forwards * (1 + again) + (0.0 if alike == last else backwards)
+        seconds += forwards * (1 + again) + (0.0 if alike == last else backwards)
         last = alike
-        gathered += _gathers(placed, product, product.weight)
+        seconds += _gathers(placed, product, product.weight)
     for lookup in placed.facts.lookups:
-        reduced += _taken(placed, lookup.taken_bytes, lookup.weight)
+        seconds += _taken(placed, lookup.taken_bytes, lookup.weight)
     for index, weight, _ in placed.weights():
         # Of a table that is stored split, each device adds up what is of its part.
         if weight.trainable and not (index in placed.tables and placed.stored(index)):
-            summed, updated = _gradient(placed, index, weight)
-            reduced, gathered = reduced + summed, gathered + updated
-    return reduced + gathered, reduced + gathered * _EXPOSED
+            seconds += _gradient(placed, index, weight)
+    return seconds
 
 
 def _partial_sums(placed: Placed, product: MatrixProduct, weight: int) -> tuple[float, float]:
@@ -412,18 +408,19 @@ def _taken(placed: Placed, taken: float, weight: int) -> float:
     return seconds
 
 
-def _gradient(placed: Placed, index: int, weight: Weight) -> tuple[float, float]:
+def _gradient(placed: Placed, index: int, weight: Weight) -> float:
     """Seconds to sum a gradient over the axes of the batch, and to gather updated weights."""
     ground = placed.ground
     whole = weight.size / placed.used_ways(index)
     summed = whole * placed.gradient_itemsizes[index]
     stored = placed.stored(index)
     if not stored and not (ground.shard_optimizer and weight.slot_bytes):
-        return ground.seconds("all-reduce", summed, ground.data_axes), 0.0
+        return ground.seconds("all-reduce", summed, ground.data_axes)
     scattered = ground.seconds("reduce-scatter", summed, ground.data_axes)
     if stored:
-        return scattered, 0.0
-    return scattered, ground.seconds("all-gather", whole * weight.itemsize, ground.data_axes)
+        return scattered
+    updated = ground.seconds("all-gather", whole * weight.itemsize, ground.data_axes)
+    return scattered + updated
 
 
 # The program itself, and small things: read from `python benchmarks/search.py --recorded`, as the
@@ -557,7 +554,6 @@ class Forecast:
         compute_s: Products, as slow as the compiler's cycles of effort "quick" state them.
         traffic_s: What is read and written, likewise.
         links_s: Collectives at full speed.
-        exposed_s: The part of them that is waited for.
     """
 
     state_bytes: float
@@ -566,12 +562,11 @@ class Forecast:
     compute_s: float
     traffic_s: float
     links_s: float
-    exposed_s: float
 
     @property
     def step_s(self) -> float:
         """Seconds of a step."""
-        return self.compute_s + self.traffic_s + self.exposed_s
+        return self.compute_s + self.traffic_s + self.links_s
 
 
 def forecast(
@@ -596,17 +591,15 @@ def forecast(
     for product in facts.products:
         part, ring = part_of(placed, product), ring_of(placed, product, again)
         compute += part.forward_s * (3 + again)
-        moved += _EXPOSED * part.moved_bytes * (3 + again) + ring.moved_bytes
+        moved += part.moved_bytes * (3 + again) + ring.moved_bytes
         rounds += ring.seconds
-    all_links, exposed = links(placed, again)
     return Forecast(
         state_bytes=memory.state_bytes,
         held_bytes=memory.held_bytes,
         memory_bytes=memory.total_bytes,
         compute_s=_QUICK * compute + rounds,
         traffic_s=_QUICK * moved / ground.topology.hbm_bandwidth,
-        links_s=all_links,
-        exposed_s=exposed,
+        links_s=links(placed, again),
     )
 
 

@@ -294,7 +294,7 @@ def dry(step, fits=True, effort="quick"):
 
 
 def tried(axis, remat):
-    times = Forecast(0, 0, 0, compute_s=1, traffic_s=0, links_s=0, exposed_s=0)
+    times = Forecast(0, 0, 0, compute_s=1, traffic_s=0, links_s=0)
     return Tried(Candidate(((axis, 8),), None, False, remat), 64, times)
 
 
