@@ -13,9 +13,9 @@ from keras_tpu_dist.common.patterns import matches, patterns_of
 
 logger = logging.getLogger("keras_tpu_dist")
 
-# Marks on a weight that it was `freeze` that keeps it from training; on a layer, a set of the paths
-# of its weights that did not train before.
-_FROZEN = "_keras_tpu_dist_frozen"
+# On a weight: whether it was `freeze` that keeps it from training. On a layer: the paths of its
+# weights that did not train before.
+_frozen = _keras.Mark("_keras_tpu_dist_frozen")
 
 
 @dataclass(frozen=True)
@@ -154,19 +154,19 @@ def _names(path: str, model: str) -> list[str]:
 
 def _thaw(model: Any) -> None:
     for layer in _innermost(model):
-        before = getattr(layer, _FROZEN, None)
+        before = _frozen.of(layer)
         if before is not None:
             layer.trainable = True
-            setattr(layer, _FROZEN, None)
+            _frozen.write(layer, None)
             for weight in layer.weights:
                 weight.trainable = weight.trainable and weight.path not in before
     paths = {weight.path for weight in model.weights}
     for weight in model.weights:
-        if getattr(weight, _FROZEN, False):
+        if _frozen.of(weight):
             # LoRA that was enabled since keeps its kernel from training.
             layer_path, _, name = weight.path.rpartition("/")
             weight.trainable = f"{layer_path}/lora_{name}_a" not in paths
-            setattr(weight, _FROZEN, False)
+            _frozen.write(weight, False)
 
 
 def _freeze(model: Any, named: set[int]) -> None:
@@ -176,11 +176,11 @@ def _freeze(model: Any, named: set[int]) -> None:
         if own and layer.trainable and all(id(weight) in named for weight in own):
             # Keras would let the others train, too, when it sets `trainable` to true again.
             others = frozenset(weight.path for weight in own if not weight.trainable)
-            setattr(layer, _FROZEN, others)
+            _frozen.write(layer, others)
             layer.trainable = False
     for weight in weights:
         weight.trainable = False
-        setattr(weight, _FROZEN, True)
+        _frozen.write(weight, True)
 
 
 def _innermost(model: Any) -> list:
@@ -197,7 +197,7 @@ def _told(model: Any) -> Frozen:
     trained = {id(weight) for weight in model.trainable_weights}
     groups: tuple[list, list, list] = ([], [], [])
     for weight in model.weights:
-        kind = 1 if id(weight) in trained else 0 if getattr(weight, _FROZEN, False) else 2
+        kind = 1 if id(weight) in trained else 0 if _frozen.of(weight) else 2
         groups[kind].append(weight)
     optimizer = getattr(model, "optimizer", None)
     known = _keras.weights_of(getattr(optimizer, "inner_optimizer", optimizer))

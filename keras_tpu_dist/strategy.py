@@ -119,43 +119,48 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
         if topology is not None:
             start_without_tpu()
         _check_environment()
+        self.options = Options(
+            data_axes=data_axes,
+            batch_axis=batch_axis,
+            prefetch=prefetch,
+            donate_state=donate_state,
+            shard_optimizer=shard_optimizer,
+            remat=remat,
+            input_timeout_s=input_timeout_s,
+            input=input,
+            compiler_options=compiler_options,
+        )
         self._topology = _only_named(mesh, topology)
         self._given_mesh = mesh
-        self._given = {
-            "data_axes": data_axes,
-            "batch_axis": batch_axis,
-            "prefetch": prefetch,
-            "donate_state": donate_state,
-            "shard_optimizer": shard_optimizer,
-            "remat": remat,
-            "input_timeout_s": input_timeout_s,
-            "input": input,
-            "compiler_options": compiler_options,
-        }
         if self._topology is not None and not isinstance(mesh, DeviceAssignment):
             devices = _described_devices(self._topology, devices)
-        check_flags("TPUStrategy", shard_optimizer=shard_optimizer)
-        options = Options(prefetch, donate_state, input_timeout_s, input, compiler_options)
         if mesh is None and isinstance(layout, keras.distribution.LayoutMap):
             mesh = layout.device_mesh
         device_mesh = build_mesh(mesh, devices)
-        of_mesh = device_mesh.backend_mesh
-        warn_without_tpu(list(of_mesh.devices.flat))
-        split = splitting_axes(data_axes, of_mesh)
-        kind = keras.distribution.LayoutMap
-        layout_map = layout if isinstance(layout, kind) else kind(device_mesh)
-        self.layouts = Layouts(of_mesh, split, layout, shard_optimizer, batch_axis == 0)
-        self.remat = LayerPolicies(remat)
-        self.placer = placer_for(self.layouts.mesh, split, batch_axis, options.input)
-        # Keras would cut tf.data datasets by process, and asks for the number of replicas here.
-        first = of_mesh.axis_names[0]
-        super().__init__(layout_map=layout_map, batch_dim_name=first, auto_shard_dataset=False)
+        self._make_parts(device_mesh.backend_mesh, layout)
+        super().__init__(
+            layout_map=_as_layout_map(layout, device_mesh),
+            batch_dim_name=self.mesh.axis_names[0],
+            # Keras would cut tf.data datasets by process, and asks for the number of replicas here.
+            auto_shard_dataset=False,
+        )
+        # Keras has set the mesh that a `LayoutMap` was made with, and its first axis.
         self._device_mesh = device_mesh
-        self._batch_dim_name = split[0] if split else None
-        name = getattr(self._topology, "name", None)
-        self.runner = Runner(self.layouts, self.placer, options, only_described=name)
+        self._batch_dim_name = self.data_axes[0] if self.data_axes else None
         if self._topology is None and not self.placer.is_local:
             watch_peers()
+
+    def _make_parts(self, mesh: Mesh, layout: Any) -> None:
+        options = self.options
+        warn_without_tpu(list(mesh.devices.flat))
+        data_axes = splitting_axes(options.data_axes, mesh)
+        self.layouts = Layouts(
+            mesh, data_axes, layout, options.shard_optimizer, options.batch_axis == 0
+        )
+        self.remat = LayerPolicies(options.remat)
+        self.placer = placer_for(mesh, data_axes, options.batch_axis, options.input)
+        name = None if self._topology is None else self._topology.name
+        self.runner = Runner(self.layouts, self.placer, options, only_described=name)
 
     @property
     def mesh(self) -> Mesh:
@@ -370,7 +375,7 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
             pickling.mesh_recipe(self.layouts.mesh, self._given_mesh, self._topology),
             pickling.layout_recipe(self.layouts.layout),
             None if isinstance(self._given_mesh, DeviceAssignment) else self._topology,
-            self._given,
+            self.options,
         )
         return _made_again, (type(self), *recipe)
 
@@ -379,10 +384,17 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
         return f"<TPUStrategy mesh={dict(mesh.shape)} on {mesh.size} {platform}>"
 
 
-def _made_again(cls: type, mesh: Any, layout: Any, topology: Any, given: dict) -> TPUStrategy:
+def _made_again(cls: type, mesh: Any, layout: Any, topology: Any, options: Options) -> TPUStrategy:
     """A strategy from what was pickled of it."""
     mesh = pickling.mesh_of(mesh)
-    return cls(mesh, pickling.layout_of(layout, mesh, topology), topology=topology, **given)
+    layout = pickling.layout_of(layout, mesh, topology)
+    return cls(mesh, layout, topology=topology, **options.as_arguments())
+
+
+def _as_layout_map(layout: Any, device_mesh: Any) -> keras.distribution.LayoutMap:
+    """What Keras takes as a layout; an empty one if ours is of another kind."""
+    kind = keras.distribution.LayoutMap
+    return layout if isinstance(layout, kind) else kind(device_mesh)
 
 
 def _only_named(mesh: MeshLike, topology: str | Topology | None) -> Topology | None:

@@ -77,6 +77,7 @@ from keras_tpu_dist._keras.inputs import orders_ahead as orders_ahead
 from keras_tpu_dist._keras.inputs import set_shuffling_epoch as set_shuffling_epoch
 from keras_tpu_dist._keras.inputs import shuffling_epoch as shuffling_epoch
 from keras_tpu_dist._keras.inputs import uncount_steps as uncount_steps
+from keras_tpu_dist._keras.marks import LayerMark as LayerMark
 from keras_tpu_dist._keras.marks import Mark as Mark
 from keras_tpu_dist._keras.marks import copy_marks as copy_marks
 from keras_tpu_dist._keras.progress import backup_position as backup_position
@@ -138,7 +139,7 @@ from keras_tpu_dist._keras.trainer import values_of as values_of
 from keras_tpu_dist._keras.trainer import variable_layout as variable_layout
 from keras_tpu_dist._keras.trainer import variable_layouts as variable_layouts
 from keras_tpu_dist._keras.variables import claim as claim
-from keras_tpu_dist._keras.variables import own as own
 from keras_tpu_dist._keras.variables import owner_of as owner_of
 from keras_tpu_dist._keras.variables import serve_additions as serve_additions
 from keras_tpu_dist._keras.variables import serve_variables as serve_variables
+from keras_tpu_dist._keras.variables import set_owner as set_owner

@@ -20,7 +20,7 @@ from keras_tpu_dist._keras.structure import (
 from keras_tpu_dist._keras.trainer import stateless_scope
 
 
-class _Recorder(keras.StatelessScope):
+class _CallScope(keras.StatelessScope):
     """Keeps which variables are read and updated; reads those it is not given from around it."""
 
     def __init__(self, given: Iterable[tuple[Any, Any]]):
@@ -149,7 +149,7 @@ class PureCall:
             with_keras_mask(arrays[i], mask)
         leaves = [arrays.get(i, leaf) for i, leaf in enumerate(self._leaves)]
         args, kwargs = jax.tree.unflatten(self._structure, leaves)
-        with _surrounded(surroundings), _Recorder(zip(self.read, values)) as scope:
+        with _surrounded(surroundings), _CallScope(zip(self.read, values)) as scope:
             outputs = self._function(*args, **kwargs)
         self.read = self.read or tuple(scope.read.values())
         self._updated, self._added = tuple(scope.updated.values()), set(scope.added)

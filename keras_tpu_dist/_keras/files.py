@@ -20,7 +20,7 @@ _MOST_BYTES_OF_A_MAP = 64 * 2**20
 _LOCAL_HEADER = struct.Struct("<26sHH")
 
 
-class _Recorder(saving_lib.H5IOStore):
+class _WhatIsSaved(saving_lib.H5IOStore):
     """A store of weights that notes what is saved where, and writes nothing."""
 
     def __init__(self):
@@ -46,7 +46,7 @@ def names_in_files(model: Any) -> dict[str, keras.Variable]:
     Args:
         model: A built model. What a layer saves that is no variable of it is left out.
     """
-    recorder = _Recorder()
+    recorder = _WhatIsSaved()
     saving_lib._save_state(model, recorder, None, "", set())
     # An optimizer saves values, not variables.
     slots = getattr(getattr(model, "optimizer", None), "variables", ())
@@ -149,7 +149,7 @@ class _Archive:
         info = self._zip.getinfo(name)
         stored = info.compress_type == zipfile.ZIP_STORED and info.file_size == info.compress_size
         if stored and not info.flag_bits & 1:
-            return _Part(self._path, info.header_offset, info.file_size)
+            return _MemberOfZip(self._path, info.header_offset, info.file_size)
         if info.file_size > self._most_bytes:
             raise ValueError(
                 f"its {name} takes {info.file_size} bytes once it is no more compressed, this "
@@ -164,7 +164,7 @@ class _Archive:
         self._zip.close()
 
 
-class _Part(io.RawIOBase):
+class _MemberOfZip(io.RawIOBase):
     """A part of a zip file that is not compressed."""
 
     def __init__(self, path: str, header: int, size: int):

@@ -1,4 +1,4 @@
-"""What users write on layers, kept by `from_config`, clones and saved models."""
+"""What is written on objects of Keras; of layers also kept by `from_config`, clones and files."""
 
 import functools
 import itertools
@@ -14,7 +14,39 @@ _SAVED = "keras_tpu_dist"
 
 
 class Mark:
-    """One thing that can be written on layers, and is kept by layers made from their configs.
+    """One thing that this package writes on variables or layers; copies and pickles keep it.
+
+    Public replacement: none; a dictionary with weak keys is not copied along with its objects.
+
+    Args:
+        attribute: The name of the attribute that holds it.
+    """
+
+    def __init__(self, attribute: str):
+        self.attribute = attribute
+
+    def of(self, target: Any, default: Any = None) -> Any:
+        """What is written on an object.
+
+        Args:
+            target: A variable, layer or model.
+            default: What to return if nothing is.
+        """
+        return getattr(target, self.attribute, default)
+
+    def write(self, target: Any, value: Any) -> None:
+        """Writes on an object.
+
+        Args:
+            target: A variable, layer or model.
+            value: What to write.
+        """
+        # Not by the object's own `__setattr__`: that of layers tracks what it is given.
+        object.__setattr__(target, self.attribute, value)
+
+
+class LayerMark(Mark):
+    """What users write on layers, kept by layers made from their configs.
 
     Public replacement: attributes that `get_config` may add to.
 
@@ -28,31 +60,23 @@ class Mark:
     """
 
     def __init__(self, attribute: str, *, saved: bool = False):
+        super().__init__(attribute)
         self.saved = saved
         self.version = 0
         self._versions = itertools.count(1)
         self.restore: Callable[[Any, Any], object] = self.write
-        self._attribute = attribute
         _marks[attribute] = self
 
-    def of(self, layer: Any) -> Any:
-        """What is written on a layer, or `None`.
-
-        Args:
-            layer: A layer or model.
-        """
-        return getattr(layer, self._attribute, None)
-
-    def write(self, layer: Any, value: Any) -> None:
+    def write(self, target: Any, value: Any) -> None:
         """Writes on a layer.
 
         Args:
-            layer: A layer or model.
+            target: A layer or model.
             value: What to write; `None` takes it back.
         """
         self.version = next(self._versions)
-        object.__setattr__(layer, self._attribute, value)
-        _carry_through_configs(type(layer))
+        super().write(target, value)
+        _carry_through_configs(type(target))
 
     def restored_by(self, restore: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         """Decorates the function that writes what was read from a config on a layer.
@@ -70,7 +94,7 @@ class _MarkedConfig(dict):
     marks: dict[str, Any]
 
 
-_marks: dict[str, Mark] = {}
+_marks: dict[str, LayerMark] = {}
 
 
 def copy_marks(source: Any, target: Any) -> None:

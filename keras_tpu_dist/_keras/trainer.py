@@ -649,13 +649,15 @@ def listens(callbacks: list, kind: str) -> bool:
     """Whether a callback looks at the end of every "train", "test" or "predict" batch.
 
     Args:
-        callbacks: The `keras.callbacks.Callback` objects.
+        callbacks: The `keras.callbacks.Callback` objects; one with a true `sees_launches` is asked
+            by the strategy's loop instead.
         kind: `"train"`, `"test"` or `"predict"`.
     """
     names = [f"on_{kind}_batch_end", *(["on_batch_end"] if kind == "train" else [])]
     return any(
         not getattr(getattr(callback, name), "_is_default", False)
         for callback in callbacks
+        if not getattr(callback, "sees_launches", False)
         for name in names
     )
 

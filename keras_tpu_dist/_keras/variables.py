@@ -11,7 +11,7 @@ from keras_tpu_dist._keras.seam import in_front_of
 # Whether this thread builds models without values; see `building.abstract_variables`.
 abstract: contextvars.ContextVar[bool] = contextvars.ContextVar("abstract", default=False)
 
-# Marks on a variable the object to ask before its value is handed out; see `own`.
+# Marks on a variable the object to ask before its value is handed out; see `set_owner`.
 OWNER = "_keras_tpu_dist_owner"
 
 _served: dict[str, Callable] = {}
@@ -96,7 +96,7 @@ def claim(variable: Any) -> None:
         variable.__class__ = in_front_of(keras.Variable, _Claimed, type(variable))
 
 
-def own(variables: list, owner: Any) -> None:
+def set_owner(variables: list, owner: Any) -> None:
     """Has an object asked before the values of variables are handed out.
 
     Args:

@@ -17,6 +17,7 @@ from keras_tpu_dist.attention.time import split, symbolic
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.common.plain import only_plain_operations
+from keras_tpu_dist.common.setting import setting
 from keras_tpu_dist.hardware.chips import WITHOUT_KERNELS
 from keras_tpu_dist.memory.again import attention_again
 
@@ -318,11 +319,8 @@ def _own_heads(query: jax.Array, array: jax.Array) -> jax.Array:
 
 
 def _grouped(stock: Callable[..., tuple], layer, *args, **kwargs) -> tuple:
-    token = _repeats.set(layer.num_repeats)
-    try:
+    with setting(_repeats, layer.num_repeats):
         return stock(layer, *args, **kwargs)
-    finally:
-        _repeats.reset(token)
 
 
 _keras.route_attention(_under_strategy)

@@ -6,9 +6,10 @@ import jax
 import keras
 
 from keras_tpu_dist import _keras
-from keras_tpu_dist.callbacks.checkpoint import FIX, Checkpoint
+from keras_tpu_dist.callbacks.checkpoint import Checkpoint
+from keras_tpu_dist.callbacks.fit_checkpoints import FIX, FitCheckpoints
 from keras_tpu_dist.callbacks.preemption import Preemption
-from keras_tpu_dist.checkpoint.store import Store, checkpoint_errors, folder
+from keras_tpu_dist.checkpoint.store import checkpoint_errors, folder
 from keras_tpu_dist.common.checks import check_flags, is_count, known_words
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.processes.channel import agree
@@ -82,7 +83,8 @@ class BackupAndRestore(Checkpoint):
     def on_train_end(self, logs=None):
         """Notes that nothing is left to go on with."""
         # What is to end the process ends it before the backup is deleted.
-        ends = self._fit is not None and self._sigterm.comes_at_end()
+        under_strategy = self._in_fit.fit.control is not None
+        ends = under_strategy and self._sigterm.comes_at_end()
         self._ended = not ends or jax.process_count() == 1
         if not self.delete_checkpoint or ends:
             super().on_train_end(logs)
@@ -97,22 +99,22 @@ class BackupAndRestore(Checkpoint):
         # Who begins anew would find what another process is about to delete.
         agree(f"deleting the backup in {self.directory}", FIX, None)
 
-    def _found(self, store: Store) -> bool:
-        if super()._found(store):
+    def _found(self, checkpoints: FitCheckpoints) -> bool:
+        if super()._found(checkpoints):
             return True
         if (folder(self.directory) / "latest.weights.h5").exists():
-            self._go_on_as_keras()
+            self._go_on_as_keras(checkpoints)
         return False
 
-    def _go_on_as_keras(self) -> None:
+    def _go_on_as_keras(self, checkpoints: FitCheckpoints) -> None:
         files = keras.callbacks.BackupAndRestore(self.directory)
         files.set_model(self._trainer)
         with checkpoint_errors(self.directory, "read"):
-            place = _keras.backup_position(files)
+            epoch, done = _keras.backup_position(files)
             files.on_train_begin()
             _keras.restore_seeds(files, self._trainer)
-        self._step = _keras.train_steps_counted(self._trainer.optimizer)
-        self.begin_after(*place)
+        checkpoints.place.step = _keras.train_steps_counted(self._trainer.optimizer)
+        checkpoints.begin_after(epoch, done)
 
 
 def _check(backup_dir, save_freq) -> None:

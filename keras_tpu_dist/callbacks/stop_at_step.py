@@ -69,6 +69,11 @@ class StopAtStep(keras.callbacks.Callback):
         """Whether Keras may run batch callbacks beside training: the strategy's loop counts."""
         return _keras.active_strategy() is not None
 
+    @property
+    def sees_launches(self) -> bool:
+        """Whether the strategy's loop counts, so that the logs of each step need not be fetched."""
+        return self._fit is not None
+
     def set_model(self, model):
         """Notes the model."""
         super().set_model(model)
@@ -79,11 +84,6 @@ class StopAtStep(keras.callbacks.Callback):
         """Looks for the loop that counts."""
         self._first = None
         self._fit = fit_in_training(self._trainer)
-        # Under a strategy there is nothing to do after a batch, and where no callback listens, the
-        # logs of each step need not be fetched.
-        vars(self).pop("on_train_batch_end", None)
-        if self._fit is not None:
-            vars(self)["on_train_batch_end"] = super().on_train_batch_end
         if self._fit is None and self._trainer.steps_per_execution != 1:
             raise ValueError(
                 message(
@@ -113,6 +113,8 @@ class StopAtStep(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         """Counts under stock Keras."""
+        if self.sees_launches:
+            return
         self._left -= 1
         if self._left <= 0:
             # Reading `model` brings its variables up to date.

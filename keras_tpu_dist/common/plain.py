@@ -4,6 +4,8 @@ import contextlib
 import contextvars
 from collections.abc import Iterator
 
+from keras_tpu_dist.common.setting import setting
+
 _plain = contextvars.ContextVar("plain", default=False)
 
 
@@ -13,11 +15,8 @@ def plain_operations() -> Iterator[None]:
 
     For programs that are lowered for another platform than the mesh's, where no kernel compiles.
     """
-    token = _plain.set(True)
-    try:
+    with setting(_plain, True):
         yield
-    finally:
-        _plain.reset(token)
 
 
 def only_plain_operations() -> bool:

@@ -289,7 +289,8 @@ def _build_metrics(model: keras.Model, tensors: tuple, mode: str) -> None:
 def _borrowed(model: keras.Model, strategy: Strategy) -> Iterator[None]:
     """A user's own model: its layouts and its optimizer are given back as they were."""
     optimizer = getattr(model, "optimizer", None)
-    with _keras.attributes_restored(_keras.state_variables(model), membership.CHOSEN):
+    variables = _keras.state_variables(model)
+    with _keras.attributes_restored(variables, membership.chosen_mark.attribute):
         try:
             with strategy.scope(), _keras.abstract_variables():
                 if optimizer is not None and not optimizer.built:
@@ -400,16 +401,16 @@ def _compiler_options(strategy: Strategy, platform: str) -> dict[str, Any]:
         return {}
     return {
         "compiler_options": strategy.runner.compiler_options,
-        "optional_options": strategy.runner.options.optional_for_compiler(strategy.mesh),
+        "optional_options": strategy.options.optional_for_compiler(strategy.mesh),
     }
 
 
 def _donates(strategy: Strategy, kind: str, state: tuple) -> bool:
-    if kind != "train" or strategy.runner.options.donate_state is False:
+    if kind != "train" or strategy.options.donate_state is False:
         return False
     sizes = [bytes_per_device(v) for v in jax.tree.leaves(state)]
     hbm_bytes = None if strategy.topology is None else strategy.topology.hbm_bytes
-    return states_that_fit(strategy.runner.options.donate_state, sizes, hbm_bytes) == 0
+    return states_that_fit(strategy.options.donate_state, sizes, hbm_bytes) == 0
 
 
 def export_step(

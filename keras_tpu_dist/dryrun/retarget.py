@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 class DryRuns(StrategyPart):
     """What a strategy says about slices it does not have."""
 
-    _given: Mapping[str, Any]
-
     def on_topology(self, topology: str | Topology, mesh: Mapping[str, int] | None = None) -> Self:
         """The same strategy for a slice that nobody has to own.
 
@@ -43,7 +41,8 @@ class DryRuns(StrategyPart):
         topology = Topology.parse(topology)
         if mesh is None:
             mesh = _grown(dict(self.layouts.mesh.shape), self.layouts.data_axes, topology)
-        return type(self)(mesh, self.layouts.layout, topology=topology, **self._given)  # pyright: ignore
+        options = self.options.as_arguments()
+        return type(self)(mesh, self.layouts.layout, topology=topology, **options)  # pyright: ignore
 
     def dry_run(
         self,

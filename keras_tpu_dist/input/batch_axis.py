@@ -86,7 +86,7 @@ def _element_name(index: int) -> str:
     return _ELEMENTS[index] if index < len(_ELEMENTS) else f"x[{index}]"
 
 
-def spread(batch_axis: Any, batch: Any) -> list[int | None]:
+def axes_by_array(batch_axis: Any, batch: Any) -> list[int | None]:
     """One axis for each array of the batch, in flattening order.
 
     Args:

@@ -16,10 +16,10 @@ from keras_tpu_dist.common.axes import named_sharding
 from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.hardware.mesh import sequence_axis
 from keras_tpu_dist.input.batch_axis import (
+    axes_by_array,
     checked_batch_axis,
     element_names,
     flatten,
-    spread,
 )
 from keras_tpu_dist.input.host_arrays import ARRAYS, check_same_rows, checked_rows, padded
 from keras_tpu_dist.processes.arrays import put
@@ -66,7 +66,7 @@ class PlacedBatch:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _PlacementPlan:
     slots: tuple[Slot, ...]
     paddings: tuple[int, ...]
     shardings: tuple[NamedSharding, ...]
@@ -95,7 +95,7 @@ class BatchPlacer:
         self.num_shards = math.prod(mesh.shape[name] for name in data_axes)
         self.sequence_axis = sequence_axis(mesh, data_axes)
         self._replicated = named_sharding(mesh)
-        self._plans: dict[Any, _Plan] = {}
+        self._plans: dict[Any, _PlacementPlan] = {}
 
     @functools.cached_property
     def device_set(self) -> set:
@@ -234,7 +234,7 @@ class BatchPlacer:
         Raises:
             ValueError: If the structure of `batch_axis` is not a prefix of the batch's.
         """
-        return spread(self.batch_axis, batch)
+        return axes_by_array(self.batch_axis, batch)
 
     def describe(self, batch: Any) -> PlacedBatch:
         """What `place` would make of a batch, as `jax.ShapeDtypeStruct`, without any data.
@@ -397,9 +397,9 @@ class BatchPlacer:
             plan = self._plans[key] = self._make_plan(batch, leaves)
         return leaves, treedef, plan
 
-    def _make_plan(self, batch, leaves) -> _Plan:
+    def _make_plan(self, batch, leaves) -> _PlacementPlan:
         names = element_names(batch)
-        axes = spread(self.batch_axis, batch)
+        axes = axes_by_array(self.batch_axis, batch)
         slots, paddings = [], []
         first = None
         for name, axis, leaf in zip(names, axes, leaves, strict=True):
@@ -415,4 +415,4 @@ class BatchPlacer:
             paddings.append(padding)
         self.log_if_whole(batch, slots)
         shardings = tuple(self.sharding(slot.axis, slot.time) for slot in slots)
-        return _Plan(tuple(slots), tuple(paddings), shardings)
+        return _PlacementPlan(tuple(slots), tuple(paddings), shardings)

@@ -15,7 +15,7 @@ from keras_tpu_dist.layout.activations import Activations
 from keras_tpu_dist.layout.rules import LayoutRules
 from keras_tpu_dist.partitioner import in_compiled_code
 
-mark = _keras.Mark("_keras_tpu_dist_annotation")
+mark = _keras.LayerMark("_keras_tpu_dist_annotation")
 
 
 @dataclass(frozen=True)

@@ -263,10 +263,10 @@ class Planner:
         if math.prod(shape) < self.min_size:
             few = f"{math.prod(shape)} elements are below min_size={self.min_size}"
             return Decision(taken, f"{before}fsdp: not split: {few}")
-        return spread(shape, taken, mesh, data_axes, before)
+        return split_largest(shape, taken, mesh, data_axes, before)
 
 
-def spread(
+def split_largest(
     shape: Sequence[int], taken: Axes, mesh: Mesh, data_axes: Sequence[str], before: str = ""
 ) -> Decision:
     """Splits the largest dimension that divides over the data axes, besides what is split already.
@@ -318,7 +318,7 @@ def slot_decision(weight: Decision, shape: Sequence[int], mesh: Mesh, data_axes)
     if not used <= set(mesh.axis_names):
         return weight  # which is refused where it is asked for
     free = [name for name in state_axes(mesh, data_axes) if name not in used]
-    found = spread(shape, weight.axes, mesh, free)
+    found = split_largest(shape, weight.axes, mesh, free)
     if split_ways(mesh, found.axes) == split_ways(mesh, weight.axes):
         return weight
     return Decision(found.axes, "shard_optimizer: split over the data axes", found.alternatives)

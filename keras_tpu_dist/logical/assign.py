@@ -15,6 +15,7 @@ from keras_tpu_dist import _keras
 from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.once import log_once
+from keras_tpu_dist.common.setting import setting
 from keras_tpu_dist.layout.annotations import Annotation, annotate, annotation_of, mark
 from keras_tpu_dist.layout.rules import LayoutRules
 from keras_tpu_dist.partitioner import ONE_DEVICE, in_compiled_code, rows_are_whole
@@ -109,11 +110,8 @@ def on_logical_device(function: Callable[..., Any], logical_device: int) -> Call
 @contextlib.contextmanager
 def assigning(logical_device: int) -> Iterator[None]:
     """Assigns the layers created inside, but for models and inputs."""
-    token = _creating.set(logical_device)
-    try:
+    with setting(_creating, logical_device):
         yield
-    finally:
-        _creating.reset(token)
 
 
 @dataclass(frozen=True)
@@ -140,11 +138,8 @@ def _call(function, device: int, layer: Any, args: tuple, kwargs: dict) -> Any:
     call = _keras.PureCall(function, layer, args, kwargs)
 
     def compute(values: list, inputs: Any) -> dict[str, Any]:
-        token = _tracing.set(device)
-        try:
+        with setting(_tracing, device):
             return call(inputs, values)
-        finally:
-            _tracing.reset(token)
 
     # A first look finds the variables that are read. Their values go in as arguments: a value
     # from outside of a shard_map carries another mesh than what is computed inside.

@@ -24,7 +24,7 @@ class UnevenBatch(ValueError):
     """Rows of an array outside of compiled code that the devices cannot share evenly."""
 
 
-class _Annotation(keras.layers.Layer):
+class _TensorAnnotation(keras.layers.Layer):
     """A layer that says where its input lies; without a strategy it does nothing."""
 
     def __init__(self, batch_axis: int | None = 0, **kwargs):
@@ -54,7 +54,7 @@ class _Annotation(keras.layers.Layer):
 
 
 @keras.saving.register_keras_serializable("keras_tpu_dist")
-class SplitToLogicalDevices(_Annotation):
+class SplitToLogicalDevices(_TensorAnnotation):
     """`strategy.split_to_logical_devices` as a layer of a functional model.
 
     It splits over the logical devices of the strategy that the model runs under; with no strategy,
@@ -81,7 +81,7 @@ class SplitToLogicalDevices(_Annotation):
 
 
 @keras.saving.register_keras_serializable("keras_tpu_dist")
-class ReplicateToLogicalDevices(_Annotation):
+class ReplicateToLogicalDevices(_TensorAnnotation):
     """`strategy.replicate_to_logical_devices` as a layer of a functional model.
 
     Args:

@@ -1,9 +1,9 @@
 """A layer's call, computed again where its gradients are."""
 
-import contextlib
 import contextvars
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -12,14 +12,28 @@ from jax.ad_checkpoint import checkpoint_name
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.setting import setting
 from keras_tpu_dist.memory.policies import Policy, jax_policy
 from keras_tpu_dist.partitioner.jaxprs import any_equation
 
-# Names whose values are kept of what is traced now, and those that were met.
-_kept: contextvars.ContextVar[tuple[tuple[str, ...], set[str]]] = contextvars.ContextVar(
-    "kept", default=((), set())
-)
-_attention: contextvars.ContextVar[bool] = contextvars.ContextVar("attention", default=False)
+
+@dataclass(frozen=True)
+class _Around:
+    """What a layer that is being traced is within.
+
+    Attributes:
+        names: Names whose values are kept.
+        met: Those of them that were met.
+        attention: Whether attention, and it alone, is computed again.
+    """
+
+    names: tuple[str, ...] = ()
+    met: set[str] = field(default_factory=set)
+    attention: bool = False
+
+
+_NOTHING = _Around()
+_around: contextvars.ContextVar[_Around] = contextvars.ContextVar("around", default=_NOTHING)
 
 
 def computed_again(
@@ -39,7 +53,7 @@ def computed_again(
     """
     if policy == "attention":
         _keras.route_attention_layers(layer, _attention_again)
-        with _set(_attention, True):
+        with setting(_around, replace(_around.get(), attention=True)):
             return function(*args, **kwargs)
     names = () if isinstance(policy, str) else policy
     met: set[str] = set()
@@ -50,7 +64,9 @@ def computed_again(
 
     def block(inputs):
         # Attention in a layer that is computed again as a whole need not be once more.
-        with _set(_attention, False), _set(_kept, (names, met) if names else _kept.get()):
+        outer = _around.get()
+        inner = _Around(names, met) if names else replace(outer, attention=False)
+        with setting(_around, inner):
             return call(inputs)
 
     results = jax.checkpoint(block, policy=jax_policy(policy))(call.inputs)
@@ -64,12 +80,12 @@ def attention_again(function: Callable[..., Any]) -> Callable[..., Any]:
     Args:
         function: From arrays to an array.
     """
-    return jax.checkpoint(function) if _attention.get() else function
+    return jax.checkpoint(function) if _around.get().attention else function
 
 
 def _attention_again(stock, layer, args, kwargs):
     """What an attention layer computes of query, key and value, its dropout included."""
-    if not _attention.get():
+    if not _around.get().attention:
         return stock(*args, **kwargs)
     return computed_again(stock, layer, "full", args, kwargs)
 
@@ -77,10 +93,10 @@ def _attention_again(stock, layer, args, kwargs):
 def _named(stock, layer, args, kwargs):
     """The outputs of a layer whose name is kept, under that name."""
     outputs = stock(*args, **kwargs)
-    names, met = _kept.get()
-    if layer.name not in names:
+    around = _around.get()
+    if layer.name not in around.names:
         return outputs
-    met.add(layer.name)
+    around.met.add(layer.name)
     return jax.tree.map(functools.partial(_name, layer.name), outputs)
 
 
@@ -118,12 +134,3 @@ def _check_names(missing: set[str], layer: Any, block: Callable, inputs: Any) ->
             choices=choices,
         )
     )
-
-
-@contextlib.contextmanager
-def _set(variable: contextvars.ContextVar, value: Any) -> Iterator[None]:
-    token = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(token)

@@ -11,12 +11,13 @@ import keras
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.once import log_once
+from keras_tpu_dist.common.setting import setting
 from keras_tpu_dist.memory.again import computed_again
 from keras_tpu_dist.memory.blocks import blocks, chosen_by_patterns, layers_by_path
 from keras_tpu_dist.memory.policies import Policy, checked_policy
 from keras_tpu_dist.partitioner import in_compiled_code
 
-mark = _keras.Mark("_keras_tpu_dist_remat", saved=True)
+mark = _keras.LayerMark("_keras_tpu_dist_remat", saved=True)
 # The layers whose call is being traced, by their ids: a call of the base class's method is theirs.
 _tracing: contextvars.ContextVar[frozenset[int]] = contextvars.ContextVar(
     "tracing", default=frozenset()
@@ -188,11 +189,8 @@ def _around(stock: Callable, layer: Any, args: tuple, kwargs: dict) -> Any:
         or not in_compiled_code()
     ):
         return stock(*args, **kwargs)
-    token = _tracing.set(running | {id(layer)})
-    try:
+    with setting(_tracing, running | {id(layer)}):
         return computed_again(stock, layer, policy, args, kwargs)
-    finally:
-        _tracing.reset(token)
 
 
 def _no_such_layer(pattern: str, model: Any) -> str:

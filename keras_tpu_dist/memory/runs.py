@@ -14,6 +14,7 @@ import numpy as np
 from jax.extend import core
 
 from keras_tpu_dist import _keras
+from keras_tpu_dist.common.setting import setting
 from keras_tpu_dist.memory.equality import Fingerprints, value_of
 from keras_tpu_dist.partitioner.jaxprs import opened
 
@@ -187,7 +188,8 @@ class Tracing:
 
         block.__name__ = f"{_NAME}{len(self.layers)}"
         self.layers.append(layer)
-        with tracing(None):
+        # What the block calls is part of it.
+        with tracing(Tracing({})):
             results = jax.jit(block)(call.inputs, values)
         return call.finish(results)
 
@@ -208,31 +210,29 @@ def is_block(equation: Any) -> bool:
     Args:
         equation: An equation of a program that was traced with `Tracing`.
     """
-    return str(equation.params.get("name", "")).startswith(_NAME)
+    program = equation.params.get("jaxpr")
+    if program is None or not str(equation.params.get("name")).startswith(_NAME):
+        return False
+    # A function of the user's may have such a name, but it is not from this file.
+    source = opened(program).debug_info.func_src_info
+    return f" at {Tracing.call.__code__.co_filename}:" in source
 
 
-_now: contextvars.ContextVar[Tracing | None] = contextvars.ContextVar("now", default=None)
-_busy: contextvars.ContextVar[bool] = contextvars.ContextVar("busy", default=False)
+_tracing: contextvars.ContextVar[Tracing | None] = contextvars.ContextVar("tracing", default=None)
 
 
-@contextlib.contextmanager
-def tracing(notes: Tracing | None) -> Iterator[None]:
-    """Within it, calls of layers are noted; or none are, because a block is being traced.
+def tracing(notes: Tracing) -> contextlib.AbstractContextManager[Tracing]:
+    """Within it, calls of layers are noted.
 
     Args:
         notes: Where they are noted.
     """
-    tokens = _now.set(notes), _busy.set(True)
-    try:
-        yield
-    finally:
-        _now.reset(tokens[0])
-        _busy.reset(tokens[1])
+    return setting(_tracing, notes)
 
 
 def is_tracing() -> bool:
     """Whether a model's blocks are being looked for already."""
-    return _busy.get()
+    return _tracing.get() is not None
 
 
 def noted(stock: Callable, layer: Any, args: tuple, kwargs: dict) -> Any:
@@ -244,7 +244,7 @@ def noted(stock: Callable, layer: Any, args: tuple, kwargs: dict) -> Any:
         args: Positional arguments of the call.
         kwargs: The others.
     """
-    notes = _now.get()
+    notes = _tracing.get()
     if notes is None or id(layer) not in notes.keys:
         return stock(*args, **kwargs)
     return notes.call(stock, layer, args, kwargs)

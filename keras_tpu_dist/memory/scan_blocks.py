@@ -1,6 +1,5 @@
 """scan_blocks: equal consecutive blocks of a model, compiled as one."""
 
-import contextlib
 import contextvars
 import itertools
 import logging
@@ -16,6 +15,7 @@ from keras_tpu_dist import _keras
 from keras_tpu_dist.common.checks import check_flags
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.once import log_once
+from keras_tpu_dist.common.setting import setting
 from keras_tpu_dist.memory.blocks import layers_by_path
 from keras_tpu_dist.memory.runs import (
     Run,
@@ -30,7 +30,7 @@ from keras_tpu_dist.memory.runs import (
 from keras_tpu_dist.memory.scanned import computed
 from keras_tpu_dist.partitioner import in_compiled_code
 
-mark = _keras.Mark("_keras_tpu_dist_scan_blocks", saved=True)
+mark = _keras.LayerMark("_keras_tpu_dist_scan_blocks", saved=True)
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ def _report_of(model: Any, specs: Any) -> ScanReport:
             return jax.tree.leaves(model(inputs))
 
     values = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in variables]
-    with _set(_reports, []) as reports:
+    with setting(_reports, []) as reports:
         try:
             jax.make_jaxpr(forward)(values, specs)
         except Exception as error:
@@ -289,12 +289,3 @@ def _unbuilt(model: Any) -> str:
 @mark.restored_by
 def _restored(model: Any, value: Any) -> None:
     _write(model, bool(value) or None)
-
-
-@contextlib.contextmanager
-def _set(variable: contextvars.ContextVar, value: Any) -> Iterator[Any]:
-    token = variable.set(value)
-    try:
-        yield value
-    finally:
-        variable.reset(token)

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
+from keras_tpu_dist.common.setting import setting
+
 # The scope around a branch that one logical device takes; see `keras_tpu_dist.logical.assign`.
 ONE_DEVICE = "on_one_device"
 
@@ -48,11 +50,8 @@ def with_whole_rows(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def whole(*args):
-        token = _whole_rows.set(True)
-        try:
+        with setting(_whole_rows, True):
             return function(*args)
-        finally:
-            _whole_rows.reset(token)
 
     return whole
 

@@ -10,7 +10,10 @@ from typing import Any
 
 import numpy as np
 
-_COUNT = "_keras_tpu_dist_assigned"
+from keras_tpu_dist import _keras
+
+# On a variable: how often it was assigned since processes were compared.
+_count = _keras.Mark("_keras_tpu_dist_assigned")
 # Of a larger part, so many elements are read, spread evenly over it.
 _MOST_ELEMENTS = 2**22
 # The key of the checksum over how often variables were assigned, beside the keys of their parts.
@@ -23,7 +26,7 @@ def note(variable: Any) -> None:
     Args:
         variable: A `keras.Variable`.
     """
-    setattr(variable, _COUNT, getattr(variable, _COUNT, 0) + 1)
+    _count.write(variable, _count.of(variable, 0) + 1)
 
 
 def times_of(variables: Sequence[Any]) -> list[int]:
@@ -32,7 +35,7 @@ def times_of(variables: Sequence[Any]) -> list[int]:
     Args:
         variables: The variables.
     """
-    return [getattr(variable, _COUNT, 0) for variable in variables]
+    return [_count.of(variable, 0) for variable in variables]
 
 
 def forget(variables: Sequence[Any]) -> None:
@@ -42,8 +45,8 @@ def forget(variables: Sequence[Any]) -> None:
         variables: The variables.
     """
     for variable in variables:
-        if getattr(variable, _COUNT, 0):
-            setattr(variable, _COUNT, 0)
+        if _count.of(variable, 0):
+            _count.write(variable, 0)
 
 
 def assignments(variables: Sequence[Any]) -> dict[str, int]:

@@ -43,7 +43,7 @@ class Kernel:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call:
+class _KernelCall:
     """Everything but the arrays; `step` holds none either."""
 
     kernel: Kernel
@@ -85,7 +85,7 @@ def over_time(
         The carry after the last step, and the outputs of all steps, `(time, batch, ...)`. They are
         differentiated as those of a scan.
     """
-    return _run(_Call(kernel, name, step, reverse, unroll, directions), held, carry, inputs)
+    return _run(_KernelCall(kernel, name, step, reverse, unroll, directions), held, carry, inputs)
 
 
 def steps_in_block(length: int, most: int) -> int:
@@ -99,7 +99,7 @@ def steps_in_block(length: int, most: int) -> int:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(call: _Call, held, carry, inputs):
+def _run(call: _KernelCall, held, carry, inputs):
     every = jax.tree.leaves(inputs)
     grid = _grid(call, every[0].shape[0])
     out = _outputs(call, held, carry, inputs)
@@ -122,7 +122,7 @@ def _run(call: _Call, held, carry, inputs):
     return jax.tree.unflatten(jax.tree.structure(results), made)
 
 
-def _body(call: _Call, trees, *refs):
+def _body(call: _KernelCall, trees, *refs):
     """One block of steps. The states live in the results that the last of them are written to."""
     step, reverse, reread = call.step, call.reverse, call.kernel.reread
     ends = [sum(t.num_leaves for t in trees[:n]) for n in range(4)]
@@ -193,7 +193,7 @@ class _Grid:
         return ((None,), lambda d: (d,)) if self.directions == 2 else ((), lambda d: ())
 
 
-def _grid(call: _Call, length: int) -> _Grid:
+def _grid(call: _KernelCall, length: int) -> _Grid:
     per_block = steps_in_block(length, call.unroll)
     return _Grid(
         directions=call.directions,
@@ -204,7 +204,7 @@ def _grid(call: _Call, length: int) -> _Grid:
     )
 
 
-def _one_step(call: _Call, arguments):
+def _one_step(call: _KernelCall, arguments):
     """The shapes that one step of one direction is called with."""
     own = call.directions - 1
     cut = own, own, own + 1
@@ -214,14 +214,14 @@ def _one_step(call: _Call, arguments):
     ]
 
 
-def _outputs(call: _Call, held, carry, inputs):
+def _outputs(call: _KernelCall, held, carry, inputs):
     """Shapes of the outputs of all steps."""
     _, out = jax.eval_shape(call.step, *_one_step(call, (held, carry, inputs)))
     over = jax.tree.leaves(inputs)[0].shape[: call.directions]
     return jax.tree.map(lambda s: jax.ShapeDtypeStruct((*over, *s.shape), s.dtype), out)
 
 
-def _cost(call: _Call, arguments, results) -> pl.CostEstimate:
+def _cost(call: _KernelCall, arguments, results) -> pl.CostEstimate:
     """The cost that the compiler and dry runs read: all steps, and every array moved once."""
     one = pl.estimate_cost(call.step, *_one_step(call, arguments))
     times = jax.tree.leaves(arguments[2])[0].shape[0] * call.directions
@@ -233,16 +233,16 @@ def _cost(call: _Call, arguments, results) -> pl.CostEstimate:
     )
 
 
-def _plain(call: _Call, held, carry, inputs):
+def _plain(call: _KernelCall, held, carry, inputs):
     step = functools.partial(jax.vmap(call.step) if call.directions == 2 else call.step, held)
     return lax.scan(step, carry, inputs, reverse=call.reverse)
 
 
-def _run_forwards(call: _Call, held, carry, inputs):
+def _run_forwards(call: _KernelCall, held, carry, inputs):
     return _run(call, held, carry, inputs), (held, carry, inputs)
 
 
-def _run_backwards(call: _Call, arguments, cotangents):
+def _run_backwards(call: _KernelCall, arguments, cotangents):
     return jax.vjp(functools.partial(_plain, call), *arguments)[1](cotangents)
 
 

@@ -19,7 +19,7 @@ from keras_tpu_dist.training.protocol import Strategy
 logger = logging.getLogger("keras_tpu_dist")
 
 # On an "on_read" variable: its combined value and the replicas' own values it was combined from.
-COPIES = "_keras_tpu_dist_copies"
+_copies = _keras.Mark("_keras_tpu_dist_copies")
 
 
 class Recorder(keras.StatelessScope):
@@ -277,7 +277,7 @@ def copies_of(variables: list, strategy: Strategy) -> list[jax.Array]:
     """
     sharding, found = strategy.placer.by_replica, []
     for variable, value in zip(variables, _keras.full_values(variables), strict=True):
-        combined, copies = getattr(variable, COPIES, (None, value))
+        combined, copies = _copies.of(variable, (None, value))
         if not (combined is value and copies.sharding.is_equivalent_to(sharding, copies.ndim)):
             copies = _shared_out(variable, value, strategy)
         found.append(copies)
@@ -307,7 +307,7 @@ def follow_copies(variables: list, combined: Sequence, copies: Sequence) -> None
     """
     _keras.follow_state((variables,), (combined,))
     for variable, *values in zip(variables, combined, copies, strict=True):
-        setattr(variable, COPIES, tuple(values))
+        _copies.write(variable, tuple(values))
 
 
 def _own_dtype(variable):

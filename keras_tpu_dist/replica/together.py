@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.processes.agreement import compare_variables
 from keras_tpu_dist.processes.arrays import checksum
@@ -16,7 +17,7 @@ from keras_tpu_dist.replica.padding import same_numbers
 from keras_tpu_dist.training.protocol import Strategy
 
 # On a variable: that all processes were found to hold the same values.
-_COMPARED = "_keras_tpu_dist_compared"
+_compared = _keras.Mark("_keras_tpu_dist_compared")
 _FIX = "Call strategy.run in all processes, with the same function and arguments."
 
 
@@ -73,12 +74,12 @@ def check_variables(what: str, variables: list, strategy: Strategy) -> None:
     Raises:
         ValueError: On all processes.
     """
-    new = [v for v in variables if not hasattr(v, _COMPARED)]
+    new = [v for v in variables if not _compared.of(v)]
     if strategy.placer.is_local or not new:
         return
     compare_variables(what, new)
     for variable in new:
-        setattr(variable, _COMPARED, True)
+        _compared.write(variable, True)
 
 
 def all_the_same(what: str, pairs: list[tuple[Any, Any]], strategy: Strategy) -> bool:

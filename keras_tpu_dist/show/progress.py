@@ -4,7 +4,9 @@ import contextlib
 import contextvars
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from keras_tpu_dist.common.setting import setting
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,17 @@ class Stage:
 
 Listener = Callable[[Stage], None]
 
-_listener: contextvars.ContextVar[Listener | None] = contextvars.ContextVar("listener")
-_depth: contextvars.ContextVar[int] = contextvars.ContextVar("depth", default=0)
+
+@dataclass(frozen=True)
+class _Hearing:
+    """Who listens, and within how many other works."""
+
+    listener: Listener | None = None
+    depth: int = 0
+
+
+_NOBODY = _Hearing()
+_hearing: contextvars.ContextVar[_Hearing] = contextvars.ContextVar("hearing", default=_NOBODY)
 
 
 @contextlib.contextmanager
@@ -39,11 +50,8 @@ def heard_by(listener: Listener) -> Iterator[None]:
     Args:
         listener: Called with each `Stage`, in the thread that computes.
     """
-    token = _listener.set(listener)
-    try:
+    with setting(_hearing, replace(_hearing.get(), listener=listener)):
         yield
-    finally:
-        _listener.reset(token)
 
 
 @contextlib.contextmanager
@@ -66,22 +74,21 @@ def stages(work: str, of: int) -> Iterator[Callable[[str], None]]:
     >>> [(stage.words, stage.done) for stage in heard]
     [('building', 0), ('compiling', 1), (None, 2)]
     """
-    listener = _listener.get(None)
+    hearing, begun = _hearing.get(), 0
+    listener, depth = hearing.listener, hearing.depth
     if listener is None:
         yield lambda words: None
         return
-    depth, begun = _depth.get(), 0
 
     def begin(words: str) -> None:
         nonlocal begun
         begun += 1
         listener(Stage(work, words, begun - 1, max(of, begun), depth))
 
-    token = _depth.set(depth + 1)
     try:
-        yield begin
+        with setting(_hearing, replace(hearing, depth=depth + 1)):
+            yield begin
     finally:
-        _depth.reset(token)
         listener(Stage(work, None, begun, max(of, begun), depth))
 
 
@@ -102,7 +109,7 @@ def show_progress() -> Iterator[None]:
     >>> run.batch_size
     64
     """
-    if not sys.stderr.isatty() or _listener.get(None) is not None:
+    if not sys.stderr.isatty() or _hearing.get().listener is not None:
         yield
         return
     with _line() as listener, heard_by(listener):

@@ -48,7 +48,7 @@ class Buffers:
         if same and not self._handed_out:
             return values
         self._consumed = True
-        _keras.own(variables, self._owner)
+        _keras.set_owner(variables, self._owner)
         made = self._made if len(self._made) == len(values) else [None] * len(values)
         foreign = [
             i

@@ -1,19 +1,12 @@
 """What callbacks ask of the fit that runs: where it begins, when it ends, who looks on."""
 
 from collections.abc import Callable
-from contextvars import ContextVar
 from typing import Any
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.input.iterator import DeviceIterator
 from keras_tpu_dist.input.position import InputPosition, random_numbers
 from keras_tpu_dist.training.finite import FiniteWatch
-
-# Called after each launch that a fit of this thread makes beside its own: of its validation, and of
-# what its callbacks run. `Checkpoint` sets it.
-after_other_launch: ContextVar[Callable[[], None] | None] = ContextVar(
-    "after another launch", default=None
-)
 
 
 class FitControl:
@@ -28,7 +21,10 @@ class FitControl:
         made_before: Whether the launch that was just made was made before the interruption, and
             callbacks saw its end then.
         begin_at: Where their input began.
-        after_launch: Called with the number of steps of each launch, once it is made.
+        after_launch: Called with the number of steps of each launch, once it is made; `Checkpoint`
+            sets it.
+        after_other_launch: Called after each launch that the thread makes within the fit, beside
+            the fit's own: of its validation, and of what its callbacks run; `Checkpoint` sets it.
         input: What the launches before took their batches from, or `None`.
     """
 
@@ -44,6 +40,7 @@ class FitControl:
         self.made_before = False
         self.begin_at: InputPosition | None = None
         self.after_launch: Callable[[int], None] | None = None
+        self.after_other_launch: Callable[[], None] | None = None
         self.input: DeviceIterator | None = None
         self._drawn_with: dict[str, Any] | None = None
 

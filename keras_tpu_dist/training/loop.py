@@ -15,8 +15,9 @@ from keras_tpu_dist.input.iterator import DeviceIterator
 from keras_tpu_dist.processes.arrays import on_every_host
 from keras_tpu_dist.training.auto_steps import steps_that_fit
 from keras_tpu_dist.training.finite import watched_step
-from keras_tpu_dist.training.fit_control import FitControl, after_other_launch
+from keras_tpu_dist.training.fit_control import FitControl
 from keras_tpu_dist.training.guard import StateGuard, recover
+from keras_tpu_dist.training.running import after_other_launch
 from keras_tpu_dist.training.step import changed, jitted_step, step_of, with_changes
 from keras_tpu_dist.training.turns import Turns
 
@@ -157,7 +158,7 @@ class StepLoop:
 
     def _look(self) -> None:
         """Lets the fit around this look for signals, if all of its processes make the launch."""
-        look = after_other_launch.get()
+        look = after_other_launch()
         if look is not None and (jax.process_count() == 1 or not self._placer.is_local):
             look()
 
@@ -282,7 +283,7 @@ class Training(StepLoop):
             iterator.clock.launched(logs, self._trainer.stop_training)
             if fit.after_launch is not None:
                 fit.after_launch(steps)
-            elif after_other_launch.get() is not None:
+            elif after_other_launch() is not None:
                 self._look()
         if ran:
             return logs

@@ -92,8 +92,8 @@ class Membership:
 _members: "weakref.WeakKeyDictionary[Any, Membership]" = weakref.WeakKeyDictionary()
 
 
-# Marks on a variable the layout that a strategy chose, as opposed to one its user gave it.
-CHOSEN = "_keras_tpu_dist_layout"
+# On a variable: the layout that a strategy chose, as opposed to one that its user gave it.
+chosen_mark = _keras.Mark("_keras_tpu_dist_layout")
 
 
 class _Scopes(threading.local):
@@ -211,7 +211,7 @@ def _check_one_mesh(model: Any) -> None:
     """Raises a `ValueError` if a model made outside of any scope has layers of two strategies."""
     meshes: dict[Any, str] = {}
     for variable in _keras.state_variables(model):
-        layout = getattr(variable, CHOSEN, None)
+        layout = chosen_mark.of(variable)
         if layout is not None and layout is _keras.variable_layout(variable):
             meshes.setdefault(layout.mesh, variable.path)
     if len(meshes) > 1:
@@ -322,7 +322,7 @@ def given_layout(variable: Any) -> Any:
         variable: A `keras.Variable`. A layout that a strategy chose for it does not count as given.
     """
     layout = _keras.variable_layout(variable)
-    return None if layout is getattr(variable, CHOSEN, None) else layout
+    return None if layout is chosen_mark.of(variable) else layout
 
 
 def adopt(model: Any, strategy: Strategy) -> Membership:
@@ -454,7 +454,7 @@ def chosen(variable: Any, layout: Any) -> Any:
     Returns:
         The layout.
     """
-    setattr(variable, CHOSEN, layout)
+    chosen_mark.write(variable, layout)
     return layout
 
 

@@ -1,11 +1,12 @@
-"""What a user can choose about how models are fed and run; checked once."""
+"""The options of a strategy: all that it takes beside its mesh and its layout."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 from jax.sharding import Mesh
 
-from keras_tpu_dist.common.checks import is_count
+from keras_tpu_dist.common.checks import check_flags, is_count
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.hardware.compiler_options import (
     accepted,
@@ -22,28 +23,40 @@ INPUTS = ("global", "per_process")
 
 @dataclass(frozen=True)
 class Options:
-    """How a strategy feeds and runs models; see `TPUStrategy`, which takes the same.
+    """The options of a `TPUStrategy`, which documents them; made once, and handed to its parts.
+
+    What depends on the mesh (`data_axes`, `batch_axis`, `remat`) is checked by the part that it is
+    for; all else is checked here.
 
     Attributes:
+        data_axes: The mesh axes that split the batch, or `None`.
+        batch_axis: The dimension of the batch in each input.
         prefetch: Batches held ready on the devices ahead of the running step; `None` is 2, and 0
             on CPU.
         donate_state: Whether a train step overwrites its input state: `True`, `False`, `"auto"`.
+        shard_optimizer: Whether optimizer slots are split over the data axes.
+        remat: Which activations are computed again.
         input_timeout_s: The most seconds that reading one batch may take, or `None`.
         input: What several processes read: `"global"`, all of them the same, or `"per_process"`,
             each its own rows.
-        compiler_options: What the compiler is told: `"auto"`, `None`, or options by name.
+        compiler_options: Options for XLA: `"auto"`, `None`, or values by name.
 
     Raises:
         ValueError: If one of them is of no such kind.
     """
 
+    data_axes: str | Sequence[str] | None = None
+    batch_axis: Any = 0
     prefetch: int | None = None
-    donate_state: Any = "auto"
+    donate_state: bool | str = "auto"
+    shard_optimizer: bool = False
+    remat: Any = None
     input_timeout_s: float | None = None
     input: str = "global"
     compiler_options: Any = "auto"
 
     def __post_init__(self):
+        check_flags("TPUStrategy", shard_optimizer=self.shard_optimizer)
         prefetch, donate_state = self.prefetch, self.donate_state
         if prefetch is not None and not (is_count(prefetch, 0) and prefetch <= _MOST_AHEAD):
             raise ValueError(
@@ -75,6 +88,10 @@ class Options:
                     choices=INPUTS,
                 )
             )
+
+    def as_arguments(self) -> dict[str, Any]:
+        """The options by name, as `TPUStrategy` takes them."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def batches_ahead(self, platform: str) -> int:
         """How many batches to hold ready on devices of a platform.

@@ -23,12 +23,10 @@ class ModelRunner(Protocol):
     """What others than Keras's trainer ask of a strategy's runner.
 
     Attributes:
-        options: How models are fed and run.
         prefetch: How many batches are held ready on the devices.
         compiler_options: What `jax.jit` takes as `compiler_options`.
     """
 
-    options: Options
     prefetch: int
     compiler_options: dict[str, Any] | None
 
@@ -51,12 +49,14 @@ class Strategy(Protocol):
     """The parts of a `TPUStrategy`, and what it says of itself.
 
     Attributes:
+        options: What it was made with, beside mesh and layout.
         layouts: Decides where variables and outputs lie.
         placer: Puts batches on the mesh.
         remat: Which layers are computed again for the gradients.
         runner: Runs models.
     """
 
+    options: Options
     layouts: Layouts
     remat: LayerPolicies
     placer: BatchPlacer

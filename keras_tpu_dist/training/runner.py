@@ -1,10 +1,8 @@
 """Runs a model's fit, evaluate and predict under a strategy: what Keras's trainer asks for."""
 
 import contextlib
-import contextvars
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -36,23 +34,8 @@ from keras_tpu_dist.training.guard import StateGuard, recover, states_to_keep
 from keras_tpu_dist.training.loop import Evaluation, Prediction, StepLoop, Training
 from keras_tpu_dist.training.options import Options
 from keras_tpu_dist.training.protocol import Strategy
+from keras_tpu_dist.training.running import RunningCall, as_running, running_call
 from keras_tpu_dist.training.turns import TRAINING, Recompiled, consistent_values, turns_of
-
-
-@dataclass(frozen=True)
-class _RunningCall:
-    """A running fit, evaluate, predict, *_on_batch or dry run."""
-
-    runner: "Runner"
-    member: membership.Membership
-    auto_steps: AutoSteps
-    model: Any = None
-
-
-# Not on the strategy, which threads share.
-_running: contextvars.ContextVar[_RunningCall | None] = contextvars.ContextVar(
-    "running", default=None
-)
 
 
 class Runner:
@@ -130,7 +113,8 @@ class Runner:
                 )
             )
         member = membership.adopt(model, strategy)
-        with consistent_values(_keras.state_variables(model)), self.call(member, model) as call:
+        values = consistent_values(_keras.state_variables(model))
+        with values, self.call(member, model, name) as call:
             with call.auto_steps.chosen_for(model):
                 yield
 
@@ -148,7 +132,7 @@ class Runner:
             # state, and the fit reads it from there when it goes on.
             _keras.forget_state(model)
         try:
-            with self.call(member, model) as call, call.auto_steps.chosen_for(model):
+            with self.call(member, model, name) as call, call.auto_steps.chosen_for(model):
                 yield
         except BaseException:
             if member.guard is not None and not turns.elsewhere and _keras.has_state(model):
@@ -164,7 +148,7 @@ class Runner:
                 turns.buffers.rest()
                 if isinstance(model.train_function, Recompiled):
                     model.train_function = None
-                if _running.get() is not None:
+                if running_call() is not None:
                     # From a callback of another model's fit, which may share layers with this one.
                     membership.variables_changed(strategy)
 
@@ -176,15 +160,17 @@ class Runner:
         with files_of_one(arguments.get("callbacks", ())), agreed_call(name, model):
             yield
 
-    @contextlib.contextmanager
-    def call(self, member: membership.Membership, model: Any = None) -> Iterator[_RunningCall]:
-        """The layouts of layers' outputs are those of this model's plan and annotations."""
-        call = _RunningCall(self, member, AutoSteps(), model)
-        token = _running.set(call)
-        try:
-            yield call
-        finally:
-            _running.reset(token)
+    def call(
+        self, member: membership.Membership, model: Any = None, name: str = ""
+    ) -> contextlib.AbstractContextManager[RunningCall]:
+        """A context in which layers' outputs lie by this model's plan and annotations.
+
+        Args:
+            member: The model's membership.
+            model: The model that runs, if one does.
+            name: The method of the model that was called.
+        """
+        return as_running(RunningCall(self, member, AutoSteps(), model, name, running_call()))
 
     def make_function(self, strategy: Strategy, model: Any, kind: str) -> StepLoop:
         """The function that Keras calls for `"train"`, `"test"` or `"predict"` steps.
@@ -236,7 +222,7 @@ class Runner:
         Args:
             model: The model that trains.
         """
-        call = _running.get()
+        call = running_call()
         left = 0 if call is None else call.member.fit.batches_to_skip
         return left > 0 and left >= (self._chosen_steps(model) or model.steps_per_execution)
 
@@ -264,7 +250,7 @@ class Runner:
         Raises:
             ValueError: On all processes, if they assigned different values to variables.
         """
-        call = _running.get()
+        call = running_call()
         if not self._is_local and call is not None and call.model is not None:
             compare_changes(call.model)
 
@@ -279,7 +265,7 @@ class Runner:
         """
         if epoch_iterator.data_adapter.num_batches == 0:
             raise ValueError(_no_data("an input without any batch"))
-        call = _running.get()
+        call = running_call()
         if call is not None:
             call.auto_steps.choose(epoch_iterator)
         _keras.drop_what_is_left(epoch_iterator.data_adapter)
@@ -335,7 +321,7 @@ class Runner:
         Returns:
             A `NamedSharding`, a list or dict of axes for an output that is a structure, or `None`.
         """
-        call = _running.get()
+        call = running_call()
         if call is None or call.runner is not self:
             return self.layouts.of_output(path, None)
         return self.layouts.of_output(path, call.member.placement)
@@ -347,7 +333,7 @@ class Runner:
 
     @staticmethod
     def _chosen_steps(model: Any) -> int | None:
-        call = _running.get()
+        call = running_call()
         return None if call is None else call.auto_steps.of(model)
 
 

@@ -59,13 +59,13 @@ class Turns:
         Args:
             variables: The variables of its training state.
         """
-        _keras.own(variables, self)
+        _keras.set_owner(variables, self)
         with self._changed:
             self._ready = True
             self._changed.notify_all()
 
     def hand_out(self, variable: Any, stock: Callable) -> Any:
-        """Reads a variable; called by variables after `_keras.own`. See `Buffers.hand_out`."""
+        """Reads a variable; called after `_keras.set_owner`. See `Buffers.hand_out`."""
         return self.buffers.hand_out(variable, stock)
 
     def __reduce__(self):

@@ -521,7 +521,7 @@ def test_malformed_arguments(wrong, tmp_path):
 @slow
 def test_processes_that_see_other_directories_are_told(tmp_path, monkeypatch):
     fit(made(ktd.TPUStrategy()), "arrays", ktd.callbacks.Checkpoint(tmp_path))
-    module = importlib.import_module("keras_tpu_dist.callbacks.checkpoint")
+    module = importlib.import_module("keras_tpu_dist.callbacks.fit_checkpoints")
     monkeypatch.setattr(module, "agree", lambda what, fix, value, form=None: [value, []])
     with pytest.raises(ValueError, match=r"see the same.*\[6, 12, 18\] in process 0; \[\] in proc"):
         fit(made(ktd.TPUStrategy()), "arrays", ktd.callbacks.Checkpoint(tmp_path))

@@ -56,9 +56,9 @@ def test_options_go_along():
     assert there.data_axes == ("rows",)
     assert there.placer.batch_axis == here.placer.batch_axis
     assert there.layouts.setting.shard_optimizer is True
-    assert (there.runner.options.donate_state, there.runner.prefetch) == (True, 5)
+    assert (there.options.donate_state, there.runner.prefetch) == (True, 5)
     options = set(inspect.signature(ktd.TPUStrategy).parameters)
-    assert set(here._given) == options - {"mesh", "layout", "devices", "topology"}
+    assert set(here.options.as_arguments()) == options - {"mesh", "layout", "devices", "topology"}
     # what depends on the devices is chosen anew
     assert ktd.TPUStrategy().runner.prefetch == 0
     assert ktd.TPUStrategy().on_topology("v5e:4x4").runner.prefetch == 2

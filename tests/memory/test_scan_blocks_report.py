@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 from helpers import assert_close
+from jax.ad_checkpoint import checkpoint_name
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.common import once
@@ -119,6 +120,23 @@ def factored(kind, *factors):
         return layer
 
     return row(len(factors), make)
+
+
+def test_a_function_of_the_user_may_have_the_name_of_a_block():
+    @jax.jit
+    def equal_block_0(x):
+        return checkpoint_name(2 * x, "equal_block_1")
+
+    class After(Looping):
+        def call(self, x):
+            return super().call(equal_block_0(x))
+
+    model = After()
+    model.build((None, WIDTH))
+    expected = model.predict(rows(), verbose=0)
+    assert len(ktd.scan_blocks(model, inputs=rows()).runs[0].paths) == 4
+    assert loops(model, rows()) == 1
+    assert_close(model.predict(rows(), verbose=0), expected)
 
 
 def test_blocks_that_compute_something_else_are_told_apart():

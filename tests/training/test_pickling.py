@@ -53,7 +53,7 @@ def test_a_strategy(kind, way):
     again = WAYS[way](strategy)
     assert again is not strategy
     assert again.mesh == strategy.mesh
-    assert again._given == strategy._given
+    assert again.options == strategy.options
     assert again.topology == strategy.topology
     assert again.data_axes == strategy.data_axes
     assert type(again.layouts.layout) is type(strategy.layouts.layout)

@@ -1,0 +1,583 @@
+"""The checkpoints of one fit: found, gone on from, and saved."""
+
+import logging
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from keras_tpu_dist import _keras
+from keras_tpu_dist.callbacks.checkpoint_options import CheckpointOptions
+from keras_tpu_dist.callbacks.monitored import is_validated, worth
+from keras_tpu_dist.callbacks.preemption import Preemption
+from keras_tpu_dist.callbacks.states import (
+    Standing,
+    give_back,
+    give_back_history,
+    history_of,
+    note_swapped,
+    standing_of,
+)
+from keras_tpu_dist.callbacks.stop_at_step import goes_beyond, reached_by
+from keras_tpu_dist.checkpoint.manifest import OF_FIT, CheckpointError, Manifest
+from keras_tpu_dist.checkpoint.restore import load_newest
+from keras_tpu_dist.checkpoint.snapshot import extra_of, snapshot
+from keras_tpu_dist.checkpoint.store import Store
+from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.input.position import (
+    InputPosition,
+    own_position,
+    position_between_epochs,
+    set_random_numbers,
+    shuffle_from,
+)
+from keras_tpu_dist.processes.channel import agree
+from keras_tpu_dist.processes.encoding import ANYTHING, DictOf, ListOf
+from keras_tpu_dist.training.fit_control import FitControl
+from keras_tpu_dist.training.membership import is_local
+
+logger = logging.getLogger("keras_tpu_dist")
+
+FIX = "Give the same Checkpoint callback to fit in all processes."
+# Launches between two looks at the clock of process 0, which all processes go by.
+_LAUNCHES_BETWEEN_LOOKS = 32
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The fit that a `Checkpoint` is in.
+
+    Attributes:
+        trainer: The model that trains.
+        callbacks: The other callbacks.
+        control: What can be asked of the loop; `None` in stock Keras.
+        epochs: The epoch before which the fit ends, from 0.
+        steps: Steps of an epoch, if they are known.
+        validation_freq: Which epochs are validated.
+    """
+
+    trainer: Any
+    callbacks: Sequence[Any]
+    control: FitControl | None
+    epochs: int
+    steps: int | None
+    validation_freq: Any = 1
+
+
+@dataclass
+class TrainingPlace:
+    """Where training stands.
+
+    Attributes:
+        step: Train steps of the run.
+        epoch: The epoch, from 0.
+        done: How many of its batches were trained on.
+        resumed_at: How many of those before the fit began.
+        saved_step: The step of the newest checkpoint.
+        logs: Those of the epoch, once it has ended.
+        history: The record of the epochs before.
+        standing: What the last launch left.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    done: int = 0
+    resumed_at: int = 0
+    saved_step: int | None = None
+    logs: dict[str, Any] | None = None
+    history: dict[str, Any] | None = None
+    standing: Standing | None = None
+
+
+@dataclass
+class Due:
+    """When the next checkpoint of a fit is due.
+
+    Attributes:
+        options: Those of the `Checkpoint`.
+        steps: Train steps since the last one.
+        launches: Launches of the fit.
+        saved_at_s: When the last one was saved, or the fit began.
+    """
+
+    options: CheckpointOptions
+    steps: int = 0
+    launches: int = 0
+    saved_at_s: float = field(default_factory=time.monotonic)
+
+    def launched(self, steps: int) -> None:
+        """Counts a launch.
+
+        Args:
+            steps: Its train steps.
+        """
+        self.steps += steps
+        self.launches += 1
+
+    def saved(self) -> None:
+        """Notes that a checkpoint is being saved."""
+        self.steps, self.saved_at_s = 0, time.monotonic()
+
+    def within_epoch(self) -> bool:
+        """Whether one is due after the launch, the same in all processes."""
+        every_steps, every_s = self.options.every_steps, self.options.seconds_between
+        if every_steps is not None and self.steps >= every_steps:
+            return True
+        if every_s is None:
+            return False
+        if self.launches % _LAUNCHES_BETWEEN_LOOKS and jax.process_count() > 1:
+            return False
+        due = time.monotonic() - self.saved_at_s >= every_s
+        return agree("looking at the clock of process 0", FIX, due, bool)[0]
+
+    def after_epochs(self, epochs: int) -> bool:
+        """Whether one is due after so many epochs.
+
+        Args:
+            epochs: How many.
+        """
+        every = self.options.epochs_between
+        return every is not None and epochs % every == 0
+
+
+@dataclass
+class Resumed:
+    """What a fit goes on from, until the epoch that it goes on in has begun.
+
+    Attributes:
+        epoch: The epoch before which the fit begins.
+        manifest: The checkpoint that was loaded; `None` if another callback, or Keras, loaded it.
+        history_at_end: The record of a fit that had nothing left to do.
+        variables: The model's variables with the values that were loaded.
+        arrays: The arrays of what callbacks knew.
+        position: Where training stood in its input.
+    """
+
+    epoch: int
+    manifest: Manifest | None = None
+    history_at_end: dict[str, Any] | None = None
+    variables: list[tuple[Any, Any]] = field(default_factory=list)
+    arrays: dict[str, Any] = field(default_factory=dict)
+    position: InputPosition | None = None
+
+
+class FitCheckpoints:
+    """The checkpoints of one fit in one directory.
+
+    Args:
+        options: Those of the `Checkpoint`.
+        fit: The fit.
+        preemption: Notices SIGTERM.
+
+    Attributes:
+        options: As given.
+        fit: As given.
+        preemption: As given.
+        store: The directory.
+        place: Where training stands.
+        due: When the next checkpoint is due.
+        resumed: What the fit goes on from, until its first epoch has begun.
+        run: The name of the run.
+        has_ended: Whether the fit came to its end.
+
+    Raises:
+        ValueError: If only the loop of a strategy can do what is asked.
+        NotImplementedError: If of several processes one trains on its own devices alone.
+    """
+
+    def __init__(self, options: CheckpointOptions, fit: Fit, preemption: Preemption):
+        _check_loop(
+            fit.control,
+            "Checkpoints within an epoch need",
+            "save every_epochs=1",
+            every_steps=options.every_steps,
+            every_minutes=options.every_minutes,
+        )
+        _check_processes(fit.trainer)
+        self.options, self.fit, self.preemption = options, fit, preemption
+        self.store = Store(
+            options.path,
+            keep=options.keep,
+            best=options.best,
+            every_s=options.seconds_kept,
+            # Else nobody waits for the last one of a fit that fails.
+            asynchronous=options.asynchronous and _keras.failure_is_seen(),
+        )
+        self.place = TrainingPlace()
+        self.due = Due(options)
+        self.resumed: Resumed | None = None
+        self.run = ""
+        self.has_ended = False
+        # Known once the first launch has made the optimizer's.
+        self._variables: list = []
+
+    @property
+    def has_loaded(self) -> bool:
+        """Whether the fit goes on from what was loaded here."""
+        return self.resumed is not None and self.resumed.manifest is not None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether where training stands is saved, or can be."""
+        return self.place.standing is not None or self.place.saved_step == self.place.step
+
+    def found(self) -> bool:
+        """Whether there are checkpoints, the same ones for all processes.
+
+        Raises:
+            ValueError: If processes see different ones.
+        """
+        directory = self.options.path
+        # The first process may still be deleting what the fit before left.
+        agree(f"opening {directory}", FIX, None)
+        steps = self.store.steps
+        of_all = agree(f"looking for checkpoints in {directory}", FIX, steps, ListOf(int))
+        if any(each != of_all[0] for each in of_all):
+            raise ValueError(
+                message(
+                    "All processes see the same checkpoints.",
+                    received="; ".join(f"{each} in process {i}" for i, each in enumerate(of_all))
+                    + f" ({directory}).",
+                    fix="Give a directory on storage that all of them share.",
+                )
+            )
+        return bool(steps)
+
+    def take_place_of_others(self) -> None:
+        """Has the first checkpoint of this run replace those that are there.
+
+        Raises:
+            ValueError: If `overwrite` does not say that they may go.
+        """
+        if not self.options.overwrite:
+            raise ValueError(
+                message(
+                    "A directory holds the checkpoints of one run.",
+                    received=f"resume=False and {self.options.path!r}, which has those of steps "
+                    f"{self.store.steps}.",
+                    fix="Give this run a directory of its own, leave resume=False out to go on, or "
+                    "write overwrite=True: they are deleted once this run has saved.",
+                )
+            )
+        self.store.replace_runs()
+
+    def name_run(self) -> None:
+        """Gives the run a name, the same in all processes; one that goes on has its own."""
+        self.run = agree("naming the run", FIX, uuid.uuid4().hex[:12], str)[0]
+
+    def go_on(self) -> None:
+        """Loads the newest checkpoint, and has the fit go on from there."""
+        fit, place = self.fit, self.place
+        report, manifest = load_newest(fit.trainer, self.store, needs=OF_FIT)
+        training = manifest.training
+        place.step = place.saved_step = training["step"]
+        # If a callback stopped training, nothing is left to do.
+        reached = training.get("reached")
+        stopped = (training["stopped"] and not training["done"]) or reached is not None
+        stopped &= not goes_beyond(fit.callbacks, reached)
+        fix = "load the weights alone: ktd.restore(model, directory), Checkpoint(resume=False)"
+        _check_loop(fit.control, "Going on within an epoch needs", fix, batches=training["done"])
+        resumed = self.begin_after(training["epoch"], training["done"])
+        if stopped:
+            resumed.history_at_end = training.get("history_at_end")
+            resumed.epoch = fit.epochs
+            _keras.begin_at_epoch(fit.trainer, fit.epochs)
+        resumed.manifest = manifest
+        saved = extra_of(manifest, fit.trainer, len(fit.callbacks))
+        values = self.store.load(report.step, [(each, None, each.entry.dtype) for each in saved])
+        resumed.arrays = {each.entry.path: value for each, value in zip(saved, values)}
+        resumed.variables = [(v, v.value) for v in _keras.state_variables(fit.trainer)]
+        resumed.position = own_position(training["positions"])
+        if resumed.position is not None:
+            shuffle_from(resumed.position, place.epoch)
+        if fit.control is not None:
+            fit.control.begin_at = resumed.position
+        self.run = training.get("run", self.run)
+        if resumed.epoch < fit.epochs:
+            self._try(lambda: self.store.go_on(report.step))
+        self._log(manifest, resumed)
+
+    def begin_after(self, epoch: int, done: int) -> Resumed:
+        """Has the fit that begins go on where training stopped.
+
+        Args:
+            epoch: The epoch, from 0.
+            done: How many of its batches were trained on.
+        """
+        self.place.epoch, self.place.resumed_at = epoch, done
+        self.resumed = Resumed(epoch)
+        _keras.begin_at_epoch(self.fit.trainer, epoch)
+        if self.fit.control is not None:
+            self.fit.control.batches_to_skip = done
+        return self.resumed
+
+    def follow(self, leader: "FitCheckpoints") -> None:
+        """Goes on from what another callback of the fit has loaded.
+
+        Args:
+            leader: The other one's.
+        """
+        place, theirs = self.place, leader.place
+        place.step, place.epoch, place.resumed_at = theirs.step, theirs.epoch, theirs.resumed_at
+        self.run = leader.run
+        self.resumed = Resumed(theirs.epoch)
+
+    def put_back(self, *, log: bool) -> None:
+        """Makes model and callbacks what they were when the checkpoint was saved.
+
+        Args:
+            log: Whether to log which callbacks get nothing back.
+        """
+        resumed = self.resumed
+        if resumed is None or resumed.manifest is None:
+            return
+        training = resumed.manifest.training
+        for variable, value in resumed.variables:
+            if variable.value is not value:
+                variable.assign(value)
+        _keras.forget_state(self.fit.trainer)
+        _keras.set_global_seed(training["global_seed"])
+        give_back(self.fit.callbacks, training["callbacks"], resumed.arrays, log)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Saves what the epoch before ended with, and counts anew.
+
+        Args:
+            epoch: The epoch that begins, from 0.
+        """
+        place = self.place
+        place.standing = None
+        if self.resumed is None and place.logs is not None and self.due.after_epochs(epoch):
+            self.save(epoch, 0)
+        if epoch != place.epoch:
+            place.resumed_at = 0
+        place.epoch, place.done, place.logs = epoch, place.resumed_at, None
+        place.history = history_of(self.fit.trainer.history)
+        if self.fit.control is not None:
+            self.fit.control.begin_epoch()
+
+    def end_epoch(self, logs: Mapping[str, Any]) -> None:
+        """Notes the end of an epoch.
+
+        Args:
+            logs: Its logs.
+        """
+        self.place.logs = dict(logs)
+        if self.fit.control is None:
+            self.place.step += self.place.done
+
+    def count_batch(self, batch: int) -> None:
+        """Counts a launch of stock Keras.
+
+        Args:
+            batch: Its last batch, from 0.
+        """
+        # Maybe in a thread; and the last launch may have fewer steps than it is counted for.
+        self.place.done = min(max(self.place.done, batch + 1), self.fit.steps or batch + 1)
+
+    def after_launch(self, steps: int, ends: bool) -> None:
+        """Counts a launch, and saves if it is time to.
+
+        Args:
+            steps: Its train steps.
+            ends: Whether the process is about to end.
+        """
+        fit, place = self.fit, self.place
+        self._variables = self._variables or _keras.state_variables(fit.trainer)
+        place.standing = standing_of(fit.trainer, fit.callbacks, place.history, self._variables)
+        place.step += steps
+        place.done += steps
+        self.due.launched(steps)
+        # If a callback stops training here, the end is saved, which knows that it did.
+        if ends or (not fit.trainer.stop_training and self.due.within_epoch()):
+            self.save_place()
+        if ends:
+            self.wait()
+
+    def save_place(self) -> None:
+        """Saves where training stands after the last launch."""
+        self.save(self.place.epoch, self.place.done, self.place.standing)
+
+    def save_end(self) -> None:
+        """Saves the end of the fit."""
+        place, reached = self.place, reached_by(self.fit.callbacks)
+        cut = place.done and (self.fit.steps is None or place.done < self.fit.steps)
+        if reached is None or place.standing is None or not cut:
+            self.save(place.epoch + 1, 0, reached=reached)
+            return
+        # A longer run makes the rest of this epoch, and then its end.
+        self.save(place.epoch, place.done, place.standing, reached)
+
+    def save(
+        self,
+        epoch: int,
+        done: int,
+        standing: Standing | None = None,
+        reached: int | None = None,
+    ) -> None:
+        """Saves a checkpoint, unless there is one of the step.
+
+        Args:
+            epoch: The epoch in which a run goes on.
+            done: After how many of its batches.
+            standing: What is saved; by default what there is now.
+            reached: The optimizer step at which `StopAtStep` ended the fit.
+        """
+        place = self.place
+        metrics = {} if done and reached is None else self._monitored()
+        if place.saved_step == place.step:
+            # The step before the epoch's end: going on from there, it ends as it has.
+            if metrics:
+                self._try(lambda: self.store.judge(place.step, metrics))
+            return
+        model = self.fit.trainer
+        if self.fit.control is None:
+            # Under a strategy variables follow each launch, and this would bring back what the
+            # trainer noted before it.
+            model.jax_state_sync()
+        self.due.saved()
+        standing_now = standing or standing_of(model, self.fit.callbacks)
+        training = self._described(epoch, done, standing_now) | {
+            "reached": reached,
+            "metrics": metrics,
+        }
+        if done and reached is not None:
+            training["history_at_end"] = history_of(model.history)
+        with standing_now.in_variables():
+            arrays, manifest = snapshot(model, training, standing_now.arrays)
+        if self._try(lambda: self.store.save(place.step, arrays, manifest)):
+            place.saved_step = place.step
+
+    def wait(self) -> None:
+        """Waits for the newest checkpoint."""
+        _finish(self.store.wait)
+
+    def after_train_begin(self) -> None:
+        """Gives callbacks what they knew: all of them have begun, and forgotten it."""
+        resumed, fit = self.resumed, self.fit
+        if resumed is None or resumed.manifest is None:
+            return
+        training = resumed.manifest.training
+        # A callback may have loaded something else, and sent the fit elsewhere.
+        _keras.begin_at_epoch(fit.trainer, resumed.epoch)
+        note_swapped(fit.callbacks, training.get("swapped", False))
+        self.put_back(log=True)
+        give_back_history(fit.trainer.history, resumed.history_at_end or training["history"])
+        if fit.control is None and resumed.position is not None:
+            set_random_numbers(resumed.position.now)
+
+    def after_epoch_begin(self) -> None:
+        """Undoes what callbacks did now if they had done it before the interruption."""
+        if self.place.resumed_at:
+            self.put_back(log=False)
+        self.resumed = None
+
+    def close(self) -> None:
+        """Waits for the last checkpoint, however the fit ended."""
+        _finish(lambda: self.store.close(run_has_ended=self.has_ended))
+
+    def _described(self, epoch: int, done: int, standing: Standing) -> dict[str, Any]:
+        """What a checkpoint has beside arrays."""
+        control, place = self.fit.control, self.place
+        position = position_between_epochs() if control is None else control.input_position(done)
+        what = f"checkpoint of model {self.fit.trainer.name!r} after {place.step} steps"
+        own = None if position is None else position.to_dict()
+        return {
+            "epoch": epoch,
+            "done": done,
+            "step": place.step,
+            "positions": agree(what, FIX, own, (None, DictOf(ANYTHING))),
+            "stopped": standing.stopped,
+            "callbacks": standing.states,
+            "history": standing.history,
+            "global_seed": standing.global_seed,
+            "swapped": standing.swapped,
+            "run": self.run,
+        }
+
+    def _monitored(self) -> dict[str, float]:
+        """What the epoch that has ended is worth, by the name that is monitored."""
+        best, place = self.options.best, self.place
+        if best is None or place.logs is None:
+            return {}
+        validated = is_validated(place.epoch, self.fit.validation_freq)
+        value = worth(*best, place.logs, may_lack=not validated)
+        return {} if value is None else {best[0]: value}
+
+    def _try(self, write: Callable[[], None]) -> bool:
+        try:
+            write()
+        except CheckpointError as error:
+            logger.error("training goes on without this checkpoint. %s", error)
+            return False
+        return True
+
+    def _log(self, manifest: Manifest, resumed: Resumed) -> None:
+        place, directory = self.place, self.options.path
+        who = (manifest.written.get("model"), manifest.written.get("at"), place.step)
+        if resumed.epoch < self.fit.epochs:
+            logger.warning(
+                "training goes on with the run of %s, saved %s, after %d steps, in epoch %d after "
+                "%d batches (%s). For a new run give another directory.",
+                *who,
+                place.epoch + 1,
+                place.resumed_at,
+                directory,
+            )
+        else:
+            logger.warning(
+                "nothing is left to do: the run of %s, saved %s, has ended after %d steps (%s)",
+                *who,
+                directory,
+            )
+        if manifest.written.get("finite") is False:
+            logger.warning(
+                "the weights of checkpoint %d are not finite. To go back: ktd.restore(model, "
+                "directory, step=...), then fit with Checkpoint(another directory)",
+                place.step,
+            )
+
+
+def _finish(write: Callable[[], None]) -> None:
+    try:
+        write()
+    except CheckpointError as error:
+        logger.error("the last checkpoint is missing. %s", error)
+
+
+def _check_loop(control: FitControl | None, rule: str, fix: str, **asked: Any) -> None:
+    """Raises a `ValueError` if what only the loop of a strategy can do is asked of stock Keras.
+
+    Args:
+        control: What can be asked of the loop, `None` in stock Keras.
+        rule: What needs the loop.
+        fix: What to do instead.
+        **asked: By name what asks for it; `None` and 0 do not.
+    """
+    received = {name: value for name, value in asked.items() if value}
+    if control is None and received:
+        rule = f"{rule} the loop of a TPUStrategy."
+        fix = f"Build the model in TPUStrategy().scope(), or {fix}."
+        raise ValueError(message(rule, received=received | {"strategy": None}, fix=fix))
+
+
+def _check_processes(model: Any) -> None:
+    """Raises a `NotImplementedError` if a model trains on the devices of one of several processes.
+
+    Args:
+        model: The model that is about to train.
+    """
+    if jax.process_count() > 1 and is_local(model):
+        raise NotImplementedError(
+            message(
+                "Of several processes all write a checkpoint together: Orbax does not write what "
+                "lies on the devices of one of them alone.",
+                received=f"a fit of model {model.name!r} on the devices of process "
+                f"{jax.process_index()}, one of {jax.process_count()}.",
+                fix="Make the strategy of all devices, save with keras.callbacks.ModelCheckpoint, "
+                "or train it in a program of its own, without ktd.initialize().",
+            )
+        )

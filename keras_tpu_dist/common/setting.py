@@ -1,0 +1,26 @@
+"""Context variables that hold a value for a `with` block."""
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+@contextlib.contextmanager
+def setting(variable: ContextVar[Any], value: T) -> Iterator[T]:
+    """Within it a context variable has a value, in this thread alone.
+
+    Args:
+        variable: The variable.
+        value: Its value within.
+
+    Yields:
+        The value.
+    """
+    token = variable.set(value)
+    try:
+        yield value
+    finally:
+        variable.reset(token)

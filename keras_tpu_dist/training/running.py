@@ -1,0 +1,62 @@
+"""The call of a model that runs in this thread, and the calls that it was made within."""
+
+import contextlib
+import contextvars
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from keras_tpu_dist.common.setting import setting
+from keras_tpu_dist.training.auto_steps import AutoSteps
+from keras_tpu_dist.training.membership import Membership
+
+
+@dataclass(frozen=True)
+class RunningCall:
+    """A running fit, evaluate, predict, *_on_batch or dry run.
+
+    Attributes:
+        runner: The runner of its strategy.
+        member: What is known of its model.
+        auto_steps: Chooses its `steps_per_execution`.
+        model: Its model, `None` for code of which a model is only a part.
+        name: The method of the model, such as `"fit"`.
+        outer: The call that it was made within: validation within `fit`, or what a callback runs.
+    """
+
+    runner: Any
+    member: Membership
+    auto_steps: AutoSteps
+    model: Any = None
+    name: str = ""
+    outer: "RunningCall | None" = None
+
+
+# Not on the strategy, which threads share.
+_running: contextvars.ContextVar[RunningCall | None] = contextvars.ContextVar(
+    "running", default=None
+)
+
+
+def running_call() -> RunningCall | None:
+    """The innermost call that runs in this thread, or `None`."""
+    return _running.get()
+
+
+def as_running(call: RunningCall) -> contextlib.AbstractContextManager[RunningCall]:
+    """Within it a call runs in this thread.
+
+    Args:
+        call: The call.
+    """
+    return setting(_running, call)
+
+
+def after_other_launch() -> Callable[[], None] | None:
+    """What the innermost fit that is under way in this thread has called after others' launches."""
+    call = _running.get()
+    while call is not None:
+        if call.name == "fit" and call.member.fit.after_other_launch is not None:
+            return call.member.fit.after_other_launch
+        call = call.outer
+    return None
