@@ -19,7 +19,7 @@ from keras_tpu_dist.hardware.simulation import warn_without_tpu
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.input.clock import InputWait
 from keras_tpu_dist.input.own_rows import placer_for
-from keras_tpu_dist.input.shards import InputShard, shares_of
+from keras_tpu_dist.input.shards import InputShard, input_shards_of
 from keras_tpu_dist.layout.layouts import Layouts
 from keras_tpu_dist.layout.placement import Placement
 from keras_tpu_dist.layout.planner import Plan
@@ -204,7 +204,7 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
         Under `input="global"` it is the part that the process transfers of what all of them read.
         Raises a `ValueError` on a mesh whose processes hold parts that overlap.
         """
-        return shares_of(self.layouts.mesh, self.layouts.data_axes).shard
+        return input_shards_of(self.layouts.mesh, self.layouts.data_axes).shard
 
     @property
     def input_wait(self) -> InputWait | None:

@@ -89,7 +89,7 @@ def _own_batch_size(own_input, x, batch_size, steps_per_epoch) -> int:
     if batch_size is None and steps_per_epoch is not None:
         # As Keras has it: all rows in that many steps.
         return max(-(-len(keras.tree.flatten(x)[0]) // steps_per_epoch), 1)
-    return own_input.shares.of(_DEFAULT_BATCH_SIZE if batch_size is None else batch_size)
+    return own_input.shards.of(_DEFAULT_BATCH_SIZE if batch_size is None else batch_size)
 
 
 def _peeked(generator: Any) -> tuple[Any, bool]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from keras_tpu_dist.input.clock import InputClock
-from keras_tpu_dist.input.own_input import Share
+from keras_tpu_dist.input.own_input import ShardBatch
 from keras_tpu_dist.input.position import InputPosition, Progress
 
 logger = logging.getLogger("keras_tpu_dist")
@@ -78,7 +78,7 @@ class DeviceIterator:
     def __next__(self):
         self._num_read += 1
         batch = next(self._batches)
-        return batch.batch if isinstance(batch, Share) else batch
+        return batch.batch if isinstance(batch, ShardBatch) else batch
 
     def launches(
         self,

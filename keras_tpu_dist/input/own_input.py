@@ -18,7 +18,7 @@ from jax.experimental.sparse import JAXSparse
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.input.batch_axis import element_names, flatten
 from keras_tpu_dist.input.host_arrays import as_array, check_same_rows, checked_rows
-from keras_tpu_dist.input.shards import Shares
+from keras_tpu_dist.input.shards import InputShards
 from keras_tpu_dist.processes.arrays import checksum, joined_rows
 from keras_tpu_dist.processes.channel import agree
 from keras_tpu_dist.processes.encoding import ANYTHING, ListOf, PeerError, check_array, fits
@@ -42,7 +42,7 @@ _MOST_DEPTH = 16
 
 
 @dataclass(frozen=True)
-class Share:
+class ShardBatch:
     """One process's batch for a step, and the numbers of rows of all.
 
     Attributes:
@@ -58,20 +58,20 @@ class OwnInput:
     """Makes steps of what the processes read.
 
     Args:
-        shares: Which rows of a batch every process brings.
+        shards: Which rows of a batch every process brings.
         axes: From a batch to the batch dimension of each of its arrays, in the order of `flatten`.
         alike: Whether elements without a batch dimension are the same in all processes.
     """
 
     def __init__(
-        self, shares: Shares, axes: Callable[[Any], list[int | None]], *, alike: bool = True
+        self, shards: InputShards, axes: Callable[[Any], list[int | None]], *, alike: bool = True
     ):
-        self.shares = shares
+        self.shards = shards
         self._axes = axes
         self._alike = alike
 
-    def of_call(self, batch: Any) -> Share:
-        """The share of a batch that stands alone, as for `train_on_batch`.
+    def of_call(self, batch: Any) -> ShardBatch:
+        """This process's part of a batch that stands alone, as for `train_on_batch`.
 
         Args:
             batch: This process's rows.
@@ -82,7 +82,7 @@ class OwnInput:
         leaves, treedef = flatten(batch)
         batch = jax.tree.unflatten(treedef, [as_array(leaf) for leaf in leaves])
         described = agree("the rows of a batch", _FIX, self._described(batch), _BATCH)
-        return Share(batch, self._rows(described))
+        return ShardBatch(batch, self._rows(described))
 
     def joined(self, structure: Any) -> Any:
         """Arrays with the rows of all processes, in the order of the input shards.
@@ -90,7 +90,7 @@ class OwnInput:
         Args:
             structure: A structure (tuple, list, dict, `None`) of this process's host arrays.
         """
-        return jax.tree.map(lambda rows: joined_rows(rows, self.shares.processes), structure)
+        return jax.tree.map(lambda rows: joined_rows(rows, self.shards.processes), structure)
 
     def length(self, num_batches: int | None, ragged: bool) -> tuple[int | None, bool]:
         """The number of steps that all processes make, and whether one of them may be ragged.
@@ -107,7 +107,7 @@ class OwnInput:
 
     def agreed(
         self, batches: Iterable, steps_per_epoch: int | None, *, may_be_empty: bool = False
-    ) -> Iterator[Share]:
+    ) -> Iterator[ShardBatch]:
         """What the processes bring for one step after the other, until all have come to an end.
 
         Args:
@@ -129,7 +129,7 @@ class OwnInput:
                 self._check_any(made or may_be_empty)
                 return
             for step in range(steps):
-                yield self._share(ahead, answers, step)
+                yield self._batch_of_step(ahead, answers, step)
             # One batch at first, so that the first step need not wait for sixteen.
             made, most = made + steps, min(2 * most, _MOST_AHEAD)
 
@@ -143,12 +143,12 @@ class OwnInput:
             self._check_group([answer["checksums"] for answer in answers])
         return answers
 
-    def _share(self, ahead: "_Ahead", answers: list[dict], step: int) -> Share:
+    def _batch_of_step(self, ahead: "_Ahead", answers: list[dict], step: int) -> ShardBatch:
         here = [a["batches"][step] if step < len(a["batches"]) else None for a in answers]
         rows = self._rows(here)
         if ahead.batches:
-            return Share(ahead.batches.popleft(), rows)
-        return Share(_empty(next(batch for batch in here if batch is not None)), rows)
+            return ShardBatch(ahead.batches.popleft(), rows)
+        return ShardBatch(_empty(next(batch for batch in here if batch is not None)), rows)
 
     def _rows(self, described: list[dict | None]) -> tuple[int, ...]:
         """The rows of every input shard, from the processes' descriptions of their batches."""
@@ -160,7 +160,7 @@ class OwnInput:
             if batch is not None and batch["leaves"] != own["leaves"]:
                 _raise_unlike(first, own["leaves"], i, batch["leaves"])
         number = [0 if batch is None else batch["rows"] for batch in described]
-        for group in self.shares.processes:
+        for group in self.shards.processes:
             if len({number[i] for i in group}) > 1:
                 raise ValueError(
                     message(
@@ -169,7 +169,7 @@ class OwnInput:
                         fix="Cut the data by strategy.input_shard, not by jax.process_index().",
                     )
                 )
-        rows = tuple(number[group[0]] for group in self.shares.processes)
+        rows = tuple(number[group[0]] for group in self.shards.processes)
         if not any(rows):
             raise ValueError(
                 message(
@@ -201,7 +201,7 @@ class OwnInput:
 
     def _check_group(self, checksums: list[list]) -> None:
         """Checks the first batch of an epoch of processes that must bring the same."""
-        for group in self.shares.processes:
+        for group in self.shards.processes:
             for i in group:
                 if checksums[i] != checksums[group[0]]:
                     raise ValueError(

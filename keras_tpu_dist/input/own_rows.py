@@ -14,8 +14,8 @@ from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.input.batch_axis import flatten
 from keras_tpu_dist.input.batches import BatchPlacer, PlacedBatch, Slot
 from keras_tpu_dist.input.host_arrays import as_array, padded
-from keras_tpu_dist.input.own_input import OwnInput, Share
-from keras_tpu_dist.input.shards import Shares, shares_of
+from keras_tpu_dist.input.own_input import OwnInput, ShardBatch
+from keras_tpu_dist.input.shards import InputShards, input_shards_of
 from keras_tpu_dist.processes.arrays import put
 
 
@@ -23,35 +23,39 @@ class OwnRowsPlacer(BatchPlacer):
     """Puts the rows of every process on its own devices, as one batch.
 
     The rows of a batch are those of input shard 0, then those of input shard 1, and so on, if the
-    parts of the mesh that a shard fills follow one another. If shares are uneven, or do not divide
-    by a process's parts, they are padded there, and the compiled program joins the true rows.
+    parts of the mesh that a shard fills follow one another. If their rows are uneven, or do not
+    divide by a process's parts, they are padded there, and the compiled program joins the true
+    rows.
 
     Args:
         mesh: The mesh.
         data_axes: The mesh axes that split the batch.
         batch_axis: The dimension that holds the batch. See `BatchPlacer`.
-        shares: Which rows of a batch every process brings.
+        shards: Which rows of a batch every process brings.
     """
 
-    def __init__(self, mesh: Mesh, data_axes: tuple[str, ...], batch_axis: Any, shares: Shares):
+    def __init__(
+        self, mesh: Mesh, data_axes: tuple[str, ...], batch_axis: Any, shards: InputShards
+    ):
         super().__init__(mesh, data_axes, batch_axis)
-        self.own_input = OwnInput(shares, self.axes)
-        self._shares = shares
+        self.own_input = OwnInput(shards, self.axes)
+        self._shards = shards
 
     def place(self, batch: Any) -> PlacedBatch:
         """Transfers this process's rows.
 
         Args:
-            batch: A `Share`, or a host batch that stands alone, as for `train_on_batch`.
+            batch: A `ShardBatch`, or a host batch that stands alone, as for `train_on_batch`.
 
         Raises:
             ValueError: If the processes' batches do not fit together.
         """
-        share = batch if isinstance(batch, Share) else self.own_input.of_call(batch)
-        leaves, treedef = flatten(share.batch)
-        slots = self._slots(share, leaves)
+        if not isinstance(batch, ShardBatch):
+            batch = self.own_input.of_call(batch)
+        leaves, treedef = flatten(batch.batch)
+        slots = self._slots(batch, leaves)
         arrays = [
-            self._put(leaf, slot, share.rows) for leaf, slot in zip(leaves, slots, strict=True)
+            self._put(leaf, slot, batch.rows) for leaf, slot in zip(leaves, slots, strict=True)
         ]
         return PlacedBatch(jax.tree.unflatten(treedef, arrays), slots)
 
@@ -59,11 +63,11 @@ class OwnRowsPlacer(BatchPlacer):
         """Transfers this process's rows for several steps at once. See `BatchPlacer.place_many`.
 
         Args:
-            batches: One `Share` for each step.
+            batches: One `ShardBatch` for each step.
         """
-        if len({share.rows for share in batches}) > 1:
+        if len({batch.rows for batch in batches}) > 1:
             return None
-        flat = [flatten(share.batch) for share in batches]
+        flat = [flatten(batch.batch) for batch in batches]
         leaves, treedef = flat[0]
         steps = [of_step for of_step, _ in flat]
         shapes = [[leaf.shape for leaf in of_step] for of_step in steps]
@@ -81,7 +85,7 @@ class OwnRowsPlacer(BatchPlacer):
         """Transfers this process's rows for code that is not compiled, which gets all rows whole.
 
         Args:
-            batch: A `Share`, or a host batch that stands alone.
+            batch: A `ShardBatch`, or a host batch that stands alone.
         """
         log_once("run_eagerly: the rows of all processes are whole on every device")
         placed = self.place(batch)
@@ -118,12 +122,12 @@ class OwnRowsPlacer(BatchPlacer):
         return jax.tree.map(cut, outputs)
 
     def bytes_per_device(self, batch: Any) -> float:
-        """The bytes of a `Share` on each device; the same number in all processes.
+        """The bytes of a `ShardBatch` on each device; the same number in all processes.
 
         Args:
-            batch: The `Share`.
+            batch: The `ShardBatch`.
         """
-        longest, _ = self._shares.rows_of_blocks(batch.rows)
+        longest, _ = self._shards.rows_of_blocks(batch.rows)
         leaves = flatten(batch.batch)[0]
         return sum(
             _bytes_of_a_row(leaf, axis) * (longest if _has_rows(leaf, axis) else 1)
@@ -132,32 +136,32 @@ class OwnRowsPlacer(BatchPlacer):
 
     @property
     def _own_blocks(self) -> tuple[int, ...]:
-        return self._shares.blocks[self._shares.own]
+        return self._shards.blocks[self._shards.own]
 
     @functools.cached_property
     def _whole(self) -> Any:
         return jax.jit(self.trim, out_shardings=self._replicated)
 
-    def _slots(self, share: Share, leaves: Sequence) -> tuple[Slot, ...]:
-        longest, filled = self._shares.rows_of_blocks(share.rows)
+    def _slots(self, batch: ShardBatch, leaves: Sequence) -> tuple[Slot, ...]:
+        longest, filled = self._shards.rows_of_blocks(batch.rows)
         rows = None if set(filled) == {longest} else sum(filled)
         slots = tuple(
             Slot(axis, rows, filled, self.time(leaf, axis)) if _has_rows(leaf, axis) else Slot(None)
-            for leaf, axis in zip(leaves, self.axes(share.batch), strict=True)
+            for leaf, axis in zip(leaves, self.axes(batch.batch), strict=True)
         )
-        self.log_if_whole(share.batch, slots)
+        self.log_if_whole(batch.batch, slots)
         return slots
 
     def _put(self, leaf: Any, slot: Slot, rows: Sequence[int], stacked: bool = False) -> jax.Array:
         if slot.axis is None:
             return put([leaf], [self._replicated])[0]
         axis, time = slot.axis + stacked, None if slot.time is None else slot.time + stacked
-        longest, _ = self._shares.rows_of_blocks(rows)
+        longest, _ = self._shards.rows_of_blocks(rows)
         own = self._own_blocks
         local = padded(leaf, axis, longest * len(own))
         local = local.astype(jax.dtypes.canonicalize_dtype(local.dtype), copy=False)
         shape = list(local.shape)
-        shape[axis] = longest * self._shares.num_blocks
+        shape[axis] = longest * self._shards.num_blocks
 
         def part(index):
             start = own.index((index[axis].start or 0) // longest) * longest
@@ -177,7 +181,7 @@ def placer_for(mesh: Mesh, data_axes: tuple[str, ...], batch_axis: Any, source: 
     """
     if source == "global" or named_sharding(mesh).is_fully_addressable:
         return BatchPlacer(mesh, data_axes, batch_axis)
-    return OwnRowsPlacer(mesh, data_axes, batch_axis, shares_of(mesh, data_axes))
+    return OwnRowsPlacer(mesh, data_axes, batch_axis, input_shards_of(mesh, data_axes))
 
 
 def _has_rows(leaf: Any, axis: int | None) -> bool:

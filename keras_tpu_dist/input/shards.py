@@ -65,7 +65,7 @@ class InputShard:
 
 
 @dataclass(frozen=True)
-class Shares:
+class InputShards:
     """Which parts of the batch are on the devices of which processes.
 
     Attributes:
@@ -127,8 +127,8 @@ class Shares:
         return longest, tuple(filled)
 
 
-def shares_of(mesh: Mesh, data_axes: Sequence[str]) -> Shares:
-    """The shares of a mesh's processes, seen from this one.
+def input_shards_of(mesh: Mesh, data_axes: Sequence[str]) -> InputShards:
+    """The input shards of a mesh, seen from this process.
 
     Args:
         mesh: The mesh.
@@ -139,8 +139,8 @@ def shares_of(mesh: Mesh, data_axes: Sequence[str]) -> Shares:
     """
     processes = np.vectorize(lambda device: device.process_index, otypes=[int])(mesh.devices)
     axes = [mesh.axis_names.index(name) for name in data_axes]
-    shares = shares_by(processes, axes, jax.process_index())
-    if shares is None:
+    shards = input_shards_by(processes, axes, jax.process_index())
+    if shards is None:
         raise ValueError(
             message(
                 'input="per_process" needs a mesh on which two processes hold the same parts of a '
@@ -150,11 +150,11 @@ def shares_of(mesh: Mesh, data_axes: Sequence[str]) -> Shares:
                 'processes divides or is divided by, or leave input="global".',
             )
         )
-    return shares
+    return shards
 
 
-def shares_by(processes: np.ndarray, axes: Sequence[int], own: int) -> Shares | None:
-    """The shares, from the process of every device.
+def input_shards_by(processes: np.ndarray, axes: Sequence[int], own: int) -> InputShards | None:
+    """The input shards, from the process of every device.
 
     Args:
         processes: The process of every device, in the shape of the mesh.
@@ -162,11 +162,11 @@ def shares_by(processes: np.ndarray, axes: Sequence[int], own: int) -> Shares | 
         own: This process.
 
     Returns:
-        The shares, or `None` if processes cannot bring rows of their own there.
+        The shards, or `None` if processes cannot bring rows of their own there.
 
     Example:
 
-    >>> shares_by(np.array([[0, 0], [0, 0], [1, 1], [1, 1]]), [0], own=1).blocks
+    >>> input_shards_by(np.array([[0, 0], [0, 0], [1, 1], [1, 1]]), [0], own=1).blocks
     ((0, 1), (2, 3))
     """
     by_block = np.moveaxis(processes, axes, range(len(axes)))
@@ -184,4 +184,4 @@ def shares_by(processes: np.ndarray, axes: Sequence[int], own: int) -> Shares | 
         return None
     members = tuple(tuple(groups[held_by]) for held_by in blocks)
     mine = next((i for i, group in enumerate(members) if own in group), 0)
-    return Shares(tuple(blocks), members, mine)
+    return InputShards(tuple(blocks), members, mine)

@@ -15,7 +15,7 @@ from keras_tpu_dist.input.batch_axis import flatten
 from keras_tpu_dist.input.batches import BatchPlacer
 from keras_tpu_dist.input.host_arrays import padded
 from keras_tpu_dist.input.iterator import DeviceIterator
-from keras_tpu_dist.input.own_input import OwnInput, Share
+from keras_tpu_dist.input.own_input import OwnInput, ShardBatch
 from keras_tpu_dist.input.position import InputPosition
 from keras_tpu_dist.input.same_input import compared
 from keras_tpu_dist.replica.blocks import from_blocks, own_replicas
@@ -285,10 +285,10 @@ class DistributedInput(StrategyPart):
         own, number = self.runner.own_input, self.num_replicas_in_sync
         context = InputContext(num_replicas_in_sync=number)
         if own is not None:
-            shard = own.shares.shard
+            shard = own.shards.shard
             context = InputContext(shard.count, shard.index, number)
             # What has no batch axis is each replica's own here.
-            own = OwnInput(own.shares, self.placer.axes, alike=False)
+            own = OwnInput(own.shards, self.placer.axes, alike=False)
         batches, length = batches_of(dataset_fn(context), None, self.placer)
         each = number // context.num_input_pipelines
         together = in_step(batches, self.placer, own)
@@ -333,9 +333,9 @@ class DistributedInput(StrategyPart):
     def _place_global(self, batch: Any, options: RunOptions | None) -> Any:
         padded: list[tuple[int, int] | None] | None = None
         if options is not None and options.buckets is not None:
-            host = batch.batch if isinstance(batch, Share) else batch
+            host = batch.batch if isinstance(batch, ShardBatch) else batch
             host, padded = _bucketed(host, options)
-            batch = replace(batch, batch=host) if isinstance(batch, Share) else host
+            batch = replace(batch, batch=host) if isinstance(batch, ShardBatch) else host
         placed = self.placer.place(batch)
         leaves, treedef = flatten(placed.data)
         number = self.num_replicas_in_sync
@@ -465,7 +465,7 @@ def batches_of(
         batch_size: The rows to cut arrays into, the last batch having those that are left; `None`
             for an iterable of batches.
         placer: The strategy's, which knows the dimension of each array that holds the rows.
-        own: Given where arrays are this process's rows, of which it brings its share of
+        own: Given where arrays are this process's rows, of which it brings its part of
             `batch_size`, and may have none.
 
     Raises:
@@ -524,7 +524,7 @@ def _cut(
                 fix="Make the rows equal.",
             )
         )
-    total, size = rows.pop(), batch_size if own is None else own.shares.of(batch_size)
+    total, size = rows.pop(), batch_size if own is None else own.shards.of(batch_size)
     starts = range(0, total, size)
 
     def batches():
@@ -553,8 +553,8 @@ def place_parts(parts: list, strategy: Strategy) -> Any:
     """Transfers the batches of one step.
 
     Args:
-        parts: One batch for each replica, in order; or one `Share` for each replica of a process.
-            Those of the last replicas may be missing.
+        parts: One batch for each replica, in order; or one `ShardBatch` for each replica of a
+            process. Those of the last replicas may be missing.
         strategy: The strategy.
 
     Returns:
@@ -565,9 +565,9 @@ def place_parts(parts: list, strategy: Strategy) -> Any:
     """
     own = strategy.runner.own_input
     # For each input shard its replicas; all of them are one shard's where there is none.
-    held = (tuple(range(strategy.num_replicas_in_sync)),) if own is None else own.shares.blocks
-    mine = held[0 if own is None else own.shares.own]
-    batches = [part.batch if isinstance(part, Share) else part for part in parts]
+    held = (tuple(range(strategy.num_replicas_in_sync)),) if own is None else own.shards.blocks
+    mine = held[0 if own is None else own.shards.own]
+    batches = [part.batch if isinstance(part, ShardBatch) else part for part in parts]
     columns, treedef, axes = _columns(batches, strategy.placer)
     leaves = []
     for column, axis in zip(columns, axes, strict=True):
@@ -607,7 +607,7 @@ def _rows(
     for shard, replicas in enumerate(held):
         # Those of the last replicas may be missing.
         for part, array, replica in zip(parts, arrays, replicas, strict=False):
-            here = part.rows[shard] if isinstance(part, Share) else array.shape[axis]
+            here = part.rows[shard] if isinstance(part, ShardBatch) else array.shape[axis]
             rows[replica] = here
     return tuple(rows)
 

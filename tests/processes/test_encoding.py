@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from keras_tpu_dist.input import own_input
 from keras_tpu_dist.input.own_input import OwnInput, described_structure, structure_of
-from keras_tpu_dist.input.shards import shares_by
+from keras_tpu_dist.input.shards import input_shards_by
 from keras_tpu_dist.processes import encoding, watch
 from keras_tpu_dist.processes.channel import Channel, PeerError
 from keras_tpu_dist.processes.encoding import ANYTHING, DictOf, ListOf, check_array, decoded, fits
@@ -128,9 +128,9 @@ def test_a_class_of_ones_own_is_no_structure():
 )
 def test_a_strange_batch_is_our_error(shape, dtype, rows):
     """Nothing is allocated for what no process could bring."""
-    shares = shares_by(np.repeat([0, 1], 4), [0], own=0)
-    assert shares is not None
-    own = OwnInput(shares, lambda batch: [0])
+    shards = input_shards_by(np.repeat([0, 1], 4), [0], own=0)
+    assert shards is not None
+    own = OwnInput(shards, lambda batch: [0])
     leaf = ["x", shape, dtype, None]
     described = {"rows": rows, "leaves": [leaf], "structure": 0}
     assert fits(described, own_input._BATCH)

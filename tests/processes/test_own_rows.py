@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.input.batches import PlacedBatch, Slot
-from keras_tpu_dist.input.own_input import Share
+from keras_tpu_dist.input.own_input import ShardBatch
 from keras_tpu_dist.input.own_rows import OwnRowsPlacer
-from keras_tpu_dist.input.shards import shares_by
+from keras_tpu_dist.input.shards import input_shards_by
 
 HERE = pathlib.Path(__file__).parent
 
@@ -59,7 +59,7 @@ def compared(folder, cases, processes, devices):
 def test_every_row_lies_where_its_process_has_devices(sizes, split, processes, rows):
     mesh = (np.arange(8) * processes // 8).reshape(sizes)
     axes = sorted(split)
-    shares = [shares_by(mesh, axes, own) for own in range(processes)]
+    shares = [input_shards_by(mesh, axes, own) for own in range(processes)]
     assert all(each is not None for each in shares)
     blocks = np.moveaxis(mesh, axes, range(len(axes))).reshape(2 ** len(axes), -1)
     for own, each in enumerate(shares):
@@ -78,13 +78,13 @@ def test_every_row_lies_where_its_process_has_devices(sizes, split, processes, r
 def test_a_batch_takes_as_much_whether_a_process_brings_float64_or_float32():
     """Else processes would choose different numbers of steps for a launch, and wait for ever."""
     mesh = ktd.TPUStrategy().mesh
-    placer = OwnRowsPlacer(mesh, ("data",), 0, shares_by(np.repeat([0, 1], 4), [0], own=0))
-    shares = [Share(np.zeros((9, 4), dtype), (9, 9)) for dtype in ("float64", "float32")]
+    placer = OwnRowsPlacer(mesh, ("data",), 0, input_shards_by(np.repeat([0, 1], 4), [0], own=0))
+    shares = [ShardBatch(np.zeros((9, 4), dtype), (9, 9)) for dtype in ("float64", "float32")]
     assert [placer.bytes_per_device(share) for share in shares] == [48, 48]
 
 
 def test_parts_that_overlap_cannot_be_brought():
-    assert shares_by(np.array([[0, 0, 0], [0, 1, 1], [1, 1, 2], [2, 2, 2]]), [0], 0) is None
+    assert input_shards_by(np.array([[0, 0, 0], [0, 1, 1], [1, 1, 2], [2, 2, 2]]), [0], 0) is None
 
 
 @pytest.mark.parametrize(
