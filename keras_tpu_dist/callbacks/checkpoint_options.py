@@ -12,21 +12,7 @@ from keras_tpu_dist.common.errors import message
 
 @dataclass(frozen=True)
 class CheckpointOptions:
-    """What `Checkpoint` was given, which documents it.
-
-    Attributes:
-        directory: Where the checkpoints are.
-        every_steps: Train steps between two.
-        every_minutes: Minutes between two.
-        every_epochs: Epochs between two.
-        keep: How many of the newest to keep.
-        monitor: A name in the logs of epochs.
-        mode: Whether that is best where it is smallest, `"min"`, or largest, `"max"`; or `"auto"`.
-        asynchronous: Whether training goes on while a checkpoint is written.
-        resume: Whether a fit begins with the newest checkpoint.
-        overwrite: Whether this run may take the place of another in the directory.
-        grace_s: Seconds after a SIGTERM in which further ones wait.
-        keep_every_hours: Hours of which one checkpoint each is kept.
+    """The arguments of `Checkpoint`, which documents them.
 
     Raises:
         ValueError: If one of them is of no such kind.

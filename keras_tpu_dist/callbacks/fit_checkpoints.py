@@ -173,9 +173,6 @@ class FitCheckpoints:
         preemption: Notices SIGTERM.
 
     Attributes:
-        options: As given.
-        fit: As given.
-        preemption: As given.
         store: The directory.
         place: Where training stands.
         due: When the next checkpoint is due.
