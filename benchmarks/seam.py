@@ -4,14 +4,14 @@
     python benchmarks/seam.py fit compile      # names that end so
     python benchmarks/seam.py --write          # puts the table, or the rows made, into the page
 
-For each name a process puts all the others in place and tries a few promises, in turn; so does
-another pair of processes for those of several hosts. A promise breaks if it raises or takes longer
-than a minute. "Nothing" says that the name can go.
+For each name a process puts all the others in place and tries a few promises, in turn, until one
+breaks (`--all` goes on); so does a pair of processes with those of several hosts. Promises that are
+about the name come first. One breaks if it raises, or takes longer than two minutes. If none does,
+times are taken. "Nothing" says that the name can go.
 """
 
 import argparse
 import contextlib
-import faulthandler
 import json
 import os
 import pathlib
@@ -36,26 +36,34 @@ import keras_tpu_dist as ktd
 from keras_tpu_dist._keras import seam
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "keras_changes.md"
-SECONDS = 60
+SECONDS = 120
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(13, 4)).astype("float32")
 Y = RNG.normal(size=(13, 2)).astype("float32")
 
 _PROMISES: dict[str, Callable] = {}
+# The ends of the names that a promise is tried first for.
+_ABOUT: dict[str, str] = {}
 
 
-def promise(words: str) -> Callable[[Callable], Callable]:
+def promise(words: str, about: str = "") -> Callable[[Callable], Callable]:
     """Notes a function that raises if a promise is broken.
 
     Args:
         words: The promise.
+        about: The ends of names without which it is tried first.
     """
 
     def note(function: Callable) -> Callable:
-        _PROMISES[words] = function
+        _PROMISES[words], _ABOUT[words] = function, about
         return function
 
     return note
+
+
+def in_turn(name: str) -> list[str]:
+    """The promises, those about a name first."""
+    return sorted(_PROMISES, key=lambda words: not name.endswith(tuple(_ABOUT[words].split())))
 
 
 def small(**compiled: Any) -> keras.Model:
@@ -109,7 +117,10 @@ def stop() -> None:
     raise StopError
 
 
-@promise("fit, evaluate and predict of 13 rows on 8 devices")
+@promise(
+    "fit, evaluate and predict of 13 rows on 8 devices",
+    about="fit EpochIterator.__init__ _make_function",
+)
 def rows() -> None:
     """As without a strategy, one and two steps at a time."""
     for steps in (1, 2):
@@ -124,7 +135,7 @@ def rows() -> None:
         same(found[1], found[0])
 
 
-@promise("train, test and predict on a batch of 13 rows")
+@promise("train, test and predict on a batch of 13 rows", about="_distribute_data")
 def on_batch() -> None:
     """As without a strategy."""
     found = []
@@ -135,7 +146,10 @@ def on_batch() -> None:
     same(found[1], found[0])
 
 
-@promise("predict alone, or evaluate alone, of a model outside of its scope")
+@promise(
+    "predict alone, or evaluate alone, of a model outside of its scope",
+    about="evaluate predict _on_batch JaxLayer.__init__",
+)
 def alone() -> None:
     """The model is unbuilt, as it is made, and then runs on all devices."""
     for name in ("predict", "evaluate", "predict_on_batch", "test_on_batch", "train_on_batch"):
@@ -149,7 +163,7 @@ def alone() -> None:
         on_all_devices(model)
 
 
-@promise("a model that is compiled in a scope, and made before it")
+@promise("a model that is compiled in a scope, and made before it", about="compile")
 def compiled_in_scope() -> None:
     """It runs on all devices outside of the scope."""
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
@@ -177,7 +191,7 @@ def wrapped() -> None:
     assert np.isfinite(model.predict(X, verbose=0)).all()
 
 
-@promise("an exception in fit loses nothing")
+@promise("an exception in fit loses nothing", about="_get_jax_state")
 def exception() -> None:
     """Neither one of a callback, nor one of the input at the start of an epoch."""
 
@@ -225,7 +239,7 @@ def assigned() -> None:
     same(model.get_weights(), [np.zeros(w.shape) for w in model.weights])
 
 
-@promise("training that stopped goes on as if it had not")
+@promise("training that stopped goes on as if it had not", about="CallbackList.__init__")
 def resumed() -> None:
     """From a checkpoint within an epoch; callbacks hear each batch once."""
 
@@ -255,7 +269,7 @@ def additions() -> None:
     assert float(counter.value) == 8, counter
 
 
-@promise("a scope in replica code reads what the replica wrote")
+@promise("a scope in replica code reads what the replica wrote", about="get_current_value")
 def scopes() -> None:
     """Also of a variable that was made outside."""
     strategy = ktd.TPUStrategy()
@@ -269,7 +283,7 @@ def scopes() -> None:
     same(strategy.gather(strategy.run(fn), axis=0), np.full(8, 5.0))
 
 
-@promise("every replica draws numbers of its own")
+@promise("every replica draws numbers of its own", about="SeedGenerator.next")
 def seeds() -> None:
     """From one generator."""
     strategy = ktd.TPUStrategy()
@@ -279,7 +293,7 @@ def seeds() -> None:
     assert len(set(np.ravel(drawn).tolist())) == 8, drawn
 
 
-@promise("LossScaleOptimizer in replica code")
+@promise("LossScaleOptimizer in replica code", about="apply")
 def scaled() -> None:
     """It assigns in a branch."""
     strategy = ktd.TPUStrategy()
@@ -291,7 +305,7 @@ def scaled() -> None:
     assert (np.asarray(weight.value) < 1).all(), weight
 
 
-@promise("predict in a thread beside fit")
+@promise("predict in a thread beside fit", about="_jax_state_synced")
 def beside() -> None:
     """The thread asks for its state while a step runs."""
     model, steps = under(ktd.TPUStrategy()), []
@@ -327,17 +341,20 @@ def beside() -> None:
         raise failed[0]
 
 
-@promise("weights that are read beside a fit are of one step")
+@promise(
+    "weights that are read beside a fit are of one step",
+    about="get_weights save_model save_weights_only save_model_to_hdf5",
+)
 def of_one_step() -> None:
     """Two branches that learn alike are alike whenever they are read, or saved."""
     with ktd.TPUStrategy(donate_state=True).scope():
         inputs = keras.Input((4,))
-        layers = [keras.layers.Dense(64, kernel_initializer="zeros") for _ in range(12)]
+        layers = [keras.layers.Dense(16, kernel_initializer="zeros") for _ in range(8)]
         model = keras.Model(inputs, [layer(inputs) for layer in layers])
         model.compile(keras.optimizers.SGD(0.01), "mse")
     done = threading.Event()
-    targets = [np.ones((13, 64), "float32")] * len(layers)
-    options = {"batch_size": 13, "epochs": 150, "verbose": 0}
+    targets = [np.ones((13, 16), "float32")] * len(layers)
+    options = {"batch_size": 1, "epochs": 20, "verbose": 0}
     failed: list[BaseException] = []
 
     def fit() -> None:
@@ -355,13 +372,12 @@ def of_one_step() -> None:
         (lambda: model.save(f"{folder}/one.keras"), "one.keras"),
         (lambda: model.save(f"{folder}/one.h5"), "one.h5"),
     ]
-    different = set()
+    different, other = set(), keras.models.clone_model(model)
     while not done.is_set():
         weights = model.get_weights()
         different |= {"get_weights"} if differ(weights) else set()
         for save, name in saves:
             save()
-            other = keras.models.clone_model(model)
             other.load_weights(f"{folder}/{name}")
             different |= {name} if differ([np.asarray(w.value) for w in other.weights]) else set()
     thread.join()
@@ -405,27 +421,29 @@ def logical() -> None:
     assert getattr(found, "logical_device", None) == 1, found
 
 
-@promise("what is written on layers is in saved models")
+@promise(
+    "what is written on layers is in saved models",
+    about="get_build_and_compile_config _retrieve_class_or_fn",
+)
 def marks() -> None:
     """Also in a process where nothing is written on layers of the class."""
-    from keras_tpu_dist.layout.annotations import annotation_of
+    from keras_tpu_dist.memory.remat import mark
 
     class Mine(keras.layers.Dense):
         """The class as it is saved."""
 
-    def another() -> type:
-        return type("Mine", (keras.layers.Dense,), {})
-
     ktd.TPUStrategy()
     with tempfile.TemporaryDirectory() as folder:
-        layer = ktd.split(Mine(2), kernel=(None, "model"))
+        layer = ktd.remat(Mine(2), "full")
         keras.Sequential([keras.Input((4,)), layer]).save(f"{folder}/one.keras")
-        given = {"custom_objects": {"Mine": another()}}
-        found = annotation_of(keras.saving.load_model(f"{folder}/one.keras", **given).layers[0])
-    assert found is not None, "the loaded layer has no annotation"
+        given = {"custom_objects": {"Mine": type("Mine", (keras.layers.Dense,), {})}}
+        found = mark.of(keras.saving.load_model(f"{folder}/one.keras", **given).layers[0])
+    assert found is not None, "nothing is written on the loaded layer"
 
 
-@promise("outputs that are a structure, or of uneven rows, have a layout")
+@promise(
+    "outputs that are a structure, or of uneven rows, have a layout", about="distribute_tensor"
+)
 def outputs() -> None:
     """As a rule says."""
 
@@ -525,11 +543,12 @@ def attention_ms(grouped: bool) -> float:
     return ktd.dry_run(build, strategy, batch_size=32).step_time_s * 1e3
 
 
-_TIMES: dict[str, tuple[Callable[[], float], str]] = {
-    "a step": (step_ms, ""),
-    "an epoch of one step": (epoch_ms, ""),
-    "attention on TPUs": (lambda: attention_ms(False), "attention"),
-    "grouped attention on TPUs": (lambda: attention_ms(True), "attention"),
+# With the ends of the names that they are taken for first, and whether only for those.
+_TIMES: dict[str, tuple[Callable[[], float], str, bool]] = {
+    "a step": (step_ms, "", False),
+    "an epoch of one step": (epoch_ms, "get_metrics_result", False),
+    "attention on TPUs": (lambda: attention_ms(False), "dot_product_attention", True),
+    "grouped attention on TPUs": (lambda: attention_ms(True), "_compute_attention", True),
 }
 
 
@@ -566,23 +585,25 @@ def take_away(name: str) -> None:
     Args:
         name: As the table has it; the empty text takes none away.
     """
-    seam._declared[:] = [each for each in seam._declared if str(each) != name]
+    for each in seam.table():
+        if str(each) == name:
+            stock = getattr(each.holder(), each.name, None)
+            seam._installed[each.owner, each.name] = each, stock
 
 
-def as_one_process(name: str, report: str) -> None:
+def as_one_process(name: str, report: str, everything: bool) -> None:
     """Tries what one process can, and adds a line to a file for each."""
     ktd.simulate(8)
     take_away(name)
-    faulthandler.enable()
-    for words, function in _PROMISES.items():
-        write(report, words, tried(function))
-    for words, (function, only) in _TIMES.items():
-        if only in name.lower() or not name:
-            write(report, words, tried(function))
+    for words in in_turn(name):
+        broken = tried(_PROMISES[words])
+        write(report, words, broken)
+        if broken and not everything:
+            return
 
 
 def as_one_of_two(name: str, report: str) -> None:
-    """Tries what takes two processes; process 0 adds lines to a file, 1 if it fails."""
+    """Tries what takes two processes, and adds lines to a file."""
     ktd.initialize(timeout_s=60, peer_timeout_s=20)
     take_away(name)
     import jax
@@ -593,43 +614,74 @@ def as_one_of_two(name: str, report: str) -> None:
         write(report, words, tried(function, folder, jax.process_index()))
 
 
+def as_clock(name: str, report: str, words: str) -> None:
+    """Takes one time, and adds a line to a file."""
+    ktd.simulate(8)
+    take_away(name)
+    write(report, words, tried(_TIMES[words][0]))
+
+
 def write(report: str, words: str, found: Any) -> None:
     """Adds a line."""
     with open(report, "a") as file:
         file.write(json.dumps([words, found]) + "\n")
 
 
-def measured(name: str) -> dict[str, Any]:
-    """What each promise came to without a name: `None` if it holds, words, or a time."""
+def read(report: str) -> dict[str, Any]:
+    """What lines say; of two processes, that which failed."""
     found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        report = os.path.join(folder, "report")
-        script, options = str(pathlib.Path(__file__)), ["--without", name, "--report", report]
-        launch = ["-m", "keras_tpu_dist", "launch", "--processes", "2", "--devices", "4"]
-        for before in ([], launch):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                command = [sys.executable, *before, script, *options]
-                command += ["--of-two"] if before else []
-                subprocess.run(command, capture_output=True, timeout=900, check=False)
-        lines = pathlib.Path(report).read_text().splitlines() if os.path.exists(report) else []
-        for words, what in map(json.loads, lines):
-            found[words] = found.get(words) or what
-    for words in (*_PROMISES, *_HOSTS):
-        found.setdefault(words, "does not end")
+    lines = pathlib.Path(report).read_text().splitlines() if os.path.exists(report) else []
+    for words, what in map(json.loads, lines):
+        found[words] = found.get(words) or what
     return found
 
 
-def told(found: dict[str, Any], whole: dict[str, Any]) -> str:
-    """The cell of the table for what was measured."""
-    broken = [words for words in (*_PROMISES, *_HOSTS) if found[words] is not None]
-    slower = [
-        f"{words} takes {found[words]:.2f} ms, not {whole[words]:.2f}"
-        for words in _TIMES
-        if isinstance(found.get(words), float)
-        and isinstance(whole.get(words), float)
-        and found[words] > whole[words] * 1.15
-    ]
-    return "; ".join(broken + slower) or "nothing"
+def measured(name: str, everything: bool = False) -> Iterator[str]:
+    """How each promise breaks without a name, and what gets slower."""
+    about = [words for words, (_, ends, _) in _TIMES.items() if ends and name.endswith(ends)]
+    others = [words for words, (_, _, only) in _TIMES.items() if words not in about and not only]
+    turns = [(slower, about), (broken, ["promises"]), (broken, ["hosts"]), (slower, others)]
+    if name.endswith("_initialize_layout"):
+        turns.insert(0, turns.pop(2))
+    for measure, kinds in turns:
+        for kind in kinds:
+            found = list(measure(name, kind, everything))
+            yield from found
+            if found and not everything:
+                return
+
+
+def broken(name: str, kind: str, everything: bool) -> Iterator[str]:
+    """The promises that break without a name."""
+    promises = {"promises": _PROMISES, "hosts": _HOSTS}[kind]
+    found = in_process(name, kind, everything)
+    yield from (f"{words}: {what}" for words, what in found.items() if what)
+    if not any(found.values()) and len(found) < len(promises):
+        yield "a process does not end"
+
+
+def slower(name: str, words: str, everything: bool) -> Iterator[str]:
+    """What takes longer without a name, as words, or nothing."""
+    del everything
+    here = in_process("", "clock", words=words)[words]
+    there = in_process(name, "clock", words=words)[words]
+    if isinstance(there, str):
+        yield f"{words}: {there}"
+    elif there > here * 1.15:
+        yield f"{words} takes {there:.2f} ms, not {here:.2f}"
+
+
+def in_process(name: str, kind: str, everything: bool = False, words: str = "") -> dict[str, Any]:
+    """What a process, or a pair, reports."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = os.path.join(folder, "report")
+        launch = ["-m", "keras_tpu_dist", "launch", "--processes", "2", "--devices", "4"]
+        command = [sys.executable, *(launch if kind == "hosts" else []), __file__]
+        command += ["--without", name, "--kind", kind, "--report", report, "--words", words]
+        command += ["--all"] if everything else []
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            subprocess.run(command, capture_output=True, timeout=1800, check=False)
+        return read(report)
 
 
 def put_in_page(rows: dict[str, str]) -> None:
@@ -650,25 +702,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*")
     parser.add_argument("--write", action="store_true")
-    parser.add_argument("--without")
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--without", default="")
+    parser.add_argument("--kind", choices=("promises", "hosts", "clock"))
     parser.add_argument("--report")
-    parser.add_argument("--of-two", action="store_true")
+    parser.add_argument("--words")
     given = parser.parse_args()
-    if given.without is not None:
-        (as_one_of_two if given.of_two else as_one_process)(given.without, given.report)
+    if given.kind:
+        work = {"promises": as_one_process, "hosts": as_one_of_two, "clock": as_clock}
+        last = {"promises": [given.all], "hosts": [], "clock": [given.words]}
+        work[given.kind](given.without, given.report, *last[given.kind])
         os._exit(0)
-    whole = measured("")
-    faults = {words: found for words, found in whole.items() if isinstance(found, str)}
-    print("with all names:", json.dumps(whole, indent=1), flush=True)
-    assert not faults, faults
-    for name in map(str, seam.table()):
-        if given.names and not any(name.endswith(f".{each}") for each in given.names):
+    for name in ["", *map(str, seam.table())]:
+        if given.names and not any(f".{name}".endswith(f".{each}") for each in given.names):
             continue
-        found = measured(name)
-        print(f"| `{name}` | {told(found, whole)} |", flush=True)
-        print({words: what for words, what in found.items() if what is not None}, flush=True)
-        if given.write:
-            put_in_page({name: told(found, whole)})
+        found = "; ".join(measured(name, given.all)) or "nothing"
+        print(f"| `{name}` | {found} |", flush=True)
+        assert name or found == "nothing", "a promise breaks with all names in place"
+        if given.write and name:
+            put_in_page({name: found})
 
 
 if __name__ == "__main__":

@@ -250,8 +250,8 @@ declare(
         "keras.src.trainers.epoch_iterator:EpochIterator",
         "__init__",
         _read_by,
-        why="batches of any number of rows are placed ahead of the step; each process brings its "
-        "part of a batch, and its input may be shorter than another's",
+        why="batches of any number of rows are on the devices ahead of the step; each process may "
+        "supply rows of its own, and fewer than another",
         hook="a distribution that makes the iterator",
         parameters=("x", "batch_size", "steps_per_epoch"),
     ),

@@ -176,16 +176,17 @@ declare(
         _SERIALIZATION,
         "get_build_and_compile_config",
         _save_marks,
-        why="what is written on layers goes into saved models, which load without this package",
-        hook="keys of one's own in a layer's saved config",
+        why="a saved model has the `remat` and `scan_blocks` of its layers, and loads without this "
+        "package",
+        hook="extra keys in a layer's saved config",
         parameters=("obj", "config"),
     ),
     Replacement(
         _SERIALIZATION,
         "_retrieve_class_or_fn",
         _class_of_saved,
-        why="what saved models hold of what was written on layers is written on the loaded ones",
-        hook="keys of one's own in a layer's saved config",
+        why="a loaded model has the `remat` and `scan_blocks` that were saved with it",
+        hook="extra keys in a layer's saved config",
         parameters=("full_config",),
     ),
 )

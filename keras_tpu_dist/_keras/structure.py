@@ -150,7 +150,7 @@ def route_attention(replacement: Callable[..., object]) -> None:
             "keras.src.backend.jax.nn",
             "dot_product_attention",
             replacement,
-            why="on TPU, Keras's own kernel drops the bias and the scale and is not partitioned",
+            why="on TPUs, Keras's kernel ignores the bias and the scale, and is not partitioned",
             hook="a way to register an attention implementation",
             parameters=("query", "key", "value", *ATTENTION_OPTIONS),
         )
@@ -169,8 +169,8 @@ def route_grouped_attention(replacement: Callable[..., object]) -> None:
             "keras.layers:GroupQueryAttention",
             "_compute_attention",
             replacement,
-            why="keys and values are repeated for every query head, which a flash kernel needs not",
-            hook="grouped heads handed to `ops.dot_product_attention` as they are",
+            why="Keras copies keys and values for every query head; flash kernels need no copies",
+            hook="`ops.dot_product_attention` on grouped heads",
             parameters=("query", "key", "value"),
         )
     )

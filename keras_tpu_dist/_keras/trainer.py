@@ -90,8 +90,8 @@ def _running(find_strategy) -> list[Replacement]:
             _TRAINER,
             name,
             functools.partial(_entry_point, find_strategy, name),
-            why="a model runs under the strategy it was made in, also outside of its scope",
-            hook="a distribution that a model carries",
+            why="a model runs under the strategy that it was made in, also outside of its scope",
+            hook="a model that carries its distribution",
         )
         for name in _ENTRY_POINTS
     ]
@@ -116,16 +116,16 @@ def _creating(created, compiling) -> list[Replacement]:
             "compile",
             functools.partial(_compile, created, compiling),
             why="a model that is compiled in a scope belongs to its strategy",
-            hook="a distribution told of models",
+            hook="a distribution that is notified of compiled models",
         ),
         # Keras reads the signature of `Layer.__init__` for its configs, which calls this first.
         Replacement(
             "keras.src.backend.jax.layer:JaxLayer",
             "__init__",
             _layer_created,
-            why="models that are made in a scope belong to its strategy, layers that are made "
-            "within strategy.logical_device to that device",
-            hook="a scope that is told of layers",
+            why="a model that is made in a scope belongs to its strategy, a layer that is made "
+            "within `strategy.logical_device` to that device",
+            hook="a scope that is notified of new layers",
         ),
     ]
 
@@ -136,8 +136,8 @@ def _records() -> list[Replacement]:
             _TRAINER,
             "_jax_state_synced",
             _OfThread("_jax_state_synced", True),
-            why="predict in a thread beside fit notes on the model whether it has read its state",
-            hook="a call's state in the call",
+            why="`predict` can run in another thread during `fit`; both would use one flag",
+            hook="a flag of the call, not of the model",
             whole=True,
             on_instances=True,
         )
@@ -150,15 +150,15 @@ def _variables(reading) -> list[Replacement]:
             "keras:Variable",
             "_initialize_layout",
             _placed,
-            why="what lies on several hosts cannot be read otherwise; Keras asks no distribution "
-            "about a variable that is made with a layout, such as an optimizer's slot",
-            hook="a distribution told of every variable",
+            why="variables that span several processes can be read and assigned; Keras asks the "
+            "distribution about none that is made with a layout, such as an optimizer's slot",
+            hook="a distribution that is notified of every variable",
         ),
         Replacement(
             "keras:Layer",
             "get_weights",
             functools.partial(_reading, reading),
-            why="weights that are read beside a fit are those between two of its steps",
+            why="weights that are read during a fit all belong to the same step",
             hook="a lock of the training state",
         ),
     ]
@@ -178,9 +178,9 @@ def _saving(reading, writing) -> list[Replacement]:
             module,
             name,
             functools.partial(_save, reading, writing),
-            why="several processes would write one file at the same time, and a fit beside it "
-            "would change weights between two that are read",
-            hook="a distribution that says which process writes",
+            why="only one process writes the file; weights that are saved during a fit all belong "
+            "to the same step",
+            hook="a distribution that chooses the process that writes",
             parameters=("model", "filepath"),
         )
         for module, name in _WRITERS
@@ -193,7 +193,7 @@ def _data() -> list[Replacement]:
             _MODULE,
             "_distribute_data",
             _distribute_data,
-            why="*_on_batch: Keras refuses rows that do not divide",
+            why="`*_on_batch` takes any number of rows; Keras refuses one that does not divide",
             hook="Distribution.distribute_data",
             parameters=("data", "layouts"),
         ),
@@ -201,7 +201,7 @@ def _data() -> list[Replacement]:
             "keras.src.distribution.distribution_lib",
             "distribute_tensor",
             _distribute_output,
-            why="layers' outputs may be structures, and rows may be uneven",
+            why="a layer may return a structure, or rows that do not divide",
             hook="Distribution.distribute_tensor",
             parameters=("tensor", "layout"),
         ),
@@ -214,25 +214,25 @@ def _bookkeeping() -> list[Replacement]:
             "keras.callbacks:CallbackList",
             "__init__",
             _told_list,
-            why="callbacks hear of a run that goes on as of one that never stopped; no thread "
-            "waits for logs that nobody reads; bars of one process alone",
-            hook="a CallbackList that a distribution makes",
+            why="callbacks see a resumed run as one that never stopped; no thread waits for logs "
+            "that nobody reads; only one process prints a progress bar",
+            hook="a distribution that makes the CallbackList",
         ),
         Replacement(
             _TRAINER,
             "_get_jax_state",
             _get_jax_state,
             why="variables keep their values during fit, so an exception loses nothing",
-            hook="a setting not to purge variables",
+            hook="a setting that keeps the variables' values",
             parameters=("purge_model_variables",),
         ),
         Replacement(
             _BASE,
             "get_metrics_result",
             _get_metrics_result,
-            why="a few operations on scalars would each be launched on every device: ten times as "
+            why="Keras launches a few operations on scalars, each on every device: ten times as "
             "long for a loss and an accuracy on 8 simulated ones (benchmarks/metric_results.py)",
-            hook="a distribution that works out results",
+            hook="a distribution that computes results",
         ),
     ]
 
