@@ -16,6 +16,10 @@ from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.partitioner import Jitted
 from keras_tpu_dist.processes import watch
+from keras_tpu_dist.processes.agreement import compare_variables
+from keras_tpu_dist.processes.arrays import checksum
+from keras_tpu_dist.processes.channel import agree
+from keras_tpu_dist.processes.encoding import ListOf
 from keras_tpu_dist.replica.call import Call, Leaf, is_key
 from keras_tpu_dist.replica.context import ReplicaContext, entered
 from keras_tpu_dist.replica.flow import differing, shard_map_body
@@ -23,6 +27,7 @@ from keras_tpu_dist.replica.padding import (
     dimensions_that_follow,
     doubled,
     of_one_replica,
+    same_numbers,
     shape_of,
     size_at,
     takes_any,
@@ -35,13 +40,15 @@ from keras_tpu_dist.replica.state import (
     follow_copies,
     to_combine,
 )
-from keras_tpu_dist.replica.together import all_the_same, check_call, check_variables, name_of
 from keras_tpu_dist.replica.values import PerReplica
 from keras_tpu_dist.training import membership
 from keras_tpu_dist.training.protocol import Strategy
 
 # A trace may create variables, and read others once these exist.
 _MOST_TRACES = 8
+# On a variable: that all processes were found to hold the same values.
+_compared = _keras.Mark("_keras_tpu_dist_compared")
+_FIX = "Call strategy.run in all processes, with the same function and arguments."
 
 
 @dataclass
@@ -97,8 +104,8 @@ class ReplicaProgram:
         # One replica exchanges nothing, and nothing can differ.
         self._axes = tuple(strategy.data_axes) if strategy.num_replicas_in_sync > 1 else ()
         self._checked_padding = self._launched = False
-        self._name = name_of(function())
-        check_call(self._name, call, strategy)
+        self._name = _name_of(function())
+        _check_call(self._name, call, strategy)
         # The arguments of later calls arrive as arrays alone.
         self._form = Call(call.treedef, [_form(leaf) for leaf in call.leaves])
         self._places = [leaf for leaf in self._form.leaves if not leaf.constant]
@@ -107,7 +114,7 @@ class ReplicaProgram:
         self._known = attempt.known
         self._layouts = _keras.variable_layouts(self._known.every)
         self._shared, self._own = apart(attempt.record.updated.values())
-        check_variables(self._name, attempt.known.every, strategy)
+        _check_variables(self._name, attempt.known.every, strategy)
         self._cuts = self._find_cuts(call, attempt)
 
     def launch(self, call: Call) -> Any:
@@ -373,8 +380,8 @@ class ReplicaProgram:
         state = [
             pair for k in ("mirrored", "own") for pair in zip(outputs[k], again[k], strict=True)
         ]
-        same = all_the_same(f"what {self._name} returns", returned, self._strategy)
-        if all_the_same(f"the updates of {self._name}", state, self._strategy) and same:
+        same = _all_the_same(f"what {self._name} returns", returned, self._strategy)
+        if _all_the_same(f"the updates of {self._name}", state, self._strategy) and same:
             return
         raise ValueError(
             message(
@@ -411,3 +418,77 @@ def _as_output(leaf) -> jax.Array:
             )
         )
     return jnp.asarray(leaf)
+
+
+def _name_of(function: Callable) -> str:
+    """The name of a replica function's run in errors."""
+    return f"strategy.run of {getattr(function, '__name__', type(function).__name__)!r}"
+
+
+def _check_call(what: str, call: Call, strategy: Strategy) -> None:
+    """Checks that all processes run the same function with the same shared arguments.
+
+    Once for every program, since agreeing takes as long as a small step.
+
+    Raises:
+        PeerError: On all processes, if they do not run the same function.
+        ValueError: On all processes, if its arguments differ.
+    """
+    if strategy.placer.is_local:
+        return
+    answers = agree(what, _FIX, [_leaf_text(leaf) for leaf in call.leaves], ListOf(str))
+    mine = answers[jax.process_index()]
+    for i, theirs in enumerate(answers):
+        if theirs != mine:
+            pairs = zip([*mine, "nothing"], [*theirs, "nothing"], strict=False)
+            number, (here, there) = next((n, p) for n, p in enumerate(pairs) if p[0] != p[1])
+            raise ValueError(
+                message(
+                    "All processes run a function with the same arguments.",
+                    received=f"{what}: leaf {number} of (args, kwargs) is {here} in process "
+                    f"{jax.process_index()} and {there} in process {i}.",
+                    fix="Give what differs to the replicas as a per-replica value: "
+                    "strategy.distribute_values_from_function or a distributed dataset.",
+                )
+            )
+
+
+def _check_variables(what: str, variables: list, strategy: Strategy) -> None:
+    """Checks, once for every variable, that all processes hold the same values of it."""
+    new = [v for v in variables if not _compared.of(v)]
+    if strategy.placer.is_local or not new:
+        return
+    compare_variables(what, new)
+    for variable in new:
+        _compared.write(variable, True)
+
+
+def _all_the_same(what: str, pairs: list[tuple[Any, Any]], strategy: Strategy) -> bool:
+    """Whether the two arrays of every pair are equal but for rounding, in all processes."""
+    same = all(
+        same_numbers(*parts) for pair in pairs for parts in zip(*map(_own_parts, pair), strict=True)
+    )
+    if strategy.placer.is_local:
+        return same
+    return all(agree(f"the padding of {what}", _FIX, same, bool))
+
+
+def _own_parts(array: Any) -> list:
+    """The parts of an array on this process's devices."""
+    if not isinstance(array, jax.Array) or array.is_fully_addressable:
+        return [array]
+    return [shard.data for shard in array.addressable_shards]
+
+
+def _leaf_text(leaf: Leaf) -> str:
+    value = leaf.value
+    if leaf.constant:
+        plain = isinstance(value, (bool, str, bytes))
+        return repr(value) if plain else f"a {type(value).__name__}"
+    if leaf.source is not None:
+        return f"a PerReplica of {tuple(value.shape)}, {value.dtype}, rows {leaf.source.sizes}"
+    if isinstance(value, (int, float, complex)):
+        return repr(value)
+    readable = not isinstance(value, jax.Array) or value.is_fully_replicated
+    text = f"an array of {tuple(value.shape)}, {value.dtype}"
+    return f"{text}, values {checksum(np.asarray(value)):08x}" if readable else text
