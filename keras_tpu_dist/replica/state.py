@@ -72,7 +72,7 @@ class Recorder(keras.StatelessScope):
         if known is not None:
             return known
         self.unknown[id(variable)] = variable
-        # Made anew at each read: it may belong to an inner trace.
+        # New zeros at every read, as a read may belong to an inner trace.
         zeros = jnp.zeros(variable.shape, _own_dtype(variable))
         if is_own(variable):
             return zeros + jnp.zeros_like(zeros) * self._context.replica_id_in_sync_group.astype(
@@ -81,7 +81,7 @@ class Recorder(keras.StatelessScope):
         return zeros
 
     def add_update(self, update: tuple) -> None:
-        """Takes an assignment; Keras tells.
+        """Takes an assignment; called by Keras.
 
         Args:
             update: The variable and the value that this replica assigns.
@@ -154,7 +154,7 @@ class Recorder(keras.StatelessScope):
         self._values[id(variable)] = jnp.asarray(value, _own_dtype(variable))
 
     def combined(self, variable: Any, value: Any) -> Any:
-        """What all replicas make of the values that each of them assigns.
+        """The value of a variable after all replicas have assigned theirs.
 
         Args:
             variable: The variable.
@@ -184,7 +184,7 @@ class Recorder(keras.StatelessScope):
 
 
 def is_own(variable: Any) -> bool:
-    """Whether each replica has its own value of a variable, combined when it is read outside.
+    """Whether every replica has its own value of a variable, combined when it is read outside.
 
     Args:
         variable: A `keras.Variable`.
@@ -244,7 +244,7 @@ def adopt_variables(variables: list, strategy: Strategy) -> None:
     """
     moved = []
     for variable in variables:
-        # Slots of an optimizer get their weight's layout, so nobody was asked for theirs.
+        # Slots get their weight's layout from Keras, which does not ask the strategy for it.
         _keras.claim(variable)
         layout = _keras.variable_layout(variable)
         if not strategy.layouts.owns(layout):

@@ -1,4 +1,4 @@
-"""What callbacks ask of the fit that runs: where it begins, when it ends, who looks on."""
+"""Requests of callbacks to the running fit: where it begins, when it ends, calls after launches."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,29 +10,28 @@ from keras_tpu_dist.training.finite import FiniteWatch
 
 
 class FitControl:
-    """What the callbacks of a running fit have asked of the loop; each fit ends it.
+    """The requests of a running fit's callbacks to its loop; reset at the end of the fit.
 
     Attributes:
         steps_left: How many more train steps may run, or `None` for all; `StopAtStep` sets it.
-        more_steps: What is asked for more when none is left.
+        more_steps: Called when none is left, for the number of further steps.
         watch: Looks for values that are not finite; `NameNaN` sets it.
         batches_to_skip: How many batches of the epoch were trained on before the interruption;
             `Checkpoint` sets it.
-        made_before: Whether the launch that was just made was made before the interruption, and
-            callbacks saw its end then.
+        made_before: Whether the last launch was made before the interruption, when callbacks saw
+            its end.
         begin_at: Where their input began.
-        after_launch: Called with the number of steps of each launch, once it is made; `Checkpoint`
-            sets it.
+        after_launch: Called after every launch with its number of steps; `Checkpoint` sets it.
         after_other_launch: Called after each launch that the thread makes within the fit, beside
             the fit's own: of its validation, and of what its callbacks run; `Checkpoint` sets it.
-        input: What the launches before took their batches from, or `None`.
+        input: The input of the launches before, or `None`.
     """
 
     def __init__(self):
         self.end()
 
     def end(self) -> None:
-        """Forgets what the callbacks of a fit asked for."""
+        """Forgets the requests of a fit's callbacks."""
         self.steps_left: int | None = None
         self.more_steps: Callable[[], int] | None = None
         self.watch: FiniteWatch | None = None
@@ -51,10 +50,10 @@ class FitControl:
         self._drawn_with = random_numbers() if ahead else None
 
     def reads(self, iterator: DeviceIterator) -> None:
-        """Notes the input that the next launch takes its batches from.
+        """Takes note of the input of the next launch, and moves it to where training goes on.
 
         Args:
-            iterator: The input; where training goes on in the middle of it, it is sent there.
+            iterator: The input.
         """
         self.input = iterator
         if self.after_launch is not None:
@@ -66,7 +65,7 @@ class FitControl:
             iterator.begin_at(position)
 
     def input_position(self, done: int) -> InputPosition | None:
-        """Where in its input training stands, or `None` before its first step.
+        """The position in the input, or `None` before the first step.
 
         Args:
             done: The steps made of the running epoch.
@@ -74,7 +73,7 @@ class FitControl:
         return None if self.input is None else self.input.progress.position(done)
 
     def within(self, steps: int) -> int:
-        """How many of so many steps may run.
+        """The number of steps that a launch may make.
 
         Args:
             steps: How many a launch would make.
@@ -92,13 +91,13 @@ class FitControl:
         """
         steps = min(most, self.batches_to_skip)
         self.batches_to_skip -= steps
-        # The last of them was saved before callbacks saw its end.
+        # Not the last one: it was saved before callbacks saw its end, so they see it now.
         self.made_before = steps == most and self.batches_to_skip > 0
         return steps
 
     @property
     def stops_before_more(self) -> bool:
-        """Whether all that may run was run before the interruption, and is skipped."""
+        """Whether all steps that may run were made before the interruption, and are skipped."""
         return self.batches_to_skip == 0 and self.steps_left == 0
 
     def spend(self, steps: int) -> bool:

@@ -1,4 +1,4 @@
-"""Which model belongs to which strategy, and moving what was built elsewhere."""
+"""The strategy that a model belongs to, and moving models that were built elsewhere."""
 
 import logging
 import threading
@@ -133,7 +133,7 @@ class Scope:
 
 
 class DescribedScope(Scope):
-    """The scope on a slice without chips: variables made in it get no value."""
+    """The scope on a slice that is not attached: variables created in it get no value."""
 
     def __enter__(self):
         strategy = super().__enter__()
@@ -237,13 +237,13 @@ def of_model(model: Any) -> Membership | None:
         model: A model.
 
     Returns:
-        Its membership, or `None` if it was never made, compiled or run under a strategy.
+        Its membership, or `None` if it was never created, compiled or run under a strategy.
     """
     return _members.get(model)
 
 
 def is_local(model: Any) -> bool:
-    """Whether a model lies on this process's devices alone: no other takes part in what it does.
+    """Whether a model is on this process's devices alone, so that no other process takes part.
 
     Args:
         model: A model; one without a strategy does.
@@ -279,18 +279,18 @@ def choose_layout(variable: Any, strategy: Strategy) -> Any:
     if given is not None:
         return strategy.layouts.translated(variable, given)
     layout = strategy.layouts.by_rule(variable)
-    # Keras asks for a variable that has none, and gives it what it hears. Who only asks changes
-    # nothing: a mark that is not of the layout it has would make that one its user's.
+    # Keras asks for a new variable, and gives it this layout. Others ask for one that has a layout:
+    # to note this one as chosen would make the variable's own count as its user's.
     return layout if _keras.variable_layout(variable) is not None else chosen(variable, layout)
 
 
 def layout_now(variable: Any, strategy: Strategy) -> Any:
-    """Where a variable of a model lies once that has run, which is where `explain` has it.
+    """The layout of a variable once its model has run, which `explain` shows.
 
     Args:
-        variable: A `keras.Variable`; one that is in no model of the strategy lies where it is, or
-            would be made if it is not on the strategy's mesh.
-        strategy: The strategy whose mesh counts.
+        variable: A `keras.Variable`; if it is in no model of the strategy, its layout is the one it
+            has, or the one it would get if it is not on the strategy's mesh.
+        strategy: The strategy.
 
     Raises:
         ValueError: If the layout does not fit the variable's shape or the mesh.
@@ -416,10 +416,10 @@ def adopt_all(strategy: Strategy) -> None:
 
 
 def variables_changed(strategy: Strategy) -> None:
-    """Lets a fit that is under way go on from the variables, which somebody else updated.
+    """Makes running fits continue from the variables, which code outside of them has updated.
 
     Args:
-        strategy: The strategy whose models' fits are told.
+        strategy: The strategy of the fits' models.
     """
     for model, member in list(_members.items()):
         if member.strategy is strategy and _keras.has_state(model):

@@ -16,7 +16,7 @@ from keras_tpu_dist.hardware.compiler_options import (
 )
 from keras_tpu_dist.input.clock import checked_timeout
 
-# Each is held on the devices.
+# Batches ahead take the devices' memory.
 _MOST_AHEAD = 10_000
 INPUTS = ("global", "per_process")
 
@@ -66,7 +66,7 @@ class Options:
                     fix="Write for example prefetch=2.",
                 )
             )
-        # No numbers: 1 equals True, and is not it.
+        # By type, as 1 == True.
         if not (isinstance(donate_state, bool) or donate_state == "auto"):
             raise ValueError(
                 message(
@@ -104,12 +104,12 @@ class Options:
         return default if self.prefetch is None else self.prefetch
 
     def for_compiler(self, mesh: Mesh, *, only_described: bool) -> dict[str, Any] | None:
-        """What `jax.jit` takes as `compiler_options` for the programs of a mesh.
+        """The `compiler_options` of `jax.jit` for the programs of a mesh.
 
         Args:
             mesh: The mesh.
-            only_described: Whether nobody has its devices, so that only a dry run tries what its
-                compiler takes.
+            only_described: Whether its devices are not attached. A dry run then finds out which
+                options its compiler takes.
 
         Raises:
             ValueError: If attached devices' compiler knows no such option or value.
@@ -120,7 +120,7 @@ class Options:
         return accepted(self.compiler_options, mesh)
 
     def optional_for_compiler(self, mesh: Mesh) -> tuple[str, ...]:
-        """Which of `for_compiler` a dry run may leave out, since nobody asked for them.
+        """The options of `for_compiler` that a dry run may leave out, since the user set none.
 
         Args:
             mesh: The mesh.

@@ -1,4 +1,4 @@
-"""What packages below the strategy may know of it."""
+"""The part of a strategy that packages below it may use, as protocols."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 class ModelRunner(Protocol):
-    """What others than Keras's trainer ask of a strategy's runner.
+    """The part of a strategy's runner that other packages use.
 
     Attributes:
-        prefetch: How many batches are held ready on the devices.
-        compiler_options: What `jax.jit` takes as `compiler_options`.
+        prefetch: The number of batches to hold ready on the devices.
+        compiler_options: Those of `jax.jit`.
     """
 
     prefetch: int
@@ -32,7 +32,7 @@ class ModelRunner(Protocol):
 
     @property
     def own_input(self) -> OwnInput | None:
-        """How the processes make steps of what each of them brings, or `None`."""
+        """The input of every process's own under `input="per_process"`, else `None`."""
         ...
 
     def call(self, member: Any, model: Any = None) -> AbstractContextManager:
@@ -46,7 +46,7 @@ class ModelRunner(Protocol):
 
 
 class Strategy(Protocol):
-    """The parts of a `TPUStrategy`, and what it says of itself.
+    """The parts and properties of a `TPUStrategy`.
 
     Attributes:
         options: What it was made with, beside mesh and layout.

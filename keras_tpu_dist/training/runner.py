@@ -328,7 +328,7 @@ class Runner:
 
     @property
     def own_input(self) -> OwnInput | None:
-        """How the processes make steps of what each of them brings, or `None`."""
+        """The input of every process's own under `input="per_process"`, else `None`."""
         return self.placer.own_input if isinstance(self.placer, OwnRowsPlacer) else None
 
     @staticmethod

@@ -17,7 +17,7 @@ class RunningCall:
 
     Attributes:
         runner: The runner of its strategy.
-        member: What is known of its model.
+        member: The membership of its model.
         auto_steps: Chooses its `steps_per_execution`.
         model: Its model, `None` for code of which a model is only a part.
         name: The method of the model, such as `"fit"`.
@@ -32,7 +32,7 @@ class RunningCall:
     outer: "RunningCall | None" = None
 
 
-# Not on the strategy, which threads share.
+# A context variable, as threads share the strategy.
 _running: contextvars.ContextVar[RunningCall | None] = contextvars.ContextVar(
     "running", default=None
 )
