@@ -81,7 +81,8 @@ def xla_attention(
     return output.reshape(batch, time, heads, value.shape[-1]).astype(query.dtype)
 
 
-# How often the layer that is called repeats each head of its keys and values.
+# How often the layer that is called repeats each head of its keys and values: Keras's grouped-query
+# attention repeats them before it calls attention, and the kernel reads each head once.
 _repeats: contextvars.ContextVar[int] = contextvars.ContextVar("repeats", default=1)
 # Blocks are at least 128 x 128: below a quarter of useful work XLA's own program wins.
 _MOST_PADDING = 4

@@ -150,6 +150,7 @@ def lower(
         if not has_call:
             notes.append("the model has no call(): what its formula asks for is not known")
         return Lowered(
+            # The gradient's program holds functions, which cannot be pickled, and is not needed.
             program=pickle.dumps(_keras.without_vjp(exported)),
             donate=donate,
             axes=tuple(strategy.mesh.shape.items()),
@@ -302,6 +303,7 @@ def _borrowed(model: keras.Model, strategy: Strategy) -> Iterator[None]:
 
 def _fresh(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
     """A copy to build, whatever arguments its class takes: of its lists and variables alone."""
+    # Not from its config: an optimizer of a user's own may have none, or take other arguments.
     copied = object.__new__(type(optimizer))
     memo: dict[int, Any] = {id(v): copy.copy(v) for v in optimizer.variables}
     memo[id(optimizer)] = copied

@@ -18,7 +18,7 @@ from keras_tpu_dist.hardware.chips import CHIPS as CHIPS
 from keras_tpu_dist.hardware.chips import Chip, of_kind, simulated_chip
 from keras_tpu_dist.hardware.compile_only import CompileOnlyDevice
 
-# No job has had more than 50.
+# No job has had more than 50; a mistyped number would describe millions of devices.
 _MOST_SLICES = 1000
 
 

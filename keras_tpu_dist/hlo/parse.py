@@ -23,7 +23,8 @@ _CALLED = re.compile(
 )
 _BRANCHES = re.compile(r"(?:branch|called)_computations=\{([^}]*)\}")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
-# A transformer of 126 layers without a loop has a million.
+# A transformer of 126 layers without a loop has a million. Only a damaged or hostile text calls
+# more; it is refused before it is walked.
 _MOST_RUN = 10**7
 _INTEGER = re.compile(r"-?\d+")
 
@@ -91,6 +92,7 @@ def shapes_of(type_text: str) -> tuple[Shape, ...]:
 class Instruction:
     """One instruction; what is rarely needed is read from its text when asked for."""
 
+    # A large program has a million of these.
     __slots__ = ("_shapes", "_type", "attributes", "name", "opcode", "operands")
 
     def __init__(self, name: str, opcode: str, type_text: str, operands: str, attributes: str):

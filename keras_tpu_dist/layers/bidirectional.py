@@ -81,7 +81,7 @@ class Bidirectional(keras.layers.Bidirectional):
             plain = plain and layer.activity_regularizer is None and layer.unroll is not True
             same = same and plain and not (training and layer.dropout)
         if not same or forward._variant(pair[0], shape, places[0]).unrolled:
-            return None  # without a loop there is nothing to share
+            return None  # without a loop there is no waiting to share
         return pair[0]
 
     def _directions(self, hs, last, mask):

@@ -257,6 +257,7 @@ def _pair_siblings(layers, pairing: Pairing) -> None:
 
 
 def _is_handwritten_attention(projections) -> bool:
+    """Query, key, value and output of one square size: three columns and a row."""
     shapes = {tuple(p.kernel.shape) for p in projections}
     square = len(shapes) == 1 and len(set(next(iter(shapes)))) == 1
     return len(projections) == 4 and square

@@ -247,7 +247,9 @@ def unfit(cell: Cell, units: int) -> str | None:
 ROWS_IN_CACHE = 512
 # Measured with 1 to 256 rows: products with a kernel of 16 MiB are up to twice as fast with the
 # weight first, of 4 MiB as fast or faster, of less, which a core's own cache holds, slower
-# (`benchmarks/recurrent.py order`).
+# (`benchmarks/recurrent.py order`). A train step of LSTM on one CPU (8 rows, 64 steps, 1,024 units;
+# a busy machine, taking turns) took 1.8 s, 2.5 s with a transposed copy alone, 3.2 s with neither,
+# 5.6 s with the weight first and no copy; Keras's took 6.2 s.
 WEIGHT_FIRST_BYTES = 2**22
 # A sixteenth of the memory of the smallest TPU core that XLA still serves (v5e: 16 GB).
 KEPT_BYTES = 2**30

@@ -33,7 +33,7 @@ def compiled_together(
         chosen: The candidates, each with a `candidate`.
         lower: Makes the program, in this thread; a candidate in its place is one that failed.
         compile_: Compiles a candidate's program, in another.
-        begin: Told what begins.
+        begin: Called with the name of what begins.
         until: When no other begins, by `time.monotonic()`.
         first: Whether one begins in any case.
 
