@@ -209,8 +209,7 @@ class FastRecurrence:
             pin_layout=place.alone and on_tpu,
             kernel=variant.kernel,
             units_axes=place.units_axes,
-            turn=variant.turn,
-            weight_first=variant.weight_first,
+            order=variant.order,
             unrolled=variant.unrolled,
         )
 

@@ -56,12 +56,12 @@ class Loop:
         unroll: Steps per iteration of the compiled loop.
         kernel: The kernel that the loop is on TPU, or None for a loop of the compiler's.
         units_axes: Mesh axes over which the units are split, so that every step exchanges states.
-        turn: Whether the loop whose product reads the recurrent kernel across its order, the
-            backward one, multiplies with a transposed copy; if the weight comes first, it is the
-            forward one.
-        weight_first: Whether the loops' products take the weight first.
+        order: How a CPU's products read the recurrent kernel; None leaves it to the compiler.
+            `"turned"`: the loop that would read it across its order, the backward one, multiplies
+            with a transposed copy. `"first"`: products take the weight first, where it is the
+            forward loop that needs the copy.
         unrolled: Whether there is no loop: every step has arrays of its own. Then `hoist`,
-            `unroll`, `kernel`, `turn`, `weight_first` and `pin_layout` have no effect.
+            `unroll`, `kernel`, `order` and `pin_layout` have no effect.
         pin_layout: Whether to force what the loop reads to be time-major in memory; for TPU, as the
             CPU compiler gets it wrong for arrays that leave the compiled program.
     """
@@ -79,8 +79,7 @@ class Loop:
     pin_layout: bool = False
     kernel: Kernel | None = None
     units_axes: tuple[str, ...] = ()
-    turn: bool = False
-    weight_first: bool = False
+    order: str | None = None
     unrolled: bool = False
 
     def __post_init__(self):
@@ -122,14 +121,14 @@ class Loop:
     @property
     def ahead(self) -> Product:
         """Products of the forward loop with what `turned` makes of the recurrent kernel."""
-        turned = self.turn and self.weight_first
-        return dataclasses.replace(self.between, turned=turned, weight_first=self.weight_first)
+        first = self.order == "first"
+        return dataclasses.replace(self.between, turned=first, weight_first=first)
 
     @property
     def back(self) -> Product:
         """Products of the backward loop with what `turned` makes of the recurrent kernel."""
-        turned = self.turn and not self.weight_first
-        return dataclasses.replace(self.between, turned=turned, weight_first=self.weight_first)
+        turned, first = self.order == "turned", self.order == "first"
+        return dataclasses.replace(self.between, turned=turned, weight_first=first)
 
     def pin(self, tree: Any) -> Any:
         """Keeps arrays time-major in memory.
@@ -538,8 +537,8 @@ def project_back(loop: Loop, x, weights: Weights, parts, totals):
     if loop.directions == 2:
         parts = [flip_second(part) for part in parts]
     kernel = weights.kernel
-    if loop.turn and len(parts) > 1 and x.shape[0] * x.shape[-2] < kernel.shape[-2]:
-        # Only a CPU turns; there a weight's columns are copied to be multiplied with.
+    if loop.order and len(parts) > 1 and x.shape[0] * x.shape[-2] < kernel.shape[-2]:
+        # On a CPU a weight's columns are copied to be multiplied with.
         parts, totals = [join(*parts)], [None]
     spec = "tdbg,dfg->tbf" if loop.directions == 2 else "tbg,fg->tbf"
     d_x = jnp.zeros((), jnp.promote_types(kernel.dtype, jnp.float32))

@@ -269,8 +269,7 @@ class Variant:
         recompute: With segments, whether only the states between them are kept.
         reason: Why.
         kernel: The kernel that the loop is, or None for the compiler's loop.
-        turn: Whether one of the loops multiplies with a transposed copy of the recurrent kernel.
-        weight_first: Whether the loops' products take the weight first.
+        order: How a CPU's products read the recurrent kernel, as in `Loop`.
         unrolled: Whether there is no loop, and every step has arrays of its own.
     """
 
@@ -281,8 +280,7 @@ class Variant:
     recompute: bool = True
     hoist: bool = True
     kernel: Kernel | None = None
-    turn: bool = False
-    weight_first: bool = False
+    order: str | None = None
     unrolled: bool = False
 
     def __str__(self):
@@ -293,7 +291,7 @@ class Variant:
         cut = f", segments of {self.segment} steps ({inside})" if self.segment else ""
         projected = "before" if self.hoist else "inside"
         loop = "one kernel, " if self.kernel else ""
-        first = ", products with the weight first" if self.weight_first else ""
+        first = ", products with the weight first" if self.order == "first" else ""
         return (
             f"{loop}{kept}, input projected {projected} the loop, {self.unroll} step(s) an "
             f"iteration{cut}{first}: {self.reason}"
@@ -358,8 +356,10 @@ def choose(
     """
     per_iteration = steps if unroll is True else max(int(unroll), 1)
     on_cpu, on_tpu = platform == "cpu", platform == "tpu"
-    first = on_cpu and 4 * cell.gates * units**2 >= WEIGHT_FIRST_BYTES
-    made = functools.partial(Variant, turn=on_cpu, weight_first=first)
+    order = None
+    if on_cpu:
+        order = "first" if 4 * cell.gates * units**2 >= WEIGHT_FIRST_BYTES else "turned"
+    made = functools.partial(Variant, order=order)
     asked = check_segment(segment, steps)
     if on_cpu and asked is None and unroll is not True:
         cached = max(ROWS_IN_CACHE // max(batch, 1), 4)

@@ -178,7 +178,7 @@ def test_products_with_the_weight_first_equal_keras(monkeypatch):
         row["segment"] = row["segment"] and min(row["segment"], steps)
         stock, ours = pair(kind, steps, **row)
         variant = ours.variant((BATCH, steps, FEATURES))
-        assert variant.weight_first
+        assert variant.order == "first"
         assert "products with the weight first" in str(variant)
         cases.append((stock, ours, *arrays(kind, steps, mask, initial, seed=number)))
     compare(cases)

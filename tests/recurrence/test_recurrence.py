@@ -100,19 +100,18 @@ VARIANTS = [
     {"segment": 3},
     {"unroll": 4},
     {"segment": 2, "unroll": 2},
-    {"keep": True, "segment": 3, "recompute": False, "unroll": 3, "turn": True},
-    {"keep": True, "turn": True},
-    {"keep": True, "segment": 3, "recompute": False, "turn": True, "weight_first": True},
-    {"turn": True, "weight_first": True},
-    {"weight_first": True},
+    {"keep": True, "segment": 3, "recompute": False, "unroll": 3, "order": "turned"},
+    {"keep": True, "order": "turned"},
+    {"keep": True, "segment": 3, "recompute": False, "order": "first"},
+    {"order": "first"},
     # What TPU gets; off it the memory is cleared after all.
     {"keep": True, "pin_layout": True, "product": rec.Product(sum_by_product=True)},
     {"keep": True, "pin_layout": True, "unroll": 3, "hoist": False},
     # No loop.
     {"keep": True, "unrolled": True, "product": rec.Product(sum_by_product=True)},
     {"keep": True, "unrolled": True},
-    {"unrolled": True, "turn": True},
-    {"unrolled": True, "segment": 3, "weight_first": True},
+    {"unrolled": True, "order": "turned"},
+    {"unrolled": True, "segment": 3, "order": "first"},
     {"keep": True, "unrolled": True, "segment": 3, "recompute": False},
 ]
 MASKS = ["none", "padded", "arbitrary", "row"]
@@ -140,7 +139,9 @@ def test_equals_autodiff_of_a_plain_scan(name):
     # Every step of its own, with more rows in its products than a matrix unit takes at a time.
     cases.append(case(CELLS[name], steps=2, unrolled=True, keep=True, features=130))
     # On CPU a cell's parts are joined where there are fewer rows than features.
-    joined = [case(CELLS[name], steps=1, turn=True, bias=bias, keep=True) for bias in (True, False)]
+    joined = [
+        case(CELLS[name], steps=1, order="turned", bias=bias, keep=True) for bias in (True, False)
+    ]
     check([*cases, case(CELLS[name], steps=1, mask="row", keep=True), *joined])
 
 
@@ -222,13 +223,12 @@ def test_the_rule_says_what_it_chose_and_why():
     cpu = chosen(platform="cpu")
     assert (cpu.segment, cpu.recompute) == (4, False)
     assert "stay in cache" in cpu.reason
-    assert cpu.turn
-    assert not chosen().turn
+    assert cpu.order == "turned"
+    assert chosen().order is None
     large = chosen(platform="cpu", units=1024)
-    assert (large.turn, large.weight_first) == (True, True)
+    assert large.order == "first"
     assert "weight first" in str(large)
-    assert not cpu.weight_first
-    assert not chosen(units=1024).weight_first
+    assert chosen(units=1024).order is None
     assert chosen(platform="cpu", batch=8, steps=64).segment is None
     assert chosen(segment="auto", steps=8192).segment == 64
     assert chosen(unroll=True).unroll == 128
