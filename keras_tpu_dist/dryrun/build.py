@@ -150,7 +150,6 @@ def lower(
         if not has_call:
             notes.append("the model has no call(): what its formula asks for is not known")
         return Lowered(
-            # The gradient's program holds functions, which cannot be pickled, and is not needed.
             program=pickle.dumps(_keras.without_vjp(exported)),
             donate=donate,
             axes=tuple(strategy.mesh.shape.items()),
