@@ -17,11 +17,12 @@ BASE = {"common", "_keras"}
 PACKAGES = {
     "common": set(),
     "_keras": {"common"},
-    "partitioner": {"common"},
+    "trace": {"common"},
+    "partitioner": {"common", "trace"},
     "recurrence": {"common"},
     "freezing": BASE,
     "hardware": BASE,
-    "memory": {*BASE, "partitioner"},
+    "memory": {*BASE, "partitioner", "trace"},
     "show": {"common", "hardware"},
     "hlo": {"common", "hardware"},
     "processes": {*BASE, "hardware"},
@@ -32,8 +33,8 @@ PACKAGES = {
     "logical": {*BASE, "hardware", "layout", "partitioner"},
     "training": {*BASE, "hardware", "input", "layout", "memory", "partitioner", "processes"},
     "checkpoint": {*BASE, "input", "processes", "show", "training"},
-    "replica": {*BASE, "input", "partitioner", "processes", "training"},
-    "dryrun": {*BASE, "hardware", "hlo", "input", "layout", "partitioner", "show", "training"},
+    "replica": {*BASE, "input", "partitioner", "processes", "trace", "training"},
+    "dryrun": {*BASE, "hardware", "hlo", "input", "layout", "show", "trace", "training"},
     "callbacks": {*BASE, "checkpoint", "input", "processes", "training"},
 }
 PACKAGES["strategy"] = {*PACKAGES} - {"recurrence", "layers", "callbacks", "checkpoint", "freezing"}

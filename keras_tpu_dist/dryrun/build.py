@@ -21,18 +21,18 @@ from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.plain import plain_operations
 from keras_tpu_dist.dryrun.inputs import check_batch_size, count_tokens, described_batch, symbolic
-from keras_tpu_dist.dryrun.products import operations, products_of
 from keras_tpu_dist.dryrun.state_bytes import StateBytes, bytes_per_device, state_bytes
 from keras_tpu_dist.hardware.topology import Topology, of_devices
 from keras_tpu_dist.input.batches import PlacedBatch
 from keras_tpu_dist.input.position import random_numbers, set_random_numbers
 from keras_tpu_dist.layout.lint import Finding
-from keras_tpu_dist.partitioner.jaxprs import (
+from keras_tpu_dist.trace.jaxprs import (
     opened,
     replacement,
     with_equations,
     with_inner_jaxprs,
 )
+from keras_tpu_dist.trace.products import operations, products_of
 from keras_tpu_dist.training import membership
 from keras_tpu_dist.training.auto_steps import MOST_STEPS
 from keras_tpu_dist.training.guard import states_that_fit

@@ -11,7 +11,7 @@ import numpy as np
 from jax.extend import core
 from jax.sharding import AbstractMesh, NamedSharding
 
-from keras_tpu_dist.partitioner.jaxprs import is_jaxpr, opened
+from keras_tpu_dist.trace.jaxprs import is_jaxpr, opened
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 # Where JAX's wrappers keep what they wrap.

@@ -16,7 +16,7 @@ from jax.extend import core
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.setting import setting
 from keras_tpu_dist.memory.equality import Fingerprints, value_of
-from keras_tpu_dist.partitioner.jaxprs import opened
+from keras_tpu_dist.trace.jaxprs import opened
 
 # Keys of configs that tell equal layers apart.
 _NAMES = ("name", "layer_name")

@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from keras_tpu_dist import _keras
 from keras_tpu_dist.memory.policies import keeps_what_is_dear
 from keras_tpu_dist.memory.runs import Block, Run, is_block
-from keras_tpu_dist.partitioner.jaxprs import any_equation, inner_jaxprs, opened
 from keras_tpu_dist.partitioner.places import mesh_here
+from keras_tpu_dist.trace.jaxprs import any_equation, inner_jaxprs, opened
 
 # Calls whose operands are the inputs of the program in the parameter "jaxpr".
 _CALLS = {"checkpoint", "remat", "remat2", "jit", "pjit"}

@@ -5,21 +5,22 @@ rows are split unevenly, or move, XLA exchanges them between neighbours by a per
 devices must join: those that took the other branch never do, and the program hangs.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from jax.sharding import Mesh
 
 from keras_tpu_dist.partitioner.exchanges import ONE_DEVICE, rows_are_whole
-from keras_tpu_dist.partitioner.jaxprs import (
+from keras_tpu_dist.partitioner.places import constrained
+from keras_tpu_dist.partitioner.spread import Spread
+from keras_tpu_dist.trace.dimensions import dimensions
+from keras_tpu_dist.trace.jaxprs import (
     any_equation,
     inner_jaxprs,
     manual_axes,
     opened,
     surrounded,
 )
-from keras_tpu_dist.partitioner.places import constrained
-from keras_tpu_dist.partitioner.spread import Spread
 
 PRIMITIVES = ("shard_map",)
 
@@ -108,61 +109,20 @@ def _moves(equation: Any, spread: Spread) -> bool:
     for atom in [*equation.invars, *equation.outvars]:
         if any(spread.uneven(atom, d) for d in _split_dimensions(atom, spread)):
             return True
-    moved = _MOVED.get(equation.primitive.name)
-    return moved is not None and any(spread.axes(*each) for each in moved(equation))
+    return any(spread.axes(atom, d) for atom, d in _moved(equation))
 
 
-def _named(parameter: str) -> Callable[[Any], Iterable[tuple[Any, int]]]:
-    def moved(equation):
-        value = equation.params[parameter]
-        dimensions = value if isinstance(value, (tuple, list)) else (value,)
-        return [(equation.outvars[0], int(d)) for d in dimensions]
-
-    return moved
-
-
-def _resized(equation: Any) -> list[tuple[Any, int]]:
-    one, other = equation.invars[0], equation.outvars[0]
-    if len(one.aval.shape) != len(other.aval.shape):
-        return []
-    pairs = enumerate(zip(one.aval.shape, other.aval.shape, strict=True))
-    return [(one, d) for d, (before, after) in pairs if before != after]
-
-
-def _indexed(equation: Any) -> list[tuple[Any, int]]:
-    """Dimensions of the operand that indices go into."""
-    numbers = equation.params["dimension_numbers"]
-    names = ("start_index_map", "scatter_dims_to_operand_dims")
-    into = next(getattr(numbers, name) for name in names if hasattr(numbers, name))
-    return [(equation.invars[0], int(d)) for d in into]
-
-
-def _sliced(equation: Any) -> list[tuple[Any, int]]:
-    small = equation.invars[1] if "update" in equation.primitive.name else equation.outvars[0]
-    pairs = enumerate(zip(equation.invars[0].aval.shape, small.aval.shape, strict=True))
-    return [(equation.invars[0], d) for d, (whole, part) in pairs if whole != part]
-
-
-def _window(equation: Any) -> list[tuple[Any, int]]:
-    sizes = enumerate(equation.params["window_dimensions"])
-    return [(equation.invars[0], d) for d, size in sizes if size > 1]
-
-
-def _image(equation: Any) -> list[tuple[Any, int]]:
-    numbers = equation.params["dimension_numbers"]
-    return [(equation.invars[0], d) for d in numbers.lhs_spec[2:]]
-
-
-_MOVED: dict[str, Callable[[Any], Iterable[tuple[Any, int]]]] = {
-    **dict.fromkeys(["slice", "pad"], _resized),
-    **dict.fromkeys(["concatenate", "sort"], _named("dimension")),
-    **dict.fromkeys(["cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"], _named("axis")),
-    "rev": _named("dimensions"),
-    **dict.fromkeys(["dynamic_slice", "dynamic_update_slice"], _sliced),
-    **dict.fromkeys(["gather", "scatter", "scatter-add", "scatter-mul"], _indexed),
-    **dict.fromkeys(["scatter-min", "scatter-max", "scatter-sub"], _indexed),
-    **dict.fromkeys(["reduce_window_sum", "reduce_window_max", "reduce_window_min"], _window),
-    **dict.fromkeys(["reduce_window", "select_and_scatter_add"], _window),
-    "select_and_gather_add": _window,
-    "conv_general_dilated": _image,
-}
+def _moved(equation: Any) -> Iterator[tuple[Any, int]]:
+    """Dimensions along which values move to other positions, or are named by indices."""
+    known = dimensions(equation)
+    # What a reshape joins is split as the first of it, which moves nothing.
+    if known is None or equation.primitive.name == "reshape":
+        return
+    for step in known.mapped:
+        places = [
+            (equation.invars[step.operand], step.dimension),
+            (equation.outvars[step.result], step.to),
+        ]
+        if step.parts == 1 < max(atom.aval.shape[d] for atom, d in places):
+            yield from places
+    yield from ((equation.invars[operand], d) for operand, d in known.indexed)

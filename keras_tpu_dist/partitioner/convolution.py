@@ -5,9 +5,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from keras_tpu_dist.partitioner.jaxprs import replacement
 from keras_tpu_dist.partitioner.places import constrained, mesh_here, padded_at_the_end
 from keras_tpu_dist.partitioner.spread import Spread
+from keras_tpu_dist.trace.jaxprs import replacement
 
 PRIMITIVES = ("conv_general_dilated",)
 

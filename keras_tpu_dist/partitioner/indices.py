@@ -4,8 +4,8 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from keras_tpu_dist.partitioner.jaxprs import replacement
 from keras_tpu_dist.partitioner.spread import Spread
+from keras_tpu_dist.trace.jaxprs import replacement
 
 PRIMITIVES = ("gather",)
 

@@ -11,9 +11,9 @@ from jax.sharding import Mesh
 
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.partitioner.debugging import checked
-from keras_tpu_dist.partitioner.jaxprs import opened
 from keras_tpu_dist.partitioner.places import in_compiled_code
 from keras_tpu_dist.partitioner.spread import Axes, spec_axes
+from keras_tpu_dist.trace.jaxprs import opened
 
 
 class Jitted:

@@ -5,9 +5,10 @@ from typing import Any
 from jax.sharding import Mesh
 
 from keras_tpu_dist.partitioner import scatter
-from keras_tpu_dist.partitioner.jaxprs import surrounded
 from keras_tpu_dist.partitioner.places import constrained
-from keras_tpu_dist.partitioner.spread import Spread, rank
+from keras_tpu_dist.partitioner.spread import Spread
+from keras_tpu_dist.trace.calls import rank
+from keras_tpu_dist.trace.jaxprs import surrounded
 
 PRIMITIVES = ("gather", *scatter.PRIMITIVES)
 # One axis that the `shard_map` has made manual, and two for the compiler.

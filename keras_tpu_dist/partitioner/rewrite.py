@@ -5,7 +5,10 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from keras_tpu_dist.partitioner.jaxprs import (
+from keras_tpu_dist.partitioner.spread import Axes, Spread
+from keras_tpu_dist.partitioner.table import BY_OPERATION, Fault
+from keras_tpu_dist.trace.dimensions import KNOWN
+from keras_tpu_dist.trace.jaxprs import (
     any_equation,
     inner_jaxprs,
     manual_axes,
@@ -13,8 +16,6 @@ from keras_tpu_dist.partitioner.jaxprs import (
     with_equations,
     with_inner_jaxprs,
 )
-from keras_tpu_dist.partitioner.spread import CALL_NOTHING, Axes, Spread
-from keras_tpu_dist.partitioner.table import BY_OPERATION, Fault
 
 # Programs of kernels are not partitioned.
 _CLOSED = ("pallas_call",)
@@ -43,7 +44,7 @@ def _of_interest(equation: Any) -> bool:
     name = equation.primitive.name
     if name in _CLOSED:
         return False
-    return name in BY_OPERATION or bool(equation.params and name not in CALL_NOTHING)
+    return name in BY_OPERATION or bool(equation.params and name not in KNOWN)
 
 
 def _any_candidate(jaxpr: Any, mesh: Mesh) -> bool:

@@ -7,9 +7,9 @@ from jax import lax
 from jax.sharding import Mesh
 
 from keras_tpu_dist.partitioner.indices import narrow, widened
-from keras_tpu_dist.partitioner.jaxprs import replacement
 from keras_tpu_dist.partitioner.places import padded_at_the_end
 from keras_tpu_dist.partitioner.spread import Spread
+from keras_tpu_dist.trace.jaxprs import replacement
 
 PRIMITIVES = ("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
 

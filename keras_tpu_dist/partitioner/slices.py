@@ -7,8 +7,8 @@ from jax.extend import core
 from jax.sharding import Mesh
 
 from keras_tpu_dist.partitioner.indices import narrow, widened
-from keras_tpu_dist.partitioner.jaxprs import replacement
 from keras_tpu_dist.partitioner.spread import Spread
+from keras_tpu_dist.trace.jaxprs import replacement
 
 PRIMITIVES = ("dynamic_slice", "dynamic_update_slice")
 

@@ -9,14 +9,16 @@ what was known when it was met.
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 from jax.extend import core
 from jax.sharding import Mesh, NamedSharding
 
-from keras_tpu_dist.partitioner.jaxprs import inner_jaxprs, opened, scan_parts
+from keras_tpu_dist.trace.calls import Called, calls, rank
+from keras_tpu_dist.trace.dimensions import ELEMENTWISE, Dimensions, dimensions, regrouped
+from keras_tpu_dist.trace.jaxprs import opened
 
 # For each dimension of an array, the mesh axes that split it.
 Axes = Sequence[Iterable[str]]
@@ -163,7 +165,7 @@ class Classes:
         shape, classes = one.aval.shape, self._classes
         ours, theirs = classes.get(one), classes.get(other)
         if shape != other.aval.shape or (ours is not None and theirs is not None):
-            if ours is not theirs and len(shape) == len(other.aval.shape):
+            if (ours is None or ours is not theirs) and len(shape) == len(other.aval.shape):
                 for i in range(len(shape)):
                     self.link(one, i, other, i)
         elif ours is not None:
@@ -256,15 +258,6 @@ def spec_axes(sharding: Any) -> Axes:
     ]
 
 
-def rank(atom: Any) -> int:
-    """The number of dimensions of a value; none for tokens and references without a shape.
-
-    Args:
-        atom: A value of a program, a variable or a literal.
-    """
-    return len(getattr(atom.aval, "shape", ()))
-
-
 class Spread(Classes):
     """The classes of a program's dimensions, and the mesh axes of each.
 
@@ -292,102 +285,68 @@ class Spread(Classes):
             return
         self._linked.add(id(jaxpr))
         for equation in jaxpr.eqns:
-            rule = _RULES.get(equation.primitive.name)
-            if rule is not None:
-                rule(self, equation)
+            if self._link_simple(equation):
                 continue
-            if not equation.params and self.link_elementwise(equation):
-                continue
-            inner = [opened(each) for each in inner_jaxprs(equation)]
-            if not inner:
+            called = calls(equation)
+            if not called or any(call.kind == "unknown" for call in called):
                 _unknown(self, equation)
-                continue
-            _INNER.get(equation.primitive.name, _call)(self, equation, inner)
-            for each in inner:
-                self._link_program(each)
+            for call in called:
+                self._link_call(equation, call)
+                self._link_program(call.jaxpr)
+            if equation.primitive.name == "custom_linear_solve":
+                sides = equation.invars[sum(equation.params["const_lengths"]) :]
+                for side, result in zip(sides, equation.outvars, strict=False):
+                    self.link_positions(side, result)
 
+    def _link_simple(self, equation: Any) -> bool:
+        """Links what an equation without programs reads and writes, if that is known."""
+        name = equation.primitive.name
+        plain = name in ELEMENTWISE or (not equation.params and len(equation.outvars) == 1)
+        if not plain or not self.link_elementwise(equation):
+            known = dimensions(equation)
+            if known is None:
+                return False
+            if name == "reshape":
+                self._link_reshaped(equation)
+            else:
+                self._link_known(equation, known)
+        if name == "sharding_constraint":
+            self.ask(equation.outvars[0], spec_axes(equation.params["sharding"]))
+        return True
 
-def _call(classes: Classes, equation: Any, inner: list) -> None:
-    """A program called once: its inputs are the last operands, its outputs the results.
+    def _link_known(self, equation: Any, known: Dimensions) -> None:
+        operands, results = equation.invars, equation.outvars
+        for step in known.mapped:
+            self.link(operands[step.operand], step.dimension, results[step.result], step.to)
+        for (one, i), (other, j) in known.together:
+            self.link(operands[one], i, operands[other], j)
 
-    Operands of a scan over time have a dimension more outside than inside; those of a conditional
-    come after its index. Where that does not hold (a kernel writes to what it is given, a
-    comparison is called for each pair of numbers), the program is not looked into.
-    """
-    pairs: list[tuple] = []
-    for jaxpr in inner:
-        paired = _paired(equation, jaxpr)
-        if paired is None:
-            _unknown(classes, equation)
-            return
-        pairs += paired
-    for outer, own in pairs:
-        shift = rank(outer) - rank(own)
-        if not shift:
-            classes.link_positions(outer, own)
-            continue
-        for dimension in range(rank(own)):
-            classes.link(outer, dimension + shift, own, dimension)
+    def _link_reshaped(self, equation: Any) -> None:
+        """Dimensions that are merged or taken apart are one class."""
+        operand, result = equation.invars[0], equation.outvars[0]
+        for group in regrouped(operand.aval.shape, result.aval.shape):
+            places = [(operand, d) for d in group.before] + [(result, d) for d in group.after]
+            # One row is split, too, where rows are; else a dimension of 1 stands for nothing.
+            merged = [(a, d) for a, d in places if a.aval.shape[d] > 1 or self.axes(a, d)]
+            for one, other in itertools.pairwise(merged):
+                self.merge(*one, *other)
 
-
-def _paired(equation: Any, jaxpr: Any) -> list[tuple] | None:
-    """Values of an equation with those of the program it calls, or `None` where they do not fit."""
-    before = len(equation.invars) - len(jaxpr.invars)
-    if before < 0 or len(jaxpr.outvars) != len(equation.outvars):
-        return None
-    pairs = [
-        *zip(equation.invars[before:], jaxpr.invars, strict=True),
-        *zip(equation.outvars, jaxpr.outvars, strict=True),
-    ]
-    most = 1 if equation.primitive.name == "scan" else 0
-    return pairs if all(0 <= rank(a) - rank(b) <= most for a, b in pairs) else None
-
-
-def _scan(classes: Classes, equation: Any, inner: list) -> None:
-    _call(classes, equation, inner)
-    body, constants, carries = scan_parts(equation)
-    carried = body.invars[constants : constants + carries]
-    for own, result in zip(carried, body.outvars[:carries], strict=True):
-        classes.link_positions(own, result)
-
-
-def _while(classes: Classes, equation: Any, inner: list) -> None:
-    params = equation.params
-    of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
-    cond, body = opened(params["cond_jaxpr"]), opened(params["body_jaxpr"])
-    carry = equation.invars[of_cond + of_body :]
-    for outer, own in [
-        *zip([*equation.invars[:of_cond], *carry], cond.invars, strict=True),
-        *zip(equation.invars[of_cond:], body.invars, strict=True),
-        *zip(carry, body.outvars, strict=True),
-        *zip(carry, equation.outvars, strict=True),
-    ]:
-        classes.link_positions(outer, own)
-
-
-def _solve(classes: Classes, equation: Any, inner: list) -> None:
-    """A linear system: each of its programs has operands of its own, and the right side."""
-    lengths, jaxprs = equation.params["const_lengths"], equation.params["jaxprs"]
-    right = equation.invars[sum(lengths) :]
-    at = 0
-    for length, jaxpr in zip(lengths, jaxprs, strict=True):
-        operands = [*equation.invars[at : at + length], *right]
-        at += length
-        if jaxpr is None:
-            continue
-        for outer, own in zip(operands, opened(jaxpr).invars, strict=True):
-            classes.link_positions(outer, own)
-        # Products have no results beside the first ones, which a solver may have.
-        for outer, own in zip(equation.outvars, opened(jaxpr).outvars, strict=False):
-            classes.link_positions(outer, own)
-    for outer, result in zip(right, equation.outvars, strict=False):
-        classes.link_positions(outer, result)
-
-
-def _positions(classes: Classes, equation: Any) -> None:
-    first = equation.outvars[0]
-    for atom in [*equation.invars, *equation.outvars[1:]]:
-        classes.link_positions(atom, first)
+    def _link_call(self, equation: Any, call: Called) -> None:
+        """Links the values of an equation with those of a program that it calls."""
+        inputs, outputs = call.jaxpr.invars, call.jaxpr.outvars
+        of_operand = dict(zip(call.operands, inputs, strict=False))
+        pairs = [
+            *((equation.invars[i], own) for i, own in of_operand.items()),
+            *((equation.outvars[i], own) for i, own in zip(call.results, outputs, strict=False)),
+            *((of_operand[i], own) for i, own in zip(call.carried, outputs, strict=False)),
+        ]
+        for outer, own in pairs:
+            shift = rank(outer) - rank(own)
+            if not shift:
+                self.link_positions(outer, own)
+            # What a loop takes apart or stacks has a dimension more outside.
+            for dimension in range(rank(own)) if shift else ():
+                self.link(outer, dimension + shift, own, dimension)
 
 
 def _unknown(classes: Classes, equation: Any) -> None:
@@ -410,181 +369,3 @@ def _unknown(classes: Classes, equation: Any) -> None:
 def _repeats(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
     """Whether values of a shape are repeated to another one."""
     return len(shape) == len(whole) and all(a in (b, 1) for a, b in zip(shape, whole, strict=True))
-
-
-def _nothing(classes: Classes, equation: Any) -> None:
-    """Results that depend on no operand's dimensions."""
-
-
-def _broadcast(classes: Classes, equation: Any) -> None:
-    for i, j in enumerate(equation.params["broadcast_dimensions"]):
-        classes.link(equation.invars[0], i, equation.outvars[0], int(j))
-
-
-def _transpose(classes: Classes, equation: Any) -> None:
-    for j, i in enumerate(equation.params["permutation"]):
-        classes.link(equation.invars[0], int(i), equation.outvars[0], j)
-
-
-def _removed(parameter: str) -> Callable:
-    def rule(classes: Classes, equation: Any) -> None:
-        gone = {int(i) for i in equation.params[parameter]}
-        ndim = rank(equation.invars[0])
-        kept = [i for i in range(ndim) if i not in gone and i - ndim not in gone]
-        for operand in equation.invars:
-            for result in equation.outvars:
-                if rank(operand) == ndim and rank(result) == len(kept):
-                    for j, i in enumerate(kept):
-                        classes.link(operand, i, result, j)
-
-    return rule
-
-
-def _reshape(classes: Classes, equation: Any) -> None:
-    """Dimensions that are merged or taken apart are one class."""
-    operand, result = equation.invars[0], equation.outvars[0]
-    before, after = list(operand.aval.shape), list(result.aval.shape)
-    i = j = 0
-    while i < len(before) and j < len(after):
-        left, right = [i], [j]
-        a, b = before[i], after[j]
-        while a != b:
-            if a < b and i + 1 < len(before):
-                i += 1
-                left.append(i)
-                a *= before[i]
-            elif b < a and j + 1 < len(after):
-                j += 1
-                right.append(j)
-                b *= after[j]
-            else:
-                break
-        group = [*((operand, n) for n in left), *((result, n) for n in right)]
-        # One row is split, too, where rows are; else a dimension of 1 stands for nothing.
-        merged = [(a, n) for a, n in group if a.aval.shape[n] > 1 or classes.axes(a, n)]
-        for one, other in itertools.pairwise(merged):
-            classes.merge(*one, *other)
-        i, j = i + 1, j + 1
-
-
-def _dot(classes: Classes, equation: Any) -> None:
-    (contract, batch) = equation.params["dimension_numbers"]
-    left, right = equation.invars[:2]
-    result = equation.outvars[0]
-    for i, j in [*zip(*contract, strict=True), *zip(*batch, strict=True)]:
-        classes.link(left, int(i), right, int(j))
-    free = [
-        [n for n in range(rank(atom)) if n not in contract[side] and n not in batch[side]]
-        for side, atom in enumerate((left, right))
-    ]
-    for j, i in enumerate([*batch[0], *free[0]]):
-        classes.link(left, int(i), result, j)
-    for j, i in enumerate(free[1], len(batch[0]) + len(free[0])):
-        classes.link(right, i, result, j)
-
-
-def _convolution(classes: Classes, equation: Any) -> None:
-    numbers = equation.params["dimension_numbers"]
-    left, right = equation.invars
-    result = equation.outvars[0]
-    lhs, rhs, out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
-    classes.link(left, lhs[0], result, out[0])
-    classes.link(left, lhs[1], right, rhs[1])
-    classes.link(right, rhs[0], result, out[1])
-    for i, k, j in zip(lhs[2:], rhs[2:], out[2:], strict=True):
-        classes.link(left, i, result, j)
-        classes.link(left, i, right, k)
-    if equation.params["feature_group_count"] > 1:
-        classes.link(left, lhs[1], result, out[1])
-    if equation.params["batch_group_count"] > 1:
-        classes.link(left, lhs[0], result, out[1])
-
-
-def _gather(classes: Classes, equation: Any) -> None:
-    numbers = equation.params["dimension_numbers"]
-    gone = numbers.collapsed_slice_dims, numbers.operand_batching_dims
-    shared = numbers.operand_batching_dims, numbers.start_indices_batching_dims
-    operand, indices = equation.invars[:2]
-    slices = equation.outvars[0], numbers.offset_dims
-    _link_slices(classes, operand, indices, slices, gone, shared)
-
-
-def _scatter(classes: Classes, equation: Any) -> None:
-    numbers = equation.params["dimension_numbers"]
-    gone = numbers.inserted_window_dims, numbers.operand_batching_dims
-    shared = numbers.operand_batching_dims, numbers.scatter_indices_batching_dims
-    operand, indices, updates = equation.invars[:3]
-    classes.link_positions(operand, equation.outvars[0])
-    _link_slices(classes, operand, indices, (updates, numbers.update_window_dims), gone, shared)
-
-
-def _link_slices(
-    classes: Classes, operand: Any, indices: Any, slices: tuple, gone: tuple, shared: tuple
-) -> None:
-    """Links an operand, indices into it, and the slices that they stand for."""
-    slices, windows = slices
-    missing = {*gone[0], *gone[1]}
-    kept = [i for i in range(rank(operand)) if i not in missing]
-    for i, j in zip(kept, windows, strict=True):
-        classes.link(operand, i, slices, j)
-    batch = [j for j in range(rank(slices)) if j not in windows]
-    for i, j in zip(range(rank(indices) - 1), batch, strict=True):
-        classes.link(indices, i, slices, j)
-    for i, j in zip(*shared, strict=True):
-        classes.link(operand, i, indices, j)
-
-
-def _constraint(classes: Classes, equation: Any) -> None:
-    classes.link_positions(equation.invars[0], equation.outvars[0])
-    classes.ask(equation.outvars[0], spec_axes(equation.params["sharding"]))
-
-
-def _dynamic_slice(classes: Classes, equation: Any) -> None:
-    classes.link_positions(equation.invars[0], equation.outvars[0])
-    if equation.primitive.name == "dynamic_update_slice":
-        classes.link_positions(equation.invars[1], equation.outvars[0])
-
-
-# fmt: off
-_OF_POSITIONS = (
-    "pad", "slice", "concatenate", "rev", "sort", "split", "top_k", "select_n", "clamp",
-    "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp",
-    "reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min",
-    "select_and_scatter", "select_and_scatter_add", "select_and_gather_add",
-    "approx_top_k",
-)
-_REDUCTIONS = (
-    "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or",
-    "reduce_xor", "argmax", "argmin",
-)
-# fmt: on
-_RULES: dict[str, Callable[[Classes, Any], None]] = {
-    **dict.fromkeys(_OF_POSITIONS, _positions),
-    **dict.fromkeys(["iota", "random_bits", "random_seed", "random_wrap", "axis_index"], _nothing),
-    **dict.fromkeys(_REDUCTIONS, _removed("axes")),
-    "squeeze": _removed("dimensions"),
-    "reduce": _removed("dimensions"),
-    "broadcast_in_dim": _broadcast,
-    "transpose": _transpose,
-    "reshape": _reshape,
-    "dot_general": _dot,
-    "conv_general_dilated": _convolution,
-    "gather": _gather,
-    **dict.fromkeys(
-        ["scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"],
-        _scatter,
-    ),
-    "dynamic_slice": _dynamic_slice,
-    "dynamic_update_slice": _dynamic_slice,
-    "sharding_constraint": _constraint,
-}
-
-# Equations that run programs otherwise than once, from operands to results.
-_INNER: dict[str, Callable[[Classes, Any, list], None]] = {
-    "scan": _scan,
-    "while": _while,
-    "custom_linear_solve": _solve,
-}
-
-# Primitives with a rule of their own call no program.
-CALL_NOTHING = frozenset(_RULES)

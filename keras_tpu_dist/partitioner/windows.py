@@ -6,9 +6,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from keras_tpu_dist.partitioner.jaxprs import replacement
 from keras_tpu_dist.partitioner.places import constrained, mesh_here
 from keras_tpu_dist.partitioner.spread import Spread
+from keras_tpu_dist.trace.jaxprs import replacement
 
 
 def candidate(equation: Any, mesh: Mesh) -> bool:

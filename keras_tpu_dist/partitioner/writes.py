@@ -9,8 +9,8 @@ from jax import lax
 from jax.sharding import Mesh
 
 from keras_tpu_dist.partitioner.indices import widened
-from keras_tpu_dist.partitioner.jaxprs import replacement
 from keras_tpu_dist.partitioner.spread import Spread
+from keras_tpu_dist.trace.jaxprs import replacement
 
 _COMBINED: dict[str, Callable[[Any, Any], Any]] = {
     "scatter": lambda operand, update: update,

@@ -11,13 +11,12 @@ from typing import Any
 
 from jax.extend import core
 
-from keras_tpu_dist.partitioner.jaxprs import opened, scan_parts
+from keras_tpu_dist.trace.calls import Called, calls
+from keras_tpu_dist.trace.jaxprs import opened
 
 # They give all devices along their axes one result. Whatever else has axes, such as
 # `psum_scatter` and `ppermute`, gives each its own, also of what is the same everywhere.
 _COMBINING = ("psum", "pmax", "pmin", "all_gather")
-
-_CALLED_ONCE = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
 def shard_map_body(jaxpr: Any) -> Any:
@@ -48,6 +47,12 @@ def differing(jaxpr: Any, inputs: Sequence[bool], axes: Iterable[str]) -> list[b
     return [bool(each) for each in _Flow(every).of(opened(jaxpr), given)]
 
 
+def _is_followed(call: Called, operands: int) -> bool:
+    """Whether the results of an equation are those of a program that it calls."""
+    whole = call.kind != "call" or len(call.operands) == operands
+    return whole and call.kind not in ("part", "unknown")
+
+
 # The mesh axes along which a value may differ.
 _Axes = frozenset[str]
 _NONE: _Axes = frozenset()
@@ -71,18 +76,9 @@ class _Flow:
     def _equation(self, equation, inputs: list[_Axes]) -> list[_Axes]:
         name, params = equation.primitive.name, equation.params
         count = len(equation.outvars)
-        if name == "scan":
-            return self._scan(equation, inputs)
-        if name == "while":
-            return self._while(params, inputs)
-        if name == "cond":
-            return self._cond(params, inputs, count)
-        for key in _CALLED_ONCE:
-            called = params.get(key)
-            if called is not None:
-                body = opened(called)
-                if len(body.invars) == len(inputs) and len(body.outvars) == count:
-                    return self.of(body, inputs)
+        called = calls(equation)
+        if called and all(_is_followed(call, len(inputs)) for call in called):
+            return self._called(called, inputs, count)
         either = _NONE.union(*inputs, *map(self._within, params.values()))
         if name in _COMBINING and params.get("axis_index_groups") is None:
             return [either - self._talks_over(params)] * count
@@ -93,37 +89,25 @@ class _Flow:
         names = params.get("axes", params.get("axis_name", ()))
         return self._axes.intersection(names if isinstance(names, tuple) else (names,))
 
-    def _scan(self, equation, inputs):
-        body, consts, carries = scan_parts(equation)
-        fixed, carry, xs = (
-            inputs[:consts],
-            inputs[consts : consts + carries],
-            inputs[consts + carries :],
-        )
+    def _called(self, called: list[Called], inputs: list[_Axes], count: int) -> list[_Axes]:
+        """The results of programs; of a loop, when a further round changes nothing any more."""
+        # The first operand chooses the branch.
+        chosen = inputs[0] if called[0].kind == "branch" else _NONE
         while True:
-            outputs = self.of(body, [*fixed, *carry, *xs])
-            grown = [a | b for a, b in zip(carry, outputs[:carries], strict=True)]
-            if grown == carry:
-                return [*carry, *outputs[carries:]]
-            carry = grown
-
-    def _while(self, params, inputs):
-        of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
-        cond, body = opened(params["cond_jaxpr"]), opened(params["body_jaxpr"])
-        cond_consts, body_consts = inputs[:of_cond], inputs[of_cond : of_cond + of_body]
-        carry = inputs[of_cond + of_body :]
-        while True:
-            # A replica that goes round more often has other results.
-            rounds = _NONE.union(*self.of(cond, [*cond_consts, *carry]))
-            outputs = self.of(body, [*body_consts, *carry])
-            grown = [a | b | rounds for a, b in zip(carry, outputs, strict=True)]
-            if grown == carry:
-                return carry
-            carry = grown
-
-    def _cond(self, params, inputs, count: int):
-        branches = [self.of(opened(branch), inputs[1:]) for branch in params["branches"]]
-        return [inputs[0].union(*(branch[i] for branch in branches)) for i in range(count)]
+            results, grown, rounds = [chosen] * count, list(inputs), _NONE
+            for call in called:
+                outputs = self.of(call.jaxpr, [inputs[i] for i in call.operands])
+                if call.kind == "condition":
+                    # A replica that goes round more often has other results.
+                    rounds = _NONE.union(*outputs)
+                for result, output in zip(call.results, outputs, strict=False):
+                    results[result] |= output
+                for result, operand in enumerate(call.carried):
+                    grown[operand] |= outputs[result] | rounds
+                    results[result] |= grown[operand]
+            if grown == inputs:
+                return results
+            inputs = grown
 
     def _within(self, value) -> _Axes:
         """The axes that a program talks over, of which no more is known."""

@@ -15,8 +15,9 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from keras_tpu_dist.dryrun.products import regrouped, sharing_devices
-from keras_tpu_dist.partitioner.jaxprs import inner_jaxprs, opened
+from keras_tpu_dist.trace.calls import Called, calls, rank
+from keras_tpu_dist.trace.dimensions import dimensions, regrouped
+from keras_tpu_dist.trace.jaxprs import opened
 
 # The batch, or a dimension of a weight: its number, and which one.
 Origin = tuple[int, int]
@@ -35,14 +36,23 @@ def origins_of(equation: Any, operands: Sequence[Origins | None], number: int) -
         operands: Of each operand; `None` for constants.
         number: Which result.
     """
-    rule = _RULES.get(equation.primitive.name, _by_size)
-    out = equation.outvars[number].aval
-    if not hasattr(out, "shape"):
-        return ()
-    ndims = [len(getattr(atom.aval, "shape", ())) for atom in equation.invars]
+    shape = tuple(getattr(equation.outvars[number].aval, "shape", ()))
+    ndims = map(rank, equation.invars)
     known = [(_NONE,) * n if o is None else o for n, o in zip(ndims, operands)]
-    found = rule(equation, known, tuple(out.shape))
-    return found if len(found) == len(out.shape) else (_NONE,) * len(out.shape)
+    moved = dimensions(equation)
+    if moved is None:
+        return _by_size(equation, known, shape)
+    found = [_NONE] * len(shape)
+    for step in moved.mapped:
+        if step.result == number:
+            origins = known[step.operand][step.dimension]
+            same = equation.invars[step.operand].aval.shape[step.dimension] == shape[step.to]
+            # Rows are rows, however many of them are taken.
+            found[step.to] |= origins if same else origins & {BATCH}
+    rule = _RULES.get(equation.primitive.name)
+    if rule is not None:
+        rule(equation, known, found)
+    return tuple(found)
 
 
 def origins_back(equation: Any, made: Sequence[Origins]) -> list[Origins]:
@@ -85,14 +95,11 @@ def batch_origins(shape: Sequence[int], rows: int) -> Origins:
     return tuple(batch if d == 0 and size == rows else _NONE for d, size in enumerate(shape))
 
 
-def _dot(equation: Any, operands: list[Origins], shape: Sequence[int]) -> Origins:
-    summed, shared = equation.params["dimension_numbers"]
+def _dot(equation: Any, operands: list[Origins], found: list[frozenset[Origin]]) -> None:
+    _, shared = equation.params["dimension_numbers"]
     left, right = operands
-    return (
-        *(_shared(left, right, a, b) for a, b in zip(*shared)),
-        *(o for d, o in enumerate(left) if d not in (*summed[0], *shared[0])),
-        *(o for d, o in enumerate(right) if d not in (*summed[1], *shared[1])),
-    )
+    for to, (a, b) in enumerate(zip(*shared)):
+        found[to] = _shared(left, right, a, b)
 
 
 def _shared(left: Origins, right: Origins, a: int, b: int) -> frozenset[Origin]:
@@ -105,78 +112,30 @@ def _shared(left: Origins, right: Origins, a: int, b: int) -> frozenset[Origin]:
     return left[a] | right[b]
 
 
-def _convolution(equation: Any, operands: list[Origins], shape: Sequence[int]) -> Origins:
+def _convolution(equation: Any, operands: list[Origins], found: list[frozenset[Origin]]) -> None:
+    """Features are the kernel's, also those of groups, which are features of the image too."""
     numbers = equation.params["dimension_numbers"]
-    found = [_NONE] * len(shape)
     found[numbers.out_spec[0]] = operands[0][numbers.lhs_spec[0]]
     found[numbers.out_spec[1]] = operands[1][numbers.rhs_spec[0]]
-    return tuple(found)
 
 
-def _transpose(equation: Any, operands: list[Origins], shape: Sequence[int]) -> Origins:
-    return tuple(operands[0][d] for d in equation.params["permutation"])
-
-
-def _reshape(equation: Any, operands: list[Origins], shape: Sequence[int]) -> Origins:
+def _reshape(equation: Any, operands: list[Origins], found: list[frozenset[Origin]]) -> None:
     """Of dimensions that are joined or divided, the first of the new ones is what is split."""
-    found: list[frozenset[Origin]] = []
-    for taken, sizes in regrouped(equation.invars[0].aval.shape, shape, operands[0]):
-        first = next((k for k, size in enumerate(sizes) if size > 1), 0)
-        found += [taken if k == first else _NONE for k in range(len(sizes))]
-    return tuple(found)
+    before, after = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+    found[:] = [_NONE] * len(after)
+    for group in regrouped(before, after):
+        first = next((d for d in group.after if after[d] > 1), group.after[0])
+        found[first] = _NONE.union(*(operands[0][d] for d in group.before))
 
 
-def _broadcast(equation: Any, operands: list[Origins], shape: Sequence[int]) -> Origins:
-    found, before = [_NONE] * len(shape), equation.invars[0].aval.shape
-    for i, d in enumerate(equation.params["broadcast_dimensions"]):
-        if before[i] == shape[d]:
-            found[d] = operands[0][i]
-    return tuple(found)
-
-
-def _squeeze(equation: Any, operands: list[Origins], shape: Sequence[int]) -> Origins:
-    gone = equation.params["dimensions"]
-    left = [o for d, o in enumerate(operands[0]) if d not in gone]
-    if left and any(BATCH in operands[0][d] for d in gone):
+def _squeeze(equation: Any, operands: list[Origins], found: list[frozenset[Origin]]) -> None:
+    if found and any(BATCH in operands[0][d] for d in equation.params["dimensions"]):
         # One row a device, of many devices.
-        left[0] |= {BATCH}
-    return tuple(left)
-
-
-def _reduce(equation: Any, operands: list[Origins], shape: Sequence[int]) -> Origins:
-    gone = equation.params["axes"]
-    return tuple(o for d, o in enumerate(operands[0]) if d not in gone)
-
-
-def _gather(equation: Any, operands: list[Origins], shape: Sequence[int]) -> Origins:
-    numbers = equation.params["dimension_numbers"]
-    table = [o for d, o in enumerate(operands[0]) if d not in numbers.collapsed_slice_dims]
-    rows, columns = iter(operands[1]), iter(table)
-    return tuple(
-        next(columns, _NONE) if d in numbers.offset_dims else next(rows, _NONE)
-        for d in range(len(shape))
-    )
-
-
-def _stack(equation: Any, operands: list[Origins], shape: Sequence[int]) -> Origins:
-    """Arrays of one shape, along a dimension that they do not have."""
-    before = [tuple(atom.aval.shape) for atom in equation.invars]
-    alike = [o for s, o in zip(before, operands) if s == before[0]]
-    joined = [_NONE.union(*(o[d] for o in alike)) for d in range(len(before[0]))]
-    axis = next((v for v in equation.params.values() if isinstance(v, int)), 0)
-    return (*joined[:axis], _NONE, *joined[axis:])
-
-
-def _unstack(equation: Any, operands: list[Origins], shape: Sequence[int]) -> Origins:
-    axis = next((v for v in equation.params.values() if isinstance(v, int)), 0)
-    return (*operands[0][:axis], *operands[0][axis + 1 :])
+        found[0] |= {BATCH}
 
 
 def _by_size(equation: Any, operands: list[Origins], shape: Sequence[int]) -> Origins:
-    """Of what works element by element: what is in the same place, where it is as long.
-
-    Of what is not known: what is as long, wherever it is.
-    """
+    """Of what is not known: what is as long in the same place, or wherever it is."""
     known = [
         (tuple(atom.aval.shape), origins)
         for atom, origins in zip(equation.invars, operands)
@@ -198,29 +157,17 @@ def _by_size(equation: Any, operands: list[Origins], shape: Sequence[int]) -> Or
     return tuple(found)
 
 
+# What there is to say beside the dimensions that become those of the result.
 _RULES = {
-    "dot_general": _dot,
     "conv_general_dilated": _convolution,
-    "transpose": _transpose,
+    "dot_general": _dot,
     "reshape": _reshape,
-    "broadcast_in_dim": _broadcast,
     "squeeze": _squeeze,
-    "reduce_sum": _reduce,
-    "reduce_max": _reduce,
-    "reduce_min": _reduce,
-    "reduce_and": _reduce,
-    "reduce_or": _reduce,
-    "argmax": _reduce,
-    "gather": _gather,
-    "stack": _stack,
-    "unstack": _unstack,
 }
 
 
 # The name of operations that hand a value on, into or out of what is called.
 ENTER = "enter"
-# Whose programs are not read: those of kernels, and of which one only is run.
-_CLOSED = frozenset(["pallas_call", "custom_call", "cond", "while", "sort", "reduce", "scatter"])
 
 
 @dataclass(eq=False)
@@ -341,37 +288,38 @@ def _value(aval: Any, parts: int) -> Value:
 
 def _flat(jaxpr: Any, names: dict[Any, Value], parts: int) -> Iterator[Operation]:
     """The operations of a program and of those that it calls."""
-
-    def read(atom: Any) -> Value | None:
-        return None if isinstance(atom, core.Literal) else names[atom]
-
     for equation in jaxpr.eqns:
         name = equation.primitive.name
-        called = [] if name in _CLOSED else list(map(opened, inner_jaxprs(equation)))
-        operands = [read(atom) for atom in equation.invars]
-        if not called:
-            results = [_value(v.aval, parts) for v in equation.outvars]
-            names.update(zip(equation.outvars, results))
-            yield Operation(name, equation, operands, results)
-            continue
-        body = called[0]
-        inner_parts = parts * sharing_devices(equation) if name == "shard_map" else parts
-        inner = {v: _value(v.aval, inner_parts) for v in (*body.invars, *body.constvars)}
-        # Where operands come first that the program does not take, as a rule's constants do.
-        first = max(0, len(operands) - len(body.invars))
-        for v, operand in zip(body.invars, operands[first:]):
-            sliced = 0 if operand is None else len(operand.seen) - len(inner[v].seen)
-            yield Operation(ENTER, equation, [operand], [inner[v]], max(0, sliced))
-        yield from _flat(body, inner, inner_parts)
+        operands = [_of(names, atom) for atom in equation.invars]
+        call = _only_call(equation)
+        inner: dict[Any, Value] = {}
+        if call is not None:
+            body, own_parts = call.jaxpr, parts * call.devices
+            inner = {v: _value(v.aval, own_parts) for v in (*body.invars, *body.constvars)}
+            for i, v in zip(call.operands, body.invars):
+                sliced = rank(equation.invars[i]) - rank(v)
+                yield Operation(ENTER, equation, [operands[i]], [inner[v]], sliced)
+            yield from _flat(body, inner, own_parts)
         results = [_value(v.aval, parts) for v in equation.outvars]
         names.update(zip(equation.outvars, results))
-        last = [None if isinstance(v, core.Literal) else inner[v] for v in body.outvars]
-        if name == "scan" or len(last) != len(results):
+        made = [] if call is None else [_of(inner, atom) for atom in call.jaxpr.outvars]
+        if call is None or call.kind == "loop":
             # A loop writes what it carries and what it stacks.
-            yield Operation(name, equation, operands, results, body=last)
+            yield Operation(name, equation, operands, results, body=made)
             continue
-        for operand, result in zip(last, results):
+        for operand, result in zip(made, results):
             yield Operation(ENTER, equation, [operand], [result])
+
+
+def _of(names: dict[Any, Value], atom: Any) -> Value | None:
+    return None if isinstance(atom, core.Literal) else names[atom]
+
+
+def _only_call(equation: Any) -> Called | None:
+    """The program that an equation runs, if it runs one whose rounds are known."""
+    called = calls(equation)
+    runs = len(called) == 1 and called[0].kind in ("call", "loop")
+    return called[0] if runs else None
 
 
 def _read_back(operation: Operation) -> None:
@@ -412,9 +360,9 @@ def _read(operation: Operation) -> None:
 # fmt: off
 _WRITTEN = frozenset(
     [
-        "all_gather", "all_to_all", "cond", "custom_call", "dynamic_update_slice", "gather",
-        "pallas_call", "ppermute", "psum", "ragged_dot", "rng_bit_generator", "scan", "sort",
-        "stack", "top_k", "unstack", "while",
+        "all_gather", "all_to_all", "cond", "custom_call", "custom_linear_solve",
+        "dynamic_update_slice", "gather", "pallas_call", "ppermute", "psum", "ragged_dot",
+        "rng_bit_generator", "scan", "sort", "stack", "top_k", "unstack", "while",
     ]
 )
 # fmt: on

@@ -9,12 +9,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from keras_tpu_dist.dryrun.products import MatrixProduct
 from keras_tpu_dist.hardware.compiler_options import uses_rings
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.hlo import Wire, seconds_over
 from keras_tpu_dist.searches.activations import BATCH, Origin, peak_bytes
 from keras_tpu_dist.searches.facts import Facts, Spec, Weight
+from keras_tpu_dist.trace.products import MatrixProduct
 from keras_tpu_dist.training.guard import states_that_fit
 
 

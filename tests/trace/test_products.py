@@ -8,7 +8,7 @@ from jax import lax
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.dryrun.build import described, lower
-from keras_tpu_dist.dryrun.products import Lookup, lookups_of, operations, products_of
+from keras_tpu_dist.trace.products import Lookup, lookups_of, operations, products_of
 
 L = keras.layers
 ROWS, TIME, WIDTH, VOCABULARY = 8, 32, 64, 100

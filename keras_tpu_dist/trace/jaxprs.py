@@ -118,26 +118,6 @@ def any_equation(
     return found(jaxpr)
 
 
-def scan_parts(equation: Any) -> tuple[Any, int, int]:
-    """A scan's body, and how many of its operands are constants and how many are carried.
-
-    Told by ranks: what is scanned has a dimension more outside than inside. JAX names these
-    numbers differently from version to version.
-
-    Args:
-        equation: The scan.
-    """
-    (body,) = (opened(inner) for inner in inner_jaxprs(equation))
-
-    def stacked(outer: list, inner: list) -> int:
-        pairs = zip(outer, inner, strict=True)
-        return sum(len(a.aval.shape) > len(b.aval.shape) for a, b in pairs)
-
-    carries = len(body.outvars) - stacked(equation.outvars, body.outvars)
-    constants = len(body.invars) - stacked(equation.invars, body.invars) - carries
-    return body, constants, carries
-
-
 def replacement(equation: Any, function: Callable) -> list:
     """Equations that compute an equation's results by another function.
 

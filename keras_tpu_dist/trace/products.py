@@ -12,11 +12,22 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from keras_tpu_dist.common.axes import names_in
-from keras_tpu_dist.partitioner.jaxprs import inner_jaxprs, opened, scan_parts
+from keras_tpu_dist.trace.calls import calls, rank
+from keras_tpu_dist.trace.dimensions import dimensions
+from keras_tpu_dist.trace.jaxprs import opened
 
-# What hands a weight on as it is, but for its dtype.
-_SAME = ("convert_element_type", "copy", "sharding_constraint", "optimization_barrier", "name")
+# What hands a weight on whole.
+_HANDING_ON = frozenset(
+    [
+        "convert_element_type",
+        "copy",
+        "name",
+        "optimization_barrier",
+        "reshape",
+        "sharding_constraint",
+        "transpose",
+    ]
+)
 
 # For each dimension of a value, the dimensions of the weight that it consists of.
 Dims = tuple[frozenset[int], ...]
@@ -109,15 +120,8 @@ def _read(
             found.append(_convolution(equation, sources, times))
         elif name == "gather" and sources[0] is not None:
             found.append(Lookup(sources[0][0], _bytes(equation.outvars[0].aval) * times))
-        elif name == "scan":
-            _read_scan(equation, sources, times, found)
-        elif name == "cond":
-            _read_branches(equation, sources, times, found)
-        elif name == "while":
-            _read_while(equation, sources, times, found)
-        elif name in _SAME or name in ("transpose", "reshape"):
-            if sources and sources[0] is not None:
-                names[equation.outvars[0]] = _moved(equation, sources[0])
+        elif name in _HANDING_ON:
+            names.update(_handed_on(equation, sources))
         else:
             _read_called(equation, sources, names, times, found)
 
@@ -126,47 +130,17 @@ def _source(names: dict[Any, Source], atom: Any) -> Source | None:
     return None if isinstance(atom, core.Literal) else names.get(atom)
 
 
-def _moved(equation: Any, source: Source) -> Source:
-    index, dims = source
-    name = equation.primitive.name
-    if name == "transpose":
-        return index, tuple(dims[i] for i in equation.params["permutation"])
-    if name == "reshape":
-        before, after = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
-        return index, _regrouped(before, after, dims)
-    return source
-
-
-def _regrouped(before: Sequence[int], after: Sequence[int], dims: Dims) -> Dims:
-    """The dimensions after a reshape: those that were joined or divided count for each other."""
-    groups = regrouped(before, after, dims)
-    return tuple(taken for taken, sizes in groups for _ in sizes)
-
-
-def regrouped(
-    before: Sequence[int], after: Sequence[int], dims: Sequence[frozenset]
-) -> Iterator[tuple[frozenset, Sequence[int]]]:
-    """What the dimensions after a reshape consist of, those together that are of the same ones.
-
-    Args:
-        before: The shape before it.
-        after: The shape after it.
-        dims: What each dimension before it consists of.
-    """
-    i, start = 0, 0
-    wanted, got = 1, 1
-    taken: frozenset = frozenset()
-    for end, size in enumerate(after, 1):
-        wanted *= size
-        while got < wanted and i < len(before):
-            got *= before[i]
-            taken |= dims[i]
-            i += 1
-        if got == wanted:
-            yield taken, after[start:end]
-            start, wanted, got, taken = end, 1, 1, frozenset()
-    if start < len(after):
-        yield taken, after[start:]
+def _handed_on(equation: Any, sources: list) -> Iterator[tuple[Any, Source]]:
+    known = dimensions(equation)
+    for number, result in enumerate(equation.outvars):
+        if known is None or sources[number] is None:
+            continue
+        weight, dims = sources[number]
+        found: list[frozenset[int]] = [frozenset()] * rank(result)
+        for step in known.mapped:
+            if step.operand == number == step.result:
+                found[step.to] |= dims[step.dimension]
+        yield result, (weight, tuple(found))
 
 
 def _dot(equation: Any, sources: list, times: int) -> MatrixProduct:
@@ -204,73 +178,32 @@ def _product(
     return MatrixProduct(flops, index, contracted, sizes[1 - which], sizes[which], written, times)
 
 
-def _read_scan(
-    equation: Any, sources: list, times: int, found: list[MatrixProduct | Lookup]
-) -> None:
-    body, constants, _ = scan_parts(equation)
-    pairs = zip(body.invars[:constants], sources[:constants])
-    inner = {v: source for v, source in pairs if source is not None}
-    _read(body, inner, times * _length(equation, body), found)
-
-
-def _read_while(
-    equation: Any, sources: list, times: int, found: list[MatrixProduct | Lookup]
-) -> None:
-    body, constants = opened(equation.params["body_jaxpr"]), equation.params["body_nconsts"]
-    before = len(sources) - len(body.invars)
-    pairs = zip(body.invars[:constants], sources[before:])
-    _read(body, {v: source for v, source in pairs if source is not None}, times, found)
-
-
-def _length(equation: Any, body: Any) -> int:
-    for outer, inner in zip(
-        (*equation.invars, *equation.outvars), (*body.invars, *body.outvars), strict=True
-    ):
-        if len(outer.aval.shape) > len(inner.aval.shape):
-            return outer.aval.shape[0]
-    return int(equation.params.get("length", 1))
-
-
-def _read_branches(
-    equation: Any, sources: list, times: int, found: list[MatrixProduct | Lookup]
-) -> None:
-    branches: list[list[MatrixProduct | Lookup]] = []
-    for branch in map(opened, inner_jaxprs(equation)):
-        pairs = zip(branch.invars, sources[1:])
-        own: list[MatrixProduct | Lookup] = []
-        _read(branch, {v: source for v, source in pairs if source is not None}, times, own)
-        branches.append(own)
-    found += max(branches, key=operations, default=[])
-
-
 def _read_called(
     equation: Any, sources: list, names: dict, times: int, found: list[MatrixProduct | Lookup]
 ) -> None:
-    """What a call of a program computes: `jit`, `remat`, functions with gradients of their own."""
-    if equation.primitive.name == "shard_map":
-        times *= sharing_devices(equation)
-    for called in map(opened, inner_jaxprs(equation)):
-        # Where operands come first that the program does not take, as a rule's constants do.
-        offset = len(sources) - len(called.invars)
-        pairs = zip(called.invars, sources[max(offset, 0) :])
-        inner = {v: source for v, source in pairs if source is not None}
-        _read(called, inner, times, found)
-        if len(called.outvars) == len(equation.outvars):
-            for outer, result in zip(equation.outvars, called.outvars):
-                source = _source(inner, result)
-                if source is not None:
-                    names[outer] = source
-        return
+    """What programs compute that an equation calls; of several, the one with the most operations.
 
-
-def sharing_devices(equation: Any) -> int:
-    """How many devices share the work of a `shard_map`, which is written for one of them.
-
-    Args:
-        equation: The `shard_map`.
+    A weight is one within a loop if each round reads the same.
     """
-    used = {axis for spec in equation.params["in_specs"] for axis in names_in(spec)}
-    return math.prod(equation.params["mesh"].shape[axis] for axis in used)
+    programs: list[list[MatrixProduct | Lookup]] = []
+    for call in calls(equation):
+        # The first of a linear system's is its product, which the others do again or undo.
+        if call.kind == "condition" or (call.kind == "part" and programs):
+            continue
+        own: list[MatrixProduct | Lookup] = []
+        inner = {
+            v: source
+            for i, v in zip(call.operands, call.jaxpr.invars)
+            if (source := sources[i]) is not None
+            and i not in call.carried
+            and len(source[1]) == rank(v)
+        }
+        _read(call.jaxpr, inner, times * call.devices * (call.rounds or 1), own)
+        programs.append(own)
+        for i, result in zip(call.results, call.jaxpr.outvars) if call.kind == "call" else ():
+            if (source := _source(inner, result)) is not None:
+                names[equation.outvars[i]] = source
+    found += max(programs, key=operations, default=[])
 
 
 def operations(products: Sequence[MatrixProduct | Lookup]) -> float:

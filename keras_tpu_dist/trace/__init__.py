@@ -1,0 +1,1 @@
+"""Traced programs read: what an equation calls, and which dimension becomes which."""
