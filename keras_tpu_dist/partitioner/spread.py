@@ -324,8 +324,8 @@ class Spread(Classes):
     def _link_reshaped(self, equation: Any) -> None:
         """Dimensions that are merged or taken apart are one class."""
         operand, result = equation.invars[0], equation.outvars[0]
-        for group in regrouped(operand.aval.shape, result.aval.shape):
-            places = [(operand, d) for d in group.before] + [(result, d) for d in group.after]
+        for old, new in regrouped(operand.aval.shape, result.aval.shape):
+            places = [(operand, d) for d in old] + [(result, d) for d in new]
             # One row is split, too, where rows are; else a dimension of 1 stands for nothing.
             merged = [(a, d) for a, d in places if a.aval.shape[d] > 1 or self.axes(a, d)]
             for one, other in itertools.pairwise(merged):

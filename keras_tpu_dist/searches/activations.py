@@ -123,9 +123,9 @@ def _reshape(equation: Any, operands: list[Origins], found: list[frozenset[Origi
     """Of dimensions that are joined or divided, the first of the new ones is what is split."""
     before, after = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
     found[:] = [_NONE] * len(after)
-    for group in regrouped(before, after):
-        first = next((d for d in group.after if after[d] > 1), group.after[0])
-        found[first] = _NONE.union(*(operands[0][d] for d in group.before))
+    for old, new in regrouped(before, after):
+        first = next((d for d in new if after[d] > 1), new[0])
+        found[first] = _NONE.union(*(operands[0][d] for d in old))
 
 
 def _squeeze(equation: Any, operands: list[Origins], found: list[frozenset[Origin]]) -> None:

@@ -9,20 +9,14 @@ from keras_tpu_dist.common.axes import names_in
 from keras_tpu_dist.trace.jaxprs import inner_jaxprs, opened
 
 # They are given a program that computes one number of two, not one of their operands.
+# fmt: off
 _OF_NUMBERS = frozenset(
     [
-        "reduce",
-        "reduce_window",
-        "scatter",
-        "scatter-add",
-        "scatter-sub",
-        "scatter-mul",
-        "scatter-min",
-        "scatter-max",
-        "select_and_scatter",
-        "sort",
+        "reduce", "reduce_window", "scatter", "scatter-add", "scatter-max", "scatter-min",
+        "scatter-mul", "scatter-sub", "select_and_scatter", "sort",
     ]
 )
+# fmt: on
 
 
 @dataclass(frozen=True)

@@ -64,24 +64,16 @@ def dimensions(equation: Any) -> Dimensions | None:
     return None if rule is None else rule(equation)
 
 
-class Regrouped(NamedTuple):
-    """Dimensions of an array before a reshape, and those that it makes of them.
-
-    Attributes:
-        before: The dimensions before.
-        after: The dimensions after, of the same product.
-    """
-
-    before: range
-    after: range
-
-
-def regrouped(before: Sequence[int], after: Sequence[int]) -> Iterator[Regrouped]:
+def regrouped(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[range, range]]:
     """The dimensions that a reshape joins, takes apart or leaves, the fewest at a time.
 
     Args:
         before: The shape before.
-        after: The shape after. Dimensions of size one at the end may be left out.
+        after: The shape after.
+
+    Yields:
+        Dimensions before, and those of the same product after. Of size one, the last may be left
+        out.
     """
     i = j = 0
     while i < len(before) and j < len(after):
@@ -96,15 +88,15 @@ def regrouped(before: Sequence[int], after: Sequence[int]) -> Iterator[Regrouped
             else:
                 break
         i, j = i + 1, j + 1
-        yield Regrouped(range(first[0], i), range(first[1], j))
+        yield range(first[0], i), range(first[1], j)
 
 
 def _reshape(equation: Any) -> Dimensions:
     """A dimension's factors, the first of which is what its first parts are."""
     before, after = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
     mapped = []
-    for group in regrouped(before, after):
-        ends = [_ends(before, group.before), _ends(after, group.after)]
+    for old, new in regrouped(before, after):
+        ends = [_ends(before, old), _ends(after, new)]
         cuts = sorted({1, *ends[0].values(), *ends[1].values()})
         if any(b % a for a, b in itertools.pairwise(cuts) if a):
             places = itertools.product(ends[0], ends[1])
@@ -164,24 +156,22 @@ def _pad(equation: Any) -> Dimensions:
     return _in_place(equation, {d for d, amounts in padding if any(amounts)})
 
 
-def _slice(equation: Any) -> Dimensions:
-    return _in_place(equation)
+def _sent(equation: Any, places: Iterable[tuple[int, int]]) -> Dimensions:
+    """Whole dimensions of all operands, but for numbers, sent to places in all results."""
+    first, places = rank(equation.invars[0]), list(places)
+    operands = [(n, _shape(a)) for n, a in enumerate(equation.invars) if rank(a) == first]
+    results = range(len(equation.outvars))
+    return Dimensions(
+        tuple(Mapped(n, d, r, to, s[d]) for n, s in operands for r in results for d, to in places)
+    )
 
 
 def _removed(parameter: str) -> Callable[[Any], Dimensions]:
     def rule(equation: Any) -> Dimensions:
         ndim = rank(equation.invars[0])
         gone = {int(d) % ndim for d in equation.params[parameter]}
-        left = [d for d in range(ndim) if d not in gone]
-        return Dimensions(
-            tuple(
-                Mapped(number, d, result, to, _shape(operand)[d])
-                for number, operand in enumerate(equation.invars)
-                if rank(operand) == ndim
-                for result in range(len(equation.outvars))
-                for to, d in enumerate(left)
-            )
-        )
+        left = (d for d in range(ndim) if d not in gone)
+        return _sent(equation, ((d, to) for to, d in enumerate(left)))
 
     return rule
 
@@ -189,28 +179,21 @@ def _removed(parameter: str) -> Callable[[Any], Dimensions]:
 def _broadcast(equation: Any) -> Dimensions:
     before, after = _shape(equation.invars[0]), _shape(equation.outvars[0])
     places = enumerate(equation.params["broadcast_dimensions"])
-    return Dimensions(
-        tuple(Mapped(0, d, 0, int(to), n) for d, to in places if (n := before[d]) == after[to])
-    )
+    return _sent(equation, ((d, int(to)) for d, to in places if before[d] == after[to]))
 
 
 def _transpose(equation: Any) -> Dimensions:
-    places, shape = enumerate(equation.params["permutation"]), _shape(equation.invars[0])
-    return Dimensions(tuple(Mapped(0, int(d), 0, to, shape[d]) for to, d in places))
+    return _sent(equation, ((int(d), to) for to, d in enumerate(equation.params["permutation"])))
 
 
 def _stack(equation: Any) -> Dimensions:
-    axis, shape = equation.params["axis"], _shape(equation.invars[0])
-    operands, places = range(len(equation.invars)), enumerate(shape)
-    each = [(d, d + (d >= axis), size) for d, size in places]
-    return Dimensions(tuple(Mapped(n, d, 0, to, size) for n in operands for d, to, size in each))
+    axis, ndim = equation.params["axis"], rank(equation.invars[0])
+    return _sent(equation, ((d, d + (d >= axis)) for d in range(ndim)))
 
 
 def _unstack(equation: Any) -> Dimensions:
-    axis, shape = equation.params["axis"], _shape(equation.outvars[0])
-    results, places = range(len(equation.outvars)), enumerate(shape)
-    each = [(to + (to >= axis), to, size) for to, size in places]
-    return Dimensions(tuple(Mapped(0, d, n, to, size) for n in results for d, to, size in each))
+    axis, ndim = equation.params["axis"], rank(equation.outvars[0])
+    return _sent(equation, ((to + (to >= axis), to) for to in range(ndim)))
 
 
 def _dot(equation: Any) -> Dimensions:
@@ -253,47 +236,40 @@ def _convolution(equation: Any) -> Dimensions:
 def _gather(equation: Any) -> Dimensions:
     numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
     operand, indices = map(_shape, equation.invars[:2])
-    windows, shared = numbers.offset_dims, numbers.operand_batching_dims
-    taken = {*numbers.collapsed_slice_dims, *shared}
-    left = [d for d in range(len(operand)) if d not in taken]
+    shared = numbers.operand_batching_dims, numbers.start_indices_batching_dims
+    gone = {*numbers.collapsed_slice_dims, *shared[0]}
+    left = [d for d in range(len(operand)) if d not in gone]
+    batch = [d for d in range(rank(equation.outvars[0])) if d not in numbers.offset_dims]
+    pairs = list(zip(*shared, strict=True))
+    windows = zip(left, numbers.offset_dims, strict=True)
     mapped = [
-        Mapped(0, d, 0, to, operand[d] if sizes[d] == operand[d] else 1)
-        for d, to in zip(left, windows, strict=True)
+        # A slice that is not whole begins at any place.
+        *(Mapped(0, d, 0, to, n if (n := operand[d]) == sizes[d] else 1) for d, to in windows),
+        *(Mapped(1, i, 0, to, indices[i]) for i, to in enumerate(batch)),
+        *(Mapped(0, d, 0, batch[i], operand[d]) for d, i in pairs),
     ]
-    batch = [d for d in range(rank(equation.outvars[0])) if d not in windows]
-    together = []
-    for i, to in enumerate(batch):
-        mapped.append(Mapped(1, i, 0, to, indices[i]))
-        for d, own in zip(shared, numbers.start_indices_batching_dims, strict=True):
-            if own == i:
-                mapped.append(Mapped(0, d, 0, to, operand[d]))
-                together.append(((0, d), (1, i)))
+    together = tuple(((0, d), (1, i)) for d, i in pairs)
     indexed = tuple((0, int(d)) for d in numbers.start_index_map)
-    return Dimensions(tuple(mapped), tuple(together), indexed)
+    return Dimensions(tuple(mapped), together, indexed)
 
 
 def _scatter(equation: Any) -> Dimensions:
     numbers = equation.params["dimension_numbers"]
     operand, _, updates = map(_shape, equation.invars[:3])
-    windows, shared = numbers.update_window_dims, numbers.operand_batching_dims
-    taken = {*numbers.inserted_window_dims, *shared}
-    left = [d for d in range(len(operand)) if d not in taken]
-    mapped = [Mapped(0, d, 0, d, size) for d, size in enumerate(operand)]
-    mapped += [
-        Mapped(2, of, 0, d, operand[d] if updates[of] == operand[d] else 1)
-        for d, of in zip(left, windows, strict=True)
+    shared = numbers.operand_batching_dims, numbers.scatter_indices_batching_dims
+    gone = {*numbers.inserted_window_dims, *shared[0]}
+    left = [d for d in range(len(operand)) if d not in gone]
+    batch = [d for d in range(len(updates)) if d not in numbers.update_window_dims]
+    pairs = list(zip(*shared, strict=True))
+    windows = zip(left, numbers.update_window_dims, strict=True)
+    mapped = [
+        *(Mapped(0, d, 0, d, size) for d, size in enumerate(operand)),
+        *(Mapped(2, w, 0, d, n if (n := operand[d]) == updates[w] else 1) for d, w in windows),
+        *(Mapped(1, i, 0, d, operand[d]) for d, i in pairs),
+        *(Mapped(2, batch[i], 0, d, operand[d]) for d, i in pairs),
     ]
-    batch = [d for d in range(len(updates)) if d not in windows]
-    together = []
-    for i, of in enumerate(batch):
-        together.append(((1, i), (2, of)))
-        for d, own in zip(shared, numbers.scatter_indices_batching_dims, strict=True):
-            if own == i:
-                mapped += [
-                    Mapped(1, i, 0, d, operand[d]),
-                    Mapped(2, of, 0, d, operand[d]),
-                ]
-                together.append(((0, d), (1, i)))
+    together = [((0, d), (1, i)) for d, i in pairs]
+    together += [((1, i), (2, of)) for i, of in enumerate(batch)]
     indexed = tuple((0, int(d)) for d in numbers.scatter_dims_to_operand_dims)
     return Dimensions(tuple(mapped), tuple(together), indexed)
 
@@ -329,7 +305,7 @@ ELEMENTWISE = frozenset(
 )
 _RULES: dict[str, Callable[[Any], Dimensions]] = {
     **dict.fromkeys(ELEMENTWISE, _in_place),
-    **dict.fromkeys(["slice", "dynamic_slice", "dynamic_update_slice"], _slice),
+    **dict.fromkeys(["slice", "dynamic_slice", "dynamic_update_slice"], _in_place),
     **dict.fromkeys(["concatenate", "sort"], _moved_along("dimension")),
     **dict.fromkeys(
         ["cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "split", "top_k"],

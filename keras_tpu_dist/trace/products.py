@@ -17,17 +17,14 @@ from keras_tpu_dist.trace.dimensions import dimensions
 from keras_tpu_dist.trace.jaxprs import opened
 
 # What hands a weight on whole.
+# fmt: off
 _HANDING_ON = frozenset(
     [
-        "convert_element_type",
-        "copy",
-        "name",
-        "optimization_barrier",
-        "reshape",
-        "sharding_constraint",
-        "transpose",
+        "convert_element_type", "copy", "name", "optimization_barrier", "reshape",
+        "sharding_constraint", "transpose",
     ]
 )
+# fmt: on
 
 # For each dimension of a value, the dimensions of the weight that it consists of.
 Dims = tuple[frozenset[int], ...]
