@@ -375,7 +375,8 @@ _HANDED_ON = frozenset(["optimization_barrier", ENTER])
 _COMPUTING = frozenset(["dot_general", "conv_general_dilated"])
 # What puts the weights of a loop together, or takes their gradients apart.
 _STACKING = frozenset(["scan", "stack", "unstack"])
-# What is made of several values is held itself where it is so much smaller.
+# What is made of several values is held itself if it is so much smaller. Without it ViT's memory
+# correlates with the compiler's by 0.73 instead of 0.94.
 _SMALLER = 0.6
 
 

@@ -199,13 +199,16 @@ class Placed:
 # (`python benchmarks/search.py --without`).
 #
 # The compiler's cycles of effort "quick", by which a search decides, over what the chip needs at
-# its peak rates. A search compares them with time on the links, which counts in full.
+# its peak rates. A search compares them with time on the links, which counts in full. At 1 the
+# mixture of experts' steps correlate by 0.72 instead of 0.92.
 _QUICK = 2.5
-# What a round of pieces of a gradient takes at least, however small the piece.
+# What a round of pieces of a gradient takes at least, however small the piece. At 0 ViT's steps
+# correlate by 0.80 instead of 0.97.
 _ROUND_S = 2e-5
 # An array is written once and read once.
 _PASSES = 2
-# The matrix units and the vectors have 128 columns; fewer take as long.
+# The matrix units and the vectors have 128 columns; fewer take as long. Without it the CNN's steps
+# correlate by 0.81 instead of 0.95, its memory not at all instead of by 0.61.
 _COLUMNS = 128
 
 
@@ -424,14 +427,18 @@ def _gradient(placed: Placed, index: int, weight: Weight) -> float:
 
 
 # The program itself, and small things: read from `python benchmarks/search.py --recorded`, as the
-# other numbers here are.
+# other numbers here are. It ranks nothing; without it ViT's memory is forecast at 0.6 of what the
+# compiler needs.
 _PROGRAM = 50 * 2**20
-# A loss holds the outputs and their gradient in float32.
+# A loss holds the outputs and their gradient in float32. Without it the encoder-decoder's memory is
+# forecast at 0.8 of what the compiler needs.
 _OUTPUTS = 2
 # Operands that are laid out anew for gradients made piece by piece are held at the same time; of
-# weights that are whole, whose slots alone are split, only some.
+# weights that are whole, whose slots alone are split, only some. Without it the CNN's memory
+# correlates by 0.39 instead of 0.61.
 _LAID_OUT_OF_SPLIT_SLOTS = 0.3
-# A weight that is brought together, and the next one.
+# A weight that is brought together, and the next one. Without it the ranking model's memory
+# correlates by 0.88 instead of 0.94.
 _GATHERED = 2
 
 
