@@ -367,11 +367,12 @@ def _model_created(created, layer) -> None:
         created(layer)
 
 
-def _make_function(stock, model, step_function, concatenate_outputs=False):
+def _make_function(stock, model, step_function, *args, **options):
+    # Keras 3.16 hands over the layouts of the state, too.
     strategy = active_strategy()
-    kind = _kind_of(model, step_function, concatenate_outputs)
+    kind = _kind_of(model, step_function, options.get("concatenate_outputs", False))
     if strategy is None or kind is None:
-        return stock(model, step_function, concatenate_outputs=concatenate_outputs)
+        return stock(model, step_function, *args, **options)
     return strategy.runner.make_function(strategy, model, kind)
 
 

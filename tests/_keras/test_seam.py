@@ -474,6 +474,13 @@ def test_a_variable_that_is_made_with_a_layout_is_ours():
     assert kinds != {keras.Variable}
 
 
+def test_step_functions_are_ours_as_keras_316_asks_for_them():
+    with ktd.TPUStrategy().scope():
+        model = mlp()
+        made = model._make_function(model.test_step, out_shardings=None)
+    assert made.serves()
+
+
 def test_a_function_that_a_user_wraps_is_made_anew_for_other_weights():
     x, _ = data(16)
     with ktd.TPUStrategy().scope():
