@@ -1,1 +1,1 @@
-"""What every package uses: the text of errors, notices given once, mesh axes in words."""
+"""What every package uses: messages of errors, notices logged once, layouts as mesh axes."""

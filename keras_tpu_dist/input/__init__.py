@@ -1,1 +1,1 @@
-"""Batches on their way to the mesh: read, placed, some ahead of the step, their place known."""
+"""Batches on their way to the mesh: reading, placing, reading ahead, the position in the input."""

@@ -1,1 +1,1 @@
-"""A model's fit, evaluate and predict under a strategy: its launches, guarded and counted."""
+"""fit, evaluate and predict under a strategy: launches, the guard of the state, threads."""
