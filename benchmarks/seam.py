@@ -151,16 +151,24 @@ def on_batch() -> None:
     about="evaluate predict _on_batch JaxLayer.__init__",
 )
 def alone() -> None:
-    """The model is unbuilt, as it is made, and then runs on all devices."""
+    """The model is unbuilt; its layer sees the strategy when it is called."""
+    seen: list[Any] = []
+
+    class Sees(keras.layers.Layer):
+        def call(self, x):
+            seen.append(keras.distribution.distribution())
+            return x
+
     for name in ("predict", "evaluate", "predict_on_batch", "test_on_batch", "train_on_batch"):
-        with ktd.TPUStrategy().scope():
-            model = keras.Sequential([keras.layers.Dense(2)])
+        strategy = ktd.TPUStrategy()
+        with strategy.scope():
+            model = keras.Sequential([keras.layers.Dense(2), Sees()])
             if "predict" not in name:
                 model.compile("sgd", "mse")
         arguments = (X,) if "predict" in name else (X, Y)
         options = {} if name.endswith("batch") else {"batch_size": 5, "verbose": 0}
         getattr(model, name)(*arguments, **options)
-        on_all_devices(model)
+        assert seen[-1] is strategy, f"{name} ran under {seen[-1]}"
 
 
 @promise("a model that is compiled in a scope, and made before it", about="compile")
