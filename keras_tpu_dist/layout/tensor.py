@@ -1,6 +1,7 @@
 """Tensor parallelism: which dimension of each weight the model axes split, by layer class."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ from jax.sharding import Mesh
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.axes import Axes, axis_size, dividing_axes
+from keras_tpu_dist.layout.flow import Cut, NotTraced, flow_of
 from keras_tpu_dist.layout.rules import Decision
 
 _ATTENTION = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
@@ -95,11 +97,13 @@ class Pairing:
         columns: From the id of a layer to the layer that consumes its features.
         rows: From the id of a layer to the layer whose features it consumes.
         followers: From the id of a BatchNormalization to the layer whose features it scales.
+        guessed: From the id of a layer that was paired by its order alone, to the reason for that.
     """
 
     columns: dict[int, Any]
     rows: dict[int, Any]
     followers: dict[int, Any]
+    guessed: dict[int, str]
 
 
 def projection_of(layer: Any) -> Projection | None:
@@ -126,28 +130,34 @@ def projection_of(layer: Any) -> Projection | None:
     return None
 
 
-def pair_up(model: Any) -> Pairing:
-    """Finds the column and row projections of a built model.
+def pair_up(model: Any, traced: Container[Any], untraced: Mapping[int, str]) -> Pairing:
+    """Finds the column and row projections of a built model that no traced call shows.
 
-    Functional and Sequential models are read along their graph. The layers of anything else are
-    taken in the order they were assigned: a projection that widens is followed by one that
-    narrows back.
+    Functional and Sequential models are read along their graph. The layers of what cannot be
+    traced are taken in the order they were assigned: a projection that widens is followed by one
+    that narrows back.
 
     Args:
         model: A built model.
+        traced: Layers that are read by tracing their call.
+        untraced: From the id of a layer that could not be traced to the reason.
 
     Returns:
         The pairs.
     """
-    pairing = Pairing({}, {}, {})
+    pairing = Pairing({}, {}, {}, {})
     for layer in _keras.flatten_layers(model):
         if isinstance(layer, _ATTENTION):
             continue
         calls = _keras.graph(layer)
-        if calls is None:
-            _pair_siblings(_keras.sublayers(layer), pairing)
-        else:
+        if calls is not None:
             _pair_along(calls, pairing)
+        elif layer not in traced:
+            before = {*pairing.rows, *pairing.columns}
+            _pair_siblings(_keras.sublayers(layer), pairing)
+            if id(layer) in untraced:
+                paired = {*pairing.rows, *pairing.columns} - before
+                pairing.guessed.update(dict.fromkeys(paired, untraced[id(layer)]))
     return pairing
 
 
@@ -294,13 +304,84 @@ class TensorPlan:
         self._mesh = mesh
         self._axes = tuple(axes)
         self._min_size = min_size
-        self._pairing: Pairing = pair_up(model)
         self.decisions: dict[int, Decision] = {}
+        self._untraced: dict[int, str] = {}
         layers = list(_keras.flatten_layers(model))
+        traced = self._by_flow(layers)
+        self._pairing: Pairing = pair_up(model, traced, self._untraced)
         for layer in layers:
             self._layer(layer)
         for layer in layers:
             self._remaining(layer)
+
+    def _by_flow(self, layers) -> set[Any]:
+        """Cuts what a layer's call shows to belong together: of inner layers before outer ones.
+
+        Returns:
+            The layers that were traced.
+        """
+        ruled = self._ruled(layers)
+        traced: set[Any] = set()
+        for layer in reversed(layers):
+            kernels = _kernels_in(layer)
+            free = [v for v in kernels if id(v) not in self.decisions and id(v) not in ruled]
+            if len(kernels) < 2 or not free or not _may_hold_pairs(layer):
+                continue
+            variables = [*layer.trainable_variables, *layer.non_trainable_variables]
+            try:
+                flow = flow_of(layer, variables)
+            except NotTraced as error:
+                self._untraced[id(layer)] = f"the call of {layer.path!r} cannot be traced: {error}"
+                continue
+            traced.add(layer)
+            for entry in self._entries():
+                for cut in flow.cuts(axis_size(self._mesh, entry)):
+                    self._put_cut(cut, variables, entry, ruled)
+            self._put_whole(flow.routers(), variables, "what it computes is searched whole")
+        return traced
+
+    def _ruled(self, layers) -> set[int]:
+        """Weights of layers that a rule of their class knows better: by heads, gates, experts."""
+        found = set()
+        for layer in layers:
+            projection = projection_of(layer)
+            if isinstance(layer, _ATTENTION) or _gates(layer):
+                found.update(id(variable) for variable in layer.variables)
+            elif (
+                _keras.stored_weight(layer, "embeddings") is not None
+                or _banks(layer)
+                or (projection is not None and projection.experts)
+            ):
+                found.update(id(variable) for variable in _keras.own_variables(layer))
+        return found
+
+    def _entries(self) -> list[str | tuple[str, ...]]:
+        """What may split a dimension, the most ways first."""
+        names = [name for name in self._axes if self._mesh.shape[name] > 1]
+        choices = [c for n in range(1, len(names) + 1) for c in itertools.combinations(names, n)]
+        choices.sort(key=lambda c: (-axis_size(self._mesh, c), len(c)))
+        return [c[0] if len(c) == 1 else c for c in choices]
+
+    def _put_cut(self, cut: Cut, variables, entry, ruled) -> None:
+        kernels = [variables[w] for w, _ in (*cut.columns, *cut.rows)]
+        if any(id(v) in self.decisions or id(v) in ruled for v in kernels):
+            return
+        first_column, first_row = (variables[g[0][0]] for g in (cut.columns, cut.rows))
+        reasons = {
+            f"column: feeds {_owner(first_row)!r}": cut.columns,
+            f"row: consumes the features of {_owner(first_column)!r}": cut.rows,
+            f"follows the features of {_owner(first_column)!r}": cut.follows,
+        }
+        for reason, members in reasons.items():
+            for w, dim in members:
+                axes = tuple(entry if d == dim else None for d in range(len(variables[w].shape)))
+                self._put(variables[w], axes, reason)
+        self._put_whole(cut.whole, variables, "few heads, which all that are split share")
+
+    def _put_whole(self, whole: Sequence[int], variables, why: str) -> None:
+        for w in whole:
+            whole_here = Decision((), f"tensor_parallel: replicated: {why}")
+            self.decisions.setdefault(id(variables[w]), whole_here)
 
     def _layer(self, layer) -> None:
         if isinstance(layer, _ATTENTION):
@@ -314,19 +395,30 @@ class TensorPlan:
         elif (projection := projection_of(layer)) is not None:
             if id(projection.kernel) not in self.decisions:
                 self._projection(projection)
+            else:
+                self._beside(projection)
         else:
             self._experts(layer)
+
+    def _beside(self, p: Projection) -> None:
+        """What belongs to a kernel that a flow decided for, and takes no part in its call."""
+        decision = self.decisions[id(p.kernel)]
+        if p.bias is not None and id(p.bias) not in self.decisions:
+            self.decisions[id(p.bias)] = Decision((), decision.reason)
+        self._companions(p.layer, "kernel", p.kernel, decision.axes, p.outs)
 
     def _projection(self, p: Projection) -> None:
         layer = p.layer
         row = self._pairing.rows.get(id(layer))
         partner = self._pairing.columns.get(id(layer))
+        why = self._pairing.guessed.get(id(layer))
+        guess = f"; guessed from the order of layers, as {why}" if why else ""
         if p.experts:
             self._split_kernel(p, p.experts, "experts, one group per shard")
         elif row is not None:
-            self._split_kernel(p, p.ins, f"row: consumes the features of {row.path!r}")
+            self._split_kernel(p, p.ins, f"row: consumes the features of {row.path!r}{guess}")
         elif partner is not None:
-            self._split_kernel(p, p.outs, f"column: feeds {partner.path!r}")
+            self._split_kernel(p, p.outs, f"column: feeds {partner.path!r}{guess}")
         elif _elements(p.kernel) >= self._min_size:
             self._split_kernel(p, (*p.outs, *p.ins), "without a partner")
         else:
@@ -378,7 +470,7 @@ class TensorPlan:
         names = ("vocabulary", "width")
         for name, sides in (("embeddings", names), ("reverse_embeddings", names[::-1])):
             table = _keras.stored_weight(layer, name)
-            if table is None or len(table.shape) != 2:
+            if table is None or len(table.shape) != 2 or id(table) in self.decisions:
                 continue
             by_vocabulary = sides.index("vocabulary")
             dim, entry = self._first_dividing(table.shape, (by_vocabulary, 1 - by_vocabulary))
@@ -419,13 +511,11 @@ class TensorPlan:
 
         Biases of shape `(experts, features)` go with them; a router does not.
         """
-        weights = [w for w in _keras.own_variables(layer) if w.trainable]
-        banks = [w for w in weights if len(w.shape) == 3]
-        if len(banks) < 2 or len({w.shape[0] for w in banks}) != 1:
+        banks = _banks(layer)
+        if not banks:
             return
+        weights = [w for w in _keras.own_variables(layer) if w.trainable]
         count = banks[0].shape[0]
-        if count == 1:
-            return  # a dimension to repeat, as of a table of positions
         features = {w.shape[2] for w in banks}
         entry = dividing_axes(count, self._axes, self._mesh)
         if entry is None:
@@ -502,6 +592,41 @@ class TensorPlan:
 
     def _ways(self) -> str:
         return f"{ {name: self._mesh.shape[name] for name in self._axes} }"
+
+
+def _banks(layer) -> list:
+    """The kernels of experts, if a layer has some."""
+    banks = [w for w in _keras.own_variables(layer) if w.trainable and len(w.shape) == 3]
+    sizes = {w.shape[0] for w in banks}
+    # A first dimension of 1 is there to be repeated, as of a table of positions.
+    return banks if len(banks) > 1 and len(sizes) == 1 and sizes != {1} else []
+
+
+def _kernels_in(layer) -> list:
+    """Weights of two or more dimensions, in a layer and in those within it."""
+    return [weight for weight in layer.trainable_variables if len(weight.shape) > 1]
+
+
+def _may_hold_pairs(layer) -> bool:
+    """Whether a layer's call may show more than the graph of a model, or the class of a layer."""
+    if isinstance(layer, (*_ATTENTION, keras.layers.RNN, keras.layers.Wrapper)):
+        return False
+    calls = _keras.graph(layer)
+    if calls is None:
+        return projection_of(layer) is None
+    return any(not _passes_by_name(operation) for _, operation, _ in calls)
+
+
+def _passes_by_name(operation) -> bool:
+    """Whether `_pair_along` knows an operation of a graph."""
+    known = isinstance(operation, keras.Layer) and not isinstance(
+        operation, (keras.layers.Reshape, keras.layers.Permute, keras.layers.Dot)
+    )
+    return known or type(operation).__name__ in _OPERATIONS
+
+
+def _owner(variable) -> str:
+    return variable.path.rpartition("/")[0]
 
 
 _GATES: dict[Any, int] = {

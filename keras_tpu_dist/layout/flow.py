@@ -1,0 +1,534 @@
+"""Which weights open a split of features and which close it, read in the traced call of a layer.
+
+A mesh axis that cuts a dimension of a value into equal parts cuts dimensions of other values with
+it: through sums, products, reshapes, attention by heads. Dimensions that are cut together form a
+`Cut`. A kernel whose output features are in it opens it (a column of Megatron's), one that sums
+over it closes it (a row), biases and scales follow. Nothing is sent between the two.
+"""
+
+import contextlib
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import keras
+
+from keras_tpu_dist import _keras
+from keras_tpu_dist.trace.calls import calls
+from keras_tpu_dist.trace.dimensions import Dimensions, Step, dimensions
+from keras_tpu_dist.trace.jaxprs import opened
+
+# What stands for a size that a layer was built without: of the batch, and of all others.
+_ROWS, _LENGTH = 8, 32
+
+# A kernel that is at most so large beside the largest one of a cut may stay whole for it: those of
+# fewer key and value heads than devices, which query heads share.
+_SMALL = 1 / 2
+
+
+_SEARCHES = ("sort", "top_k", "approx_top_k", "argmax", "argmin")
+
+
+class NotTraced(Exception):
+    """The call of a layer cannot be traced by itself."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Dimensions of weights that one mesh axis cuts together, so that values between stay cut.
+
+    Attributes:
+        columns: Kernels whose output features it cuts: number of the variable, and its dimension.
+        rows: Kernels that sum over the features it cuts, likewise.
+        follows: Biases, scales and statistics of those features, likewise.
+        whole: Kernels that feed it and are better whole: their few heads do not divide.
+        sent_bytes: What is summed over the mesh axis for it in a forward and a backward pass.
+        products: Multiplications that are divided by it.
+    """
+
+    columns: tuple[tuple[int, int], ...]
+    rows: tuple[tuple[int, int], ...]
+    follows: tuple[tuple[int, int], ...]
+    whole: tuple[int, ...]
+    sent_bytes: int
+    products: int
+
+
+class _Value(NamedTuple):
+    """A value in the program.
+
+    Attributes:
+        nodes: The node of each dimension.
+        weights: The weights it is computed from; `None` if it depends on inputs, too.
+        kernels: The kernels of the last products with weights that it depends on.
+        bytes: Its bytes, before it was repeated.
+    """
+
+    nodes: tuple[int, ...]
+    weights: frozenset[int] | None
+    kernels: frozenset[int]
+    bytes: int
+
+
+class _Link(NamedTuple):
+    """A dimension of an operand that becomes one of a result, as the same parts up to `parts`."""
+
+    node: int
+    to: int
+    parts: int
+    operand_bytes: int
+
+
+class _Product(NamedTuple):
+    """A product of a value and a kernel, by the nodes of the kernel's dimensions."""
+
+    weights: frozenset[int]
+    summed: tuple[int, ...]
+    free: tuple[int, ...]
+    operand: tuple[int, ...]
+    operand_bytes: int
+    result_bytes: int
+    products: int
+
+
+@dataclass
+class Flow:
+    """How dimensions are cut together in the call of a layer.
+
+    Attributes:
+        sizes: For each node, a dimension of a value, its size.
+        steps: For each operation the nodes that it links.
+        products: Products with kernels.
+        sums: Nodes over which an operation sums or searches, and the bytes of its result.
+        whole: Nodes that an operation needs whole.
+        meets: For products of two values, the nodes of one and the kernels that made the other.
+        searched: Kernels whose features are sorted or searched, as a router's.
+        ends: Nodes of the layer's inputs and outputs.
+        weights: For each weight the nodes of its dimensions.
+    """
+
+    sizes: list[int] = field(default_factory=list)
+    steps: list[list[_Link]] = field(default_factory=list)
+    products: list[_Product] = field(default_factory=list)
+    sums: list[tuple[int, int]] = field(default_factory=list)
+    whole: list[int] = field(default_factory=list)
+    meets: list[tuple[tuple[int, ...], frozenset[int]]] = field(default_factory=list)
+    searched: set[int] = field(default_factory=set)
+    ends: list[int] = field(default_factory=list)
+    weights: list[tuple[int, ...]] = field(default_factory=list)
+
+    def cuts(self, ways: int) -> list[Cut]:
+        """What can be cut into so many parts without sending anything between its kernels.
+
+        Args:
+            ways: The size of the mesh axis.
+
+        Returns:
+            The cuts, those first that divide the most work for what they send.
+        """
+        root = self._together(ways)
+        sums: dict[int, int] = defaultdict(int)
+        for node, result_bytes in self.sums:
+            sums[root[node]] += result_bytes
+        spoiled = {root[node] for node in (*self.whole, *self.ends)}
+        spoiled |= self._broken(root, ways, sums)
+        found = []
+        for one, products in self._by_cut(root).items():
+            if one in spoiled or self.sizes[one] % ways:
+                continue
+            cut = self._cut(one, products, root, sums[one])
+            if cut is not None:
+                found.append(cut)
+        found.sort(key=lambda cut: -cut.products / max(cut.sent_bytes, 1))
+        return found
+
+    def _together(self, ways: int) -> list[int]:
+        """For each node, the one that stands for all that are cut with it."""
+        parent = list(range(len(self.sizes)))
+
+        def top(node: int) -> int:
+            while parent[node] != node:
+                parent[node] = parent[parent[node]]
+                node = parent[node]
+            return node
+
+        for links in self.steps:
+            for link in links:
+                if link.parts % ways == 0:
+                    parent[top(link.node)] = top(link.to)
+        return [top(node) for node in range(len(parent))]
+
+    def _broken(self, root: list[int], ways: int, sums: dict[int, int]) -> set[int]:
+        """Cuts of values that an operation mixes: it links a dimension, but not part by part.
+
+        A part of a result that is made of a whole value costs a sum of that value's gradient.
+        """
+        broken = set()
+        for links in self.steps:
+            from_live = {link.node for link in links if link.parts % ways == 0}
+            to_live = {link.to for link in links if link.parts % ways == 0}
+            broken |= {root[link.node] for link in links if link.node not in from_live}
+            made = {link.to: link.operand_bytes for link in links if link.to not in to_live}
+            for node, operand_bytes in made.items():
+                sums[root[node]] += operand_bytes
+        return broken
+
+    def _by_cut(self, root: list[int]) -> dict[int, list[_Product]]:
+        found: dict[int, list[_Product]] = defaultdict(list)
+        for product in self.products:
+            for one in {root[node] for node in (*product.summed, *product.free)}:
+                found[one].append(product)
+        return found
+
+    def _cut(self, one: int, products: list[_Product], root: list[int], sums: int) -> Cut | None:
+        dims = [[d for d, node in enumerate(nodes) if root[node] == one] for nodes in self.weights]
+        if any(len(own) > 1 for own in dims):
+            return None
+        rows: set[int] = set()
+        columns: set[int] = set()
+        work = summed = 0
+        operands = {}
+        for product in products:
+            closes = any(root[node] == one for node in product.summed)
+            work += product.products
+            (rows if closes else columns).update(w for w in product.weights if dims[w])
+            if closes:
+                summed += product.result_bytes
+            else:
+                operands[product.operand] = product.operand_bytes
+        if not rows or not columns or rows & columns or sums > summed:
+            return None
+        follows = {w for w, own in enumerate(dims) if own} - rows - columns
+        numbered = (tuple((w, dims[w][0]) for w in sorted(g)) for g in (columns, rows, follows))
+        return Cut(
+            *numbered,
+            whole=self._shared(one, columns | rows, root),
+            sent_bytes=2 * (summed + sum(operands.values()) + sums),
+            products=work,
+        )
+
+    def _shared(self, one: int, cut: set[int], root: list[int]) -> tuple[int, ...]:
+        """Kernels that make what meets the cut features whole, as keys that query heads share."""
+        small = max(self.elements(w) for w in cut) * _SMALL
+        found = {
+            w
+            for nodes, kernels in self.meets
+            if any(root[node] == one for node in nodes)
+            for w in kernels - cut
+        }
+        return tuple(sorted(w for w in found if self.elements(w) <= small))
+
+    def elements(self, weight: int) -> int:
+        """The number of elements of a weight.
+
+        Args:
+            weight: Its number.
+        """
+        return math.prod(self.sizes[node] for node in self.weights[weight])
+
+    def routers(self) -> list[int]:
+        """Kernels, small ones, whose features are sorted or searched: better whole."""
+        small = max(map(self.elements, range(len(self.weights))), default=0) * _SMALL
+        return sorted(w for w in self.searched if self.elements(w) <= small)
+
+
+class _Reader:
+    """Reads a program into a `Flow`."""
+
+    def __init__(self):
+        self.flow = Flow()
+
+    def value(
+        self,
+        atom: Any,
+        weights: frozenset[int] | None = None,
+        kernels: frozenset[int] = frozenset(),
+    ) -> _Value:
+        shape = tuple(getattr(atom.aval, "shape", ()))
+        first = len(self.flow.sizes)
+        self.flow.sizes.extend(shape)
+        item = getattr(getattr(atom.aval, "dtype", None), "itemsize", 4)
+        nodes = tuple(range(first, first + len(shape)))
+        return _Value(nodes, weights, kernels, math.prod(shape) * item)
+
+    def read(self, jaxpr: Any, operands: Iterable[_Value]) -> list[_Value]:
+        values = dict(zip(jaxpr.invars, operands, strict=True))
+        constant: frozenset[int] = frozenset()
+
+        def of(atom: Any) -> _Value:
+            known = None if hasattr(atom, "val") else values.get(atom)
+            return self.value(atom, constant) if known is None else known
+
+        for equation in jaxpr.eqns:
+            given = [of(atom) for atom in equation.invars]
+            found = dimensions(equation)
+            if found is not None:
+                results = self._known(equation, found, given)
+            else:
+                results = self._called(equation, given)
+            values.update(zip(equation.outvars, results, strict=True))
+        return [of(atom) for atom in jaxpr.outvars]
+
+    def _known(self, equation: Any, found: Dimensions, given: list[_Value]) -> list[_Value]:
+        weights, kernels = _union(given), _last_kernels(given)
+        if equation.primitive.name in _SEARCHES:
+            self.flow.searched |= kernels
+        results = [self.value(atom, weights, kernels) for atom in equation.outvars]
+        if equation.primitive.name == "broadcast_in_dim":
+            results = [results[0]._replace(bytes=given[0].bytes)]
+        links = [
+            _Link(
+                given[step.operand].nodes[step.dimension],
+                results[step.result].nodes[step.to],
+                step.parts,
+                given[step.operand].bytes,
+            )
+            for step in found.steps
+        ]
+        for (i, a), (j, b) in found.together:
+            node, other = given[i].nodes[a], given[j].nodes[b]
+            if self.flow.sizes[node] == self.flow.sizes[other]:
+                links.append(_Link(node, other, self.flow.sizes[node], 0))
+        self.flow.steps.append(links)
+        product = self._gone(equation, found.steps, given, results)
+        return results if product is None else [results[0]._replace(kernels=product.weights)]
+
+    def _gone(
+        self, equation: Any, steps: tuple[Step, ...], given: list[_Value], results: list[_Value]
+    ) -> _Product | None:
+        """Dimensions that no result has: they are summed over, or looked up in."""
+        stays = {(step.operand, step.dimension) for step in steps}
+        gone = [
+            [n for d, n in enumerate(v.nodes) if (i, d) not in stays and self.flow.sizes[n] > 1]
+            for i, v in enumerate(given)
+        ]
+        result_bytes = sum(result.bytes for result in results)
+        name = equation.primitive.name
+        if name in ("dot_general", "conv_general_dilated"):
+            return self._product(given[:2], gone, results[0])
+        if name.startswith(("reduce_", "arg")):
+            self.flow.sums += [(node, result_bytes) for node in gone[0]]
+        elif name == "gather":
+            self.flow.sums += [(node, result_bytes) for node in gone[0]]
+            self.flow.whole += gone[1]
+        else:
+            self.flow.whole += [node for nodes in gone for node in nodes]
+        return None
+
+    def _product(
+        self, given: list[_Value], gone: list[list[int]], result: _Value
+    ) -> _Product | None:
+        kernels = [i for i in (0, 1) if given[i].weights]
+        if len(kernels) != 1:
+            self.flow.sums += [(node, result.bytes) for node in gone[0]]
+            left, right = given
+            self.flow.meets += [(left.nodes, right.kernels), (right.nodes, left.kernels)]
+            return None
+        kernel, operand = given[kernels[0]], given[1 - kernels[0]]
+        summed = tuple(gone[kernels[0]])
+        free = tuple(node for node in kernel.nodes if node not in summed)
+        size = math.prod(self.flow.sizes[node] for node in (*result.nodes, *summed))
+        product = _Product(
+            weights=kernel.weights or frozenset(),
+            summed=summed,
+            free=free,
+            operand=operand.nodes,
+            operand_bytes=operand.bytes,
+            result_bytes=result.bytes,
+            products=size,
+        )
+        self.flow.products.append(product)
+        return product
+
+    def _called(self, equation: Any, given: list[_Value]) -> list[_Value]:
+        programs = calls(equation)
+        if not programs or any(program.kind == "unknown" for program in programs):
+            self.flow.whole += [node for value in given for node in value.nodes]
+            results = [self.value(atom) for atom in equation.outvars]
+            self.flow.whole += [node for value in results for node in value.nodes]
+            return results
+        kernels = _last_kernels(given)
+        results = [self.value(atom, kernels=kernels) for atom in equation.outvars]
+        once = len(programs) == 1 and programs[0].kind == "call"
+        for program in programs:
+            inner = opened(program.jaxpr)
+            carried = set(program.carried)
+            operands = [
+                _Value(
+                    given[i].nodes[len(given[i].nodes) - len(atom.aval.shape) :],
+                    None if i in carried else given[i].weights,
+                    given[i].kernels,
+                    given[i].bytes,
+                )
+                for i, atom in zip(program.operands, inner.invars, strict=True)
+            ]
+            made = self.read(inner, operands)
+            for of, value in zip(program.results, made, strict=False):
+                self._link(value, results[of])
+                if once:
+                    results[of] = results[of]._replace(weights=value.weights, kernels=value.kernels)
+            for of, value in zip(program.carried, made, strict=False):
+                self._link(value, given[of])
+        return results
+
+    def _link(self, inner: _Value, outer: _Value) -> None:
+        own = outer.nodes[len(outer.nodes) - len(inner.nodes) :]
+        pairs = zip(inner.nodes, own, strict=True)
+        self.flow.steps.append([_Link(a, b, self.flow.sizes[a], 0) for a, b in pairs])
+
+
+def _union(values: list[_Value]) -> frozenset[int] | None:
+    """The weights that values are computed from, if they are computed from nothing else."""
+    found: frozenset[int] = frozenset()
+    for value in values:
+        if value.weights is None:
+            return None
+        found |= value.weights
+    return found
+
+
+def _last_kernels(values: list[_Value]) -> frozenset[int]:
+    return frozenset().union(*(value.kernels for value in values))
+
+
+def flow_of(layer: Any, variables: list) -> Flow:
+    """Traces the call of a layer by itself, and reads it.
+
+    Args:
+        layer: A built layer or model.
+        variables: Its variables, in the order in which a `Cut` numbers them.
+
+    Returns:
+        The flow; of equal layers, as the blocks of a model are, it is found once.
+
+    Raises:
+        NotTraced: If what it was built for is not known, or its call fails.
+    """
+    form = _form(layer, variables)
+    if form not in _known_flows:
+        if len(_known_flows) >= _MOST_KNOWN:
+            _known_flows.pop(next(iter(_known_flows)))
+        _known_flows[form] = _read(layer, variables)
+    flow = _known_flows[form]
+    if isinstance(flow, str):
+        raise NotTraced(flow)
+    return flow
+
+
+_known_flows: dict[Any, Flow | str] = {}
+_MOST_KNOWN = 256
+
+
+def _form(layer: Any, variables: list) -> Any:
+    """What the call of a layer depends on: equal for layers that differ by names and values."""
+    shapes = tuple((tuple(v.shape), str(v.dtype)) for v in variables)
+    inner = [layer] if _keras.graph(layer) else _keras.flatten_layers(layer)
+    parts = tuple((type(each), _attributes(each), _configured(each)) for each in inner)
+    return (shapes, repr(_arguments(layer)), parts)
+
+
+_NAMES = ("name", "_name", "_path", "_parent_path")
+
+
+def _attributes(layer: Any) -> str:
+    """What a layer has as plain values and functions, but for its names."""
+    found: dict[str, Any] = {"compute dtype": layer.compute_dtype}
+    for name, value in vars(layer).items():
+        if isinstance(value, (int, float, str)) and name not in _NAMES:
+            found[name] = value
+        elif callable(value) and not isinstance(value, (keras.Layer, keras.Variable)):
+            found[name] = getattr(value, "__qualname__", type(value).__qualname__)
+    return repr(found)
+
+
+def _configured(layer: Any) -> str:
+    """A layer's config, but for names; a layer of the user's may have none."""
+    try:
+        return repr(_nameless(layer.get_config()))
+    except NotImplementedError:
+        return ""
+
+
+def _nameless(config: Any) -> Any:
+    if isinstance(config, dict):
+        return {key: _nameless(value) for key, value in config.items() if key not in _NAMES}
+    return [_nameless(value) for value in config] if isinstance(config, (list, tuple)) else config
+
+
+def _read(layer: Any, variables: list) -> Flow | str:
+    try:
+        jaxpr = _traced(layer, variables)
+    except NotTraced as error:
+        return str(error)
+    reader = _Reader()
+    weights = [
+        reader.value(atom, frozenset([n])) for n, atom in enumerate(jaxpr.invars[: len(variables)])
+    ]
+    inputs = [reader.value(atom) for atom in jaxpr.invars[len(variables) :]]
+    outputs = reader.read(jaxpr, [*weights, *inputs])
+    flow = reader.flow
+    flow.weights = [weight.nodes for weight in weights]
+    flow.ends = [node for value in (*inputs, *outputs) for node in value.nodes]
+    return flow
+
+
+def _traced(layer: Any, variables: list) -> Any:
+    trained = len(layer.trainable_variables)
+    options = {"training": False} if _keras.call_takes(layer, "training") else {}
+
+    def call(values: list, arguments: tuple, named: dict[str, Any]) -> Any:
+        weights = values[:trained], values[trained:]
+        return layer.stateless_call(*weights, *arguments, **named, **options)[0]
+
+    weights = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in variables]
+    reasons = ["what it was built for is not known"]
+    for arguments, named in _arguments(layer):
+        try:
+            # Within another scope, variables that have no value yet are given none.
+            with _without_distribution(), keras.StatelessScope(initialize_variables=False):
+                return opened(jax.make_jaxpr(call)(weights, arguments, named))
+        except Exception as error:  # whatever a user's call raises
+            reasons.append(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+    raise NotTraced(reasons[-1])
+
+
+@contextlib.contextmanager
+def _without_distribution() -> Iterator[None]:
+    """A strategy would lay the outputs of layers out, for which it asks the plan."""
+    active = keras.distribution.distribution()
+    keras.distribution.set_distribution(None)
+    try:
+        yield
+    finally:
+        keras.distribution.set_distribution(active)
+
+
+def _arguments(layer: Any) -> list[tuple[tuple, dict[str, Any]]]:
+    """Arguments of a layer's call as it was built for: of floats or, second, of integers."""
+    if _keras.graph(layer) is not None and getattr(layer, "inputs", None):
+        inputs = jax.tree.map(lambda t: _abstract(t.shape, t.dtype), _keras.declared_inputs(layer))
+        return [((inputs,), {})]
+    config = layer.get_build_config() or {}
+    floats = layer.compute_dtype or keras.config.floatx()
+    if "shapes_dict" in config:
+        shapes = {k.removesuffix("_shape"): s for k, s in config["shapes_dict"].items() if s}
+        return [((), _of_shapes(shapes, dtype)) for dtype in (floats, "int32") if shapes]
+    shape = config.get("input_shape")
+    return [((_of_shapes(shape, dtype),), {}) for dtype in (floats, "int32") if shape]
+
+
+def _of_shapes(shapes: Any, dtype: str) -> Any:
+    if isinstance(shapes, dict):
+        return {key: _of_shapes(shape, dtype) for key, shape in shapes.items()}
+    if any(isinstance(size, (tuple, list)) for size in shapes):
+        return [_of_shapes(shape, dtype) for shape in shapes]
+    return _abstract(shapes, dtype)
+
+
+def _abstract(shape: Any, dtype: Any) -> jax.ShapeDtypeStruct:
+    unknown = (_ROWS, *(_LENGTH,) * len(shape))
+    sizes = (n or m for n, m in zip(shape, unknown, strict=False))
+    return jax.ShapeDtypeStruct(tuple(sizes), dtype)

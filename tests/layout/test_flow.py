@@ -1,0 +1,159 @@
+"""Pairs of kernels by data flow: what a traced call shows, whatever its layers are called."""
+
+import jax
+import keras
+import numpy as np
+import pytest
+from decoders import FAMILIES, TIME, WIDTH, Attention, Block, stacked
+from helpers import assert_close, built
+from test_planner_programs import KINDS, collectives, compiled, program
+
+import keras_tpu_dist as ktd
+from keras_tpu_dist.hlo.collectives import replica_groups
+from keras_tpu_dist.layout import flow
+
+L = keras.layers
+BY_FOUR = {"data": 2, "model": 4}
+
+
+def layouts(build, mesh=None):
+    strategy = ktd.TPUStrategy(mesh or BY_FOUR, "tensor_parallel")
+    with strategy.scope():
+        model = build()
+    rows = strategy.explain(model).rows
+    return {row.path: (row.axes, row.reason) for row in rows}
+
+
+def kernels(found, name):
+    """The layouts of the kernels of layers of this name, wherever they are."""
+    end = f"/{name}/kernel"
+    return [axes for path, (axes, _) in found.items() if f"/{path}".endswith(end)]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_each_family_is_paired(name):
+    found = layouts(FAMILIES[name][0])
+    assert not [path for path, (_, why) in found.items() if "without a partner" in why]
+    for column in ("q", "query_key_value", "gate", "up"):
+        for axes in kernels(found, column):
+            assert axes[:2] == (None, "model"), column
+    for axes in kernels(found, "down"):
+        assert axes == ("model", None)
+    output = [axes for path, (axes, why) in found.items() if "row:" in why and "kernel" in path]
+    assert output
+    assert {axes[0] for axes in output} == {"model"}
+
+
+def test_heads_that_do_not_divide_are_whole_for_those_that_do():
+    found = layouts(lambda: stacked(Block(Attention(kv=2))))
+    assert kernels(found, "q") == [(None, "model")]
+    assert kernels(found, "k") == kernels(found, "v") == [()]
+    found = layouts(lambda: stacked(Block(Attention(kv=2))), {"data": 4, "model": 2})
+    assert kernels(found, "k") == kernels(found, "v") == [(None, "model")]
+
+
+def test_a_router_is_whole():
+    found = layouts(FAMILIES["mixtral"][0])
+    (router,) = [each for path, each in found.items() if "router" in path]
+    assert router[0] == ()
+    assert "searched" in router[1]
+
+
+def test_a_learned_bias_by_distance_is_split_by_heads():
+    found = layouts(FAMILIES["t5"][0])
+    tables = [axes for path, (axes, _) in found.items() if path.endswith("embeddings")]
+    assert tables == [(None, "model")] * 2
+
+
+def test_features_that_are_mixed_are_not_split():
+    """A gate that halves its features, and one kernel for queries, keys and values in a row."""
+
+    class Halved(L.Layer):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = L.Dense(64, name="up"), L.Dense(WIDTH, name="down")
+
+        def call(self, x):
+            a, b = keras.ops.split(self.up(x), 2, axis=-1)
+            return self.down(a * keras.ops.silu(b))
+
+    found = layouts(lambda: stacked(Halved()))
+    assert not any("row" in why or "column" in why for _, why in found.values())
+
+
+def test_what_cannot_be_traced_is_guessed_and_says_so():
+    class Untraceable(L.Layer):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = L.Dense(64), L.Dense(WIDTH)
+
+        def build(self, shape):
+            self.up.build(shape)
+            self.down.build((*shape[:-1], 64))
+
+        def call(self, x, steps):
+            for _ in range(steps):
+                x = self.down(self.up(x))
+            return x
+
+    def build():
+        x = keras.Input((TIME, WIDTH))
+        return keras.Model(x, Untraceable()(x, steps=2))
+
+    found = layouts(build)
+    reasons = [why for path, (_, why) in found.items() if path.endswith("kernel")]
+    assert len(reasons) == 2
+    for why in reasons:
+        assert "guessed from the order of layers, as the call of 'untraceable'" in why
+        assert "steps" in why
+
+
+def test_equal_blocks_are_traced_once(monkeypatch):
+    traced = []
+    real = flow._traced
+    monkeypatch.setattr(flow, "_traced", lambda *given: traced.append(1) or real(*given))
+    flow._known_flows.clear()
+    layouts(lambda: stacked(*(Block(Attention(kv=4)) for _ in range(6))))
+    assert len(traced) == 2  # an attention, and a block
+
+
+def test_variables_have_no_value_by_it():
+    """Keras gives variables that wait for one what the innermost scope computes: a tracer."""
+    with keras.StatelessScope(initialize_variables=False):
+        model = FAMILIES["llama"][0]()
+    strategy = ktd.TPUStrategy(BY_FOUR, "tensor_parallel")
+    strategy.explain(model)
+    assert all(isinstance(v.value, jax.Array) for v in model.weights)
+    assert not any(isinstance(v.value, jax.core.Tracer) for v in model.weights)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, (_, count) in FAMILIES.items() if count])
+def test_two_sums_forward_and_two_backward(name):
+    build, count = FAMILIES[name]
+    strategy = ktd.TPUStrategy(BY_FOUR, "tensor_parallel")
+    model = built(compiled(build, "sgd"), strategy)
+    x = np.ones((4, TIME, WIDTH), "float32")
+    text = program(model, strategy, x, x)
+    along_model = [
+        g for g in collectives(text) if replica_groups(g, 8) == ((0, 1, 2, 3), (4, 5, 6, 7))
+    ]
+    assert len(along_model) == count, collectives(text)
+    for kind in KINDS:
+        assert not collectives(text, kind), kind
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_equal_to_one_device(name):
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(2, 26, TIME, WIDTH)).astype("float32")
+
+    def run(strategy):
+        model = built(compiled(FAMILIES[name][0], "sgd"), strategy)
+        model.fit(x, y, batch_size=13, shuffle=False, verbose=0)
+        return [model.predict(x[:5], verbose=0), model.get_weights()]
+
+    expected = run(None)
+    for mesh in ({"data": 4, "model": 2}, BY_FOUR, {"data": 2, "fsdp": 2, "model": 2}):
+        assert_close(run(ktd.TPUStrategy(mesh, "tensor_parallel")), expected)
