@@ -18,7 +18,7 @@ import keras
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.trace.calls import calls
-from keras_tpu_dist.trace.dimensions import Dimensions, Step, dimensions
+from keras_tpu_dist.trace.dimensions import Dimensions, Mapped, dimensions
 from keras_tpu_dist.trace.jaxprs import opened
 
 # What stands for a size that a layer was built without: of the batch, and of all others.
@@ -286,21 +286,21 @@ class _Reader:
                 step.parts,
                 given[step.operand].bytes,
             )
-            for step in found.steps
+            for step in found.mapped
         ]
         for (i, a), (j, b) in found.together:
             node, other = given[i].nodes[a], given[j].nodes[b]
             if self.flow.sizes[node] == self.flow.sizes[other]:
                 links.append(_Link(node, other, self.flow.sizes[node], 0))
         self.flow.steps.append(links)
-        product = self._gone(equation, found.steps, given, results)
+        product = self._gone(equation, found.mapped, given, results)
         return results if product is None else [results[0]._replace(kernels=product.weights)]
 
     def _gone(
-        self, equation: Any, steps: tuple[Step, ...], given: list[_Value], results: list[_Value]
+        self, equation: Any, mapped: tuple[Mapped, ...], given: list[_Value], results: list[_Value]
     ) -> _Product | None:
         """Dimensions that no result has: they are summed over, or looked up in."""
-        stays = {(step.operand, step.dimension) for step in steps}
+        stays = {(each.operand, each.dimension) for each in mapped}
         gone = [
             [n for d, n in enumerate(v.nodes) if (i, d) not in stays and self.flow.sizes[n] > 1]
             for i, v in enumerate(given)
@@ -345,7 +345,7 @@ class _Reader:
 
     def _called(self, equation: Any, given: list[_Value]) -> list[_Value]:
         programs = calls(equation)
-        if not programs or any(program.kind == "unknown" for program in programs):
+        if not programs or any(p.kind == "unknown" or p.devices > 1 for p in programs):
             self.flow.whole += [node for value in given for node in value.nodes]
             results = [self.value(atom) for atom in equation.outvars]
             self.flow.whole += [node for value in results for node in value.nodes]
@@ -430,14 +430,14 @@ def _form(layer: Any, variables: list) -> Any:
     return (shapes, repr(_arguments(layer)), parts)
 
 
-_NAMES = ("name", "_name", "_path", "_parent_path")
+_NAMES = ("name", "path", "parent_path")
 
 
 def _attributes(layer: Any) -> str:
     """What a layer has as plain values and functions, but for its names."""
     found: dict[str, Any] = {"compute dtype": layer.compute_dtype}
     for name, value in vars(layer).items():
-        if isinstance(value, (int, float, str)) and name not in _NAMES:
+        if isinstance(value, (int, float, str)) and name.strip("_") not in _NAMES:
             found[name] = value
         elif callable(value) and not isinstance(value, (keras.Layer, keras.Variable)):
             found[name] = getattr(value, "__qualname__", type(value).__qualname__)
