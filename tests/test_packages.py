@@ -29,7 +29,7 @@ PACKAGES = {
     "layers": {*BASE, "hardware", "recurrence"},
     "attention": {*BASE, "hardware", "memory", "partitioner"},
     "input": {*BASE, "hardware", "processes"},
-    "layout": {*BASE, "hardware", "partitioner", "show"},
+    "layout": {*BASE, "hardware", "partitioner", "show", "trace"},
     "logical": {*BASE, "hardware", "layout", "partitioner"},
     "training": {*BASE, "hardware", "input", "layout", "memory", "partitioner", "processes"},
     "checkpoint": {*BASE, "input", "processes", "show", "training"},

@@ -1,6 +1,5 @@
 """Nothing is deleted before its successor is whole; a directory has one run, and one writer."""
 
-import importlib
 import logging
 import os
 import pathlib
@@ -14,6 +13,7 @@ import pytest
 from helpers import loaded
 
 import keras_tpu_dist as ktd
+from keras_tpu_dist.callbacks import fit_checkpoints
 from keras_tpu_dist.checkpoint import keeping
 from keras_tpu_dist.checkpoint.keeping import Known, staying
 from keras_tpu_dist.checkpoint.store import Store
@@ -115,14 +115,13 @@ def test_a_directory_has_one_run(tmp_path, said):
 
 
 def test_a_checkpoint_without_a_run_is_gone_on_with(tmp_path, monkeypatch, said):
-    module = importlib.import_module(ktd.callbacks.Checkpoint.__module__)
-    stock = module.snapshot
+    stock = fit_checkpoints.snapshot
 
     def older(model, training, extra):
         kept = {k: v for k, v in training.items() if k not in ("run", "metrics")}
         return stock(model, kept, extra)
 
-    monkeypatch.setattr(module, "snapshot", older)
+    monkeypatch.setattr(fit_checkpoints, "snapshot", older)
     fit(ktd.callbacks.Checkpoint(tmp_path), epochs=1)
     monkeypatch.undo()
     saved = ktd.callbacks.Checkpoint(tmp_path)

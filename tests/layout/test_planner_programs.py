@@ -50,8 +50,8 @@ def program(model, strategy, x, y):
 def collectives(text, kind="all-reduce"):
     """The replica groups of each collective of a kind."""
     lines = re.findall(rf"= .* {kind}(?:-start)?\(.*", text)
-    # Newer versions of XLA write them as an iota: "[2,4]<=[8]".
-    groups = r"replica_groups=(\{\{.*?\}\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?|\S+)"
+    # Newer versions of XLA write them as an iota, "[2,4]<=[8]", or as axes of a mesh.
+    groups = r"replica_groups=(mesh\[.*?\] \{.*?\}|\{\{.*?\}\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?|\S+)"
     return [re.search(groups, line)[1] for line in lines]
 
 
