@@ -51,7 +51,8 @@ def collectives(text, kind="all-reduce"):
     """The replica groups of each collective of a kind."""
     lines = re.findall(rf"= .* {kind}(?:-start)?\(.*", text)
     # Newer versions of XLA write them as an iota, "[2,4]<=[8]", or as axes of a mesh.
-    groups = r"replica_groups=(mesh\[.*?\] \{.*?\}|\{\{.*?\}\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?|\S+)"
+    iota = r"\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?"
+    groups = rf"replica_groups=(mesh\[.*?\] \{{.*?\}}|\{{\{{.*?\}}\}}|{iota}|\S+)"
     return [re.search(groups, line)[1] for line in lines]
 
 
