@@ -95,6 +95,7 @@ from keras_tpu_dist._keras.seam import table as table
 from keras_tpu_dist._keras.structure import ATTENTION_OPTIONS as ATTENTION_OPTIONS
 from keras_tpu_dist._keras.structure import AutocastScope as AutocastScope
 from keras_tpu_dist._keras.structure import Functional as Functional
+from keras_tpu_dist._keras.structure import call_arguments as call_arguments
 from keras_tpu_dist._keras.structure import call_takes as call_takes
 from keras_tpu_dist._keras.structure import compile_arguments as compile_arguments
 from keras_tpu_dist._keras.structure import declared_inputs as declared_inputs

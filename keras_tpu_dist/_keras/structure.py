@@ -134,6 +134,15 @@ def graph(model: Any) -> list[tuple[Any, Any, list]] | None:
     return [(node, node.operation, list(node.parent_nodes)) for node in nodes]
 
 
+def call_arguments(node: Any) -> tuple[tuple, dict[str, Any]]:
+    """What a call in the graph was given, with symbolic tensors; public replacement: none.
+
+    Args:
+        node: A node that `graph` gives.
+    """
+    return node.arguments.args, node.arguments.kwargs
+
+
 def route_attention(replacement: Callable[..., object]) -> None:
     """Routes every dot-product attention of Keras's JAX backend through `replacement`.
 

@@ -394,12 +394,17 @@ def _last_kernels(values: list[_Value]) -> frozenset[int]:
     return frozenset().union(*(value.kernels for value in values))
 
 
-def flow_of(layer: Any, variables: list) -> Flow:
+# The arguments of a call: by position, and by name.
+Arguments = tuple[tuple, dict[str, Any]]
+
+
+def flow_of(layer: Any, variables: list, called: Arguments | None = None) -> Flow:
     """Traces the call of a layer by itself, and reads it.
 
     Args:
         layer: A built layer or model.
         variables: Its variables, in the order in which a `Cut` numbers them.
+        called: Arguments of its call, with symbolic tensors. Defaults to what it was built for.
 
     Returns:
         The flow; of equal layers, as the blocks of a model are, it is found once.
@@ -407,12 +412,13 @@ def flow_of(layer: Any, variables: list) -> Flow:
     Raises:
         NotTraced: If what it was built for is not known, or its call fails.
     """
-    form = _form(layer, variables)
-    if form not in _known_flows:
+    given = _arguments(layer) if called is None else [_abstract_call(called)]
+    form = _form(layer, variables, given)
+    flow = _known_flows.get(form)
+    if flow is None:
         if len(_known_flows) >= _MOST_KNOWN:
-            _known_flows.pop(next(iter(_known_flows)))
-        _known_flows[form] = _read(layer, variables)
-    flow = _known_flows[form]
+            _known_flows.clear()
+        flow = _known_flows[form] = _read(layer, variables, given)
     if isinstance(flow, str):
         raise NotTraced(flow)
     return flow
@@ -422,12 +428,12 @@ _known_flows: dict[Any, Flow | str] = {}
 _MOST_KNOWN = 256
 
 
-def _form(layer: Any, variables: list) -> Any:
+def _form(layer: Any, variables: list, given: list[Arguments]) -> Any:
     """What the call of a layer depends on: equal for layers that differ by names and values."""
     shapes = tuple((tuple(v.shape), str(v.dtype)) for v in variables)
     inner = [layer] if _keras.graph(layer) else _keras.flatten_layers(layer)
     parts = tuple((type(each), _attributes(each), _configured(each)) for each in inner)
-    return (shapes, repr(_arguments(layer)), parts)
+    return (shapes, repr(given), parts)
 
 
 _NAMES = ("name", "path", "parent_path")
@@ -445,11 +451,11 @@ def _attributes(layer: Any) -> str:
 
 
 def _configured(layer: Any) -> str:
-    """A layer's config, but for names; a layer of the user's may have none."""
+    """A layer's config, but for names; that of a user's layer may be missing, or fail."""
     try:
         return repr(_nameless(layer.get_config()))
-    except NotImplementedError:
-        return ""
+    except Exception as error:  # whatever a user's method raises
+        return type(error).__name__
 
 
 def _nameless(config: Any) -> Any:
@@ -458,9 +464,9 @@ def _nameless(config: Any) -> Any:
     return [_nameless(value) for value in config] if isinstance(config, (list, tuple)) else config
 
 
-def _read(layer: Any, variables: list) -> Flow | str:
+def _read(layer: Any, variables: list, given: list[Arguments]) -> Flow | str:
     try:
-        jaxpr = _traced(layer, variables)
+        jaxpr = _traced(layer, variables, given)
     except NotTraced as error:
         return str(error)
     reader = _Reader()
@@ -475,21 +481,26 @@ def _read(layer: Any, variables: list) -> Flow | str:
     return flow
 
 
-def _traced(layer: Any, variables: list) -> Any:
+def _traced(layer: Any, variables: list, given: list[Arguments]) -> Any:
     trained = len(layer.trainable_variables)
     options = {"training": False} if _keras.call_takes(layer, "training") else {}
 
-    def call(values: list, arguments: tuple, named: dict[str, Any]) -> Any:
+    def call(values: list, tensors: list) -> Any:
+        filled = iter(tensors)
+        arguments, named = jax.tree.map(
+            lambda leaf: next(filled) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf, form
+        )
         weights = values[:trained], values[trained:]
-        return layer.stateless_call(*weights, *arguments, **named, **options)[0]
+        return layer.stateless_call(*weights, *arguments, **{**options, **named})[0]
 
     weights = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in variables]
     reasons = ["what it was built for is not known"]
-    for arguments, named in _arguments(layer):
+    for form in given:
+        tensors = [t for t in jax.tree.leaves(form) if isinstance(t, jax.ShapeDtypeStruct)]
         try:
             # Within another scope, variables that have no value yet are given none.
             with _without_distribution(), keras.StatelessScope(initialize_variables=False):
-                return opened(jax.make_jaxpr(call)(weights, arguments, named))
+                return opened(jax.make_jaxpr(call)(weights, tensors))
         except Exception as error:  # whatever a user's call raises
             reasons.append(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
     raise NotTraced(reasons[-1])
@@ -506,11 +517,10 @@ def _without_distribution() -> Iterator[None]:
         keras.distribution.set_distribution(active)
 
 
-def _arguments(layer: Any) -> list[tuple[tuple, dict[str, Any]]]:
+def _arguments(layer: Any) -> list[Arguments]:
     """Arguments of a layer's call as it was built for: of floats or, second, of integers."""
     if _keras.graph(layer) is not None and getattr(layer, "inputs", None):
-        inputs = jax.tree.map(lambda t: _abstract(t.shape, t.dtype), _keras.declared_inputs(layer))
-        return [((inputs,), {})]
+        return [_abstract_call(((_keras.declared_inputs(layer),), {}))]
     config = layer.get_build_config() or {}
     floats = layer.compute_dtype or keras.config.floatx()
     if "shapes_dict" in config:
@@ -518,6 +528,12 @@ def _arguments(layer: Any) -> list[tuple[tuple, dict[str, Any]]]:
         return [((), _of_shapes(shapes, dtype)) for dtype in (floats, "int32") if shapes]
     shape = config.get("input_shape")
     return [((_of_shapes(shape, dtype),), {}) for dtype in (floats, "int32") if shape]
+
+
+def _abstract_call(called: Arguments) -> Arguments:
+    return jax.tree.map(
+        lambda x: _abstract(x.shape, x.dtype) if isinstance(x, keras.KerasTensor) else x, called
+    )
 
 
 def _of_shapes(shapes: Any, dtype: str) -> Any:

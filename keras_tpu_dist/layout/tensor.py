@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.axes import Axes, axis_size, dividing_axes
-from keras_tpu_dist.layout.flow import Cut, NotTraced, flow_of
+from keras_tpu_dist.layout.flow import Arguments, Cut, NotTraced, flow_of
 from keras_tpu_dist.layout.rules import Decision
 
 _ATTENTION = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
@@ -320,7 +320,7 @@ class TensorPlan:
         Returns:
             The layers that were traced.
         """
-        ruled = self._ruled(layers)
+        ruled, called = self._ruled(layers), _calls_in_graphs(layers)
         traced: set[Any] = set()
         for layer in reversed(layers):
             kernels = _kernels_in(layer)
@@ -329,7 +329,7 @@ class TensorPlan:
                 continue
             variables = [*layer.trainable_variables, *layer.non_trainable_variables]
             try:
-                flow = flow_of(layer, variables)
+                flow = flow_of(layer, variables, called.get(id(layer)))
             except NotTraced as error:
                 self._untraced[id(layer)] = f"the call of {layer.path!r} cannot be traced: {error}"
                 continue
@@ -605,6 +605,16 @@ def _banks(layer) -> list:
 def _kernels_in(layer) -> list:
     """Weights of two or more dimensions, in a layer and in those within it."""
     return [weight for weight in layer.trainable_variables if len(weight.shape) > 1]
+
+
+def _calls_in_graphs(layers) -> dict[int, Arguments]:
+    """From the id of a layer that stands in the graph of a model to what its call was given."""
+    return {
+        id(operation): _keras.call_arguments(node)
+        for layer in layers
+        for node, operation, _ in _keras.graph(layer) or ()
+        if _keras.graph(operation) is None
+    }
 
 
 def _may_hold_pairs(layer) -> bool:

@@ -91,21 +91,25 @@ def test_what_cannot_be_traced_is_guessed_and_says_so():
             self.up.build(shape)
             self.down.build((*shape[:-1], 64))
 
-        def call(self, x, steps):
-            for _ in range(steps):
-                x = self.down(self.up(x))
-            return x
+        def call(self, x):
+            raise RuntimeError("only on Sundays")
 
-    def build():
-        x = keras.Input((TIME, WIDTH))
-        return keras.Model(x, Untraceable()(x, steps=2))
+        def compute_output_shape(self, shape):
+            return shape
 
-    found = layouts(build)
+    found = layouts(lambda: stacked(Untraceable()))
     reasons = [why for path, (_, why) in found.items() if path.endswith("kernel")]
     assert len(reasons) == 2
     for why in reasons:
         assert "guessed from the order of layers, as the call of 'untraceable'" in why
-        assert "steps" in why
+        assert "RuntimeError: only on Sundays" in why
+
+
+def test_arguments_of_a_call_in_the_graph_are_used():
+    """The decoder's default `build` knows the first of its inputs alone."""
+    found = layouts(FAMILIES["t5"][0])
+    assert not [why for _, why in found.values() if "guessed" in why]
+    assert all("model" in axes for path, (axes, _) in found.items() if "/q/kernel" in path)
 
 
 def test_equal_blocks_are_traced_once(monkeypatch):
