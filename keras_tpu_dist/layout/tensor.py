@@ -153,11 +153,7 @@ def pair_up(model: Any, traced: Container[Any], untraced: Mapping[int, str]) -> 
         if calls is not None:
             _pair_along(calls, pairing)
         elif layer not in traced:
-            before = {*pairing.rows, *pairing.columns}
-            _pair_siblings(_keras.sublayers(layer), pairing)
-            if id(layer) in untraced:
-                paired = {*pairing.rows, *pairing.columns} - before
-                pairing.guessed.update(dict.fromkeys(paired, untraced[id(layer)]))
+            _pair_siblings(_keras.sublayers(layer), pairing, untraced.get(id(layer)))
     return pairing
 
 
@@ -245,11 +241,16 @@ def _passes(operation, incoming, sources) -> bool:
     return not isinstance(operation, keras.Layer) and type(operation).__name__ in _OPERATIONS
 
 
-def _pair_siblings(layers, pairing: Pairing) -> None:
-    found = [(layer, projection_of(layer)) for layer in layers]
-    projections = [p for _, p in found if p is not None and not p.experts]
-    taken = {**pairing.columns, **pairing.rows}
-    projections = [p for p in projections if id(p.layer) not in taken]
+def _pair_siblings(layers, pairing: Pairing, why: str | None) -> None:
+    read = (projection_of(layer) for layer in layers)
+    taken = pairing.columns, pairing.rows
+    projections = [
+        p
+        for p in read
+        if p is not None and not p.experts and not any(id(p.layer) in each for each in taken)
+    ]
+    if why is not None:
+        pairing.guessed.update((id(p.layer), why) for p in projections)
     if _is_handwritten_attention(projections):
         _pair(projections[:3], projections[3], pairing)
         return
