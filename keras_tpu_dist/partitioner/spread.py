@@ -288,7 +288,9 @@ class Spread(Classes):
             if self._link_simple(equation):
                 continue
             called = calls(equation)
-            if not called or any(call.kind == "unknown" for call in called):
+            # A kernel is never partitioned: it runs where each device has its own part.
+            is_kernel = equation.primitive.name == "pallas_call"
+            if not is_kernel and (not called or any(call.kind == "unknown" for call in called)):
                 _unknown(self, equation)
             for call in called:
                 self._link_call(equation, call)
