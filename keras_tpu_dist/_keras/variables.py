@@ -4,7 +4,9 @@ import contextvars
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import keras
+from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from keras_tpu_dist._keras.seam import in_front_of
 
@@ -76,6 +78,12 @@ def _stock_array(variable: Any, dtype: Any) -> Any:
 
 def _stock_assign(variable: Any, value: Any) -> None:
     super(_Claimed, variable)._direct_assign(value)
+    # On a mesh of one device Keras keeps an array that is there already, whose sharding names no
+    # mesh, and warns of the mix when it makes a step function.
+    held, layout = variable._value, variable._layout
+    if isinstance(layout, NamedSharding) and not isinstance(held, jax.core.Tracer):
+        if isinstance(getattr(held, "sharding", None), SingleDeviceSharding):
+            variable._value = jax.device_put(held, layout)
 
 
 def _stock_add(variable: Any, value: Any) -> Any:
