@@ -81,9 +81,9 @@ def _stock_assign(variable: Any, value: Any) -> None:
     # On a mesh of one device Keras keeps an array that is there already, whose sharding names no
     # mesh, and warns of the mix when it makes a step function.
     held, layout = variable._value, variable._layout
-    if isinstance(layout, NamedSharding) and not isinstance(held, jax.core.Tracer):
-        if isinstance(getattr(held, "sharding", None), SingleDeviceSharding):
-            variable._value = jax.device_put(held, layout)
+    is_array = isinstance(held, jax.Array) and not isinstance(held, jax.core.Tracer)
+    if is_array and (type(held.sharding), type(layout)) == (SingleDeviceSharding, NamedSharding):
+        variable._value = jax.device_put(held, layout)
 
 
 def _stock_add(variable: Any, value: Any) -> Any:
