@@ -432,7 +432,7 @@ def _form(layer: Any, variables: list, given: list[Arguments]) -> Any:
     """What the call of a layer depends on: equal for layers that differ by names and values."""
     shapes = tuple((tuple(v.shape), str(v.dtype)) for v in variables)
     inner = [layer] if _keras.graph(layer) else _keras.flatten_layers(layer)
-    parts = tuple((type(each), _attributes(each), _configured(each)) for each in inner)
+    parts = tuple((type(each), _attributes(each)) for each in inner)
     return (shapes, repr(given), parts)
 
 
@@ -440,28 +440,17 @@ _NAMES = ("name", "path", "parent_path")
 
 
 def _attributes(layer: Any) -> str:
-    """What a layer has as plain values and functions, but for its names."""
+    """What a layer has as plain values and functions, but for its names.
+
+    A config would have the same, but takes far longer, and a user's layer may have none.
+    """
     found: dict[str, Any] = {"compute dtype": layer.compute_dtype}
     for name, value in vars(layer).items():
-        if isinstance(value, (int, float, str)) and name.strip("_") not in _NAMES:
+        if isinstance(value, (int, float, str, tuple)) and name.strip("_") not in _NAMES:
             found[name] = value
         elif callable(value) and not isinstance(value, (keras.Layer, keras.Variable)):
             found[name] = getattr(value, "__qualname__", type(value).__qualname__)
     return repr(found)
-
-
-def _configured(layer: Any) -> str:
-    """A layer's config, but for names; that of a user's layer may be missing, or fail."""
-    try:
-        return repr(_nameless(layer.get_config()))
-    except Exception as error:  # whatever a user's method raises
-        return type(error).__name__
-
-
-def _nameless(config: Any) -> Any:
-    if isinstance(config, dict):
-        return {key: _nameless(value) for key, value in config.items() if key not in _NAMES}
-    return [_nameless(value) for value in config] if isinstance(config, (list, tuple)) else config
 
 
 def _read(layer: Any, variables: list, given: list[Arguments]) -> Flow | str:
@@ -491,7 +480,7 @@ def _traced(layer: Any, variables: list, given: list[Arguments]) -> Any:
             lambda leaf: next(filled) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf, form
         )
         weights = values[:trained], values[trained:]
-        return layer.stateless_call(*weights, *arguments, **{**options, **named})[0]
+        return layer.stateless_call(*weights, *arguments, **(options | named))[0]
 
     weights = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in variables]
     reasons = ["what it was built for is not known"]
