@@ -481,7 +481,7 @@ def _distribute_output(stock, tensor, layout):
     )
 
 
-def _told_list(stock, callbacks, *args, **kwargs):
+def _told_list(stock, callbacks, /, *args, **kwargs):
     stock(callbacks, *args, **kwargs)
     _have_told(callbacks)
 

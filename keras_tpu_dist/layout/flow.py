@@ -8,6 +8,7 @@ over it closes it (a row), biases and scales follow. Nothing is sent between the
 
 import contextlib
 import math
+import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -412,9 +413,12 @@ def flow_of(layer: Any, variables: list, called: Arguments | None = None) -> Flo
     Raises:
         NotTraced: If what it was built for is not known, or its call fails.
     """
-    given = _arguments(layer) if called is None else [_abstract_call(called)]
-    form = _form(layer, variables, given)
-    flow = _known_flows.get(form)
+    try:
+        given = _arguments(layer) if called is None else [_abstract_call(called)]
+        form = _form(layer, variables, given)
+        flow = _known_flows.get(form)
+    except Exception as error:  # of a user's methods, and of what a layer was built with
+        raise NotTraced(_in_a_line(error)) from error
     if flow is None:
         if len(_known_flows) >= _MOST_KNOWN:
             _known_flows.clear()
@@ -431,7 +435,10 @@ _MOST_KNOWN = 256
 def _form(layer: Any, variables: list, given: list[Arguments]) -> Any:
     """What the call of a layer depends on: equal for layers that differ by names and values."""
     shapes = tuple((tuple(v.shape), str(v.dtype)) for v in variables)
-    inner = [layer] if _keras.graph(layer) else _keras.flatten_layers(layer)
+    inner = _keras.flatten_layers(layer)
+    if any(_keras.graph(each) is not None for each in inner):
+        # How layers are connected is in no attribute: such a model is equal to itself alone.
+        return (weakref.ref(layer), shapes, repr(given))
     parts = tuple((type(each), _attributes(each)) for each in inner)
     return (shapes, repr(given), parts)
 
@@ -446,11 +453,21 @@ def _attributes(layer: Any) -> str:
     """
     found: dict[str, Any] = {"compute dtype": layer.compute_dtype}
     for name, value in vars(layer).items():
-        if isinstance(value, (int, float, str, tuple)) and name.strip("_") not in _NAMES:
+        if _is_plain(value) and name.strip("_") not in _NAMES:
             found[name] = value
         elif callable(value) and not isinstance(value, (keras.Layer, keras.Variable)):
             found[name] = getattr(value, "__qualname__", type(value).__qualname__)
     return repr(found)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return bool(value) and all(map(_is_plain, value))
+    return value is None or isinstance(value, (int, float, str))
+
+
+def _in_a_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def _read(layer: Any, variables: list, given: list[Arguments]) -> Flow | str:
@@ -458,6 +475,13 @@ def _read(layer: Any, variables: list, given: list[Arguments]) -> Flow | str:
         jaxpr = _traced(layer, variables, given)
     except NotTraced as error:
         return str(error)
+    try:
+        return _read_program(jaxpr, variables)
+    except Exception as error:  # a program of another JAX must not stop a plan
+        return _in_a_line(error)
+
+
+def _read_program(jaxpr: Any, variables: list) -> Flow:
     reader = _Reader()
     weights = [
         reader.value(atom, frozenset([n])) for n, atom in enumerate(jaxpr.invars[: len(variables)])
@@ -491,7 +515,7 @@ def _traced(layer: Any, variables: list, given: list[Arguments]) -> Any:
             with _without_distribution(), keras.StatelessScope(initialize_variables=False):
                 return opened(jax.make_jaxpr(call)(weights, tensors))
         except Exception as error:  # whatever a user's call raises
-            reasons.append(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+            reasons.append(_in_a_line(error))
     raise NotTraced(reasons[-1])
 
 

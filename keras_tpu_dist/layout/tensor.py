@@ -1,4 +1,4 @@
-"""Tensor parallelism: which dimension of each weight the model axes split, by layer class."""
+"""Tensor parallelism: which dimension of each weight the model axes split, by flow and class."""
 
 import itertools
 from collections.abc import Container, Mapping, Sequence
@@ -130,7 +130,7 @@ def projection_of(layer: Any) -> Projection | None:
     return None
 
 
-def pair_up(model: Any, traced: Container[Any], untraced: Mapping[int, str]) -> Pairing:
+def pair_up(model: Any, traced: Container[int], untraced: Mapping[int, str]) -> Pairing:
     """Finds the column and row projections of a built model that no traced call shows.
 
     Functional and Sequential models are read along their graph. The layers of what cannot be
@@ -139,7 +139,7 @@ def pair_up(model: Any, traced: Container[Any], untraced: Mapping[int, str]) -> 
 
     Args:
         model: A built model.
-        traced: Layers that are read by tracing their call.
+        traced: The ids of layers that are read by tracing their call.
         untraced: From the id of a layer that could not be traced to the reason.
 
     Returns:
@@ -152,7 +152,7 @@ def pair_up(model: Any, traced: Container[Any], untraced: Mapping[int, str]) -> 
         calls = _keras.graph(layer)
         if calls is not None:
             _pair_along(calls, pairing)
-        elif layer not in traced:
+        elif id(layer) not in traced:
             _pair_siblings(_keras.sublayers(layer), pairing, untraced.get(id(layer)))
     return pairing
 
@@ -315,14 +315,14 @@ class TensorPlan:
         for layer in layers:
             self._remaining(layer)
 
-    def _by_flow(self, layers) -> set[Any]:
+    def _by_flow(self, layers) -> set[int]:
         """Cuts what a layer's call shows to belong together: of inner layers before outer ones.
 
         Returns:
-            The layers that were traced.
+            The ids of the layers that were traced.
         """
         ruled, called = self._ruled(layers), _calls_in_graphs(layers)
-        traced: set[Any] = set()
+        traced: set[int] = set()
         for layer in reversed(layers):
             kernels = _kernels_in(layer)
             free = [v for v in kernels if id(v) not in self.decisions and id(v) not in ruled]
@@ -334,7 +334,7 @@ class TensorPlan:
             except NotTraced as error:
                 self._untraced[id(layer)] = f"the call of {layer.path!r} cannot be traced: {error}"
                 continue
-            traced.add(layer)
+            traced.add(id(layer))
             for entry in self._entries():
                 for cut in flow.cuts(axis_size(self._mesh, entry)):
                     self._put_cut(cut, variables, entry, ruled)
@@ -546,6 +546,7 @@ class TensorPlan:
     def _companions(self, layer, name: str, base, axes: Axes, outs) -> None:
         """LoRA factors and quantization scales lie as the weight they belong to."""
         shape = tuple(base.shape)
+        axes = axes or (None,) * len(shape)
         factor_a = _keras.stored_weight(layer, f"lora_{name}_a")
         factor_b = _keras.stored_weight(layer, f"lora_{name}_b")
         reason = f"follows {base.path!r}"
@@ -605,7 +606,7 @@ def _banks(layer) -> list:
 
 def _kernels_in(layer) -> list:
     """Weights of two or more dimensions, in a layer and in those within it."""
-    return [weight for weight in layer.trainable_variables if len(weight.shape) > 1]
+    return [weight for weight in layer.weights if len(weight.shape) > 1]
 
 
 def _calls_in_graphs(layers) -> dict[int, Arguments]:

@@ -219,3 +219,9 @@ def test_a_model_called_by_its_own_name_within_an_epoch_is_up_to_date(donate):
     assert_close(seen, weights)
     assert_close(model.get_weights(), weights[-1])
     assert len(history.history["loss"]) == 1
+
+
+def test_a_list_of_callbacks_is_made_by_keyword():
+    ktd.TPUStrategy({"data": 8})
+    callback = keras.callbacks.Callback()
+    assert keras.callbacks.CallbackList(callbacks=[callback]).callbacks == [callback]

@@ -131,6 +131,65 @@ def test_variables_have_no_value_by_it():
     assert not any(isinstance(v.value, jax.core.Tracer) for v in model.weights)
 
 
+def test_factors_of_lora_beside_kernels_that_are_whole():
+    def build():
+        model = stacked(Block(Attention(kv=2)), Block(Attention(kv=4), experts=True))
+        for layer in model._flatten_layers():
+            if layer.name in ("k", "v", "router"):
+                layer.enable_lora(2)
+        return model
+
+    found = layouts(build)
+    assert kernels(found, "k")[0] == ()
+    assert [axes for path, (axes, _) in found.items() if "lora" in path and "/k/" in path]
+
+
+class Odd(L.Layer):
+    """Built by its parent with something that is no shape."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = L.Dense(64, name="up"), L.Dense(WIDTH, name="down")
+
+    def build(self, width):
+        self.up.build((None, TIME, WIDTH))
+        self.down.build((None, TIME, 64))
+
+    def call(self, x):
+        return self.down(self.up(x))
+
+
+class Parent(L.Layer):
+    def __init__(self):
+        super().__init__()
+        self.inner = Odd()
+
+    def build(self, shape):
+        self.inner.build(WIDTH)
+
+    def call(self, x):
+        return self.inner(x)
+
+
+def test_what_a_layer_was_built_with_stops_no_plan():
+    found = layouts(lambda: stacked(Parent()))
+    assert kernels(found, "up") == [(None, "model")]
+    assert kernels(found, "down") == [("model", None)]
+
+
+def test_models_of_equal_layers_in_another_order_are_not_one():
+    def build(permuted):
+        x = keras.Input((64,))
+        y = L.Reshape((8, 8))(L.Dense(64, name="up")(x))
+        y = L.Permute((2, 1))(y) if permuted else L.Permute((1, 2))(y)
+        return keras.Model(x, L.Dense(WIDTH, name="down")(L.Flatten()(y)))
+
+    straight = layouts(lambda: build(False))
+    turned = layouts(lambda: build(True))
+    assert "column" in straight["up/kernel"][1]
+    assert "column" not in turned["up/kernel"][1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, (_, count) in FAMILIES.items() if count])
 def test_two_sums_forward_and_two_backward(name):

@@ -130,6 +130,7 @@ class Checked(keras.layers.Layer):
         return jnp.cumsum(x, axis=0) / (1 + jnp.abs(x).sum())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 def test_checks_of_checkify(mesh):
     """A check that fails ends an eager step; one that is made a function is computed exactly."""
