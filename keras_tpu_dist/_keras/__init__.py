@@ -115,6 +115,7 @@ from keras_tpu_dist._keras.structure import stored_weight as stored_weight
 from keras_tpu_dist._keras.structure import sublayers as sublayers
 from keras_tpu_dist._keras.structure import weights_of as weights_of
 from keras_tpu_dist._keras.structure import with_keras_mask as with_keras_mask
+from keras_tpu_dist._keras.structure import without_distribution as without_distribution
 from keras_tpu_dist._keras.trainer import StateGroup as StateGroup
 from keras_tpu_dist._keras.trainer import active_strategy as active_strategy
 from keras_tpu_dist._keras.trainer import failure_is_seen as failure_is_seen

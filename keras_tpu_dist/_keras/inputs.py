@@ -12,6 +12,7 @@ from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 from keras.src.trainers.epoch_iterator import EpochIterator
 
 from keras_tpu_dist._keras.seam import Replacement, at, declare, in_front_of
+from keras_tpu_dist._keras.structure import without_distribution
 from keras_tpu_dist._keras.trainer import active_strategy, input_of_fit, signature
 
 # What Keras makes to read an epoch on JAX.
@@ -52,11 +53,8 @@ def _with_whole_dataset(x, make):
     if strategy is None or not is_tf_dataset(x):
         make()
         return
-    keras.distribution.set_distribution(None)
-    try:
+    with without_distribution():
         make()
-    finally:
-        keras.distribution.set_distribution(strategy)
 
 
 def _own_part(stock, iterator, *args, **kwargs):

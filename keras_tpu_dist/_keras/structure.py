@@ -1,6 +1,7 @@
 """Private names for what a model is made of: layers, their weights, the graph, masks, scopes."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -206,6 +207,17 @@ def full_precision(variable):
     """
     with AutocastScope(None):
         return variable.value
+
+
+@contextlib.contextmanager
+def without_distribution() -> Iterator[None]:
+    """Within it this thread has no distribution, so Keras lays nothing out, and cuts nothing."""
+    active = keras.distribution.distribution()
+    keras.distribution.set_distribution(None)
+    try:
+        yield
+    finally:
+        keras.distribution.set_distribution(active)
 
 
 def in_symbolic_scope() -> bool:

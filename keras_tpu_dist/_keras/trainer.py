@@ -706,7 +706,7 @@ def state_groups(model: Any, kind: str = "train") -> tuple[list, ...]:
 
 
 def values_of(variables: list) -> list:
-    """What variables hold, without telling their owner that it is read. See `own`.
+    """What variables hold, without telling their owner that it is read. See `set_owner`.
 
     Args:
         variables: Variables, all of which have a value or an initializer. What they hold in a
@@ -723,7 +723,7 @@ def full_values(variables: list) -> list:
     """What variables hold, in their own dtypes; an owner of theirs knows that it is read.
 
     Args:
-        variables: The variables. See `own` and `full_precision`.
+        variables: The variables. See `set_owner` and `full_precision`.
     """
     free = global_state.get_global_attribute("stateless_scope") is None
     with AutocastScope(None):

@@ -118,7 +118,7 @@ def set_owner(variables: list, owner: Any) -> None:
 
 
 def owner_of(variable: Any) -> Any:
-    """The object that was given to `own`, or `None`.
+    """The object that was given to `set_owner`, or `None`.
 
     Args:
         variable: A `keras.Variable`.

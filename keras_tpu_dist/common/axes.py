@@ -38,14 +38,22 @@ def dividing_axes(size: int, names: Sequence[str], mesh: Mesh) -> str | tuple[st
     Returns:
         An axis, a tuple of axes in mesh order, or `None` if none of them divides the dimension.
     """
+    entries = splitting_entries(names, mesh)
+    return next((e for e in entries if size and size % axis_size(mesh, e) == 0), None)
+
+
+def splitting_entries(names: Sequence[str], mesh: Mesh) -> list[str | tuple[str, ...]]:
+    """All entries that split a dimension over some axes, those into the most shards first.
+
+    Args:
+        names: The mesh axes that may split it.
+        mesh: The mesh.
+    """
     usable = [name for name in mesh.axis_names if name in names and mesh.shape[name] > 1]
     choices = [c for n in range(1, len(usable) + 1) for c in itertools.combinations(usable, n)]
-    legal = [c for c in choices if size and size % axis_size(mesh, c) == 0]
-    if not legal:
-        return None
     # Among equal sizes the fewest axes.
-    best = max(legal, key=lambda c: (axis_size(mesh, c), -len(c)))
-    return best[0] if len(best) == 1 else best
+    choices.sort(key=lambda c: (-axis_size(mesh, c), len(c)))
+    return [c[0] if len(c) == 1 else c for c in choices]
 
 
 def axis_size(mesh: Mesh, entry: str | tuple[str, ...] | None) -> int:

@@ -6,11 +6,10 @@ it: through sums, products, reshapes, attention by heads. Dimensions that are cu
 over it closes it (a row), biases and scales follow. Nothing is sent between the two.
 """
 
-import contextlib
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -26,9 +25,8 @@ from keras_tpu_dist.trace.jaxprs import opened
 _ROWS, _LENGTH = 8, 32
 
 # A kernel that is at most so large beside the largest one of a cut may stay whole for it: those of
-# fewer key and value heads than devices, which query heads share.
+# fewer key and value heads than devices, which query heads share. Likewise a router.
 _SMALL = 1 / 2
-
 
 _SEARCHES = ("sort", "top_k", "approx_top_k", "argmax", "argmin")
 
@@ -46,7 +44,7 @@ class Cut:
         rows: Kernels that sum over the features it cuts, likewise.
         follows: Biases, scales and statistics of those features, likewise.
         whole: Kernels that feed it and are better whole: their few heads do not divide.
-        sent_bytes: What is summed over the mesh axis for it in a forward and a backward pass.
+        sent_bytes: What an all-reduce sends for it in a forward and a backward pass, estimated.
         products: Multiplications that are divided by it.
     """
 
@@ -433,14 +431,17 @@ _MOST_KNOWN = 256
 
 
 def _form(layer: Any, variables: list, given: list[Arguments]) -> Any:
-    """What the call of a layer depends on: equal for layers that differ by names and values."""
+    """Equal for layers that differ by names and values alone.
+
+    Arrays and dictionaries on a layer are not in it, nor what a closure holds: layers that differ
+    by these may be given one flow, which costs speed and no correctness.
+    """
     shapes = tuple((tuple(v.shape), str(v.dtype)) for v in variables)
     inner = _keras.flatten_layers(layer)
-    if any(_keras.graph(each) is not None for each in inner):
-        # How layers are connected is in no attribute: such a model is equal to itself alone.
-        return (weakref.ref(layer), shapes, repr(given))
     parts = tuple((type(each), _attributes(each)) for each in inner)
-    return (shapes, repr(given), parts)
+    # How layers are connected is in no attribute: a model with a graph is equal to itself alone.
+    has_graph = any(_keras.graph(each) is not None for each in inner)
+    return (shapes, repr(given), parts, weakref.ref(layer) if has_graph else None)
 
 
 _NAMES = ("name", "path", "parent_path")
@@ -449,7 +450,7 @@ _NAMES = ("name", "path", "parent_path")
 def _attributes(layer: Any) -> str:
     """What a layer has as plain values and functions, but for its names.
 
-    A config would have the same, but takes far longer, and a user's layer may have none.
+    A config takes far longer, and a user's layer may have none.
     """
     found: dict[str, Any] = {"compute dtype": layer.compute_dtype}
     for name, value in vars(layer).items():
@@ -511,23 +512,13 @@ def _traced(layer: Any, variables: list, given: list[Arguments]) -> Any:
     for form in given:
         tensors = [t for t in jax.tree.leaves(form) if isinstance(t, jax.ShapeDtypeStruct)]
         try:
-            # Within another scope, variables that have no value yet are given none.
-            with _without_distribution(), keras.StatelessScope(initialize_variables=False):
+            # A strategy would lay the outputs of layers out, for which it asks the plan. Within
+            # another scope, variables that have no value yet are given none.
+            with _keras.without_distribution(), keras.StatelessScope(initialize_variables=False):
                 return opened(jax.make_jaxpr(call)(weights, tensors))
         except Exception as error:  # whatever a user's call raises
             reasons.append(_in_a_line(error))
     raise NotTraced(reasons[-1])
-
-
-@contextlib.contextmanager
-def _without_distribution() -> Iterator[None]:
-    """A strategy would lay the outputs of layers out, for which it asks the plan."""
-    active = keras.distribution.distribution()
-    keras.distribution.set_distribution(None)
-    try:
-        yield
-    finally:
-        keras.distribution.set_distribution(active)
 
 
 def _arguments(layer: Any) -> list[Arguments]:

@@ -1,6 +1,5 @@
 """Tensor parallelism: which dimension of each weight the model axes split, by flow and class."""
 
-import itertools
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +8,7 @@ import keras
 from jax.sharding import Mesh
 
 from keras_tpu_dist import _keras
-from keras_tpu_dist.common.axes import Axes, axis_size, dividing_axes
+from keras_tpu_dist.common.axes import Axes, axis_size, dividing_axes, splitting_entries
 from keras_tpu_dist.layout.flow import Arguments, Cut, NotTraced, flow_of
 from keras_tpu_dist.layout.rules import Decision
 
@@ -133,9 +132,9 @@ def projection_of(layer: Any) -> Projection | None:
 def pair_up(model: Any, traced: Container[int], untraced: Mapping[int, str]) -> Pairing:
     """Finds the column and row projections of a built model that no traced call shows.
 
-    Functional and Sequential models are read along their graph. The layers of what cannot be
-    traced are taken in the order they were assigned: a projection that widens is followed by one
-    that narrows back.
+    Functional and Sequential models are read along their graph. The layers of what is not traced
+    are taken in the order they were assigned: a projection that widens is followed by one that
+    narrows back.
 
     Args:
         model: A built model.
@@ -335,10 +334,11 @@ class TensorPlan:
                 self._untraced[id(layer)] = f"the call of {layer.path!r} cannot be traced: {error}"
                 continue
             traced.add(id(layer))
-            for entry in self._entries():
+            for entry in splitting_entries(self._axes, self._mesh):
                 for cut in flow.cuts(axis_size(self._mesh, entry)):
                     self._put_cut(cut, variables, entry, ruled)
-            self._put_whole(flow.routers(), variables, "what it computes is searched whole")
+            routers = [w for w in flow.routers() if id(variables[w]) not in ruled]
+            self._put_whole(routers, variables, "what it computes is searched whole")
         return traced
 
     def _ruled(self, layers) -> set[int]:
@@ -356,13 +356,6 @@ class TensorPlan:
                 found.update(id(variable) for variable in _keras.own_variables(layer))
         return found
 
-    def _entries(self) -> list[str | tuple[str, ...]]:
-        """What may split a dimension, the most ways first."""
-        names = [name for name in self._axes if self._mesh.shape[name] > 1]
-        choices = [c for n in range(1, len(names) + 1) for c in itertools.combinations(names, n)]
-        choices.sort(key=lambda c: (-axis_size(self._mesh, c), len(c)))
-        return [c[0] if len(c) == 1 else c for c in choices]
-
     def _put_cut(self, cut: Cut, variables, entry, ruled) -> None:
         kernels = [variables[w] for w, _ in (*cut.columns, *cut.rows)]
         if any(id(v) in self.decisions or id(v) in ruled for v in kernels):
@@ -377,7 +370,8 @@ class TensorPlan:
             for w, dim in members:
                 axes = tuple(entry if d == dim else None for d in range(len(variables[w].shape)))
                 self._put(variables[w], axes, reason)
-        self._put_whole(cut.whole, variables, "few heads, which all that are split share")
+        few = [w for w in cut.whole if id(variables[w]) not in ruled]
+        self._put_whole(few, variables, "few heads, which all that are split share")
 
     def _put_whole(self, whole: Sequence[int], variables, why: str) -> None:
         for w in whole:
@@ -402,7 +396,7 @@ class TensorPlan:
             self._experts(layer)
 
     def _beside(self, p: Projection) -> None:
-        """What belongs to a kernel that a flow decided for, and takes no part in its call."""
+        """What belongs to a kernel that is decided for already: its bias, factors and scales."""
         decision = self.decisions[id(p.kernel)]
         if p.bias is not None and id(p.bias) not in self.decisions:
             self.decisions[id(p.bias)] = Decision((), decision.reason)
