@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import keras
+
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.checks import check_model
-from keras_tpu_dist.common.errors import did_you_mean, message
-from keras_tpu_dist.common.patterns import matches, patterns_of
+from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.patterns import check_matched, matches, patterns_of
 
 logger = logging.getLogger("keras_tpu_dist")
 
@@ -67,7 +69,7 @@ def freeze(model: Any, patterns: str | Iterable[str], exclude: str | Iterable[st
     trained; until then, Keras says that it must be.
 
     Args:
-        model: A built model.
+        model: A built model or layer.
         patterns: Patterns of paths (`fnmatch`), such as `"encoder/*"`, `"*/bias"` or `"*"`: of
             weights, or of layers, which stand for all weights in them. The model's own name in
             front may be left out.
@@ -101,7 +103,12 @@ def freeze(model: Any, patterns: str | Iterable[str], exclude: str | Iterable[st
     _check_built(model)
     patterns, exclude = patterns_of(patterns), patterns_of(exclude)
     names = {id(weight): _names(weight.path, model.name) for weight in model.weights}
-    _check_found((*patterns, *exclude), [name for each in names.values() for name in each])
+    check_matched(
+        (*patterns, *exclude),
+        [name for each in names.values() for name in each],
+        "Each pattern names weights or layers of the model.",
+        "See the paths with [weight.path for weight in model.weights].",
+    )
     if hasattr(model, "jax_state_sync"):
         # Within a fit, the variables take its newest state before their order changes.
         model.jax_state_sync()
@@ -115,7 +122,7 @@ def freeze(model: Any, patterns: str | Iterable[str], exclude: str | Iterable[st
     }
     _freeze(model, named)
     report = _told(model)
-    if _trained(model) != before:
+    if _trained(model) != before and isinstance(model, keras.Model):
         _keras.forget_functions(model)
     if report.compile_again:
         # Keras's next fit would fail within its step, and lose the weights.
@@ -161,11 +168,12 @@ def _thaw(model: Any) -> None:
             for weight in layer.weights:
                 weight.trainable = weight.trainable and weight.path not in before
     paths = {weight.path for weight in model.weights}
-    for weight in model.weights:
-        if _frozen.of(weight):
-            # LoRA that was enabled since keeps its kernel from training.
+    for layer in _keras.flatten_layers(model):
+        for weight in filter(_frozen.of, _keras.own_variables(layer)):
+            # A layer that its user froze since does not train, nor a kernel under LoRA.
             layer_path, _, name = weight.path.rpartition("/")
-            weight.trainable = f"{layer_path}/lora_{name}_a" not in paths
+            under_lora = f"{layer_path}/lora_{name}_a" in paths
+            weight.trainable = layer.trainable and not under_lora
             _frozen.write(weight, False)
 
 
@@ -185,7 +193,7 @@ def _freeze(model: Any, named: set[int]) -> None:
 
 def _innermost(model: Any) -> list:
     """Layers without layers in them: `trainable` of others would be set for all in them."""
-    layers = [layer for layer in _keras.flatten_layers(model) if layer is not model]
+    layers = _keras.flatten_layers(model)
     return [layer for layer in layers if len(_keras.flatten_layers(layer)) == 1]
 
 
@@ -220,22 +228,5 @@ def _check_built(model: Any) -> None:
                 "Weights can be frozen once they exist.",
                 received=f"{model.name!r}, which is not built.",
                 fix="Give it a keras.Input, or call model.build(input_shape).",
-            )
-        )
-
-
-def _check_found(patterns: Iterable[str], names: list[str]) -> None:
-    lost = [each for each in patterns if not any(matches(name, [each]) for name in names)]
-    if lost:
-        raise ValueError(
-            message(
-                "Each pattern names weights or layers of the model.",
-                received="; ".join(
-                    f"{each!r}, which matches nothing{'.' * bool(hint)}{hint}"
-                    for each in lost
-                    for hint in [did_you_mean(each.strip("*/"), names)]
-                )
-                + ".",
-                fix="See the paths with [weight.path for weight in model.weights].",
             )
         )

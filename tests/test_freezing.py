@@ -145,6 +145,24 @@ def test_a_layer_frozen_by_its_user_stays_frozen():
     assert len(report.others) == 4
 
 
+def test_a_layer_that_its_user_froze_after_some_of_its_weights_stays_frozen():
+    model = nested()
+    ktd.freeze(model, "*/inner/bias")
+    model.get_layer("encoder").get_layer("inner").trainable = False
+    report = ktd.freeze(model, [])
+    assert not [path for path in report.trained if "inner" in path]
+
+
+def test_a_layer_alone_is_frozen():
+    norm = keras.layers.BatchNormalization(name="norm")
+    norm.build((None, 4))
+    report = ktd.freeze(norm, "norm/gamma")
+    assert (report.frozen, report.trained) == (("norm/gamma",), ("norm/beta",))
+    assert len(ktd.freeze(norm, "*").frozen) == 2
+    assert norm.trainable is False
+    assert len(ktd.freeze(norm, []).trained) == 2
+
+
 def test_lora_trains_and_its_kernel_does_not():
     model = nested()
     dense = model.get_layer("encoder").get_layer("inner")

@@ -70,8 +70,8 @@ class Replacement:
         """What this Keras lacks for the replacement, or `None`."""
         try:
             if self.on_instances:
-                named = f"self.{self.name} =" in inspect.getsource(self.holder())
-                return None if named else f"{self} is missing"
+                named = self.name in self.holder().__init__.__code__.co_names
+                return None if named else fault_of(self)
             stock = getattr(self.holder(), self.name)
         except (ImportError, AttributeError, TypeError):
             return fault_of(self)

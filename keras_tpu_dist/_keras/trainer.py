@@ -292,9 +292,17 @@ class _Unseen:
         for callback in reversed(self._callbacks):
             if hasattr(callback, "after_fit"):
                 self._at_end.callback(callback.after_fit)
-        for callback in self._callbacks:
-            if hasattr(callback, "before_fit"):
-                callback.before_fit({**given, "callbacks": self._callbacks})
+        self._given = {**given, "callbacks": self._callbacks}
+
+    def begin(self) -> None:
+        """Tells callbacks what `fit` was given."""
+        try:
+            for callback in self._callbacks:
+                if hasattr(callback, "before_fit"):
+                    callback.before_fit(self._given)
+        except BaseException:
+            self.end()
+            raise
 
     def end(self) -> None:
         """Tells callbacks that it has ended."""
@@ -327,6 +335,7 @@ def _begin_unseen(callbacks: Any) -> None:
         frame = frame.f_back
     if frame is not None:
         _unseen = _Unseen(callbacks, frame)
+        _unseen.begin()
 
 
 def failure_is_seen() -> bool:
@@ -379,7 +388,8 @@ def _make_function(stock, model, step_function, *args, **options):
 def _kind_of(model: Any, step_function: Any, concatenates: bool) -> str | None:
     """Which of a model's steps a function makes; `None` for one that is a user's own."""
     if concatenates:
-        return "predict"
+        # Keras's own is made within its `make_predict_function`.
+        return "predict" if step_function.__module__ == _MODULE else None
     while step_function is not None:
         for kind in ("train", "test"):
             if step_function == getattr(model, f"{kind}_step"):
@@ -409,7 +419,9 @@ def _make_stale_anew(strategy: Any, model: Any, kind: str) -> None:
         return
     pending.remove(kind)
     if loop.is_stale or (strategy is not None and not strategy.runner.serves(loop)):
-        getattr(model, f"make_{kind}_function")(force=True)
+        # Not by `force=True`: a user's own `make_train_function` need not take it.
+        setattr(model, f"{kind}_function", None)
+        getattr(model, f"make_{kind}_function")()
 
 
 def _loop_in(function: Any, depth: int = 4) -> Any:
@@ -488,16 +500,8 @@ def _told_list(stock, callbacks, /, *args, **kwargs):
 
 def _have_told(callbacks: Any) -> None:
     """Makes a list of callbacks one that does what `_Told` does."""
-    kind = type(callbacks)
-    if not issubclass(kind, _Told):
-        callbacks.__class__ = _told_kind(kind)
-
-
-@functools.cache
-def _told_kind(kind: type) -> type:
-    if kind is keras.callbacks.CallbackList:
-        return _Told
-    return type(kind.__name__, (_Told, kind), {"__module__": kind.__module__})
+    stock = keras.callbacks.CallbackList
+    callbacks.__class__ = seam.in_front_of(stock, _Told, type(callbacks))
 
 
 class _Told(keras.callbacks.CallbackList):
@@ -596,7 +600,10 @@ class _OfThread:
         model.__dict__.get(_RECORDS, {}).pop(threading.get_ident(), None)
         if active_strategy() is None:
             model.__dict__[self._name] = value
-        elif value is not self._rest:
+            return
+        # What a call without a strategy left when it failed.
+        model.__dict__.pop(self._name, None)
+        if value is not self._rest:
             model.__dict__.setdefault(_RECORDS, {})[threading.get_ident()] = value
 
 

@@ -116,7 +116,12 @@ class Checkpoint(keras.callbacks.Callback):
         self._trainer: Any = None
         self._callbacks: list = []
         self._of_this_kind: list[Checkpoint] = [self]
-        self._validation_freq: Any = 1
+        self._epochs, self._validation_freq = 1, 1
+
+    @property
+    def monitor(self) -> str | None:
+        """The name in the logs by which the best checkpoint is kept."""
+        return None if self._options.best is None else self._options.best[0]
 
     @property
     def steps(self) -> list[int]:
@@ -152,6 +157,7 @@ class Checkpoint(keras.callbacks.Callback):
         callbacks = arguments["callbacks"]
         self._callbacks = [each for each in callbacks if each is not self]
         self._of_this_kind = [each for each in callbacks if isinstance(each, Checkpoint)]
+        self._epochs = arguments.get("epochs", 1)
         self._validation_freq = arguments.get("validation_freq", 1)
 
     def on_train_begin(self, logs=None):
@@ -161,7 +167,8 @@ class Checkpoint(keras.callbacks.Callback):
             self._trainer,
             self._callbacks,
             fit_in_training(self._trainer),
-            params.get("epochs", 0),
+            # A CallbackList that its user made need not know.
+            params.get("epochs", self._epochs),
             params.get("steps"),
             self._validation_freq,
         )
@@ -247,7 +254,7 @@ class Checkpoint(keras.callbacks.Callback):
         if own.fit.control is not None:
             self._sigterm.comes_at_end()
         # If there was no epoch to make, nothing is new.
-        if own.resumed is None:
+        if own.has_begun:
             own.save_end()
         own.has_ended = True
 

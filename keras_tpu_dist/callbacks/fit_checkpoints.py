@@ -217,6 +217,11 @@ class FitCheckpoints:
         return self.resumed is not None and self.resumed.manifest is not None
 
     @property
+    def has_begun(self) -> bool:
+        """Whether an epoch has."""
+        return self.place.history is not None
+
+    @property
     def is_known(self) -> bool:
         """Whether where training stands is saved, or can be."""
         return self.place.standing is not None or self.place.saved_step == self.place.step
@@ -275,8 +280,6 @@ class FitCheckpoints:
         reached = training.get("reached")
         stopped = (training["stopped"] and not training["done"]) or reached is not None
         stopped &= not goes_beyond(fit.callbacks, reached)
-        fix = "load the weights alone: ktd.restore(model, directory), Checkpoint(resume=False)"
-        _check_loop(fit.control, "Going on within an epoch needs", fix, batches=training["done"])
         resumed = self.begin_after(training["epoch"], training["done"])
         if stopped:
             resumed.history_at_end = training.get("history_at_end")
@@ -303,7 +306,12 @@ class FitCheckpoints:
         Args:
             epoch: The epoch, from 0.
             done: How many of its batches were trained on.
+
+        Raises:
+            ValueError: If there are such, and only the loop of a strategy can pass them by.
         """
+        fix = "load the weights alone: ktd.restore(model, directory), Checkpoint(resume=False)"
+        _check_loop(self.fit.control, "Going on within an epoch needs", fix, batches=done)
         self.place.epoch, self.place.resumed_at = epoch, done
         self.resumed = Resumed(epoch)
         _keras.begin_at_epoch(self.fit.trainer, epoch)

@@ -1,7 +1,9 @@
 """Metrics in plain Python, on the outputs of the whole evaluation set."""
 
 import inspect
+import string
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -161,9 +163,9 @@ class HostMetrics(keras.callbacks.Callback):
     def _check_earlier(self, callback) -> None:
         names = self.names
         monitored = getattr(callback, "monitor", None)
-        path = str(getattr(callback, "filepath", ""))
+        written = _names_in(str(getattr(callback, "filepath", "")))
         reads_all = type(callback).__name__ in _READERS
-        if monitored in names or reads_all or any("{" + name in path for name in names):
+        if monitored in names or reads_all or not written.isdisjoint(names):
             raise ValueError(
                 message(
                     "Keras hands logs from callback to callback in their order, so HostMetrics "
@@ -172,6 +174,14 @@ class HostMetrics(keras.callbacks.Callback):
                     fix="Write HostMetrics first in callbacks=[...].",
                 )
             )
+
+
+def _names_in(path: str) -> set[str]:
+    """The names of logs in the path of a file, such as `"{epoch:02d}-{val_f1:.2f}.keras"`."""
+    try:
+        return {name for _, name, *_ in string.Formatter().parse(path) if name}
+    except ValueError:
+        return set()  # Keras says what is wrong when it writes the file
 
 
 def _checked_metrics(metrics) -> dict[tuple[str, ...], Callable]:
@@ -189,6 +199,16 @@ def _checked_metrics(metrics) -> dict[tuple[str, ...], Callable]:
                 "HostMetrics takes functions by name.",
                 received={"metrics": metrics},
                 fix='Write for example HostMetrics({"f1": sklearn.metrics.f1_score}).',
+            )
+        )
+    names = Counter("_".join(key) for key in functions)
+    twice = sorted(name for name, times in names.items() if times > 1)
+    if twice:
+        raise ValueError(
+            message(
+                "Each host metric has a name of its own in the logs.",
+                received={"metrics": metrics, "twice": twice},
+                fix="Rename one of them.",
             )
         )
     return functions

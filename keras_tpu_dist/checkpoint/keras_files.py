@@ -16,6 +16,7 @@ from keras_tpu_dist.checkpoint.names import (
     SLOTS,
     WEIGHTS,
     Entry,
+    check_excluded,
     in_order_of_numbers,
     named_state,
     same_kind,
@@ -90,6 +91,7 @@ def _load(model: Any, file: Any, name: str, strict: bool, exclude: tuple[str, ..
         saved, dtypes = file.names(), file.dtypes()
     here = _keras.names_in_files(model)
     weights = {n: v for n, v in here.items() if not n.startswith(_OPTIMIZER)}
+    check_excluded(exclude, [variable.path for variable in weights.values()])
     kept = {n for n, v in weights.items() if matches(v.path, exclude)}
     fitting = [
         n

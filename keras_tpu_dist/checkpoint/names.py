@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import did_you_mean
-from keras_tpu_dist.common.patterns import matches
+from keras_tpu_dist.common.patterns import check_matched, matches
 
 T = TypeVar("T")
 WEIGHTS, SLOTS, OPTIMIZER, METRICS = "weights", "slots", "optimizer", "metrics"
@@ -93,6 +93,21 @@ def entry_of(variable: Any) -> Entry:
     return Entry(variable.path, tuple(variable.shape), str(variable.dtype))
 
 
+def check_excluded(exclude: Iterable[str], paths: Iterable[str]) -> None:
+    """Raises a `ValueError` if a pattern of what is not restored matches nothing.
+
+    Args:
+        exclude: The patterns.
+        paths: Those of the model's variables and of the saved ones.
+    """
+    check_matched(
+        exclude,
+        paths,
+        "Each pattern of exclude names weights of the model or of the checkpoint.",
+        "See the paths with [weight.path for weight in model.weights].",
+    )
+
+
 def match(
     here: Sequence[Entry],
     saved: Sequence[Entry],
@@ -115,6 +130,7 @@ def match(
     wanted = {i: entry for i, entry in enumerate(here) if not matches(entry.path, exclude)}
     kept = tuple(entry.path for i, entry in enumerate(here) if i not in wanted)
     paths = [_renamed(entry.path, rename) for entry in saved]
+    check_excluded(exclude, [*(entry.path for entry in here), *paths])
     offered = {i: path for i, path in enumerate(paths) if not matches(path, exclude)}
     groups_here = _grouped({i: entry.path for i, entry in wanted.items()})
     groups_saved = _grouped(offered)

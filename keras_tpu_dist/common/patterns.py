@@ -4,7 +4,7 @@ import fnmatch
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import did_you_mean, message
 
 
 def patterns_of(patterns: str | Iterable[str]) -> tuple[str, ...]:
@@ -48,3 +48,29 @@ def matches(path: str, patterns: Iterable[str]) -> bool:
     True
     """
     return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
+
+
+def check_matched(patterns: Iterable[str], names: Iterable[str], rule: str, fix: str) -> None:
+    """Raises a `ValueError` with the patterns that match nothing.
+
+    Args:
+        patterns: The patterns.
+        names: What they may match: paths of weights, or of layers.
+        rule: What a pattern names, for the error.
+        fix: How to see the names.
+    """
+    names = list(names)
+    lost = [each for each in patterns if not any(matches(name, [each]) for name in names)]
+    if lost:
+        raise ValueError(
+            message(
+                rule,
+                received="; ".join(
+                    f"{each!r}, which matches nothing{'.' * bool(hint)}{hint}"
+                    for each in lost
+                    for hint in [did_you_mean(each.strip("*/"), names)]
+                )
+                + ".",
+                fix=fix,
+            )
+        )

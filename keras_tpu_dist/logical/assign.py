@@ -101,10 +101,31 @@ def on_logical_device(function: Callable[..., Any], logical_device: int) -> Call
     @functools.wraps(function)
     def assigned(*args, **kwargs):
         if any(isinstance(a, keras.KerasTensor) for a in keras.tree.flatten((args, kwargs))):
-            return assign(keras.layers.Lambda(function), logical_device)(*args, **kwargs)
+            return _as_layer(function, logical_device, args, kwargs)
         return _call(function, logical_device, None, args, kwargs)
 
     return assigned
+
+
+def _as_layer(function: Callable, logical_device: int, args: tuple, kwargs: dict) -> Any:
+    """The outputs of a function of symbolic tensors, which an assigned layer computes."""
+    if len(args) == 1 and not kwargs:
+        return assign(keras.layers.Lambda(function), logical_device)(*args)
+
+    # A Lambda has one input, and arguments of its own called mask and training.
+    given = keras.tree.flatten((args, kwargs))
+    symbolic = [n for n, each in enumerate(given) if isinstance(each, keras.KerasTensor)]
+
+    @functools.wraps(function)
+    def of_tensors(tensors):
+        leaves = list(given)
+        for n, tensor in zip(symbolic, tensors, strict=True):
+            leaves[n] = tensor
+        args_now, kwargs_now = keras.tree.pack_sequence_as((args, kwargs), leaves)
+        return function(*args_now, **kwargs_now)
+
+    layer = assign(keras.layers.Lambda(of_tensors), logical_device)
+    return layer([given[n] for n in symbolic])
 
 
 @contextlib.contextmanager
@@ -253,7 +274,8 @@ def _only_one(stacked: jax.Array) -> jax.Array:
 
 def _layer_created(layer: Any) -> None:
     device = _creating.get()
-    if device is not None and not isinstance(layer, (keras.Model, keras.layers.InputLayer)):
+    whole = isinstance(layer, (keras.Model, keras.layers.InputLayer))
+    if device is not None and not whole and not getattr(layer, "says_where", False):
         assign(layer, device)
 
 

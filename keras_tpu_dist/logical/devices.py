@@ -27,6 +27,9 @@ class UnevenBatch(ValueError):
 class _TensorAnnotation(keras.layers.Layer):
     """A layer that says where its input lies; without a strategy it does nothing."""
 
+    # Else `strategy.logical_device` would have one device compute what all of them are to share.
+    says_where = True
+
     def __init__(self, batch_axis: int | None = 0, **kwargs):
         super().__init__(autocast=False, **kwargs)
         self.batch_axis = batch_axis

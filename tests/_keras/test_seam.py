@@ -489,3 +489,86 @@ def test_a_function_that_a_user_wraps_is_made_anew_for_other_weights():
     model.trainable = False
     model.predict(x, verbose=0)
     assert model.made >= 2
+
+
+class WithoutForce(keras.Sequential):
+    made = 0
+
+    def make_predict_function(self):
+        if self.predict_function is None:
+            self.made += 1
+            super().make_predict_function()
+
+
+def test_an_override_need_not_take_force():
+    x, _ = data(16)
+    with ktd.TPUStrategy().scope():
+        model = WithoutForce([keras.Input((x.shape[1],)), keras.layers.Dense(3)])
+    before = model.predict(x, verbose=0)
+    model.trainable = False
+    assert_close(model.predict(x, verbose=0), before)
+    assert model.made >= 2
+
+
+class PredictsOtherwise(keras.Sequential):
+    def make_predict_function(self, force=False):
+        def double(state, data):
+            outputs, non_trainable = self.predict_step(state, data)
+            return 2 * outputs, (state[0], non_trainable)
+
+        step = self._make_function(double, concatenate_outputs=True)
+
+        def predict(state, iterator):
+            outputs, (trainable, non_trainable) = step(state, iterator)
+            return outputs, (trainable, non_trainable)
+
+        self.predict_function = predict
+
+
+def test_a_users_own_step_of_predict_is_made():
+    x, _ = data(16)
+    with ktd.TPUStrategy().scope():
+        model = PredictsOtherwise([keras.Input((x.shape[1],)), keras.layers.Dense(3)])
+    kernel, bias = model.get_weights()
+    assert_close(model.predict(x, batch_size=8, verbose=0), 2 * (x @ kernel + bias))
+
+
+class Noting(keras.callbacks.CallbackList):
+    def __init__(self, *args, **kwargs):
+        self.seen = []
+        super().__init__(*args, **kwargs)
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen.append(batch)
+        super().on_train_batch_end(batch, logs)
+
+
+def test_a_users_list_of_callbacks_sees_every_batch():
+    x, y = data(20)
+    with ktd.TPUStrategy().scope():
+        model = mlp()
+    callbacks = Noting([], add_history=True, model=model)
+    model.fit(x, y, batch_size=5, verbose=0, callbacks=callbacks)
+    assert callbacks.seen == [0, 1, 2, 3]
+
+
+def test_a_step_that_failed_without_a_strategy_does_not_fail_a_fit_with_one():
+    class Breaks(keras.Sequential):
+        breaks = True
+
+        def train_step(self, *args):
+            if self.breaks:
+                raise FloatingPointError
+            return super().train_step(*args)
+
+    x, y = data(16)
+    model = Breaks([keras.Input((x.shape[1],)), keras.layers.Dense(3)])
+    loss = "sparse_categorical_crossentropy"
+    model.compile("sgd", loss, run_eagerly=True)
+    ktd.TPUStrategy()
+    with pytest.raises(FloatingPointError):
+        model.train_on_batch(x, y)
+    model.breaks = False
+    with ktd.TPUStrategy().scope():
+        model.compile("sgd", loss)
+    model.fit(x, y, batch_size=8, verbose=0)

@@ -295,6 +295,8 @@ def test_a_backup_of_version_0_1(tmp_path):
     seeds = [v.numpy().tolist() for v in _seeds(begun)]
     metadata = {"epoch": 0, "batch": 7, "batches_done": 8, "seeds": seeds}
     (tmp_path / "backup/training_metadata.json").write_text(json.dumps(metadata))
+    with pytest.raises(ValueError, match=r"within an epoch needs the loop.*batches=8"):
+        built(build, None).fit(X, Y, **fit, callbacks=[BackupAndRestore(tmp_path / "backup")])
     model, _ = _resumed_once(BackupAndRestore(tmp_path / "backup"), fit)
     assert_close(_state(model), _state(whole))
 

@@ -249,3 +249,19 @@ def test_sample_weights_of_some_outputs():
         data = x, y, {"a": np.full(9, 2.0), "b": None}
         metrics = HostMetrics({**with_weights, **without}, data, **batches)
         assert metrics.compute(model) == {"val_a_n": 18.0, "val_b_n": 9.0}
+
+
+def test_whose_values_a_callback_needs_is_told_by_whole_names(model, tmp_path):
+    metrics, data = HostMetrics({"f1": _f1}), {"validation_data": (VX, VY), "epochs": 1}
+    other = HostMetrics({"f1_macro": _f1})
+    named = keras.callbacks.ModelCheckpoint(str(tmp_path / "{val_f1_macro:.2f}.keras"))
+    _fit(model, other, named, metrics, **data)
+    ours = ktd.callbacks.Checkpoint(tmp_path / "ours", monitor="val_f1", mode="max")
+    for early in (keras.callbacks.ModelCheckpoint(str(tmp_path / "{val_f1:.2f}.keras")), ours):
+        with pytest.raises(ValueError, match="Checkpoint before HostMetrics"):
+            _fit(model, early, metrics, **data)
+
+
+def test_two_metrics_of_one_name_are_refused():
+    with pytest.raises(ValueError, match=r"name of its own.*twice=\['a_b'\]"):
+        HostMetrics({"a_b": _f1, "a": {"b": _f1}})

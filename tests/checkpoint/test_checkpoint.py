@@ -427,6 +427,36 @@ def test_a_fit_that_fails_before_its_first_epoch_leaves_the_next_alone(tmp_path)
     assert fit(model, "arrays").epoch == [0, 1, 2]
 
 
+@pytest.mark.parametrize("where", ["stock", "strategy"])
+def test_a_fit_of_no_epoch_saves_nothing_that_a_later_one_would_lose(where, tmp_path):
+    model = job.network(0.3)
+    if where == "strategy":
+        model = made(ktd.TPUStrategy())
+    model.compile("adam", "mse")
+    saved = ktd.callbacks.Checkpoint(tmp_path)
+    given = {"x": X, "y": Y, "batch_size": BATCH, "verbose": 0, "callbacks": [saved]}
+    model.fit(**given, epochs=0)
+    assert saved.steps == []
+    assert model.fit(**given, epochs=2).epoch == [0, 1]
+    assert saved.steps == [6, 12]
+
+
+def test_a_list_of_callbacks_that_does_not_know_the_epochs(tmp_path, caplog):
+    def fitted(*callbacks):
+        model = made(ktd.TPUStrategy())
+        callbacks = keras.callbacks.CallbackList(
+            [ktd.callbacks.Checkpoint(tmp_path), *callbacks], add_history=True, model=model
+        )
+        return model.fit(X, Y, batch_size=BATCH, verbose=0, epochs=3, callbacks=callbacks)
+
+    with pytest.raises(Stop):
+        fitted(StopAfter(epoch=1))
+    assert fitted().epoch == [0, 1, 2]
+    fitted()
+    assert "nothing is left to do: the run" in caplog.text
+    assert caplog.text.count("training goes on with the run") == 1
+
+
 def test_epochs_that_are_not_validated_have_nothing_to_be_judged_by(tmp_path):
     model = made(ktd.TPUStrategy())
     saved = ktd.callbacks.Checkpoint(tmp_path / "a", monitor="val_loss", keep=None)

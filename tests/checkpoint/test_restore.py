@@ -217,6 +217,8 @@ def test_files_of_keras_load_the_same_way(file, tmp_path):
     with pytest.raises(ValueError, match=f"must hold the weights of this model.*{words}"):
         ktd.restore(wider, path)
     assert_close(wider.get_weights(), before)
+    with pytest.raises(ValueError, match=r"of exclude names weights.*'\*/haed/\*', which matches"):
+        ktd.restore(wider, path, exclude=["*/head/*", "*/haed/*"])
     report = ktd.restore(wider, path, exclude=["*/head/*"])
     assert_close(wider.get_weights()[:-2], one.get_weights()[:-2])
     assert_close(wider.get_weights()[-2:], before[-2:])

@@ -563,3 +563,31 @@ def test_float32_weights_of_a_mixed_precision_layer_keep_their_precision():
         for device in (None, 1)
     )
     assert_close(found, expected)
+
+
+def test_a_split_within_a_scope_of_one_device_is_not_assigned():
+    strategy = ktd.TPUStrategy(PAIRS)
+    with strategy.scope():
+        x = keras.Input((6,))
+        with strategy.logical_device(1):
+            h = strategy.split_to_logical_devices(L.Dense(4)(x), [1, 2])
+            h = strategy.replicate_to_logical_devices(h)
+        model = keras.Model(x, h)
+    found = [annotation_of(each) for each in model.layers]
+    devices = [each if each is None else each.logical_device for each in found]
+    assert devices == [None, 1, None, None]
+
+
+def test_functions_of_several_symbolic_tensors():
+    strategy = ktd.TPUStrategy(PAIRS)
+    with strategy.scope():
+        one, two = keras.Input((3,)), keras.Input((3,))
+
+        def function(a, b, *, mask, factor=1.0):
+            return factor * a - b["of"] * mask
+
+        assigned = strategy.assign_to_logical_device(function, 1)
+        model = keras.Model([one, two], assigned(one, {"of": two}, mask=one, factor=3.0))
+    assert annotation_of(model.layers[-1]).logical_device == 1
+    a, b = (np.random.default_rng(n).normal(size=(9, 3)).astype("float32") for n in range(2))
+    assert_close(model.predict([a, b], verbose=0), 3 * a - b * a)
