@@ -38,6 +38,8 @@ EVEN, RAGGED = 16, 13
 TOLERANCE = 1e-5
 # Kinds that compare results; the others compare what a step adds to weights.
 _COMPUTED = ("operation", "move", "pair", "replica_operation")
+# Kinds that are also computed in float64.
+_PRECISE = ("layer", "model", "replica_layer", "assigned_layer", "assigned_pair", "pair")
 # Between the names of operations that one program computes.
 TOGETHER = " + "
 # A weight's update over a whole model: sums of many rounded terms, relative to the largest.
@@ -146,8 +148,7 @@ def compared(job: Job) -> dict[str, Any]:
     right programs of an Xception up to 4e-2); float64 tells it from a fault.
     """
     difference, where = worst_difference(job)
-    trained = job.kind in ("layer", "model", "replica_layer", "assigned_layer", "assigned_pair")
-    if difference > tolerance(job) and trained and job.repair:
+    if difference > tolerance(job) and job.kind in _PRECISE and job.repair:
         again = replace(job, float64=True)
         precise, there = worst_difference(again)
         where = f"{where} ({precise:.1e} at {there} in float64)"
@@ -198,8 +199,14 @@ def _moved(job: Job) -> dict[str, np.ndarray]:
 
 def _paired(job: Job) -> dict[str, np.ndarray]:
     """Results of operations that follow one another, and their gradients."""
+    with jax.enable_x64(job.float64):
+        return _paired_in(job, "float64" if job.float64 else "float32")
+
+
+def _paired_in(job: Job, dtype: str) -> dict[str, np.ndarray]:
     cases = job.case.split(TOGETHER)
-    batch = pairs.arrays(cases[0], job.rows)
+    x, ids = pairs.arrays(cases[0], job.rows)
+    batch = x.astype(dtype), ids
     found = {}
     for gradient in (False, True):
         if job.mesh == "1":

@@ -102,12 +102,12 @@ def _positions(x):
 def _windows_of(x, function, size, step=1, padding="SAME"):
     rest = (1,) * (x.ndim - 1)
     start = -np.inf if function is lax.max else 0.0
-    return lax.reduce_window(x, np.float32(start), function, (size, *rest), (step, *rest), padding)
+    return lax.reduce_window(x, np.asarray(start, x.dtype), function, (size, *rest), (step, *rest), padding)
 
 
 def _convolved(x, step=1, dilation=1, padding="SAME"):
     channels = x.shape[-1]
-    kernel = np.linspace(-1, 1, 3 * channels**2, dtype="float32").reshape(3, channels, channels)
+    kernel = np.linspace(-1, 1, 3 * channels**2, dtype=x.dtype).reshape(3, channels, channels)
     image = x[None] if x.ndim == 2 else jnp.moveaxis(x, 0, 1)
     found = lax.conv_general_dilated(
         *(image, kernel, (step,), padding),
