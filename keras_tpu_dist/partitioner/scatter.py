@@ -53,7 +53,7 @@ def repaired(equation: Any, spread: Spread) -> list | None:
     if not short and not any(paddings.values()):
         return None
     signed = jax.numpy.issubdtype(indices.aval.dtype, jax.numpy.signedinteger)
-    if signed and not short and len(spread.open_axes) == 1:
+    if signed and not short and not spread.splits_two_ways:
         return None  # XLA fills with -1, which it drops
     free = {d: n for d, n in paddings.items() if d not in shared}
     both = {d: n for d, n in paddings.items() if d in shared}

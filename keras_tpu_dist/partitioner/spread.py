@@ -62,6 +62,15 @@ class Classes:
         """The mesh axes that the compiler may split over."""
         return frozenset(self.sizes) - self.manual
 
+    @property
+    def splits_two_ways(self) -> bool:
+        """Whether the compiler may split two dimensions apart.
+
+        It does so over two axes, and over factors of one where a reshape takes rows apart.
+        """
+        ways = self.product(self.open_axes)
+        return any(ways % factor == 0 for factor in range(2, math.isqrt(ways) + 1))
+
     def ordered(self, axes: Iterable[str]) -> tuple[str, ...]:
         """Mesh axes in the order of the mesh.
 
@@ -118,7 +127,7 @@ class Classes:
         self._seed(atom, axes, self._axes)
         self._seed(atom, axes, self._asked)
 
-    def link(self, one: Any, i: int, other: Any, j: int) -> None:
+    def link(self, one: Any, i: int, other: Any, j: int, repeats: bool = True) -> None:
         """Puts two dimensions into one class, unless one of them is only repeated.
 
         Args:
@@ -126,11 +135,13 @@ class Classes:
             i: The number of its dimension.
             other: Another value, or the same; where one is a literal, nothing is linked.
             j: The number of the other's dimension.
+            repeats: Whether a dimension of one row that becomes one of several is repeated. A
+                slice, for one, takes one row of several, which is then split as they are.
         """
         if isinstance(one, core.Literal) or isinstance(other, core.Literal):
             return
         before, after = one.aval.shape[i], other.aval.shape[j]
-        if before != after and 1 in (before, after):
+        if repeats and before != after and 1 in (before, after):
             return
         ours, theirs = self._of(one), self._of(other)
         mine, yours = ours[i], theirs[j]
@@ -318,8 +329,10 @@ class Spread(Classes):
 
     def _link_known(self, equation: Any, known: Dimensions) -> None:
         operands, results = equation.invars, equation.outvars
+        repeats = equation.primitive.name == "broadcast_in_dim"
         for step in known.mapped:
-            self.link(operands[step.operand], step.dimension, results[step.result], step.to)
+            one, other = operands[step.operand], results[step.result]
+            self.link(one, step.dimension, other, step.to, repeats)
         for (one, i), (other, j) in known.together:
             self.link(operands[one], i, operands[other], j)
 

@@ -96,8 +96,9 @@ FAULTS = (
     Fault(
         "Scatter of unevenly split rows",
         scatter.PRIMITIVES,
-        "on a mesh with a second axis the rows that are missing in the last parts get index 0 "
-        "instead of one beyond the end, so that what nobody sent is added to row 0; with unsigned "
+        "where parts are also on several devices, of a second axis or of one axis of which a "
+        "reshape left a factor, the rows that are missing in the last parts get index 0 instead of "
+        "one beyond the end, so that what nobody sent is added to row 0; with unsigned "
         "indices the compiler aborts on every mesh",
         "rows are added whose index lies beyond the end, which XLA drops",
         scatter.candidate,

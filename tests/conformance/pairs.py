@@ -88,6 +88,7 @@ WRITES: dict[str, Operation] = {
     "add rows": lambda x, ids: x.at[_ids(x, ids)].add(x[_ids(x, ids + 1)]),
     "multiply one": lambda x, ids: x.at[-2].multiply(3.0),
     "multiply rows": lambda x, ids: x.at[np.array([1, 5, 3])].multiply(x[:3], unique_indices=True),
+    "multiply row": lambda x, ids: x.at[np.array([5])].multiply(x[:1]),
     "min one": lambda x, ids: x.at[1].min(x[0]),
     "max one": lambda x, ids: x.at[-1].max(x[2]),
     "max rows": lambda x, ids: x.at[_ids(x, ids)].max(0.9),
@@ -102,7 +103,9 @@ def _positions(x):
 def _windows_of(x, function, size, step=1, padding="SAME"):
     rest = (1,) * (x.ndim - 1)
     start = -np.inf if function is lax.max else 0.0
-    return lax.reduce_window(x, np.asarray(start, x.dtype), function, (size, *rest), (step, *rest), padding)
+    return lax.reduce_window(
+        x, np.asarray(start, x.dtype), function, (size, *rest), (step, *rest), padding
+    )
 
 
 def _convolved(x, step=1, dilation=1, padding="SAME"):
@@ -141,6 +144,8 @@ REDUCTIONS: dict[str, Operation] = {
     "argmax": lambda x, ids: x.argmax(0).astype(x.dtype),
     "logsumexp": lambda x, ids: jax.nn.logsumexp(x, axis=0),
     "softmax": lambda x, ids: jax.nn.softmax(x, axis=0),
+    "segment of one": lambda x, ids: jax.ops.segment_sum(x[:1], ids[1:2], 12),
+    "segments of three": lambda x, ids: jax.ops.segment_sum(x[:3], ids[1:4], 12),
     "segments": lambda x, ids: jax.ops.segment_sum(x, jnp.arange(x.shape[0]) % 5, 5),
     "product of rows": lambda x, ids: jnp.tensordot(x, x, [[0], [0]]),
     "median": lambda x, ids: jnp.median(x, 0),

@@ -627,3 +627,54 @@ def test_partition_spec_of_a_free_dimension():
     split = jax.device_put(np.ones((8, 4)), strategy.placer.sharding(0))
     made = jax.jit(lambda x: constrained(x, strategy.mesh, {1: ("model",)}))(split)
     assert made.sharding.spec == P("data", "model")
+
+
+def regrouped(x, parts):
+    """Rows as a matrix, turned: one axis splits them by factors of its size."""
+    return jnp.swapaxes(x.reshape(parts, -1, *x.shape[1:]), 0, 1).reshape(x.shape)
+
+
+def after_a_regroup():
+    """Lookups and writes of a few rows of what a reshape took apart."""
+    order = np.asarray([1, 5, 3, 11, 2, 8, 14])
+    ways = {
+        "set": lambda x, n: x.at[order[:n]].set(x[:n] * 2),
+        "add": lambda x, n: x.at[order[:n]].add(x[:n]),
+        "multiply": lambda x, n: x.at[order[:n]].multiply(x[:n], unique_indices=True),
+        "min": lambda x, n: x.at[order[:n]].min(x[:n] - 0.3),
+        "segments": lambda x, n: jax.ops.segment_sum(x[:n], order[:n], 16),
+        "take": lambda x, n: jnp.take(x, order[:n], 0),
+        "sort": lambda x, n: jnp.sort(x[:n], 0),
+        "along": lambda x, n: jnp.take_along_axis(x[:n], jnp.argsort(x[:n], 0), 0),
+    }
+
+    def program(x):
+        found = {}
+        for parts in (1, 2, 4, 8):
+            for name, way in ways.items():
+                for n in (1, 3, 7):
+                    made = lambda x, w=way, p=parts, n=n: w(regrouped(x, p), n)  # noqa: E731
+                    found[name, parts, n] = made(jax.lax.optimization_barrier(x))
+                    if name not in ("multiply", "min"):
+                        loss = lambda x, made=made: jnp.sin(made(x)).sum()  # noqa: E731
+                        gradient = jax.grad(loss)(jax.lax.optimization_barrier(x))
+                        found["gradient", name, parts, n] = gradient
+        return list(found.values())
+
+    return program
+
+
+@pytest.mark.parametrize(
+    "mesh", [{"data": 8}, pytest.param({"data": 4, "model": 2}, marks=pytest.mark.slow)], ids=str
+)
+def test_a_few_rows_of_what_a_reshape_took_apart(mesh):
+    mesh, program = ktd.TPUStrategy(mesh).mesh, after_a_regroup()
+    by_rows = jax.NamedSharding(mesh, P("data"))
+    x = np.random.default_rng(0).uniform(0.5, 1.5, (16, 3)).astype("float32")
+
+    def whole(x):
+        return jax.lax.with_sharding_constraint(program(x), jax.NamedSharding(mesh, P()))
+
+    split = Jitted(whole, mesh, lambda x: (by_rows,))(jax.device_put(x, by_rows))
+    with jax.disable_jit():
+        assert_close(split, program(jnp.asarray(x)))
