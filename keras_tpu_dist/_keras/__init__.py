@@ -104,6 +104,7 @@ from keras_tpu_dist._keras.structure import flatten_layers as flatten_layers
 from keras_tpu_dist._keras.structure import full_precision as full_precision
 from keras_tpu_dist._keras.structure import graph as graph
 from keras_tpu_dist._keras.structure import in_symbolic_scope as in_symbolic_scope
+from keras_tpu_dist._keras.structure import in_update as in_update
 from keras_tpu_dist._keras.structure import keras_mask as keras_mask
 from keras_tpu_dist._keras.structure import optimizer_slots as optimizer_slots
 from keras_tpu_dist._keras.structure import own_variables as own_variables
@@ -143,5 +144,7 @@ from keras_tpu_dist._keras.trainer import variable_layouts as variable_layouts
 from keras_tpu_dist._keras.variables import claim as claim
 from keras_tpu_dist._keras.variables import owner_of as owner_of
 from keras_tpu_dist._keras.variables import serve_additions as serve_additions
+from keras_tpu_dist._keras.variables import serve_uses as serve_uses
 from keras_tpu_dist._keras.variables import serve_variables as serve_variables
 from keras_tpu_dist._keras.variables import set_owner as set_owner
+from keras_tpu_dist._keras.variables import set_use as set_use

@@ -228,6 +228,15 @@ def in_symbolic_scope() -> bool:
     return global_state.get_global_attribute("symbolic_scope") is not None
 
 
+def in_update() -> bool:
+    """Whether an optimizer updates weights.
+
+    Public replacement: none; a step that is traced looks the same to a variable.
+    """
+    entered = global_state.get_global_attribute("name_scope_stack") or ()
+    return any(isinstance(scope.caller, keras.optimizers.Optimizer) for scope in entered)
+
+
 def keras_mask(tensor: Any) -> Any:
     """The mask that a layer left on a tensor, or `None`; public replacement: none.
 

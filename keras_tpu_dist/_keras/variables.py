@@ -16,6 +16,9 @@ abstract: contextvars.ContextVar[bool] = contextvars.ContextVar("abstract", defa
 # Marks on a variable the object to ask before its value is handed out; see `set_owner`.
 OWNER = "_keras_tpu_dist_owner"
 
+# Marks on a variable the layout that it is used in; see `set_use`.
+USE = "_keras_tpu_dist_use"
+
 _served: dict[str, Callable] = {}
 
 
@@ -38,14 +41,24 @@ def serve_additions(add: Callable[..., Any]) -> None:
     _served.update(add=add)
 
 
+def serve_uses(laid: Callable[[Any, Any], Any]) -> None:
+    """Says what the value of a variable is for code that uses it in a layout of its own.
+
+    Args:
+        laid: Called as `laid(value, axes)`. See `set_use`.
+    """
+    _served.update(laid=laid)
+
+
 class _Claimed(keras.Variable):
     """A variable on a strategy's mesh. Where nothing is asked of it, it is Keras's own."""
 
     @property
     def value(self):
         # An array that somebody holds must not be donated.
-        owner = self.__dict__.get(OWNER)
-        return _stock_value(self) if owner is None else owner.hand_out(self, _stock_value)
+        owner, use = self.__dict__.get(OWNER), self.__dict__.get(USE)
+        value = _stock_value(self) if owner is None else owner.hand_out(self, _stock_value)
+        return value if use is None else _served["laid"](value, use)
 
     def __array__(self, dtype=None, copy=None):
         # What lies on several hosts cannot be read as it is: get_weights, save, callbacks.
@@ -124,3 +137,17 @@ def owner_of(variable: Any) -> Any:
         variable: A `keras.Variable`.
     """
     return variable.__dict__.get(OWNER)
+
+
+def set_use(variable: Any, axes: Any) -> None:
+    """Has `variable.value` lie in a layout of its own where compiled code uses it.
+
+    Args:
+        variable: A `keras.Variable`.
+        axes: The layout; where it is empty, the value lies as the variable does.
+    """
+    if axes:
+        claim(variable)
+        variable.__dict__[USE] = axes
+    else:
+        variable.__dict__.pop(USE, None)

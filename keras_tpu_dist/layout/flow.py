@@ -220,6 +220,18 @@ class Flow:
         }
         return tuple(sorted(w for w in found if self.elements(w) <= small))
 
+    def makes_features(self, weight: int, dim: int) -> bool:
+        """Whether a dimension of a weight becomes features of what a product with it gives.
+
+        Args:
+            weight: The number of the weight.
+            dim: Its dimension.
+        """
+        node = self.weights[weight][dim]
+        root = self._together(self.sizes[node])
+        made = [p for p in self.products if weight in p.weights]
+        return any(root[node] == root[each] for product in made for each in product.free)
+
     def elements(self, weight: int) -> int:
         """The number of elements of a weight.
 

@@ -114,9 +114,10 @@ class Placement:
         for axes in layouts_in(self.annotations.outputs[path]):
             check_axis_names(LayoutRules([(pattern, axes)]), names)
 
-    def written_in_program(self) -> tuple[dict[str, Any], dict[str, int]]:
+    def written_in_program(self) -> tuple[Any, ...]:
         """All that a compiled step holds beside its variables' layouts."""
-        return self.layouts_of_outputs(), self.annotations.logical_devices
+        uses = {key: found.used for key, found in self.decisions.items() if found.used}
+        return self.layouts_of_outputs(), self.annotations.logical_devices, uses
 
 
 _AMBIGUOUS = "LayoutMap: several keys match"

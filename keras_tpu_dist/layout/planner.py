@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -215,7 +215,9 @@ class Planner:
         for variable in variables:
             decision = tensor.get(id(variable))
             if "fsdp" in chosen:
+                used = () if decision is None else decision.used
                 decision = self._spread(variable.shape, decision, mesh, stored)
+                decision = replace(decision, used=used)
             elif decision is None:
                 why = "no rule for this layer class" if chosen else "the state fits on one device"
                 decision = Decision((), f"{name}: replicated: {why}")

@@ -23,11 +23,13 @@ class Decision:
         axes: One entry per dimension; `()` means replicated.
         reason: The rule or default that decided, for `explain`.
         alternatives: What else was considered, each with the reason it was not taken.
+        used: The axes that it is used in, where these are others; they need not divide it.
     """
 
     axes: Axes
     reason: str
     alternatives: tuple[str, ...] = ()
+    used: Axes = ()
 
 
 # Flags for a whole pattern, as in "(?i)dense/kernel", may only stand at its very beginning.

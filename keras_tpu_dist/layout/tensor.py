@@ -1,7 +1,7 @@
 """Tensor parallelism: which dimension of each weight the model axes split, by flow and class."""
 
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import keras
@@ -11,6 +11,9 @@ from keras_tpu_dist import _keras
 from keras_tpu_dist.common.axes import Axes, axis_size, dividing_axes, splitting_entries
 from keras_tpu_dist.layout.flow import Arguments, Cut, NotTraced, flow_of
 from keras_tpu_dist.layout.rules import Decision
+
+# Rows of a table in each part, at least, for it to be worth cutting them unevenly.
+_FEWEST_IN_A_PART = 8
 
 _ATTENTION = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
 _CONVOLUTIONS = (keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
@@ -306,6 +309,8 @@ class TensorPlan:
         self._min_size = min_size
         self.decisions: dict[int, Decision] = {}
         self._untraced: dict[int, str] = {}
+        # Tables from which logits are made, by id.
+        self._makes_logits: set[int] = set()
         layers = list(_keras.flatten_layers(model))
         traced = self._by_flow(layers)
         self._pairing: Pairing = pair_up(model, traced, self._untraced)
@@ -321,11 +326,18 @@ class TensorPlan:
             The ids of the layers that were traced.
         """
         ruled, called = self._ruled(layers), _calls_in_graphs(layers)
+        tables = {
+            id(table)
+            for layer in layers
+            if (table := _keras.stored_weight(layer, "embeddings")) is not None
+            and self._first_dividing(table.shape, (0,))[1] is None
+        }
         traced: set[int] = set()
         for layer in reversed(layers):
             kernels = _kernels_in(layer)
             free = [v for v in kernels if id(v) not in self.decisions and id(v) not in ruled]
-            if len(kernels) < 2 or not free or not _may_hold_pairs(layer):
+            open_here = [*free, *(v for v in kernels if id(v) in tables)]
+            if len(kernels) < 2 or not open_here or not _may_hold_pairs(layer):
                 continue
             variables = [*layer.trainable_variables, *layer.non_trainable_variables]
             try:
@@ -337,6 +349,11 @@ class TensorPlan:
             for entry in splitting_entries(self._axes, self._mesh):
                 for cut in flow.cuts(axis_size(self._mesh, entry)):
                     self._put_cut(cut, variables, entry, ruled)
+            self._makes_logits |= {
+                id(v)
+                for w, v in enumerate(variables)
+                if id(v) in tables and flow.makes_features(w, 0)
+            }
             routers = [w for w in flow.routers() if id(variables[w]) not in ruled]
             self._put_whole(routers, variables, "what it computes is searched whole")
         return traced
@@ -416,6 +433,11 @@ class TensorPlan:
             self._split_kernel(p, p.outs, f"column: feeds {partner.path!r}{guess}")
         elif _elements(p.kernel) >= self._min_size:
             self._split_kernel(p, (*p.outs, *p.ins), "without a partner")
+            split = [d for d, each in enumerate(self.decisions[id(p.kernel)].axes) if each]
+            if p.outs and split and split[0] in p.ins:
+                largest = max(p.outs, key=lambda d: p.kernel.shape[d])
+                entry = self.decisions[id(p.kernel)].axes[split[0]]
+                self._use(p.kernel, largest, entry, "features")
         else:
             self._keep(
                 layer,
@@ -475,7 +497,22 @@ class TensorPlan:
                 continue
             axes = tuple(entry if d == dim else None for d in (0, 1))
             self._put(table, axes, f"embedding: by {sides[dim]}")
+            reverses = name != "embeddings" or getattr(layer, "tie_weights", False)
+            if dim != by_vocabulary and (reverses or id(table) in self._makes_logits):
+                self._use(table, by_vocabulary, entry, "vocabulary")
             self._companions(layer, name, table, axes, (1,))
+
+    def _use(self, variable, dim: int, entry, what: str) -> None:
+        """Has calls use a weight in unequal parts of a dimension that does not divide."""
+        size, ways = variable.shape[dim], axis_size(self._mesh, entry)
+        decision = self.decisions[id(variable)]
+        if not decision.axes or size < ways * _FEWEST_IN_A_PART:
+            return
+        self.decisions[id(variable)] = replace(
+            decision,
+            reason=f"{decision.reason}; used by {what}, padded: {size} do not divide by {ways}",
+            used=tuple(entry if d == dim else None for d in range(len(variable.shape))),
+        )
 
     def _recurrent(self, layer, gates: int) -> None:
         units = layer.units if hasattr(layer, "units") else layer.filters

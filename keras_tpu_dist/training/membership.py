@@ -12,6 +12,7 @@ from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.layout import annotations
 from keras_tpu_dist.layout.placement import Placement
+from keras_tpu_dist.layout.use import note_uses
 from keras_tpu_dist.memory import remat, scan_blocks
 from keras_tpu_dist.processes.agreement import Agreed
 from keras_tpu_dist.processes.saving import written_once
@@ -83,6 +84,7 @@ class Membership:
             _keras.forget_functions(model)
         self.placement = after
         self._versions = versions
+        note_uses(model, after)
         self._targets = [
             (v, self.strategy.layouts.target(v, given_layout(v), after)) for v in variables
         ]

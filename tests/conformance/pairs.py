@@ -88,7 +88,7 @@ WRITES: dict[str, Operation] = {
     "add rows": lambda x, ids: x.at[_ids(x, ids)].add(x[_ids(x, ids + 1)]),
     "multiply one": lambda x, ids: x.at[-2].multiply(3.0),
     "multiply rows": lambda x, ids: x.at[np.array([1, 5, 3])].multiply(x[:3], unique_indices=True),
-    "multiply row": lambda x, ids: x.at[np.array([5])].multiply(x[:1]),
+    "multiply row": lambda x, ids: x.at[np.array([5])].multiply(x[:1], unique_indices=True),
     "min one": lambda x, ids: x.at[1].min(x[0]),
     "max one": lambda x, ids: x.at[-1].max(x[2]),
     "max rows": lambda x, ids: x.at[_ids(x, ids)].max(0.9),

@@ -183,6 +183,49 @@ def encoder_decoder():
     return keras.Model(x, Decoder(positions="table")(L.Dense(WIDTH, use_bias=False)(x), memory))
 
 
+WORDS = 203  # divides by nothing
+
+
+class GPT(keras.Model):
+    """Logits by the table of tokens, which the model itself transposes."""
+
+    def __init__(self):
+        super().__init__()
+        self.token = L.Embedding(WORDS, WIDTH, name="token")
+        self.block = Block(Attention(kv=4))
+
+    def call(self, x):
+        y = self.block(self.token(x))
+        return ops.matmul(y, ops.transpose(self.token.embeddings))
+
+
+def gpt():
+    model = GPT()
+    model(keras.ops.zeros((2, TIME), "int32"))
+    return model
+
+
+def tied():
+    table = L.ReversibleEmbedding(WORDS, WIDTH, name="token")
+    x = keras.Input((TIME,), dtype="int32")
+    return keras.Model(x, table(Block(Attention(kv=4))(table(x)), reverse=True))
+
+
+def untied():
+    table = L.ReversibleEmbedding(WORDS, WIDTH, tie_weights=False, name="token")
+    x = keras.Input((TIME,), dtype="int32")
+    return keras.Model(x, table(Block(Attention(kv=4))(table(x)), reverse=True))
+
+
+def headed():
+    x = keras.Input((TIME,), dtype="int32")
+    y = Block(Attention(kv=4))(L.Embedding(WORDS, WIDTH, name="token")(x))
+    return keras.Model(x, L.Dense(WORDS, name="head")(y))
+
+
+# Models of words that do not divide.
+VOCABULARIES = {"gpt": gpt, "tied": tied, "untied": untied, "headed": headed}
+
 # For each the all-reduces over "model" of a forward and a backward pass, in all blocks; None if
 # the layers are not only Megatron's.
 FAMILIES = {
