@@ -248,6 +248,14 @@ class Checkpoint(keras.callbacks.Callback):
         """Notes the logs."""
         self._in_fit.end_epoch(logs or {})
 
+    def before_train_end(self, logs=None) -> None:
+        """Notes what a later run goes on from, before callbacks put other weights there.
+
+        Args:
+            logs: Those of `on_train_end`.
+        """
+        self._in_fit.before_train_end()
+
     def on_train_end(self, logs=None):
         """Saves the end."""
         own = self._in_fit

@@ -80,6 +80,7 @@ class TrainingPlace:
         logs: Those of the epoch, once it has ended.
         history: The record of the epochs before.
         standing: What the last launch left.
+        end: What the last epoch left, if a later run goes on from there.
     """
 
     step: int = 0
@@ -90,6 +91,7 @@ class TrainingPlace:
     logs: dict[str, Any] | None = None
     history: dict[str, Any] | None = None
     standing: Standing | None = None
+    end: Standing | None = None
 
 
 @dataclass
@@ -406,12 +408,21 @@ class FitCheckpoints:
         """Saves where training stands after the last launch."""
         self.save(self.place.epoch, self.place.done, self.place.standing)
 
+    def before_train_end(self) -> None:
+        """Notes what there is, if a later run goes on from there.
+
+        `EarlyStopping` then restores the best weights, which are the fit's and not that run's.
+        """
+        if self.has_begun and reached_by(self.fit.callbacks) is not None:
+            self._sync()
+            self.place.end = standing_of(self.fit.trainer, self.fit.callbacks)
+
     def save_end(self) -> None:
         """Saves the end of the fit."""
         place, reached = self.place, reached_by(self.fit.callbacks)
         cut = place.done and (self.fit.steps is None or place.done < self.fit.steps)
         if reached is None or place.standing is None or not cut:
-            self.save(place.epoch + 1, 0, reached=reached)
+            self.save(place.epoch + 1, 0, place.end, reached)
             return
         # A longer run makes the rest of this epoch, and then its end.
         self.save(place.epoch, place.done, place.standing, reached)
@@ -439,10 +450,7 @@ class FitCheckpoints:
                 self._try(lambda: self.store.judge(place.step, metrics))
             return
         model = self.fit.trainer
-        if self.fit.control is None:
-            # Under a strategy variables follow each launch, and this would bring back what the
-            # trainer noted before it.
-            model.jax_state_sync()
+        self._sync()
         self.due.saved()
         standing_now = standing or standing_of(model, self.fit.callbacks)
         training = self._described(epoch, done, standing_now) | {
@@ -455,6 +463,12 @@ class FitCheckpoints:
             arrays, manifest = snapshot(model, training, standing_now.arrays)
         if self._try(lambda: self.store.save(place.step, arrays, manifest)):
             place.saved_step = place.step
+
+    def _sync(self) -> None:
+        if self.fit.control is None:
+            # Under a strategy variables follow each launch, and this would bring back what the
+            # trainer noted before it.
+            self.fit.trainer.jax_state_sync()
 
     def wait(self) -> None:
         """Waits for the newest checkpoint."""

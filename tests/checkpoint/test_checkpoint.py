@@ -186,6 +186,33 @@ def test_a_run_that_stopped_at_a_step_goes_on_to_a_later_one(tmp_path, every, st
         np.testing.assert_allclose(ended[3][name], values, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("stop", [6, pytest.param(8, marks=slow), pytest.param(12, marks=slow)])
+@pytest.mark.parametrize("where", ["strategy", pytest.param("stock", marks=slow)])
+def test_a_later_run_goes_on_from_the_last_weights_not_from_the_best(stop, where, tmp_path):
+    """`EarlyStopping` restores the best ones at the end, here those of the first epoch."""
+    if where == "stock" and stop == 8:
+        pytest.skip("stock Keras does not go on within an epoch")
+
+    def run(stop, directory):
+        keras.utils.set_random_seed(1)
+        model = job.network(0.3) if where == "stock" else made(ktd.TPUStrategy())
+        model.compile(keras.optimizers.SGD(0.3), "mse")
+        early = keras.callbacks.EarlyStopping(
+            "val_loss", mode="max", patience=9, restore_best_weights=True
+        )
+        saved = ktd.callbacks.Checkpoint(directory)
+        callbacks = [early, saved, ktd.callbacks.StopAtStep(stop)]
+        given = {"validation_data": (X[:9], Y[:9]), "callbacks": callbacks, "shuffle": False}
+        model.fit(X, Y, batch_size=BATCH, epochs=4, verbose=0, **given)
+        last = job.network(0.3)
+        ktd.restore(last, directory)
+        return model.get_weights(), last.get_weights()
+
+    whole = run(18, tmp_path / "whole")
+    run(stop, tmp_path / "run")
+    assert_close(run(18, tmp_path / "run"), whole)
+
+
 @slow
 def test_the_newest_and_the_best_are_kept(tmp_path):
     class Logs(keras.callbacks.Callback):
