@@ -14,15 +14,24 @@ import dataclasses
 import math
 import pathlib
 import re
+from collections.abc import Iterable
 
 from keras_tpu_dist.hardware.chips import CHIPS
-from keras_tpu_dist.hlo import cost
+from keras_tpu_dist.hlo import cost, traffic
 from keras_tpu_dist.hlo.kernels import is_kernel
-from keras_tpu_dist.hlo.loops import executions
+from keras_tpu_dist.hlo.loops import Execution, executions
 from keras_tpu_dist.hlo.parse import Instruction, parse
 
 _BUNDLE = re.compile(r"^\s*(?:0x[0-9a-f]+|0)\s+(?:[A-Z]{2})?\s*:((?: >)*) +\{")
 _EXIT = re.compile(r"scmp\.ge\.s32\.totalorder %\w+, (\d+) /\* loop exit test")
+_NESTED = re.compile(r"^\s*(?:0x[0-9a-f]+|0)\s+([A-Z]{2})?\s*:((?: ?>)*) +\{")
+_EMPTY = re.compile(r":\s+\{\}")
+_WAIT = re.compile(r"dma\.done\.wait (?:\(%\w+\), )?[^,]+, (\d+) ")
+_WAIT_UNSIZED = re.compile(r"dma\.done\.wait (?:\(%\w+\), )?[^(),]+, %")
+_TO_SCALARS = re.compile(r"dma\.vmem_to_smem[^;}]*?size_in_granules=\*/(\d+)")
+_STAGE = re.compile(r"stage = (\d+)")
+_GRANULE = 32  # bytes
+_WINDOWS = re.compile(r'"iteration_bounds":\[([^\]]*)\]')
 _DUMPED = re.compile(r"\d+-(.*)-\d+-final_bundles")
 _COLLECTIVES = {"all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter"}
 
@@ -122,6 +131,105 @@ def _bundles(path: pathlib.Path) -> tuple[int, int, int]:
     return len(found) - inside, inside, exits[0] if len(exits) == 1 else 1
 
 
+@dataclasses.dataclass
+class _Loop:
+    """Bundles of a kernel at one depth, and the loops inside."""
+
+    depth: int
+    trips: int | None = None
+    # A loop that overlaps its transfers runs so many times more than it has blocks.
+    stages: int = 0
+    bundles: int = 0
+    granules: int = 0
+    unsized: bool = False
+    inside: list["_Loop"] = dataclasses.field(default_factory=list)
+
+    def cycles(self) -> int:
+        return (self.trips or 1) * (self.bundles + sum(loop.cycles() for loop in self.inside))
+
+    def bytes(self) -> int:
+        trips = max(1, (self.trips or 1) - self.stages)
+        return trips * (_GRANULE * self.granules + sum(loop.bytes() for loop in self.inside))
+
+    def depends_on_data(self) -> bool:
+        unknown = self.trips is None and self.granules > 0
+        return self.unsized or unknown or any(loop.depends_on_data() for loop in self.inside)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheduled:
+    """What the compiler schedules of one kernel, all of its loops counted.
+
+    Args:
+        cycles: Bundles, one a cycle.
+        bytes: What it transfers between HBM and on-chip memory, and waits for.
+        depends_on_data: Whether transfers run as often, or are as large, as data says; they count
+            once, or nothing.
+    """
+
+    cycles: int
+    bytes: int
+    depends_on_data: bool
+
+
+def scheduled(path: pathlib.Path, blocks: int = 0) -> Scheduled:
+    """Reads the final bundles of one kernel, loops within loops included.
+
+    Args:
+        path: What the compiler dumped.
+        blocks: How many blocks it transfers one after the other, if that is known.
+    """
+    top = _Loop(0, trips=1)
+    stack = [top]
+    for line in path.read_text().splitlines():
+        if bundle := _NESTED.match(line):
+            # Empty bundles do not say how deep they are.
+            depth = stack[-1].depth if _EMPTY.search(line) else bundle[2].count(">")
+            starts = bundle[1] == "LB"
+            while stack[-1].depth > depth or (starts and stack[-1].depth == depth):
+                stack.pop()
+            if starts:
+                stages = max(map(int, _STAGE.findall(line)), default=0)
+                stack.append(_Loop(depth, stages=stages))
+                stack[-2].inside.append(stack[-1])
+            stack[-1].bundles += 1
+        if "BoundsCheck" in line:
+            continue
+        stack[-1].unsized |= _WAIT_UNSIZED.search(line) is not None
+        stack[-1].granules += sum(map(int, _WAIT.findall(line)))
+        stack[-1].granules -= sum(map(int, _TO_SCALARS.findall(line)))
+        if test := _EXIT.search(line):
+            stack[-1].trips = int(test[1])
+    if blocks and len(top.inside) == 1 and top.inside[0].trips is not None:
+        top.inside[0].stages = max(top.inside[0].trips - blocks, 0)
+    return Scheduled(top.cycles(), top.bytes(), top.depends_on_data())
+
+
+def scheduled_kernels(runs: Iterable[Execution], dump: pathlib.Path) -> dict[str, Scheduled]:
+    """The schedules of kernels that run, by name.
+
+    Args:
+        runs: What the program runs.
+        dump: The directory given to the compiler as `--xla_jf_dump_to`.
+    """
+    instructions = [run.instruction for run in runs]
+    blocks = {i.name: _blocks(i) for i in instructions}
+    dumped = {}
+    for path in sorted(dump.glob("*-final_bundles.txt")):
+        name = _DUMPED.match(path.name)
+        if name and "schedule-analysis" not in path.name:
+            dumped[name[1]] = scheduled(path, blocks.get(name[1], 0))
+    twins = {_twin(i): dumped[i.name] for i in instructions if i.name in dumped}
+    found = {i.name: dumped.get(i.name) or twins.get(_twin(i)) for i in instructions}
+    return {name: kernel for name, kernel in found.items() if kernel}
+
+
+def _blocks(instruction: Instruction) -> int:
+    """Runs of the window loop inside a fusion, 0 where the program does not say."""
+    windows = _WINDOWS.search(instruction.attributes)
+    return math.prod(map(int, re.findall(r"\d+", windows[1]))) if windows else 0
+
+
 def _twin(instruction: Instruction) -> tuple:
     """Equal for kernels that are compiled once and dumped under the name of only one of them."""
     stem = re.sub(r"[.\d]+(clone)?[.\d]*$", "", instruction.name)
@@ -153,14 +261,13 @@ def kernels(program: str, dump: pathlib.Path, chip: str = "v5e") -> list[Kernel]
     for run in runs:
         instruction = run.instruction
         estimated = cost.estimated_cycles(instruction)
-        moved = cost.hbm_bytes(parsed, run.computation, instruction)
+        moved = traffic.hbm_bytes(parsed, run.computation, instruction)
         outside, inside, exit_at = dumped.get(
             instruction.name, twins.get(_twin(instruction), (0, 0, 1)) if estimated else (0, 0, 1)
         )
         if not (estimated or outside or inside or moved):
             continue
-        windows = re.search(r'"iteration_bounds":\[([^\]]*)\]', instruction.attributes)
-        trips = math.prod(map(int, re.findall(r"\d+", windows[1]))) if windows else 1
+        trips = _blocks(instruction) or 1
         by_hand = is_kernel(instruction)
         if by_hand:
             trips = exit_at

@@ -38,6 +38,9 @@ _NEAR_LIMIT = 0.10
 # much (measured: 3.3 for two LSTM layers over 128 steps, 2.2 for MobileNetV2).
 _OVERSTATEMENT = 4.0
 
+# The share of cycles, estimated here as the compiler states none, from which a note says so.
+_LITTLE = 0.02
+
 Progress = Callable[[str], None]
 
 
@@ -372,6 +375,11 @@ def _assumption(verdict: Compiled, topology: Topology, cost: ProgramCost) -> str
     )
     if cost.kernel_flops:
         note += "; hand-written kernels such as attention's count as if they ran at full speed"
+    if cost.silent_cycles > _LITTLE * cost.cycles:
+        note += (
+            f"; {cost.silent_cycles / cost.cycles:.0%} of the cycles are estimated here, as the "
+            "compiler states none for scatters, gathers, some slices and sorts"
+        )
     if verdict.effort == "quick":
         note += "; the cycles of effort quick come out 1.9 to 2.5 times too high"
     if chip.assumed:

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 
 from keras_tpu_dist.common.errors import message
-from keras_tpu_dist.hlo import collectives, cost, kernels
+from keras_tpu_dist.hlo import collectives, cost, kernels, silent, traffic
 from keras_tpu_dist.hlo.collectives import Collective
 from keras_tpu_dist.hlo.layers import OTHER, Attribution, phase
 from keras_tpu_dist.hlo.loops import Execution, executions
@@ -32,7 +32,7 @@ class LayerCost:
         layer: Path of the layer; `"(other)"` for what has no name.
         flops: Operations of its matrix products.
         hbm_bytes: Bytes read from and written to HBM.
-        cycles: The compiler's estimate of the cycles of its kernels.
+        cycles: Estimated cycles of its kernels, as in `ProgramCost`.
         backward_cycles: The part of `cycles` in the backward pass.
         link_seconds: Time of its collectives at full link speed.
     """
@@ -74,14 +74,20 @@ class ProgramCost:
         flops: Operations of matrix products (two per multiply-add).
         flops_by_rate: The same by the dtype whose peak rate applies, times the passes that
             higher precisions need.
-        hbm_bytes: Bytes read from and written to HBM.
-        cycles: Sum of the compiler's cycle estimates; 0 if it states none (CPU).
+        hbm_bytes: Bytes read from and written to HBM. Slices and updates in place count with the
+            tiles that they move, see `traffic.hbm_bytes`.
+        cycles: Sum of the compiler's cycle estimates and of `silent_cycles`; 0 if it states none
+            (CPU).
         layers: Per layer, most cycles first (most operations first without cycles).
         collectives: Every collective.
         largest_buffers: The largest arrays in HBM.
         kernel_flops: Operations of hand-written (Pallas) kernels, for which the compiler states no
             cycles; part of `flops`.
-        kernel_bytes: Their HBM traffic; part of `hbm_bytes`.
+        kernel_bytes: Their HBM traffic; part of `hbm_bytes`. Of an array that a kernel updates in
+            place, and of which its author states nothing, it counts as much as its other arrays
+            hold.
+        silent_cycles: The part of `cycles` that is estimated here, as the compiler states none:
+            scatters, gathers, slices and sorts (see `silent.cycles`). 0 without a slice.
         unknown_loops: Loops whose trip count the program does not say, counted once.
         unestimated_kernels: Hand-written kernels whose authors state no cost: their operations
             are missing above.
@@ -98,6 +104,7 @@ class ProgramCost:
     largest_buffers: tuple[Buffer, ...] = ()
     kernel_flops: int = 0
     kernel_bytes: int = 0
+    silent_cycles: int = 0
     unknown_loops: tuple[str, ...] = ()
     unestimated_kernels: tuple[str, ...] = ()
     whole_kernels: tuple[str, ...] = ()
@@ -135,6 +142,7 @@ class _Tallies:
     whole: dict[str, None] = field(default_factory=dict)
     kernel_flops: int = 0
     kernel_bytes: int = 0
+    silent_cycles: int = 0
 
     def layer(self, name: str) -> _Tally:
         return self.layers.setdefault(name, _Tally())
@@ -153,7 +161,7 @@ def analyze(
     Args:
         text: `compiled.as_text()` of the TPU or the CPU compiler.
         wire: The mesh the program was compiled for; without it collectives have no axes and
-            no times.
+            no times, and kernels for which the compiler states no cycles have none.
         layer_names: Names of the model's layers.
 
     Returns:
@@ -189,7 +197,7 @@ def _cost(program: Program, wire: Wire, attribution: Attribution) -> ProgramCost
     tallies = _Tallies()
     for run in runs.executions:
         _count_products(program, run, attribution, tallies)
-        _count_memory(program, run, attribution, tallies)
+        _count_memory(program, run, attribution, wire, tallies)
         _count_collective(program, run, attribution, wire, tallies)
     layers = [
         LayerCost(name, t.flops, t.hbm_bytes, t.cycles, t.backward_cycles, t.link_seconds)
@@ -207,6 +215,7 @@ def _cost(program: Program, wire: Wire, attribution: Attribution) -> ProgramCost
         unknown_loops=runs.unknown_loops,
         kernel_flops=tallies.kernel_flops,
         kernel_bytes=tallies.kernel_bytes,
+        silent_cycles=tallies.silent_cycles,
         unestimated_kernels=tuple(tallies.unestimated),
         whole_kernels=tuple(tallies.whole),
     )
@@ -225,7 +234,7 @@ def _count_products(
     if kernels.is_kernel(run.instruction):
         known = kernels.flops(run.instruction, run.computation.operands(run.instruction))
         tallies.kernel_flops += (known or 0) * run.times
-        moved = cost.hbm_bytes(program, run.computation, run.instruction)
+        moved = traffic.hbm_bytes(program, run.computation, run.instruction)
         tallies.kernel_bytes += moved * run.times
         if known is None:
             tallies.unestimated[run.instruction.name] = None
@@ -234,10 +243,15 @@ def _count_products(
 
 
 def _count_memory(
-    program: Program, run: Execution, attribution: Attribution, tallies: _Tallies
+    program: Program, run: Execution, attribution: Attribution, wire: Wire, tallies: _Tallies
 ) -> None:
-    moved = cost.hbm_bytes(program, run.computation, run.instruction) * run.times
+    moved = traffic.hbm_bytes(program, run.computation, run.instruction) * run.times
     cycles = cost.estimated_cycles(run.instruction) * run.times
+    if wire.topology is not None:
+        chip = wire.topology.chip
+        unstated = silent.cycles(program, run.computation, run.instruction, chip) * run.times
+        tallies.silent_cycles += unstated
+        cycles += unstated
     if not moved and not cycles:
         return
     op_name = _origin(program, run.instruction)

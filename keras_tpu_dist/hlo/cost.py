@@ -1,4 +1,4 @@
-"""What one instruction costs: matrix operations, HBM bytes, the compiler's cycles."""
+"""What one instruction computes: matrix operations, and the compiler's estimate of its cycles."""
 
 import functools
 import re
@@ -9,29 +9,6 @@ import numpy as np
 from keras_tpu_dist.hlo import kernels
 from keras_tpu_dist.hlo.parse import Computation, Instruction, Program
 
-# Views of other buffers, and what only starts or ends something counted elsewhere.
-_FREE = {
-    "parameter",
-    "constant",
-    "tuple",
-    "get-tuple-element",
-    "bitcast",
-    "while",
-    "conditional",
-    "call",
-    "iota",
-    "partition-id",
-    "replica-id",
-    "after-all",
-    "domain",
-    "opt-barrier",
-    "optimization-barrier",
-    "async-start",
-    "async-update",
-    "async-done",
-}
-_SLICES = {"dynamic-slice", "slice", "gather"}
-_VIEWS = {"bitcast", "reshape", "copy", "convert"}
 _MOST_POSITIONS = 2**28
 _PRECISION_PASSES = {"highest": 6, "high": 3}
 
@@ -88,133 +65,6 @@ def estimated_cycles(instruction: Instruction) -> int:
     cycles = instruction.number("estimated_cycles") or 0
     # The compiler writes 2^63-1 where it could not tell.
     return cycles if cycles < 2**60 else 0
-
-
-def hbm_bytes(program: Program, computation: Computation, instruction: Instruction) -> int:
-    """Bytes one run reads from and writes to HBM.
-
-    Slices read what they take, updates in place write what they change, what lies in on-chip
-    memory is free.
-
-    Args:
-        program: The program, to look up the computations that are called.
-        computation: The computation that `instruction` is in.
-        instruction: Any instruction. A fusion is one kernel; a loop or a call costs nothing itself.
-    """
-    opcode = instruction.opcode
-    if opcode in _FREE or opcode.endswith("-done"):
-        return 0
-    if opcode == "custom-call":
-        return _custom_call_bytes(computation, instruction)
-    if opcode == "fusion":
-        return _fusion_bytes(program, computation, instruction)
-    operands = computation.operands(instruction)
-    out = sum(s.hbm_bytes for s in instruction.shapes)
-    if opcode in ("copy-start", "slice-start"):
-        # the result repeats the source's shape, a slice's before its own; only the copy is written
-        moved = instruction.shapes[1 if opcode == "slice-start" else 0]
-        read = moved.bytes if operands[0].shapes[0].memory_space == 0 else 0
-        return read + moved.hbm_bytes
-    if opcode.endswith("-start"):
-        return sum(s.hbm_bytes for o in operands for s in o.shapes)
-    if opcode in _SLICES:
-        return 2 * out
-    if opcode == "dynamic-update-slice":
-        return 2 * sum(s.hbm_bytes for s in operands[1].shapes)
-    if opcode == "scatter":
-        return 3 * sum(s.hbm_bytes for s in operands[-1].shapes)
-    return out + sum(s.hbm_bytes for o in operands for s in o.shapes)
-
-
-def _custom_call_bytes(computation: Computation, instruction: Instruction) -> int:
-    if not kernels.is_kernel(instruction):
-        return 0  # AllocateBuffer and other markers
-    arrays = [s for i in (instruction, *computation.operands(instruction)) for s in i.shapes]
-    stated = kernels.stated(instruction, "bytes_accessed")
-    if stated:
-        # Its author could not know which arrays the compiler would place on the chip.
-        return max(stated - sum(s.bytes - s.hbm_bytes for s in arrays), 0)
-    return sum(s.hbm_bytes for s in arrays)
-
-
-def _fusion_bytes(program: Program, computation: Computation, fusion: Instruction) -> int:
-    inner = program.computations[fusion.called[0]]
-    updates = [_update_of(program, inner, root) for root in _roots(inner)]
-    in_place = {target for target, _ in filter(None, updates)}
-    total = 0
-    for parameter, operand in zip(inner.parameters, computation.operands(fusion)):
-        full = sum(s.hbm_bytes for s in operand.shapes)
-        if full and parameter.name not in in_place:
-            total += min(full, _bytes_taken(program, inner, parameter))
-    for update, shape in zip(updates, fusion.shapes):
-        if shape.memory_space == 0:
-            total += shape.bytes if update is None else 2 * update[1]
-    return total
-
-
-def _roots(inner: Computation) -> list[Instruction]:
-    root = inner.root
-    if root is None:
-        return []
-    return inner.operands(root) if root.opcode == "tuple" else [root]
-
-
-def _update_of(program: Program, inner: Computation, root: Instruction) -> tuple[str, int] | None:
-    """The parameter that a root changes in place and the bytes it changes; else `None`."""
-    root = _behind_views(inner, root)
-    operands = inner.operands(root)
-    if root.opcode == "dynamic-update-slice":
-        target = _behind_views(inner, operands[0])
-        if target.opcode == "parameter":
-            return target.name, sum(s.bytes for s in operands[1].shapes)
-    elif root.opcode == "fusion":
-        nested = program.computations[root.called[0]]
-        found = _update_of(program, nested, nested.root) if nested.root is not None else None
-        if found is not None:
-            position = [p.name for p in nested.parameters].index(found[0])
-            target = _behind_views(inner, operands[position])
-            if target.opcode == "parameter":
-                return target.name, found[1]
-    return None
-
-
-def _behind_views(inner: Computation, instruction: Instruction) -> Instruction:
-    while instruction.opcode in _VIEWS:
-        operands = inner.operands(instruction)
-        if not operands:
-            break
-        instruction = operands[0]
-    return instruction
-
-
-def _bytes_taken(program: Program, inner: Computation, parameter: Instruction) -> int:
-    """Bytes a fused computation reads of a parameter: all, unless it only slices it."""
-    if parameter.name not in inner.taken:
-        inner.taken[parameter.name] = _taken(program, inner, parameter)
-    return inner.taken[parameter.name]
-
-
-def _taken(program: Program, inner: Computation, parameter: Instruction) -> int:
-    whole = sum(s.bytes for s in parameter.shapes)
-    if parameter is inner.root:
-        return whole
-    total = 0
-    for user in inner.users.get(parameter.name, []):
-        operands = user.operand_names
-        if user.opcode == "bitcast":
-            total += _bytes_taken(program, inner, user)
-        elif user.opcode in _SLICES and operands[0] == parameter.name:
-            total += sum(s.bytes for s in user.shapes)
-        elif user.opcode == "fusion":
-            nested = program.computations[user.called[0]]
-            total += sum(
-                _bytes_taken(program, nested, nested.parameters[i])
-                for i, name in enumerate(operands)
-                if name == parameter.name
-            )
-        else:
-            return whole
-    return min(total, whole)
 
 
 def _is_floating(dtype: str) -> bool:

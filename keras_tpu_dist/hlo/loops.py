@@ -13,6 +13,8 @@ logger = logging.getLogger("keras_tpu_dist")
 # Computations called by these run as part of the caller: one kernel, or one scalar function.
 _INLINED = {"fusion", "reduce", "reduce-window", "scatter", "sort", "map", "select-and-scatter"}
 _COLLECTIVES = ("all-reduce", "reduce-scatter")
+_EVERY_COLLECTIVE = (*_COLLECTIVES, "all-gather", "all-to-all", "collective", "ragged-all-to-all")
+_OFFLOADED = ("call-start", "custom-call-start")
 _ARITHMETIC: dict[str, Callable[[int, int], int]] = {
     "add": lambda a, b: a + b,
     "subtract": lambda a, b: a - b,
@@ -91,6 +93,23 @@ def _callees(
     elif opcode in ("call", "async-start"):
         for callee in called:
             yield callee, 1
+    elif opcode in _OFFLOADED:
+        # What a SparseCore computes; the collectives that it carries out are found from here.
+        for callee in called:
+            if not _communicates(program, callee):
+                yield callee, 1
+
+
+def _communicates(program: Program, computation: Computation) -> bool:
+    """Whether a computation that runs beside the main one has a collective in it."""
+    return any(
+        i.opcode.startswith(_EVERY_COLLECTIVE)
+        or (
+            i.opcode in ("fusion", "call", *_OFFLOADED)
+            and any(_communicates(program, program.computations[n]) for n in i.called)
+        )
+        for i in computation
+    )
 
 
 def trip_count(program: Program, computation: Computation, loop: Instruction) -> int | None:

@@ -12,11 +12,13 @@ import numpy as np
 from keras_tpu_dist.common.errors import message
 
 # What runs beside the main thread, as on a SparseCore, says so where it ends.
-_END = re.compile(r"\}(, execution_thread=\"[^\"]*\")?")
+_END = re.compile(r"\}(?:, execution_thread=\"([^\"]*)\")?")
 _HEADER = re.compile(r"^(?:ENTRY )?%?(?P<name>[^\s(]+) \(.*\) -> .* \{$")
 _SHAPE = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
 _OPERAND = re.compile(r"%([\w.\-]+)")
 _MEMORY_SPACE = re.compile(r"S\((\d+)\)")
+_TILE = re.compile(r"T\(([\d,]+)\)")
+_PACKED = re.compile(r"\((\d+),1\)")
 _OPCODE = re.compile(r" ([a-z][a-z0-9\-]*)\(")
 _CALLED = re.compile(
     r"\b(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)"
@@ -28,6 +30,7 @@ _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _MOST_RUN = 10**7
 _INTEGER = re.compile(r"-?\d+")
 
+LANES = 128
 _BITS = {"pred": 8, "s4": 4, "u4": 4, "s2": 2, "u2": 2, "token": 0, "opaque": 0}
 
 
@@ -50,11 +53,14 @@ class Shape:
         dtype: XLA's name, as in `"bf16"`.
         dims: Sizes of its dimensions on one device.
         memory_space: 0 for HBM; the TPU compiler uses 1 for the on-chip vector memory.
+        layout: How it lies there, as in `"1,0:T(8,128)"`: dimensions from the fastest to the
+            slowest, and the tiles that it is made of.
     """
 
     dtype: str
     dims: tuple[int, ...]
     memory_space: int = 0
+    layout: str = field(default="", compare=False)
 
     @property
     def size(self) -> int:
@@ -71,8 +77,43 @@ class Shape:
 
     @property
     def hbm_bytes(self) -> int:
-        """Bytes if it lies in HBM, else 0."""
-        return self.bytes if self.memory_space == 0 else 0
+        """Bytes that it takes in HBM, with the padding of its tiles; 0 if it lies elsewhere."""
+        return self.window_bytes(self.dims) if self.memory_space == 0 else 0
+
+    def window_bytes(self, dims: tuple[int, ...], *, whole_tiles: bool = True) -> int:
+        """Bytes that a part of it takes, with the padding of its tiles.
+
+        Args:
+            dims: Sizes of the part.
+            whole_tiles: Whether all of each tile is moved, as for an update, or only the rows of
+                it that are asked for.
+        """
+        order, tile, packed = _read_layout(self.layout)
+        if len(order) != len(dims):
+            order = tuple(reversed(range(len(dims))))
+        if not whole_tiles:
+            tile = (packed * LANES,) if len(tile) == 1 else (*tile[:1], packed)[: len(tile)]
+        size = _bits(self.dtype)
+        for place, axis in enumerate(order):
+            step = tile[place] if place < len(tile) else 1
+            size *= -(-dims[axis] // step) * step
+        return size // 8
+
+    @property
+    def tiles(self) -> dict[int, int]:
+        """The dimensions that tiles cut, and their sizes in a tile."""
+        order, tile = _read_layout(self.layout)[:2]
+        return dict(zip(order, tile))
+
+
+@functools.lru_cache(maxsize=4096)
+def _read_layout(text: str) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Dimensions and sizes of a tile, fastest first, and how many elements share one word."""
+    order = tuple(int(d) for d in text.partition(":")[0].split(",") if d.isdigit())
+    tile = _TILE.search(text)
+    packed = _PACKED.search(text)
+    sizes = tuple(int(n) for n in reversed(tile[1].split(","))) if tile else ()
+    return order, sizes, int(packed[1]) if packed else 1
 
 
 def shapes_of(type_text: str) -> tuple[Shape, ...]:
@@ -85,7 +126,7 @@ def shapes_of(type_text: str) -> tuple[Shape, ...]:
     for dtype, dims, layout in _SHAPE.findall(type_text):
         space = _MEMORY_SPACE.search(layout) if "S(" in layout else None
         sizes = tuple(int(d) for d in dims.replace("<=", "").split(",") if d)
-        found.append(Shape(dtype, sizes, int(space[1]) if space else 0))
+        found.append(Shape(dtype, sizes, int(space[1]) if space else 0, layout))
     return tuple(found)
 
 
@@ -198,8 +239,12 @@ class Computation:
         self.instructions: list[Instruction] = []
         self.root: Instruction | None = None
         self.by_name: dict[str, Instruction] = {}
+        # What it runs on beside the main core, such as "sparsecore".
+        self.thread = ""
         # Bytes that it reads of a parameter, as far as they were asked for.
         self.taken: dict[str, int] = {}
+        # Updates that change the parameter they update.
+        self.in_place: set[str] = set()
 
     def __iter__(self) -> Iterator[Instruction]:
         return iter(self.instructions)
@@ -279,7 +324,8 @@ def parse(text: str) -> Program:
                 current = Computation(header["name"])
                 if line.startswith("ENTRY"):
                     entry = current
-        elif _END.fullmatch(line.rstrip()):
+        elif end := _END.fullmatch(line.rstrip()):
+            current.thread = end[1] or ""
             computations[current.name] = current
             current = None
         elif line.startswith("  "):

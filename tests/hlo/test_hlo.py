@@ -46,7 +46,7 @@ def test_shapes_know_their_bytes_and_memory():
         Shape("s4", (10,)),
     )
     assert [s.bytes for s in shapes_of(tpu)] == [8192, 24, 1, 5]
-    assert [s.hbm_bytes for s in shapes_of(tpu)] == [0, 24, 1, 5]
+    assert [s.hbm_bytes for s in shapes_of(tpu)] == [0, 8 * 128 * 4, 1, 5]
     assert shapes_of("f8e4m3fn[7]")[0].bytes == 7
 
 
