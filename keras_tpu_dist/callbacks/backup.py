@@ -8,11 +8,11 @@ import keras
 from keras_tpu_dist import _keras
 from keras_tpu_dist.callbacks.checkpoint import Checkpoint
 from keras_tpu_dist.callbacks.fit_checkpoints import FIX, FitCheckpoints
-from keras_tpu_dist.callbacks.preemption import Preemption
 from keras_tpu_dist.checkpoint.store import checkpoint_errors, folder
 from keras_tpu_dist.common.checks import check_flags, is_count, known_words
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.processes.channel import agree
+from keras_tpu_dist.processes.preemption import Preemption
 
 
 class BackupAndRestore(Checkpoint):

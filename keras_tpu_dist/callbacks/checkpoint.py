@@ -9,10 +9,10 @@ import keras
 from keras_tpu_dist import _keras
 from keras_tpu_dist.callbacks.checkpoint_options import CheckpointOptions
 from keras_tpu_dist.callbacks.fit_checkpoints import Fit, FitCheckpoints
-from keras_tpu_dist.callbacks.preemption import GRACE_S, Preemption
 from keras_tpu_dist.checkpoint.store import Store, folder
 from keras_tpu_dist.common.checks import known_words
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.processes.preemption import GRACE_S, Preemption
 from keras_tpu_dist.training.membership import fit_in_training
 
 

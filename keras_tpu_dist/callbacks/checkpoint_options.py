@@ -5,9 +5,9 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from keras_tpu_dist.callbacks.preemption import GRACE_S
 from keras_tpu_dist.common.checks import check_flags, check_seconds, is_count
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.processes.preemption import GRACE_S
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ import jax
 from keras_tpu_dist import _keras
 from keras_tpu_dist.callbacks.checkpoint_options import CheckpointOptions
 from keras_tpu_dist.callbacks.monitored import is_validated, worth
-from keras_tpu_dist.callbacks.preemption import Preemption
 from keras_tpu_dist.callbacks.states import (
     Standing,
     give_back,
@@ -36,6 +35,7 @@ from keras_tpu_dist.input.position import (
 )
 from keras_tpu_dist.processes.channel import agree
 from keras_tpu_dist.processes.encoding import ANYTHING, DictOf, ListOf
+from keras_tpu_dist.processes.preemption import Preemption
 from keras_tpu_dist.training.fit_control import FitControl
 from keras_tpu_dist.training.membership import is_local
 

@@ -32,6 +32,7 @@ from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.input.position import is_position, own_position
 from keras_tpu_dist.processes.channel import agree
 from keras_tpu_dist.processes.encoding import ListOf
+from keras_tpu_dist.processes.preemption import Preemption
 from keras_tpu_dist.training import membership
 
 logger = logging.getLogger("keras_tpu_dist")
@@ -47,7 +48,8 @@ class LoopCheckpoint:
     Give it everything that changes: models, optimizers, metrics, `keras.Variable`s, seed
     generators, and the dataset that you iterate over. `restore` puts all of it back, on any mesh;
     the next iteration over the dataset then goes on with the next batch, under the conditions that
-    hold for the inputs of `fit`. `keras_tpu_dist.restore(model, directory)` reads the model.
+    hold for the inputs of `fit`. `keras_tpu_dist.restore(model, directory)` reads the model. On a
+    machine that may be taken away, look at `preempted` after each step.
 
     Args:
         directory: Where the checkpoints are; one loop each, the same for all processes.
@@ -93,6 +95,20 @@ class LoopCheckpoint:
         check_flags("LoopCheckpoint", asynchronous=asynchronous)
         self._parts = _Parts(objects)
         self._store = Store(path, keep=keep, asynchronous=asynchronous)
+        self._preemption: Preemption | None = None
+
+    @property
+    def preempted(self) -> bool:
+        """Whether to save and leave the loop: SIGTERM came to this process or another one.
+
+        Look after each step, in all processes: they are told after the same one. From the first
+        look on, the signal waits for `close`, or the end of the `with` block, which passes it on.
+        Until then it is left to who had it; of several processes, to JAX, which says nothing.
+        """
+        if self._preemption is None:
+            self._preemption = Preemption()
+            self._preemption.start()
+        return self._preemption.comes()
 
     @property
     def steps(self) -> list[int]:
@@ -169,10 +185,16 @@ class LoopCheckpoint:
     def close(self) -> None:
         """Waits for the last checkpoint, and lets others write into the directory.
 
+        A SIGTERM that `preempted` told of ends the process here.
+
         Raises:
             CheckpointError: If it could not be written.
         """
-        self._store.close()
+        try:
+            self._store.close()
+        finally:
+            if self._preemption is not None:
+                self._preemption.stop()
 
     def __enter__(self) -> "LoopCheckpoint":
         return self

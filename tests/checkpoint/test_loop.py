@@ -1,6 +1,7 @@
 """A loop of one's own over `strategy.run` that is cut and resumed ends as one that was not."""
 
 import random
+import signal
 
 import keras
 import numpy as np
@@ -208,6 +209,29 @@ def test_a_checkpoint_of_a_fit_is_none_of_a_loop(tmp_path):
     store = Store(tmp_path, read_only=True)
     assert store.steps == [2]
     store.close()
+
+
+def test_a_loop_that_looks_saves_before_the_signal_ends_it(tmp_path):
+    came = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
+    try:
+        loop = Loop()
+        with ktd.LoopCheckpoint(tmp_path, *loop.objects()) as saved:
+            signal.raise_signal(signal.SIGTERM)
+            assert len(came) == 1  # nobody has looked yet
+            assert not saved.preempted
+            for done, batch in enumerate(loop.dataset, 1):
+                loop.strategy.run(loop.step, (batch,))
+                if done == 2:
+                    signal.raise_signal(signal.SIGTERM)
+                if saved.preempted:
+                    saved.save(done)
+                    break
+            assert (done, len(came)) == (2, 1)
+        assert len(came) == 2
+        assert saved.steps == [2]
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_odd_arguments(tmp_path):

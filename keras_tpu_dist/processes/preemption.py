@@ -22,7 +22,7 @@ _looks = itertools.count(1)
 
 
 class Preemption:
-    """Notices SIGTERM while a fit runs.
+    """Notices SIGTERM while a fit runs, or a loop of one's own.
 
     In one process it is held back until the launch has ended and what it made is saved, and so are
     the ones that schedulers send after it, for some seconds; a later one is not. Of several
