@@ -26,6 +26,7 @@ NOT_RUN = {
     "README.md": 1,
     "checkpoints.md": 4,
     "costs.md": 3,
+    "experts.md": 1,
     "from_pytorch_xla.md": 1,
     "index.md": 1,
     "migration.md": 1,
@@ -38,7 +39,7 @@ ELSEWHERE = {"xla_partitioner.md": "tests/conformance/test_reports.py"}
 # Pages that take more than a second or two.
 SLOW = {
     *("attention.md", "checkpoints.md", "costs.md", "device_loop.md", "from_tpuestimator.md"),
-    *("index.md", "layouts.md", "logical_devices.md", "ragged.md", "recurrent.md"),
+    *("experts.md", "index.md", "layouts.md", "logical_devices.md", "ragged.md", "recurrent.md"),
     "troubleshooting.md",
 }
 

@@ -1,4 +1,4 @@
-"""The same model with Keras's recurrent layers replaced by those of this package."""
+"""The same model with Keras's recurrent layers, and mixtures of experts, made faster."""
 
 import warnings
 from typing import Any
@@ -11,6 +11,7 @@ from keras_tpu_dist import _keras
 from keras_tpu_dist.common.checks import check_model
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.layers.bidirectional import Bidirectional
+from keras_tpu_dist.layers.experts import route_experts
 from keras_tpu_dist.layers.recurrent import GRU, LSTM, SimpleRNN
 from keras_tpu_dist.layers.time_distributed import TimeDistributed
 
@@ -22,6 +23,9 @@ _REPLACED = {
 
 def convert(model):
     """Clones a model, with its recurrent layers and `TimeDistributed` replaced by faster ones.
+
+    Layers of any class that compute every expert for every token, and weight them by what `top_k`
+    chose, compute the chosen experts only.
 
     Weights, random states, and the compiled optimizer with its slots, loss and metrics are kept,
     and the names of layers where Keras keeps them in a config (functional and Sequential models,
@@ -67,6 +71,7 @@ def convert(model):
     _copy(model.weights, clone.weights, model)
     _copy(_random_states(model), _random_states(clone), model)
     _copy_what_is_written(model, clone)
+    route_experts(clone)
     if compiled:
         _compile(model, clone, compiled)
     return clone

@@ -438,6 +438,26 @@ def flow_of(layer: Any, variables: list, called: Arguments | None = None) -> Flo
     return flow
 
 
+def traced_call(layer: Any) -> Any:
+    """Traces the call of a layer by itself, for what it was built for.
+
+    Args:
+        layer: A built layer or model.
+
+    Returns:
+        The program, a `Jaxpr` of its variables, those that are trained first, and its inputs.
+
+    Raises:
+        NotTraced: If what it was built for is not known, or its call fails.
+    """
+    variables = [*layer.trainable_variables, *layer.non_trainable_variables]
+    try:
+        given = _arguments(layer)
+    except Exception as error:  # of what a layer was built with
+        raise NotTraced(_in_a_line(error)) from error
+    return _traced(layer, variables, given)
+
+
 _known_flows: dict[Any, Flow | str] = {}
 _MOST_KNOWN = 256
 

@@ -10,6 +10,7 @@ import keras
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.experts.exchange import exchange_tokens
 from keras_tpu_dist.layout import annotations
 from keras_tpu_dist.layout.placement import Placement
 from keras_tpu_dist.layout.use import note_uses
@@ -82,6 +83,8 @@ class Membership:
         written = before is None or before.written_in_program() == after.written_in_program()
         if not written or (self._versions and self._versions[1] != versions[1]):
             _keras.forget_functions(model)
+        if _keras.is_built(model):
+            exchange_tokens(model, lambda v: after.decision(v).axes, self.strategy.data_axes)
         self.placement = after
         self._versions = versions
         note_uses(model, after)

@@ -1,0 +1,1 @@
+"""Mixtures of experts that compute only the experts that a token has chosen."""

@@ -1,0 +1,230 @@
+"""Layers whose experts lie over the batch's axes: tokens go to the experts, not kernels to tokens.
+
+A layer that sends tokens to experts by products with one-hot tensors, as GShard does, has values of
+experts and rows of the batch at once. One mesh axis can split only one of the two. Left to itself
+the compiler keeps the rows split and gathers every expert's kernel. Here such values are split by
+rows until the first product with experts' kernels, by experts from there to the last one, and by
+rows again: the compiler changes one into the other by an all-to-all.
+
+References:
+    - https://arxiv.org/abs/2006.16668
+"""
+
+import contextvars
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+from jax.sharding import Mesh, NamedSharding
+
+from keras_tpu_dist import _keras
+from keras_tpu_dist.common.axes import axis_size, entry_names
+from keras_tpu_dist.common.setting import setting
+from keras_tpu_dist.experts.graph import Equation, Graph, graph_of
+from keras_tpu_dist.partitioner.places import constrained, in_compiled_code
+from keras_tpu_dist.trace.dimensions import Dimensions, dimensions
+
+# The layers whose call is being traced, by their ids.
+_tracing: contextvars.ContextVar[frozenset[int]] = contextvars.ContextVar(
+    "exchanged", default=frozenset()
+)
+# (experts, features, units)
+_RANK = 3
+
+
+def exchange_tokens(
+    model: Any, axes_of: Callable[[Any], Sequence], data_axes: Sequence[str]
+) -> None:
+    """Has tokens exchanged in the layers of a model whose experts lie over the batch's axes.
+
+    Args:
+        model: A built model; before its step is traced.
+        axes_of: From a variable to its layout, one entry per dimension.
+        data_axes: The mesh axes that split the batch.
+    """
+    for layer in _keras.flatten_layers(model):
+        for kernel in _kernels(layer):
+            first = (*axes_of(kernel), None)[0]
+            if set(entry_names(first)) & set(data_axes):
+                _keras.route_calls(type(layer), _around)
+
+
+def _kernels(layer: Any) -> list:
+    """The weights of a layer itself that may be kernels of experts."""
+    found = [v for v in _keras.own_variables(layer) if v.trainable and len(v.shape) >= _RANK]
+    return found if len(found) > 1 else []
+
+
+def _around(stock: Callable, layer: Any, args: tuple, kwargs: dict) -> Any:
+    """A call of a layer of a class of which some have experts over the batch's axes."""
+    running, strategy = _tracing.get(), _keras.active_strategy()
+    if (
+        strategy is None
+        or id(layer) in running
+        or _keras.in_symbolic_scope()
+        or not in_compiled_code()
+        or jax.sharding.get_abstract_mesh().manual_axes
+    ):
+        return stock(*args, **kwargs)
+    axes = exchange_axes(layer, strategy)
+    if not axes:
+        return stock(*args, **kwargs)
+    call = _keras.PureCall(stock, layer, args, kwargs)
+    with setting(_tracing, running | {id(layer)}):
+        jaxpr, shapes = jax.make_jaxpr(call, return_shape=True)(call.inputs)
+    inputs = jax.tree.leaves(call.inputs)
+    graph = graph_of(jaxpr)
+    exchange = _Exchange(graph, strategy.mesh, tuple(strategy.data_axes), axes)
+    if exchange.is_by_expert:
+        outputs = exchange.evaluate(inputs)
+    else:
+        outputs = core.jaxpr_as_fun(jaxpr)(*inputs)
+    return call.finish(jax.tree.unflatten(jax.tree.structure(shapes), outputs))
+
+
+def exchange_axes(layer: Any, strategy: Any) -> dict[int, tuple[str, ...]]:
+    """From the id of a kernel's array to the axes that split its experts, the batch's among them.
+
+    Args:
+        layer: A layer.
+        strategy: The strategy that its model runs under.
+    """
+    found = {}
+    for kernel in _kernels(layer):
+        layout = _keras.variable_layout(kernel)
+        if isinstance(layout, NamedSharding) and layout.spec:
+            names = entry_names(layout.spec[0])
+            if set(names) & set(strategy.data_axes):
+                found[id(_keras.full_precision(kernel))] = names
+    return found
+
+
+class _Exchange:
+    """Where a program's values are split by rows, and where by experts.
+
+    Args:
+        graph: The program.
+        mesh: The mesh.
+        rows: The axes that split the batch.
+        kernels: From the id of a kernel's array to the axes that split its experts.
+
+    Attributes:
+        products: For each product with kernels of experts, which operand the kernels are, and the
+            axes that split them.
+        is_by_expert: Whether tokens come to all kernels by expert. They do not where every expert
+            computes every token.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        mesh: Mesh,
+        rows: tuple[str, ...],
+        kernels: Mapping[int, tuple[str, ...]],
+    ):
+        self._graph, self._mesh, self._rows = graph, mesh, rows
+        self.products: dict[Equation, tuple[int, tuple[str, ...]]] = {}
+        # For each value its dimension of experts, and that of rows; of values of kernels the
+        # dimension of experts, and which kernel it is.
+        self._experts: dict[int, int] = {}
+        self._by_rows: dict[int, int] = {}
+        self._kernels: dict[int, tuple[int, int]] = {}
+        self._axes, met = kernels, set()
+        first = next((v for v in graph.inputs if v.shape), None)
+        for value in graph.inputs:
+            if first is not None and value.shape[:1] == first.shape[:1]:
+                self._by_rows[id(value)] = 0
+        for operation in graph.operations:
+            for operand in operation.operands:
+                if operand.constant is not None and id(operand.constant) in kernels:
+                    self._kernels[id(operand)] = 0, id(operand.constant)
+            self._read(operation, met)
+        self.is_by_expert = met == set(kernels)
+
+    def _read(self, operation: Equation, met: set[int]) -> None:
+        found = dimensions(operation.equation)
+        if found is None:
+            return
+        ways = axis_size(self._mesh, self._rows)
+        if operation.name == "dot_general" and self._is_product(operation, found, met):
+            return
+        for each in found.mapped:
+            operand, result = operation.operands[each.operand], operation.results[each.result]
+            if self._by_rows.get(id(operand)) == each.dimension and each.parts % ways == 0:
+                self._by_rows.setdefault(id(result), each.to)
+            whole = each.parts == result.shape[each.to]
+            if self._experts.get(id(operand)) == each.dimension and whole:
+                self._experts.setdefault(id(result), each.to)
+            dim, kernel = self._kernels.get(id(operand), (None, 0))
+            if len(operation.operands) == 1 and dim == each.dimension and whole:
+                self._kernels[id(result)] = each.to, kernel
+
+    def _is_product(self, operation: Equation, found: Dimensions, met: set[int]) -> bool:
+        """Notes a product of tokens and kernels, each expert by itself."""
+        _, shared = operation.equation.params["dimension_numbers"]
+        for side, operand in enumerate(operation.operands):
+            dim, kernel = self._kernels.get(id(operand), (None, 0))
+            other, result = operation.operands[1 - side], operation.results[0]
+            if dim not in shared[side] or id(other) in self._kernels:
+                continue
+            place = list(shared[side]).index(dim)
+            self.products[operation] = side, self._axes[kernel]
+            met.add(kernel)
+            # Batch dimensions come first in the result.
+            self._experts[id(result)] = place
+            rows = self._by_rows.get(id(other))
+            for each in found.mapped:
+                if each.operand != side and each.dimension == rows:
+                    self._by_rows[id(result)] = each.to
+            return True
+        return False
+
+    def evaluate(self, inputs: Sequence[Any]) -> list[Any]:
+        """Computes the program's outputs.
+
+        Args:
+            inputs: Arrays.
+        """
+        return self._graph.evaluate(inputs, {}, self._run)
+
+    def _run(self, operation: Equation, arrays: list[Any]) -> list[Any]:
+        if operation not in self.products:
+            return operation.run(self._back(operation, arrays))
+        side, axes = self.products[operation]
+        tokens, kernel = operation.operands[1 - side], operation.operands[side]
+        _, shared = operation.equation.params["dimension_numbers"]
+        dim, _ = self._kernels[id(kernel)]
+        place = shared[1 - side][list(shared[side]).index(dim)]
+        rows = self._by_rows.get(id(tokens))
+        given = arrays[1 - side]
+        if id(tokens) not in self._experts:
+            given = self._split_rows(given, rows, place)
+        arrays[1 - side] = self._split_experts(given, rows, place, axes)
+        (result,) = operation.run(arrays)
+        rows = self._by_rows.get(id(operation.results[0]))
+        place = self._experts[id(operation.results[0])]
+        return [self._split_experts(result, rows, place, axes)]
+
+    def _back(self, operation: Equation, arrays: list[Any]) -> list[Any]:
+        """Operands of what mixes experts, split by rows."""
+        if any(id(each) in self._experts for each in operation.results):
+            return arrays
+        return [
+            self._split_rows(array, self._by_rows.get(id(value)), self._experts[id(value)])
+            if id(value) in self._experts
+            else array
+            for value, array in zip(operation.operands, arrays, strict=True)
+        ]
+
+    def _split_rows(self, array: Any, rows: int | None, experts: int) -> Any:
+        if rows is None or array.shape[rows] % axis_size(self._mesh, self._rows):
+            return array
+        return constrained(array, self._mesh, {rows: self._rows, experts: ()})
+
+    def _split_experts(self, array: Any, rows: int | None, experts: int, axes: Any) -> Any:
+        dims = {experts: axes}
+        left = tuple(name for name in self._rows if name not in axes)
+        if rows is not None and array.shape[rows] % axis_size(self._mesh, left or None) == 0:
+            dims[rows] = left
+        return constrained(array, self._mesh, dims)

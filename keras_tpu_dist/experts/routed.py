@@ -1,0 +1,247 @@
+"""Rows of tokens, each computed by the experts that it has chosen, on the devices that have them.
+
+References:
+    - Grouped products of sorted rows, dropless: https://arxiv.org/abs/2211.15841
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from keras_tpu_dist.partitioner.places import mesh_here, padded_at_the_end
+
+
+@dataclass(frozen=True)
+class Where:
+    """Which mesh axes split tokens and experts.
+
+    Attributes:
+        mesh: The mesh, or `None` if all is on one device.
+        tokens: The axes that split tokens.
+        experts: Those that split experts; they may be among those of the tokens.
+    """
+
+    mesh: Mesh | None = None
+    tokens: tuple[str, ...] = ()
+    experts: tuple[str, ...] = ()
+
+    def size(self, axes: Sequence[str]) -> int:
+        """The number of parts that axes make.
+
+        Args:
+            axes: Names of mesh axes.
+        """
+        return 1 if self.mesh is None else math.prod(self.mesh.shape[name] for name in axes)
+
+
+@dataclass(frozen=True)
+class Group:
+    """The rows that one device computes: a token and one of its experts each, sorted by expert.
+
+    Attributes:
+        tokens: For each value of tokens, that of each row.
+        experts: For each value of experts, that of each expert of this device.
+        whole: Values that are the same for all rows.
+        sizes: The number of rows of each expert.
+        expert: For each row its expert, beyond the last one for rows of other devices.
+        real: For each row whether it is of this device; `None` if all are.
+    """
+
+    tokens: list[Any]
+    experts: list[Any]
+    whole: list[Any]
+    sizes: Any
+    expert: Any
+    real: Any
+
+    def product(self, rows: Any, kernels: Any, **options: Any) -> Any:
+        """Multiplies each row by the kernel of its expert.
+
+        Args:
+            rows: `(rows, features)`.
+            kernels: `(experts, features, units)`.
+            **options: Those of `jax.lax.ragged_dot`.
+        """
+        # On TPU what is left in rows of other devices, and in their gradients, is any number or
+        # none. Nothing reads it: not sums of tokens, nor the kernel for gradients of kernels.
+        return lax.ragged_dot(rows, kernels, self.sizes, **options)
+
+    def of_experts(self, values: Any) -> Any:
+        """For each row, the value of its expert.
+
+        Args:
+            values: `(experts, ...)`.
+        """
+        if not jnp.issubdtype(values.dtype, jnp.inexact):
+            return jnp.take(values, self.expert, axis=0, mode="clip")
+        # Its gradient is a product too, instead of row after row added to few experts.
+        chosen = jax.nn.one_hot(self.expert, values.shape[0], dtype=values.dtype)
+        flat = values.reshape(values.shape[0], -1)
+        found = jnp.dot(chosen, flat, precision="highest")
+        if self.real is not None:
+            found = jnp.where(self.real[:, None], found, 0)  # and so is the gradient
+        return found.reshape(len(self.expert), *values.shape[1:])
+
+
+def routed(
+    compute: Callable[[Group], Any],
+    tokens: list[Any],
+    experts: list[Any],
+    whole: list[Any],
+    indices: Any,
+    count: int,
+    where: Where,
+    dtype: Any,
+) -> Any:
+    """For each token, the sum of what its experts compute of it. No token is dropped.
+
+    Rows, a token and one of its experts each, are sorted by expert, so that each expert multiplies
+    rows that lie side by side. If a mesh axis splits the experts, each device computes the rows of
+    its own ones. Tokens that are split over that axis too are gathered along it, and their sums
+    are scattered: each token is sent once to each device, not once for each expert.
+
+    Args:
+        compute: From the rows of a device to `(rows, ...)`.
+        tokens: Values of tokens, `(tokens, ...)`.
+        experts: Values of experts, `(experts, ...)`.
+        whole: Other values that are read.
+        indices: `(tokens, chosen)`, different experts for each token.
+        count: The number of experts.
+        where: What is split over which mesh axes; they divide the number of experts.
+        dtype: That in which rows are summed, and of the result.
+
+    Returns:
+        `(tokens, ...)`.
+    """
+    if where.mesh is None:
+        return _on_device(compute, tokens, experts, whole, indices, count, 0, dtype)
+    rows = indices.shape[0]
+    short = -rows % where.size(where.tokens)
+    *tokens, indices = (padded_at_the_end(each, {0: short}) for each in (*tokens, indices))
+    by_token = PartitionSpec(where.tokens or None)
+    by_expert = PartitionSpec(where.experts or None)
+    specs = ([by_token] * len(tokens), [by_expert] * len(experts), [PartitionSpec()] * len(whole))
+    mapped = jax.shard_map(
+        functools.partial(_on_mesh, compute, count // where.size(where.experts), where, dtype),
+        mesh=mesh_here(where.mesh),
+        in_specs=(*specs, by_token),
+        out_specs=by_token,
+        check_vma=False,  # operations of the program do not say over which axes their results vary
+    )
+    # Compiled also where operations run as they are met, as a `shard_map` of some kinds has to be.
+    return jax.jit(mapped)(tokens, experts, whole, indices)[:rows]
+
+
+def _on_mesh(compute, count, where: Where, dtype, tokens, experts, whole, indices):
+    """The part of one device: `count` of the experts, and its tokens."""
+    shared = tuple(name for name in where.experts if name in where.tokens)
+    others = tuple(name for name in where.experts if name not in shared)
+    first = lax.axis_index(where.experts) * count if where.experts else 0
+    if shared:
+        gather = functools.partial(lax.all_gather, axis_name=shared, tiled=True)
+        tokens, indices = jax.tree.map(gather, (tokens, indices))
+    sums = _on_device(compute, tokens, experts, whole, indices, count, first, dtype)
+    if others:
+        sums = _summed(sums, others)
+    return lax.psum_scatter(sums, shared, tiled=True) if shared else sums
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _summed(array: Any, axes: tuple[str, ...]) -> Any:
+    """A sum over mesh axes, along which the result is not split.
+
+    `shard_map` divides such a result's gradient by the number of devices, and JAX's own rule sums
+    it over them again: an exchange for nothing.
+    """
+    return lax.psum(array, axes)
+
+
+def _summed_forward(array, axes):
+    return lax.psum(array, axes), None
+
+
+def _summed_backward(axes, _, gradient):
+    return (gradient * lax.axis_size(axes),)
+
+
+_summed.defvjp(_summed_forward, _summed_backward)
+
+
+def _on_device(compute, tokens, experts, whole, indices, count, first, dtype):
+    """Sums for tokens over those of their experts that are among `count` from `first` on."""
+    copies = indices.shape[1]
+    # No token has more of them, wherever tokens go.
+    most = indices.shape[0] * min(copies, count)
+    own = indices.reshape(-1) - first
+    own = jnp.where((own >= 0) & (own < count), own, count)
+    order = jnp.argsort(own)
+    place = jnp.argsort(order)
+    sizes = jnp.sum(own[:, None] == jnp.arange(count), axis=0, dtype=jnp.int32)
+    total = jnp.sum(sizes)
+    # Without other devices' experts, all rows are of this one.
+    kind = _Kind(copies, all_here=isinstance(first, int) and most == indices.size)
+    if not kind.all_here:
+        place = jnp.where(place < total, place, most)
+    order = order[:most]
+    group = Group(
+        tokens=[_spread(kind, each, order, place) for each in tokens],
+        experts=experts,
+        whole=whole,
+        sizes=sizes,
+        expert=own[order],
+        real=None if kind.all_here else jnp.arange(most) < total,
+    )
+    return _brought(kind, dtype, compute(group), order, place)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """How many rows a token has, and whether all of them are on this device."""
+
+    copies: int
+    all_here: bool
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _spread(kind: _Kind, tokens: Any, order: Any, place: Any) -> Any:
+    """For each row its token. The gradient of one is the other, without adding row after row."""
+    return jnp.take(tokens, order // kind.copies, axis=0, mode="clip")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _brought(kind: _Kind, dtype: Any, rows: Any, order: Any, place: Any) -> Any:
+    """For each token the sum of its rows, in a dtype; rows beyond the last one are none."""
+    if kind.all_here:
+        own = jnp.take(rows, place, axis=0, mode="clip")
+    else:
+        own = jnp.take(rows, place, axis=0, mode="fill", fill_value=0)
+    return jnp.sum(own.reshape(-1, kind.copies, *rows.shape[1:]), axis=1, dtype=dtype)
+
+
+def _spread_forward(kind, tokens, order, place):
+    return _spread(kind, tokens, order, place), (order, place)
+
+
+def _spread_backward(kind, residuals, gradient):
+    return _brought(kind, gradient.dtype, gradient, *residuals), None, None
+
+
+def _brought_forward(kind, dtype, rows, order, place):
+    like = jnp.zeros((), rows.dtype)
+    return _brought(kind, dtype, rows, order, place), (like, order, place)
+
+
+def _brought_backward(kind, dtype, residuals, gradient):
+    like, *places = residuals
+    return _spread(kind, gradient.astype(like.dtype), *places), None, None
+
+
+_spread.defvjp(_spread_forward, _spread_backward)
+_brought.defvjp(_brought_forward, _brought_backward)

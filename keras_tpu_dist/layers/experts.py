@@ -1,0 +1,113 @@
+"""Layers that compute all experts for every token, made to compute only those that are chosen."""
+
+import contextvars
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.extend import core
+from jax.sharding import NamedSharding
+
+from keras_tpu_dist import _keras
+from keras_tpu_dist.common.axes import axis_size, entry_names
+from keras_tpu_dist.common.once import log_once
+from keras_tpu_dist.common.setting import setting
+from keras_tpu_dist.experts.dense import chosen_sums, computed
+from keras_tpu_dist.experts.graph import graph_of
+from keras_tpu_dist.experts.routed import Where
+from keras_tpu_dist.layers.place import find
+from keras_tpu_dist.layout.flow import NotTraced, traced_call
+from keras_tpu_dist.partitioner import in_compiled_code
+
+_mark = _keras.LayerMark("_keras_tpu_dist_experts", saved=True)
+# The layers whose call is being traced, by their ids.
+_tracing: contextvars.ContextVar[frozenset[int]] = contextvars.ContextVar(
+    "experts", default=frozenset()
+)
+
+
+def route_experts(model: Any) -> list:
+    """Makes the mixtures of experts in a model compute only the experts that tokens have chosen.
+
+    Args:
+        model: A built model.
+
+    Returns:
+        The layers that now do; those that do not show in their call what `top_k` chose are left.
+    """
+    found: list = []
+    for layer in reversed(_keras.flatten_layers(model)):
+        inside = _keras.flatten_layers(layer)
+        if any(_mark.of(each) for each in inside if each is not layer) or not _banks(layer):
+            continue
+        try:
+            sums = chosen_sums(graph_of(traced_call(layer)))
+        except NotTraced:
+            continue
+        if sums:
+            _write(layer, True)
+            found.append(layer)
+    return found
+
+
+def _banks(layer: Any, count: int | None = None) -> list:
+    """Weights of a layer, or of those within it, that may be kernels of experts: of so many."""
+    weights = [w for w in layer.weights if len(w.shape) > 2 and w.shape[0] > 1]
+    return [w for w in weights if count is None or w.shape[0] == count]
+
+
+def _write(layer: Any, value: bool | None) -> None:
+    _mark.write(layer, value)
+    if value:
+        _keras.route_calls(type(layer), _around)
+        _keras.install()  # for saved models
+
+
+def _around(stock: Callable, layer: Any, args: tuple, kwargs: dict) -> Any:
+    """A call of a layer of a class of which some compute only the chosen experts."""
+    running = _tracing.get()
+    if (
+        not _mark.of(layer)
+        or id(layer) in running
+        or _keras.in_symbolic_scope()
+        or not in_compiled_code()
+    ):
+        return stock(*args, **kwargs)
+    call = _keras.PureCall(stock, layer, args, kwargs)
+    with setting(_tracing, running | {id(layer)}):
+        jaxpr, shapes = jax.make_jaxpr(call, return_shape=True)(call.inputs)
+    inputs = jax.tree.leaves(call.inputs)
+    outputs = computed(jaxpr, inputs, lambda count: _where(layer, count))
+    if outputs is None:
+        log_once(
+            f"layer {layer.path!r} computes all experts for every token: what is chosen does not "
+            f"show in a call with arguments of the shapes {[jax.numpy.shape(x) for x in inputs]}",
+            logging.WARNING,
+        )
+        outputs = core.jaxpr_as_fun(jaxpr)(*inputs)
+    return call.finish(jax.tree.unflatten(jax.tree.structure(shapes), outputs))
+
+
+def _where(layer: Any, count: int) -> Where:
+    """Which mesh axes split the tokens and the experts of a layer."""
+    split = find().split
+    if split.mesh is None or split.mesh.size == 1:
+        return Where()
+    # As they lie: a plan decides after a variable is made, and may change what was chosen then.
+    entries = {_first_axes(_keras.variable_layout(w)) for w in _banks(layer, count)}
+    experts = entries.pop() if len(entries) == 1 else ()
+    if count % axis_size(split.mesh, experts):
+        experts = ()
+    return Where(split.mesh, tuple(split.axes), experts)
+
+
+def _first_axes(layout: Any) -> tuple[str, ...]:
+    """The mesh axes that split the first dimension."""
+    axes = layout.spec if isinstance(layout, NamedSharding) else getattr(layout, "axes", ())
+    return entry_names((*axes, None)[0])
+
+
+@_mark.restored_by
+def _restored(layer: Any, value: Any) -> None:
+    _write(layer, bool(value) or None)
