@@ -143,3 +143,29 @@ def test_what_the_host_computes_is_zeros_in_a_dry_run():
     assert any("pure_callback computes on the host is taken to be zeros" in n for n in run.notes)
     with pytest.raises(ValueError, match=r"cannot be called.*its effects, as jax\.debug\.print"):
         dry_run(lambda: build(printed), strategy, batch_size=13)
+
+
+@pytest.mark.tpu_compiler
+def test_rows_updated_in_place_cost_what_they_move():
+    """512 rows of a table of 512 MiB: it counted as read and written whole, and took no cycles."""
+
+    class Rows(L.Layer):
+        def build(self, shape):
+            self.table = self.add_weight(shape=(2**20, 128), trainable=False, name="table")
+            self.scale = self.add_weight(shape=(1,), name="scale")
+
+        def call(self, ids):
+            rows = jax.numpy.ones((ids.shape[0] * 8, 128)) * self.scale
+            self.table.assign(self.table.value.at[ids.reshape(-1)].add(rows))
+            return rows[: ids.shape[0]]
+
+    def build():
+        model = keras.Sequential([keras.Input((8,), dtype="int32", batch_size=64), Rows()])
+        model.compile("sgd", "mse")
+        return model
+
+    strategy = ktd.TPUStrategy({"data": 1}, topology="v5e:1x1", donate_state=True)
+    run = dry_run(build, strategy, batch_size=64)
+    assert run.cost.hbm_bytes < 2 * 512 * (2 * 4096 + 512) + 2**20
+    assert run.cost.silent_cycles == pytest.approx(512 * 60, rel=0.1)
+    assert any("of the cycles are estimated here" in note for note in run.notes)
