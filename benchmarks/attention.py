@@ -3,6 +3,12 @@
 Compiles forward and gradients for a v5e slice that nobody has attached:
 
     python benchmarks/attention.py [--time 4096] [--heads 16] [--width 128] [--rows 4]
+    python benchmarks/attention.py --short [--chip v6e] [--heads 12] [--width 64] [--rows 64]
+
+With `--short` the table from which `attention.dispatch` has the lengths that it leaves to XLA: of
+one chip the cycles of all kernels in the compiler's final schedule, their loops counted, or those
+in which HBM can move their bytes, whichever is more; beside them XLA's by the compiler's estimate,
+which was made before arrays were placed in on-chip memory.
 
 Needs libtpu (pip install "keras_tpu_dist[tpu]"); no TPU.
 """
@@ -10,7 +16,10 @@ Needs libtpu (pip install "keras_tpu_dist[tpu]"); no TPU.
 import argparse
 import dataclasses
 import os
+import pathlib
 import re
+import shutil
+import tempfile
 
 import jax
 import jax.numpy as jnp
@@ -89,16 +98,116 @@ def compile_attention(
     )
 
 
+FOR_LONG = {"heads": 16, "width": 128, "rows": 4}
+SLICES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
+# Queries and keys.
+SHORT = (
+    *((time, time) for time in (64, 128, 196, 256, 320, 384, 512)),
+    *((4096, 77), (4096, 200), (200, 4096)),
+)
+
+
+def scheduled(text, dump, chip):
+    """Cycles of a program by its schedule, and by the compiler's estimate where it has one."""
+    from tpu_schedule import scheduled_kernels
+
+    from keras_tpu_dist.hlo import cost, traffic
+    from keras_tpu_dist.hlo.loops import executions
+    from keras_tpu_dist.hlo.parse import parse
+
+    program = parse(text)
+    runs = executions(program).executions
+    schedules = scheduled_kernels(runs, dump)
+    bytes_per_cycle = chip.hbm_bandwidth / chip.devices / chip.clock
+    by_schedule = by_estimate = 0
+    for run in runs:
+        if kernel := schedules.get(run.instruction.name):
+            moved = traffic.hbm_bytes(program, run.computation, run.instruction)
+            bound = max(kernel.cycles, moved / bytes_per_cycle)
+            by_schedule += run.times * bound
+            by_estimate += run.times * (cost.estimated_cycles(run.instruction) or bound)
+    return by_schedule, by_estimate
+
+
+def short(options):
+    """Prints the table of short sequences for one chip."""
+    from keras_tpu_dist.hardware.topology import Topology
+
+    dump = pathlib.Path(tempfile.mkdtemp(prefix="schedule"))
+    os.environ["LIBTPU_INIT_ARGS"] = (
+        f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true "
+        "--xla_jf_dump_llo_pass_label_regex=final_bundles"
+    )
+    slice_ = Topology.parse(SLICES[options.chip])
+    device = topologies.get_topology_desc(**slice_.libtpu_arguments()).devices[0]
+    mesh = Mesh([device], ("data",))
+    print(
+        f"{options.chip}, {options.rows} rows, {options.heads} heads of {options.width}, bfloat16"
+    )
+    print("| queries | keys | kernel | XLA | of it | XLA, estimated | memory, kernel | XLA |")
+    print("|--:|--:|--:|--:|--:|--:|--:|--:|", flush=True)
+    try:
+        for time, source in SHORT:
+            rows = options.rows if time == source else max(1, options.rows // 8)
+            found = []
+            for flash in (True, False):
+                for path in dump.iterdir():
+                    path.unlink()
+                program = gradients(mesh, rows, time, source, options, flash)
+                cycles = scheduled(program.as_text(), dump, slice_.chip)
+                found.append((*cycles, program.memory_analysis().temp_size_in_bytes / 2**20))
+            (kernel, _, kernel_mib), (xla, estimated, xla_mib) = found
+            print(
+                f"| {time} | {source} | {kernel / 1e3:,.0f} k | {xla / 1e3:,.0f} k "
+                f"| {xla / kernel:.2f} | {estimated / 1e3:,.0f} k | {kernel_mib:.0f} MiB "
+                f"| {xla_mib:.0f} MiB |",
+                flush=True,
+            )
+    finally:
+        shutil.rmtree(dump)
+
+
+def gradients(mesh, rows, time, source, options, flash_attention):
+    split = NamedSharding(mesh, P("data"))
+    arguments = [
+        jax.ShapeDtypeStruct(
+            (rows, length, options.heads, options.width), jnp.bfloat16, sharding=split
+        )
+        for length in (time, source, source)
+    ]
+
+    def loss(query, key, value):
+        output = dot_product_attention(
+            query,
+            key,
+            value,
+            flash_attention=flash_attention,
+            mesh=mesh,
+            data_axes=("data",),
+        )
+        return jnp.sum(output.astype(jnp.float32) ** 2)
+
+    return jax.jit(jax.value_and_grad(loss, (0, 1, 2))).lower(*arguments).compile()
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--time", type=int, default=4096)
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--rows", type=int, default=4, help="batch rows of each device")
+    parser.add_argument("--heads", type=int)
+    parser.add_argument("--width", type=int)
+    parser.add_argument("--rows", type=int, help="batch rows of each device")
+    parser.add_argument("--short", action="store_true", help="short sequences, of one chip")
+    parser.add_argument("--chip", choices=SLICES, default="v5e", help="with --short")
     options = parser.parse_args()
+    defaults = {"heads": 12, "width": 64, "rows": 64} if options.short else FOR_LONG
+    for name, value in defaults.items():
+        setattr(options, name, getattr(options, name) or value)
+    if options.short:
+        short(options)
+        return
     topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4")
     mesh = Mesh(mesh_utils.create_device_mesh((8,), topology.devices), ("data",))
-    shape = vars(options)
+    shape = {name: getattr(options, name) for name in ("time", *FOR_LONG)}
     print(f"{shape} on v5e:2x4, bfloat16, forward and gradients, per device: HBM for temporaries,")
     print("cycles the compiler estimates + least cycles of the kernels' matrix products")
     kinds = {

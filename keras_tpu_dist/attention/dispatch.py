@@ -84,7 +84,12 @@ def xla_attention(
 # How often the layer that is called repeats each head of its keys and values: Keras's grouped-query
 # attention repeats them before it calls attention, and the kernel reads each head once.
 _repeats: contextvars.ContextVar[int] = contextvars.ContextVar("repeats", default=1)
-# Blocks are at least 128 x 128: below a quarter of useful work XLA's own program wins.
+# Fewer scores than these, or no more keys than one block has, XLA computes in fewer cycles: at 196
+# tokens in 0.33 (tpu7x), 0.52 (v6e) and 0.62 to 0.86 (v5e) of the kernel's, at 256 in 0.90 to 1.12
+# (v5e), forward and gradients, by the compiler's schedule (benchmarks/attention.py --short).
+_FEWEST_SCORES = 256 * 256
+_BLOCK = 128
+# Of a single query, or a few, blocks of 128 x 128 are mostly padding.
 _MOST_PADDING = 4
 
 
@@ -114,7 +119,8 @@ def dot_product_attention(
     then gathered. The kernel has no bias (JAX's other flash kernel has, but
     takes it, and returns its gradient, as `(batch, heads, time, source)`, the buffer that a flash
     kernel is there to avoid), needs float32 or bfloat16 and TPU v4 or later, and computes whole
-    blocks of 128: what it cannot do, or does worse, goes to XLA, logged once with the reason. It
+    blocks of 128: what it cannot do, or does worse, as all below 256 tokens, goes to XLA, logged
+    once with the reason. It
     has first derivatives in reverse only; `keras.config.disable_flash_attention()` gives the rest.
 
     Args:
@@ -265,6 +271,8 @@ def _why_wasteful(query, key) -> str | None:
     from keras_tpu_dist.attention.kernel import tiling
 
     time, source = query.shape[1], key.shape[1]
+    if time * source < _FEWEST_SCORES or source <= _BLOCK:
+        return f"of {time} queries and {source} keys XLA computes it in fewer cycles"
     if tiling(time).padded * tiling(source).padded > _MOST_PADDING * time * source:
         return f"{time} queries and {source} keys would be mostly padding in the kernel's blocks"
     return None

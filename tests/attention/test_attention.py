@@ -235,6 +235,9 @@ def pretend_tpu(monkeypatch):
     monkeypatch.setattr(dispatch, "_platform", lambda mesh: "tpu")
     interpreted = functools.partial(dispatch.dot_product_attention, interpret=True)
     monkeypatch.setattr(dispatch, "dot_product_attention", interpreted)
+    # Short sequences take the kernel here too, so that small arrays show how it is called.
+    monkeypatch.setattr(dispatch, "_FEWEST_SCORES", 0)
+    monkeypatch.setattr(dispatch, "_BLOCK", 0)
     calls, flash = [], kernel.flash_attention
 
     def counted(query, key, *args, **options):
@@ -389,6 +392,25 @@ def test_flash_attention_true_is_an_order(mesh):
         )
 
 
+@pytest.mark.parametrize(
+    ("time", "source", "by_kernel"),
+    [
+        (196, 196, False),
+        (255, 256, False),
+        (256, 256, True),
+        (384, 384, True),
+        (4096, 77, False),
+        (4096, 200, True),
+        (1, 100_000, False),
+        (200, 4096, True),
+    ],
+)
+def test_short_sequences_are_left_to_xla(time, source, by_kernel):
+    """As the compiler's schedules say (`python benchmarks/attention.py --short`)."""
+    query, key = (jax.ShapeDtypeStruct((1, n, 2, 64), "float32") for n in (time, source))
+    assert (dispatch._why_wasteful(query, key) is None) == by_kernel
+
+
 def test_old_chips_and_short_sequences_take_xla(mesh, caplog):
     caplog.set_level(logging.INFO, "keras_tpu_dist")
     once.forget()
@@ -396,7 +418,7 @@ def test_old_chips_and_short_sequences_take_xla(mesh, caplog):
     for _ in range(2):
         attention.dot_product_attention(x, x, x, mesh=mesh, **OPTIONS)
     assert [r.levelname for r in caplog.records] == ["INFO"]
-    assert "8 queries and 8 keys would be mostly padding" in caplog.text
+    assert "of 8 queries and 8 keys XLA computes it in fewer cycles" in caplog.text
     chip = type("Chip", (), {"device_kind": "TPU v3", "platform": "tpu"})()
     old = type("Mesh", (), {"devices": np.array([chip])})()
     assert "TPU v4 or later, these are TPU v3" in dispatch._why_not_kernel(x, x, None, old, None)

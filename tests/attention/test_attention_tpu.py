@@ -46,7 +46,7 @@ FEW = (
     Case("dp", 1024, "causal", 8, "mixed_bfloat16"),
     Case("fsdp", 1024, "bias", 2, "float32"),
     Case("tp", 1024, "keys", 1, "float32"),
-    Case("tp", 100, "padding", 2, "mixed_bfloat16", topology="v5p:2x2x2", batch=13),
+    Case("tp", 300, "padding", 2, "mixed_bfloat16", topology="v5p:2x2x2", batch=13),
 )
 
 
@@ -54,7 +54,7 @@ def all_cases():
     """Every pair of values of two settings, in 36 of the 360 combinations."""
     masks = ("none", "causal", "padding", "keys", "bias")
     grid = itertools.product(
-        MESHES, (1024, 256, 128, 100), masks, (8, 2, 1), ("mixed_bfloat16", "float32")
+        MESHES, (1024, 256, 300, 100), masks, (8, 2, 1), ("mixed_bfloat16", "float32")
     )
     grid = random.Random(0).sample(list(grid), k=360)
     chosen, seen = [], set()
@@ -237,7 +237,8 @@ def test_train_steps_compile():
             for shape in result["squares"]:
                 assert str(case.batch) not in re.findall(r"\d+", shape), (case, shape)
             continue
-        assert result["kernels"] == 6, case  # forward, dq and dkv of two blocks
+        # forward, dq and dkv of two blocks; shorter ones are XLA's
+        assert result["kernels"] == 6 * (case.time >= 256), case
         if case.time == 1024:  # shorter ones are as long as other dimensions are wide
             assert result["squares"] == [], case
 
