@@ -20,7 +20,8 @@ def test_a_loop_of_two_processes_goes_on_where_it_was_saved(end, tmp_path):
         script = HERE / "loop.py"
         return launched(script, tmp_path, mesh, layout, end, after, processes=2, devices=4)
 
-    ended = run("4x2", "tensor_parallel", end, 10)
+    # JAX tells of a signal some steps later, by its clock.
+    ended = run("4x2", "tensor_parallel", end, 2 if end == "SIGTERM" else 10)
     assert ended.returncode != 0, ended.stdout[-3000:]
     assert not (tmp_path / "state.npz").exists()
     if end == "SIGTERM":
@@ -28,9 +29,10 @@ def test_a_loop_of_two_processes_goes_on_where_it_was_saved(end, tmp_path):
     again = run("2x2x2", "fsdp", "none", 0)
     assert again.returncode == 0, again.stdout[-6000:] + again.stderr[-3000:]
     found = dict(np.load(tmp_path / "state.npz"))
-    # Of 18 steps every fourth is saved, and that after which JAX tells of the signal.
     first, steps = found.pop("first"), list(found.pop("steps"))
-    assert (first, steps) == (9, [8, 12, 16]) if end != "SIGTERM" else first > 11
-    assert steps[-1] == 16
+    if end == "SIGTERM":
+        assert first > 3
+    else:  # of 18 steps every fourth is saved
+        assert (first, steps) == (9, [8, 12, 16])
     whole = loop.test_loop.Loop().run()
     assert_close([found[str(i)] for i in range(len(found))], whole.state())
