@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import keras
 
+from keras_tpu_dist import _keras
 from keras_tpu_dist.common.plain import only_plain_operations
 from keras_tpu_dist.hardware.chips import WITHOUT_KERNELS, of_kind
 from keras_tpu_dist.recurrence import Core, Gathering, Split
@@ -105,5 +106,6 @@ def axes_of(variable) -> tuple:
     distribution = keras.distribution.distribution()
     if distribution is None:
         return ()
-    layout = distribution.get_variable_layout(variable)
+    # As it lies: a plan decides once the model is built, and may change what it was made with.
+    layout = _keras.variable_layout(variable) or distribution.get_variable_layout(variable)
     return tuple(layout.spec if isinstance(layout, jax.sharding.NamedSharding) else layout.axes)

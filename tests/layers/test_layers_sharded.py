@@ -293,3 +293,16 @@ def test_no_collective_lies_inside_a_loop_on_tpu():
     assert schedules[0]["collectives"] == 1
     assert 1 <= schedules[1]["collectives"] <= 12
     assert min(schedule["scheduled_cycles"] for schedule in schedules) > 0
+
+
+def test_a_layer_sees_its_weights_as_they_lie_not_as_they_were_made():
+    """A plan leaves three gates whole on two devices; while it is made, a kernel is split."""
+    strategy = ktd.TPUStrategy({"data": 4, "model": 2}, ktd.Planner("tensor_parallel", min_size=1))
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((5, 4)), fast.GRU(6)])
+        model.compile("sgd", "mse")
+    model.predict(np.ones((8, 5, 4)), verbose=0)
+    kernel = model.layers[0].cell.recurrent_kernel
+    with strategy.scope():
+        assert any(strategy.get_variable_layout(kernel).spec)
+        assert not any(place.axes_of(kernel))
