@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from keras_tpu_dist.experts.graph import Atom, Equation, Graph, Instead, graph_of
 from keras_tpu_dist.experts.routed import Group, Where, routed
 from keras_tpu_dist.trace.dimensions import ELEMENTWISE, dimensions
+from keras_tpu_dist.trace.graph import Atom, Equation, Graph, Instead, graph_of
 
 # What a dimension of a value stands for: that of experts, the number of one of tokens, or `None`.
 _EXPERTS = -1
@@ -73,7 +73,7 @@ class ChosenSum:
         rows, sizes = self.rows, self.indices.shape[:-1]
         dtype = self.operation.results[0].aval.dtype
 
-        def compute(arrays: list[Any]) -> Any:
+        def compute(arrays: list[Any]) -> list[Any]:
             *given, indices = arrays
             of = iter(given)
             tokens = [_by_token(next(of), labels, sizes) for _, labels in rows.tokens]
@@ -82,7 +82,7 @@ class ChosenSum:
             ]
             flat = indices.reshape(-1, indices.shape[-1])
             sums = routed(rows.compute, tokens, experts, list(of), flat, self.count, where, dtype)
-            return self._in_place(sums)
+            return [self._in_place(sums)]
 
         return Instead(self.operands, compute)
 

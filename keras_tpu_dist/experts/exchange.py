@@ -21,9 +21,9 @@ from jax.sharding import Mesh, NamedSharding
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.axes import axis_size, entry_names
 from keras_tpu_dist.common.setting import setting
-from keras_tpu_dist.experts.graph import Equation, Graph, graph_of
 from keras_tpu_dist.partitioner.places import constrained, in_compiled_code
 from keras_tpu_dist.trace.dimensions import Dimensions, dimensions
+from keras_tpu_dist.trace.graph import Equation, Graph, graph_of
 
 # The layers whose call is being traced, by their ids.
 _tracing: contextvars.ContextVar[frozenset[int]] = contextvars.ContextVar(

@@ -14,11 +14,11 @@ from keras_tpu_dist.common.axes import axis_size, entry_names
 from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.common.setting import setting
 from keras_tpu_dist.experts.dense import chosen_sums, computed
-from keras_tpu_dist.experts.graph import graph_of
 from keras_tpu_dist.experts.routed import Where
 from keras_tpu_dist.layers.place import find
 from keras_tpu_dist.layout.flow import NotTraced, traced_call
 from keras_tpu_dist.partitioner import in_compiled_code
+from keras_tpu_dist.trace.graph import graph_of
 
 _mark = _keras.LayerMark("_keras_tpu_dist_experts", saved=True)
 # The layers whose call is being traced, by their ids.

@@ -17,6 +17,7 @@ import jax
 import keras
 
 from keras_tpu_dist import _keras
+from keras_tpu_dist.layout.fused import taken_apart
 from keras_tpu_dist.trace.calls import calls
 from keras_tpu_dist.trace.dimensions import Dimensions, Mapped, dimensions
 from keras_tpu_dist.trace.jaxprs import opened
@@ -107,6 +108,8 @@ class Flow:
         searched: Kernels whose features are sorted or searched, as a router's.
         ends: Nodes of the layer's inputs and outputs.
         weights: For each weight the nodes of its dimensions.
+        views: For kernels of features in a row, and their biases, the shape that they are taken
+            apart to, whose dimensions count.
     """
 
     sizes: list[int] = field(default_factory=list)
@@ -118,6 +121,7 @@ class Flow:
     searched: set[int] = field(default_factory=set)
     ends: list[int] = field(default_factory=list)
     weights: list[tuple[int, ...]] = field(default_factory=list)
+    views: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def cuts(self, ways: int) -> list[Cut]:
         """What can be cut into so many parts without sending anything between its kernels.
@@ -445,7 +449,7 @@ def traced_call(layer: Any) -> Any:
         layer: A built layer or model.
 
     Returns:
-        The program, a `Jaxpr` of its variables, those that are trained first, and its inputs.
+        The program, a `ClosedJaxpr` of its variables, those that are trained first, and its inputs.
 
     Raises:
         NotTraced: If what it was built for is not known, or its call fails.
@@ -514,14 +518,16 @@ def _read(layer: Any, variables: list, given: list[Arguments]) -> Flow | str:
         return _in_a_line(error)
 
 
-def _read_program(jaxpr: Any, variables: list) -> Flow:
-    reader = _Reader()
+def _read_program(program: Any, variables: list) -> Flow:
+    program, views = taken_apart(program, len(variables))
+    jaxpr, reader = opened(program), _Reader()
     weights = [
         reader.value(atom, frozenset([n])) for n, atom in enumerate(jaxpr.invars[: len(variables)])
     ]
     inputs = [reader.value(atom) for atom in jaxpr.invars[len(variables) :]]
     outputs = reader.read(jaxpr, [*weights, *inputs])
     flow = reader.flow
+    flow.views = views
     flow.weights = [weight.nodes for weight in weights]
     flow.ends = [node for value in (*inputs, *outputs) for node in value.nodes]
     return flow
@@ -547,7 +553,7 @@ def _traced(layer: Any, variables: list, given: list[Arguments]) -> Any:
             # A strategy would lay the outputs of layers out, for which it asks the plan. Within
             # another scope, variables that have no value yet are given none.
             with _keras.without_distribution(), keras.StatelessScope(initialize_variables=False):
-                return opened(jax.make_jaxpr(call)(weights, tensors))
+                return jax.make_jaxpr(call)(weights, tensors)
         except Exception as error:  # whatever a user's call raises
             reasons.append(_in_a_line(error))
     raise NotTraced(reasons[-1])

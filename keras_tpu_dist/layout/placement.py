@@ -116,7 +116,7 @@ class Placement:
 
     def written_in_program(self) -> tuple[Any, ...]:
         """All that a compiled step holds beside its variables' layouts."""
-        uses = {key: found.used for key, found in self.decisions.items() if found.used}
+        uses = {k: (d.used, d.view) for k, d in self.decisions.items() if d.used}
         return self.layouts_of_outputs(), self.annotations.logical_devices, uses
 
 

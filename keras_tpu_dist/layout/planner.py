@@ -39,6 +39,9 @@ _MEMORY_WHERE_UNKNOWN = int(15.75e9)
 # "auto" leaves the rest for activations, temporaries and fragmentation.
 _STATE_FRACTION = 0.5
 
+# Of a variable that no rule is for.
+_UNPLANNED = Decision((), "")
+
 # Weight, gradient, and two slots of Adam.
 _COPIES_OF_A_TRAINABLE_WEIGHT = 4
 
@@ -215,9 +218,9 @@ class Planner:
         for variable in variables:
             decision = tensor.get(id(variable))
             if "fsdp" in chosen:
-                used = () if decision is None else decision.used
+                before = decision or _UNPLANNED
                 decision = self._spread(variable.shape, decision, mesh, stored)
-                decision = replace(decision, used=used)
+                decision = replace(decision, used=before.used, view=before.view)
             elif decision is None:
                 why = "no rule for this layer class" if chosen else "the state fits on one device"
                 decision = Decision((), f"{name}: replicated: {why}")

@@ -16,6 +16,19 @@ from keras_tpu_dist.common.errors import message
 
 
 @dataclass(frozen=True)
+class View:
+    """How a layer takes a weight apart that has features of several kinds in a row.
+
+    Attributes:
+        shape: The weight's shape, taken apart.
+        layer: The path of the layer.
+    """
+
+    shape: tuple[int, ...]
+    layer: str
+
+
+@dataclass(frozen=True)
 class Decision:
     """Where a tensor lies and why.
 
@@ -24,12 +37,14 @@ class Decision:
         reason: The rule or default that decided, for `explain`.
         alternatives: What else was considered, each with the reason it was not taken.
         used: The axes that it is used in, where these are others; they need not divide it.
+        view: What `used` speaks of, if that is not the weight as it is stored.
     """
 
     axes: Axes
     reason: str
     alternatives: tuple[str, ...] = ()
     used: Axes = ()
+    view: View | None = None
 
 
 # Flags for a whole pattern, as in "(?i)dense/kernel", may only stand at its very beginning.

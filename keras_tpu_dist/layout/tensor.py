@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.axes import Axes, axis_size, dividing_axes, splitting_entries
 from keras_tpu_dist.layout.flow import Arguments, Cut, NotTraced, flow_of
-from keras_tpu_dist.layout.rules import Decision
+from keras_tpu_dist.layout.rules import Decision, View
 
 # Rows of a table in each part, at least, for it to be worth cutting them unevenly.
 _FEWEST_IN_A_PART = 8
@@ -346,9 +346,10 @@ class TensorPlan:
                 self._untraced[id(layer)] = f"the call of {layer.path!r} cannot be traced: {error}"
                 continue
             traced.add(id(layer))
+            views = {w: View(shape, layer.path) for w, shape in flow.views.items()}
             for entry in splitting_entries(self._axes, self._mesh):
                 for cut in flow.cuts(axis_size(self._mesh, entry)):
-                    self._put_cut(cut, variables, entry, ruled)
+                    self._put_cut(cut, variables, entry, ruled, views)
             self._makes_logits |= {
                 id(v)
                 for w, v in enumerate(variables)
@@ -373,7 +374,7 @@ class TensorPlan:
                 found.update(id(variable) for variable in _keras.own_variables(layer))
         return found
 
-    def _put_cut(self, cut: Cut, variables, entry, ruled) -> None:
+    def _put_cut(self, cut: Cut, variables, entry, ruled, views: Mapping[int, View]) -> None:
         kernels = [variables[w] for w, _ in (*cut.columns, *cut.rows)]
         if any(id(v) in self.decisions or id(v) in ruled for v in kernels):
             return
@@ -385,10 +386,26 @@ class TensorPlan:
         }
         for reason, members in reasons.items():
             for w, dim in members:
+                if w in views and dim > len(variables[w].shape) - 1:
+                    self._put_apart(variables[w], dim, entry, reason, views[w])
+                    continue
                 axes = tuple(entry if d == dim else None for d in range(len(variables[w].shape)))
                 self._put(variables[w], axes, reason)
         few = [w for w in cut.whole if id(variables[w]) not in ruled]
         self._put_whole(few, variables, "few heads, which all that are split share")
+
+    def _put_apart(self, variable, dim: int, entry, reason: str, view: View) -> None:
+        """Has a layer use a weight by heads, of which those of queries, keys, values lie in a row.
+
+        The kernel is stored by its first dimension, which each layer of it cuts, and a step sends
+        each device its heads of all; the bias is whole.
+        """
+        by_input = len(variable.shape) > 1 and not variable.shape[0] % axis_size(self._mesh, entry)
+        self._put(variable, (entry, None) if by_input else (), reason)
+        used = tuple(entry if d == dim else None for d in range(len(view.shape)))
+        decision = self.decisions[id(variable)]
+        why = f"{decision.reason}; used as {view.shape}, dimension {dim} split"
+        self.decisions[id(variable)] = replace(decision, reason=why, used=used, view=view)
 
     def _put_whole(self, whole: Sequence[int], variables, why: str) -> None:
         for w in whole:

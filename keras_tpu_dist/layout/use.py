@@ -1,19 +1,36 @@
 """Weights that are used in another layout than the one that they are stored in.
 
 A vocabulary that does not divide is stored by its width. To compute logits from it as it lies, all
-devices would add up whole logits, or gather the whole table. So a program begins with
-the table by vocabulary, in parts of unequal sizes, which XLA pads: each device sends the parts of
-the others, once a step in each direction.
+devices would add up whole logits, or gather the whole table. So a program begins with the table by
+vocabulary, in parts of unequal sizes, which XLA pads: each device sends the parts of the others,
+once a step in each direction.
+
+A kernel of queries, keys and values in a row is stored by its input. A layer that takes what it
+makes apart gets it taken apart, by heads. See `keras_tpu_dist.layout.fused`.
 """
 
+import contextvars
+from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.extend import core
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.axes import Axes, named_sharding, names_in
+from keras_tpu_dist.common.setting import setting
+from keras_tpu_dist.layout.fused import fused_in
 from keras_tpu_dist.layout.placement import Placement
+from keras_tpu_dist.layout.rules import View
 from keras_tpu_dist.partitioner import in_compiled_code, mesh_here
+from keras_tpu_dist.trace.graph import Atom, graph_of
+
+# On a weight that a layer takes apart: how, and its axes then. On the layer: that it does.
+_apart = _keras.Mark("_keras_tpu_dist_apart")
+# The layers whose call is being traced, by their ids.
+_tracing: contextvars.ContextVar[frozenset[int]] = contextvars.ContextVar(
+    "taken apart", default=frozenset()
+)
 
 
 def note_uses(model: Any, placement: Placement) -> None:
@@ -23,8 +40,18 @@ def note_uses(model: Any, placement: Placement) -> None:
         model: A model.
         placement: Its placement.
     """
+    layers: set[str] = set()
     for variable in model.weights:
-        _keras.set_use(variable, placement.decisions[id(variable)].used)
+        decision = placement.decisions[id(variable)]
+        _keras.set_use(variable, () if decision.view else decision.used)
+        if decision.view or _apart.of(variable):
+            _apart.write(variable, decision.view and (decision.view, decision.used))
+        if decision.view:
+            layers.add(decision.view.layer)
+    for layer in _keras.flatten_layers(model) if layers else ():
+        if layer.path in layers:
+            _apart.write(layer, True)
+            _keras.route_calls(type(layer), _around)
 
 
 def _laid(value: Any, axes: Axes) -> Any:
@@ -33,12 +60,55 @@ def _laid(value: Any, axes: Axes) -> Any:
     traced = isinstance(value, jax.core.Tracer) and in_compiled_code()
     if strategy is None or not traced or _keras.in_symbolic_scope() or _keras.in_update():
         return value
+    return _constrained(value, axes, strategy)
+
+
+def _constrained(value: Any, axes: Axes, strategy: Any) -> Any:
     mesh = mesh_here(strategy.mesh)
     # Where one device computes a layer, what it is given is whole.
     free = set(mesh.axis_names) - set(getattr(mesh, "manual_axes", ()))
     if not set(names_in(axes)) <= free:
         return value
     return jax.lax.with_sharding_constraint(value, named_sharding(mesh, axes))
+
+
+def _around(stock: Callable, layer: Any, args: tuple, kwargs: dict) -> Any:
+    """A call of a layer of a class of which some take weights apart."""
+    strategy, running = _keras.active_strategy(), _tracing.get()
+    if (
+        strategy is None
+        or not _apart.of(layer)
+        or id(layer) in running
+        or _keras.in_symbolic_scope()
+        or not in_compiled_code()
+    ):
+        return stock(*args, **kwargs)
+    call = _keras.PureCall(stock, layer, args, kwargs)
+    with setting(_tracing, running | {id(layer)}):
+        jaxpr, shapes = jax.make_jaxpr(call, return_shape=True)(call.inputs)
+    outputs = _by_heads(layer, jaxpr, jax.tree.leaves(call.inputs), strategy)
+    return call.finish(jax.tree.unflatten(jax.tree.structure(shapes), outputs))
+
+
+def _by_heads(layer: Any, jaxpr: Any, inputs: list, strategy: Any) -> list:
+    """Runs a layer's program with its weights taken apart."""
+    uses: dict[int, tuple[View, Axes]] = {
+        id(array): use
+        for variable in layer.weights
+        if (use := _apart.of(variable)) is not None
+        for array in (variable.value, _keras.full_precision(variable))
+    }
+
+    def laid(weight: Atom, array: Any) -> Any:
+        view, axes = uses[id(weight.constant)]
+        return _constrained(array, axes, strategy) if view.shape == array.shape else array
+
+    graph = graph_of(jaxpr)
+    instead = {}
+    for each in fused_in(graph, uses):
+        if each.bias is None or id(each.bias.constant) in uses:
+            instead |= each.replaced(laid)
+    return graph.evaluate(inputs, instead) if instead else core.jaxpr_as_fun(jaxpr)(*inputs)
 
 
 _keras.serve_uses(_laid)

@@ -32,7 +32,8 @@ class Attention(L.Layer):
 
     Args:
         kv: Heads of keys and values.
-        form: "dense" (and a reshape), "einsum", "fused" (one kernel, heads first).
+        form: "dense" (and a reshape), "einsum", "fused" (one kernel, heads first), "in a row" (one
+            kernel, all queries first, reshaped), "split" or "sliced" (the same).
         normed: Whether queries and keys are normalized.
         positions: "rotary", "table" (a learned bias by distance) or None.
     """
@@ -40,7 +41,7 @@ class Attention(L.Layer):
     def __init__(self, kv=HEADS, form="dense", normed=False, positions="rotary"):
         super().__init__()
         self.kv, self.form, self.positions = kv, form, positions
-        if form == "fused":
+        if form in ("fused", "in a row", "split", "sliced"):
             self.query_key_value = L.Dense(3 * HEADS * HEAD, name="query_key_value")
         else:
             make = self.einsum if form == "einsum" else self.dense
@@ -63,6 +64,14 @@ class Attention(L.Layer):
         return ops.reshape(x, (-1, x.shape[1], x.shape[2] // HEAD, HEAD))
 
     def queries_keys_values(self, x, memory):
+        if self.form == "in a row":
+            shape = (-1, x.shape[1], 3, HEADS, HEAD)
+            return ops.unstack(ops.reshape(self.query_key_value(x), shape), axis=2)
+        if self.form == "sliced":
+            y, size = self.query_key_value(x), HEADS * HEAD
+            return [self.heads(y[..., i : i + size]) for i in range(0, 3 * size, size)]
+        if self.form == "split":
+            return map(self.heads, ops.split(self.query_key_value(x), 3, axis=-1))
         if self.form == "fused":
             fused = ops.reshape(self.query_key_value(x), (-1, x.shape[1], HEADS, 3 * HEAD))
             return ops.split(fused, 3, axis=-1)
@@ -225,6 +234,37 @@ def headed():
 
 # Models of words that do not divide.
 VOCABULARIES = {"gpt": gpt, "tied": tied, "untied": untied, "headed": headed}
+
+
+class Halved(L.Layer):
+    """A feed-forward layer whose first kernel makes gates and values in a row."""
+
+    def __init__(self):
+        super().__init__()
+        self.both, self.down = L.Dense(8 * WIDTH, name="both"), L.Dense(WIDTH, name="down")
+
+    def call(self, x):
+        gate, value = ops.split(self.both(x), 2, axis=-1)
+        return x + self.down(ops.silu(gate) * value)
+
+
+def row_in_a_graph():
+    start = keras.Input((TIME, WIDTH))
+    y = L.Dense(3 * HEADS * HEAD, name="query_key_value")(L.LayerNormalization()(start))
+    q, k, v = ops.unstack(L.Reshape((TIME, 3, HEADS, HEAD))(y), axis=2)
+    p = ops.softmax(ops.einsum("bqnh,bknh->bnqk", q, k) / HEAD**0.5)
+    y = ops.reshape(ops.einsum("bnqk,bknh->bqnh", p, v), (-1, TIME, HEADS * HEAD))
+    return keras.Model(start, start + L.Dense(WIDTH, name="out")(y))
+
+
+# Models in which one kernel makes features of several kinds in a row, and that kernel's layer.
+IN_A_ROW = {
+    "vit": (lambda: stacked(Block(Attention(form="in a row", positions=None))), "query_key_value"),
+    "gpt2": (lambda: stacked(Block(Attention(form="split", positions=None))), "query_key_value"),
+    "sliced": (lambda: stacked(Block(Attention(form="sliced"))), "query_key_value"),
+    "halved": (lambda: stacked(Halved(), Halved()), "both"),
+    "graph": (row_in_a_graph, "query_key_value"),
+}
 
 # For each the all-reduces over "model" of a forward and a backward pass, in all blocks; None if
 # the layers are not only Megatron's.

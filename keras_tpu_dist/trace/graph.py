@@ -94,7 +94,7 @@ class Graph:
 
         Args:
             inputs: Arrays.
-            instead: What is computed in the place of an operation with one result.
+            instead: What is computed in the place of operations.
             run: From an operation and its operands to its results.
         """
         values = dict(zip(map(id, self.inputs), inputs, strict=True))
@@ -107,7 +107,7 @@ class Graph:
             if replaced is None:
                 results = run(operation, list(map(value, operation.operands)))
             else:
-                results = [replaced.compute(list(map(value, replaced.operands)))]
+                results = replaced.compute(list(map(value, replaced.operands)))
             values.update(zip(map(id, operation.results), results, strict=True))
         return list(map(value, self.outputs))
 
@@ -132,11 +132,11 @@ class Instead:
 
     Attributes:
         operands: What it reads.
-        compute: From their arrays to the result.
+        compute: From their arrays to the results.
     """
 
     operands: list[Atom]
-    compute: Callable[[list[Any]], Any]
+    compute: Callable[[list[Any]], list[Any]]
 
 
 def graph_of(jaxpr: Any) -> Graph:
