@@ -51,11 +51,11 @@ class Fused:
             if computed:
                 return computed[0]
             operand, kernel, *bias = arrays
-            apart = laid(self.kernel, kernel.reshape(-1, *self.factors))
+            # Cast before it is sent.
+            kernel = kernel.astype(operand.dtype).reshape(-1, *self.factors)
+            apart = laid(self.kernel, kernel)
             dims = ((operand.ndim - 1,), (0,)), ((), ())
-            result = lax.dot_general(
-                operand, apart.astype(operand.dtype), dims, preferred_element_type=made
-            )
+            result = lax.dot_general(operand, apart, dims, preferred_element_type=made)
             for each in bias:
                 result = result + laid(weights[1], each.reshape(self.factors)).astype(made)
             computed.append(result)

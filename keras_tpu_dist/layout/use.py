@@ -92,11 +92,11 @@ def _around(stock: Callable, layer: Any, args: tuple, kwargs: dict) -> Any:
 
 def _by_heads(layer: Any, jaxpr: Any, inputs: list, strategy: Any) -> list:
     """Runs a layer's program with its weights taken apart."""
+    weights = [v for v in layer.weights if _apart.of(v) is not None]
+    # Kept, so that no other array gets their ids.
+    arrays = [_keras.full_precision(variable) for variable in weights]
     uses: dict[int, tuple[View, Axes]] = {
-        id(array): use
-        for variable in layer.weights
-        if (use := _apart.of(variable)) is not None
-        for array in (variable.value, _keras.full_precision(variable))
+        id(array): _apart.of(variable) for variable, array in zip(weights, arrays, strict=True)
     }
 
     def laid(weight: Atom, array: Any) -> Any:
