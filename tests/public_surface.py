@@ -101,7 +101,9 @@ def methods(kind: type) -> Iterator[tuple[str, Callable]]:
 
 def parameters(function: Callable) -> tuple[str, ...]:
     kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    found = inspect.signature(function).parameters.values()
+    # Some Pythons, as 3.11.2, take the `__new__` that a class inherits from Keras's layers.
+    made = function.__init__ if inspect.isclass(function) else function
+    found = inspect.signature(made).parameters.values()
     return tuple(p.name for p in found if p.kind not in kinds and p.name != "self")
 
 

@@ -56,6 +56,11 @@ def converted(kind, strategy, route=None, **options):
     return built(build, strategy)
 
 
+def but_for(names, *quick):
+    """Parameters that are slow, but for some."""
+    return [n if n in quick else pytest.param(n, marks=pytest.mark.slow) for n in names]
+
+
 @pytest.fixture
 def rows_computed(monkeypatch):
     """How many rows each traced layer computes on one device."""
@@ -78,7 +83,7 @@ def trained(model, rows=(16, 13)):
     return [*found, *(w.numpy() for w in model.weights)]
 
 
-@pytest.mark.parametrize("kind", hub.KINDS)
+@pytest.mark.parametrize("kind", but_for(hub.KINDS, "mixtral"))
 def test_only_the_chosen_experts_are_computed(kind, rows_computed):
     model = converted(kind, None)
     assert_close(trained(model), trained(stock(kind)))
@@ -87,8 +92,8 @@ def test_only_the_chosen_experts_are_computed(kind, rows_computed):
     assert {rows // 6 // 2 for rows in rows_computed} <= {16, 13}
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("kind", hub.KINDS)
+@pytest.mark.parametrize("mesh", but_for(MESHES, "data4_model2", "expert"))
+@pytest.mark.parametrize("kind", but_for(hub.KINDS, "gpt_oss"))
 def test_meshes_equal_one_device(kind, mesh, rows_computed):
     axes, layout, options = MESHES[mesh]
     strategy = ktd.TPUStrategy(axes, layout, **options)
@@ -144,7 +149,9 @@ def chosen_by(*preferred):
     return route
 
 
-@pytest.mark.parametrize("mesh", ["data4_model2", "data2_fsdp2_model2", "expert", None])
+@pytest.mark.parametrize(
+    "mesh", but_for(["data4_model2", "data2_fsdp2_model2", "expert", None], "expert")
+)
 @pytest.mark.parametrize("preferred", [(0,), (5, 2)], ids=["all to one", "all to two"])
 def test_uneven_routing(mesh, preferred):
     route = chosen_by(*preferred)
@@ -200,7 +207,7 @@ def test_files_keep_it_and_load_without_it(kind, tmp_path, rows_computed):
     assert_close(plain.predict(x, verbose=0), expected)
 
 
-@pytest.mark.parametrize("how", ["remat", "scan"])
+@pytest.mark.parametrize("how", but_for(["remat", "scan"], "scan"))
 def test_beside_other_marks(how, rows_computed):
     def marked(model):
         if how == "scan":

@@ -84,8 +84,12 @@ def trained(model):
     return [*found, *(w.numpy() for w in model.weights)]
 
 
-@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    "gated", [pytest.param(False, marks=pytest.mark.slow), True], ids=["plain", "gated"]
+)
+@pytest.mark.parametrize(
+    "mesh", [n if n == "data8" else pytest.param(n, marks=pytest.mark.slow) for n in MESHES]
+)
 def test_meshes_equal_one_device(mesh, gated):
     model = built(lambda: model_of(gated), strategy_of(mesh))
     assert_close(trained(model), trained(built(lambda: model_of(gated), None)))

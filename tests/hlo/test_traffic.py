@@ -409,7 +409,9 @@ def test_a_copy_that_must_be_made_counts_by_the_cpu_compiler():
 
 
 @pytest.mark.tpu_compiler
-@pytest.mark.parametrize("chip", ["v5e", "v6e", "tpu7x"])
+@pytest.mark.parametrize(
+    "chip", ["v5e", *(pytest.param(each, marks=pytest.mark.slow) for each in ("v6e", "tpu7x"))]
+)
 def test_estimates_are_those_of_the_compilers_schedule(chip):
     """Bytes of every kernel, and cycles where the compiler states none."""
     if importlib.util.find_spec("libtpu") is None:

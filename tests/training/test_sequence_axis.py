@@ -286,7 +286,11 @@ def test_a_strategy_is_pickled_and_grows():
     assert dict(alone.mesh.shape) == {"sequence": 16}
 
 
-@pytest.mark.parametrize("mesh", [{"sequence": 8}, {"data": 2, "sequence": 4}], ids=str)
+@pytest.mark.parametrize(
+    "mesh",
+    [{"data": 2, "sequence": 4}, pytest.param({"sequence": 8}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_replica_code(mesh):
     """Rows are each replica's, its devices share its time."""
     strategy = ktd.TPUStrategy(mesh)
