@@ -27,7 +27,7 @@ PACKAGES = {
     "hlo": {"common", "hardware"},
     "processes": {*BASE, "hardware"},
     "experts": {*BASE, "partitioner", "trace"},
-    "layers": {*BASE, "experts", "hardware", "layout", "partitioner", "recurrence"},
+    "layers": {*BASE, "experts", "hardware", "layout", "partitioner", "recurrence", "trace"},
     "attention": {*BASE, "hardware", "memory", "partitioner"},
     "input": {*BASE, "hardware", "processes"},
     "layout": {*BASE, "hardware", "partitioner", "show", "trace"},

@@ -61,6 +61,7 @@ from keras_tpu_dist._keras.callback_states import averages_are_in_model as avera
 from keras_tpu_dist._keras.callback_states import changing as changing
 from keras_tpu_dist._keras.callback_states import note_averages as note_averages
 from keras_tpu_dist._keras.calls import PureCall as PureCall
+from keras_tpu_dist._keras.calls import computed_otherwise as computed_otherwise
 from keras_tpu_dist._keras.calls import give_to_calls as give_to_calls
 from keras_tpu_dist._keras.calls import route_attention_layers as route_attention_layers
 from keras_tpu_dist._keras.calls import route_calls as route_calls

@@ -186,6 +186,31 @@ class PureCall:
         )
 
 
+def computed_otherwise(
+    stock: Callable[..., Any],
+    layer: Any,
+    args: tuple,
+    kwargs: dict,
+    compute: Callable[[Any, list], list],
+) -> Any:
+    """The call of a layer whose program is computed in another way.
+
+    Args:
+        stock: The call.
+        layer: The layer.
+        args: The call's positional arguments.
+        kwargs: The others.
+        compute: From the program, a `ClosedJaxpr`, and its inputs to its outputs.
+
+    Returns:
+        What the call returns; what it assigns and adds is done.
+    """
+    call = PureCall(stock, layer, args, kwargs)
+    jaxpr, shapes = jax.make_jaxpr(call, return_shape=True)(call.inputs)
+    outputs = compute(jaxpr, jax.tree.leaves(call.inputs))
+    return call.finish(jax.tree.unflatten(jax.tree.structure(shapes), outputs))
+
+
 def traced_program() -> Any:
     """The program that is being traced here, or `None`: that of a branch or a loop within one.
 

@@ -70,17 +70,15 @@ def _around(stock: Callable, layer: Any, args: tuple, kwargs: dict) -> Any:
     axes = exchange_axes(layer, strategy)
     if not axes:
         return stock(*args, **kwargs)
-    call = _keras.PureCall(stock, layer, args, kwargs)
+
+    def exchanged(jaxpr: Any, inputs: list) -> list:
+        exchange = _Exchange(graph_of(jaxpr), strategy.mesh, tuple(strategy.data_axes), axes)
+        if exchange.is_by_expert:
+            return exchange.evaluate(inputs)
+        return core.jaxpr_as_fun(jaxpr)(*inputs)
+
     with setting(_tracing, running | {id(layer)}):
-        jaxpr, shapes = jax.make_jaxpr(call, return_shape=True)(call.inputs)
-    inputs = jax.tree.leaves(call.inputs)
-    graph = graph_of(jaxpr)
-    exchange = _Exchange(graph, strategy.mesh, tuple(strategy.data_axes), axes)
-    if exchange.is_by_expert:
-        outputs = exchange.evaluate(inputs)
-    else:
-        outputs = core.jaxpr_as_fun(jaxpr)(*inputs)
-    return call.finish(jax.tree.unflatten(jax.tree.structure(shapes), outputs))
+        return _keras.computed_otherwise(stock, layer, args, kwargs, exchanged)
 
 
 def exchange_axes(layer: Any, strategy: Any) -> dict[int, tuple[str, ...]]:

@@ -1,6 +1,7 @@
 """Layers that compute all experts for every token, made to compute only those that are chosen."""
 
 import contextvars
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -74,19 +75,22 @@ def _around(stock: Callable, layer: Any, args: tuple, kwargs: dict) -> Any:
         or not in_compiled_code()
     ):
         return stock(*args, **kwargs)
-    call = _keras.PureCall(stock, layer, args, kwargs)
     with setting(_tracing, running | {id(layer)}):
-        jaxpr, shapes = jax.make_jaxpr(call, return_shape=True)(call.inputs)
-    inputs = jax.tree.leaves(call.inputs)
+        chosen = functools.partial(_chosen, layer)
+        return _keras.computed_otherwise(stock, layer, args, kwargs, chosen)
+
+
+def _chosen(layer: Any, jaxpr: Any, inputs: list) -> list:
+    """Runs a layer's program, of whose experts only those that are chosen."""
     outputs = computed(jaxpr, inputs, lambda count: _where(layer, count))
-    if outputs is None:
-        log_once(
-            f"layer {layer.path!r} computes all experts for every token: what is chosen does not "
-            f"show in a call with arguments of the shapes {[jax.numpy.shape(x) for x in inputs]}",
-            logging.WARNING,
-        )
-        outputs = core.jaxpr_as_fun(jaxpr)(*inputs)
-    return call.finish(jax.tree.unflatten(jax.tree.structure(shapes), outputs))
+    if outputs is not None:
+        return outputs
+    log_once(
+        f"layer {layer.path!r} computes all experts for every token: what is chosen does not "
+        f"show in a call with arguments of the shapes {[jax.numpy.shape(x) for x in inputs]}",
+        logging.WARNING,
+    )
+    return core.jaxpr_as_fun(jaxpr)(*inputs)
 
 
 def _where(layer: Any, count: int) -> Where:

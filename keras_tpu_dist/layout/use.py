@@ -10,6 +10,7 @@ makes apart gets it taken apart, by heads. See `keras_tpu_dist.layout.fused`.
 """
 
 import contextvars
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -83,14 +84,12 @@ def _around(stock: Callable, layer: Any, args: tuple, kwargs: dict) -> Any:
         or not in_compiled_code()
     ):
         return stock(*args, **kwargs)
-    call = _keras.PureCall(stock, layer, args, kwargs)
+    by_heads = functools.partial(_by_heads, layer, strategy)
     with setting(_tracing, running | {id(layer)}):
-        jaxpr, shapes = jax.make_jaxpr(call, return_shape=True)(call.inputs)
-    outputs = _by_heads(layer, jaxpr, jax.tree.leaves(call.inputs), strategy)
-    return call.finish(jax.tree.unflatten(jax.tree.structure(shapes), outputs))
+        return _keras.computed_otherwise(stock, layer, args, kwargs, by_heads)
 
 
-def _by_heads(layer: Any, jaxpr: Any, inputs: list, strategy: Any) -> list:
+def _by_heads(layer: Any, strategy: Any, jaxpr: Any, inputs: list) -> list:
     """Runs a layer's program with its weights taken apart."""
     weights = [v for v in layer.weights if _apart.of(v) is not None]
     # Kept, so that no other array gets their ids.

@@ -66,18 +66,19 @@ def test_a_learned_bias_by_distance_is_split_by_heads():
 
 
 def test_features_that_are_mixed_are_not_split():
-    """A gate that halves its features, and one kernel for queries, keys and values in a row."""
+    """A gate of every other feature, and what is added to the row before it is halved."""
 
-    class Halved(L.Layer):
+    class Mixed(L.Layer):
         def __init__(self):
             super().__init__()
             self.up, self.down = L.Dense(64, name="up"), L.Dense(WIDTH, name="down")
 
         def call(self, x):
-            a, b = keras.ops.split(self.up(x), 2, axis=-1)
-            return self.down(a * keras.ops.silu(b))
+            y = self.up(x)
+            a, b = keras.ops.split(y * keras.ops.mean(y, -1, keepdims=True), 2, axis=-1)
+            return self.down(keras.ops.concatenate([a * y[..., ::2], b], -1))
 
-    found = layouts(lambda: stacked(Halved()))
+    found = layouts(lambda: stacked(Mixed()))
     assert not any("row" in why or "column" in why for _, why in found.values())
 
 
@@ -186,8 +187,10 @@ def test_models_of_equal_layers_in_another_order_are_not_one():
 
     straight = layouts(lambda: build(False))
     turned = layouts(lambda: build(True))
-    assert "column" in straight["up/kernel"][1]
-    assert "column" not in turned["up/kernel"][1]
+    assert straight["up/kernel"][0] == (None, "model")
+    # By its second factor, which comes first once it is turned.
+    assert turned["up/kernel"][0] == ("model", None)
+    assert "dimension 2 split" in turned["up/kernel"][1]
 
 
 @pytest.mark.slow
