@@ -94,13 +94,18 @@ def _by_heads(layer: Any, strategy: Any, jaxpr: Any, inputs: list) -> list:
     weights = [v for v in layer.weights if _apart.of(v) is not None]
     # Kept, so that no other array gets their ids.
     arrays = [_keras.full_precision(variable) for variable in weights]
-    uses: dict[int, tuple[View, Axes]] = {
-        id(array): _apart.of(variable) for variable, array in zip(weights, arrays, strict=True)
+    uses: dict[int, tuple[Any, View, Axes]] = {
+        id(array): (variable, *_apart.of(variable))
+        for variable, array in zip(weights, arrays, strict=True)
     }
 
     def laid(weight: Atom, array: Any) -> Any:
-        view, axes = uses[id(weight.constant)]
-        return _constrained(array, axes, strategy) if view.shape == array.shape else array
+        variable, view, axes = uses[id(weight.constant)]
+        if view.shape != array.shape:
+            return array
+        # As it is stored first: XLA 0.12 else gathers the gradient, which it could send.
+        stored = _keras.variable_layout(variable).spec[:1] if len(variable.shape) > 1 else ()
+        return _constrained(_constrained(array, stored, strategy), axes, strategy)
 
     graph = graph_of(jaxpr)
     instead = {}
