@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import keras
 from jax.sharding import NamedSharding, SingleDeviceSharding
+from keras.src.backend.common import global_state
 
 from keras_tpu_dist._keras.seam import in_front_of
 
@@ -41,13 +42,14 @@ def serve_additions(add: Callable[..., Any]) -> None:
     _served.update(add=add)
 
 
-def serve_uses(laid: Callable[[Any, Any], Any]) -> None:
+def serve_uses(pinned: Callable[[Any], None], laid: Callable[[Any, Any], Any]) -> None:
     """Says what the value of a variable is for code that uses it in a layout of its own.
 
     Args:
+        pinned: Called with a variable before it is read.
         laid: Called as `laid(value, axes)`. See `set_use`.
     """
-    _served.update(laid=laid)
+    _served.update(pinned=pinned, laid=laid)
 
 
 class _Claimed(keras.Variable):
@@ -57,6 +59,8 @@ class _Claimed(keras.Variable):
     def value(self):
         # An array that somebody holds must not be donated.
         owner, use = self.__dict__.get(OWNER), self.__dict__.get(USE)
+        if use is not None:
+            _served["pinned"](self)
         value = _stock_value(self) if owner is None else owner.hand_out(self, _stock_value)
         return value if use is None else _served["laid"](value, use)
 
@@ -151,3 +155,23 @@ def set_use(variable: Any, axes: Any) -> None:
         variable.__dict__[USE] = axes
     else:
         variable.__dict__.pop(USE, None)
+
+
+def replace_in_scope(variable: Any, replaced: Callable[[Any], Any]) -> None:
+    """Replaces what a variable holds in the stateless scope that is entered, once for each scope.
+
+    All that reads it there reads the same, so that their gradients meet before they leave it.
+
+    Args:
+        variable: A `keras.Variable`.
+        replaced: From the value to what takes its place.
+    """
+    scope, key = global_state.get_global_attribute("stateless_scope"), id(variable)
+    while scope is not None and key not in scope.state_mapping:
+        scope = getattr(scope, "_around", None)
+    if scope is None:
+        return
+    known = scope.__dict__.setdefault("_keras_tpu_dist_replaced", set())
+    if key not in known:
+        known.add(key)
+        scope.state_mapping[key] = replaced(scope.state_mapping[key])

@@ -55,6 +55,20 @@ def note_uses(model: Any, placement: Placement) -> None:
             _keras.route_calls(type(layer), _around)
 
 
+def _pinned(variable: Any) -> None:
+    """Has the gradient of a variable lie as it is stored, else its slots would be sent to it."""
+    strategy = _keras.active_strategy()
+    if strategy is None or _keras.in_symbolic_scope() or _keras.in_update():
+        return
+    axes = tuple(_keras.variable_layout(variable).spec)
+
+    def stored(value: Any) -> Any:
+        traced = isinstance(value, jax.core.Tracer) and in_compiled_code()
+        return _constrained(value, axes, strategy) if traced else value
+
+    _keras.replace_in_scope(variable, stored)
+
+
 def _laid(value: Any, axes: Axes) -> Any:
     """A weight's value as compiled code uses it, but for updates, which are made where it lies."""
     strategy = _keras.active_strategy()
@@ -103,9 +117,9 @@ def _by_heads(layer: Any, strategy: Any, jaxpr: Any, inputs: list) -> list:
         variable, view, axes = uses[id(weight.constant)]
         if view.shape != array.shape:
             return array
-        # As it is stored first: XLA 0.12 else gathers the gradient, which it could send.
+        # As it is stored first, for the gradient: XLA 0.12 else gathers what it could send.
         stored = _keras.variable_layout(variable).spec[:1] if len(variable.shape) > 1 else ()
-        return _constrained(_constrained(array, stored, strategy), axes, strategy)
+        return _constrained(_constrained(array, tuple(stored), strategy), axes, strategy)
 
     graph = graph_of(jaxpr)
     instead = {}
@@ -115,4 +129,4 @@ def _by_heads(layer: Any, strategy: Any, jaxpr: Any, inputs: list) -> list:
     return graph.evaluate(inputs, instead) if instead else core.jaxpr_as_fun(jaxpr)(*inputs)
 
 
-_keras.serve_uses(_laid)
+_keras.serve_uses(_pinned, _laid)
