@@ -24,6 +24,7 @@ _CALLED = re.compile(
     r"\b(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)"
 )
 _BRANCHES = re.compile(r"(?:branch|called)_computations=\{([^}]*)\}")
+_MESH_ORDER = ", device_ids="
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 # A transformer of 126 layers without a loop has a million. Only a damaged or hostile text calls
 # more; it is refused before it is walked.
@@ -192,7 +193,8 @@ class Instruction:
                 depth += 1
             elif c in "}])":
                 depth -= 1
-            elif c == "," and depth == 0:
+            # The order of a mesh's devices is written behind a comma of its own.
+            elif c == "," and depth == 0 and not self.attributes.startswith(_MESH_ORDER, i):
                 return self.attributes[start.end() : i]
         return self.attributes[start.end() : i + 1]
 

@@ -270,6 +270,20 @@ def test_three_spellings_of_groups():
     assert groups("{}", 3) == ((0, 1, 2),)
 
 
+def test_groups_of_a_mesh_whose_devices_are_in_an_order_of_their_own():
+    """As libtpu 0.0.41 writes them: what was behind the comma was lost, so the transfer was."""
+    groups = "mesh['a'=4,'b'=2], device_ids=(0,2,4,6,1,3,5,7) {'a'}"
+    text = (
+        "HloModule m, num_partitions=8\n\nENTRY %main (x: f32[4,8]) -> f32[4,8] {\n"
+        "  %x = f32[4,8]{1,0} parameter(0)\n"
+        "  ROOT %y = f32[4,8]{1,0} all-to-all(%x), channel_id=1, "
+        f"replica_groups={groups}, dimensions={{0}}\n}}\n"
+    )
+    (instruction,) = (i for i in parse(text).entry if i.opcode == "all-to-all")
+    assert collectives.groups_of(instruction, 8) == ((0, 4, 1, 5), (2, 6, 3, 7))
+    assert instruction.attribute("dimensions") == "{0}"
+
+
 @given(st.permutations(["x", "y", "z"]), st.sets(st.sampled_from(["x", "y", "z"]), min_size=1))
 @settings(deadline=None, max_examples=25)
 def test_groups_name_the_axes_they_cross(order, used):
