@@ -104,6 +104,7 @@ MODULES = (
         "jax.config that refuses every update that comes too late",
     ),
     *_each("jax._src.core", "trace_ctx", "the program that is being traced"),
+    *_each("jax._src.core:Tracer", "_trace", "the program that a value is in"),
     *_each(
         "jax._src.distributed",
         "global_state",

@@ -172,6 +172,11 @@ def replace_in_scope(variable: Any, replaced: Callable[[Any], Any]) -> None:
     if scope is None:
         return
     known = scope.__dict__.setdefault("_keras_tpu_dist_replaced", set())
-    if key not in known:
+    if key in known:
+        return
+    value = scope.state_mapping[key]
+    made = replaced(value)
+    # What is made in the program of a loop, a branch or a call must not be read outside of it.
+    if getattr(made, "_trace", None) is getattr(value, "_trace", None):
         known.add(key)
-        scope.state_mapping[key] = replaced(scope.state_mapping[key])
+        scope.state_mapping[key] = made

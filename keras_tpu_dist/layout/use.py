@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 from jax.extend import core
+from jax.sharding import NamedSharding
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.axes import Axes, named_sharding, names_in
@@ -57,10 +58,13 @@ def note_uses(model: Any, placement: Placement) -> None:
 
 def _pinned(variable: Any) -> None:
     """Has the gradient of a variable lie as it is stored, else its slots would be sent to it."""
-    strategy = _keras.active_strategy()
-    if strategy is None or _keras.in_symbolic_scope() or _keras.in_update():
+    strategy, layout = _keras.active_strategy(), _keras.variable_layout(variable)
+    # A copy of a variable may have no layout yet.
+    if strategy is None or not isinstance(layout, NamedSharding):
         return
-    axes = tuple(_keras.variable_layout(variable).spec)
+    if _keras.in_symbolic_scope() or _keras.in_update():
+        return
+    axes = tuple(layout.spec)
 
     def stored(value: Any) -> Any:
         traced = isinstance(value, jax.core.Tracer) and in_compiled_code()

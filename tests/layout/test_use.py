@@ -115,6 +115,54 @@ def test_in_strategy_run_and_on_one_logical_device():
     assert_close(model.get_weights(), alone.get_weights())
 
 
+@pytest.mark.parametrize("within", ["scan", pytest.param("checkpoint", marks=slow)])
+def test_a_table_that_is_first_read_within_another_program(within):
+    """What is computed within it must not be there outside of it."""
+
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.token = keras.layers.Embedding(WORDS, 16)
+            self.dense = keras.layers.Dense(16)
+
+        def call(self, x):
+            def looked_up(ids):
+                return keras.ops.take(self.token.embeddings, ids, axis=0)
+
+            if within == "scan":
+                y = jax.lax.scan(lambda carry, ids: (carry, looked_up(ids)), 0.0, x.T)[1]
+                y = keras.ops.transpose(y, (1, 0, 2))
+            else:
+                y = jax.checkpoint(looked_up)(x)
+            return keras.ops.matmul(self.dense(y), keras.ops.transpose(self.token.embeddings))
+
+    def build():
+        model = Model()
+        model.token.build((None, TIME))
+        model(X[:2])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("sgd", loss)
+        return model
+
+    def run(strategy):
+        model = built(build, strategy)
+        if strategy is not None:
+            assert "used by vocabulary" in str(strategy.explain(model))
+        return [model.train_on_batch(X[:13], Y[:13]), model.get_weights()]
+
+    assert_close(run(ktd.TPUStrategy(MESHES[0], "tensor_parallel")), run(None))
+
+
+def test_a_variable_without_a_layout_is_read():
+    """As that of a copy, which no strategy has placed yet."""
+    strategy = ktd.TPUStrategy(MESHES[0])
+    with strategy.scope():
+        variable = keras.Variable(np.ones((WORDS, 4), "float32"))
+        _keras.set_use(variable, ("model", None))
+        variable._layout = None
+        assert variable.value.shape == (WORDS, 4)
+
+
 def test_a_variable_knows_what_an_update_is():
     seen = []
 
