@@ -306,8 +306,8 @@ def parse(text: str) -> Program:
     >>> import jax, jax.numpy as jnp
     >>> from keras_tpu_dist.hlo.parse import parse
     >>> compiled = jax.jit(lambda x: x @ x).lower(jnp.ones((4, 4))).compile()
-    >>> parse(compiled.as_text()).entry.root.shapes
-    (Shape(dtype='f32', dims=(4, 4), memory_space=0),)
+    >>> [(shape.dtype, shape.dims) for shape in parse(compiled.as_text()).entry.root.shapes]
+    [('f32', (4, 4))]
     """
     computations: dict[str, Computation] = {}
     entry = current = None
