@@ -1,5 +1,6 @@
-"""Kernel gradients of convolutions, summed over the devices that have a part and no more."""
+"""Convolutions whose groups or windows are split: devices get whole groups, and add up parts."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -21,17 +22,21 @@ def candidate(equation: Any, mesh: Mesh) -> bool:
     """
     sizes = enumerate(_windows(equation))
     parts = any(size > 1 or _loses_its_place(equation, n) for n, size in sizes)
-    return parts or equation.params["batch_group_count"] > 1
+    return parts or _groups(equation) > 1
 
 
 def repaired(equation: Any, spread: Spread) -> list | None:
     """A convolution right on every mesh, or `None` where it is so already.
 
+    Where channels of a grouped convolution are split, the image, the kernel and the result are
+    split alike, so that each device has whole groups, or not at all.
+
     With batch groups (the kernel's gradient of a grouped convolution), each device convolves the
     rows it has, in a `shard_map` over the axes that may split them; the parts are summed outside.
     A convolution with a window that is split itself (the kernel's gradient where images are) is
-    left to XLA where all axes of the mesh take part, which it gets right; else, and where it would
-    lose its place, its image and window are made whole.
+    left to XLA where all axes of the mesh take part, which it gets right, and told to it where it
+    could use parts of an axis; else, and where it would lose its place, its image and window are
+    made whole.
 
     Args:
         equation: The convolution.
@@ -49,24 +54,49 @@ def repaired(equation: Any, spread: Spread) -> list | None:
     windows = [spread.axes(left, i) | spread.axes(right, k) for i, k in spatial]
     windowed = any(spread.axes(right, k) for k in rhs[2:])
     fragile = any(axes and _loses_its_place(equation, n) for n, axes in enumerate(windows))
-    if not windowed and not fragile and not (grouped and (rows or any(windows))):
+    channels = _channels(equation, spread)
+    whole = windowed or fragile or (grouped and any(windows))
+    summed = rows if grouped else frozenset()
+    if not whole and not channels and not summed:
         return None
     asked = [spread.asked(left, i) | spread.asked(right, k) for i, k in spatial]
     apart = sum(map(len, [rows, *asked])) == len(spread.open_axes)
-    if apart and frozenset().union(rows, *asked) == spread.open_axes and not fragile:
-        return None if len(spread.open_axes) == 1 else _pinned(equation, spread, rows, asked)
+    together = frozenset().union(rows, *asked) == spread.open_axes
+    if apart and together and not fragile and not channels:
+        return _pinned(equation, spread, rows, asked) if spread.splits_two_ways else None
 
     def convolve(left, right):
-        if any(windows):
+        if whole:
             left = constrained(left, spread.mesh, dict.fromkeys(lhs[2:], ()))
             right = constrained(right, spread.mesh, dict.fromkeys(rhs[2:], ()))
-        if grouped and rows:
-            return _by_rows(equation, spread, rows, left, right)
-        result = equation.primitive.bind(left, right, **equation.params)
+        result = _by_groups(equation, spread, summed, channels, left, right)
         image = dict.fromkeys(numbers.out_spec[2:], ())
-        return constrained(result, spread.mesh, image) if any(windows) else result
+        return constrained(result, spread.mesh, image) if whole else result
 
     return replacement(equation, convolve)
+
+
+def _channels(equation: Any, spread: Spread) -> frozenset[str]:
+    """The axes that split channels of a grouped convolution."""
+    if _groups(equation) == 1:
+        return frozenset()
+    left, right, result = _group_dimensions(equation)
+    inner = equation.params["dimension_numbers"].rhs_spec[1]
+    split = spread.axes(equation.invars[0], left) | spread.axes(equation.invars[1], right)
+    if equation.params["feature_group_count"] > 1:
+        split |= spread.axes(equation.invars[1], inner)
+    return split | spread.axes(equation.outvars[0], result)
+
+
+def _group_dimensions(equation: Any) -> tuple[int, int, int]:
+    """The dimensions that groups divide: of the image, the kernel and the result."""
+    params, numbers = equation.params, equation.params["dimension_numbers"]
+    left = numbers.lhs_spec[1 if params["feature_group_count"] > 1 else 0]
+    return left, numbers.rhs_spec[0], numbers.out_spec[1]
+
+
+def _groups(equation: Any) -> int:
+    return equation.params["feature_group_count"] * equation.params["batch_group_count"]
 
 
 def _loses_its_place(equation: Any, spatial: int) -> bool:
@@ -101,29 +131,60 @@ def _pinned(equation: Any, spread: Spread, rows: frozenset, asked: list) -> list
     return replacement(equation, convolve)
 
 
-def _by_rows(equation: Any, spread: Spread, axes: frozenset, left: Any, right: Any) -> Any:
-    """Each device's own rows convolved, and the sum of them."""
-    numbers = equation.params["dimension_numbers"]
-    lhs, rhs = numbers.lhs_spec[1], numbers.rhs_spec[1]
-    names = spread.ordered(axes)
+def _by_groups(
+    equation: Any, spread: Spread, rows: frozenset, channels: frozenset, left: Any, right: Any
+) -> Any:
+    """Each device's own rows and groups convolved, and the sum of what its rows gave."""
+    numbers, params = equation.params["dimension_numbers"], dict(equation.params)
+    if not rows and not channels:
+        return equation.primitive.bind(left, right, **params)
+    added = spread.ordered(rows)
+    free = channels - rows - _batch(equation, spread)
+    names: tuple[str, ...] = ()
+    for name in spread.ordered(free):
+        if _groups(equation) % spread.product((*names, name)) == 0:
+            names = (*names, name)
+    for_left, for_right, for_result = ({d: names} for d in _group_dimensions(equation))
+    inner = {numbers.rhs_spec[1]: ()} if params["feature_group_count"] > 1 else {}
+    if channels:
+        left = constrained(left, spread.mesh, for_left)
+        right = constrained(right, spread.mesh, for_right | inner)
+    for count in ("feature_group_count", "batch_group_count"):
+        params[count] = max(params[count] // spread.product(names), 1)
 
     def local(left, right):
-        return equation.primitive.bind(left, right, **equation.params)[None]
+        return equation.primitive.bind(left, right, **params)[None]
 
-    padding = -left.shape[lhs] % spread.product(axes)
-    # Rows of zeros add nothing to a sum over rows.
-    left = padded_at_the_end(left, {lhs: padding})
-    right = padded_at_the_end(right, {rhs: padding})
-    parts = jax.shard_map(
-        local,
-        mesh=mesh_here(spread.mesh),
-        in_specs=(_spec(left.ndim, lhs, names), _spec(right.ndim, rhs, names)),
-        out_specs=PartitionSpec(names),
-        axis_names=set(names),
-        check_vma=False,
-    )(left, right)
-    return parts.sum(axis=0, dtype=parts.dtype)
+    lhs, rhs = numbers.lhs_spec[1], numbers.rhs_spec[1]
+    if added:
+        # Rows of zeros add nothing to a sum over rows.
+        padding = -left.shape[lhs] % spread.product(added)
+        left = padded_at_the_end(left, {lhs: padding})
+        right = padded_at_the_end(right, {rhs: padding})
+        for_left, for_right = for_left | {lhs: added}, for_right | {rhs: added}
+    # An axis that divides no groups is manual, too: XLA would split within a group.
+    if manual := {*added, *free}:
+        local = jax.shard_map(
+            local,
+            mesh=mesh_here(spread.mesh),
+            in_specs=(_spec(left.ndim, for_left), _spec(right.ndim, for_right)),
+            out_specs=_spec(left.ndim + 1, {0: added} | {d + 1: n for d, n in for_result.items()}),
+            axis_names=manual,
+            check_vma=False,
+        )
+    parts = local(left, right)
+    result = parts.sum(axis=0, dtype=parts.dtype) if added else parts[0]
+    return constrained(result, spread.mesh, for_result) if channels else result
 
 
-def _spec(rank: int, dimension: int, names: tuple[str, ...]) -> PartitionSpec:
-    return PartitionSpec(*(names if d == dimension else None for d in range(rank)))
+def _batch(equation: Any, spread: Spread) -> frozenset[str]:
+    """The axes that split the images of a convolution with feature groups."""
+    if equation.params["batch_group_count"] > 1:
+        return frozenset()
+    numbers = equation.params["dimension_numbers"]
+    images = spread.axes(equation.invars[0], numbers.lhs_spec[0])
+    return images | spread.axes(equation.outvars[0], numbers.out_spec[0])
+
+
+def _spec(rank: int, axes: Mapping[int, tuple[str, ...]]) -> PartitionSpec:
+    return PartitionSpec(*(axes.get(d) or None for d in range(rank)))

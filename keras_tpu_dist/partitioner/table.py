@@ -118,9 +118,10 @@ FAULTS = (
         convolution.PRIMITIVES,
         "a convolution with batch_group_count, or with a window that is split itself, is summed "
         "over all devices, also over those that have the same part, so that it is too large by "
-        "the size of the other axes",
-        "each device convolves its rows in a shard_map over the axes that split them, and the "
-        "parts are summed outside; a split image is made whole",
+        "the size of the other axes, or of the factor of one axis that splits channels; split "
+        "channels cut groups apart, and the compiler refuses its own program or aborts",
+        "each device convolves its rows and groups in a shard_map over the axes that split them, "
+        "and the parts are summed outside; a split image is made whole",
         convolution.candidate,
         convolution.repaired,
     ),

@@ -241,6 +241,7 @@ def _step_alone(model, pairs: list) -> tuple[list, list]:
         for column in ([g for _, g, _ in found], [s for _, _, s in found])
     )
     new = {id(v): w - 100.0 * g for v, w, g in zip(trainable, values, gradients, strict=True)}
+    new |= {id(v): v.constraint(new[id(v)]) for v in trainable if v.constraint is not None}
     new |= {id(v): s for v, s in zip(others, averages, strict=True)}
     return [loss for loss, _, _ in found], [new[id(v)] for v in model.weights]
 
