@@ -8,10 +8,43 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from keras_tpu_dist.input.clock import InputClock
+from keras_tpu_dist.input.host_arrays import copied
 from keras_tpu_dist.input.own_input import ShardBatch
 from keras_tpu_dist.input.position import InputPosition, Progress
 
 logger = logging.getLogger("keras_tpu_dist")
+
+
+def in_stacks(
+    batches: list,
+    length: int,
+    place: Callable[[Any], Any],
+    place_many: Callable[[list], Any],
+) -> Iterator[tuple[Any, int]]:
+    """Places host batches, stacked if they fill scans and are alike.
+
+    Args:
+        batches: The host batches.
+        length: The steps of a scan.
+        place: Puts a host batch on the devices.
+        place_many: Puts host batches on the devices, stacked; `None` if they are not alike.
+
+    Yields:
+        A placed batch, or stacked ones, and the number of steps.
+    """
+    placed = 0
+    while length > 1 and placed < len(batches) and not len(batches) % length:
+        try:
+            stacked = place_many(batches[placed : placed + length])
+        except ValueError:
+            # One of the batches is wrong: placed singly, it raises at its step.
+            stacked = None
+        if stacked is None:
+            break
+        yield stacked, length
+        placed += length
+    for batch in batches[placed:]:
+        yield place(batch), 1
 
 
 class DeviceIterator:
@@ -41,6 +74,8 @@ class DeviceIterator:
     Attributes:
         clock: As given.
         progress: Counts the batches, and knows the position in the input.
+        copies: Whether batches are copied as they are read: several are held before they are
+            transferred, and a source may write the next one into the same arrays.
         chosen_steps: As given.
     """
 
@@ -60,6 +95,7 @@ class DeviceIterator:
         self.clock = clock or InputClock()
         self.progress = Progress(self._batches, data_adapter)
         self.chosen_steps = chosen_steps
+        self.copies = False
         self._num_batches = num_batches
         self._not_made = not_made
         self._prefetch = prefetch
@@ -105,32 +141,75 @@ class DeviceIterator:
         """
         left = wanted
         while left > 0:
-            if not self._ahead:
-                self._read_group(left, place, several)
-            if not self._ahead:
-                self.clock.finish()
+            launch = self.take(left, place, several)
+            if launch is None:
                 break
-            item = self._ahead.popleft()
-            if isinstance(item, Exception):
-                raise item
-            batch, steps = item
-            left -= steps
-            self.progress.made += steps
-            if self.progress.follows:
-                self.progress.follow(steps)
-            if self._num_batches:
-                self.clock.at_end = not (self._ahead or self._num_read % self._num_batches)
-            yield batch, steps
+            left -= launch[1]
+            yield launch
             if left > 0 and self._at_epoch_end:
                 break
         if left and left < wanted:
             ran_out = self._ended and not self._at_epoch_end and left >= self._left_in_epoch()
             self._not_made(left, ran_out)
-        if wanted_next is not None:
-            if not (self._ahead or self._at_epoch_end):
-                self._read_group(wanted_next(), place, several)
-        elif self._prefetch:
+        self.read_ahead(wanted_next() if wanted_next is not None else 1, place, several)
+
+    def take(
+        self,
+        wanted: int,
+        place: Callable[[Any], Any],
+        several: Callable[[list], Iterable[tuple[Any, int]]] | None = None,
+    ) -> tuple[Any, int] | None:
+        """The next launch, a placed batch and its number of steps; `None` at the end of the input.
+
+        Args:
+            wanted: How many batches are read if none is ready.
+            place: See `launches`.
+            several: See `launches`.
+        """
+        if not self._ahead:
+            self._read_group(wanted, place, several)
+        if not self._ahead:
+            self.clock.finish()
+            return None
+        item = self._ahead.popleft()
+        if isinstance(item, Exception):
+            raise item
+        steps = item[1]
+        self.progress.made += steps
+        if self.progress.follows:
+            self.progress.follow(steps)
+        if self._num_batches:
+            self.clock.at_end = not (self._ahead or self._num_read % self._num_batches)
+        return item
+
+    def read_ahead(
+        self,
+        wanted: int,
+        place: Callable[[Any], Any],
+        several: Callable[[list], Iterable[tuple[Any, int]]] | None = None,
+    ) -> None:
+        """Reads and transfers what comes next, while the devices work.
+
+        Args:
+            wanted: How many steps the caller makes next, if it makes several.
+            place: See `launches`.
+            several: See `launches`.
+        """
+        if several is None:
             self._fill(place)
+        elif not (self._ahead or self._at_epoch_end):
+            self._read_group(wanted, place, several)
+
+    def split_ahead(self, most: int, split: Callable[[Any], Iterable[Any]]) -> None:
+        """Takes what was made ready for a launch of more steps apart.
+
+        Args:
+            most: How many steps the next launch may have.
+            split: From stacked batches to single ones.
+        """
+        if self._ahead and not isinstance(self._ahead[0], Exception) and self._ahead[0][1] > most:
+            stacked, _ = self._ahead.popleft()
+            self._ahead.extendleft((batch, 1) for batch in reversed(list(split(stacked))))
 
     def skip(self, batches: int) -> None:
         """Reads batches and drops them; fewer if the input ends before.
@@ -236,4 +315,4 @@ class DeviceIterator:
         self.clock.was_read(start, time.perf_counter())
         if self.progress.follows:
             self.progress.was_read()
-        return batch
+        return copied(batch) if self.copies else batch

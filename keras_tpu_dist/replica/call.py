@@ -12,8 +12,9 @@ from jax.sharding import NamedSharding
 
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.processes.arrays import put, whole
+from keras_tpu_dist.replica.datasets import DistributedIterator
 from keras_tpu_dist.replica.run_options import RunOptions, exact, pad_host, pad_value, refilled
-from keras_tpu_dist.replica.values import PerReplica, check_owner
+from keras_tpu_dist.replica.values import PerReplica, Steps, check_owner
 from keras_tpu_dist.training.protocol import Strategy
 
 
@@ -32,6 +33,7 @@ class Leaf:
         generator: The generator, if `value` is the data of a key of `jax.random`.
         layout: The layout of an array that all replicas get whole, if axes that split no rows
             split it.
+        steps: What `value` is the array of, if each of several steps has its own.
     """
 
     value: Any
@@ -43,17 +45,34 @@ class Leaf:
     source: PerReplica | None = None
     generator: Any = None
     layout: NamedSharding | None = None
+    steps: Steps | None = None
 
     @property
     def key(self) -> tuple:
         """The key of the compiled program."""
+        if isinstance(self.value, keras.Variable):
+            return ("variable", _Same(self.value))
         if self.constant:
             return ("constant", type(self.value), self.value)
         if isinstance(self.value, (int, float, complex)):
             return ("number", type(self.value))
         weak = bool(getattr(self.value, "weak_type", False))
         places = (self.split, self.stacked, self.rows, self.length, self.generator, self.layout)
-        return (tuple(self.value.shape), str(self.value.dtype), weak, *places)
+        shape = self.value.shape if self.steps is None else self.value.shape[1:]
+        return (tuple(shape), str(self.value.dtype), weak, *places)
+
+
+class _Same:
+    """A variable as part of a key: the same one, which compares by its values."""
+
+    def __init__(self, variable: keras.Variable):
+        self._variable = variable
+
+    def __hash__(self):
+        return id(self._variable)
+
+    def __eq__(self, other):
+        return isinstance(other, _Same) and self._variable is other._variable
 
 
 @dataclass
@@ -92,6 +111,18 @@ class Call:
             for leaf in self.leaves
         )
 
+    @property
+    def stepped(self) -> tuple[bool, ...]:
+        """Of the arrays, which hold one for each of several steps."""
+        return tuple(leaf.steps is not None for leaf in self.leaves if not leaf.constant)
+
+    def of_first_step(self) -> "Call":
+        """The call of the first of several steps."""
+        if not any(self.stepped):
+            return self
+        leaves = [leaf if leaf.steps is None else _of_step(leaf, 0) for leaf in self.leaves]
+        return replace(self, leaves=leaves)
+
     def with_other_padding(self) -> "Call":
         """The same call with ones in place of zeros where arrays are padded."""
         leaves = []
@@ -124,6 +155,13 @@ class Call:
         if leaf.source is not None or leaf.length is None:
             return False
         return leaf.value.shape[leaf.length] != self.length
+
+
+def _of_step(leaf: Leaf, number: int) -> Leaf:
+    value = leaf.steps[number] if leaf.steps is not None else leaf.value
+    if isinstance(value, PerReplica):
+        return replace(leaf, value=value.array, source=value, steps=None)
+    return replace(leaf, value=value, steps=None)
 
 
 def is_key(value: Any) -> bool:
@@ -162,7 +200,9 @@ def prepare(
     axes += [None] * (len(flat) - len(axes))
     call = Call(treedef, [], check_padding=options.check_padding)
     for value, axis in zip(flat, axes, strict=True):
-        if isinstance(value, PerReplica):
+        if isinstance(value, Steps):
+            call.leaves.append(_leaf_of_steps(value, options, strategy))
+        elif isinstance(value, PerReplica):
             call.leaves.append(_split_leaf(value, axis, options, strategy))
         elif _is_constant(value):
             call.leaves.append(Leaf(_checked_constant(value), constant=True))
@@ -203,6 +243,14 @@ def _split_leaf(value: PerReplica, axis, options: RunOptions, strategy) -> Leaf:
         length=None if axis is None else axis + value.stacked,
         source=value,
     )
+
+
+def _leaf_of_steps(steps: Steps, options: RunOptions, strategy) -> Leaf:
+    described = steps.described
+    if isinstance(described, PerReplica):
+        leaf = _split_leaf(described, None, options, strategy)
+        return replace(leaf, value=steps.array, steps=steps)
+    return Leaf(steps.array, steps=steps)
 
 
 def _without_other_padding(value: PerReplica, axis) -> PerReplica:
@@ -271,6 +319,17 @@ def _is_constant(value) -> bool:
 
 
 def _checked_constant(value):
+    if isinstance(value, DistributedIterator):
+        raise TypeError(
+            message(
+                "An iterator over a distributed dataset is an argument of its own.",
+                received="one within a list or a dict.",
+                fix="Write strategy.run(fn, args=(iterator,), steps=8), and in fn what is to be "
+                "made of a batch.",
+            )
+        )
+    if isinstance(value, keras.Variable):
+        return value
     try:
         hash(value)
     except TypeError as error:

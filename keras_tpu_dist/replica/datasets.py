@@ -1,5 +1,6 @@
 """Datasets and values, distributed over replicas for `strategy.run`."""
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -12,15 +13,24 @@ import numpy as np
 from keras_tpu_dist.common.checks import check_callable, check_counts, is_count
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.input.batch_axis import flatten
-from keras_tpu_dist.input.batches import BatchPlacer
-from keras_tpu_dist.input.host_arrays import padded
-from keras_tpu_dist.input.iterator import DeviceIterator
+from keras_tpu_dist.input.batches import BatchPlacer, Slot
+from keras_tpu_dist.input.host_arrays import copied, padded
+from keras_tpu_dist.input.iterator import DeviceIterator, in_stacks
 from keras_tpu_dist.input.own_input import OwnInput, ShardBatch
 from keras_tpu_dist.input.position import InputPosition
 from keras_tpu_dist.input.same_input import compared
-from keras_tpu_dist.replica.blocks import from_blocks, own_replicas
+from keras_tpu_dist.replica.blocks import own_replicas
 from keras_tpu_dist.replica.run_options import RunOptions, check_no_rows, pad_host
-from keras_tpu_dist.replica.values import DescribedValue, PerReplica, stack_structures, stack_values
+from keras_tpu_dist.replica.values import (
+    DescribedValue,
+    HostParts,
+    PerReplica,
+    Steps,
+    host_parts,
+    in_single_steps,
+    place_steps,
+    stack_structures,
+)
 from keras_tpu_dist.training.protocol import Strategy, StrategyPart
 
 
@@ -108,6 +118,7 @@ class DistributedDataset:
         place: Puts a host batch on the mesh.
         prefetch: Batches held ready on the devices.
         length: The number of batches, if known.
+        place_many: Puts several host batches on the mesh, stacked; `None` if they are not alike.
 
     Example:
 
@@ -124,16 +135,22 @@ class DistributedDataset:
         place: Callable[[Any], Any],
         prefetch: int,
         length: int | None = None,
+        place_many: Callable[[list], Any] = lambda batches: None,
     ):
         self._batches = batches
         self._place = place
+        self._place_many = place_many
         self._prefetch = prefetch
         self._length = length
         self._running: DeviceIterator | None = None
         self._begin_at: InputPosition | None = None
         self._keeps_position = False
 
-    def __iter__(self) -> Iterator:
+    def __iter__(self) -> "DistributedIterator":
+        return DistributedIterator(self)
+
+    def _begun(self) -> DeviceIterator:
+        """A new iteration over the source, which is the one that runs."""
         ahead = DeviceIterator(self._batches(), self._prefetch)
         if self._keeps_position:
             ahead.progress.keep_states()
@@ -143,11 +160,7 @@ class DistributedDataset:
             if position.made:
                 ahead.skip(position.made)
         self._running = ahead
-        # As a list: those that are held ready are read before the user's code runs.
-        while launches := list(ahead.launches(1, self._place)):
-            yield launches[0][0]
-        if self._running is ahead:
-            self._running = None
+        return ahead
 
     def keep_position(self) -> None:
         """Has iterations note where in the source they are; `LoopCheckpoint` calls it."""
@@ -178,6 +191,67 @@ class DistributedDataset:
                 )
             )
         return self._length
+
+
+class DistributedIterator:
+    """One iteration over a distributed dataset, which `strategy.run` takes several steps of.
+
+    Args:
+        dataset: The dataset.
+    """
+
+    def __init__(self, dataset: DistributedDataset):
+        self._dataset = dataset
+        self._ahead: DeviceIterator | None = None
+
+    def __iter__(self) -> "DistributedIterator":
+        return self
+
+    def __next__(self) -> Any:
+        launch = self.take(1)
+        if launch is None:
+            raise StopIteration
+        # Before the user's code runs.
+        self.read_ahead(1)
+        return launch[0]
+
+    def take(self, steps: int, alike: bool = True) -> tuple[Any, int] | None:
+        """The batches of the next launch.
+
+        Args:
+            steps: How many steps may be made.
+            alike: Whether batches of one shape may be stacked, to be launched together.
+
+        Returns:
+            A batch and 1; or a batch with `Steps` in place of its arrays, and their number; `None`
+            at the end.
+        """
+        if self._ahead is None:
+            # Not before: a checkpoint may be restored meanwhile.
+            self._ahead = self._dataset._begun()
+        self._ahead.copies = steps > 1
+        self._ahead.split_ahead(steps if alike else 1, in_single_steps)
+        launch = self._ahead.take(steps, self._dataset._place, self._several(steps, alike))
+        if launch is None and self._dataset._running is self._ahead:
+            self._dataset._running = None
+        return launch
+
+    def read_ahead(self, steps: int, alike: bool = True) -> None:
+        """Reads and transfers the next batches, while the devices work.
+
+        Args:
+            steps: See `take`.
+            alike: See `take`.
+        """
+        if self._ahead is not None:
+            place = self._dataset._place
+            self._ahead.read_ahead(steps, place, self._several(steps, alike))
+
+    def _several(self, steps: int, alike: bool) -> Callable[[list], Iterator] | None:
+        place, place_many = self._dataset._place, self._dataset._place_many
+        if steps == 1:
+            return None
+        return lambda batches: in_stacks(batches, steps if alike else 1, place, place_many)
 
 
 class DistributedInput(StrategyPart):
@@ -258,6 +332,7 @@ class DistributedInput(StrategyPart):
             lambda batch: self._place_global(batch, options),
             self.runner.prefetch,
             agreed_length(length, own),
+            lambda several: self._place_many_global(several, options),
         )
 
     def distribute_datasets_from_function(
@@ -297,6 +372,7 @@ class DistributedInput(StrategyPart):
             lambda parts: place_parts(parts, self),
             self.runner.prefetch,
             agreed_length(None if length is None else -(-length // each), own),
+            lambda several: place_parts_of_steps(several, self),
         )
 
     def distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
@@ -349,10 +425,29 @@ class DistributedInput(StrategyPart):
             if length is not None:
                 check_no_rows(length[0], slot.axis, array.shape)
             sizes = {} if length is None else {length[0]: (length[1],) * number}
-            if slot.rows is not None:
-                sizes[slot.axis] = slot.filled or _rows_of_each(slot.rows, number)
-            spread.append(PerReplica(array, self, axis=slot.axis, sizes=sizes))
+            spread.append(self._of_slot(array, slot, sizes))
         return jax.tree.unflatten(treedef, spread)
+
+    def _place_many_global(self, batches: list, options: RunOptions | None) -> Any:
+        if options is not None and options.buckets is not None:
+            return None  # their lengths may differ
+        placed = self.placer.place_many(batches)
+        if placed is None:
+            return None
+        leaves, treedef = flatten(placed.data)
+        stacks = []
+        for array, slot in zip(leaves, placed.slots, strict=True):
+            whole = slot.axis is None or array.ndim == 1
+            form = None if whole else functools.partial(self._of_slot, slot=slot)
+            stacks.append(Steps(array, form))
+        return jax.tree.unflatten(treedef, stacks)
+
+    def _of_slot(self, array: Any, slot: Slot, sizes: dict | None = None) -> PerReplica:
+        sizes = dict(sizes or {})
+        if slot.rows is not None and slot.axis is not None:
+            rows = _rows_of_each(slot.rows, self.num_replicas_in_sync)
+            sizes[slot.axis] = slot.filled or rows
+        return PerReplica(array, self, axis=slot.axis or 0, sizes=sizes)
 
     experimental_distribute_dataset = distribute_dataset
     experimental_distribute_datasets_from_function = distribute_datasets_from_function
@@ -422,7 +517,7 @@ def in_groups(batches: Iterator, number: int) -> Iterator[list]:
     """
     group: list = []
     for batch in batches:
-        group.append(batch)
+        group.append(copied(batch))
         if len(group) == number:
             yield group
             group = []
@@ -441,7 +536,8 @@ def in_step(
         own: How the processes agree on what each of them brings; `None` if all have the same.
     """
     if own is not None:
-        return lambda: own.agreed(batches(), None, may_be_empty=True)
+        # Read ahead: a source may write the next batch into the same arrays.
+        return lambda: own.agreed(map(copied, batches()), None, may_be_empty=True)
     return batches if placer.is_local else lambda: compared(batches())
 
 
@@ -563,6 +659,35 @@ def place_parts(parts: list, strategy: Strategy) -> Any:
     Raises:
         ValueError: If the batches do not fit together.
     """
+    return jax.tree.map(lambda parts: parts.placed(strategy), _host_parts(parts, strategy))
+
+
+def place_parts_of_steps(steps: list, strategy: Strategy) -> Any:
+    """Transfers the batches of several steps at once.
+
+    Args:
+        steps: The batches of each step. See `place_parts`.
+        strategy: The strategy.
+
+    Returns:
+        The structure of a batch, with `Steps` in place of each array; `None` if the steps differ
+        in shapes.
+
+    Raises:
+        ValueError: If the batches of a step do not fit together.
+    """
+    flat = [jax.tree.flatten(_host_parts(parts, strategy)) for parts in steps]
+    treedef = flat[0][1]
+    if any(tree != treedef for _, tree in flat):
+        return None
+    columns = list(zip(*(leaves for leaves, _ in flat), strict=True))
+    if any(other.form != column[0].form for column in columns for other in column):
+        return None
+    return jax.tree.unflatten(treedef, [place_steps(column, strategy) for column in columns])
+
+
+def _host_parts(parts: list, strategy: Strategy) -> Any:
+    """The structure of a batch, with `HostParts` in place of each array."""
     own = strategy.runner.own_input
     # For each input shard its replicas; all of them are one shard's where there is none.
     held = (tuple(range(strategy.num_replicas_in_sync)),) if own is None else own.shards.blocks
@@ -572,31 +697,27 @@ def place_parts(parts: list, strategy: Strategy) -> Any:
     leaves = []
     for column, axis in zip(columns, axes, strict=True):
         if axis is None:
-            leaves.append(_whole(column, held, mine, strategy))
+            leaves.append(_whole(column, held, mine))
         else:
-            rows = _rows(parts, column, axis, held, strategy)
-            leaves.append(_split(column, axis, rows, mine, strategy))
+            leaves.append(_split(column, axis, _rows(parts, column, axis, held, strategy), mine))
     return jax.tree.unflatten(treedef, leaves)
 
 
-def _split(
-    arrays: list, axis: int, rows: tuple[int, ...], mine: Sequence[int], strategy: Strategy
-) -> PerReplica:
+def _split(arrays: list, axis: int, rows: tuple[int, ...], mine: Sequence[int]) -> HostParts:
     empty = arrays[0][(*(slice(None),) * axis, slice(0))]
     arrays = [*arrays, *[empty] * (len(mine) - len(arrays))]
     blocks = {i: padded(array, axis, max(rows)) for i, array in zip(mine, arrays, strict=True)}
-    sizes = {axis: rows} if len(set(rows)) > 1 else {}
-    return PerReplica(from_blocks(blocks, axis, strategy), strategy, axis=axis, sizes=sizes)
+    return HostParts(blocks, axis, {axis: rows} if len(set(rows)) > 1 else {})
 
 
-def _whole(arrays: list, held: Sequence, mine: Sequence[int], strategy: Strategy) -> PerReplica:
+def _whole(arrays: list, held: Sequence, mine: Sequence[int]) -> HostParts:
     """Arrays without a batch axis, of the same shapes in all processes."""
     arrays = [*arrays, *[np.zeros_like(arrays[0])] * (len(mine) - len(arrays))]
     every = {
         i: DescribedValue.of(a) for replicas in held for i, a in zip(replicas, arrays, strict=True)
     }
     described = [every[i] for i in range(len(every))]
-    return stack_values(dict(zip(mine, arrays, strict=True)), described, strategy, "dataset_fn")
+    return host_parts(dict(zip(mine, arrays, strict=True)), described, "dataset_fn")
 
 
 def _rows(

@@ -38,6 +38,7 @@ from keras_tpu_dist.replica.state import (
     apart,
     copies_of,
     follow_copies,
+    read_combined,
     to_combine,
 )
 from keras_tpu_dist.replica.values import PerReplica
@@ -68,6 +69,21 @@ class _Known:
         self.every = [*self.shared, *self.own]
 
 
+@dataclass(frozen=True)
+class _Scan:
+    """Several steps in one launch.
+
+    Attributes:
+        steps: How many.
+        stepped: For each array of the arguments, whether each step has its own.
+        every: Whether the results of all steps leave the program, or those of the last one.
+    """
+
+    steps: int
+    stepped: tuple[bool, ...]
+    every: bool
+
+
 @dataclass
 class _Attempt:
     """One way to compile the function: with these variables as inputs, these combined."""
@@ -76,7 +92,7 @@ class _Attempt:
     combine: set[int]
     record: _Record
     function: Any
-    shapes: list[tuple[int, ...]] = field(default_factory=list)
+    results: list[jax.ShapeDtypeStruct] = field(default_factory=list)
 
 
 class ReplicaProgram:
@@ -103,13 +119,16 @@ class ReplicaProgram:
         self._strategy = strategy
         # One replica exchanges nothing, and nothing can differ.
         self._axes = tuple(strategy.data_axes) if strategy.num_replicas_in_sync > 1 else ()
-        self._checked_padding = self._launched = False
+        self._checked_padding = False
+        self._launched: set[Any] = set()
+        self._scans: dict[_Scan, Any] = {}
         self._name = _name_of(function())
         _check_call(self._name, call, strategy)
         # The arguments of later calls arrive as arrays alone.
         self._form = Call(call.treedef, [_form(leaf) for leaf in call.leaves])
         self._places = [leaf for leaf in self._form.leaves if not leaf.constant]
-        attempt = self._settle(call)
+        call = call.of_first_step()
+        self._attempt = attempt = self._settle(call)
         self._treedef, self._run = attempt.record.treedef, attempt.function
         self._known = attempt.known
         self._layouts = _keras.variable_layouts(self._known.every)
@@ -117,11 +136,13 @@ class ReplicaProgram:
         _check_variables(self._name, attempt.known.every, strategy)
         self._cuts = self._find_cuts(call, attempt)
 
-    def launch(self, call: Call) -> Any:
+    def launch(self, call: Call, steps: int = 1, every: bool = False) -> Any:
         """Runs the program and assigns the variables it updated.
 
         Args:
             call: The arguments, with the same `key` as those of the first call.
+            steps: How many steps are made, one after the other.
+            every: Whether the results of several steps are those of each, stacked, or of the last.
 
         Returns:
             The function's results, each a `PerReplica`.
@@ -129,11 +150,12 @@ class ReplicaProgram:
         Raises:
             ValueError: If padding changed a result, or an update of a variable.
         """
-        outputs = self._outputs(self._inputs(call, self._known))
-        results = self._wrap(outputs["outs"], call)
         if call.check_padding and not self._checked_padding and call.padded:
-            self._check_padding(call, outputs, results)
+            self._check_padding(call.of_first_step())
             self._checked_padding = True
+        run = self._run if steps == 1 else self._scanned(call, _Scan(steps, call.stepped, every))
+        outputs = self._outputs(run, self._inputs(call, self._known))
+        results = self._wrap(outputs["outs"], call, stacked=every and steps > 1)
         if self._own:
             follow_copies(self._own, outputs["combined"], outputs["own"])
         if self._shared:
@@ -147,13 +169,21 @@ class ReplicaProgram:
         now = _keras.variable_layouts(self._known.every)
         return not all(map(operator.is_, now, self._layouts))
 
-    def _outputs(self, inputs: dict) -> dict:
+    def _scanned(self, call: Call, scan: _Scan) -> Any:
+        """The program that makes several steps."""
+        if scan not in self._scans:
+            _check_call(f"{self._name} with {scan.steps} steps a launch", call, self._strategy)
+            attempt = self._attempt
+            self._scans[scan] = self._compiled(_Record(), attempt.known, attempt.combine, scan)
+        return self._scans[scan]
+
+    def _outputs(self, run: Any, inputs: dict) -> dict:
         if self._strategy.placer.is_local:
-            return self._run(inputs)
+            return run(inputs)
         # In the first launch processes compile, some for long, so one that is late is not stuck.
-        with watch.during(self._name, watch.LAUNCH if self._launched else watch.OUTSIDE):
-            outputs = self._run(inputs)
-        self._launched = True
+        with watch.during(self._name, watch.LAUNCH if run in self._launched else watch.OUTSIDE):
+            outputs = run(inputs)
+        self._launched.add(run)
         watch.launched(outputs)
         return outputs
 
@@ -178,7 +208,9 @@ class ReplicaProgram:
             if record.unknown:
                 adopt_variables(list(record.unknown.values()), self._strategy)
                 known.extend(record.unknown.values())
-            attempt.shapes = [out.shape[1:] for out in traced.out_info["outs"]]
+            attempt.results = [
+                jax.ShapeDtypeStruct(out.shape[1:], out.dtype) for out in traced.out_info["outs"]
+            ]
             combine = to_combine(self._differing(traced, attempt, call), combine)
             if not record.unknown and combine == attempt.combine:
                 return attempt
@@ -190,14 +222,19 @@ class ReplicaProgram:
             )
         )
 
-    def _compiled(self, record: _Record, known: _Known, combine: set[int]) -> Any:
-        body = functools.partial(self._body, record, known, set(combine))
+    def _compiled(
+        self, record: _Record, known: _Known, combine: set[int], scan: _Scan | None = None
+    ) -> Any:
+        body = functools.partial(self._body, record, known, set(combine), scan)
+        stepped = scan.stepped if scan else (False,) * len(self._places)
         split, whole = PartitionSpec(self._axes), PartitionSpec()
         specs = {
             "id": split,
             "arrays": [
-                whole if p.split is None else PartitionSpec(*[None] * p.split, self._axes)
-                for p in self._places
+                whole
+                if p.split is None
+                else PartitionSpec(*[None] * (p.split + of_step), self._axes)
+                for p, of_step in zip(self._places, stepped, strict=True)
             ],
             "rows": split,
             "length": whole,
@@ -254,37 +291,75 @@ class ReplicaProgram:
             layout if self._strategy.layouts.owns(layout) else self._strategy.placer.sharding(None)
         )
 
-    def _body(self, record: _Record, known: _Known, combine: set[int], inputs: dict) -> dict:
-        """What one replica computes."""
+    def _body(
+        self, record: _Record, known: _Known, combine: set[int], scan: _Scan | None, inputs: dict
+    ) -> dict:
+        """What one replica computes in a launch."""
+        values = {id(v): x for v, x in zip(known.shared, inputs["mirrored"], strict=True)}
+        values |= {id(v): x[0] for v, x in zip(known.own, inputs["own"], strict=True)}
+        step = functools.partial(self._step, record, combine, inputs)
+        arrays = inputs["arrays"]
+        if scan is None:
+            outs, updated = step(arrays, values)
+        else:
+            outs, updated = self._steps(step, scan, arrays, values)
+        context = self._context(inputs)
+        shared, own = apart(record.updated.values())
+        return {
+            "outs": [out[None] for out in outs],
+            "mirrored": [updated[id(v)] for v in shared],
+            "own": [updated[id(v)][None] for v in own],
+            "combined": [read_combined(v, updated[id(v)], context, combine) for v in own],
+        }
+
+    def _steps(self, step: Callable, scan: _Scan, arrays: list, values: dict) -> tuple[list, dict]:
+        """Several steps, one after the other: the results and the new values of variables."""
+        own = [array for array, of_step in zip(arrays, scan.stepped, strict=True) if of_step]
+
+        def body(carried, of_step):
+            _, updated = carried
+            given = iter(of_step)
+            now = [
+                next(given) if own else array
+                for array, own in zip(arrays, scan.stepped, strict=True)
+            ]
+            outs, updated = step(now, {**values, **updated})
+            outs = [jnp.asarray(out, zero.dtype) for out, zero in zip(outs, zeros, strict=True)]
+            return ([] if scan.every else outs, updated), (outs if scan.every else [])
+
+        zeros = [jnp.zeros(result.shape, result.dtype) for result in self._attempt.results]
+        updated = {key: values[key] for key in self._attempt.record.updated}
+        begin = ([] if scan.every else zeros, updated)
+        (last, updated), every = jax.lax.scan(body, begin, own, length=scan.steps)
+        return every if scan.every else last, updated
+
+    def _step(
+        self, record: _Record, combine: set[int], inputs: dict, arrays: list, values: dict
+    ) -> tuple[list, dict]:
+        """A replica's step: the results, and the new values of variables by their `id`."""
         arrays = [
             array[0] if place.stacked else array
-            for array, place in zip(inputs["arrays"], self._places, strict=True)
+            for array, place in zip(arrays, self._places, strict=True)
         ]
-        context = ReplicaContext(
-            self._strategy,
-            inputs["id"][0],
-            self._axes,
+        context = self._context(
+            inputs,
             batch_size=inputs["rows"][0] if inputs["rows"] is not None else None,
             batch_rows=size_at(arrays, self._places, "rows"),
             length=inputs["length"],
             bucket=size_at(arrays, self._places, "length"),
         )
-        mirrored = {id(v): x for v, x in zip(known.shared, inputs["mirrored"], strict=True)}
-        own = {id(v): x[0] for v, x in zip(known.own, inputs["own"], strict=True)}
-        recorder = Recorder(context, mirrored, own, combine)
+        recorder = Recorder(context, values, combine)
         args, kwargs = self._form.rebuild(arrays)
         with entered(context, recorder):
             results = self._function()(*args, **kwargs)
             leaves, record.treedef = jax.tree.flatten(results)
             outs = [_as_output(leaf) for leaf in leaves]
-            new_mirrored, new_own, combined = recorder.finish()
+            updated = recorder.finish()
         record.unknown, record.updated = recorder.unknown, recorder.updated
-        return {
-            "outs": [out[None] for out in outs],
-            "mirrored": new_mirrored,
-            "own": [value[None] for value in new_own],
-            "combined": combined,
-        }
+        return outs, updated
+
+    def _context(self, inputs: dict, **sizes: Any) -> ReplicaContext:
+        return ReplicaContext(self._strategy, inputs["id"][0], self._axes, **sizes)
 
     def _inputs(self, call: Call, known: _Known) -> dict:
         return {
@@ -326,7 +401,7 @@ class ReplicaProgram:
 
         Those are the ones that double in a second trace with twice the rows, or twice the length.
         """
-        first = attempt.shapes
+        first = [result.shape for result in attempt.results]
         cuts: list[dict[str, list[int]]] = [{} for _ in first]
         described = jax.tree.map(shape_of, self._inputs(call, attempt.known))
         for kind in ("rows", "length"):
@@ -353,25 +428,27 @@ class ReplicaProgram:
         ]
         return size_at(own, self._places, kind)
 
-    def _wrap(self, outs: list, call: Call) -> list[PerReplica]:
+    def _wrap(self, outs: list, call: Call, stacked: bool = False) -> list[PerReplica]:
+        """The results as values; `stacked`: of several steps, along a new first dimension."""
         number = self._strategy.placer.num_shards
         wrapped = []
         for out, cuts in zip(outs, self._cuts, strict=True):
             sizes: dict[int, tuple[int, ...]] = {}
             rows = cuts.get("rows", ())
             if call.rows is not None:
-                sizes.update((axis, call.rows) for axis in rows)
+                sizes.update((axis + stacked, call.rows) for axis in rows)
             if call.length is not None:
-                sizes.update((axis, (call.length,) * number) for axis in cuts.get("length", ()))
-            value = PerReplica(
-                out, self._strategy, stacked=True, sizes=sizes, rows=rows[0] if rows else None
-            )
+                lengths = (call.length,) * number
+                sizes.update((axis + stacked, lengths) for axis in cuts.get("length", ()))
+            at = rows[0] + stacked if rows else None
+            value = PerReplica(out, self._strategy, stacked=True, sizes=sizes, rows=at)
             wrapped.append(value)
         return wrapped
 
-    def _check_padding(self, call: Call, outputs: dict, results: list[PerReplica]) -> None:
-        again = self._run(self._inputs(call.with_other_padding(), self._known))
-        others = self._wrap(again["outs"], call)
+    def _check_padding(self, call: Call) -> None:
+        outputs = self._outputs(self._run, self._inputs(call, self._known))
+        again = self._outputs(self._run, self._inputs(call.with_other_padding(), self._known))
+        results, others = self._wrap(outputs["outs"], call), self._wrap(again["outs"], call)
         returned = [
             pair
             for one, other in zip(results, others, strict=True)
@@ -396,7 +473,7 @@ class ReplicaProgram:
 
 
 def _form(leaf: Leaf) -> Leaf:
-    return replace(leaf, value=leaf.value if leaf.constant else None, source=None)
+    return replace(leaf, value=leaf.value if leaf.constant else None, source=None, steps=None)
 
 
 def _constrained(value, sharding):

@@ -1,4 +1,4 @@
-"""What `TPUStrategy` offers for custom loops: run, local_results, reduce, gather."""
+"""What `TPUStrategy` offers for custom loops: run, loop, local_results, reduce, gather."""
 
 import functools
 import inspect
@@ -20,7 +20,22 @@ from keras_tpu_dist.replica import values
 from keras_tpu_dist.replica.blocks import every_block
 from keras_tpu_dist.replica.call import prepare
 from keras_tpu_dist.replica.context import checked_axis, in_replica_context
-from keras_tpu_dist.replica.datasets import DistributedInput, check_attached
+from keras_tpu_dist.replica.datasets import (
+    DistributedDataset,
+    DistributedInput,
+    DistributedIterator,
+    check_attached,
+)
+from keras_tpu_dist.replica.loop import (
+    Launch,
+    Loop,
+    alike_under,
+    check_steps,
+    iterator_among,
+    iterator_over,
+    joined,
+    several,
+)
 from keras_tpu_dist.replica.program import ReplicaProgram
 from keras_tpu_dist.replica.reductions import (
     check_not_empty,
@@ -49,6 +64,9 @@ class ReplicaCode(DistributedInput):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
         options: RunOptions | None = None,
+        *,
+        steps: int = 1,
+        outputs: str = "last",
     ) -> Any:
         """Runs a function once per replica, as one compiled program.
 
@@ -57,15 +75,23 @@ class ReplicaCode(DistributedInput):
         whole; `True`, strings and other objects are constants of the program. Within the function
         `get_replica_context()` tells the replica's number and talks to the others.
 
+        With `steps=N` the function runs N times, one after the other, in one launch: with the next
+        N batches of a distributed dataset if an argument is an iterator over one, else with the
+        same arguments. Variables, seeds and metrics go from step to step, so that the results are
+        those of N calls. Batches are transferred together, and the next N while the devices work.
+        If fewer are left, or they differ in shape, they are launched one by one; so are those of
+        `RunOptions(buckets=...)`. `strategy.loop` does the same for a whole dataset.
+
         Keras variables, layers, models, optimizers and metrics that the function finds in its
-        closure can be read and updated. An update is combined by the variable's `aggregation`:
-        `"mean"`, `"sum"`, `"only_first_replica"`; with `"none"`, Keras's default, an update that
-        is the same on all replicas is taken as it is, a floating-point one that differs (moving
-        statistics) is averaged, and a trainable weight that would differ is an error: reduce the
-        gradients first. Metrics (`synchronization="on_read"`) keep each replica's own value and
-        are combined for who reads them outside. Seed generators draw differently on each replica
-        and advance once. If anything raises, no variable is assigned: the old values are kept until
-        the program has been launched, so that updated variables need twice their memory meanwhile.
+        closure or among its arguments can be read and updated. An update is combined by the
+        variable's `aggregation`: `"mean"`, `"sum"`, `"only_first_replica"`; with `"none"`, Keras's
+        default, an update that is the same on all replicas is taken as it is, a floating-point
+        one that differs (moving statistics) is averaged, and a trainable weight that would differ
+        is an error: reduce the gradients first. Metrics (`synchronization="on_read"`) keep each
+        replica's own value and are combined for who reads them outside. Seed generators draw
+        differently on each replica and advance once a step. If anything raises, no variable is
+        assigned: the old values are kept until the program has been launched, so that updated
+        variables need twice their memory meanwhile.
         Within the function a variable is whole, also one that lies split over the data axes
         ("fsdp"); splits over other axes stay.
 
@@ -79,9 +105,14 @@ class ReplicaCode(DistributedInput):
 
         Args:
             fn: The function. It returns arrays, numbers, `None` or a structure of them.
-            args: Its positional arguments.
+            args: Its positional arguments: arrays, `keras.Variable`s, structures of them, and
+                constants; or an iterator over a distributed dataset, in whose place each step
+                gets the next batch.
             kwargs: Its keyword arguments.
             options: `RunOptions` for inputs of varying sizes.
+            steps: How many steps the launch makes; fewer if the iterator has fewer left.
+            outputs: Which results of several steps to return: `"last"`, or `"all"`, with the
+                steps along a new first dimension of each replica's values.
 
         Returns:
             The structure that `fn` returned, with a `PerReplica` in place of each array.
@@ -89,7 +120,8 @@ class ReplicaCode(DistributedInput):
         Raises:
             ValueError: If `fn` returns something else, a per-replica argument belongs to another
                 strategy or is uneven, or an update cannot be combined; on all processes, if their
-                arguments or variables differ.
+                arguments or variables differ; if `outputs="all"` and steps give several shapes.
+            StopIteration: If the iterator among the arguments has no batch left.
             PeerError: If other processes run something else.
             RuntimeError: Inside of another `run`.
             TypeError: If an argument is of a wrong kind.
@@ -104,16 +136,85 @@ class ReplicaCode(DistributedInput):
           0: array(6., dtype=float32),
           1: array(6., dtype=float32)
         }
+        >>> batches = iter(strategy.distribute_dataset([[1, 2], [3, 4], [5, 6]]))
+        >>> strategy.run(lambda x: x[0], args=(batches,), steps=2, outputs="all")
+        PerReplica:{
+          0: array([1, 3], dtype=int32),
+          1: array([2, 4], dtype=int32)
+        }
         """
         self._check_run(fn, args, kwargs, options)
-        fn = _without_jit(fn)
-        with self.scope():
-            call = prepare(args, kwargs or {}, options or _NOTHING_VARIES, self)
-            programs, key = self._programs_of(fn), call.key
-            program = programs.get(key)
-            if program is None or program.outdated:
-                program = programs[key] = ReplicaProgram(_weakly(fn), call, self)
-            return program.launch(call)
+        check_steps("run", outputs, steps=steps)
+        launch, every = self._launch_of(fn, options), outputs == "all"
+        iterator = iterator_among(args, kwargs or {})
+        if iterator is not None:
+            alike = alike_under(options)
+            return several(launch, iterator, args, kwargs or {}, steps, alike, every)
+        results = launch(tuple(args), kwargs or {}, steps, every)
+        return joined([(results, steps)]) if every else results
+
+    def loop(
+        self,
+        fn: Callable,
+        dataset: DistributedDataset | DistributedIterator,
+        steps_per_launch: int = 32,
+        *,
+        args: Sequence[Any] = (),
+        options: RunOptions | None = None,
+        outputs: str = "last",
+    ) -> Loop:
+        """Runs a function for each batch of a dataset, many in one launch.
+
+        It is `strategy.run(fn, (batch, *args))` for one batch after the other, and gives the same
+        numbers, at the speed of `fit` with `steps_per_execution`: `steps_per_launch` batches of
+        one shape are one program with a loop on the devices, the next ones are read and
+        transferred meanwhile. What is left at the end, and batches of another shape, are launched
+        one by one.
+
+        Steps are made while you iterate, so between two launches you may print, save, evaluate or
+        leave. `keras.utils.Progbar` and Keras's callbacks fit in there.
+
+        Args:
+            fn: The function of a batch. See `run`.
+            dataset: What `distribute_dataset` or `distribute_datasets_from_function` returned; or
+                an iterator over it, which goes on.
+            steps_per_launch: How many steps a launch makes.
+            args: More arguments, the same in all steps, behind the batch.
+            options: `RunOptions` for batches of varying sizes.
+            outputs: Which results to give: `"last"`, those of a launch's last step; or `"all"`,
+                with the steps along a new first dimension of each replica's values.
+
+        Returns:
+            An iterator that makes the next launch and gives the number of steps made so far, and
+            the results: the structure that `fn` returned, with a `PerReplica` for each array.
+
+        Raises:
+            ValueError: Where `run` raises it.
+            TypeError: If `dataset` is none of those, or an argument is of a wrong kind.
+
+        Example:
+
+        >>> import jax, numpy as np, keras_tpu_dist as ktd
+        >>> strategy = ktd.TPUStrategy(devices=jax.devices()[:2])
+        >>> dataset = strategy.distribute_dataset(np.arange(10.0), batch_size=2)
+        >>> def step(x):
+        ...     return ktd.get_replica_context().all_reduce("sum", x[0])
+        >>> for step, sums in strategy.loop(step, dataset, steps_per_launch=2, outputs="all"):
+        ...     print(step, strategy.local_results(sums)[0])
+        2 [1. 5.]
+        4 [ 9. 13.]
+        5 [17.]
+        """
+        self._check_run(fn, args, None, options)
+        check_steps("loop", outputs, steps_per_launch=steps_per_launch)
+        return Loop(
+            self._launch_of(fn, options),
+            iterator_over(dataset),
+            steps_per_launch,
+            tuple(args),
+            alike=alike_under(options),
+            every=outputs == "all",
+        )
 
     def local_results(self, value: Any) -> tuple:
         """The values of all replicas of this process.
@@ -189,6 +290,21 @@ class ReplicaCode(DistributedInput):
         return _gather(value, axis, self)
 
     experimental_local_results = local_results
+
+    def _launch_of(self, fn: Callable, options: RunOptions | None) -> Launch:
+        """Runs the function with arguments: so many steps, the results of the last or of all."""
+        fn = _without_jit(fn)
+
+        def launch(args: tuple, kwargs: Mapping, steps: int, every: bool) -> Any:
+            with self.scope():
+                call = prepare(args, kwargs, options or _NOTHING_VARIES, self)
+                programs, key = self._programs_of(fn), call.key
+                program = programs.get(key)
+                if program is None or program.outdated:
+                    program = programs[key] = ReplicaProgram(_weakly(fn), call, self)
+                return program.launch(call, steps, every)
+
+        return launch
 
     @functools.cached_property
     def _programs(self) -> Any:

@@ -35,21 +35,15 @@ class Recorder(keras.StatelessScope):
 
     Args:
         context: The replica's context.
-        mirrored: Values of the known variables that all replicas share, by `id`.
-        own: Values of the known variables of which each replica has its own, by `id`.
+        values: Values of the known variables, by `id`: those that all replicas share, and the
+            replica's own.
         combine: The `id`s of variables whose updates differ and must be combined.
     """
 
-    def __init__(
-        self,
-        context: ReplicaContext,
-        mirrored: dict[int, Any],
-        own: dict[int, Any],
-        combine: set[int],
-    ):
+    def __init__(self, context: ReplicaContext, values: dict[int, Any], combine: set[int]):
         super().__init__(collect_losses=True, initialize_variables=False)
         self._context = context
-        self._values = {**mirrored, **own}
+        self._values = dict(values)
         self._combine = combine
         self._program = _keras.traced_program()
         self.unknown: dict[int, Any] = {}
@@ -116,22 +110,9 @@ class Recorder(keras.StatelessScope):
         self._set(variable, total)
         return self._values[id(variable)]
 
-    def finish(self) -> tuple[list, list, list]:
-        """What leaves the program.
-
-        Returns:
-            The new values of updated variables that all replicas share; the replicas' own values
-            of the others; and those combined.
-        """
-        mirrored, own, combined = [], [], []
-        for key, variable in self.updated.items():
-            value = self._values[key]
-            if is_own(variable):
-                own.append(value)
-                combined.append(self._read_combined(variable, value))
-            else:
-                mirrored.append(value)
-        return mirrored, own, combined
+    def finish(self) -> dict[int, Any]:
+        """The new values of updated variables, by `id`; of "on_read" ones the replica's own."""
+        return {key: self._values[key] for key in self.updated}
 
     def _check_place(self, variable) -> None:
         if _keras.traced_program() is self._program:
@@ -174,13 +155,24 @@ class Recorder(keras.StatelessScope):
             return self._context._of_first_replica(value)
         return self._context.all_reduce("mean", value)
 
-    def _read_combined(self, variable, value):
-        how = variable.aggregation
-        if how in ("sum", "mean"):
-            return self._context.all_reduce(how, value).astype(value.dtype)
-        if how == "only_first_replica" and id(variable) in self._combine:
-            return self._context._of_first_replica(value)
-        return value
+
+def read_combined(
+    variable: Any, value: Any, context: ReplicaContext, combine: set[int]
+) -> jax.Array:
+    """The value of an "on_read" variable for who reads it outside of the replicas.
+
+    Args:
+        variable: The variable.
+        value: This replica's own.
+        context: The replica's context.
+        combine: The `id`s of variables whose values differ and must be combined.
+    """
+    how = variable.aggregation
+    if how in ("sum", "mean"):
+        return context.all_reduce(how, value).astype(value.dtype)
+    if how == "only_first_replica" and id(variable) in combine:
+        return context._of_first_replica(value)
+    return value
 
 
 def is_own(variable: Any) -> bool:

@@ -1,11 +1,13 @@
 """One value per replica: its layout on the mesh, reading it, and building it from host values."""
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.input.host_arrays import padded
@@ -234,15 +236,108 @@ class DescribedValue:
         return cls(type(value).__name__, array.shape, str(array.dtype), number)
 
 
-def stack_values(
-    own: Mapping[int, Any], every: Sequence[DescribedValue], strategy: Strategy, name: str
-) -> PerReplica:
-    """One host value per replica as a `PerReplica`, padded along the first dimension if need be.
+@dataclass(frozen=True)
+class HostParts:
+    """One array of a step on the host, before it goes to the replicas.
+
+    Attributes:
+        blocks: The values by the number of their replica, of one shape, at least those of this
+            process's replicas.
+        axis: The dimension along which they are joined on the mesh.
+        sizes: See `PerReplica`.
+        stacked: See `PerReplica`.
+    """
+
+    blocks: dict[int, np.ndarray]
+    axis: int
+    sizes: dict[int, tuple[int, ...]]
+    stacked: bool = False
+
+    @property
+    def form(self) -> tuple:
+        """What is equal for steps that can be launched together."""
+        shapes = [(i, block.shape, block.dtype) for i, block in self.blocks.items()]
+        return shapes, self.axis, self.sizes, self.stacked
+
+    def placed(self, strategy: Strategy) -> PerReplica:
+        """The value on the mesh.
+
+        Args:
+            strategy: The strategy.
+        """
+        return self.value(from_blocks(self.blocks, self.axis, strategy), strategy)
+
+    def value(self, array: Any, strategy: Strategy) -> PerReplica:
+        """The value that an array on the mesh is of.
+
+        Args:
+            array: The array.
+            strategy: The strategy.
+        """
+        return PerReplica(array, strategy, axis=self.axis, stacked=self.stacked, sizes=self.sizes)
+
+
+class Steps:
+    """An array for each of several steps, stacked along a new first dimension.
+
+    Args:
+        array: The stack, on the mesh.
+        form: From the array of one step to its value; `None` if that is the array itself.
+    """
+
+    def __init__(self, array: jax.Array, form: Callable[[Any], PerReplica] | None = None):
+        self.array = array
+        self._form = form or (lambda array: array)
+
+    @property
+    def described(self) -> Any:
+        """The value of one step, with a `jax.ShapeDtypeStruct` for its array."""
+        return self._form(jax.ShapeDtypeStruct(self.array.shape[1:], self.array.dtype))
+
+    def __len__(self) -> int:
+        return self.array.shape[0]
+
+    def __getitem__(self, number: int) -> Any:
+        sharding: Any = self.array.sharding
+        of_step = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+        return self._form(_step_of(self.array, number, of_step))
+
+
+@functools.partial(jax.jit, static_argnames="sharding")
+def _step_of(array, number, sharding):
+    found = jax.lax.dynamic_index_in_dim(array, number, keepdims=False)
+    return jax.lax.with_sharding_constraint(found, sharding)
+
+
+def in_single_steps(batches: Any) -> Iterator[Any]:
+    """The batches of several steps, one after the other.
+
+    Args:
+        batches: The structure of a batch, with `Steps` in place of each array.
+    """
+    for number in range(len(jax.tree.leaves(batches)[0])):
+        yield jax.tree.map(lambda steps, number=number: steps[number], batches)
+
+
+def place_steps(steps: Sequence[HostParts], strategy: Strategy) -> Steps:
+    """Transfers an array of several steps at once.
+
+    Args:
+        steps: Its values for each step, all of one `form`.
+        strategy: The strategy.
+    """
+    first = steps[0]
+    blocks = {i: np.stack([step.blocks[i] for step in steps]) for i in first.blocks}
+    array = from_blocks(blocks, first.axis + 1, strategy)
+    return Steps(array, functools.partial(first.value, strategy=strategy))
+
+
+def host_parts(own: Mapping[int, Any], every: Sequence[DescribedValue], name: str) -> HostParts:
+    """One host value per replica, padded along the first dimension if need be.
 
     Args:
         own: The values by the number of their replica, at least those of this process's replicas.
         every: Those of all replicas.
-        strategy: The strategy.
         name: The function that gave them, for errors.
 
     Raises:
@@ -255,7 +350,7 @@ def stack_values(
         sizes[0] = tuple(lengths)
         arrays = {i: padded(array, 0, max(lengths)) for i, array in arrays.items()}
     blocks = {replica: array[None] for replica, array in arrays.items()}
-    return PerReplica(from_blocks(blocks, 0, strategy), strategy, stacked=True, sizes=sizes)
+    return HostParts(blocks, 0, sizes, stacked=True)
 
 
 def stack_structures(own: Mapping[int, Any], strategy: Strategy, name: str) -> Any:
@@ -281,7 +376,7 @@ def stack_structures(own: Mapping[int, Any], strategy: Strategy, name: str) -> A
             )
         )
     leaves = [
-        stack_values({i: leaves[n] for i, (leaves, _) in flat.items()}, column, strategy, name)
+        host_parts({i: leaves[n] for i, (leaves, _) in flat.items()}, column, name).placed(strategy)
         for n, column in enumerate(zip(*described, strict=True))
     ]
     return jax.tree.unflatten(next(iter(flat.values()))[1], leaves)

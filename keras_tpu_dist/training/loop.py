@@ -11,7 +11,7 @@ import numpy as np
 from keras_tpu_dist import _keras
 from keras_tpu_dist._keras import StateGroup
 from keras_tpu_dist.input.batches import BatchPlacer, PlacedBatch
-from keras_tpu_dist.input.iterator import DeviceIterator
+from keras_tpu_dist.input.iterator import DeviceIterator, in_stacks
 from keras_tpu_dist.processes.arrays import on_every_host
 from keras_tpu_dist.training.auto_steps import steps_that_fit
 from keras_tpu_dist.training.finite import watched_step
@@ -142,19 +142,7 @@ class StepLoop:
         length = most if self._compiled else 1
         if chosen:
             length = steps_that_fit(self._placer.bytes_per_device(batches[0]), length)
-        placed = 0
-        while length > 1 and placed < len(batches) and not len(batches) % length:
-            try:
-                stacked = self._placer.place_many(batches[placed : placed + length])
-            except ValueError:
-                # One of the batches is wrong: placed singly, it raises at its step.
-                stacked = None
-            if stacked is None:
-                break
-            yield stacked, length
-            placed += length
-        for batch in batches[placed:]:
-            yield self._place(batch), 1
+        return in_stacks(batches, length, self._place, self._placer.place_many)
 
     def _look(self) -> None:
         """Lets the fit around this look for signals, if all of its processes make the launch."""

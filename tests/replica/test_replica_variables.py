@@ -507,3 +507,70 @@ def test_loss_scaling_applies_skips_and_rescales_inside(mesh, inner):
         assert_close(weight.numpy(), expected_weight.numpy())
     found, expected = ([v.numpy() for v in o.variables] for o in (optimizer, stock))
     assert_close(found, expected)
+
+
+def test_variables_as_arguments(four, caplog):
+    """By position, by keyword, in lists and dicts: read and updated as those of the closure."""
+    counts = [variable(four, float(i), aggregation="sum", trainable=False) for i in range(3)]
+    own = variable(four, 0.0, aggregation="sum", synchronization="on_read", trainable=False)
+    outside = keras.Variable(np.ones(2, "float32"), aggregation="mean")
+    traced = []
+
+    def step(first, others, named=None, seen=None):
+        traced.append(first)
+        first.assign_add(1.0)
+        others["b"][0].assign(others["a"] + first)
+        named.assign(named * 2.0 + replica_id())
+        seen.assign_add(1.0)
+        return first + others["a"], named
+
+    args = counts[0], {"a": counts[1], "b": [counts[2]]}
+    for _ in range(2):
+        total, mean = four.run(step, args, {"named": outside, "seen": own})
+    assert [float(v.value) for v in counts] == [8.0, 1.0, 4 * (8 + 1)]
+    assert (outside.numpy().tolist(), float(own.value)) == ([8.5, 8.5], 8.0)
+    assert outside.value.sharding.is_fully_replicated
+    assert [float(x) for x in four.local_results(total)] == [9.0] * 4
+    assert float(four.reduce("mean", mean)[0]) == 8.5
+    assert len(traced) == 2
+    # Other variables are another program, of the same function.
+    args = counts[1], {"a": counts[0], "b": [counts[2]]}
+    four.run(step, args, {"named": outside, "seen": own})
+    assert (float(counts[1].value), len(traced)) == (5.0, 4)
+    four.run(step, args, {"named": outside, "seen": own}, steps=3)
+    assert float(counts[1].value) == 17.0
+    with pytest.raises(ValueError, match="All replicas must give a trainable weight"):
+        four.run(lambda v: v.assign(replica_id()), (variable(four),))
+
+
+def test_weights_as_arguments_of_a_step(four):
+    """A step for several models: the weights and the optimizer come as arguments."""
+    x, y = data(16)
+    models = [built(_classifier, four, seed) for seed in (1, 2)]
+    with four.scope():
+        optimizers = [keras.optimizers.SGD(0.1, momentum=0.9) for _ in models]
+
+    def step(batch, model, optimizer, weights):
+        x, y = batch
+
+        def compute(values):
+            logits, _ = model.stateless_call(values, [], x)
+            return keras.losses.sparse_categorical_crossentropy(y, logits, from_logits=True).mean()
+
+        gradients = jax.grad(compute)([w.value for w in weights])
+        optimizer.apply(context().all_reduce("mean", gradients), weights)
+
+    dataset = four.distribute_dataset((x, y), batch_size=8)
+    for model, optimizer in zip(models, optimizers):
+        args = model, optimizer, model.trainable_variables
+        list(four.loop(step, dataset, 2, args=args))
+    for seed, model in zip((1, 2), models):
+        alone = built(_classifier, None, seed)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        alone.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss)
+        alone.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+        assert_close(model.get_weights(), alone.get_weights())
+
+
+def _classifier():
+    return keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])

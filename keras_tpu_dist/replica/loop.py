@@ -1,0 +1,225 @@
+"""Several steps of a user's own loop in one launch: where batches come from, what comes out."""
+
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from keras_tpu_dist.common.checks import check_counts
+from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.replica.datasets import DistributedDataset, DistributedIterator
+from keras_tpu_dist.replica.run_options import RunOptions
+from keras_tpu_dist.replica.values import PerReplica
+
+logger = logging.getLogger("keras_tpu_dist")
+
+# Launches a function with arguments: so many steps; whether the results are those of each.
+Launch = Callable[[tuple, Mapping, int, bool], Any]
+
+
+class Loop:
+    """The launches of one pass over a dataset, as `strategy.loop` makes them.
+
+    Args:
+        launch: Launches the function.
+        iterator: The batches.
+        steps: The steps of a launch.
+        args: The function's arguments behind the batch.
+        alike: Whether batches of one shape are launched together.
+        every: Whether results are those of each step.
+    """
+
+    def __init__(
+        self,
+        launch: Launch,
+        iterator: DistributedIterator,
+        steps: int,
+        args: tuple,
+        alike: bool,
+        every: bool,
+    ):
+        self._launch, self._iterator = launch, iterator
+        self._steps, self._args, self._alike, self._every = steps, args, alike, every
+        self._done: int | None = None
+
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        return self
+
+    def __next__(self) -> tuple[int, Any]:
+        self._done = self._done or 0
+        taken = self._iterator.take(self._steps, self._alike)
+        if taken is None:
+            raise StopIteration
+        batch, steps = taken
+        results = self._launch((batch, *self._args), {}, steps, self._every)
+        # Before the user's code waits for the results.
+        self._iterator.read_ahead(self._steps, self._alike)
+        self._done += steps
+        return self._done, joined([(results, steps)]) if self._every else results
+
+    def __del__(self):
+        if getattr(self, "_done", 0) is None:
+            logger.warning(
+                "strategy.loop made no step: it makes them while you iterate over it, as in "
+                "`for step, results in strategy.loop(fn, dataset): ...`"
+            )
+
+
+def several(
+    launch: Launch,
+    iterator: DistributedIterator,
+    args: Sequence,
+    kwargs: Mapping[str, Any],
+    steps: int,
+    alike: bool,
+    every: bool,
+) -> Any:
+    """Makes so many steps, fewer if the input ends before.
+
+    Args:
+        launch: Launches the function.
+        iterator: The batches, in whose place among the arguments each step has its own.
+        args: The positional arguments.
+        kwargs: The keyword arguments.
+        steps: How many.
+        alike: Whether batches of one shape are launched together.
+        every: Whether the results are those of each step, or of the last one.
+
+    Raises:
+        StopIteration: If the input had ended already.
+        ValueError: If the results of the steps have several shapes and all are asked for.
+    """
+    made, found = 0, []
+    while made < steps and (taken := iterator.take(steps - made, alike)) is not None:
+        batch, number = taken
+        here = [batch if argument is iterator else argument for argument in args]
+        named = {k: batch if argument is iterator else argument for k, argument in kwargs.items()}
+        results = launch(tuple(here), named, number, every)
+        found = [*found, (results, number)] if every else [(results, number)]
+        made += number
+    if not made:
+        raise StopIteration
+    iterator.read_ahead(steps, alike)
+    return joined(found) if every else found[-1][0]
+
+
+def iterator_among(args: Sequence, kwargs: Mapping[str, Any]) -> DistributedIterator | None:
+    """The iterator over a distributed dataset among a function's arguments.
+
+    Args:
+        args: The positional arguments.
+        kwargs: The keyword arguments.
+
+    Raises:
+        ValueError: If there are several.
+    """
+    given = [*args, *kwargs.values()]
+    found = {id(a): a for a in given if isinstance(a, DistributedIterator)}
+    if len(found) > 1:
+        raise ValueError(
+            message(
+                "strategy.run takes its batches from one iterator.",
+                received={"iterators": len(found)},
+                fix="Distribute the datasets together: strategy.distribute_dataset(zip(a, b)).",
+            )
+        )
+    return next(iter(found.values()), None)
+
+
+def iterator_over(dataset: Any) -> DistributedIterator:
+    """An iterator over what `strategy.loop` was given.
+
+    Args:
+        dataset: A `DistributedDataset`, or an iterator over one, which goes on.
+
+    Raises:
+        TypeError: If it is something else.
+    """
+    if not isinstance(dataset, (DistributedDataset, DistributedIterator)):
+        raise TypeError(
+            message(
+                "strategy.loop goes over a distributed dataset.",
+                received={"dataset": type(dataset).__name__},
+                fix="Write strategy.loop(fn, strategy.distribute_dataset(dataset)).",
+            )
+        )
+    return dataset if isinstance(dataset, DistributedIterator) else iter(dataset)
+
+
+def check_steps(where: str, outputs: str, **steps: int) -> None:
+    """Checks the number of steps, and which results are asked for.
+
+    Args:
+        where: The method, for errors.
+        outputs: `"last"` or `"all"`.
+        **steps: The number, by the name of the argument.
+
+    Raises:
+        ValueError: If one is something else.
+    """
+    check_counts(where, 1, **steps)
+    if outputs not in ("last", "all"):
+        raise ValueError(
+            message(
+                f"outputs of {where} are those of the last step, or of all.",
+                received={"outputs": outputs},
+                fix='Write outputs="last" or outputs="all".',
+            )
+        )
+
+
+def alike_under(options: RunOptions | None) -> bool:
+    """Whether batches are launched together: padded to buckets, each has a length of its own.
+
+    Args:
+        options: What the function is run with.
+    """
+    return options is None or options.buckets is None
+
+
+def joined(launches: list[tuple[Any, int]]) -> Any:
+    """The results of launches as one, with the steps along a new first dimension.
+
+    Args:
+        launches: For each its results, stacked if they are of several steps, and their number.
+
+    Raises:
+        ValueError: If the values of the steps differ in shape.
+    """
+    if len(launches) == 1 and launches[0][1] > 1:
+        return launches[0][0]
+    flat = [(jax.tree.flatten(results), steps) for results, steps in launches]
+    treedef = flat[0][0][1]
+    columns = zip(*(leaves for (leaves, _), _ in flat), strict=True)
+    counts = tuple(steps for _, steps in launches)
+    return jax.tree.unflatten(treedef, [_joined(column, counts) for column in columns])
+
+
+def _joined(values: Sequence[PerReplica], steps: tuple[int, ...]) -> PerReplica:
+    forms = [
+        (v.padded_shape[n > 1 :], {axis - (n > 1): true for axis, true in v.sizes.items()})
+        for v, n in zip(values, steps, strict=True)
+    ]
+    if any(form != forms[0] for form in forms):
+        raise ValueError(
+            message(
+                'outputs="all" joins values of one shape.',
+                received={"shapes": sorted({shape for shape, _ in forms}), "steps": sum(steps)},
+                fix='Take outputs="last", return what does not depend on the rows of a batch, or '
+                "iterate over strategy.loop, which gives the results of each launch.",
+            )
+        )
+    first, single = values[0], tuple(n == 1 for n in steps)
+    array = _concatenate([v.array for v in values], single, first.strategy.placer.by_replica)
+    sizes = {axis + 1: true for axis, true in forms[0][1].items()}
+    rows = None if first.rows is None else first.rows + single[0]
+    return PerReplica(array, first.strategy, stacked=True, sizes=sizes, rows=rows)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _concatenate(arrays, single, sharding):
+    stacks = [array[:, None] if one else array for array, one in zip(arrays, single, strict=True)]
+    return jax.lax.with_sharding_constraint(jnp.concatenate(stacks, 1), sharding)
