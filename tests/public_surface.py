@@ -111,6 +111,11 @@ def strategy() -> ktd.TPUStrategy:
     return ktd.TPUStrategy({"data": 4, "model": 2})
 
 
+def loop_over_ones(**given: Any) -> list:
+    made = strategy()
+    return list(made.loop(**{"dataset": made.distribute_dataset([np.ones(8)]), **given}))
+
+
 def in_replicas(do: Callable) -> Any:
     return strategy().run(lambda: do(ktd.get_replica_context()))
 
@@ -457,6 +462,20 @@ ROWS: dict[str, Row] = {
             "args": (3, True, "x", NAN),
             "kwargs": (3, True, "x", [1]),
             "options": (3, True, "x", {}, []),
+            "steps": COUNT,
+            "outputs": word("lats", "first"),
+        },
+    ),
+    "TPUStrategy.loop": Row(
+        loop_over_ones,
+        lambda: {"fn": lambda *a: None},
+        {
+            "fn": (None, "", "f", 3, True, []),
+            "dataset": (None, "", 3, True, [], np.ones(8)),
+            "steps_per_launch": COUNT,
+            "args": (3, True, "x", NAN),
+            "options": (3, True, "x", {}, []),
+            "outputs": word("lats", "first"),
         },
     ),
     "TPUStrategy.local_results": Row(strategy, dict, {"value": ANYTHING}),

@@ -20,7 +20,7 @@ logger = logging.getLogger("keras_tpu_dist")
 Launch = Callable[[tuple, Mapping, int, bool], Any]
 
 
-class Loop:
+class Launches:
     """The launches of one pass over a dataset, as `strategy.loop` makes them.
 
     Args:

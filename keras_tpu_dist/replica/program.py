@@ -226,26 +226,12 @@ class ReplicaProgram:
         self, record: _Record, known: _Known, combine: set[int], scan: _Scan | None = None
     ) -> Any:
         body = functools.partial(self._body, record, known, set(combine), scan)
-        stepped = scan.stepped if scan else (False,) * len(self._places)
         split, whole = PartitionSpec(self._axes), PartitionSpec()
-        specs = {
-            "id": split,
-            "arrays": [
-                whole
-                if p.split is None
-                else PartitionSpec(*[None] * (p.split + of_step), self._axes)
-                for p, of_step in zip(self._places, stepped, strict=True)
-            ],
-            "rows": split,
-            "length": whole,
-            "mirrored": whole,
-            "own": split,
-        }
         if self._axes:
             body = jax.shard_map(
                 body,
                 mesh=self._strategy.mesh,
-                in_specs=(specs,),
+                in_specs=(self._specs(scan),),
                 out_specs={"outs": split, "mirrored": whole, "own": split, "combined": whole},
                 axis_names=set(self._axes),
                 check_vma=False,
@@ -283,6 +269,19 @@ class ReplicaProgram:
             out_shardings=placed,
             compiler_options=self._strategy.runner.compiler_options,
         )
+
+    def _specs(self, scan: _Scan | None) -> dict:
+        """Which dimension of the inputs is split over the replicas."""
+        split, whole = PartitionSpec(self._axes), PartitionSpec()
+        stepped = scan.stepped if scan else (False,) * len(self._places)
+        arrays = [
+            whole
+            if place.split is None
+            else PartitionSpec(*[None] * (place.split + of_step), self._axes)
+            for place, of_step in zip(self._places, stepped, strict=True)
+        ]
+        rest = {"id": split, "rows": split, "length": whole, "mirrored": whole, "own": split}
+        return {"arrays": arrays, **rest}
 
     def _layout(self, variable) -> Any:
         """The layout of a variable's new value; replicated until the variable is on the mesh."""

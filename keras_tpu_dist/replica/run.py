@@ -28,7 +28,7 @@ from keras_tpu_dist.replica.datasets import (
 )
 from keras_tpu_dist.replica.loop import (
     Launch,
-    Loop,
+    Launches,
     alike_under,
     check_steps,
     iterator_among,
@@ -162,7 +162,7 @@ class ReplicaCode(DistributedInput):
         args: Sequence[Any] = (),
         options: RunOptions | None = None,
         outputs: str = "last",
-    ) -> Loop:
+    ) -> Launches:
         """Runs a function for each batch of a dataset, many in one launch.
 
         It is `strategy.run(fn, (batch, *args))` for one batch after the other, and gives the same
@@ -207,7 +207,7 @@ class ReplicaCode(DistributedInput):
         """
         self._check_run(fn, args, None, options)
         check_steps("loop", outputs, steps_per_launch=steps_per_launch)
-        return Loop(
+        return Launches(
             self._launch_of(fn, options),
             iterator_over(dataset),
             steps_per_launch,
