@@ -136,11 +136,12 @@ class ReplicaCode(DistributedInput):
           0: array(6., dtype=float32),
           1: array(6., dtype=float32)
         }
-        >>> batches = iter(strategy.distribute_dataset([[1, 2], [3, 4], [5, 6]]))
+        >>> import numpy as np
+        >>> batches = iter(strategy.distribute_dataset(np.arange(6), batch_size=2))
         >>> strategy.run(lambda x: x[0], args=(batches,), steps=2, outputs="all")
         PerReplica:{
-          0: array([1, 3], dtype=int32),
-          1: array([2, 4], dtype=int32)
+          0: array([0, 2], dtype=int32),
+          1: array([1, 3], dtype=int32)
         }
         """
         self._check_run(fn, args, kwargs, options)

@@ -177,10 +177,24 @@ def trained(strategy, dataset, found, name):
         seen.update_state(loss, sample_weight=rows)
         return loss
 
+    def of_batch(batch, seen):
+        seen.assign_add(context().batch_size)
+        return step(*batch)
+
+    with strategy.scope():
+        rows = keras.Variable(0, dtype="int32", aggregation="sum", trainable=False)
     losses = []
     for epoch in range(2):
-        for x, y in dataset(epoch):
-            losses.append(strategy.reduce("SUM", strategy.run(step, (x, y), options=DYNAMIC)))
+        if epoch:  # many steps in one launch
+            launched = strategy.loop(
+                of_batch, dataset(epoch), 2, args=(rows,), options=DYNAMIC, outputs="all"
+            )
+            for _, results in launched:
+                losses.extend(strategy.reduce("SUM", results))
+            found[f"{name} rows"] = np.asarray(rows)
+        else:
+            for x, y in dataset(epoch):
+                losses.append(strategy.reduce("SUM", strategy.run(step, (x, y), options=DYNAMIC)))
         found[f"{name} metric {epoch}"] = np.asarray(seen.result())
         seen.reset_state()
     found[f"{name} losses"] = np.asarray([float(loss) for loss in losses])
