@@ -106,6 +106,7 @@ class Flow:
         whole: Nodes that an operation needs whole.
         meets: For products of two values, the nodes of one and the kernels that made the other.
         searched: Kernels whose features are sorted or searched, as a router's.
+        feeding: Kernels of which another kernel multiplies what they make, whatever lies between.
         ends: Nodes of the layer's inputs and outputs.
         weights: For each weight the nodes of its dimensions.
         views: For kernels of features in a row, and their biases, the shape that they are taken
@@ -119,6 +120,7 @@ class Flow:
     whole: list[int] = field(default_factory=list)
     meets: list[tuple[tuple[int, ...], frozenset[int]]] = field(default_factory=list)
     searched: set[int] = field(default_factory=set)
+    feeding: set[int] = field(default_factory=set)
     ends: list[int] = field(default_factory=list)
     weights: list[tuple[int, ...]] = field(default_factory=list)
     views: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -356,6 +358,7 @@ class _Reader:
             products=size,
         )
         self.flow.products.append(product)
+        self.flow.feeding |= operand.kernels
         return product
 
     def _called(self, equation: Any, given: list[_Value]) -> list[_Value]:

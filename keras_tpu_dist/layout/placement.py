@@ -116,7 +116,11 @@ class Placement:
 
     def written_in_program(self) -> tuple[Any, ...]:
         """All that a compiled step holds beside its variables' layouts."""
-        uses = {k: (d.used, d.view) for k, d in self.decisions.items() if d.used}
+        uses = {
+            k: (d.used, d.view, d.gathered)
+            for k, d in self.decisions.items()
+            if d.used or d.gathered
+        }
         return self.layouts_of_outputs(), self.annotations.logical_devices, uses
 
 

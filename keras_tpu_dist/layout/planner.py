@@ -220,7 +220,12 @@ class Planner:
             if "fsdp" in chosen:
                 before = decision or _UNPLANNED
                 decision = self._spread(variable.shape, decision, mesh, stored)
-                decision = replace(decision, used=before.used, view=before.view)
+                decision = replace(
+                    decision,
+                    used=before.used,
+                    view=before.view,
+                    gathered=before.gathered,
+                )
             elif decision is None:
                 why = "no rule for this layer class" if chosen else "the state fits on one device"
                 decision = Decision((), f"{name}: replicated: {why}")

@@ -29,6 +29,19 @@ class View:
 
 
 @dataclass(frozen=True)
+class Gathered:
+    """Features that a layer makes in parts, as its weight lies, and returns whole.
+
+    Attributes:
+        layer: The layer's path.
+        sizes: The sizes of the features, the last dimensions of its outputs.
+    """
+
+    layer: str
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Decision:
     """Where a tensor lies and why.
 
@@ -38,6 +51,7 @@ class Decision:
         alternatives: What else was considered, each with the reason it was not taken.
         used: The axes that it is used in, where these are others; they need not divide it.
         view: What `used` speaks of, if that is not the weight as it is stored.
+        gathered: What a layer makes with it in parts, and returns whole.
     """
 
     axes: Axes
@@ -45,6 +59,7 @@ class Decision:
     alternatives: tuple[str, ...] = ()
     used: Axes = ()
     view: View | None = None
+    gathered: Gathered | None = None
 
 
 # Flags for a whole pattern, as in "(?i)dense/kernel", may only stand at its very beginning.

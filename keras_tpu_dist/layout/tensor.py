@@ -10,10 +10,14 @@ from jax.sharding import Mesh
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.axes import Axes, axis_size, dividing_axes, splitting_entries
 from keras_tpu_dist.layout.flow import Arguments, Cut, NotTraced, flow_of
-from keras_tpu_dist.layout.rules import Decision, View
+from keras_tpu_dist.layout.rules import Decision, Gathered, View
 
 # Rows of a table in each part, at least, for it to be worth cutting them unevenly.
 _FEWEST_IN_A_PART = 8
+
+# Rows of a table of which it costs less to send all than to send what a batch looks up: of types,
+# of positions. A batch has as many tokens.
+_MOST_SENT_WHOLE = 4096
 
 _ATTENTION = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
 _CONVOLUTIONS = (keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
@@ -311,6 +315,8 @@ class TensorPlan:
         self._untraced: dict[int, str] = {}
         # Tables from which logits are made, by id.
         self._makes_logits: set[int] = set()
+        # Kernels that others follow, by id.
+        self._feeding: set[int] = set()
         layers = list(_keras.flatten_layers(model))
         traced = self._by_flow(layers)
         self._pairing: Pairing = pair_up(model, traced, self._untraced)
@@ -326,6 +332,7 @@ class TensorPlan:
             The ids of the layers that were traced.
         """
         ruled, called = self._ruled(layers), _calls_in_graphs(layers)
+        self._feeding |= _feeding_in_graphs(layers)
         tables = {
             id(table)
             for layer in layers
@@ -355,6 +362,7 @@ class TensorPlan:
                 for w, v in enumerate(variables)
                 if id(v) in tables and flow.makes_features(w, 0)
             }
+            self._feeding |= {id(variables[w]) for w in flow.feeding}
             routers = [w for w in flow.routers() if id(variables[w]) not in ruled]
             self._put_whole(routers, variables, "what it computes is searched whole")
         return traced
@@ -451,7 +459,10 @@ class TensorPlan:
         elif _elements(p.kernel) >= self._min_size:
             self._split_kernel(p, (*p.outs, *p.ins), "without a partner")
             split = [d for d, each in enumerate(self.decisions[id(p.kernel)].axes) if each]
-            if p.outs and split and split[0] in p.ins:
+            if id(p.kernel) in self._feeding:
+                if split and split[0] in p.outs:
+                    self._gather(layer, p.kernel, p.out_sizes)
+            elif p.outs and split and split[0] in p.ins:
                 largest = max(p.outs, key=lambda d: p.kernel.shape[d])
                 entry = self.decisions[id(p.kernel)].axes[split[0]]
                 self._use(p.kernel, largest, entry, "features")
@@ -517,7 +528,36 @@ class TensorPlan:
             reverses = name != "embeddings" or getattr(layer, "tie_weights", False)
             if dim != by_vocabulary and (reverses or id(table) in self._makes_logits):
                 self._use(table, by_vocabulary, entry, "vocabulary")
+            if dim != by_vocabulary and not self.decisions[id(table)].used:
+                self._look_up(layer, table)
             self._companions(layer, name, table, axes, (1,))
+
+    def _look_up(self, layer, table) -> None:
+        """Has the features of a table by width be whole, as all that they are added to."""
+        if table.shape[0] > _MOST_SENT_WHOLE:
+            self._gather(layer, table, table.shape[1:])
+        elif _elements(table) < self._min_size:
+            few = f"its {_elements(table)} elements are below min_size={self._min_size}"
+            self._put(table, (), f"replicated: embedding: {few}")
+        else:
+            self._use_whole(table)
+
+    def _gather(self, layer, weight, sizes: Sequence[int]) -> None:
+        """Has a layer return features whole that it makes in parts.
+
+        Else each norm and each kernel behind would gather what is left of them in parts.
+        """
+        decision = self.decisions[id(weight)]
+        reason = f"{decision.reason}; its features are gathered"
+        gathered = Gathered(layer.path, tuple(sizes))
+        self.decisions[id(weight)] = replace(decision, reason=reason, gathered=gathered)
+
+    def _use_whole(self, variable) -> None:
+        """Has calls use a weight whole, which is stored in parts."""
+        decision = self.decisions[id(variable)]
+        if decision.axes:
+            used, reason = (None,) * len(variable.shape), f"{decision.reason}; used whole"
+            self.decisions[id(variable)] = replace(decision, reason=reason, used=used)
 
     def _use(self, variable, dim: int, entry, what: str) -> None:
         """Has calls use a weight in unequal parts of a dimension that does not divide."""
@@ -576,11 +616,17 @@ class TensorPlan:
             self._put(weight, axes, "experts, one group per shard")
 
     def _remaining(self, layer) -> None:
-        """Large weights that no rule knows: depthwise kernels by channel, else where it divides."""
+        """Large weights that no rule knows: depthwise kernels by channel, else where it divides.
+
+        A scale or a bias is whole, as the features that it meets: what follows a cut is decided.
+        """
         for weight in _keras.own_variables(layer):
             if id(weight) in self.decisions or _elements(weight) < self._min_size:
                 continue
             shape = weight.shape
+            if max(shape) == _elements(weight):
+                self._put_whole([0], [weight], "one dimension, of features that are whole")
+                continue
             dims = sorted(range(len(shape)), key=lambda d: (-shape[d], -d))
             reason = "no rule for this layer class: the largest dimension that divides"
             if isinstance(layer, _BY_CHANNEL) and len(shape) > 2:
@@ -590,6 +636,8 @@ class TensorPlan:
             if entry is not None:
                 axes = tuple(entry if d == dim else None for d in range(len(shape)))
                 self._put(weight, axes, reason)
+                if not _multiplies(layer, weight):
+                    self._use_whole(weight)
 
     def _companions(self, layer, name: str, base, axes: Axes, outs) -> None:
         """LoRA factors and quantization scales lie as the weight they belong to."""
@@ -652,6 +700,17 @@ def _banks(layer) -> list:
     return banks if len(banks) > 1 and len(sizes) == 1 and sizes != {1} else []
 
 
+def _multiplies(layer, weight) -> bool:
+    """Whether a layer's call has products with a weight, or may have, as it cannot be traced."""
+    variables = [*layer.trainable_variables, *layer.non_trainable_variables]
+    try:
+        flow = flow_of(layer, variables)
+    except NotTraced:
+        return True
+    number = [id(v) for v in variables].index(id(weight))
+    return any(number in product.weights for product in flow.products)
+
+
 def _kernels_in(layer) -> list:
     """Weights of two or more dimensions, in a layer and in those within it."""
     return [weight for weight in layer.weights if len(weight.shape) > 1]
@@ -665,6 +724,20 @@ def _calls_in_graphs(layers) -> dict[int, Arguments]:
         for node, operation, _ in _keras.graph(layer) or ()
         if _keras.graph(operation) is None
     }
+
+
+def _feeding_in_graphs(layers) -> set[int]:
+    """The ids of the kernels that layers in a graph have, if kernels follow in it."""
+    found: set[int] = set()
+    for layer in layers:
+        followed: set[int] = set()
+        for node, operation, parents in reversed(_keras.graph(layer) or ()):
+            kernels = _kernels_in(operation) if isinstance(operation, keras.Layer) else []
+            if id(node) in followed:
+                found.update(map(id, kernels))
+            if kernels or id(node) in followed:
+                followed.update(map(id, parents))
+    return found
 
 
 def _may_hold_pairs(layer) -> bool:

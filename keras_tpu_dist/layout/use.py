@@ -7,6 +7,11 @@ once a step in each direction.
 
 A kernel of queries, keys and values in a row is stored by its input. A layer that takes what it
 makes apart gets it taken apart, by heads. See `keras_tpu_dist.layout.fused`.
+
+A table of positions or types is stored by its width and used whole. What is looked up in a larger
+one by its width is gathered, and so is what a kernel without a partner makes, if other kernels
+follow. Its features are added to others, which are whole: all that follows would be computed in
+parts, and each norm and each kernel would gather what it needs.
 """
 
 import contextvars
@@ -16,7 +21,7 @@ from typing import Any
 
 import jax
 from jax.extend import core
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.axes import Axes, named_sharding, names_in
@@ -29,6 +34,8 @@ from keras_tpu_dist.trace.graph import Atom, graph_of
 
 # On a weight that a layer takes apart: how, and its axes then. On the layer: that it does.
 _apart = _keras.Mark("_keras_tpu_dist_apart")
+# On a layer that makes features in parts and returns them whole: their sizes.
+_gathered = _keras.Mark("_keras_tpu_dist_gathered")
 # The layers whose call is being traced, by their ids.
 _tracing: contextvars.ContextVar[frozenset[int]] = contextvars.ContextVar(
     "taken apart", default=frozenset()
@@ -43,6 +50,7 @@ def note_uses(model: Any, placement: Placement) -> None:
         placement: Its placement.
     """
     layers: set[str] = set()
+    features: dict[str, tuple[int, ...]] = {}
     for variable in model.weights:
         decision = placement.decisions[id(variable)]
         _keras.set_use(variable, () if decision.view else decision.used)
@@ -50,10 +58,15 @@ def note_uses(model: Any, placement: Placement) -> None:
             _apart.write(variable, decision.view and (decision.view, decision.used))
         if decision.view:
             layers.add(decision.view.layer)
-    for layer in _keras.flatten_layers(model) if layers else ():
+        if decision.gathered:
+            features[decision.gathered.layer] = decision.gathered.sizes
+    for layer in _keras.flatten_layers(model):
         if layer.path in layers:
             _apart.write(layer, True)
             _keras.route_calls(type(layer), _around)
+        if layer.path in features or _gathered.of(layer):
+            _gathered.write(layer, features.get(layer.path))
+            _keras.route_calls(type(layer), _whole)
 
 
 def _pinned(variable: Any) -> None:
@@ -85,10 +98,27 @@ def _laid(value: Any, axes: Axes) -> Any:
 def _constrained(value: Any, axes: Axes, strategy: Any) -> Any:
     mesh = mesh_here(strategy.mesh)
     # Where one device computes a layer, what it is given is whole.
-    free = set(mesh.axis_names) - set(getattr(mesh, "manual_axes", ()))
-    if not set(names_in(axes)) <= free:
+    manual, names = set(getattr(mesh, "manual_axes", ())), set(names_in(axes))
+    if manual and not (names and names <= set(mesh.axis_names) - manual):
         return value
     return jax.lax.with_sharding_constraint(value, named_sharding(mesh, axes))
+
+
+def _whole(stock: Callable, layer: Any, args: tuple, kwargs: dict) -> Any:
+    """A call of a layer of a class of which some make features in parts and return them whole."""
+    outputs = stock(*args, **kwargs)
+    strategy, sizes = _keras.active_strategy(), _gathered.of(layer)
+    if strategy is None or not sizes or _keras.in_symbolic_scope() or not in_compiled_code():
+        return outputs
+    # A table that is called in reverse gives logits.
+    if not isinstance(outputs, jax.core.Tracer) or outputs.shape[-len(sizes) :] != sizes:
+        return outputs
+    mesh = mesh_here(strategy.mesh)
+    if getattr(mesh, "manual_axes", ()):
+        return outputs
+    rest = (PartitionSpec.UNCONSTRAINED,) * (outputs.ndim - len(sizes))
+    spec = PartitionSpec(*rest, *(None,) * len(sizes))
+    return jax.lax.with_sharding_constraint(outputs, NamedSharding(mesh, spec))
 
 
 def _around(stock: Callable, layer: Any, args: tuple, kwargs: dict) -> Any:

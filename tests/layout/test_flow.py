@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 from decoders import FAMILIES, TIME, WIDTH, Attention, Block, stacked
 from helpers import assert_close, built
-from test_planner_programs import KINDS, collectives, compiled, program
+from programs import KINDS, collectives, compiled, program
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.hlo.collectives import replica_groups
 from keras_tpu_dist.layout import flow
+from keras_tpu_dist.layout.planner import Planner
 
 L = keras.layers
 BY_FOUR = {"data": 2, "model": 4}
@@ -50,6 +51,16 @@ def test_heads_that_do_not_divide_are_whole_for_those_that_do():
     assert kernels(found, "k") == kernels(found, "v") == [()]
     found = layouts(lambda: stacked(Block(Attention(kv=2))), {"data": 4, "model": 2})
     assert kernels(found, "k") == kernels(found, "v") == [(None, "model")]
+
+
+def test_a_scale_of_any_size_is_whole():
+    """Of a norm over 4096 features or more: were it split, so would be all that it scales."""
+    strategy = ktd.TPUStrategy(BY_FOUR, Planner("tensor_parallel", min_size=WIDTH))
+    model = built(compiled(FAMILIES["llama"][0], "sgd"), strategy)
+    scales = [row for row in strategy.explain(model).rows if row.path.endswith("scale")]
+    assert [row.axes for row in scales] == [()] * 2
+    x = np.ones((4, TIME, WIDTH), "float32")
+    assert not collectives(program(model, strategy, x, x), "all-gather")
 
 
 def test_a_router_is_whole():

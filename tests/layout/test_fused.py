@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from decoders import IN_A_ROW, TIME, WIDTH
 from helpers import assert_close, built
-from test_planner_programs import collectives, compiled, program
+from programs import collectives, compiled, program
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.hlo.collectives import replica_groups

@@ -291,8 +291,12 @@ def test_embedding_by_vocabulary_else_by_width():
         tables = [L.Embedding(10, 6), L.Embedding(9, 6), L.Embedding(9, 5)]
         for table in tables:
             table.build(None)
-    plan = Planner("tensor_parallel").plan(Model(Bag(tables)), mesh_of((2, 2)), ("data",))
+    model, mesh = Model(Bag(tables)), mesh_of((2, 2))
+    plan = Planner("tensor_parallel", min_size=1).plan(model, mesh, ("data",))
     assert [plan.decision(t.embeddings).axes for t in tables] == [ROW, COLUMN, ()]
+    # So few words and features are not worth sending in each step.
+    small = Planner("tensor_parallel").plan(model, mesh, ("data",))
+    assert [small.decision(t.embeddings).axes for t in tables] == [ROW, (), ()]
 
 
 def test_experts_by_expert_and_a_router_whole():

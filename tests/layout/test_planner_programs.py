@@ -6,11 +6,11 @@ import keras
 import numpy as np
 import pytest
 from helpers import assert_close, built, mlp
+from programs import KINDS, collectives, compiled, program
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.hlo.collectives import replica_groups
 from keras_tpu_dist.layout.planner import Planner
-from keras_tpu_dist.training import loop
 
 L = keras.layers
 
@@ -23,40 +23,6 @@ def transformer(blocks, width=128, heads=8):
         f = L.Dense(4 * width, activation="gelu")(L.LayerNormalization()(h))
         h = L.Add()([h, L.Dense(width)(f)])
     return keras.Model(x, h)
-
-
-def compiled(build, optimizer="adam"):
-    def make():
-        model = build()
-        model.compile(optimizer, "mse")
-        return model
-
-    return make
-
-
-def program(model, strategy, x, y):
-    """The text of the compiled train step."""
-    with strategy.scope():
-        model.train_on_batch(x, y)  # builds the optimizer and places everything
-        groups = dict.fromkeys(
-            ["trainable_variables", "non_trainable_variables", "optimizer_variables",
-             "metrics_variables"], True)  # fmt: skip
-        with strategy.runner.running(strategy, model, "train_on_batch", {"x": x, "y": y}):
-            state = model._get_jax_state(**groups)
-            step = loop.jitted_step(model, "train", strategy.placer, donate=False)
-            return step.lower(state, strategy.placer.place((x, y))).compile().as_text()
-
-
-def collectives(text, kind="all-reduce"):
-    """The replica groups of each collective of a kind."""
-    lines = re.findall(rf"= .* {kind}(?:-start)?\(.*", text)
-    # Newer versions of XLA write them as an iota, "[2,4]<=[8]", or as axes of a mesh.
-    iota = r"\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?"
-    groups = rf"replica_groups=(mesh\[.*?\] \{{.*?\}}|\{{\{{.*?\}}\}}|{iota}|\S+)"
-    return [re.search(groups, line)[1] for line in lines]
-
-
-KINDS = ("all-gather", "reduce-scatter", "collective-permute", "all-to-all")
 
 
 @pytest.mark.slow

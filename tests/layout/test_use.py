@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from decoders import TIME, VOCABULARIES, WORDS
 from helpers import assert_close, built
-from test_planner_programs import collectives, program
+from programs import collectives, program
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist import _keras
