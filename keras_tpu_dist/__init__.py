@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from keras_tpu_dist import _keras as _keras  # first: selects and checks Keras's JAX backend
 from keras_tpu_dist import layers as layers
+from keras_tpu_dist.common import tensorflow_names as _tensorflow_names
 from keras_tpu_dist.common.version import __version__ as __version__
 from keras_tpu_dist.hardware.assignment import DeviceAssignment as DeviceAssignment
 from keras_tpu_dist.hardware.simulation import simulate as simulate
@@ -66,6 +67,9 @@ _LATER = {
 if not TYPE_CHECKING:  # a type checker would accept any name of a module with `__getattr__`
 
     def __getattr__(name):
+        instead = _tensorflow_names.of_attribute(__name__, name)
+        if instead is not None:
+            return _tensorflow_names.absent(f"{__name__}.{name}", instead)
         if name not in _LATER:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         module = _importlib.import_module(f"{__name__}.{_LATER[name]}")

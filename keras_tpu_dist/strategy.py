@@ -8,8 +8,10 @@ from jax.sharding import Mesh, NamedSharding
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist import attention as attention  # declares what it replaces in Keras
+from keras_tpu_dist.common import tensorflow_names
 from keras_tpu_dist.common.checks import check_counts, check_flags, check_text, known_words
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.tensorflow_names import TensorFlowNames
 from keras_tpu_dist.dryrun.retarget import DryRuns
 from keras_tpu_dist.hardware.assignment import DeviceAssignment
 from keras_tpu_dist.hardware.crossings import num_hosts
@@ -22,7 +24,7 @@ from keras_tpu_dist.input.own_rows import placer_for
 from keras_tpu_dist.input.shards import InputShard, input_shards_of
 from keras_tpu_dist.layout.layouts import Layouts
 from keras_tpu_dist.layout.placement import Placement
-from keras_tpu_dist.layout.planner import Plan
+from keras_tpu_dist.layout.planner import PLANS, Plan
 from keras_tpu_dist.logical.devices import LogicalDevices
 from keras_tpu_dist.memory.remat import LayerPolicies
 from keras_tpu_dist.processes.start import watch_peers
@@ -37,7 +39,9 @@ if TYPE_CHECKING:
     from keras_tpu_dist.layout.picture import Picture
 
 
-class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.ModelParallel):
+class TPUStrategy(
+    TensorFlowNames, ReplicaCode, LogicalDevices, DryRuns, keras.distribution.ModelParallel
+):
     """Trains a plain Keras model on a mesh of TPU chips, exactly as on one device.
 
     Build and compile the model inside `strategy.scope()`; then call `fit`, `evaluate`, `predict`
@@ -119,6 +123,7 @@ class TPUStrategy(ReplicaCode, LogicalDevices, DryRuns, keras.distribution.Model
         if topology is not None:
             start_without_tpu()
         _check_environment()
+        _check_no_word(mesh)
         self.options = Options(
             data_axes=data_axes,
             batch_axis=batch_axis,
@@ -431,6 +436,25 @@ def _described_devices(topology: Topology, devices: Sequence | None) -> list:
             )
         )
     return topology.devices()
+
+
+def _check_no_word(mesh: Any) -> None:
+    """Raises a `ValueError` for a text, or an object of TensorFlow's, in the place of the mesh."""
+    instead = tensorflow_names.of_value(mesh)
+    if isinstance(mesh, str):
+        instead = tensorflow_names.of_argument("TPUStrategy", "tpu")
+        if mesh in PLANS:
+            instead = f"A plan is a layout: write TPUStrategy(layout={mesh!r})."
+        elif ":" in mesh and "/" not in mesh:
+            instead = f"A slice that nobody has attached is TPUStrategy(topology={mesh!r})."
+    if instead is not None:
+        raise ValueError(
+            message(
+                "The first argument of TPUStrategy is a mesh: axes and their sizes.",
+                received={"mesh": mesh},
+                fix=instead,
+            )
+        )
 
 
 def _check_environment() -> None:

@@ -1,4 +1,4 @@
-"""The migration guide names only what exists and leaves nothing out; its example runs."""
+"""The migration guide names only what exists and leaves nothing out; TensorFlow's names answer."""
 
 import importlib.util
 import inspect
@@ -6,9 +6,11 @@ import pathlib
 import re
 
 import keras
+import numpy as np
 import pytest
 
 import keras_tpu_dist as ktd
+from keras_tpu_dist.common import tensorflow_names
 
 ROOT = pathlib.Path(ktd.__file__).parent.parent
 GUIDE = ROOT / "docs" / "migration.md"
@@ -52,6 +54,98 @@ initial_infeed_sleep_secs input_partition_dims eval_training_input_configuration
 experimental_host_call_every_n_steps experimental_allow_per_host_v2_parallel_get_next
 experimental_customized_tpu_infeed_outfeed_session_hook_class
 tpu_config evaluation_master master cluster tf_random_seed save_summary_steps
+save_checkpoints_steps save_checkpoints_secs session_config keep_checkpoint_max
+keep_checkpoint_every_n_hours log_step_count_steps train_distribute device_fn protocol
+eval_distribute experimental_distribute experimental_max_worker_delay_secs
+session_creation_timeout_secs checkpoint_save_graph_def
+    """,
+}
+
+# Attributes by where a user writes them, public ones of the classes in TensorFlow 2.21.
+ATTRIBUTES = {
+    "strategy": """
+cluster_resolver extended num_replicas_in_sync colocate_vars_with configure
+distribute_datasets_from_function experimental_assign_to_logical_device
+experimental_distribute_dataset experimental_distribute_datasets_from_function
+experimental_distribute_values_from_function experimental_local_results
+experimental_replicate_to_logical_devices experimental_run
+experimental_split_to_logical_devices gather group make_dataset_iterator
+make_input_fn_iterator reduce run scope unwrap update_config_proto
+experimental_make_numpy_dataset steps_per_run
+    """,
+    "extended": """
+batch_reduce_to broadcast_to call_for_each_replica colocate_vars_with
+experimental_between_graph experimental_logical_device experimental_make_numpy_dataset
+experimental_require_static_shapes experimental_run_steps_on_iterator
+experimental_should_init lazy_variable_tracker non_slot_devices num_hosts
+num_replicas_per_host parameter_devices read_var reduce_to should_checkpoint
+should_save_summary tpu_hardware_feature tpu_run update update_non_slot value_container
+variable_created_in_scope worker_devices
+    """,
+    "context": """
+all_gather all_reduce devices experimental_logical_device merge_call
+num_replicas_in_sync replica_id_in_sync_group strategy
+    """,
+    "value": "values",
+    "dataset": "element_spec reduce",
+    "iterator": "element_spec get_next get_next_as_optional",
+    "options": """
+experimental_bucketizing_dynamic_shape experimental_enable_dynamic_batch_size
+experimental_xla_options
+    """,
+    "assignment": """
+build coordinates core_assignment host_device lookup_replicas num_cores_per_replica
+num_replicas topology tpu_device tpu_ordinal
+    """,
+    "topology": """
+cpu_device_name_at_coordinates device_coordinates mesh_rank mesh_shape missing_devices
+num_tasks num_tpus_per_task serialized task_ordinal_at_coordinates
+tpu_device_name_at_coordinates tpu_device_ordinal_at_coordinates
+    """,
+    "package": """
+CrossDeviceOps DistributedDataset DistributedIterator DistributedValues
+HierarchicalCopyAllReduce InputContext InputOptions InputReplicationMode MirroredStrategy
+MultiWorkerMirroredStrategy NcclAllReduce OneDeviceStrategy ParameterServerStrategy
+ReduceOp ReductionToOneDevice ReplicaContext RunOptions Server Strategy StrategyExtended
+TPUStrategy cluster_resolver coordinator experimental experimental_set_strategy
+get_replica_context get_strategy has_strategy in_cross_replica_context
+CentralStorageStrategy CollectiveCommunication CollectiveHints CommunicationImplementation
+CommunicationOptions PreemptionCheckpointHandler PreemptionWatcher TerminationConfig
+ValueContext partitioners rpc DeviceAssignment DeviceOrderMode HardwareFeature
+TPUSystemMetadata Topology embedding initialize_tpu_system shutdown_tpu_system
+TPUClusterResolver TPUEstimator TPUEstimatorSpec TPUConfig RunConfig InputPipelineConfig
+CrossShardOptimizer StopAtStepHook NanTensorHook cross_replica_sum bfloat16_scope
+    """,
+}
+# Arguments by the callable that a user gives them to.
+ARGUMENTS = {
+    "TPUStrategy": """
+tpu_cluster_resolver experimental_device_assignment experimental_spmd_xla_partitioning
+device_assignment steps_per_run tpu
+    """,
+    "RunOptions": ATTRIBUTES["options"],
+    "InputOptions": """
+experimental_fetch_to_device experimental_replication_mode
+experimental_place_dataset_on_device experimental_per_replica_buffer_size
+    """,
+    "TPUEstimator": """
+model_fn model_dir config params use_tpu train_batch_size eval_batch_size
+predict_batch_size batch_axis eval_on_tpu export_to_tpu export_to_cpu warm_start_from
+embedding_config_spec export_saved_model_api_version
+    """,
+    "TPUEstimatorSpec": """
+mode predictions loss train_op eval_metrics export_outputs scaffold_fn host_call
+training_hooks evaluation_hooks prediction_hooks
+    """,
+    "TPUConfig": """
+iterations_per_loop num_shards num_cores_per_replica per_host_input_for_training
+tpu_job_name initial_infeed_sleep_secs input_partition_dims
+eval_training_input_configuration experimental_host_call_every_n_steps
+experimental_allow_per_host_v2_parallel_get_next
+experimental_customized_tpu_infeed_outfeed_session_hook_class
+    """,
+    "RunConfig": """
+tpu_config evaluation_master master cluster model_dir tf_random_seed save_summary_steps
 save_checkpoints_steps save_checkpoints_secs session_config keep_checkpoint_max
 keep_checkpoint_every_n_hours log_step_count_steps train_distribute device_fn protocol
 eval_distribute experimental_distribute experimental_max_worker_delay_secs
@@ -108,6 +202,128 @@ def test_every_name_of_ours_exists():
     given = set(inspect.signature(ktd.TPUStrategy.__init__).parameters)
     assert {"mesh", "devices", "topology", "batch_axis", "prefetch"} <= given
     assert {"dynamic_batch", "buckets", "axis"} <= set(inspect.signature(ktd.RunOptions).parameters)
+
+
+@pytest.fixture(scope="module")
+def objects():
+    """What a user of TensorFlow writes names of, and what it is here."""
+    strategy = ktd.TPUStrategy({"data": 4, "model": 2})
+    dataset = strategy.distribute_dataset(np.arange(16), batch_size=8)
+    contexts = []
+
+    def noted():
+        contexts.append(ktd.get_replica_context())
+        return 1.0
+
+    return {
+        "value": strategy.run(noted),
+        "strategy": strategy,
+        "extended": strategy.extended,
+        "context": contexts[0],
+        "dataset": dataset,
+        "iterator": iter(dataset),
+        "options": ktd.RunOptions(),
+        "assignment": ktd.DeviceAssignment.build("v5e:2x2", computation_shape=(1, 2)),
+        "topology": ktd.Topology.parse("v5e:2x2"),
+        "package": ktd,
+    }
+
+
+def answer(name, use):
+    """The sentence that says what to write instead of a name."""
+    with pytest.raises((AttributeError, TypeError)) as caught:
+        use()
+    text = str(caught.value)
+    assert re.fullmatch(r"[^\n]+ is TensorFlow's, and .+\. Received: .+\. .+\.", text), text
+    assert name in text
+    return text
+
+
+@pytest.mark.parametrize("of", ATTRIBUTES)
+def test_attributes_exist_or_say_what_to_write(of, objects):
+    has_parts = {*ARGUMENTS, "TPUClusterResolver", "extended"}
+    for name in ATTRIBUTES[of].split():
+        if name not in has_parts and name not in dir(objects[of]):
+            answer(name, lambda name=name: getattr(objects[of], name))
+
+
+@pytest.mark.parametrize("of", ARGUMENTS)
+def test_arguments_say_what_to_write(of):
+    for name in ARGUMENTS[of].split():
+        text = answer(name, lambda name=name: getattr(ktd, of)(**{name: None}))
+        assert (tensorflow_names.of_argument(of, name) or "?") in text
+
+
+@pytest.mark.parametrize(
+    ("use", "said"),
+    [
+        (lambda: ktd.TPUStrategy("tensor_parallel"), r"layout='tensor_parallel'"),
+        (lambda: ktd.TPUStrategy("v5e:4x4"), r"topology='v5e:4x4'"),
+        (lambda: ktd.TPUStrategy("local"), "JAX finds the chips"),
+        (lambda: ktd.TPUStrategy(iterations_per_loop=100), "steps_per_execution=N"),
+        (lambda: ktd.TPUConfig(100, num_shards=8, num_cores_per_replica=2), '"model": N'),
+        (lambda: ktd.callbacks.Checkpoint("x", save_checkpoints_steps=9), "every_steps="),
+        (lambda: ktd.TPUStrategy().distribute_datasets_from_function(iter, 3), "prefetch=N"),
+        (lambda: ktd.DeviceAssignment.build("v5e:2x2", computation_stride=[1]), "from_order"),
+        (lambda: ktd.TPUStrategy().nothing_such, "no attribute 'nothing_such'"),
+        (lambda: ktd.nothing_such, "no attribute 'nothing_such'"),
+    ],
+)
+def test_what_is_written_elsewhere_or_by_position(use, said):
+    with pytest.raises((AttributeError, TypeError, ValueError), match=said):
+        use()
+
+
+def test_what_the_answers_name_exists(objects):
+    def sentences(table):
+        for value in table.values():
+            yield from [value] if isinstance(value, str) else sentences(value)
+
+    tables = (tensorflow_names.ATTRIBUTES, tensorflow_names.ARGUMENTS)
+    text = "\n".join(s for table in tables for s in sentences(table))
+    owners = {
+        "strategy": objects["strategy"],
+        "context": ktd.ReplicaContext,
+        "ktd": ktd,
+        "keras": keras,
+    }
+    owners |= {"topology": objects["topology"], "assignment": objects["assignment"]}
+    found = re.findall(rf"\b({'|'.join(owners)})((?:\.[A-Za-z_]+)+)", text)
+    assert len(found) > 40
+    for prefix, path in found:
+        if path == ".extended.NAME":
+            continue
+        owner = owners[prefix]
+        for part in path[1:].split("."):
+            assert part in dir(owner) or hasattr(owner, part), f"{prefix}{path}"
+            owner = getattr(owner, part, None)
+
+
+@pytest.mark.slow
+def test_no_name_of_the_real_classes_is_missing():
+    """The lists above, of which each name is answered, against the TensorFlow that is here."""
+    tf = pytest.importorskip("tensorflow")
+    strategies = tf.distribute.TPUStrategy, tf.compat.v1.distribute.experimental.TPUStrategy
+    tpu = importlib.import_module("tensorflow.python.distribute.tpu_strategy")
+    values = importlib.import_module("tensorflow.python.distribute.values")
+    classes = {
+        "strategy": strategies,
+        "extended": (tf.distribute.StrategyExtended, tpu.TPUExtended),
+        "context": (tf.distribute.ReplicaContext, tpu._TPUReplicaContext),
+        "value": (tf.distribute.DistributedValues, values.PerReplica),
+        "dataset": (tf.distribute.DistributedDataset,),
+        "iterator": (tf.distribute.DistributedIterator,),
+        "assignment": (tf.tpu.experimental.DeviceAssignment,),
+        "topology": (tf.tpu.experimental.Topology,),
+        "package": (tf.distribute, tf.distribute.experimental, tf.tpu.experimental),
+    }
+    for of, kinds in classes.items():
+        public = {n for kind in kinds for n in dir(kind) if not n.startswith("_")}
+        assert public - set(ATTRIBUTES[of].split()) == set(), of
+    for of in ("RunOptions", "InputOptions"):
+        assert set(getattr(tf.distribute, of)._fields) == set(ARGUMENTS[of].split())
+    taken = {n for k in strategies for n in inspect.signature(k.__init__).parameters}
+    assert taken - {"self"} <= set(ARGUMENTS["TPUStrategy"].split())
 
 
 @pytest.mark.slow

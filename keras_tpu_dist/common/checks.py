@@ -10,10 +10,12 @@ from typing import Any, ParamSpec, TypeGuard, TypeVar
 
 import numpy as np
 
+from keras_tpu_dist.common import tensorflow_names
 from keras_tpu_dist.common.errors import message
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 # The largest 64-bit integer: NumPy and XLA count no further.
 _MOST = 2**63 - 1
 
@@ -151,30 +153,63 @@ def checked_path(caller: str, fix: str, **paths: Any) -> str:
 
 
 def known_words(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorates a function so that its error for an unknown keyword names the nearest one.
+    """Decorates a function so that its error for an unknown keyword says what to write.
+
+    For a word of TensorFlow's it is what `tensorflow_names` has, else the nearest of ours.
 
     Args:
         function: The function.
     """
-    names = [name for name in inspect.signature(function).parameters if name != "self"]
+    owner = function.__qualname__.removesuffix(".__init__")
+    parameters = inspect.signature(function).parameters.values()
+    names = [each.name for each in parameters if each.name not in ("self", "cls")]
+    most = sum(each.kind is each.POSITIONAL_OR_KEYWORD for each in parameters)
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         for name in kwargs:
             if name not in names:
-                raise TypeError(
-                    message(
-                        f"{function.__qualname__.removesuffix('.__init__')} takes only what it "
-                        "knows.",
-                        received={name: kwargs[name]},
-                        fix=f"Use {', '.join(names)}.",
-                        name=name,
-                        choices=names,
-                    )
-                )
+                raise TypeError(_unknown_word(owner, name, kwargs[name], names))
+        if len(args) > most:
+            raise TypeError(_too_many(owner, args[most:], names))
         return function(*args, **kwargs)
 
     return checked
+
+
+def knows_words(kind: type[T]) -> type[T]:
+    """Decorates a class so that making one is as a function under `known_words`.
+
+    Args:
+        kind: The class, whose own `__init__` is replaced.
+    """
+    kind.__init__ = known_words(kind.__init__)
+    return kind
+
+
+def _unknown_word(owner: str, name: str, value: Any, names: list[str]) -> str:
+    instead = tensorflow_names.of_argument(owner, name)
+    if instead is not None:
+        return message(
+            f"{name}= is TensorFlow's, and {owner} has none.", received={name: value}, fix=instead
+        )
+    return message(
+        f"{owner} takes only what it knows.",
+        received={name: value},
+        fix=f"Use {', '.join(names)}.",
+        name=name,
+        choices=names,
+    )
+
+
+def _too_many(owner: str, surplus: tuple, names: list[str]) -> str:
+    instead = set(tensorflow_names.ARGUMENTS.get(owner, {}).values())
+    use = f"Use {', '.join(names)}."
+    return message(
+        f"{owner} has no more arguments than it knows.",
+        received=f"{', '.join(map(repr, surplus))} beyond them.",
+        fix=instead.pop() if len(instead) == 1 else use,
+    )
 
 
 def check_model(model: Any, caller: str) -> None:

@@ -8,16 +8,18 @@ from typing import Any
 
 import numpy as np
 
-from keras_tpu_dist.common.checks import is_count
+from keras_tpu_dist.common.checks import is_count, known_words, knows_words
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.tensorflow_names import TensorFlowNames
 from keras_tpu_dist.hardware.topology import Topology
 
 _SHAPES_NAMED = 12
 _REPLICAS_SHOWN = 16
 
 
+@knows_words
 @dataclass(frozen=True)
-class DeviceAssignment:
+class DeviceAssignment(TensorFlowNames):
     """Replicas and their logical devices, each on a device of a slice.
 
     Make one with `DeviceAssignment.build` or `DeviceAssignment.from_order`, and pass it as
@@ -62,6 +64,7 @@ class DeviceAssignment:
             )
 
     @classmethod
+    @known_words
     def build(
         cls,
         topology: Topology | str | Sequence[Any] | None = None,
@@ -205,6 +208,7 @@ class DeviceAssignment:
         self._check(replica, logical_core)
         return tuple(map(int, self.core_assignment[replica, logical_core]))
 
+    @known_words
     def tpu_device(self, replica: int = 0, logical_core: int = 0) -> Any:
         """The JAX device of a logical device. See `coordinates`."""
         self._check(replica, logical_core)

@@ -12,8 +12,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from keras_tpu_dist.common.checks import check_text, is_count
+from keras_tpu_dist.common.checks import check_text, is_count, knows_words
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.tensorflow_names import TensorFlowNames
 from keras_tpu_dist.hardware.chips import CHIPS as CHIPS
 from keras_tpu_dist.hardware.chips import Chip, of_kind, simulated_chip
 from keras_tpu_dist.hardware.compile_only import CompileOnlyDevice
@@ -86,8 +87,9 @@ _NAME = re.compile(
 _LONGEST_NAME = 100
 
 
+@knows_words
 @dataclass(frozen=True)
-class Topology:
+class Topology(TensorFlowNames):
     """A TPU slice, or several slices of one kind joined by the data-centre network.
 
     Make one with `Topology.parse` from a name, or with `Topology.attached` from the devices here.

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import keras
 
 from keras_tpu_dist import _keras
-from keras_tpu_dist.common.checks import is_count
+from keras_tpu_dist.common.checks import is_count, known_words
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.tensorflow_names import TensorFlowNames
 from keras_tpu_dist.replica.reductions import checked_reduction, reduced
 from keras_tpu_dist.training.protocol import Strategy
 
@@ -20,7 +21,7 @@ from keras_tpu_dist.training.protocol import Strategy
 _SEED_STRIDE = 0x9E3779B9
 
 
-class ReplicaContext:
+class ReplicaContext(TensorFlowNames):
     """A replica's number, its true sizes, and its collectives, for a function of `strategy.run`.
 
     Get it with `get_replica_context()` inside of the function.
@@ -119,6 +120,7 @@ class ReplicaContext:
         length = _given(self._length, "length_mask", 'buckets="power_of_two"')
         return jnp.arange(self._bucket) < length
 
+    @known_words
     def all_reduce(self, reduce_op: Any, value: Any) -> Any:
         """Reduces each array over the replicas and gives all of them the result.
 
@@ -143,6 +145,7 @@ class ReplicaContext:
         op = checked_reduction(reduce_op)
         return jax.tree.map(lambda leaf: reduced(op, _array(leaf), replicas=self._axes), value)
 
+    @known_words
     def all_gather(self, value: Any, axis: int) -> Any:
         """Joins each array of all replicas along a dimension and gives all of them the result.
 

@@ -10,8 +10,9 @@ import jax
 import keras
 import numpy as np
 
-from keras_tpu_dist.common.checks import check_callable, check_counts, is_count
+from keras_tpu_dist.common.checks import check_callable, check_counts, is_count, known_words
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.tensorflow_names import TensorFlowNames, of_value
 from keras_tpu_dist.input.batch_axis import flatten
 from keras_tpu_dist.input.batches import BatchPlacer, Slot
 from keras_tpu_dist.input.host_arrays import copied, padded
@@ -110,7 +111,7 @@ class ValueContext:
         check_counts("ValueContext", 0, replica_id_in_sync_group=self.replica_id_in_sync_group)
 
 
-class DistributedDataset:
+class DistributedDataset(TensorFlowNames):
     """Batches with a part for each replica; iterate over it, as often as its source allows.
 
     Args:
@@ -193,7 +194,7 @@ class DistributedDataset:
         return self._length
 
 
-class DistributedIterator:
+class DistributedIterator(TensorFlowNames):
     """One iteration over a distributed dataset, which `strategy.run` takes several steps of.
 
     Args:
@@ -311,7 +312,8 @@ class DistributedInput(StrategyPart):
                 message(
                     "options of distribute_dataset are those of run.",
                     received={"options": type(options).__name__},
-                    fix="Pass a keras_tpu_dist.RunOptions, or nothing; how many batches are held "
+                    fix=of_value(options)
+                    or "Pass a keras_tpu_dist.RunOptions, or nothing; how many batches are held "
                     "ready is TPUStrategy(prefetch=...).",
                 )
             )
@@ -335,6 +337,7 @@ class DistributedInput(StrategyPart):
             lambda several: self._place_many_global(several, options),
         )
 
+    @known_words
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Iterable]
     ) -> DistributedDataset:

@@ -14,6 +14,7 @@ import numpy as np
 
 from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.tensorflow_names import of_value
 from keras_tpu_dist.processes.arrays import put
 from keras_tpu_dist.replica import hooks as hooks  # declares what it replaces in Keras
 from keras_tpu_dist.replica import values
@@ -354,13 +355,15 @@ class ReplicaCode(DistributedInput):
         if not self._programs:
             check_attached(self, "run")
         if not callable(fn):
-            raise TypeError(_wrong("fn", fn, "a function", "strategy.run(step, args=(x,))"))
+            raise TypeError(
+                _wrong("fn", fn, "a function", "Write for example strategy.run(step, args=(x,)).")
+            )
         if not isinstance(args, (tuple, list)):
-            raise TypeError(_wrong("args", args, "a tuple or list", "args=(x,)"))
+            raise TypeError(_wrong("args", args, "a tuple or list", "Write for example args=(x,)."))
         if not (kwargs is None or isinstance(kwargs, Mapping)):
-            raise TypeError(_wrong("kwargs", kwargs, "a dict", "kwargs={}"))
+            raise TypeError(_wrong("kwargs", kwargs, "a dict", "Write for example kwargs={}."))
         if not (options is None or isinstance(options, RunOptions)):
-            fix = "keras_tpu_dist.RunOptions(...)"
+            fix = of_value(options) or "Write for example keras_tpu_dist.RunOptions(...)."
             raise TypeError(_wrong("options", options, "a RunOptions", fix))
 
     def _check_outside(self, name: str, inside: str) -> None:
@@ -378,7 +381,7 @@ def _wrong(name: str, value: Any, kind: str, fix: str) -> str:
     return message(
         f"{name} of strategy.run is {kind}.",
         received={name: type(value).__name__},
-        fix=f"Write for example {fix}.",
+        fix=fix,
     )
 
 

@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from keras_tpu_dist.common.checks import check_counts, check_flags, is_count
+from keras_tpu_dist.common.checks import check_counts, check_flags, is_count, knows_words
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.tensorflow_names import TensorFlowNames
 from keras_tpu_dist.input.host_arrays import padded
 from keras_tpu_dist.replica.blocks import from_blocks, own_blocks
 from keras_tpu_dist.replica.values import PerReplica
@@ -21,8 +22,9 @@ _SMALLEST_BUCKET = 2
 _NOT_PADDED = -1
 
 
+@knows_words
 @dataclass(frozen=True)
-class RunOptions:
+class RunOptions(TensorFlowNames):
     """How `strategy.run` treats inputs of varying sizes.
 
     A compiled program has fixed shapes. Where sizes vary, inputs are padded with zeros; the

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.tensorflow_names import TensorFlowNames
 from keras_tpu_dist.input.host_arrays import padded
 from keras_tpu_dist.processes.arrays import checksum
 from keras_tpu_dist.processes.channel import agree
@@ -21,7 +22,7 @@ from keras_tpu_dist.training.protocol import Strategy
 _VALUES = ListOf([int, str, ListOf([str, ListOf(int), str, int])])
 
 
-class PerReplica:
+class PerReplica(TensorFlowNames):
     """One array for each replica, from `strategy.run` or a distributed dataset.
 
     It is not an array itself: pass it to `strategy.run`, read it with `strategy.local_results`, or
