@@ -44,6 +44,7 @@ from keras_tpu_dist._keras.names import OPTIONAL as OPTIONAL  # isort: skip
 from keras_tpu_dist._keras.names import Name as Name  # isort: skip
 from keras_tpu_dist._keras.names import names as names  # isort: skip
 
+from keras_tpu_dist._keras import lookups as lookups  # routes their calls
 from keras_tpu_dist._keras.building import abstract_variables as abstract_variables
 from keras_tpu_dist._keras.building import attributes_restored as attributes_restored
 from keras_tpu_dist._keras.building import compiled_anew as compiled_anew

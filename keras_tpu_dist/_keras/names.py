@@ -143,6 +143,12 @@ MODULES = (
         "losses and metrics as compile makes them",
         "compile that keeps the state of training",
     ),
+    *_each(
+        "keras.src.utils.numerical_utils",
+        "encode_categorical_inputs",
+        "an IntegerLookup in a compiled program, as a sorted table",
+        "an IntegerLookup that is computed by the backend",
+    ),
     *_each("keras.src.utils.tracking", "DotNotTrackScope", "attributes that Keras does not track"),
     *_each(
         "keras.src.saving.saving_lib",
@@ -263,6 +269,13 @@ ATTRIBUTES = (
     ),
     *_each(_LAYER, "_loss_ids", "which layer added a loss", "a scope that is told who adds one"),
     *_each(_LAYER, "_called", "whether a layer was called"),
+    *_each(
+        "keras.src.layers.preprocessing.index_lookup:IndexLookup",
+        "_ensure_known_vocab_size _frozen_vocab_size _token_start_index _oov_start_index "
+        "_default_value _mask_key _mask_value",
+        "an IntegerLookup in a compiled program, as a sorted table",
+        "an IntegerLookup that is computed by the backend",
+    ),
     *_each(
         _FUNCTIONAL,
         "_inputs_struct _outputs_struct",

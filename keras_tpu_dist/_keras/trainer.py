@@ -354,6 +354,7 @@ def _callbacks(given: Any) -> list:
 
 
 _told_of_layers: list[Callable[[Any], None]] = []
+_told_of_compiling: list[Callable[[Any], None]] = []
 
 
 def tell_of_layers(created: Callable[[Any], None]) -> None:
@@ -363,6 +364,15 @@ def tell_of_layers(created: Callable[[Any], None]) -> None:
         created: Called with each new layer, which has no name and no weights yet.
     """
     _told_of_layers.append(created)
+
+
+def tell_of_compiling(begins: Callable[[Any], None]) -> None:
+    """Has `begins(model)` called before a model is compiled in a strategy's scope.
+
+    Args:
+        begins: Called with the model.
+    """
+    _told_of_compiling.append(begins)
 
 
 def _layer_created(stock, layer, *args, **kwargs):
@@ -440,6 +450,8 @@ def _loop_in(function: Any, depth: int = 4) -> Any:
 
 def _compile(created, compiling, stock, model, *args, **kwargs):
     with compiling(model):
+        for told in _told_of_compiling if active_strategy() is not None else ():
+            told(model)
         stock(model, *args, **kwargs)
         created(model)
 

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from keras_tpu_dist import _keras
-from keras_tpu_dist.common.checks import is_count
+from keras_tpu_dist.common.checks import check_flags, is_count
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.training.fit_control import FitControl
 from keras_tpu_dist.training.membership import fit_in_training
@@ -16,7 +16,7 @@ logger = logging.getLogger("keras_tpu_dist")
 
 
 class StopAtStep(keras.callbacks.Callback):
-    """Stops training when the optimizer has made exactly `n` steps.
+    """Stops training when the optimizer has made exactly `n` steps, or `n` more.
 
     Steps are the optimizer's own, `optimizer.iterations`, which learning-rate schedules see and
     checkpoints keep: a model that was restored at step 700 makes 300 more under
@@ -28,13 +28,20 @@ class StopAtStep(keras.callbacks.Callback):
     A custom `train_step` that never applies `model.optimizer` is counted by its train steps, from
     the start of the fit. `epochs` must be enough to get there; else training ends before.
 
+    With `more=True` each fit makes `n` steps, from where it begins or resumes: a run that was
+    interrupted and starts again makes `n` more. To end at one step however often a run starts, give
+    the step itself.
+
     Works under a `TPUStrategy`; under stock Keras where `steps_per_execution` is 1.
 
     Args:
-        n: The number of optimizer steps, counted over the model's life.
+        n: The number of optimizer steps, counted over the model's life, or with `more` from the
+            first of the fit.
+        more: Whether `n` counts from there.
 
     Raises:
-        ValueError: If `n` is no whole number above 0; in `fit`, if the model is already there.
+        ValueError: If `n` is no whole number above 0, or `more` no flag; in `fit`, if the model is
+            already there.
 
     Example:
 
@@ -48,8 +55,9 @@ class StopAtStep(keras.callbacks.Callback):
     11
     """
 
-    def __init__(self, n: int):
+    def __init__(self, n: int, more: bool = False):
         super().__init__()
+        check_flags("StopAtStep", more=more)
         if not is_count(n, 1):
             raise ValueError(
                 message(
@@ -59,6 +67,8 @@ class StopAtStep(keras.callbacks.Callback):
                 )
             )
         self.n = n.__index__()
+        self.more = bool(more)
+        self._counts_from = 0
         self._trainer: Any = None
         self._fit: FitControl | None = None
         self._first: int | None = None
@@ -100,6 +110,7 @@ class StopAtStep(keras.callbacks.Callback):
         # Not in on_train_begin: callbacks that restore a model do so there, some of them later.
         if self._first is None:
             self._first = self._made()
+            self._counts_from = self._first if self.more else 0
             self._left = self._from_optimizer()
             # A run that was cut after the last step makes the end of its epoch again.
             if self._left or self._fit is None or not self._fit.batches_to_skip:
@@ -133,6 +144,11 @@ class StopAtStep(keras.callbacks.Callback):
         """Whether the optimizer has made its `n` steps in this fit."""
         return self._first is not None and self._from_optimizer() <= 0
 
+    @property
+    def last_step(self) -> int:
+        """The optimizer step at which this fit ends, counted over the model's life."""
+        return self._counts_from // self._steps_of_an_update() + self.n
+
     def _comes_first(self, fit: FitControl) -> bool:
         """Whether no other callback of the fit stops it before."""
         return fit.more_steps in (None, self._more_steps) or self._left < (fit.steps_left or 0)
@@ -142,11 +158,12 @@ class StopAtStep(keras.callbacks.Callback):
         return 0 if optimizer is None else _keras.train_steps_counted(optimizer)
 
     def _from_optimizer(self) -> int:
+        return self._counts_from + self.n * self._steps_of_an_update() - self._made()
+
+    def _steps_of_an_update(self) -> int:
         optimizer = getattr(self._trainer, "optimizer", None)
         optimizer = getattr(optimizer, "inner_optimizer", optimizer)
-        return (
-            self.n * (getattr(optimizer, "gradient_accumulation_steps", None) or 1) - self._made()
-        )
+        return getattr(optimizer, "gradient_accumulation_steps", None) or 1
 
     def _check_left(self) -> None:
         if self._left <= 0:
@@ -191,7 +208,8 @@ def reached_by(callbacks: Iterable) -> int | None:
     Args:
         callbacks: Those of the fit.
     """
-    found = [each.n for each in callbacks if isinstance(each, StopAtStep) and each.reached]
+    stops = (each for each in callbacks if isinstance(each, StopAtStep))
+    found = [each.last_step for each in stops if each.reached]
     return min(found, default=None)
 
 
@@ -202,5 +220,5 @@ def goes_beyond(callbacks: Iterable, steps: int | None) -> bool:
         callbacks: Those of the fit that begins.
         steps: See `reached_by`.
     """
-    stops = [each.n for each in callbacks if isinstance(each, StopAtStep)]
-    return steps is not None and all(n > steps for n in stops)
+    stops = [each for each in callbacks if isinstance(each, StopAtStep)]
+    return steps is not None and all(each.more or each.n > steps for each in stops)

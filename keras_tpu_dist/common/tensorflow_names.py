@@ -193,7 +193,8 @@ ATTRIBUTES: Mapping[str, Mapping[str, str]] = {
         'code write context.all_reduce("mean", gradients).',
         "cross_replica_sum": 'Write get_replica_context().all_reduce("sum", value).',
         "bfloat16_scope": 'Write keras.config.set_dtype_policy("mixed_bfloat16").',
-        "StopAtStepHook": "Write ktd.callbacks.StopAtStep(n).",
+        "StopAtStepHook": "Write ktd.callbacks.StopAtStep(last_step), or "
+        "StopAtStep(num_steps, more=True).",
         "NanTensorHook": "Write ktd.callbacks.NameNaN(), or keras.callbacks.TerminateOnNaN().",
         "train_and_evaluate": "Write model.fit(..., validation_data=...).",
         "TPUClusterResolver": _NO_CLUSTER,

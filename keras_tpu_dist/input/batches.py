@@ -21,7 +21,13 @@ from keras_tpu_dist.input.batch_axis import (
     element_names,
     flatten,
 )
-from keras_tpu_dist.input.host_arrays import ARRAYS, check_same_rows, checked_rows, padded
+from keras_tpu_dist.input.host_arrays import (
+    ARRAYS,
+    check_numbers,
+    check_same_rows,
+    checked_rows,
+    padded,
+)
 from keras_tpu_dist.processes.arrays import put
 
 
@@ -404,6 +410,7 @@ class BatchPlacer:
         first = None
         for name, axis, leaf in zip(names, axes, leaves, strict=True):
             if axis is None or leaf.ndim == 0 or isinstance(leaf, JAXSparse):
+                check_numbers(name, leaf)
                 slots.append(Slot(None))
                 paddings.append(0)
                 continue

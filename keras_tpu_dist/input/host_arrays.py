@@ -45,16 +45,8 @@ def checked_rows(name: str, axis: int, leaf: Any, empty: bool = False) -> int:
     Raises:
         ValueError: If it has no such dimension, no rows, or holds no numbers.
     """
+    check_numbers(name, leaf)
     received = {"element": name, "shape": tuple(leaf.shape), "dtype": str(leaf.dtype)}
-    if np.dtype(leaf.dtype).kind in "OSU":
-        raise ValueError(
-            message(
-                "A batch holds numbers.",
-                received=received,
-                fix="Encode text with keras.layers.StringLookup or TextVectorization in the "
-                "input pipeline.",
-            )
-        )
     if axis >= leaf.ndim:
         raise ValueError(
             message(
@@ -72,6 +64,40 @@ def checked_rows(name: str, axis: int, leaf: Any, empty: bool = False) -> int:
             )
         )
     return leaf.shape[axis]
+
+
+def check_numbers(name: str, leaf: Any) -> None:
+    """Raises a `ValueError` if an array of a batch holds text, or rows of several lengths.
+
+    Args:
+        name: What errors call it.
+        leaf: The array, as NumPy made it of what was given.
+
+    Raises:
+        ValueError: If it does.
+    """
+    if np.dtype(leaf.dtype).kind not in "OSU":
+        return
+    received = {"element": name, "shape": tuple(leaf.shape), "dtype": str(leaf.dtype)}
+    if leaf.dtype == object and leaf.size and not isinstance(leaf.flat[0], (str, bytes)):
+        first = type(leaf.flat[0]).__name__
+        raise ValueError(
+            message(
+                "The rows of an array of a batch have one length; those of a ragged one differ.",
+                received={**received, "of": first},
+                fix="Pad them in the input pipeline: ragged.to_tensor(), as in dataset.map(lambda "
+                'x: x.to_tensor()); RunOptions(buckets="power_of_two") then has one program for '
+                "many lengths.",
+            )
+        )
+    raise ValueError(
+        message(
+            "A batch holds numbers.",
+            received=received,
+            fix="Encode text with keras.layers.StringLookup or TextVectorization in the "
+            "input pipeline.",
+        )
+    )
 
 
 def check_same_rows(first: tuple[str, int], name: str, rows: int, leaf: Any) -> None:

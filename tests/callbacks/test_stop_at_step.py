@@ -107,6 +107,30 @@ def test_a_second_fit_goes_on_from_the_first(undisturbed):
         _fit(model, stop)
 
 
+@pytest.mark.parametrize("where", ["stock", "launches of 8"])
+def test_more_steps_from_where_the_fit_begins(undisturbed, where):
+    strategy, n = (None, 1) if where == "stock" else (ktd.TPUStrategy(), 8)
+    model = built(_build(n), strategy)
+    stop = StopAtStep(19, more=True)
+    _fit(model, stop)
+    assert (int(model.optimizer.iterations), stop.last_step) == (19, 19)
+    stop = StopAtStep(3, more=True)
+    _fit(model, stop)
+    assert_close(model.get_weights(), undisturbed[0][21][0])
+    _fit(model, stop)
+    assert (int(model.optimizer.iterations), stop.last_step) == (25, 25)
+    with pytest.raises(ValueError, match="more of StopAtStep is True or False"):
+        StopAtStep(3, more=1)
+
+
+def test_more_steps_of_a_run_that_is_resumed(tmp_path):
+    pytest.importorskip("orbax.checkpoint")
+    for made in (5, 10):
+        model = built(_build(2), ktd.TPUStrategy())
+        _fit(model, ktd.callbacks.Checkpoint(tmp_path), StopAtStep(5, more=True))
+        assert int(model.optimizer.iterations) == made
+
+
 @pytest.mark.slow
 def test_epochs_that_end_before(undisturbed):
     model = built(_build(8), ktd.TPUStrategy())
@@ -180,6 +204,10 @@ def test_gradient_accumulation_counts_updates():
         model = built(_build(n, optimizer), strategy)
         _fit(model, StopAtStep(5))
         assert int(model.optimizer.iterations) == 5
+        _fit(model, stop := StopAtStep(2, more=True))
+        assert int(model.optimizer.iterations) == stop.last_step == 7
+        model = built(_build(n, optimizer), strategy)
+        _fit(model, StopAtStep(5))
         reference = built(_build(1, optimizer), None)
         reference.fit(X[: 4 * 15], Y[: 4 * 15], batch_size=4, shuffle=False, verbose=0)
         assert_close(model.get_weights(), reference.get_weights())
