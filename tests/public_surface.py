@@ -409,7 +409,7 @@ ROWS: dict[str, Row] = {
             "on_sigterm": FLAG,
         },
     ),
-    "StopAtStep": Row(ktd.callbacks.StopAtStep, dict, {"n": COUNT[:-1], "more": FLAG}),
+    "StopAtStep": Row(ktd.callbacks.StopAtStep, lambda: {"n": 3}, {"n": COUNT[:-1], "more": FLAG}),
     "NameNaN": Row(ktd.callbacks.NameNaN, dict, {"stop": FLAG}),
     "HostMetrics": Row(
         ktd.callbacks.HostMetrics,
