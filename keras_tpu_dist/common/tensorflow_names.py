@@ -8,6 +8,10 @@ from keras_tpu_dist.common.errors import message
 _GUIDE = "Pass none of TensorFlow's objects: docs/migration.md says what to write for each."
 _NO_CLUSTER = "Leave it out: there is no cluster and no session, JAX finds the chips."
 _RUN = "Write strategy.run over the batches of strategy.distribute_dataset."
+_STEPS = (
+    "Write strategy.run(fn, (iterator,), steps=N), or model.compile(..., steps_per_execution=N) for "
+    "fit."
+)
 _UPDATE = "Assign to the variable, variable.assign(value), within strategy.run or outside."
 _DATASET_OPTIONS = (
     "Leave it out: batches are put on the devices, and TPUStrategy(prefetch=N) says how many ahead."
@@ -100,7 +104,7 @@ ATTRIBUTES: Mapping[str, Mapping[str, str]] = {
         "extended": "Write what its part needs: strategy.extended.NAME says it for each.",
         "unwrap": "Write strategy.local_results(value).",
         "group": "Leave it out: there are no operations to group, results come when they are read.",
-        "steps_per_run": "Write model.compile(..., steps_per_execution=N).",
+        "steps_per_run": _STEPS,
         "colocate_vars_with": "Leave it out: optimizer slots lie as their weight.",
         "make_dataset_iterator": _RUN,
         "make_input_fn_iterator": _RUN,
@@ -129,11 +133,10 @@ ATTRIBUTES: Mapping[str, Mapping[str, str]] = {
         "experimental_logical_device": _DEVICES_OF_FUNCTION,
         "call_for_each_replica": "Write strategy.run(fn, args, kwargs).",
         "tpu_run": "Write strategy.run(fn, args, kwargs).",
-        "experimental_run_steps_on_iterator": "Write model.compile(..., steps_per_execution=N) for "
-        "N steps of fit in one launch.",
+        "experimental_run_steps_on_iterator": _STEPS,
         "experimental_make_numpy_dataset": "Write strategy.distribute_dataset(arrays, "
         "batch_size=N).",
-        "steps_per_run": "Write model.compile(..., steps_per_execution=N).",
+        "steps_per_run": _STEPS,
         "num_hosts": "Write strategy.num_hosts.",
         "num_replicas_per_host": "Write strategy.num_replicas_in_sync // strategy.num_hosts.",
         "tpu_hardware_feature": "Leave it out: tables for SparseCore are in KerasRS.",
@@ -249,7 +252,7 @@ ARGUMENTS: Mapping[str, Mapping[str, str]] = {
         "device_assignment": "Write TPUStrategy(mesh=assignment).",
         "experimental_spmd_xla_partitioning": "Leave it out: programs are always partitioned as "
         "one (SPMD).",
-        "steps_per_run": "Write model.compile(..., steps_per_execution=N).",
+        "steps_per_run": _STEPS,
         **_RESOLVER,
         **_TPU_CONFIG,
     },
