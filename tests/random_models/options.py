@@ -35,7 +35,7 @@ OPTIONS: dict[str, tuple] = {
     "input": ("arrays", "generator", "pydataset", "tf.data", "torch", "grain"),
     "weighted": ("no", "sample_weight", "class_weight"),
     "reduction": ("sum_over_batch_size", "sum", "mean_with_sample_weight"),
-    # "replica": a loop of `strategy.run`.
+    # "replica": a loop of `strategy.run`, or with several steps a launch `strategy.loop`.
     "trainer": (*3 * ("fit",), "compute_loss", "on_batch", *2 * ("replica",)),
     "optimizer": (
         *("sgd", "adam", "clipped", "accumulated", "averaged", "averaged_at_end", "scaled"),

@@ -1,4 +1,4 @@
-"""A user's loop of `strategy.run`; and what it should give, replica by replica on one device."""
+"""A user's loop of `strategy.run` or `loop`; and what it should give, replica by replica on one device."""
 
 from typing import Any
 
@@ -43,7 +43,9 @@ def trained(
             metric = keras.metrics.SparseCategoricalAccuracy()
         step = _OnReplicas(strategy, model, metric, even)
         batches = strategy.distribute_dataset((x, y), batch_size=size)
-    losses = [step(batch) for _ in range(epochs) for batch in batches]
+    steps = program.choices["steps_per_execution"]
+    steps = 32 if steps == "auto" else steps
+    losses = [loss for _ in range(epochs) for loss in step.over(batches, steps)]
     if program.choices["optimizer"].startswith("averaged"):
         model.optimizer.finalize_variable_values(model.trainable_variables)
     accuracy = np.asarray(metric.result())
@@ -79,9 +81,17 @@ class _OnReplicas:
         self._strategy, self._model, self._metric, self._even = strategy, model, metric, even
         self._options = None if even else ktd.RunOptions(dynamic_batch=True)
 
-    def __call__(self, batch: Any) -> np.ndarray:
-        losses = self._strategy.run(self._step, (batch,), options=self._options)
-        return np.asarray(self._strategy.reduce("sum", losses))
+    def over(self, batches: Any, steps: int) -> Any:
+        """The losses of an epoch, of so many steps a launch."""
+        strategy = self._strategy
+        if steps == 1:
+            for batch in batches:
+                losses = strategy.run(self._step, (batch,), options=self._options)
+                yield np.asarray(strategy.reduce("sum", losses))
+            return
+        launched = strategy.loop(self._step, batches, steps, options=self._options, outputs="all")
+        for _, losses in launched:
+            yield from np.asarray(strategy.reduce("sum", losses))
 
     def _step(self, batch):
         (x, y), model = batch, self._model
@@ -115,7 +125,11 @@ class _Alone:
     def _loss(self, weights, others, x, y, total):
         return _loss(self._model, weights, others, x, y, None, total, self._number)
 
-    def __call__(self, batch: Any) -> np.ndarray:
+    def over(self, batches: Any, steps: int) -> Any:
+        """The losses of an epoch, step by step."""
+        return map(self._losses_of, batches)
+
+    def _losses_of(self, batch: Any) -> np.ndarray:
         weights, others = _state(self._model)
         rows = len(batch[1])
         parts = [
