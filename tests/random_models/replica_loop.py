@@ -1,4 +1,4 @@
-"""A user's loop of `strategy.run` or `loop`; and what it should give, replica by replica on one device."""
+"""A user's loop of `strategy.run` or `loop`; what it should give, by replicas on one device."""
 
 from typing import Any
 
