@@ -2,12 +2,16 @@
 
 import importlib.util
 import inspect
+import os
 import pathlib
 import re
+import subprocess
+import sys
 
 import keras
 import numpy as np
 import pytest
+from helpers import assert_close
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.common import tensorflow_names
@@ -338,3 +342,78 @@ def test_the_example_runs(capsys):
     printed = capsys.readouterr().out
     assert printed.count("on 8 replicas") == 3
     assert "(4, 8, 8, 3) on each" in printed
+
+
+# The strategy of two CPUs in place of the TPU's, and the argument that Keras 3 no longer knows.
+AS_ON_A_TPU = """
+import runpy
+import keras, tensorflow as tf
+(cpu,) = tf.config.list_physical_devices("CPU")
+tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+tf.distribute.TPUStrategy = lambda resolver: tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+tf.distribute.cluster_resolver.TPUClusterResolver = lambda tpu: tpu
+tf.config.experimental_connect_to_cluster = lambda resolver: None
+tf.tpu.experimental.initialize_tpu_system = lambda resolver: None
+stock = keras.optimizers.Optimizer.apply_gradients
+keras.optimizers.SGD.apply_gradients = lambda self, pairs, skip_gradients_aggregation: stock(
+    self, pairs
+)
+runpy.run_path("old.py")
+"""
+
+
+def loops():
+    """The whole loop in TensorFlow, and here."""
+    text = GUIDE.read_text().split("## The custom loop, whole")[1]
+    old, new = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    return old, new
+
+
+@pytest.mark.slow
+def test_the_whole_loop_in_tensorflow_runs(tmp_path):
+    pytest.importorskip("tensorflow")
+    (tmp_path / "old.py").write_text(loops()[0])
+    environment = {**os.environ, "KERAS_BACKEND": "tensorflow", "XLA_FLAGS": ""}
+    for epochs in (3, 0):  # resumed, nothing is left to do
+        done = subprocess.run(
+            [sys.executable, "-c", AS_ON_A_TPU],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert len(re.findall(r"epoch \d: loss", done.stdout)) == epochs
+
+
+@pytest.mark.slow
+def test_the_whole_loop_here_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
+    new, stock = loops()[1], ktd.LoopCheckpoint.save
+
+    def trained(folder):
+        keras.utils.clear_session()
+        keras.utils.set_random_seed(0)
+        folder.mkdir(exist_ok=True)
+        monkeypatch.chdir(folder)
+        names = {}
+        exec(compile(new, str(GUIDE), "exec"), names)
+        return [*names["model"].get_weights(), names["optimizer"].iterations.numpy()]
+
+    whole = trained(tmp_path / "whole")
+
+    def stopped(saved, step, **numbers):
+        stock(saved, step, **numbers)
+        if step == 9:
+            raise RuntimeError("power cut")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ktd.LoopCheckpoint, "save", stopped)
+        with pytest.raises(RuntimeError, match="power cut"):
+            trained(tmp_path / "stopped")
+    assert_close(trained(tmp_path / "stopped"), whole, 1e-6)
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in printed] == [f"epoch {i}" for i in (0, 1, 2, 0, 1, 2)]
+    assert printed[4:] == printed[1:3]
+    assert (tmp_path / "stopped" / "model.keras").exists()
