@@ -1,0 +1,172 @@
+"""A large embedding table, by rows over 16 chips: as it is trained, and with its rows exchanged.
+
+    python benchmarks/tables.py [--rows 100000000] [--effort exact]
+
+Compiles the train step of a ranking model (16,384 rows of 16 ids, 32 features, Adagrad) for
+v5e:4x4, and beside it one of plain JAX by hand: each device sends its ids to the devices that own
+their rows, gets the rows, sends their gradients back, and the owners update the rows that were
+used, and no others. What is printed are estimates of cycles; nothing runs on a chip.
+
+Left out by hand: a device may own more of a step's ids than the buffer holds, of which a real one
+must take care. Indices in order are not said to be: the compiler would stream the whole table
+through the chip.
+
+Needs libtpu (pip install "keras_tpu_dist[tpu]"); no TPU.
+"""
+
+import keras_tpu_dist as ktd  # first: it selects Keras's JAX backend
+
+# isort: split
+import argparse
+import os
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from keras_tpu_dist.hardware.libtpu import libtpu_environment
+from keras_tpu_dist.hardware.topology import Topology
+from keras_tpu_dist.hlo import cost, silent
+from keras_tpu_dist.hlo.loops import executions
+from keras_tpu_dist.hlo.parse import parse
+
+L = keras.layers
+TOPOLOGY, WAYS = "v5e:4x4", 16
+BATCH, IDS, WIDTH, HIDDEN = 16384, 16, 32, 256
+RATE, EPSILON = 0.01, 1e-7
+NOBODY = np.iinfo("int32").max
+
+
+def model(rows):
+    """A ranking model: a table, and two Dense layers."""
+    ids = keras.Input((IDS,), dtype="int32")
+    x = L.Flatten()(L.Embedding(rows, WIDTH, name="table")(ids))
+    x = L.Dense(1)(L.Dense(HIDDEN, activation="relu")(x))
+    built = keras.Model(ids, x)
+    built.compile("adagrad", "mse")
+    return built
+
+
+def sorted_by_owner(ids, rows_each, capacity):
+    """Ids without repetitions for each owner, and the place of each id among them."""
+    ordered, order = jax.lax.sort((ids, jnp.arange(ids.size, dtype="int32")), num_keys=1)
+    first = jnp.append(True, ordered[1:] != ordered[:-1])
+    owner, number = ordered // rows_each, jnp.cumsum(first.astype("int32")) - 1
+    before = [(first & (owner < d)).sum(dtype="int32") for d in range(WAYS + 1)]
+    starts = jnp.stack(before)
+    unique = jax.lax.sort(jnp.where(first, ordered, NOBODY))
+    unique = jnp.append(unique, jnp.full(capacity, NOBODY, "int32"))
+    parts = [jax.lax.dynamic_slice(unique, (start,), (capacity,)) for start in before[:-1]]
+    counts = (starts[1:] - starts[:-1])[:, None]
+    sent = jnp.where(jnp.arange(capacity) < counts, jnp.stack(parts), NOBODY)
+    place = owner * capacity + number - starts[owner]
+    return sent, jax.lax.sort((order, place), num_keys=1)[1]
+
+
+def exchanged(array):
+    """What each device has for each other one, in the place where that one has it."""
+    return jax.lax.all_to_all(array, "data", 0, 0, tiled=True)
+
+
+def summed(ids, gradients):
+    """For each place the sum of gradients of all places with its id."""
+    places = jnp.arange(ids.size, dtype="int32")
+    ordered, order = jax.lax.sort((ids, places), num_keys=1)
+    first = jnp.append(True, ordered[1:] != ordered[:-1])
+    group = jnp.cumsum(first.astype("int32")) - 1
+    group = jax.lax.sort((order, group), num_keys=1)[1]
+    return jax.ops.segment_sum(gradients, group, ids.size)[group]
+
+
+def step(table, sums, dense, ids, y):
+    """A train step of one device."""
+    rows_each = table.shape[0]
+    # Ids of a step that one device has and another owns: their mean, and five deviations of it.
+    mean = ids.size / WAYS
+    capacity = int(mean + 5 * mean**0.5) // 32 * 32 + 32
+    sent, place = sorted_by_owner(ids.ravel(), rows_each, capacity)
+    asked = exchanged(sent).ravel()
+    own = jnp.where(asked < NOBODY, asked - jax.lax.axis_index("data") * rows_each, rows_each)
+    rows = table.at[own].get(mode="fill", fill_value=0)
+    got = exchanged(rows.reshape(WAYS, capacity, WIDTH)).reshape(-1, WIDTH)
+
+    def loss(got, dense):
+        x = got[place].reshape(len(ids), -1)
+        x = jax.nn.relu(x @ dense[0] + dense[1]) @ dense[2] + dense[3]
+        return ((x - y) ** 2).sum() / (WAYS * len(ids))
+
+    by_rows, by_dense = jax.grad(loss, (0, 1))(got, dense)
+    by_rows = exchanged(by_rows.reshape(WAYS, capacity, WIDTH)).reshape(-1, WIDTH)
+    by_rows, by_dense = summed(own, by_rows), jax.lax.psum(by_dense, "data")
+    # Places with one id write one value.
+    new = sums.at[own].get(mode="fill", fill_value=1) + by_rows**2
+    sums = sums.at[own].set(new, mode="drop")
+    table = table.at[own].set(rows - RATE * by_rows / jnp.sqrt(new + EPSILON), mode="drop")
+    return table, sums, [w - RATE * g for w, g in zip(dense, by_dense, strict=True)]
+
+
+def by_hand(rows, effort):
+    """The program of the step by hand."""
+    from jax.experimental import topologies
+
+    jax.config.update("jax_platforms", "cpu")
+    os.environ.update(libtpu_environment())
+    topology = Topology.parse(TOPOLOGY)
+    devices = topologies.get_topology_desc(**topology.libtpu_arguments()).devices
+    mesh = Mesh(np.array(devices), ("data",))
+    split, whole = PartitionSpec("data"), PartitionSpec()
+
+    def spec(shape, layout, dtype="float32"):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, layout))
+
+    dense = [(IDS * WIDTH, HIDDEN), (HIDDEN,), (HIDDEN, 1), (1,)]
+    function = jax.shard_map(
+        step,
+        mesh=mesh,
+        in_specs=(split, split, whole, split, split),
+        out_specs=(split, split, whole),
+        check_vma=False,
+    )
+    lowered = jax.jit(function, donate_argnums=(0, 1)).lower(
+        spec((rows, WIDTH), split),
+        spec((rows, WIDTH), split),
+        [spec(shape, whole) for shape in dense],
+        spec((BATCH, IDS), split, "int32"),
+        spec((BATCH, 1), split),
+    )
+    options = {"xla_optimization_level": "EFFORT_O1"} if effort == "quick" else {}
+    return parse(lowered.compile(compiler_options=options).as_text())
+
+
+def cycles(program, chip):
+    """Stated and estimated cycles of all kernels."""
+    return sum(
+        run.times
+        * (
+            cost.estimated_cycles(run.instruction)
+            + silent.cycles(program, run.computation, run.instruction, chip)
+        )
+        for run in executions(program).executions
+    )
+
+
+def main():
+    """Prints both."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, default=100_000_000)
+    parser.add_argument("--effort", default="exact", choices=["quick", "exact"])
+    options = parser.parse_args()
+    strategy = ktd.TPUStrategy({"data": WAYS}, "fsdp", topology=TOPOLOGY)
+    run = ktd.dry_run(
+        lambda: model(options.rows), strategy, batch_size=BATCH, effort=options.effort
+    )
+    chip = Topology.parse(TOPOLOGY).chip
+    plan = round(run.estimate.kernels * chip.clock)
+    hand = cycles(by_hand(options.rows, options.effort), chip)
+    print(f"by the plan: {plan:,} cycles; by hand: {hand:,}; {plan / hand:.1f}x")
+
+
+if __name__ == "__main__":
+    main()
