@@ -9,8 +9,8 @@ _GUIDE = "Pass none of TensorFlow's objects: docs/migration.md says what to writ
 _NO_CLUSTER = "Leave it out: there is no cluster and no session, JAX finds the chips."
 _RUN = "Write strategy.run over the batches of strategy.distribute_dataset."
 _STEPS = (
-    "Write strategy.run(fn, (iterator,), steps=N), or model.compile(..., steps_per_execution=N) for "
-    "fit."
+    "Write strategy.run(fn, (iterator,), steps=N), or for fit "
+    "model.compile(..., steps_per_execution=N)."
 )
 _UPDATE = "Assign to the variable, variable.assign(value), within strategy.run or outside."
 _DATASET_OPTIONS = (

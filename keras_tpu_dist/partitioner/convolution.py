@@ -54,9 +54,9 @@ def repaired(equation: Any, spread: Spread) -> list | None:
     windows = [spread.axes(left, i) | spread.axes(right, k) for i, k in spatial]
     windowed = any(spread.axes(right, k) for k in rhs[2:])
     fragile = any(axes and _loses_its_place(equation, n) for n, axes in enumerate(windows))
-    channels = _channels(equation, spread)
-    whole = windowed or fragile or (grouped and any(windows))
     summed = rows if grouped else frozenset()
+    channels = _channels(equation, spread) - summed
+    whole = windowed or fragile or (grouped and any(windows))
     if not whole and not channels and not summed:
         return None
     asked = [spread.asked(left, i) | spread.asked(right, k) for i, k in spatial]
@@ -77,15 +77,18 @@ def repaired(equation: Any, spread: Spread) -> list | None:
 
 
 def _channels(equation: Any, spread: Spread) -> frozenset[str]:
-    """The axes that split channels of a grouped convolution."""
+    """The axes that split channels of a grouped convolution, and not its images."""
     if _groups(equation) == 1:
         return frozenset()
+    (image, kernel), (made,) = equation.invars, equation.outvars
     left, right, result = _group_dimensions(equation)
-    inner = equation.params["dimension_numbers"].rhs_spec[1]
-    split = spread.axes(equation.invars[0], left) | spread.axes(equation.invars[1], right)
-    if equation.params["feature_group_count"] > 1:
-        split |= spread.axes(equation.invars[1], inner)
-    return split | spread.axes(equation.outvars[0], result)
+    split = spread.axes(image, left) | spread.axes(kernel, right) | spread.axes(made, result)
+    if equation.params["batch_group_count"] > 1:
+        return split
+    numbers = equation.params["dimension_numbers"]
+    split |= spread.axes(kernel, numbers.rhs_spec[1])
+    images = spread.axes(image, numbers.lhs_spec[0]) | spread.axes(made, numbers.out_spec[0])
+    return split - images
 
 
 def _group_dimensions(equation: Any) -> tuple[int, int, int]:
@@ -139,9 +142,8 @@ def _by_groups(
     if not rows and not channels:
         return equation.primitive.bind(left, right, **params)
     added = spread.ordered(rows)
-    free = channels - rows - _batch(equation, spread)
     names: tuple[str, ...] = ()
-    for name in spread.ordered(free):
+    for name in spread.ordered(channels):
         if _groups(equation) % spread.product((*names, name)) == 0:
             names = (*names, name)
     for_left, for_right, for_result = ({d: names} for d in _group_dimensions(equation))
@@ -162,28 +164,16 @@ def _by_groups(
         left = padded_at_the_end(left, {lhs: padding})
         right = padded_at_the_end(right, {rhs: padding})
         for_left, for_right = for_left | {lhs: added}, for_right | {rhs: added}
-    # An axis that divides no groups is manual, too: XLA would split within a group.
-    if manual := {*added, *free}:
-        local = jax.shard_map(
-            local,
-            mesh=mesh_here(spread.mesh),
-            in_specs=(_spec(left.ndim, for_left), _spec(right.ndim, for_right)),
-            out_specs=_spec(left.ndim + 1, {0: added} | {d + 1: n for d, n in for_result.items()}),
-            axis_names=manual,
-            check_vma=False,
-        )
-    parts = local(left, right)
-    result = parts.sum(axis=0, dtype=parts.dtype) if added else parts[0]
-    return constrained(result, spread.mesh, for_result) if channels else result
-
-
-def _batch(equation: Any, spread: Spread) -> frozenset[str]:
-    """The axes that split the images of a convolution with feature groups."""
-    if equation.params["batch_group_count"] > 1:
-        return frozenset()
-    numbers = equation.params["dimension_numbers"]
-    images = spread.axes(equation.invars[0], numbers.lhs_spec[0])
-    return images | spread.axes(equation.outvars[0], numbers.out_spec[0])
+    parts = jax.shard_map(
+        local,
+        mesh=mesh_here(spread.mesh),
+        in_specs=(_spec(left.ndim, for_left), _spec(right.ndim, for_right)),
+        out_specs=_spec(left.ndim + 1, {0: added} | {d + 1: n for d, n in for_result.items()}),
+        # Also an axis that divides no groups: XLA would split within a group.
+        axis_names={*added, *channels},
+        check_vma=False,
+    )(left, right)
+    return parts.sum(axis=0, dtype=parts.dtype) if added else parts[0]
 
 
 def _spec(rank: int, axes: Mapping[int, tuple[str, ...]]) -> PartitionSpec:
