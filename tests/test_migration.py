@@ -18,6 +18,7 @@ from keras_tpu_dist.common import tensorflow_names
 
 ROOT = pathlib.Path(ktd.__file__).parent.parent
 GUIDE = ROOT / "docs" / "migration.md"
+ESTIMATOR = ROOT / "docs" / "from_tpuestimator.md"
 EXAMPLE = ROOT / "examples" / "migrate_from_tpustrategy.py"
 
 # tensorflow.org/api_docs/python/tf/distribute/TPUStrategy and .../StrategyExtended (2.16).
@@ -362,11 +363,15 @@ runpy.run_path("old.py")
 """
 
 
-def loops():
-    """The whole loop in TensorFlow, and here."""
-    text = GUIDE.read_text().split("## The custom loop, whole")[1]
+def both(page, title):
+    """What a page has under a title: the code in TensorFlow, and the code here."""
+    text = page.read_text().split(title)[1]
     old, new = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     return old, new
+
+
+def loops():
+    return both(GUIDE, "## The custom loop, whole")
 
 
 @pytest.mark.slow
@@ -417,3 +422,37 @@ def test_the_whole_loop_here_goes_on_where_it_stopped(tmp_path, monkeypatch, cap
     assert [line.split(":")[0] for line in printed] == [f"epoch {i}" for i in (0, 1, 2, 0, 1, 2)]
     assert printed[4:] == printed[1:3]
     assert (tmp_path / "stopped" / "model.keras").exists()
+
+
+@pytest.mark.slow
+def test_the_estimator_s_counterpart_fine_tunes(tmp_path, monkeypatch, capsys):
+    tf = pytest.importorskip("tensorflow")
+    monkeypatch.chdir(tmp_path)
+    old, new = both(ESTIMATOR, "## A model_fn, whole")
+    compile(old, str(ESTIMATOR), "exec")
+    rng = np.random.default_rng(0)
+    for file in range(2):
+        with tf.io.TFRecordWriter(f"flowers-{file}.tfrecord") as writer:
+            for _ in range(18):
+                image = tf.io.encode_jpeg(rng.integers(0, 256, (80, 90, 3), "uint8")).numpy()
+                feature = {
+                    "image": tf.train.Feature(bytes_list=tf.train.BytesList(value=[image])),
+                    "label": tf.train.Feature(
+                        int64_list=tf.train.Int64List(value=[int(rng.integers(5))])
+                    ),
+                }
+                example = tf.train.Example(features=tf.train.Features(feature=feature))
+                writer.write(example.SerializeToString())
+    base = keras.applications.InceptionV3(
+        include_top=False, weights=None, pooling="avg", input_shape=(75, 75, 3)
+    )
+    logits = keras.layers.Dense(7, name="logits")(base.output)
+    trained = keras.Model(base.input, logits)
+    trained.save("inception_v3.keras")
+    names = {}
+    exec(compile(new, str(ESTIMATOR), "exec"), names)
+    model = names["model"]
+    assert int(model.optimizer.iterations) == 6
+    assert len(model.trainable_variables) == 2
+    assert_close([v.numpy() for v in model.weights[:-2]], [v.numpy() for v in trained.weights[:-2]])
+    assert "Epoch 1/100" in capsys.readouterr().out

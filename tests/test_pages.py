@@ -28,6 +28,7 @@ NOT_RUN = {
     "costs.md": 3,
     "experts.md": 1,
     "from_pytorch_xla.md": 1,
+    "from_tpuestimator.md": 2,
     "index.md": 1,
     "migration.md": 1,
     "pods.md": 3,
