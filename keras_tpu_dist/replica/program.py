@@ -322,15 +322,17 @@ class ReplicaProgram:
                 next(given) if own else array
                 for array, own in zip(arrays, scan.stepped, strict=True)
             ]
-            outs, updated = step(now, {**values, **updated})
+            outs, after = step(now, {**values, **dict(zip(keys, updated, strict=True))})
             outs = [jnp.asarray(out, zero.dtype) for out, zero in zip(outs, zeros, strict=True)]
+            updated = [after[key] for key in keys]
             return ([] if scan.every else outs, updated), (outs if scan.every else [])
 
         zeros = [jnp.zeros(result.shape, result.dtype) for result in self._attempt.results]
-        updated = {key: values[key] for key in self._attempt.record.updated}
-        begin = ([] if scan.every else zeros, updated)
+        # A list: sorted by `id`, the program would be another one in each process.
+        keys = list(self._attempt.record.updated)
+        begin = ([] if scan.every else zeros, [values[key] for key in keys])
         (last, updated), every = jax.lax.scan(body, begin, own, length=scan.steps)
-        return every if scan.every else last, updated
+        return every if scan.every else last, dict(zip(keys, updated, strict=True))
 
     def _step(
         self, record: _Record, combine: set[int], inputs: dict, arrays: list, values: dict
