@@ -27,11 +27,11 @@ def replica_id():
 
 @pytest.fixture
 def launches(monkeypatch):
-    """The functions that are launched, one after the other."""
+    """The programs that are launched, with their arguments, one after the other."""
     found, stock = [], Jitted.__call__
 
     def call(jitted, *args):
-        found.append(jitted)
+        found.append((jitted, args))
         return stock(jitted, *args)
 
     monkeypatch.setattr(Jitted, "__call__", call)
@@ -206,6 +206,24 @@ def test_steps_with_the_same_arguments(four, launches):
     assert (float(value.value), int(seeds.state.value[1])) == (32.0, 5)
     (last,) = {float(v) for v in four.local_results(four.run(lambda: value * 1, steps=3))}
     assert last == 32.0
+
+
+def test_the_program_does_not_depend_on_where_variables_lie(four, launches):
+    """Each process has its own; another order of collectives in one of them ends all."""
+
+    def text(order):
+        with four.scope():
+            counts = {n: keras.Variable(np.zeros(n), aggregation="sum") for n in order}
+
+        def step():
+            for n in range(1, 9):
+                counts[n].assign_add(replica_id())
+
+        four.run(step, steps=3)
+        program, args = launches[-1]
+        return program.lower(*args).as_text()
+
+    assert text(range(1, 9)) == text(range(8, 0, -1))
 
 
 def test_a_statistic_that_a_weight_follows(four):
