@@ -117,12 +117,14 @@ class Annotated:
         outputs: From a layer's path to the layout of its output.
         unknown: `(layer path, weight name)` of what no weight of the built layer is called.
         logical_devices: From a layer's path to the logical device that computes it.
+        assigned: From the id of a variable to the logical device that computes its layer.
     """
 
     weights: dict[int, tuple[tuple, str]]
     outputs: dict[str, Any]
     unknown: tuple[tuple[str, str], ...]
     logical_devices: dict[str, int]
+    assigned: dict[int, int]
 
 
 def annotated(model: Any) -> Annotated:
@@ -138,6 +140,7 @@ def annotated(model: Any) -> Annotated:
     outputs: dict[str, Any] = {}
     unknown = []
     devices: dict[str, int] = {}
+    assigned: dict[int, int] = {}
     for layer in _keras.flatten_layers(model):  # parents first
         annotation = annotation_of(layer)
         if annotation is None:
@@ -148,6 +151,7 @@ def annotated(model: Any) -> Annotated:
         within = any(path.startswith(f"{outer}/") for outer in devices)
         if annotation.logical_device is not None and not within:
             devices[path] = annotation.logical_device
+            assigned |= {id(each): annotation.logical_device for each in layer.variables}
         used: set[int] = set()
         for variable in layer.variables:
             if annotation.weights is None:
@@ -161,7 +165,7 @@ def annotated(model: Any) -> Annotated:
         if layer.built and annotation.weights is not None:
             names = [name for name, _ in annotation.weights.rules]
             unknown += [(layer.path, n) for i, n in enumerate(names) if i not in used]
-    return Annotated(weights, outputs, tuple(unknown), devices)
+    return Annotated(weights, outputs, tuple(unknown), devices, assigned)
 
 
 def layouts_in(output: Any) -> list:

@@ -14,7 +14,7 @@ from keras_tpu_dist.common.axes import Axes, spell_out
 from keras_tpu_dist.hardware.mesh import sequence_axis
 from keras_tpu_dist.layout.activations import block_outputs
 from keras_tpu_dist.layout.annotations import Annotated, annotated, layouts_in
-from keras_tpu_dist.layout.planner import Plan, Planner, slot_decision
+from keras_tpu_dist.layout.planner import MIN_SIZE, Plan, Planner, slot_decision, split_largest
 from keras_tpu_dist.layout.rules import (
     Decision,
     LayoutRules,
@@ -135,8 +135,8 @@ def place(model: Any, setting: Setting, given: Any) -> Placement:
     """Decides for every variable of a model.
 
     In this order: a layout given to the variable itself, an annotation on its layer, the rules,
-    the plan, replication. Optimizer slots lie as their weight; metrics and what else the
-    optimizer holds go by the rules.
+    the plan, the assignment of its layer to a logical device, replication. Optimizer slots lie as
+    their weight; metrics and what else the optimizer holds go by the rules.
 
     Args:
         model: A model, built as far as it is.
@@ -205,7 +205,27 @@ def _first_that_speaks(variable, given, notes: Annotated, setting: Setting, plan
         found = plan.decision(variable)
     if found is not None:
         return found
+    if id(variable) in notes.assigned:
+        return _shared_by_replica(variable, notes.assigned[id(variable)], setting)
     return _NO_RULE if setting.layout else _REPLICATED
+
+
+def _shared_by_replica(variable, device: int, setting: Setting) -> Decision:
+    """The layout of a weight of an assigned layer: each logical device keeps a part of it.
+
+    The device that computes is sent the other parts when it needs them. So the devices of a replica
+    hold together what one of them would, and each as much as the next.
+    """
+    axes = tuple(name for name in setting.mesh.axis_names if name not in setting.data_axes)
+    reason = f"assigned to logical device {device}: "
+    if math.prod(setting.mesh.shape[name] for name in axes) == 1:
+        return _NO_RULE if setting.layout else _REPLICATED
+    if math.prod(variable.shape) < MIN_SIZE:
+        return Decision((), f"{reason}whole on each, as it is small")
+    found = split_largest(variable.shape, (), setting.mesh, axes)
+    if not any(found.axes):
+        return Decision((), f"{reason}whole on each, as no dimension divides")
+    return Decision(found.axes, f"{reason}stored in parts on all of its replica")
 
 
 def _axes_of(layout) -> tuple:

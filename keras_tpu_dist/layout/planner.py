@@ -31,7 +31,7 @@ from keras_tpu_dist.show.text import html_table
 PLANS = ("fsdp", "tensor_parallel", "auto")
 
 # Splitting a small tensor saves little memory and costs a collective.
-_MIN_SIZE = 4096
+MIN_SIZE = 4096
 
 # The smallest chip on sale (v5e), for devices that do not tell their memory, as simulated ones.
 _MEMORY_WHERE_UNKNOWN = int(15.75e9)
@@ -152,7 +152,7 @@ class Planner:
     """
 
     kind: str
-    min_size: int = _MIN_SIZE
+    min_size: int = MIN_SIZE
     memory_bytes: int | None = None
 
     def __post_init__(self):

@@ -12,6 +12,7 @@ import keras
 from jax.sharding import PartitionSpec
 
 from keras_tpu_dist import _keras
+from keras_tpu_dist.common.axes import names_in
 from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.once import log_once
@@ -31,10 +32,15 @@ def assign(layer: Any, logical_device: int | None) -> Any:
     The others skip it and get the result: one conditional and one sum over the replica's devices
     in the compiled program, and the same for the gradients. Results, gradients, weights, metrics,
     dropout seeds and moving statistics are those of the layer without it. Layers that do not need
-    each other's results, on different devices, run at the same time. Each device still holds the
-    layer's weights, and those that skip it write zeros for its output and gradients: it pays where
-    the layer computes much for the size of both. It acts in compiled code under a `TPUStrategy`
-    whose replicas have several logical devices; everywhere else the layer is computed as usual.
+    each other's results, on different devices, run at the same time. Those that skip a layer write
+    zeros for its output: it pays if the layer computes much for the size of that. It acts in
+    compiled code under a `TPUStrategy` whose replicas have several logical devices; everywhere else
+    the layer is computed as usual.
+
+    The devices of a replica share the layer's weights and their optimizer slots: each stores a part
+    of every weight that is not small, sends it to the one that computes, and gets its part of the
+    gradient. `split` and `replicate` on the layer, rules and plans come before that. They are
+    saved and loaded as any weights.
 
     Works before and after the layer is built. On a layer that holds layers all of them run there.
     `keras.models.clone_model` and `from_config` keep it; a saved file does not.
@@ -166,7 +172,8 @@ def _call(function, device: int, layer: Any, args: tuple, kwargs: dict) -> Any:
     # from outside of a shard_map carries another mesh than what is computed inside.
     shapes = jax.eval_shape(functools.partial(compute, []), call.inputs)
     values = [_keras.full_precision(variable) for variable in call.read]
-    results = _on_one_device(replica, device, compute, shapes, values, call.inputs)
+    parts = [_stored_along(variable, replica) for variable in call.read]
+    results = _on_one_device(replica, device, compute, shapes, values, parts, call.inputs)
     if results["losses"] and layer is None:
         raise ValueError(
             message(
@@ -225,41 +232,81 @@ def _replica(device: int, what: Any) -> _Replica | None:
     return _Replica(around if taken else strategy.mesh, axes, devices)
 
 
-def _on_one_device(
-    replica: _Replica, device: int, compute: Callable, shapes: Any, *operands: Any
-) -> Any:
-    """`compute(*operands)` by one device, zeros by the others, and their sum."""
+def _stored_along(variable: Any, replica: _Replica) -> int | None:
+    """The dimension of which each device of a replica stores its part, if there is one."""
+    layout = _keras.variable_layout(variable)
+    axes = tuple(name for name in replica.axes if replica.mesh.shape[name] > 1)
+    entries = [names_in((entry,)) for entry in getattr(layout, "spec", ())]
+    split = [dim for dim, names in enumerate(entries) if set(names) & set(axes)]
+    return split[0] if len(split) == 1 and tuple(entries[split[0]]) == axes else None
 
-    def body(index, *operands):
+
+def _on_one_device(
+    replica: _Replica,
+    device: int,
+    compute: Callable,
+    shapes: Any,
+    values: list,
+    parts: list,
+    inputs: Any,
+) -> Any:
+    """`compute(values, inputs)`, in `shapes`, by one device; zeros by the others, and the sum.
+
+    For each value `parts` has the dimension of which each device has its part; `None`: all have it.
+    """
+
+    def body(index, values, inputs):
         def skip(*_):
             return jax.tree.map(lambda s: jax.numpy.zeros(s.shape, s.dtype), shapes)
 
+        def joined(values, inputs):
+            return compute(list(map(_joined, values, parts)), inputs)
+
+        # Parts are joined in the branch, so that the device that computes has the whole alone.
+        here = [
+            value[0] if dim is None else _sent_to(device, value, replica)
+            for value, dim in zip(values, parts, strict=True)
+        ]
+        mine = jax.tree.map(lambda x: x[0], inputs)
         # Sums over the batch stay in the branch: all devices that take part in one have the same
         # logical number, so they take the same branch. Whatever else the partitioner puts there
         # is found before the program is launched; see `keras_tpu_dist.partitioner.exchanges`.
-        mine = jax.tree.map(lambda x: x[0], operands)
         with jax.named_scope(ONE_DEVICE):
-            own = jax.lax.cond(index[0] == device, compute, skip, *mine)
+            own = jax.lax.cond(index[0] == device, joined, skip, here, mine)
         return jax.tree.map(lambda x: x[None], own)
+
+    def copies(x):
+        return jax.numpy.broadcast_to(x, (replica.devices, *x.shape))
 
     # One copy for each device, as they have them already, and the sum of the results, both outside
     # of the shard_map: there the gradient of a copy is a sum that the partitioner makes, and that
     # of the sum a copy. A psum inside would add a second sum to the gradients, and XLA's CPU
     # compiler aborts on one of bfloat16.
-    copies = jax.tree.map(
-        lambda x: jax.numpy.broadcast_to(x, (replica.devices, *x.shape)), operands
-    )
+    stored = [copies(v) if dim is None else v for v, dim in zip(values, parts, strict=True)]
+    first = PartitionSpec(replica.axes)
     stacked = jax.shard_map(
         body,
         mesh=replica.mesh,
-        in_specs=PartitionSpec(replica.axes),
-        out_specs=PartitionSpec(replica.axes),
+        in_specs=(first, [PartitionSpec(*[None] * (d or 0), replica.axes) for d in parts], first),
+        out_specs=first,
         # Over all axes each device has all rows, and the partitioner nothing to exchange.
         axis_names=_free_axes(replica) if rows_are_whole() else set(replica.axes),
         # A layer need not say over which axes its loop carries vary.
         check_vma=False,
-    )(jax.numpy.arange(replica.devices), *copies)
+    )(jax.numpy.arange(replica.devices), stored, jax.tree.map(copies, inputs))
     return jax.tree.map(_only_one, stacked)
+
+
+def _joined(value: Any, dim: int | None) -> Any:
+    return value if dim is None else jax.numpy.concatenate(value, dim)
+
+
+def _sent_to(device: int, part: jax.Array, replica: _Replica) -> list[jax.Array]:
+    """All devices' parts, in order, on the one that computes; on others only their own is true."""
+    return [
+        part if other == device else jax.lax.ppermute(part, replica.axes, [(other, device)])
+        for other in range(replica.devices)
+    ]
 
 
 def _free_axes(replica: _Replica) -> set[str]:

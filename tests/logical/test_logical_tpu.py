@@ -7,6 +7,7 @@ import pytest
 from helpers import through_conditionals
 
 import keras_tpu_dist as ktd
+from keras_tpu_dist import hlo
 from keras_tpu_dist.dryrun.build import lower
 from keras_tpu_dist.dryrun.compile import compile_lowered
 from keras_tpu_dist.hlo.parse import parse
@@ -65,26 +66,80 @@ def test_four_replicas_of_two_logical_devices():
     assert set(across) == {"[2,4]<=[4,2]T(1,0)"}
 
 
-def towers():
-    x = keras.Input((256,))
+def towers(keep=lambda layer: layer):
+    """Two towers of a million weights."""
+    x = keras.Input((512,))
     parts = []
     for k in range(2):
-        tower = keras.Sequential(
-            [keras.Input((256,)), L.Dense(512, activation="relu"), L.Dense(256)], name=f"tower{k}"
-        )
-        parts.append(ktd.assign(tower, k)(x))
-    model = keras.Model(x, L.Dense(1)(L.Concatenate()(parts)))
-    model.compile("sgd", "mse")
+        inner = [keras.Input((512,)), L.Dense(1024, activation="relu"), L.Dense(512)]
+        tower = keras.Sequential(inner, name=f"tower{k}")
+        parts.append(keep(ktd.assign(tower, k))(x))
+    model = keras.Model(x, L.Dense(1)(L.Add()(parts)))
+    model.compile("adam", "mse")
     return model
 
 
+def lowered_towers(keep=lambda layer: layer):
+    strategy = ktd.TPUStrategy({"data": 2, "model": 2}, topology="v5e:2x2")
+    nothing = {"x": None, "y": None, "sample_weight": None}
+    return lower(
+        lambda: towers(keep), strategy, **nothing, batch_size=4096, mode="train", platform="tpu"
+    )
+
+
+@pytest.fixture(scope="module")
+def program_of_towers():
+    # With effort "quick" the compiler does not begin transfers ahead.
+    compiled = compile_lowered(lowered_towers(), effort="exact", timeout=400)
+    assert compiled.error is None
+    return compiled.text
+
+
 @pytest.mark.slow
-def test_two_towers_run_at_the_same_time():
+def test_two_towers_run_at_the_same_time(program_of_towers):
     """No device waits for another between the first and the second conditional."""
-    program = compiled_for_tpu(towers)
+    program = parse(program_of_towers)
     kinds = ("conditional", "all-reduce", "all-gather", "all-to-all", "collective-permute")
-    order = [i.opcode for i in program.entry if i.opcode.removesuffix("-start") in kinds]
-    assert order[:3] == ["conditional", "conditional", "all-reduce"]
-    assert order.count("conditional") == 4
-    assert "conditional,conditional,all-reduce" in ",".join(order[2:])
-    assert set(order) == {"conditional", "all-reduce"}
+    order = [
+        (i.opcode, "transpose(" in i.op_name)
+        for i in program.entry
+        if i.opcode.removesuffix("-start").removesuffix("-done") in kinds
+    ]
+    assert {kind.removesuffix("-start").removesuffix("-done") for kind, _ in order} == {
+        "conditional",
+        "all-reduce",
+        "collective-permute",
+    }
+    forward = [kind for kind, backward in order if not backward]
+    backward = [kind for kind, backward in order if backward]
+    # All parts are sent before the first tower is computed; those that arrive were sent by then.
+    assert forward.count("collective-permute-start") == 4
+    first, second = (n for n, kind in enumerate(forward) if kind == "conditional")
+    assert "collective-permute-start" not in forward[first:]
+    assert set(forward[first + 1 : second]) <= {"collective-permute-done"}
+    assert forward[second + 1] == "all-reduce"
+    # Parts of gradients are waited for after both towers.
+    last = max(n for n, kind in enumerate(backward) if kind == "conditional")
+    assert backward.count("conditional") == 2
+    assert "collective-permute-done" not in backward[:last]
+
+
+@pytest.mark.slow
+def test_a_device_holds_half_of_the_weights_and_slots(program_of_towers):
+    held, whole = lowered_towers().state, lowered_towers(ktd.replicate).state
+    assert 0.5 <= held.weights / whole.weights < 0.51
+    assert 0.5 <= held.optimizer / whole.optimizer < 0.51
+    program = parse(program_of_towers)
+    given = sum(
+        shape.bytes
+        for instruction in program.entry
+        if instruction.opcode == "parameter"
+        for shape in instruction.shapes
+    )
+    batch = 4096 // 2 * (512 + 1) * 4
+    assert abs(given - batch - held.weights - held.optimizer) < 2**14
+    cost = hlo.analyze(program_of_towers, wire=hlo.Wire((("data", 2), ("model", 2))))
+    sums = [c for c in cost.collectives if c.kind == "all-reduce" and "model" in c.axes]
+    # The outputs of both towers; of gradients that of their input, and of biases.
+    assert max(c.bytes for c in sums) == 2048 * 512 * 4
+    assert sum(c.bytes for c in sums) < 2048 * 512 * 4 * 1.05
