@@ -447,10 +447,12 @@ def _check_no_word(mesh: Any) -> None:
             instead = f"A plan is a layout: write TPUStrategy(layout={mesh!r})."
         elif ":" in mesh and "/" not in mesh:
             instead = f"A slice that nobody has attached is TPUStrategy(topology={mesh!r})."
+        elif mesh.isidentifier() and mesh != "local":
+            instead = f"Write TPUStrategy({{{mesh!r}: -1}}) for an axis; for a TPU: {instead}"
     if instead is not None:
         raise ValueError(
             message(
-                "The first argument of TPUStrategy is a mesh: axes and their sizes.",
+                "A mesh is a dict of axis sizes, and the first argument of TPUStrategy.",
                 received={"mesh": mesh},
                 fix=instead,
             )

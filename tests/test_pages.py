@@ -41,7 +41,7 @@ ELSEWHERE = {"xla_partitioner.md": "tests/conformance/test_reports.py"}
 SLOW = {
     *("attention.md", "checkpoints.md", "costs.md", "device_loop.md", "from_tpuestimator.md"),
     *("experts.md", "index.md", "layouts.md", "logical_devices.md", "ragged.md", "recurrent.md"),
-    *("migration.md", "troubleshooting.md"),
+    *("migration.md", "sequences.md", "troubleshooting.md"),
 }
 
 

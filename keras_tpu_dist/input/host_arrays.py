@@ -1,5 +1,6 @@
 """The arrays of a host batch: checks of what they may be, their number of rows, padding."""
 
+import numbers
 from typing import Any
 
 import jax
@@ -79,12 +80,20 @@ def check_numbers(name: str, leaf: Any) -> None:
     if np.dtype(leaf.dtype).kind not in "OSU":
         return
     received = {"element": name, "shape": tuple(leaf.shape), "dtype": str(leaf.dtype)}
-    if leaf.dtype == object and leaf.size and not isinstance(leaf.flat[0], (str, bytes)):
-        first = type(leaf.flat[0]).__name__
+    first = leaf.flat[0] if leaf.dtype == object and leaf.size else ""
+    if isinstance(first, (numbers.Number, np.generic)):
+        raise ValueError(
+            message(
+                "A batch holds numbers.",
+                received={**received, "of": type(first).__name__},
+                fix='Give them a dtype: x.astype("float32").',
+            )
+        )
+    if not isinstance(first, (str, bytes)):
         raise ValueError(
             message(
                 "The rows of an array of a batch have one length; those of a ragged one differ.",
-                received={**received, "of": first},
+                received={**received, "of": type(first).__name__},
                 fix="Pad them in the input pipeline: ragged.to_tensor(), as in dataset.map(lambda "
                 'x: x.to_tensor()); RunOptions(buckets="power_of_two") then has one program for '
                 "many lengths.",

@@ -209,7 +209,9 @@ def test_a_second_signal_waits_for_the_backup(tmp_path, handler):
     assert _position(tmp_path / "backup") == (0, 8)
 
 
-@pytest.mark.parametrize("at", ["on_epoch_end", "on_train_end"])
+@pytest.mark.parametrize(
+    "at", [pytest.param("on_epoch_end", marks=pytest.mark.slow), "on_train_end"]
+)
 def test_sigterm_after_the_last_launch_leaves_the_backup(tmp_path, handler, at):
     class Late(keras.callbacks.Callback):
         pass

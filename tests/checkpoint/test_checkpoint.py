@@ -279,6 +279,7 @@ def averaged(directory, first, *more):
     return model.get_weights()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [True, pytest.param(False, marks=slow)])
 def test_averages_in_the_place_of_weights_are_swapped_back(first, tmp_path):
     whole = averaged(tmp_path / "whole", first)
@@ -379,7 +380,7 @@ def test_sigterm_while_the_last_checkpoint_is_written(tmp_path, terminated, monk
     assert saved.steps == [6]
 
 
-@pytest.mark.parametrize("ignored", [False, True])
+@pytest.mark.parametrize("ignored", [False, pytest.param(True, marks=slow)])
 def test_training_goes_on_and_saves_where_the_handler_returns(ignored, tmp_path, terminated):
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN) if ignored else None
     saved = ktd.callbacks.Checkpoint(tmp_path, every_steps=4, keep=None)
@@ -414,6 +415,7 @@ def test_two_in_one_fit_both_save(swapped, tmp_path, terminated):
     assert ends.steps == [3, 6, 12, 18]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("swapped", "without"),
     [(False, None), pytest.param(True, None, marks=slow), pytest.param(True, "ends", marks=slow)],
@@ -468,6 +470,7 @@ def test_a_fit_of_no_epoch_saves_nothing_that_a_later_one_would_lose(where, tmp_
     assert saved.steps == [6, 12]
 
 
+@pytest.mark.slow
 def test_a_list_of_callbacks_that_does_not_know_the_epochs(tmp_path, caplog):
     def fitted(*callbacks):
         model = made(ktd.TPUStrategy())
@@ -484,6 +487,7 @@ def test_a_list_of_callbacks_that_does_not_know_the_epochs(tmp_path, caplog):
     assert caplog.text.count("training goes on with the run") == 1
 
 
+@pytest.mark.slow
 def test_epochs_that_are_not_validated_have_nothing_to_be_judged_by(tmp_path):
     model = made(ktd.TPUStrategy())
     saved = ktd.callbacks.Checkpoint(tmp_path / "a", monitor="val_loss", keep=None)

@@ -65,7 +65,7 @@ def fit(model, feed, *callbacks):
 @pytest.mark.parametrize(
     ("feed", "stop", "steps"),
     [
-        ("dataset", 8, 1),
+        pytest.param("dataset", 8, 1, marks=pytest.mark.slow),
         pytest.param("dataset", 3, 4, marks=pytest.mark.slow),
         pytest.param("dataset in parts", 6, 1, marks=pytest.mark.slow),
         pytest.param("dataset in parts", 4, 2, marks=pytest.mark.slow),

@@ -24,7 +24,7 @@ def written(place, directory, build=mlp, optimizer="adam", **options):
 @pytest.mark.parametrize(
     ("source", "target"),
     [
-        ("tensor", "fsdp"),
+        pytest.param("tensor", "fsdp", marks=slow),
         pytest.param("stock", "tensor", marks=slow),
         pytest.param("fsdp", "stock", marks=slow),
     ],

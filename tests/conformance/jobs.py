@@ -101,7 +101,7 @@ def jobs_of(kind: str, cases: Iterable[str], repair: bool = True) -> list[Job]:
                 combinations += PLANNED[kind, rows]
             elif kind in REPLICAS:
                 planned = PLANNED[kind, rows]
-                combinations = [p for p in planned if (case, p[1]) not in replicas.REFUSED]
+                combinations = [p for p in planned if not replicas.is_refused(case, p[1])]
             jobs += [Job(kind, case, rows, *pair, repair) for pair in combinations]
     return jobs
 

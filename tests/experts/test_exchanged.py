@@ -84,6 +84,7 @@ def trained(model):
     return [*found, *(w.numpy() for w in model.weights)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "gated", [pytest.param(False, marks=pytest.mark.slow), True], ids=["plain", "gated"]
 )

@@ -93,7 +93,7 @@ def test_an_option_that_the_compiler_does_not_know_is_refused_before_anything_ru
     assert "for 'cpu'" in str(error.value)
 
 
-@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("steps", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_model_trains_with_options_as_without(steps):
     def build():
         model = mlp()

@@ -86,6 +86,7 @@ def test_import_starts_no_backend_and_no_optional_package():
     assert "orbax" not in done.stdout
 
 
+@pytest.mark.slow
 def test_what_a_fit_does_not_need_is_loaded_when_asked_for():
     done = _python(
         "import sys, keras_tpu_dist as ktd;"

@@ -408,6 +408,7 @@ def test_a_copy_that_must_be_made_counts_by_the_cpu_compiler():
     assert moved(text) >= 2 * 2**16 * 128 * 4
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize(
     "chip", ["v5e", *(pytest.param(each, marks=pytest.mark.slow) for each in ("v6e", "tpu7x"))]

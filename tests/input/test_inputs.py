@@ -228,7 +228,12 @@ def test_a_dataset_that_writes_into_the_batch_before(launch, prefetch):
 
 
 @pytest.mark.parametrize(
-    ("steps", "batches"), [(1, 3), (3, 2), pytest.param(3, 3, marks=pytest.mark.slow)]
+    ("steps", "batches"),
+    [
+        (1, 3),
+        pytest.param(3, 2, marks=pytest.mark.slow),
+        pytest.param(3, 3, marks=pytest.mark.slow),
+    ],
 )
 def test_an_epoch_without_data_has_the_logs_of_the_one_before_as_in_keras(steps, batches):
     def rows():

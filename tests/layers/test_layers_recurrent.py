@@ -343,6 +343,7 @@ def test_other_activations_are_fast():
     compare(cases)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [*NAMES[:1], *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[1:])]
 )

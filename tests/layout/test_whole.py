@@ -112,7 +112,9 @@ def data(start):
     return x, rng.normal(size=(2 * ROWS, TIME, 3)).astype("float32")
 
 
-@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize(
+    "start", [STARTS[0], *(pytest.param(each, marks=pytest.mark.slow) for each in STARTS[1:])]
+)
 def test_a_block_sends_two_sums_forward_and_two_backward(start):
     x, y = data(start)
     found = []

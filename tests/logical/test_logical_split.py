@@ -276,7 +276,7 @@ def test_functional_models_are_saved_with_their_splits(tmp_path):
     assert_close(clone.predict(x, verbose=0), expected)
 
 
-@pytest.mark.parametrize("rows", [12, 13])
+@pytest.mark.parametrize("rows", [pytest.param(12, marks=pytest.mark.slow), 13])
 def test_rows_that_do_not_divide_outside_of_compiled_code(rows):
     strategy = ktd.TPUStrategy({"data": 4, "model": 2})
     x = np.random.default_rng(0).normal(size=(rows, 4)).astype("float32")

@@ -66,6 +66,7 @@ def test_a_device_holds_its_part_of_weights_and_slots(mesh, stock):
     assert held < explained.bytes / ways * 1.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["sgd", "muon", "adafactor", keras.optimizers.Lamb])
 def test_optimizers_that_look_at_whole_weights(optimizer):
     found = fitted(ktd.TPUStrategy(MESHES[0]), optimizer=optimizer, epochs=1)
@@ -90,6 +91,7 @@ def test_saved_and_loaded_elsewhere(tmp_path, stock):
     assert_close(other.predict(X, verbose=0), stock.predict(X, verbose=0))
 
 
+@pytest.mark.slow
 def test_checkpoints_go_on_elsewhere(tmp_path, stock):
     pytest.importorskip("orbax.checkpoint")
     options = {"batch_size": 13, "shuffle": False, "verbose": 0}

@@ -664,6 +664,7 @@ def after_a_regroup(every):
     return program
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "every"),
     [

@@ -103,8 +103,15 @@ class Training:
         return [np.asarray(v) for v in variables] + rows
 
 
-@pytest.mark.parametrize("mesh", [{"data": 8}, {"data": 2, "fsdp": 2, "model": 2}, {"data": 1}])
-@pytest.mark.parametrize("n", [4, 32])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {"data": 2, "fsdp": 2, "model": 2},
+        pytest.param({"data": 8}, marks=pytest.mark.slow),
+        pytest.param({"data": 1}, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("n", [4, pytest.param(32, marks=pytest.mark.slow)])
 def test_steps_of_one_launch_are_as_many_calls(mesh, n, launches, devices):
     """BatchNorm, dropout, slots, metrics, on_read and aggregated variables; a ragged tail."""
     layout = "tensor_parallel" if "model" in mesh else None

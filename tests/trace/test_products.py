@@ -62,7 +62,9 @@ def convolutions():
     return compiled(model), ROWS * (pixels + 64 * 16 * 10)
 
 
-@pytest.mark.parametrize("make", [dense, decoder, lstm, scanned_lstm, convolutions])
+@pytest.mark.parametrize(
+    "make", [dense, pytest.param(decoder, marks=pytest.mark.slow), lstm, scanned_lstm, convolutions]
+)
 @pytest.mark.parametrize("remat", [None, "full"])
 def test_operations_are_those_of_the_formula(make, remat):
     strategy = ktd.TPUStrategy({"data": 4, "model": 2}, "tensor_parallel", remat=remat)

@@ -64,6 +64,7 @@ def test_it_sees_the_same(mesh, layout, change):
     assert_close(all_calls(ktd.TPUStrategy(mesh, layout), change), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "layout"),
     [MESHES[2], *(pytest.param(*each, marks=pytest.mark.slow) for each in MESHES[:2])],

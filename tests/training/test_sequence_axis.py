@@ -91,6 +91,7 @@ def equal(build, mesh, layout, x, y, **options):
     return model, strategy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "layout"), [CASES[10], pytest.param(*CASES[1], marks=pytest.mark.slow)], ids=str
 )
@@ -286,6 +287,7 @@ def test_a_strategy_is_pickled_and_grows():
     assert dict(alone.mesh.shape) == {"sequence": 16}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh",
     [{"data": 2, "sequence": 4}, pytest.param({"sequence": 8}, marks=pytest.mark.slow)],
