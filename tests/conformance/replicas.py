@@ -40,7 +40,7 @@ _STRIDE = 0x9E3779B9
 
 
 def is_refused(case: str, plan: str) -> bool:
-    """Whether a case cannot be compiled, with or without a strategy; `strategy.run` compiles all."""
+    """Whether a case cannot be compiled, as `strategy.run` compiles all, strategy or not."""
     return case.endswith("/eager") or (case, plan) in _REFUSED
 
 
