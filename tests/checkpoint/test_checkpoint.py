@@ -186,6 +186,7 @@ def test_a_run_that_stopped_at_a_step_goes_on_to_a_later_one(tmp_path, every, st
         np.testing.assert_allclose(ended[3][name], values, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [6, pytest.param(8, marks=slow), pytest.param(12, marks=slow)])
 @pytest.mark.parametrize("where", ["strategy", pytest.param("stock", marks=slow)])
 def test_a_later_run_goes_on_from_the_last_weights_not_from_the_best(stop, where, tmp_path):

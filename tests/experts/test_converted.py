@@ -92,6 +92,7 @@ def test_only_the_chosen_experts_are_computed(kind, rows_computed):
     assert {rows // 6 // 2 for rows in rows_computed} <= {16, 13}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", but_for(MESHES, "data4_model2"))
 @pytest.mark.parametrize("kind", but_for(hub.KINDS, "gpt_oss"))
 def test_meshes_equal_one_device(kind, mesh, rows_computed):

@@ -45,7 +45,11 @@ def stock():
     return fitted(None, assigned=False)
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize(
+    "mesh",
+    [MESHES[0], *(pytest.param(each, marks=pytest.mark.slow) for each in MESHES[1:])],
+    ids=str,
+)
 def test_a_device_holds_its_part_of_weights_and_slots(mesh, stock):
     strategy = ktd.TPUStrategy(mesh)
     model = fitted(strategy)

@@ -225,7 +225,7 @@ def test_a_launch_that_consumed_its_state_gives_back_the_start_of_the_epoch(monk
     _still_trains(model)
 
 
-@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("steps", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_evaluation_and_prediction_leave_weights_where_they_are(steps):
     """A program copies all that it returns: of 25 MB of weights a step took three times as long."""
 

@@ -217,6 +217,7 @@ def test_a_batch_without_a_time_that_divides_is_whole_and_said(caplog):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh",
     [{"data": 2, "sequence": 4}, pytest.param({"sequence": 8}, marks=pytest.mark.slow)],
