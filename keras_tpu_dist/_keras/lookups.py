@@ -21,7 +21,9 @@ _PIPELINE = (
 def _looked_up(stock, layer, args, kwargs):
     """A call of `IntegerLookup`, on the device if it is within a compiled program."""
     inputs = args[0] if args else kwargs.get("inputs")
-    if active_strategy() is None or not isinstance(inputs, jax.core.Tracer):
+    # Stock Keras compiles it, too, once a strategy had it compiled: see `_make_compiled`.
+    compiles = active_strategy() is not None or layer.supports_jit
+    if not compiles or not isinstance(inputs, jax.core.Tracer):
         return stock(*args, **kwargs)
     _check_fits_in_program(layer)
     layer._ensure_known_vocab_size()

@@ -146,3 +146,12 @@ def test_ragged_values_have_their_own_words():
     assert float(total) == float(tf.reduce_sum(ragged))
     with pytest.raises(ValueError, match="Encode text"):
         next(iter(strategy.distribute_dataset([np.array(["a", "b"])])))
+
+
+def test_a_layer_that_a_strategy_had_compiled_works_in_a_stock_model():
+    layer = L.IntegerLookup(vocabulary=VOCABULARY)
+    expected = predicted(layer, VALUES, ktd.TPUStrategy())
+    inputs = keras.Input((3,), dtype="int32")
+    stock = keras.Model(inputs, layer(inputs))
+    stock.compile("sgd", "mse")
+    np.testing.assert_array_equal(stock.predict(VALUES, verbose=0), expected)
