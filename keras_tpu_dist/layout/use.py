@@ -21,7 +21,7 @@ from typing import Any
 
 import jax
 from jax.extend import core
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.axes import Axes, named_sharding, names_in
@@ -29,7 +29,7 @@ from keras_tpu_dist.common.setting import setting
 from keras_tpu_dist.layout.fused import fused_in
 from keras_tpu_dist.layout.placement import Placement
 from keras_tpu_dist.layout.rules import View
-from keras_tpu_dist.partitioner import in_compiled_code, mesh_here
+from keras_tpu_dist.partitioner import constrained, in_compiled_code, mesh_here
 from keras_tpu_dist.trace.graph import Atom, graph_of
 
 # On a weight that a layer takes apart: how, and its axes then. On the layer: that it does.
@@ -113,12 +113,10 @@ def _whole(stock: Callable, layer: Any, args: tuple, kwargs: dict) -> Any:
     # A table that is called in reverse gives logits.
     if not isinstance(outputs, jax.core.Tracer) or outputs.shape[-len(sizes) :] != sizes:
         return outputs
-    mesh = mesh_here(strategy.mesh)
-    if getattr(mesh, "manual_axes", ()):
+    if getattr(mesh_here(strategy.mesh), "manual_axes", ()):
         return outputs
-    rest = (PartitionSpec.UNCONSTRAINED,) * (outputs.ndim - len(sizes))
-    spec = PartitionSpec(*rest, *(None,) * len(sizes))
-    return jax.lax.with_sharding_constraint(outputs, NamedSharding(mesh, spec))
+    features = range(outputs.ndim - len(sizes), outputs.ndim)
+    return constrained(outputs, strategy.mesh, dict.fromkeys(features, ()))
 
 
 def _around(stock: Callable, layer: Any, args: tuple, kwargs: dict) -> Any:
