@@ -1,6 +1,7 @@
 """Where two towers' weights can lie, one tower on each of two logical devices, by the TPU compiler.
 
     python benchmarks/towers.py --width 512 --hidden 1024 --rows 4096
+    python benchmarks/towers.py --keras --width 5000 --hidden 10000 --rows 4096
 
 Compiles one Adam step of `tower0(x) + tower1(x)` in plain JAX for v5e:2x2 as
 `{"data": 2, "logical": 2}`; no chip is needed. Each form of the weights has a line: the bytes a
@@ -18,6 +19,9 @@ device holds of weights and slots, those of temporaries, and the bytes a device 
 
 A collective over the logical axis between the two towers of the forward pass has one device wait
 until the other has computed: then the towers run one after the other.
+
+With `--keras`, the same towers as Keras layers, computed by all devices and assigned to one each:
+what `explain` says that a device holds of weights and slots, and what a dry run counts.
 """
 
 import argparse
@@ -268,6 +272,48 @@ def compiled(form, mesh, rows, width, dtype="float32"):
     return step.lower(state, batch, batch).compile()
 
 
+def print_keras(width, hidden, rows, effort):
+    """Prints a line for the Keras model without assignments, and one with them."""
+    import keras_tpu_dist as ktd
+
+    ktd.simulate(1)
+    import keras
+
+    from keras_tpu_dist.dryrun.report import kinds_of_memory
+
+    strategy = ktd.TPUStrategy(ktd.DeviceAssignment.build(TOPOLOGY, computation_shape=(1, 2)))
+
+    def build(assigned):
+        x = keras.Input((width,))
+        outputs = []
+        for k in range(DEVICES):
+            inner = [
+                keras.Input((width,)),
+                keras.layers.Dense(hidden, "relu", use_bias=False),
+                keras.layers.Dense(width, use_bias=False),
+            ]
+            part = keras.Sequential(inner, name=f"tower{k}")
+            outputs.append((ktd.assign(part, k) if assigned else part)(x))
+        model = keras.Model(x, keras.layers.Add()(outputs))
+        model.compile(keras.optimizers.Adam(RATE), "mse")
+        return model
+
+    for assigned in (False, True):
+        with strategy.scope():
+            model = build(assigned)
+        held = strategy.explain(model).bytes_per_device
+        make = functools.partial(build, assigned)
+        run = ktd.dry_run(make, strategy, batch_size=rows, effort=effort)
+        print(
+            f"{'assigned' if assigned else 'computed by all':16s} {model.count_params():,} weights: "
+            f"weights and slots {held / 2**20:,.0f} MiB a device by explain; compiled "
+            f"{run.total_bytes / 2**30:.2f} GiB in all, {run.step_time_s * 1e3:.1f} ms a step",
+            flush=True,
+        )
+        for name, size in kinds_of_memory(run):
+            print(f"    {name}: {size / 2**20:,.0f} MiB")
+
+
 def main():
     """Prints a line for each form."""
     arguments = argparse.ArgumentParser()
@@ -275,8 +321,13 @@ def main():
     arguments.add_argument("--hidden", type=int, default=1024)
     arguments.add_argument("--rows", type=int, default=4096)
     arguments.add_argument("--only", action="append", choices=list(forms()))
+    arguments.add_argument("--keras", action="store_true", help="dry runs of the Keras model")
+    arguments.add_argument("--effort", default="quick", help="of the dry runs")
     arguments.add_argument("--write", help="a folder for the programs' texts")
     given = arguments.parse_args()
+    if given.keras:
+        print_keras(given.width, given.hidden, given.rows, given.effort)
+        return
 
     import keras_tpu_dist as ktd  # first: it selects Keras's JAX backend
 

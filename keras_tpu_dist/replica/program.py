@@ -20,6 +20,7 @@ from keras_tpu_dist.processes.agreement import compare_variables
 from keras_tpu_dist.processes.arrays import checksum
 from keras_tpu_dist.processes.channel import agree
 from keras_tpu_dist.processes.encoding import ListOf
+from keras_tpu_dist.replica.buffers import ReplicaBuffers
 from keras_tpu_dist.replica.call import Call, Leaf, is_key
 from keras_tpu_dist.replica.context import ReplicaContext, entered
 from keras_tpu_dist.replica.flow import differing, shard_map_body
@@ -43,6 +44,8 @@ from keras_tpu_dist.replica.state import (
 )
 from keras_tpu_dist.replica.values import PerReplica
 from keras_tpu_dist.training import membership
+from keras_tpu_dist.training.buffers import copies_apart
+from keras_tpu_dist.training.guard import states_to_keep
 from keras_tpu_dist.training.protocol import Strategy
 
 # A trace may create variables, and read others once these exist.
@@ -62,11 +65,18 @@ class _Record:
 
 
 class _Known:
-    """Variables that are inputs: shared by all replicas, or with a copy in each."""
+    """Variables that are inputs: shared by all replicas, or with a copy in each.
 
-    def __init__(self, variables: list):
-        self.shared, self.own = apart(variables)
-        self.every = [*self.shared, *self.own]
+    Args:
+        variables: The variables.
+        consumed: The `id`s of those whose arrays the program overwrites.
+    """
+
+    def __init__(self, variables: list, consumed: set[int]):
+        shared, self.own = apart(variables)
+        self.consumed = [v for v in shared if id(v) in consumed]
+        self.shared = [v for v in shared if id(v) not in consumed]
+        self.every = [*self.consumed, *self.shared, *self.own]
 
 
 @dataclass(frozen=True)
@@ -107,6 +117,7 @@ class ReplicaProgram:
             they must not keep it alive.
         call: The arguments of the first call.
         strategy: The strategy.
+        buffers: The arrays that the strategy's programs consume.
 
     Raises:
         ValueError: If the function returns something that is no array, or an update of a variable
@@ -114,9 +125,16 @@ class ReplicaProgram:
         PeerError: If not all processes run it.
     """
 
-    def __init__(self, function: Callable[[], Callable], call: Call, strategy: Strategy):
+    def __init__(
+        self,
+        function: Callable[[], Callable],
+        call: Call,
+        strategy: Strategy,
+        buffers: ReplicaBuffers,
+    ):
         self._function = function
         self._strategy = strategy
+        self._buffers = buffers
         # One replica exchanges nothing, and nothing can differ.
         self._axes = tuple(strategy.data_axes) if strategy.num_replicas_in_sync > 1 else ()
         self._checked_padding = False
@@ -154,13 +172,15 @@ class ReplicaProgram:
             self._check_padding(call.of_first_step())
             self._checked_padding = True
         run = self._run if steps == 1 else self._scanned(call, _Scan(steps, call.stepped, every))
-        outputs = self._outputs(run, self._inputs(call, self._known))
-        results = self._wrap(outputs["outs"], call, stacked=every and steps > 1)
+        with self._buffers.consumed(self._known.consumed) as values:
+            outputs = self._outputs(run, self._inputs(call, self._known), values)
+            del values
+            self._buffers.made(self._shared, outputs["mirrored"])
         if self._own:
             follow_copies(self._own, outputs["combined"], outputs["own"])
         if self._shared:
-            _keras.follow_state((self._shared,), (outputs["mirrored"],))
             membership.variables_changed(self._strategy)
+        results = self._wrap(outputs["outs"], call, stacked=every and steps > 1)
         return jax.tree.unflatten(self._treedef, results)
 
     @property
@@ -177,12 +197,12 @@ class ReplicaProgram:
             self._scans[scan] = self._compiled(_Record(), attempt.known, attempt.combine, scan)
         return self._scans[scan]
 
-    def _outputs(self, run: Any, inputs: dict) -> dict:
+    def _outputs(self, run: Any, inputs: dict, consumed: list) -> dict:
         if self._strategy.placer.is_local:
-            return run(inputs)
+            return run(inputs, consumed)
         # In the first launch processes compile, some for long, so one that is late is not stuck.
         with watch.during(self._name, watch.LAUNCH if run in self._launched else watch.OUTSIDE):
-            outputs = run(inputs)
+            outputs = run(inputs, consumed)
         self._launched.add(run)
         watch.launched(outputs)
         return outputs
@@ -192,14 +212,16 @@ class ReplicaProgram:
         membership.adopt_all(self._strategy)
         known: list[Any] = []
         combine: set[int] = set()
+        consumed: set[int] = set()
         for _ in range(_MOST_TRACES):
             record = _Record()
-            inputs = _Known(known)
+            inputs = _Known(known, consumed)
             attempt = _Attempt(
                 inputs, set(combine), record, self._compiled(record, inputs, combine)
             )
             try:
-                traced = attempt.function.trace(self._inputs(call, inputs))
+                values = _keras.values_of(inputs.consumed)
+                traced = attempt.function.trace(self._inputs(call, inputs), values)
             finally:
                 # Leaving a stateless scope outside of a trace initializes the variables that were
                 # created in it, also those created before an exception.
@@ -212,7 +234,8 @@ class ReplicaProgram:
                 jax.ShapeDtypeStruct(out.shape[1:], out.dtype) for out in traced.out_info["outs"]
             ]
             combine = to_combine(self._differing(traced, attempt, call), combine)
-            if not record.unknown and combine == attempt.combine:
+            before, consumed = consumed, self._to_consume(record)
+            if not record.unknown and combine == attempt.combine and consumed == before:
                 return attempt
         raise RuntimeError(
             message(
@@ -221,6 +244,14 @@ class ReplicaProgram:
                 fix="Create models, optimizers and metrics outside of the function.",
             )
         )
+
+    def _to_consume(self, record: _Record) -> set[int]:
+        """The `id`s of the variables that are updated in place: all or none, as fit decides."""
+        shared, _ = apart(record.updated.values())
+        setting = self._strategy.options.donate_state
+        if _keras.stateless_scope() is not None or states_to_keep(setting, shared):
+            return set()
+        return {id(variable) for variable in shared}
 
     def _compiled(
         self, record: _Record, known: _Known, combine: set[int], scan: _Scan | None = None
@@ -237,8 +268,8 @@ class ReplicaProgram:
                 check_vma=False,
             )
 
-        def replica_function(inputs):
-            outputs = body(inputs)
+        def replica_function(inputs, consumed):
+            outputs = body({**inputs, "consumed": consumed})
             updated = apart(record.updated.values())
             layouts = [[self._layout(v) for v in variables] for variables in updated]
             return {
@@ -256,16 +287,19 @@ class ReplicaProgram:
         by_replica = self._strategy.placer.sharding(0)
         placed = {"outs": by_replica, "own": by_replica, "mirrored": None, "combined": None}
 
-        def layouts(inputs):
+        def layouts(inputs, consumed):
             mirrored = [self._layout(v) for v in known.shared]
             arrays = [place.layout for place in self._places]
-            return ({**dict.fromkeys(inputs), "arrays": arrays, "mirrored": mirrored},)
+            others = {**dict.fromkeys(inputs), "arrays": arrays, "mirrored": mirrored}
+            return others, [self._layout(v) for v in known.consumed]
 
         return Jitted(
             replica_function,
             self._strategy.mesh,
             layouts,
-            kind_of=lambda inputs: None,  # a ReplicaProgram is for arguments of one form
+            # A ReplicaProgram is for arguments of one form.
+            kind_of=lambda inputs, consumed: None,
+            donate_argnums=(1,) if known.consumed else (),
             out_shardings=placed,
             compiler_options=self._strategy.runner.compiler_options,
         )
@@ -280,8 +314,8 @@ class ReplicaProgram:
             else PartitionSpec(*[None] * (place.split + of_step), self._axes)
             for place, of_step in zip(self._places, stepped, strict=True)
         ]
-        rest = {"id": split, "rows": split, "length": whole, "mirrored": whole, "own": split}
-        return {"arrays": arrays, **rest}
+        rest = {"id": split, "rows": split, "length": whole, "own": split}
+        return {"arrays": arrays, "mirrored": whole, "consumed": whole, **rest}
 
     def _layout(self, variable) -> Any:
         """The layout of a variable's new value; replicated until the variable is on the mesh."""
@@ -294,7 +328,8 @@ class ReplicaProgram:
         self, record: _Record, known: _Known, combine: set[int], scan: _Scan | None, inputs: dict
     ) -> dict:
         """What one replica computes in a launch."""
-        values = {id(v): x for v, x in zip(known.shared, inputs["mirrored"], strict=True)}
+        values = {id(v): x for v, x in zip(known.consumed, inputs["consumed"], strict=True)}
+        values |= {id(v): x for v, x in zip(known.shared, inputs["mirrored"], strict=True)}
         values |= {id(v): x[0] for v, x in zip(known.own, inputs["own"], strict=True)}
         step = functools.partial(self._step, record, combine, inputs)
         arrays = inputs["arrays"]
@@ -383,6 +418,7 @@ class ReplicaProgram:
             "rows": None if call.rows is None else True,
             "length": None if call.length is None else False,
             "mirrored": [False] * len(attempt.known.shared),
+            "consumed": [False] * len(attempt.known.consumed),
             "own": [True] * len(attempt.known.own),
         }
         inputs = jax.tree.leaves(flags)
@@ -405,6 +441,7 @@ class ReplicaProgram:
         first = [result.shape for result in attempt.results]
         cuts: list[dict[str, list[int]]] = [{} for _ in first]
         described = jax.tree.map(shape_of, self._inputs(call, attempt.known))
+        consumed = jax.tree.map(shape_of, _keras.values_of(attempt.known.consumed))
         for kind in ("rows", "length"):
             size = self._padded_size(call, kind)
             if getattr(call, kind) is None or size is None:
@@ -416,7 +453,8 @@ class ReplicaProgram:
             known, combine = attempt.known, attempt.combine
             again = self._compiled(_Record(), known, combine)
             with takes_any(kind, size):
-                second = again.trace({**described, "arrays": arrays}).out_info["outs"]
+                traced = again.trace({**described, "arrays": arrays}, consumed)
+            second = traced.out_info["outs"]
             for i, (a, b) in enumerate(zip(first, second, strict=True)):
                 cuts[i][kind] = dimensions_that_follow(kind, size, a, b.shape[1:])
         return cuts
@@ -446,9 +484,14 @@ class ReplicaProgram:
             wrapped.append(value)
         return wrapped
 
+    def _once(self, call: Call) -> dict:
+        """The outputs for other arguments, of which nothing is assigned and nothing consumed."""
+        copies = copies_apart(_keras.values_of(self._known.consumed))
+        return self._outputs(self._run, self._inputs(call, self._known), copies)
+
     def _check_padding(self, call: Call) -> None:
-        outputs = self._outputs(self._run, self._inputs(call, self._known))
-        again = self._outputs(self._run, self._inputs(call.with_other_padding(), self._known))
+        outputs = self._once(call)
+        again = self._once(call.with_other_padding())
         results, others = self._wrap(outputs["outs"], call), self._wrap(again["outs"], call)
         returned = [
             pair

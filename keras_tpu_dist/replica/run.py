@@ -19,6 +19,7 @@ from keras_tpu_dist.processes.arrays import put
 from keras_tpu_dist.replica import hooks as hooks  # declares what it replaces in Keras
 from keras_tpu_dist.replica import values
 from keras_tpu_dist.replica.blocks import every_block
+from keras_tpu_dist.replica.buffers import ReplicaBuffers
 from keras_tpu_dist.replica.call import prepare
 from keras_tpu_dist.replica.context import checked_axis, in_replica_context
 from keras_tpu_dist.replica.datasets import (
@@ -90,9 +91,10 @@ class ReplicaCode(DistributedInput):
         one that differs (moving statistics) is averaged, and a trainable weight that would differ
         is an error: reduce the gradients first. Metrics (`synchronization="on_read"`) keep each
         replica's own value and are combined for who reads them outside. Seed generators draw
-        differently on each replica and advance once a step. If anything raises, no variable is
-        assigned: the old values are kept until the program has been launched, so that updated
-        variables need twice their memory meanwhile.
+        differently on each replica and advance once a step. If anything raises before the program
+        is launched, no variable is assigned. Whether a launch overwrites updated variables, or
+        keeps the old values and needs memory for both, is the strategy's `donate_state`, as in
+        `fit`; arrays that you keep, such as `variable.value`, are never overwritten.
         Within the function a variable is whole, also one that lies split over the data axes
         ("fsdp"); splits over other axes stay.
 
@@ -303,7 +305,7 @@ class ReplicaCode(DistributedInput):
                 programs, key = self._programs_of(fn), call.key
                 program = programs.get(key)
                 if program is None or program.outdated:
-                    program = programs[key] = ReplicaProgram(_weakly(fn), call, self)
+                    program = programs[key] = ReplicaProgram(_weakly(fn), call, self, self._buffers)
                 return program.launch(call, steps, every)
 
         return launch
@@ -311,6 +313,10 @@ class ReplicaCode(DistributedInput):
     @functools.cached_property
     def _programs(self) -> Any:
         return weakref.WeakKeyDictionary()
+
+    @functools.cached_property
+    def _buffers(self) -> ReplicaBuffers:
+        return ReplicaBuffers()
 
     @functools.cached_property
     def _functions_of_code(self) -> Any:

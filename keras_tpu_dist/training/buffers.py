@@ -56,7 +56,7 @@ class Buffers:
             if values[i] is not made[i] or id(variable) in self._handed_out
         ]
         self._made, made = [], []
-        self._copy(variables, values, foreign)
+        copy_apart(variables, values, foreign)
         self._handed_out.clear()
         return values
 
@@ -92,33 +92,44 @@ class Buffers:
                 self._handed_out.add(id(variable))
         return value
 
-    @staticmethod
-    def _copy(variables: list, values: list, which: list[int]) -> None:
-        """Replaces some values by copies, in the list and in the variables."""
-        size = {i: _bytes_per_device(values[i]) for i in which}
-        several = sum(size.values()) > _GROUP_BYTES
-        while which:
-            group: list[int] = []
-            while which and (not group or sum(size[i] for i in group) < _GROUP_BYTES):
-                group.append(which.pop(0))
-            copies = _copies([values[i] for i in group])
-            if several:
-                # The originals of this group are freed before the next one is copied.
-                jax.block_until_ready(copies)
-            for i, copy in zip(group, copies, strict=True):
-                values[i] = copy
-            _keras.follow_state(([variables[i] for i in group],), (copies,))
-            del copies, copy
+
+def copy_apart(variables: list, values: list, which: list[int]) -> None:
+    """Replaces some values by copies, in the list and in the variables.
+
+    Args:
+        variables: The variables.
+        values: What they hold; updated.
+        which: The positions of those that something else may hold too.
+    """
+    size = {i: _bytes_per_device(values[i]) for i in which}
+    several = sum(size.values()) > _GROUP_BYTES
+    while which:
+        group: list[int] = []
+        while which and (not group or sum(size[i] for i in group) < _GROUP_BYTES):
+            group.append(which.pop(0))
+        copies = copies_apart([values[i] for i in group])
+        if several:
+            # The originals of this group are freed before the next one is copied.
+            jax.block_until_ready(copies)
+        for i, copy in zip(group, copies, strict=True):
+            values[i] = copy
+        _keras.follow_state(([variables[i] for i in group],), (copies,))
+        del copies, copy
 
 
-def _copies(arrays: list) -> list:
+def copies_apart(arrays: list) -> list:
+    """Copies of arrays, that lie as they do.
+
+    Args:
+        arrays: The arrays.
+    """
     if all(array.is_fully_addressable for array in arrays):
         return jax.device_put(arrays, [array.sharding for array in arrays], may_alias=False)
     # A `device_put` of what spans processes may be a collective, and others have nothing to copy.
     return [
         jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
         for array in arrays
-        for parts in [_copies([shard.data for shard in array.addressable_shards])]
+        for parts in [copies_apart([shard.data for shard in array.addressable_shards])]
     ]
 
 

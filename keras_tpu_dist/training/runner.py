@@ -4,6 +4,7 @@ import contextlib
 import math
 from collections.abc import Iterator, Mapping
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import keras
@@ -236,9 +237,13 @@ class Runner:
         member = membership.of_model(model)
         if member is None or _keras.stateless_scope() is not None:
             return tuple(_keras.values_of(group) for group in groups)
-        with member.turns.lock:
-            if member.turns.elsewhere:
-                member.turns.buffers.others_hold()
+        # Other models, and replica code, may train some of the variables in other threads.
+        owners = {id(owner): owner for v in chain(*groups) if (owner := _keras.owner_of(v))}
+        owners[id(member.turns)] = member.turns
+        with contextlib.ExitStack() as locks:
+            for _, owner in sorted(owners.items()):
+                locks.enter_context(owner.lock)
+                owner.held_beside()
             state = tuple(_keras.values_of(group) for group in groups)
         if len(groups) == len(_keras.state_groups(model)) and member.guard is not None:
             member.guard.read(state)

@@ -68,6 +68,12 @@ class Turns:
         """Reads a variable; called after `_keras.set_owner`. See `Buffers.hand_out`."""
         return self.buffers.hand_out(variable, stock)
 
+    def held_beside(self) -> None:
+        """Takes note that a call reads variables of the model, and keeps their arrays for long."""
+        with self.lock:
+            if self.elsewhere:
+                self.buffers.others_hold()
+
     def __reduce__(self):
         # A variable that is copied or pickled has an array of its own.
         return type(None), ()

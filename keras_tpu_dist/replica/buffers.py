@@ -1,0 +1,126 @@
+"""Which arrays a launch of replica code may consume: those that such a launch made."""
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+
+from keras_tpu_dist import _keras
+from keras_tpu_dist.training.buffers import copy_apart
+
+
+class ReplicaBuffers:
+    """The arrays of variables that a strategy's replica code updates in place.
+
+    What `keras_tpu_dist.training.buffers.Buffers` is to one model's steps: XLA overwrites a donated
+    array even if something else refers to it. Functions that update other sets of variables take
+    turns here, so each variable knows by itself whether its array may be consumed.
+
+    Attributes:
+        lock: Held while a launch consumes arrays and until the variables have the new ones.
+    """
+
+    def __init__(self):
+        self.lock = threading.RLock()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether the thread that launched last is another one, and goes on."""
+        thread = self._thread
+        return thread not in (None, threading.current_thread()) and thread.is_alive()
+
+    @contextmanager
+    def consumed(self, variables: list) -> Iterator[list[jax.Array]]:
+        """The values of variables for a launch within the context, which may consume them.
+
+        Args:
+            variables: Those that the launch updates. `made` is called with their new values.
+
+        Raises:
+            Exception: What the launch raises, with a note if it has consumed values already.
+        """
+        with self.lock:
+            self._thread = threading.current_thread()
+            values = _keras.values_of(variables)
+            owners = [_keras.owner_of(variable) for variable in variables]
+            foreign = [
+                i
+                for i, (owner, value) in enumerate(zip(owners, values, strict=True))
+                if not (isinstance(owner, _Owner) and owner.made() is value)
+            ]
+            for i in foreign:
+                _keras.set_owner([variables[i]], _Owner(self))
+            copy_apart(variables, values, foreign)
+            try:
+                yield values
+            except Exception as error:
+                _note_what_is_lost(error, variables, values)
+                raise
+
+    def made(self, variables: list, values: list[jax.Array]) -> None:
+        """Gives variables the outputs of a launch.
+
+        Args:
+            variables: Those given to `consumed`.
+            values: The new values.
+        """
+        _keras.follow_state((variables,), (values,))
+        for variable, value in zip(variables, values, strict=True):
+            owner = _keras.owner_of(variable)
+            if isinstance(owner, _Owner):
+                owner.made = weakref.ref(value)
+
+
+class _Owner:
+    """Knows of one variable whether its array is that of a launch, and nobody has read it."""
+
+    def __init__(self, buffers: ReplicaBuffers):
+        self._buffers = buffers
+        self.made: Callable[[], jax.Array | None] = _nothing
+
+    @property
+    def lock(self) -> Any:
+        return self._buffers.lock
+
+    @property
+    def elsewhere(self) -> bool:
+        return self._buffers.elsewhere
+
+    def hand_out(self, variable: Any, stock: Callable) -> Any:
+        """Reads the variable; called after `_keras.set_owner`."""
+        with self.lock:
+            value = stock(variable)
+            if _keras.holds(variable, value):
+                self.made = _nothing
+        return value
+
+    def held_beside(self) -> None:
+        """Takes note that a call of a model reads the variable and keeps its array for long.
+
+        In the thread of the launches, a launch waits for what is under way.
+        """
+        with self.lock:
+            if self.elsewhere:
+                self.made = _nothing
+
+    def __reduce__(self):
+        # A variable that is copied or pickled has an array of its own.
+        return type(None), ()
+
+
+def _nothing() -> None:
+    return None
+
+
+def _note_what_is_lost(error: Exception, variables: list, values: list[jax.Array]) -> None:
+    lost = [v.path for v, value in zip(variables, values, strict=True) if value.is_deleted()]
+    if lost:
+        error.add_note(
+            f"The launch had consumed the values of {len(lost)} variable(s), such as "
+            f"{lost[0]!r}, before it failed; they are lost. Restore a checkpoint, or build the "
+            "model again. TPUStrategy(donate_state=False) keeps old values until a launch is made."
+        )
