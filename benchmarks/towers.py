@@ -304,8 +304,9 @@ def print_keras(width, hidden, rows, effort):
         held = strategy.explain(model).bytes_per_device
         make = functools.partial(build, assigned)
         run = ktd.dry_run(make, strategy, batch_size=rows, effort=effort)
+        how = "assigned" if assigned else "computed by all"
         print(
-            f"{'assigned' if assigned else 'computed by all':16s} {model.count_params():,} weights: "
+            f"{how:16s} {model.count_params():,} weights: "
             f"weights and slots {held / 2**20:,.0f} MiB a device by explain; compiled "
             f"{run.total_bytes / 2**30:.2f} GiB in all, {run.step_time_s * 1e3:.1f} ms a step",
             flush=True,

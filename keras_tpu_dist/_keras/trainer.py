@@ -738,18 +738,24 @@ def values_of(variables: list) -> list:
     return jax.device_put(values, layouts)
 
 
-def full_values(variables: list) -> list:
+def full_values(variables: list, reader: Any = None) -> list:
     """What variables hold, in their own dtypes; an owner of theirs knows that it is read.
 
     Args:
         variables: The variables. See `set_owner` and `full_precision`.
+        reader: The `buffers` of owners that need not know, as they read for themselves.
     """
     free = global_state.get_global_attribute("stateless_scope") is None
     with AutocastScope(None):
         return [
-            v._value if free and v._value is not None and OWNER not in v.__dict__ else v.value
+            v._value if free and v._value is not None and _is_quiet(v, reader) else v.value
             for v in variables
         ]
+
+
+def _is_quiet(variable: Any, reader: Any) -> bool:
+    owner = variable.__dict__.get(OWNER)
+    return owner is None or (reader is not None and owner.buffers is reader)
 
 
 def holds(variable: Any, value: Any) -> bool:

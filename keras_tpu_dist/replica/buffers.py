@@ -15,7 +15,7 @@ from keras_tpu_dist.training.buffers import copy_apart
 class ReplicaBuffers:
     """The arrays of variables that a strategy's replica code updates in place.
 
-    What `keras_tpu_dist.training.buffers.Buffers` is to one model's steps: XLA overwrites a donated
+    What `training.buffers.Buffers` is to one model's steps: XLA overwrites a donated
     array even if something else refers to it. Functions that update other sets of variables take
     turns here, so each variable knows by itself whether its array may be consumed.
 
@@ -34,11 +34,11 @@ class ReplicaBuffers:
         return thread not in (None, threading.current_thread()) and thread.is_alive()
 
     @contextmanager
-    def consumed(self, variables: list) -> Iterator[list[jax.Array]]:
-        """The values of variables for a launch within the context, which may consume them.
+    def launching(self, variables: list) -> Iterator[list[jax.Array]]:
+        """The context of a launch: the values of variables, which it may consume.
 
         Args:
-            variables: Those that the launch updates. `made` is called with their new values.
+            variables: Those that the launch consumes. `made` is called with their new values.
 
         Raises:
             Exception: What the launch raises, with a note if it has consumed values already.
@@ -65,7 +65,7 @@ class ReplicaBuffers:
         """Gives variables the outputs of a launch.
 
         Args:
-            variables: Those given to `consumed`.
+            variables: Those that the launch updated.
             values: The new values.
         """
         _keras.follow_state((variables,), (values,))
@@ -79,16 +79,16 @@ class _Owner:
     """Knows of one variable whether its array is that of a launch, and nobody has read it."""
 
     def __init__(self, buffers: ReplicaBuffers):
-        self._buffers = buffers
+        self.buffers = buffers
         self.made: Callable[[], jax.Array | None] = _nothing
 
     @property
     def lock(self) -> Any:
-        return self._buffers.lock
+        return self.buffers.lock
 
     @property
     def elsewhere(self) -> bool:
-        return self._buffers.elsewhere
+        return self.buffers.elsewhere
 
     def hand_out(self, variable: Any, stock: Callable) -> Any:
         """Reads the variable; called after `_keras.set_owner`."""
@@ -99,13 +99,9 @@ class _Owner:
         return value
 
     def held_beside(self) -> None:
-        """Takes note that a call of a model reads the variable and keeps its array for long.
-
-        In the thread of the launches, a launch waits for what is under way.
-        """
+        """Takes note that a call of a model reads the variable and keeps its array for long."""
         with self.lock:
-            if self.elsewhere:
-                self.made = _nothing
+            self.made = _nothing
 
     def __reduce__(self):
         # A variable that is copied or pickled has an array of its own.

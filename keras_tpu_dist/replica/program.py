@@ -172,7 +172,7 @@ class ReplicaProgram:
             self._check_padding(call.of_first_step())
             self._checked_padding = True
         run = self._run if steps == 1 else self._scanned(call, _Scan(steps, call.stepped, every))
-        with self._buffers.consumed(self._known.consumed) as values:
+        with self._buffers.launching(self._known.consumed) as values:
             outputs = self._outputs(run, self._inputs(call, self._known), values)
             del values
             self._buffers.made(self._shared, outputs["mirrored"])
@@ -403,7 +403,7 @@ class ReplicaProgram:
             "arrays": call.arrays,
             "rows": None if call.rows is None else np.asarray(call.rows, np.int32),
             "length": None if call.length is None else np.int32(call.length),
-            "mirrored": _keras.full_values(known.shared),
+            "mirrored": _keras.full_values(known.shared, self._buffers),
             "own": copies_of(known.own, self._strategy) if known.own else [],
         }
 
@@ -486,8 +486,9 @@ class ReplicaProgram:
 
     def _once(self, call: Call) -> dict:
         """The outputs for other arguments, of which nothing is assigned and nothing consumed."""
-        copies = copies_apart(_keras.values_of(self._known.consumed))
-        return self._outputs(self._run, self._inputs(call, self._known), copies)
+        with self._buffers.lock:
+            copies = copies_apart(_keras.values_of(self._known.consumed))
+            return self._outputs(self._run, self._inputs(call, self._known), copies)
 
     def _check_padding(self, call: Call) -> None:
         outputs = self._once(call)

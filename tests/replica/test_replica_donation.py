@@ -198,6 +198,37 @@ def test_fit_and_the_loop_take_turns(devices, mesh):
     assert_close(trained(True), trained(False))
 
 
+def test_two_functions_take_turns_without_copies(devices):
+    """As the two of a GAN: each updates some variables and reads those of the other."""
+    strategy = strategy_of(devices)
+    with strategy.scope():
+        first, second = (keras.Variable(np.ones(4, "float32")) for _ in range(2))
+
+    def one():
+        first.assign(first.value + second.value)
+
+    def other():
+        second.assign(second.value + first.value)
+
+    expected = np.ones(4), np.ones(4)
+    for _ in range(3):
+        before = first._value, second._value
+        strategy.run(one)
+        strategy.run(other)
+        expected = expected[0] + expected[1], expected[0] + 2 * expected[1]
+    assert_close([np.array(first), np.array(second)], list(expected))
+    assert all(array.is_deleted() for array in before)
+
+
+def test_a_callback_of_predict_runs_replica_code(devices):
+    loop = Loop(strategy_of(devices)).train()
+    loop.model.compile()
+    expected = loop.model.predict(X, batch_size=2, verbose=0)
+    run = keras.callbacks.LambdaCallback(on_predict_batch_end=lambda batch, logs: loop.train())
+    found = loop.model.predict(X, batch_size=2, verbose=0, callbacks=[run])
+    assert_close(found, expected)
+
+
 def test_another_thread_predicts(devices):
     loop = Loop(strategy_of(devices, "4x2"), rate=0.0).train()
     loop.model.compile()
