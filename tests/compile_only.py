@@ -17,8 +17,8 @@ def compiled_for_tpu(strategy, function, args, topology):
     """The program that `strategy.run` made on simulated devices, compiled for a slice."""
     call = prepare(args, {}, ktd.RunOptions(), strategy)
     program = strategy._programs_of(function)[call.key]
-    inputs = program._inputs(call, program._known)
-    exported = jax.export.export(program._run, platforms=["tpu"])(inputs)
+    run, arguments = program.with_arguments(call)
+    exported = jax.export.export(run, platforms=["tpu"])(*arguments)
     slice_ = ktd.Topology.parse(topology)
     # A dry run's lowered step, of which the compiling process wants no size.
     lowered = Lowered(

@@ -183,6 +183,15 @@ class ReplicaProgram:
         results = self._wrap(outputs["outs"], call, stacked=every and steps > 1)
         return jax.tree.unflatten(self._treedef, results)
 
+    def with_arguments(self, call: Call) -> tuple[Any, tuple[dict, list]]:
+        """The jitted program of one step, and its arguments, to be lowered or exported.
+
+        Args:
+            call: The arguments of the function.
+        """
+        consumed = _keras.values_of(self._known.consumed)
+        return self._run, (self._inputs(call, self._known), consumed)
+
     @property
     def outdated(self) -> bool:
         """Whether a variable was moved since: to another strategy, or to another layout."""

@@ -460,7 +460,8 @@ def test_a_step_is_one_all_reduce(four):
     four.run(step, (batch,))
     ((program,),) = (by_name[None].values() for by_name in four._programs.values())
     call = prepare((batch,), {}, ktd.RunOptions(), four)
-    text = program._run.lower(program._inputs(call, program._known)).compile().as_text()
+    run, arguments = program.with_arguments(call)
+    text = run.lower(*arguments).compile().as_text()
     collectives = re.findall(r" (all-\w+|collective-\w+|reduce-scatter)(?:-start)?\(", text)
     assert collectives == ["all-reduce"]
     (reduced,) = re.findall(r"= \(([^=]*)\) all-reduce", re.sub(r"/\*.*?\*/", "", text))

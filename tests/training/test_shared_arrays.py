@@ -58,8 +58,10 @@ def test_what_is_copied_is_copied_once(monkeypatch):
     from keras_tpu_dist.training import buffers
 
     copied = []
-    stock = buffers._copies
-    monkeypatch.setattr(buffers, "_copies", lambda arrays: copied.append(arrays) or stock(arrays))
+    stock = buffers.copies_apart
+    monkeypatch.setattr(
+        buffers, "copies_apart", lambda arrays: copied.append(arrays) or stock(arrays)
+    )
     with ktd.TPUStrategy({"data": 4, "model": 2}, donate_state=True).scope():
         model = shared_arrays.build(1)
     shared_arrays.fit(model, epochs=1)
