@@ -129,13 +129,19 @@ def names_in(axes: Iterable) -> list[str]:
     return [name for entry in axes for name in entry_names(entry)]
 
 
-def layout_text(axes: Axes) -> str:
-    """A layout as text: `(·, model)`, `(data+model)`, or `replicated`.
+def layout_text(axes: Axes, rank: int = 0) -> str:
+    """A layout as you write it in a rule, and in `jax.P(...)`; `replicated` if nothing is split.
 
     Args:
         axes: One entry per dimension: `None`, a mesh axis, or a tuple of them.
+        rank: The number of dimensions: missing entries at the end are written too.
+
+    Example:
+
+    >>> layout_text((None, "model")), layout_text((("data", "model"),), rank=2), layout_text(())
+    ("(None, 'model')", "(('data', 'model'), None)", 'replicated')
     """
     if not any(axes):
         return "replicated"
-    names = ["·" if not e else e if isinstance(e, str) else "+".join(e) for e in axes]
-    return f"({', '.join(names)})"
+    entries = [None if not e else e if isinstance(e, str) else tuple(e) for e in axes]
+    return str((*entries, *[None] * (rank - len(entries))))

@@ -2,22 +2,26 @@
 
 import html
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from jax.sharding import Mesh
 
 from keras_tpu_dist import _keras
-from keras_tpu_dist.common.axes import Axes, layout_text, split_ways
+from keras_tpu_dist.common.axes import Axes, layout_text, names_in, split_ways
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.hardware.crossings import crossings_text
 from keras_tpu_dist.layout.placement import Placement, bytes_of
 from keras_tpu_dist.layout.rules import Decision, nearest_path
+from keras_tpu_dist.show.folding import Repeated, folded, relative, table_rows
 from keras_tpu_dist.show.page import Shown
-from keras_tpu_dist.show.text import html_table, size_text, text_table
+from keras_tpu_dist.show.text import html_table, size_text, text_table, text_width, wrapped
 
 _LARGEST_SHOWN = 5
+# A replicated weight is worth a line from this part of a device's weights on.
+_WORTH_A_LINE = 0.01
 
 
 @dataclass(frozen=True)
@@ -50,12 +54,17 @@ class VariableRow:
     alternatives: tuple[str, ...] = ()
     problem: str = ""
 
+    @property
+    def layout(self) -> str:
+        """Its layout as text, one entry for each dimension."""
+        return layout_text(self.axes, len(self.shape))
+
     def __str__(self):
         lines = [
             self.path,
-            f"  shape {self.shape}, {self.dtype}, layout {layout_text(self.axes)}",
-            f"  {size_text(self.bytes)}, {size_text(self.bytes_per_device)} per device; optimizer "
-            f"{size_text(self.slot_bytes)}, {size_text(self.slot_bytes_per_device)} per device",
+            f"  shape {self.shape}, {self.dtype}, layout {self.layout}",
+            f"  {size_text(self.bytes)}, {size_text(self.bytes_per_device)} a device; optimizer "
+            f"{size_text(self.slot_bytes)}, {size_text(self.slot_bytes_per_device)} a device",
             f"  because: {self.reason}",
             *(f"  not: {other}" for other in self.alternatives),
         ]
@@ -103,6 +112,7 @@ class Explanation(Shown):
         logical_devices: `(layer path, logical device)` of each assigned layer.
         layers: One per layer that chooses what to do with its split weights.
         crossings: Which axes cross hosts or slices, in words, on a mesh of several hosts.
+        data_axes: The axes that split the batch.
     """
 
     model: str
@@ -113,6 +123,7 @@ class Explanation(Shown):
     logical_devices: tuple[tuple[str, int], ...] = ()
     layers: tuple[LayerRow, ...] = ()
     crossings: str = ""
+    data_axes: tuple[str, ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -130,43 +141,112 @@ class Explanation(Shown):
         whole = [row for row in self.rows if row.bytes and row.bytes == row.bytes_per_device]
         return tuple(sorted(whole, key=lambda row: -row.bytes)[:_LARGEST_SHOWN])
 
+    @property
+    def summary(self) -> str:
+        """In one sentence: the weights, how many of them are split over which axes, the batch."""
+        return "; ".join([*self._sizes(), self._split(), self._batch(), *self._problems()])
+
+    def entries(self) -> tuple[Any, ...]:
+        """The rows by layer, with equal blocks that repeat as one `Repeated`."""
+
+        def key(row: VariableRow) -> tuple:
+            sizes = (row.bytes_per_device, row.slot_bytes, row.slot_bytes_per_device)
+            return row.shape, row.dtype, row.axes, sizes, row.reason, row.problem
+
+        return folded(self.rows, _path, key)
+
+    def table(self) -> str:
+        """Every weight on a line of its own, with its dtype and its optimizer slots."""
+        return text_table(_HEADER, [_cells(row) for row in self.rows], indent="")
+
     def to_dict(self) -> dict[str, Any]:
-        """The explanation as plain dicts and lists, with the totals."""
+        """The explanation as plain dicts and lists, with the totals; every row is in it."""
         totals = {"bytes": self.bytes, "bytes_per_device": self.bytes_per_device}
-        return {**asdict(self), **totals}
+        return {**asdict(self), **totals, "summary": self.summary}
 
     def __str__(self):
-        devices = math.prod(self.mesh.values())
-        lines = [f"{self.model} on {devices} devices {self.mesh}"]
-        lines += [f"  axes: {self.crossings}"] if self.crossings else []
-        lines.append(text_table(_HEADER, [_cells(row) for row in self.rows], indent=""))
-        lines += [f"  {line}" for line in self._lines_of_layers()]
-        return "\n".join([*lines, *self._totals()])
+        lines = _lines([self.title, self.summary])
+        if self.rows:
+            header, rows = self._folded()
+            lines.append(text_table(header, rows, indent=""))
+            blocks = any(isinstance(row, str) for row in rows)
+            lines += [f"all {len(self.rows)} weights: explain(model).table()"] if blocks else []
+        return "\n".join([*lines, *_lines(self._remarks())])
 
     def _title(self) -> str:
-        return f"{self.model} on {self.mesh}"
+        return self.title
+
+    @property
+    def title(self) -> str:
+        """The model, the number of devices and the mesh."""
+        return f"{self.model} on {math.prod(self.mesh.values())} devices {self.mesh}"
 
     def _blocks(self) -> list[str]:
-        axes = [f"axes: {self.crossings}"] if self.crossings else []
-        lines = [*axes, *self._lines_of_layers(), *self._totals()]
-        table = html_table(_HEADER, [_cells(row) for row in self.rows])
-        return [table, *(f"<p>{html.escape(line)}</p>" for line in lines)]
+        header, rows = self._folded()
+        whole = ""
+        if any(isinstance(row, str) for row in rows):
+            table = html_table(_HEADER, [_cells(row) for row in self.rows])
+            whole = f"<details><summary>all {len(self.rows)} weights</summary>{table}</details>"
+        lines = [f"<p>{html.escape(line)}</p>" for line in self._remarks()]
+        summary = f"<p>{html.escape(self.summary)}</p>"
+        return [summary, html_table(header, rows), whole, *lines]
 
-    def _lines_of_layers(self) -> list[str]:
-        return [
-            *(f"output of {o.path}: {o.layout}  ({o.reason})" for o in self.outputs),
-            *(f"{p}: computed by logical device {k}  (assign())" for p, k in self.logical_devices),
-            *(f"{row.path}: {row.choice}" for row in self.layers),
-        ]
+    def _sizes(self) -> list[str]:
+        dtypes = " and ".join(dict.fromkeys(row.dtype for row in self.rows))
+        words = [f"Weights {_amount(self.rows)}{f' ({dtypes})' if dtypes else ''}"]
+        slots = sum(row.slot_bytes for row in self.rows)
+        here = sum(row.slot_bytes_per_device for row in self.rows)
+        if slots:
+            words.append(f"optimizer {size_text(slots)}, {size_text(here)} a device")
+        return words
 
-    def _totals(self) -> list[str]:
-        lines = [
-            f"weights and optimizer: {size_text(self.bytes)} in all, "
-            f"{size_text(self.bytes_per_device)} per device"
+    def _split(self) -> str:
+        ways = Counter(
+            tuple(name for name in self.mesh if name in names_in(row.axes)) for row in self.rows
+        )
+        ways.pop((), None)
+        split, of = sum(ways.values()), len(self.rows)
+        if not split:
+            return f"all {of} replicated"
+        if len(ways) == 1:
+            return f"{split} of {of} split over {' and '.join(next(iter(ways)))}"
+        each = (f"{n} over {' and '.join(names)}" for names, n in ways.most_common())
+        return f"{split} of {of} split ({', '.join(each)})"
+
+    def _batch(self) -> str:
+        if not self.data_axes:
+            return "batch replicated"
+        return f"batch over {' and '.join(self.data_axes)}"
+
+    def _problems(self) -> list[str]:
+        count = sum(bool(row.problem) for row in self.rows)
+        return [f"{count} not legal: see PROBLEM"] if count else []
+
+    def _folded(self) -> tuple[list[str], list[tuple[str, ...] | str]]:
+        """The table for people: columns that say nothing are left out, blocks are folded."""
+        mixed = len({row.dtype for row in self.rows}) > 1
+        slots = any(row.slot_bytes for row in self.rows)
+        shown = [True, True, mixed, True, True, True, slots, True]
+        rows = [
+            row if isinstance(row, str) else tuple(c for c, yes in zip(row, shown) if yes)
+            for row in table_rows(self.entries(), _path, _cells, _amount)
         ]
-        if self.largest_replicated:
-            whole = ", ".join(f"{r.path} ({size_text(r.bytes)})" for r in self.largest_replicated)
-            lines.append(f"largest replicated: {whole}")
+        return [name for name, yes in zip(_HEADER, shown) if yes], rows
+
+    def _remarks(self) -> list[str]:
+        lines = [f"axes: {self.crossings}"] if self.crossings else []
+        outputs = ((o.path, f"{o.layout}  ({o.reason})") for o in self.outputs)
+        lines += [f"output of {line}" for line in _folded_lines(outputs)]
+        assigned = (
+            (p, f"computed by logical device {k}  (assign())") for p, k in self.logical_devices
+        )
+        lines += _folded_lines(assigned)
+        lines += _folded_lines((row.path, row.choice) for row in self.layers)
+        least = _WORTH_A_LINE * sum(row.bytes_per_device for row in self.rows)
+        large = [row for row in self.largest_replicated if row.bytes >= least]
+        if large:
+            words = ", ".join(f"{row.path} ({size_text(row.bytes)})" for row in large)
+            lines.append(f"largest replicated: {words}")
         return [*lines, self.note] if self.note else lines
 
 
@@ -195,8 +275,17 @@ def explain_model(model: Any, placement: Placement, mesh: Mesh) -> Explanation:
         note = "the model is not built: variables that do not exist yet are not listed"
     assigned = tuple(placement.annotations.logical_devices.items())
     layers = tuple(_layer_rows(model, placement, mesh))
-    where = crossings_text(mesh)
-    return Explanation(model.name, dict(mesh.shape), rows, outputs, note, assigned, layers, where)
+    return Explanation(
+        model.name,
+        dict(mesh.shape),
+        rows,
+        outputs,
+        note,
+        assigned,
+        layers,
+        crossings_text(mesh),
+        tuple(placement.data_axes),
+    )
 
 
 def _reason_of_output(path: str, placement: Placement) -> str:
@@ -246,7 +335,7 @@ def one_row(explanation: Explanation, path: str) -> VariableRow:
     )
 
 
-_HEADER = ("variable", "shape", "dtype", "layout", "bytes", "per device", "slots", "reason")
+_HEADER = ("weight", "shape", "dtype", "layout", "bytes", "a device", "slots", "reason")
 
 
 def _row(variable, slots: Sequence, placement: Placement, mesh: Mesh) -> VariableRow:
@@ -283,14 +372,46 @@ def _ways(mesh, axes) -> int:
         return 1
 
 
-def _cells(row: VariableRow) -> tuple[str, ...]:
+def _cells(row: VariableRow, within: str = "", indent: str = "") -> tuple[str, ...]:
+    """One row of a table; its path is relative to a block's, and so are those in its reason."""
+    reason = row.reason if not row.problem else f"PROBLEM: {row.problem}"
     return (
-        row.path,
-        "x".join(map(str, row.shape)) or "scalar",
+        f"{indent}{row.path.removeprefix(within)}",
+        str(row.shape),
         row.dtype,
-        layout_text(row.axes),
+        row.layout,
         size_text(row.bytes),
         size_text(row.bytes_per_device),
         size_text(row.slot_bytes_per_device),
-        row.reason if not row.problem else f"PROBLEM: {row.problem}",
+        relative(reason, within),
     )
+
+
+def _amount(rows: Sequence[VariableRow]) -> str:
+    """The bytes of some weights, and those on a device."""
+    whole, here = sum(r.bytes for r in rows), sum(r.bytes_per_device for r in rows)
+    return f"{size_text(whole)}, {size_text(here)} a device"
+
+
+def _folded_lines(pairs: Iterable[tuple[str, str]]) -> list[str]:
+    """`path: words` of each pair; of layers that repeat with equal words, one line."""
+
+    def lines(entries: Sequence[Any]) -> Iterator[str]:
+        for entry in entries:
+            if not isinstance(entry, Repeated):
+                yield f"{entry[0]}: {entry[1]}"
+            elif len(entry.rows) == 1:
+                yield f"{entry.words}: {entry.rows[0][1]}"
+            else:
+                inner = "; ".join(lines(entry.entries))
+                yield f"from {entry.first} to {entry.last}, x {entry.times}: {inner}"
+
+    return list(lines(folded(list(pairs), lambda pair: pair[0], lambda pair: pair[1])))
+
+
+def _lines(texts: Sequence[str]) -> list[str]:
+    return [line for text in texts for line in wrapped(text, text_width())]
+
+
+def _path(row: VariableRow) -> str:
+    return row.path

@@ -14,6 +14,7 @@ from keras_tpu_dist.common.axes import (
     axis_size,
     dividing_axes,
     entry_names,
+    layout_text,
     names_in,
     split_ways,
 )
@@ -25,8 +26,9 @@ from keras_tpu_dist.hardware.mesh import sequence_axis, state_axes
 from keras_tpu_dist.layout.activations import block_outputs
 from keras_tpu_dist.layout.rules import Decision, LayoutRules
 from keras_tpu_dist.layout.tensor import TensorPlan
+from keras_tpu_dist.show.folding import folded, relative, table_rows
 from keras_tpu_dist.show.page import Shown
-from keras_tpu_dist.show.text import html_table
+from keras_tpu_dist.show.text import html_table, text_table
 
 PLANS = ("fsdp", "tensor_parallel", "auto")
 
@@ -38,6 +40,8 @@ _MEMORY_WHERE_UNKNOWN = int(15.75e9)
 
 # "auto" leaves the rest for activations, temporaries and fragmentation.
 _STATE_FRACTION = 0.5
+
+_COLUMNS = ("weight", "shape", "layout", "reason")
 
 # Of a variable that no rule is for.
 _UNPLANNED = Decision((), "")
@@ -107,14 +111,30 @@ class Plan(Shown):
         return f"plan {self.name}"
 
     def _blocks(self) -> list[str]:
-        rows = [(p, str(s), str(d.axes), d.reason) for p, s, d in self.decisions]
-        return [html_table(("variable", "shape", "layout", "reason"), rows)]
+        return [html_table(_COLUMNS, self._rows())]
 
     def __str__(self):
-        width = max((len(path) for path, _, _ in self.decisions), default=0)
-        lines = [self._title()]
-        lines += [f"  {p:<{width}}  {s!s:<18} {d.axes!s}  {d.reason}" for p, s, d in self.decisions]
-        return "\n".join(lines)
+        return f"{self._title()}\n{text_table(_COLUMNS, self._rows())}"
+
+    def _rows(self) -> list[tuple[str, ...] | str]:
+        """A row for each decision; equal blocks are folded, `decisions` has all."""
+
+        def key(each: tuple[str, tuple[int, ...], Decision]) -> tuple:
+            _, shape, decision = each
+            return shape, decision.axes, decision.reason
+
+        def cells(each, within: str, indent: str) -> tuple[str, ...]:
+            path, shape, decision = each
+            layout = layout_text(decision.axes, len(shape))
+            name = f"{indent}{path.removeprefix(within)}"
+            return name, str(shape), layout, relative(decision.reason, within)
+
+        entries = folded(self.decisions, _path, key)
+        return list(table_rows(entries, _path, cells))
+
+
+def _path(decision: tuple[str, tuple[int, ...], Decision]) -> str:
+    return decision[0]
 
 
 @dataclass(frozen=True)

@@ -283,7 +283,7 @@ def _checked_axes(sharding: Any, array: Any, path: Any) -> Axes:
                 received={
                     "array": jax.tree_util.keystr(path),
                     "shape": jax.numpy.shape(array),
-                    "layout": sharding.spec,
+                    "layout": tuple(sharding.spec),
                 },
                 fix="Name at most one entry for each dimension of the array.",
             )

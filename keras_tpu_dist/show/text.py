@@ -2,7 +2,8 @@
 
 import html
 import re
-from collections.abc import Sequence
+import shutil
+from collections.abc import Iterator, Sequence
 
 # A number with a unit or sign behind it, such as "1.5 KiB", "12%", "1,024".
 _NUMBER = re.compile(r"-?[\d.,]+(?: ?(?:[KMGT]i?)?B| ?[mu]?s|%)?")
@@ -15,6 +16,13 @@ _BYTE_UNITS = (
     ("MiB", 2**20, 1, 0.05 * 2**10),
     ("KiB", 2**10, 1, 0.5),
 )
+
+# The least columns of a terminal, of words that wrap beside other columns, and of any cell.
+_NARROWEST, _LEAST_WORDS, _LEAST_CELL = 60, 30, 14
+# Tables of no more columns fit on a narrow screen.
+_FEW_COLUMNS = 3
+# What stands before words that go below their row.
+_BELOW = "    "
 
 
 def size_text(count: float) -> str:
@@ -54,13 +62,28 @@ def duration_text(seconds: float) -> str:
     return f"{seconds * 1e6:.1f} us"
 
 
-def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], indent: str = "  ") -> str:
-    """A table of aligned columns, numbers to the right.
+def text_width() -> int:
+    """The columns of a line of text: those of the terminal, at least 60, or 100 without one."""
+    return max(_NARROWEST, shutil.get_terminal_size((100, 24)).columns)
+
+
+def text_table(
+    header: Sequence[str],
+    rows: Sequence[Sequence[str] | str],
+    indent: str = "  ",
+    width: int | None = None,
+) -> str:
+    """A table of aligned columns, numbers to the right, no wider than the terminal.
+
+    Words wrap, numbers never do, and the widest column of words wraps first. If that is the last,
+    and the room that the others leave is too little to read in, it goes below its row, indented. A
+    path breaks behind a slash.
 
     Args:
         header: Its first line, or `()` for none.
-        rows: Its other lines, each of as many cells.
+        rows: Its other lines, each of as many cells; a `str` is a line of its own across the table.
         indent: What each line starts with.
+        width: The most columns of a line. Defaults to `text_width()`.
 
     Example:
 
@@ -68,36 +91,130 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], indent: str
     axis   size
     data     64
     model     4
+    >>> rows = [("up/kernel", "64 B", "row: consumes the features of 'down' in the same block")]
+    >>> print(text_table(("weight", "bytes", "reason"), rows, indent="", width=40))
+    weight     bytes
+        reason
+    up/kernel   64 B
+        row: consumes the features of 'down'
+        in the same block
     """
-    lines = [*([header] if header else []), *rows]
+    cells = [row for row in rows if not isinstance(row, str)]
+    lines = [*([header] if header else []), *cells]
     columns = list(zip(*lines, strict=True))
-    widths = [max(map(len, column)) for column in columns]
-    to_right = [_is_numeric(column[1 if header else 0 :]) for column in columns]
-    return "\n".join(
-        indent
-        + "  ".join(
-            cell.rjust(width) if right else cell.ljust(width)
-            for cell, width, right in zip(line, widths, to_right)
-        ).rstrip()
-        for line in lines
-    )
+    numeric = [_is_numeric(column[1 if header else 0 :]) for column in columns]
+    room = (text_width() if width is None else width) - len(indent)
+    widths, below = _fitted([max(map(len, column)) for column in columns], numeric, room)
+    drawn = iter([_drawn(line, widths, numeric, room, below) for line in lines])
+    order = [*([header] if header else []), *rows]
+    text = (line for row in order for line in ([row] if isinstance(row, str) else next(drawn)))
+    return "\n".join((indent + line).rstrip() for line in text)
 
 
-def html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def wrapped(text: str, width: int) -> list[str]:
+    """Words in lines; a word that is too long breaks behind its slashes, or anywhere.
+
+    Args:
+        text: The words.
+        width: The most letters of a line.
+
+    Example:
+
+    >>> wrapped("feeds decoder_0/attention/query", 18)
+    ['feeds', 'decoder_0/', 'attention/query']
+    """
+    if len(text) <= width:
+        return [text]
+    lines = [""]
+    for word in text.split():
+        longer = f"{lines[-1]} {word}" if lines[-1] else word
+        if len(longer) <= width:
+            lines[-1] = longer
+            continue
+        if not lines[-1]:
+            lines.pop()
+        lines += _broken(word, width)
+    return lines
+
+
+def _broken(word: str, width: int) -> Iterator[str]:
+    """A word in parts no longer than a line."""
+    part = ""
+    for piece in re.findall(r"[^/]*/|[^/]+", word):
+        if part and len(part + piece) > width:
+            yield part
+            part = ""
+        part += piece
+        while len(part) > width:
+            yield part[:width]
+            part = part[width:]
+    if part:
+        yield part
+
+
+def _fitted(widths: list[int], numeric: list[bool], room: int) -> tuple[list[int], bool]:
+    """The widths of columns in a room, and whether the last goes below its row."""
+
+    def needed(of: list[int]) -> int:
+        return sum(of) + 2 * max(0, len(of) - 1)
+
+    fitted, last = list(widths), len(widths) - 1
+    while needed(fitted) > room:
+        words = [n for n, right in enumerate(numeric[: len(fitted)]) if not right]
+        widest = max(words, key=lambda n: fitted[n], default=None)
+        if widest is None or fitted[widest] <= _LEAST_CELL:
+            break
+        if widest == last > 0 and room - needed(fitted[:-1]) - 2 < _LEAST_WORDS:
+            fitted = list(widths[:-1])
+        else:
+            fitted[widest] -= 1
+    return fitted, len(fitted) < len(widths)
+
+
+def _drawn(
+    line: Sequence[str], widths: list[int], numeric: list[bool], room: int, below: bool
+) -> list[str]:
+    """One row: as many lines as its longest cell takes, and what goes below it."""
+    cells = [
+        [cell] if len(cell) <= width or right else wrapped(cell, width)
+        for cell, width, right in zip(line, widths, numeric)
+    ]
+    lines = [
+        "  ".join(
+            (cell[n] if n < len(cell) else "").rjust(width)
+            if right
+            else (cell[n] if n < len(cell) else "").ljust(width)
+            for cell, width, right in zip(cells, widths, numeric)
+        )
+        for n in range(max(map(len, cells)))
+    ]
+    under = wrapped(line[-1], room - len(_BELOW)) if below and line[-1] else []
+    return [*lines, *(_BELOW + each for each in under)]
+
+
+def html_table(header: Sequence[str], rows: Sequence[Sequence[str] | str]) -> str:
     """The same as an HTML table, columns of numbers with the class `n`.
+
+    On a narrow screen a last column of words goes below its row, as in text.
 
     Args:
         header: The cells of its first line, or `()` for none.
-        rows: The cells of its other lines, as plain text; they are escaped here.
+        rows: The cells of its other lines, as plain text, which is escaped here; a `str` is a row
+            across the table.
     """
-    marks = [' class="n"' if _is_numeric(column) else "" for column in zip(*rows, strict=True)]
+    columns = zip(*(row for row in rows if not isinstance(row, str)), strict=True)
+    marks = [' class="n"' if _is_numeric(column) else "" for column in columns]
     marks = marks or [""] * len(header)
     head = "".join(f"<th{m}>{html.escape(cell)}</th>" for cell, m in zip(header, marks))
-    body = "".join(
-        f"<tr>{''.join(f'<td{m}>{html.escape(c)}</td>' for c, m in zip(row, marks))}</tr>"
+    lines = [
+        f'<td colspan="{len(marks)}"><b>{html.escape(row)}</b></td>'
+        if isinstance(row, str)
+        else "".join(f"<td{m}>{html.escape(c)}</td>" for c, m in zip(row, marks))
         for row in rows
-    )
-    return f"<table>{f'<tr>{head}</tr>' if head else ''}{body}</table>"
+    ]
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    below = ' class="below"' if len(marks) > _FEW_COLUMNS and not marks[-1] else ""
+    return f"<table{below}>{f'<tr>{head}</tr>' if head else ''}{body}</table>"
 
 
 def _is_numeric(cells: Sequence[str]) -> bool:

@@ -50,15 +50,96 @@ def test_words_for_people_and_programs():
     split(model.layers[0], output=("data", "model"))
     explanation = strategy.explain(model)
     text = str(explanation)
-    assert "sequential on 8 devices {'data': 4, 'model': 2}" in text
-    assert "(·, model)" in text
+    title, summary, *_ = text.splitlines()
+    assert title == "sequential on 8 devices {'data': 4, 'model': 2}"
+    assert summary == (
+        "Weights 652 B, 460 B a device (float32); 1 of 4 split over model; batch over data"
+    )
+    assert "(None, 'model')" in text
     assert "output of sequential/hidden: ('data', 'model')  (split(output=...))" in text
     assert "largest replicated: sequential/out/kernel (192 B)" in text
-    assert "weights and optimizer: 652 B in all, 460 B per device" in text
     assert json.loads(json.dumps(explanation.to_dict()))["bytes"] == 652
     page = explanation._repr_html_()
     assert page.count("<tr>") == 5
+    assert "1 of 4 split over model" in page
     assert "rule 0 &#x27;hidden/kernel&#x27;" in page
+
+
+def decoder(blocks=32, width=4096, heads=32, hidden=11008, words=32000):
+    """Llama 2 7B by its sizes, in plain Keras."""
+    L = keras.layers
+
+    class Decoder(L.Layer):
+        def __init__(self, name):
+            super().__init__(name=name)
+            parts = {n: L.Dense(width, use_bias=False, name=n) for n in ("query", "key", "value")}
+            self.parts = list(parts.values())
+            self.out = L.Dense(width, use_bias=False, name="out")
+            self.norms = [L.RMSNormalization(name=name) for name in ("before", "after")]
+            self.gate, self.up = (L.Dense(hidden, use_bias=False, name=n) for n in ("gate", "up"))
+            self.down = L.Dense(width, use_bias=False, name="down")
+
+        def build(self, shape):
+            for layer in (*self.parts, self.out, *self.norms, self.gate, self.up):
+                layer.build(shape)
+            self.down.build((*shape[:-1], hidden))
+
+        def call(self, x):
+            h = self.norms[0](x)
+            split = (-1, x.shape[1], heads, width // heads)
+            q, k, v = (keras.ops.reshape(part(h), split) for part in self.parts)
+            p = keras.ops.softmax(keras.ops.einsum("bqnh,bknh->bnqk", q, k))
+            h = keras.ops.einsum("bnqk,bknh->bqnh", p, v)
+            x = x + self.out(keras.ops.reshape(h, x.shape))
+            h = self.norms[1](x)
+            return x + self.down(keras.ops.silu(self.gate(h)) * self.up(h))
+
+    x = ids = keras.Input((16,), dtype="int32", batch_size=2)
+    x = L.Embedding(words, width, name="words")(x)
+    for n in range(blocks):
+        x = Decoder(f"decoder_{n}")(x)
+    x = L.RMSNormalization(name="norm")(x)
+    return keras.Model(ids, L.Dense(words, use_bias=False, name="logits")(x), name="llama")
+
+
+def explained(build, mesh, layout="tensor_parallel"):
+    """Of a model without values, as large as it may be."""
+    with keras.StatelessScope(initialize_variables=False):
+        model = build()
+    return ktd.TPUStrategy(mesh, layout).explain(model)
+
+
+@pytest.mark.parametrize("layout", ["tensor_parallel", "fsdp", "auto", None])
+def test_a_decoder_of_seven_billion_is_forty_lines(layout):
+    explanation = explained(decoder, {"data": 2, "model": 4}, layout)
+    assert len(explanation.rows) == 291
+    lines = str(explanation).splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 100
+    assert sum("decoder_0 .. decoder_31  x 32, each" in line for line in lines) == 1
+    assert not any("decoder_1/" in line for line in lines)
+    assert lines[1].startswith("Weights 25.10 GiB, ")
+    if layout == "tensor_parallel":
+        assert "226 of 291 split over model; batch over data" in lines[1]
+        assert "row: consumes the features of 'gate'" in " ".join(str(explanation).split())
+    # everything is still there
+    assert len(explanation.to_dict()["rows"]) == 291
+    assert len(explanation.table().splitlines()) >= 292
+    assert all(row.path in explanation._repr_html_() for row in explanation.rows)
+
+
+def test_blocks_that_differ_are_not_one():
+    def build():
+        x = inputs = keras.Input((64,))
+        for n in range(8):
+            x = keras.layers.Dense(64, name=f"block_{n}")(x)
+        return keras.Model(inputs, x)
+
+    layout = [("block_5/kernel", (None, "model")), ("kernel", ("model",))]
+    text = str(explained(build, MESH, layout))
+    assert "block_0 .. block_4  x 5" in text
+    assert "block_5/kernel" in text
+    assert "block_6/kernel" in text
 
 
 def test_one_variable_with_the_alternatives():
@@ -81,6 +162,7 @@ def test_a_layout_that_is_not_legal_is_told_not_raised():
     assert "dimension 1 has 3 elements for 2 shards" in row.problem
     assert row.bytes_per_device == row.bytes
     assert "PROBLEM" in str(explanation)
+    assert explanation.summary.endswith("1 not legal: see PROBLEM")
     assert "PROBLEM" in str(row)
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from keras_tpu_dist.show.text import duration_text, html_table, size_text, text_table
+from keras_tpu_dist.show.text import duration_text, html_table, size_text, text_table, wrapped
 
 
 @pytest.mark.parametrize(
@@ -56,3 +56,54 @@ def test_html_is_escaped():
     row = '<tr><td>&lt;b&gt;</td><td class="n">1</td></tr>'
     assert html_table((), [("<b>", "1")]) == f"<table>{row}</table>"
     assert "<th>&amp;</th>" in html_table(("&",), [])
+
+
+ROWS = [
+    ("decoder_0/up/kernel", "64 B", "row: consumes the features of 'down'"),
+    "a line of its own",
+    ("norm/scale", "1.5 KiB", "replicated"),
+]
+
+
+def test_words_of_a_wide_table_wrap():
+    def lines(width):
+        return text_table(("weight", "bytes", "reason"), ROWS, indent="", width=width).splitlines()
+
+    assert lines(80) == [
+        "weight                 bytes  reason",
+        "decoder_0/up/kernel     64 B  row: consumes the features of 'down'",
+        "a line of its own",
+        "norm/scale           1.5 KiB  replicated",
+    ]
+    assert lines(61)[1:3] == [
+        "decoder_0/up/kernel     64 B  row: consumes the features of",
+        "                              'down'",
+    ]
+    # too little room to read in: below its row
+    assert lines(40) == [
+        "weight                 bytes",
+        "    reason",
+        "decoder_0/up/kernel     64 B",
+        "    row: consumes the features of 'down'",
+        "a line of its own",
+        "norm/scale           1.5 KiB",
+        "    replicated",
+    ]
+    assert lines(25)[2:5] == ["decoder_0/up/        64 B", "kernel", "    row: consumes the"]
+    assert all(len(line) <= width for width in (25, 40, 61) for line in lines(width))
+
+
+def test_the_widest_words_wrap_first():
+    """A short last column stays beside its row."""
+    rows = [("data 16", "too large: it needs twice the memory that it has", "links")]
+    text = text_table(("mesh", "verdict", "bound by"), rows, indent="", width=50)
+    assert text.splitlines() == [
+        "mesh     verdict                          bound by",
+        "data 16  too large: it needs twice the    links",
+        "         memory that it has",
+    ]
+
+
+def test_every_letter_of_a_long_word_is_there():
+    assert wrapped("a/b/" + "c" * 9, 5) == ["a/b/", "ccccc", "cccc"]
+    assert wrapped("", 5) == [""]
