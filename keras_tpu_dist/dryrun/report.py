@@ -11,8 +11,8 @@ from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.hardware.torus import Torus
 from keras_tpu_dist.hlo import Buffer, ProgramCost
 from keras_tpu_dist.layout.lint import Finding
+from keras_tpu_dist.show.colours import BACKWARD, FORWARD, MEMORY, NONE, colours_left_out
 from keras_tpu_dist.show.page import Page, TableCell, bar, document, legend, sortable
-from keras_tpu_dist.show.svg import COLOURS, GREY
 from keras_tpu_dist.show.text import duration_text, html_table, size_text, text_table
 from keras_tpu_dist.show.torus import shown_sides, torus_svg
 
@@ -20,7 +20,6 @@ _FINDINGS_SHOWN = 3
 _TOP_LAYERS = 10
 # Beyond this the compiler's cycles are not explained by arithmetic or memory traffic.
 _KERNEL_FACTOR = 3.0
-_FORWARD, _BACKWARD = COLOURS[1], COLOURS[0]
 # The class in the page's style, and the words.
 _VERDICT = {
     True: ("good", "fits"),
@@ -483,13 +482,10 @@ def memory_bars(run: DryRun) -> Iterator[str]:
     """
     kinds = kinds_of_memory(run)
     whole = max(sum(size for _, size in kinds), run.total_bytes, run.limit_bytes or 0, 1)
-    parts = [
-        (size / whole, COLOURS[n % len(COLOURS)], f"{name}: {size_text(size)}")
-        for n, (name, size) in enumerate(kinds)
-    ]
+    parts = [(size / whole, MEMORY[name], f"{name}: {size_text(size)}") for name, size in kinds]
     missing = run.total_bytes - sum(size for _, size in kinds)
     if missing > 0:
-        parts.append((missing / whole, GREY, f"not told by kind: {size_text(missing)}"))
+        parts.append((missing / whole, NONE, f"of no known kind: {size_text(missing)}"))
     limit = run.limit_bytes
     yield bar(parts, None if limit is None else limit / whole)
     words = [(colour, text) for _, colour, text in parts]
@@ -549,11 +545,9 @@ def _kinds(run: DryRun) -> Iterator[str]:
             name,
             TableCell(size_text(size), size),
             TableCell(f"{size / limit:.2%}", size) if limit else "-",
-            TableCell(
-                "", size, bar([(size / largest, COLOURS[n % len(COLOURS)], size_text(size))])
-            ),
+            TableCell("", size, bar([(size / largest, MEMORY[name], size_text(size))])),
         )
-        for n, (name, size) in enumerate(kinds)
+        for name, size in kinds
     ]
     yield sortable(("kind", "bytes", "of the HBM", "against the largest"), rows)
 
@@ -575,7 +569,7 @@ def _times(run: DryRun) -> Iterator[str]:
         (
             name,
             TableCell(duration_text(s), s),
-            TableCell("", s, bar([(s / e.step, _FORWARD, name)])),
+            TableCell("", s, bar([(s / e.step, NONE, name)])),
         )
         for name, s in times
         if s or name != "of them between slices"
@@ -590,13 +584,13 @@ def _layers(run: DryRun) -> Iterator[str]:
     amounts = [c.cycles if cost.cycles else c.flops for c in cost.layers]
     largest = max([*amounts, 1])
     if cost.cycles:
-        yield legend([(_FORWARD, "forward and update"), (_BACKWARD, "backward")])
+        yield legend([(FORWARD, "forward and update"), (BACKWARD, "backward")])
     rows = []
     for c, amount in zip(cost.layers, amounts):
         back = c.backward_cycles if cost.cycles else 0
         parts = [
-            ((amount - back) / largest, _FORWARD, f"{amount - back:,}"),
-            (back / largest, _BACKWARD, f"backward {back:,}"),
+            ((amount - back) / largest, FORWARD, f"{amount - back:,}"),
+            (back / largest, BACKWARD, f"backward {back:,}"),
         ]
         rows.append(
             (
@@ -678,6 +672,7 @@ def _caption(run: DryRun, torus: Torus, axes: tuple[str, ...], group: list[Colle
         lines.append(f"drawn: {part} of {whole} chips")
     if torus.slices > 1:
         lines.append(f"drawn: one of {torus.slices} slices")
+    lines += filter(None, [colours_left_out(len(torus.groups(run.mesh, axes)), "groups")])
     inner = "".join(f"<br>{html.escape(line)}" for line in lines)
     return f"<figcaption><b>axis {html.escape(names)}</b>{inner}</figcaption>"
 

@@ -11,8 +11,8 @@ from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.searches.candidates import Candidate
 from keras_tpu_dist.searches.forecast import Forecast
 from keras_tpu_dist.show.chart import Point, colours_of, scatter_svg
+from keras_tpu_dist.show.colours import NONE, colours_left_out
 from keras_tpu_dist.show.page import Page, TableCell, bar, document, legend, sortable
-from keras_tpu_dist.show.svg import GREY
 from keras_tpu_dist.show.text import duration_text, html_table, size_text, text_table
 from keras_tpu_dist.strategy import TPUStrategy
 
@@ -242,7 +242,7 @@ class Ranking(Page):
         whole = max(_scale(each.run) for each in self.candidates if each.run)
         limit = tried.run.limit_bytes
         mark, share = None if limit is None else limit / whole, tried.memory_bytes / whole
-        part = (share, GREY, size_text(tried.memory_bytes))
+        part = (share, NONE, size_text(tried.memory_bytes))
         return TableCell("", tried.memory_bytes, bar([part], mark))
 
     def _points(self) -> Iterator[Point]:
@@ -264,7 +264,9 @@ class Ranking(Page):
         limit = limits.pop() if len(limits) == 1 else None
         far = (limit or 0) > _FAR * max(point.bytes for point in points)
         keys = [(colour, f"layout {name}") for name, colour in colours_of(points).items()]
-        beside = [f"<p>the HBM, {size_text(limit or 0)}, is far to the right</p>"] if far else []
+        shared = colours_left_out(len(keys), "layouts")
+        beside = [f"<p>{shared}: see the numbers</p>"] if shared else []
+        beside += [f"<p>the HBM, {size_text(limit or 0)}, is far to the right</p>"] if far else []
         return [scatter_svg(points, None if far else limit), legend(keys), *beside]
 
 

@@ -5,15 +5,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from keras_tpu_dist.show.svg import (
-    COLOURS,
-    FAINT,
-    GREY,
-    ON_COLOUR,
-    svg_document,
-    svg_line,
-    svg_text,
-)
+from keras_tpu_dist.show.colours import EMPTY, NONE, ON_COLOUR, apart
+from keras_tpu_dist.show.svg import svg_document, svg_line, svg_text
 from keras_tpu_dist.show.text import duration_text, size_text
 
 _WIDTH, _HEIGHT = 740, 380
@@ -49,7 +42,7 @@ def colours_of(points: Sequence[Point]) -> dict[str, str]:
         points: The points.
     """
     groups = dict.fromkeys(point.group for point in points)
-    return {group: COLOURS[n % len(COLOURS)] for n, group in enumerate(groups)}
+    return {group: apart(n) for n, group in enumerate(groups)}
 
 
 def scatter_svg(points: Sequence[Point], limit: int | None) -> str:
@@ -83,7 +76,7 @@ def scatter_svg(points: Sequence[Point], limit: int | None) -> str:
     for point in points:
         place = f'cx="{x(point.bytes):.1f}" cy="{y(point.seconds):.1f}" r="10"'
         colour = colours[point.group]
-        paint = f'fill="{colour}"' if point.fits else f'fill="{FAINT}" stroke="{colour}"'
+        paint = f'fill="{colour}"' if point.fits else f'fill="{EMPTY}" stroke="{colour}"'
         parts.append(f'<circle {place} {paint} stroke-width="2">{_title(point)}</circle>')
         ink = ON_COLOUR if point.fits else "currentColor"
         number = svg_text(
@@ -105,7 +98,7 @@ def _axes(x, y, most_bytes: float, most_seconds: float) -> list[str]:
     parts = []
     for n in range(_TICKS + 1):
         size, seconds = most_bytes * n / _TICKS, most_seconds * n / _TICKS
-        across = svg_line((_LEFT, y(seconds)), (_WIDTH - _RIGHT, y(seconds)), GREY, 0.5)
+        across = svg_line((_LEFT, y(seconds)), (_WIDTH - _RIGHT, y(seconds)), NONE, 0.5)
         label = svg_text(_LEFT - 8, y(seconds) + 4, duration_text(seconds), "end")
         below = svg_text(x(size), bottom + 18, size_text(size), "middle")
         parts += [across, label, below]

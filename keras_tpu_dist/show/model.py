@@ -1,26 +1,76 @@
-"""A picture of a model: its variables, coloured by the mesh axes that split them."""
+"""A drawing of a model: a box for each block, as wide as its bytes, coloured by mesh axes."""
 
 import html
 import math
-from collections import defaultdict
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
-from keras_tpu_dist.common.axes import entry_names, layout_text
-from keras_tpu_dist.show.page import legend
-from keras_tpu_dist.show.pictures import Picture
-from keras_tpu_dist.show.svg import COLOURS, FAINT, GREY, ON_COLOUR, svg_box, svg_document, svg_text
-from keras_tpu_dist.show.text import size_text
+from keras_tpu_dist.common.axes import names_in
+from keras_tpu_dist.show.colours import (
+    EMPTY,
+    FURTHER_AXES,
+    NONE,
+    ON_COLOUR,
+    axis_colours,
+    axis_legend,
+)
+from keras_tpu_dist.show.folding import Repeated, children_of
+from keras_tpu_dist.show.page import bar, legend
+from keras_tpu_dist.show.pictures import Picture, svg_below
+from keras_tpu_dist.show.svg import svg_box, svg_document, svg_text
+from keras_tpu_dist.show.text import size_text, text_table, text_width, wrapped
+
+_WIDTH, _BAR = 760, 16
+_COLUMNS = ("weight", "shape", "layout", "bytes", "a device", "")
+# A letter's width in pixels; and the narrowest segment.
+_LETTER, _THIN = 6.6, 2.0
+# The least share of the widest box that has room for a label on a page.
+_LABELLED = 0.03
+
+
+@dataclass(frozen=True)
+class Box:
+    """A block of the drawing.
+
+    Attributes:
+        words: Which layers it stands for.
+        times: How often the model has it.
+        rows: The weights of one of them.
+        within: What all of their paths start with.
+    """
+
+    words: str
+    times: int
+    rows: tuple[Any, ...]
+    within: str
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the weights of one block, whole."""
+        return sum(row.bytes for row in self.rows)
+
+    @property
+    def bytes_per_device(self) -> int:
+        """The same on each device."""
+        return sum(row.bytes_per_device for row in self.rows)
+
+    @property
+    def title(self) -> str:
+        """Its layers, how often they repeat, and their bytes."""
+        sizes = f"{size_text(self.bytes)}, {size_text(self.bytes_per_device)} a device"
+        if self.times == 1:
+            return f"{self.words}: {sizes}"
+        return f"{self.words}  x {self.times}, each {sizes}"
 
 
 @dataclass(frozen=True)
 class ModelPicture(Picture):
-    """A model's variables as a table coloured by the mesh axes that split them.
+    """A model as boxes: one for each block, as wide as its bytes, coloured by mesh axes.
 
     Attributes:
         explanation: The `Explanation` of `strategy.explain` that is drawn.
@@ -28,156 +78,218 @@ class ModelPicture(Picture):
 
     explanation: Any
 
-    def colours(self) -> dict[str, str]:
-        """The colour of each mesh axis; grey for what a layout takes for one, and is none."""
-        names = enumerate(self.explanation.mesh)
-        return defaultdict(lambda: GREY, {name: COLOURS[i % len(COLOURS)] for i, name in names})
+    def boxes(self) -> list[Box]:
+        """The blocks in order, equal ones that repeat as one."""
+        e = self.explanation
+        above = _common(row.path for row in e.rows)
+        found: list[Box] = []
+        loose: list[Any] = []
+
+        for entry in e.entries():
+            if not isinstance(entry, Repeated):
+                loose.append(entry)
+                continue
+            found += _layers(loose, above)
+            loose = []
+            within = _common(row.path for row in entry.rows)
+            found.append(Box(entry.words, entry.times, entry.rows, within))
+        return [*found, *_layers(loose, above)]
 
     def to_dict(self) -> dict[str, Any]:
         """The picture as plain dicts and lists."""
         return self.explanation.to_dict()
 
-    def _title(self) -> str:
-        return f"{self.explanation.model} on {self.explanation.mesh}"
-
-    def __rich__(self):
-        e, colours = self.explanation, self.colours()
-        table = Table(title=Text(self._title()))
-        for name in ("variable", "shape", "bytes", "per device", "reason"):
-            table.add_column(name, overflow="fold")
-        for row in e.rows:
-            shape = Text("(")
-            for d, size in enumerate(row.shape):
-                entry = row.axes[d] if d < len(row.axes) else None
-                shape.append(", " if d else "")
-                shape.append(dimension_text(size, entry), style=rich_style(entry, colours))
-            table.add_row(
-                Text(row.path),
-                shape.append(")"),
-                size_text(row.bytes),
-                size_text(row.bytes_per_device),
-                Text(row.reason),
-            )
-        keys = Text("axes: ")
-        for name, size in e.mesh.items():
-            keys.append(f"{name} {size}", style=f"black on {colours[name]}").append("  ")
-        return Group(table, keys, Text(f"weights and optimizer: {self._total()}"))
-
-    def _total(self) -> str:
-        e = self.explanation
-        return f"{size_text(e.bytes)} in all, {size_text(e.bytes_per_device)} per device"
-
     def legend_entries(self) -> list[tuple[str, str]]:
         """What colours mean: of each axis its name and size, and of what no axis splits."""
-        axes = [(self.colours()[name], f"{name} {n}") for name, n in self.explanation.mesh.items()]
-        return [*axes, (GREY, "whole on every device")]
+        return axis_legend(self.explanation.mesh)
 
-    def _blocks(self) -> Iterable[str]:
-        e, colours = self.explanation, self.colours()
-        rows = []
-        for row in e.rows:
-            shape = ", ".join(
-                html_dimension(size, row.axes[d] if d < len(row.axes) else None, colours)
-                for d, size in enumerate(row.shape)
+    def _title(self) -> str:
+        return self.explanation.title
+
+    def _colours(self, row: Any) -> list[str]:
+        """The colours of the axes that split a weight; those of the mesh alone are drawn."""
+        known = axis_colours(list(self.explanation.mesh))
+        colours = [known.get(name, FURTHER_AXES) for name in dict.fromkeys(names_in(row.axes))]
+        return colours or [NONE]
+
+    def __rich__(self):
+        keys = Text()
+        for colour, words in self.legend_entries():
+            keys.append("  ", style=f"on {colour}").append(f" {words}  ")
+        bars = Text("█ on one device, █░ in all")
+        head = [*map(Text, wrapped(self._title(), text_width()))]
+        head += map(Text, wrapped(self.explanation.summary, text_width()))
+        return Group(*head, self._text_table(), keys, bars)
+
+    def _text_table(self) -> Text:
+        """The weights by block, each with a bar in the colour of its axis."""
+        largest = max((row.bytes for row in self.explanation.rows), default=1)
+        rows: list[tuple[str, ...] | str] = []
+        colours = []
+        for box in self.boxes():
+            rows.append(box.title)
+            for row in box.rows:
+                sizes = size_text(row.bytes), size_text(row.bytes_per_device)
+                name = f"  {row.path.removeprefix(box.within)}"
+                rows.append((name, str(row.shape), row.layout, *sizes, _text_bar(row, largest)))
+                colours.append(self._colours(row)[0])
+        text = Text(text_table(_COLUMNS, rows, indent="") if rows else "")
+        for found, colour in zip(re.finditer("[█▏]+░*", text.plain), colours):
+            text.stylize(colour, found.start(), found.end())
+        return text
+
+    def _blocks(self) -> list[str]:
+        e, boxes = self.explanation, self.boxes()
+        largest = max((box.bytes for box in boxes), default=1)
+        drawn = "".join(self._html_box(box, largest) for box in boxes)
+        return [
+            f"<p>{html.escape(e.summary)}</p>",
+            *self._html_totals(),
+            legend(self.legend_entries()),
+            f'<div class="boxes">{drawn}</div>',
+        ]
+
+    def _html_totals(self) -> list[str]:
+        """What all weights take, and what those of one device take, by axes."""
+        rows = self.explanation.rows
+        whole = sum(row.bytes for row in rows) or 1
+        parts: dict[str, list[int]] = {}
+        for row in rows:
+            words = " and ".join(dict.fromkeys(names_in(row.axes))) or "no axis"
+            sums = parts.setdefault(words, [0, 0])
+            sums[0] += row.bytes
+            sums[1] += row.bytes_per_device
+        colour = {words: self._colour_of(words) for words in parts}
+        bars = []
+        for n, what in enumerate(("all weights", "one device")):
+            drawn = [
+                (sums[n] / whole, colour[words], f"split over {words}: {size_text(sums[n])}")
+                for words, sums in parts.items()
+            ]
+            size = size_text(sum(sums[n] for sums in parts.values()))
+            bars.append(f"<p>{what}: {size}</p>{bar(drawn)}")
+        return bars
+
+    def _colour_of(self, words: str) -> str:
+        known = axis_colours(list(self.explanation.mesh))
+        return known.get(words.split(" and ")[0], NONE)
+
+    def _html_box(self, box: Box, largest: int) -> str:
+        parts = []
+        for row in box.rows:
+            colours = self._colours(row)
+            step = 100 / len(colours)
+            stops = ",".join(
+                f"{c} {n * step:.0f}% {(n + 1) * step:.0f}%" for n, c in enumerate(colours)
             )
-            cells = (
-                html.escape(row.path),
-                f"({shape})",
-                size_text(row.bytes),
-                size_text(row.bytes_per_device),
-                html.escape(row.reason),
+            paint = colours[0] if len(colours) == 1 else f"linear-gradient({stops})"
+            wide = row.bytes >= _LABELLED * largest
+            name = html.escape(row.path.removeprefix(box.within)) if wide else ""
+            parts.append(
+                f'<i style="flex:{max(row.bytes, 1)} 1 0;background:{paint}" '
+                f'title="{html.escape(_words(row))}">{name}</i>'
             )
-            marks = ("", "", ' class="n"', ' class="n"', "")
-            line = "".join(f"<td{mark}>{cell}</td>" for cell, mark in zip(cells, marks))
-            rows.append(f"<tr>{line}</tr>")
-        head = "<th>variable</th><th>shape</th><th>bytes</th><th>per device</th><th>reason</th>"
-        table = f"<table><tr>{head}</tr>{''.join(rows)}</table>"
-        total = f"<p>weights and optimizer: {self._total()}</p>"
-        return [legend(self.legend_entries()[:-1]), table, total]
+        width = max(0.5, 100 * box.bytes / max(largest, 1))
+        again = " again" if box.times > 1 else ""
+        return (
+            f'<p>{html.escape(box.title)}</p><div class="box{again}" '
+            f'style="width:{width:.2f}%">{"".join(parts)}</div>'
+        )
 
     def svg(self) -> str:
-        """The picture as SVG: one bar per variable, as long as its share of a device."""
-        e, colours = self.explanation, self.colours()
-        largest = max((row.bytes for row in e.rows), default=1)
-        parts, x = [], 8.0
-        for colour, words in [*self.legend_entries(), (FAINT, "in all")]:
-            parts += [svg_box(x, 6, 12, 12, colour), svg_text(x + 17, 16, words)]
-            x += 34 + 7 * len(words)
-        for n, row in enumerate(e.rows):
-            y = 30 + n * 24
-            parts.append(svg_text(292, y + 15, row.path[-44:], "end"))
-            names = [n for entry in row.axes for n in entry_names(entry)]
-            for size, fill in (
-                (row.bytes, FAINT),
-                (row.bytes_per_device, colours[names[0]] if names else GREY),
-            ):
-                parts.append(svg_box(300, y, max(2.0, 300 * size / largest), 20, fill))
-            share = f"{layout_text(row.axes)}  {size_text(row.bytes_per_device)}"
-            if row.bytes != row.bytes_per_device:
-                share += f" of {size_text(row.bytes)}"
-            parts.append(svg_text(610, y + 15, share))
-        return svg_document(max(900.0, x), 38 + 24 * len(e.rows), parts)
+        """The picture as SVG."""
+        boxes, parts = self.boxes(), []
+        largest = max((box.bytes for box in boxes), default=1)
+        y = 18.0
+        for n, line in enumerate([self._title(), *wrapped(self.explanation.summary, 110)]):
+            parts.append(svg_text(8, y, line, bold=not n))
+            y += 18
+        for box in boxes:
+            y += 20
+            parts.append(svg_text(8, y, box.title))
+            parts += self._svg_box(box, y + 8, largest)
+            y += 44
+        below = svg_below(y, self.legend_entries(), [])
+        return svg_document(_WIDTH, y + below[0] + 6, [*parts, *below[1]])
+
+    def _svg_box(self, box: Box, y: float, largest: int) -> list[str]:
+        room = _WIDTH - 28
+        width = max(4.0, room * box.bytes / max(largest, 1))
+        parts = [svg_box(8 + d, y + d, width, 30, EMPTY) for d in (8, 4) if box.times > 1]
+        x, end = 8.0, 8.0 + width
+        for row in box.rows:
+            wide = max(_THIN, width * row.bytes / max(box.bytes, 1))
+            wide = min(wide, max(0.0, end - x))
+            colours = self._colours(row)
+            for n, colour in enumerate(colours):
+                tall = 30 / len(colours)
+                place = (x, y + n * tall, max(0.5, wide - 1), tall)
+                parts.append(svg_box(*place, colour, _words(row)))
+            name = row.path.removeprefix(box.within)
+            if _LETTER * len(name) < wide - 6:
+                label = svg_text(x + wide / 2, y + 19, name, "middle", colour=ON_COLOUR)
+                parts.append(label.replace("<text ", '<text pointer-events="none" ', 1))
+            x += wide
+        return parts
 
     def figure(self, kind: Any) -> Any:
         """See `Picture`."""
-        e, colours = self.explanation, self.colours()
-        figure = kind(figsize=(8, 0.26 * len(e.rows) + 0.8))
+        boxes = self.boxes()
+        figure = kind(figsize=(8, 0.5 * len(boxes) + 1.4), layout="constrained")
         axes = figure.add_subplot()
-        places = range(len(e.rows))
-        fills = []
-        for row in e.rows:
-            names = [name for entry in row.axes for name in entry_names(entry)]
-            fills.append(colours[names[0]] if names else GREY)
-        axes.barh(places, [row.bytes for row in e.rows], color="#e8e8e8")
-        axes.barh(places, [row.bytes_per_device for row in e.rows], color=fills)
-        axes.set_yticks(places, [f"{r.path}  {layout_text(r.axes)}" for r in e.rows], fontsize=6)
+        for n, box in enumerate(boxes):
+            left = 0
+            for row in box.rows:
+                colour = self._colours(row)[0]
+                axes.barh(n, row.bytes, left=left, color=colour, edgecolor="white", linewidth=0.5)
+                left += row.bytes
+        axes.set_yticks(range(len(boxes)), [box.title for box in boxes], fontsize=6)
         axes.invert_yaxis()
-        axes.xaxis.set_major_formatter(lambda bytes_, _: size_text(bytes_))
-        axes.set_xlabel("in all (light), on one device (colour of the axis)", fontsize=7)
+        axes.xaxis.set_major_formatter(lambda size, _: size_text(size))
         axes.tick_params(axis="x", labelsize=6)
-        largest = max([row.bytes for row in e.rows], default=1)
+        largest = max((box.bytes for box in boxes), default=1)
         step = 2 ** max(0, math.ceil(math.log2(max(largest, 1) / 6)))
         axes.set_xticks(range(0, largest + step, step))
         for colour, words in self.legend_entries():
             axes.fill([], [], color=colour, label=words)
         axes.legend(fontsize=6, loc="best")
-        axes.set_title(self._title(), fontsize=9)
+        axes.set_title(
+            "\n".join([self._title(), *wrapped(self.explanation.summary, 110)]), fontsize=8
+        )
         return figure
 
 
-def dimension_text(size: int, entry) -> str:
-    """A dimension and the axes that split it.
-
-    Args:
-        size: The number of elements in the dimension.
-        entry: What splits it: a mesh axis, a tuple of them, or `None`.
-    """
-    return f"{size}/{'+'.join(entry_names(entry))}" if entry_names(entry) else str(size)
-
-
-def rich_style(entry, colours) -> str:
-    """The style of a dimension by the axis that splits it.
-
-    Args:
-        entry: What splits it: a mesh axis, a tuple of them, or `None`.
-        colours: From the name of a mesh axis to its colour.
-
-    Returns:
-        The style, by the first axis if there are several; `""` for a dimension that is not split.
-    """
-    return f"black on {colours[entry_names(entry)[0]]}" if entry_names(entry) else ""
+def _layers(rows: Sequence[Any], above: str) -> list[Box]:
+    """A box for each layer below a path, and one for the weights that lie there themselves."""
+    own = [row for row in rows if "/" not in row.path.removeprefix(above)]
+    rest = [row for row in rows if row not in own]
+    boxes = [Box(above.rstrip("/") or own[0].path, 1, tuple(own), above)] if own else []
+    for name, those in children_of(rest, lambda row: row.path, above).items():
+        boxes.append(Box(f"{above}{name}", 1, tuple(those), f"{above}{name}/"))
+    return boxes
 
 
-def html_dimension(size: int, entry, colours) -> str:
-    """A dimension as HTML, in the colour of its axis.
+def _common(paths: Iterable[str]) -> str:
+    """The layers in which all paths lie, with a slash at the end, or `""`."""
+    names: Sequence[Sequence[str]] = [path.split("/")[:-1] for path in paths]
+    shared = []
+    for level in zip(*names):
+        if len(set(level)) > 1:
+            break
+        shared.append(level[0])
+    return "".join(f"{name}/" for name in shared)
 
-    Args:
-        size: The number of elements in the dimension.
-        entry: What splits it: a mesh axis, a tuple of them (the first gives the colour), or `None`.
-        colours: From the name of a mesh axis to its colour.
-    """
-    text = html.escape(dimension_text(size, entry))
-    if not entry_names(entry):
-        return text
-    style = f"background:{colours[entry_names(entry)[0]]};color:{ON_COLOUR};padding:0 .2em"
-    return f'<span style="{style}">{text}</span>'
+
+def _text_bar(row: Any, largest: int) -> str:
+    """As long as its bytes; what one device holds is full."""
+    whole = max(1, round(_BAR * row.bytes / max(largest, 1)))
+    if whole == 1 and row.bytes_per_device < row.bytes:
+        return "▏"
+    here = min(whole, max(1, math.ceil(whole * row.bytes_per_device / max(row.bytes, 1))))
+    return "█" * here + "░" * (whole - here)
+
+
+def _words(row: Any) -> str:
+    """What one weight is, where the mouse rests on it."""
+    sizes = f"{size_text(row.bytes)}, {size_text(row.bytes_per_device)} a device"
+    return f"{row.path} {row.shape} {row.layout}: {sizes}; {row.reason}"

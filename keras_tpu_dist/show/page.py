@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from keras_tpu_dist.common.errors import message
-from keras_tpu_dist.show.svg import FAINT
+from keras_tpu_dist.show.colours import EMPTY, ON_COLOUR
 
 # Colours of the page around are taken over, so that it reads in a notebook of any theme; the name
 # stands twice to count for more than the notebook's own rules.
@@ -23,9 +23,20 @@ _STYLE = (
     ".ktd.ktd .n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}"
     ".ktd p{margin:.6em 0 .2em}.ktd svg{max-width:100%;height:auto}"
     ".ktd .bar{display:flex;position:relative;height:1.1em;min-width:10em;margin:.15em 0;"
-    f"background:{FAINT};"
+    f"background:{EMPTY};"
     "border-radius:2px}.ktd .bar i{display:block;height:100%;min-width:1px}"
     ".ktd .bar b{position:absolute;top:-3px;bottom:-3px;border-left:2px solid currentColor}"
+    ".ktd .box{display:flex;height:2.2em;margin:.1em 0 .9em;border-radius:3px;overflow:hidden}"
+    f".ktd .box.again{{overflow:visible;box-shadow:4px 4px 0 {EMPTY},8px 8px 0 {EMPTY}}}"
+    ".ktd .boxes{padding-right:10px}"
+    f".ktd .box i{{font:12px/2.2em system-ui,sans-serif;font-style:normal;color:{ON_COLOUR};"
+    "min-width:2px;overflow:hidden;white-space:nowrap;text-overflow:ellipsis;text-align:center;"
+    "border-right:1px solid rgba(255,255,255,.6);box-sizing:border-box}"
+    "@media(max-width:600px){.ktd .below tr{display:flex;flex-wrap:wrap}"
+    ".ktd.ktd .below td,.ktd.ktd .below th{border:0;padding:.1em .5em .1em 0}"
+    ".ktd.ktd .below tr{border-bottom:1px solid rgba(128,128,128,.3)}"
+    ".ktd.ktd .below td:last-child{flex-basis:100%}"
+    ".ktd.ktd .below td:first-child{font-weight:bold}}"
     ".ktd .key{white-space:nowrap;margin-right:1.2em}"
     ".ktd .key i{display:inline-block;width:.8em;height:.8em;margin-right:.4em;border-radius:2px}"
 )

@@ -4,7 +4,7 @@ import io
 import itertools
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,12 +13,35 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from keras_tpu_dist.common.axes import layout_text
+from keras_tpu_dist.common.axes import Axes, entry_names, layout_text, names_in
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.show.colours import (
+    EMPTY,
+    EMPTY_FIGURE,
+    NONE,
+    ON_COLOUR,
+    apart,
+    axis_colour,
+    axis_colours,
+    colours_left_out,
+)
 from keras_tpu_dist.show.page import Shown, delivered, file_of
-from keras_tpu_dist.show.svg import COLOURS, ON_COLOUR, svg_box, svg_document, svg_text
+from keras_tpu_dist.show.svg import svg_box, svg_document, svg_text
+from keras_tpu_dist.show.text import text_width
 
 PANELS_SHOWN = 64
+
+
+def panels_left_out(panels: Sequence[tuple[str, Any]]) -> str:
+    """What to say if there are more panels than a picture has room for, or `""`.
+
+    Args:
+        panels: All panels, each with its title.
+    """
+    if len(panels) <= PANELS_SHOWN:
+        return ""
+    first, last = panels[PANELS_SHOWN][0], panels[-1][0]
+    return f"{len(panels) - PANELS_SHOWN} of {len(panels)} panels are not drawn: {first} to {last}"
 
 
 def slice_text(index: tuple[int, int], size: int) -> str:
@@ -37,7 +60,7 @@ def as_plain_text(renderable) -> str:
     Args:
         renderable: A picture, or anything else that rich can print.
     """
-    console = Console(width=120, color_system=None, record=True, file=io.StringIO())
+    console = Console(width=text_width(), color_system=None, record=True, file=io.StringIO())
     console.print(renderable)
     return console.export_text().rstrip()
 
@@ -53,15 +76,6 @@ def devices_text(piece: Any) -> str:
         return f"{ids[0]}-{ids[-1]}"
     shown = ",".join(map(str, ids[:4]))
     return shown if len(ids) <= 4 else f"{shown},... ({len(ids)})"
-
-
-def colour_of(piece: Any) -> str:
-    """The colour of the piece on its first device.
-
-    Args:
-        piece: A `Piece`.
-    """
-    return COLOURS[piece.devices[0] % len(COLOURS)]
 
 
 def device_label(device_id: int, process: int, coords) -> str:
@@ -160,6 +174,8 @@ class TensorPicture(Picture):
         pieces: Its pieces, in order.
         rows: The dimension drawn downwards, or `None`.
         columns: The dimension drawn to the right, or `None`.
+        axes: One entry per dimension: the mesh axes that split it.
+        mesh: Axis names and sizes.
     """
 
     name: str
@@ -168,6 +184,8 @@ class TensorPicture(Picture):
     pieces: tuple[Piece, ...]
     rows: int | None
     columns: int | None
+    axes: Axes = ()
+    mesh: dict[str, int] = field(default_factory=dict)
 
     def panels(self) -> list[tuple[str, list[list[Piece]]]]:
         """Grids of pieces with their titles, in the order of the other dimensions."""
@@ -180,7 +198,8 @@ class TensorPicture(Picture):
         panels = []
         for key, lines in groups.items():
             parts = {d: slice_text(k, self.shape[d]) for d, k in zip(others, key)}
-            names = [parts.get(d, "·") for d in range(len(self.shape))]
+            drawn = {self.rows: "rows", self.columns: "columns"}
+            names = [parts.get(d) or drawn[d] for d in range(len(self.shape))]
             grid = [sorted(line, key=lambda p: p.index) for _, line in sorted(lines.items())]
             panels.append((f"[{', '.join(names)}]" if others else "", grid))
         return panels
@@ -195,29 +214,45 @@ class TensorPicture(Picture):
     def __rich__(self):
         title = f"{self._title()}: {len(self.pieces)} piece(s)"
         parts: list[Any] = [Text(title, style="bold")]
-        panels = self.panels()
-        for caption, grid in panels[:PANELS_SHOWN]:
-            table = Table(title=caption or None, show_header=self.columns is not None)
+        colours = self._colours()
+        for caption, grid in self.panels()[:PANELS_SHOWN]:
+            table = Table(show_header=self.columns is not None)
+            parts += [Text(caption)] if caption else []
             table.add_column(f"dim {self.rows}" if self.rows is not None else "")
             for piece in grid[0]:
                 table.add_column(self._label(piece, self.columns), justify="center")
             for line in grid:
-                cells = [Text(devices_text(p), style=f"black on {colour_of(p)}") for p in line]
+                cells = [Text(devices_text(p), style=f"black on {colours[p]}") for p in line]
                 table.add_row(self._label(line[0], self.rows), *cells)
             parts.append(table)
-        if len(panels) > PANELS_SHOWN:
-            parts.append(Text(f"... {len(panels) - PANELS_SHOWN} more"))
-        return Group(*parts)
+        return Group(*parts, *map(Text, self._left_out()))
+
+    def _left_out(self) -> list[str]:
+        shared = colours_left_out(len(self.pieces), "pieces")
+        return [words for words in (panels_left_out(self.panels()), shared) if words]
+
+    def _colours(self) -> dict[Piece, str]:
+        return {piece: apart(n) for n, piece in enumerate(self.pieces)}
+
+    def _axis_keys(self) -> list[tuple[str, str]]:
+        """The colours of the axes that split it, with their words."""
+        used = names_in(self.axes)
+        return [key for name in self.mesh if name in used for key in _key(name, self.mesh)]
 
     def _label(self, piece: Piece, dim: int | None) -> str:
         return "" if dim is None else slice_text(piece.index[dim], self.shape[dim])
+
+    def _axis_colour(self, dim: int | None) -> str:
+        """The colour of what splits a dimension."""
+        entry = self.axes[dim] if dim is not None and dim < len(self.axes) else None
+        return axis_colour(entry_names(entry), list(self.mesh))
 
     def _index(self, piece: Piece) -> str:
         return f"[{', '.join(slice_text(i, n) for i, n in zip(piece.index, self.shape))}]"
 
     def svg(self) -> str:
         """The picture as SVG."""
-        panels = self.panels()[:PANELS_SHOWN]
+        panels, colours = self.panels()[:PANELS_SHOWN], self._colours()
         wide = max(len(grid[0]) for _, grid in panels)
         tall = max(len(grid) for _, grid in panels)
         cell_w, cell_h, margin = 110, 34, 100
@@ -228,30 +263,33 @@ class TensorPicture(Picture):
             x0, y0 = n % across * panel_w, n // across * panel_h
             parts.append(svg_text(x0 + margin, y0 + 16, caption, bold=True))
             for c, piece in enumerate(grid[0]):
-                label = self._label(piece, self.columns)
-                parts.append(svg_text(x0 + margin + (c + 0.5) * cell_w, y0 + 36, label, "middle"))
+                label, colour = self._label(piece, self.columns), self._axis_colour(self.columns)
+                parts += svg_label(x0 + margin + c * cell_w, y0 + 22, cell_w - 2, label, colour)
             for r, line in enumerate(grid):
                 y = y0 + 42 + r * cell_h
-                label = self._label(line[0], self.rows)
-                parts.append(svg_text(x0 + margin - 6, y + 21, label, "end"))
+                label, colour = self._label(line[0], self.rows), self._axis_colour(self.rows)
+                parts += svg_label(x0 + 4, y + 7, margin - 10, label, colour)
                 for c, piece in enumerate(line):
                     x = x0 + margin + c * cell_w
                     held = f"{self._index(piece)} on devices {', '.join(map(str, piece.devices))}"
-                    box = svg_box(x, y, cell_w - 2, cell_h - 2, colour_of(piece), held)
+                    box = svg_box(x, y, cell_w - 2, cell_h - 2, colours[piece], held)
                     words = devices_text(piece)
                     text = svg_text(x + cell_w / 2, y + 21, words, "middle", colour=ON_COLOUR)
                     parts += [box, text]
         height = -(-len(panels) // across) * panel_h
-        return svg_document(across * panel_w, height, parts)
+        below = svg_below(height, self._axis_keys(), self._left_out())
+        return svg_document(max(across * panel_w, 320), height + below[0], [*parts, *below[1]])
 
     def figure(self, kind: Any) -> Any:
         """See `Picture`."""
+        colours = self._colours()
 
         def label(piece: Piece) -> str:
             return f"{self._index(piece)}\ndevice {devices_text(piece)}"
 
+        title = "\n".join([self._title(), *self._left_out()])
         panels = self.panels()[:PANELS_SHOWN]
-        return _grids(kind, panels, self._title(), label, lambda _, piece: colour_of(piece))
+        return _grids(kind, panels, title, label, lambda piece: colours[piece])
 
 
 @dataclass(frozen=True)
@@ -288,48 +326,103 @@ class MeshPicture(Picture):
         return f"mesh {self.axes}"
 
     def __rich__(self):
-        names = list(self.axes)
+        names, colours = list(self.axes), axis_colours(list(self.axes))
         parts: list[Any] = [Text(self._title(), style="bold")]
         for caption, grid in self.panels()[:PANELS_SHOWN]:
-            table = Table(title=caption or None)
-            table.add_column(names[-2] if len(names) > 1 else "")
+            table = Table()
+            parts += [Text(caption)] if caption else []
+            down = names[-2] if len(names) > 1 else ""
+            table.add_column(down, style=f"black on {colours[down]}" if down else "")
             for c in range(len(grid[0])):
-                table.add_column(f"{names[-1]}={c}", justify="center")
+                head = Text(f"{names[-1]}={c}", style=f"black on {colours[names[-1]]}")
+                table.add_column(head, justify="center")
             for r, line in enumerate(grid):
-                table.add_row(str(r) if len(names) > 1 else "", *line)
+                table.add_row(str(r) if down else "", *line)
             parts.append(table)
-        return Group(*parts)
+        return Group(*parts, *map(Text, self._left_out()))
+
+    def _left_out(self) -> list[str]:
+        return list(filter(None, [panels_left_out(self.panels())]))
 
     def svg(self) -> str:
         """The picture as SVG."""
         panels = self.panels()[:PANELS_SHOWN]
         rows, columns = len(panels[0][1]), len(panels[0][1][0])
-        names = list(self.axes)
-        cell_w, cell_h, margin = 150, 34, 12 + (0 if len(names) < 2 else 8 * (len(names[-2]) + 4))
+        names, colours = list(self.axes), axis_colours(list(self.axes))
+        cell_w, cell_h, margin = 120, 34, 12 + (0 if len(names) < 2 else 8 * (len(names[-2]) + 4))
         tall = rows * cell_h + 62
         parts = []
         for n, (caption, grid) in enumerate(panels):
             y0 = n * tall
             parts.append(svg_text(4, y0 + 16, caption, bold=True))
             for c in range(columns):
-                middle = margin + (c + 0.5) * cell_w
-                parts.append(svg_text(middle, y0 + 38, f"{names[-1]}={c}", "middle"))
+                words, colour = f"{names[-1]}={c}", colours[names[-1]]
+                parts += svg_label(margin + c * cell_w, y0 + 24, cell_w - 4, words, colour)
             for r, line in enumerate(grid):
                 y = y0 + 46 + r * cell_h
                 if len(names) > 1:
-                    parts.append(svg_text(margin - 8, y + 20, f"{names[-2]}={r}", "end"))
+                    words, colour = f"{names[-2]}={r}", colours[names[-2]]
+                    parts += svg_label(4, y + 6, margin - 10, words, colour)
                 for c, label in enumerate(line):
                     x = margin + c * cell_w
-                    fill = COLOURS[r % len(COLOURS)]
-                    middle = x + cell_w / 2 - 2
-                    parts.append(svg_box(x, y, cell_w - 4, cell_h - 4, fill))
-                    parts.append(svg_text(middle, y + 20, label, "middle", colour=ON_COLOUR))
-        return svg_document(margin + columns * cell_w + 8, len(panels) * tall, parts)
+                    parts.append(svg_box(x, y, cell_w - 4, cell_h - 4, EMPTY))
+                    parts.append(svg_text(x + cell_w / 2 - 2, y + 20, label, "middle"))
+        height = len(panels) * tall
+        further = [key for name in names[:-2] for key in _key(name, self.axes)]
+        below = svg_below(height, further, self._left_out())
+        width = max(margin + columns * cell_w + 8, 320)
+        return svg_document(width, height + below[0], [*parts, *below[1]])
 
     def figure(self, kind: Any) -> Any:
         """See `Picture`."""
-        panels = self.panels()[:PANELS_SHOWN]
-        return _grids(kind, panels, self._title(), str, lambda row, _: COLOURS[row % len(COLOURS)])
+        title = "\n".join([self._title(), *self._left_out()])
+        return _grids(kind, self.panels()[:PANELS_SHOWN], title, str, lambda _: EMPTY_FIGURE)
+
+
+def _key(name: str, mesh: dict[str, int]) -> list[tuple[str, str]]:
+    return [(axis_colours(list(mesh))[name], f"{name} {mesh[name]}")]
+
+
+def svg_label(x: float, y: float, width: float, words: str, colour: str) -> list[str]:
+    """The label of a row or a column, in the colour of the mesh axis along it.
+
+    Args:
+        x: Its left side, in pixels.
+        y: Its top.
+        width: Its width.
+        words: What it says; nothing is drawn without.
+        colour: The colour of the axis; `NONE` if no axis splits what it names.
+    """
+    if not words:
+        return []
+    inked = colour != NONE
+    text = svg_text(
+        x + width / 2, y + 13, words, "middle", colour=ON_COLOUR if inked else "currentColor"
+    )
+    return [svg_box(x, y, width, 18, colour), text] if inked else [text]
+
+
+def svg_below(
+    top: float, keys: Sequence[tuple[str, str]], lines: Sequence[str]
+) -> tuple[float, list[str]]:
+    """What stands below a picture: what its colours mean, and what was left out.
+
+    Args:
+        top: Where the picture ends, in pixels.
+        keys: Colours with their words.
+        lines: Sentences.
+
+    Returns:
+        The height that it takes, and its parts.
+    """
+    parts, x, y = [], 4.0, top + 8
+    for colour, words in keys:
+        parts += [svg_box(x, y, 12, 12, colour), svg_text(x + 17, y + 10, words)]
+        x += 34 + 7 * len(words)
+    y += 22 if keys else 0
+    for n, line in enumerate(lines):
+        parts.append(svg_text(4, y + 12 + 18 * n, line))
+    return y + 18 * len(lines) - top, parts
 
 
 def picture_of_mesh(mesh: Mesh) -> MeshPicture:
@@ -377,7 +470,9 @@ def picture_of_tensor(name: str, shape: Sequence[int], sharding: NamedSharding) 
     rows = drawn[-2] if len(drawn) > 1 else None
     columns = drawn[-1] if drawn else None
     axes = tuple(sharding.spec)
-    return TensorPicture(name, shape, layout_text(axes), pieces, rows, columns)
+    text = layout_text(axes, len(shape))
+    mesh = dict(sharding.mesh.shape)
+    return TensorPicture(name, shape, text, pieces, rows, columns, axes, mesh)
 
 
 def _grids(figure_type, panels, title, label, colour):
@@ -396,7 +491,7 @@ def _grids(figure_type, panels, title, label, colour):
         axes.axis("off")
         for r, line in enumerate(grid):
             for c, cell in enumerate(line):
-                box = {"facecolor": colour(r, cell), "edgecolor": "white"}
+                box = {"facecolor": colour(cell), "edgecolor": "white"}
                 axes.fill([c, c + 1, c + 1, c], [r, r, r + 1, r + 1], **box)
                 axes.text(c + 0.5, r + 0.5, label(cell), ha="center", va="center", fontsize=6)
     return figure

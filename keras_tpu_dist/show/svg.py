@@ -3,24 +3,6 @@
 import html
 from collections.abc import Sequence
 
-# Ten colours that stay apart for colour-blind readers (Okabe-Ito, then its lighter kin).
-COLOURS = (
-    "#e69f00",
-    "#56b4e9",
-    "#009e73",
-    "#f0e442",
-    "#8fa8ff",
-    "#d55e00",
-    "#cc79a7",
-    "#999999",
-    "#b3de69",
-    "#bc80bd",
-)
-# What is whole on every device, and what is empty: seen on white and on black.
-GREY, FAINT = "#999999", "rgba(128,128,128,.22)"
-# Text on one of `COLOURS`, whatever the ground around it.
-ON_COLOUR = "#1a1a1a"
-
 
 def svg_document(width: float, height: float, parts: Sequence[str]) -> str:
     """An SVG of some parts.

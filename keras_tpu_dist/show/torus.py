@@ -4,12 +4,11 @@ import math
 from collections.abc import Sequence
 
 from keras_tpu_dist.hardware.torus import Link, Place, Torus
-from keras_tpu_dist.show.svg import COLOURS, GREY, svg_box, svg_document, svg_line, svg_text
+from keras_tpu_dist.show.colours import NONE, apart
+from keras_tpu_dist.show.svg import svg_box, svg_document, svg_line, svg_text
 
 # With more chips than these a drawing cannot be read; a part of the torus stands for the rest.
 MOST_CHIPS = 1024
-# Yellow is weak on white, and grey are the links between groups.
-_COLOURS = (*COLOURS[:3], *COLOURS[4:7], *COLOURS[8:])
 _NARROWEST, _WIDEST, _WIDTH = 26, 64, 450
 
 
@@ -29,18 +28,18 @@ def torus_svg(
         through chips of other groups are grey.
     """
     plan = _Paper(shown_sides(torus.sides))
-    idle = [plan.link(each, GREY, 1.0, ' opacity=".45"') for each in torus.all_links()]
+    idle = [plan.link(each, NONE, 1.0, ' opacity=".45"') for each in torus.all_links()]
     cores = 1 + max(place[4] for place in torus.places)
     thick = (2.0 + 4.0 * weight) * (0.5 if plan.behind else 1.0)
     shared, own, chips = [], [], []
     for number, group in enumerate(torus.groups(mesh, axes)):
-        colour, mark = _COLOURS[number % len(_COLOURS)], f' data-group="{number}"'
+        colour, mark = apart(number), f' data-group="{number}"'
         members = {torus.places[i][1:4] for i in group}
         for each in torus.links(group):
             if members.issuperset(each[:2]):
                 own.append(plan.link(each, colour, thick, mark))
             else:
-                shared.append(plan.link(each, GREY, thick, ""))
+                shared.append(plan.link(each, NONE, thick, ""))
         for i in group:
             words = _words(torus, mesh, i)
             chips.append(

@@ -92,7 +92,7 @@ def test_memory_by_kind_adds_up():
     large = made_run(fits=False, total_bytes=40 * GIB, memory={}, estimate=None, cost=None)
     text = large.to_html()
     assert "does NOT fit" in text
-    assert "not told by kind" in text
+    assert "of no known kind" in text
     assert [name for name, _ in kinds_of_memory(large)] == ["weights", "optimizer", "batch"]
 
 

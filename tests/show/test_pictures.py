@@ -1,4 +1,3 @@
-import re
 import xml.etree.ElementTree as ElementTree
 
 import jax
@@ -64,9 +63,9 @@ def test_text_of_a_four_dimensional_tensor():
     mesh = ktd.TPUStrategy(MESH).mesh
     sharding = NamedSharding(mesh, P("data", None, "expert", "model"))
     text = str(picture_of_tensor("activations", (2, 4, 6, 8), sharding))
-    assert "activations (2, 4, 6, 8) (data, ·, expert, model): 8 piece(s)" in text
-    assert "[0:1, :, ·, ·]" in text
-    assert "[1:2, :, ·, ·]" in text
+    assert "activations (2, 4, 6, 8) ('data', None, 'expert', 'model'): 8 piece(s)" in text
+    assert "[0:1, :, rows, columns]" in text
+    assert "[1:2, :, rows, columns]" in text
     assert "3:6" in text
     assert "4:8" in text
 
@@ -90,19 +89,61 @@ def test_mesh():
     assert picture.to_dict()["axes"] == {"data": 2, "model": 2}
 
 
-def test_model_table_names_axes():
+def test_a_model_is_boxes_coloured_by_axes():
     strategy = ktd.TPUStrategy({"data": 4, "model": 2}, [("hidden/kernel", (None, "model"))])
     picture = strategy.show(built(mlp, strategy))
-    assert "(6, 16/model)" in str(picture)
-    assert "sequential/hidden/kernel" in str(picture)
+    hidden, out = picture.boxes()
+    assert (hidden.words, hidden.bytes, hidden.bytes_per_device) == ("sequential/hidden", 448, 256)
+    assert [row.path.rpartition("/")[2] for row in out.rows] == ["kernel", "bias"]
+    text = str(picture)
+    assert "(None, 'model')" in text
+    assert "sequential/hidden" in text
+    assert "1 of 4 split over model" in text
+    assert "model 2" in text
+    # What one device holds of the widest weight, and the rest of it.
+    assert "████████░░░░░░░░" in text
     page = picture._repr_html_()
-    assert re.search('<span style="background:#56b4e9;[^"]*">16/model</span>', page)
+    segment = '<i style="flex:384 1 0;background:#56b4e9" title="sequential/hidden/kernel (6, 16) '
+    assert segment in page
     # what the colours mean
     assert '<i style="background:#56b4e9"></i>model 2' in page
-    assert "data 4  model 2" in str(picture)
+    assert '<i style="background:#999999"></i>replicated: whole on every device' in page
     assert "model 2" in picture.svg()
-    assert "whole on every device" in picture.svg()
     assert picture.to_dict()["bytes"] == 652
+
+
+def test_repeated_blocks_are_one_box():
+    def build():
+        layers = keras.layers
+        x = inputs = keras.Input((16,))
+        for n in range(12):
+            x = layers.Dense(16, name=f"down_{n}")(layers.Dense(64, name=f"up_{n}")(x))
+        return keras.Model(inputs, layers.Dense(3, name="out")(x))
+
+    strategy = ktd.TPUStrategy({"data": 4, "model": 2}, {"up.*/kernel": (None, ("data", "model"))})
+    picture = strategy.show(built(build, strategy))
+    blocks, out = picture.boxes()
+    assert (blocks.words, blocks.times, len(blocks.rows)) == ("up_0 .. down_11", 12, 4)
+    assert out.words == "out"
+    assert "x 12, each" in picture.svg()
+    assert "x 12" in str(picture)
+    page = picture._repr_html_()
+    assert page.count('class="box again"') == 1
+    # both axes
+    assert "linear-gradient(#e69f00 0% 50%,#56b4e9 50% 100%)" in page
+
+
+def test_a_model_of_one_layer_and_one_without_weights():
+    strategy = ktd.TPUStrategy({"data": 8})
+    one = built(lambda: keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)]), strategy)
+    (box,) = strategy.show(one).boxes()
+    assert [row.path.rpartition("/")[2] for row in box.rows] == ["kernel", "bias"]
+    none = keras.Sequential([keras.Input((4,)), keras.layers.ReLU()])
+    picture = strategy.show(none)
+    assert picture.boxes() == []
+    assert "all 0 replicated" in str(picture)
+    assert picture.svg().startswith("<svg")
+    assert picture._repr_html_()
 
 
 def test_looking_at_a_weight_leaves_it_to_the_plan():
@@ -113,7 +154,7 @@ def test_looking_at_a_weight_leaves_it_to_the_plan():
         model.fit(*data(40), verbose=0)
         assert model.layers[0].kernel.value.sharding.spec == P(None, "model")
         picture = strategy.show(model.layers[0].kernel)
-        assert picture.layout == "(·, model)"
+        assert picture.layout == "(None, 'model')"
         assert [piece.devices for piece in picture.pieces] == [(0, 2, 4, 6), (1, 3, 5, 7)]
 
 
@@ -175,6 +216,9 @@ def test_brackets_of_a_rule_are_its_text():
     """Not what rich takes for styles."""
     rules = {"out_?[a-z0-9]*/kernel": ("model", None), "hidden_?[0-9]*[/]kernel": (None, "model")}
     strategy = ktd.TPUStrategy({"data": 4, "model": 2}, rules)
-    text = str(strategy.show(built(mlp, strategy)))
-    assert "out_?[a-z0-9]*" in text.replace("\n", "")
+    model = built(mlp, strategy)
+    text = str(strategy.explain(model))
+    assert "out_?[a-z0-9]*" in text
     assert "[/]kernel" in text
+    named = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, name="a[b]")], name="[c]")
+    assert "[c]/a[b]" in str(strategy.show(named))
