@@ -159,3 +159,56 @@ def test_arrays_that_lie_split_are_given_whole(mesh):
         # One function, whose programs differ in the layout alone.
         found = strategy.run(gradient, (jax.device_put(array, layout),))
         assert_close([*strategy.local_results(found)], [expected] * strategy.num_replicas_in_sync)
+
+
+MOVES = {
+    "roll": lambda k, x: x @ jnp.roll(k, 1, 1),
+    "shift": lambda k, x: x @ jnp.pad(k, ((0, 0), (1, 0)))[:, :-1],
+    "reverse": lambda k, x: x @ k[:, ::-1],
+    "sort": lambda k, x: x @ jnp.sort(k, 1),
+    "sum": lambda k, x: x @ jnp.cumsum(k, 1),
+    "lookup": lambda k, x: x @ jnp.take(k, jnp.arange(8)[::-1], 1),
+    "slice": lambda k, x: jnp.pad(x @ k[:, 1:6], ((0, 0), (0, 3))),
+    "reshape": lambda k, x: x @ k.T.reshape(4, 16).reshape(8, 8),
+    "write": lambda k, x: x @ jax.lax.dynamic_update_slice(k, jnp.ones((8, 3)), (0, 4)),
+    "features": lambda k, x: jnp.roll(jnp.tanh(x @ k), 3, 1),
+}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "move"),
+    [
+        pytest.param(mesh, move, marks=() if (n, move) == (0, "shift") else pytest.mark.slow)
+        for n, mesh in enumerate((FOUR, TWO, THREE))
+        for move in MOVES
+    ],
+)
+def test_a_branch_that_some_replicas_take_moves_a_split_weight(mesh, move):
+    """Of a user's own `jax.lax.cond`: devices that take it wait for none that does not."""
+    strategy = ktd.TPUStrategy(mesh, {".*kernel": (None, "model")})
+    with strategy.scope():
+        layer = keras.layers.Dense(8, use_bias=False)
+        layer.build((None, 8))
+    kernel, number = np.array(layer.kernel), strategy.num_replicas_in_sync
+    x = np.random.default_rng(0).normal(size=(3 * number, 8)).astype("float32")
+    compute = MOVES[move]
+
+    def step(batch):
+        replica = ktd.get_replica_context().replica_id_in_sync_group
+
+        def loss(k):
+            out = jax.lax.cond(
+                replica % 2 == 1, lambda: compute(k, batch), lambda: jnp.zeros_like(batch)
+            )
+            return (out**2).sum()
+
+        gradient = jax.grad(loss)(layer.kernel.value)
+        return ktd.get_replica_context().all_reduce("sum", gradient)
+
+    (batch,) = strategy.distribute_dataset(x, batch_size=3 * number)
+    found = strategy.local_results(strategy.run(step, (batch,)))[0]
+
+    def expected(k):
+        return sum((compute(k, x[3 * i : 3 * i + 3]) ** 2).sum() for i in range(1, number, 2))
+
+    assert_close(np.array(found), np.array(jax.grad(expected)(jnp.asarray(kernel))))
