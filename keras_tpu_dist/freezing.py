@@ -12,6 +12,7 @@ from keras_tpu_dist import _keras
 from keras_tpu_dist.common.checks import check_model
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.patterns import check_matched, matches, patterns_of
+from keras_tpu_dist.common.printed import Printed
 
 logger = logging.getLogger("keras_tpu_dist")
 
@@ -20,8 +21,8 @@ logger = logging.getLogger("keras_tpu_dist")
 _frozen = _keras.Mark("_keras_tpu_dist_frozen")
 
 
-@dataclass(frozen=True)
-class Frozen:
+@dataclass(frozen=True, repr=False)
+class Frozen(Printed):
     """What of a model trains after `freeze`, and what does not.
 
     Attributes:

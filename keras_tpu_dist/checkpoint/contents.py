@@ -10,11 +10,12 @@ import numpy as np
 from keras_tpu_dist.checkpoint.manifest import CheckpointError, Manifest, Saved
 from keras_tpu_dist.checkpoint.names import METRICS, OPTIMIZER, SLOTS, WEIGHTS, canonical
 from keras_tpu_dist.checkpoint.store import Store, none_in
+from keras_tpu_dist.common.printed import Printed
 from keras_tpu_dist.show.text import size_text, text_table
 
 
-@dataclass(frozen=True)
-class CheckpointRow:
+@dataclass(frozen=True, repr=False)
+class CheckpointRow(Printed):
     """One checkpoint.
 
     Attributes:
@@ -36,8 +37,8 @@ class CheckpointRow:
     problem: str = ""
 
 
-@dataclass(frozen=True)
-class Contents:
+@dataclass(frozen=True, repr=False)
+class Contents(Printed):
     """What a directory of checkpoints holds.
 
     Attributes:
@@ -59,8 +60,8 @@ class Contents:
         return f"{self.directory}\n{text_table(header, [_cells(row) for row in self.rows])}"
 
 
-@dataclass(frozen=True)
-class Difference:
+@dataclass(frozen=True, repr=False)
+class Difference(Printed):
     """How two checkpoints differ.
 
     Attributes:

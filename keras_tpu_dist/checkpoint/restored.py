@@ -4,11 +4,12 @@ import contextlib
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from keras_tpu_dist.common.printed import Printed
 from keras_tpu_dist.training import membership
 
 
-@dataclass(frozen=True)
-class Restored:
+@dataclass(frozen=True, repr=False)
+class Restored(Printed):
     """The report of `restore`.
 
     Attributes:

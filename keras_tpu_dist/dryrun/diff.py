@@ -11,7 +11,7 @@ from keras_tpu_dist.show.text import duration_text, html_table, size_text, text_
 _HEADER = ("", "first", "second", "ratio")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Diff(Shown):
     """Two dry runs side by side.
 

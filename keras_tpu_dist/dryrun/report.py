@@ -90,7 +90,7 @@ def estimate(cost: ProgramCost, topology: Topology) -> Estimate:
     return Estimate(compute, hbm, link, kernels, exposed, step, bound, dcn)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class DryRun(Page):
     """What a compiler says about one step of a model on a slice.
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from keras_tpu_dist.common.checks import is_count, known_words, knows_words
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.printed import Printed
 from keras_tpu_dist.common.tensorflow_names import TensorFlowNames
 from keras_tpu_dist.hardware.topology import Topology
 
@@ -18,8 +19,8 @@ _REPLICAS_SHOWN = 16
 
 
 @knows_words
-@dataclass(frozen=True)
-class DeviceAssignment(TensorFlowNames):
+@dataclass(frozen=True, repr=False)
+class DeviceAssignment(Printed, TensorFlowNames):
     """Replicas and their logical devices, each on a device of a slice.
 
     Make one with `DeviceAssignment.build` or `DeviceAssignment.from_order`, and pass it as

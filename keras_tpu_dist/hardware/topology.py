@@ -14,6 +14,7 @@ import numpy as np
 
 from keras_tpu_dist.common.checks import check_text, is_count, knows_words
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.printed import Printed
 from keras_tpu_dist.common.tensorflow_names import TensorFlowNames
 from keras_tpu_dist.hardware.chips import CHIPS as CHIPS
 from keras_tpu_dist.hardware.chips import Chip, of_kind, simulated_chip
@@ -88,8 +89,8 @@ _LONGEST_NAME = 100
 
 
 @knows_words
-@dataclass(frozen=True)
-class Topology(TensorFlowNames):
+@dataclass(frozen=True, repr=False)
+class Topology(Printed, TensorFlowNames):
     """A TPU slice, or several slices of one kind joined by the data-centre network.
 
     Make one with `Topology.parse` from a name, or with `Topology.attached` from the devices here.

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.printed import Printed
 
 logger = logging.getLogger("keras_tpu_dist")
 
@@ -24,8 +25,8 @@ REPORTED_SHARE, REPORTED_SECONDS = 0.1, 0.5
 _MEASURED_SHARE, _MEASURED_SECONDS = 0.05, 0.05
 
 
-@dataclass(frozen=True)
-class InputWait:
+@dataclass(frozen=True, repr=False)
+class InputWait(Printed):
     """How long the devices waited for input in one epoch of training.
 
     Attributes:

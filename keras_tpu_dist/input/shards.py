@@ -10,10 +10,11 @@ from jax.sharding import Mesh
 
 from keras_tpu_dist.common.checks import check_counts, is_count
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.printed import Printed
 
 
-@dataclass(frozen=True)
-class InputShard:
+@dataclass(frozen=True, repr=False)
+class InputShard(Printed):
     """The part of the input that a process brings under `TPUStrategy(input="per_process")`.
 
     Attributes:

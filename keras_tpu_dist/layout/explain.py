@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.axes import Axes, layout_text, names_in, split_ways
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.printed import Printed
 from keras_tpu_dist.hardware.crossings import crossings_text
 from keras_tpu_dist.layout.placement import Placement, bytes_of
 from keras_tpu_dist.layout.rules import Decision, nearest_path
@@ -24,8 +25,8 @@ _LARGEST_SHOWN = 5
 _WORTH_A_LINE = 0.01
 
 
-@dataclass(frozen=True)
-class VariableRow:
+@dataclass(frozen=True, repr=False)
+class VariableRow(Printed):
     """One variable.
 
     Attributes:
@@ -99,7 +100,7 @@ class LayerRow:
     choice: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Explanation(Shown):
     """Where a model's variables lie, and why.
 

@@ -12,6 +12,7 @@ import keras
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.axes import axis_size, dividing_axes, entry_names, layout_text, names_in
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.printed import Printed
 from keras_tpu_dist.hardware.mesh import LOGICAL_AXIS, state_axes
 from keras_tpu_dist.layout.annotations import layouts_in
 from keras_tpu_dist.layout.placement import UNDECIDED, Placement, Setting, bytes_of
@@ -28,8 +29,8 @@ _GIANT_BYTES = 2**20
 _GIANTS_SHOWN = 5
 
 
-@dataclass(frozen=True)
-class Finding:
+@dataclass(frozen=True, repr=False)
+class Finding(Printed):
     """One mistake or doubt.
 
     Attributes:
@@ -50,7 +51,7 @@ class Finding:
         return f"{self.severity}: {self.path}: {self.words} {self.fix} [{self.code}]"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LintReport(Shown):
     """All findings about one model, the gravest first.
 

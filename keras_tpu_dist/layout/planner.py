@@ -50,7 +50,7 @@ _UNPLANNED = Decision((), "")
 _COPIES_OF_A_TRAINABLE_WEIGHT = 4
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan(Shown):
     """A layout for every variable of one model.
 

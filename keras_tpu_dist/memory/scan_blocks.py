@@ -15,6 +15,7 @@ from keras_tpu_dist import _keras
 from keras_tpu_dist.common.checks import check_flags
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.once import log_once
+from keras_tpu_dist.common.printed import Printed
 from keras_tpu_dist.common.setting import setting
 from keras_tpu_dist.memory.blocks import layers_by_path
 from keras_tpu_dist.memory.runs import (
@@ -33,8 +34,8 @@ from keras_tpu_dist.partitioner import in_compiled_code
 mark = _keras.LayerMark("_keras_tpu_dist_scan_blocks", saved=True)
 
 
-@dataclass(frozen=True)
-class ScannedRun:
+@dataclass(frozen=True, repr=False)
+class ScannedRun(Printed):
     """Blocks that run as one loop.
 
     Attributes:
@@ -50,8 +51,8 @@ class ScannedRun:
         return f"{len(self.paths)} blocks {self.kind} as one: {first!r} to {last!r}"
 
 
-@dataclass(frozen=True)
-class ScanReport:
+@dataclass(frozen=True, repr=False)
+class ScanReport(Printed):
     """What `scan_blocks` found in a model.
 
     Attributes:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.printed import Printed
 from keras_tpu_dist.recurrence.cells import BUILT_IN, Cell
 from keras_tpu_dist.recurrence.kernel import TILE_ROWS, Kernel
 
@@ -257,8 +258,8 @@ KEPT_BYTES = 2**30
 UNROLLED_STEPS = 128
 
 
-@dataclasses.dataclass(frozen=True)
-class Variant:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Variant(Printed):
     """A choice for one layer on one device, with its reason.
 
     Args:

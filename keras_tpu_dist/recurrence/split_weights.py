@@ -18,13 +18,15 @@ from jax import lax
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_bipartite_matching
 
+from keras_tpu_dist.common.printed import Printed
+
 # A sixteenth of the memory of the smallest TPU core that XLA still serves (v5e: 16 GB), as much as
 # may be kept for the backward pass.
 GATHERED_BYTES = 2**30
 
 
-@dataclasses.dataclass(frozen=True)
-class Gathering:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Gathering(Printed):
     """What a layer does some of whose weights are split over devices.
 
     Args:

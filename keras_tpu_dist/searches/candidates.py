@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from keras_tpu_dist.common.printed import Printed
 from keras_tpu_dist.hardware.mesh import build_mesh
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.hlo import Wire, seconds_over
@@ -18,8 +19,8 @@ _BOTH = Planner("auto", memory_bytes=1)
 POLICIES = (None, "dots", "full")
 
 
-@dataclass(frozen=True)
-class Candidate:
+@dataclass(frozen=True, repr=False)
+class Candidate(Printed):
     """Arguments of a `TPUStrategy`.
 
     Attributes:

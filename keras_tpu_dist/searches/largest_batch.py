@@ -9,6 +9,7 @@ from typing import Any
 
 from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.printed import Printed
 from keras_tpu_dist.dryrun.run import Build, DryRun, Progress, check_how, run_once
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.memory.remat import LayerPolicies
@@ -20,8 +21,8 @@ from keras_tpu_dist.training.protocol import Strategy
 _LARGEST_STEP = 256
 
 
-@dataclass(frozen=True)
-class LargestBatch:
+@dataclass(frozen=True, repr=False)
+class LargestBatch(Printed):
     """The largest batch that fits, and how it was found.
 
     Args:

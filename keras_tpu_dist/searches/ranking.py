@@ -100,7 +100,7 @@ def rank(tried: Tried) -> tuple[float, ...]:
     return 0.0, float(run.effort != "exact"), tried.seconds_a_row
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Ranking(Page):
     """Candidates, the best first.
 

@@ -68,7 +68,7 @@ class Box:
         return f"{self.words}  x {self.times}, each {sizes}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ModelPicture(Picture):
     """A model as boxes: one for each block, as wide as its bytes, coloured by mesh axes.
 

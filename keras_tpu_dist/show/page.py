@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.printed import Printed
 from keras_tpu_dist.show.colours import EMPTY, ON_COLOUR
 
 # Colours of the page around are taken over, so that it reads in a notebook of any theme; the name
@@ -108,7 +109,7 @@ class TableCell:
     markup: str = ""
 
 
-class Shown:
+class Shown(Printed):
     """A result that a notebook shows below its cell: a title, and HTML below that."""
 
     def _repr_html_(self) -> str:

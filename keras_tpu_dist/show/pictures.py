@@ -160,7 +160,7 @@ class Piece:
     devices: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TensorPicture(Picture):
     """Which device holds which slice of a tensor.
 
@@ -292,7 +292,7 @@ class TensorPicture(Picture):
         return _grids(kind, panels, title, label, lambda piece: colours[piece])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class MeshPicture(Picture):
     """The devices of a mesh at their places.
 

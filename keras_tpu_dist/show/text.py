@@ -76,8 +76,8 @@ def text_table(
     """A table of aligned columns, numbers to the right, no wider than the terminal.
 
     Words wrap, numbers never do, and the widest column of words wraps first. If that is the last,
-    and the room that the others leave is too little to read in, it goes below its row, indented. A
-    path breaks behind a slash.
+    and the room that the others leave is too little to read in, it goes below its row, indented;
+    rows that follow one another with the same words share them. A path breaks behind a slash.
 
     Args:
         header: Its first line, or `()` for none.
@@ -105,42 +105,58 @@ def text_table(
     numeric = [_is_numeric(column[1 if header else 0 :]) for column in columns]
     room = (text_width() if width is None else width) - len(indent)
     widths, below = _fitted([max(map(len, column)) for column in columns], numeric, room)
-    drawn = iter([_drawn(line, widths, numeric, room, below) for line in lines])
     order = [*([header] if header else []), *rows]
-    text = (line for row in order for line in ([row] if isinstance(row, str) else next(drawn)))
+    text: list[str] = []
+    for n, row in enumerate(order):
+        if isinstance(row, str):
+            text += wrapped(row, room)
+            continue
+        text += _drawn(row, widths, numeric)
+        following = order[n + 1] if n + 1 < len(order) else ""
+        if below and row[-1] and (isinstance(following, str) or following[-1] != row[-1]):
+            text += (_BELOW + each for each in wrapped(row[-1], room - len(_BELOW)))
     return "\n".join((indent + line).rstrip() for line in text)
 
 
 def wrapped(text: str, width: int) -> list[str]:
-    """Words in lines; a word that is too long breaks behind its slashes, or anywhere.
+    """Words in lines, each indented as the first; a word that is too long breaks within.
 
     Args:
         text: The words.
         width: The most letters of a line.
 
+    Returns:
+        The lines. Long words break behind a slash or an underscore, or anywhere if they must.
+
     Example:
 
-    >>> wrapped("feeds decoder_0/attention/query", 18)
-    ['feeds', 'decoder_0/', 'attention/query']
+    >>> wrapped("  feeds decoder_0/attention/query", 20)
+    ['  feeds decoder_0/', '  attention/query']
     """
     if len(text) <= width:
         return [text]
+    inner = text.lstrip()
+    indent = text[: min(len(text) - len(inner), width // 2)]
+    room = width - len(indent)
     lines = [""]
-    for word in text.split():
-        longer = f"{lines[-1]} {word}" if lines[-1] else word
-        if len(longer) <= width:
-            lines[-1] = longer
+    for word in inner.split():
+        before = f"{lines[-1]} " if lines[-1] else ""
+        if len(before + word) <= room:
+            lines[-1] = before + word
             continue
-        if not lines[-1]:
+        broken = list(_broken(word, room))
+        if len(broken) > 1 and len(before + broken[0]) <= room:
+            lines[-1] = before + broken.pop(0)
+        elif not lines[-1]:
             lines.pop()
-        lines += _broken(word, width)
-    return lines
+        lines += broken
+    return [indent + line for line in lines]
 
 
 def _broken(word: str, width: int) -> Iterator[str]:
     """A word in parts no longer than a line."""
     part = ""
-    for piece in re.findall(r"[^/]*/|[^/]+", word):
+    for piece in re.findall(r"[^/_]*[/_]+|[^/_]+", word):
         if part and len(part + piece) > width:
             yield part
             part = ""
@@ -171,25 +187,20 @@ def _fitted(widths: list[int], numeric: list[bool], room: int) -> tuple[list[int
     return fitted, len(fitted) < len(widths)
 
 
-def _drawn(
-    line: Sequence[str], widths: list[int], numeric: list[bool], room: int, below: bool
-) -> list[str]:
-    """One row: as many lines as its longest cell takes, and what goes below it."""
+def _drawn(line: Sequence[str], widths: list[int], numeric: list[bool]) -> list[str]:
+    """One row: as many lines as its longest cell takes."""
     cells = [
-        [cell] if len(cell) <= width or right else wrapped(cell, width)
+        [cell] if right else wrapped(cell, width)
         for cell, width, right in zip(line, widths, numeric)
     ]
-    lines = [
+    parts = [[c[n] if n < len(c) else "" for c in cells] for n in range(max(map(len, cells)))]
+    return [
         "  ".join(
-            (cell[n] if n < len(cell) else "").rjust(width)
-            if right
-            else (cell[n] if n < len(cell) else "").ljust(width)
-            for cell, width, right in zip(cells, widths, numeric)
+            part.rjust(width) if right else part.ljust(width)
+            for part, width, right in zip(each, widths, numeric)
         )
-        for n in range(max(map(len, cells)))
+        for each in parts
     ]
-    under = wrapped(line[-1], room - len(_BELOW)) if below and line[-1] else []
-    return [*lines, *(_BELOW + each for each in under)]
 
 
 def html_table(header: Sequence[str], rows: Sequence[Sequence[str] | str]) -> str:

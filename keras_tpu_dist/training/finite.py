@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.axes import named_sharding
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.printed import Printed
 from keras_tpu_dist.input.batch_axis import element_names, flatten
 from keras_tpu_dist.input.batches import PlacedBatch
 from keras_tpu_dist.processes.arrays import put
@@ -23,8 +24,8 @@ from keras_tpu_dist.processes.arrays import put
 _UNREAD_REPORTS = 2
 
 
-@dataclass(frozen=True)
-class NonFinite:
+@dataclass(frozen=True, repr=False)
+class NonFinite(Printed):
     """The first train step that gave a value that is not finite.
 
     Attributes:

@@ -93,6 +93,30 @@ def test_words_of_a_wide_table_wrap():
     assert all(len(line) <= width for width in (25, 40, 61) for line in lines(width))
 
 
+def test_rows_share_words_below_them():
+    reason = "column: feeds 'attention/output'"
+    rows = [(name, "1", reason) for name in ("query", "key")] + [
+        ("  bias", "2", "replicated, small")
+    ]
+    text = text_table(("", "n", "why"), [*rows, "across", rows[-1]], indent="", width=36)
+    assert text.splitlines()[2:] == [
+        "query   1",
+        "key     1",
+        "    column: feeds 'attention/output'",
+        "  bias  2",
+        "    replicated, small",
+        "across",
+        "  bias  2",
+        "    replicated, small",
+    ]
+
+
+def test_what_wraps_stays_indented():
+    rows = [("  self_attention/query/kernel", "1.0 MiB")]
+    text = text_table((), rows, indent="", width=28)
+    assert text.splitlines() == ["  self_attention/    1.0 MiB", "  query/kernel"]
+
+
 def test_the_widest_words_wrap_first():
     """A short last column stays beside its row."""
     rows = [("data 16", "too large: it needs twice the memory that it has", "links")]
@@ -107,3 +131,5 @@ def test_the_widest_words_wrap_first():
 def test_every_letter_of_a_long_word_is_there():
     assert wrapped("a/b/" + "c" * 9, 5) == ["a/b/", "ccccc", "cccc"]
     assert wrapped("", 5) == [""]
+    assert wrapped("layer_normalization/scale", 14) == ["layer_", "normalization/", "scale"]
+    assert wrapped("    " + "x" * 9, 6) == ["   xxx", "   xxx", "   xxx"]
