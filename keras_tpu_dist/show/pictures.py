@@ -60,7 +60,9 @@ def as_plain_text(renderable) -> str:
     Args:
         renderable: A picture, or anything else that rich can print.
     """
-    console = Console(width=text_width(), color_system=None, record=True, file=io.StringIO())
+    console = Console(
+        width=text_width(), color_system=None, record=True, file=io.StringIO(), force_jupyter=False
+    )
     console.print(renderable)
     return console.export_text().rstrip()
 

@@ -212,6 +212,15 @@ def test_an_ending_in_capitals(tmp_path):
     assert (tmp_path / "mesh.SVG").read_text().startswith("<svg")
 
 
+def test_its_text_is_no_display_of_a_notebook(monkeypatch):
+    """A notebook asks for the text of what it shows: rich would show that too."""
+    shown = []
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setattr("rich.jupyter.display", lambda *given: shown.append(given))
+    assert "data=0" in repr(ktd.TPUStrategy({"model": 2, "data": 4}).show())
+    assert shown == []
+
+
 def test_brackets_of_a_rule_are_its_text():
     """Not what rich takes for styles."""
     rules = {"out_?[a-z0-9]*/kernel": ("model", None), "hidden_?[0-9]*[/]kernel": (None, "model")}
