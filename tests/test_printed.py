@@ -23,13 +23,14 @@ def results():
             continue
         for _, kind in inspect.getmembers(importlib.import_module(module.name), inspect.isclass):
             own = kind.__module__ == module.name and dataclasses.is_dataclass(kind)
-            if own and kind.__str__ is not object.__str__:
+            if own and (issubclass(kind, Printed) or kind.__str__ is not object.__str__):
                 yield kind
 
 
 @pytest.mark.parametrize("kind", list(results()), ids=lambda kind: kind.__name__)
 def test_a_result_shows_what_it_prints(kind):
     assert kind.__repr__ is Printed.__repr__
+    assert kind.__str__ is not object.__str__
 
 
 def test_at_a_prompt():

@@ -14,8 +14,8 @@ from keras_tpu_dist.common.printed import Printed
 from keras_tpu_dist.show.text import size_text, text_table
 
 
-@dataclass(frozen=True, repr=False)
-class CheckpointRow(Printed):
+@dataclass(frozen=True)
+class CheckpointRow:
     """One checkpoint.
 
     Attributes:
