@@ -1,35 +1,45 @@
 """Plain Keras 3 models train on TPUs as they should."""
 
 import importlib as _importlib
+import sys as _sys
 from typing import TYPE_CHECKING
 
-from keras_tpu_dist import _keras as _keras  # first: selects and checks Keras's JAX backend
-from keras_tpu_dist import layers as layers
 from keras_tpu_dist.common import tensorflow_names as _tensorflow_names
+from keras_tpu_dist.common.started import as_shell as _as_shell
 from keras_tpu_dist.common.version import __version__ as __version__
-from keras_tpu_dist.hardware.assignment import DeviceAssignment as DeviceAssignment
-from keras_tpu_dist.hardware.simulation import simulate as simulate
-from keras_tpu_dist.hardware.topology import Topology as Topology
-from keras_tpu_dist.hardware.versions import warn_of_wrong_jax as _warn_of_wrong_jax
-from keras_tpu_dist.input.shards import InputShard as InputShard
-from keras_tpu_dist.layers import convert as convert
-from keras_tpu_dist.layout.annotations import replicate as replicate
-from keras_tpu_dist.layout.annotations import split as split
-from keras_tpu_dist.layout.planner import Planner as Planner
-from keras_tpu_dist.layout.rules import LayoutRules as LayoutRules
-from keras_tpu_dist.logical.assign import assign as assign
-from keras_tpu_dist.memory.remat import remat as remat
-from keras_tpu_dist.memory.scan_blocks import scan_blocks as scan_blocks
-from keras_tpu_dist.processes import initialize as initialize
-from keras_tpu_dist.replica import DistributedDataset as DistributedDataset
-from keras_tpu_dist.replica import InputContext as InputContext
-from keras_tpu_dist.replica import PerReplica as PerReplica
-from keras_tpu_dist.replica import ReplicaContext as ReplicaContext
-from keras_tpu_dist.replica import RunOptions as RunOptions
-from keras_tpu_dist.replica import ValueContext as ValueContext
-from keras_tpu_dist.replica import get_replica_context as get_replica_context
-from keras_tpu_dist.show.progress import show_progress as show_progress
-from keras_tpu_dist.strategy import TPUStrategy as TPUStrategy
+
+# `ktd --help` must not wait for Keras and JAX. So in the shell's own process the imports below wait
+# for `_load`, which runs this file once more; in any other process they run at once.
+_waiting = "_waiting" not in globals() and _as_shell()
+
+if TYPE_CHECKING or not _waiting:
+    from keras_tpu_dist import _keras as _keras  # first: selects and checks Keras's JAX backend
+    from keras_tpu_dist import layers as layers
+    from keras_tpu_dist.hardware.assignment import DeviceAssignment as DeviceAssignment
+    from keras_tpu_dist.hardware.simulation import simulate as simulate
+    from keras_tpu_dist.hardware.topology import Topology as Topology
+    from keras_tpu_dist.hardware.versions import warn_of_wrong_jax as _warn_of_wrong_jax
+    from keras_tpu_dist.input.shards import InputShard as InputShard
+    from keras_tpu_dist.layers import convert as convert
+    from keras_tpu_dist.layout.annotations import replicate as replicate
+    from keras_tpu_dist.layout.annotations import split as split
+    from keras_tpu_dist.layout.planner import Planner as Planner
+    from keras_tpu_dist.layout.rules import LayoutRules as LayoutRules
+    from keras_tpu_dist.logical.assign import assign as assign
+    from keras_tpu_dist.memory.remat import remat as remat
+    from keras_tpu_dist.memory.scan_blocks import scan_blocks as scan_blocks
+    from keras_tpu_dist.processes import initialize as initialize
+    from keras_tpu_dist.replica import DistributedDataset as DistributedDataset
+    from keras_tpu_dist.replica import InputContext as InputContext
+    from keras_tpu_dist.replica import PerReplica as PerReplica
+    from keras_tpu_dist.replica import ReplicaContext as ReplicaContext
+    from keras_tpu_dist.replica import RunOptions as RunOptions
+    from keras_tpu_dist.replica import ValueContext as ValueContext
+    from keras_tpu_dist.replica import get_replica_context as get_replica_context
+    from keras_tpu_dist.show.progress import show_progress as show_progress
+    from keras_tpu_dist.strategy import TPUStrategy as TPUStrategy
+
+    _warn_of_wrong_jax()
 
 if TYPE_CHECKING:
     from keras_tpu_dist import callbacks as callbacks
@@ -44,8 +54,7 @@ if TYPE_CHECKING:
     from keras_tpu_dist.searches.compare import compare as compare
     from keras_tpu_dist.searches.largest_batch import largest_batch as largest_batch
     from keras_tpu_dist.searches.search import search as search
-
-_warn_of_wrong_jax()
+    from keras_tpu_dist.searches.slices import compare_slices as compare_slices
 
 # Names that a plain fit does not need, and their modules, which are imported on first use. Layers
 # are imported at once: Keras finds a layer that a file names only if its class is registered.
@@ -56,6 +65,7 @@ _LATER = {
     "checkpoints": "checkpoint",
     "restore": "checkpoint",
     "compare": "searches.compare",
+    "compare_slices": "searches.slices",
     "diff": "dryrun.diff",
     "largest_batch": "searches.largest_batch",
     "DryRun": "dryrun.run",
@@ -64,9 +74,19 @@ _LATER = {
     "search": "searches.search",
 }
 
+
+def _load():
+    """Imports what waits, in the shell's process."""
+    if _waiting:
+        _importlib.reload(_sys.modules[__name__])
+
+
 if not TYPE_CHECKING:  # a type checker would accept any name of a module with `__getattr__`
 
     def __getattr__(name):
+        if _waiting and not name.startswith("_"):
+            _load()
+            return getattr(_sys.modules[__name__], name)
         instead = _tensorflow_names.of_attribute(__name__, name)
         if instead is not None:
             return _tensorflow_names.absent(f"{__name__}.{name}", instead)

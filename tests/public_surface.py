@@ -14,6 +14,7 @@ import keras
 import numpy as np
 
 import keras_tpu_dist as ktd
+from keras_tpu_dist.searches.ranking import Ranking
 
 NAN, HUGE = float("nan"), 10**30
 # Nothing that a parameter of the kind takes. Each error names the rule, what came, and the fix.
@@ -556,6 +557,14 @@ ROWS: dict[str, Row] = {
             **OF_DRY_RUNS,
             # What a function returns is said of each candidate.
             "build": BUILD[:-2],
+        },
+    ),
+    "compare_slices": Row(
+        ktd.compare_slices,
+        lambda: {"rankings": [Ranking("v5e:2x4", ())]},
+        {
+            "rankings": (None, "", "v5e-8", 3, True, [], [3], {}),
+            "price": ("", "1.2", True, 0, -1, NAN, [], {}, {"v5e": 0}, {"v5f": 1.0}, {"v6e": 1.0}),
         },
     ),
     "largest_batch": Row(

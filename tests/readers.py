@@ -28,7 +28,6 @@ import keras
 from hypothesis import strategies as st
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist import __main__ as shell
 from keras_tpu_dist import hlo
 from keras_tpu_dist.callbacks.states import give_back, give_back_history
 from keras_tpu_dist.checkpoint import manifest as manifests
@@ -40,6 +39,7 @@ from keras_tpu_dist.input.position import (
     random_numbers,
     set_random_numbers,
 )
+from keras_tpu_dist.shell import given as shell
 
 SECONDS, BYTES, GROWTH = 5, 64 * 2**20, 4 * 2**30
 IN_OUR_FORM = re.compile(r"\. Received: .+\. .+", re.DOTALL)
@@ -186,8 +186,8 @@ ENTRY %main (p: f32[8,4]) -> f32[8,4] {
 
 
 def read_mesh(text: str) -> None:
-    sizes = shell._mesh(text)
-    for read in (shell._array, shell._remat):
+    sizes = shell.mesh_of(text)
+    for read in (shell._array, shell.remat_of):
         with in_our_form():
             read(text)
     ktd.TPUStrategy(sizes)

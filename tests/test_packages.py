@@ -49,7 +49,8 @@ PACKAGES = {
 }
 PACKAGES["strategy"] = {*PACKAGES} - {"recurrence", "layers", "callbacks", "checkpoint", "freezing"}
 PACKAGES["searches"] = {*PACKAGES["dryrun"], "dryrun", "memory", "strategy"}
-PACKAGES["__main__"] = {*PACKAGES}
+PACKAGES["shell"] = {*PACKAGES}
+PACKAGES["__main__"] = {"shell"}
 MOST_LINES_OF_A_FUNCTION = 60
 
 

@@ -53,8 +53,9 @@ def run(
     ):
         try:
             return _waited(process, timeout)
-        finally:  # an interrupt included
+        finally:  # an interrupt included, after which `Popen` itself does not wait
             process.kill()
+            process.wait()
 
 
 def _waited(process: subprocess.Popen, timeout: float) -> int | None:

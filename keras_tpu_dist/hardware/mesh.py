@@ -318,7 +318,7 @@ def _simulation(wanted: int, devices: Sequence[Any]) -> str:
         return ""
     return (
         f" To try the mesh on this machine's CPU, call ktd.simulate({wanted}) right after the "
-        "imports; in a notebook, restart the kernel first."
+        f"imports; in a notebook, restart the kernel first; in the shell, add --devices {wanted}."
     )
 
 

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from keras_tpu_dist.common.checks import check_text, is_count, knows_words
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import did_you_mean, message
 from keras_tpu_dist.common.printed import Printed
 from keras_tpu_dist.common.tensorflow_names import TensorFlowNames
 from keras_tpu_dist.hardware.chips import CHIPS as CHIPS
@@ -530,19 +530,21 @@ def _shape_of_size(chip: Chip, size: int, name: object) -> tuple[int, ...]:
 
 
 def _unknown(name: object, chip: Chip | None = None) -> str:
-    known = [Topology(chip, shape).name for shape in listed_shapes(chip)] if chip else all_names()
-    types = list(known)
-    for c in [chip] if chip else CHIPS.values():
-        unit = c.cores if c.counts == "cores" else 1
-        types += [
-            f"{a}-{math.prod(s) * unit}" for s in listed_shapes(c) for a in (c.name, *c.aliases)
-        ]
-    cubes = ", or any sides that are multiples of 4" if chip is None or chip.dims == 3 else ""
+    """The message for a slice that does not exist: the nearest name comes first."""
+    chips = [chip] if chip else list(CHIPS.values())
+    known = [Topology(c, shape).name for c in chips for shape in listed_shapes(c)]
+    types = [
+        f"{alias}-{math.prod(shape) * (c.cores if c.counts == 'cores' else 1)}"
+        for c in chips
+        for shape in listed_shapes(c)
+        for alias in (c.name, *c.aliases)
+    ]
+    hint = did_you_mean(str(name)[:_LONGEST_NAME], [*known, *types]).strip()
+    cubes = ", or any sides that are multiples of 4" if chip and chip.dims == 3 else ""
+    slices = f"Use one of: {', '.join(known)}{cubes}" if chip else f"Use one of {', '.join(CHIPS)}"
     return message(
-        "The topology must be a TPU slice that exists.",
+        f"{hint} The topology must be a TPU slice that exists.".strip(),
         received={"topology": name if len(str(name)) <= _LONGEST_NAME else f"{name!r:.80}..."},
-        fix=f"Use one of: {', '.join(known)}{cubes}; or an accelerator type such as "
-        "'v5litepod-16' or 'v4-8'.",
-        name=str(name)[:_LONGEST_NAME],
-        choices=types,
+        fix=f"{slices}{'' if chip else ' with a shape, such as v5e:4x4'}; or an accelerator type "
+        "such as 'v5litepod-16' or 'v4-8'. `ktd topologies` lists them.",
     )

@@ -52,6 +52,15 @@ def route_experts(model: Any) -> list:
     return found
 
 
+def is_routed(layer: Any) -> bool:
+    """Whether a layer computes only the experts that tokens have chosen.
+
+    Args:
+        layer: The layer.
+    """
+    return bool(_mark.of(layer))
+
+
 def _banks(layer: Any, count: int | None = None) -> list:
     """Weights of a layer, or of those within it, that may be kernels of experts: of so many."""
     weights = [w for w in layer.weights if len(w.shape) > 2 and w.shape[0] > 1]

@@ -11,9 +11,9 @@ import keras
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.axes import axis_size, dividing_axes, entry_names, layout_text, names_in
-from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.errors import did_you_mean, message
 from keras_tpu_dist.common.printed import Printed
-from keras_tpu_dist.hardware.mesh import LOGICAL_AXIS, state_axes
+from keras_tpu_dist.hardware.mesh import DATA_AXIS_NAMES, LOGICAL_AXIS, SEQUENCE_AXIS, state_axes
 from keras_tpu_dist.layout.annotations import layouts_in
 from keras_tpu_dist.layout.placement import UNDECIDED, Placement, Setting, bytes_of
 from keras_tpu_dist.layout.rules import dead_patterns, matching, nearest_path
@@ -128,6 +128,7 @@ def lint_model(
         found += _giants(model, placement, setting)
         found += _siblings(model, placement)
         found += _unused_axes(model, placement, setting)
+        found += _no_data_axis(setting)
         found += _batch(batch_size, setting)
         found += _heads(model, setting)
         found += _built_outside(foreign, setting)
@@ -345,11 +346,36 @@ def _unused_axes(model, placement: Placement, setting: Setting) -> list[Finding]
             "unused-axis",
             name,
             f"Nothing is split over this mesh axis: its {size} devices do the same work.",
-            "Give the devices to the data axis, or split weights over it "
-            '(layout="tensor_parallel").',
+            f"{_nearest_axis(name, setting)} the devices to the data axis, or split weights over "
+            'it (layout="tensor_parallel").',
         )
         for name, size in setting.mesh.shape.items()
         if size > 1 and name not in used
+    ]
+
+
+def _nearest_axis(name: str, setting: Setting) -> str:
+    """How the fix begins: with a question, if an axis that splits the batch is called nearly so."""
+    usual = {*DATA_AXIS_NAMES, SEQUENCE_AXIS} - {*setting.mesh.axis_names}
+    hint = did_you_mean(name, sorted(usual)).strip()
+    return f"{hint} Otherwise give" if hint else "Give"
+
+
+def _no_data_axis(setting: Setting) -> list[Finding]:
+    """An axis that is nearly called as one that splits the batch, where none does."""
+    names = setting.mesh.axis_names
+    near = [name for name in names if did_you_mean(name, DATA_AXIS_NAMES)]
+    if setting.data_axes or not near:
+        return []
+    hint = did_you_mean(near[0], DATA_AXIS_NAMES).strip()
+    return [
+        Finding(
+            "warning",
+            "no-data-axis",
+            near[0],
+            f"No axis of {names} splits the batch: every device computes all of it.",
+            f"{hint} Otherwise name the axis that splits it with data_axes=(...).",
+        )
     ]
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import socket
@@ -15,6 +16,8 @@ from keras_tpu_dist.hardware.simulation import simulated_environment
 from keras_tpu_dist.processes.start import COORDINATOR, LAUNCHER, NUM_PROCESSES, PROCESS_ID
 
 _GRACE_S = 10.0
+# What the library that joins the processes prints of each group of devices that it connects.
+_OF_GLOO = re.compile(r"\[Gloo\] Rank \d+ is connected to \d+ peer ranks")
 # On Linux the kernel ends the program with the launcher (PR_SET_PDEATHSIG); elsewhere `initialize`
 # checks. A process of its own calls `exec`: `preexec_fn` is not safe in a process with threads.
 _WITH_LAUNCHER = """
@@ -30,9 +33,10 @@ def launch(
 ) -> int:
     """Runs a command as several processes that `ktd.initialize()` joins.
 
-    Every line that a process prints is passed on with the process's number in front. The first
-    process that fails ends all others, and so do Ctrl-C and SIGTERM. If the launcher itself is
-    killed, they end too. They listen on the loopback address only.
+    Every line that a process prints is passed on with the process's number in front, except those
+    of the library that connects them. The first process that fails ends all others, and so do
+    Ctrl-C and SIGTERM. If the launcher itself is killed, they end too. They listen on the loopback
+    address only.
 
     Args:
         command: The program and its arguments.
@@ -129,8 +133,9 @@ def _pass_on(process: subprocess.Popen, number: int) -> None:
     assert process.stdout is not None
     with process.stdout as lines:
         for line in lines:
-            sys.stdout.write(f"[{number}] {line}")
-            sys.stdout.flush()
+            if not _OF_GLOO.match(line):
+                sys.stdout.write(f"[{number}] {line}")
+                sys.stdout.flush()
 
 
 def _wait(processes: list[subprocess.Popen], grace_s: float) -> int:

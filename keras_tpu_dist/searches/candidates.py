@@ -1,7 +1,8 @@
 """Strategies worth a thought for a slice: meshes, plans, split optimizers, remat policies."""
 
+import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from keras_tpu_dist.common.printed import Printed
@@ -9,7 +10,9 @@ from keras_tpu_dist.hardware.mesh import build_mesh
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.hlo import Wire, seconds_over
 from keras_tpu_dist.layout.planner import Planner
+from keras_tpu_dist.layout.rules import LayoutRules
 from keras_tpu_dist.strategy import TPUStrategy
+from keras_tpu_dist.training.protocol import Strategy
 
 # Splitting a weight further than this makes products too thin for the matrix units.
 _MOST_MODEL_WAYS = 16
@@ -70,6 +73,29 @@ class Candidate(Printed):
             remat=self.remat,
         )
 
+    @classmethod
+    def of(cls, strategy: Strategy) -> "Candidate":
+        """The arguments of a strategy that there is.
+
+        Args:
+            strategy: The strategy.
+        """
+        options = strategy.options
+        mesh = tuple(strategy.mesh.shape.items())
+        return cls(mesh, strategy.layouts.layout, options.shard_optimizer, options.remat)
+
+    @property
+    def line(self) -> str:
+        """The strategy as a line of Python, to copy into a program."""
+        arguments = [json.dumps(dict(self.mesh))]
+        if self.layout is not None:
+            arguments.append(_layout_code(self._layout()))
+        if self.shard_optimizer:
+            arguments.append("shard_optimizer=True")
+        if self.remat is not None:
+            arguments.append(f"remat={json.dumps(self.remat)}")
+        return f"strategy = ktd.TPUStrategy({', '.join(arguments)})"
+
     def _layout(self) -> Any:
         named = isinstance(self.layout, str) and self.layout == "fsdp and tensor_parallel"
         return _BOTH if named else self.layout
@@ -79,6 +105,21 @@ class Candidate(Printed):
         options = [", shard_optimizer=True"] if self.shard_optimizer else []
         options += [f", remat={self.remat!r}"] if self.remat else []
         return f"TPUStrategy({dict(self.mesh)}, {layout}{''.join(options)})".replace("'", '"')
+
+
+def _layout_code(layout: Any) -> str:
+    """A layout as Python; one that no expression gives is the variable `layout` of the program."""
+    if isinstance(layout, str):
+        return json.dumps(layout)
+    if isinstance(layout, LayoutRules):
+        return repr(list(layout.rules))
+    if not isinstance(layout, Planner):
+        return repr(layout) if isinstance(layout, list) else "layout"
+    options = [f"{f.name}={getattr(layout, f.name)!r}" for f in fields(layout)[1:]]
+    usual = [f"{f.name}={f.default!r}" for f in fields(layout)[1:]]
+    other = [each for each in options if each not in usual]
+    kind = json.dumps(layout.kind)
+    return f"ktd.Planner({kind}, {', '.join(other)})" if other else kind
 
 
 def candidates(devices: int, topology: Topology | None = None) -> Iterator[Candidate]:

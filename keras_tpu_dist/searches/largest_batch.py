@@ -1,47 +1,78 @@
 """The largest batch that fits, found by asking the compiler."""
 
 import contextlib
+import html
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import message
-from keras_tpu_dist.common.printed import Printed
 from keras_tpu_dist.dryrun.run import Build, DryRun, Progress, check_how, run_once
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.memory.remat import LayerPolicies
+from keras_tpu_dist.searches.candidates import Candidate
+from keras_tpu_dist.show.page import Page, code, document
 from keras_tpu_dist.show.progress import stages
-from keras_tpu_dist.show.text import size_text, text_table
+from keras_tpu_dist.show.text import html_table, size_text, text_table
 from keras_tpu_dist.training.protocol import Strategy
 
 # No guess is more than this many times what is known to fit.
 _LARGEST_STEP = 256
 
 
+_HEADER = ("batch size", "", "per device")
+
+
 @dataclass(frozen=True, repr=False)
-class LargestBatch(Printed):
+class LargestBatch(Page):
     """The largest batch that fits, and how it was found.
 
     Args:
         batch_size: Rows of all devices together; 0 if not even the smallest fits.
         run: The dry run of that batch, or of the smallest one if none fits.
         tried: Batch size, whether it fits, and bytes on one device (0 if unknown), in order.
+        strategy: The strategy as a line of Python.
     """
 
     batch_size: int
     run: DryRun
     tried: tuple[tuple[int, bool, int], ...]
+    strategy: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The answer as plain data."""
+        tried = [{"batch_size": b, "fits": ok, "bytes": n} for b, ok, n in self.tried]
+        own = {"batch_size": self.batch_size, "strategy": self.strategy, "tried": tried}
+        return {**own, "run": self.run.to_dict()}
 
     def __str__(self) -> str:
-        rows = [(str(b), "fits" if ok else "too large", size_text(n)) for b, ok, n in self.tried]
+        return "\n".join([self._title(), text_table(_HEADER, self._rows()), *self._line()])
+
+    def _title(self) -> str:
         return (
             f"largest batch on {self.run.compiled_for}: {self.batch_size}, "
-            f"found with {len(self.tried)} compilation(s)\n"
-            + text_table(("batch size", "", "per device"), rows)
+            f"found with {len(self.tried)} compilation(s)"
         )
+
+    def _rows(self) -> list[tuple[str, str, str]]:
+        return [(str(b), "fits" if ok else "too large", size_text(n)) for b, ok, n in self.tried]
+
+    def _line(self) -> list[str]:
+        """The choice, to copy."""
+        fits = self.batch_size and self.strategy
+        return [f"{self.strategy}  # batch_size={self.batch_size}"] if fits else []
+
+    def _blocks(self) -> list[str]:
+        return [html_table(_HEADER, self._rows()), *map(code, self._line())]
+
+    def _page(self) -> str:
+        """What was tried, then the dry run of the answer."""
+        head = f"<h1>{html.escape(self._title())}</h1>"
+        run = f"<h2>The step with a batch of {self.run.batch_size}</h2>"
+        return document(self._title(), [head, *self._blocks(), run, *self.run._blocks()])
 
 
 def largest_batch(
@@ -141,7 +172,9 @@ def largest_batch(
                 high = guess
             guess = _next_guess(runs, low, high, limit, tolerance)
     tried = tuple((p * unit, bool(r.fits), r.total_bytes) for p, r in runs.items())
-    return LargestBatch(low * unit, runs[low or min(runs)], tried)
+    policy = strategy.options.remat if remat is None else remat
+    line = replace(Candidate.of(strategy), remat=policy).line
+    return LargestBatch(low * unit, runs[low or min(runs)], tried, line)
 
 
 def _next_guess(

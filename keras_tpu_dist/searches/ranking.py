@@ -12,7 +12,7 @@ from keras_tpu_dist.searches.candidates import Candidate
 from keras_tpu_dist.searches.forecast import Forecast
 from keras_tpu_dist.show.chart import Point, colours_of, scatter_svg
 from keras_tpu_dist.show.colours import NONE, colours_left_out
-from keras_tpu_dist.show.page import Page, TableCell, bar, document, legend, sortable
+from keras_tpu_dist.show.page import Page, TableCell, bar, code, document, legend, sortable
 from keras_tpu_dist.show.text import duration_text, html_table, size_text, text_table
 from keras_tpu_dist.strategy import TPUStrategy
 
@@ -182,12 +182,17 @@ class Ranking(Page):
     def __str__(self) -> str:
         header, rows = self._table()
         short = [[cell.text[:_LONGEST_ERROR] for cell in row] for row in rows]
-        return f"{self._title()}\n{self._first}\n{text_table(header, short)}"
+        lines = [self._title(), self._first, text_table(header, short)]
+        return "\n".join([*lines, *self._line()])
+
+    def _line(self) -> list[str]:
+        """The best strategy, to copy."""
+        return [] if self.best is None else [self.best.candidate.line]
 
     def _blocks(self) -> list[str]:
         header, rows = self._table(numbered=True)
         table = html_table(header, [[cell.text for cell in row] for row in rows])
-        return [*self._drawing(), table]
+        return [*self._drawing(), table, *map(code, self._line())]
 
     def _page(self) -> str:
         """Step time drawn against memory, and a table."""
@@ -196,7 +201,8 @@ class Ranking(Page):
             row.append(self._bar(tried))
         head = f"<h1>{len(self.candidates)} candidates, the fastest that fits first</h1>"
         table = sortable((*header, "of the HBM"), rows)
-        return document(f"{len(self.candidates)} candidates", [head, *self._drawing(), table])
+        parts = [head, *map(code, self._line()), *self._drawing(), table]
+        return document(f"{len(self.candidates)} candidates", parts)
 
     def to_dict(self) -> dict[str, Any]:
         """The ranking as plain data."""
@@ -223,7 +229,7 @@ class Ranking(Page):
 
     def _table(self, numbered: bool = False) -> tuple[tuple[str, ...], list[list[TableCell]]]:
         """Header and rows, without columns that say nothing."""
-        rows = [_cells(tried) for tried in self.candidates]
+        rows = [cells_of(tried) for tried in self.candidates]
         names = [name for name in _COLUMNS if any(row[name].text for row in rows)]
         if not rows:
             return _COLUMNS[:2], []
@@ -270,8 +276,12 @@ class Ranking(Page):
         return [scatter_svg(points, None if far else limit), legend(keys), *beside]
 
 
-def _cells(tried: Tried) -> dict[str, TableCell]:
-    """What the table says of a candidate, by column."""
+def cells_of(tried: Tried) -> dict[str, TableCell]:
+    """What tables say of a candidate, by column.
+
+    Args:
+        tried: The candidate.
+    """
     run, forecast, candidate = tried.run, tried.forecast, tried.candidate
     cells = dict.fromkeys(_COLUMNS, TableCell("")) | {
         "mesh": TableCell(tried.candidate.mesh_text),

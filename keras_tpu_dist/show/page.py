@@ -38,6 +38,7 @@ _STYLE = (
     ".ktd.ktd .below tr{border-bottom:1px solid rgba(128,128,128,.3)}"
     ".ktd.ktd .below td:last-child{flex-basis:100%}"
     ".ktd.ktd .below td:first-child{font-weight:bold}}"
+    ".ktd pre{white-space:pre-wrap;overflow-wrap:anywhere;margin:.6em 0}"
     ".ktd .key{white-space:nowrap;margin-right:1.2em}"
     ".ktd .key i{display:inline-block;width:.8em;height:.8em;margin-right:.4em;border-radius:2px}"
 )
@@ -225,6 +226,15 @@ def legend(entries: Iterable[tuple[str, str]]) -> str:
     return f"<p>{' '.join(keys)}</p>"
 
 
+def code(line: str) -> str:
+    """A line to copy.
+
+    Args:
+        line: The line, as plain text.
+    """
+    return f"<pre>{html.escape(line)}</pre>"
+
+
 def delivered(text: str, path: str | os.PathLike | None) -> str | None:
     """A page given back, or written to a file.
 
@@ -255,7 +265,7 @@ def delivered(text: str, path: str | os.PathLike | None) -> str | None:
 
 
 def file_of(path: str | os.PathLike) -> Path:
-    """The file that a page is written to.
+    """The file that a page, a picture or a model is written to.
 
     Args:
         path: What the user named.
@@ -277,7 +287,7 @@ def file_of(path: str | os.PathLike) -> Path:
         return file
     raise ValueError(
         message(
-            "A page is written to a file in a folder that exists.",
+            "The file to write must be in a folder that exists.",
             received={"path": os.fspath(path)},
             fix="Give the name of a file in it."
             if file.is_dir()

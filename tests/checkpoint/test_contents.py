@@ -8,7 +8,8 @@ import pytest
 from helpers import assert_close
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist import __main__
+from keras_tpu_dist.shell import given
+from keras_tpu_dist.shell.main import main
 from keras_tpu_dist.show.progress import heard_by
 
 X, Y = np.ones((16, 4), "float32"), np.ones((16, 2), "float32")
@@ -33,7 +34,7 @@ def trained(directory, epochs=2):
 
 
 def command(*words):
-    return __main__.main(["checkpoint", *map(str, words)])
+    return main(["checkpoint", *map(str, words)])
 
 
 def test_the_table(tmp_path, capsys):
@@ -69,7 +70,7 @@ def test_the_difference(tmp_path, capsys):
 @pytest.mark.slow
 def test_to_keras(tmp_path, capsys, monkeypatch):
     model = trained(tmp_path / "a")
-    monkeypatch.setattr(__main__, "_build_function", lambda name: build)
+    monkeypatch.setattr(given, "build_function", lambda name: build)
     for file in ("plain.keras", "plain.weights.h5"):
         heard = []
         with heard_by(heard.append):

@@ -78,7 +78,7 @@ def made_run(topology="v5e:4x4", mesh=None, layers=12, **changes):
     return DryRun(**{**options, **changes})
 
 
-def made_comparison():
+def made_comparison(topology="v5e:4x4"):
     """Candidates that fit, one that does not, one without a time, one that is an error."""
     gib = 2**30
     rows = [
@@ -90,9 +90,9 @@ def made_comparison():
     candidates = []
     for n, (layout, size, fits) in enumerate(rows):
         mesh = {"data": 16 // 2**n, "model": 2**n}
-        run = made_run(mesh=mesh, layers=4 + 2 * n, total_bytes=size * gib, fits=fits)
+        run = made_run(topology, mesh=mesh, layers=4 + 2 * n, total_bytes=size * gib, fits=fits)
         if not fits:
-            run = made_run(mesh=mesh, total_bytes=size * gib, fits=False, estimate=None)
+            run = made_run(topology, mesh=mesh, total_bytes=size * gib, fits=False, estimate=None)
         candidates.append(Tried(Candidate(tuple(mesh.items()), layout), 1024, run=run))
     bad = Tried(Candidate((("data", 3),), EVIL), 1024, error=f"sizes multiply to 3 {EVIL}")
-    return Ranking("v5e:4x4", (*candidates, bad))
+    return Ranking(topology, (*candidates, bad))

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist import __main__, _keras
+from keras_tpu_dist import _keras
 from keras_tpu_dist.dryrun import compile as dryrun_compile
 from keras_tpu_dist.dryrun import run as dryrun
 from keras_tpu_dist.dryrun import worker as dryrun_worker
@@ -26,6 +26,7 @@ from keras_tpu_dist.searches import compare as comparison
 from keras_tpu_dist.searches import largest_batch as largest_batch_module
 from keras_tpu_dist.searches.compare import compare
 from keras_tpu_dist.searches.largest_batch import largest_batch
+from keras_tpu_dist.shell.main import main
 from keras_tpu_dist.show.progress import heard_by, stages
 from keras_tpu_dist.training import guard
 from keras_tpu_dist.training.step import jitted_step
@@ -583,7 +584,7 @@ def test_what_build_raises_comes_through():
 def test_a_mesh_that_does_not_fill_the_slice():
     with pytest.raises(ValueError, match=r"multiply to 6, on 8 device"):
         ktd.TPUStrategy({"data": 3, "model": 2}, topology="v5e:2x4")
-    with pytest.raises(ValueError, match=r"TPU slice that exists.*Did you mean 'v5e:"):
+    with pytest.raises(ValueError, match=r"^Did you mean 'v5e:.*TPU slice that exists"):
         ktd.TPUStrategy(topology="v5e:4x5")
     with pytest.raises(ValueError, match=r"devices or a topology, not both"):
         ktd.TPUStrategy(devices=jax.devices(), topology="v5e:2x4")
@@ -1108,7 +1109,7 @@ def test_candidates_are_ranked(template, monkeypatch, on_tpu):
 
 
 def _shell(*arguments):
-    return __main__.main(arguments)
+    return main(arguments)
 
 
 def test_topologies_in_the_shell(capsys):

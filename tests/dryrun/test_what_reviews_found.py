@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist import __main__
 from keras_tpu_dist.dryrun.compile import is_about_hbm
 from keras_tpu_dist.dryrun.inputs import count_tokens
 from keras_tpu_dist.dryrun.run import dry_run
 from keras_tpu_dist.searches.compare import compare
 from keras_tpu_dist.searches.largest_batch import largest_batch
+from keras_tpu_dist.shell.main import main
 
 L = keras.layers
 
@@ -109,7 +109,7 @@ def test_a_failure_of_the_command_is_no_verdict(tmp_path, capsys, monkeypatch):
     (tmp_path / "models_of_a_user.py").write_text("def build(): raise AssertionError")
     monkeypatch.syspath_prepend(tmp_path)
     words = ["dry-run", "models_of_a_user:build", "--topology", "v5e:2x4", "--batch-size", "64"]
-    assert __main__.main([*words, "--layout", "missing.json"]) == 2
+    assert main([*words, "--layout", "missing.json"]) == 2
     assert "error: " in capsys.readouterr().err
 
 

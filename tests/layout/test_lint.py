@@ -8,9 +8,9 @@ import pytest
 from helpers import built, mlp
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.__main__ import main
 from keras_tpu_dist.layout.annotations import replicate, split
 from keras_tpu_dist.layout.rules import LayoutRules
+from keras_tpu_dist.shell.main import main
 
 MESH = {"data": 4, "model": 2}
 

@@ -16,11 +16,11 @@ import jax
 import pytest
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist import __main__
 from keras_tpu_dist.processes.channel import Channel, PeerError, agree
 from keras_tpu_dist.processes.launch import launch
 from keras_tpu_dist.processes.start import _bind_address, watch_peers
 from keras_tpu_dist.processes.watch import Watch
+from keras_tpu_dist.shell.main import main
 
 
 class Store:
@@ -420,8 +420,8 @@ def test_processes_with_certificates(own, code, tmp_path, capfd):
 def test_launch_from_the_shell(tmp_path, capfd):
     (tmp_path / "script.py").write_text(SCRIPT)
     arguments = ["--processes", "2", "--devices", "3", str(tmp_path / "script.py"), "0"]
-    assert __main__.main(["launch", *arguments]) == 0
-    assert __main__.main(["launch", "--processes", "0", "script.py"]) == 2
+    assert main(["launch", *arguments]) == 0
+    assert main(["launch", "--processes", "0", "script.py"]) == 2
     assert "There is at least one process" in capfd.readouterr().err
-    assert __main__.main(["launch", "--devices", "3", "-m", "keras_tpu_dist", "topologies"]) == 0
+    assert main(["launch", "--devices", "3", "-m", "keras_tpu_dist", "topologies"]) == 0
     assert "[1]" in capfd.readouterr().out

@@ -1,0 +1,1 @@
+"""The command `ktd`: slices, plans, dry runs, layouts and checkpoints from the shell."""

@@ -1,0 +1,285 @@
+"""The commands: each gives an answer, which prints itself, and an exit code."""
+
+import logging
+import os
+import secrets
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import keras
+
+from keras_tpu_dist import _keras
+from keras_tpu_dist.checkpoint import CheckpointError, restore
+from keras_tpu_dist.checkpoint.contents import contents, difference
+from keras_tpu_dist.checkpoint.restored import build_optimizer
+from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.dryrun import run as dryrun
+from keras_tpu_dist.dryrun.report import DryRun
+from keras_tpu_dist.hardware.topology import Topology, all_names
+from keras_tpu_dist.layers import convert
+from keras_tpu_dist.layers.experts import is_routed
+from keras_tpu_dist.processes.launch import launch
+from keras_tpu_dist.searches import compare as comparison
+from keras_tpu_dist.searches import largest_batch as largest
+from keras_tpu_dist.searches import search as searching
+from keras_tpu_dist.searches.ranking import Ranking
+from keras_tpu_dist.searches.slices import compare_slices
+from keras_tpu_dist.shell import given
+from keras_tpu_dist.shell.results import Converted, DeviceTable, SliceTable
+from keras_tpu_dist.show.page import file_of
+from keras_tpu_dist.show.progress import show_progress, stages
+
+logger = logging.getLogger("keras_tpu_dist")
+
+Answered = tuple[Any, int]
+
+
+def _topologies(options: Namespace) -> Answered:
+    slices = [Topology.parse(name) for name in all_names()]
+    return SliceTable(tuple(s for s in slices if options.chip in (None, s.chip.name))), 0
+
+
+def _devices(options: Namespace) -> Answered:
+    rows = (
+        (str(d.id), d.platform, d.device_kind, str(getattr(d, "coords", "")), str(d.process_index))
+        for d in jax.devices()
+    )
+    return DeviceTable(tuple(rows)), 0
+
+
+def _dry_run(options: Namespace) -> Answered:
+    _check_page(options)
+    with show_progress():
+        result = dryrun.dry_run(
+            given.build_function(options.build),
+            given.strategy_of(options),
+            **given.inputs_of(options),
+            batch_size=options.batch_size,
+            mode=options.mode,
+            effort=options.effort,
+            timeout=options.timeout,
+        )
+    return _with_page(options, result), 1 if result.fits is False else 0
+
+
+def _largest_batch(options: Namespace) -> Answered:
+    _check_page(options)
+    with show_progress():
+        found = largest.largest_batch(
+            given.build_function(options.build),
+            given.strategy_of(options),
+            **given.inputs_of(options),
+            mode=options.mode,
+            effort=options.effort,
+            tolerance=options.tolerance,
+            max_compiles=options.max_compiles,
+            timeout=options.timeout,
+        )
+    _warn_of_unused_axes([found.run])
+    return _with_page(options, found), 0 if found.batch_size else 1
+
+
+def _search(options: Namespace) -> Answered:
+    build = given.build_function(options.build)
+    cache = False if options.no_cache else True if options.cache is None else options.cache
+
+    def one(topology: Topology) -> Ranking:
+        return searching.search(
+            build,
+            topology,
+            options.batch_size,
+            **given.inputs_of(options),
+            compilations=options.compilations,
+            exact=options.exact,
+            budget_s=options.budget,
+            cache=cache,
+        )
+
+    return _ranked(options, "search", one)
+
+
+def _compare(options: Namespace) -> Answered:
+    build = given.build_function(options.build)
+    meshes = [given.mesh_of(text) or {} for text in options.mesh or ["data=-1"]]
+    layouts = [given.layout_of(text) for text in options.layout or ["none"]]
+
+    def one(topology: Topology) -> Ranking:
+        return comparison.compare(
+            build,
+            topology=topology,
+            meshes=meshes,
+            layouts=layouts,
+            **given.inputs_of(options),
+            batch_size=options.batch_size,
+            mode=options.mode,
+            timeout=options.timeout,
+        )
+
+    return _ranked(options, "compare", one)
+
+
+def _ranked(options: Namespace, work: str, one: Callable[[Topology], Ranking]) -> Answered:
+    """The ranking of one slice, or of several, or of one with a price."""
+    _check_page(options)
+    price = given.price_of(options.price)
+    topologies = given.topologies_of(options.topology)
+    rankings = []
+    with show_progress(), stages(work, len(topologies)) as begin:
+        for topology in topologies:
+            begin(topology.name)
+            rankings.append(one(topology))
+    _warn_of_unused_axes(tried.run for ranking in rankings for tried in ranking.compiled)
+    several = len(rankings) > 1 or price is not None
+    found = compare_slices(rankings, price=price) if several else rankings[0]
+    return _with_page(options, found), 1 if found.best is None else 0
+
+
+def _lint(options: Namespace) -> Answered:
+    model, strategy = given.model_and_strategy(options)
+    report = strategy.lint(model, batch_size=options.batch_size)
+    return report, 0 if report.ok else 1
+
+
+def _explain(options: Namespace) -> Answered:
+    model, strategy = given.model_and_strategy(options)
+    return strategy.explain(model, options.path), 0
+
+
+def _show(options: Namespace) -> Answered:
+    if options.build is None:
+        given.simulate_devices(options)
+        picture = given.strategy_of(options).show()
+    else:
+        model, strategy = given.model_and_strategy(options)
+        picture = strategy.show(model)
+    if options.save is not None:
+        picture.save(options.save)
+    return picture, 0
+
+
+def _convert(options: Namespace) -> Answered:
+    if not options.output.endswith(".keras"):
+        raise ValueError(
+            message(
+                "A converted model is written to a .keras file.",
+                received={"output": options.output},
+                fix="Give the file that ending.",
+            )
+        )
+    file_of(options.output)  # not only behind the work
+    with show_progress(), stages("convert", 3) as begin:
+        begin("reading")
+        of_file = options.model.endswith(".keras")
+        load = keras.saving.load_model if of_file else _built
+        model: Any = load(options.model)
+        begin("converting")
+        faster = convert(model)
+        layers = tuple(_converted_layers(model, faster))
+        if layers:
+            begin(f"writing {options.output}")
+            build_optimizer(faster)  # Keras looks for its slots when it loads the file
+            _write_whole(options.output, faster.save)
+    return Converted(model.name, layers, options.output if layers else None), 0 if layers else 1
+
+
+def _built(name: str) -> Any:
+    return given.build_function(name)()
+
+
+def _converted_layers(model: Any, faster: Any) -> list[tuple[str, str]]:
+    """Paths and classes of the layers that are others now."""
+    pairs = zip(_keras.flatten_layers(model), _keras.flatten_layers(faster), strict=True)
+    return [
+        (after.path or after.name, f"{type(after).__module__}.{type(after).__qualname__}")
+        for before, after in pairs
+        if type(before) is not type(after) or is_routed(after) > is_routed(before)
+    ]
+
+
+def _checkpoint(options: Namespace) -> Answered:
+    try:
+        if options.to_keras is not None:
+            return _as_keras_file(options), 0
+        if options.diff is not None:
+            return difference(options.directory, options.diff), 0
+        return contents(options.directory), 0
+    except CheckpointError as error:
+        raise ValueError(str(error)) from error
+
+
+def _as_keras_file(options: Namespace) -> Any:
+    """Writes a checkpoint as a file of Keras's, and gives back what was loaded."""
+    file_of(options.to_keras)
+    with show_progress(), stages("checkpoint", 3) as begin:
+        begin("building")
+        model = given.build_function(options.build or "")()
+        begin("reading")
+        report = restore(model, options.directory, options.step)
+        begin(f"writing {options.to_keras}")
+        save = model.save if options.to_keras.endswith(".keras") else model.save_weights
+        _write_whole(options.to_keras, save)
+    return report
+
+
+def _launch(options: Namespace) -> Answered:
+    if options.processes < 1 or options.devices < 1:
+        raise ValueError(
+            message(
+                "There is at least one process, with at least one device.",
+                received={"processes": options.processes, "devices": options.devices},
+                fix="Write --processes 2 --devices 4.",
+            )
+        )
+    as_module = ["-m"] if options.module else []
+    command: Sequence[str] = [sys.executable, *as_module, options.script, *options.arguments]
+    return None, launch(command, options.processes, options.devices)
+
+
+def _check_page(options: Namespace) -> None:
+    """Refuses a page that cannot be written before minutes of work, not behind them."""
+    if options.html is not None:
+        file_of(options.html)
+
+
+def _warn_of_unused_axes(runs: Iterable[DryRun | None]) -> None:
+    """Says once what a dry run's own report says of mesh axes over which nothing is split."""
+    findings = {f for run in runs if run is not None for f in run.findings}
+    for finding in sorted(findings, key=str):
+        if finding.code == "unused-axis":
+            logger.warning("mesh axis %r: %s %s", finding.path, finding.words, finding.fix)
+
+
+def _with_page(options: Namespace, answer: Any) -> Any:
+    if options.html is not None:
+        answer.to_html(options.html)
+    return answer
+
+
+def _write_whole(path: str, save: Callable[[str], Any]) -> None:
+    """Replaces a file only once it is written, so that Ctrl-C leaves no part of it."""
+    file = file_of(path)
+    part = file.with_name(f".{secrets.token_hex(8)}.{file.name}")
+    try:
+        save(str(part))
+        os.replace(part, file)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+COMMANDS: dict[str, Callable[[Namespace], Answered]] = {
+    "topologies": _topologies,
+    "devices": _devices,
+    "search": _search,
+    "compare": _compare,
+    "dry-run": _dry_run,
+    "largest-batch": _largest_batch,
+    "lint": _lint,
+    "explain": _explain,
+    "show": _show,
+    "convert": _convert,
+    "checkpoint": _checkpoint,
+    "launch": _launch,
+}

@@ -1,0 +1,289 @@
+"""What the words of a command mean: functions, meshes, layouts, inputs, slices, prices."""
+
+import argparse
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import keras
+
+from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.hardware.simulation import simulate
+from keras_tpu_dist.hardware.topology import Topology
+from keras_tpu_dist.layout.rules import LayoutRules
+from keras_tpu_dist.strategy import TPUStrategy
+
+
+def build_function(name: str) -> Callable:
+    """The function that a word names.
+
+    Args:
+        name: `module:function` or `FILE.py:function`; `.py` may be left out of a path.
+
+    Raises:
+        ValueError: If the word names no function.
+        ImportError: If its module cannot be imported.
+    """
+    module, colon, attribute = name.rpartition(":")
+    if not colon or module.startswith(".") or not module:
+        raise ValueError(
+            message(
+                "The function that builds is named as module:function or FILE.py:function.",
+                received={"build": name},
+                fix="Write for example models:build or path/to/models.py:build.",
+            )
+        )
+    sys.path.insert(0, os.getcwd())
+    is_path = module.endswith(".py") or "/" in module or os.sep in module
+    found = _module_of_file(module) if is_path else importlib.import_module(module)
+    if not callable(getattr(found, attribute, None)):
+        raise ValueError(
+            message(
+                f"Module {module!r} has no function {attribute!r}.",
+                received={"build": name},
+                fix="Name a function in it.",
+                name=attribute,
+                choices=[n for n, value in vars(found).items() if callable(value)],
+            )
+        )
+    return getattr(found, attribute)
+
+
+def _module_of_file(file: str) -> Any:
+    path = Path(file if file.endswith(".py") else f"{file}.py")
+    spec = importlib.util.spec_from_file_location(path.stem, path) if path.is_file() else None
+    if spec is None or spec.loader is None:
+        raise ValueError(
+            message(
+                "FILE.py:function names a Python file that exists.",
+                received={"file": file},
+                fix="Give the path of one.",
+            )
+        )
+    module = importlib.util.module_from_spec(spec)
+    # A model's pickles and dataclasses look their module up.
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def strategy_of(options: argparse.Namespace) -> TPUStrategy:
+    """The strategy that `--mesh`, `--layout` and so on describe.
+
+    Args:
+        options: The options of a command.
+    """
+    return TPUStrategy(
+        mesh_of(options.mesh),
+        layout_of(options.layout),
+        topology=options.topology,
+        remat=remat_of(options.remat),
+        shard_optimizer=options.shard_optimizer,
+    )
+
+
+def model_and_strategy(options: argparse.Namespace) -> tuple[Any, TPUStrategy]:
+    """A model and its strategy: both from the function, or the strategy from the options.
+
+    Args:
+        options: The options of a command that looks at a model here.
+
+    Raises:
+        ValueError: If the function returns no model, or no strategy is given.
+    """
+    simulate_devices(options)
+    build = build_function(options.build)
+    given = (options.topology, options.mesh, options.layout, options.remat)
+    if given == (None, None, None, None) and not options.shard_optimizer:
+        built = build()
+        pair = isinstance(built, (tuple, list)) and len(built) == 2
+        if pair and isinstance(built[0], keras.Model) and isinstance(built[1], TPUStrategy):
+            return built[0], built[1]
+        raise ValueError(
+            message(
+                f"A function to {options.command} returns (model, strategy), unless the strategy "
+                "is given here.",
+                received={"build": options.build, "which returned": type(built).__name__},
+                fix="Add --mesh data=4,model=2, --layout fsdp or --topology v5e:4x4.",
+            )
+        )
+    strategy = strategy_of(options)
+    with strategy.scope():
+        built = build()
+    model = built[0] if isinstance(built, (tuple, list)) and built else built
+    if not isinstance(model, keras.Model):
+        raise ValueError(
+            message(
+                f"A function to {options.command} returns a model, or a model and a strategy.",
+                received={"build": options.build, "which returned": type(model).__name__},
+                fix="End it with `return model`.",
+            )
+        )
+    return model, strategy
+
+
+def simulate_devices(options: argparse.Namespace) -> None:
+    """Splits the CPU into as many devices as `--devices` says.
+
+    Args:
+        options: The options of a command that has `--devices` and `--topology`.
+
+    Raises:
+        ValueError: If the number is none, or a slice is named, too.
+    """
+    if options.devices is None:
+        return
+    if options.topology is not None:
+        raise ValueError(
+            message(
+                "--devices simulates devices here; --topology names a slice instead.",
+                received={"devices": options.devices, "topology": options.topology},
+                fix="Leave one of them out.",
+            )
+        )
+    simulate(options.devices)
+    jax.devices()  # so that a module that simulates another number says so
+
+
+def mesh_of(text: str | None) -> dict[str, int] | None:
+    """Axis sizes, from `data=64,model=4`.
+
+    Args:
+        text: The word, or `None`.
+
+    Raises:
+        ValueError: If an axis has no size, or stands twice.
+    """
+    if text is None:
+        return None
+    pairs = [part.partition("=") for part in text.split(",")]
+    try:
+        sizes = {name.strip(): int(number) for name, _, number in pairs}
+    except ValueError:
+        sizes = {}
+    if not sizes or len(sizes) < len(pairs) or not all(sizes):
+        raise ValueError(
+            message(
+                "--mesh has axes with their sizes, each axis once.",
+                received={"mesh": text},
+                fix="Write --mesh as data=64,model=4.",
+            )
+        )
+    return sizes
+
+
+def layout_of(text: str | None) -> Any:
+    """A layout, from its name or a JSON file.
+
+    Args:
+        text: The word; `None` and `none` replicate.
+    """
+    if text is None or text == "none":
+        return None
+    if not text.endswith(".json"):
+        return text
+    return LayoutRules.from_json(Path(text).read_text())
+
+
+def remat_of(text: str | None) -> str | dict[str, str] | None:
+    """A policy, or policies by pattern, from `full` or `block_*=dots,head=full`.
+
+    Args:
+        text: The word, or `None`.
+
+    Raises:
+        ValueError: If a pattern has no policy.
+    """
+    if text is None or "=" not in text:
+        return text
+    pairs = [rule.partition("=") for rule in text.split(",")]
+    if not all(equals for _, equals, _ in pairs):
+        raise ValueError(
+            message(
+                "--remat is a policy, or patterns with one each.",
+                received={"remat": text},
+                fix="Write --remat as full, or as block_*=dots,head=full.",
+            )
+        )
+    return {pattern.strip(): policy.strip() for pattern, _, policy in pairs}
+
+
+def inputs_of(options: argparse.Namespace) -> dict[str, Any]:
+    """`x` and `y`, as a dry run takes them.
+
+    Args:
+        options: The options of a command that has `--x` and `--y`.
+    """
+    return {"x": _array(options.x), "y": _array(options.y)}
+
+
+def _array(text: str | None) -> Any:
+    if text is None:
+        return None
+    dtype, _, dims = text.partition(":")
+    try:
+        shape = tuple(int(n) for n in dims.split(",") if n)
+        jax.numpy.empty(0, dtype)  # refuses strings and objects
+        if min(shape, default=1) < 1:
+            raise ValueError(shape)
+        return jax.ShapeDtypeStruct((1, *shape), dtype)
+    except (ValueError, TypeError, OverflowError, SyntaxError):
+        raise ValueError(
+            message(
+                "An input is described as dtype:sizes.",
+                received={"input": text},
+                fix="Write an input as dtype:sizes, such as int32:512.",
+            )
+        ) from None
+
+
+def topologies_of(text: str) -> list[Topology]:
+    """The slices of `v5e-8,v6e-8`, each once.
+
+    Args:
+        text: The word.
+
+    Raises:
+        ValueError: If one is no slice, or stands twice.
+    """
+    found = [Topology.parse(name.strip()) for name in text.split(",")]
+    if len({topology.name for topology in found}) < len(found):
+        raise ValueError(
+            message(
+                "--topology names each slice once.",
+                received={"topology": text},
+                fix="Write for example --topology v5e-8,v6e-8.",
+            )
+        )
+    return found
+
+
+def price_of(text: str | None) -> float | dict[str, float] | None:
+    """What a chip costs an hour, from `1.20` or `v5e=1.20,v6e=2.70`.
+
+    Args:
+        text: The word, or `None`.
+
+    Raises:
+        ValueError: If it is no number.
+    """
+    if text is None:
+        return None
+    pairs = [part.partition("=") for part in text.split(",")]
+    try:
+        if len(pairs) == 1 and not pairs[0][1]:
+            return float(text)
+        return {chip.strip(): float(price) for chip, _, price in pairs}
+    except ValueError:
+        raise ValueError(
+            message(
+                "--price is what a chip costs an hour: one number, or one for each chip.",
+                received={"price": text},
+                fix="Write --price 1.20, or --price v5e=1.20,v6e=2.70.",
+            )
+        ) from None

@@ -1,0 +1,113 @@
+"""From words to a command: parses them, imports what the command needs, prints its answer."""
+
+import contextlib
+import dataclasses
+import importlib
+import importlib.metadata
+import json
+import logging
+import os
+import platform
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras_tpu_dist
+from keras_tpu_dist.common.version import __version__
+from keras_tpu_dist.shell.parser import parser_of, program_name
+
+_INTERRUPTED, _NO_READER = 130, 141  # as a shell has them: 128 and the number of the signal
+_VERSIONS = ("keras", "jax", "jaxlib", "libtpu")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command.
+
+    Args:
+        arguments: The words behind `ktd`; `None` takes those of this process.
+
+    Returns:
+        The exit code: 0; 1 if nothing fits, lint finds a mistake, or there is nothing to convert;
+        2 for wrong arguments; 130 after Ctrl-C; for `launch` that of its processes.
+
+    Raises:
+        SystemExit: For words that are no command with its options (code 2), or ask for help (0).
+    """
+    parser = parser_of(program_name())
+    options, unknown = parser.parse_known_args(arguments)
+    if options.version:
+        print(_versions())
+        return 0
+    if options.command is None:
+        parser.print_help(sys.stderr)
+        return 2
+    if unknown:
+        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    try:
+        return _run(options)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # Nobody reads any more: what is left to be written goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _NO_READER
+    except (ValueError, ImportError, RuntimeError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(options: Any) -> int:
+    if options.command != "launch":  # a user's program says what it has to say
+        _make_quiet()
+    keras_tpu_dist._load()
+    importlib.import_module("keras_tpu_dist.hardware.libtpu").start_without_tpu()
+    commands = importlib.import_module("keras_tpu_dist.shell.commands")
+    as_json = getattr(options, "json", False)
+    # What a model's function prints is no JSON.
+    elsewhere = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
+    with _warnings_on_stderr(), elsewhere:
+        answer, code = commands.COMMANDS[options.command](options)
+    if answer is not None:
+        print(_json_text(answer) if as_json else answer, flush=True)
+    return code
+
+
+def _json_text(answer: Any) -> str:
+    plain = answer.to_dict() if hasattr(answer, "to_dict") else dataclasses.asdict(answer)
+    return json.dumps(plain, indent=1)
+
+
+def _make_quiet() -> None:
+    """Lets the C++ code of XLA and libtpu print fatal errors only, unless the user asks for more.
+
+    Both read their environment when they are loaded, and so does TensorFlow, which Keras imports
+    with a model's config if it is installed: it speaks of its CPU kernels.
+    """
+    if "jax" in sys.modules:
+        return
+    for name in ("TF_CPP_MIN_LOG_LEVEL", "TPU_MIN_LOG_LEVEL"):
+        os.environ.setdefault(name, "3")
+    os.environ.setdefault("TPU_LOG_DIR", "disabled")
+    os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
+
+
+@contextlib.contextmanager
+def _warnings_on_stderr() -> Iterator[None]:
+    """Prints each warning of this package as one line that says so."""
+    logger, handler = logging.getLogger("keras_tpu_dist"), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("warning: %(message)s"))
+    handler.setLevel(logging.WARNING)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
+def _versions() -> str:
+    found = [f"Python {platform.python_version()}"]
+    for name in _VERSIONS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{name} {importlib.metadata.version(name)}")
+    return f"keras_tpu_dist {__version__} ({', '.join(found)})"

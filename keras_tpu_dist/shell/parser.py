@@ -1,0 +1,332 @@
+"""The words of the command line. Imports neither Keras nor JAX nor NumPy, so that help is fast."""
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from keras_tpu_dist.common.errors import did_you_mean
+from keras_tpu_dist.hardware.chips import CHIPS
+
+_EPILOG = (
+    "BUILD is a function without arguments that returns a compiled model, as module:function or "
+    "FILE.py:function. `COMMAND --help` has the options of a command."
+)
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors begin with the nearest word, if there is one."""
+
+    def error(self, message: str) -> NoReturn:
+        """Prints the usage and the error, and exits with code 2.
+
+        Args:
+            message: What `argparse` found.
+        """
+        hint = _nearest_choice(message) or _nearest_option(message, self.format_help())
+        super().error(f"{hint.strip()} {message}" if hint else message)
+
+
+def _nearest_choice(message: str) -> str:
+    found = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
+    return did_you_mean(found[1], re.findall(r"[\w.-]+", found[2])) if found else ""
+
+
+def _nearest_option(message: str, help_text: str) -> str:
+    found = re.search(r"unrecognized arguments: .*?(--[\w-]+)", message)
+    options = sorted({*re.findall(r"--[a-z][a-z-]*", help_text)})
+    return did_you_mean(found[1], options) if found else ""
+
+
+def program_name() -> str:
+    """How this process was started: `ktd`, or `python -m keras_tpu_dist`."""
+    as_module = os.path.basename(sys.argv[0]) == "__main__.py"
+    return "python -m keras_tpu_dist" if as_module else "ktd"
+
+
+def parser_of(program: str) -> Parser:
+    """The parser of all commands.
+
+    Args:
+        program: The name of the program, for usage lines.
+
+    Returns:
+        A parser whose options have `command`, the command's name, and `parser`, its own parser.
+    """
+    parser = Parser(program, description=f"{program}: TPU tools for Keras.", epilog=_EPILOG)
+    parser.add_argument("--version", action="store_true", help="print the versions in use and exit")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    for name, (words, add) in _COMMANDS.items():
+        one = commands.add_parser(name, help=words, description=f"{words[0].upper()}{words[1:]}.")
+        add(one)
+        one.set_defaults(parser=one)
+    return parser
+
+
+def _topologies(parser: Parser) -> None:
+    parser.add_argument("chip", nargs="?", choices=sorted(CHIPS), help="only this chip's slices")
+    _json(parser)
+
+
+def _devices(parser: Parser) -> None:
+    _json(parser)
+
+
+def _search(parser: Parser) -> None:
+    _build(parser)
+    _slices(parser)
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        help="rows of all devices together; default: as many as fit each candidate's memory",
+    )
+    _inputs(parser)
+    parser.add_argument(
+        "--compilations", type=int, default=8, help="candidates to compile; default: 8"
+    )
+    parser.add_argument(
+        "--exact", type=int, default=4, help="of them to compile as training would; default: 4"
+    )
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=900.0,
+        metavar="SECONDS",
+        help="begin no compilation after so many seconds, for each slice; default: 900",
+    )
+    parser.add_argument("--cache", metavar="FOLDER", help="keep compilations in this folder")
+    parser.add_argument("--no-cache", action="store_true", help="compile everything again")
+    _price(parser)
+    _written(parser)
+
+
+def _compare(parser: Parser) -> None:
+    _build(parser)
+    _slices(parser)
+    parser.add_argument(
+        "--mesh",
+        action="append",
+        metavar="AXES",
+        help="axis sizes, such as data=4,model=2; repeat it for several; default: data=-1",
+    )
+    parser.add_argument(
+        "--layout",
+        action="append",
+        help="none, fsdp, tensor_parallel, auto, or a JSON file of LayoutRules; repeat it for "
+        "several; default: none",
+    )
+    _batch_size(parser)
+    _inputs(parser)
+    _how(parser)
+    _price(parser)
+    _written(parser)
+
+
+def _largest_batch(parser: Parser) -> None:
+    _build(parser)
+    _slice(parser)
+    _strategy(parser)
+    _inputs(parser)
+    _how(parser)
+    _effort(parser)
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        default=0.05,
+        help="stop when the answer is known within this share of it; default: 0.05",
+    )
+    parser.add_argument(
+        "--max-compiles", type=int, default=8, help="stop after so many compilations; default: 8"
+    )
+    _written(parser)
+
+
+def _dry_run(parser: Parser) -> None:
+    _build(parser)
+    _slice(parser)
+    _strategy(parser)
+    _batch_size(parser)
+    _inputs(parser)
+    _how(parser)
+    _effort(parser)
+    _written(parser)
+
+
+def _lint(parser: Parser) -> None:
+    _build(parser, "; or one that returns (model, strategy)")
+    _here(parser)
+    _strategy(parser)
+    parser.add_argument("--batch-size", type=int, help="rows of all devices together")
+    _json(parser)
+
+
+def _explain(parser: Parser) -> None:
+    _build(parser, "; or one that returns (model, strategy)")
+    _here(parser)
+    _strategy(parser)
+    parser.add_argument("--path", help="one variable, by the end of its path, with alternatives")
+    _json(parser)
+
+
+def _show(parser: Parser) -> None:
+    parser.add_argument(
+        "build",
+        nargs="?",
+        metavar="BUILD",
+        help="module:function or FILE.py:function that returns a model, or (model, strategy); "
+        "without it, the mesh is drawn",
+    )
+    _here(parser)
+    _strategy(parser)
+    parser.add_argument("--save", metavar="FILE", help="write .svg, or .png (needs matplotlib)")
+    _json(parser)
+
+
+def _convert(parser: Parser) -> None:
+    parser.add_argument(
+        "model", metavar="MODEL", help="a .keras file, or BUILD: a function that returns a model"
+    )
+    parser.add_argument("output", metavar="OUTPUT", help="the .keras file to write")
+    _json(parser)
+
+
+def _checkpoint(parser: Parser) -> None:
+    parser.add_argument("directory", help="the directory of keras_tpu_dist.callbacks.Checkpoint")
+    parser.add_argument("--diff", metavar="DIRECTORY", help="compare the newest with another's")
+    parser.add_argument("--to-keras", metavar="FILE", help="write .keras or .weights.h5")
+    parser.add_argument("--build", help="BUILD for --to-keras: module:function or FILE.py:function")
+    parser.add_argument("--step", type=int, help="which checkpoint; default: the newest")
+    _json(parser)
+
+
+def _launch(parser: Parser) -> None:
+    parser.add_argument("--processes", type=int, default=2, help="how many; default: 2")
+    parser.add_argument("--devices", type=int, default=4, help="CPU devices of each; default: 4")
+    parser.add_argument("-m", action="store_true", dest="module", help="script names a module")
+    parser.add_argument("script", help="a Python file, which calls ktd.initialize()")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+
+
+def _build(parser: Parser, besides: str = "") -> None:
+    parser.add_argument(
+        "build",
+        metavar="BUILD",
+        help=f"module:function or FILE.py:function that returns a compiled model{besides}",
+    )
+
+
+def _slice(parser: Parser) -> None:
+    parser.add_argument("--topology", required=True, help="the slice, such as v5e:16x16 or v5e-256")
+
+
+def _slices(parser: Parser) -> None:
+    parser.add_argument(
+        "--topology",
+        required=True,
+        metavar="SLICES",
+        help="one or several slices, such as v5e-8,v6e-8",
+    )
+
+
+def _here(parser: Parser) -> None:
+    parser.add_argument(
+        "--topology",
+        help="a slice that nobody has to own, such as v5e:16x16; default: what is here",
+    )
+    parser.add_argument(
+        "--devices", type=int, metavar="N", help="simulate N devices on this machine's CPU"
+    )
+
+
+def _strategy(parser: Parser) -> None:
+    parser.add_argument(
+        "--mesh", metavar="AXES", help="axis sizes, such as data=64,model=4; default: data=-1"
+    )
+    parser.add_argument(
+        "--layout", help="none, fsdp, tensor_parallel, auto, or a JSON file of LayoutRules"
+    )
+    parser.add_argument(
+        "--remat", metavar="POLICY", help="full, dots, attention, or pattern=policy,..."
+    )
+    parser.add_argument(
+        "--shard-optimizer", action="store_true", help="split optimizer slots over the data axes"
+    )
+
+
+def _batch_size(parser: Parser) -> None:
+    parser.add_argument(
+        "--batch-size", type=int, required=True, help="rows of all devices together"
+    )
+
+
+def _inputs(parser: Parser) -> None:
+    parser.add_argument(
+        "--x", help="input, such as int32:512 or float32:224,224,3, without the batch"
+    )
+    parser.add_argument("--y", help="target, likewise")
+
+
+def _how(parser: Parser) -> None:
+    parser.add_argument(
+        "--mode",
+        default="train",
+        choices=("train", "evaluate", "predict"),
+        help="which step to compile; default: train",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=1800.0,
+        metavar="SECONDS",
+        help="stop a compilation after so many seconds; default: 1800",
+    )
+
+
+def _effort(parser: Parser) -> None:
+    parser.add_argument(
+        "--effort",
+        default="quick",
+        choices=("quick", "exact"),
+        help="how hard the compiler tries; exact is what training runs; default: quick",
+    )
+
+
+def _price(parser: Parser) -> None:
+    parser.add_argument(
+        "--price",
+        help="what a chip costs an hour, in any currency: 1.20, or v5e=1.20,v6e=2.70; "
+        "ranks by price",
+    )
+
+
+def _written(parser: Parser) -> None:
+    parser.add_argument("--html", metavar="FILE", help="write the report as a page, too")
+    _json(parser)
+
+
+def _json(parser: Parser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+_COMMANDS: dict[str, tuple[str, Callable[[Any], None]]] = {
+    "topologies": ("TPU slices by name, and what each has", _topologies),
+    "devices": ("the devices that JAX sees here", _devices),
+    "search": ("the fastest strategy for a model on a slice, or on several slices", _search),
+    "compare": ("slices, meshes and layouts that you name, ranked", _compare),
+    "dry-run": (
+        "compile a model for a slice that nobody has to own; exit code 1 if it does not fit",
+        _dry_run,
+    ),
+    "largest-batch": ("the largest batch that fits on a slice", _largest_batch),
+    "lint": ("mistakes in a model's layouts; exit code 1 if there are any", _lint),
+    "explain": ("where each variable of a model lies, and why", _explain),
+    "show": ("a picture of a model, or of a mesh, coloured by the axes that split it", _show),
+    "convert": ("write a model with faster recurrent layers and experts, weights kept", _convert),
+    "checkpoint": ("what a directory of checkpoints holds", _checkpoint),
+    "launch": (
+        "run a script as several processes with simulated devices, as on several hosts",
+        _launch,
+    ),
+}

@@ -1,0 +1,105 @@
+"""Slices compared: by chips times seconds, by price; strategies as lines to copy."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from dryrun.made import made_comparison, made_run
+
+import keras_tpu_dist as ktd
+from keras_tpu_dist.searches.candidates import Candidate, candidates
+from keras_tpu_dist.searches.ranking import Ranking, Tried
+
+
+def ranking(topology, step_s, rows=1024, fits=True):
+    """One candidate on a slice, of which a step takes so long."""
+    run = made_run(topology, fits=fits, batch_size=rows)
+    run = replace(run, estimate=replace(run.estimate, step=step_s))
+    mesh = (("data", ktd.Topology.parse(topology).num_devices),)
+    return Ranking(topology, (Tried(Candidate(mesh), rows, run=run),))
+
+
+def test_chips_times_seconds_decide():
+    # 16 x 3 ms, 4 x 10 ms, 64 x 1 ms, and one that does not fit.
+    steps = {"v5e:4x4": 3e-3, "v6e:2x2": 1e-2, "v5p:4x4x4": 1e-3}
+    rankings = [ranking(name, s) for name, s in steps.items()]
+    rankings.append(ranking("v5e:2x2", 1e-4, fits=False))
+    found = ktd.compare_slices(rankings)
+    assert [each.topology.name for each in found.candidates][:3] == [
+        "v6e:2x2",
+        "v5e:4x4",
+        "v5p:4x4x4",
+    ]
+    assert found.best.chip_seconds == pytest.approx(4e-2)
+    assert found.best.chip_seconds_a_row == pytest.approx(4e-2 / 1024)
+    assert found.fastest.topology.name == "v5p:4x4x4"
+    assert str(found).splitlines()[-2:] == [
+        'strategy = ktd.TPUStrategy({"data": 64})  # v5p:4x4x4: fastest',
+        'strategy = ktd.TPUStrategy({"data": 4})  # v6e:2x2: fewest chip-seconds',
+    ]
+    assert dict(found.strategy("v6e:2x2").mesh.shape) == {"data": 4}
+
+
+def test_a_price_decides():
+    found = ktd.compare_slices(
+        [ranking("v5e:4x4", 3e-3), ranking("v6e:2x2", 1e-2)],
+        price={"v5litepod": 1.0, "v6e": 2.0},
+    )
+    assert found.best.topology.name == "v5e:4x4"
+    # 16 chips x 3 ms / 1024 rows, at 1.00 an hour.
+    million = 1e6 * 16 * 3e-3 / 1024 / 3600
+    data = json.loads(json.dumps(found.to_dict()))
+    assert data["candidates"][0]["price_per_million_rows"] == pytest.approx(million)
+    assert "price per 1M rows" in str(found)
+    assert "cheapest, and fastest" in str(found).splitlines()[-1]
+
+
+def test_rows_count():
+    """Twice the rows in the same time are half the price."""
+    found = ktd.compare_slices([ranking("v5e:4x4", 3e-3), ranking("v6e:4x4", 3e-3, rows=2048)])
+    assert found.best.topology.name == "v6e:4x4"
+
+
+def test_nothing_fits():
+    found = ktd.compare_slices([ranking("v5e:4x4", 3e-3, fits=False)])
+    assert found.best is None
+    assert found.fastest is None
+    assert "nothing fits" in str(found)
+    assert "strategy = " not in str(found)
+    with pytest.raises(ValueError, match="No strategy that was tried fits"):
+        found.strategy()
+
+
+def test_the_page_escapes_names():
+    page = ktd.compare_slices([made_comparison(), made_comparison("v6e:4x4")]).to_html()
+    assert "<script>document.title" not in page
+    assert page.count("<h2>") == 2
+
+
+@pytest.mark.parametrize(
+    "layout", [None, "fsdp", [("kernel", (None, "model"))], ktd.Planner("fsdp", min_size=8)]
+)
+def test_the_line_of_a_strategy_makes_it(layout):
+    mesh = {"data": 4, "model": 2}
+    own = ktd.TPUStrategy(mesh, layout, remat={"dense*": "dots"}, shard_optimizer=layout is None)
+    names = {"ktd": ktd}
+    exec(Candidate.of(own).line, names)
+    made = names["strategy"]
+    assert dict(made.mesh.shape) == mesh
+    assert made.layouts.layout == own.layouts.layout
+    assert made.options == own.options
+
+
+def test_the_lines_of_a_search_make_strategies():
+    for candidate in candidates(8):
+        names = {"ktd": ktd}
+        exec(candidate.line, names)
+        made, own = names["strategy"], candidate.strategy()
+        assert made.layouts.layout == own.layouts.layout
+        assert made.options == own.options
+
+
+def test_a_ranking_ends_in_its_best():
+    found = made_comparison()
+    assert str(found).splitlines()[-1] == found.best.candidate.line
+    assert found.best.candidate.line.replace('"', "&quot;") in found.to_html()

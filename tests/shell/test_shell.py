@@ -1,0 +1,425 @@
+"""The command `ktd`: help, answers and errors of each command, silence, Ctrl-C."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import keras
+import pytest
+from dryrun.made import made_comparison, made_run
+from helpers import assert_close
+
+import keras_tpu_dist as ktd
+from keras_tpu_dist.dryrun.compile import has_libtpu
+from keras_tpu_dist.searches import compare as comparison
+from keras_tpu_dist.searches import largest_batch as largest
+from keras_tpu_dist.searches import search as searching
+from keras_tpu_dist.searches.largest_batch import LargestBatch
+from keras_tpu_dist.shell.commands import COMMANDS, _write_whole
+from keras_tpu_dist.shell.main import main
+from keras_tpu_dist.shell.parser import parser_of
+
+ROOT = pathlib.Path(ktd.__file__).parents[1]
+# Starts the command as the script that pip installs does.
+SCRIPT = "import sys; sys.argv[0] = 'ktd'; from keras_tpu_dist.shell.main import main; "
+MODEL = """
+import keras, keras_tpu_dist as ktd
+def build():
+    layers = [keras.layers.Dense(256, name="up"), keras.layers.Dense(8, name="down")]
+    model = keras.Sequential([keras.Input((64,)), *layers], name="mlp")
+    model.compile("adam", "mse")
+    return model
+def sequence():
+    model = keras.Sequential([keras.Input((5, 3)), keras.layers.LSTM(4), keras.layers.Dense(2)])
+    model.compile("adam", "mse")
+    return model
+def both():
+    strategy = ktd.TPUStrategy({"data": 4, "model": 2}, "tensor_parallel")
+    with strategy.scope():
+        return build(), strategy
+def other_devices():
+    ktd.simulate(2)
+"""
+SLICE = ["--topology", "v5e:2x4"]
+
+
+@pytest.fixture
+def model(tmp_path, monkeypatch):
+    """A file with functions that build models, in the folder that a command runs in."""
+    (tmp_path / "model.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    return "model.py:build"
+
+
+def started(*words, code=SCRIPT + "sys.exit(main())", **options):
+    """A process that runs the command, with none of the devices that tests simulate."""
+    hidden = (
+        "XLA_FLAGS",
+        "PJRT_NPROC",
+        "JAX_PLATFORMS",
+        "TPU_LOG_DIR",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD",
+    )
+    env = {k: v for k, v in os.environ.items() if k not in hidden}
+    env |= {"PYTHONPATH": str(ROOT), "COLUMNS": "120"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, "-c", code, *map(str, words)]
+    return subprocess.Popen(command, env=env, **pipes, **options)
+
+
+def ran(*words, **options):
+    """Exit code, standard output and standard error of the command in a process of its own."""
+    with started(*words, **options) as process:
+        try:
+            out, err = process.communicate(timeout=120)
+        finally:
+            process.kill()
+    return process.returncode, out, err
+
+
+# --- words ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["search", "--help"], ["serach"]])
+@pytest.mark.parametrize("as_module", [False, True])
+def test_words_alone_import_no_keras(words, as_module):
+    if as_module:
+        command = [sys.executable, "-X", "importtime", "-m", "keras_tpu_dist", *words]
+    else:
+        code = SCRIPT + "sys.exit(main())"
+        command = [sys.executable, "-X", "importtime", "-c", code, *words]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == (2 if words == ["serach"] else 0)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "keras_tpu_dist.shell.parser" in imported
+    assert not imported & {"jax", "keras", "numpy", "rich"}
+
+
+@pytest.mark.slow
+def test_in_the_shell_the_package_has_all_its_names():
+    names = "print(sorted(n for n in dir(ktd) if not n.startswith('_')))"
+    code = "import sys; sys.argv[0] = {!r}; import keras_tpu_dist as ktd; {}; " + names
+    late = "assert 'jax' not in sys.modules; ktd.TPUStrategy; assert 'jax' in sys.modules"
+    first = ran(code=code.format("ktd", late))
+    second = ran(code=code.format("train.py", "assert 'jax' in sys.modules"))
+    assert first[0] == 0, first[2]
+    # Packages of the shell are loaded by the shell.
+    assert first[1] == second[1]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_has_help(name):
+    commands = next(a for a in parser_of("ktd")._actions if a.dest == "command").choices
+    assert list(commands) == list(COMMANDS)
+    for action in commands[name]._actions:
+        assert len(action.help or "") > 8, (name, action.dest)
+    text = commands[name].format_help()
+    assert text.startswith(f"usage: ktd {name}")
+
+
+def test_a_program_says_its_own_name(monkeypatch, capsys):
+    for program, name in (("/bin/ktd", "ktd"), ("/x/__main__.py", "python -m keras_tpu_dist")):
+        monkeypatch.setattr(sys, "argv", [program])
+        with pytest.raises(SystemExit):
+            main(["--help"])
+        assert capsys.readouterr().out.startswith(f"usage: {name} ")
+
+
+def test_the_version(capsys):
+    assert main(["--version"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"keras_tpu_dist {ktd.__version__} (Python ")
+    assert f"keras {keras.__version__}" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["serach"], "Did you mean 'search'?"),
+        (["topologies", "v5"], "Did you mean 'v5p'?"),
+        (["lint", "x:y", "--batchsize", "3"], "Did you mean '--batch-size'?"),
+    ],
+)
+def test_the_nearest_word_comes_first(words, hint, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(words)
+    assert stopped.value.code == 2
+    assert f"error: {hint}" in capsys.readouterr().err
+
+
+def test_no_command_is_answered_with_help(capsys):
+    assert main([]) == 2
+    assert "largest-batch" in capsys.readouterr().err
+
+
+def test_the_nearest_slice_comes_first(model, capsys):
+    assert main(["dry-run", model, "--topology", "v5e:2x3", "--batch-size", "8"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: Did you mean 'v5e:2x")
+    assert len(error) < 400
+    assert main(["search", model, "--topology", "v5f-8"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: Did you mean 'v5")
+    assert len(error) < 400
+
+
+# --- commands that look at a model here ----------------------------------------------------------
+
+
+def test_lint_on_a_laptop(model, tmp_path):
+    code, out, err = ran("lint", "model.py:both", "--devices", "8")
+    assert (code, out, err) == (0, "mlp: no findings\n", "")
+
+
+def test_a_file_that_simulates_other_devices_says_so(model, capsys):
+    assert main(["lint", "model.py:other_devices", "--devices", "8"]) == 2
+    assert "num_devices=2, but JAX already runs on 8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["lint", "explain", "show"])
+def test_devices_or_a_slice(command, model, capsys):
+    assert main([command, model, "--devices", "8", *SLICE]) == 2
+    assert "Leave one of them out" in capsys.readouterr().err
+    assert main([command, model, "--devices", "0", "--mesh", "data=8"]) == 2
+    assert "must be a positive integer" in capsys.readouterr().err
+    assert main([command, model]) == 2
+    assert f"A function to {command} returns (model, strategy)" in capsys.readouterr().err
+
+
+def test_an_axis_that_nothing_uses(model, capsys):
+    assert main(["lint", model, "--devices", "8", "--mesh", "dat=4,model=2"]) == 1
+    text = capsys.readouterr().out
+    assert "unused-axis" in text
+    assert "Did you mean 'data'?" in text
+    # An axis that splits weights, and was to split the batch.
+    words = ["lint", model, "--mesh", "dat=4,model=2", "--layout", "tensor_parallel"]
+    assert main(words) == 1
+    text = capsys.readouterr().out
+    assert "unused-axis" not in text
+    assert "no-data-axis" in text
+    assert "Did you mean 'data'?" in text
+
+
+def test_explain(model, capsys):
+    assert main(["explain", model, "--mesh", "data=4,model=2", "--layout", "tensor_parallel"]) == 0
+    assert "mlp/up/kernel" in capsys.readouterr().out
+    assert main(["explain", "model.py:both", "--path", "up/kernel", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["path"] == "mlp/up/kernel"
+    assert main(["explain", "model.py:both", "--path", "upp/kernel"]) == 2
+
+
+def test_show(model, capsys, tmp_path):
+    words = ["--mesh", "data=4,model=2", "--layout", "tensor_parallel"]
+    assert main(["show", model, *words, "--save", "mlp.svg"]) == 0
+    assert "mlp" in capsys.readouterr().out
+    assert "<svg" in (tmp_path / "mlp.svg").read_text()
+    # The mesh alone, of devices here and of a slice.
+    assert main(["show", *words]) == 0
+    assert main(["show", "--mesh", "data=2,model=4", *SLICE, "--json"]) == 0
+    out = capsys.readouterr().out
+    assert json.loads(out[out.index("\n{") :])
+    assert main(["show", *words, "--save", "no/folder.svg"]) == 2
+    assert "in a folder that exists" in capsys.readouterr().err
+
+
+def test_convert(model, capsys, tmp_path):
+    assert main(["convert", "model.py:sequence", "fast.keras"]) == 0
+    out = capsys.readouterr().out
+    assert "1 layer(s) converted" in out
+    assert "keras_tpu_dist.layers.recurrent.LSTM" in out
+    faster = keras.saving.load_model("fast.keras")
+    assert type(faster.layers[0]).__module__.startswith("keras_tpu_dist")
+    # A file is read, too, and keeps its weights.
+    stock = keras.Sequential([keras.Input((5, 3)), keras.layers.LSTM(4)])
+    stock.save("stock.keras")
+    assert main(["convert", "stock.keras", "again.keras", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["layers"]) == 1
+    assert_close(keras.saving.load_model("again.keras").get_weights(), stock.get_weights())
+    assert sorted(path.suffix for path in tmp_path.glob("*.keras")) == [".keras"] * 3
+
+
+def test_nothing_to_convert(model, capsys, tmp_path):
+    assert main(["convert", model, "same.keras"]) == 1
+    assert "nothing was written" in capsys.readouterr().out
+    assert not (tmp_path / "same.keras").exists()
+    for words, error in (
+        (["missing.keras", "x.keras"], "missing.keras"),
+        ([model, "x.h5"], "a .keras file"),
+        (["model:nothing", "x.keras"], "has no function 'nothing'"),
+        (["model.py:sequence", "no/folder.keras"], "in a folder that exists"),
+    ):
+        assert main(["convert", *words]) == 2, words
+        assert error in capsys.readouterr().err
+
+
+def test_what_a_model_prints_is_no_json(model, capsys, tmp_path):
+    (tmp_path / "loud.py").write_text(MODEL.replace("def both():", "def both():\n    print('hi')"))
+    assert main(["lint", "loud.py:both", "--json"]) == 0
+    streams = capsys.readouterr()
+    assert json.loads(streams.out)["ok"]
+    assert streams.err == "hi\n"
+
+
+# --- commands that compile -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """Rankings and a dry run in the place of compilations; returns what they were asked for."""
+    seen = []
+
+    def ranking(build, topology, *args, **options):
+        seen.append((topology.name, args, options))
+        return made_comparison(topology.name)
+
+    def batch(build, strategy, **options):
+        seen.append((strategy, (), options))
+        return LargestBatch(64, made_run(), ((8, True, 2**30), (64, True, 2**31)), "strategy = 1")
+
+    monkeypatch.setattr(searching, "search", ranking)
+    monkeypatch.setattr(
+        comparison, "compare", lambda build, topology, **k: ranking(build, topology, **k)
+    )
+    monkeypatch.setattr(largest, "largest_batch", batch)
+    return seen
+
+
+def test_search(model, made, capsys, tmp_path):
+    words = ["search", model, "--topology", "v5e-16", "--batch-size", "64", "--x", "float32:64"]
+    assert main([*words, "--compilations", "2", "--html", "found.html"]) == 0
+    text = capsys.readouterr().out
+    assert text.splitlines()[-1] == made_comparison().best.candidate.line
+    name, args, options = made[0]
+    assert (name, args, options["compilations"], options["cache"]) == ("v5e:4x4", (64,), 2, True)
+    assert options["x"].shape == (1, 64)
+    assert "strategy = ktd.TPUStrategy(" in (tmp_path / "found.html").read_text()
+    assert main([*words, "--no-cache", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["topology"] == "v5e:4x4"
+    assert made[1][2]["cache"] is False
+
+
+@pytest.mark.parametrize("command", ["search", "compare"])
+def test_several_slices(command, model, made, capsys, tmp_path):
+    words = [command, model, "--topology", "v5e-16,v6e-16", "--batch-size", "64"]
+    assert main([*words, "--html", "found.html"]) == 0
+    text = capsys.readouterr().out
+    assert [name for name, _, _ in made] == ["v5e:4x4", "v6e:4x4"]
+    assert "ranked by chips x step" in text
+    assert text.splitlines()[-1].startswith("strategy = ktd.TPUStrategy(")
+    assert "v6e:4x4" in (tmp_path / "found.html").read_text()
+    assert main([*words, "--price", "v5e=1.2,v6e=2.7", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["prices"] == {"v5e": 1.2, "v6e": 2.7}
+
+
+def test_compare(model, made, capsys):
+    words = ["compare", model, "--topology", "v5e-16", "--batch-size", "64"]
+    assert main([*words, "--mesh", "data=16", "--mesh", "data=8,model=2", "--layout", "fsdp"]) == 0
+    asked = made[0][2]
+    assert asked["meshes"] == [{"data": 16}, {"data": 8, "model": 2}]
+    assert asked["layouts"] == ["fsdp"]
+    assert main(words) == 0
+    assert (made[1][2]["meshes"], made[1][2]["layouts"]) == ([{"data": -1}], [None])
+    capsys.readouterr()
+    for wrong, error in (
+        (["--price", "x"], "--price is what a chip costs"),
+        (["--price", "0"], "a number above 0"),
+        (["--price", "v6e=2"], 'Add "v5e" to it'),
+        (["--price", "v5f=2"], "Did you mean 'v5"),
+        (["--mesh", "data"], "--mesh has axes with their sizes"),
+        (["--topology", "v5e-8,v5e-8"], "names each slice once"),
+        (["--html", "no/page.html"], "in a folder that exists"),
+    ):
+        assert main([*words, *wrong]) == 2, wrong
+        assert error in capsys.readouterr().err
+
+
+def test_largest_batch(model, made, capsys, tmp_path):
+    words = ["largest-batch", model, *SLICE, "--layout", "fsdp", "--remat", "full"]
+    assert main([*words, "--max-compiles", "3", "--html", "batch.html"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "strategy = 1  # batch_size=64"
+    strategy, _, options = made[0]
+    assert (strategy.options.remat, options["max_compiles"]) == ("full", 3)
+    assert "strategy = 1" in (tmp_path / "batch.html").read_text()
+    assert main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["batch_size"] == 64
+    assert main([*words[:2], "--topology", "v5e-8", "--mesh", "data=3"]) == 2
+    assert "must multiply to the number of devices" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_compiler
+@pytest.mark.skipif(not has_libtpu(), reason="needs libtpu: pip install 'jax[tpu]'")
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("search", ["--batch-size", "64", "--compilations", "1", "--exact", "0", "--no-cache"]),
+        ("compare", ["--batch-size", "64", "--mesh", "dat=-1"]),
+        ("largest-batch", ["--max-compiles", "1"]),
+        ("dry-run", ["--batch-size", "64"]),
+    ],
+)
+def test_the_compiler_answers_in_silence(command, words, model):
+    code, out, err = ran(command, model, "--topology", "v5e:1x1", *words)
+    assert code == 0, err
+    if command != "dry-run":
+        assert out.splitlines()[-1].startswith("strategy = ktd.TPUStrategy(")
+    assert err == ""
+
+
+# --- ends ----------------------------------------------------------------------------------------
+
+
+def test_an_interrupt_has_its_exit_code(model, monkeypatch, capsys, tmp_path):
+    def interrupted(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(searching, "search", interrupted)
+    assert main(["search", model, *SLICE, "--html", "page.html"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["model.py"]
+
+
+def test_an_interrupt_leaves_no_part_of_a_file(tmp_path):
+    def save(path):
+        pathlib.Path(path).write_text("a part")
+        raise KeyboardInterrupt
+
+    (tmp_path / "model.keras").write_text("before")
+    with pytest.raises(KeyboardInterrupt):
+        _write_whole(str(tmp_path / "model.keras"), save)
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["before"]
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_compiler
+@pytest.mark.skipif(not has_libtpu(), reason="needs libtpu: pip install 'jax[tpu]'")
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_an_interrupt_leaves_no_process(model, tmp_path):
+    words = ["dry-run", model, *SLICE, "--batch-size", "64", "--html", "page.html"]
+    with started(*words, cwd=tmp_path) as process:
+        children = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        end = time.monotonic() + 100
+        while not (found := children.read_text().split()) and time.monotonic() < end:
+            time.sleep(0.05)
+        assert found
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (130, "", "interrupted\n")
+    assert not any(pathlib.Path(f"/proc/{child}").exists() for child in found)
+    assert {path.name for path in tmp_path.iterdir()} <= {"model.py", "__pycache__"}
+
+
+@pytest.mark.slow
+def test_a_reader_that_leaves():
+    code = "set -o pipefail; {} | head -1"
+    command = f"{sys.executable} -m keras_tpu_dist topologies"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    shell = ["bash", "-c", code.format(command)]
+    done = subprocess.run(shell, env=env, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split()[0] == "slice"
+    assert done.stderr == ""
