@@ -26,11 +26,13 @@ _COLUMNS = (
     "step",
     "rows/s",
     "chips x step",
-    "chip-s per 1k rows",
-    "price per 1M rows",
+    "chip-s/1k rows",
+    "price/1M",
     "effort",
     "verdict",
 )
+# Columns that a page has, and a terminal no room for: they follow from others.
+_WIDE = ("chips", "rows/s")
 _LONGEST_ERROR = 60
 
 
@@ -156,7 +158,7 @@ class SliceRanking(Page):
         }
 
     def __str__(self) -> str:
-        header, rows = self._table()
+        header, rows = self._table(without=_WIDE)
         texts = [[cell.text[:_LONGEST_ERROR] for cell in row] for row in rows]
         return "\n".join([self._title(), text_table(header, texts), *self._lines()])
 
@@ -164,7 +166,7 @@ class SliceRanking(Page):
         names = ", ".join(ranking.topology for ranking in self.rankings)
         if self.best is None:
             return f"{names}: nothing fits"
-        by = "price" if self.prices else "chips x step"
+        by = "the price of a million rows" if self.prices else "chips x step"
         return f"{len(self.candidates)} candidates on {names}, ranked by {by}"
 
     def _lines(self) -> list[str]:
@@ -180,10 +182,13 @@ class SliceRanking(Page):
             f"{best.tried.candidate.line}  # {best.topology.name}: {cheap}",
         ]
 
-    def _table(self) -> tuple[tuple[str, ...], list[list[TableCell]]]:
-        """Header and rows, without columns that say nothing."""
+    def _table(self, without: Sequence[str] = ()) -> tuple[tuple[str, ...], list[list[TableCell]]]:
+        """Header and rows, without columns that say nothing, or nothing more than others."""
         rows = [_cells(each) for each in self.candidates]
-        names = [name for name in _COLUMNS if any(row[name].text for row in rows)]
+        if len({each.tried.rows for each in self.candidates}) == 1:
+            without = (*without, "chip-s/1k rows")
+        shown = [name for name in _COLUMNS if name not in without]
+        names = [name for name in shown if any(row[name].text for row in rows)]
         return tuple(names), [[row[name] for name in names] for row in rows]
 
     def _blocks(self) -> list[str]:
@@ -298,9 +303,9 @@ def _cells(each: OnSlice) -> dict[str, TableCell]:
         thousand = 1000 * each.chip_seconds_a_row
         cells["rows/s"] = TableCell(f"{rows_a_second:,.0f}", rows_a_second)
         cells["chips x step"] = TableCell(duration_text(each.chip_seconds), each.chip_seconds)
-        cells["chip-s per 1k rows"] = TableCell(_number_text(thousand), thousand)
+        cells["chip-s/1k rows"] = TableCell(_number_text(thousand), thousand)
     if price is not None:
-        cells["price per 1M rows"] = TableCell(_number_text(price), price)
+        cells["price/1M"] = TableCell(_number_text(price), price)
     return cells
 
 

@@ -50,7 +50,9 @@ def test_a_price_decides():
     million = 1e6 * 16 * 3e-3 / 1024 / 3600
     data = json.loads(json.dumps(found.to_dict()))
     assert data["candidates"][0]["price_per_million_rows"] == pytest.approx(million)
-    assert "price per 1M rows" in str(found)
+    assert "price/1M" in str(found)
+    assert "ranked by the price of a million rows" in str(found)
+    assert "chip-s/1k rows" not in str(found)
     assert "cheapest, and fastest" in str(found).splitlines()[-1]
 
 
@@ -58,6 +60,7 @@ def test_rows_count():
     """Twice the rows in the same time are half the price."""
     found = ktd.compare_slices([ranking("v5e:4x4", 3e-3), ranking("v6e:4x4", 3e-3, rows=2048)])
     assert found.best.topology.name == "v6e:4x4"
+    assert "chip-s/1k rows" in str(found)
 
 
 def test_nothing_fits():
