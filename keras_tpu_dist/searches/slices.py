@@ -77,7 +77,7 @@ class OnSlice:
         return self.tried.run is not None and bool(self.tried.run.fits)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SliceRanking(Page):
     """Candidates on several slices, the cheapest that fits first.
 

@@ -3,12 +3,13 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from keras_tpu_dist.common.printed import Printed
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.show.text import size_text, text_table
 
 
-@dataclass(frozen=True)
-class SliceTable:
+@dataclass(frozen=True, repr=False)
+class SliceTable(Printed):
     """TPU slices by name.
 
     Attributes:
@@ -49,8 +50,8 @@ def _accelerator_type(topology: Topology) -> str:
     return f"{name}-{topology.num_chips * (chip.cores if chip.counts == 'cores' else 1)}"
 
 
-@dataclass(frozen=True)
-class DeviceTable:
+@dataclass(frozen=True, repr=False)
+class DeviceTable(Printed):
     """The devices that JAX has.
 
     Attributes:
@@ -69,8 +70,8 @@ class DeviceTable:
         return text_table(self._HEADER, self.rows)
 
 
-@dataclass(frozen=True)
-class Converted:
+@dataclass(frozen=True, repr=False)
+class Converted(Printed):
     """What `ktd convert` did.
 
     Attributes:
