@@ -5,6 +5,8 @@ import random
 import signal
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
+# Texts are as wide here as where there is no terminal.
+os.environ["COLUMNS"] = "100"
 # Several test processes share two cores and may each load libtpu for compile-only tests.
 os.environ.setdefault("TPU_LOG_DIR", "disabled")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")

@@ -1,10 +1,12 @@
 """What a browser makes of the pages: no script fails, and what they promise is drawn."""
 
+import html
 import re
 import shutil
 import subprocess
 
 import jax
+import keras
 import numpy as np
 import pytest
 from dryrun.made import made_comparison, made_run
@@ -118,3 +120,37 @@ def test_what_notebooks_show(tmp_path):
     dom = body_of(opened(page, tmp_path))
     assert dom.count('<div class="ktd">') == len(shown)
     assert dom.count("<script") == 0
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_nothing_of_a_model_is_cut_off(tmp_path, width):
+    """Reasons and boxes are within the window, and boxes as wide as their bytes."""
+    strategy = ktd.TPUStrategy({"data": 4, "model": 2}, "tensor_parallel")
+
+    def build():
+        layers = keras.layers
+        hidden = [layers.Dense(256, activation="relu", name=f"hidden_{n}") for n in range(8)]
+        return keras.Sequential([keras.Input((256,)), *hidden, layers.Dense(64, name="last")])
+
+    model = built(build, strategy)
+    pages = strategy.explain(model)._repr_html_() + strategy.show(model)._repr_html_()
+    probe = """
+      const inside = document.querySelector("iframe").contentDocument;
+      const boxes = [...inside.querySelectorAll(".box")];
+      for (const each of [...inside.querySelectorAll("td:last-child, p"), ...boxes]) {
+        const place = each.getBoundingClientRect();
+        if (place.width && (place.right > inside.defaultView.innerWidth || place.left < 0))
+          said.push(`cut off: ${each.textContent}`);
+      }
+      const wide = boxes.map(each => each.getBoundingClientRect().width);
+      document.documentElement.dataset.share = (wide[1] / wide[0]).toFixed(2);
+      document.documentElement.dataset.inner = inside.defaultView.innerWidth;
+    """
+    # A window cannot be as narrow as a telephone, a frame can.
+    frame = f'<iframe style="width:{width}px;border:0" srcdoc="{html.escape(pages)}"></iframe>'
+    dom = opened(f"<!doctype html><html><head></head><body>{frame}</body></html>", tmp_path, probe)
+    assert f'data-inner="{width}"' in dom
+    boxes = strategy.show(model).boxes()
+    assert [box.times for box in boxes] == [4, 1]  # a column and a row
+    share = float(re.search(r'data-share="([^"]*)"', dom)[1])
+    assert share == pytest.approx(boxes[1].bytes / boxes[0].bytes, abs=0.01)

@@ -1,6 +1,13 @@
 import pytest
 
-from keras_tpu_dist.show.text import duration_text, html_table, size_text, text_table, wrapped
+from keras_tpu_dist.show.text import (
+    duration_text,
+    html_table,
+    size_text,
+    text_table,
+    text_width,
+    wrapped,
+)
 
 
 @pytest.mark.parametrize(
@@ -133,3 +140,10 @@ def test_every_letter_of_a_long_word_is_there():
     assert wrapped("", 5) == [""]
     assert wrapped("layer_normalization/scale", 14) == ["layer_", "normalization/", "scale"]
     assert wrapped("    " + "x" * 9, 6) == ["   xxx", "   xxx", "   xxx"]
+
+
+@pytest.mark.parametrize(("columns", "width"), [("", 100), ("80", 80), ("200", 200), ("20", 60)])
+def test_tables_are_as_wide_as_the_terminal(monkeypatch, columns, width):
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setattr("sys.__stdout__", None)  # no terminal
+    assert text_width() == width
