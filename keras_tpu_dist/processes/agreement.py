@@ -19,7 +19,7 @@ from keras_tpu_dist.processes import watch
 from keras_tpu_dist.processes.arrays import checksum
 from keras_tpu_dist.processes.assigned import assignments, differ, forget, sampled_bytes, times_of
 from keras_tpu_dist.processes.channel import agree
-from keras_tpu_dist.processes.encoding import DictOf, ListOf, check_form
+from keras_tpu_dist.processes.encoding import DictOf, ListOf, check_form, encoded
 
 # Calls that run many steps agree at their start. A call of one batch agrees only every so many
 # times, since agreeing takes as long as a small step.
@@ -67,7 +67,8 @@ def agreed_call(name: str, model: Any) -> Iterator[None]:
     what = f"{name} of model {model.name!r}"
     fix = f"Call model.{name} in all processes, with the same model."
     variables = _keras.state_variables(model) if _keras.is_built(model) else []
-    _check_changes(model, variables, agree(what, fix, assignments(variables), DictOf(int)))
+    mine = assignments(variables)
+    _check_changes(model, variables, agree(what, fix, mine, DictOf(int), reduce=differ))
     with watch.during(what, watch.INSIDE):
         yield
 
@@ -125,7 +126,8 @@ def compare_changes(model: Any) -> None:
     fix = "Let all processes run the same callbacks and the same number of epochs."
     variables = _keras.state_variables(model)
     what = f"comparing what was assigned to variables of model {model.name!r}"
-    _check_changes(model, variables, agree(what, fix, assignments(variables), DictOf(int)))
+    mine = assignments(variables)
+    _check_changes(model, variables, agree(what, fix, mine, DictOf(int), reduce=differ))
 
 
 def compare_now_and_then(agreed: Agreed, model: Any, name: str) -> None:
@@ -142,8 +144,8 @@ def compare_now_and_then(agreed: Agreed, model: Any, name: str) -> None:
             compare_changes(model)
 
 
-def _check_changes(model: Any, variables: list, answers: list[dict[str, int]]) -> None:
-    if differ(answers):
+def _check_changes(model: Any, variables: list, different: bool) -> None:
+    if different:
         # Values decide: a process that assigned what the others have already is not at fault.
         compare_variables(f"model {model.name!r}", variables, after=True)
     forget(variables)
@@ -180,9 +182,12 @@ def compare_variables(owner: str, variables: list, *, after: bool = False) -> No
     fix = _ASSIGN_EVERYWHERE if after else _BEGIN_ALIKE
     named = [f"{v.path} {tuple(v.shape)} {v.dtype}{_layout_suffix(v)}" for v in variables]
     what = f"comparing the weights of {owner}"
+    parts = _parts(variables, whole=after)
+    if not agree(what, fix, _marks(named, parts), DictOf(str), reduce=_marks_differ):
+        return
     mine = {
         "names": named,
-        "parts": _parts(variables, whole=after),
+        "parts": parts,
         "times": times_of(variables),
     }
     form = {"names": ListOf(str), "parts": ListOf(DictOf(int)), "times": ListOf(int)}
@@ -209,6 +214,29 @@ def compare_variables(owner: str, variables: list, *, after: bool = False) -> No
                         fix=fix,
                     )
                 )
+
+
+def _marks(named: list[str], parts: list[dict[str, int]]) -> dict[str, str]:
+    """Marks of what a process holds, equal in processes that hold the same.
+
+    One for the variables and their layouts, and one for each set of variables of which this process
+    has parts at the same place: of thousands of weights a few.
+    """
+    marks = {"": zlib.crc32(encoded(named).encode())}
+    places: dict[str, list[int]] = {}
+    for n, (name, of_one) in enumerate(zip(named, parts, strict=True)):
+        layout = name.partition(" ")[2]
+        for place, mark in of_one.items():
+            places.setdefault(f"{layout} {place}", []).extend((n, mark))
+    marks |= {place: zlib.crc32(encoded(told).encode()) for place, told in places.items()}
+    return {f"{zlib.crc32(place.encode()):08x}": f"{mark:08x}" for place, mark in marks.items()}
+
+
+def _marks_differ(every: list[dict[str, str]]) -> bool:
+    first: dict[str, str] = {}
+    return any(
+        first.setdefault(place, mark) != mark for each in every for place, mark in each.items()
+    )
 
 
 def _layout_suffix(variable: Any) -> str:

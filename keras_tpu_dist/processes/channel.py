@@ -5,19 +5,37 @@ A collective that not every process launches cannot be interrupted. So before th
 about to do, and all raise if it is not the same.
 """
 
+import hashlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.once import log_once
-from keras_tpu_dist.processes.encoding import ANYTHING, check_form, decoded, encoded
+from keras_tpu_dist.processes.encoding import (
+    ANYTHING,
+    ListOf,
+    check_form,
+    decoded,
+    encoded,
+)
 from keras_tpu_dist.processes.encoding import PeerError as PeerError
 
 _PREFIX = "keras_tpu_dist"
-# Every poll is a request to the coordinator, so the waits between polls grow.
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.0005, 0.05
+# The coordinator answers when the entry is there. After each wait, others are looked for.
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 2.0
+# Of many processes each looks less often, as one coordinator serves them.
+_PROCESSES_PER_SECOND = 256
+# Characters of a value that is written at once, whether others have the same or not.
+_SHORT = 256
+# Kinds of verdicts: all values are the same; they differ; write yours; this call has failed.
+_SAME, _GIVEN, _TELL, _FAILED = "same", "given", "tell", "failed"
+# Processes that an error names, of each kind.
+_MOST_NAMED = 8
 
 
 class Channel:
@@ -102,55 +120,240 @@ class Channel:
                 )
         return found
 
-    def agree(self, what: str, fix: str, value: Any = None, form: Any = ANYTHING) -> list[Any]:
+    def agree(
+        self,
+        what: str,
+        fix: str,
+        value: Any = None,
+        form: Any = ANYTHING,
+        reduce: Callable[[list[Any]], Any] | None = None,
+    ) -> Any:
         """Waits until all processes are about to do the same thing.
+
+        Each process writes one entry and reads one verdict, process 0 reads the entries. A long
+        value is written only if the others have another one.
 
         Args:
             what: What that is, in words that are the same everywhere: `"fit of model 'a'"`.
             fix: What to write if it is not, for the error.
             value: Plain data for the others.
             form: What they give. See `encoding.decoded`.
+            reduce: From the values of all processes to plain data, in process 0. Without it the
+                different ones are told to all processes.
 
         Returns:
-            The values of all processes, in their order.
+            The values of all processes, in their order; or what `reduce` made of them.
 
         Raises:
             PeerError: On every process, if one does something else, has ended, does not come, or
                 gives something of another form.
         """
         self._calls += 1
-        topic = f"agree/{self._calls}"
-        self.write(topic, [what, value])
-        here = self._gathered(topic, what, fix, form)
-        if self._calls > 1:
-            # All have come here, so all have read the entries of the call before.
-            self._client.key_value_delete(f"{_PREFIX}/agree/{self._calls - 1}/{self._process_id}")
-        plans = {i: plan for i, (plan, _) in here.items()}
-        if len(set(plans.values())) > 1:
-            raise PeerError(_mismatch(plans, fix))
-        for i, (_, given) in here.items():
-            check_form(given, form, where=f"{topic}/{i}")
-        return [here[i][1] for i in range(self._num_processes)]
+        agreement = _Agreement(self, self._calls, what, fix, form, reduce)
+        return agreement.as_reader(value) if self._process_id else agreement.as_writer(value)
 
-    def _gathered(self, topic: str, what: str, fix: str, form: Any) -> dict[int, Any]:
-        began = time.monotonic()
-        wait = _FIRST_WAIT_S
-        asked, why = [], None
+    def awaited(self, topic: str, number: int, timeout_s: float) -> str | None:
+        """The text that a process wrote, or will write within some time; else `None`.
+
+        Args:
+            topic: A name.
+            number: The process.
+            timeout_s: How long to wait.
+        """
+        key, timeout_ms = f"{_PREFIX}/{topic}/{number}", max(1, round(1000 * timeout_s))
+        try:
+            return self._client.blocking_key_value_get(key, timeout_ms)
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" in str(error):
+                return None
+            raise
+
+    def forget(self, topic: str) -> None:
+        """Deletes what all processes wrote.
+
+        Args:
+            topic: A name.
+        """
+        self._client.key_value_delete(f"{_PREFIX}/{topic}")
+
+    @property
+    def process_id(self) -> int:
+        """This process."""
+        return self._process_id
+
+    @property
+    def num_processes(self) -> int:
+        """How many there are."""
+        return self._num_processes
+
+
+class _Agreement:
+    """One agreement: process 0, the writer, tells the others its verdict.
+
+    Args:
+        channel: The channel.
+        number: Which agreement of the channel this is.
+        what: See `Channel.agree`, as all further ones.
+        fix: What to write if processes differ.
+        form: The form of the values.
+        reduce: What the writer makes of the values.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        number: int,
+        what: str,
+        fix: str,
+        form: Any,
+        reduce: Callable[[list[Any]], Any] | None,
+    ):
+        self._channel, self._number = channel, number
+        self._what, self._fix, self._form, self._reduce = what, fix, form, reduce
+        self._wait = _Wait(channel)
+
+    def as_reader(self, value: Any) -> Any:
+        """The part of a process that is told the verdict."""
+        self._enter(value)
+        kind, told = self._verdict("verdict")
+        if kind == _TELL:
+            self._channel.write(self._topic("values"), [value])
+            kind, told = self._verdict("last")
+        if kind == _FAILED:
+            raise PeerError(str(told))
+        if self._reduce is not None:
+            return told
+        number = self._channel.num_processes
+        return [value] * number if kind == _SAME else self._expanded(told, number)
+
+    def _expanded(self, told: Any, number: int) -> list[Any]:
+        form = [ListOf(self._form), [int] * number]
+        check_form(told, form, where=self._topic("verdict"))
+        values, which = told
+        if not all(0 <= i < len(values) for i in which):
+            check_form(told, None, where=self._topic("verdict"))
+        return [values[i] for i in which]
+
+    def as_writer(self, value: Any) -> Any:
+        """The part of process 0."""
+        self._enter(value)
+        verdict, last = self._topic("verdict"), self._topic("last")
+        try:
+            kind, every = self._values(value)
+        except PeerError as error:
+            for topic in (verdict, last):
+                self._channel.write(topic, [_FAILED, str(error)])
+            raise
+        if self._reduce is not None:
+            result = told = self._reduce(every)
+        else:
+            result, told = every, None if kind == _SAME else _compact(every)
+        self._channel.write(last if kind == _TELL else verdict, [kind, told])
+        return result
+
+    def _topic(self, name: str) -> str:
+        return f"agree/{self._number}/{name}"
+
+    def _enter(self, value: Any) -> None:
+        text = encoded(value)
+        mark = hashlib.sha256(text.encode()).hexdigest()
+        given = [value] if len(text) <= _SHORT else None
+        self._channel.write(self._topic("entries"), [self._what, mark, given])
+
+    def _verdict(self, kind: str) -> list[Any]:
+        topic = self._topic(kind)
         while True:
-            here = self.read(topic, [str, ANYTHING])
-            missing = [i for i in range(self._num_processes) if i not in here]
-            if not missing:
-                return here
-            # The reason was asked for before this read of the topic, so none of the missing
-            # came and then ended between the two.
-            if why is not None and missing == asked:
-                plans = {i: plan for i, (plan, _) in here.items()}
-                text = _failure if why.startswith("failed ") else _mismatch
-                raise PeerError(text({**plans, **dict.fromkeys(missing, why)}, fix))
-            asked, why = missing, self.why_not(missing, time.monotonic() - began)
-            if why is None:
-                time.sleep(wait)
-                wait = min(2 * wait, _LONGEST_WAIT_S)
+            text = self._channel.awaited(topic, 0, self._wait.seconds)
+            if text is not None:
+                return decoded(text, [str, ANYTHING], where=topic)
+            self._raise_if_hopeless({}, [0])
+
+    def _values(self, value: Any) -> tuple[str, list[Any]]:
+        """What kind of verdict it is, and the values of all processes."""
+        channel, number = self._channel, self._channel.num_processes
+        entries = self._gathered(self._topic("entries"), [str, str, (None, [ANYTHING])])
+        if self._number > 1:
+            # All have come here, so all have read the verdict before.
+            channel.forget(f"agree/{self._number - 1}")
+        plans = {i: entry[0] for i, entry in entries.items()}
+        if len(set(plans.values())) > 1:
+            raise PeerError(_mismatch(plans, self._fix))
+        if len({entry[1] for entry in entries.values()}) == 1:
+            kind, every = _SAME, [value] * number
+        elif all(entry[2] for entry in entries.values()):
+            kind, every = _GIVEN, [entries[i][2][0] for i in range(number)]
+        else:
+            channel.write(self._topic("verdict"), [_TELL, None])
+            channel.write(self._topic("values"), [value])
+            told = self._gathered(self._topic("values"), [ANYTHING])
+            kind, every = _TELL, [told[i][0] for i in range(number)]
+        for i, given in enumerate(every):
+            check_form(given, self._form, where=f"{self._topic('values')}/{i}")
+        return kind, every
+
+    def _gathered(self, topic: str, form: Any) -> dict[int, Any]:
+        """What all processes wrote, once they have: two requests, and one for each that is late."""
+        here = self._channel.read(topic, form)
+        missing = self._missing(here)
+        while missing:
+            text = self._channel.awaited(topic, missing[0], self._wait.seconds)
+            if text is not None:
+                here[missing[0]] = decoded(text, form, where=f"{topic}/{missing[0]}")
+                missing = missing[1:]
+                continue
+            here = self._channel.read(topic, form)
+            missing = self._missing(here)
+            if missing:
+                self._raise_if_hopeless(here, missing)
+        return here
+
+    def _missing(self, here: dict[int, Any]) -> list[int]:
+        return [i for i in range(self._channel.num_processes) if i not in here]
+
+    def _raise_if_hopeless(self, here: dict[int, Any], missing: list[int]) -> None:
+        why = self._wait.reason(missing)
+        if why is None:
+            return
+        text = _failure if why.startswith("failed ") else _mismatch
+        mine = {self._channel.process_id: self._what}
+        plans = {**mine, **{i: entry[0] for i, entry in here.items() if len(entry) == 3}}
+        raise PeerError(text({**plans, **dict.fromkeys(missing, why)}, self._fix))
+
+
+def _compact(every: list[Any]) -> list[list]:
+    """Different values once, and for each process which of them is its own."""
+    texts = [encoded(value) for value in every]
+    places = {text: n for n, text in enumerate(dict.fromkeys(texts))}
+    values = {places[text]: value for text, value in zip(texts, every, strict=True)}
+    return [[values[n] for n in range(len(places))], [places[text] for text in texts]]
+
+
+class _Wait:
+    """How long to wait for others, and why to wait no longer."""
+
+    def __init__(self, channel: Channel):
+        self._channel = channel
+        self._began = time.monotonic()
+        self._asked: list[int] = []
+        self._why: str | None = None
+        longer_s = channel.num_processes / _PROCESSES_PER_SECOND
+        self.seconds = max(_FIRST_WAIT_S, longer_s)
+        self._longest_s = max(_LONGEST_WAIT_S, longer_s)
+
+    def reason(self, missing: list[int]) -> str | None:
+        """Why those who are still missing after a wait will not come, or `None`.
+
+        Args:
+            missing: The processes.
+        """
+        # The reason was asked for before the last look, so that none of the missing came and
+        # then ended between the two.
+        if self._why is not None and missing == self._asked:
+            return self._why
+        waited_s = time.monotonic() - self._began
+        self._asked, self._why = missing, self._channel.why_not(missing, waited_s)
+        self.seconds = min(2 * self.seconds, self._longest_s)
+        return None
 
 
 def _mismatch(plans: dict[int, str], fix: str) -> str:
@@ -170,7 +373,15 @@ def _failure(plans: dict[int, str], fix: str) -> str:
 
 
 def _by_process(plans: dict[int, str]) -> str:
-    return "; ".join(f"process {i}: {plan}" for i, plan in sorted(plans.items())) + "."
+    """Each process with its plan; of many with one plan, some."""
+    seen: Counter[str] = Counter()
+    named = []
+    for i, plan in sorted(plans.items()):
+        seen[plan] += 1
+        if seen[plan] <= _MOST_NAMED:
+            named.append(f"process {i}: {plan}")
+    more = [f"{n - _MOST_NAMED} more: {plan}" for plan, n in seen.items() if n > _MOST_NAMED]
+    return "; ".join([*named, *more]) + "."
 
 
 _open: Channel | None = None
@@ -203,8 +414,16 @@ def is_open() -> bool:
     return _open is not None
 
 
-def agree(what: str, fix: str, value: Any = None, form: Any = ANYTHING) -> list[Any]:
+def agree(
+    what: str,
+    fix: str,
+    value: Any = None,
+    form: Any = ANYTHING,
+    reduce: Callable[[list[Any]], Any] | None = None,
+) -> Any:
     """Waits for all processes; with one process it returns at once. See `Channel.agree`."""
     if _open is None:
         _opener()
-    return [value] if _open is None else _open.agree(what, fix, value, form)
+    if _open is not None:
+        return _open.agree(what, fix, value, form, reduce)
+    return [value] if reduce is None else reduce([value])

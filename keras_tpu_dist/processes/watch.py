@@ -12,13 +12,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
 
 from keras_tpu_dist.processes.channel import Channel
-from keras_tpu_dist.processes.encoding import ListOf
+from keras_tpu_dist.processes.encoding import DictOf, ListOf
 
 logger = logging.getLogger("keras_tpu_dist")
 
@@ -34,14 +34,20 @@ _LONGEST_UNHEARD_S = 300.0
 _ENDED = "has ended its program"
 OUTSIDE, INSIDE, LAUNCH = 0, 1, 2
 # The form of what a process writes: [how often it wrote, where it is, at which level]; how it
-# ended; the numbers of the processes whose end it has read.
+# ended; the numbers of the processes whose end it has read. Process 0 adds who is gone.
 _ALIVE, _GONE, _READ = [int, str, (int, bool)], str, ListOf(int)
+_BOARD = [*_ALIVE, DictOf(str)]
+# Processes that are gone and that process 0 tells of; the first ones are why the others follow.
+_MOST_TOLD = 8
 # Characters of an error's text; the process's own output has all of it.
 _MOST_WORDS = 4000
 
 
 class Watch:
     """Writes that this process is alive, and checks that the others are.
+
+    Process 0 reads what all write, and tells who is gone; the others read that. So one round of
+    beats takes three requests of each process. Once process 0 is gone, each reads all.
 
     Args:
         channel: The host channel.
@@ -73,6 +79,8 @@ class Watch:
         self._heard: dict[int, tuple[int, float]] = {}
         self._unheard = set(range(num_processes)) - {process_id}
         self._gone: dict[int, str] = {}
+        self._told: dict[int, str] = {}
+        self._beat_s = max(_BEAT_S, num_processes / _MOST_BEATS_PER_SECOND)
         self._gone_since: dict[int, float] = {}
         self._positions: dict[int, tuple[str, int]] = {}
         self._ends = threading.Event()
@@ -156,22 +164,31 @@ class Watch:
             error: The error's text.
         """
         self._end_watch()
-        self._channel.write("gone", f"failed {self._where} with {error[:_MOST_WORDS]}")
-        # If this is process 0, the coordinator ends with it, and what nobody has read is lost.
-        end = time.monotonic() + 2 * _BEAT_S + _GRACE_S
-        others = self._num_processes - 1
-        while time.monotonic() < end and len(self._channel.read_valid("read", _READ)) < others:
-            time.sleep(0.05)
-        if not self._process_id:
-            # With the coordinator gone, JAX would abort the others before they end by themselves.
-            time.sleep(_GRACE_S + _BEAT_S)
+        self._write_end(f"failed {self._where} with {error[:_MOST_WORDS]}")
+        self._wait_for_readers(self._num_processes - 1)
         _exit(1)
 
     def ended(self) -> None:
         """Writes for the others that this program came to its end."""
         if not self._ends.is_set():
             self._end_watch()
-            self._channel.write("gone", f"{_ENDED} {self._where}")
+            self._write_end(f"{_ENDED} {self._where}")
+
+    def _write_end(self, how: str) -> None:
+        self._channel.write("gone", how)
+        if not self._process_id:
+            self._gone[0] = how
+            self._write_board()
+
+    def _wait_for_readers(self, others: int) -> None:
+        """Waits until so many processes have read how this one, or another, ended."""
+        # If this is process 0, the coordinator ends with it, and what nobody has read is lost.
+        end = time.monotonic() + 3 * self._beat_s + _GRACE_S
+        while time.monotonic() < end and len(self._channel.read_valid("read", _READ)) < others:
+            time.sleep(0.05)
+        if not self._process_id:
+            # With the coordinator gone, JAX would abort the others before they end by themselves.
+            time.sleep(_GRACE_S + _BEAT_S)
 
     def _end_watch(self) -> None:
         self._ends.set()
@@ -186,9 +203,8 @@ class Watch:
             logger.critical("process %d %s", i, why)
 
     def _run(self) -> None:
-        beat_s = max(_BEAT_S, self._num_processes / _MOST_BEATS_PER_SECOND)
         while True:
-            self._news.wait(beat_s)
+            self._news.wait(self._beat_s)
             self._news.clear()
             if self._ends.is_set():
                 return
@@ -201,30 +217,67 @@ class Watch:
 
     def _look(self) -> None:
         self._beats += 1
-        self._channel.write("alive", [self._beats, self._where, self._level])
-        self._listen(self._channel.read_valid("alive", _ALIVE))
-        self._gone.update(self._read_ends())
+        if self._process_id:
+            self._channel.write("alive", [self._beats, self._where, self._level])
+        if self._reads_all:
+            self._listen(self._channel.read_valid("alive", _ALIVE), self._others)
+        else:
+            self._listen(*self._board())
+        self._gone.update(self._read_ends() if self._reads_all else self._told_of_others())
         now = time.monotonic()
         for i in self._gone:
             self._gone_since.setdefault(i, now)
+        if not self._process_id:
+            self._write_board()
         fatal = {i: why for i, why in self._gone.items() if self._is_fatal(i, now)}
         if fatal:
             self._end(fatal)
 
+    def _write_board(self) -> None:
+        # Those that came to their end are no reason yet.
+        gone = sorted(self._gone.items(), key=lambda item: item[1].startswith(_ENDED))
+        told = {str(i): why for i, why in gone[:_MOST_TOLD]}
+        self._channel.write("board", [self._beats, self._where, self._level, told])
+
+    @property
+    def _reads_all(self) -> bool:
+        return not self._process_id or 0 in self._gone
+
+    @property
+    def _others(self) -> list[int]:
+        """Those that write for this process: all but process 0, which has a board of its own."""
+        return [i for i in range(1, self._num_processes) if i != self._process_id]
+
+    def _board(self) -> tuple[dict[int, Any], list[int]]:
+        """What process 0 wrote last about itself; who is gone is noted."""
+        board = self._channel.read_valid("board", _BOARD)
+        entry = board.get(0, [0, "", OUTSIDE, {}])
+        numbers = {str(i): i for i in range(self._num_processes)}
+        self._told = {numbers[i]: why for i, why in entry[3].items() if i in numbers}
+        return {i: entry[:3] for i in board if i == 0}, [0]
+
     def _read_ends(self) -> dict[int, str]:
+        """How processes ended: as they wrote it, or as process 0 tells."""
+        if not self._reads_all:
+            self._board()
+            return self._told_of_others()
         gone = self._channel.read_valid("gone", _GONE)
         gone.pop(self._process_id, None)
         return gone
 
-    def _listen(self, alive: dict[int, Any]) -> None:
+    def _told_of_others(self) -> dict[int, str]:
+        return {i: why for i, why in self._told.items() if i != self._process_id}
+
+    def _listen(self, alive: dict[int, Any], of: Iterable[int]) -> None:
+        """Notes what processes wrote, and which of them are silent."""
         now = time.monotonic()
-        for i in range(self._num_processes):
+        for i in of:
             beats, where, inside = alive.get(i, (0, "before its first call", OUTSIDE))
             if i in alive:
                 self._unheard.discard(i)
             elif not self._together:
                 continue
-            if i == self._process_id or self._heard.get(i, (-1, now))[0] != beats:
+            if self._heard.get(i, (-1, now))[0] != beats:
                 self._heard[i] = beats, now
                 self._positions[i] = where, inside
             elif now - self._heard[i][1] > self._peer_timeout_s:
@@ -241,7 +294,9 @@ class Watch:
         self._channel.write("read", sorted(fatal))
         words = "; ".join(f"process {i} {why}" for i, why in sorted(fatal.items()))
         logger.critical("process %d ends (%s): %s", self._process_id, self._where, words)
-        if not self._ends.wait(_GRACE_S):
+        # Those that read it from process 0 end a beat later; its coordinator must live until then.
+        later_s = 0.0 if self._process_id else 2 * self._beat_s
+        if not self._ends.wait(_GRACE_S + later_s):
             _exit(EXIT_PEER)
 
 

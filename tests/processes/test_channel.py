@@ -14,30 +14,15 @@ from typing import Any
 
 import jax
 import pytest
+from coordinator import Counting, Store
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.processes.channel import Channel, PeerError, agree
+from keras_tpu_dist.processes.channel import Channel, PeerError, _Agreement, agree
+from keras_tpu_dist.processes.encoding import ANYTHING, ListOf
 from keras_tpu_dist.processes.launch import launch
 from keras_tpu_dist.processes.start import _bind_address, watch_peers
 from keras_tpu_dist.processes.watch import Watch
 from keras_tpu_dist.shell.main import main
-
-
-class Store:
-    """The part of JAX's client that the channel uses, within one process."""
-
-    def __init__(self):
-        self.values = {}
-
-    def key_value_set(self, key, value, allow_overwrite=False):
-        assert allow_overwrite or key not in self.values
-        self.values[key] = value
-
-    def key_value_dir_get(self, prefix):
-        return [(k, v) for k, v in dict(self.values).items() if k.startswith(prefix)]
-
-    def key_value_delete(self, key):
-        del self.values[key]
 
 
 def said_by(words, why_not=lambda missing, waited_s: None, calls=1):
@@ -57,6 +42,12 @@ def said_by(words, why_not=lambda missing, waited_s: None, calls=1):
     return results, store
 
 
+def enter(store, number, what, value):
+    """Has a process come to the first agreement."""
+    agreement = _Agreement(Channel(store, number, 2), 1, what, "", ANYTHING, None)
+    agreement._enter(value)
+
+
 def test_a_failure_is_no_matter_of_order():
     why = "failed in fit of model 'a' with OSError: full"
     channel = Channel(Store(), 0, 2, lambda missing, waited_s: why)
@@ -74,7 +65,7 @@ def test_who_comes_and_then_ends_has_come():
 
     def why_not(missing, waited_s):
         # Between this process's look at who has come and its look at who has ended.
-        Channel(store, 1, 2).write("agree/1", ["the rows of the next batches", 7])
+        enter(store, 1, "the rows of the next batches", 7)
         return "has ended its program"
 
     channel = Channel(store, 0, 2, why_not)
@@ -84,7 +75,7 @@ def test_who_comes_and_then_ends_has_come():
 def test_agreement_gives_everybodys_values():
     results, store = said_by(["fit"] * 3, calls=4)
     assert results == {i: [[0, 3], [1, 3], [2, 3]] for i in range(3)}
-    assert len(store.values) == 3  # what earlier calls said is gone
+    assert len(store.values) == 4  # three entries and a verdict: earlier ones are gone
 
 
 def test_different_words_raise_everywhere():
@@ -95,6 +86,119 @@ def test_different_words_raise_everywhere():
             "All processes call what needs all of them, in the same order. Received: process 0: "
             "fit; process 1: fit; process 2: save. Do the same."
         )
+
+
+LONG = {f"weight {i}": i for i in range(50)}
+
+
+@pytest.mark.parametrize("number", [2, 3, 17])
+@pytest.mark.parametrize(
+    "values",
+    [
+        lambda i: None,
+        lambda i: LONG,
+        lambda i: i,
+        lambda i: {**LONG, "own": i},
+        lambda i: i if i % 2 else LONG,
+    ],
+)
+@pytest.mark.parametrize("reduced", [False, True])
+def test_values_short_and_long_alike_and_different(number, values, reduced):
+    store = Store()
+
+    def work(i):
+        channel = Channel(store, i, number)
+        reduce = lambda every: [len(every), every == [values(j) for j in range(number)]]  # noqa: E731
+        found = [
+            channel.agree("a call", "", values(i), reduce=reduce if reduced else None)
+            for _ in range(3)
+        ]
+        assert found[0] == found[1] == found[2]
+        return found[0]
+
+    with ThreadPoolExecutor(number) as pool:
+        found = list(pool.map(work, range(number), timeout=20))
+    expected = [number, True] if reduced else [values(i) for i in range(number)]
+    assert found == [expected] * number
+
+
+@pytest.mark.parametrize("bad", [0, 1, 2])
+@pytest.mark.parametrize("size", [1, 100])
+def test_a_value_of_another_form_is_everybodys_error(bad, size):
+    store = Store()
+
+    def work(i):
+        value = ["7" if i == bad else 7] * size
+        try:
+            return Channel(store, i, 3).agree("a call", "", value, ListOf(int))
+        except PeerError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(work, range(3), timeout=20))
+    assert all("is plain data of a known form" in words for words in found)
+
+
+def test_many_processes_in_an_error_are_counted():
+    results, _ = said_by(["fit"] * 20 + ["save"])
+    words = str(results[20])
+    assert "process 7: fit; process 20: save; 12 more: fit." in words
+    assert len({str(error) for error in results.values()}) == 1
+
+
+@pytest.mark.parametrize("size", [1, 400])
+@pytest.mark.parametrize("same", [True, False])
+def test_requests_and_bytes_are_linear_in_the_processes(size, same):
+    """Four times the processes: at most five times of both."""
+
+    def spent(number):
+        store = Counting()
+
+        def work(i):
+            value = {f"weight {n}": 0 if same else i for n in range(size)}
+            Channel(store, i, number).agree("a call", "", value, reduce=lambda every: True)
+
+        with ThreadPoolExecutor(number) as pool:
+            list(pool.map(work, range(number), timeout=60))
+        return store.requests, store.bytes
+
+    few, many = spent(8), spent(32)
+    assert all(b <= 5 * a for a, b in zip(few, many, strict=True))
+
+
+def test_a_beat_is_linear_in_the_processes():
+    def spent(number):
+        store = Counting()
+        watches = [Watch(Channel(store, i, number), i, number, 60.0) for i in range(number)]
+        for _ in range(3):
+            store.requests = store.bytes = 0
+            for watch in watches:
+                watch._look()
+        return store.requests, store.bytes
+
+    few, many = spent(8), spent(32)
+    assert all(b <= 5 * a for a, b in zip(few, many, strict=True))
+
+
+def test_the_others_hear_of_an_end_from_process_0():
+    store = Store()
+    watches = [Watch(Channel(store, i, 4), i, 4, 60.0, together=False) for i in range(4)]
+    for watch in watches:
+        watch._look()
+    Channel(store, 2, 4).write("gone", "has ended its program after fit")
+    watches[3]._look()
+    assert not watches[3]._gone
+    watches[0]._look()
+    watches[3]._look()
+    assert watches[3]._gone == {2: "has ended its program after fit"}
+    assert watches[3].why_not([2], 0.0) == "has ended its program after fit"
+    # Process 0 ends: each hears of all by itself.
+    watches[0].ended()
+    watches[3]._look()
+    assert 0 in watches[3]._gone
+    Channel(store, 1, 4).write("gone", "has ended its program after save")
+    watches[3]._look()
+    assert watches[3]._gone[1] == "has ended its program after save"
 
 
 def test_whoever_does_not_come_is_named():
@@ -115,7 +219,7 @@ def test_a_watch_knows_who_lives_and_who_is_late():
     for watch in watches:
         watch.at("in fit", inside=True)
     channel.write("alive", [1, "in fit", True])
-    watches[0]._listen(channel.read("alive"))
+    watches[0]._listen(channel.read("alive"), [1])
     assert watches[0].why_not([1], waited_s=1.0) is None
     assert watches[0].why_not([1], waited_s=6.0) == "still in fit after 5 s"
     watches[0].at("after fit", inside=False)
@@ -125,7 +229,7 @@ def test_a_watch_knows_who_lives_and_who_is_late():
     watches[1].launched(output)
     watches[1]._beats = 1  # the one after that above
     watches[1]._look()
-    watches[0]._listen(channel.read("alive"))
+    watches[0]._listen(channel.read("alive"), [1])
     assert watches[0].why_not([1], waited_s=600.0) == "still in fit after 5 s"
     watches[0].launched(output)
     assert watches[0].why_not([1], waited_s=600.0) is None
@@ -144,10 +248,10 @@ def test_who_may_start_later_is_waited_for():
     assert watch.why_not([1], waited_s=200.0) is None
     assert watch.why_not([1], waited_s=301.0) == "not heard from within 300 s"
     Channel(store, 1, 2).write("alive", [1, "in fit", 0])
-    watch._listen(watch._channel.read("alive"))
+    watch._listen(watch._channel.read("alive"), [1])
     assert watch.why_not([1], waited_s=301.0) is None
     time.sleep(0.02)
-    watch._listen(watch._channel.read("alive"))
+    watch._listen(watch._channel.read("alive"), [1])
     assert watch._gone == {1: "silent for 0.01 s, last heard in fit"}
 
 

@@ -7,6 +7,7 @@ from collections import OrderedDict, namedtuple
 import jax
 import numpy as np
 import pytest
+from coordinator import Store
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -155,25 +156,9 @@ def test_numbers_of_every_kind_are_known():
         check_array([-1], "bool", where="here")
 
 
-class Store:
-    """The part of JAX's client that the channel uses, within one process."""
-
-    def __init__(self, **values):
-        self.values = {f"keras_tpu_dist/{key}": value for key, value in values.items()}
-
-    def key_value_set(self, key, value, allow_overwrite=False):
-        self.values[key] = value
-
-    def key_value_dir_get(self, prefix):
-        return [(k, v) for k, v in self.values.items() if k.startswith(prefix)]
-
-    def key_value_delete(self, key):
-        del self.values[key]
-
-
 def test_a_strangers_value_is_our_error():
-    store = Store(**{"agree/1/1": '["fit", [[1], "float32", 7]]'})
-    with pytest.raises(PeerError, match=r"another form in agree/1/1"):
+    store = Store(**{"agree/1/entries/1": '["fit", "7", [[[1], "float32", 7]]]'})
+    with pytest.raises(PeerError, match=r"another form in agree/1/values/1"):
         Channel(store, 0, 2).agree("fit", "Do the same.", [[1], "float32"], [ListOf(int), str])
 
 
@@ -183,6 +168,12 @@ def test_a_strangers_entries_are_left_out(caplog):
     looks = watch.Watch(Channel(store, 0, 2), 0, 2, peer_timeout_s=5.0)
     looks._look()
     assert not looks._gone
+    # What process 0 tells of processes that there are none of.
+    board = '[1, "in fit", 0, {"0": "a", "x": "b", "-1": "c", "9": "d"}]'
+    store = Store(**{"board/0": board, "board/1": board})
+    looks = watch.Watch(Channel(store, 1, 2), 1, 2, peer_timeout_s=5.0)
+    looks._board()
+    assert looks._told == {0: "a"}
     said = " ".join(record.getMessage() for record in caplog.records)
     assert "entries that no process of this run wrote" in said
     assert "a malformed entry 'alive' of the host channel is ignored" in said
