@@ -25,6 +25,7 @@ ktd.simulate(1)
 import jax
 
 from keras_tpu_dist import _keras
+from keras_tpu_dist.processes import agreement
 from keras_tpu_dist.processes.channel import Channel
 from keras_tpu_dist.processes.watch import Watch
 
@@ -80,8 +81,26 @@ def value_of(number, size, same):
     return {f"weight {i}": 0 if same else number for i in range(max(1, size // 16))}
 
 
+def start_of_fit(variables=2000, shards=4, shapes=20):
+    """What processes tell of their weights as a fit begins, by the part that each holds."""
+    layouts = [f"({n + 1}, 512) float32 ('model',)" for n in range(shapes)]
+    named = [f"weight{n} {layouts[n % shapes]}" for n in range(variables)]
+    return [
+        agreement._marks(named, [{f"part {shard}": 1000 * shard + n} for n in range(variables)])
+        for shard in range(shards)
+    ]
+
+
+def rows_of_batches(number):
+    """What processes tell of their next 16 batches, the last of which is smaller in some."""
+    batches = [{"rows": 32, "leaves": [[[512], "int32"], [[], "int32"]]} for _ in range(16)]
+    batches[-1] = {**batches[-1], "rows": 32 - number % 4}
+    return {"ended": False, "batches": batches, "checksums": []}
+
+
 def cases():
     """What is measured."""
+    marks = start_of_fit()
 
     def agreed(size, same, reduce=None):
         def work(channel, watch, number):
@@ -95,6 +114,14 @@ def cases():
         Case("agreement, 20 kB, the same", agreed(20480, True)),
         Case("agreement, 20 kB, one verdict", agreed(20480, False, reduce=lambda every: True)),
         Case("agreement, 16 bytes of each", agreed(16, False)),
+        Case(
+            "start of a fit, 2,000 x 4 shards",
+            lambda c, w, i: c.agree("start", "", marks[i % 4], reduce=agreement._marks_differ),
+        ),
+        Case(
+            "16 steps of uneven input",
+            lambda c, w, i: c.agree("rows", "", rows_of_batches(i)),
+        ),
         Case("a beat of the watch", lambda c, w, i: w._look()),
     ]
 

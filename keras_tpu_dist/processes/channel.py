@@ -22,6 +22,7 @@ from keras_tpu_dist.processes.encoding import (
     check_form,
     decoded,
     encoded,
+    fits,
 )
 from keras_tpu_dist.processes.encoding import PeerError as PeerError
 
@@ -220,7 +221,8 @@ class _Agreement:
             self._channel.write(self._topic("values"), [value])
             kind, told = self._verdict("last")
         if kind == _FAILED:
-            raise PeerError(str(told))
+            rule, received = told if fits(told, [str, str]) else ("", str(told))
+            raise _error(rule, received, self._fix)
         if self._reduce is not None:
             return told
         number = self._channel.num_processes
@@ -237,19 +239,25 @@ class _Agreement:
     def as_writer(self, value: Any) -> Any:
         """The part of process 0."""
         self._enter(value)
-        verdict, last = self._topic("verdict"), self._topic("last")
         try:
             kind, every = self._values(value)
+        except _Disagreement as found:
+            self._tell_failure([found.rule, found.received])
+            raise _error(found.rule, found.received, self._fix) from None
         except PeerError as error:
-            for topic in (verdict, last):
-                self._channel.write(topic, [_FAILED, str(error)])
+            self._tell_failure(str(error))
             raise
         if self._reduce is not None:
             result = told = self._reduce(every)
         else:
             result, told = every, None if kind == _SAME else _compact(every)
-        self._channel.write(last if kind == _TELL else verdict, [kind, told])
+        topic = self._topic("last" if kind == _TELL else "verdict")
+        self._channel.write(topic, [kind, told])
         return result
+
+    def _tell_failure(self, told: Any) -> None:
+        for topic in ("verdict", "last"):
+            self._channel.write(self._topic(topic), [_FAILED, told])
 
     def _topic(self, name: str) -> str:
         return f"agree/{self._number}/{name}"
@@ -266,7 +274,9 @@ class _Agreement:
             text = self._channel.awaited(topic, 0, self._wait.seconds)
             if text is not None:
                 return decoded(text, [str, ANYTHING], where=topic)
-            self._raise_if_hopeless({}, [0])
+            why = self._wait.reason([0])
+            if why is not None:
+                raise _error(*self._hopeless({}, [0], why), self._fix)
 
     def _values(self, value: Any) -> tuple[str, list[Any]]:
         """What kind of verdict it is, and the values of all processes."""
@@ -277,7 +287,7 @@ class _Agreement:
             channel.forget(f"agree/{self._number - 1}")
         plans = {i: entry[0] for i, entry in entries.items()}
         if len(set(plans.values())) > 1:
-            raise PeerError(_mismatch(plans, self._fix))
+            raise _Disagreement(_MISMATCH, _by_process(plans))
         if len({entry[1] for entry in entries.values()}) == 1:
             kind, every = _SAME, [value] * number
         elif all(entry[2] for entry in entries.values()):
@@ -303,21 +313,27 @@ class _Agreement:
                 continue
             here = self._channel.read(topic, form)
             missing = self._missing(here)
-            if missing:
-                self._raise_if_hopeless(here, missing)
+            why = self._wait.reason(missing) if missing else None
+            if why is not None:
+                raise _Disagreement(*self._hopeless(here, missing, why))
         return here
 
     def _missing(self, here: dict[int, Any]) -> list[int]:
         return [i for i in range(self._channel.num_processes) if i not in here]
 
-    def _raise_if_hopeless(self, here: dict[int, Any], missing: list[int]) -> None:
-        why = self._wait.reason(missing)
-        if why is None:
-            return
-        text = _failure if why.startswith("failed ") else _mismatch
+    def _hopeless(self, here: dict[int, Any], missing: list[int], why: str) -> tuple[str, str]:
         mine = {self._channel.process_id: self._what}
         plans = {**mine, **{i: entry[0] for i, entry in here.items() if len(entry) == 3}}
-        raise PeerError(text({**plans, **dict.fromkeys(missing, why)}, self._fix))
+        rule = _FAILURE if why.startswith("failed ") else _MISMATCH
+        return rule, _by_process({**plans, **dict.fromkeys(missing, why)})
+
+
+class _Disagreement(Exception):
+    """Process 0 found that processes do not do the same."""
+
+    def __init__(self, rule: str, received: str):
+        super().__init__(rule, received)
+        self.rule, self.received = rule, received
 
 
 def _compact(every: list[Any]) -> list[list]:
@@ -356,20 +372,16 @@ class _Wait:
         return None
 
 
-def _mismatch(plans: dict[int, str], fix: str) -> str:
-    return message(
-        "All processes call what needs all of them, in the same order.",
-        received=_by_process(plans),
-        fix=fix,
-    )
+_MISMATCH = "All processes call what needs all of them, in the same order."
+_FAILURE = "A process that fails ends the others, which wait for it."
+_MEND = "Mend what failed there; its own output has the traceback."
 
 
-def _failure(plans: dict[int, str], fix: str) -> str:
-    return message(
-        "A process that fails ends the others, which wait for it.",
-        received=_by_process(plans),
-        fix="Mend what failed there; its own output has the traceback.",
-    )
+def _error(rule: str, received: str, fix: str) -> PeerError:
+    """The error of a process, with its own fix; of another rule the text as it is."""
+    if rule not in (_MISMATCH, _FAILURE):
+        return PeerError(received)
+    return PeerError(message(rule, received=received, fix=fix if rule == _MISMATCH else _MEND))
 
 
 def _by_process(plans: dict[int, str]) -> str:

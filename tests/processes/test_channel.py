@@ -88,6 +88,22 @@ def test_different_words_raise_everywhere():
         )
 
 
+def test_each_process_is_told_how_to_mend_its_own_call():
+    store = Store()
+
+    def work(i):
+        what = "save" if i else "evaluate"
+        with pytest.raises(PeerError) as error:
+            Channel(store, i, 2).agree(what, f"Call {what} everywhere.")
+        return str(error.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(work, range(2), timeout=20))
+    for words, what in zip(found, ("evaluate", "save"), strict=True):
+        assert "process 0: evaluate; process 1: save." in words
+        assert words.endswith(f"Call {what} everywhere.")
+
+
 LONG = {f"weight {i}": i for i in range(50)}
 
 
