@@ -552,7 +552,7 @@ def attention_ms(grouped: bool) -> float:
         model.compile("sgd", "mse")
         return model
 
-    return ktd.dry_run(build, strategy, batch_size=32).step_time_s * 1e3
+    return ktd.dry_run(build, strategy, batch_size=32).estimate.step * 1e3
 
 
 # With the ends of the names that they are taken for first, and whether only for those.

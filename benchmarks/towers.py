@@ -301,6 +301,7 @@ def print_keras(width, hidden, rows, effort):
     for assigned in (False, True):
         with strategy.scope():
             model = build(assigned)
+            model.optimizer.build(model.trainable_variables)
         held = strategy.explain(model).bytes_per_device
         make = functools.partial(build, assigned)
         run = ktd.dry_run(make, strategy, batch_size=rows, effort=effort)
@@ -308,7 +309,7 @@ def print_keras(width, hidden, rows, effort):
         print(
             f"{how:16s} {model.count_params():,} weights: "
             f"weights and slots {held / 2**20:,.0f} MiB a device by explain; compiled "
-            f"{run.total_bytes / 2**30:.2f} GiB in all, {run.step_time_s * 1e3:.1f} ms a step",
+            f"{run.total_bytes / 2**30:.2f} GiB in all, {run.estimate.step * 1e3:.1f} ms a step",
             flush=True,
         )
         for name, size in kinds_of_memory(run):
