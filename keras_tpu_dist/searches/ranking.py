@@ -169,9 +169,10 @@ class Ranking(Page):
     def _title(self) -> str:
         of = f" for model {self.model!r}" if self.model else ""
         compiled = sum(tried.run is not None for tried in self.compiled)
+        number = len(self.candidates)
         return (
-            f"{len(self.candidates)} candidates{of} on {self.topology}, {compiled} compiled in "
-            f"{duration_text(self.seconds)}"
+            f"{number} candidate{'' if number == 1 else 's'}{of} on {self.topology}, {compiled} "
+            f"compiled in {duration_text(self.seconds)}"
         )
 
     @property

@@ -536,6 +536,15 @@ def test_processes_with_certificates(own, code, tmp_path, capfd):
     assert (found, output.count("[7, 7]")) == (code, 0 if code else 2), output
 
 
+def test_what_connects_the_processes_says_nothing(tmp_path, capfd):
+    (tmp_path / "script.py").write_text(
+        "print('[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer '"
+        "'ranks is : 1')\nprint('of the script')"
+    )
+    assert launch([sys.executable, str(tmp_path / "script.py")], 1, 1) == 0
+    assert capfd.readouterr().out == "[0] of the script\n"
+
+
 @pytest.mark.slow
 def test_launch_from_the_shell(tmp_path, capfd):
     (tmp_path / "script.py").write_text(SCRIPT)
