@@ -10,7 +10,7 @@ one chip the cycles of all kernels in the compiler's final schedule, their loops
 in which HBM can move their bytes, whichever is more; beside them XLA's by the compiler's estimate,
 which was made before arrays were placed in on-chip memory.
 
-Needs libtpu (pip install "keras_tpu_dist[tpu]"); no TPU.
+Needs libtpu (pip install 'jax[tpu]'); no TPU.
 """
 
 import argparse

@@ -527,7 +527,7 @@ def row(name: str, family: Family, checked: bool) -> str:
         remarks.append(f"KerasHub states {family.params:,} parameters")
     others = differing(sizes["tensor_parallel layouts"], found["layouts"])
     if others:
-        remarks.append(f"lies otherwise in the narrow model: {', '.join(others)}")
+        remarks.append(f"laid out differently in the narrow model: {', '.join(others)}")
     if found.get("difference", 0) > TOLERANCE:
         remarks.append(f"differs from one device by {found['difference']:.1e}")
     gigabytes = [f"{sizes[kind] / 2**30:.2f}" for kind in ("whole", *MESHES)]

@@ -11,7 +11,7 @@ Left out by hand: a device may own more of a step's ids than the buffer holds, o
 must take care. Indices in order are not said to be: the compiler would stream the whole table
 through the chip.
 
-Needs libtpu (pip install "keras_tpu_dist[tpu]"); no TPU.
+Needs libtpu (pip install 'jax[tpu]'); no TPU.
 """
 
 import keras_tpu_dist as ktd  # first: it selects Keras's JAX backend

@@ -8,7 +8,7 @@ and the instructions, both times the trips of their loops. Beside them stand the
 `hlo.traffic` reads off the program, and the cycles that `hlo.silent` estimates for kernels for
 which the compiler states none. A loop whose trips depend on the indices says neither ("data").
 
-Needs libtpu (pip install "keras_tpu_dist[tpu]"); no TPU. A chip whose two cores act as one is left
+Needs libtpu (pip install 'jax[tpu]'); no TPU. A chip whose two cores act as one is left
 out: the schedule is of one core, which does all of some kernels and half of others.
 """
 

@@ -1,10 +1,13 @@
-"""Draws what pages of docs/ show of the code: the packages and the table of the seam.
+"""Draws what pages of docs/ show of the code: the packages, the table of the seam, the API.
 
 python docs/architecture.py          # writes the generated parts of these pages
 """
 
 import ast
+import importlib
+import inspect
 import pathlib
+import re
 
 import keras_tpu_dist
 from keras_tpu_dist import _keras
@@ -12,6 +15,10 @@ from keras_tpu_dist import _keras
 PACKAGE = pathlib.Path(keras_tpu_dist.__file__).parent
 PAGE = pathlib.Path(__file__).with_suffix(".md")
 CHANGES = PAGE.with_name("keras_changes.md")
+API = PAGE.with_name("api.md")
+REFERENCE = PAGE.with_name("reference")
+# The pages of the reference in the order of the API's page.
+GROUPS = ("strategy", "layouts", "dry_run", "callbacks", "replica", "layers", "hardware")
 
 
 def imports() -> dict[str, set[str]]:
@@ -93,9 +100,95 @@ def read() -> str:
     )
 
 
+def api() -> str:
+    """Every public name, what it is, and the page that describes it."""
+    parts = []
+    for group in GROUPS:
+        text = (REFERENCE / f"{group}.md").read_text()
+        title = re.match(r"# (.+)\n", text)
+        assert title is not None
+        parts += [
+            f"## [{title[1]}](reference/{group}.md)",
+            "",
+            "| name | what it does |",
+            "|---|---|",
+        ]
+        public, _, returned = text.partition("## What they return")
+        for path in described(public):
+            parts.append(row(group, path))
+            if path == "TPUStrategy":
+                parts += [row(group, f"{path}.{name}") for name in members()]
+        if returned:
+            names = (link(group, path, False) for path in described(returned))
+            parts += ["", f"What they return: {', '.join(names)}."]
+        parts.append("")
+    return "\n".join(parts).rstrip()
+
+
+def described(text: str) -> list[str]:
+    """The names that a part of the reference describes.
+
+    Args:
+        text: The part.
+    """
+    return re.findall(r"^::: keras_tpu_dist\.([\w.]+)$", text, re.MULTILINE)
+
+
+def members() -> list[str]:
+    """The strategy's own methods and properties with words, but for aliases."""
+    kind = keras_tpu_dist.TPUStrategy
+    ours = [c for c in kind.__mro__ if "keras_tpu_dist" in c.__module__]
+    names = dict.fromkeys(name for c in ours for name in vars(c) if not name.startswith("_"))
+    aliases = [name for name in names if name.startswith("experimental_")]
+    return [n for n in names if n not in aliases and inspect.getdoc(getattr(kind, n))]
+
+
+def row(group: str, path: str) -> str:
+    """A row of the API's table.
+
+    Args:
+        group: The page of the reference.
+        path: The name, from the package on.
+    """
+    words = inspect.getdoc(found(path)) or ""
+    first = " ".join(words.split("\n\n")[0].split())
+    return f"| {link(group, path)} | {first.replace('|', chr(92) + '|')} |"
+
+
+def link(group: str, path: str, public: bool = True) -> str:
+    """A name that leads to its place in the reference.
+
+    Args:
+        group: The page of the reference.
+        path: The name, from the package on.
+        public: Whether users write it.
+    """
+    parts = path.split(".")
+    shown = parts[-1]
+    if parts[0] == "TPUStrategy" and len(parts) == 2:
+        shown = f"strategy.{shown}"
+    elif public:
+        inner = parts[0] in ("callbacks", "layers") and len(parts) == 2
+        shown = f"ktd.{path if inner else shown}"
+    return f"[`{shown}`](reference/{group}.md#keras_tpu_dist.{path})"
+
+
+def found(path: str) -> object:
+    """What a dotted name of the package names.
+
+    Args:
+        path: The name, from the package on.
+    """
+    module, _, name = f"{keras_tpu_dist.__name__}.{path}".rpartition(".")
+    if path.startswith("TPUStrategy."):
+        return getattr(keras_tpu_dist.TPUStrategy, name)
+    return getattr(importlib.import_module(module), name)
+
+
 PARTS = {
     PAGE: {"picture": picture, "packages": packages},
     CHANGES: {"replaced": replaced, "read": read},
+    API: {"names": api},
 }
 
 

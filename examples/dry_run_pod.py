@@ -2,7 +2,7 @@
 
     python examples/dry_run_pod.py            # all three questions, a few minutes on a laptop
 
-Needs libtpu (`pip install "keras_tpu_dist[tpu]"`), no TPU.
+Needs libtpu (`pip install 'jax[tpu]'`), no TPU.
 """
 
 import resource

@@ -83,7 +83,7 @@ class TPUStrategy(
         input: What each of several processes is given: `"global"`, the same data in all of them,
             of which each transfers its part; or `"per_process"`, its own rows (see `input_shard`).
             `batch_size` is that of all processes together either way.
-        compiler_options: What XLA is told, as `jax.jit` takes it. `"auto"` has TPUs compute while
+        compiler_options: Options for XLA, as `jax.jit` takes them. `"auto"` has TPUs compute while
             they sum gradients; a dict is added to that, its values first; `None` adds nothing.
 
     Raises:

@@ -267,7 +267,7 @@ ATTRIBUTES = (
         "whether a call takes an argument",
         "the signature of Layer.call, which wrappers hide",
     ),
-    *_each(_LAYER, "_loss_ids", "which layer added a loss", "a scope that is told who adds one"),
+    *_each(_LAYER, "_loss_ids", "which layer added a loss", "a scope that learns who adds one"),
     *_each(_LAYER, "_called", "whether a layer was called"),
     *_each(
         "keras.src.layers.preprocessing.index_lookup:IndexLookup",

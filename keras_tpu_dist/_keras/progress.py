@@ -61,7 +61,7 @@ def _seeds(model) -> list:
 
 
 def begin_at_epoch(model: Any, epoch: int | None) -> None:
-    """Makes the fit that begins start with an epoch, whatever it was told.
+    """Makes the fit that begins start with an epoch, whatever `initial_epoch` is.
 
     Args:
         model: The model.

@@ -259,7 +259,7 @@ def with_keras_mask(tensor: Any, mask: Any) -> Any:
 
 
 def owner_of_loss(loss: Any, layers: list) -> Any:
-    """The layer that added a loss, which forgets it: it is told again, of the one that leaves.
+    """The layer that added a loss, which forgets it: the loss that leaves the layer is added again.
 
     Keras knows a layer's losses by their `id`, which another loss may get when this one is gone.
 
@@ -270,7 +270,7 @@ def owner_of_loss(loss: Any, layers: list) -> Any:
     Returns:
         The layer; the first of them if it is none of them, or `None` if there are none.
 
-    Public replacement: a scope that is told who adds a loss.
+    Public replacement: a scope that learns which layer adds a loss.
     """
     owner = next((layer for layer in layers if id(loss) in layer._loss_ids), None)
     if owner is not None:

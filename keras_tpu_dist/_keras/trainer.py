@@ -67,7 +67,7 @@ def serve(
 
     Args:
         find_strategy: From a model to the strategy to run it under, or `None` for stock Keras.
-        created: Told about each new model, and each one that is compiled.
+        created: Called with each new model, and each one that is compiled.
         compiling: From a model to the context in which it is compiled.
         reading: From variables to the context in which all of them are read.
         writing: Called as `writing(stock, model, filepath, ...)` to write a file, where `stock` is

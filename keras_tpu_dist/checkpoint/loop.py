@@ -101,7 +101,7 @@ class LoopCheckpoint:
     def preempted(self) -> bool:
         """Whether to save and leave the loop: SIGTERM came to this process or another one.
 
-        Look after each step, in all processes: they are told after the same one. From the first
+        Look after each step, in all processes: they learn of it after the same one. From the first
         look on, the signal waits for `close`, or the end of the `with` block, which passes it on.
         Until then it is left to who had it; of several processes, to JAX, which says nothing.
         """
@@ -185,7 +185,7 @@ class LoopCheckpoint:
     def close(self) -> None:
         """Waits for the last checkpoint, and lets others write into the directory.
 
-        A SIGTERM that `preempted` told of ends the process here.
+        A SIGTERM that `preempted` has reported ends the process here.
 
         Raises:
             CheckpointError: If it could not be written.

@@ -577,7 +577,7 @@ def orbax() -> Any:
             message(
                 "Checkpoints are written by Orbax.",
                 received=f"{error}.",
-                fix='Install it: pip install "keras_tpu_dist[checkpoint]".',
+                fix='Install it: pip install "orbax-checkpoint>=0.11".',
             )
         ) from error
     return ocp

@@ -1,1 +1,1 @@
-"""A model compiled for a slice that nobody here owns, and what the program says."""
+"""A model compiled for a slice that you don't have, and what the program says."""

@@ -89,7 +89,7 @@ def _layer_rows(a: DryRun, b: DryRun, limit: int = 8) -> list[tuple[str, str, st
     ]
     names = sorted(
         {*cycles[0], *cycles[1]},
-        key=lambda n: -abs(cycles[0].get(n, 0) - cycles[1].get(n, 0)),
+        key=lambda n: (-abs(cycles[0].get(n, 0) - cycles[1].get(n, 0)), n),
     )
     return [
         _row(f"cycles of {n}", cycles[0].get(n, 0), cycles[1].get(n, 0), lambda c: f"{c:,}")

@@ -1,4 +1,4 @@
-"""Dry run: compile any Keras model for a TPU slice that nobody here owns."""
+"""Dry run: compile any Keras model for a TPU slice that you don't have."""
 
 import contextlib
 import logging
@@ -60,7 +60,7 @@ def dry_run(
     """Compiles one step of a model for a TPU slice and says what it would take.
 
     The model is built without memory and compiled by the real TPU compiler in a process of its
-    own, on any machine with libtpu (the extra `keras_tpu_dist[tpu]`). Without libtpu the CPU
+    own, on any machine with libtpu (`pip install 'jax[tpu]'`). Without libtpu the CPU
     compiler partitions the program instead: memory and collectives, but no times.
 
     Args:
@@ -229,8 +229,8 @@ def compile_once(
 
 _NO_LIBTPU = (
     "libtpu is not installed, so XLA's CPU partitioner stands in for the TPU compiler: memory and "
-    "collectives are approximate, attention is plain XLA operations, times are missing. pip "
-    "install 'keras_tpu_dist[tpu]' brings it."
+    "collectives are approximate, attention is plain XLA operations, times are missing. "
+    "pip install 'jax[tpu]' brings it."
 )
 
 

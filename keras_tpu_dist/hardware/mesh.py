@@ -166,7 +166,7 @@ def replicated_batch(axis_names: Sequence[str]) -> str:
 
 
 def splitting_axes(data_axes: Any, mesh: jax.sharding.Mesh) -> tuple[str, ...]:
-    """The axes that split the batch; says so if by default nothing is split.
+    """The axes that split the batch; logs a warning if by default nothing is split.
 
     Args:
         data_axes: As for `checked_data_axes`.

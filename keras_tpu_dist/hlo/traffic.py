@@ -45,8 +45,8 @@ def hbm_bytes(program: Program, computation: Computation, instruction: Instructi
     """Bytes one run reads from and writes to HBM.
 
     Slices read what they take and updates in place move what they change, in whole tiles where
-    the compiler's kernels do; arrays count with the padding of their tiles; what lies in on-chip
-    memory is free.
+    the compiler's kernels do; arrays count with the padding of their tiles; arrays in on-chip
+    memory are free.
 
     Args:
         program: The program, to look up the computations that are called.

@@ -203,8 +203,10 @@ class BatchPlacer:
         whole = split and self.num_shards != self.mesh.size
         if whole or any(plan.paddings):
             log_once(
-                "run_eagerly: batches are whole on every device, since "
-                + ("the mesh has an axis besides the data axes" if whole else "rows do not divide")
+                "not compiled (run_eagerly, or a layer that Keras does not compile): batches are "
+                "whole on every device, since "
+                + ("the mesh has an axis besides the data axes" if whole else "rows do not divide"),
+                WARNING,
             )
         shardings = [
             self._replicated if whole or padding else sharding

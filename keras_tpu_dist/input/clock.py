@@ -69,7 +69,7 @@ class InputClock:
         on_finish: Called with each epoch's result.
 
     Attributes:
-        at_end: Whether the next launch is the last of an epoch; who hands its batch out says so.
+        at_end: Whether the next launch is the last of an epoch; set by whoever hands its batch out.
     """
 
     def __init__(self, on_finish: Callable[[InputWait], None] | None = None):

@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Sequence
+from logging import WARNING
 from typing import Any
 
 import jax
@@ -87,7 +88,11 @@ class OwnRowsPlacer(BatchPlacer):
         Args:
             batch: A `ShardBatch`, or a host batch that stands alone.
         """
-        log_once("run_eagerly: the rows of all processes are whole on every device")
+        log_once(
+            "not compiled (run_eagerly, or a layer that Keras does not compile): the rows of all "
+            "processes are whole on every device",
+            WARNING,
+        )
         placed = self.place(batch)
         return PlacedBatch(self._whole(placed), placed.slots)
 

@@ -1,4 +1,4 @@
-"""A strategy's layouts: what lies where, decided for variables, outputs and whole models."""
+"""A strategy's layouts, decided for variables, outputs and whole models."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence

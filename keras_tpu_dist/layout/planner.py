@@ -274,7 +274,7 @@ class Planner:
         return self._spread(shape, None, mesh, axes)
 
     def _chosen(self, variables, tensor, mesh, stored) -> tuple[tuple[str, ...], str]:
-        """The plans that are made, and the name that says so."""
+        """The plans that are made, and their name."""
         if self.kind != "auto":
             return (self.kind,), self.kind
         room = (self.memory_bytes or _device_memory(mesh)) * _STATE_FRACTION

@@ -53,8 +53,8 @@ def assign(layer: Any, logical_device: int | None) -> Any:
         The layer, so that the call reads inline in a Sequential or functional model.
 
     Raises:
-        ValueError: If `layer` is no layer, or `logical_device` no number from 0. That the number
-            is too large for the strategy is told when the layer is first computed under it.
+        ValueError: If `layer` is no layer, or `logical_device` no number from 0. A number
+            too large for the strategy is an error when the layer is first computed under it.
 
     Example:
 

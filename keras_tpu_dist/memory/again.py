@@ -75,7 +75,7 @@ def computed_again(
 
 
 def attention_again(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Attention as a function of arrays, computed again where a layer around it says so.
+    """Attention as a function of arrays, computed again where a layer around it asks for it.
 
     Args:
         function: From arrays to an array.

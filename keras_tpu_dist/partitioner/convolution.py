@@ -34,7 +34,7 @@ def repaired(equation: Any, spread: Spread) -> list | None:
     With batch groups (the kernel's gradient of a grouped convolution), each device convolves the
     rows it has, in a `shard_map` over the axes that may split them; the parts are summed outside.
     A convolution with a window that is split itself (the kernel's gradient where images are) is
-    left to XLA where all axes of the mesh take part, which it gets right, and told to it where it
+    left to XLA where all axes of the mesh take part, which it gets right, with its layout where it
     could use parts of an axis; else, and where it would lose its place, its image and window are
     made whole.
 

@@ -2,8 +2,8 @@
 
 A dimension that the compiler may split like another one is in one class with it, in whichever
 direction it looks. The classes err on the large side: a dimension may be said to be split that is
-not. A dimension of one row that is reshaped is the exception: whether it stands for rows is told by
-what was known when it was met.
+not. A dimension of one row that is reshaped is the exception: whether it stands for rows follows
+from what was known when it was met.
 """
 
 import contextlib

@@ -227,7 +227,7 @@ def _verdict(run: DryRun) -> bool:
             message(
                 "The largest batch is what the TPU compiler says that fits.",
                 received="libtpu, which has that compiler, is not installed.",
-                fix="pip install 'keras_tpu_dist[tpu]'.",
+                fix="pip install 'jax[tpu]'.",
             )
         )
     return run.fits

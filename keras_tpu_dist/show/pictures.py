@@ -134,7 +134,7 @@ class Picture(Shown):
                 message(
                     "Pictures other than .svg are drawn by matplotlib, which is not installed.",
                     received={"path": str(path)},
-                    fix='Install it with pip install "keras_tpu_dist[plot]", or save an .svg.',
+                    fix="Install it with pip install matplotlib, or save an .svg.",
                 )
             ) from error
         try:

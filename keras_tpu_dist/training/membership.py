@@ -331,7 +331,7 @@ def given_layout(variable: Any) -> Any:
 
 
 def adopt(model: Any, strategy: Strategy) -> Membership:
-    """Moves whatever of a model is not on the strategy's mesh yet, and says so once.
+    """Moves whatever of a model is not on the strategy's mesh yet, and logs it once.
 
     Args:
         model: A model; also unbuilt.

@@ -250,7 +250,7 @@ class Runner:
         return state
 
     def epoch_ended(self) -> None:
-        """Told when all callbacks have seen an epoch's end.
+        """Called when all callbacks have seen an epoch's end.
 
         Raises:
             ValueError: On all processes, if they assigned different values to variables.

@@ -877,7 +877,7 @@ def test_without_libtpu_the_cpu_compiler_stands_in(without_libtpu, on_tpu):
     assert (run.fits, run.limit_bytes, run.estimate) == (None, None, None)
     assert run.state == on_tpu.state
     assert {a for c in run.cost.collectives for a in c.axes} == {"data", "model"}
-    assert any("keras_tpu_dist[tpu]" in note for note in run.notes)
+    assert any("pip install 'jax[tpu]'" in note for note in run.notes)
     assert "memory limit unknown" in str(run)
     assert run.cost.flops == on_tpu.cost.flops
 
