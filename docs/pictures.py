@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
 from dry_run_pod import transformer  # noqa: E402
 
-TOPOLOGY, BATCH = "v5e:2x4", 64
+TOPOLOGY, BATCH = "v5e:2x4", 128
 STRATEGIES = (
     ("TPUStrategy()", {}),
     ('TPUStrategy(layout="fsdp")', {"layout": "fsdp"}),

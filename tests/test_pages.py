@@ -39,8 +39,11 @@ NOT_RUN = {
     "pods.md": 3,
     "troubleshooting.md": 2,
 }
-# Run elsewhere: in processes of their own, since the compiler may abort.
-ELSEWHERE = {"xla_partitioner.md": "tests/conformance/test_reports.py"}
+# Run elsewhere: in processes of their own, since the compiler may abort; and commands.
+ELSEWHERE = {
+    "xla_partitioner.md": "tests/conformance/test_reports.py",
+    "shell.md": "tests/shell/test_page.py",
+}
 # Pages that take more than a second or two.
 SLOW = {
     *("attention.md", "checkpoints.md", "costs.md", "device_loop.md", "from_tpuestimator.md"),
