@@ -467,6 +467,8 @@ def problems(rule: str) -> list[str]:
 
 def done() -> list[tuple[str, str]]:
     """What is in `PENDING` and no longer wrong."""
+    if not PENDING:
+        return []
     wrong = {(where, rule) for rule, find in RULES.items() for where, _ in find()}
     return [pending for pending in PENDING if pending not in wrong]
 

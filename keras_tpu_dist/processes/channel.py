@@ -140,7 +140,7 @@ class Channel:
             value: Plain data for the others.
             form: What they give. See `encoding.decoded`.
             reduce: From the values of all processes to plain data, in process 0. Without it the
-                different ones are told to all processes.
+                different ones go to all processes.
 
         Returns:
             The values of all processes, in their order; or what `reduce` made of them.
@@ -214,7 +214,7 @@ class _Agreement:
         self._wait = _Wait(channel)
 
     def as_reader(self, value: Any) -> Any:
-        """The part of a process that is told the verdict."""
+        """The part of a process that reads the verdict."""
         self._enter(value)
         kind, told = self._verdict("verdict")
         if kind == _TELL:
