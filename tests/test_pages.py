@@ -42,7 +42,7 @@ NOT_RUN = {
 # Run elsewhere: in processes of their own, since the compiler may abort; and commands.
 ELSEWHERE = {
     "xla_partitioner.md": "tests/conformance/test_reports.py",
-    "shell.md": "tests/shell/test_page.py",
+    "shell.md": "tests/shell/test_shell_page.py",
 }
 # Pages that take more than a second or two.
 SLOW = {

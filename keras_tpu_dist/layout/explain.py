@@ -221,7 +221,7 @@ class Explanation(Shown):
 
     def _problems(self) -> list[str]:
         count = sum(bool(row.problem) for row in self.rows)
-        return [f"{count} not legal: see PROBLEM"] if count else []
+        return [f"{count} not legal: explain(model) says why"] if count else []
 
     def _folded(self) -> tuple[list[str], list[tuple[str, ...] | str]]:
         """The table for people: columns that say nothing are left out, blocks are folded."""

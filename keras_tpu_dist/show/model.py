@@ -292,4 +292,4 @@ def _text_bar(row: Any, largest: int) -> str:
 def _words(row: Any) -> str:
     """What one weight is, where the mouse rests on it."""
     sizes = f"{size_text(row.bytes)}, {size_text(row.bytes_per_device)} a device"
-    return f"{row.path} {row.shape} {row.layout}: {sizes}; {row.reason}"
+    return f"{row.path} {row.shape} {row.layout}: {sizes}; {row.problem or row.reason}"

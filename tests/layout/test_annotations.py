@@ -251,6 +251,6 @@ def test_mistakes():
     strategy = ktd.TPUStrategy(MESH, shard_optimizer=True)
     assert "axes of the mesh" in strategy.explain(model, "kernel").problem
     picture = strategy.show(model)
-    assert "3/modle" in str(picture)
-    assert "3/modle" in picture._repr_html_()
-    assert "modle" in picture.svg()
+    assert "(None, 'modle')" in str(picture)
+    for drawn in (picture._repr_html_(), picture.svg()):
+        assert "Did you mean &#x27;model&#x27;" in drawn

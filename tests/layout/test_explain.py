@@ -162,7 +162,7 @@ def test_a_layout_that_is_not_legal_is_told_not_raised():
     assert "dimension 1 has 3 elements for 2 shards" in row.problem
     assert row.bytes_per_device == row.bytes
     assert "PROBLEM" in str(explanation)
-    assert explanation.summary.endswith("1 not legal: see PROBLEM")
+    assert explanation.summary.endswith("1 not legal: explain(model) says why")
     assert "PROBLEM" in str(row)
 
 

@@ -193,7 +193,7 @@ def test_png_without_matplotlib(tmp_path, monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"drawn by matplotlib.*\[plot\].*\.svg"):
+    with pytest.raises(ImportError, match=r"drawn by matplotlib.*pip install matplotlib.*\.svg"):
         ktd.TPUStrategy().show().save(tmp_path / "p.png")
 
 

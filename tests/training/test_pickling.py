@@ -184,7 +184,7 @@ def test_plans_and_findings_draw_themselves_in_a_notebook():
     strategy = ktd.TPUStrategy({"data": 8}, "fsdp")
     model = built(mlp, strategy)
     plan, report = strategy.plan(model)._repr_html_(), strategy.lint(model, 3)._repr_html_()
-    assert "<table>" in plan
+    assert "<table" in plan
     assert "below min_size" in plan
     assert "small-batch" in report
     assert "no findings" in strategy.lint(model)._repr_html_()

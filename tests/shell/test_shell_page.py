@@ -1,6 +1,6 @@
 """Each command of docs/shell.md prints what stands below it.
 
-KTD_WRITE_PAGES=1 pytest -n 0 -m '' tests/shell/test_page.py      # writes what they print
+KTD_WRITE_PAGES=1 pytest -n 0 -m '' tests/shell/test_shell_page.py      # writes what they print
 """
 
 import importlib.metadata
