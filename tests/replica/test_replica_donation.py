@@ -102,7 +102,7 @@ def test_results_are_those_without(devices, mesh, steps):
     assert_close(ours, kept)
 
 
-@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("steps", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_launch_overwrites_what_it_updates(devices, steps):
     loop = Loop(strategy_of(devices)).train(steps)
     weight = loop.model.layers[0].kernel
@@ -230,6 +230,7 @@ def test_two_functions_take_turns_without_copies(devices):
     assert all(array.is_deleted() for array in before)
 
 
+@pytest.mark.slow
 def test_a_callback_of_predict_runs_replica_code(devices):
     def predicted(donates):
         loop = Loop(strategy_of(devices, donate_state=donates)).train()
@@ -300,6 +301,7 @@ def test_a_launch_that_fails_says_what_is_lost(devices):
     assert variable._value.is_deleted() or not notes
 
 
+@pytest.mark.slow
 def test_debugging_modes_consume_nothing(devices):
     loop = Loop(strategy_of(devices, "4x2")).train()
     with jax.debug_nans(True):
@@ -310,6 +312,7 @@ def test_debugging_modes_consume_nothing(devices):
     assert np.isnan(np.array(loop.model.weights[0])).all()
 
 
+@pytest.mark.slow
 def test_padding_is_checked_without_consuming(devices):
     strategy = strategy_of(devices)
     with strategy.scope():
