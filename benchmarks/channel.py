@@ -26,6 +26,7 @@ import jax
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.processes import agreement
+from keras_tpu_dist.processes.assigned import parts_differ
 from keras_tpu_dist.processes.channel import Channel
 from keras_tpu_dist.processes.watch import Watch
 
@@ -116,7 +117,7 @@ def cases():
         Case("agreement, 16 bytes of each", agreed(16, False)),
         Case(
             "start of a fit, 2,000 x 4 shards",
-            lambda c, w, i: c.agree("start", "", marks[i % 4], reduce=agreement._marks_differ),
+            lambda c, w, i: c.agree("start", "", marks[i % 4], reduce=parts_differ),
         ),
         Case(
             "16 steps of uneven input",

@@ -17,7 +17,14 @@ from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.processes import watch
 from keras_tpu_dist.processes.arrays import checksum
-from keras_tpu_dist.processes.assigned import assignments, differ, forget, sampled_bytes, times_of
+from keras_tpu_dist.processes.assigned import (
+    assignments,
+    differ,
+    forget,
+    parts_differ,
+    sampled_bytes,
+    times_of,
+)
 from keras_tpu_dist.processes.channel import agree
 from keras_tpu_dist.processes.encoding import DictOf, ListOf, check_form, encoded
 
@@ -183,7 +190,7 @@ def compare_variables(owner: str, variables: list, *, after: bool = False) -> No
     named = [f"{v.path} {tuple(v.shape)} {v.dtype}{_layout_suffix(v)}" for v in variables]
     what = f"comparing the weights of {owner}"
     parts = _parts(variables, whole=after)
-    if not agree(what, fix, _marks(named, parts), DictOf(str), reduce=_marks_differ):
+    if not agree(what, fix, _marks(named, parts), DictOf(str), reduce=parts_differ):
         return
     mine = {
         "names": named,
@@ -230,13 +237,6 @@ def _marks(named: list[str], parts: list[dict[str, int]]) -> dict[str, str]:
             places.setdefault(f"{layout} {place}", []).extend((n, mark))
     marks |= {place: zlib.crc32(encoded(told).encode()) for place, told in places.items()}
     return {f"{zlib.crc32(place.encode()):08x}": f"{mark:08x}" for place, mark in marks.items()}
-
-
-def _marks_differ(every: list[dict[str, str]]) -> bool:
-    first: dict[str, str] = {}
-    return any(
-        first.setdefault(place, mark) != mark for each in every for place, mark in each.items()
-    )
 
 
 def _layout_suffix(variable: Any) -> str:

@@ -5,7 +5,7 @@ From then on processes compute different numbers, and nothing fails. A launch do
 """
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -80,8 +80,17 @@ def differ(answers: Sequence[dict[str, int]]) -> bool:
     """
     if len({answer.get(TIMES) for answer in answers}) > 1:
         return True
-    first: dict[str, int] = {}
-    return any(first.setdefault(name, n) != n for answer in answers for name, n in answer.items())
+    return parts_differ(answers)
+
+
+def parts_differ(answers: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether processes that have a part under one name have different marks of it.
+
+    Args:
+        answers: For each process its marks by the parts' names.
+    """
+    first: dict[str, Any] = {}
+    return any(first.setdefault(name, m) != m for answer in answers for name, m in answer.items())
 
 
 def sampled_bytes(array: Any) -> bytes:

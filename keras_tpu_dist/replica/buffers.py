@@ -50,7 +50,7 @@ class ReplicaBuffers:
             foreign = [
                 i
                 for i, (owner, value) in enumerate(zip(owners, values, strict=True))
-                if not (isinstance(owner, _Owner) and owner.made() is value)
+                if not (self._owns(owner) and owner.made() is value)
             ]
             for i in foreign:
                 _keras.set_owner([variables[i]], _Owner(self))
@@ -71,8 +71,12 @@ class ReplicaBuffers:
         _keras.follow_state((variables,), (values,))
         for variable, value in zip(variables, values, strict=True):
             owner = _keras.owner_of(variable)
-            if isinstance(owner, _Owner):
+            if self._owns(owner):
                 owner.made = weakref.ref(value)
+
+    def _owns(self, owner: Any) -> bool:
+        # One of another strategy has another lock.
+        return isinstance(owner, _Owner) and owner.buffers is self
 
 
 class _Owner:

@@ -344,3 +344,56 @@ def test_nothing_keeps_old_arrays_alive(devices):
     loop.train()
     gc.collect()
     assert old() is None
+
+
+@pytest.mark.slow
+def test_two_strategies_take_turns_on_a_variable(devices):
+    """Each has a lock of its own, so that neither may consume what the other made."""
+    first, second = (strategy_of(devices) for _ in range(2))
+    with first.scope():
+        variable = keras.Variable(np.ones(4, "float32"))
+
+    def double():
+        variable.assign(variable.value * 2)
+
+    for strategy in (first, second, second, first):
+        strategy.run(double)
+        held = variable.value
+    assert_close(np.array(held), np.full(4, 16.0))
+    assert_close(np.array(variable), np.full(4, 16.0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [1, 4])
+def test_rows_that_do_not_divide_from_tf_data_under_a_plan(devices, steps):
+    tf = pytest.importorskip("tensorflow")
+    strategies = [strategy_of(devices, "4x2", donates) for donates in (True, False)]
+
+    def trained(strategy):
+        loop = Loop(strategy)
+
+        def step(batch):
+            (x, y), context = batch, ktd.get_replica_context()
+            mask = context.batch_mask.astype("float32")
+            rows = context.all_reduce("sum", mask.sum())
+
+            def compute(weights):
+                others = [v.value for v in loop.model.non_trainable_variables]
+                logits, _ = loop.model.stateless_call(weights, others, x, training=False)
+                each = keras.losses.sparse_categorical_crossentropy(y, logits, from_logits=True)
+                return (each * mask).sum() / rows
+
+            weights = loop.model.trainable_variables
+            gradients = jax.grad(compute)([v.value for v in weights])
+            loop.optimizer.apply(context.all_reduce("sum", gradients), weights)
+
+        x, y = data(rows=13 * 6 + 5, features=6)
+        source = tf.data.Dataset.from_tensor_slices((x, y)).batch(13)
+        dynamic = ktd.RunOptions(dynamic_batch=True)
+        for _ in strategy.loop(
+            step, strategy.distribute_dataset(source), steps_per_launch=steps, options=dynamic
+        ):
+            loop.model.get_weights()
+        return loop.state
+
+    assert_close(*map(trained, strategies))
