@@ -138,7 +138,8 @@ ITS_OWN = "this package calls it"
 BUILD = (None, "", "build", 3, True, [], {}, lambda: None, lambda: 3)
 OF_DRY_RUNS: dict[str, Any] = {
     **dict.fromkeys(("x", "y", "sample_weight"), ANYTHING),
-    **{"build": BUILD, "batch_size": COUNT, "mode": word("trian", "fit")},
+    "sequence_length": COUNT_OR_NONE,
+    **{"build": BUILD, "batch_size": COUNT_OR_NONE, "mode": word("trian", "fit")},
     **{"timeout": SECONDS, "progress": (3, True, "x")},
 }
 
@@ -555,6 +556,7 @@ ROWS: dict[str, Row] = {
             "meshes": (None, 3, True, "data", [], [3]),
             "layouts": (None, 3, True, "fsdq", []),
             **OF_DRY_RUNS,
+            "batch_size": COUNT,
             # What a function returns is said of each candidate.
             "build": BUILD[:-2],
         },
@@ -585,6 +587,7 @@ ROWS: dict[str, Row] = {
         {
             **{"build": BUILD, "topology": (None, *word("v5:4x4")), "batch_size": COUNT_OR_NONE},
             **dict.fromkeys(("x", "y", "sample_weight"), ANYTHING),
+            "sequence_length": COUNT_OR_NONE,
             **{"compilations": COUNT, "exact": INDEX, "budget_s": SECONDS},
             **{
                 "among": (3, True, "x", [3]),

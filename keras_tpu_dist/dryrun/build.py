@@ -20,7 +20,13 @@ from jax.sharding import Mesh
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.plain import plain_operations
-from keras_tpu_dist.dryrun.inputs import check_batch_size, count_tokens, described_batch, symbolic
+from keras_tpu_dist.dryrun.inputs import (
+    check_batch_size,
+    count_tokens,
+    described_batch,
+    given_inputs,
+    symbolic,
+)
 from keras_tpu_dist.dryrun.state_bytes import StateBytes, bytes_per_device, state_bytes
 from keras_tpu_dist.hardware.topology import Topology, of_devices
 from keras_tpu_dist.input.batches import PlacedBatch
@@ -110,6 +116,7 @@ def lower(
     x: Any = None,
     y: Any = None,
     sample_weight: Any = None,
+    sequence_length: int | None = None,
     batch_size: int,
     mode: str = "train",
     platform: str = "tpu",
@@ -130,9 +137,10 @@ def lower(
     with contextlib.ExitStack() as stack:
         if platform != "tpu":
             stack.enter_context(plain_operations())
-        given = {"x": x, "y": y, "sample_weight": sample_weight}
-        prepared = described(build, strategy, given, batch_size, mode, notes)
-        model, batch = stack.enter_context(prepared)
+        given = given_inputs(x, y, sample_weight, sequence_length)
+        model, batch = stack.enter_context(
+            described(build, strategy, given, batch_size, mode, notes)
+        )
         findings = strategy.lint(model, batch_size=batch_size).findings
         # as fit gives it to a step: a user's own may unpack `x, y`
         placed = placer.describe(keras.utils.pack_x_y_sample_weight(*batch))
@@ -146,9 +154,7 @@ def lower(
         steps = MOST_STEPS if steps == "auto" else steps
         # a launch of N steps has N batches on the devices, and the next N are made ready meanwhile
         ready = strategy.runner.prefetch if steps == 1 else 2 * steps - 1
-        has_call = type(model).call is not keras.Model.call
-        if not has_call:
-            notes.append("the model has no call(): what its formula asks for is not known")
+        model_flops = _model_flops(model, batch, mode, notes)
         return Lowered(
             program=pickle.dumps(_keras.without_vjp(exported)),
             donate=donate,
@@ -170,7 +176,7 @@ def lower(
             seconds=time.perf_counter() - started,
             findings=findings,
             notes=tuple(notes),
-            model_flops=_model_flops(model, batch, mode) if has_call else 0.0,
+            model_flops=model_flops,
             **_compiler_options(strategy, platform),
         )
 
@@ -189,7 +195,7 @@ def described(
     Args:
         build: As in `keras_tpu_dist.dry_run`.
         strategy: The strategy.
-        given: `x`, `y` and `sample_weight`, as there.
+        given: `x`, `y`, `sample_weight` and `sequence_length`, as there.
         batch_size: Rows of all devices together.
         mode: `"train"`, `"evaluate"` or `"predict"`.
         notes: Gets what is assumed.
@@ -204,8 +210,9 @@ def described(
     check_batch_size(batch_size, strategy)
     with contextlib.ExitStack() as stack:
         model = stack.enter_context(_model(build, strategy, mode))
-        targets = (given.get("x"), given.get("y"), given.get("sample_weight"))
-        batch = described_batch(model, strategy.placer, *targets, batch_size, mode, notes)
+        arrays = (given.get("x"), given.get("y"), given.get("sample_weight"))
+        length = given.get("sequence_length")
+        batch = described_batch(model, strategy.placer, *arrays, batch_size, mode, notes, length)
         tensors = symbolic(batch)
         if isinstance(build, keras.Model):
             stack.enter_context(_keras.compiled_anew(model))
@@ -241,8 +248,11 @@ def forward_pass(model: keras.Model, batch: tuple, training: bool) -> tuple[Call
     return forward, (*weights, batch[0])
 
 
-def _model_flops(model: keras.Model, batch: tuple, mode: str) -> float:
+def _model_flops(model: keras.Model, batch: tuple, mode: str, notes: list[str]) -> float:
     """Operations of a step's matrix products by the model's formula, whatever runs in the end."""
+    if type(model).call is keras.Model.call:
+        notes.append("the model has no call(): what its formula asks for is not known")
+        return 0.0
     with plain_operations():
         forward, arguments = forward_pass(model, batch, mode == "train")
         trace = jax.make_jaxpr(forward)(*arguments)

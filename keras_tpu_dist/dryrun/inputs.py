@@ -11,6 +11,7 @@ import numpy as np
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.dryrun.open_sizes import filled
 from keras_tpu_dist.input.batch_axis import flatten
 from keras_tpu_dist.input.batches import BatchPlacer
 from keras_tpu_dist.training.protocol import Strategy
@@ -31,6 +32,18 @@ def check_asked(build: Any, strategy: Any) -> None:
                 fix='Write dry_run(build, ktd.TPUStrategy(topology="v5e:2x4"), batch_size=64).',
             )
         )
+
+
+def given_inputs(x: Any, y: Any, sample_weight: Any, sequence_length: Any) -> dict[str, Any]:
+    """What a caller said about the input, by name, as it is passed on.
+
+    Args:
+        x: As in `dry_run`.
+        y: As there.
+        sample_weight: As there.
+        sequence_length: As there.
+    """
+    return {"x": x, "y": y, "sample_weight": sample_weight, "sequence_length": sequence_length}
 
 
 def check_batch_size(batch_size: int, strategy: Strategy) -> None:
@@ -61,6 +74,7 @@ def described_batch(
     batch_size: int,
     mode: str,
     notes: list[str],
+    sequence_length: int | None = None,
 ) -> tuple[Any, Any, Any]:
     """The batch `(x, y, sample_weight)` as `jax.ShapeDtypeStruct`.
 
@@ -73,11 +87,12 @@ def described_batch(
         sample_weight: Sample weights, likewise; `None`: none.
         batch_size: Rows of all devices together.
         mode: `"train"`, `"evaluate"` or `"predict"`, which drops `y` and `sample_weight`.
-        notes: Gets a line if `y` is assumed.
+        notes: Gets a line if `y` is assumed, and one if `sequence_length` fills a size.
+        sequence_length: The size of every open time axis.
 
     Raises:
         ValueError: If `x` is `None` and the model declares no inputs, or if a dimension other than
-            the batch is not known.
+            the batch is open.
     """
     declares = bool(getattr(model, "inputs", None))
     if x is None:
@@ -91,6 +106,8 @@ def described_batch(
                 )
             )
         x = _keras.declared_inputs(model)
+    given = (x, None, None) if mode == "predict" else (x, y, sample_weight)
+    x, y, sample_weight = filled(given, placer.axes, sequence_length, notes)
     if mode == "predict":
         return _of_rows((x, None, None), placer, batch_size)
     if y is not None or (model.loss is None and not declares):
@@ -153,14 +170,6 @@ def _described(leaf: Any, axis: int | None, batch_size: int) -> jax.ShapeDtypeSt
     shape = list(leaf.shape)
     if axis is not None and axis < len(shape):
         shape[axis] = batch_size
-    if None in shape:
-        raise ValueError(
-            message(
-                "Every dimension of an input but the batch must be known.",
-                received={"shape": tuple(leaf.shape)},
-                fix='Give x with its sizes, as in jax.ShapeDtypeStruct((1, 512), "int32").',
-            )
-        )
     return jax.ShapeDtypeStruct(tuple(shape), dtype)
 
 

@@ -48,12 +48,13 @@ class DryRuns(StrategyPart):
         self,
         model: "Build",
         *,
-        batch_size: int,
+        batch_size: int | None = None,
         topology: str | Topology | None = None,
         mesh: Mapping[str, int] | None = None,
         x: Any = None,
         y: Any = None,
         sample_weight: Any = None,
+        sequence_length: int | None = None,
         mode: str = "train",
         effort: str = "quick",
         timeout: float = 1800.0,
@@ -64,13 +65,14 @@ class DryRuns(StrategyPart):
         Args:
             model: A built model, which may live on this strategy's mesh and is left as it is; or
                 a function that builds, compiles and returns one, which costs no memory.
-            batch_size: Rows of all devices together.
+            batch_size: Rows of all devices together; without it, the largest that fits a slice.
             topology: A slice, such as `"v5e:16x16"`; see `on_topology`. Defaults to this
                 strategy's own devices.
             mesh: Axis sizes on that slice. By default the first data axis fills it.
             x: As in `keras_tpu_dist.dry_run`, as are all further arguments.
             y: The target.
             sample_weight: Sample weights.
+            sequence_length: The length of texts, for inputs that leave it open.
             mode: `"train"`, `"evaluate"` or `"predict"`.
             effort: `"quick"` or `"exact"`.
             timeout: Seconds after which a compilation is stopped.
@@ -117,6 +119,7 @@ class DryRuns(StrategyPart):
             x=x,
             y=y,
             sample_weight=sample_weight,
+            sequence_length=sequence_length,
             batch_size=batch_size,
             mode=mode,
             effort=effort,

@@ -18,7 +18,9 @@ from keras_tpu_dist.dryrun.compile import (
     has_libtpu,
     larger_twin,
 )
-from keras_tpu_dist.dryrun.inputs import check_asked
+from keras_tpu_dist.dryrun.inputs import check_asked, given_inputs
+from keras_tpu_dist.dryrun.largest import find_largest
+from keras_tpu_dist.dryrun.open_sizes import check_length
 from keras_tpu_dist.dryrun.report import DryRun as DryRun
 from keras_tpu_dist.dryrun.report import estimate
 from keras_tpu_dist.hardware.crossings import crossings, num_hosts
@@ -51,7 +53,8 @@ def dry_run(
     x: Any = None,
     y: Any = None,
     sample_weight: Any = None,
-    batch_size: int,
+    sequence_length: int | None = None,
+    batch_size: int | None = None,
     mode: str = "train",
     effort: str = "quick",
     timeout: float = 1800.0,
@@ -72,7 +75,11 @@ def dry_run(
             inputs.
         y: The target, likewise. Defaults to what the model's outputs and its loss suggest.
         sample_weight: Sample weights, likewise.
-        batch_size: Rows of all devices together.
+        sequence_length: The length of texts and other sequences, for a model whose inputs leave
+            that size open, as KerasHub's tasks do. Every open size of an array with at most three
+            dimensions gets it; other open sizes, as those of images, are given with `x`.
+        batch_size: Rows of all devices together. Without it, the largest batch that fits is found
+            as `largest_batch` finds it, with up to eight compilations, and a note says so.
         mode: `"train"`, `"evaluate"` or `"predict"`.
         effort: `"quick"` (XLA's `EFFORT_O1`) or `"exact"`, which is what training would run.
             Quick is about three times faster, is repeated as exact when the memory comes within
@@ -104,16 +111,49 @@ def dry_run(
     >>> run.fits, [c.axes for c in run.cost.collectives]  # doctest: +SKIP
     (True, [('data',)])
     """
-    return run_once(
-        build,
-        strategy,
-        inputs={"x": x, "y": y, "sample_weight": sample_weight},
-        batch_size=batch_size,
-        mode=mode,
-        effort=effort,
-        timeout=timeout,
-        progress=progress,
-    )
+    check_length("dry_run", sequence_length)
+    inputs = given_inputs(x, y, sample_weight, sequence_length)
+
+    def run_with(batch_size: int, thorough: bool = False) -> DryRun:
+        return run_once(
+            build,
+            strategy,
+            inputs=inputs,
+            batch_size=batch_size,
+            mode=mode,
+            effort=effort,
+            timeout=timeout,
+            progress=progress,
+            thorough=thorough,
+        )
+
+    if batch_size is None:
+        check_asked(build, strategy)
+        return _of_the_largest(run_with, strategy)
+    return run_with(batch_size, thorough=True)
+
+
+def _of_the_largest(run_with: Callable[[int], DryRun], strategy: Strategy) -> DryRun:
+    """The dry run of the largest batch that fits, or of the smallest one if none does."""
+    if strategy.topology is None or not has_libtpu():
+        lacks = "libtpu" if strategy.topology else "a slice, whose memory is known"
+        raise ValueError(
+            message(
+                "Without a batch size, a dry run takes the largest that fits, which needs a slice "
+                "and its compiler.",
+                received=f"batch_size=None, without {lacks}.",
+                fix="Give batch_size, the rows of all devices together"
+                + (", or pip install 'jax[tpu]'." if strategy.topology else "."),
+            )
+        )
+    unit = strategy.num_replicas_in_sync
+    found = find_largest(run_with, unit, strategy.topology.hbm_bytes)
+    if found.batch_size:
+        which = f"{found.batch_size} is the largest that fits"
+    else:
+        which = f"not even {unit}, the smallest, fits"
+    note = f"batch_size was not given: {which}, found with {len(found.tried)} compilation(s)"
+    return replace(found.run, notes=(note, *found.run.notes))
 
 
 def run_once(
@@ -166,7 +206,7 @@ def lower_once(
     Args:
         build: As in `dry_run`.
         strategy: As there.
-        inputs: `x`, `y` and `sample_weight`, as there.
+        inputs: `x`, `y`, `sample_weight` and `sequence_length`, as there.
         batch_size: As there.
         mode: As there.
         cache: Where compilations are kept; equal programs then differ in no source line.
@@ -246,9 +286,22 @@ def check_how(mode: Any, timeout: Any, progress: Any) -> None:
         ValueError: If one is of no such kind.
     """
     check_seconds("a dry run", timeout=timeout)
-    if progress is not None:
-        check_callable("a dry run", progress=progress)
+    check_progress("a dry run", progress)
     checked_mode(mode)
+
+
+def check_progress(caller: str, progress: Any) -> None:
+    """Checks what is called at each stage; `None` is nothing.
+
+    Args:
+        caller: The function that got it, for the error.
+        progress: The argument.
+
+    Raises:
+        ValueError: If it cannot be called.
+    """
+    if progress is not None:
+        check_callable(caller, progress=progress)
 
 
 def _check_effort(effort: Any) -> None:

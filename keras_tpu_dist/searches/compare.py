@@ -7,6 +7,8 @@ from typing import Any
 
 from keras_tpu_dist.common.checks import check_callable, check_counts
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.dryrun.inputs import given_inputs
+from keras_tpu_dist.dryrun.open_sizes import check_length
 from keras_tpu_dist.dryrun.run import Build, Progress, check_how, run_once
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.searches.candidates import Candidate
@@ -26,6 +28,7 @@ def compare(
     x: Any = None,
     y: Any = None,
     sample_weight: Any = None,
+    sequence_length: int | None = None,
     batch_size: int,
     mode: str = "train",
     timeout: float = 1800.0,
@@ -41,6 +44,7 @@ def compare(
         x: As in `dry_run`.
         y: As in `dry_run`.
         sample_weight: As in `dry_run`.
+        sequence_length: As in `dry_run`.
         batch_size: Rows of all devices together.
         mode: As in `dry_run`.
         timeout: As in `dry_run`.
@@ -72,8 +76,9 @@ def compare(
     check_callable("compare", build=build)
     check_counts("compare", 1, batch_size=batch_size)
     check_how(mode, timeout, progress)
+    check_length("compare", sequence_length)
     start, found = time.monotonic(), []
-    inputs = {"x": x, "y": y, "sample_weight": sample_weight}
+    inputs = given_inputs(x, y, sample_weight, sequence_length)
     pairs = [(mesh, layout) for mesh in meshes for layout in layouts]
     with stages("comparing", len(pairs)) as begin:
         for mesh, layout in pairs:

@@ -185,7 +185,7 @@ def describing(
     Args:
         build: As in `keras_tpu_dist.dry_run`.
         strategy: The strategy to build it under.
-        given: `x`, `y` and `sample_weight`, as there.
+        given: `x`, `y`, `sample_weight` and `sequence_length`, as there.
         rows: The rows of the batch.
     """
     with described(build, strategy, given, rows, "train", []) as (model, batch):

@@ -2,26 +2,22 @@
 
 import contextlib
 import html
-import itertools
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.dryrun.inputs import given_inputs
+from keras_tpu_dist.dryrun.largest import MOST_COMPILES, TOLERANCE, find_largest
+from keras_tpu_dist.dryrun.open_sizes import check_length
 from keras_tpu_dist.dryrun.run import Build, DryRun, Progress, check_how, run_once
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.memory.remat import LayerPolicies
 from keras_tpu_dist.searches.candidates import Candidate
 from keras_tpu_dist.show.page import Page, code, document
-from keras_tpu_dist.show.progress import stages
 from keras_tpu_dist.show.text import html_table, size_text, text_table
 from keras_tpu_dist.training.protocol import Strategy
-
-# No guess is more than this many times what is known to fit.
-_LARGEST_STEP = 256
-
 
 _HEADER = ("batch size", "", "per device")
 
@@ -82,11 +78,12 @@ def largest_batch(
     x: Any = None,
     y: Any = None,
     sample_weight: Any = None,
+    sequence_length: int | None = None,
     mode: str = "train",
     remat: Any = None,
     effort: str = "quick",
-    tolerance: float = 0.05,
-    max_compiles: int = 8,
+    tolerance: float = TOLERANCE,
+    max_compiles: int = MOST_COMPILES,
     timeout: float = 1800.0,
     progress: Progress | None = None,
 ) -> LargestBatch:
@@ -103,6 +100,7 @@ def largest_batch(
         x: As in `dry_run`.
         y: As in `dry_run`.
         sample_weight: As in `dry_run`.
+        sequence_length: As in `dry_run`.
         mode: As in `dry_run`.
         remat: Which activations are computed again instead of kept, as in `TPUStrategy(remat=)`,
             in the place of the strategy's own: `"full"`, `{"block_*": "dots"}` and so on.
@@ -134,6 +132,7 @@ def largest_batch(
     limit = _checked_topology(strategy).hbm_bytes
     _check_compiles(max_compiles)
     check_how(mode, timeout, progress)
+    check_length("largest_batch", sequence_length)
     if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not tolerance >= 0:
         raise ValueError(
             message(
@@ -142,72 +141,27 @@ def largest_batch(
                 fix="Leave it out, or write for example tolerance=0.05.",
             )
         )
-    unit = strategy.num_replicas_in_sync
-    inputs = {"x": x, "y": y, "sample_weight": sample_weight}
-    runs: dict[int, DryRun] = {}
+    inputs = given_inputs(x, y, sample_weight, sequence_length)
 
-    def fits(parts: int) -> bool:
+    def run_with(batch_size: int) -> DryRun:
         with _computing_again(strategy, remat):
-            runs[parts] = run_once(
+            return run_once(
                 build,
                 strategy,
                 inputs=inputs,
-                batch_size=parts * unit,
+                batch_size=batch_size,
                 mode=mode,
                 effort=effort,
                 timeout=timeout,
                 progress=progress,
                 thorough=False,
             )
-        return _verdict(runs[parts])
 
-    low, high = 0, None
-    guess: int | None = 1
-    with stages("largest batch", max_compiles) as begin:
-        while guess is not None and len(runs) < max_compiles:
-            begin(f"does {guess * unit} fit?")
-            if fits(guess):
-                low = guess
-            else:
-                high = guess
-            guess = _next_guess(runs, low, high, limit, tolerance)
-    tried = tuple((p * unit, bool(r.fits), r.total_bytes) for p, r in runs.items())
+    unit = strategy.num_replicas_in_sync
+    found = find_largest(run_with, unit, limit, tolerance=tolerance, max_compiles=max_compiles)
     policy = strategy.options.remat if remat is None else remat
     line = replace(Candidate.of(strategy), remat=policy).line
-    return LargestBatch(low * unit, runs[low or min(runs)], tried, line)
-
-
-def _next_guess(
-    runs: dict[int, DryRun], low: int, high: int | None, limit: int, tolerance: float
-) -> int | None:
-    """The number of parts to try next, or `None` when the answer is known well enough."""
-    if low == 0:
-        return None
-    if high is not None and high - low <= max(1, tolerance * low):
-        return None
-    fitting = sorted(p for p, run in runs.items() if run.fits)
-    if len(fitting) == 1:
-        fixed = runs[low].state.lasting
-        room = max(0, limit - fixed) / max(1, runs[low].total_bytes - fixed)
-        # a small batch is mostly padding; a quarter of what it predicts is safe, and tells more
-        predicted = low + int(low * (room - 1) / 4)
-    else:
-        # the steepest: near the limit the compiler saves memory, which makes it look flat there
-        slopes = [
-            (runs[b].total_bytes - runs[a].total_bytes) / (b - a)
-            for a, b in itertools.pairwise(fitting)
-        ]
-        room = int((limit - runs[low].total_bytes) / max(1e-9, *slopes))
-        if high is None and room < tolerance * low:
-            return None
-        predicted = low + room * (2 if slopes[-1] < max(slopes) / 2 else 1)
-    predicted = min(predicted, _LARGEST_STEP * low)
-    step = max(1, math.ceil(tolerance * low))
-    if high is None:
-        return max(low + step, predicted)
-    if not low + step <= predicted < high or len(runs) > 4:
-        predicted = (low + high) // 2
-    return min(max(predicted, low + 1), high - 1)
+    return LargestBatch(found.batch_size, found.run, found.tried, line)
 
 
 @contextlib.contextmanager
@@ -219,18 +173,6 @@ def _computing_again(strategy: Strategy, remat: Any) -> Iterator[None]:
         yield
     finally:
         strategy.remat = own
-
-
-def _verdict(run: DryRun) -> bool:
-    if run.fits is None:
-        raise RuntimeError(
-            message(
-                "The largest batch is what the TPU compiler says that fits.",
-                received="libtpu, which has that compiler, is not installed.",
-                fix="pip install 'jax[tpu]'.",
-            )
-        )
-    return run.fits
 
 
 def _check_compiles(max_compiles: int) -> None:

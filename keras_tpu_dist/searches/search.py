@@ -8,11 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from keras_tpu_dist.common.checks import check_callable, check_seconds, is_count
+from keras_tpu_dist.common.checks import check_seconds, is_count
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.dryrun.build import Build, Lowered
 from keras_tpu_dist.dryrun.cache import Cache
-from keras_tpu_dist.dryrun.run import Progress, compile_once, lower_once
+from keras_tpu_dist.dryrun.inputs import given_inputs
+from keras_tpu_dist.dryrun.open_sizes import check_length
+from keras_tpu_dist.dryrun.run import Progress, check_progress, compile_once, lower_once
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.hlo import Wire
 from keras_tpu_dist.searches.candidates import POLICIES, Candidate, candidates
@@ -44,6 +46,7 @@ def search(
     x: Any = None,
     y: Any = None,
     sample_weight: Any = None,
+    sequence_length: int | None = None,
     compilations: int = 8,
     exact: int = 4,
     budget_s: float = 900.0,
@@ -69,6 +72,7 @@ def search(
         x: As in `dry_run`.
         y: As in `dry_run`.
         sample_weight: As in `dry_run`.
+        sequence_length: As in `dry_run`.
         compilations: How many candidates to compile.
         exact: How many of them to compile once more, with effort "exact".
         budget_s: Seconds after which no further compilation begins.
@@ -96,13 +100,12 @@ def search(
     >>> found.best.candidate.mesh, found.strategy()  # doctest: +SKIP
     """
     started, tell = time.monotonic(), progress or logger.debug
-    _check(build, batch_size, compilations, exact)
     check_seconds("search", budget_s=budget_s)
-    if progress is not None:
-        check_callable("search", progress=progress)
+    _check(build, batch_size, sequence_length, compilations, exact)
+    check_progress("search", progress)
     _check_among(among)
     kept = Cache.of(cache)
-    given = {"x": x, "y": y, "sample_weight": sample_weight}
+    given = given_inputs(x, y, sample_weight, sequence_length)
     topology = topology if isinstance(topology, Topology) else Topology.parse(topology)
     compiled: list[Tried] = []
     with stages("search", 1 + compilations + exact) as begin:
@@ -150,7 +153,7 @@ def lowered_step(
     Args:
         build: The build function.
         topology: The slice.
-        given: `x`, `y` and `sample_weight`.
+        given: `x`, `y`, `sample_weight` and `sequence_length`.
         cache: Where compilations are kept.
         tried: The candidate.
     """
@@ -321,7 +324,10 @@ def _check_among(among: Any) -> None:
         )
 
 
-def _check(build: Any, batch_size: Any, compilations: Any, exact: Any) -> None:
+def _check(
+    build: Any, batch_size: Any, sequence_length: Any, compilations: Any, exact: Any
+) -> None:
+    check_length("search", sequence_length)
     if not callable(build):
         raise ValueError(
             message(

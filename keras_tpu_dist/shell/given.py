@@ -214,12 +214,16 @@ def remat_of(text: str | None) -> str | dict[str, str] | None:
 
 
 def inputs_of(options: argparse.Namespace) -> dict[str, Any]:
-    """`x` and `y`, as a dry run takes them.
+    """`x`, `y` and `sequence_length`, as a dry run takes them.
 
     Args:
-        options: The options of a command that has `--x` and `--y`.
+        options: The options of a command that has `--x`, `--y` and `--sequence-length`.
     """
-    return {"x": _array(options.x), "y": _array(options.y)}
+    return {
+        "x": _array(options.x),
+        "y": _array(options.y),
+        "sequence_length": options.sequence_length,
+    }
 
 
 def _array(text: str | None) -> Any:

@@ -147,7 +147,11 @@ def _dry_run(parser: Parser) -> None:
     _build(parser)
     _slice(parser)
     _strategy(parser)
-    _batch_size(parser)
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        help="rows of all devices together; default: the largest that fits",
+    )
     _inputs(parser)
     _how(parser)
     _effort(parser)
@@ -266,6 +270,12 @@ def _inputs(parser: Parser) -> None:
         "--x", help="input, such as int32:512 or float32:224,224,3, without the batch"
     )
     parser.add_argument("--y", help="target, likewise")
+    parser.add_argument(
+        "--sequence-length",
+        type=int,
+        metavar="N",
+        help="the length of texts, for a model whose inputs leave it open",
+    )
 
 
 def _how(parser: Parser) -> None:

@@ -1,0 +1,173 @@
+"""Sizes that a model's inputs leave open: what fills them, and the error for the others."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import keras
+
+from keras_tpu_dist.common.checks import check_counts
+from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.input.batch_axis import element_names, flatten
+
+# What an error writes in the place of open sizes: for texts, for images, for anything above.
+_EXAMPLES = {"time": 512, "image": 224, "count": 8}
+_TEXT_RANK, _IMAGE_RANK = 3, 4
+_ELEMENTS = ("x", "y", "sample_weight")
+
+
+def check_length(caller: str, sequence_length: Any) -> None:
+    """Raises a `ValueError` for a length that is neither `None` nor a number of at least 1.
+
+    Args:
+        caller: The function that got it, for the error.
+        sequence_length: The argument.
+    """
+    if sequence_length is not None:
+        check_counts(caller, sequence_length=sequence_length)
+
+
+def filled(
+    batch: tuple[Any, Any, Any],
+    axes_of: Callable[[Any], list[int | None]],
+    sequence_length: int | None,
+    notes: list[str],
+) -> tuple[Any, Any, Any]:
+    """A batch without open sizes.
+
+    Args:
+        batch: `(x, y, sample_weight)`, of arrays or what has their shape and dtype.
+        axes_of: Gives the dimension of each array that is the batch, as `BatchPlacer.axes`.
+        sequence_length: The size of every open time axis; `None` fills nothing.
+        notes: Gets a line about what was filled.
+
+    Raises:
+        ValueError: If a size is still open, or `sequence_length` has nothing to fill.
+    """
+    data = keras.utils.pack_x_y_sample_weight(*batch)
+    leaves, treedef = flatten(data)
+    names, axes = element_names(_as_elements(data)), axes_of(data)
+    sizes = [_open(leaf, axis) for leaf, axis in zip(leaves, axes)]
+    if not any(sizes):
+        if sequence_length is not None:
+            raise _nothing_to_fill(sequence_length, leaves, names)
+        return batch
+    times = [_is_time(leaf, open_) for leaf, open_ in zip(leaves, sizes)]
+    if sequence_length is not None:
+        shown = [_shown(n, leaf) for n, leaf, time in zip(names, leaves, times) if time]
+        if shown:
+            notes.append(
+                f"sequence_length={sequence_length} is the open size of {', '.join(shown)}"
+            )
+        leaves = [
+            _with_sizes(leaf, open_, sequence_length) if time else leaf
+            for leaf, open_, time in zip(leaves, sizes, times)
+        ]
+    still = [
+        open_ if sequence_length is None or not time else () for open_, time in zip(sizes, times)
+    ]
+    if any(still):
+        raise _open_sizes(treedef, leaves, names, axes, still, sequence_length)
+    return keras.utils.unpack_x_y_sample_weight(jax.tree.unflatten(treedef, leaves))
+
+
+def _as_elements(data: Any) -> Any:
+    """A batch as `element_names` takes it: what stands for `x` alone may be a list."""
+    return data if isinstance(data, tuple) else (data,)
+
+
+def _open(leaf: Any, axis: int | None) -> tuple[int, ...]:
+    """The dimensions of open size, but for the batch."""
+    shape = getattr(leaf, "shape", ())
+    return tuple(i for i, size in enumerate(shape) if size is None and i != axis)
+
+
+def _is_time(leaf: Any, open_: tuple[int, ...]) -> bool:
+    """Whether open dimensions are time: those of texts, frames and masks, not of images."""
+    return bool(open_) and len(leaf.shape) <= _TEXT_RANK
+
+
+def _with_sizes(leaf: Any, open_: tuple[int, ...], size: int) -> Any:
+    shape = tuple(size if i in open_ else n for i, n in enumerate(leaf.shape))
+    if isinstance(leaf, keras.KerasTensor):
+        return keras.KerasTensor(shape, leaf.dtype, name=leaf.name)
+    return jax.ShapeDtypeStruct(shape, leaf.dtype)
+
+
+def _shown(name: str, leaf: Any) -> str:
+    """An array's place in the batch, and its own name if the place does not say it."""
+    own = getattr(leaf, "name", None)
+    if own is None or own.startswith("keras_tensor") or f"'{own}'" in name:
+        return name
+    return f"{name} '{own}'"
+
+
+def _nothing_to_fill(sequence_length: int, leaves: list, names: list[str]) -> ValueError:
+    shapes = ", ".join(f"{n}{tuple(getattr(a, 'shape', ()))}" for n, a in zip(names, leaves))
+    return ValueError(
+        message(
+            "sequence_length fills open sizes of inputs, and none is open.",
+            received=f"sequence_length={sequence_length} for {shapes}.",
+            fix="Leave it out, or give x with the sizes you mean.",
+        )
+    )
+
+
+def _open_sizes(
+    treedef: Any,
+    leaves: list,
+    names: list[str],
+    axes: list[int | None],
+    still: list[tuple[int, ...]],
+    sequence_length: int | None,
+) -> ValueError:
+    found = [
+        f"{_shown(name, leaf)} of shape {tuple(leaf.shape)}"
+        for name, leaf, open_ in zip(names, leaves, still)
+        if open_
+    ]
+    times = any(_is_time(leaf, open_) for leaf, open_ in zip(leaves, still))
+    examples = [_example(leaf, a, open_) for leaf, a, open_ in zip(leaves, axes, still)]
+    data = jax.tree.unflatten(treedef, examples)
+    parts = dict(zip(_ELEMENTS, data if isinstance(data, tuple) else (data,)))
+    with_open = {n.partition("[")[0] for n, open_ in zip(names, still) if open_}
+    paste = ", ".join(f"{n}={_source(part)}" for n, part in parts.items() if n in with_open)
+    length = "sequence_length=512 (in the shell --sequence-length 512), or " if times else ""
+    return ValueError(
+        message(
+            "A dry run compiles for sizes that are known, and a size of an input is open.",
+            received=f"{'; '.join(found)}.",
+            fix=f"Give {length}{paste} with your own sizes.",
+        )
+    )
+
+
+def _example(leaf: Any, axis: int | None, open_: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    shape = list(leaf.shape)
+    for i in open_:
+        images = len(shape) >= _IMAGE_RANK and (len(shape) == _IMAGE_RANK or i > open_[0])
+        kind = "time" if len(shape) <= _TEXT_RANK else "image" if images else "count"
+        shape[i] = _EXAMPLES[kind]
+    if axis is not None and axis < len(shape):
+        shape[axis] = 1
+    return jax.ShapeDtypeStruct(tuple(shape), keras.backend.standardize_dtype(leaf.dtype))
+
+
+def _source(structure: Any) -> str:
+    """A structure of shapes as a line of Python."""
+    if isinstance(structure, jax.ShapeDtypeStruct):
+        return f'jax.ShapeDtypeStruct({structure.shape}, "{structure.dtype}")'
+    if isinstance(structure, Mapping):
+        return f"{{{', '.join(_entries(structure))}}}"
+    if isinstance(structure, (list, tuple)):
+        inner = ", ".join(map(_source, structure))
+        if isinstance(structure, list):
+            return f"[{inner}]"
+        return f"({inner},)" if len(structure) == 1 else f"({inner})"
+    return repr(structure)
+
+
+def _entries(structure: Mapping) -> Iterator[str]:
+    for key, value in structure.items():
+        yield f"{json.dumps(key) if isinstance(key, str) else repr(key)}: {_source(value)}"
