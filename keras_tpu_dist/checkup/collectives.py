@@ -1,0 +1,173 @@
+"""Every collective over every mesh axis, with values that name their sender."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from keras_tpu_dist.checkup.bench import Bench, Job, rows_of, spread
+from keras_tpu_dist.checkup.report import RIGHT, Part, Problem, numbered
+
+SUMS, MOVES = ("all-reduce", "reduce-scatter"), ("all-gather", "all-to-all", "permute")
+# Values of each piece that is sent, so that links carry more than one packet.
+_WIDTH = 256
+
+
+def collectives(bench: Bench) -> Part:
+    """Checks who receives what from whom.
+
+    Args:
+        bench: What parts share.
+    """
+    axes = [name for name, size in bench.mesh.shape.items() if size > 1]
+    if not axes:
+        return Part("collectives", RIGHT, left_out="one device exchanges nothing")
+    problems: list[Problem] = []
+    for axis in axes:
+        for kind in (*SUMS, *MOVES):
+            problems += _over(bench, kind, axis)
+    kinds = ", ".join((*SUMS, *MOVES))
+    end = "" if problems else ": each part comes from its sender"
+    return Part("collectives", RIGHT, f"{kinds} over {', '.join(axes)}{end}", tuple(problems))
+
+
+def _over(bench: Bench, kind: str, axis: str) -> list[Problem]:
+    mesh = bench.mesh
+    size, positions = mesh.shape[axis], _peers(mesh, axis)
+    dtype = "float32" if kind in SUMS else "int32"
+    sent = spread(mesh, lambda i: _sent(kind, i, size, mesh.size))
+    job = Job(kind, axis, dtype)
+    found = rows_of(bench.launches.run(job, _program(kind, mesh, axis), sent))
+    ids = [device.id for device in bench.devices]
+    wrong: dict[str, list] = defaultdict(list)
+    for position, number in enumerate(ids):
+        if number not in found:
+            continue
+        row, peers = found[number][0], positions[position]
+        for text in _differences(kind, row, peers, peers.index(position), ids):
+            wrong[text].append(number)
+    every = bench.agreed(str(job), wrong, _merged)
+    return [_problem(job, text, numbers) for text, numbers in every.items()]
+
+
+def _merged(every: list[dict[str, list[int]]]) -> dict[str, list[int]]:
+    merged: dict[str, list[int]] = defaultdict(list)
+    for one in every:
+        for text, numbers in one.items():
+            merged[text] += numbers
+    return dict(merged)
+
+
+def _problem(job: Job, text: str, numbers: list[int]) -> Problem:
+    blamed, words = text.split("|")
+    to_blame = tuple(sorted(map(int, blamed.split(",")))) if blamed else tuple(sorted(numbers))
+    return Problem(
+        f"{job}: {numbered(numbers)} {words}",
+        "What devices send each other does not arrive as it should: gradients and activations "
+        "over this axis are wrong.",
+        "Check the order of the devices, if you gave one. If it is right, ask your cloud provider "
+        "for another slice: a link or a chip is faulty.",
+        to_blame,
+        job.axis,
+    )
+
+
+def _peers(mesh: Mesh, axis: str) -> list[list[int]]:
+    """For each position of the mesh, those along an axis through it, in their order."""
+    places = np.arange(mesh.size).reshape(mesh.devices.shape)
+    groups = np.moveaxis(places, mesh.axis_names.index(axis), -1)
+    of = {int(i): list(map(int, g)) for g in groups.reshape(-1, groups.shape[-1]) for i in g}
+    return [of[i] for i in range(mesh.size)]
+
+
+def _sent(kind: str, position: int, size: int, number: int) -> np.ndarray:
+    """What a device sends: `size` pieces.
+
+    To sums a device adds 1, 2, ... for its pieces, at its own place of those of all devices. What
+    is moved has the number of its sender and piece; 0 is nobody's.
+    """
+    if kind in SUMS:
+        row = np.zeros((size, max(number, _WIDTH)), np.float32)
+        row[:, position] = np.arange(1, size + 1)
+        return row
+    pieces = position * size + np.arange(size, dtype=np.int32) + 1
+    return np.broadcast_to(pieces[:, None], (size, _WIDTH)).copy()
+
+
+def _program(kind: str, mesh: Mesh, axis: str) -> Any:
+    size = mesh.shape[axis]
+    around = [(i, (i + 1) % size) for i in range(size)]
+
+    def exchange(x):
+        x = x[0]
+        if kind == "all-reduce":
+            return lax.psum(x, axis)[None]
+        if kind == "reduce-scatter":
+            return lax.psum_scatter(x, axis)[None]
+        if kind == "all-gather":
+            return lax.all_gather(x[0], axis)[None]
+        if kind == "all-to-all":
+            return lax.all_to_all(x, axis, 0, 0)[None]
+        return lax.ppermute(x[0], axis, around)[None]
+
+    spec = PartitionSpec(mesh.axis_names)
+    exchanged = jax.shard_map(exchange, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    return jax.jit(exchanged)
+
+
+def _differences(
+    kind: str, row: np.ndarray, peers: list[int], place: int, ids: list[int]
+) -> Iterator[str]:
+    """What a device lacks or has too much: the devices to blame, a bar, and words."""
+    if kind in SUMS:
+        pieces = np.arange(1, len(peers) + 1) if kind == "all-reduce" else [place + 1]
+        yield from _of_sum(np.atleast_2d(row), pieces, peers, ids)
+        return
+    size = len(peers)
+    if kind == "permute":
+        expected = [peers[place - 1] * size + 1]
+    elif kind == "all-gather":
+        expected = [peer * size + 1 for peer in peers]
+    else:
+        expected = [peer * size + place + 1 for peer in peers]
+    for value, values in zip(expected, np.atleast_2d(row), strict=True):
+        other = values[values != value]
+        if other.size:
+            yield _of_move(int(other[0]), value, size, ids)
+
+
+def _of_sum(
+    rows: np.ndarray, pieces: Any, peers: list[int], ids: list[int]
+) -> Iterator[str]:
+    expected = np.zeros_like(rows)
+    expected[:, peers] = np.asarray(pieces)[:, None]
+    for slot in sorted({int(n) for n in np.nonzero(rows != expected)[1]}):
+        if slot >= len(ids):
+            yield "|got values that no device sent"
+            continue
+        row = int(np.nonzero(rows[:, slot] != expected[:, slot])[0][0])
+        found, wanted, who = rows[row, slot], expected[row, slot], ids[slot]
+        if wanted == 0:
+            yield f"{who}|got a part of device {who}, which is not along this axis"
+        elif found == 0:
+            yield f"{who}|lacks the part of device {who}"
+        elif found == 2 * wanted:
+            yield f"{who}|got the part of device {who} twice"
+        else:
+            yield f"{who}|got {found:g} in the place of {wanted:g} from device {who}"
+
+
+def _of_move(found: int, expected: int, size: int, ids: list[int]) -> str:
+    wanted, piece = ids[(expected - 1) // size], (expected - 1) % size
+    if found == 0:
+        return f"{wanted}|got nothing from device {wanted}"
+    if not 0 < found <= size * len(ids):
+        return f"|got {found}, which no device sent, in the place of what device {wanted} sent"
+    sender, other = ids[(found - 1) // size], (found - 1) % size
+    if sender == wanted:
+        return f"{wanted}|got piece {other} of device {wanted} in the place of its piece {piece}"
+    return f"|got what device {sender} sent in the place of what device {wanted} sent"

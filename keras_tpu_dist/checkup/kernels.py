@@ -1,0 +1,216 @@
+"""Recurrent layers and attention against their references, forward and gradient."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+
+from keras_tpu_dist import _keras, layers
+from keras_tpu_dist.attention.dispatch import dot_product_attention
+from keras_tpu_dist.checkup.bench import Bench, Job
+from keras_tpu_dist.checkup.bounds import gap, largest, tolerance
+from keras_tpu_dist.checkup.report import RIGHT, Part, Problem, numbered
+from keras_tpu_dist.common.axes import named_sharding
+from keras_tpu_dist.input.position import random_numbers, set_random_numbers
+from keras_tpu_dist.partitioner import Jitted
+from keras_tpu_dist.processes.arrays import put
+
+_LAYERS = ("LSTM", "GRU", "SimpleRNN")
+
+
+def recurrent(bench: Bench) -> Part:
+    """Compares this package's recurrent layers with Keras's, on one device.
+
+    Args:
+        bench: What parts share.
+    """
+    problems: list[Problem] = []
+    gaps: dict[str, float] = {}
+    for name in _LAYERS:
+        with _aside():
+            found = _recurrent(bench, name)
+        problems += _judged(bench, f"{name} layer", found, gaps)
+    words = _words("LSTM, GRU, SimpleRNN, forward and gradient", "Keras's", gaps, problems)
+    return Part("recurrent", RIGHT, words, tuple(problems), gaps)
+
+
+def attention(bench: Bench) -> Part:
+    """Compares this package's attention with the formula, on one device.
+
+    Args:
+        bench: What parts share.
+    """
+    problems: list[Problem] = []
+    gaps: dict[str, float] = {}
+    for words, causal in (("attention", False), ("causal attention", True)):
+        problems += _judged(bench, words, _attention(bench, words, causal), gaps)
+    words = _words("with a mask, and causal, forward and gradient", "the formula", gaps, problems)
+    return Part("attention", RIGHT, words, tuple(problems), gaps)
+
+
+Found = Iterator[tuple[str, jax.Array, np.ndarray]]
+
+
+def _recurrent(bench: Bench, name: str) -> Found:
+    """Results of a layer and of Keras's own with the same weights."""
+    on_tpu = bench.platform == "tpu"
+    units, rows = (128, 8) if on_tpu else (16, 2)
+    shape = (rows * bench.strategy.num_replicas_in_sync, 7, 12)
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=shape).astype(np.float32)
+    stock = getattr(keras.layers, name)(units, return_sequences=True, dtype="float32")
+    stock.build(shape)
+    weights = [0.3 * rng.normal(size=v.shape).astype(np.float32) for v in stock.weights]
+    with bench.strategy.scope():
+        ours = getattr(layers, name)(units, return_sequences=True, dtype="float32")
+        ours.build(shape)
+        run, rest = _with_gradient(ours)
+        layout = bench.strategy.placer.sharding(0)
+        found = _on_mesh(bench, name, run, (weights, rest, x), layout)
+    run, rest = _with_gradient(stock)
+    return zip(_results(ours), found, _alone(bench, run, weights, rest, x), strict=True)
+
+
+def _results(layer: Any) -> list[str]:
+    return ["the output", *(f"the gradient of {v.name}" for v in layer.weights), "that of the input"]
+
+
+def _with_gradient(layer: Any) -> tuple[Callable, list]:
+    """A function of weights, other variables and input that returns all that is compared."""
+    rest = [np.asarray(v) for v in layer.non_trainable_variables]
+
+    def run(weights, rest, x):
+        def loss(weights, x):
+            y, _ = layer.stateless_call(weights, rest, x)
+            return jnp.sum(y * jnp.cos(jnp.arange(y.size, dtype=y.dtype).reshape(y.shape))), y
+
+        (_, y), (of_weights, of_x) = jax.value_and_grad(loss, (0, 1), has_aux=True)(weights, x)
+        return (y, *of_weights, of_x)
+
+    return run, rest
+
+
+def _attention(bench: Bench, words: str, causal: bool) -> Found:
+    on_tpu = bench.platform == "tpu"
+    replicas = bench.strategy.num_replicas_in_sync
+    time, width = (512, 64) if on_tpu else (24, 8)
+    rng = np.random.default_rng(1)
+    arrays = [rng.normal(size=(replicas, time, 2, width)).astype(np.float32) for _ in range(3)]
+    mask = rng.uniform(size=(replicas, 1, 1, time)) < 0.8
+    mask[..., 0] = True
+
+    def ours(query, key, value, mask):
+        return dot_product_attention(
+            query,
+            key,
+            value,
+            mask=mask,
+            mesh=bench.mesh,
+            data_axes=bench.strategy.data_axes,
+            is_causal=causal,
+        )
+
+    def formula(query, key, value, mask):
+        logits = jnp.einsum("bthd,bshd->bhts", query, key) / np.sqrt(width)
+        seen = mask & jnp.tril(jnp.ones((time, time), bool)) if causal else mask
+        weights = jax.nn.softmax(jnp.where(seen, logits, -1e30), axis=-1)
+        return jnp.einsum("bhts,bshd->bthd", weights, value)
+
+    def with_gradient(attend):
+        def loss(arrays, mask):
+            y = attend(*arrays, mask)
+            return jnp.sum(y * jnp.cos(jnp.arange(y.size, dtype=y.dtype).reshape(y.shape))), y
+
+        def run(arrays, mask):
+            (_, y), grads = jax.value_and_grad(loss, has_aux=True)(arrays, mask)
+            return (y, *grads)
+
+        return run
+
+    layout = bench.strategy.placer.sharding(0)
+    with _quiet():
+        found = _on_mesh(bench, words, with_gradient(ours), (arrays, mask), layout, split=True)
+    names = ["the output", *(f"the gradient of the {n}" for n in ("query", "key", "value"))]
+    return zip(names, found, _alone(bench, with_gradient(formula), arrays, mask), strict=True)
+
+
+def _on_mesh(
+    bench: Bench, words: str, run: Callable, args: tuple, layout: Any, split: bool = False
+) -> tuple:
+    """The results of a function on the mesh; its last argument, or all, split by rows."""
+    whole = named_sharding(bench.mesh)
+    layouts = [jax.tree.map(lambda _: layout if split else whole, each) for each in args[:-1]]
+    layouts.append(jax.tree.map(lambda _: layout, args[-1]))
+    leaves, structure = jax.tree.flatten(args)
+    placed = jax.tree.unflatten(structure, put(leaves, jax.tree.leaves(layouts)))
+    program = Jitted(run, bench.mesh, lambda *_: tuple(layouts), out_shardings=whole)
+    return bench.launches.run(Job(words), program, *placed)
+
+
+def _alone(bench: Bench, run: Callable, *args: Any) -> list[np.ndarray]:
+    """The same on one device, in full precision."""
+    with jax.default_device(bench.local[0]), jax.default_matmul_precision("highest"):
+        return [np.asarray(each) for each in jax.jit(run)(*args)]
+
+
+def _judged(
+    bench: Bench, words: str, results: Found, gaps: dict[str, float]
+) -> Iterator[Problem]:
+    allowed = tolerance(bench.platform)
+    for name, found, expected in results:
+        scale = largest(expected)
+        mine = {
+            part.device.id: gap(part.data, expected[part.index], scale)
+            for part in found.addressable_shards
+        }
+        every = bench.by_device(f"{words}, {name}", mine)
+        gaps[words] = max(gaps.get(words, 0.0), *every.values())
+        wrong = sorted(n for n, off in every.items() if off > allowed)
+        if wrong:
+            worst = max(every[n] for n in wrong)
+            yield Problem(
+                f"{numbered(wrong)}: {name} of the {words} is {worst:.1e} off the reference, where "
+                f"rounding explains {allowed:.0e}",
+                "The kernel, or the compiler's program for it, is wrong for this chip."
+                if len(wrong) == len(every)
+                else "These devices compute wrongly, or got what belongs to others.",
+                "Use Keras's own: keras.layers, or keras.config.disable_flash_attention(); and "
+                "report it with the output of `ktd --version`."
+                if len(wrong) == len(every)
+                else "Leave them out, TPUStrategy(devices=[...]), and ask for another host.",
+                tuple(wrong),
+            )
+
+
+def _words(what: str, reference: str, gaps: dict[str, float], problems: list) -> str:
+    if problems or not gaps:
+        return f"{what}, against {reference}"
+    return f"{what}: as {reference} within {max(gaps.values()):.0e}"
+
+
+@contextmanager
+def _aside() -> Iterator[None]:
+    """Layers made within leave neither names nor random numbers of the program changed."""
+    numbers = random_numbers()
+    with _keras.fresh_names(), _quiet():
+        try:
+            yield
+        finally:
+            set_random_numbers(numbers)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Notices of which path a layer takes are for the user's own layers."""
+    logger = logging.getLogger("keras_tpu_dist")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

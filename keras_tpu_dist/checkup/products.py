@@ -1,0 +1,228 @@
+"""Products of matrices: as precise as they should be, on each device, twice the same bits."""
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from keras_tpu_dist.checkup.bench import Bench, Job, odd_ones, rows_of, same_bits, spread
+from keras_tpu_dist.checkup.report import RIGHT, Part, Problem, numbered
+
+# Unit roundoffs: half of the distance between neighbours, relative.
+_U16, _U32 = 2.0**-8, 2.0**-24
+# What the operands of a float32 product lose, by platform and precision. On TPU a product is made
+# of bfloat16 ones: "default" rounds both operands once; "high" ("bfloat16_3x") keeps 16 bits of
+# each in two parts and leaves out the product of the small parts; "highest" ("bfloat16_6x",
+# "float32") keeps 24 in three parts. Sources: the documentation of `jax_default_matmul_precision`
+# and `jax.lax.Precision` ("On TPU ... bfloat16 ... three passes ... six passes"); Henry, Tang,
+# Heinecke, "Leveraging the bfloat16 artificial intelligence datatype for higher-precision
+# computations", 2019, for what is lost by parts. On GPU the default may be TF32, of 11 bits.
+_LOST = {
+    ("tpu", "default"): 2 * _U16 + _U16**2,
+    ("tpu", "high"): 4 * _U16**2,
+    ("tpu", "highest"): 8 * _U16**3,
+    ("gpu", "default"): 2 * 2.0**-11,
+    ("gpu", "high"): 2 * 2.0**-11,
+}
+# Names that `jax.default_matmul_precision` takes.
+_WORDS = {
+    "default": "default",
+    "fastest": "default",
+    "bfloat16": "default",
+    "tensorfloat32": "high",
+    "high": "high",
+    "bfloat16_3x": "high",
+    "highest": "highest",
+    "float32": "highest",
+    "bfloat16_6x": "highest",
+}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of product.
+
+    Args:
+        words: How it is called.
+        dtype: The operands' dtype.
+        result: The result's dtype.
+        precision: A `jax.lax.Precision`, or `None` for what is configured.
+        lost: What the operands lose, relative; 0 where they are taken as they are.
+        exact: Whether the result is exact, as that of whole numbers is.
+    """
+
+    words: str
+    dtype: str
+    result: str
+    precision: Any = None
+    lost: float = 0.0
+    exact: bool = False
+
+    def allowed(self, terms: int) -> float:
+        """The most that a result may be off, relative to the product of absolute values.
+
+        Sums of float32 are off by no more than their number times the unit roundoff, in whatever
+        order they are made: Higham, "Accuracy and stability of numerical algorithms", 3.1.
+
+        Args:
+            terms: Terms of each sum.
+        """
+        return 0.0 if self.exact else self.lost + (terms + 2) * _U32
+
+
+def kinds(platform: str) -> list[Kind]:
+    """The products that are checked.
+
+    Args:
+        platform: `"tpu"`, `"cpu"` or `"gpu"`.
+    """
+    said = _WORDS.get(str(jax.config.jax_default_matmul_precision or "default"), "default")
+    lost = _LOST.get((platform, said), 0.0)
+    passes = {"default": "1 bfloat16 pass", "high": "3 passes", "highest": "6 passes"}[said]
+    words = f"float32 ({passes})" if platform == "tpu" else "float32"
+    found = [Kind(words, "float32", "float32", None, lost)]
+    if platform != "cpu":
+        highest = _LOST.get((platform, "highest"), 0.0)
+        exact = lax.Precision.HIGHEST
+        found.append(Kind("float32 (highest)", "float32", "float32", exact, highest))
+    found.append(Kind("bfloat16", "bfloat16", "float32"))
+    found.append(Kind("int8", "int8", "int32", exact=True))
+    return found
+
+
+def products(bench: Bench) -> Part:
+    """Compares a product in each dtype, on each device, with float64 on the host.
+
+    Args:
+        bench: What parts share.
+    """
+    size = 512 if bench.platform == "tpu" else 192
+    problems: list[Problem] = []
+    figures: dict[str, Any] = {}
+    for kind in kinds(bench.platform):
+        worst, found = _of_kind(bench, kind, size)
+        problems += found
+        figures[kind.words] = {"largest error": worst, "allowed": kind.allowed(size)}
+    names = ", ".join(figures)
+    words = f"{names}: as float64 within rounding, twice the same bits, and on all devices"
+    if problems:
+        words = f"{names} against float64, twice, on every device"
+    return Part("products", RIGHT, words, tuple(problems), figures)
+
+
+def _of_kind(bench: Bench, kind: Kind, size: int) -> tuple[float, list[Problem]]:
+    rng = np.random.default_rng(0)
+    a, b = (_drawn(rng, kind.dtype, size) for _ in range(2))
+    mesh = bench.row
+    arrays = [spread(mesh, lambda _, of=each: of) for each in (a, b)]
+    program, job = _program(mesh, kind), Job("product", dtype=kind.words)
+    first, second = (rows_of(bench.launches.run(job, program, *arrays)) for _ in range(2))
+    wide = [np.asarray(each, np.float64) for each in (a, b)]
+    exact, scale = wide[0] @ wide[1], np.abs(wide[0]) @ np.abs(wide[1])
+    errors = {
+        number: _error(row[0], exact, scale) for number, row in first.items()
+    }
+    marks = {number: zlib.crc32(row.tobytes()) for number, row in first.items()}
+    unsteady = [n for n, row in first.items() if not same_bits(row, second[n])]
+    errors = bench.by_device(f"errors in {kind.words}", errors)
+    marks = bench.by_device(f"bits in {kind.words}", marks)
+    unsteady = [n for n, _ in bench.by_device(
+        f"repeats in {kind.words}", dict.fromkeys(unsteady, True)).items()]
+    return max(errors.values()), list(_problems(kind, kind.allowed(size), errors, marks, unsteady))
+
+
+def _error(found: np.ndarray, exact: np.ndarray, scale: np.ndarray) -> float:
+    off = np.abs(np.asarray(found, np.float64) - exact) / scale
+    return float(np.max(off)) if np.all(np.isfinite(off)) else float("inf")
+
+
+def _drawn(rng: np.random.Generator, dtype: str, size: int) -> np.ndarray:
+    if dtype == "int8":
+        return rng.integers(-127, 128, (size, size)).astype(np.int8)
+    return rng.normal(size=(size, size)).astype(jax.numpy.dtype(dtype))
+
+
+def _program(mesh: Any, kind: Kind) -> Any:
+    def product(a, b):
+        return lax.dot_general(
+            a[0],
+            b[0],
+            (((1,), (0,)), ((), ())),
+            precision=kind.precision,
+            preferred_element_type=kind.result,
+        )[None]
+
+    spec = PartitionSpec("device")
+    return jax.jit(jax.shard_map(product, mesh=mesh, in_specs=(spec, spec), out_specs=spec))
+
+
+def _problems(
+    kind: Kind,
+    allowed: float,
+    errors: dict[int, float],
+    marks: dict[int, int],
+    unsteady: list[int],
+) -> Iterator[Problem]:
+    if unsteady:
+        yield corrupts(f"the same product in {kind.words}", unsteady)
+    wrong = sorted(n for n, error in errors.items() if error > allowed)
+    if wrong:
+        worst = max(errors[n] for n in wrong)
+        yield _imprecise(kind, allowed, wrong, worst, everywhere=len(wrong) == len(errors))
+    odd = [n for n in odd_ones(marks) if n not in wrong and n not in unsteady]
+    if odd:
+        yield Problem(
+            f"{numbered(odd)}: the product in {kind.words} has other bits than on the other "
+            "devices, all within rounding",
+            "The devices do not compute alike: another chip, or a compiler that chose otherwise. "
+            "Replicated weights drift apart.",
+            "Leave these devices out, TPUStrategy(devices=[...]), or report them.",
+            tuple(odd),
+        )
+
+
+def _imprecise(
+    kind: Kind, allowed: float, wrong: list[int], worst: float, everywhere: bool
+) -> Problem:
+    lower = worst <= 2 * _U16 + _U16**2 and not kind.exact
+    like = ", which is what operands rounded to bfloat16 give" if lower else ""
+    off = "" if worst == float("inf") else f" {worst:.1e}"
+    what = (
+        f"{numbered(wrong)}: the product in {kind.words} is{off or ' not finite,'} off float64, "
+        f"where rounding explains {allowed:.1e}{like}"
+    )
+    if everywhere:
+        return Problem(
+            what,
+            "All devices do: a setting or the compiler, not a chip."
+            + (" Products are computed in a lower precision than asked for." if lower else ""),
+            "Look for XLA_FLAGS, LIBTPU_INIT_ARGS and jax_default_matmul_precision; try another "
+            "jaxlib or libtpu.",
+            tuple(wrong),
+        )
+    return Problem(
+        what,
+        "Its arithmetic is wrong: what it computes spoils all weights within a step.",
+        "Leave it out, TPUStrategy(devices=[...]), and ask your cloud provider for another host.",
+        tuple(wrong),
+    )
+
+
+def corrupts(what: str, devices: list[int]) -> Problem:
+    """Silent data corruption: a device gives other bits when it computes again.
+
+    Args:
+        what: What it computed.
+        devices: The numbers of the devices.
+    """
+    return Problem(
+        f"{numbered(devices)}: {what}, computed twice, has different bits",
+        "Silent data corruption: the chip or its memory is faulty.",
+        "Leave it out, TPUStrategy(devices=[...]), and ask your cloud provider for another host.",
+        tuple(devices),
+    )

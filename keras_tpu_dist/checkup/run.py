@@ -1,0 +1,148 @@
+"""Runs the parts of a check one after the other, within a time, the same in all processes."""
+
+import importlib.metadata
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from keras_tpu_dist.checkup.bench import Bench, HangError, Launches
+from keras_tpu_dist.checkup.collectives import collectives
+from keras_tpu_dist.checkup.kernels import attention, recurrent
+from keras_tpu_dist.checkup.products import products
+from keras_tpu_dist.checkup.randoms import random_numbers
+from keras_tpu_dist.checkup.repairs import partitioner
+from keras_tpu_dist.checkup.report import RIGHT, Check, Part, Problem, joined
+from keras_tpu_dist.processes.encoding import PeerError
+from keras_tpu_dist.show.progress import stages
+from keras_tpu_dist.training.protocol import Strategy
+
+_VERSIONS = ("keras_tpu_dist", "keras", "jax", "jaxlib", "libtpu")
+
+
+@dataclass(frozen=True)
+class Step:
+    """A part that is to run.
+
+    Args:
+        name: Its name.
+        kind: `"right"` or `"fast"`.
+        run: Runs it.
+        seconds: What it takes at most, about; it is left out if less is left.
+    """
+
+    name: str
+    kind: str
+    run: Callable[[Bench], Part]
+    seconds: float
+
+
+def steps() -> list[Step]:
+    """The parts, in their order."""
+    return [
+        Step("products", RIGHT, products, 10.0),
+        Step("collectives", RIGHT, collectives, 20.0),
+        Step("random numbers", RIGHT, random_numbers, 10.0),
+        Step("recurrent", RIGHT, recurrent, 20.0),
+        Step("attention", RIGHT, attention, 10.0),
+        Step("partitioner", RIGHT, partitioner, 20.0),
+    ]
+
+
+def run_check(
+    strategy: Strategy,
+    todo: Sequence[Step],
+    minutes: float,
+    launches: Launches | None = None,
+    only: Iterable[str] | None = None,
+) -> Check:
+    """Runs parts of a check.
+
+    Args:
+        strategy: The strategy.
+        todo: The parts.
+        minutes: The time that there is.
+        launches: Starts programs; tests give one with faulty devices.
+        only: Names of parts that are to run; by default all.
+    """
+    bench = Bench(strategy, launches or Launches(), minutes)
+    wanted = [step for step in todo if only is None or step.name in set(only)]
+    parts: list[Part] = []
+    hangs = ""
+    with stages("check", len(wanted)) as begin:
+        for step in wanted:
+            begin(step.name)
+            part = _left_out(step, hangs) if hangs else _run(bench, step)
+            hangs = hangs or _hang_of(part)
+            parts.append(part)
+    return Check(
+        device_kind=bench.devices[0].device_kind,
+        platform=bench.platform,
+        mesh=tuple(bench.mesh.shape.items()),
+        processes=strategy.num_hosts,
+        minutes=minutes,
+        seconds=time.monotonic() - bench.began,
+        parts=tuple(parts),
+        versions=tuple(_versions()),
+    )
+
+
+def _run(bench: Bench, step: Step) -> Part:
+    """A part as all processes found it, or left out in all of them."""
+    left = bench.agreed(f"time for {step.name}", bench.left_s, min)
+    if left < step.seconds:
+        return _left_out(
+            step, f"it may take {step.seconds:.0f} s, and {max(left, 0):.0f} s were left"
+        )
+    begin = time.monotonic()
+    try:
+        part = step.run(bench)
+    except PeerError:
+        raise
+    except Exception as error:
+        part = Part(step.name, step.kind, "ended with an error", (_raised(step, error),))
+    part = replace(part, seconds=time.monotonic() - begin)
+    if bench.strategy.placer.is_local:
+        return part
+
+    def one_of(every: list[dict[str, Any]]) -> dict[str, Any]:
+        return joined([Part.of_dict(each) for each in every]).to_dict()
+
+    return Part.of_dict(bench.agreed(f"the result of {step.name}", part.to_dict(), one_of))
+
+
+def _left_out(step: Step, why: str) -> Part:
+    return Part(step.name, step.kind, left_out=why)
+
+
+def _hang_of(part: Part) -> str:
+    """Why nothing can run after a part, or `""`."""
+    hangs = any("did not end" in problem.what for problem in part.problems)
+    return f"{part.name} hangs, and so would everything after it" if hangs else ""
+
+
+def _raised(step: Step, error: Exception) -> Problem:
+    lines = str(error).splitlines() or [""]
+    if isinstance(error, HangError):
+        return Problem(
+            lines[0],
+            "Devices wait for one that does not come: a link or a chip is down, or a process runs "
+            "another program.",
+            "End this process. Look whether all processes of the pod run; restart the slice.",
+        )
+    return Problem(
+        f"{type(error).__name__}: {lines[0][:300]}",
+        f"{step.name} cannot run here.",
+        "If the error names no mistake of yours, report it with the output of `ktd --version`.",
+    )
+
+
+def _versions() -> Iterable[tuple[str, str]]:
+    for name in _VERSIONS:
+        try:
+            yield name, importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    yield "devices", str(jax.device_count())
