@@ -304,13 +304,13 @@ def _borrowed(model: keras.Model, strategy: Strategy) -> Iterator[None]:
         try:
             with strategy.scope(), _keras.abstract_variables():
                 if optimizer is not None and not optimizer.built:
-                    model.optimizer = _fresh(optimizer)
+                    model.optimizer = fresh_optimizer(optimizer)
                 yield
         finally:
             model.optimizer = optimizer
 
 
-def _fresh(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+def fresh_optimizer(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
     """A copy to build, whatever arguments its class takes: of its lists and variables alone."""
     # Not from its config: an optimizer of a user's own may have none, or take other arguments.
     copied = object.__new__(type(optimizer))
@@ -318,7 +318,7 @@ def _fresh(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
     memo[id(optimizer)] = copied
     for value in vars(optimizer).values():
         if isinstance(value, keras.optimizers.Optimizer):
-            memo[id(value)] = _fresh(value)
+            memo[id(value)] = fresh_optimizer(value)
         elif isinstance(value, keras.Layer):
             memo[id(value)] = value
     vars(copied).update(copy.deepcopy(vars(optimizer), memo))

@@ -1,0 +1,136 @@
+"""The batch that a user's step is checked with: what was given, or drawn."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+
+from keras_tpu_dist import _keras
+from keras_tpu_dist.dryrun.inputs import symbolic
+from keras_tpu_dist.input.batch_axis import flatten
+from keras_tpu_dist.input.batches import BatchPlacer
+from keras_tpu_dist.training.protocol import Strategy
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the caller says of the batch.
+
+    Args:
+        x: Inputs, or their shapes, or `None` for what the model declares.
+        y: Targets, likewise.
+        sample_weight: Sample weights.
+        batch_size: Rows of all devices together, or `None`.
+    """
+
+    x: Any = None
+    y: Any = None
+    sample_weight: Any = None
+    batch_size: int | None = None
+
+    def rows(self, strategy: Strategy) -> int:
+        """Rows of the batch: one more than two for each part, so that they do not divide.
+
+        Args:
+            strategy: The strategy.
+        """
+        if self.batch_size is not None:
+            return self.batch_size
+        parts = strategy.num_replicas_in_sync
+        few = [
+            leaf.shape[0]
+            for leaf in jax.tree.leaves((self.x, self.y))
+            if not isinstance(leaf, jax.ShapeDtypeStruct) and getattr(leaf, "shape", ())
+        ]
+        return max(min([2 * parts + (parts > 1), *few]), parts)
+
+    def by_name(self) -> dict[str, Any]:
+        """As dry runs take it."""
+        return {"x": self.x, "y": self.y, "sample_weight": self.sample_weight}
+
+
+def values(model: keras.Model, described: tuple, given: Given, placer: BatchPlacer) -> Any:
+    """A batch on the host, `(x, y, sample_weight)` or shorter, as a step gets it.
+
+    Args:
+        model: The model.
+        described: The batch as `jax.ShapeDtypeStruct`, by `dryrun.inputs.described_batch`.
+        given: What the caller gave; what is missing is drawn.
+        placer: Knows which dimension is the batch.
+    """
+    rng = np.random.default_rng(0)
+    classes = _classes(model, described)
+    wanted = keras.utils.pack_x_y_sample_weight(*described)
+    parts = keras.utils.pack_x_y_sample_weight(*_drawn(rng, model, described, classes))
+    own = (given.x, given.y, given.sample_weight)
+    if any(_has_values(each) for each in own):
+        kept = [g if _has_values(g) else d for g, d in zip(own, _drawn(rng, model, described, classes))]
+        parts = keras.utils.pack_x_y_sample_weight(*kept)
+    shapes, structure = flatten(wanted)
+    leaves = [
+        _cut(leaf, shape, axis)
+        for leaf, shape, axis in zip(flatten(parts)[0], shapes, placer.axes(wanted), strict=True)
+    ]
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _has_values(part: Any) -> bool:
+    leaves = jax.tree.leaves(part)
+    return bool(leaves) and not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
+
+
+def _cut(leaf: Any, shape: jax.ShapeDtypeStruct, axis: int | None) -> np.ndarray:
+    array = np.asarray(leaf)
+    if axis is not None and axis < array.ndim:
+        array = np.take(array, np.arange(shape.shape[axis]) % array.shape[axis], axis)
+    return array.astype(shape.dtype)
+
+
+def _drawn(rng: Any, model: keras.Model, described: tuple, classes: list[int]) -> tuple:
+    x, y, weight = described
+    tokens = _tokens(model)
+    paths, structure = jax.tree_util.tree_flatten_with_path(x)
+    named = [(jax.tree_util.keystr(path).lower(), leaf) for path, leaf in paths]
+    inputs = jax.tree.unflatten(structure, [_input(rng, leaf, tokens, name) for name, leaf in named])
+    leaves, structure = jax.tree.flatten(y)
+    targets = [_target(rng, leaf, n) for leaf, n in zip(leaves, classes or [2] * len(leaves))]
+    weights = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), weight)
+    return inputs, jax.tree.unflatten(structure, targets), weights
+
+
+def _input(rng: Any, leaf: jax.ShapeDtypeStruct, tokens: int, name: str) -> np.ndarray:
+    kind = np.dtype(leaf.dtype).kind
+    if "mask" in name or kind == "b":
+        return np.ones(leaf.shape, leaf.dtype)
+    if kind in "iu":
+        bound = 256 if leaf.dtype == np.uint8 else tokens
+        return rng.integers(0, bound, leaf.shape).astype(leaf.dtype)
+    return rng.normal(size=leaf.shape).astype(leaf.dtype)
+
+
+def _target(rng: Any, leaf: jax.ShapeDtypeStruct, classes: int) -> np.ndarray:
+    if np.dtype(leaf.dtype).kind in "iu":
+        return rng.integers(0, max(classes, 1), leaf.shape).astype(leaf.dtype)
+    return rng.uniform(size=leaf.shape).astype(leaf.dtype)
+
+
+def _tokens(model: keras.Model) -> int:
+    """Tokens that every embedding of a model has."""
+    sizes = [
+        layer.input_dim
+        for layer in _keras.flatten_layers(model)
+        if isinstance(layer, keras.layers.Embedding)
+    ]
+    return min([*sizes, math.inf]) if sizes else 2  # pyright: ignore
+
+
+def _classes(model: keras.Model, described: tuple) -> list[int]:
+    """The last dimension of each output."""
+    targets = jax.tree.leaves(described[1])
+    outputs = jax.tree.leaves(_keras.output_spec(model, symbolic(described[0])))
+    if len(outputs) != len(targets):
+        return []
+    return [int(o.shape[-1] or 1) if o.shape else 1 for o in outputs]
