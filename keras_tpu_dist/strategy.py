@@ -8,6 +8,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist import attention as attention  # declares what it replaces in Keras
+from keras_tpu_dist.checkup.method import Checks
 from keras_tpu_dist.common import tensorflow_names
 from keras_tpu_dist.common.checks import check_counts, check_flags, check_text, known_words
 from keras_tpu_dist.common.errors import message
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class TPUStrategy(
-    TensorFlowNames, ReplicaCode, LogicalDevices, DryRuns, keras.distribution.ModelParallel
+    TensorFlowNames, ReplicaCode, LogicalDevices, DryRuns, Checks, keras.distribution.ModelParallel
 ):
     """Trains a plain Keras model on a mesh of TPU chips, exactly as on one device.
 

@@ -539,6 +539,14 @@ ROWS: dict[str, Row] = {
         lambda: {"build": made, "strategy": described(), "batch_size": 8},
         {"strategy": STRATEGY, "effort": word("quik"), **OF_DRY_RUNS},
     ),
+    "TPUStrategy.check": Row(
+        lambda **k: strategy().check(**{"minutes": 1e-6, **k}),
+        dict,
+        {
+            **{"model": MODEL[1:], "minutes": SECONDS, "batch_size": COUNT_OR_NONE},
+            **dict.fromkeys(("x", "y", "sample_weight"), "any structure of arrays"),
+        },
+    ),
     "TPUStrategy.dry_run": Row(
         lambda **k: described().dry_run(**k),
         lambda: {"model": made, "batch_size": 8},

@@ -47,6 +47,14 @@ PACKAGES = {
     "dryrun": {*BASE, "hardware", "hlo", "input", "layout", "show", "trace", "training"},
     "callbacks": {*BASE, "checkpoint", "input", "processes", "training"},
 }
+PACKAGES["checkup"] = {
+    *PACKAGES["dryrun"],
+    "attention",
+    "dryrun",
+    "layers",
+    "partitioner",
+    "processes",
+}
 PACKAGES["strategy"] = {*PACKAGES} - {"recurrence", "layers", "callbacks", "checkpoint", "freezing"}
 PACKAGES["searches"] = {*PACKAGES["dryrun"], "dryrun", "memory", "strategy"}
 PACKAGES["shell"] = {*PACKAGES}

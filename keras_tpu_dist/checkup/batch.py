@@ -52,6 +52,9 @@ class Given:
         return {"x": self.x, "y": self.y, "sample_weight": self.sample_weight}
 
 
+NOTHING = Given()
+
+
 def values(model: keras.Model, described: tuple, given: Given, placer: BatchPlacer) -> Any:
     """A batch on the host, `(x, y, sample_weight)` or shorter, as a step gets it.
 
@@ -64,11 +67,10 @@ def values(model: keras.Model, described: tuple, given: Given, placer: BatchPlac
     rng = np.random.default_rng(0)
     classes = _classes(model, described)
     wanted = keras.utils.pack_x_y_sample_weight(*described)
-    parts = keras.utils.pack_x_y_sample_weight(*_drawn(rng, model, described, classes))
     own = (given.x, given.y, given.sample_weight)
-    if any(_has_values(each) for each in own):
-        kept = [g if _has_values(g) else d for g, d in zip(own, _drawn(rng, model, described, classes))]
-        parts = keras.utils.pack_x_y_sample_weight(*kept)
+    drawn = _drawn(rng, model, described, classes)
+    kept = [g if _has_values(g) else d for g, d in zip(own, drawn, strict=True)]
+    parts = keras.utils.pack_x_y_sample_weight(*kept)
     shapes, structure = flatten(wanted)
     leaves = [
         _cut(leaf, shape, axis)
@@ -94,7 +96,9 @@ def _drawn(rng: Any, model: keras.Model, described: tuple, classes: list[int]) -
     tokens = _tokens(model)
     paths, structure = jax.tree_util.tree_flatten_with_path(x)
     named = [(jax.tree_util.keystr(path).lower(), leaf) for path, leaf in paths]
-    inputs = jax.tree.unflatten(structure, [_input(rng, leaf, tokens, name) for name, leaf in named])
+    inputs = jax.tree.unflatten(
+        structure, [_input(rng, leaf, tokens, name) for name, leaf in named]
+    )
     leaves, structure = jax.tree.flatten(y)
     targets = [_target(rng, leaf, n) for leaf, n in zip(leaves, classes or [2] * len(leaves))]
     weights = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), weight)

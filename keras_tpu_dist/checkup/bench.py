@@ -1,4 +1,4 @@
-"""What every part of a check uses: the devices, launches, the time that is left, other processes."""
+"""What every part of a check uses: devices, launches, the time left, other processes."""
 
 import threading
 import time
@@ -42,7 +42,7 @@ class HangError(RuntimeError):
     """A launch did not end."""
 
 
-class Launches:
+class Launcher:
     """Starts programs, and waits for them. Tests put faulty devices in its place.
 
     Args:
@@ -107,7 +107,7 @@ class Bench:
     """
 
     strategy: Strategy
-    launches: Launches
+    launches: Launcher
     minutes: float
     began: float = field(default_factory=time.monotonic)
 
@@ -180,7 +180,9 @@ class Bench:
             mine: What this process found.
         """
         plain = {str(number): value for number, value in mine.items()}
-        every = self.agreed(what, plain, lambda all_of: {k: v for one in all_of for k, v in one.items()})
+        every = self.agreed(
+            what, plain, lambda all_of: {k: v for one in all_of for k, v in one.items()}
+        )
         return {int(number): value for number, value in every.items()}
 
 
@@ -194,8 +196,12 @@ def spread(mesh: Mesh, array: Callable[[int], np.ndarray]) -> jax.Array:
     first = array(0)
     sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     return jax.make_array_from_callback(
-        (mesh.size, *first.shape), sharding, lambda index: array(index[0].start or 0)[None]
+        (mesh.size, *first.shape), sharding, lambda index: array(_first(index))[None]
     )
+
+
+def _first(index: Any) -> int:
+    return index[0].start or 0
 
 
 def rows_of(array: jax.Array) -> dict[int, np.ndarray]:

@@ -15,7 +15,7 @@ import numpy as np
 _FLOAT32 = {("cpu", False): 1e-5, ("cpu", True): 1e-5, ("tpu", False): 2e-2, ("tpu", True): 1e-4}
 _OTHERS = 2e-2, 1e-4
 _BFLOAT16 = 5e-2
-_EXACT = ("highest", "float32", "bfloat16_6x")
+_EXACT = ("highest", "float32", "BF16_BF16_F32_X6", "BF16_BF16_F32_X9", "F32_F32_F32")
 # What values are compared with if an array has none that is larger.
 _LEAST = 1e-2
 

@@ -10,14 +10,14 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from keras_tpu_dist.checkup.bench import Bench, Job, rows_of, spread
-from keras_tpu_dist.checkup.report import RIGHT, Part, Problem, numbered
+from keras_tpu_dist.checkup.report import RIGHT, CheckPart, Problem, numbered
 
 SUMS, MOVES = ("all-reduce", "reduce-scatter"), ("all-gather", "all-to-all", "permute")
 # Values of each piece that is sent, so that links carry more than one packet.
 _WIDTH = 256
 
 
-def collectives(bench: Bench) -> Part:
+def collectives(bench: Bench) -> CheckPart:
     """Checks who receives what from whom.
 
     Args:
@@ -25,14 +25,14 @@ def collectives(bench: Bench) -> Part:
     """
     axes = [name for name, size in bench.mesh.shape.items() if size > 1]
     if not axes:
-        return Part("collectives", RIGHT, left_out="one device exchanges nothing")
+        return CheckPart("collectives", RIGHT, left_out="one device exchanges nothing")
     problems: list[Problem] = []
     for axis in axes:
         for kind in (*SUMS, *MOVES):
             problems += _over(bench, kind, axis)
     kinds = ", ".join((*SUMS, *MOVES))
     end = "" if problems else ": each part comes from its sender"
-    return Part("collectives", RIGHT, f"{kinds} over {', '.join(axes)}{end}", tuple(problems))
+    return CheckPart("collectives", RIGHT, f"{kinds} over {', '.join(axes)}{end}", tuple(problems))
 
 
 def _over(bench: Bench, kind: str, axis: str) -> list[Problem]:
@@ -80,7 +80,7 @@ def _peers(mesh: Mesh, axis: str) -> list[list[int]]:
     """For each position of the mesh, those along an axis through it, in their order."""
     places = np.arange(mesh.size).reshape(mesh.devices.shape)
     groups = np.moveaxis(places, mesh.axis_names.index(axis), -1)
-    of = {int(i): list(map(int, g)) for g in groups.reshape(-1, groups.shape[-1]) for i in g}
+    of = {int(i): list(map(int, g)) for g in groups.reshape(-1, mesh.shape[axis]) for i in g}
     return [of[i] for i in range(mesh.size)]
 
 
@@ -140,9 +140,7 @@ def _differences(
             yield _of_move(int(other[0]), value, size, ids)
 
 
-def _of_sum(
-    rows: np.ndarray, pieces: Any, peers: list[int], ids: list[int]
-) -> Iterator[str]:
+def _of_sum(rows: np.ndarray, pieces: Any, peers: list[int], ids: list[int]) -> Iterator[str]:
     expected = np.zeros_like(rows)
     expected[:, peers] = np.asarray(pieces)[:, None]
     for slot in sorted({int(n) for n in np.nonzero(rows != expected)[1]}):

@@ -14,7 +14,7 @@ from keras_tpu_dist import _keras, layers
 from keras_tpu_dist.attention.dispatch import dot_product_attention
 from keras_tpu_dist.checkup.bench import Bench, Job
 from keras_tpu_dist.checkup.bounds import gap, largest, tolerance
-from keras_tpu_dist.checkup.report import RIGHT, Part, Problem, numbered
+from keras_tpu_dist.checkup.report import RIGHT, CheckPart, Problem, numbered
 from keras_tpu_dist.common.axes import named_sharding
 from keras_tpu_dist.input.position import random_numbers, set_random_numbers
 from keras_tpu_dist.partitioner import Jitted
@@ -23,7 +23,7 @@ from keras_tpu_dist.processes.arrays import put
 _LAYERS = ("LSTM", "GRU", "SimpleRNN")
 
 
-def recurrent(bench: Bench) -> Part:
+def recurrent(bench: Bench) -> CheckPart:
     """Compares this package's recurrent layers with Keras's, on one device.
 
     Args:
@@ -36,10 +36,10 @@ def recurrent(bench: Bench) -> Part:
             found = _recurrent(bench, name)
         problems += _judged(bench, f"{name} layer", found, gaps)
     words = _words("LSTM, GRU, SimpleRNN, forward and gradient", "Keras's", gaps, problems)
-    return Part("recurrent", RIGHT, words, tuple(problems), gaps)
+    return CheckPart("recurrent", RIGHT, words, tuple(problems), gaps)
 
 
-def attention(bench: Bench) -> Part:
+def attention(bench: Bench) -> CheckPart:
     """Compares this package's attention with the formula, on one device.
 
     Args:
@@ -50,7 +50,7 @@ def attention(bench: Bench) -> Part:
     for words, causal in (("attention", False), ("causal attention", True)):
         problems += _judged(bench, words, _attention(bench, words, causal), gaps)
     words = _words("with a mask, and causal, forward and gradient", "the formula", gaps, problems)
-    return Part("attention", RIGHT, words, tuple(problems), gaps)
+    return CheckPart("attention", RIGHT, words, tuple(problems), gaps)
 
 
 Found = Iterator[tuple[str, jax.Array, np.ndarray]]
@@ -77,7 +77,11 @@ def _recurrent(bench: Bench, name: str) -> Found:
 
 
 def _results(layer: Any) -> list[str]:
-    return ["the output", *(f"the gradient of {v.name}" for v in layer.weights), "that of the input"]
+    return [
+        "the output",
+        *(f"the gradient of {v.name}" for v in layer.weights),
+        "that of the input",
+    ]
 
 
 def _with_gradient(layer: Any) -> tuple[Callable, list]:
@@ -158,9 +162,7 @@ def _alone(bench: Bench, run: Callable, *args: Any) -> list[np.ndarray]:
         return [np.asarray(each) for each in jax.jit(run)(*args)]
 
 
-def _judged(
-    bench: Bench, words: str, results: Found, gaps: dict[str, float]
-) -> Iterator[Problem]:
+def _judged(bench: Bench, words: str, results: Found, gaps: dict[str, float]) -> Iterator[Problem]:
     allowed = tolerance(bench.platform)
     for name, found, expected in results:
         scale = largest(expected)

@@ -11,14 +11,14 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from keras_tpu_dist.checkup.bench import Bench, Job, odd_ones, rows_of, same_bits, spread
-from keras_tpu_dist.checkup.report import RIGHT, Part, Problem, numbered
+from keras_tpu_dist.checkup.report import RIGHT, CheckPart, Problem, numbered
 
 # Unit roundoffs: half of the distance between neighbours, relative.
 _U16, _U32 = 2.0**-8, 2.0**-24
 # What the operands of a float32 product lose, by platform and precision. On TPU a product is made
-# of bfloat16 ones: "default" rounds both operands once; "high" ("bfloat16_3x") keeps 16 bits of
-# each in two parts and leaves out the product of the small parts; "highest" ("bfloat16_6x",
-# "float32") keeps 24 in three parts. Sources: the documentation of `jax_default_matmul_precision`
+# of bfloat16 ones: "default" rounds both operands once; "high" (three passes) keeps 16 bits of
+# each in two parts and leaves out the product of the small parts; "highest" ("float32",
+# six passes) keeps 24 in three parts. Sources: the documentation of `jax_default_matmul_precision`
 # and `jax.lax.Precision` ("On TPU ... bfloat16 ... three passes ... six passes"); Henry, Tang,
 # Heinecke, "Leveraging the bfloat16 artificial intelligence datatype for higher-precision
 # computations", 2019, for what is lost by parts. On GPU the default may be TF32, of 11 bits.
@@ -36,10 +36,13 @@ _WORDS = {
     "bfloat16": "default",
     "tensorfloat32": "high",
     "high": "high",
-    "bfloat16_3x": "high",
+    "BF16_BF16_F32_X3": "high",
+    "TF32_TF32_F32": "high",
     "highest": "highest",
     "float32": "highest",
-    "bfloat16_6x": "highest",
+    "BF16_BF16_F32_X6": "highest",
+    "BF16_BF16_F32_X9": "highest",
+    "F32_F32_F32": "highest",
 }
 
 
@@ -95,7 +98,7 @@ def kinds(platform: str) -> list[Kind]:
     return found
 
 
-def products(bench: Bench) -> Part:
+def products(bench: Bench) -> CheckPart:
     """Compares a product in each dtype, on each device, with float64 on the host.
 
     Args:
@@ -112,7 +115,7 @@ def products(bench: Bench) -> Part:
     words = f"{names}: as float64 within rounding, twice the same bits, and on all devices"
     if problems:
         words = f"{names} against float64, twice, on every device"
-    return Part("products", RIGHT, words, tuple(problems), figures)
+    return CheckPart("products", RIGHT, words, tuple(problems), figures)
 
 
 def _of_kind(bench: Bench, kind: Kind, size: int) -> tuple[float, list[Problem]]:
@@ -124,15 +127,17 @@ def _of_kind(bench: Bench, kind: Kind, size: int) -> tuple[float, list[Problem]]
     first, second = (rows_of(bench.launches.run(job, program, *arrays)) for _ in range(2))
     wide = [np.asarray(each, np.float64) for each in (a, b)]
     exact, scale = wide[0] @ wide[1], np.abs(wide[0]) @ np.abs(wide[1])
-    errors = {
-        number: _error(row[0], exact, scale) for number, row in first.items()
-    }
+    errors = {number: _error(row[0], exact, scale) for number, row in first.items()}
     marks = {number: zlib.crc32(row.tobytes()) for number, row in first.items()}
     unsteady = [n for n, row in first.items() if not same_bits(row, second[n])]
     errors = bench.by_device(f"errors in {kind.words}", errors)
     marks = bench.by_device(f"bits in {kind.words}", marks)
-    unsteady = [n for n, _ in bench.by_device(
-        f"repeats in {kind.words}", dict.fromkeys(unsteady, True)).items()]
+    unsteady = [
+        n
+        for n, _ in bench.by_device(
+            f"repeats in {kind.words}", dict.fromkeys(unsteady, True)
+        ).items()
+    ]
     return max(errors.values()), list(_problems(kind, kind.allowed(size), errors, marks, unsteady))
 
 

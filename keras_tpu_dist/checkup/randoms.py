@@ -7,10 +7,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_tpu_dist.checkup.bench import Bench, Job, same_bits
-from keras_tpu_dist.checkup.report import RIGHT, Part, Problem, numbered
+from keras_tpu_dist.checkup.report import RIGHT, CheckPart, Problem, numbered
 
 
-def random_numbers(bench: Bench) -> Part:
+def random_numbers(bench: Bench) -> CheckPart:
     """Draws the same numbers whole on one device, and split over each axis.
 
     Args:
@@ -34,7 +34,7 @@ def random_numbers(bench: Bench) -> Part:
         if wrong:
             problems.append(_problem(words, wrong))
     words = f"the same bits {len(layouts)} ways: {', '.join(layouts)}"
-    return Part("random numbers", RIGHT, words, tuple(problems))
+    return CheckPart("random numbers", RIGHT, words, tuple(problems))
 
 
 def _drawn(shape: tuple[int, int], layout: Any) -> Any:

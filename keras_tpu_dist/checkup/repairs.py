@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from keras_tpu_dist.checkup.bench import Bench, Job
-from keras_tpu_dist.checkup.report import RIGHT, Part, Problem, numbered
+from keras_tpu_dist.checkup.report import RIGHT, CheckPart, Problem, numbered
 from keras_tpu_dist.partitioner import Jitted
 from keras_tpu_dist.partitioner.table import FAULTS, Fault
 
@@ -45,7 +45,7 @@ class Case:
     runs: bool = True
 
 
-def partitioner(bench: Bench) -> Part:
+def partitioner(bench: Bench) -> CheckPart:
     """Compares each program with one device, repaired, and says which XLA still gets wrong.
 
     Args:
@@ -54,7 +54,7 @@ def partitioner(bench: Bench) -> Part:
     number = len(bench.devices)
     if number < 4 or number % 4:
         why = f"its programs need 4, 8, 12, ... devices, and there are {number}"
-        return Part("partitioner", RIGHT, left_out=why)
+        return CheckPart("partitioner", RIGHT, left_out=why)
     problems, still, skipped = [], [], []
     for fault in FAULTS:
         case = _CASES[fault.name](number)
@@ -68,7 +68,7 @@ def partitioner(bench: Bench) -> Part:
     ran = len(FAULTS) - len(skipped)
     found = f"{ran - len(problems)} of {ran} known faults of XLA right here"
     words = f"{found}; unrepaired, this XLA has {len(still)} of them wrong"
-    return Part("partitioner", RIGHT, words, tuple(problems), {"still wrong in XLA": still})
+    return CheckPart("partitioner", RIGHT, words, tuple(problems), {"still wrong in XLA": still})
 
 
 def _run(bench: Bench, fault: Fault, case: Case) -> tuple[list[int], bool]:

@@ -41,7 +41,7 @@ class Problem(Printed):
 
 
 @dataclass(frozen=True, repr=False)
-class Part(Printed):
+class CheckPart(Printed):
     """One part of a check.
 
     Args:
@@ -72,16 +72,17 @@ class Part(Printed):
         return {**asdict(self), "problems": [p.to_dict() for p in self.problems], "ok": self.ok}
 
     @classmethod
-    def of_dict(cls, plain: dict[str, Any]) -> "Part":
+    def of_dict(cls, plain: dict[str, Any]) -> "CheckPart":
         """The part that `to_dict` made plain.
 
         Args:
             plain: What it gave.
         """
         problems = tuple(
-            Problem(**{**p, "devices": tuple(p["devices"])}) for p in plain["problems"]
+            Problem(**(p | {"devices": tuple(p["devices"])})) for p in plain["problems"]
         )
-        return cls(**{**{k: v for k, v in plain.items() if k != "ok"}, "problems": problems})
+        own = {name: value for name, value in plain.items() if name != "ok"}
+        return cls(**(own | {"problems": problems}))
 
     def __str__(self) -> str:
         return f"{self.name}: {self.left_out or self.words}"
@@ -108,7 +109,7 @@ class Check(Page):
     processes: int
     minutes: float
     seconds: float
-    parts: tuple[Part, ...]
+    parts: tuple[CheckPart, ...]
     versions: tuple[tuple[str, str], ...]
 
     @property
@@ -122,11 +123,11 @@ class Check(Page):
         return tuple(problem for part in self.parts for problem in part.problems)
 
     @property
-    def left_out(self) -> tuple[Part, ...]:
+    def left_out(self) -> tuple[CheckPart, ...]:
         """The parts that did not run."""
         return tuple(part for part in self.parts if part.left_out)
 
-    def part(self, name: str) -> Part:
+    def part(self, name: str) -> CheckPart:
         """A part by its name.
 
         Args:
@@ -180,7 +181,9 @@ class Check(Page):
         return [f"left out: {part.name}: {part.left_out}" for part in self.left_out]
 
     def _blocks(self) -> list[str]:
-        blocks = [html_table((_HEADS[k], ""), self._rows(k)) for k in (RIGHT, FAST) if self._rows(k)]
+        blocks = [
+            html_table((_HEADS[k], ""), self._rows(k)) for k in (RIGHT, FAST) if self._rows(k)
+        ]
         if self.problems:
             rows = [(p.what, p.means, p.fix) for p in self.problems]
             blocks.insert(0, html_table(("what is wrong", "what it means", "what to do"), rows))
@@ -195,13 +198,13 @@ class Check(Page):
 _HEADS = {RIGHT: "is it right?", FAST: "is it fast?"}
 
 
-def _problem_lines(part: Part) -> list[str]:
+def _problem_lines(part: CheckPart) -> list[str]:
     lines = [f"{part.name}: {problem}" for problem in part.problems[:_MOST_SHOWN]]
     more = len(part.problems) - _MOST_SHOWN
     return lines + ([f"{part.name}: and {more} more, in to_dict() and --json"] if more > 0 else [])
 
 
-def joined(parts: Sequence[Part]) -> Part:
+def joined(parts: Sequence[CheckPart]) -> CheckPart:
     """The same part as several processes found it, as one.
 
     Args:
@@ -210,7 +213,7 @@ def joined(parts: Sequence[Part]) -> Part:
     problems = tuple(dict.fromkeys(p for part in parts for p in part.problems))
     left_out = next((part.left_out for part in parts if part.left_out), "")
     first = next((part for part in parts if part.problems), parts[0])
-    return Part(
+    return CheckPart(
         first.name,
         first.kind,
         first.words,

@@ -4,17 +4,20 @@ import importlib.metadata
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
 
-from keras_tpu_dist.checkup.bench import Bench, HangError, Launches
+from keras_tpu_dist.checkup.batch import NOTHING, Given
+from keras_tpu_dist.checkup.bench import Bench, HangError, Launcher
 from keras_tpu_dist.checkup.collectives import collectives
 from keras_tpu_dist.checkup.kernels import attention, recurrent
 from keras_tpu_dist.checkup.products import products
 from keras_tpu_dist.checkup.randoms import random_numbers
 from keras_tpu_dist.checkup.repairs import partitioner
-from keras_tpu_dist.checkup.report import RIGHT, Check, Part, Problem, joined
+from keras_tpu_dist.checkup.report import RIGHT, Check, CheckPart, Problem, joined
+from keras_tpu_dist.checkup.step import own_step
 from keras_tpu_dist.processes.encoding import PeerError
 from keras_tpu_dist.show.progress import stages
 from keras_tpu_dist.training.protocol import Strategy
@@ -23,7 +26,7 @@ _VERSIONS = ("keras_tpu_dist", "keras", "jax", "jaxlib", "libtpu")
 
 
 @dataclass(frozen=True)
-class Step:
+class Planned:
     """A part that is to run.
 
     Args:
@@ -35,27 +38,34 @@ class Step:
 
     name: str
     kind: str
-    run: Callable[[Bench], Part]
+    run: Callable[[Bench], CheckPart]
     seconds: float
 
 
-def steps() -> list[Step]:
-    """The parts, in their order."""
+def steps(model: Any = None, given: Given = NOTHING) -> list[Planned]:
+    """The parts, in their order.
+
+    Args:
+        model: The user's model, or `None`.
+        given: Its batch.
+    """
+    own = [Planned("step", RIGHT, partial(own_step, model=model, given=given), 20.0)]
     return [
-        Step("products", RIGHT, products, 10.0),
-        Step("collectives", RIGHT, collectives, 20.0),
-        Step("random numbers", RIGHT, random_numbers, 10.0),
-        Step("recurrent", RIGHT, recurrent, 20.0),
-        Step("attention", RIGHT, attention, 10.0),
-        Step("partitioner", RIGHT, partitioner, 20.0),
+        Planned("products", RIGHT, products, 10.0),
+        Planned("collectives", RIGHT, collectives, 20.0),
+        Planned("random numbers", RIGHT, random_numbers, 10.0),
+        *(own if model is not None else []),
+        Planned("recurrent", RIGHT, recurrent, 20.0),
+        Planned("attention", RIGHT, attention, 10.0),
+        Planned("partitioner", RIGHT, partitioner, 20.0),
     ]
 
 
 def run_check(
     strategy: Strategy,
-    todo: Sequence[Step],
+    todo: Sequence[Planned],
     minutes: float,
-    launches: Launches | None = None,
+    launches: Launcher | None = None,
     only: Iterable[str] | None = None,
 ) -> Check:
     """Runs parts of a check.
@@ -67,9 +77,9 @@ def run_check(
         launches: Starts programs; tests give one with faulty devices.
         only: Names of parts that are to run; by default all.
     """
-    bench = Bench(strategy, launches or Launches(), minutes)
+    bench = Bench(strategy, launches or Launcher(), minutes)
     wanted = [step for step in todo if only is None or step.name in set(only)]
-    parts: list[Part] = []
+    parts: list[CheckPart] = []
     hangs = ""
     with stages("check", len(wanted)) as begin:
         for step in wanted:
@@ -89,7 +99,7 @@ def run_check(
     )
 
 
-def _run(bench: Bench, step: Step) -> Part:
+def _run(bench: Bench, step: Planned) -> CheckPart:
     """A part as all processes found it, or left out in all of them."""
     left = bench.agreed(f"time for {step.name}", bench.left_s, min)
     if left < step.seconds:
@@ -102,28 +112,28 @@ def _run(bench: Bench, step: Step) -> Part:
     except PeerError:
         raise
     except Exception as error:
-        part = Part(step.name, step.kind, "ended with an error", (_raised(step, error),))
+        part = CheckPart(step.name, step.kind, "ended with an error", (_raised(step, error),))
     part = replace(part, seconds=time.monotonic() - begin)
     if bench.strategy.placer.is_local:
         return part
 
     def one_of(every: list[dict[str, Any]]) -> dict[str, Any]:
-        return joined([Part.of_dict(each) for each in every]).to_dict()
+        return joined([CheckPart.of_dict(each) for each in every]).to_dict()
 
-    return Part.of_dict(bench.agreed(f"the result of {step.name}", part.to_dict(), one_of))
-
-
-def _left_out(step: Step, why: str) -> Part:
-    return Part(step.name, step.kind, left_out=why)
+    return CheckPart.of_dict(bench.agreed(f"the result of {step.name}", part.to_dict(), one_of))
 
 
-def _hang_of(part: Part) -> str:
+def _left_out(step: Planned, why: str) -> CheckPart:
+    return CheckPart(step.name, step.kind, left_out=why)
+
+
+def _hang_of(part: CheckPart) -> str:
     """Why nothing can run after a part, or `""`."""
     hangs = any("did not end" in problem.what for problem in part.problems)
     return f"{part.name} hangs, and so would everything after it" if hangs else ""
 
 
-def _raised(step: Step, error: Exception) -> Problem:
+def _raised(step: Planned, error: Exception) -> Problem:
     lines = str(error).splitlines() or [""]
     if isinstance(error, HangError):
         return Problem(

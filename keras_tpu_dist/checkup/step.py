@@ -15,7 +15,7 @@ from keras_tpu_dist.checkup.batch import Given, values
 from keras_tpu_dist.checkup.bench import Bench, Job, odd_ones, same_bits
 from keras_tpu_dist.checkup.bounds import gap, largest, tolerance
 from keras_tpu_dist.checkup.products import corrupts
-from keras_tpu_dist.checkup.report import RIGHT, Part, Problem, numbered
+from keras_tpu_dist.checkup.report import RIGHT, CheckPart, Problem, numbered
 from keras_tpu_dist.dryrun.build import described
 from keras_tpu_dist.input.position import random_numbers, set_random_numbers
 from keras_tpu_dist.processes.arrays import put, whole
@@ -83,7 +83,7 @@ def why_not(model: keras.Model) -> str:
     return ""
 
 
-def own_step(bench: Bench, model: keras.Model, given: Given) -> Part:
+def own_step(bench: Bench, model: keras.Model, given: Given) -> CheckPart:
     """Compares one training step on the mesh with one on a single device.
 
     Args:
@@ -93,19 +93,23 @@ def own_step(bench: Bench, model: keras.Model, given: Given) -> Part:
     """
     why = why_not(model)
     if why:
-        return Part("step", RIGHT, left_out=why)
-    with _aside(), _run(bench, model, given) as run:
+        return CheckPart("step", RIGHT, left_out=why)
+    with aside(), _run(bench, model, given) as run:
         problems = list(_unsteady(bench, run))
         if problems:
-            return Part("step", RIGHT, "the same step, twice", tuple(problems))
+            return CheckPart("step", RIGHT, "the same step, twice", tuple(problems))
         expected, allowed, why = _expected(bench, model, run)
         if why:
-            return Part("step", RIGHT, f"twice the same bits; not compared with one device: {why}")
+            return CheckPart(
+                "step", RIGHT, f"twice the same bits; not compared with one device: {why}"
+            )
         wrong, worst = _compared(bench, run, expected, allowed)
     rows = given.rows(bench.strategy)
     what = f"{model.name}, {rows} rows: loss and {len(model.trainable_variables)} gradients"
     words = f"{what} as on one device within {worst:.0e}, twice the same bits"
-    return Part("step", RIGHT, what if wrong else words, tuple(wrong), {"largest difference": worst})
+    return CheckPart(
+        "step", RIGHT, what if wrong else words, tuple(wrong), {"largest difference": worst}
+    )
 
 
 @contextlib.contextmanager
@@ -349,8 +353,8 @@ def _no_distribution() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _aside() -> Iterator[None]:
-    """Names and random numbers of the program are as before."""
+def aside() -> Iterator[None]:
+    """A context that leaves names and random numbers of the program as before."""
     numbers = random_numbers()
     try:
         with _keras.fresh_names():

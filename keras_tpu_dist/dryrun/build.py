@@ -311,7 +311,11 @@ def _borrowed(model: keras.Model, strategy: Strategy) -> Iterator[None]:
 
 
 def fresh_optimizer(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-    """A copy to build, whatever arguments its class takes: of its lists and variables alone."""
+    """A copy to build, whatever arguments its class takes: of its lists and variables alone.
+
+    Args:
+        optimizer: The optimizer.
+    """
     # Not from its config: an optimizer of a user's own may have none, or take other arguments.
     copied = object.__new__(type(optimizer))
     memo: dict[int, Any] = {id(v): copy.copy(v) for v in optimizer.variables}

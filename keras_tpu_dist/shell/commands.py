@@ -21,6 +21,7 @@ from keras_tpu_dist.dryrun.report import DryRun
 from keras_tpu_dist.hardware.topology import Topology, all_names
 from keras_tpu_dist.layers import convert
 from keras_tpu_dist.layers.experts import is_routed
+from keras_tpu_dist.processes import initialize
 from keras_tpu_dist.processes.launch import launch
 from keras_tpu_dist.searches import compare as comparison
 from keras_tpu_dist.searches import largest_batch as largest
@@ -135,6 +136,26 @@ def _ranked(options: Namespace, work: str, one: Callable[[Topology], Ranking]) -
     several = len(rankings) > 1 or price is not None
     found = compare_slices(rankings, price=price) if several else rankings[0]
     return _with_page(options, found), 1 if found.best is None else 0
+
+
+def _check(options: Namespace) -> Answered:
+    _check_page(options)
+    if options.pod:
+        initialize()
+    given.simulate_devices(options)
+    strategy = given.strategy_of(options)
+    model = None
+    if options.build is not None:
+        with strategy.scope():
+            model = given.build_function(options.build)()
+    with show_progress():
+        found = strategy.check(
+            model,
+            **given.inputs_of(options),
+            batch_size=options.batch_size,
+            minutes=options.minutes,
+        )
+    return _with_page(options, found), 0 if found.ok else 1
 
 
 def _lint(options: Namespace) -> Answered:
@@ -276,6 +297,7 @@ COMMANDS: dict[str, Callable[[Namespace], Answered]] = {
     "compare": _compare,
     "dry-run": _dry_run,
     "largest-batch": _largest_batch,
+    "check": _check,
     "lint": _lint,
     "explain": _explain,
     "show": _show,

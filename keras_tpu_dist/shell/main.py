@@ -27,8 +27,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: The words behind `ktd`; `None` takes those of this process.
 
     Returns:
-        The exit code: 0; 1 if nothing fits, lint finds a mistake, or there is nothing to convert;
-        2 for wrong arguments; 130 after Ctrl-C; for `launch` that of its processes.
+        The exit code: 0; 1 if nothing fits, lint or check finds something wrong, or there is
+        nothing to convert; 2 for wrong arguments; 130 after Ctrl-C; for `launch` that of its
+        processes.
 
     Raises:
         SystemExit: For words that are no command with its options (code 2), or ask for help (0).

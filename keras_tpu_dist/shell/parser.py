@@ -188,6 +188,28 @@ def _show(parser: Parser) -> None:
     _json(parser)
 
 
+def _check(parser: Parser) -> None:
+    parser.add_argument(
+        "--model", metavar="BUILD", dest="build", help="also check a training step of this model"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=3.0, help="the time that it may take; default: 3"
+    )
+    parser.add_argument(
+        "--devices", type=int, metavar="N", help="simulate N devices on this machine's CPU"
+    )
+    parser.add_argument(
+        "--pod",
+        action="store_true",
+        help="one of several processes, which all run this command",
+    )
+    _strategy(parser)
+    parser.add_argument("--batch-size", type=int, help="rows of the step, of all devices together")
+    _inputs(parser)
+    _written(parser)
+    parser.set_defaults(topology=None)
+
+
 def _convert(parser: Parser) -> None:
     parser.add_argument(
         "model", metavar="MODEL", help="a .keras file, or BUILD: a function that returns a model"
@@ -330,6 +352,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[Any], None]]] = {
         _dry_run,
     ),
     "largest-batch": ("the largest batch that fits on a slice", _largest_batch),
+    "check": ("whether the devices here compute right, and how fast; exit code 1 if not", _check),
     "lint": ("mistakes in a model's layouts; exit code 1 if there are any", _lint),
     "explain": ("where each variable of a model lies, and why", _explain),
     "show": ("a picture of a model, or of a mesh, coloured by the axes that split it", _show),

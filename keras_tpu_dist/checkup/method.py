@@ -1,0 +1,86 @@
+"""`strategy.check`."""
+
+from typing import TYPE_CHECKING, Any
+
+from keras_tpu_dist.common.checks import check_counts, check_model
+from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.training.protocol import StrategyPart
+
+if TYPE_CHECKING:
+    from keras_tpu_dist.checkup.report import Check
+
+
+class Checks(StrategyPart):
+    """What a strategy finds out about the devices that it has."""
+
+    def check(
+        self,
+        model: Any = None,
+        *,
+        x: Any = None,
+        y: Any = None,
+        sample_weight: Any = None,
+        batch_size: int | None = None,
+        minutes: float = 3.0,
+    ) -> "Check":
+        """Whether the devices compute right, and how fast.
+
+        Products, collectives, random numbers, kernels and what XLA is known to get wrong are
+        compared with references; with a model, one training step of it on all devices with one
+        device. Of several processes all call it. What does not fit into the time is left out, and
+        listed.
+
+        Args:
+            model: A built and compiled model, which is left as it is.
+            x: Its input: arrays, or `jax.ShapeDtypeStruct`, whose values are drawn. Defaults to
+                what the model declares.
+            y: The target, likewise.
+            sample_weight: Sample weights.
+            batch_size: Rows of the step, of all devices together. Defaults to two for each part
+                of the batch and one more, which do not divide.
+            minutes: The time that it may take, about.
+
+        Returns:
+            A `Check`: `print` it, or look at `check.ok` and `check.problems`.
+
+        Raises:
+            ValueError: If an argument is wrong, or the strategy is for a slice that is not
+                attached.
+
+        Example:
+
+        >>> import keras_tpu_dist as ktd
+        >>> check = ktd.TPUStrategy({"data": 4, "model": 2}).check()  # doctest: +SKIP
+        >>> check.ok  # doctest: +SKIP
+        True
+        """
+        if self.topology is not None:
+            raise ValueError(
+                message(
+                    "Only devices that are attached can be checked.",
+                    received={"topology": self.topology.name},
+                    fix="Leave `topology` out; a slice that you don't have can be dry-run.",
+                )
+            )
+        if model is not None:
+            check_model(model, "check")
+        _check_minutes(minutes)
+        if batch_size is not None:
+            check_counts("check", self.num_replicas_in_sync, batch_size=batch_size)
+        # Who only trains does not load what checks.
+        from keras_tpu_dist.checkup.batch import Given
+        from keras_tpu_dist.checkup.run import run_check, steps
+
+        return run_check(self, steps(model, Given(x, y, sample_weight, batch_size)), minutes)
+
+
+def _check_minutes(minutes: Any) -> None:
+    number = isinstance(minutes, (int, float)) and not isinstance(minutes, bool)
+    if not number or not 0 < minutes < float("inf"):
+        raise ValueError(
+            message(
+                "minutes is the time that a check may take, a number above 0.",
+                received={"minutes": minutes},
+                fix="Write for example minutes=3.",
+            )
+        )

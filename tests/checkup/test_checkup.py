@@ -1,0 +1,347 @@
+"""A check of the devices: right is said to be right, and each fault is named."""
+
+import json
+
+import jax
+import keras
+import numpy as np
+import pytest
+from checkup.faults import DropsAPart, DropsItsBatch, FlipsABit, Hangs, RoundsOperands, SwapsTwo
+
+import keras_tpu_dist as ktd
+from keras_tpu_dist.checkup import bounds, products, run
+from keras_tpu_dist.checkup.batch import Given
+from keras_tpu_dist.checkup.bench import Job, Launcher
+from keras_tpu_dist.checkup.collectives import MOVES, SUMS
+from keras_tpu_dist.checkup.repairs import programs
+from keras_tpu_dist.partitioner.table import FAULTS
+
+MESHES = [{"data": 8}, {"data": 4, "model": 2}, {"data": 2, "fsdp": 2, "model": 2}]
+
+
+def checked(mesh, *only, launches=None, model=None, layout=None, given=None):
+    strategy = ktd.TPUStrategy(mesh, layout)
+    todo = run.steps(model, given or Given())
+    return run.run_check(strategy, todo, 30.0, launches, only)
+
+
+def classifier():
+    layers = [
+        keras.layers.Conv2D(8, 3, activation="relu"),
+        keras.layers.BatchNormalization(),
+        keras.layers.Flatten(),
+        keras.layers.Dropout(0.3),
+        keras.layers.Dense(16, "relu", name="wide"),
+        keras.layers.Dense(4, name="head"),
+    ]
+    model = keras.Sequential([keras.Input((8, 8, 2)), *layers])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("adam", loss, metrics=["accuracy"])
+    return model
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_right_devices_are_right(mesh):
+    check = checked(mesh, "products", "collectives", "random numbers", "partitioner")
+    assert check.ok, str(check)
+    assert not check.left_out
+    assert [part.name for part in check.parts] == [
+        *("products", "collectives", "random numbers", "partitioner")
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+def test_kernels_are_right(mesh):
+    check = checked(mesh, "recurrent", "attention")
+    assert check.ok, str(check)
+    assert not check.left_out
+
+
+def test_one_device():
+    check = run.run_check(
+        ktd.TPUStrategy(devices=jax.devices()[:1]), run.steps(), 30.0, None, ["collectives"]
+    )
+    assert check.ok
+    assert "one device" in check.part("collectives").left_out
+    assert "left out: collectives: one device exchanges nothing" in str(check)
+
+
+# --- each fault is named -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sometimes", [False, True])
+def test_a_flipped_bit_in_a_product(sometimes):
+    check = checked(
+        {"data": 4, "model": 2},
+        "products",
+        launches=FlipsABit(kinds=("product",), device=5, sometimes=sometimes),
+    )
+    assert not check.ok
+    assert {p.devices for p in check.problems} == {(5,)}
+    assert all("device 5" in p.what for p in check.problems)
+    if sometimes:
+        assert "twice, has different bits" in check.problems[0].what
+        assert "Silent data corruption" in check.problems[0].means
+    for dtype in ("float32", "bfloat16", "int8"):
+        assert any(dtype in p.what for p in check.problems), dtype
+
+
+def test_a_product_in_the_wrong_precision():
+    faulty = RoundsOperands(kinds=("product",), devices=[3])
+    (problem,) = checked({"data": 8}, "products", launches=faulty).problems
+    assert "device 3: the product in float32" in problem.what
+    assert "rounded to bfloat16" in problem.what
+    assert problem.devices == (3,)
+    faulty = RoundsOperands(kinds=("product",), devices=range(8))
+    (problem,) = checked({"data": 8}, "products", launches=faulty).problems
+    assert "a setting or the compiler, not a chip" in problem.means
+    assert "jax_default_matmul_precision" in problem.fix
+
+
+@pytest.mark.parametrize("kind", [*SUMS, *MOVES])
+@pytest.mark.parametrize("axis", ["data", "model"])
+def test_a_part_that_is_dropped(kind, axis):
+    faulty = DropsAPart(kinds=(kind,), axis=axis, device=6)
+    check = checked({"data": 4, "model": 2}, "collectives", launches=faulty)
+    assert check.problems
+    for problem in check.problems:
+        assert problem.axis == axis
+        assert problem.devices == (6,)
+        assert f"{kind} over {axis!r}" in problem.what
+        assert "device 6" in problem.what
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_two_devices_that_are_swapped(mesh):
+    check = checked(mesh, "collectives", launches=SwapsTwo(devices=(2, 7)))
+    assert check.problems
+    axes = {p.axis for p in check.problems}
+    assert axes == {name for name, size in mesh.items() if size > 1}
+    moved = [p for p in check.problems if "permute" in p.what]
+    assert moved
+    for problem in moved:
+        assert set(problem.devices) <= {2, 7}
+        assert "in the place of what device" in problem.what
+
+
+def test_a_flipped_bit_in_what_is_drawn():
+    faulty = FlipsABit(kinds=("random numbers",), device=1)
+    check = checked({"data": 4, "model": 2}, "random numbers", launches=faulty)
+    assert {p.devices for p in check.problems} == {(1,)}
+
+
+@pytest.mark.slow
+def test_a_flipped_bit_in_kernels_and_repairs():
+    check = checked(
+        {"data": 4, "model": 2},
+        *("recurrent", "attention", "partitioner"),
+        launches=FlipsABit(device=4),
+    )
+    for name in ("recurrent", "attention", "partitioner"):
+        part = check.part(name)
+        assert part.problems, name
+        assert all(4 in p.devices for p in part.problems), name
+
+
+def test_a_launch_that_hangs_ends_the_check():
+    faulty = Hangs(kinds=("all-gather",), axis="model", patience_s=0.3)
+    check = checked({"data": 4, "model": 2}, "collectives", "random numbers", launches=faulty)
+    (problem,) = check.problems
+    assert problem.what == "all-gather over 'model' in int32 did not end within 0 s"
+    assert "collectives hangs" in check.part("random numbers").left_out
+
+
+def test_an_error_is_a_problem_and_the_rest_runs():
+    class Raises(Launcher):
+        def run(self, job, program, *args):
+            if job.kind == "product":
+                raise RuntimeError("INTERNAL: the chip is on fire\nat line 3")
+            return super().run(job, program, *args)
+
+    check = checked({"data": 8}, "products", "random numbers", launches=Raises())
+    (problem,) = check.problems
+    assert problem.what == "RuntimeError: INTERNAL: the chip is on fire"
+    assert check.part("random numbers").ok
+
+
+# --- a step of the user's model ------------------------------------------------------------------
+
+
+def state_of(model):
+    variables = [*model.variables, *model.optimizer.variables]
+    return [(v.path, np.array(v), v.value.sharding, id(v)) for v in variables]
+
+
+def test_a_step_of_a_model_that_is_left_as_it_is():
+    mesh = {"data": 4, "model": 2}
+    strategy = ktd.TPUStrategy(mesh, "tensor_parallel")
+    with strategy.scope():
+        model = classifier()
+    optimizer, before, weights = model.optimizer, state_of(model), model.get_weights()
+    numbers = np.random.get_state()[1].copy()
+    check = checked(mesh, "step", model=model, layout="tensor_parallel")
+    assert check.ok, str(check)
+    assert not check.left_out
+    assert "8 gradients as on one device" in check.part("step").words
+    assert model.optimizer is optimizer
+    assert not optimizer.built
+    for (path, value, layout, number), (path2, value2, layout2, number2) in zip(
+        before, state_of(model), strict=True
+    ):
+        assert (path, layout, number) == (path2, layout2, number2)
+        assert value.tobytes() == value2.tobytes()
+    assert np.array_equal(numbers, np.random.get_state()[1])
+    # Its training goes as without a check.
+    x, y = np.ones((13, 8, 8, 2), "float32"), np.arange(13) % 4
+    found = model.fit(x, y, batch_size=5, verbose=0).history["loss"]
+    keras.utils.set_random_seed(0)
+    keras.utils.clear_session(free_memory=False)
+    with ktd.TPUStrategy(mesh, "tensor_parallel").scope():
+        other = classifier()
+    other.set_weights(weights)
+    assert found == other.fit(x, y, batch_size=5, verbose=0).history["loss"]
+
+
+@pytest.mark.parametrize(
+    ("faulty", "words"),
+    [
+        (FlipsABit(kinds=("step",), device=6), "not what the other devices hold"),
+        (FlipsABit(kinds=("step",), device=6, sometimes=True), "twice, has different bits"),
+    ],
+)
+def test_a_device_that_corrupts_a_step_is_named(faulty, words):
+    mesh = {"data": 4, "model": 2}
+    with ktd.TPUStrategy(mesh).scope():
+        model = classifier()
+    before = state_of(model)
+    check = checked(mesh, "step", model=model, launches=faulty)
+    assert [p.devices for p in check.problems] == [(6,)]
+    assert words in check.problems[0].what
+    assert [v.tobytes() for _, v, _, _ in before] == [v.tobytes() for _, v, _, _ in state_of(model)]
+
+
+def test_a_batch_that_does_not_arrive_in_a_step():
+    mesh = {"data": 8}
+    with ktd.TPUStrategy(mesh).scope():
+        model = classifier()
+    check = checked(mesh, "step", model=model, launches=DropsItsBatch(kinds=("step",), device=2))
+    (problem,) = check.problems
+    assert problem.what.startswith("all devices: ")
+    assert "off what one device gives" in problem.what
+    check = checked(mesh, "step", model=model, launches=DropsAPart(kinds=("step",), device=2))
+    assert [p.devices for p in check.problems] == [(2,)]
+
+
+def test_a_step_that_raises_leaves_the_model():
+    class Raises(Launcher):
+        def run(self, job, program, *args):
+            raise RuntimeError("INTERNAL: gone")
+
+    with ktd.TPUStrategy({"data": 8}).scope():
+        model = classifier()
+    optimizer, before = model.optimizer, state_of(model)
+    check = checked({"data": 8}, "step", model=model, launches=Raises())
+    assert "INTERNAL: gone" in check.problems[0].what
+    assert model.optimizer is optimizer
+    assert keras.distribution.distribution() is None
+    assert [v.tobytes() for _, v, _, _ in before] == [v.tobytes() for _, v, _, _ in state_of(model)]
+
+
+def test_a_step_with_data_of_the_user():
+    with ktd.TPUStrategy({"data": 8}).scope():
+        ids = keras.Input((6,), dtype="int32", name="ids")
+        x = keras.layers.Embedding(11, 8)(ids)
+        model = keras.Model(ids, keras.layers.Dense(1)(keras.layers.GlobalMaxPooling1D()(x)))
+        model.compile("sgd", "mse")
+    given = Given(np.arange(60).reshape(10, 6) % 11, np.linspace(0, 1, 10)[:, None])
+    check = checked({"data": 8}, "step", model=model, given=given)
+    assert check.ok, str(check)
+    assert "10 rows" in check.part("step").words
+    assert checked({"data": 8}, "step", model=model).ok
+
+
+def test_what_keeps_a_step_from_being_checked():
+    def why(model):
+        return checked({"data": 8}, "step", model=model).part("step").left_out
+
+    def built():
+        return keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+
+    assert "not compiled" in why(built())
+    model = built()
+    model.compile("sgd", "mse", run_eagerly=True)
+    assert "run_eagerly" in why(model)
+    model = keras.Sequential([keras.layers.Dense(2)])
+    model.compile("sgd", "mse")
+    assert "not built" in why(model)
+
+
+def test_a_step_that_is_not_finite_is_not_compared():
+    with ktd.TPUStrategy({"data": 8}).scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+        model.compile("sgd", lambda y, p: keras.ops.log(-keras.ops.abs(p) - 1.0))
+    part = checked({"data": 8}, "step", model=model).part("step")
+    assert part.ok
+    assert "not compared with one device: its results are not finite" in part.words
+
+
+# --- the report, the time, the words -------------------------------------------------------------
+
+
+def test_the_method_and_what_it_takes():
+    strategy = ktd.TPUStrategy({"data": 4, "model": 2})
+    check = strategy.check(minutes=1e-6)
+    assert len(check.left_out) == len(check.parts) > 5
+    assert all("were left" in part.left_out for part in check.parts)
+    assert check.ok
+    for wrong in ({"minutes": 0}, {"minutes": "3"}, {"model": 3}, {"batch_size": 2}):
+        with pytest.raises(ValueError, match="Received"):
+            strategy.check(**wrong)
+    with pytest.raises(ValueError, match="attached"):
+        ktd.TPUStrategy(topology="v5e:2x4").check()
+
+
+def test_a_report_can_be_sent_and_fits_on_a_screen(tmp_path):
+    check = checked(
+        {"data": 4, "model": 2}, "products", launches=FlipsABit(kinds=("product",), device=5)
+    )
+    plain = json.loads(json.dumps(check.to_dict()))
+    assert plain["ok"] is False
+    assert plain["parts"][0]["problems"][0]["devices"] == [5]
+    assert run.CheckPart.of_dict(plain["parts"][0]) == check.parts[0]
+    text = str(check)
+    assert "  means: " in text
+    assert "  do: " in text
+    assert len(text.splitlines()) < 25
+    check.to_html(tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert "what it means" in page
+    assert "device 5" in page
+    assert "device 5" in check._repr_html_()
+
+
+def test_precisions_of_a_tpu():
+    kinds = {kind.words: kind for kind in products.kinds("tpu")}
+    assert list(kinds) == ["float32 (1 bfloat16 pass)", "float32 (highest)", "bfloat16", "int8"]
+    with jax.default_matmul_precision("high"):
+        assert products.kinds("tpu")[0].words == "float32 (3 passes)"
+    allowed = [kind.allowed(512) for kind in kinds.values()]
+    assert 5e-3 < allowed[0] < 1e-2
+    assert allowed[1] < 4e-5
+    assert allowed[3] == 0
+    # Operands rounded to bfloat16 are within what one pass may be off, and beyond all others.
+    rng = np.random.default_rng(0)
+    a, b = (rng.normal(size=(512, 512)).astype("float32") for _ in range(2))
+    short = [np.asarray(x.astype(jax.numpy.bfloat16), np.float64) for x in (a, b)]
+    off = abs(short[0] @ short[1] - a.astype(float) @ b) / (abs(a).astype(float) @ abs(b))
+    assert allowed[1] < off.max() < allowed[0]
+    assert bounds.tolerance("cpu") == 1e-5
+
+
+def test_every_known_fault_has_a_program():
+    assert list(programs()) == [fault.name for fault in FAULTS]
+
+
+def test_words_of_a_job():
+    assert str(Job("all-reduce", "data", "float32")) == "all-reduce over 'data' in float32"
