@@ -20,6 +20,7 @@ PACKAGES = {
     "trace": {"common"},
     "partitioner": {"common", "trace"},
     "recurrence": {"common"},
+    "generation": {"trace"},
     "freezing": BASE,
     "hardware": BASE,
     "memory": {*BASE, "partitioner", "trace"},
@@ -35,6 +36,7 @@ PACKAGES = {
     "training": {
         *BASE,
         "experts",
+        "generation",
         "hardware",
         "input",
         "layout",

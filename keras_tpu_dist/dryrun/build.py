@@ -28,8 +28,9 @@ from keras_tpu_dist.dryrun.inputs import (
     symbolic,
 )
 from keras_tpu_dist.dryrun.state_bytes import StateBytes, bytes_per_device, state_bytes
+from keras_tpu_dist.dryrun.tokens import TokenLoop, token_loop
 from keras_tpu_dist.hardware.topology import Topology, of_devices
-from keras_tpu_dist.input.batches import PlacedBatch
+from keras_tpu_dist.input.batches import BatchPlacer, PlacedBatch
 from keras_tpu_dist.input.position import random_numbers, set_random_numbers
 from keras_tpu_dist.layout.lint import Finding
 from keras_tpu_dist.trace.jaxprs import (
@@ -41,13 +42,14 @@ from keras_tpu_dist.trace.jaxprs import (
 from keras_tpu_dist.trace.products import operations, products_of
 from keras_tpu_dist.training import membership
 from keras_tpu_dist.training.auto_steps import MOST_STEPS
+from keras_tpu_dist.training.generation import generate_program, generate_step
 from keras_tpu_dist.training.guard import states_that_fit
 from keras_tpu_dist.training.protocol import Strategy
 from keras_tpu_dist.training.step import jitted_step
 
 Build = Callable[[], keras.Model] | keras.Model
 
-KINDS = {"train": "train", "evaluate": "test", "predict": "predict"}
+KINDS = {"train": "train", "evaluate": "test", "predict": "predict", "generate": "predict"}
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,7 @@ class Lowered:
         compiler_options: The strategy's options for the compiler.
         optional_options: Names of those that the strategy chose itself, so that a compiler which
             refuses them may go without.
+        tokens_loop: What a round of the loop over tokens reads, of mode `"generate"`.
     """
 
     program: bytes
@@ -100,6 +103,7 @@ class Lowered:
     model_flops: float = 0.0
     compiler_options: Mapping[str, Any] | None = None
     optional_options: tuple[str, ...] = ()
+    tokens_loop: TokenLoop | None = None
 
     @property
     def mesh(self) -> Mesh:
@@ -145,15 +149,17 @@ def lower(
         # as fit gives it to a step: a user's own may unpack `x, y`
         placed = placer.describe(keras.utils.pack_x_y_sample_weight(*batch))
         state = _state(model, kind)
+        held = state_bytes(state, kind, placed)
         donate = _donates(strategy, kind, state)
-        step = jitted_step(model, kind, placer, donate)
+        if mode == "generate":
+            step, state = generate_program(model, placer, None), (_sampler_state(model), *state)
+        else:
+            step = jitted_step(model, kind, placer, donate)
         exported = export_step(step, state, placed, platform, notes)
         topology = strategy.topology or of_devices(strategy.mesh.devices)
-        held = state_bytes(state, kind, placed)
         steps = model.steps_per_execution
         steps = MOST_STEPS if steps == "auto" else steps
-        # a launch of N steps has N batches on the devices, and the next N are made ready meanwhile
-        ready = strategy.runner.prefetch if steps == 1 else 2 * steps - 1
+        ready = 0 if mode == "generate" else _batches_ready(strategy, steps)
         model_flops = _model_flops(model, batch, mode, notes)
         return Lowered(
             program=pickle.dumps(_keras.without_vjp(exported)),
@@ -165,7 +171,7 @@ def lower(
             state=held,
             parameters=model.count_params(),
             rows=operator.index(batch_size),
-            tokens=count_tokens(batch[0]),
+            tokens=operator.index(batch_size) if mode == "generate" else count_tokens(batch[0]),
             layer_names=frozenset(_keras.layer_names(model)),
             # the names of operations in MLIR's bytecode
             overstated=any(
@@ -177,8 +183,27 @@ def lower(
             findings=findings,
             notes=tuple(notes),
             model_flops=model_flops,
+            tokens_loop=_token_loop(model, placer, state, placed) if mode == "generate" else None,
             **_compiler_options(strategy, platform),
         )
+
+
+def _batches_ready(strategy: Strategy, steps: int) -> int:
+    """How many batches the devices hold beside the one of the step."""
+    # A launch of N steps has N batches on the devices, and the next N are made ready meanwhile.
+    return strategy.runner.prefetch if steps == 1 else 2 * steps - 1
+
+
+def _sampler_state(model: keras.Model) -> list:
+    return [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in _keras.sampler_variables(model)]
+
+
+def _token_loop(
+    model: keras.Model, placer: BatchPlacer, state: tuple, placed: PlacedBatch
+) -> TokenLoop | None:
+    sizes = [bytes_per_device(leaf) for leaf in jax.tree.leaves(state)]
+    traced = jax.jit(generate_step(model, placer, None)).trace(state, placed)
+    return token_loop(traced.jaxpr, sizes)
 
 
 @contextlib.contextmanager
@@ -197,7 +222,7 @@ def described(
         strategy: The strategy.
         given: `x`, `y`, `sample_weight` and `sequence_length`, as there.
         batch_size: Rows of all devices together.
-        mode: `"train"`, `"evaluate"` or `"predict"`.
+        mode: `"train"`, `"evaluate"`, `"predict"` or `"generate"`.
         notes: Gets what is assumed.
 
     Yields:
@@ -210,6 +235,8 @@ def described(
     check_batch_size(batch_size, strategy)
     with contextlib.ExitStack() as stack:
         model = stack.enter_context(_model(build, strategy, mode))
+        # What it is called with, and its state, are those of predictions.
+        mode = "predict" if mode == "generate" else mode
         arrays = (given.get("x"), given.get("y"), given.get("sample_weight"))
         length = given.get("sequence_length")
         batch = described_batch(model, strategy.placer, *arrays, batch_size, mode, notes, length)
@@ -250,6 +277,8 @@ def forward_pass(model: keras.Model, batch: tuple, training: bool) -> tuple[Call
 
 def _model_flops(model: keras.Model, batch: tuple, mode: str, notes: list[str]) -> float:
     """Operations of a step's matrix products by the model's formula, whatever runs in the end."""
+    if mode == "generate":  # a token's operations are not those of a call on the prompt
+        return 0.0
     if type(model).call is keras.Model.call:
         notes.append("the model has no call(): what its formula asks for is not known")
         return 0.0
@@ -350,6 +379,8 @@ def _check_model(model: Any, mode: str) -> None:
                 fix="End the function with `return model`.",
             )
         )
+    if mode == "generate":
+        _check_generates(model)
     if mode != "predict" and not model.compiled:
         raise ValueError(
             message(
@@ -360,11 +391,23 @@ def _check_model(model: Any, mode: str) -> None:
         )
 
 
+def _check_generates(model: keras.Model) -> None:
+    if not _keras.generates(model):
+        raise ValueError(
+            message(
+                'A dry run of mode "generate" needs a model with generate_step(), as language '
+                "models of KerasHub have.",
+                received=f"model {model.name!r}, a {type(model).__name__}.",
+                fix='Give a CausalLM, or use mode="predict" for one call of the model.',
+            )
+        )
+
+
 def checked_mode(mode: Any) -> str:
     """Keras's word for the step of a mode.
 
     Args:
-        mode: `"train"`, `"evaluate"` or `"predict"`.
+        mode: `"train"`, `"evaluate"`, `"predict"` or `"generate"`.
 
     Raises:
         ValueError: If it is none of these.

@@ -95,7 +95,8 @@ class DryRun(Page):
     """What a compiler says about one step of a model on a slice.
 
     Args:
-        mode: `"train"`, `"evaluate"` or `"predict"`.
+        mode: `"train"`, `"evaluate"`, `"predict"`, or `"generate"`: then `cost`, `estimate` and
+            `tokens` are of one token for each row.
         compiled_for: The slice's name, or `"CPU"` where no TPU compiler is installed: then memory
             and collectives are those of XLA's CPU partitioner, and there are no times.
         mesh: Axis names and sizes.
@@ -134,6 +135,9 @@ class DryRun(Page):
             if it is causal, and nothing that is computed again.
         peak_flops: Operations per second of one device at its fastest, in bfloat16; `None`
             without a TPU compiler.
+        prompt_s: Seconds for the prompts, before the first token; of mode `"generate"`.
+        token_limit_s: Seconds to read the weights and the whole cache once, which no token takes
+            less than; of mode `"generate"`.
 
     Example:
 
@@ -170,6 +174,8 @@ class DryRun(Page):
     torus: Torus | None = None
     model_flops: float = 0.0
     peak_flops: float | None = None
+    prompt_s: float | None = None
+    token_limit_s: float | None = None
 
     @property
     def devices(self) -> int:
@@ -189,7 +195,9 @@ class DryRun(Page):
 
     @property
     def samples_per_second(self) -> float | None:
-        """Rows per second of all devices, if the step's time is estimated."""
+        """Rows per second of all devices, if the step's time is estimated; not of `"generate"`."""
+        if self.mode == "generate":
+            return None
         return None if self.estimate is None else self.batch_size / self.estimate.step
 
     @property
@@ -265,6 +273,11 @@ class DryRun(Page):
         ]
         return [*error, *memory_bars(self), *tables, *_remarks(self)]
 
+    @property
+    def _of(self) -> str:
+        """What the times are of."""
+        return "token" if self.mode == "generate" else "step"
+
     def _title(self) -> str:
         return f"{self._subject()}: {_VERDICT[self.fits][1]}"
 
@@ -286,7 +299,7 @@ class DryRun(Page):
     def _tables(self) -> list[Table]:
         tables: list[Table] = [("memory per device", (), self._memory_rows())]
         if self.estimate is not None:
-            tables.append(("time per step", (), self._time_rows()))
+            tables.append((f"time per {self._of}", (), self._time_rows()))
         if self.hosts > 1:
             tables.append((f"{self.hosts} hosts", (), self._host_rows()))
         if self.cost is not None and self.cost.collectives:
@@ -329,6 +342,23 @@ class DryRun(Page):
             rows.append(("too much", size_text(self.overflow_bytes)))
         return rows
 
+    def _rates(self) -> list[tuple[str, str]]:
+        """Rows and tokens a second; for tokens that are generated, beside their limit."""
+        rows = []
+        if self.prompt_s is not None:
+            rows.append(("prompts, before the first token", duration_text(self.prompt_s)))
+        if self.token_limit_s is not None and self.estimate is not None:
+            times = self.estimate.step / self.token_limit_s
+            limit = f"{duration_text(self.token_limit_s)}; the step takes {times:.2f} times as long"
+            rows.append(("weights and cache read once", limit))
+        if self.samples_per_second is not None:
+            rows.append(("samples per second", f"{self.samples_per_second:,.0f}"))
+        if self.tokens_per_second:
+            each = self.tokens_per_second / self.devices
+            words = f"{self.tokens_per_second:,.0f}, {each:,.0f} a device"
+            rows.append(("tokens per second", words))
+        return rows
+
     def _host_rows(self) -> list[tuple[str, ...]]:
         rows = [("batch that each transfers", size_text(self.state.inputs_per_host))]
         return [*rows, *((f"axis {name}", where) for name, where in self.crossings)]
@@ -337,24 +367,18 @@ class DryRun(Page):
         e = self.estimate
         if e is None:
             return []
-        rows = [
+        return [
             ("matrix operations at peak", duration_text(e.compute)),
             ("HBM traffic at full speed", duration_text(e.hbm)),
             ("collectives at full speed", duration_text(e.link)),
             ("of them not overlapped", duration_text(e.exposed_link)),
             *([("of them between slices", duration_text(e.dcn))] if e.dcn else []),
             ("compiler's cycles at the clock", duration_text(e.kernels)),
-            ("step, estimated", f"{duration_text(e.step)}, bound by {e.bound}"),
+            (f"{self._of}, estimated", f"{duration_text(e.step)}, bound by {e.bound}"),
             ("matrix units busy", f"{e.compute / e.step:.1%}"),
             *([("model FLOPs utilisation", f"{self.mfu:.1%}")] if self.mfu else []),
-            ("samples per second", f"{self.samples_per_second:,.0f}"),
+            *self._rates(),
         ]
-        if self.tokens_per_second:
-            each = self.tokens_per_second / self.devices
-            rows.append(
-                ("tokens per second", f"{self.tokens_per_second:,.0f}, {each:,.0f} a device")
-            )
-        return rows
 
 
 @dataclass(frozen=True)
@@ -505,15 +529,13 @@ def _head(run: DryRun) -> Iterator[str]:
     if run.estimate is not None:
         e = run.estimate
         tiles += [
-            ("step, estimated", duration_text(e.step)),
+            (f"{run._of}, estimated", duration_text(e.step)),
             ("bound by", e.bound),
             ("matrix units busy", f"{e.compute / e.step:.1%}"),
-            ("samples per second", f"{run.samples_per_second:,.0f}"),
+            *run._rates(),
         ]
     if run.mfu:
         tiles.append(("model FLOPs utilisation", f"{run.mfu:.1%}"))
-    if run.tokens_per_second:
-        tiles.append(("tokens per second", f"{run.tokens_per_second:,.0f}"))
     inner = "".join(f"<div><b>{html.escape(b)}</b>{html.escape(a)}</div>" for a, b in tiles)
     yield f'<div class="tiles">{inner}</div>'
 
@@ -523,7 +545,7 @@ def _sections(run: DryRun) -> Iterator[str]:
     yield from memory_bars(run)
     yield from _kinds(run)
     if run.estimate is not None:
-        yield "<h2>Time of a step</h2>"
+        yield f"<h2>Time of a {run._of}</h2>"
         yield from _times(run)
     if run.cost is not None:
         yield f"<h2>Layers by {'cycles' if run.cost.cycles else 'operations'}</h2>"

@@ -26,7 +26,7 @@ from keras_tpu_dist.dryrun.report import estimate
 from keras_tpu_dist.hardware.crossings import crossings, num_hosts
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.hardware.torus import Torus
-from keras_tpu_dist.hlo import ProgramCost, Wire, analyze
+from keras_tpu_dist.hlo import LoopCost, ProgramCost, Wire, analyze, analyze_loop
 from keras_tpu_dist.hlo.layers import Attribution
 from keras_tpu_dist.show.progress import stages
 from keras_tpu_dist.show.text import size_text
@@ -80,7 +80,8 @@ def dry_run(
             dimensions gets it; other open sizes, as those of images, are given with `x`.
         batch_size: Rows of all devices together. Without it, the largest batch that fits is found
             as `largest_batch` finds it, with up to eight compilations, and a note says so.
-        mode: `"train"`, `"evaluate"` or `"predict"`.
+        mode: `"train"`, `"evaluate"`, `"predict"`, or `"generate"` for a language model of
+            KerasHub, whose report is of one token for each row.
         effort: `"quick"` (XLA's `EFFORT_O1`) or `"exact"`, which is what training would run.
             Quick is about three times faster, is repeated as exact when the memory comes within
             10 % of the limit (within four times the limit for programs with loops or
@@ -342,7 +343,12 @@ def _report(
 ) -> DryRun:
     measured = compiled[-1] if sized_on else verdict
     topology = lowered.topology
-    cost = _cost(lowered, measured, Topology.parse(sized_on) if sized_on else topology)
+    sized = Topology.parse(sized_on) if sized_on else topology
+    cost, prompt, limit_bytes = _cost(lowered, measured, sized), None, 0
+    loop = _loop_cost(lowered, measured, sized)
+    if loop is not None:
+        cost, prompt = loop.round, loop.outside
+        limit_bytes = lowered.tokens_loop.read_bytes(loop.carried) if lowered.tokens_loop else 0
     times = estimate(cost, topology) if topology and cost and not verdict.error else None
     stated = bytes_in_message(verdict.error or "", argument_bytes=lowered.state.arguments)
     total = stated[0] if stated else measured.total_bytes if measured.memory else 0
@@ -384,6 +390,8 @@ def _report(
         torus=Torus.of(lowered.devices),
         model_flops=lowered.model_flops,
         peak_flops=topology.peak_flops() if topology else None,
+        prompt_s=estimate(prompt, topology).step if topology and prompt and times else None,
+        token_limit_s=limit_bytes / topology.hbm_bandwidth if topology and limit_bytes else None,
     )
 
 
@@ -415,9 +423,21 @@ def _uncounted(cost: ProgramCost) -> Iterator[str]:
 def _cost(lowered: Lowered, compiled: Compiled, topology: Topology | None) -> ProgramCost | None:
     if not compiled.text:
         return None
-    devices = lowered.devices if topology is lowered.topology else ()
-    wire = Wire.of(dict(lowered.axes), devices if topology else (), topology)
+    wire = _wire(lowered, topology)
     return analyze(compiled.text, wire=wire, layer_names=lowered.layer_names)
+
+
+def _loop_cost(lowered: Lowered, compiled: Compiled, topology: Topology | None) -> LoopCost | None:
+    """The costs of a loop over tokens, of a program that generates."""
+    if lowered.tokens_loop is None or not compiled.text:
+        return None
+    wire = _wire(lowered, topology)
+    return analyze_loop(compiled.text, wire=wire, layer_names=lowered.layer_names)
+
+
+def _wire(lowered: Lowered, topology: Topology | None) -> Wire:
+    devices = lowered.devices if topology is lowered.topology else ()
+    return Wire.of(dict(lowered.axes), devices if topology else (), topology)
 
 
 def _assumption(verdict: Compiled, topology: Topology, cost: ProgramCost) -> str:

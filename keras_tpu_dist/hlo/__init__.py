@@ -2,8 +2,10 @@
 
 from keras_tpu_dist.hlo.analysis import Buffer as Buffer
 from keras_tpu_dist.hlo.analysis import LayerCost as LayerCost
+from keras_tpu_dist.hlo.analysis import LoopCost as LoopCost
 from keras_tpu_dist.hlo.analysis import ProgramCost as ProgramCost
 from keras_tpu_dist.hlo.analysis import analyze as analyze
+from keras_tpu_dist.hlo.analysis import analyze_loop as analyze_loop
 from keras_tpu_dist.hlo.collectives import Collective as Collective
 from keras_tpu_dist.hlo.parse import parse as parse
 from keras_tpu_dist.hlo.wire import Wire as Wire

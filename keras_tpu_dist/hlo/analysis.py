@@ -1,14 +1,15 @@
 """A compiled program's cost per step, loops included, by Keras layer."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.hlo import collectives, cost, kernels, silent, traffic
 from keras_tpu_dist.hlo.collectives import Collective
 from keras_tpu_dist.hlo.layers import OTHER, Attribution, phase
 from keras_tpu_dist.hlo.loops import Execution, executions
-from keras_tpu_dist.hlo.parse import Computation, Instruction, Program, check, parse
+from keras_tpu_dist.hlo.parse import Computation, Instruction, Program, Shape, check, parse
 from keras_tpu_dist.hlo.wire import Wire
 
 # What reading a text raises that is no program, or one of another form than compilers write.
@@ -178,10 +179,66 @@ def analyze(
     >>> hlo.analyze(compiled.as_text()).flops == 2 * 64**3
     True
     """
+    return _analyzed(text, lambda program: _cost(program, wire, layer_names))
+
+
+@dataclass(frozen=True)
+class LoopCost:
+    """A program that is little but a loop of which only data decides how often it runs.
+
+    Args:
+        outside: What the program costs outside of the loop.
+        round: What one round of the loop costs.
+        carried: The arrays that the loop carries from round to round, on one device.
+    """
+
+    outside: ProgramCost
+    round: ProgramCost
+    carried: tuple[Shape, ...]
+
+
+def analyze_loop(
+    text: str,
+    *,
+    wire: Wire | None = None,
+    layer_names: Iterable[str] = (),
+) -> LoopCost | None:
+    """Reads a program's cost in the largest loop of unknown length, and outside of it.
+
+    Args:
+        text: As in `analyze`.
+        wire: As there.
+        layer_names: As there.
+
+    Returns:
+        A `LoopCost`, or `None` for a program without such a loop.
+
+    Raises:
+        ValueError: If the text is no compiled program.
+    """
+
+    def split(program: Program) -> LoopCost | None:
+        runs = executions(program).executions
+        loops = {run.loop.name: run.loop for run in runs if run.loop is not None}
+        if not loops:
+            return None
+        loop = max(loops.values(), key=lambda each: sum(s.bytes for s in each.shapes))
+        inside = [run for run in runs if run.loop is loop]
+        outside = [run for run in runs if run.loop is not loop]
+        return LoopCost(
+            _cost(program, wire, layer_names, outside),
+            _cost(program, wire, layer_names, inside),
+            loop.shapes,
+        )
+
+    return _analyzed(text, split)
+
+
+def _analyzed(text: str, read: Callable[[Program], Any]) -> Any:
     program = parse(text)
     try:
         check(program)
-        return _cost(program, wire or Wire(()), Attribution(layer_names))
+        return read(program)
     except _OF_ANOTHER_FORM as error:
         raise ValueError(
             message(
@@ -192,10 +249,20 @@ def analyze(
         ) from error
 
 
-def _cost(program: Program, wire: Wire, attribution: Attribution) -> ProgramCost:
-    runs = executions(program)
+def _cost(
+    program: Program,
+    wire: Wire | None,
+    layer_names: Iterable[str],
+    part: list[Execution] | None = None,
+) -> ProgramCost:
+    """The cost of a program, or of a part of what it runs."""
+    wire, attribution = wire or Wire(()), Attribution(layer_names)
+    unknown: tuple[str, ...] = ()
+    if part is None:
+        runs = executions(program)
+        part, unknown = list(runs.executions), runs.unknown_loops
     tallies = _Tallies()
-    for run in runs.executions:
+    for run in part:
         _count_products(program, run, attribution, tallies)
         _count_memory(program, run, attribution, wire, tallies)
         _count_collective(program, run, attribution, wire, tallies)
@@ -211,8 +278,8 @@ def _cost(program: Program, wire: Wire, attribution: Attribution) -> ProgramCost
         cycles=sum(c.cycles for c in layers),
         layers=tuple(layers),
         collectives=tuple(tallies.collectives.values()),
-        largest_buffers=_largest_buffers(program, runs.executions, attribution),
-        unknown_loops=runs.unknown_loops,
+        largest_buffers=_largest_buffers(program, part, attribution),
+        unknown_loops=unknown,
         kernel_flops=tallies.kernel_flops,
         kernel_bytes=tallies.kernel_bytes,
         silent_cycles=tallies.silent_cycles,

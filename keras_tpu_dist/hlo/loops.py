@@ -27,11 +27,19 @@ _COPIES = {"copy", "bitcast", "convert", "reshape", "optimization-barrier", "cop
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """An instruction outside of any fusion, and how often it runs in one call of the program."""
+    """An instruction outside of any fusion, and how often it runs in one call of the program.
+
+    Args:
+        computation: The computation it is in.
+        instruction: The instruction.
+        times: How often it runs.
+        loop: The outermost loop around it whose trip count is not known, counted as running once.
+    """
 
     computation: Computation
     instruction: Instruction
     times: int
+    loop: Instruction | None = None
 
 
 @dataclass(frozen=True)
@@ -59,15 +67,17 @@ def executions(program: Program) -> Executions:
     found: list[Execution] = []
     unknown: list[str] = []
 
-    def visit(computation: Computation, times: int) -> None:
+    def visit(computation: Computation, times: int, loop: Instruction | None) -> None:
         for instruction in computation:
-            found.append(Execution(computation, instruction, times))
+            found.append(Execution(computation, instruction, times, loop))
             for callee, count in _callees(program, computation, instruction):
+                around = loop
                 if count is None:
                     unknown.append(instruction.name)
-                visit(callee, times * (1 if count is None else count))
+                    around = loop or instruction
+                visit(callee, times * (1 if count is None else count), around)
 
-    visit(program.entry, 1)
+    visit(program.entry, 1, None)
     if unknown:
         logger.warning(
             "the trip counts of %d loop(s) are decided at run time; their bodies are counted once",

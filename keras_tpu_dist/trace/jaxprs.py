@@ -133,6 +133,25 @@ def replacement(equation: Any, function: Callable) -> list:
     return _inlined(inner, equation, equation.invars, equation.outvars)
 
 
+def inserted(
+    equation: Any, function: Callable, operands: list, results: list | None = None
+) -> tuple[list, list]:
+    """Equations to stand beside an equation, with its place in the source code and its layer.
+
+    Args:
+        equation: The equation.
+        function: From the operands to a list of results. It must not use arrays of its own.
+        operands: What the function takes, of the equation's program.
+        results: The variables of its results; `None` for new ones.
+
+    Returns:
+        The equations, and the variables of the results.
+    """
+    inner = _traced(equation, function, operands)
+    results = list(inner.outvars) if results is None else results
+    return _inlined(inner, equation, operands, results), results
+
+
 def surrounded(equation: Any, before: Callable, after: Callable) -> list:
     """An equation whose operands and results pass through functions.
 

@@ -18,6 +18,7 @@ from keras_tpu_dist.memory import remat, scan_blocks
 from keras_tpu_dist.processes.agreement import Agreed
 from keras_tpu_dist.processes.saving import written_once
 from keras_tpu_dist.training.fit_control import FitControl
+from keras_tpu_dist.training.generation import Generation
 from keras_tpu_dist.training.guard import StateGuard
 from keras_tpu_dist.training.pickling import carry_strategy
 from keras_tpu_dist.training.protocol import Strategy
@@ -439,9 +440,21 @@ def _join(model: Any, strategy: Strategy) -> Membership:
         logger.info("model %r moves from %r to %r", model.name, member.strategy, strategy)
     member = _members[model] = Membership(strategy, turns=turns_of(model))
     carry_strategy(type(model), _strategy_of)
+    _keras.serve_generation(model, _generation)
     if hasattr(model, "train_function"):
         _keras.forget_functions(model)
     return member
+
+
+def _generation(model: Any) -> Generation | None:
+    """The function of a model that generates; `None` for the one that it makes without us."""
+    strategy = find_strategy(model)
+    if strategy is None or model.run_eagerly:
+        return None
+    known = model.generate_function
+    if isinstance(known, Generation) and known.serves(strategy):
+        return known
+    return Generation(model, strategy)
 
 
 def _strategy_of(model: Any) -> Strategy | None:

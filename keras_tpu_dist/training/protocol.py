@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -33,6 +34,28 @@ class ModelRunner(Protocol):
     @property
     def own_input(self) -> OwnInput | None:
         """The input of every process's own under `input="per_process"`, else `None`."""
+        ...
+
+    def running(
+        self, strategy: Any, model: Any, name: str, arguments: Mapping[str, Any]
+    ) -> AbstractContextManager:
+        """The context of a call that runs a model.
+
+        Args:
+            strategy: The distribution to be active.
+            model: The model.
+            name: The method that was called.
+            arguments: What it was called with, by name.
+        """
+        ...
+
+    def read_state(self, model: Any, groups: tuple[list, ...]) -> tuple[list, ...]:
+        """The values of a model's variables, as a step takes them.
+
+        Args:
+            model: The model whose state it is.
+            groups: Lists of its variables, in the order of the state.
+        """
         ...
 
     def call(self, member: Any, model: Any = None) -> AbstractContextManager:
