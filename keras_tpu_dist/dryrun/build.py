@@ -151,15 +151,14 @@ def lower(
         state = _state(model, kind)
         held = state_bytes(state, kind, placed)
         donate = _donates(strategy, kind, state)
+        loop = None
         if mode == "generate":
-            step, state = generate_program(model, placer, None), (_sampler_state(model), *state)
+            step, state, loop = _generating(model, placer, state, placed)
         else:
             step = jitted_step(model, kind, placer, donate)
         exported = export_step(step, state, placed, platform, notes)
         topology = strategy.topology or of_devices(strategy.mesh.devices)
-        steps = model.steps_per_execution
-        steps = MOST_STEPS if steps == "auto" else steps
-        ready = 0 if mode == "generate" else _batches_ready(strategy, steps)
+        steps = MOST_STEPS if (n := model.steps_per_execution) == "auto" else n
         model_flops = _model_flops(model, batch, mode, notes)
         return Lowered(
             program=pickle.dumps(_keras.without_vjp(exported)),
@@ -178,32 +177,33 @@ def lower(
                 name in exported.mlir_module_serialized for name in (b"while", b"convolution")
             ),
             steps_per_execution=steps,
-            ready_bytes=ready * held.inputs,
+            ready_bytes=_batches_ready(strategy, steps, mode) * held.inputs,
             seconds=time.perf_counter() - started,
             findings=findings,
             notes=tuple(notes),
             model_flops=model_flops,
-            tokens_loop=_token_loop(model, placer, state, placed) if mode == "generate" else None,
+            tokens_loop=loop,
             **_compiler_options(strategy, platform),
         )
 
 
-def _batches_ready(strategy: Strategy, steps: int) -> int:
+def _batches_ready(strategy: Strategy, steps: int, mode: str) -> int:
     """How many batches the devices hold beside the one of the step."""
+    if mode == "generate":
+        return 0
     # A launch of N steps has N batches on the devices, and the next N are made ready meanwhile.
     return strategy.runner.prefetch if steps == 1 else 2 * steps - 1
 
 
-def _sampler_state(model: keras.Model) -> list:
-    return [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in _keras.sampler_variables(model)]
-
-
-def _token_loop(
+def _generating(
     model: keras.Model, placer: BatchPlacer, state: tuple, placed: PlacedBatch
-) -> TokenLoop | None:
+) -> tuple[Callable, tuple, TokenLoop | None]:
+    """The program of `generate`, its state, and its loop over tokens."""
+    sampler = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in _keras.sampler_variables(model)]
+    state = (sampler, *state)
     sizes = [bytes_per_device(leaf) for leaf in jax.tree.leaves(state)]
     traced = jax.jit(generate_step(model, placer, None)).trace(state, placed)
-    return token_loop(traced.jaxpr, sizes)
+    return generate_program(model, placer, None), state, token_loop(traced.jaxpr, sizes)
 
 
 @contextlib.contextmanager
@@ -233,6 +233,7 @@ def described(
     """
     checked_mode(mode)
     check_batch_size(batch_size, strategy)
+    batch_size = operator.index(batch_size)
     with contextlib.ExitStack() as stack:
         model = stack.enter_context(_model(build, strategy, mode))
         # What it is called with, and its state, are those of predictions.

@@ -304,7 +304,7 @@ def _how(parser: Parser) -> None:
     parser.add_argument(
         "--mode",
         default="train",
-        choices=("train", "evaluate", "predict"),
+        choices=("train", "evaluate", "predict", "generate"),
         help="which step to compile; default: train",
     )
     parser.add_argument(
