@@ -151,11 +151,9 @@ def lower(
         state = _state(model, kind)
         held = state_bytes(state, kind, placed)
         donate = _donates(strategy, kind, state)
-        loop = None
+        step, loop = jitted_step(model, kind, placer, donate), None
         if mode == "generate":
             step, state, loop = _generating(model, placer, state, placed)
-        else:
-            step = jitted_step(model, kind, placer, donate)
         exported = export_step(step, state, placed, platform, notes)
         topology = strategy.topology or of_devices(strategy.mesh.devices)
         steps = MOST_STEPS if (n := model.steps_per_execution) == "auto" else n
