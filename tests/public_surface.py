@@ -413,6 +413,13 @@ ROWS: dict[str, Row] = {
     ),
     "StopAtStep": Row(ktd.callbacks.StopAtStep, lambda: {"n": 3}, {"n": COUNT[:-1], "more": FLAG}),
     "NameNaN": Row(ktd.callbacks.NameNaN, dict, {"stop": FLAG}),
+    "Goodput": Row(ktd.callbacks.Goodput, lambda: {"path": "/tmp/none"}, {"path": PATH}),
+    "Rates": Row(ktd.callbacks.Rates, dict, {}),
+    "Rates.load_state_dict": Row(
+        lambda **k: ktd.callbacks.Rates().load_state_dict(**k),
+        dict,
+        {"state": (None, "", 3, True, NAN, [])},
+    ),
     "HostMetrics": Row(
         ktd.callbacks.HostMetrics,
         lambda: {"metrics": {"f1": lambda y, p: 0.0}},

@@ -37,6 +37,7 @@ NOT_RUN = {
     "keras_hub.md": 2,
     "migration.md": 1,
     "pods.md": 3,
+    "restart.md": 3,
     "troubleshooting.md": 2,
 }
 # Run elsewhere: in processes of their own, since the compiler may abort; and commands.
@@ -50,6 +51,7 @@ SLOW = {
     *("experts.md", "index.md", "layouts.md", "logical_devices.md", "ragged.md", "recurrent.md"),
     *("migration.md", "sequences.md", "troubleshooting.md", "input.md", "measurement.md"),
     *("mixed_precision.md", "remat.md", "saving_loops.md", "scan_blocks.md", "overlap.md"),
+    "restart.md",
 }
 
 

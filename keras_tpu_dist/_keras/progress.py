@@ -12,10 +12,13 @@ def train_steps_counted(optimizer: Any) -> int:
     """How often an optimizer was applied, gradient accumulation's steps counted singly.
 
     Args:
-        optimizer: A Keras optimizer; of one that scales the loss, the inner one is asked.
+        optimizer: A Keras optimizer; of one that scales the loss, the inner one is asked. `None`
+            for a model without.
 
     Public replacement: none; `Optimizer.iterations` rounds down to whole updates.
     """
+    if optimizer is None:
+        return 0
     return int(getattr(optimizer, "inner_optimizer", optimizer)._iterations)
 
 

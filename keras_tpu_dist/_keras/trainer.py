@@ -19,6 +19,7 @@ from keras.src.saving import saving_lib
 from keras_tpu_dist._keras import seam
 from keras_tpu_dist._keras.seam import Replacement
 from keras_tpu_dist._keras.variables import OWNER, claim
+from keras_tpu_dist.common import phases
 
 _MODULE = "keras.src.backend.jax.trainer"
 _TRAINER = f"{_MODULE}:JAXTrainer"
@@ -245,12 +246,28 @@ def _entry_point(find_strategy, name, stock, model, *args, **kwargs):
         return stock(model, *args, **kwargs)  # which says what is wrong
     arguments = {**arguments, "callbacks": _callbacks(arguments.get("callbacks"))}
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_counted(strategy, model, name))
         if name == "fit":
             stack.enter_context(_told_of_fit(arguments))
         if strategy is not None:
             stack.enter_context(strategy.runner.running(strategy, model, name, arguments))
         stack.enter_context(_begun(_ENTRY_POINTS[name]))
         return stock(model, *args, **kwargs)
+
+
+def _counted(strategy: Any, model: Any, name: str) -> contextlib.AbstractContextManager[None]:
+    """The context in which those who count time know what it goes to."""
+    if not phases.is_counted():
+        return contextlib.nullcontext()
+    if name == "fit":
+        return phases.fitting()
+    if name == "train_on_batch":
+        return phases.phase(phases.TRAIN)
+    control = None if strategy is None else strategy.runner.control(model)
+    if control is not None:
+        # What still trains is no validation.
+        jax.block_until_ready(control.outputs)
+    return phases.phase(phases.VALIDATE)
 
 
 @contextlib.contextmanager
@@ -488,7 +505,8 @@ def _save(reading, writing, stock, model, *args, **kwargs):
     # it is made before, and found under the name by which Keras 3.15 looks for it.
     common = saving_lib.get_attr_skipset("Optimizer")
     global_state.set_global_attribute("saving_attr_skiplist_Optimizer", common)
-    return _reading(reading, functools.partial(writing, stock), model, *args, **kwargs)
+    with phases.phase(phases.SAVE):
+        return _reading(reading, functools.partial(writing, stock), model, *args, **kwargs)
 
 
 def _distribute_data(stock, data, *args, **kwargs):
@@ -543,9 +561,14 @@ class _Told(keras.callbacks.CallbackList):
     def on_epoch_begin(self, epoch, logs=None):
         with self._around("epoch_begin", epoch, logs):
             super().on_epoch_begin(epoch, logs)
+        phases.turn(phases.TRAIN)
 
     def on_epoch_end(self, epoch, logs=None):
-        super().on_epoch_end(epoch, logs)
+        if phases.is_counted():
+            jax.block_until_ready(logs)
+            phases.turn(phases.OTHER)
+        with self._around("epoch_end", epoch, logs):
+            super().on_epoch_end(epoch, logs)
         strategy = active_strategy()
         if strategy is not None:
             strategy.runner.epoch_ended()

@@ -10,6 +10,7 @@ from keras_tpu_dist import _keras
 from keras_tpu_dist.callbacks.checkpoint_options import CheckpointOptions
 from keras_tpu_dist.callbacks.fit_checkpoints import Fit, FitCheckpoints
 from keras_tpu_dist.checkpoint.store import Store, folder
+from keras_tpu_dist.common import phases
 from keras_tpu_dist.common.checks import known_words
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.processes.preemption import GRACE_S, Preemption
@@ -181,6 +182,7 @@ class Checkpoint(keras.callbacks.Callback):
                 self._preemption.start()
                 fit.control.after_other_launch = self._after_other_launch
 
+    @phases.phase(phases.RESTORE)
     def _resume(self, own: FitCheckpoints) -> None:
         there = self._found(own)
         if there and not self._options.resume:

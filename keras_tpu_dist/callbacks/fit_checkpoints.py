@@ -25,6 +25,7 @@ from keras_tpu_dist.checkpoint.manifest import OF_FIT, CheckpointError, Manifest
 from keras_tpu_dist.checkpoint.restore import load_newest
 from keras_tpu_dist.checkpoint.snapshot import extra_of, snapshot
 from keras_tpu_dist.checkpoint.store import Store
+from keras_tpu_dist.common import phases
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.input.position import (
     InputPosition,
@@ -427,6 +428,7 @@ class FitCheckpoints:
         # A longer run makes the rest of this epoch, and then its end.
         self.save(place.epoch, place.done, place.standing, reached)
 
+    @phases.phase(phases.SAVE)
     def save(
         self,
         epoch: int,
@@ -470,6 +472,7 @@ class FitCheckpoints:
             # trainer noted before it.
             self.fit.trainer.jax_state_sync()
 
+    @phases.phase(phases.SAVE)
     def wait(self) -> None:
         """Waits for the newest checkpoint."""
         _finish(self.store.wait)
@@ -494,6 +497,7 @@ class FitCheckpoints:
             self.put_back(log=False)
         self.resumed = None
 
+    @phases.phase(phases.SAVE)
     def close(self) -> None:
         """Waits for the last checkpoint, however the fit ended."""
         _finish(lambda: self.store.close(run_has_ended=self.has_ended))

@@ -22,7 +22,6 @@ from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.plain import plain_operations
 from keras_tpu_dist.dryrun.inputs import (
     check_batch_size,
-    count_tokens,
     described_batch,
     given_inputs,
     symbolic,
@@ -39,9 +38,9 @@ from keras_tpu_dist.trace.jaxprs import (
     with_equations,
     with_inner_jaxprs,
 )
-from keras_tpu_dist.trace.products import operations, products_of
 from keras_tpu_dist.training import membership
 from keras_tpu_dist.training.auto_steps import MOST_STEPS
+from keras_tpu_dist.training.flops import count_tokens, model_flops
 from keras_tpu_dist.training.generation import generate_program, generate_step
 from keras_tpu_dist.training.guard import states_that_fit
 from keras_tpu_dist.training.protocol import Strategy
@@ -157,7 +156,7 @@ def lower(
         exported = export_step(step, state, placed, platform, notes)
         topology = strategy.topology or of_devices(strategy.mesh.devices)
         steps = MOST_STEPS if (n := model.steps_per_execution) == "auto" else n
-        model_flops = _model_flops(model, batch, mode, notes)
+        flops = _flops(model, batch, mode, notes)
         return Lowered(
             program=pickle.dumps(_keras.without_vjp(exported)),
             donate=donate,
@@ -179,7 +178,7 @@ def lower(
             seconds=time.perf_counter() - started,
             findings=findings,
             notes=tuple(notes),
-            model_flops=model_flops,
+            model_flops=flops,
             tokens_loop=loop,
             **_compiler_options(strategy, platform),
         )
@@ -249,43 +248,14 @@ def described(
         yield model, batch
 
 
-def forward_pass(model: keras.Model, batch: tuple, training: bool) -> tuple[Callable, tuple]:
-    """A model's forward pass as a function of its weights and input, and their shapes.
-
-    Args:
-        model: A built model, within `described`.
-        batch: The shapes of its batch.
-        training: Whether it runs as in training.
-
-    Returns:
-        `(trainable, non_trainable, x) -> outputs`, and its arguments as `jax.ShapeDtypeStruct`.
-    """
-    weights = [
-        [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in group]
-        for group in (model.trainable_variables, model.non_trainable_variables)
-    ]
-
-    # Keras gives a model's call what it takes; `stateless_call` gives it what it is given.
-    named = {"training": training} if _keras.call_takes(model, "training") else {}
-
-    def forward(trainable, non_trainable, x):
-        return model.stateless_call(trainable, non_trainable, x, **named)[0]
-
-    return forward, (*weights, batch[0])
-
-
-def _model_flops(model: keras.Model, batch: tuple, mode: str, notes: list[str]) -> float:
-    """Operations of a step's matrix products by the model's formula, whatever runs in the end."""
+def _flops(model: keras.Model, batch: tuple, mode: str, notes: list[str]) -> float:
+    """Operations of a step's matrix products by the model's formula, 0 if unknown."""
     if mode == "generate":  # a token's operations are not those of a call on the prompt
         return 0.0
     if type(model).call is keras.Model.call:
         notes.append("the model has no call(): what its formula asks for is not known")
         return 0.0
-    with plain_operations():
-        forward, arguments = forward_pass(model, batch, mode == "train")
-        trace = jax.make_jaxpr(forward)(*arguments)
-    # The gradients take two products of the same size for each.
-    return operations(products_of(trace, 0)) * (3 if mode == "train" else 1)
+    return model_flops(model, batch, mode)
 
 
 @contextlib.contextmanager

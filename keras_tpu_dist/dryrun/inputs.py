@@ -1,6 +1,5 @@
 """What a dry run feeds: the batch that was given, or that the model declares, without values."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -194,15 +193,3 @@ def _dtype(leaf: Any) -> np.dtype:
 
 def _shapes_text(structure: Any) -> str:
     return ", ".join(f"{t.dtype}{tuple(t.shape)}" for t in jax.tree.leaves(structure))
-
-
-def count_tokens(x: Any) -> int:
-    """The tokens of an input of `(batch, time)` whole numbers; 0 for any other, such as pixels.
-
-    Args:
-        x: Arrays or their shapes, in any structure. The first such array counts, no further one.
-    """
-    for leaf in jax.tree.leaves(x):
-        if np.dtype(leaf.dtype).kind in "iu" and leaf.dtype != np.uint8 and leaf.ndim == 2:
-            return math.prod(leaf.shape)
-    return 0

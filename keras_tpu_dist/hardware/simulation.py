@@ -2,7 +2,6 @@
 
 import logging
 import os
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,14 +9,9 @@ from keras_tpu_dist._keras import jax_backend_started
 from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.once import log_once
+from keras_tpu_dist.hardware.environment import DEVICE_COUNT_FLAG, simulated_environment
 
 logger = logging.getLogger("keras_tpu_dist")
-
-_DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
-# Eight virtual devices on two cores deadlock in XLA's all-reduce rendezvous: each device blocks a
-# thread of a pool that is sized by the number of cores. Four threads a device were enough
-# wherever this was measured.
-_THREADS_PER_DEVICE = 4
 
 
 def simulate(num_devices: int = 8) -> None:
@@ -79,7 +73,7 @@ def warn_without_tpu(devices: Sequence[Any]) -> None:
         devices: The devices of the strategy's mesh.
     """
     # What `simulate` sets, or a user who splits the CPU without it.
-    asked = _DEVICE_COUNT_FLAG in os.environ.get("XLA_FLAGS", "")
+    asked = DEVICE_COUNT_FLAG in os.environ.get("XLA_FLAGS", "")
     if asked or any(device.platform != "cpu" for device in devices):
         return
     log_once(
@@ -103,18 +97,3 @@ def _why_no_tpu() -> str:
     except RuntimeError as error:
         return " ".join(str(error).split())
     return "JAX has a TPU, and the strategy was given other devices"
-
-
-def simulated_environment(num_devices: int) -> dict[str, str]:
-    """The environment variables under which JAX sees virtual CPU devices.
-
-    Args:
-        num_devices: Number of virtual devices, at least 1.
-    """
-    flags = re.sub(rf"{_DEVICE_COUNT_FLAG}=\S*", "", os.environ.get("XLA_FLAGS", "")).split()
-    threads = max(_THREADS_PER_DEVICE * num_devices, int(os.environ.get("PJRT_NPROC") or 0))
-    return {
-        "XLA_FLAGS": " ".join([*flags, f"{_DEVICE_COUNT_FLAG}={num_devices}"]),
-        "PJRT_NPROC": str(threads),
-        "JAX_PLATFORMS": "cpu",
-    }

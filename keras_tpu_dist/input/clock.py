@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.phases import waited_for_input
 from keras_tpu_dist.common.printed import Printed
 
 logger = logging.getLogger("keras_tpu_dist")
@@ -98,13 +99,17 @@ class InputClock:
         self._reading += end - start
         self._batches += 1
         if not self._launched:
-            self._waited += end - start
+            self._wait(end - start)
         elif self._watcher is not None:
-            self._waited += self._watcher.idle(start, end)
+            self._wait(self._watcher.idle(start, end))
         elif self._reading > max(_MEASURED_SECONDS, _MEASURED_SHARE * (end - self._started)):
             self._watcher = _LaunchWatcher()
             # An epoch that an exception ends is never finished: the thread ends with the clock.
             weakref.finalize(self, self._watcher.stop)
+
+    def _wait(self, seconds: float) -> None:
+        self._waited += seconds
+        waited_for_input(seconds)
 
     def launched(self, outputs: Any, last: bool = False) -> None:
         """Notes a launch, by its outputs.

@@ -10,6 +10,7 @@ from jax.extend import core
 from jax.sharding import Mesh
 
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.phases import BUILD, phase
 from keras_tpu_dist.partitioner.debugging import checked
 from keras_tpu_dist.partitioner.places import in_compiled_code
 from keras_tpu_dist.partitioner.spread import Axes, spec_axes
@@ -63,7 +64,11 @@ class Jitted:
             # Without donation: the arguments are needed again to find the layer.
             return checked(self._without_donation._launch, self._function, self._mesh, args)
         kind = self._kind_of(*args)
-        return (self._launched.get(kind) or self._to_launch(kind, args))(*args)
+        launched = self._launched.get(kind)
+        if launched is not None:
+            return launched(*args)
+        with phase(BUILD):
+            return self._to_launch(kind, args)(*args)
 
     @functools.cached_property
     def _without_donation(self) -> "Jitted":

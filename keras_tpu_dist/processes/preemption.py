@@ -10,10 +10,10 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
+from keras_tpu_dist.launcher.names import EXIT_TERMINATED
+
 logger = logging.getLogger("keras_tpu_dist")
 
-# What a shell reports of a process that SIGTERM ended.
-EXIT_TERMINATED = 143
 # What Google's preemptible machines have from the first signal to the end, and Kubernetes's pods.
 GRACE_S = 30.0
 # JAX waits for the number after the largest that any process has asked with, so that it counts

@@ -13,18 +13,19 @@ from keras_tpu_dist import _keras
 from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.once import log_once
-from keras_tpu_dist.processes import watch
+from keras_tpu_dist.goodput import recorder, records
+from keras_tpu_dist.launcher.names import (
+    COORDINATOR,
+    EXIT_UNAVAILABLE,
+    LAUNCHER,
+    NUM_PROCESSES,
+    PROCESS_ID,
+)
+from keras_tpu_dist.processes import report, watch
 from keras_tpu_dist.processes.channel import Channel, is_open, opened, opened_by
 from keras_tpu_dist.processes.saving import print_in_one_process
 
 logger = logging.getLogger("keras_tpu_dist")
-
-# What `python -m keras_tpu_dist launch` passes to the processes that it starts.
-COORDINATOR, NUM_PROCESSES, PROCESS_ID = "KTD_COORDINATOR", "KTD_NUM_PROCESSES", "KTD_PROCESS_ID"
-# The launcher's process id: its processes end when it is gone.
-LAUNCHER = "KTD_LAUNCHER"
-# As sysexits.h has it: a service that is needed is not there.
-EXIT_UNAVAILABLE = 69
 
 # Whether `initialize()` was called without arguments and found no cluster: one process.
 _alone = False
@@ -97,6 +98,7 @@ def initialize(
     16
     """
     end_with_launcher()
+    report.begin()
     given = _given(coordinator, num_processes, process_id)
     _check(*given)
     certificates = {
@@ -110,6 +112,7 @@ def initialize(
     if jax.distributed.is_initialized():
         _check_same(given)
         watch_peers(peer_timeout_s)
+        _count_time()
         return
     if _alone and given == _NOTHING:
         return
@@ -135,8 +138,17 @@ def initialize(
             )
         except ValueError as error:
             _no_cluster(given, error)
+            _count_time()
             return
     watch_peers(peer_timeout_s, together=True)
+    _count_time()
+
+
+def _count_time() -> None:
+    """Has process 0 write what its time goes to, if a launcher has named a file."""
+    path = os.environ.pop(records.GOODPUT, None)
+    if path and _keras.started_as()[2] in (None, 0):
+        recorder.begin(path)
 
 
 def watch_peers(peer_timeout_s: float | None = None, *, together: bool = False) -> None:

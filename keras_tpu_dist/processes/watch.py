@@ -17,13 +17,13 @@ from typing import Any
 
 import jax
 
+from keras_tpu_dist.goodput import recorder
+from keras_tpu_dist.launcher.names import EXIT_PEER as EXIT_PEER
 from keras_tpu_dist.processes.channel import Channel
 from keras_tpu_dist.processes.encoding import DictOf, ListOf
 
 logger = logging.getLogger("keras_tpu_dist")
 
-# As sysexits.h has it: an error in a remote system, to be tried again.
-EXIT_PEER = 75
 _BEAT_S = 1.0
 # Seconds in which the program may end by its own exception before the watch ends it.
 _GRACE_S = 3.0
@@ -306,6 +306,7 @@ def _call(where: str) -> str:
 
 
 def _exit(code: int) -> None:
+    recorder.write_rest()
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -12,12 +12,12 @@ import numpy as np
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.plain import plain_operations
-from keras_tpu_dist.dryrun.build import Build, described, forward_pass
-from keras_tpu_dist.dryrun.inputs import count_tokens
+from keras_tpu_dist.dryrun.build import Build, described
 from keras_tpu_dist.memory.remat import LayerPolicies
 from keras_tpu_dist.searches.activations import HeldArray, buffers_of
 from keras_tpu_dist.strategy import TPUStrategy
 from keras_tpu_dist.trace.products import Lookup, MatrixProduct, lookups_of, products_of
+from keras_tpu_dist.training.flops import count_tokens, forward_pass
 
 # Axes of each dimension of a weight.
 Spec = tuple[tuple[str, ...], ...]

@@ -3,9 +3,8 @@
 import logging
 import os
 import secrets
-import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -22,20 +21,18 @@ from keras_tpu_dist.hardware.topology import Topology, all_names
 from keras_tpu_dist.layers import convert
 from keras_tpu_dist.layers.experts import is_routed
 from keras_tpu_dist.processes import initialize
-from keras_tpu_dist.processes.launch import launch
 from keras_tpu_dist.searches import compare as comparison
 from keras_tpu_dist.searches import largest_batch as largest
 from keras_tpu_dist.searches import search as searching
 from keras_tpu_dist.searches.ranking import Ranking
 from keras_tpu_dist.searches.slices import compare_slices
-from keras_tpu_dist.shell import given
+from keras_tpu_dist.shell import given, light
+from keras_tpu_dist.shell.light import Answered, check_page, with_page
 from keras_tpu_dist.shell.results import Converted, DeviceTable, SliceTable
 from keras_tpu_dist.show.page import file_of
 from keras_tpu_dist.show.progress import show_progress, stages
 
 logger = logging.getLogger("keras_tpu_dist")
-
-Answered = tuple[Any, int]
 
 
 def _topologies(options: Namespace) -> Answered:
@@ -52,7 +49,7 @@ def _devices(options: Namespace) -> Answered:
 
 
 def _dry_run(options: Namespace) -> Answered:
-    _check_page(options)
+    check_page(options)
     with show_progress():
         result = dryrun.dry_run(
             given.build_function(options.build),
@@ -63,11 +60,11 @@ def _dry_run(options: Namespace) -> Answered:
             effort=options.effort,
             timeout=options.timeout,
         )
-    return _with_page(options, result), 1 if result.fits is False else 0
+    return with_page(options, result), 1 if result.fits is False else 0
 
 
 def _largest_batch(options: Namespace) -> Answered:
-    _check_page(options)
+    check_page(options)
     with show_progress():
         found = largest.largest_batch(
             given.build_function(options.build),
@@ -80,7 +77,7 @@ def _largest_batch(options: Namespace) -> Answered:
             timeout=options.timeout,
         )
     _warn_of_unused_axes([found.run])
-    return _with_page(options, found), 0 if found.batch_size else 1
+    return with_page(options, found), 0 if found.batch_size else 1
 
 
 def _search(options: Namespace) -> Answered:
@@ -124,7 +121,7 @@ def _compare(options: Namespace) -> Answered:
 
 def _ranked(options: Namespace, work: str, one: Callable[[Topology], Ranking]) -> Answered:
     """The ranking of one slice, or of several, or of one with a price."""
-    _check_page(options)
+    check_page(options)
     price = given.price_of(options.price)
     topologies = given.topologies_of(options.topology)
     rankings = []
@@ -135,11 +132,11 @@ def _ranked(options: Namespace, work: str, one: Callable[[Topology], Ranking]) -
     _warn_of_unused_axes(tried.run for ranking in rankings for tried in ranking.compiled)
     several = len(rankings) > 1 or price is not None
     found = compare_slices(rankings, price=price) if several else rankings[0]
-    return _with_page(options, found), 1 if found.best is None else 0
+    return with_page(options, found), 1 if found.best is None else 0
 
 
 def _check(options: Namespace) -> Answered:
-    _check_page(options)
+    check_page(options)
     if options.pod:
         initialize()
     given.simulate_devices(options)
@@ -155,7 +152,7 @@ def _check(options: Namespace) -> Answered:
             batch_size=options.batch_size,
             minutes=options.minutes,
         )
-    return _with_page(options, found), 0 if found.ok else 1
+    return with_page(options, found), 0 if found.ok else 1
 
 
 def _lint(options: Namespace) -> Answered:
@@ -245,38 +242,12 @@ def _as_keras_file(options: Namespace) -> Any:
     return report
 
 
-def _launch(options: Namespace) -> Answered:
-    if options.processes < 1 or options.devices < 1:
-        raise ValueError(
-            message(
-                "There is at least one process, with at least one device.",
-                received={"processes": options.processes, "devices": options.devices},
-                fix="Write --processes 2 --devices 4.",
-            )
-        )
-    as_module = ["-m"] if options.module else []
-    command: Sequence[str] = [sys.executable, *as_module, options.script, *options.arguments]
-    return None, launch(command, options.processes, options.devices)
-
-
-def _check_page(options: Namespace) -> None:
-    """Refuses a page that cannot be written before minutes of work, not behind them."""
-    if options.html is not None:
-        file_of(options.html)
-
-
 def _warn_of_unused_axes(runs: Iterable[DryRun | None]) -> None:
     """Says once what a dry run's own report says of mesh axes over which nothing is split."""
     findings = {f for run in runs if run is not None for f in run.findings}
     for finding in sorted(findings, key=str):
         if finding.code == "unused-axis":
             logger.warning("mesh axis %r: %s %s", finding.path, finding.words, finding.fix)
-
-
-def _with_page(options: Namespace, answer: Any) -> Any:
-    if options.html is not None:
-        answer.to_html(options.html)
-    return answer
 
 
 def _write_whole(path: str, save: Callable[[str], Any]) -> None:
@@ -303,5 +274,5 @@ COMMANDS: dict[str, Callable[[Namespace], Answered]] = {
     "show": _show,
     "convert": _convert,
     "checkpoint": _checkpoint,
-    "launch": _launch,
+    **light.COMMANDS,
 }

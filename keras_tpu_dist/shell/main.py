@@ -17,6 +17,8 @@ from keras_tpu_dist.common.version import __version__
 from keras_tpu_dist.shell.parser import parser_of, program_name
 
 _INTERRUPTED, _NO_READER = 130, 141  # as a shell has them: 128 and the number of the signal
+# Commands that import neither Keras nor JAX, in `shell.light`.
+_LIGHT = ("launch", "goodput")
 _VERSIONS = ("keras", "jax", "jaxlib", "libtpu")
 
 
@@ -59,11 +61,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: Any) -> int:
-    if options.command != "launch":  # a user's program says what it has to say
+    if options.command in _LIGHT:
+        commands = importlib.import_module("keras_tpu_dist.shell.light")
+    else:
         _make_quiet()
-    keras_tpu_dist._load()
-    importlib.import_module("keras_tpu_dist.hardware.libtpu").start_without_tpu()
-    commands = importlib.import_module("keras_tpu_dist.shell.commands")
+        keras_tpu_dist._load()
+        importlib.import_module("keras_tpu_dist.hardware.libtpu").start_without_tpu()
+        commands = importlib.import_module("keras_tpu_dist.shell.commands")
     as_json = getattr(options, "json", False)
     # What a model's function prints is no JSON.
     elsewhere = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()

@@ -230,9 +230,58 @@ def _checkpoint(parser: Parser) -> None:
 def _launch(parser: Parser) -> None:
     parser.add_argument("--processes", type=int, default=2, help="how many; default: 2")
     parser.add_argument("--devices", type=int, default=4, help="CPU devices of each; default: 4")
+    parser.add_argument(
+        "--here",
+        action="store_true",
+        help="one process with the devices of this host, as a scheduler has each host start it",
+    )
+    parser.add_argument(
+        "--restart",
+        type=int,
+        default=0,
+        metavar="N",
+        help="start all again if one fails, up to N times; not if the same error comes again at "
+        "the same step; default: 0",
+    )
+    parser.add_argument(
+        "--backoff",
+        type=float,
+        default=1.0,
+        metavar="SECONDS",
+        help="wait before a restart, twice as long after each that made no step; default: 1",
+    )
+    parser.add_argument(
+        "--longest-backoff",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="wait no longer than that; default: 300",
+    )
+    parser.add_argument(
+        "--processes-from",
+        metavar="FILE",
+        help="before a restart, a file that holds, or if it is executable a program that prints, "
+        "how many processes to start now; default: as many as before",
+    )
+    parser.add_argument(
+        "--logs",
+        metavar="FOLDER",
+        help="keep all output there, a file for each process; default: a temporary folder, deleted "
+        "if nothing fails",
+    )
+    parser.add_argument(
+        "--goodput",
+        metavar="FILE",
+        help="add to this file what the time goes to, for the command goodput",
+    )
     parser.add_argument("-m", action="store_true", dest="module", help="script names a module")
     parser.add_argument("script", help="a Python file, which calls ktd.initialize()")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+
+
+def _goodput(parser: Parser) -> None:
+    parser.add_argument("file", metavar="FILE", help="what launch --goodput FILE wrote")
+    _written(parser)
 
 
 def _build(parser: Parser, besides: str = "") -> None:
@@ -362,4 +411,5 @@ _COMMANDS: dict[str, tuple[str, Callable[[Any], None]]] = {
         "run a script as several processes with simulated devices, as on several hosts",
         _launch,
     ),
+    "goodput": ("what share of a run's time trained, and what the rest went to", _goodput),
 }

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from keras_tpu_dist import _keras
+from keras_tpu_dist.common import phases
 from keras_tpu_dist.input.iterator import DeviceIterator
 from keras_tpu_dist.input.position import InputPosition, random_numbers
 from keras_tpu_dist.training.finite import FiniteWatch
@@ -25,6 +26,10 @@ class FitControl:
         after_other_launch: Called after each launch that the thread makes within the fit, beside
             the fit's own: of its validation, and of what its callbacks run; `Checkpoint` sets it.
         input: The input of the launches before, or `None`.
+        on_launch: Called after every launch as `told(step, steps, batch, outputs)`, by callbacks
+            that only look.
+        outputs: What the last launch returned.
+        step: The train steps of the model's life, if somebody looks.
     """
 
     def __init__(self):
@@ -41,7 +46,39 @@ class FitControl:
         self.after_launch: Callable[[int], None] | None = None
         self.after_other_launch: Callable[[], None] | None = None
         self.input: DeviceIterator | None = None
+        self.on_launch: list[Callable[[int, int, Any, Any], None]] = []
+        self.outputs: Any = None
+        self.step: int | None = None
         self._drawn_with: dict[str, Any] | None = None
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether somebody looks at launches."""
+        return bool(self.on_launch) or phases.steps_are_told()
+
+    def counts_from(self, step: int) -> None:
+        """Notes how many train steps were made in the model's life, before the first launch.
+
+        Args:
+            step: How many.
+        """
+        self.step = step
+        phases.at_step(step)
+
+    def launched(self, steps: int, batch: Any, outputs: Any) -> None:
+        """Tells those who look that a launch was made.
+
+        Args:
+            steps: Its number of steps.
+            batch: Its batch, or several.
+            outputs: What it returned.
+        """
+        self.outputs = outputs
+        if self.step is not None:
+            self.step += steps
+            phases.at_step(self.step)
+            for told in self.on_launch:
+                told(self.step, steps, batch, outputs)
 
     def begin_epoch(self) -> None:
         """Notes the random numbers with which workers of a `PyDataset` draw the epoch's order."""

@@ -266,9 +266,12 @@ class Training(StepLoop):
             fit.reads(iterator)
         if fit.batches_to_skip:
             skipped = self._skip(iterator)
+        if fit.is_watched and fit.step is None:
+            fit.counts_from(_keras.train_steps_counted(self._trainer.optimizer))
         for batch, steps in self._launches(iterator, skipped):
             logs, ran = self._launch(groups, batch, steps), True
             iterator.clock.launched(logs, self._trainer.stop_training)
+            fit.launched(steps, batch, logs)
             if fit.after_launch is not None:
                 fit.after_launch(steps)
             elif after_other_launch() is not None:

@@ -17,9 +17,9 @@ import pytest
 from coordinator import Counting, Store
 
 import keras_tpu_dist as ktd
+from keras_tpu_dist.launcher.launch import launch
 from keras_tpu_dist.processes.channel import Channel, PeerError, _Agreement, agree
 from keras_tpu_dist.processes.encoding import ANYTHING, ListOf
-from keras_tpu_dist.processes.launch import launch
 from keras_tpu_dist.processes.start import _bind_address, watch_peers
 from keras_tpu_dist.processes.watch import Watch
 from keras_tpu_dist.shell.main import main

@@ -41,7 +41,7 @@ FAULTS = {
         "OSError: the disk of this host is full",
     ),
     "callback of process 0": (
-        75,  # process 0 waits until the others have read why it ends
+        1,
         "OSError: the disk of this host is full",
         f"process 1 ends (in {FIT}): process 0 failed in {FIT} with OSError: the disk of this",
     ),

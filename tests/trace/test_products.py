@@ -77,7 +77,7 @@ def test_operations_are_those_of_the_formula(make, remat):
 def test_each_product_knows_its_weight():
     strategy = ktd.TPUStrategy()
     with described(lambda: decoder()[0], strategy, {}, ROWS, "train", []) as (model, batch):
-        from keras_tpu_dist.dryrun.build import forward_pass
+        from keras_tpu_dist.training.flops import forward_pass
 
         forward, arguments = forward_pass(model, batch, training=True)
         trace = jax.make_jaxpr(forward)(*arguments)

@@ -1,0 +1,79 @@
+"""What the time of a run goes to, in a file."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import keras
+
+from keras_tpu_dist import _keras
+from keras_tpu_dist.common import phases
+from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.phases import BUILD, START
+from keras_tpu_dist.goodput import recorder
+from keras_tpu_dist.goodput.report import GoodputReport, goodput_of
+
+
+class Goodput(keras.callbacks.Callback):
+    """Writes what the time of a run goes to, over all of its restarts.
+
+    Process 0 adds a line to the file each second, later less often: the seconds of compiling, of
+    restoring, of training, of steps made again after a restart, of waiting for input, saving and
+    validation, and the step. It counts from the start of the process to its end, also before and
+    after the fit. `ktd goodput FILE` prints the share of the time that trained, and why the rest
+    did not. Started again, the run adds to the same file; give a new run another one.
+
+    Under `ktd launch --goodput FILE` the file is written without this callback, with the time of
+    each failure. Without a `TPUStrategy`, compiling and waiting for input count as training.
+
+    Args:
+        path: The file; only process 0 writes it.
+
+    Raises:
+        ValueError: If the path is empty; in `fit`, if this process writes to another file.
+        OSError: In `fit`, if the file cannot be written.
+
+    Example:
+
+    >>> import keras, numpy as np, keras_tpu_dist as ktd, tempfile
+    >>> with ktd.TPUStrategy().scope():
+    ...     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    ...     model.compile("sgd", "mse")
+    >>> with tempfile.TemporaryDirectory() as folder:  # doctest: +SKIP
+    ...     goodput = ktd.callbacks.Goodput(folder + "/goodput.jsonl")
+    ...     _ = model.fit(np.ones((64, 4)), np.ones((64, 1)), verbose=0, callbacks=[goodput])
+    ...     print(goodput.report())
+    """
+
+    # It does nothing after a batch; Keras need not wait for it.
+    async_safe = True
+
+    def __init__(self, path: str | os.PathLike):
+        super().__init__()
+        if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+            raise ValueError(
+                message(
+                    "Goodput is written to a file, which has a path.",
+                    received={"path": path},
+                    fix="Write for example Goodput('goodput.jsonl').",
+                )
+            )
+        _keras.install()  # for `before_fit`, also where there is no strategy
+        self.path = os.path.abspath(os.fspath(path))
+
+    def before_fit(self, arguments: Mapping[str, Any]) -> None:
+        """Begins to count, if this process does not.
+
+        Args:
+            arguments: Those of `fit`.
+        """
+        if jax.process_index() == 0:
+            recorder.begin(self.path)
+            phases.turn(BUILD, of=START)
+
+    def report(self) -> GoodputReport:
+        """What the time went to, until now."""
+        if jax.process_index() == 0:
+            recorder.write_rest()
+        return goodput_of(self.path)

@@ -1,0 +1,266 @@
+"""How fast training is, in the logs of each epoch."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import jax
+import keras
+
+from keras_tpu_dist.common import phases
+from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.phases import INPUT, OTHER, REPLAY, TRAIN, Timeline
+from keras_tpu_dist.hardware.chips import of_kind
+from keras_tpu_dist.input.batches import PlacedBatch
+from keras_tpu_dist.processes.channel import agree
+from keras_tpu_dist.processes.encoding import DictOf
+from keras_tpu_dist.training.fit_control import FitControl
+from keras_tpu_dist.training.flops import count_tokens, model_flops
+from keras_tpu_dist.training.membership import fit_in_training, is_local
+
+_FIX = "Give the same Rates callback to fit in all processes."
+
+
+@dataclass
+class _Counts:
+    """What was made of an epoch.
+
+    Attributes:
+        steps: Train steps.
+        rows: Rows of all devices.
+        tokens: Tokens of all devices.
+        flops: Operations of the matrix products, by the model's formula.
+        seconds: The time that the steps took, with waiting for input.
+        waited: How much of that devices waited for input.
+    """
+
+    steps: int = 0
+    rows: int = 0
+    tokens: int = 0
+    flops: float = 0.0
+    seconds: float = 0.0
+    waited: float = 0.0
+
+
+class Rates(keras.callbacks.Callback):
+    """Adds to the logs of each epoch how fast it was trained.
+
+    `CSVLogger`, `TensorBoard` and the history get them, wherever in the list of callbacks this one
+    stands:
+
+    - `steps_per_second`, `rows_per_second`, and `tokens_per_second` for a model whose input is
+      `(batch, time)` of whole numbers: of all devices together;
+    - `mfu`: model FLOPs utilisation, by the formula of `DryRun.mfu`: the operations of the step's
+      matrix products over what all devices could do in that time. Only on chips that
+      `Topology` knows;
+    - `input_wait`: the share of the time in which devices waited for input;
+    - `peak_memory_gib`: the most memory that was in use on one device of this host since the
+      process began. Only where JAX knows, on TPU and GPU.
+
+    The time is that of the epoch's steps, without compiling, validation and saving. With several
+    processes they are process 0's. A run that goes on within an epoch counts the steps and the time
+    from before the interruption too.
+
+    Raises:
+        ValueError: In `fit`, without a `TPUStrategy`.
+
+    Example:
+
+    >>> import keras, numpy as np, keras_tpu_dist as ktd
+    >>> with ktd.TPUStrategy().scope():
+    ...     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    ...     model.compile("sgd", "mse")
+    >>> x, y = np.ones((64, 4)), np.ones((64, 1))
+    >>> history = model.fit(x, y, verbose=0, callbacks=[ktd.callbacks.Rates()])
+    >>> sorted(history.history)
+    ['input_wait', 'loss', 'rows_per_second', 'steps_per_second']
+    """
+
+    # It does nothing after a batch; the strategy's loop counts.
+    async_safe = True
+
+    def __init__(self):
+        super().__init__()
+        self._trainer: Any = None
+        self._counts, self._before = _Counts(), _Counts()
+        self._timeline = Timeline(OTHER)
+        # From shapes without rows to the operations of one row.
+        self._flops: dict[Any, float] = {}
+        self._peak: float | None = None
+        self._devices = 1
+
+    def set_model(self, model):
+        """Notes the model."""
+        super().set_model(model)
+        # Not `self.model`: reading that makes the trainer copy its state to the variables.
+        self._trainer = model
+
+    def before_fit(self, arguments: Mapping[str, Any]) -> None:
+        """Begins to count time.
+
+        Args:
+            arguments: Those of `fit`.
+        """
+        self._timeline = Timeline(OTHER)
+        phases.count(self._timeline)
+
+    def after_fit(self) -> None:
+        """Ends counting."""
+        phases.stop(self._timeline)
+
+    def on_train_begin(self, logs=None):
+        """Looks for the loop that counts."""
+        control: FitControl | None = fit_in_training(self._trainer)
+        if control is None:
+            raise ValueError(
+                message(
+                    "Rates counts in the loop of a TPUStrategy.",
+                    received={"model": self._trainer.name, "strategy": None},
+                    fix="Build the model in TPUStrategy().scope().",
+                )
+            )
+        control.on_launch.append(self._launched)
+        self._flops = {}
+        self._peak = _peak_flops()
+
+    def on_epoch_begin(self, epoch, logs=None):
+        """Counts anew."""
+        self._counts, self._before = _Counts(), self._spent()
+
+    def before_epoch_end(self, epoch, logs=None) -> None:
+        """Adds the rates to the logs, before any callback sees them.
+
+        Args:
+            epoch: The epoch, from 0.
+            logs: Its logs.
+        """
+        if logs is None:
+            return
+        rates = self._rates()
+        if not is_local(self._trainer):
+            what = f"rates of epoch {epoch}"
+            rates = agree(what, _FIX, rates, DictOf((int, float)), lambda each: each[0])
+        logs.update(rates)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was made of the running epoch."""
+        return asdict(self._now())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on with what was made of the epoch before an interruption.
+
+        Args:
+            state: What `state_dict` returned. Names and values of another kind are left out.
+
+        Raises:
+            ValueError: If it is no dict.
+        """
+        if not isinstance(state, Mapping):
+            raise ValueError(
+                message(
+                    "The state of Rates is a dict.",
+                    received={"state": state},
+                    fix="Give what state_dict() returned.",
+                )
+            )
+        known = {field.name: field.type for field in fields(_Counts)}
+        numbers = {name: state[name] for name in known if _is_amount(state.get(name))}
+        self._counts, self._before = _Counts(**numbers), self._spent()
+
+    def _launched(self, step: int, steps: int, batch: PlacedBatch, outputs: Any) -> None:
+        rows, tokens, key = _size(batch, steps)
+        counts = self._counts
+        self._devices = len(jax.tree.leaves(batch.data)[0].sharding.device_set)
+        counts.steps += steps
+        counts.rows += rows
+        counts.tokens += tokens
+        if self._peak and rows:
+            if key not in self._flops:
+                described = _described(batch, steps)
+                self._flops[key] = model_flops(self._trainer, described, "train") * steps / rows
+            counts.flops += self._flops[key] * rows
+
+    def _spent(self) -> _Counts:
+        seconds = self._timeline.read()
+        waited = seconds.get(INPUT, 0.0)
+        trained = seconds.get(TRAIN, 0.0) + seconds.get(REPLAY, 0.0)
+        return _Counts(seconds=trained + waited, waited=waited)
+
+    def _now(self) -> _Counts:
+        spent, before, counts = self._spent(), self._before, self._counts
+        return _Counts(
+            counts.steps,
+            counts.rows,
+            counts.tokens,
+            counts.flops,
+            counts.seconds + spent.seconds - before.seconds,
+            counts.waited + spent.waited - before.waited,
+        )
+
+    def _rates(self) -> dict[str, float]:
+        made = self._now()
+        if not made.steps or made.seconds <= 0:
+            return {}
+        rates = {
+            "steps_per_second": made.steps / made.seconds,
+            "rows_per_second": made.rows / made.seconds,
+            "input_wait": made.waited / made.seconds,
+        }
+        if made.tokens:
+            rates["tokens_per_second"] = made.tokens / made.seconds
+        if self._peak:
+            rates["mfu"] = made.flops / (self._devices * self._peak * made.seconds)
+        peak_bytes = _peak_bytes()
+        if peak_bytes:
+            rates["peak_memory_gib"] = peak_bytes / 2**30
+        return rates
+
+
+def _is_amount(value: Any) -> bool:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and math.isfinite(value) and value >= 0
+
+
+def _peak_flops() -> float | None:
+    """Operations per second of one device at its fastest, in bfloat16; `None` if unknown."""
+    chip = of_kind(jax.local_devices()[0].device_kind)
+    return None if chip is None else dict(chip.flops)["bfloat16"] / chip.devices
+
+
+def _peak_bytes() -> int:
+    stats = (device.memory_stats() or {} for device in jax.local_devices())
+    return max((each.get("peak_bytes_in_use", 0) for each in stats), default=0)
+
+
+def _shapes(batch: PlacedBatch, steps: int) -> tuple[list[tuple[int | None, list[int]]], Any]:
+    """Of each array the batch axis and the true shape of one step; and their structure."""
+    leaves, structure = jax.tree.flatten(batch.data)
+    found: list[tuple[int | None, list[int]]] = []
+    for leaf, slot in zip(leaves, batch.slots, strict=True):
+        shape = list(leaf.shape[1:] if steps > 1 else leaf.shape)
+        if slot.axis is not None and slot.filled is not None:
+            shape[slot.axis] = sum(slot.filled)
+        elif slot.axis is not None and slot.rows is not None:
+            shape[slot.axis] = slot.rows
+        found.append((slot.axis, shape))
+    return found, structure
+
+
+def _size(batch: PlacedBatch, steps: int) -> tuple[int, int, Any]:
+    """The rows and the tokens of a launch, and a key of its shapes without rows."""
+    shapes, _ = _shapes(batch, steps)
+    rows = next((shape[axis] for axis, shape in shapes if axis is not None), 0)
+    tokens = count_tokens(_described(batch, steps)[0])
+    key = tuple(tuple(n for i, n in enumerate(shape) if i != axis) for axis, shape in shapes)
+    return steps * rows, steps * tokens, key
+
+
+def _described(batch: PlacedBatch, steps: int) -> tuple[Any, Any, Any]:
+    """The batch of one step, `(x, y, sample_weight)`, without values."""
+    shapes, structure = _shapes(batch, steps)
+    leaves = [
+        jax.ShapeDtypeStruct(shape, leaf.dtype)
+        for (_, shape), leaf in zip(shapes, jax.tree.leaves(batch.data), strict=True)
+    ]
+    return keras.utils.unpack_x_y_sample_weight(jax.tree.unflatten(structure, leaves))

@@ -1,0 +1,140 @@
+"""The file of a run: JSON lines, appended by its launcher and by process 0, read with care."""
+
+import contextlib
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+logger = logging.getLogger("keras_tpu_dist")
+
+# What `launch --goodput FILE` passes to the processes that it starts.
+GOODPUT = "KTD_GOODPUT"
+LAUNCH, START, SPENT, FAILED, ENDED = "launch", "start", "spent", "failed", "ended"
+_KINDS = (LAUNCH, START, SPENT, FAILED, ENDED)
+# A run of a year writes some 5 MB: see `GoodputRecorder`.
+MOST_BYTES = 64 * 2**20
+_MOST_OF_A_LINE = 4096
+_MOST_NAMES, _MOST_LETTERS = 32, 300
+# Seconds since 1970, in the year 5138.
+_LATEST_S = 1e11
+
+
+def append(path: str, what: str, at: float | None = None, **fields: Any) -> None:
+    """Adds one line, whole or not at all.
+
+    Args:
+        path: The file, which is created if it is not there.
+        what: The kind of line.
+        at: When it was, in seconds since 1970; by default now.
+        **fields: Plain data, `None` for what is unknown.
+    """
+    known = {name: value for name, value in fields.items() if value is not None}
+    record = {"what": what, "at": round(time.time() if at is None else at, 3), **known}
+    line = json.dumps(record).encode() + b"\n"
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    try:
+        size = os.fstat(file).st_size
+        if len(line) > _MOST_OF_A_LINE or size > MOST_BYTES:
+            return
+        # A machine that lost its power may have left a part of a line.
+        if size and os.pread(file, 1, size - 1) != b"\n":
+            line = b"\n" + line
+        os.write(file, line)
+    finally:
+        os.close(file)
+
+
+def try_append(path: str, what: str, at: float | None = None, **fields: Any) -> bool:
+    """As `append`, but a file that cannot be written is a WARNING: it must not end a run.
+
+    Args:
+        path: See `append`.
+        what: See `append`.
+        at: See `append`.
+        **fields: See `append`.
+
+    Returns:
+        Whether it was written.
+    """
+    try:
+        append(path, what, at, **fields)
+    except OSError as error:
+        logger.warning("goodput is no longer counted: %s cannot be written: %s", path, error)
+        return False
+    return True
+
+
+def read(path: str) -> tuple[list[dict[str, Any]], int]:
+    """The lines of a file, and how many others there are, which are left out.
+
+    Args:
+        path: The file.
+
+    Raises:
+        OSError: If it cannot be read.
+    """
+    found, others = [], 0
+    for line in _lines(path):
+        record = _record(line)
+        if record is None:
+            others += 1
+        else:
+            found.append(record)
+    return found, others
+
+
+def _lines(path: str) -> Iterator[bytes]:
+    left = MOST_BYTES + _MOST_OF_A_LINE
+    with open(path, "rb") as file:
+        while left > 0 and (line := file.readline(_MOST_OF_A_LINE)):
+            left -= len(line)
+            if line.strip():
+                yield line
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """A line as plain data of the form that is written here; `None` for any other."""
+    if not line.endswith(b"\n"):
+        return None
+    with contextlib.suppress(ValueError, RecursionError):
+        record = json.loads(line)
+        if isinstance(record, dict) and record.get("what") in _KINDS and "at" in record:
+            return record if all(map(_fits, record, record.values())) else None
+    return None
+
+
+def _fits(name: str, value: Any) -> bool:
+    if name in ("at", "since"):
+        return _is_number(value) and 0 <= value < _LATEST_S
+    if name in ("step", "processes", "devices", "process", "code", "number"):
+        return type(value) is int and abs(value) < 2**53
+    if name == "seconds":
+        return (
+            isinstance(value, Mapping)
+            and len(value) <= _MOST_NAMES
+            # Less than 0 takes back what the line before had counted otherwise.
+            and all(_is_number(each) and abs(each) < _LATEST_S for each in value.values())
+        )
+    return isinstance(value, str) and len(value) <= _MOST_LETTERS
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def reached(records: list[dict[str, Any]]) -> int:
+    """The last step that was made by starts that did not come to their end.
+
+    Args:
+        records: The lines of a file.
+    """
+    steps = [0]
+    for record in records:
+        if record["what"] == ENDED and not record.get("code"):
+            steps = [0]
+        steps.append(record.get("step", 0))
+    return max(steps)

@@ -1,0 +1,300 @@
+"""The file of a run as an answer: what share of its time trained, and what the rest went to."""
+
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.phases import (
+    BUILD,
+    INPUT,
+    OTHER,
+    REPLAY,
+    RESTORE,
+    SAVE,
+    START,
+    TRAIN,
+    VALIDATE,
+)
+from keras_tpu_dist.goodput import records
+from keras_tpu_dist.show.colours import APART, AXES, NONE
+from keras_tpu_dist.show.page import Page, TableCell, bar, document, legend, sortable
+from keras_tpu_dist.show.text import duration_text, text_table
+
+IDLE = "idle"
+# What the time goes to, in the order in which it is shown.
+WORDS = {
+    TRAIN: "steps that count",
+    REPLAY: "steps made again after a restart",
+    INPUT: "devices waited for input",
+    BUILD: "building the model in fit, tracing and compiling",
+    RESTORE: "finding and loading a checkpoint",
+    SAVE: "waiting for checkpoints and files",
+    VALIDATE: "evaluate and predict, also within fit",
+    START: "from the start of a process to its first fit: imports, joining the others",
+    IDLE: "from a failure to the next start",
+    OTHER: "between epochs and fits: callbacks, the program's own code",
+}
+_COLOURS = dict(zip(WORDS, (AXES[2], *APART, NONE), strict=True))
+_MOST_STARTS = 20
+
+
+@dataclass(frozen=True)
+class StartOfRun:
+    """One start of a run.
+
+    Attributes:
+        at: When, in seconds since 1970.
+        seconds: How long it lasted.
+        processes: How many processes were started, if a launcher noted it.
+        step: The last train step that was made, if it is known.
+        ended: How it ended: `"ended"`, `"failed"`, or `"unknown"`.
+    """
+
+    at: float
+    seconds: float
+    processes: int | None
+    step: int | None
+    ended: str
+
+
+@dataclass(frozen=True, repr=False)
+class GoodputReport(Page):
+    """What the time of a run went to, over all its starts.
+
+    Attributes:
+        path: The file.
+        wall: Seconds from the first line to the last.
+        seconds: Seconds by what they went to, see `WORDS`.
+        starts: The starts of the run.
+        left_out: Lines of the file that were not understood.
+    """
+
+    path: str
+    wall: float
+    seconds: Mapping[str, float]
+    starts: tuple[StartOfRun, ...]
+    left_out: int = 0
+
+    @property
+    def trained(self) -> float:
+        """The share of the time in which steps were trained that count, from 0 to 1."""
+        return self.seconds[TRAIN] / self.wall if self.wall else 0.0
+
+    @property
+    def unaccounted(self) -> float:
+        """The seconds that the file says nothing of; less than 0 if it counts some twice."""
+        return self.wall - sum(self.seconds.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """The attributes, and what follows from them, as plain data."""
+        return {
+            "path": self.path,
+            "wall": self.wall,
+            "trained": self.trained,
+            "seconds": dict(self.seconds),
+            "unaccounted": self.unaccounted,
+            "starts": [asdict(start) for start in self.starts],
+            "left_out": self.left_out,
+        }
+
+    def __str__(self) -> str:
+        rows = [
+            (name, f"{s:.1f} s", f"{share:.1%}", words) for name, s, share, words in self._rows()
+        ]
+        table = text_table(("what", "time", "share", ""), rows)
+        return "\n".join([self._title(), table, *self._of_starts(), *self._remarks()])
+
+    def _title(self) -> str:
+        number = len(self.starts)
+        starts = "1 start" if number == 1 else f"{number} starts"
+        return f"{self.trained:.1%} of {_time_text(self.wall)} trained, in {starts}"
+
+    def _rows(self) -> Iterable[tuple[str, float, float, str]]:
+        whole = self.wall or 1.0
+        for name, words in WORDS.items():
+            if self.seconds[name] or name == TRAIN:
+                yield name, self.seconds[name], self.seconds[name] / whole, words
+        yield "(unknown)", self.unaccounted, self.unaccounted / whole, "not in the file"
+
+    def _of_starts(self) -> list[str]:
+        if len(self.starts) < 2:
+            return []
+        rows = [self._start_row(n, start) for n, start in enumerate(self.starts, 1)]
+        left = len(rows) - _MOST_STARTS
+        if left > 0:
+            rows = rows[-_MOST_STARTS:]
+        table = text_table(("start", "processes", "time", "until step", "how it ended"), rows)
+        return [*([f"{left} earlier start(s) left out"] if left > 0 else []), table]
+
+    @staticmethod
+    def _start_row(number: int, start: StartOfRun) -> tuple[str, ...]:
+        return (
+            str(number),
+            "-" if start.processes is None else str(start.processes),
+            f"{start.seconds:.1f} s",
+            "-" if start.step is None else str(start.step),
+            start.ended,
+        )
+
+    def _remarks(self) -> list[str]:
+        if not self.left_out:
+            return []
+        return [f"note: {self.left_out} line(s) of the file have another form and are left out"]
+
+    def _blocks(self) -> list[str]:
+        return [self._bar(), self._table()]
+
+    def _bar(self) -> str:
+        shown = [(name, share) for name, _, share, _ in self._rows() if name in _COLOURS]
+        parts = bar((share, _COLOURS[name], f"{name} {share:.1%}") for name, share in shown)
+        return parts + legend((_COLOURS[name], name) for name, _ in shown)
+
+    def _table(self) -> str:
+        header = ("what", "seconds", "share", "")
+        return sortable(
+            header,
+            (
+                (name, TableCell(f"{s:.1f}", s), TableCell(f"{share:.1%}", share), words)
+                for name, s, share, words in self._rows()
+            ),
+        )
+
+    def _page(self) -> str:
+        header = ("start", "processes", "time", "until step", "how it ended")
+        rows = [self._start_row(n, start) for n, start in enumerate(self.starts, 1)]
+        parts = [f"<h1>{self._title()}</h1>", *self._blocks(), "<h2>Starts</h2>"]
+        return document("Goodput", [*parts, sortable(header, rows)])
+
+
+def goodput_of(path: str | os.PathLike) -> GoodputReport:
+    """Reads the file of a run.
+
+    Args:
+        path: The file that `launch --goodput` or `callbacks.Goodput` wrote.
+
+    Raises:
+        ValueError: If it cannot be read, or nothing in it is understood.
+    """
+    try:
+        found, left_out = records.read(os.fspath(path))
+    except OSError as error:
+        raise ValueError(_no_file(path, str(error))) from error
+    if not found:
+        raise ValueError(_no_file(path, f"{left_out} line(s) of another form"))
+    run = _Run()
+    for record in found:
+        run.take(record)
+    run.close()
+    seconds = {name: max(0.0, run.seconds[name]) for name in WORDS}
+    wall = 0.0 if run.first is None else run.clock - run.first
+    return GoodputReport(os.fspath(path), wall, seconds, tuple(run.starts), left_out)
+
+
+def _no_file(path: Any, found: str) -> str:
+    return message(
+        "Goodput is read from a file of `launch --goodput FILE` or callbacks.Goodput.",
+        received={"path": os.fspath(path), "found": found},
+        fix="Give the path of such a file.",
+    )
+
+
+class _Run:
+    """Adds up the lines of a file.
+
+    Attributes:
+        seconds: By what they went to.
+        clock: Until when all is counted, in seconds since 1970.
+        first: When the run began.
+        starts: The starts that have ended.
+    """
+
+    def __init__(self):
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.starts: list[StartOfRun] = []
+        self.first: float | None = None
+        self.clock = 0.0
+        self._began: float | None = None
+        self._processes: int | None = None
+        self._step: int | None = None
+        # What the process did when it wrote last; `None` while none runs.
+        self._now: str | None = None
+
+    def take(self, record: Mapping[str, Any]) -> None:
+        """Counts a line.
+
+        Args:
+            record: One of `records.read`.
+        """
+        getattr(self, f"_{record['what']}")(record, record["at"])
+
+    def close(self) -> None:
+        """Counts the last start, of whose end the file does not tell."""
+        if self._began is not None:
+            self._end("unknown")
+
+    def _launch(self, record: Mapping[str, Any], at: float) -> None:
+        self.close()
+        self._begin(at)
+        self._processes = record.get("processes")
+
+    def _start(self, record: Mapping[str, Any], at: float) -> None:
+        since = min(record.get("since", at), at)
+        if self._began is None or self._now is not None:
+            # Without a launcher: what was before has ended at some time after its last line.
+            self.close()
+            self._begin(since)
+        else:
+            # From the launcher's start of the process.
+            self._until(since, START)
+        self._now = START
+
+    def _spent(self, record: Mapping[str, Any], at: float) -> None:
+        if self._now is None:
+            return  # of a process that was ending while the launcher had seen the failure
+        for name, seconds in record.get("seconds", {}).items():
+            self.seconds[name if name in WORDS else OTHER] += seconds
+        self.clock = max(self.clock, at)
+        self._now = record.get("now", self._now)
+        self._step = record.get("step", self._step)
+
+    def _failed(self, record: Mapping[str, Any], at: float) -> None:
+        self._over(record, at, "failed")
+
+    def _ended(self, record: Mapping[str, Any], at: float) -> None:
+        self._over(record, at, "failed" if record.get("code") else "ended")
+
+    def _over(self, record: Mapping[str, Any], at: float, how: str) -> None:
+        if self._began is None:
+            self._until(at, IDLE)
+            return
+        # What was not written: what the process did then, or what it takes to start one.
+        self._until(at, START if self._now is None else self._now)
+        self._step = record.get("step", self._step)
+        self._end(how)
+
+    def _begin(self, at: float) -> None:
+        if self.first is None:
+            self.first = self.clock = at
+        self._until(at, IDLE)
+        self._began, self._step, self._processes, self._now = at, None, None, None
+
+    def _end(self, how: str) -> None:
+        assert self._began is not None
+        lasted = self.clock - self._began
+        self.starts.append(StartOfRun(self._began, lasted, self._processes, self._step, how))
+        self._began = self._now = None
+
+    def _until(self, at: float, what: str) -> None:
+        if at > self.clock:
+            self.seconds[what if what in WORDS else OTHER] += at - self.clock
+            self.clock = at
+
+
+def _time_text(seconds: float) -> str:
+    if seconds < 120:
+        return duration_text(seconds)
+    hours, rest = divmod(seconds, 3600)
+    return f"{hours:.0f} h {rest / 60:.0f} min" if hours else f"{seconds / 60:.1f} min"

@@ -1,0 +1,1 @@
+"""Starts processes, passes on what they print, and starts them again. Imports no JAX."""

@@ -1,0 +1,354 @@
+"""Several processes on one machine, each with simulated devices: a pod on a laptop."""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from keras_tpu_dist.goodput import records
+from keras_tpu_dist.hardware.environment import simulated_environment
+from keras_tpu_dist.launcher.names import (
+    COORDINATOR,
+    EXIT_PEER,
+    EXIT_TERMINATED,
+    LAUNCHER,
+    NUM_PROCESSES,
+    PROCESS_ID,
+    REPORT,
+)
+from keras_tpu_dist.launcher.output import Reader
+from keras_tpu_dist.launcher.reports import Failure, failure_of, step_of
+from keras_tpu_dist.launcher.restart import Interrupted, Outcome, Restarts, started_again
+
+_GRACE_S = 10.0
+# Once a process was killed, the others have nothing to say that the launcher does not know.
+_GRACE_AFTER_KILL_S = 1.0
+# What a machine that is taken away has from SIGTERM on, less a reserve.
+_TO_SAVE_S = 25.0
+_LOOK_S = 0.05
+# Errors that one process's failure makes in others.
+_OF_OTHERS = ("JaxRuntimeError", "XlaRuntimeError", "PeerError")
+# On Linux the kernel ends the program with the launcher (PR_SET_PDEATHSIG); elsewhere `initialize`
+# checks. A process of its own calls `exec`: `preexec_fn` is not safe in a process with threads.
+_WITH_LAUNCHER = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+if os.getppid() == int(sys.argv[1]):
+    os.execvp(sys.argv[2], sys.argv[2:])
+"""
+
+
+def launch(
+    command: Sequence[str],
+    num_processes: int,
+    devices: int | None,
+    grace_s: float = _GRACE_S,
+    *,
+    restarts: Restarts | None = None,
+    logs: str | os.PathLike | None = None,
+    goodput: str | os.PathLike | None = None,
+) -> int:
+    """Runs a command as several processes that `ktd.initialize()` joins.
+
+    Every line that a process prints is passed on with the process's number in front, except those
+    of the library that connects them, and tracebacks with the user's own frames alone; the whole
+    output goes to files. The first process that fails ends all others, and so do Ctrl-C and
+    SIGTERM. If the launcher itself is killed, they end too. They listen on the loopback address
+    only.
+
+    Args:
+        command: The program and its arguments.
+        num_processes: How often to start it.
+        devices: Simulated CPU devices of every process; `None` for one process that is as the
+            launcher was started, with the devices that are here.
+        grace_s: Seconds for the others to end by themselves once one has failed, and again between
+            SIGTERM and SIGKILL.
+        restarts: Whether and how all are started again; by default they are not.
+        logs: The folder for the whole output; by default one for temporary files, deleted if
+            nothing fails.
+        goodput: The file that says what the time went to.
+
+    Returns:
+        The exit code: 0, or that of the first process that failed, as a shell has it: 128 and the
+        signal's number for one that was killed, or if this process was to end.
+    """
+    folder = Path(logs) if logs is not None else Path(tempfile.mkdtemp(prefix="ktd-launch-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    file = None if goodput is None else os.path.abspath(goodput)
+    code = 1
+    limits = restarts or Restarts()
+    codes: list[int] = []
+
+    def one(number: int, attempt: int) -> Outcome:
+        again = limits.limit > 0
+        outcome = _Start(command, number, devices, folder, attempt, file, again).run(grace_s)
+        codes.append(outcome.code)
+        return outcome
+
+    try:
+        with _sigterm_raises():
+            code = started_again(one, num_processes, limits, file)
+    except (KeyboardInterrupt, Interrupted) as error:
+        code = 128 + (signal.SIGTERM if isinstance(error, Interrupted) else signal.SIGINT)
+        if file is not None:
+            records.try_append(file, records.ENDED, code=code)
+    finally:
+        with contextlib.suppress(OSError):
+            shutil.rmtree(folder / _REPORTS, ignore_errors=True)
+            # What was said of a failure names a file in it.
+            if logs is None and not code and not any(codes):
+                shutil.rmtree(folder, ignore_errors=True)
+    return code
+
+
+_REPORTS = ".reports"
+
+
+class _Terminated(Interrupted):
+    """SIGTERM has come to the launcher alone: it has to end the processes that it started."""
+
+
+@contextlib.contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """The context within which the first SIGTERM raises, and later ones do nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def act(signum, frame):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, act)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+
+
+@dataclass(frozen=True)
+class _End:
+    """How a process ended.
+
+    Attributes:
+        number: Which.
+        code: As `subprocess` has it.
+        at: When that was seen, in seconds of `time.monotonic()`.
+        failure: What it wrote itself.
+    """
+
+    number: int
+    code: int
+    at: float
+    failure: Failure | None = None
+
+    @property
+    def rank(self) -> tuple[int, float]:
+        """Orders failures: what others' failures make comes behind, then what was later."""
+        if self.code == EXIT_PEER:
+            return 2, self.at
+        if self.failure is None:
+            return 0, self.at - _LOOK_S
+        return int(self.failure.error in _OF_OTHERS), self.failure.at
+
+
+class _Start:
+    """One start of all processes.
+
+    Args:
+        command: The program and its arguments.
+        num_processes: How often to start it.
+        devices: Simulated devices of each; `None` for those that are here.
+        folder: Where the whole output goes.
+        attempt: Which start this is, from 1.
+        goodput: The file that says what the time went to, or `None`.
+        again: Whether there may be another start, which need not wait for what others say.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        num_processes: int,
+        devices: int | None,
+        folder: Path,
+        attempt: int,
+        goodput: str | None,
+        again: bool,
+    ):
+        self._again = again
+        self._command, self._number, self._devices = command, num_processes, devices
+        self._folder, self._attempt, self._goodput = folder, attempt, goodput
+        self._reports = folder / _REPORTS / str(attempt)
+        self._processes: list[subprocess.Popen] = []
+        self._readers: list[Reader] = []
+        self._ends: dict[int, _End] = {}
+
+    def run(self, grace_s: float) -> Outcome:
+        """Starts all, and waits until all have ended.
+
+        Args:
+            grace_s: See `launch`.
+        """
+        self._reports.mkdir(parents=True)
+        began = time.monotonic()
+        last_s = grace_s
+        try:
+            for number, environment in enumerate(self._environments()):
+                self._processes.append(_started(self._command, environment))
+                output = self._processes[-1].stdout
+                assert output is not None
+                path = self._folder / self._name(number)
+                self._readers.append(Reader(output, number, path, _write))
+            self._wait(grace_s)
+            if self._again and len(self._ends) < self._number:
+                # Nothing that they could save is newer than what all have saved.
+                last_s = 0.0
+        except BaseException as error:
+            last_s = _TO_SAVE_S if isinstance(error, _Terminated) else grace_s
+            raise
+        finally:
+            _end(self._processes, last_s)
+            for reader in self._readers:
+                reader.join(timeout_s=5)
+        return self._outcome(time.monotonic() - began)
+
+    def _name(self, number: int) -> str:
+        return f"{number}.log" if self._attempt == 1 else f"{number}.start{self._attempt}.log"
+
+    def _environments(self) -> list[dict[str, str]]:
+        address = f"127.0.0.1:{_free_port()}"
+        found = []
+        for number in range(self._number):
+            one = {
+                **os.environ,
+                LAUNCHER: str(os.getpid()),
+                REPORT: str(self._reports / str(number)),
+                "PYTHONUNBUFFERED": "1",
+            }
+            if self._devices is not None:
+                one |= simulated_environment(self._devices)
+                one |= {COORDINATOR: address, NUM_PROCESSES: str(self._number)}
+                one[PROCESS_ID] = str(number)
+            if self._goodput is not None:
+                one[records.GOODPUT] = self._goodput
+            found.append(one)
+        return found
+
+    def _wait(self, grace_s: float) -> None:
+        while not self._look():
+            time.sleep(_LOOK_S)
+        failed = [end for end in self._ends.values() if end.code]
+        if not failed:
+            return
+        if self._goodput is not None:
+            first = min(failed, key=lambda end: end.rank)
+            step = self._step()
+            fields = {"process": first.number, "code": first.code, "step": step}
+            records.try_append(self._goodput, records.FAILED, **fields)
+        killed = self._again and any(end.code < 0 for end in failed)
+        end = time.monotonic() + (min(grace_s, _GRACE_AFTER_KILL_S) if killed else grace_s)
+        while time.monotonic() < end and len(self._ends) < self._number:
+            self._look()
+            time.sleep(_LOOK_S)
+
+    def _look(self) -> bool:
+        """Notes who has ended; whether one has failed, or all have come to their end."""
+        for number, process in enumerate(self._processes):
+            code = process.poll()
+            if code is not None and number not in self._ends:
+                failure = failure_of(self._reports / str(number))
+                self._ends[number] = _End(number, code, time.monotonic(), failure)
+        failed = any(end.code for end in self._ends.values())
+        return failed or len(self._ends) == self._number
+
+    def _step(self) -> int | None:
+        steps = [step_of(self._reports / str(number)) for number in range(self._number)]
+        return max((step for step in steps if step is not None), default=None)
+
+    def _outcome(self, seconds: float) -> Outcome:
+        reports = [failure_of(self._reports / str(number)) for number in range(self._number)]
+        # Who has written why it fails, and was ended while it waited for others to read it.
+        late = [
+            _End(number, 1, failure.at, failure)
+            for number, failure in enumerate(reports)
+            if failure is not None and number not in self._ends
+        ]
+        failed = [end for end in (*self._ends.values(), *late) if end.code]
+        if not failed:
+            return Outcome(0, self._number, seconds, self._step())
+        first = min(failed, key=lambda end: end.rank)
+        reader = self._readers[first.number]
+        error, words = _named(first, reader)
+        of_this = reader.folded.error is not None and reader.folded.error[0] == error
+        return Outcome(
+            code=first.code if first.code > 0 else 128 - first.code,
+            processes=self._number,
+            seconds=seconds,
+            step=self._step(),
+            first=first.number,
+            error=error,
+            words=words,
+            frames=tuple(reader.folded.frames if of_this else ()),
+            log=str(reader.path),
+        )
+
+
+def _named(end: _End, reader: Reader) -> tuple[str, str]:
+    """The name of what ended a process, and in words."""
+    if end.code < 0:
+        name = signal.Signals(-end.code).name
+        return name, f"killed by {name}"
+    if end.code == EXIT_TERMINATED:
+        return "SIGTERM", f"preempted (SIGTERM, exit code {EXIT_TERMINATED})"
+    if end.failure is not None:
+        return end.failure.error, end.failure.words
+    if end.code == 1 and reader.folded.error is not None:
+        return reader.folded.error
+    return f"exit code {end.code}", f"exit code {end.code}"
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _started(command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen:
+    if sys.platform == "linux":
+        if shutil.which(command[0]) is None:
+            raise FileNotFoundError(command[0])
+        starter = [sys.executable, "-I", "-S", "-c", _WITH_LAUNCHER, str(os.getpid())]
+        command = [*starter, *command]
+    return subprocess.Popen(
+        [*command],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def _end(processes: list[subprocess.Popen], grace_s: float) -> None:
+    ways = (subprocess.Popen.terminate, grace_s), (subprocess.Popen.kill, _GRACE_S)
+    for ask, seconds in ways:
+        for process in processes:
+            if process.poll() is None:
+                ask(process)
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and any(p.poll() is None for p in processes):
+            time.sleep(_LOOK_S)

@@ -1,0 +1,58 @@
+"""What processes let their launcher know, read with care."""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+STEP, ERROR = ".step", ".error"
+WIDTH = 20
+_MOST_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a process failed, as it wrote itself.
+
+    Attributes:
+        at: When, in seconds of `time.monotonic()`, which processes of a host share.
+        error: The class of the error.
+        words: Its text, with the class.
+    """
+
+    at: float
+    error: str
+    words: str
+
+
+def step_of(path: Path) -> int | None:
+    """The last step that a process has made, if it has written one.
+
+    Args:
+        path: The file, without the ending.
+    """
+    text = _text(path, STEP).strip()
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= WIDTH else None
+
+
+def failure_of(path: Path) -> Failure | None:
+    """The error that has ended a process, if it has written any.
+
+    Args:
+        path: The file, without the ending.
+    """
+    try:
+        found = json.loads(_text(path, ERROR))
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(found, list) or list(map(type, found)) != [float, str, str]:
+        return None
+    return Failure(*found) if math.isfinite(found[0]) else None
+
+
+def _text(path: Path, ending: str) -> str:
+    try:
+        with open(f"{path}{ending}", "rb") as file:
+            return file.read(_MOST_BYTES).decode(errors="replace")
+    except OSError:
+        return ""

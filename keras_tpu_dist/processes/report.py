@@ -1,0 +1,44 @@
+"""What this process lets its launcher know: the step it is at, and the error that ends it."""
+
+import contextlib
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from keras_tpu_dist.common import phases
+from keras_tpu_dist.launcher.names import REPORT
+from keras_tpu_dist.launcher.reports import ERROR, STEP, WIDTH
+
+_MOST_WORDS = 2000
+
+
+def begin() -> None:
+    """Begins to write, if a launcher has named a file."""
+    path = os.environ.pop(REPORT, "")
+    if not path:
+        return
+    file = os.open(path + STEP, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    # A write to the page cache, which outlives the process however it ends.
+    def write(step: int) -> None:
+        os.pwrite(file, b"%*d" % (WIDTH, step), 0)
+
+    phases.tell_of_steps(write)
+    before = sys.excepthook
+
+    def hook(kind, error, trace):
+        with contextlib.suppress(OSError):
+            _write_error(path, kind, error)
+        before(kind, error, trace)
+
+    sys.excepthook = hook
+
+
+def _write_error(path: str, kind: type[BaseException], error: BaseException) -> None:
+    words = "".join(traceback.format_exception_only(kind, error)).strip()[:_MOST_WORDS]
+    half = Path(f"{path}.half")
+    half.write_text(json.dumps([time.monotonic(), kind.__name__, words]))
+    half.replace(path + ERROR)

@@ -1,0 +1,87 @@
+"""Commands that need neither Keras nor JAX, and start at once."""
+
+import sys
+import threading
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.goodput.report import goodput_of
+from keras_tpu_dist.launcher.launch import launch
+from keras_tpu_dist.launcher.restart import Restarts
+from keras_tpu_dist.show.page import file_of
+
+Answered = tuple[Any, int]
+
+
+def check_page(options: Namespace) -> None:
+    """Refuses a page that cannot be written before minutes of work, not behind them.
+
+    Args:
+        options: Those of a command with `--html`.
+    """
+    if options.html is not None:
+        file_of(options.html)
+
+
+def with_page(options: Namespace, answer: Any) -> Any:
+    """An answer, written as a page too if that is asked for.
+
+    Args:
+        options: Those of a command with `--html`.
+        answer: The answer.
+    """
+    if options.html is not None:
+        answer.to_html(options.html)
+    return answer
+
+
+def _launch(options: Namespace) -> Answered:
+    if options.processes < 1 or options.devices < 1:
+        raise ValueError(
+            message(
+                "There is at least one process, with at least one device.",
+                received={"processes": options.processes, "devices": options.devices},
+                fix="Write --processes 2 --devices 4.",
+            )
+        )
+    for name in ("backoff", "longest_backoff"):
+        if not 0 <= getattr(options, name) < threading.TIMEOUT_MAX:
+            raise ValueError(
+                message(
+                    "Seconds to wait are a number of at least 0.",
+                    received={name: getattr(options, name)},
+                    fix="Write --backoff 1 --longest-backoff 300.",
+                )
+            )
+    if options.restart < 0:
+        raise ValueError(
+            message(
+                "The number of restarts is at least 0.",
+                received={"restart": options.restart},
+                fix="Write --restart 10.",
+            )
+        )
+    if options.goodput is not None:
+        file_of(options.goodput)
+    as_module = ["-m"] if options.module else []
+    command: Sequence[str] = [sys.executable, *as_module, options.script, *options.arguments]
+    return None, launch(
+        command,
+        1 if options.here else options.processes,
+        None if options.here else options.devices,
+        restarts=Restarts(
+            options.restart, options.backoff, options.longest_backoff, options.processes_from
+        ),
+        logs=options.logs,
+        goodput=options.goodput,
+    )
+
+
+def _goodput(options: Namespace) -> Answered:
+    check_page(options)
+    return with_page(options, goodput_of(options.file)), 0
+
+
+COMMANDS: dict[str, Callable[[Namespace], Answered]] = {"launch": _launch, "goodput": _goodput}

@@ -1,0 +1,67 @@
+"""What a step of a model takes by its formula: operations, tokens."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+
+from keras_tpu_dist import _keras
+from keras_tpu_dist.common.plain import plain_operations
+from keras_tpu_dist.trace.products import operations, products_of
+
+
+def forward_pass(
+    model: keras.Model, batch: tuple, training: bool
+) -> tuple[Callable[..., Any], tuple]:
+    """The forward pass of a model as a function of its weights and inputs.
+
+    Args:
+        model: The model, built.
+        batch: `(x, y, sample_weight)` as `jax.ShapeDtypeStruct`.
+        training: Whether it runs as in training.
+
+    Returns:
+        `(trainable, non_trainable, x) -> outputs`, and its arguments as `jax.ShapeDtypeStruct`.
+    """
+    weights = [
+        [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in group]
+        for group in (model.trainable_variables, model.non_trainable_variables)
+    ]
+
+    # Keras gives a model's call what it takes; `stateless_call` gives it what it is given.
+    named = {"training": training} if _keras.call_takes(model, "training") else {}
+
+    def forward(trainable, non_trainable, x):
+        return model.stateless_call(trainable, non_trainable, x, **named)[0]
+
+    return forward, (*weights, batch[0])
+
+
+def model_flops(model: keras.Model, batch: tuple, mode: str) -> float:
+    """Operations of a step's matrix products by the model's formula, whatever runs in the end.
+
+    Args:
+        model: The model, built.
+        batch: `(x, y, sample_weight)` as `jax.ShapeDtypeStruct`.
+        mode: `"train"`, `"evaluate"` or `"predict"`.
+    """
+    with plain_operations():
+        forward, arguments = forward_pass(model, batch, mode == "train")
+        trace = jax.make_jaxpr(forward)(*arguments)
+    # The gradients take two products of the same size for each.
+    return operations(products_of(trace, 0)) * (3 if mode == "train" else 1)
+
+
+def count_tokens(x: Any) -> int:
+    """The tokens of an input of `(batch, time)` whole numbers; 0 for any other, such as pixels.
+
+    Args:
+        x: Arrays or their shapes, in any structure. The first such array counts, no further one.
+    """
+    for leaf in jax.tree.leaves(x):
+        if np.dtype(leaf.dtype).kind in "iu" and leaf.dtype != np.uint8 and leaf.ndim == 2:
+            return math.prod(leaf.shape)
+    return 0
