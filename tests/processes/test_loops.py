@@ -4,7 +4,7 @@ import pathlib
 
 import numpy as np
 import pytest
-from helpers import assert_close, loaded
+from helpers import loaded
 
 from keras_tpu_dist.processes.preemption import EXIT_TERMINATED
 
@@ -35,4 +35,6 @@ def test_a_loop_of_two_processes_goes_on_where_it_was_saved(end, tmp_path):
     else:  # of 18 steps every fourth is saved
         assert (first, steps) == (9, [8, 12, 16])
     whole = loop.test_loop.Loop().run()
-    assert_close([found[str(i)] for i in range(len(found))], whole.state())
+    for number, value in enumerate(whole.state()):
+        # A running sum is of hundreds, and JAX's clock decides from which step another mesh adds.
+        np.testing.assert_allclose(found[str(number)], value, rtol=1e-5, atol=1e-5)
