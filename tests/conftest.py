@@ -1,6 +1,8 @@
 """Eight virtual CPU devices for every test, set before JAX starts."""
 
+import functools
 import os
+import pathlib
 import random
 import signal
 
@@ -51,6 +53,19 @@ def pytest_addoption(parser):
         metavar="N",
         help="of each slow test at most N cases, drawn with a fixed seed; of the docs all",
     )
+
+
+@functools.cache
+def _slow_cases():
+    """Cases that `tests/slow_cases.py` found slow, beside those that are marked."""
+    return frozenset((pathlib.Path(__file__).parent / "slow_cases.txt").read_text().splitlines())
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_itemcollected(item):
+    """Marks slow cases, before `-m` looks."""
+    if item.nodeid in _slow_cases():
+        item.add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(trylast=True)

@@ -34,7 +34,7 @@ NOT_RUN = {
     "experts.md": 1,
     "from_pytorch_xla.md": 1,
     "from_tpuestimator.md": 2,
-    "keras_hub.md": 2,
+    "keras_hub.md": 4,
     "migration.md": 1,
     "pods.md": 3,
     "restart.md": 3,

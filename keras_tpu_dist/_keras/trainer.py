@@ -17,6 +17,7 @@ from keras.src.distribution import distribution_lib
 from keras.src.saving import saving_lib
 
 from keras_tpu_dist._keras import seam
+from keras_tpu_dist._keras.generation import generates
 from keras_tpu_dist._keras.seam import Replacement
 from keras_tpu_dist._keras.variables import OWNER, claim
 from keras_tpu_dist.common import phases
@@ -875,6 +876,8 @@ def forget_functions(model: Any) -> None:
             loop.is_stale = True
         else:
             setattr(model, attribute, None)
+    if generates(model):
+        model.generate_function = None
 
 
 def variable_layout(variable: Any) -> Any:

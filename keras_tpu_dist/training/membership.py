@@ -451,6 +451,8 @@ def _generation(model: Any) -> Generation | None:
     strategy = find_strategy(model)
     if strategy is None or model.run_eagerly:
         return None
+    # Moves what is not on the mesh yet, upon which functions are forgotten.
+    adopt(model, strategy)
     known = model.generate_function
     if isinstance(known, Generation) and known.serves(strategy):
         return known

@@ -149,6 +149,17 @@ def test_another_strategy_makes_a_function_of_its_own():
         assert_same(model, stock, prompts(3))
 
 
+def test_another_layout_makes_a_function_of_its_own():
+    stock, model, strategy = pair("4x2")
+    assert_same(model, stock, prompts(3))
+    before = model.generate_function
+    with strategy.scope():
+        ktd.replicate(model.embed)
+    model.predict(prompts(8)["token_ids"], verbose=0)
+    assert_same(model, stock, prompts(3))
+    assert model.generate_function is not before
+
+
 def test_run_eagerly_is_the_models_own():
     _, model, _ = pair("8")
     model.run_eagerly = True
