@@ -170,6 +170,19 @@ def test_what_failed_first_is_said_once_with_the_users_frames(started, tmp_path)
     assert "Traceback (most recent call last):" not in out
 
 
+HERE = """
+import os
+print(os.environ.get("KTD_COORDINATOR"), os.environ["XLA_FLAGS"], os.environ["KTD_REPORT"][-2:])
+"""
+
+
+def test_here_is_one_process_with_the_devices_of_the_host(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("XLA_FLAGS", "--as_it_was")
+    (tmp_path / "script.py").write_text(HERE)
+    assert launch([sys.executable, str(tmp_path / "script.py")], 1, None) == 0
+    assert capfd.readouterr().out == "[0] None --as_it_was /0\n"
+
+
 TRACEBACK = """before
 Traceback (most recent call last):
   File "/home/me/train.py", line 3, in <module>
