@@ -30,6 +30,7 @@ from keras_tpu_dist.logical.devices import LogicalDevices
 from keras_tpu_dist.memory.remat import LayerPolicies
 from keras_tpu_dist.processes.start import watch_peers
 from keras_tpu_dist.replica.run import ReplicaCode
+from keras_tpu_dist.tables.step import described, refused
 from keras_tpu_dist.training import membership, pickling
 from keras_tpu_dist.training.options import Options
 from keras_tpu_dist.training.runner import Runner
@@ -86,6 +87,11 @@ class TPUStrategy(
             `batch_size` is that of all processes together either way.
         compiler_options: Options for XLA, as `jax.jit` takes them. `"auto"` has TPUs compute while
             they sum gradients; a dict is added to that, its values first; `None` adds nothing.
+        tables: How embedding tables whose rows are split are looked up and updated. `"rows"`: ids
+            and rows are exchanged, and rows that were used are updated alone, if the optimizer
+            leaves the others as they are (SGD, Adagrad). `"lazy"`: alone in any case, which
+            changes what Adam or momentum compute. `"auto"`: as `"rows"` for large tables of which
+            a step uses few rows. `None`: as the compiler does it.
 
     Raises:
         ValueError: If the mesh does not fit the devices, a name is no axis of the mesh, or a rule
@@ -119,6 +125,7 @@ class TPUStrategy(
         input_timeout_s: float | None = None,
         input: str = "global",
         compiler_options: Any = "auto",
+        tables: str | None = "auto",
     ):
         _keras.install()
         if topology is not None:
@@ -135,6 +142,7 @@ class TPUStrategy(
             input_timeout_s=input_timeout_s,
             input=input,
             compiler_options=compiler_options,
+            tables=tables,
         )
         self._topology = _only_named(mesh, topology)
         self._given_mesh = mesh
@@ -299,7 +307,9 @@ class TPUStrategy(
 
         if path is not None:
             check_text("explain", path=path)
-        explanation = explain_model(model, self.placement(model), self.layouts.mesh)
+        explanation = explain_model(
+            model, self.placement(model), self.layouts.mesh, described(model, self)
+        )
         return explanation if path is None else one_row(explanation, path)
 
     def lint(
@@ -327,7 +337,12 @@ class TPUStrategy(
             if not self.layouts.owns(_keras.variable_layout(v))
         ]
         report = lint_model(
-            model, placement, self.layouts.setting, batch_size=batch_size, foreign=foreign
+            model,
+            placement,
+            self.layouts.setting,
+            batch_size=batch_size,
+            foreign=foreign,
+            tables=refused(model, self),
         )
         return report.raise_if_bad() if strict else report
 

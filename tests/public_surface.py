@@ -356,6 +356,7 @@ ROWS: dict[str, Row] = {
             "input_timeout_s": SECONDS_OR_NONE,
             "input": (None, *word("globl", "per_proces")),
             "compiler_options": ("", "atuo", 3, True, NAN, []),
+            "tables": ("", "row", 3, True, NAN, []),
         },
     ),
     "TPUStrategy.explain": Row(

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from keras_tpu_dist.common.scopes import RARE_LOOP
 from keras_tpu_dist.hlo.parse import Computation, Instruction, Program, size_of
 
 logger = logging.getLogger("keras_tpu_dist")
@@ -58,7 +59,8 @@ class Executions:
 def executions(program: Program) -> Executions:
     """Lists what runs, and how often: loop bodies times their trip counts.
 
-    Of the branches of a conditional the one with most instructions counts, as it is not known
+    A loop for ids that a table's exchange has no room for counts nothing: it seldom runs at all. Of
+    the branches of a conditional the one with most instructions counts, as it is not known
     which one runs.
 
     Args:
@@ -95,7 +97,7 @@ def _callees(
     called = [program.computations[n] for n in instruction.called if n in program.computations]
     if opcode == "while":
         body = instruction.called_by("body")
-        if body in program.computations:
+        if body in program.computations and RARE_LOOP not in instruction.attributes:
             yield program.computations[body], trip_count(program, computation, instruction)
     elif opcode == "conditional":
         if called:

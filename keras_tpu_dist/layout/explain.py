@@ -3,7 +3,7 @@
 import html
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -89,10 +89,10 @@ class OutputRow:
 
 @dataclass(frozen=True)
 class LayerRow:
-    """One layer that treats its split weights in a way of its own.
+    """One layer, or table, that treats its split weights in a way of its own.
 
     Attributes:
-        path: The layer's path.
+        path: The layer's path, or the table's.
         choice: What it does with them, and why.
     """
 
@@ -251,13 +251,16 @@ class Explanation(Shown):
         return [*lines, self.note] if self.note else lines
 
 
-def explain_model(model: Any, placement: Placement, mesh: Mesh) -> Explanation:
+def explain_model(
+    model: Any, placement: Placement, mesh: Mesh, tables: Mapping[str, str] | None = None
+) -> Explanation:
     """Reads a placement as rows.
 
     Args:
         model: A model; of an unbuilt one the variables that exist.
         placement: Its placement.
         mesh: The mesh.
+        tables: For paths of tables how they are looked up and updated.
 
     Returns:
         The explanation; an illegal layout is reported in its row, not raised.
@@ -275,7 +278,8 @@ def explain_model(model: Any, placement: Placement, mesh: Mesh) -> Explanation:
     if not model.built:
         note = "the model is not built: variables that do not exist yet are not listed"
     assigned = tuple(placement.annotations.logical_devices.items())
-    layers = tuple(_layer_rows(model, placement, mesh))
+    by_rows = (LayerRow(path, words) for path, words in (tables or {}).items())
+    layers = (*_layer_rows(model, placement, mesh), *by_rows)
     return Explanation(
         model.name,
         dict(mesh.shape),

@@ -3,7 +3,7 @@
 import functools
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -106,6 +106,7 @@ def lint_model(
     *,
     batch_size: int | None = None,
     foreign: Sequence[str] = (),
+    tables: Mapping[str, str] | None = None,
     cheap: bool = False,
 ) -> LintReport:
     """Looks for mistakes in a model's layouts.
@@ -116,6 +117,7 @@ def lint_model(
         setting: The strategy's mesh and layout.
         batch_size: The global batch size, to compare with the mesh.
         foreign: Paths of variables that are not on the strategy's mesh.
+        tables: For paths of tables that do not go by their rows, though asked to, why.
         cheap: Only what fit says by itself.
 
     Returns:
@@ -132,6 +134,7 @@ def lint_model(
         found += _batch(batch_size, setting)
         found += _heads(model, setting)
         found += _built_outside(foreign, setting)
+        found += [_table(path, words) for path, words in (tables or {}).items()]
         if not model.built:
             found.append(
                 Finding(
@@ -144,6 +147,11 @@ def lint_model(
             )
     found.sort(key=lambda finding: SEVERITIES.index(finding.severity))
     return LintReport(model.name, tuple(found))
+
+
+def _table(path: str, words: str) -> Finding:
+    fix = "Split its rows, and train it with SGD or Adagrad; or leave tables= out."
+    return Finding("warning", "table-of-every-row", path, f"tables= has it by rows; {words}.", fix)
 
 
 def log_report(report: LintReport) -> None:

@@ -19,6 +19,7 @@ from keras_tpu_dist.input.clock import checked_timeout
 # Batches ahead take the devices' memory.
 _MOST_AHEAD = 10_000
 INPUTS = ("global", "per_process")
+TABLES = ("auto", "rows", "lazy", None)
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Options:
         input: What several processes read: `"global"`, all of them the same, or `"per_process"`,
             each its own rows.
         compiler_options: Options for XLA: `"auto"`, `None`, or values by name.
+        tables: Which embedding tables go by their rows: `"auto"`, `"rows"`, `"lazy"`, `None`.
 
     Raises:
         ValueError: If one of them is of no such kind.
@@ -54,6 +56,7 @@ class Options:
     input_timeout_s: float | None = None
     input: str = "global"
     compiler_options: Any = "auto"
+    tables: str | None = "auto"
 
     def __post_init__(self):
         check_flags("TPUStrategy", shard_optimizer=self.shard_optimizer)
@@ -86,6 +89,17 @@ class Options:
                     fix='Leave it out for "global".',
                     name=str(self.input),
                     choices=INPUTS,
+                )
+            )
+
+        if self.tables not in TABLES:
+            raise ValueError(
+                message(
+                    'tables is "auto", "rows", "lazy" or None.',
+                    received={"tables": self.tables},
+                    fix='Leave it out for "auto".',
+                    name=str(self.tables),
+                    choices=[each for each in TABLES if each],
                 )
             )
 

@@ -10,6 +10,7 @@ from keras_tpu_dist import _keras
 from keras_tpu_dist.common.axes import named_sharding
 from keras_tpu_dist.input.batches import BatchPlacer, PlacedBatch
 from keras_tpu_dist.partitioner import Jitted
+from keras_tpu_dist.tables.step import step_by_rows
 from keras_tpu_dist.training.finite import first_bad, watched_step
 
 
@@ -25,7 +26,9 @@ class _Step:
 
     def __init__(self, trainer: Any, placer: BatchPlacer):
         self._trainer, self._placer = trainer, placer
-        self._of_user = getattr(trainer, f"{self.kind}_step")
+        of_user = getattr(trainer, f"{self.kind}_step")
+        axes = placer.data_axes
+        self._of_user = step_by_rows(trainer, self.kind, of_user, placer.mesh, axes)
         self._replicated = named_sharding(placer.mesh)
 
     def on_arrays(self, state: Any, data: Any) -> tuple[Any, Any]:

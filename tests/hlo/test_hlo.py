@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from keras_tpu_dist import hlo
 from keras_tpu_dist.attention import kernel
+from keras_tpu_dist.common.scopes import RARE_LOOP
 from keras_tpu_dist.hardware import libtpu
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.hlo import collectives, cost, layers, loops
@@ -216,6 +217,17 @@ def test_a_loop_that_data_ends_is_said_and_counted_once(caplog):
     assert result.flops == 2 * 16**3
     assert len(result.unknown_loops) == 1
     assert "decided at run time" in caplog.text
+
+
+def test_a_loop_for_ids_that_seldom_come_counts_nothing(caplog):
+    def rarely(x, times):
+        with jax.named_scope(RARE_LOOP):
+            return jax.lax.fori_loop(0, times, lambda i, x: x @ x, x)
+
+    result = hlo.analyze(_text(rarely, _spec(16, 16), jax.ShapeDtypeStruct((), "int32")))
+    assert result.flops == 0
+    assert not result.unknown_loops
+    assert "decided at run time" not in caplog.text
 
 
 # --- layers ----------------------------------------------------------------------------------

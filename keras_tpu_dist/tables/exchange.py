@@ -1,0 +1,535 @@
+"""Rows of a table of which each device owns a part: looked up, and updated, where they lie.
+
+Each device sorts its ids by owner, sends every owner the ids that it owns, each once, and gets
+their rows; the gradients of the rows go the same way back. What a device sends to another has a
+bound, as programs have fixed shapes: some deviations above what ids at random need. Steps that need
+more take rounds: ids are dealt into 2, 4, 8, ... rounds by a hash, until each round fits.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from keras_tpu_dist.common.axes import axis_size
+from keras_tpu_dist.common.scopes import RARE_LOOP
+
+# An id that no device owns.
+NOBODY = np.iinfo("int32").max
+# Of a count of ids at random, above its mean.
+_DEVIATIONS = 5
+# Odd, so that no two rows have one hash.
+_MULTIPLIER = np.uint32(2654435769)
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a table is split, and the ids that ask for its rows.
+
+    Attributes:
+        mesh: The mesh.
+        rows: The axes that split the table's rows.
+        columns: The axes that split its columns.
+        batch: The axes that split the ids.
+        shape: The table's shape.
+    """
+
+    mesh: Mesh
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+    batch: tuple[str, ...]
+    shape: tuple[int, int]
+
+    @functools.cached_property
+    def rows_each(self) -> int:
+        """Rows of a device."""
+        return self.shape[0] // axis_size(self.mesh, self.rows)
+
+    @functools.cached_property
+    def exchanged(self) -> tuple[str, ...]:
+        """The axes over which ids go to the owners of their rows."""
+        return tuple(name for name in self.rows if name in self.batch)
+
+    @functools.cached_property
+    def summed(self) -> tuple[str, ...]:
+        """The axes whose devices have the same ids and different rows."""
+        return tuple(name for name in self.rows if name not in self.batch)
+
+    @functools.cached_property
+    def traded(self) -> tuple[str, ...]:
+        """The axes over which columns of all ids become all columns of a device's ids."""
+        return tuple(name for name in self.columns if name in self.batch)
+
+    @functools.cached_property
+    def gathered(self) -> tuple[str, ...]:
+        """The axes whose devices have different ids and the same rows."""
+        return tuple(name for name in self.batch if name not in (*self.rows, *self.columns))
+
+    @functools.cached_property
+    def left(self) -> tuple[str, ...]:
+        """The axes that split the columns of what is looked up."""
+        return tuple(name for name in self.columns if name not in self.batch)
+
+    @property
+    def ways(self) -> int:
+        """How many devices ids are exchanged with."""
+        return axis_size(self.mesh, self.exchanged)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """All axes that take part."""
+        return (*self.rows, *self.columns, *self.gathered)
+
+    @property
+    def layout(self) -> PartitionSpec:
+        """The table's layout."""
+        return PartitionSpec(self.rows or None, self.columns or None)
+
+    def trouble(self) -> str:
+        """Why rows cannot be exchanged, or `""`."""
+        if self.columns != (*self.left, *self.traded):
+            return f"its width is split over {self.columns}, of which the batch's are not the last"
+        if not axis_size(self.mesh, (*self.rows, *self.columns)) > 1:
+            return "it is whole on every device"
+        if self.shape[0] >= NOBODY:
+            return "it has more rows than 32-bit ids can name"
+        return ""
+
+
+class Sorted(NamedTuple):
+    """The ids of a device by owner; the first three for each id, the others without repetitions."""
+
+    number: Any
+    owner: Any
+    hashed: Any
+    rows: Any
+    owners: Any
+    hashes: Any
+
+
+class Route(NamedTuple):
+    """Where a device's ids are in what is exchanged, and which rows the others asked it for.
+
+    Attributes:
+        place: For each id its place in what the device gets; beyond the end for one of nobody.
+        own: The rows of this device that were asked for, its number of rows in free places.
+        level: One number: 0 if all ids are in it, `n` if they need `2**n` rounds.
+        rows: What was found there, `None` if nothing was looked up.
+    """
+
+    place: Any
+    own: Any
+    level: Any
+    rows: Any = None
+
+
+class Lookups:
+    """One lookup of a table, or the way back of its gradients.
+
+    Args:
+        split: How table and ids are split.
+        count: Ids of a device.
+    """
+
+    def __init__(self, split: Split, count: int):
+        self.split = split
+        # Columns are traded: each device looks up the ids of all with which it trades.
+        self.count = count * axis_size(split.mesh, split.traded or None)
+        self.capacity = self.count
+        if split.exchanged:
+            self.capacity = _bound(self.count, axis_size(split.mesh, split.rows))
+
+    @property
+    def places(self) -> int:
+        """The number of places of what is exchanged."""
+        return self.split.ways * self.capacity
+
+    @property
+    def may_need_rounds(self) -> bool:
+        """Whether ids may need more places than there are."""
+        return self.capacity < self.count
+
+    def ids(self, ids: Any) -> Any:
+        """The ids that a device looks up, in a row.
+
+        Args:
+            ids: Its own.
+        """
+        ids, traded = ids.ravel(), self.split.traded
+        return lax.all_gather(ids, traded, tiled=True) if traded else ids
+
+    def _owned(self, ids: Any) -> tuple[Any, Any]:
+        """For each id the number of its owner, and its row there."""
+        split, owner, rest = self.split, jnp.zeros_like(ids), ids // self.split.rows_each
+        local, valid, ways = ids - rest * split.rows_each, ids < NOBODY, 1
+        for name in reversed(split.rows):
+            size = split.mesh.shape[name]
+            if name in split.exchanged:
+                owner, ways = owner + rest % size * ways, ways * size
+            else:
+                valid &= rest % size == lax.axis_index(name)
+            rest = rest // size
+        return jnp.where(valid, owner, ways), jnp.where(valid, local, split.rows_each)
+
+    def sorted(self, ids: Any) -> Sorted:
+        """The ids of a device by owner.
+
+        Args:
+            ids: The ids in a row.
+        """
+        owner, local = self._owned(ids)
+        hashed, places = local.astype("uint32") * _MULTIPLIER, jnp.arange(ids.size, dtype="int32")
+        owner, hashed, order, local = lax.sort((owner, hashed, places, local), num_keys=2)
+        first = jnp.append(True, (owner[1:] != owner[:-1]) | (hashed[1:] != hashed[:-1]))
+        number = jnp.cumsum(first.astype("int32")) - 1
+        first &= owner < self.split.ways
+        _, rows, owners, hashes = lax.sort(
+            (
+                jnp.where(first, number, NOBODY),
+                local,
+                jnp.where(first, owner, self.split.ways),
+                hashed,
+            ),
+            num_keys=1,
+        )
+        by_place = lax.sort((order, number, owner, hashed), num_keys=1)[1:]
+        return Sorted(*by_place, rows, owners, hashes)
+
+    def level(self, ids: Sorted) -> Any:
+        """How often rounds must be halved until all ids of each round fit.
+
+        Args:
+            ids: Those of a device.
+        """
+        capacity = self.capacity
+        if not self.may_need_rounds:
+            return jnp.zeros((), "int32")
+        beyond = (ids.owners[:-capacity] == ids.owners[capacity:]) & (
+            ids.owners[capacity:] < self.split.ways
+        )
+        # Bits from the first on in which two hashes are equal: one more puts them apart.
+        equal = lax.clz(ids.hashes[:-capacity] ^ ids.hashes[capacity:]).astype("int32")
+        return jnp.max(jnp.where(beyond, equal + 1, 0))
+
+    def round(self, ids: Sorted, level: Any, number: Any) -> tuple[Any, Any]:
+        """What is sent to each owner in a round, and each id's place in it.
+
+        Args:
+            ids: Those of a device.
+            level: There are `2**level` rounds.
+            number: The number of the round.
+        """
+        ways, capacity = self.split.ways, self.capacity
+        owners = jnp.arange(ways, dtype="int32")[:, None]
+        turn = _round_of(ids.hashes, level)
+        starts = ((ids.owners < owners) | ((ids.owners == owners) & (turn < number))).sum(1)
+        counts = ((ids.owners == owners) & (turn == number)).sum(1)
+        starts = starts.astype("int32")
+        rows = jnp.append(ids.rows, jnp.full(capacity, self.split.rows_each, "int32"))
+        parts = [lax.dynamic_slice(rows, (starts[k],), (capacity,)) for k in range(ways)]
+        filled = jnp.arange(capacity) < counts[:, None]
+        sent = jnp.where(filled, jnp.stack(parts), self.split.rows_each)
+        start = jnp.where(ids.owner == owners, starts[:, None], 0).sum(0)
+        place = ids.owner * capacity + ids.number - start
+        here = (ids.owner < ways) & (_round_of(ids.hashed, level) == number)
+        return sent, jnp.where(here, place, self.places)
+
+    def exchange(self, array: Any) -> Any:
+        """What a device has for each other one, in the place where that one has it.
+
+        Args:
+            array: One part for each device, in a row.
+        """
+        axes = self.split.exchanged
+        if not axes:
+            return array
+        shape = array.shape
+        array = array.reshape(self.split.ways, self.capacity, *shape[1:])
+        return lax.all_to_all(array, axes, 0, 0, tiled=True).reshape(shape)
+
+    def route(self, ids: Any) -> Route:
+        """The way of a device's ids if one round is enough.
+
+        Args:
+            ids: The ids in a row.
+        """
+        if not self.split.exchanged:
+            _, own = self._owned(ids)
+            zero = jnp.zeros((), "int32")
+            return Route(jnp.arange(ids.size, dtype="int32"), own, zero)
+        by_owner = self.sorted(ids)
+        sent, place = self.round(by_owner, jnp.zeros((), "int32"), 0)
+        level = self.level(by_owner)
+        if self.may_need_rounds:
+            level = lax.pmax(level, self.split.axes)
+        return Route(place, self.exchange(sent.ravel()), level)
+
+    def got(self, rows: Any, place: Any) -> Any:
+        """Rows for a device's ids; zeros for ids that have no place.
+
+        Args:
+            rows: The rows that it was asked for.
+            place: The places of its own ids.
+        """
+        return self.exchange(rows).at[place].get(mode="fill", fill_value=0)
+
+    def look_up(self, table: Any, ids: Any) -> tuple[Any, Route]:
+        """The rows for a device's ids, zeros for ids of nobody.
+
+        Args:
+            table: The device's part of the table.
+            ids: Its ids.
+        """
+        split, ids = self.split, self.ids(ids)
+        route = self.route(ids)
+        asked = rows_at(table, route.own)
+        rows = self.got(asked, route.place)
+        if self.may_need_rounds:
+            rows = self._in_rounds(table, ids, route.level, rows)
+        if split.summed:
+            rows = lax.psum(rows, split.summed)
+        if split.traded:
+            rows = lax.all_to_all(rows, split.traded, 0, 1, tiled=True)
+        return rows, route._replace(rows=asked)
+
+    def _in_rounds(self, table: Any, ids: Any, level: Any, rows: Any) -> Any:
+        def body(number: Any, rows: Any) -> Any:
+            own, place = self.asked_in_round(ids, level, number)
+            here = (place < self.places)[:, None]
+            return jnp.where(here, self.got(rows_at(table, own), place), rows)
+
+        return rarely(jnp.where(level > 0, 1 << level, 0), body, rows)
+
+    def asked_in_round(self, ids: Any, level: Any, number: Any) -> tuple[Any, Any]:
+        """The rows that a device is asked for in a round, and the places of its own ids.
+
+        Args:
+            ids: Its ids in a row.
+            level: There are `2**level` rounds.
+            number: The number of the round.
+        """
+        if not self.split.exchanged:
+            route = self.route(ids)
+            return route.own, route.place
+        sent, place = self.round(self.sorted(ids), level, number)
+        return self.exchange(sent.ravel()), place
+
+    def columns(self, gradients: Any) -> Any:
+        """Gradients of a device's ids as those of its columns, for all ids that it looks up.
+
+        Args:
+            gradients: A row for each of its ids.
+        """
+        traded = self.split.traded
+        return lax.all_to_all(gradients, traded, 1, 0, tiled=True) if traded else gradients
+
+    def back(self, gradients: Any, own: Any, place: Any) -> tuple[Any, Any]:
+        """Gradients at the owners, and the rows that they are of.
+
+        Args:
+            gradients: A row for each id that the device looked up.
+            own: The rows that it was asked for.
+            place: The places of its own ids.
+        """
+        if self.split.exchanged:
+            gone = jnp.zeros((self.places, gradients.shape[1]), gradients.dtype)
+            gradients = self.exchange(gone.at[place].add(gradients, mode="drop"))
+        axes = self.split.gathered
+        if axes:
+            own = lax.all_gather(own, axes, tiled=True)
+            gradients = lax.all_gather(gradients, axes, tiled=True)
+        return own, gradients
+
+    def dense(self, ids: Any, route: Route, gradients: Any) -> Any:
+        """The gradient of the device's part of the table.
+
+        Args:
+            ids: Its ids.
+            route: Their way.
+            gradients: A row for each of them.
+        """
+        gradients, ids = self.columns(gradients), self.ids(ids)
+        shape = (self.split.rows_each, gradients.shape[1])
+
+        def added(sums: Any, own: Any, place: Any) -> Any:
+            own, rows = self.back(gradients, own, place)
+            return sums.at[own].add(rows, mode="drop")
+
+        own = jnp.where(route.level == 0, route.own, self.split.rows_each)
+        sums = added(jnp.zeros(shape, gradients.dtype), own, route.place)
+        if not self.may_need_rounds:
+            return sums
+
+        def body(number: Any, sums: Any) -> Any:
+            return added(sums, *self.asked_in_round(ids, route.level, number))
+
+        return rarely(jnp.where(route.level > 0, 1 << route.level, 0), body, sums)
+
+
+def _round_of(hashes: Any, level: Any) -> Any:
+    """The round of each hash: its first bits, by two shifts, as 32 bits shift no number away."""
+    return ((hashes >> 1) >> (31 - level).astype("uint32")).astype("int32")
+
+
+def rows_at(array: Any, rows: Any) -> Any:
+    """Some rows of an array, zeros for those beyond its end.
+
+    Args:
+        array: The array.
+        rows: Their numbers.
+    """
+    return array.at[rows].get(mode="fill", fill_value=0)
+
+
+def _bound(count: int, parts: int) -> int:
+    """How many of so many ids at random are in one of some equal parts, with a margin."""
+    mean = count / parts
+    bound = mean + _DEVIATIONS * math.sqrt(mean)
+    return min(count, math.ceil(bound / 32) * 32)
+
+
+def rarely(times: Any, body: Callable[[Any, Any], Any], state: Any) -> Any:
+    """A loop that seldom runs at all; estimates of cycles leave it out.
+
+    Args:
+        times: How often it runs.
+        body: From the number of the round and the state to the new state.
+        state: The state.
+    """
+    with jax.named_scope(RARE_LOOP):
+        return lax.fori_loop(0, times, body, state)
+
+
+class Unique(NamedTuple):
+    """Rows without repetitions, and the place of each one's gradients among them.
+
+    Attributes:
+        rows: The rows; the number of all rows in free places.
+        group: For each gradient its place; beyond the end for those of no row.
+        first: For each row the place of its first gradient.
+        fits: Whether there are enough places.
+    """
+
+    rows: Any
+    group: Any
+    first: Any
+    fits: Any
+
+
+def unique(own: Any, rows_each: int, bound: int) -> Unique:
+    """The rows among those that were asked for.
+
+    Args:
+        own: The rows, `rows_each` in free places.
+        rows_each: The number of rows of the device.
+        bound: Places for rows.
+    """
+    ordered, order = lax.sort((own, jnp.arange(own.size, dtype="int32")), num_keys=1)
+    first = jnp.append(True, ordered[1:] != ordered[:-1]) & (ordered < rows_each)
+    number = jnp.cumsum(first.astype("int32")) - 1
+    rows, at = lax.sort((jnp.where(first, ordered, rows_each), order), num_keys=1)
+    places = jnp.where(ordered < rows_each, number, bound)
+    group = lax.sort((order, places), num_keys=1)[1]
+    return Unique(rows[:bound], group, at[:bound], number[-1] < bound)
+
+
+class Updates:
+    """The update of a table, and of its optimizer's slots, in the rows that were used.
+
+    Args:
+        lookups: The lookups whose gradients count.
+        rows: From a list of rows of the state, a list of gradients of these rows, and numbers, to
+            the new rows of the state.
+    """
+
+    def __init__(self, lookups: Sequence[Lookups], rows: Callable[[list, list, list], list]):
+        self._lookups, self._rows = lookups, rows
+        self._split = split = lookups[0].split
+        together = axis_size(split.mesh, split.gathered or None)
+        self._asked = sum(each.places for each in lookups) * together
+        ids = sum(each.count for each in lookups) * axis_size(split.mesh, split.exchanged or None)
+        bound = _bound(ids * together, axis_size(split.mesh, split.rows or None))
+        most = min(self._asked, split.rows_each)
+        self._bound, self._may_overflow = min(most, bound), bound < most
+
+    def __call__(self, state: list, ids: list, routes: list, gradients: list, numbers: list):
+        """The new parts of a device.
+
+        Args:
+            state: Its parts of the table and of the slots.
+            ids: Its ids of each lookup.
+            routes: The `Route` of each lookup.
+            gradients: Their gradients.
+            numbers: What the update reads beside, such as the learning rate.
+        """
+        lookups, split = self._lookups, self._split
+        gradients = [each.columns(g) for each, g in zip(lookups, gradients, strict=True)]
+        given = [
+            each.back(g, route.own, route.place)
+            for each, g, route in zip(lookups, gradients, routes, strict=True)
+        ]
+        own = jnp.concatenate([rows for rows, _ in given])
+        found = unique(own, split.rows_each, self._bound)
+        level = functools.reduce(jnp.maximum, [route.level for route in routes])
+        fits = level == 0
+        if self._may_overflow:
+            fits &= lax.pmin(found.fits.astype("int32"), split.axes) > 0
+        # What does not fit changes nothing here, and all in the rounds.
+        found = found._replace(rows=jnp.where(fits, found.rows, split.rows_each))
+        # The table's rows were read before, and are still here.
+        table = None
+        if not split.gathered and all(route.rows is not None for route in routes):
+            table = rows_at(jnp.concatenate([route.rows for route in routes]), found.first)
+        state = self._changed(state, found, [g for _, g in given], numbers, table)
+        if not (self._may_overflow or any(each.may_need_rounds for each in lookups)):
+            return state
+
+        def body(number: Any, state: list) -> list:
+            asked = [
+                each.asked_in_round(each.ids(these), level, number)
+                for each, these in zip(lookups, ids, strict=True)
+            ]
+            given = [
+                each.back(g, *where)
+                for each, g, where in zip(lookups, gradients, asked, strict=True)
+            ]
+            own = jnp.concatenate([rows for rows, _ in given])
+            found = unique(own, split.rows_each, self._asked)
+            return self._changed(state, found, [g for _, g in given], numbers, None)
+
+        return rarely(jnp.where(fits, 0, 1 << level), body, state)
+
+    def _changed(
+        self, state: list, found: Unique, gradients: list, numbers: list, table: Any
+    ) -> list:
+        """The state with new rows.
+
+        Args:
+            state: The device's parts of the table and of the slots.
+            found: The rows.
+            gradients: Those of each lookup.
+            numbers: What the update reads beside.
+            table: The rows of the table, if they are known.
+        """
+        bound = found.rows.size
+        starts = np.cumsum([0, *(len(g) for g in gradients)])
+        sums = [
+            jnp.zeros((bound, g.shape[1]), g.dtype)
+            .at[found.group[start : start + len(g)]]
+            .add(g, mode="drop")
+            for start, g in zip(starts, gradients)
+        ]
+        before = [rows_at(each, found.rows) for each in (state if table is None else state[1:])]
+        before = before if table is None else [table, *before]
+        after = self._rows(before, sums, numbers)
+        return [
+            each.at[found.rows].set(rows.astype(each.dtype), mode="drop")
+            for each, rows in zip(state, after, strict=True)
+        ]

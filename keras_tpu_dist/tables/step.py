@@ -1,0 +1,444 @@
+"""Train, test and predict steps whose tables go by their rows."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from keras_tpu_dist import _keras
+from keras_tpu_dist.common.axes import axis_size, entry_names
+from keras_tpu_dist.common.once import log_once
+from keras_tpu_dist.partitioner import in_compiled_code
+from keras_tpu_dist.tables.exchange import NOBODY, Lookups, Route, Split, Updates
+from keras_tpu_dist.tables.reading import Lookup, Reading, number_of, on_rows, read
+from keras_tpu_dist.trace.graph import Atom, Equation, Graph, graph_of
+
+# Smaller tables are updated as fast as they are read.
+_LEAST_BYTES = 64 * 2**20
+# Ids of a step for each row of the table, above which most rows change anyway.
+_MOST_IDS = 1 / 8
+
+BY_ROWS = "by rows: ids and rows are exchanged, and the rows that were used are updated"
+LAZY = f"{BY_ROWS}; rows that no id asks for stay as they are, with their slots"
+_LAZY_INSTEAD = 'tables="lazy" updates those that were used alone, which is not the same'
+EVERY_ROW = "every row is updated"
+LOOKED_UP = "by rows: ids and rows are exchanged"
+# On a model: for each table how its last step uses it, and why.
+uses = _keras.Mark("_keras_tpu_dist_tables")
+
+
+@dataclass(frozen=True)
+class Table:
+    """A weight that may be a table.
+
+    Attributes:
+        variable: The weight.
+        place: Its place in the state.
+        split: How it is split.
+        alike: The places in the state of what lies as it does, itself included.
+    """
+
+    variable: Any
+    place: int
+    split: Split
+    alike: tuple[int, ...]
+
+
+def step_by_rows(model: Any, kind: str, step: Callable, mesh: Mesh, batch: Sequence[str]) -> Any:
+    """A step in which tables go by their rows, where the strategy's option says so.
+
+    Args:
+        model: The model.
+        kind: `"train"`, `"test"` or `"predict"`.
+        step: From state and data to outputs and the new state.
+        mesh: The mesh.
+        batch: Its axes that split the batch.
+    """
+
+    def by_rows(state: Any, data: Any) -> Any:
+        strategy = _keras.active_strategy()
+        option = None if strategy is None else strategy.options.tables
+        if option is None or mesh.size == 1 or not in_compiled_code():
+            return step(state, data)
+        tables = tables_of(model, kind, mesh, batch, option)
+        for path, why in _troubles(model, mesh, batch, option).items():
+            _note(model, kind, path, f"{EVERY_ROW}: {why}", warn=True)
+        if not tables:
+            return step(state, data)
+        return _Step(model, kind, step, option, tables)(state, data)
+
+    return by_rows
+
+
+def described(model: Any, strategy: Any) -> dict[str, str]:
+    """For the tables of a model whether they go by their rows, as far as that is known.
+
+    Args:
+        model: The model.
+        strategy: Its strategy.
+    """
+    option, mesh, batch = strategy.options.tables, strategy.mesh, strategy.data_axes
+    if option is None or mesh.size == 1:
+        return {}
+    found = {
+        each.variable.path: "may go by its rows: the first step decides"
+        for each in tables_of(model, "predict", mesh, batch, option)
+    }
+    refused = {p: f"{EVERY_ROW}: {w}" for p, w in _troubles(model, mesh, batch, option).items()}
+    return {**found, **refused, **(uses.of(model) or {})}
+
+
+def refused(model: Any, strategy: Any) -> dict[str, str]:
+    """The tables that were asked for by rows of which every row is updated, and why.
+
+    Args:
+        model: The model.
+        strategy: Its strategy.
+    """
+    if strategy.options.tables not in ("rows", "lazy"):
+        return {}
+    found = described(model, strategy)
+    return {path: words for path, words in found.items() if EVERY_ROW in words}
+
+
+def _troubles(model: Any, mesh: Mesh, batch: Sequence[str], option: str) -> dict[str, str]:
+    """Why tables that are asked for by rows cannot be, by where they lie."""
+    if option == "auto":
+        return {}
+    found = {}
+    for variable in model.weights:
+        if _is_of_embedding(variable):
+            split = _split_of(variable, mesh, batch)
+            why = "it is no matrix of floats on this mesh" if split is None else split.trouble()
+            if why:
+                found[variable.path] = why
+    return found
+
+
+def _is_of_embedding(variable: Any) -> bool:
+    return variable.path.endswith("/embeddings")
+
+
+def _note(model: Any, kind: str, path: str, words: str, warn: bool = False) -> None:
+    """Notes how a step uses a table; what a train step does counts more."""
+    known = uses.of(model) or {}
+    if kind == "train" or path not in known:
+        uses.write(model, {**known, path: words})
+    if warn:
+        log_once(f"table {path} of model {model.name!r}: {words}", logging.WARNING)
+
+
+def tables_of(model: Any, kind: str, mesh: Mesh, batch: Sequence[str], option: str) -> list[Table]:
+    """The weights of a model that may be tables by rows.
+
+    Args:
+        model: The model, built.
+        kind: `"train"`, `"test"` or `"predict"`.
+        mesh: The mesh.
+        batch: Its axes that split the batch.
+        option: `"auto"`, `"rows"` or `"lazy"`.
+    """
+    variables = [v for group in _keras.state_groups(model, kind) for v in group]
+    weights = {id(v) for group in _keras.state_groups(model, "predict") for v in group}
+    found = []
+    for place, variable in enumerate(variables):
+        split = _split_of(variable, mesh, batch) if id(variable) in weights else None
+        if split is None or split.trouble() or not _is_worth(variable, split, option):
+            continue
+        layout = _keras.variable_layout(variable)
+        alike = tuple(
+            i
+            for i, v in enumerate(variables)
+            if tuple(v.shape) == split.shape and _keras.variable_layout(v) == layout
+        )
+        found.append(Table(variable, place, split, alike))
+    return found
+
+
+def _split_of(variable: Any, mesh: Mesh, batch: Sequence[str]) -> Split | None:
+    layout, shape = _keras.variable_layout(variable), tuple(variable.shape)
+    if len(shape) != 2 or not jnp.issubdtype(jnp.dtype(variable.dtype), jnp.floating):
+        return None
+    if not isinstance(layout, NamedSharding) or layout.mesh != mesh:
+        return None
+    rows, columns = (*layout.spec, None, None)[:2]
+    axes = [tuple(n for n in entry_names(e) if mesh.shape[n] > 1) for e in (rows, columns, batch)]
+    return Split(mesh, axes[0], axes[1], axes[2], shape)
+
+
+def _is_worth(variable: Any, split: Split, option: str) -> bool:
+    if option != "auto":
+        return True
+    size = np.prod(split.shape) * jnp.dtype(variable.dtype).itemsize
+    return bool(split.exchanged) and size >= _LEAST_BYTES
+
+
+class _Step:
+    """A step read once, and computed with its tables by rows."""
+
+    def __init__(self, model: Any, kind: str, step: Callable, option: str, tables: list[Table]):
+        self._model, self._kind, self._step = model, kind, step
+        self._option, self._tables = option, tables
+
+    def __call__(self, state: Any, data: Any) -> Any:
+        jaxpr, shapes = jax.make_jaxpr(self._step, return_shape=True)(state, data)
+        graph, inputs = graph_of(jaxpr), jax.tree.leaves((state, data))
+        count, outputs = len(jax.tree.leaves(state)), {}
+        if self._kind == "train" and len(jax.tree.leaves(shapes[1])) == count:
+            first = len(graph.outputs) - count
+            outputs = {first + i: i for i in range(count)}
+        used = []
+        for table in self._tables:
+            reading = self._read(graph, table, outputs)
+            if reading is not None:
+                used.append(_Used(table, reading, graph))
+        results = _evaluate(graph, inputs, used)
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+    def _read(self, graph: Graph, table: Table, outputs: Mapping[int, int]) -> Reading | None:
+        lazy = self._option == "lazy"
+        reading = read(graph, table.place, table.alike, outputs, lazy)
+        path, asked = table.variable.path, self._option != "auto"
+        if not reading.lookups:
+            if asked and _is_of_embedding(table.variable):
+                why = "its lookup is within remat, a loop or an assigned layer, or there is none"
+                self._note(path, f"{EVERY_ROW}: {why}", warn=True)
+            return None
+        ids = sum(int(np.prod(each.indices.shape)) for each in reading.lookups)
+        if not asked and (ids > _MOST_IDS * table.split.shape[0] or reading.dense):
+            why = reading.dense or f"{ids} ids a step for {table.split.shape[0]} rows"
+            self._note(path, f"{EVERY_ROW}: {why}")
+            return None
+        trains = bool(outputs) and table.variable.trainable
+        if reading.dense and trains:
+            fix = "" if lazy else f"; {_LAZY_INSTEAD}"
+            words = f"{LOOKED_UP}, but {EVERY_ROW}: {reading.dense}{fix}"
+            self._note(path, words, warn=True)
+        elif trains and reading.changed:
+            self._note(path, LAZY if lazy else BY_ROWS)
+        else:
+            self._note(path, LOOKED_UP)
+        return reading
+
+    def _note(self, path: str, words: str, warn: bool = False) -> None:
+        _note(self._model, self._kind, path, words, warn)
+
+
+def _evaluate(graph: Graph, inputs: Sequence[Any], used: list["_Used"]) -> list[Any]:
+    """The outputs of a step whose tables are computed otherwise."""
+    instead: dict[Equation, list[Atom]] = {}
+    run: dict[Equation, Callable[[Callable], Any]] = {}
+    for each in used:
+        for operation, operands, compute in each.replaced():
+            instead[operation], run[operation] = operands, compute
+    values = dict(zip(map(id, graph.inputs), inputs, strict=True))
+
+    def value(of: Atom) -> Any:
+        return values[id(of)] if of.constant is None else of.constant
+
+    for operation in graph.needed(instead):
+        if operation in run:
+            results = run[operation](value)
+        else:
+            results = operation.run(list(map(value, operation.operands)))
+        values.update(zip(map(id, operation.results), results, strict=True))
+    for each in used:
+        values.update(each.updated(value))
+    return list(map(value, graph.outputs))
+
+
+class _Used:
+    """A table in a step that is being computed."""
+
+    def __init__(self, table: Table, reading: Reading, graph: Graph):
+        self._table, self._reading, self._graph = table, reading, graph
+        self._split = table.split
+        # For each lookup its ids, and the way that they went.
+        self._ways: dict[Lookup, tuple[Any, Route]] = {}
+
+    def replaced(self) -> list[tuple[Equation, list[Atom], Callable]]:
+        """Operations, what they read, and what computes them from the function of values."""
+        reading, found = self._reading, []
+        table = self._graph.inputs[self._table.place]
+        for each in reading.lookups:
+            if each.gather is not None:
+                found.append((each.gather, [table, each.indices], self._looking_up(each)))
+            if each.scatter is not None:
+                read = [each.indices, each.updates]
+                compute = self._dense(each) if reading.dense else _nothing
+                found.append((each.scatter, read, compute))
+        for operation in reading.update:
+            operands = [each for atom in operation.operands for each in _read_of(atom)]
+            found.append((operation, operands, _nothing))
+        return found
+
+    def _looking_up(self, lookup: Lookup) -> Callable:
+        def compute(value: Callable) -> list:
+            table = value(self._graph.inputs[self._table.place])
+            rows = self._rows(lookup, table, value(lookup.indices))
+            for operation in lookup.path:
+                if operation.name != "sharding_constraint":
+                    rows = rows.astype(operation.results[0].aval.dtype)
+            return [rows]
+
+        return compute
+
+    def _rows(self, lookup: Lookup, table: Any, indices: Any) -> Any:
+        ids, valid = _ids(indices, lookup.mode, self._split.shape[0])
+        ids, exchange = self._placed(ids)
+        everywhere, batch = PartitionSpec(self._split.mesh.axis_names), self._batch
+        rows, route = self._mapped(
+            lambda table, ids: _listed(*exchange.look_up(table, ids)),
+            (self._split.layout, batch),
+            (PartitionSpec(self._split.batch or None, self._split.left or None), everywhere),
+        )(table, ids)
+        self._ways[lookup] = ids, route
+        shape = indices.shape[:-1]
+        rows = rows.reshape(*ids.shape, -1)[: shape[0]]
+        if valid is None:
+            return rows
+        fill = jnp.nan if lookup.fill is None else lookup.fill
+        return jnp.where(valid[..., None], rows, jnp.asarray(fill, rows.dtype))
+
+    @property
+    def _batch(self) -> PartitionSpec:
+        return PartitionSpec(self._split.batch or None)
+
+    def _placed(self, ids: Any) -> tuple[Any, Lookups]:
+        """Ids with as many rows on each device, and what exchanges them."""
+        ways = axis_size(self._split.mesh, self._split.batch or None)
+        short = -ids.shape[0] % ways
+        if short:
+            widths = [(0, short, 0), *[(0, 0, 0)] * (ids.ndim - 1)]
+            ids = lax.pad(ids, np.int32(NOBODY), widths)
+        return ids, Lookups(self._split, ids.size // ways)
+
+    def _way(self, lookup: Lookup, value: Callable) -> tuple[Any, Route]:
+        if lookup not in self._ways:
+            ids, _ = _ids(value(lookup.indices), lookup.mode, self._split.shape[0])
+            ids, exchange = self._placed(ids)
+            everywhere = PartitionSpec(self._split.mesh.axis_names)
+            route = self._mapped(
+                lambda ids: _leveled(exchange.route(exchange.ids(ids))),
+                (self._batch,),
+                everywhere,
+            )(ids)
+            self._ways[lookup] = ids, route
+        return self._ways[lookup]
+
+    def _gradients(self, lookup: Lookup, value: Callable) -> Any:
+        """The gradients of a lookup's rows, as many as `_placed` made of its ids."""
+        ids, _ = self._way(lookup, value)
+        updates = value(lookup.updates)
+        short = ids.shape[0] - updates.shape[0]
+        if short:
+            widths = [(0, short, 0), *[(0, 0, 0)] * (updates.ndim - 1)]
+            updates = lax.pad(updates, jnp.zeros((), updates.dtype), widths)
+        return updates.reshape(-1, updates.shape[-1])
+
+    def _dense(self, lookup: Lookup) -> Callable:
+        def compute(value: Callable) -> list:
+            ids, route = self._way(lookup, value)
+            _, exchange = self._placed(ids)
+            everywhere = PartitionSpec(self._split.mesh.axis_names)
+            rows = PartitionSpec(self._split.batch or None, self._split.left or None)
+            gradient = self._mapped(
+                lambda ids, route, rows: exchange.dense(ids, _unleveled(route), rows),
+                (self._batch, everywhere, rows),
+                self._split.layout,
+            )(ids, route, self._gradients(lookup, value))
+            return [gradient]
+
+        return compute
+
+    def updated(self, value: Callable) -> dict[int, Any]:
+        """The new values of the table and its slots, by the ids of what the step calls them.
+
+        Args:
+            value: From what is known of the step to its arrays.
+        """
+        reading, split = self._reading, self._split
+        if not reading.changed:
+            return {}
+        trained = [each for each in reading.lookups if each.scatter is not None]
+        ways = [self._way(each, value) for each in trained]
+        updates = Updates([self._placed(ids)[1] for ids, _ in ways], on_rows(reading, self._graph))
+        everywhere = PartitionSpec(split.mesh.axis_names)
+        rows = PartitionSpec(split.batch or None, split.left or None)
+
+        def update(state, ids, routes, gradients, numbers):
+            return updates(state, ids, list(map(_unleveled, routes)), gradients, numbers)
+
+        state = self._mapped(
+            update,
+            (split.layout, self._batch, everywhere, rows, PartitionSpec()),
+            split.layout,
+        )(
+            [value(self._graph.inputs[i]) for i in reading.state],
+            [ids for ids, _ in ways],
+            [route for _, route in ways],
+            [self._gradients(each, value) for each in trained],
+            [value(each) for each in reading.numbers],
+        )
+        return {
+            id(reading.changed[i]): new
+            for i, new in zip(reading.state, state, strict=True)
+            if i in reading.changed
+        }
+
+    def _mapped(self, function: Callable, inputs: Any, outputs: Any) -> Callable:
+        return jax.shard_map(
+            # What the table takes counts as its layer's.
+            jax.named_scope(self._table.variable.path.rpartition("/")[0] or "table")(function),
+            mesh=self._split.mesh,
+            in_specs=inputs,
+            out_specs=outputs,
+            check_vma=False,  # loops and sums do not say over which axes their results vary
+        )
+
+
+def _read_of(atom: Atom) -> list[Atom]:
+    """What an update of rows reads in the place of an operand: of a full array its number."""
+    number = number_of(atom)
+    read = number if number.shape == () else atom
+    return [] if read.constant is not None else [read]
+
+
+def _nothing(value: Callable) -> list:
+    return [None]
+
+
+def _listed(rows: Any, route: Route) -> tuple[Any, Route]:
+    return rows, _leveled(route)
+
+
+def _leveled(route: Route) -> Route:
+    """A route of arrays with a dimension to split."""
+    return route._replace(level=route.level[None])
+
+
+def _unleveled(route: Route) -> Route:
+    return route._replace(level=route.level[0])
+
+
+def _ids(indices: Any, mode: Any, rows: int) -> tuple[Any, Any]:
+    """The ids of a lookup, those of nobody in the place of those of no row, and which are of one.
+
+    Where ids beyond the ends name the first and last rows, the second is `None`.
+    """
+    indices = indices[..., 0]
+    last = np.asarray(rows - 1, indices.dtype) if rows - 1 <= np.iinfo(indices.dtype).max else None
+    if mode != lax.GatherScatterMode.FILL_OR_DROP:
+        clipped = jnp.maximum(indices, 0)
+        clipped = clipped if last is None else jnp.minimum(clipped, last)
+        return clipped.astype("int32"), None
+    valid = indices >= 0
+    if last is not None:
+        valid &= indices <= last
+    return jnp.where(valid, indices.astype("int32"), NOBODY), valid
