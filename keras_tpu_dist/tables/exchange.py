@@ -30,7 +30,7 @@ _MULTIPLIER = np.uint32(2654435769)
 
 
 @dataclass(frozen=True)
-class Split:
+class TableSplit:
     """How a table is split, and the ids that ask for its rows.
 
     Attributes:
@@ -138,7 +138,7 @@ class Lookups:
         count: Ids of a device.
     """
 
-    def __init__(self, split: Split, count: int):
+    def __init__(self, split: TableSplit, count: int):
         self.split = split
         # Columns are traded: each device looks up the ids of all with which it trades.
         self.count = count * axis_size(split.mesh, split.traded or None)
@@ -199,8 +199,8 @@ class Lookups:
             ),
             num_keys=1,
         )
-        by_place = lax.sort((order, number, owner, hashed), num_keys=1)[1:]
-        return Sorted(*by_place, rows, owners, hashes)
+        _, number, owner, hashed = lax.sort((order, number, owner, hashed), num_keys=1)
+        return Sorted(number, owner, hashed, rows, owners, hashes)
 
     def level(self, ids: Sorted) -> Any:
         """How often rounds must be halved until all ids of each round fit.

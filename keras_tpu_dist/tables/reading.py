@@ -5,6 +5,7 @@ new value, and those of its optimizer's slots, are computed number by number in 
 gradient of zero changes nothing. That is read off the step, not off the optimizer's name.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,13 +20,14 @@ from keras_tpu_dist.trace.graph import Atom, Equation, Graph
 # What leaves each number as it is, or rounds it.
 _UNCHANGED = {"sharding_constraint", "copy", "copy_p", "convert_element_type"}
 # Of zero, zero.
-_ZERO_OF_ZERO = {*_UNCHANGED, "neg", "sign", "abs", "square", "sqrt", "reduce_precision", "tanh"}
-_ELEMENTWISE = {
-    *_ZERO_OF_ZERO,
-    *("add", "add_any", "sub", "mul", "div", "max", "min", "pow", "integer_pow", "rsqrt", "cbrt"),
-    *("exp", "exp2", "expm1", "log", "log1p", "logistic", "select_n", "clamp", "is_finite", "rem"),
-    *("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "floor", "ceil", "round", "erf"),
+_ZERO_OF_ZERO = _UNCHANGED | {"neg", "sign", "abs", "square", "sqrt", "reduce_precision", "tanh"}
+# fmt: off
+_ELEMENTWISE = _ZERO_OF_ZERO | {
+    "add", "add_any", "sub", "mul", "div", "max", "min", "pow", "integer_pow", "rsqrt", "cbrt",
+    "exp", "exp2", "expm1", "log", "log1p", "logistic", "select_n", "clamp", "is_finite", "rem",
+    "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "floor", "ceil", "round", "erf",
 }
+# fmt: on
 _MODES = {
     lax.GatherScatterMode.FILL_OR_DROP,
     lax.GatherScatterMode.CLIP,
@@ -34,7 +36,7 @@ _MODES = {
 
 
 @dataclass(eq=False)
-class Lookup:
+class RowLookup:
     """One lookup of rows of a table.
 
     Attributes:
@@ -69,7 +71,7 @@ class Reading:
         dense: Why the update is that of every row, or `""`.
     """
 
-    lookups: list[Lookup]
+    lookups: list[RowLookup]
     update: list[Equation] = field(default_factory=list)
     state: list[int] = field(default_factory=list)
     changed: dict[int, Atom] = field(default_factory=dict)
@@ -110,7 +112,7 @@ def read(
         if scatter in found.update:
             lookup = by_indices.get(id(scatter.operands[1]))
             if lookup is None or lookup.scatter is not None or lookup.mode != _mode(scatter):
-                lookup = Lookup(scatter.operands[1], _mode(scatter))
+                lookup = RowLookup(scatter.operands[1], _mode(scatter))
                 lookups.append(lookup)
             lookup.scatter, lookup.updates = scatter, scatter.operands[2]
             found.update.remove(scatter)
@@ -127,7 +129,7 @@ def _mode(operation: Equation) -> Any:
     return operation.equation.params["mode"]
 
 
-def _lookups(operations: list[Equation], table: Atom) -> list[Lookup]:
+def _lookups(operations: list[Equation], table: Atom) -> list[RowLookup]:
     paths: dict[int, list[Equation]] = {id(table): []}
     found = []
     for operation in operations:
@@ -140,7 +142,7 @@ def _lookups(operations: list[Equation], table: Atom) -> list[Lookup]:
         elif operation.name == "gather" and _is_of_rows(operation):
             fill = operation.equation.params["fill_value"]
             indices = operation.operands[1]
-            found.append(Lookup(indices, _mode(operation), operation, path, fill))
+            found.append(RowLookup(indices, _mode(operation), operation, path, fill))
     return found
 
 
@@ -161,7 +163,7 @@ def _is_of_rows(gather: Equation) -> bool:
         and _mode(gather) in _MODES
         and (fill is None or np.ndim(fill) == 0)
         and rank > 0
-        and np.prod(indices.shape) > 0
+        and math.prod(indices.shape) > 0
     )
 
 
@@ -187,7 +189,7 @@ def _adds_rows(scatter: Equation) -> bool:
         and not numbers.operand_batching_dims
         and _mode(scatter) in _MODES
         and rank > 0
-        and np.prod(indices.shape) > 0
+        and math.prod(indices.shape) > 0
     )
 
 
@@ -198,8 +200,9 @@ def number_of(atom: Atom) -> Atom:
         atom: The array.
     """
     operation = atom.operation
-    full = operation is not None and operation.name == "broadcast_in_dim"
-    return operation.operands[0] if full and operation.operands[0].shape == () else atom
+    if operation is None or operation.name != "broadcast_in_dim":
+        return atom
+    return operation.operands[0] if operation.operands[0].shape == () else atom
 
 
 def is_number(atom: Atom, number: float) -> bool:
@@ -309,7 +312,8 @@ class _Update:
                 self._met.add(self._inputs[id(operand)])
                 self._values[id(operand)] = _Where(same=self._inputs[id(operand)])
             else:
-                raise Refused("its update reads another value for each row")
+                made = "an input" if operand.operation is None else operand.operation.name
+                raise Refused(f"its gradient is not of rows that are looked up alone ({made})")
         self._values[id(operation.results[0])] = self._of(operation)
 
     def _of(self, operation: Equation) -> _Where:
@@ -359,7 +363,7 @@ class _Update:
             if not self._lazy and where.same != own:
                 raise Refused(
                     "its optimizer also changes rows that no id asks for (by momentum, averages, "
-                    "decay or a constraint)"
+                    'decay or a constraint); tables="lazy" would not, which is not the same'
                 )
             self._met.add(own)
             found.changed[own] = atom

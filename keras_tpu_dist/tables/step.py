@@ -1,6 +1,7 @@
 """Train, test and predict steps whose tables go by their rows."""
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +16,8 @@ from keras_tpu_dist import _keras
 from keras_tpu_dist.common.axes import axis_size, entry_names
 from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.partitioner import in_compiled_code
-from keras_tpu_dist.tables.exchange import NOBODY, Lookups, Route, Split, Updates
-from keras_tpu_dist.tables.reading import Lookup, Reading, number_of, on_rows, read
+from keras_tpu_dist.tables.exchange import NOBODY, Lookups, Route, TableSplit, Updates
+from keras_tpu_dist.tables.reading import Reading, RowLookup, number_of, on_rows, read
 from keras_tpu_dist.trace.graph import Atom, Equation, Graph, graph_of
 
 # Smaller tables are updated as fast as they are read.
@@ -26,7 +27,6 @@ _MOST_IDS = 1 / 8
 
 BY_ROWS = "by rows: ids and rows are exchanged, and the rows that were used are updated"
 LAZY = f"{BY_ROWS}; rows that no id asks for stay as they are, with their slots"
-_LAZY_INSTEAD = 'tables="lazy" updates those that were used alone, which is not the same'
 EVERY_ROW = "every row is updated"
 LOOKED_UP = "by rows: ids and rows are exchanged"
 # On a model: for each table how its last step uses it, and why.
@@ -34,7 +34,7 @@ uses = _keras.Mark("_keras_tpu_dist_tables")
 
 
 @dataclass(frozen=True)
-class Table:
+class RowTable:
     """A weight that may be a table.
 
     Attributes:
@@ -46,7 +46,7 @@ class Table:
 
     variable: Any
     place: int
-    split: Split
+    split: TableSplit
     alike: tuple[int, ...]
 
 
@@ -134,7 +134,9 @@ def _note(model: Any, kind: str, path: str, words: str, warn: bool = False) -> N
         log_once(f"table {path} of model {model.name!r}: {words}", logging.WARNING)
 
 
-def tables_of(model: Any, kind: str, mesh: Mesh, batch: Sequence[str], option: str) -> list[Table]:
+def tables_of(
+    model: Any, kind: str, mesh: Mesh, batch: Sequence[str], option: str
+) -> list[RowTable]:
     """The weights of a model that may be tables by rows.
 
     Args:
@@ -157,11 +159,11 @@ def tables_of(model: Any, kind: str, mesh: Mesh, batch: Sequence[str], option: s
             for i, v in enumerate(variables)
             if tuple(v.shape) == split.shape and _keras.variable_layout(v) == layout
         )
-        found.append(Table(variable, place, split, alike))
+        found.append(RowTable(variable, place, split, alike))
     return found
 
 
-def _split_of(variable: Any, mesh: Mesh, batch: Sequence[str]) -> Split | None:
+def _split_of(variable: Any, mesh: Mesh, batch: Sequence[str]) -> TableSplit | None:
     layout, shape = _keras.variable_layout(variable), tuple(variable.shape)
     if len(shape) != 2 or not jnp.issubdtype(jnp.dtype(variable.dtype), jnp.floating):
         return None
@@ -169,20 +171,20 @@ def _split_of(variable: Any, mesh: Mesh, batch: Sequence[str]) -> Split | None:
         return None
     rows, columns = (*layout.spec, None, None)[:2]
     axes = [tuple(n for n in entry_names(e) if mesh.shape[n] > 1) for e in (rows, columns, batch)]
-    return Split(mesh, axes[0], axes[1], axes[2], shape)
+    return TableSplit(mesh, axes[0], axes[1], axes[2], shape)
 
 
-def _is_worth(variable: Any, split: Split, option: str) -> bool:
+def _is_worth(variable: Any, split: TableSplit, option: str) -> bool:
     if option != "auto":
         return True
-    size = np.prod(split.shape) * jnp.dtype(variable.dtype).itemsize
+    size = math.prod(split.shape) * jnp.dtype(variable.dtype).itemsize
     return bool(split.exchanged) and size >= _LEAST_BYTES
 
 
 class _Step:
     """A step read once, and computed with its tables by rows."""
 
-    def __init__(self, model: Any, kind: str, step: Callable, option: str, tables: list[Table]):
+    def __init__(self, model: Any, kind: str, step: Callable, option: str, tables: list[RowTable]):
         self._model, self._kind, self._step = model, kind, step
         self._option, self._tables = option, tables
 
@@ -201,7 +203,7 @@ class _Step:
         results = _evaluate(graph, inputs, used)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
-    def _read(self, graph: Graph, table: Table, outputs: Mapping[int, int]) -> Reading | None:
+    def _read(self, graph: Graph, table: RowTable, outputs: Mapping[int, int]) -> Reading | None:
         lazy = self._option == "lazy"
         reading = read(graph, table.place, table.alike, outputs, lazy)
         path, asked = table.variable.path, self._option != "auto"
@@ -210,16 +212,14 @@ class _Step:
                 why = "its lookup is within remat, a loop or an assigned layer, or there is none"
                 self._note(path, f"{EVERY_ROW}: {why}", warn=True)
             return None
-        ids = sum(int(np.prod(each.indices.shape)) for each in reading.lookups)
+        ids = sum(math.prod(each.indices.shape) for each in reading.lookups)
         if not asked and (ids > _MOST_IDS * table.split.shape[0] or reading.dense):
             why = reading.dense or f"{ids} ids a step for {table.split.shape[0]} rows"
             self._note(path, f"{EVERY_ROW}: {why}")
             return None
         trains = bool(outputs) and table.variable.trainable
         if reading.dense and trains:
-            fix = "" if lazy else f"; {_LAZY_INSTEAD}"
-            words = f"{LOOKED_UP}, but {EVERY_ROW}: {reading.dense}{fix}"
-            self._note(path, words, warn=True)
+            self._note(path, f"{LOOKED_UP}, but {EVERY_ROW}: {reading.dense}", warn=True)
         elif trains and reading.changed:
             self._note(path, LAZY if lazy else BY_ROWS)
         else:
@@ -256,11 +256,11 @@ def _evaluate(graph: Graph, inputs: Sequence[Any], used: list["_Used"]) -> list[
 class _Used:
     """A table in a step that is being computed."""
 
-    def __init__(self, table: Table, reading: Reading, graph: Graph):
+    def __init__(self, table: RowTable, reading: Reading, graph: Graph):
         self._table, self._reading, self._graph = table, reading, graph
         self._split = table.split
         # For each lookup its ids, and the way that they went.
-        self._ways: dict[Lookup, tuple[Any, Route]] = {}
+        self._ways: dict[RowLookup, tuple[Any, Route]] = {}
 
     def replaced(self) -> list[tuple[Equation, list[Atom], Callable]]:
         """Operations, what they read, and what computes them from the function of values."""
@@ -278,7 +278,7 @@ class _Used:
             found.append((operation, operands, _nothing))
         return found
 
-    def _looking_up(self, lookup: Lookup) -> Callable:
+    def _looking_up(self, lookup: RowLookup) -> Callable:
         def compute(value: Callable) -> list:
             table = value(self._graph.inputs[self._table.place])
             rows = self._rows(lookup, table, value(lookup.indices))
@@ -289,7 +289,7 @@ class _Used:
 
         return compute
 
-    def _rows(self, lookup: Lookup, table: Any, indices: Any) -> Any:
+    def _rows(self, lookup: RowLookup, table: Any, indices: Any) -> Any:
         ids, valid = _ids(indices, lookup.mode, self._split.shape[0])
         ids, exchange = self._placed(ids)
         everywhere, batch = PartitionSpec(self._split.mesh.axis_names), self._batch
@@ -319,7 +319,7 @@ class _Used:
             ids = lax.pad(ids, np.int32(NOBODY), widths)
         return ids, Lookups(self._split, ids.size // ways)
 
-    def _way(self, lookup: Lookup, value: Callable) -> tuple[Any, Route]:
+    def _way(self, lookup: RowLookup, value: Callable) -> tuple[Any, Route]:
         if lookup not in self._ways:
             ids, _ = _ids(value(lookup.indices), lookup.mode, self._split.shape[0])
             ids, exchange = self._placed(ids)
@@ -332,7 +332,7 @@ class _Used:
             self._ways[lookup] = ids, route
         return self._ways[lookup]
 
-    def _gradients(self, lookup: Lookup, value: Callable) -> Any:
+    def _gradients(self, lookup: RowLookup, value: Callable) -> Any:
         """The gradients of a lookup's rows, as many as `_placed` made of its ids."""
         ids, _ = self._way(lookup, value)
         updates = value(lookup.updates)
@@ -342,7 +342,7 @@ class _Used:
             updates = lax.pad(updates, jnp.zeros((), updates.dtype), widths)
         return updates.reshape(-1, updates.shape[-1])
 
-    def _dense(self, lookup: Lookup) -> Callable:
+    def _dense(self, lookup: RowLookup) -> Callable:
         def compute(value: Callable) -> list:
             ids, route = self._way(lookup, value)
             _, exchange = self._placed(ids)

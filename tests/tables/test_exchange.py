@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
 from keras_tpu_dist.tables import exchange
-from keras_tpu_dist.tables.exchange import NOBODY, Lookups, Split, Updates, unique
+from keras_tpu_dist.tables.exchange import NOBODY, Lookups, TableSplit, Updates, unique
 
 ROWS, WIDTH, IDS = 64, 8, 48
 # Mesh, and the axes of rows, columns and ids.
@@ -39,7 +39,7 @@ PATTERNS = {
 def split_of(name):
     shape, names, rows, columns, batch = SPLITS[name]
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(shape), names)
-    return Split(mesh, rows, columns, batch, (ROWS, WIDTH))
+    return TableSplit(mesh, rows, columns, batch, (ROWS, WIDTH))
 
 
 def narrow(count, parts):
