@@ -64,7 +64,10 @@ def _merged(every: list[dict[str, list[int]]]) -> dict[str, list[int]]:
 
 def _problem(job: Job, text: str, numbers: list[int]) -> Problem:
     blamed, words = text.split("|")
-    to_blame = tuple(sorted(map(int, blamed.split(",")))) if blamed else tuple(sorted(numbers))
+    # What only one device got wrong, it may itself have made of it.
+    itself = not blamed or ("in the place of" in words and len(numbers) == 1)
+    senders = [int(blamed)] if blamed else []
+    to_blame = tuple(sorted({*senders, *(numbers if itself else [])}))
     return Problem(
         f"{job}: {numbered(numbers)} {words}",
         "What devices send each other does not arrive as it should: gradients and activations "
@@ -122,7 +125,7 @@ def _program(kind: str, mesh: Mesh, axis: str) -> Any:
 def _differences(
     kind: str, row: np.ndarray, peers: list[int], place: int, ids: list[int]
 ) -> Iterator[str]:
-    """What a device lacks or has too much: the devices to blame, a bar, and words."""
+    """What a device lacks or has too much: the sender to blame or nothing, a bar, and words."""
     if kind in SUMS:
         pieces = np.arange(1, len(peers) + 1) if kind == "all-reduce" else [place + 1]
         yield from _of_sum(np.atleast_2d(row), pieces, peers, ids)
@@ -150,7 +153,7 @@ def _of_sum(rows: np.ndarray, pieces: Any, peers: list[int], ids: list[int]) -> 
         row = int(np.nonzero(rows[:, slot] != expected[:, slot])[0][0])
         found, wanted, who = rows[row, slot], expected[row, slot], ids[slot]
         if wanted == 0:
-            yield f"{who}|got a part of device {who}, which is not along this axis"
+            yield f"{who}|got {found:g} in the place of nothing from device {who}, not on this axis"
         elif found == 0:
             yield f"{who}|lacks the part of device {who}"
         elif found == 2 * wanted:

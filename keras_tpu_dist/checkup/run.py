@@ -12,12 +12,15 @@ import jax
 from keras_tpu_dist.checkup.batch import NOTHING, Given
 from keras_tpu_dist.checkup.bench import Bench, HangError, Launcher
 from keras_tpu_dist.checkup.collectives import collectives
+from keras_tpu_dist.checkup.fits import training
 from keras_tpu_dist.checkup.kernels import attention, recurrent
 from keras_tpu_dist.checkup.products import products
 from keras_tpu_dist.checkup.randoms import random_numbers
+from keras_tpu_dist.checkup.rates import launches, links, matrix_units, memory, transfers
 from keras_tpu_dist.checkup.repairs import partitioner
-from keras_tpu_dist.checkup.report import RIGHT, Check, CheckPart, Problem, joined
+from keras_tpu_dist.checkup.report import FAST, RIGHT, Check, CheckPart, Problem, joined
 from keras_tpu_dist.checkup.step import own_step
+from keras_tpu_dist.checkup.step_time import own_step_time
 from keras_tpu_dist.processes.encoding import PeerError
 from keras_tpu_dist.show.progress import stages
 from keras_tpu_dist.training.protocol import Strategy
@@ -50,6 +53,7 @@ def steps(model: Any = None, given: Given = NOTHING) -> list[Planned]:
         given: Its batch.
     """
     own = [Planned("step", RIGHT, partial(own_step, model=model, given=given), 20.0)]
+    timed = [Planned("step time", FAST, partial(own_step_time, model=model, given=given), 10.0)]
     return [
         Planned("products", RIGHT, products, 10.0),
         Planned("collectives", RIGHT, collectives, 20.0),
@@ -58,6 +62,13 @@ def steps(model: Any = None, given: Given = NOTHING) -> list[Planned]:
         Planned("recurrent", RIGHT, recurrent, 20.0),
         Planned("attention", RIGHT, attention, 10.0),
         Planned("partitioner", RIGHT, partitioner, 20.0),
+        Planned("training", RIGHT, training, 20.0),
+        Planned("matrix units", FAST, matrix_units, 5.0),
+        Planned("memory", FAST, memory, 5.0),
+        Planned("host transfer", FAST, transfers, 5.0),
+        Planned("launches", FAST, launches, 5.0),
+        Planned("links", FAST, links, 10.0),
+        *(timed if model is not None else []),
     ]
 
 

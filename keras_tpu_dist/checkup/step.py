@@ -95,7 +95,7 @@ def own_step(bench: Bench, model: keras.Model, given: Given) -> CheckPart:
     if why:
         return CheckPart("step", RIGHT, left_out=why)
     with aside(), _run(bench, model, given) as run:
-        problems = list(_unsteady(bench, run))
+        problems = list(_different(bench, run)) or list(_unsteady(bench, run))
         if problems:
             return CheckPart("step", RIGHT, "the same step, twice", tuple(problems))
         expected, allowed, why = _expected(bench, model, run)
@@ -302,6 +302,22 @@ def _differs(bench: Bench, every: dict[int, list]) -> Problem:
         "Leave them out, TPUStrategy(devices=[...]), and ask your cloud provider for another host.",
         tuple(sorted(every)),
     )
+
+
+def _different(bench: Bench, run: _Run) -> Iterator[Problem]:
+    """Processes that hold other weights than the first one."""
+    mark = 0
+    for value in (each for group in run.state for each in group):
+        mark = zlib.crc32(np.ascontiguousarray(value).tobytes(), mark)
+    marks = bench.agreed("the model's weights", mark)
+    others = [number for number, each in enumerate(marks) if each != marks[0]]
+    if others:
+        yield Problem(
+            f"process{'es' if len(others) > 1 else ''} {', '.join(map(str, others[:8]))}: the "
+            "model's weights are not those of process 0",
+            "Each process drew its own, so that no two devices train the same model.",
+            "Call keras.utils.set_random_seed(0) in all processes, before the model is built.",
+        )
 
 
 def _unsteady(bench: Bench, run: _Run) -> Iterator[Problem]:

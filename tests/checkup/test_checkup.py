@@ -1,12 +1,23 @@
 """A check of the devices: right is said to be right, and each fault is named."""
 
 import json
+import pathlib
+import subprocess
+import sys
 
 import jax
 import keras
 import numpy as np
 import pytest
-from checkup.faults import DropsAPart, DropsItsBatch, FlipsABit, Hangs, RoundsOperands, SwapsTwo
+from checkup.faults import (
+    DropsAPart,
+    DropsItsBatch,
+    FlipsABit,
+    Hangs,
+    RoundsOperands,
+    Slow,
+    SwapsTwo,
+)
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.checkup import bounds, products, run
@@ -284,6 +295,73 @@ def test_a_step_that_is_not_finite_is_not_compared():
     part = checked({"data": 8}, "step", model=model).part("step")
     assert part.ok
     assert "not compared with one device: its results are not finite" in part.words
+
+
+# --- how fast ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["matrix units", "memory"])
+def test_a_slow_device_is_named(name):
+    check = checked({"data": 8}, name, launches=Slow(kinds=(name,), device=3, times=20))
+    (problem,) = check.problems
+    assert problem.devices == (3,)
+    assert f"device 3: {name}" in problem.what
+    assert "of the others' median" in problem.what
+    assert "Every step waits" in problem.means
+
+
+def test_rates_of_right_devices():
+    with ktd.TPUStrategy({"data": 4, "model": 2}).scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+        model.compile("adam", "mse")
+    names = ("matrix units", "memory", "host transfer", "launches", "links", "step time")
+    before = state_of(model)
+    check = checked({"data": 4, "model": 2}, *names, model=model)
+    assert check.ok, str(check)
+    assert not check.left_out
+    assert set(check.part("links").figures) == {"data", "model"}
+    assert len(check.part("memory").figures["memory"]) == 8
+    assert check.part("step time").figures["step"] < check.part("step time").figures["first"]
+    assert not model.optimizer.built
+    assert [v.tobytes() for _, v, _, _ in before] == [v.tobytes() for _, v, _, _ in state_of(model)]
+
+
+@pytest.mark.slow
+def test_small_fits_are_right():
+    numbers = np.random.get_state()[1].copy()
+    check = checked({"data": 4, "model": 2}, "training")
+    assert check.ok, str(check)
+    assert np.array_equal(numbers, np.random.get_state()[1])
+
+
+# --- several processes ---------------------------------------------------------------------------
+
+
+def test_two_processes_end_with_the_same_verdict(tmp_path):
+    job = pathlib.Path(__file__).with_name("job.py")
+    command = [sys.executable, "-m", "keras_tpu_dist", "launch", "--processes", "2"]
+    command += ["--devices", "4", str(job), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    one, other = (json.loads((tmp_path / f"{n}.json").read_text()) for n in range(2))
+    for each in one, other:
+        for check in each.values():
+            check.pop("seconds")
+    assert one == other
+    assert one["right"]["ok"], one["right"]
+    assert one["right"]["processes"] == 2
+    assert all(not part["left_out"] for part in one["right"]["parts"])
+    problems = [p for part in one["faulty"]["parts"] for p in part["problems"]]
+    assert {part["name"] for part in one["faulty"]["parts"] if part["problems"]} == {
+        *("products", "collectives", "random numbers", "step")
+    }
+    # The fault is on a device of process 1, and process 0 knows of it.
+    (drew,) = one["drew"]["parts"][0]["problems"]
+    assert drew["what"].startswith("process 1: the model's weights are not those of process 0")
+    assert "set_random_seed" in drew["fix"]
+    faulty = int((tmp_path / "device").read_text())
+    assert all(faulty in p["devices"] for p in problems)
+    assert [faulty] in [p["devices"] for p in problems]
 
 
 # --- the report, the time, the words -------------------------------------------------------------

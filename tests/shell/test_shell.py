@@ -14,6 +14,7 @@ from dryrun.made import made_comparison, made_run
 from helpers import assert_close
 
 import keras_tpu_dist as ktd
+from keras_tpu_dist.checkup import run as checking
 from keras_tpu_dist.dryrun.compile import has_libtpu
 from keras_tpu_dist.searches import compare as comparison
 from keras_tpu_dist.searches import largest_batch as largest
@@ -369,6 +370,35 @@ def test_the_compiler_answers_in_silence(command, words, model):
     if command != "dry-run":
         assert out.splitlines()[-1].startswith("strategy = ktd.TPUStrategy(")
     assert err == ""
+
+
+# --- a check of what is here ---------------------------------------------------------------------
+
+
+def test_check(model, capsys, tmp_path, monkeypatch):
+    words = ["check", "--mesh", "data=4,model=2", "--minutes", "0.0001"]
+    assert main([*words, "--model", model, "--html", "check.html"]) == 0
+    text = capsys.readouterr().out
+    assert "left out: products: " in text
+    assert "left out: step: " in text
+    assert "left out: step time: " in text
+    assert "left out: links: " in (tmp_path / "check.html").read_text()
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["ok"], found["mesh"]) == (True, {"data": 4, "model": 2})
+    assert "step" not in [part["name"] for part in found["parts"]]
+    assert main(["check", "--minutes", "0"]) == 2
+    assert "minutes is the time" in capsys.readouterr().err
+    assert main([*words, "--html", "no/page.html"]) == 2
+
+    def faulty(strategy, todo, minutes):
+        problem = checking.Problem("device 3: is wrong", "It is.", "Leave it out.", (3,))
+        part = checking.CheckPart("products", "right", "float32", (problem,))
+        return checking.Check("cpu", "cpu", (("data", 8),), 1, minutes, 2.0, (part,), ())
+
+    monkeypatch.setattr(checking, "run_check", faulty)
+    assert main(["check"]) == 1
+    assert "device 3: is wrong\n  means: It is." in capsys.readouterr().out
 
 
 # --- ends ----------------------------------------------------------------------------------------

@@ -1,0 +1,45 @@
+"""What `test_checkup.py` runs as two processes: a check of right devices, one of a faulty one."""
+
+import json
+import pathlib
+import sys
+
+import jax
+import keras
+
+sys.path.append(str(pathlib.Path(__file__).parents[1]))
+
+from checkup.faults import FlipsABit
+
+import keras_tpu_dist as ktd
+from keras_tpu_dist.checkup import run
+from keras_tpu_dist.checkup.batch import Given
+
+PARTS = ("products", "collectives", "random numbers", "step")
+
+
+def built(strategy, seed):
+    keras.utils.set_random_seed(seed)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+        model.compile("sgd", "mse")
+    return model
+
+
+def main(folder):
+    strategy = ktd.TPUStrategy({"data": 4, "model": 2})
+    todo = run.steps(built(strategy, 0), Given())
+    more = (*PARTS, "matrix units", "links", "step time")
+    right = run.run_check(strategy, todo, 60.0, None, more)
+    device = jax.devices()[-2].id
+    faulty = run.run_check(strategy, todo, 60.0, FlipsABit(device=device), PARTS)
+    unlike = run.steps(built(strategy, jax.process_index()), Given())
+    drew = run.run_check(strategy, unlike, 60.0, None, ["step"])
+    found = {"right": right.to_dict(), "faulty": faulty.to_dict(), "drew": drew.to_dict()}
+    (folder / f"{jax.process_index()}.json").write_text(json.dumps(found))
+    (folder / "device").write_text(str(device))
+
+
+if __name__ == "__main__":
+    ktd.initialize()
+    main(pathlib.Path(sys.argv[1]))
