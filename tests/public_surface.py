@@ -552,6 +552,7 @@ ROWS: dict[str, Row] = {
         dict,
         {
             **{"model": MODEL[1:], "minutes": SECONDS, "batch_size": COUNT_OR_NONE},
+            "sequence_length": COUNT_OR_NONE,
             **dict.fromkeys(("x", "y", "sample_weight"), "any structure of arrays"),
         },
     ),

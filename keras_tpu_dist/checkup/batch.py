@@ -9,7 +9,7 @@ import keras
 import numpy as np
 
 from keras_tpu_dist import _keras
-from keras_tpu_dist.dryrun.inputs import symbolic
+from keras_tpu_dist.dryrun.inputs import given_inputs, symbolic
 from keras_tpu_dist.input.batch_axis import flatten
 from keras_tpu_dist.input.batches import BatchPlacer
 from keras_tpu_dist.training.protocol import Strategy
@@ -24,12 +24,14 @@ class Given:
         y: Targets, likewise.
         sample_weight: Sample weights.
         batch_size: Rows of all devices together, or `None`.
+        sequence_length: The size of every open time axis of the inputs, or `None`.
     """
 
     x: Any = None
     y: Any = None
     sample_weight: Any = None
     batch_size: int | None = None
+    sequence_length: int | None = None
 
     def rows(self, strategy: Strategy) -> int:
         """Rows of the batch: one more than two for each part, so that they do not divide.
@@ -49,7 +51,7 @@ class Given:
 
     def by_name(self) -> dict[str, Any]:
         """As dry runs take it."""
-        return {"x": self.x, "y": self.y, "sample_weight": self.sample_weight}
+        return given_inputs(self.x, self.y, self.sample_weight, self.sequence_length)
 
 
 NOTHING = Given()

@@ -21,6 +21,7 @@ class Checks(StrategyPart):
         y: Any = None,
         sample_weight: Any = None,
         batch_size: int | None = None,
+        sequence_length: int | None = None,
         minutes: float = 3.0,
     ) -> "Check":
         """Whether the devices compute right, and how fast.
@@ -38,6 +39,7 @@ class Checks(StrategyPart):
             sample_weight: Sample weights.
             batch_size: Rows of the step, of all devices together. Defaults to two for each part
                 of the batch and one more, which do not divide.
+            sequence_length: The size of every open time axis of its inputs.
             minutes: The time that it may take, about.
 
         Returns:
@@ -67,11 +69,14 @@ class Checks(StrategyPart):
         _check_minutes(minutes)
         if batch_size is not None:
             check_counts("check", self.num_replicas_in_sync, batch_size=batch_size)
+        if sequence_length is not None:
+            check_counts("check", sequence_length=sequence_length)
         # Who only trains does not load what checks.
         from keras_tpu_dist.checkup.batch import Given
         from keras_tpu_dist.checkup.run import run_check, steps
 
-        return run_check(self, steps(model, Given(x, y, sample_weight, batch_size)), minutes)
+        given = Given(x, y, sample_weight, batch_size, sequence_length)
+        return run_check(self, steps(model, given), minutes)
 
 
 def _check_minutes(minutes: Any) -> None:
