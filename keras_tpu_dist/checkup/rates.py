@@ -38,7 +38,7 @@ class Load:
 
     Args:
         name: What is measured.
-        unit: The unit that it is told in, such as `"GB/s"`.
+        unit: The unit of the rate, such as `"GB/s"`.
         scale: What of the work a unit is.
         work: The work of one run: operations or bytes.
         program: The work.
