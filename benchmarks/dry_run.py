@@ -5,6 +5,7 @@
     python benchmarks/dry_run.py --effort exact ktd.LSTM  # at full effort
     python benchmarks/dry_run.py --json rows.jsonl        # also append each row to a file
     python benchmarks/dry_run.py --table rows.jsonl       # print the tables of such a file
+    python benchmarks/dry_run.py --fit rows.jsonl         # does exact lie in quick's range?
 
 Each model runs in a process of its own, and its row is printed as soon as it is known. Seconds are
 noisy on a shared machine; HBM, cycles and collectives are the compiler's and are not.
@@ -26,7 +27,7 @@ import keras
 
 from keras_tpu_dist.dryrun import compile as dryrun_compile
 from keras_tpu_dist.dryrun.run import dry_run
-from keras_tpu_dist.show.text import duration_text, size_text
+from keras_tpu_dist.show.text import duration_text, size_text, span_text
 
 # One of each family, the smallest.
 APPLICATIONS = (
@@ -196,6 +197,8 @@ def measure(name: str, effort: str, timeout: float) -> dict:
         "cycles": run.cost.cycles,
         "flops": run.cost.flops,
         "step": run.estimate.step,
+        "step_range": run.step_range,
+        "kernels": run.estimate.kernels,
         "bound": run.estimate.bound,
         "collectives": sum(c.times for c in run.cost.collectives),
     }
@@ -264,6 +267,27 @@ def print_tables(path: pathlib.Path) -> None:
         line((model, f"{quick['cpu_seconds']:.0f}", f"{exact['cpu_seconds']:.0f}", *ratios))
 
 
+def print_fit(path: pathlib.Path) -> bool:
+    """Whether the step of effort "exact" lies in the range of "quick", for all models with both."""
+    rows = {}
+    for text in path.read_text().splitlines():
+        row = json.loads(text)
+        rows[row["model"], row["effort"]] = row
+    header(("model", "bound", "quick sums to", "quick says", "exact", "within", "cycles"))
+    right = True
+    for (model, effort), quick in rows.items():
+        exact = rows.get((model, "exact"), {})
+        if effort != "quick" or "step" not in exact or "step_range" not in quick:
+            continue
+        low, high = quick["step_range"]
+        within = low <= exact["step"] <= high
+        right &= within
+        words = (model, quick["bound"], duration_text(quick["step"]))
+        words += (span_text(low, high, duration_text), duration_text(exact["step"]))
+        line((*words, "yes" if within else "NO", f"{quick['cycles'] / exact['cycles']:.2f}"))
+    return right
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -273,16 +297,19 @@ def main():
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for one model")
     parser.add_argument("--json", type=pathlib.Path, help="append each row to this file")
     parser.add_argument("--table", type=pathlib.Path, help="only print the tables of this file")
+    parser.add_argument("--fit", type=pathlib.Path, help="only compare both efforts of this file")
     parser.add_argument("--option", action="append", default=[], help="compiler option, NAME=VALUE")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.table:
         print_tables(options.table)
         return
+    if options.fit:
+        sys.exit(0 if print_fit(options.fit) else 1)
     if options.one:
         chosen = dryrun_compile.EFFORTS[options.effort] or {}
         more = dict(option.split("=", 1) for option in options.option)
-        dryrun_compile.EFFORTS[options.effort] = chosen | more or None
+        dryrun_compile.EFFORTS[options.effort] = chosen | more
         print(json.dumps(measure(options.one, options.effort, options.timeout)))
         return
     unknown = set(options.names) - set(cases())

@@ -239,7 +239,7 @@ class Measured:
 
     def compiled(self, tried, effort="quick"):
         given = {"x": None, "y": None, "sample_weight": None}
-        lowered = lowered_step(self.build, self.topology, given, self.cache, tried)
+        lowered = lowered_step(self.build, self.topology, given, self.cache, None, tried)
         failed = isinstance(lowered, type(tried))
         return lowered if failed else compiled_step(self.cache, tried, lowered, effort)
 

@@ -48,9 +48,11 @@ if TYPE_CHECKING:
     from keras_tpu_dist.checkpoint import checkpoints as checkpoints
     from keras_tpu_dist.checkpoint import restore as restore
     from keras_tpu_dist.dryrun.diff import diff as diff
+    from keras_tpu_dist.dryrun.measured import read_profile as read_profile
     from keras_tpu_dist.dryrun.run import DryRun as DryRun
     from keras_tpu_dist.dryrun.run import dry_run as dry_run
     from keras_tpu_dist.freezing import freeze as freeze
+    from keras_tpu_dist.hardware.calibration import Calibration as Calibration
     from keras_tpu_dist.searches.compare import compare as compare
     from keras_tpu_dist.searches.largest_batch import largest_batch as largest_batch
     from keras_tpu_dist.searches.search import search as search
@@ -60,6 +62,7 @@ if TYPE_CHECKING:
 # are imported at once: Keras finds a layer that a file names only if its class is registered.
 _LATER = {
     "callbacks": "callbacks",
+    "Calibration": "hardware.calibration",
     "CheckpointError": "checkpoint",
     "LoopCheckpoint": "checkpoint",
     "checkpoints": "checkpoint",
@@ -71,6 +74,7 @@ _LATER = {
     "DryRun": "dryrun.run",
     "dry_run": "dryrun.run",
     "freeze": "freezing",
+    "read_profile": "dryrun.measured",
     "search": "searches.search",
 }
 

@@ -136,6 +136,7 @@ ANYTHING = "any structure of arrays"
 
 ITS_OWN = "this package calls it"
 BUILD = (None, "", "build", 3, True, [], {}, lambda: None, lambda: 3)
+CALIBRATION = ("", "none.json", 3, True, NAN, [], {}, ktd.Calibration("v6e"))
 OF_DRY_RUNS: dict[str, Any] = {
     **dict.fromkeys(("x", "y", "sample_weight"), ANYTHING),
     "sequence_length": COUNT_OR_NONE,
@@ -305,6 +306,27 @@ ROWS: dict[str, Row] = {
             **{"num_slices": COUNT, "given_chips_per_host": COUNT_OR_NONE, "_attached": "its own"},
         },
     ),
+    "Calibration": Row(
+        ktd.Calibration,
+        lambda: {"chip": "v5e"},
+        {
+            "chip": (None, *word("v5")),
+            "peak_flops": (None, "", 3, True, [3], {"float16": 1.0}, {"int8": NAN}, {"int8": 0}),
+            **dict.fromkeys(("hbm_bandwidth", "link_bandwidth", "dcn_bandwidth"), SECONDS[1:]),
+            **dict.fromkeys(("quick", "exact"), (*SECONDS[1:], (2.0, 1.0), (1.0, NAN), (1, 2, 3))),
+            "source": (None, 3, True, NAN, [], {}),
+        },
+    ),
+    "Calibration.applied": Row(
+        lambda **k: ktd.Calibration("v5e").applied(**k),
+        dict,
+        {"topology": (None, *word("v5:4x4", "v6e-8"))},
+    ),
+    "Calibration.factor": Row(
+        lambda **k: ktd.Calibration("v5e").factor(**k), dict, {"effort": (None, *word("quik"))}
+    ),
+    "Calibration.load": Row(ktd.Calibration.load, dict, {"path": (*PATH, "none.json")}),
+    "Calibration.save": Row(lambda **k: ktd.Calibration("v5e").save(**k), dict, {"path": PATH}),
     "DeviceAssignment": Row(
         ktd.DeviceAssignment,
         lambda: {"topology": ktd.Topology.parse("v5e:2x4"), "order": ((0, 1), (2, 3))},
@@ -421,6 +443,21 @@ ROWS: dict[str, Row] = {
         dict,
         {"state": (None, "", 3, True, NAN, [])},
     ),
+    "Profile": Row(
+        ktd.callbacks.Profile,
+        dict,
+        {
+            "steps": (None, "", 3, True, NAN, [], {}, (1,), (0, 2), (3, 2), (1.0, 2), (1, 2, 3)),
+            "directory": PATH,
+            "all_processes": FLAG,
+        },
+    ),
+    "Profile.load_state_dict": Row(
+        lambda **k: ktd.callbacks.Profile().load_state_dict(**k),
+        lambda: {"state": {}},
+        {"state": "read from a checkpoint: what is odd in it is left out"},
+    ),
+    "read_profile": Row(ktd.read_profile, dict, {"directory": (*PATH, "nowhere", object())}),
     "HostMetrics": Row(
         ktd.callbacks.HostMetrics,
         lambda: {"metrics": {"f1": lambda y, p: 0.0}},
@@ -545,7 +582,12 @@ ROWS: dict[str, Row] = {
     "dry_run": Row(
         ktd.dry_run,
         lambda: {"build": made, "strategy": described(), "batch_size": 8},
-        {"strategy": STRATEGY, "effort": word("quik"), **OF_DRY_RUNS},
+        {
+            "strategy": STRATEGY,
+            "effort": word("quik"),
+            "calibration": CALIBRATION,
+            **OF_DRY_RUNS,
+        },
     ),
     "TPUStrategy.check": Row(
         lambda **k: strategy().check(**{"minutes": 1e-6, **k}),
@@ -561,7 +603,7 @@ ROWS: dict[str, Row] = {
         lambda: {"model": made, "batch_size": 8},
         {
             **{"model": BUILD, "topology": ("", "v5:4x4", 3, True, []), "effort": word("quik")},
-            **{"mesh": ("", "data", 3, True, [], {"data": 3})},
+            **{"mesh": ("", "data", 3, True, [], {"data": 3}), "calibration": CALIBRATION},
             **{name: values for name, values in OF_DRY_RUNS.items() if name != "build"},
         },
     ),
@@ -606,6 +648,7 @@ ROWS: dict[str, Row] = {
             **dict.fromkeys(("x", "y", "sample_weight"), ANYTHING),
             "sequence_length": COUNT_OR_NONE,
             **{"compilations": COUNT, "exact": INDEX, "budget_s": SECONDS},
+            "calibration": CALIBRATION,
             **{
                 "among": (3, True, "x", [3]),
                 "progress": (3, True, "x"),

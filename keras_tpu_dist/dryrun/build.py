@@ -6,7 +6,7 @@ import operator
 import pickle
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -28,6 +28,7 @@ from keras_tpu_dist.dryrun.inputs import (
 )
 from keras_tpu_dist.dryrun.state_bytes import StateBytes, bytes_per_device, state_bytes
 from keras_tpu_dist.dryrun.tokens import TokenLoop, token_loop
+from keras_tpu_dist.hardware.calibration import Calibration
 from keras_tpu_dist.hardware.topology import Topology, of_devices
 from keras_tpu_dist.input.batches import BatchPlacer, PlacedBatch
 from keras_tpu_dist.input.position import random_numbers, set_random_numbers
@@ -80,6 +81,7 @@ class Lowered:
         optional_options: Names of those that the strategy chose itself, so that a compiler which
             refuses them may go without.
         tokens_loop: What a round of the loop over tokens reads, of mode `"generate"`.
+        calibration: What was measured on such chips; the chip of `topology` has its rates.
     """
 
     program: bytes
@@ -103,6 +105,29 @@ class Lowered:
     compiler_options: Mapping[str, Any] | None = None
     optional_options: tuple[str, ...] = ()
     tokens_loop: TokenLoop | None = None
+    calibration: Calibration | None = None
+
+    def calibrated(self, calibration: Calibration | None) -> "Lowered":
+        """The same with the rates that were measured.
+
+        Args:
+            calibration: What was measured, or `None`.
+
+        Raises:
+            ValueError: If it is of another chip, or the mesh is no TPU slice.
+        """
+        if calibration is None:
+            return self
+        if self.topology is None:
+            raise ValueError(
+                message(
+                    "A calibration is for estimates of a TPU slice by the TPU compiler.",
+                    received={"calibration": str(calibration), "mesh": dict(self.axes)},
+                    fix="Leave calibration out, or use TPUStrategy(topology=...) and libtpu.",
+                )
+            )
+        applied = calibration.applied(self.topology)
+        return replace(self, topology=applied, calibration=calibration)
 
     @property
     def mesh(self) -> Mesh:

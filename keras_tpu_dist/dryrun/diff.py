@@ -6,7 +6,7 @@ from typing import Any
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.dryrun.run import DryRun
 from keras_tpu_dist.show.page import Shown
-from keras_tpu_dist.show.text import duration_text, html_table, size_text, text_table
+from keras_tpu_dist.show.text import duration_text, html_table, size_text, span_text, text_table
 
 _HEADER = ("", "first", "second", "ratio")
 
@@ -63,6 +63,7 @@ def diff(a: DryRun, b: DryRun) -> Diff:
         ("mesh", _axes(a), _axes(b), ""),
         ("batch size", str(a.batch_size), str(b.batch_size), ""),
         ("fits", str(a.fits), str(b.fits), ""),
+        ("effort", a.effort, b.effort, ""),
         _row("memory per device", a.total_bytes, b.total_bytes, size_text),
         _row("weights", a.state.weights, b.state.weights, size_text),
         _row("optimizer", a.state.optimizer, b.state.optimizer, size_text),
@@ -71,7 +72,10 @@ def diff(a: DryRun, b: DryRun) -> Diff:
         ),
     ]
     if a.estimate and b.estimate:
-        for name in ("step", "compute", "hbm", "link", "exposed_link", "kernels"):
+        spans = [span_text(*run.estimate.span, duration_text) for run in (a, b)]
+        ratio = f"{b.estimate.step / a.estimate.step:.2f}" if a.estimate.step else ""
+        rows.append(("step", spans[0], spans[1], ratio))
+        for name in ("compute", "hbm", "link", "exposed_link", "kernels"):
             times = getattr(a.estimate, name), getattr(b.estimate, name)
             rows.append(_row(name.replace("_", " "), *times, duration_text))
         rows.append(("bound by", a.estimate.bound, b.estimate.bound, ""))

@@ -3,23 +3,48 @@
 import html
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 from keras_tpu_dist.dryrun.state_bytes import StateBytes
+from keras_tpu_dist.hardware.calibration import Calibration
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.hardware.torus import Torus
 from keras_tpu_dist.hlo import Buffer, ProgramCost
 from keras_tpu_dist.layout.lint import Finding
 from keras_tpu_dist.show.colours import BACKWARD, FORWARD, MEMORY, NONE, colours_left_out
 from keras_tpu_dist.show.page import Page, TableCell, bar, document, legend, sortable
-from keras_tpu_dist.show.text import duration_text, html_table, size_text, text_table
+from keras_tpu_dist.show.text import duration_text, html_table, size_text, span_text, text_table
 from keras_tpu_dist.show.torus import shown_sides, torus_svg
+
+if TYPE_CHECKING:
+    from keras_tpu_dist.dryrun.measured import Comparison
 
 _FINDINGS_SHOWN = 3
 _TOP_LAYERS = 10
 # Beyond this the compiler's cycles are not explained by arithmetic or memory traffic.
 _KERNEL_FACTOR = 3.0
+# How many times the cycles of effort "exact" those of effort "quick" are, at least and at most:
+# `python benchmarks/dry_run.py --fit` has what was found, 1.9 to 2.7, and a search 3.4 once.
+_QUICK_OVER = (1.5, 3.5)
+# What bounds a step, in words.
+_BOUNDS = {
+    "compute": "multiplying at the chip's peak takes longest",
+    "HBM": "reading and writing the chip's memory takes longest",
+    "links": "what chips send to each other takes longest",
+    "kernels": "many small operations: their cycles are over 3 times what arithmetic and memory "
+    "explain",
+}
+_WORDS = (
+    ("estimate", "computed from the compiled program by the compiler's cycles, not measured"),
+    ("matrix units busy", "the time of the matrix products at the chip's peak, over the step"),
+    (
+        "model FLOPs utilisation",
+        "the operations of the model's formula, over what all chips could do in the step",
+    ),
+    ("not overlapped", "collectives for which the chips wait, as nothing else runs meanwhile"),
+)
 # The class in the page's style, and the words.
 _VERDICT = {
     True: ("good", "fits"),
@@ -46,9 +71,16 @@ class Estimate:
         dcn: The part of `link` between slices.
         step: The estimate: kernels and exposed collectives one after the other, and never less
             than any of `compute`, `hbm`, `link`.
+        low: The least that effort "exact" would say, or that was measured; see `Estimate.span`.
+        high: The most.
         bound: What the step spends its time on: `"compute"`, `"HBM"`, `"links"`, or `"kernels"`
             where the compiler's cycles are far more than arithmetic and traffic explain, as in
             loops over many small steps.
+
+    `step` is what the compiled program adds up to. For effort "quick" that is known to be too much,
+    so reports show the range from `low` to `high`, in which what effort "exact" says was found
+    (`python benchmarks/dry_run.py --fit`). For "exact" both are `step`. With a calibration, they
+    are `step` times the factors that were measured.
     """
 
     compute: float
@@ -59,14 +91,28 @@ class Estimate:
     step: float
     bound: str
     dcn: float = 0.0
+    low: float = 0.0
+    high: float = 0.0
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """From `low` to `high`; `step` twice where no range is known."""
+        return (self.low, self.high) if self.high else (self.step, self.step)
 
 
-def estimate(cost: ProgramCost, topology: Topology) -> Estimate:
+def estimate(
+    cost: ProgramCost,
+    topology: Topology,
+    effort: str = "exact",
+    calibration: Calibration | None = None,
+) -> Estimate:
     """Estimates a step's time from a compiled program's cost.
 
     Args:
         cost: What the program costs one device in one step.
         topology: The slice, for its peak rates, HBM bandwidth and clock.
+        effort: `"quick"` or `"exact"`: how hard the compiler tried.
+        calibration: What was measured, whose rates `topology` has already.
 
     References:
         - Williams, Waterman, Patterson, "Roofline: an insightful visual performance model for
@@ -87,7 +133,18 @@ def estimate(cost: ProgramCost, topology: Topology) -> Estimate:
         bound = "kernels"
     step = max(kernels + exposed, *bounds.values())
     dcn = sum(c.total_seconds for c in cost.collectives if c.network == "DCN")
-    return Estimate(compute, hbm, link, kernels, exposed, step, bound, dcn)
+    factor = None if calibration is None else calibration.factor(effort)
+    if factor is not None:
+        low, high = (step * end for end in factor)
+    elif effort == "quick":
+        least, most = ((kernels - by_hand) / share + by_hand for share in reversed(_QUICK_OVER))
+        # Traffic of an "exact" program is less, so that of this one is no lower bound; collectives
+        # may be overlapped in it.
+        low = max(least, compute, link)
+        high = max(most + exposed, *bounds.values())
+    else:
+        low = high = step
+    return Estimate(compute, hbm, link, kernels, exposed, step, bound, dcn, low, high)
 
 
 @dataclass(frozen=True, repr=False)
@@ -138,6 +195,7 @@ class DryRun(Page):
         prompt_s: Seconds for the prompts, before the first token; of mode `"generate"`.
         token_limit_s: Seconds to read the weights and the whole cache once, which no token takes
             less than; of mode `"generate"`.
+        calibration: What was measured on such chips and used here, in words; empty if nothing.
 
     Example:
 
@@ -176,6 +234,16 @@ class DryRun(Page):
     peak_flops: float | None = None
     prompt_s: float | None = None
     token_limit_s: float | None = None
+    calibration: str = ""
+
+    @property
+    def step_range(self) -> tuple[float, float] | None:
+        """The least and the most seconds of a step, if its time is estimated.
+
+        Of effort "quick" they are apart; of "exact" they are the same unless a calibration says
+        otherwise.
+        """
+        return None if self.estimate is None else self.estimate.span
 
     @property
     def devices(self) -> int:
@@ -244,11 +312,34 @@ class DryRun(Page):
         data["samples_per_second"] = self.samples_per_second
         data["tokens_per_second"] = self.tokens_per_second
         data["mfu"] = self.mfu
+        data["step_range"] = self.step_range
         return data
 
     def to_json(self) -> str:
         """Everything as JSON."""
         return json.dumps(self.to_dict(), indent=1)
+
+    def compare(self, profile: Any) -> "Comparison":
+        """Sets what a profile measured beside this estimate, by layer and kind of collective.
+
+        Args:
+            profile: The `callbacks.Profile` of a fit, its directory, or what `read_profile` gives.
+
+        Returns:
+            A `Comparison`, with `to_html` and `to_dict`.
+
+        Raises:
+            ValueError: If there is no profile.
+
+        Example:
+
+        >>> run = strategy.dry_run(model, batch_size=1024)  # doctest: +SKIP
+        >>> print(run.compare("profile"))  # doctest: +SKIP
+        """
+        # That imports what this module has.
+        from keras_tpu_dist.dryrun.measured import compare
+
+        return compare(self, profile)
 
     def __str__(self) -> str:
         parts = [self._title()]
@@ -342,23 +433,6 @@ class DryRun(Page):
             rows.append(("too much", size_text(self.overflow_bytes)))
         return rows
 
-    def _rates(self) -> list[tuple[str, str]]:
-        """Rows and tokens a second; for tokens that are generated, beside their limit."""
-        rows = []
-        if self.prompt_s is not None:
-            rows.append(("prompts, before the first token", duration_text(self.prompt_s)))
-        if self.token_limit_s is not None and self.estimate is not None:
-            times = self.estimate.step / self.token_limit_s
-            limit = f"{duration_text(self.token_limit_s)}; the step takes {times:.2f} times as long"
-            rows.append(("weights and cache read once", limit))
-        if self.samples_per_second is not None:
-            rows.append(("samples per second", f"{self.samples_per_second:,.0f}"))
-        if self.tokens_per_second:
-            each = self.tokens_per_second / self.devices
-            words = f"{self.tokens_per_second:,.0f}, {each:,.0f} a device"
-            rows.append(("tokens per second", words))
-        return rows
-
     def _host_rows(self) -> list[tuple[str, ...]]:
         rows = [("batch that each transfers", size_text(self.state.inputs_per_host))]
         return [*rows, *((f"axis {name}", where) for name, where in self.crossings)]
@@ -374,11 +448,51 @@ class DryRun(Page):
             ("of them not overlapped", duration_text(e.exposed_link)),
             *([("of them between slices", duration_text(e.dcn))] if e.dcn else []),
             ("compiler's cycles at the clock", duration_text(e.kernels)),
-            (f"{self._of}, estimated", f"{duration_text(e.step)}, bound by {e.bound}"),
-            ("matrix units busy", f"{e.compute / e.step:.1%}"),
-            *([("model FLOPs utilisation", f"{self.mfu:.1%}")] if self.mfu else []),
-            *self._rates(),
+            (
+                f"{self._of}, estimate",
+                f"{_step_text(e)}, effort {self.effort}, bound by {e.bound}",
+            ),
+            *_rates(self),
         ]
+
+
+def _step_text(e: Estimate) -> str:
+    return span_text(*e.span, duration_text)
+
+
+def _rates(run: DryRun) -> Iterator[tuple[str, str]]:
+    """What follows from the time of a step, each as the range that the step has."""
+    e = run.estimate
+    if e is None:
+        return
+
+    def over(amount: float, text: Callable[[float], str]) -> str:
+        fewest, most = (amount / seconds for seconds in reversed(e.span))
+        return span_text(fewest, most, text)
+
+    yield "matrix units busy", over(e.compute, _percent)
+    if run.mfu:
+        yield "model FLOPs utilisation", over(run.mfu * e.step, _percent)
+    if run.prompt_s is not None:
+        yield "prompts, before the first token", duration_text(run.prompt_s)
+    if run.token_limit_s is not None:
+        times = span_text(*(end / run.token_limit_s for end in e.span), "{:.2f}".format)
+        limit = f"{duration_text(run.token_limit_s)}; the step takes {times} times as long"
+        yield "weights and cache read once", limit
+    if run.samples_per_second is not None:
+        yield "samples per second", over(run.samples_per_second * e.step, _whole)
+    if run.tokens_per_second:
+        amount = run.tokens_per_second * e.step
+        each = over(amount / run.devices, _whole)
+        yield "tokens per second", f"{over(amount, _whole)}, {each} a device"
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}"
+
+
+def _whole(number: float) -> str:
+    return f"{number:,.0f}"
 
 
 @dataclass(frozen=True)
@@ -529,13 +643,10 @@ def _head(run: DryRun) -> Iterator[str]:
     if run.estimate is not None:
         e = run.estimate
         tiles += [
-            (f"{run._of}, estimated", duration_text(e.step)),
+            (f"{run._of}, estimate of effort {run.effort}", _step_text(e)),
             ("bound by", e.bound),
-            ("matrix units busy", f"{e.compute / e.step:.1%}"),
-            *run._rates(),
+            *_rates(run),
         ]
-    if run.mfu:
-        tiles.append(("model FLOPs utilisation", f"{run.mfu:.1%}"))
     inner = "".join(f"<div><b>{html.escape(b)}</b>{html.escape(a)}</div>" for a, b in tiles)
     yield f'<div class="tiles">{inner}</div>'
 
@@ -585,18 +696,40 @@ def _times(run: DryRun) -> Iterator[str]:
         ("of them not overlapped", e.exposed_link),
         ("of them between slices", e.dcn),
         ("compiler's cycles at the clock", e.kernels),
-        ("step, estimated", e.step),
+        (f"the sum for this program, effort {run.effort}", e.step),
     ]
+    ends = () if e.low == e.high else (("step, at least", e.low), ("step, at most", e.high))
+    times += ends
+    longest = max(seconds for _, seconds in times)
     rows = [
         (
             name,
             TableCell(duration_text(s), s),
-            TableCell("", s, bar([(s / e.step, NONE, name)])),
+            TableCell("", s, bar([(s / longest, NONE, name)])),
         )
         for name, s in times
         if s or name != "of them between slices"
     ]
-    yield sortable(("what", "time", "of the step"), rows)
+    yield sortable(("what", "time", "against the longest"), rows)
+    yield from _explained(run)
+
+
+def _explained(run: DryRun) -> Iterator[str]:
+    """What the words of the times mean, where they stand."""
+    e = run.estimate
+    if e is None:
+        return
+    words = [(f"bound by {e.bound}", _BOUNDS[e.bound]), *_WORDS]
+    effort = {
+        "quick": "the compiler tried less hard than for training, which makes its cycles come out "
+        "too high: the step is a range",
+        "exact": "the compiler tried as hard as for training",
+    }[run.effort]
+    words.append((f"effort {run.effort}", effort))
+    if run.calibration:
+        words.append(("calibration", f"rates and factors that were measured: {run.calibration}"))
+    items = "".join(f"<dt>{html.escape(w)}</dt><dd>{html.escape(m)}</dd>" for w, m in words)
+    yield f'<dl class="muted">{items}</dl>'
 
 
 def _layers(run: DryRun) -> Iterator[str]:

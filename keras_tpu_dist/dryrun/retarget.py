@@ -58,6 +58,7 @@ class DryRuns(StrategyPart):
         mode: str = "train",
         effort: str = "quick",
         timeout: float = 1800.0,
+        calibration: Any = None,
         progress: "Progress | None" = None,
     ) -> "DryRun":
         """Compiles one step of a model for this strategy's devices or for another slice.
@@ -76,6 +77,7 @@ class DryRuns(StrategyPart):
             mode: `"train"`, `"evaluate"` or `"predict"`.
             effort: `"quick"` or `"exact"`.
             timeout: Seconds after which a compilation is stopped.
+            calibration: What was measured on such chips.
             progress: Called with a line of text at each stage.
 
         Returns:
@@ -124,6 +126,7 @@ class DryRuns(StrategyPart):
             mode=mode,
             effort=effort,
             timeout=timeout,
+            calibration=calibration,
             progress=progress,
         )
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -22,7 +23,8 @@ from keras_tpu_dist.dryrun.inputs import check_asked, given_inputs
 from keras_tpu_dist.dryrun.largest import find_largest
 from keras_tpu_dist.dryrun.open_sizes import check_length
 from keras_tpu_dist.dryrun.report import DryRun as DryRun
-from keras_tpu_dist.dryrun.report import estimate
+from keras_tpu_dist.dryrun.report import Estimate, estimate
+from keras_tpu_dist.hardware.calibration import Calibration, checked_calibration, published
 from keras_tpu_dist.hardware.crossings import crossings, num_hosts
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.hardware.torus import Torus
@@ -58,6 +60,7 @@ def dry_run(
     mode: str = "train",
     effort: str = "quick",
     timeout: float = 1800.0,
+    calibration: Calibration | str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> DryRun:
     """Compiles one step of a model for a TPU slice and says what it would take.
@@ -85,9 +88,11 @@ def dry_run(
         effort: `"quick"` (XLA's `EFFORT_O1`) or `"exact"`, which is what training would run.
             Quick is about three times faster, is repeated as exact when the memory comes within
             10 % of the limit (within four times the limit for programs with loops or
-            convolutions, whose memory it overstates), and its cycle estimates come out
-            1.9 to 2.5 times too high.
+            convolutions, whose memory it overstates), and its cycle estimates come out about
+            twice too high: reports show the range in which the exact ones lie.
         timeout: Seconds after which a compilation is stopped.
+        calibration: Rates and factors that were measured on such chips: a `Calibration`, or the
+            path of the file that `Calibration.save` wrote. Every report says that it was used.
         progress: Called with a line of text at each stage.
 
     Returns:
@@ -113,6 +118,7 @@ def dry_run(
     (True, [('data',)])
     """
     check_length("dry_run", sequence_length)
+    measured = checked_calibration(calibration)
     inputs = given_inputs(x, y, sample_weight, sequence_length)
 
     def run_with(batch_size: int, thorough: bool = False) -> DryRun:
@@ -126,6 +132,7 @@ def dry_run(
             timeout=timeout,
             progress=progress,
             thorough=thorough,
+            calibration=measured,
         )
 
     if batch_size is None:
@@ -169,6 +176,7 @@ def run_once(
     progress: Progress | None = None,
     thorough: bool = True,
     cache: Cache | None = None,
+    calibration: Calibration | None = None,
 ) -> DryRun:
     """One dry run; see `dry_run`.
 
@@ -176,6 +184,7 @@ def run_once(
         thorough: Whether a program near the memory limit is compiled again at full effort, and
             one that does not fit for a larger slice, to see what takes the memory.
         cache: Where compilations are kept. The compiler's messages name no source lines then.
+        calibration: What was measured on such chips.
     """
     _check_effort(effort)
     check_how(mode, timeout, progress)
@@ -188,7 +197,7 @@ def run_once(
         tell("building and lowering")
         lowered = lower_once(
             build, strategy, inputs=inputs, batch_size=batch_size, mode=mode, cache=cache
-        )
+        ).calibrated(calibration)
         how: dict[str, Any] = {"effort": effort, "timeout": timeout, "thorough": thorough}
         return compile_once(lowered, mode=mode, progress=tell, cache=cache, **how)
 
@@ -349,13 +358,13 @@ def _report(
     if loop is not None:
         cost, prompt = loop.round, loop.outside
         limit_bytes = lowered.tokens_loop.read_bytes(loop.carried) if lowered.tokens_loop else 0
-    times = estimate(cost, topology) if topology and cost and not verdict.error else None
+    times = _estimated(lowered, cost, verdict)
     stated = bytes_in_message(verdict.error or "", argument_bytes=lowered.state.arguments)
     total = stated[0] if stated else measured.total_bytes if measured.memory else 0
     fits = None if topology is None else verdict.error is None
     layer = Attribution(lowered.layer_names).layer
     if times is not None and topology is not None and cost is not None:
-        notes.append(_assumption(verdict, topology, cost))
+        notes.append(_assumption(verdict, topology, cost, lowered.calibration))
     if fits is False:
         notes += _remedies(lowered, total, measured, topology)
     notes += _beside_the_step(lowered, topology)
@@ -389,7 +398,8 @@ def _report(
         crossings=tuple(crossings(lowered.mesh).items()),
         torus=Torus.of(lowered.devices),
         model_flops=lowered.model_flops,
-        peak_flops=topology.peak_flops() if topology else None,
+        peak_flops=published(topology).peak_flops() if topology else None,
+        calibration="" if lowered.calibration is None else str(lowered.calibration),
         prompt_s=estimate(prompt, topology).step if topology and prompt and times else None,
         token_limit_s=limit_bytes / topology.hbm_bandwidth if topology and limit_bytes else None,
     )
@@ -427,6 +437,12 @@ def _cost(lowered: Lowered, compiled: Compiled, topology: Topology | None) -> Pr
     return analyze(compiled.text, wire=wire, layer_names=lowered.layer_names)
 
 
+def _estimated(lowered: Lowered, cost: ProgramCost | None, verdict: Compiled) -> Estimate | None:
+    if lowered.topology is None or cost is None or verdict.error:
+        return None
+    return estimate(cost, lowered.topology, verdict.effort, lowered.calibration)
+
+
 def _loop_cost(lowered: Lowered, compiled: Compiled, topology: Topology | None) -> LoopCost | None:
     """The costs of a loop over tokens, of a program that generates."""
     if lowered.tokens_loop is None or not compiled.text:
@@ -440,7 +456,9 @@ def _wire(lowered: Lowered, topology: Topology | None) -> Wire:
     return Wire.of(dict(lowered.axes), devices if topology else (), topology)
 
 
-def _assumption(verdict: Compiled, topology: Topology, cost: ProgramCost) -> str:
+def _assumption(
+    verdict: Compiled, topology: Topology, cost: ProgramCost, calibration: Calibration | None
+) -> str:
     chip = topology.chip
     note = (
         f"the step's time is the compiler's cycle estimates at {chip.clock / 1e9:.2f} GHz plus the "
@@ -454,7 +472,9 @@ def _assumption(verdict: Compiled, topology: Topology, cost: ProgramCost) -> str
             "compiler states none for scatters, gathers, some slices and sorts"
         )
     if verdict.effort == "quick":
-        note += "; the cycles of effort quick come out 1.9 to 2.5 times too high"
+        note += "; the cycles of effort quick come out about twice too high, so times are ranges"
+    if calibration is not None:
+        note += f"; calibrated by {calibration}"
     if chip.assumed:
         names = " and ".join(name.replace("_", " ") for name in chip.assumed)
         note += f"; Google publishes no {names} of {chip.name}, the one used here is assumed"

@@ -1,5 +1,6 @@
 """What `search` and `compare` find: candidates with what the compiler says of them, ranked."""
 
+import html
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from keras_tpu_dist.searches.forecast import Forecast
 from keras_tpu_dist.show.chart import Point, colours_of, scatter_svg
 from keras_tpu_dist.show.colours import NONE, colours_left_out
 from keras_tpu_dist.show.page import Page, TableCell, bar, code, document, legend, sortable
-from keras_tpu_dist.show.text import duration_text, html_table, size_text, text_table
+from keras_tpu_dist.show.text import duration_text, html_table, size_text, span_text, text_table
 from keras_tpu_dist.strategy import TPUStrategy
 
 _LONGEST_ERROR = 100
@@ -111,6 +112,7 @@ class Ranking(Page):
         others: What it has not seen, by forecast.
         seconds: How long it took to find them.
         model: The model's name, where it is known.
+        calibration: What was measured on such chips and used here, in words; empty if nothing.
     """
 
     topology: str
@@ -118,6 +120,7 @@ class Ranking(Page):
     others: tuple[Tried, ...] = ()
     seconds: float = 0.0
     model: str = ""
+    calibration: str = ""
 
     @property
     def candidates(self) -> tuple[Tried, ...]:
@@ -160,7 +163,8 @@ class Ranking(Page):
             return "nothing fits: the slice has too little memory for this model and batch"
         e, run = best.run.estimate, best.run
         exposed, used = e.exposed_link / e.step, best.memory_bytes / (run.limit_bytes or math.inf)
-        parts = [f"the matrix units are busy {e.compute / e.step:.0%} of the step"]
+        busy = span_text(e.compute / e.span[1], e.compute / e.span[0], lambda share: f"{share:.0%}")
+        parts = [f"the matrix units are busy {busy} of the step, estimate of effort {run.effort}"]
         if exposed > 0.1:
             parts.append(f"collectives that nothing overlaps take {exposed:.0%}")
         parts.append(f"{used:.0%} of the memory is used")
@@ -170,9 +174,10 @@ class Ranking(Page):
         of = f" for model {self.model!r}" if self.model else ""
         compiled = sum(tried.run is not None for tried in self.compiled)
         number = len(self.candidates)
+        by = f", calibrated by {self.calibration}" if self.calibration else ""
         return (
             f"{number} candidate{'' if number == 1 else 's'}{of} on {self.topology}, {compiled} "
-            f"compiled in {duration_text(self.seconds)}"
+            f"compiled in {duration_text(self.seconds)}{by}"
         )
 
     @property
@@ -202,7 +207,8 @@ class Ranking(Page):
             row.append(self._bar(tried))
         head = f"<h1>{len(self.candidates)} candidates, the fastest that fits first</h1>"
         table = sortable((*header, "of the HBM"), rows)
-        parts = [head, *map(code, self._line()), *self._drawing(), table]
+        by = [f"<p>calibrated by {html.escape(self.calibration)}</p>"] if self.calibration else []
+        parts = [head, *by, *map(code, self._line()), *self._drawing(), table]
         return document(f"{len(self.candidates)} candidates", parts)
 
     def to_dict(self) -> dict[str, Any]:
@@ -211,6 +217,7 @@ class Ranking(Page):
             "model": self.model,
             "topology": self.topology,
             "seconds": self.seconds,
+            "calibration": self.calibration,
             "candidates": [
                 {
                     "strategy": str(tried.candidate),
@@ -301,7 +308,8 @@ def cells_of(tried: Tried) -> dict[str, TableCell]:
     cells["memory"] = TableCell(size_text(tried.memory_bytes), tried.memory_bytes)
     cells["effort"], cells["verdict"] = TableCell(run.effort), TableCell(_VERDICT[run.fits])
     if run.estimate is not None:
-        cells["step"] = TableCell(duration_text(run.estimate.step), run.estimate.step)
+        words = span_text(*run.estimate.span, duration_text)
+        cells["step"] = TableCell(words, run.estimate.step)
         cells["bound by"] = TableCell(run.estimate.bound)
     return cells
 

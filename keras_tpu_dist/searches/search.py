@@ -3,6 +3,7 @@
 import functools
 import logging
 import math
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ from keras_tpu_dist.dryrun.cache import Cache
 from keras_tpu_dist.dryrun.inputs import given_inputs
 from keras_tpu_dist.dryrun.open_sizes import check_length
 from keras_tpu_dist.dryrun.run import Progress, check_progress, compile_once, lower_once
+from keras_tpu_dist.hardware.calibration import Calibration, checked_calibration
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.hlo import Wire
 from keras_tpu_dist.searches.candidates import POLICIES, Candidate, candidates
@@ -51,6 +53,7 @@ def search(
     exact: int = 4,
     budget_s: float = 900.0,
     among: Sequence[Candidate] | None = None,
+    calibration: Calibration | str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
     cache: Any = True,
 ) -> Ranking:
@@ -78,6 +81,7 @@ def search(
         budget_s: Seconds after which no further compilation begins.
         among: What to choose from. Defaults to all meshes of the axes "data", "fsdp" and "model",
             in the orders that the links tell apart.
+        calibration: As in `dry_run`. Forecasts use its rates, too.
         progress: Called with a line of text at each stage.
         cache: A folder where compilations are kept and looked up, by program, options, slice and
             versions; `True` for `~/.cache/keras_tpu_dist` (or in `$XDG_CACHE_HOME`), which is kept
@@ -101,12 +105,10 @@ def search(
     """
     started, tell = time.monotonic(), progress or logger.debug
     check_seconds("search", budget_s=budget_s)
-    _check(build, batch_size, sequence_length, compilations, exact)
-    check_progress("search", progress)
-    _check_among(among)
-    kept = Cache.of(cache)
-    given = given_inputs(x, y, sample_weight, sequence_length)
-    topology = topology if isinstance(topology, Topology) else Topology.parse(topology)
+    _check(build, batch_size, compilations, exact)
+    _check_others(among, sequence_length, progress)
+    given, kept = given_inputs(x, y, sample_weight, sequence_length), Cache.of(cache)
+    topology, measured = _calibrated(topology, calibration)
     compiled: list[Tried] = []
     with stages("search", 1 + compilations + exact) as begin:
         begin("reading the model")
@@ -117,7 +119,7 @@ def search(
         def compile_(chosen: list[Tried], effort: str = "quick") -> tuple[list[Tried], list[Tried]]:
             return compiled_together(
                 chosen,
-                functools.partial(lowered_step, build, topology, given, kept),
+                functools.partial(lowered_step, build, topology, given, kept, measured),
                 functools.partial(compiled_step, kept, effort=effort),
                 begin=lambda tried: (begin(f"compiling {tried}"), tell(f"compiling {tried}")),
                 until=started + budget_s,
@@ -142,11 +144,17 @@ def search(
         compiled=tuple(sorted(compiled, key=rank)),
         others=tuple(ranked),
         seconds=time.monotonic() - started,
+        calibration="" if measured is None else str(measured),
     )
 
 
 def lowered_step(
-    build: Build, topology: Topology, given: Mapping[str, Any], cache: Cache | None, tried: Tried
+    build: Build,
+    topology: Topology,
+    given: Mapping[str, Any],
+    cache: Cache | None,
+    calibration: Calibration | None,
+    tried: Tried,
 ) -> Lowered | Tried:
     """A candidate's step, lowered; or the candidate, with why it has none.
 
@@ -155,6 +163,7 @@ def lowered_step(
         topology: The slice.
         given: `x`, `y`, `sample_weight` and `sequence_length`.
         cache: Where compilations are kept.
+        calibration: What was measured on such chips.
         tried: The candidate.
     """
     try:
@@ -165,7 +174,7 @@ def lowered_step(
             batch_size=tried.rows,
             mode="train",
             cache=cache,
-        )
+        ).calibrated(calibration)
     except _FAULTS as error:
         return _failed(tried, error)
 
@@ -194,6 +203,11 @@ def compiled_step(
     except _FAULTS as error:
         return _failed(tried, error)
     return replace(tried, run=run)
+
+
+def _calibrated(topology: str | Topology, calibration: Any) -> tuple[Topology, Calibration | None]:
+    measured, named = checked_calibration(calibration), Topology.parse(topology)
+    return (named if measured is None else measured.applied(named)), measured
 
 
 def _failed(tried: Tried, error: Exception) -> Tried:
@@ -310,7 +324,9 @@ def _forecast_of(
     return [] if best is None else [best]
 
 
-def _check_among(among: Any) -> None:
+def _check_others(among: Any, sequence_length: Any, progress: Any) -> None:
+    check_length("search", sequence_length)
+    check_progress("search", progress)
     if among is None:
         return
     listed = isinstance(among, Sequence) and not isinstance(among, str)
@@ -324,10 +340,7 @@ def _check_among(among: Any) -> None:
         )
 
 
-def _check(
-    build: Any, batch_size: Any, sequence_length: Any, compilations: Any, exact: Any
-) -> None:
-    check_length("search", sequence_length)
+def _check(build: Any, batch_size: Any, compilations: Any, exact: Any) -> None:
     if not callable(build):
         raise ValueError(
             message(

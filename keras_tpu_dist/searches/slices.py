@@ -2,7 +2,7 @@
 
 import html
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.hardware.topology import CHIPS, Topology
 from keras_tpu_dist.searches.ranking import Ranking, Tried, cells_of, rank
 from keras_tpu_dist.show.page import Page, TableCell, code, document, sortable
-from keras_tpu_dist.show.text import duration_text, html_table, text_table
+from keras_tpu_dist.show.text import duration_text, html_table, span_text, text_table
 from keras_tpu_dist.strategy import TPUStrategy
 
 _CHIP_OF = {name: chip.name for chip in CHIPS.values() for name in (chip.name, *chip.aliases)}
@@ -298,14 +298,21 @@ def _cells(each: OnSlice) -> dict[str, TableCell]:
     cells = dict.fromkeys(_COLUMNS, TableCell("")) | cells_of(each.tried)
     chips, price = each.topology.num_chips, _price_of_a_million(each)
     cells["slice"], cells["chips"] = TableCell(each.topology.name), TableCell(str(chips), chips)
-    if each.step_s is not None and each.chip_seconds is not None:
-        rows_a_second = each.tried.rows / each.step_s
-        thousand = 1000 * each.chip_seconds_a_row
-        cells["rows/s"] = TableCell(f"{rows_a_second:,.0f}", rows_a_second)
-        cells["chips x step"] = TableCell(duration_text(each.chip_seconds), each.chip_seconds)
-        cells["chip-s/1k rows"] = TableCell(_number_text(thousand), thousand)
+    run = each.tried.run
+    if run is None or run.step_range is None or not each.step_s:
+        return cells
+    # Each figure as the range that the step has.
+    shares = [end / each.step_s for end in run.step_range]
+
+    def cell(value: float, text: Callable[[float], str], inverse: bool = False) -> TableCell:
+        ends = [value / share if inverse else value * share for share in shares]
+        return TableCell(span_text(min(ends), max(ends), text), value)
+
+    cells["rows/s"] = cell(each.tried.rows / each.step_s, lambda n: f"{n:,.0f}", inverse=True)
+    cells["chips x step"] = cell(chips * each.step_s, duration_text)
+    cells["chip-s/1k rows"] = cell(1000 * each.chip_seconds_a_row, _number_text)
     if price is not None:
-        cells["price/1M"] = TableCell(_number_text(price), price)
+        cells["price/1M"] = cell(price, _number_text)
     return cells
 
 

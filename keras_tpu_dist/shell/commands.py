@@ -59,6 +59,7 @@ def _dry_run(options: Namespace) -> Answered:
             mode=options.mode,
             effort=options.effort,
             timeout=options.timeout,
+            calibration=options.calibration,
         )
     return with_page(options, result), 1 if result.fits is False else 0
 
@@ -93,6 +94,7 @@ def _search(options: Namespace) -> Answered:
             compilations=options.compilations,
             exact=options.exact,
             budget_s=options.budget,
+            calibration=options.calibration,
             cache=cache,
         )
 

@@ -96,6 +96,7 @@ def _search(parser: Parser) -> None:
         metavar="SECONDS",
         help="begin no compilation after so many seconds, for each slice; default: 900",
     )
+    _calibration(parser)
     parser.add_argument("--cache", metavar="FOLDER", help="keep compilations in this folder")
     parser.add_argument("--no-cache", action="store_true", help="compile everything again")
     _price(parser)
@@ -155,6 +156,7 @@ def _dry_run(parser: Parser) -> None:
     _inputs(parser)
     _how(parser)
     _effort(parser)
+    _calibration(parser)
     _written(parser)
 
 
@@ -371,6 +373,12 @@ def _effort(parser: Parser) -> None:
         default="quick",
         choices=("quick", "exact"),
         help="how hard the compiler tries; exact is what training runs; default: quick",
+    )
+
+
+def _calibration(parser: Parser) -> None:
+    parser.add_argument(
+        "--calibration", metavar="FILE", help="what was measured on such chips, as JSON"
     )
 
 

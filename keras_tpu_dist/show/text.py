@@ -3,7 +3,7 @@
 import html
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 # A number with a unit or sign behind it, such as "1.5 KiB", "12%", "1,024".
 _NUMBER = re.compile(r"-?[\d.,]+(?: ?(?:[KMGT]i?)?B| ?[mu]?s|%)?")
@@ -60,6 +60,27 @@ def duration_text(seconds: float) -> str:
         if seconds >= scale - rounding:
             return f"{seconds / scale:.2f} {unit}"
     return f"{seconds * 1e6:.1f} us"
+
+
+def span_text(low: float, high: float, text: Callable[[float], str]) -> str:
+    """A range as people read it; one number if both ends read the same.
+
+    Args:
+        low: The lower end.
+        high: The upper end.
+        text: Writes a number.
+
+    Example:
+
+    >>> span_text(0.0042, 0.0061, duration_text), span_text(1.0, 1.0, duration_text)
+    ('4.20 to 6.10 ms', '1.00 s')
+    """
+    first, last = text(low), text(high)
+    if first == last:
+        return first
+    number, _, unit = first.partition(" ")
+    same = unit and last.endswith(f" {unit}")
+    return f"{number if same else first} to {last}"
 
 
 def text_width() -> int:

@@ -30,13 +30,18 @@ class FitControl:
             that only look.
         outputs: What the last launch returned.
         step: The train steps of the model's life, if somebody looks.
+        at_end: Called when the fit ends, by an exception, too; `Profile` adds to it.
     """
 
     def __init__(self):
+        self.at_end: list[Callable[[], None]] = []
         self.end()
 
     def end(self) -> None:
         """Forgets the requests of a fit's callbacks."""
+        ending, self.at_end = self.at_end, []
+        for each in ending:
+            each()
         self.steps_left: int | None = None
         self.more_steps: Callable[[], int] | None = None
         self.watch: FiniteWatch | None = None

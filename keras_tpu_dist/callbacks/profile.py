@@ -1,0 +1,306 @@
+"""A trace of some steps of a fit, by JAX's profiler."""
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.extend
+import keras
+
+from keras_tpu_dist import _keras
+from keras_tpu_dist.common.checks import check_flags, checked_path, is_count
+from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.training.auto_steps import MOST_STEPS
+from keras_tpu_dist.training.fit_control import FitControl
+from keras_tpu_dist.training.membership import fit_in_training
+
+logger = logging.getLogger("keras_tpu_dist")
+
+MANIFEST = "profile.json"
+# Names of programs become names of files.
+_SAFE = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.")
+
+
+class Profile(keras.callbacks.Callback):
+    """Traces exactly the train steps from the first to the last, with JAX's profiler.
+
+    Steps count from 1 over the run: a fit that a `Checkpoint` resumes at step 700 goes on with 701.
+    With several steps a launch (`steps_per_execution`), the launches that hold them are traced
+    whole, and a line in the log says which steps those are. Before and after each trace the devices
+    are waited for, so that it holds nothing else; validation, if it comes between the steps, is
+    left out. What the steps take is measured by a clock, too, their input included.
+
+    The trace is stopped however the fit ends. If JAX's profiler is on already, or the steps never
+    run, a WARNING says so and training goes on. Below the directory, each process has a folder with
+    its traces (open it with `xprof --logdir`), the text of the programs that ran, and what
+    `read_profile` and `DryRun.compare` need.
+
+    Works under a `TPUStrategy`.
+
+    Args:
+        steps: The first and the last step.
+        directory: Where traces are written. An earlier profile of it is replaced.
+        all_processes: Whether every process traces its devices, or the first alone.
+
+    Attributes:
+        traced: The first and last step of each trace, of this fit or of one that it goes on with.
+
+    Raises:
+        ValueError: If an argument is of no such kind; in `fit`, without a `TPUStrategy`.
+
+    Example:
+
+    >>> import keras, numpy as np, keras_tpu_dist as ktd
+    >>> with ktd.TPUStrategy().scope():
+    ...     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    ...     model.compile("sgd", "mse")
+    >>> profile = ktd.callbacks.Profile(steps=(10, 13), directory="profile")
+    >>> _ = model.fit(x, y, callbacks=[profile])  # doctest: +SKIP
+    >>> profile.traced  # doctest: +SKIP
+    [(10, 13)]
+    """
+
+    def __init__(
+        self,
+        steps: tuple[int, int] = (10, 13),
+        directory: str | os.PathLike[str] = "profile",
+        all_processes: bool = True,
+    ):
+        super().__init__()
+        check_flags("Profile", all_processes=all_processes)
+        self.steps = _checked_steps(steps)
+        self.directory = checked_path(
+            "Profile", "Name a folder, such as directory='profile'.", directory=directory
+        )
+        self.all_processes = bool(all_processes)
+        self.traced: list[tuple[int, int]] = []
+        self._trainer: Any = None
+        self._fit: FitControl | None = None
+        self._trace: _Trace | None = None
+        self._made = 0
+        self._before_epoch = 0
+        self._gave_up = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The steps made and traced, for a fit that goes on."""
+        return {"made": self._made, "traced": [list(each) for each in self.traced]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on counting from a state.
+
+        Args:
+            state: What `state_dict` returned.
+        """
+        made, traced = state.get("made"), state.get("traced")
+        if is_count(made, 0):
+            self._made = self._before_epoch = made
+        if isinstance(traced, list):
+            pairs = [each for each in traced if isinstance(each, (list, tuple)) and len(each) == 2]
+            self.traced = [(a, b) for a, b in pairs if is_count(a, 1) and is_count(b, 1)]
+
+    def set_model(self, model):
+        """Notes the model; a fit counts from its first step unless it resumes."""
+        super().set_model(model)
+        # Not `self.model`: reading that makes the trainer copy its state to the variables.
+        self._trainer = model
+        self._made = self._before_epoch = 0
+        self.traced, self._gave_up = [], False
+
+    def on_train_begin(self, logs=None):
+        """Asks the fit to say when it ends."""
+        self._fit = fit_in_training(self._trainer)
+        if self._fit is None:
+            raise ValueError(
+                message(
+                    "Profile traces the launches of a TPUStrategy.",
+                    received="a fit without one.",
+                    fix="Build the model in TPUStrategy().scope(), or use jax.profiler.trace.",
+                )
+            )
+        self._fit.at_end.append(self._stop)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        """Notes how many steps were made before."""
+        self._before_epoch = self._made
+
+    def on_train_batch_begin(self, batch, logs=None):
+        """Starts a trace in front of a launch that may hold one of the steps."""
+        # Within an epoch that was resumed, Keras counts the batches before, too.
+        first = self._made + 1
+        wanted = first <= self.steps[1] and first + self._most_steps() > self.steps[0]
+        if self._trace is None and wanted and self._is_traced_here() and not self._gave_up:
+            self._start(first)
+
+    def on_train_batch_end(self, batch, logs=None):
+        """Counts the launch's steps, and ends a trace behind the last step."""
+        self._made = max(self._made, self._steps_made(batch))
+        if self._trace is not None and self._made >= self.steps[1]:
+            self._stop()
+
+    def on_test_begin(self, logs=None):
+        """Leaves validation out."""
+        self._stop()
+
+    def on_epoch_end(self, epoch, logs=None):
+        """Leaves what other callbacks do at the end of an epoch out."""
+        self._stop()
+
+    def on_train_end(self, logs=None):
+        """Says what was not traced."""
+        self._stop()
+        if self._is_traced_here() and not self._gave_up and not self.traced:
+            logger.warning(
+                "Profile(steps=%s): the fit ended after step %d, before these: nothing is traced",
+                self.steps,
+                self._made,
+            )
+
+    def _steps_made(self, batch: int) -> int:
+        return self._before_epoch + int(batch) + 1
+
+    def _most_steps(self) -> int:
+        steps = self._trainer.steps_per_execution
+        return steps if is_count(steps, 1) else MOST_STEPS
+
+    def _is_traced_here(self) -> bool:
+        return self.all_processes or jax.process_index() == 0
+
+    def _start(self, first: int) -> None:
+        folder = Path(self.directory) / f"process_{jax.process_index()}"
+        if not self.traced:
+            _removed(folder)
+        try:
+            self._trace = _Trace(folder / f"from_step_{first}", first)
+        except (RuntimeError, OSError) as error:
+            self._gave_up = True
+            logger.warning(
+                "Profile(steps=%s): JAX's profiler does not start, so nothing is traced: %s",
+                self.steps,
+                error,
+            )
+
+    def _stop(self) -> None:
+        if self._trace is None:
+            return
+        trace, self._trace = self._trace, None
+        last = self._made
+        try:
+            trace.stop()
+        except (RuntimeError, OSError) as error:
+            self._gave_up = True
+            logger.warning("Profile(steps=%s): the trace is not whole: %s", self.steps, error)
+            return
+        if last < max(trace.first, self.steps[0]):
+            # A launch that was shorter than most, or one that failed, held none of the steps.
+            _removed(trace.folder)
+            return
+        self.traced.append((trace.first, last))
+        if trace.first < self.steps[0] or last > self.steps[1]:
+            logger.info(
+                "Profile(steps=%s): the launches that hold them are steps %d to %d",
+                self.steps,
+                trace.first,
+                last,
+            )
+        trace.describe(last, self.steps, self._trainer)
+
+
+class _Trace:
+    """A trace that runs.
+
+    Args:
+        folder: Where it is written.
+        first: The first step of it.
+    """
+
+    def __init__(self, folder: Path, first: int):
+        self.folder, self.first = folder, first
+        folder.mkdir(parents=True, exist_ok=True)
+        _wait_for_devices()
+        options = jax.profiler.ProfileOptions()
+        # Python's calls would make most of the file.
+        options.python_tracer_level = 0
+        jax.profiler.start_trace(str(folder), profiler_options=options)
+        self._started = time.perf_counter()
+        self._seconds = 0.0
+
+    def stop(self) -> None:
+        """Waits for what was launched, and writes the trace."""
+        _wait_for_devices()
+        self._seconds = time.perf_counter() - self._started
+        jax.profiler.stop_trace()
+
+    def describe(self, last: int, asked: tuple[int, int], model: Any) -> None:
+        """Writes what is to be known beside the trace.
+
+        Args:
+            last: The last step of it.
+            asked: The steps that were asked for.
+            model: The model.
+        """
+        programs = {}
+        for name, text in _programs():
+            file = f"program_{len(programs)}.txt"
+            (self.folder / file).write_text(text)
+            programs[file] = name
+        devices = jax.local_devices()
+        described = {
+            "steps": [self.first, last],
+            "asked": list(asked),
+            "seconds": self._seconds,
+            "devices": len(devices),
+            "platform": devices[0].platform,
+            "device_kind": devices[0].device_kind,
+            "layers": sorted(_keras.layer_names(model)),
+            "programs": programs,
+            "jax": jax.__version__,
+        }
+        (self.folder / MANIFEST).write_text(json.dumps(described, indent=1))
+
+
+def _programs() -> list[tuple[str, str]]:
+    """Names and texts of the compiled train steps of this process."""
+    found = []
+    for executable in jax.extend.backend.get_backend().live_executables():
+        for module in executable.hlo_modules():
+            # One step, or several in a launch.
+            if module.name.startswith("jit_train_step"):
+                found.append((module.name, module.to_string()))
+    return found
+
+
+def _wait_for_devices() -> None:
+    """Waits until nothing that was launched runs any more."""
+    for array in jax.live_arrays():
+        # Another thread, such as the one that brings batches, may delete some.
+        with contextlib.suppress(RuntimeError, ValueError):
+            if not array.is_deleted():
+                array.block_until_ready()
+
+
+def _removed(folder: Path) -> None:
+    """Removes what an earlier profile wrote there."""
+    for trace in folder.glob("from_step_*"):
+        if (trace / MANIFEST).is_file() and not trace.is_symlink():
+            shutil.rmtree(trace, ignore_errors=True)
+    if folder.name.startswith("from_step_") and not folder.is_symlink():
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _checked_steps(steps: Any) -> tuple[int, int]:
+    pair = list(steps) if isinstance(steps, (tuple, list)) else []
+    if len(pair) == 2 and all(is_count(each, 1) for each in pair) and pair[0] <= pair[1]:
+        return int(pair[0]), int(pair[1])
+    raise ValueError(
+        message(
+            "steps of Profile are the first and the last train step to trace, counted from 1.",
+            received={"steps": steps},
+            fix="Write for example Profile(steps=(10, 13), directory='profile').",
+        )
+    )

@@ -1,0 +1,194 @@
+"""Ranges of quick effort, and what a check measured in the place of specifications."""
+
+import json
+import re
+
+import pytest
+
+import keras_tpu_dist as ktd
+from keras_tpu_dist.dryrun.diff import diff
+from keras_tpu_dist.dryrun.report import estimate
+from keras_tpu_dist.hardware.calibration import Calibration, published
+from keras_tpu_dist.hardware.topology import Topology
+from tests.dryrun.made import EVIL, made_run
+
+# What `python benchmarks/dry_run.py` printed, docs/numbers.md: the step of quick, and of exact.
+MEASURED = {
+    "transformer": (55.70e-3, 28.42e-3),
+    "ktd.LSTM": (617.6e-6, 246.8e-6),
+    "transformer scanned": (68.63e-3, 39.38e-3),
+    "MobileNetV2": (3.81e-3, 1.81e-3),
+    "ktd.GRU": (647.0e-6, 290.2e-6),
+    "ktd.SimpleRNN": (229.3e-6, 80.8e-6),
+}
+V5E = Topology.parse("v5e:4x4")
+
+
+def _quick(**options):
+    cost = made_run().cost
+    return estimate(cost, V5E, "quick", **options), estimate(cost, V5E, "exact")
+
+
+def test_a_range_for_quick_effort_and_a_number_for_exact():
+    quick, exact = _quick()
+    assert quick.step == exact.step
+    assert exact.span == (exact.step, exact.step)
+    low, high = quick.span
+    assert low < high
+    assert low >= max(quick.compute, quick.link)
+    assert high == pytest.approx(quick.kernels / 1.5 + quick.exposed_link)
+
+
+@pytest.mark.parametrize("model", MEASURED)
+def test_what_exact_effort_says_is_in_the_range_of_quick(model):
+    """As if all of the step were the compiler's cycles; the benchmark has the true parts."""
+    quick, exact = MEASURED[model]
+    assert quick / 3.5 < exact < quick / 1.5
+
+
+def test_no_number_of_quick_effort_stands_without_its_range():
+    quick, _ = _quick()
+    run = made_run(estimate=quick, model_flops=1e15, peak_flops=V5E.peak_flops(), tokens=2048)
+    low, high = run.step_range
+    text = str(run)
+    assert "effort quick" in text
+    for name in ("step, estimate", "matrix units busy", "model FLOPs utilisation", "per second"):
+        lines = [line for line in text.splitlines() if name in line]
+        assert lines, name
+        assert all(" to " in line for line in lines), lines
+    page = run._page()
+    for word in ("step, estimate of effort quick", f"bound by {quick.bound}", "not overlapped"):
+        assert word in page
+    assert "matrix units busy</dt>" in page
+    assert run.to_dict()["step_range"] == (low, high)
+    exact = made_run(estimate=estimate(run.cost, V5E), effort="exact")
+    assert " to " not in "".join(v for k, v in exact._time_rows())
+    ranges = [line for line in str(diff(run, exact)).splitlines() if line.startswith("  step ")]
+    assert " to " in ranges[0]
+
+
+def test_a_calibration_replaces_rates_and_range():
+    measured = Calibration(
+        "v5e",
+        {"bfloat16": 1e14},
+        hbm_bandwidth=4e11,
+        link_bandwidth=1e10,
+        quick=(0.4, 0.6),
+        exact=1.1,
+        source="a v5e-16",
+    )
+    applied = measured.applied(V5E)
+    assert applied.peak_flops() == 1e14
+    assert (applied.hbm_bandwidth, applied.link_bandwidth) == (4e11, 1e10)
+    assert applied.peak_flops("int8") == V5E.peak_flops("int8")
+    assert published(applied) == V5E
+    cost = made_run().cost
+    quick = estimate(cost, applied, "quick", measured)
+    assert quick.span == pytest.approx((0.4 * quick.step, 0.6 * quick.step))
+    exact = estimate(cost, applied, "exact", measured)
+    assert exact.span == pytest.approx((1.1 * exact.step, 1.1 * exact.step))
+    run = made_run(estimate=quick, calibration=str(measured))
+    assert "a v5e-16 (v5e: peak_flops, hbm_bandwidth" in run._page()
+    assert run.to_dict()["calibration"] == str(measured)
+
+
+def test_rates_are_those_of_one_device():
+    v3 = Topology.parse("v3-8")
+    applied = Calibration("v3", {"bfloat16": 5e13}, hbm_bandwidth=4e11).applied(v3)
+    assert applied.peak_flops() == 5e13
+    assert applied.hbm_bandwidth == 4e11
+    assert applied.chip.hbm_bandwidth == 8e11
+
+
+@pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), True, "1e12", None, [1e12]])
+def test_odd_values(value):
+    for name in ("hbm_bandwidth", "link_bandwidth", "dcn_bandwidth", "quick", "exact"):
+        if value is None or (name in ("quick", "exact") and value == [1e12]):
+            continue
+        with pytest.raises(ValueError, match=name):
+            Calibration("v5e", **{name: value})
+    with pytest.raises(ValueError, match="peak_flops"):
+        Calibration("v5e", {"bfloat16": value})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"chip": "v5"}, r"one kind of chip.*chip='v5'.*Did you mean"),
+        ({"chip": 3}, "one kind of chip"),
+        ({"chip": "v5e", "peak_flops": {"__class__": 1e12}}, "by dtype"),
+        ({"chip": "v5e", "peak_flops": 1e12}, "by dtype"),
+        ({"chip": "v5e", "quick": (0.6, 0.4)}, "smallest and the largest"),
+        ({"chip": "v5e", "exact": (1, 2, 3)}, "smallest and the largest"),
+        ({"chip": "v5e", "source": 3}, "says in words"),
+    ],
+)
+def test_odd_calibrations(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        Calibration(**arguments)
+
+
+def test_a_file(tmp_path):
+    path = tmp_path / "v5e.json"
+    measured = Calibration("v5e", {"int8": 3e14}, quick=(0.4, 0.5), source=EVIL)
+    measured.save(path)
+    assert Calibration.load(path) == measured
+    assert EVIL not in made_run(calibration=str(measured))._page()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "JSON file"),
+        ("[]", "one JSON object"),
+        ("[" * 100_000, "one JSON object|JSON file"),
+        ('{"chip": "v5e", "x": "' + "y" * 70_000 + '"}', "at most 64 KiB"),
+        ('{"hbm_bandwidth": 1e12}', "has the chip"),
+        ('{"chip": "v5e", "hbm_bandwith": 1e12}', "Did you mean 'hbm_bandwidth'"),
+        ('{"chip": "v5e", "__class__": "os.system"}', "unknown"),
+        ('{"chip": "v5e", "applied": 1}', "unknown"),
+        ('{"chip": "v5e", "hbm_bandwidth": NaN}', "finite number above 0"),
+        ('{"chip": "v5e", "hbm_bandwidth": Infinity}', "finite number above 0"),
+        ('{"chip": "v5e", "hbm_bandwidth": ' + "9" * 5000 + "}", "JSON file|finite"),
+        ('{"chip": "v5e", "exact": {"a": 1}}', "finite number|one factor"),
+        ('{"chip": ["v5e"]}', "one kind of chip"),
+    ],
+)
+def test_odd_files(text, words, tmp_path):
+    path = tmp_path / "c.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=words):
+        Calibration.load(path)
+
+
+def test_no_file(tmp_path):
+    with pytest.raises(ValueError, match="JSON file"):
+        Calibration.load(tmp_path / "none.json")
+    with pytest.raises(ValueError, match="JSON file"):
+        Calibration.load(tmp_path)
+    with pytest.raises(ValueError, match="is a path"):
+        Calibration.load(3)
+
+
+def test_another_chip_is_refused():
+    words = r"holds for the chip.*calibration of='v6e'.*v5e:4x4"
+    with pytest.raises(ValueError, match=words):
+        Calibration("v6e").applied(V5E)
+
+    def build():
+        raise AssertionError("is not built")
+
+    with pytest.raises(ValueError, match=words):
+        ktd.search(build, "v5e:4x4", 16, calibration=Calibration("v6e"))
+    with pytest.raises(ValueError, match="what was measured on a chip"):
+        ktd.search(build, "v5e:4x4", 16, calibration=3)
+    strategy = ktd.TPUStrategy(topology="v5e:4x4")
+    with pytest.raises(ValueError, match="what was measured on a chip"):
+        ktd.dry_run(build, strategy, batch_size=16, calibration={"chip": "v5e"})
+
+
+def test_a_file_is_taken_for_a_calibration(tmp_path):
+    path = tmp_path / "v5e.json"
+    path.write_text(json.dumps({"chip": "v6e"}))
+    with pytest.raises(ValueError, match=re.escape("holds for the chip")):
+        ktd.search(lambda: None, "v5e:4x4", 16, calibration=path)
