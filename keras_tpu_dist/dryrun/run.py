@@ -365,8 +365,7 @@ def _report(
     layer = Attribution(lowered.layer_names).layer
     if times is not None and topology is not None and cost is not None:
         notes.append(_assumption(verdict, topology, cost, lowered.calibration))
-    if fits is False:
-        notes += _remedies(lowered, total, measured, topology)
+    notes += _remedies(lowered, total, measured, topology) if fits is False else []
     notes += _beside_the_step(lowered, topology)
     if cost is not None:
         notes += _uncounted(cost)
