@@ -67,7 +67,7 @@ def _problem(job: Job, text: str, numbers: list[int]) -> Problem:
     # What only one device got wrong, it may itself have made of it.
     itself = not blamed or ("in the place of" in words and len(numbers) == 1)
     senders = [int(blamed)] if blamed else []
-    to_blame = tuple(sorted({*senders, *(numbers if itself else [])}))
+    to_blame: tuple[int, ...] = tuple(sorted(set(senders + (numbers if itself else []))))
     return Problem(
         f"{job}: {numbered(numbers)} {words}",
         "What devices send each other does not arrive as it should: gradients and activations "

@@ -17,6 +17,8 @@ from keras_tpu_dist.input.position import random_numbers, set_random_numbers
 from keras_tpu_dist.processes.arrays import whole
 
 _FEATURES, _CLASSES = 12, 4
+# Keras declares a text and takes a number.
+_SILENT: Any = 0
 
 
 def training(bench: Bench) -> CheckPart:
@@ -82,7 +84,7 @@ def _trained(bench: Bench, strategy: Any, x: Any, y: Any, rows: int) -> list[np.
     """Weights and loss after an epoch of three batches, the last of them smaller."""
     with _on(bench, strategy):
         model = _model()
-        history = model.fit(x, y, batch_size=rows, shuffle=False, verbose=0).history
+        history = model.fit(x, y, batch_size=rows, shuffle=False, verbose=_SILENT).history
     return [*_weights(model), np.asarray(history["loss"])]
 
 
@@ -120,7 +122,7 @@ def _after_an_error(
             yield x[rows : 2 * rows, :-1], y[rows : 2 * rows]
 
         try:
-            model.fit(batches(), steps_per_epoch=2, shuffle=False, verbose=0)
+            model.fit(batches(), steps_per_epoch=2, shuffle=False, verbose=_SILENT)
         except Exception:
             pass
         else:
@@ -129,7 +131,7 @@ def _after_an_error(
                 "Batches are not what the step is given.",
                 "Report it with the output of `ktd --version`.",
             )
-        model.fit(x[rows:], y[rows:], batch_size=rows, shuffle=False, verbose=0)
+        model.fit(x[rows:], y[rows:], batch_size=rows, shuffle=False, verbose=_SILENT)
     off = max(map(gap, _weights(model), expected[:-1]))
     if off > allowed:
         yield Problem(

@@ -81,8 +81,9 @@ class CheckPart(Printed):
         problems = tuple(
             Problem(**(p | {"devices": tuple(p["devices"])})) for p in plain["problems"]
         )
-        own = {name: value for name, value in plain.items() if name != "ok"}
-        return cls(**(own | {"problems": problems}))
+        own: dict[str, Any] = {name: value for name, value in plain.items() if name != "ok"}
+        own["problems"] = problems
+        return cls(**own)
 
     def __str__(self) -> str:
         return f"{self.name}: {self.left_out or self.words}"
