@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from keras_tpu_dist.common.printed import Printed
 from keras_tpu_dist.hardware.chips import Chip, of_kind
 from keras_tpu_dist.processes.channel import agree
 from keras_tpu_dist.training.protocol import Strategy
@@ -18,8 +19,8 @@ from keras_tpu_dist.training.protocol import Strategy
 HANGS_AFTER_S = 60.0
 
 
-@dataclass(frozen=True)
-class Job:
+@dataclass(frozen=True, repr=False)
+class Job(Printed):
     """What a launch is for.
 
     Args:

@@ -2,7 +2,7 @@
 
 import html
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from keras_tpu_dist.common.printed import Printed
@@ -81,7 +81,7 @@ class CheckPart(Printed):
         problems = tuple(
             Problem(**(p | {"devices": tuple(p["devices"])})) for p in plain["problems"]
         )
-        own: dict[str, Any] = {name: value for name, value in plain.items() if name != "ok"}
+        own: dict[str, Any] = {each.name: plain[each.name] for each in fields(cls)}
         own["problems"] = problems
         return cls(**own)
 

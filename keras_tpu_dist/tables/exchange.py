@@ -300,12 +300,19 @@ class Lookups:
         return rows, route._replace(rows=asked)
 
     def _in_rounds(self, table: Any, ids: Any, level: Any, rows: Any) -> Any:
-        def body(number: Any, rows: Any) -> Any:
+        # What is found leaves the loop as whole numbers: a conversion of it would else be made of
+        # the whole table, before the loop, whether that runs or not.
+        bits = functools.partial(
+            lax.bitcast_convert_type, new_dtype=f"uint{8 * table.dtype.itemsize}"
+        )
+
+        def body(number: Any, found: Any) -> Any:
             own, place = self.asked_in_round(ids, level, number)
             here = (place < self.places)[:, None]
-            return jnp.where(here, self.got(rows_at(table, own), place), rows)
+            return jnp.where(here, self.got(bits(rows_at(table, own)), place), found)
 
-        return rarely(jnp.where(level > 0, 1 << level, 0), body, rows)
+        found = rarely(jnp.where(level > 0, 1 << level, 0), body, bits(rows))
+        return lax.bitcast_convert_type(found, table.dtype)
 
     def asked_in_round(self, ids: Any, level: Any, number: Any) -> tuple[Any, Any]:
         """The rows that a device is asked for in a round, and the places of its own ids.
