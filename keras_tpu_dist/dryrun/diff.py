@@ -72,7 +72,7 @@ def diff(a: DryRun, b: DryRun) -> Diff:
         ),
     ]
     if a.estimate and b.estimate:
-        spans = [span_text(*run.estimate.span, duration_text) for run in (a, b)]
+        spans = [span_text(*each.span, duration_text) for each in (a.estimate, b.estimate)]
         ratio = f"{b.estimate.step / a.estimate.step:.2f}" if a.estimate.step else ""
         rows.append(("step", spans[0], spans[1], ratio))
         for name in ("compute", "hbm", "link", "exposed_link", "kernels"):

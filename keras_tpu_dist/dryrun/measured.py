@@ -479,9 +479,10 @@ def _manifest(path: Path) -> dict[str, Any]:
         data = None
     data = data if isinstance(data, Mapping) else {}
     steps, layers, seconds = data.get("steps"), data.get("layers"), data.get("seconds")
-    pair = isinstance(steps, list) and len(steps) == 2 and all(is_count(n, 1) for n in steps)
     right = (
-        pair
+        isinstance(steps, list)
+        and len(steps) == 2
+        and all(is_count(n, 1) for n in steps)
         and steps[0] <= steps[1]
         and isinstance(layers, list)
         and all(isinstance(name, str) for name in layers)

@@ -476,7 +476,8 @@ def _rates(run: DryRun) -> Iterator[tuple[str, str]]:
     if run.prompt_s is not None:
         yield "prompts, before the first token", duration_text(run.prompt_s)
     if run.token_limit_s is not None:
-        times = span_text(*(end / run.token_limit_s for end in e.span), "{:.2f}".format)
+        low, high = (end / run.token_limit_s for end in e.span)
+        times = span_text(low, high, "{:.2f}".format)
         limit = f"{duration_text(run.token_limit_s)}; the step takes {times} times as long"
         yield "weights and cache read once", limit
     if run.samples_per_second is not None:
