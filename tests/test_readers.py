@@ -115,6 +115,14 @@ MAY_SET = {
     ("_keras/trainer.py", "setattr(model, f'{kind}_function', None)"): "one of _GROUPS",
     ("_keras/marks.py", "object.__setattr__(target, self.attribute, value)"): "the mark's own",
     ("_keras/seam.py", "setattr(holder, replacement.name, by)"): "the table in the source",
+    (
+        "hardware/calibration.py",
+        "object.__setattr__(self, name, _positive(name, getattr(self, name)))",
+    ): "_RATES, in the source",
+    (
+        "hardware/calibration.py",
+        "object.__setattr__(self, name, _span(name, getattr(self, name)))",
+    ): "_FACTORS, in the source",
     ("processes/agreement.py", "setattr(callback, name, path)"): "_FILES, in the source",
 }
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from keras_tpu_dist.common.checks import checked_path
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.common.printed import Printed
 from keras_tpu_dist.hardware.chips import CHIPS
 from keras_tpu_dist.hardware.topology import Topology
 
@@ -22,8 +23,8 @@ _DTYPES = ("bfloat16", "float8", "int8")
 Span = tuple[float, float]
 
 
-@dataclass(frozen=True)
-class Calibration:
+@dataclass(frozen=True, repr=False)
+class Calibration(Printed):
     """Rates and factors that were measured on one kind of chip.
 
     Whatever is left out stays as the chip's specification, or the fit of this package, has it.

@@ -41,7 +41,7 @@ class RowTable:
         variable: The weight.
         place: Its place in the state.
         split: How it is split.
-        alike: The places in the state of what lies as it does, itself included.
+        alike: The places in the state of arrays with its shape and layout, itself included.
     """
 
     variable: Any
