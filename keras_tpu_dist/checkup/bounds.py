@@ -46,7 +46,7 @@ def gap(found: Any, expected: Any, scale: float | None = None) -> float:
         expected: What it should be.
         scale: The largest value of the whole, if these are parts of something.
     """
-    found, expected = (np.asarray(a, np.float64) for a in (found, expected))
+    found, expected = _wide(found), _wide(expected)
     if found.shape != expected.shape:
         return float("inf")
     scale = largest(expected) if scale is None else scale
@@ -61,4 +61,10 @@ def largest(array: Any) -> float:
     Args:
         array: The array.
     """
-    return float(np.max(np.abs(np.asarray(array, np.float64)), initial=0.0))
+    return float(np.max(np.abs(_wide(array)), initial=0.0))
+
+
+def _wide(array: Any) -> np.ndarray:
+    # A flipped bit may make a NaN of which NumPy warns.
+    with np.errstate(invalid="ignore"):
+        return np.asarray(array, np.float64)

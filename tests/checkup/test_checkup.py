@@ -152,7 +152,7 @@ def test_a_flipped_bit_in_kernels_and_repairs():
     for name in ("recurrent", "attention", "partitioner"):
         part = check.part(name)
         assert part.problems, name
-        assert all(4 in p.devices for p in part.problems), name
+        assert all(4 in p.devices for p in part.problems), [str(p) for p in part.problems]
 
 
 def test_a_launch_that_hangs_ends_the_check():
