@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -381,7 +382,7 @@ class _Traced:
         self.collectives: dict[str, float] = defaultdict(float)
         self.seen: set[int] = set()
         for file in sorted(folder.glob("plugins/profile/*/*.xplane.pb")):
-            self._read(jax.profiler.ProfileData.from_file(str(file)))
+            self._read(_trace(file))
 
     def _read(self, data: Any) -> None:
         for device, name, stats, seconds in device_events(data):
@@ -396,6 +397,18 @@ class _Traced:
                 continue
             op_name = str(stats.get("tf_op", "")).rstrip(":") or known.op_name
             self.layers[self._attribution.layer(op_name) if op_name else OTHER] += seconds
+
+
+def _trace(file: Path) -> Any:
+    """The `jax.profiler.ProfileData` of a file."""
+    # Its types are made when they are first asked for, of which newer Pythons warn: where warnings
+    # are errors, that would end the process.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        data = jax.profiler.ProfileData.from_file(str(file))
+        events = (event for plane in data.planes for line in plane.lines for event in line.events)
+        next((dict(event.stats) for event in events), None)
+    return jax.profiler.ProfileData.from_file(str(file))
 
 
 def device_events(data: Any) -> Iterator[tuple[int, str, dict[str, Any], float]]:

@@ -177,18 +177,19 @@ def test_what_sequence_length_leaves_open_is_in_the_error():
 
 
 def test_open_sizes_of_what_is_given():
-    x, y = jax.ShapeDtypeStruct((1, None), "int32"), jax.ShapeDtypeStruct((1, None, 4), "float32")
+    # jax.ShapeDtypeStruct takes no None since JAX 0.12.
+    x, y = keras.KerasTensor((1, None), "int32"), keras.KerasTensor((1, None, 4), "float32")
     lowered = lower(words, _strategy(), x=x, y=y, batch_size=8, sequence_length=32, platform="cpu")
     assert lowered.state.inputs == 4 * (32 + 32 * 4)
     x = jax.ShapeDtypeStruct((1, 32), "int32")
     with pytest.raises(ValueError, match=r"y of shape \(1, None, 4\).*y=jax\.ShapeDtypeStruct"):
         lower(words, _strategy(), x=x, y=y, batch_size=8, platform="cpu")
-    tokens = {"token_ids": jax.ShapeDtypeStruct((1, None), "int32")}
+    tokens = {"token_ids": keras.KerasTensor((1, None), "int32")}
     lowered = lower(
         subclassed,
         _strategy(),
         x=tokens,
-        y=jax.ShapeDtypeStruct((1, None), "int32"),
+        y=keras.KerasTensor((1, None), "int32"),
         batch_size=8,
         sequence_length=32,
         platform="cpu",
