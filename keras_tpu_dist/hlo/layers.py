@@ -11,6 +11,7 @@ _STRUCTURE = {
     "body",
     "cond",
     "closed_call",
+    "eval_jaxpr",
     "call_exported",
     "checkpoint",
     "rematted_computation",

@@ -257,6 +257,8 @@ def test_name_stacks_become_layers(op_name, layer, phase):
         ("jit(f)/jvp(cond)/dot_general", "cond"),
         ("jit(f)/transpose(jvp(while))/remat/dot_general", "while/remat"),
         ("jit(f)/jvp(lstm)/while/body/closed_call/cell/dot_general", "lstm/cell"),
+        # since JAX 0.12
+        ("jit(f)/while/body/eval_jaxpr/jvp(lstm)/cell/dot_general", "lstm/cell"),
         ("jit(f)/jvp(lstm)/while/cond/lt", "lstm"),
         ("jit(f)/jvp(lstm)/cond/branch_2_fun/cell/dot_general", "lstm/cell"),
         ("jit(f)/cond/branch_2_fun/scope/add", "scope"),
