@@ -353,10 +353,10 @@ def _report(
     measured = compiled[-1] if sized_on else verdict
     topology = lowered.topology
     sized = Topology.parse(sized_on) if sized_on else topology
-    cost, prompt, limit_bytes = _cost(lowered, measured, sized), None, 0
-    loop = _loop_cost(lowered, measured, sized)
+    loop, prompt, limit_bytes = _loop_cost(lowered, measured, sized), None, 0
+    cost = _cost(lowered, measured, sized) if loop is None else loop.round
     if loop is not None:
-        cost, prompt = loop.round, loop.outside
+        prompt = loop.outside
         limit_bytes = lowered.tokens_loop.read_bytes(loop.carried) if lowered.tokens_loop else 0
     times = _estimated(lowered, cost, verdict)
     stated = bytes_in_message(verdict.error or "", argument_bytes=lowered.state.arguments)
