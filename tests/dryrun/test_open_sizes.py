@@ -232,7 +232,7 @@ def test_predict_and_evaluate(make):
 
 @pytest.mark.slow
 def test_a_task_of_keras_hub():
-    keras_hub = pytest.importorskip("keras_hub")
+    keras_hub = pytest.importorskip("keras_hub", reason="there is no KerasHub here")
 
     def build():
         backbone = keras_hub.models.GPT2Backbone(
