@@ -351,7 +351,8 @@ class TPUStrategy(
 
         Args:
             what: `None` for the mesh; a model; a `keras.Variable`, where it lies
-                once its model runs; a `jax.Array`, where it lies now.
+                once its model runs; a `jax.Array`, where it lies now. A plan needs the
+                variable's model: of one that this strategy has not seen the picture warns.
 
         Returns:
             A picture that draws itself in a notebook; `print` it or `rich.print` it in a
@@ -362,7 +363,7 @@ class TPUStrategy(
         """
         from keras_tpu_dist.layout.picture import picture_of
 
-        def layout(variable: Any) -> NamedSharding:
+        def layout(variable: Any) -> tuple[NamedSharding, str]:
             return membership.layout_now(variable, self)
 
         return picture_of(what, self.layouts.mesh, self.placement, layout)
@@ -373,7 +374,9 @@ class TPUStrategy(
         Args:
             model: A model, built or with the variables it has so far.
         """
-        return self.layouts.placement(model, membership.given_layout)
+        placement = self.layouts.placement(model, membership.given_layout)
+        membership.note_asked(model, self)
+        return placement
 
     def get_data_layout(self, data_shape: Sequence[int]) -> NamedSharding:
         """The layout of an input whose first dimension is the batch.

@@ -6,6 +6,8 @@ from collections.abc import Collection, Iterable
 
 # What JAX and XLA put into a name stack around the names that Keras gives.
 _WRAPPED = re.compile(r"(?:jvp|vmap|remat|checkpoint|custom_jvp|custom_vjp)\(([^()]*)\)")
+# The backward pass of what is computed again: its scopes stand twice, transposed and as they were.
+_AGAIN = re.compile(r"(transpose\(jvp\(([^()]*)\)\)((?:/[^/]+)*?))/jvp\(\2\)\3(?=/checkpoint/)")
 _STRUCTURE = {
     "while",
     "body",
@@ -37,8 +39,10 @@ def names(op_name: str, known: Collection[str] = ()) -> tuple[str, ...]:
     >>> from keras_tpu_dist.hlo.layers import names
     >>> names("jit(call)/call_exported/jit(train_step)/transpose(jvp(block))/dense/dot_general")
     ('block', 'dense')
+    >>> names("transpose(jvp(block))/jvp(block)/checkpoint/rematted_computation/dense/dot_general")
+    ('block', 'dense')
     """
-    stack = op_name.partition(";")[0][:_LONGEST]
+    stack = _AGAIN.sub(r"\1", op_name.partition(";")[0][:_LONGEST])
     stack = stack.replace("transpose(", "(")
     while True:
         inner = _WRAPPED.sub(r"\1", stack)

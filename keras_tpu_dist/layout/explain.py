@@ -3,7 +3,7 @@
 import html
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,13 +16,22 @@ from keras_tpu_dist.common.printed import Printed
 from keras_tpu_dist.hardware.crossings import crossings_text
 from keras_tpu_dist.layout.placement import Placement, bytes_of
 from keras_tpu_dist.layout.rules import Decision, nearest_path
-from keras_tpu_dist.show.folding import Repeated, folded, relative, table_rows
+from keras_tpu_dist.show.folding import (
+    Repeated,
+    folded,
+    merged,
+    relative,
+    shapes_text,
+    short_rows,
+)
 from keras_tpu_dist.show.page import Shown
 from keras_tpu_dist.show.text import html_table, size_text, text_table, text_width, wrapped
 
 _LARGEST_SHOWN = 5
 # A replicated weight is worth a line from this part of a device's weights on.
 _WORTH_A_LINE = 0.01
+# The most layers that a remark names.
+_MOST_LAYERS = 4
 
 
 @dataclass(frozen=True, repr=False)
@@ -149,16 +158,11 @@ class Explanation(Shown):
 
     def entries(self) -> tuple[Any, ...]:
         """The rows by layer, with equal blocks that repeat as one `Repeated`."""
-
-        def key(row: VariableRow) -> tuple:
-            sizes = (row.bytes_per_device, row.slot_bytes, row.slot_bytes_per_device)
-            return row.shape, row.dtype, row.axes, sizes, row.reason, row.problem
-
-        return folded(self.rows, _path, key)
+        return folded(self.rows, _path, _key)
 
     def table(self) -> str:
         """Every weight on a line of its own, with its dtype and its optimizer slots."""
-        return text_table(_HEADER, [_cells(row) for row in self.rows], indent="")
+        return text_table(_HEADER, [_cells([row]) for row in self.rows], indent="")
 
     def to_dict(self) -> dict[str, Any]:
         """The explanation as plain dicts and lists, with the totals; every row is in it."""
@@ -170,8 +174,8 @@ class Explanation(Shown):
         if self.rows:
             header, rows = self._folded()
             lines.append(text_table(header, rows, indent=""))
-            blocks = any(isinstance(row, str) for row in rows)
-            lines += [f"all {len(self.rows)} weights: explain(model).table()"] if blocks else []
+            fewer = self._fewer(rows)
+            lines += [f"all {len(self.rows)} weights: explain(model).table()"] if fewer else []
         return "\n".join([*lines, *_lines(self._remarks())])
 
     def _title(self) -> str:
@@ -185,8 +189,8 @@ class Explanation(Shown):
     def _blocks(self) -> list[str]:
         header, rows = self._folded()
         whole = ""
-        if any(isinstance(row, str) for row in rows):
-            table = html_table(_HEADER, [_cells(row) for row in self.rows])
+        if self._fewer(rows):
+            table = html_table(_HEADER, [_cells([row]) for row in self.rows])
             whole = f"<details><summary>all {len(self.rows)} weights</summary>{table}</details>"
         lines = [f"<p>{html.escape(line)}</p>" for line in self._remarks()]
         summary = f"<p>{html.escape(self.summary)}</p>"
@@ -228,11 +232,16 @@ class Explanation(Shown):
         mixed = len({row.dtype for row in self.rows}) > 1
         slots = any(row.slot_bytes for row in self.rows)
         shown = [True, True, mixed, True, True, True, slots, True]
-        rows = [
-            row if isinstance(row, str) else tuple(c for c, yes in zip(row, shown) if yes)
-            for row in table_rows(self.entries(), _path, _cells, _amount)
-        ]
+
+        def cells(rows: Sequence[VariableRow], name: str, within: str) -> tuple[str, ...]:
+            return tuple(c for c, yes in zip(_cells(rows, name, within), shown) if yes)
+
+        rows = short_rows(self.rows, _path, _key, _alike, cells, _amount)
         return [name for name, yes in zip(_HEADER, shown) if yes], rows
+
+    def _fewer(self, rows: Sequence[Any]) -> bool:
+        """Whether a table for people shares lines among weights."""
+        return sum(not isinstance(row, str) for row in rows) < len(self.rows)
 
     def _remarks(self) -> list[str]:
         lines = [f"axes: {self.crossings}"] if self.crossings else []
@@ -377,19 +386,30 @@ def _ways(mesh, axes) -> int:
         return 1
 
 
-def _cells(row: VariableRow, within: str = "", indent: str = "") -> tuple[str, ...]:
-    """One row of a table; its path is relative to a block's, and so are those in its reason."""
-    reason = row.reason if not row.problem else f"PROBLEM: {row.problem}"
+def _cells(rows: Sequence[VariableRow], name: str = "", within: str = "") -> tuple[str, ...]:
+    """A line for rows that are alike; paths in its reason are relative to the block's."""
+    reasons = [r.reason if not r.problem else f"PROBLEM: {r.problem}" for r in rows]
     return (
-        f"{indent}{row.path.removeprefix(within)}",
-        str(row.shape),
-        row.dtype,
-        row.layout,
-        size_text(row.bytes),
-        size_text(row.bytes_per_device),
-        size_text(row.slot_bytes_per_device),
-        relative(reason, within),
+        name or rows[0].path,
+        shapes_text([row.shape for row in rows]),
+        rows[0].dtype,
+        rows[0].layout,
+        size_text(sum(row.bytes for row in rows)),
+        size_text(sum(row.bytes_per_device for row in rows)),
+        size_text(sum(row.slot_bytes_per_device for row in rows)),
+        relative(merged(reasons), within),
     )
+
+
+def _key(row: VariableRow) -> tuple:
+    """What is equal in blocks that are shown once."""
+    sizes = (row.bytes_per_device, row.slot_bytes, row.slot_bytes_per_device)
+    return row.shape, row.dtype, row.axes, sizes, row.reason, row.problem
+
+
+def _alike(row: VariableRow) -> tuple[Any, str]:
+    """What is equal in rows of any size that share a line, and the reason, but for its numbers."""
+    return (row.dtype, row.layout, bool(row.problem)), row.problem or row.reason
 
 
 def _amount(rows: Sequence[VariableRow]) -> str:
@@ -399,19 +419,19 @@ def _amount(rows: Sequence[VariableRow]) -> str:
 
 
 def _folded_lines(pairs: Iterable[tuple[str, str]]) -> list[str]:
-    """`path: words` of each pair; of layers that repeat with equal words, one line."""
+    """`paths: words` for the pairs with equal words, with layers that repeat as one."""
+    by_words: dict[str, list[str]] = {}
+    for path, words in pairs:
+        by_words.setdefault(words, []).append(path)
+    return [f"{_layers_text(paths)}: {words}" for words, paths in by_words.items()]
 
-    def lines(entries: Sequence[Any]) -> Iterator[str]:
-        for entry in entries:
-            if not isinstance(entry, Repeated):
-                yield f"{entry[0]}: {entry[1]}"
-            elif len(entry.rows) == 1:
-                yield f"{entry.words}: {entry.rows[0][1]}"
-            else:
-                inner = "; ".join(lines(entry.entries))
-                yield f"from {entry.first} to {entry.last}, x {entry.times}: {inner}"
 
-    return list(lines(folded(list(pairs), lambda pair: pair[0], lambda pair: pair[1])))
+def _layers_text(paths: Sequence[str]) -> str:
+    entries = folded(paths, str, lambda path: None)
+    blocks = [e for e in entries if isinstance(e, Repeated)]
+    if len(entries) > _MOST_LAYERS or any(len(block.rows) > 1 for block in blocks):
+        return f"{len(paths)} layers, {paths[0]} to {paths[-1]}"
+    return ", ".join(e.words if isinstance(e, Repeated) else e for e in entries)
 
 
 def _lines(texts: Sequence[str]) -> list[str]:

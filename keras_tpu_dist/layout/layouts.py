@@ -55,6 +55,11 @@ class Layouts:
             )
         self.setting = Setting(mesh, data_axes, self.layout, bool(shard_optimizer), batch_first)
 
+    @property
+    def planned_by_model(self) -> bool:
+        """Whether the layout of a variable depends on the rest of its model."""
+        return isinstance(self.layout, Planner)
+
     def owns(self, layout: Any) -> bool:
         """Whether a layout is on this mesh.
 

@@ -1,5 +1,6 @@
 """A picture of whatever `strategy.show` is given."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +26,7 @@ def picture_of(
     what: Any,
     mesh: Mesh,
     placement: Callable[[Any], Placement],
-    layout: Callable[[Any], NamedSharding],
+    layout: Callable[[Any], tuple[NamedSharding, str]],
 ) -> Picture:
     """Draws a mesh, a model, a variable or an array.
 
@@ -33,7 +34,7 @@ def picture_of(
         what: What to draw; `None` for the mesh.
         mesh: The strategy's mesh.
         placement: From a model to where the strategy places it.
-        layout: From a variable to where the strategy places it.
+        layout: From a variable to where the strategy places it, and to what is uncertain of that.
 
     Returns:
         The picture.
@@ -50,7 +51,8 @@ def picture_of(
     if isinstance(what, keras.Model):
         return ModelPicture(explain_model(what, placement(what), mesh))
     if isinstance(what, keras.Variable):
-        return picture_of_tensor(what.path, what.shape, layout(what))
+        sharding, note = layout(what)
+        return dataclasses.replace(picture_of_tensor(what.path, what.shape, sharding), note=note)
     if isinstance(what, jax.Array) and isinstance(what.sharding, NamedSharding):
         return picture_of_tensor("array", what.shape, what.sharding)
     raise ValueError(

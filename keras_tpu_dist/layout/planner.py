@@ -26,7 +26,7 @@ from keras_tpu_dist.hardware.mesh import sequence_axis, state_axes
 from keras_tpu_dist.layout.activations import block_outputs
 from keras_tpu_dist.layout.rules import Decision, LayoutRules
 from keras_tpu_dist.layout.tensor import TensorPlan
-from keras_tpu_dist.show.folding import folded, relative, table_rows
+from keras_tpu_dist.show.folding import merged, relative, shapes_text, short_rows
 from keras_tpu_dist.show.page import Shown
 from keras_tpu_dist.show.text import html_table, text_table
 
@@ -123,14 +123,16 @@ class Plan(Shown):
             _, shape, decision = each
             return shape, decision.axes, decision.reason
 
-        def cells(each, within: str, indent: str) -> tuple[str, ...]:
-            path, shape, decision = each
-            layout = layout_text(decision.axes, len(shape))
-            name = f"{indent}{path.removeprefix(within)}"
-            return name, str(shape), layout, relative(decision.reason, within)
+        def alike(each) -> tuple[str, str]:
+            _, shape, decision = each
+            return layout_text(decision.axes, len(shape)), decision.reason
 
-        entries = folded(self.decisions, _path, key)
-        return list(table_rows(entries, _path, cells))
+        def cells(those, name: str, within: str) -> tuple[str, ...]:
+            shapes = [shape for _, shape, _ in those]
+            reasons = merged(decision.reason for _, _, decision in those)
+            return name, shapes_text(shapes), alike(those[0])[0], relative(reasons, within)
+
+        return short_rows(self.decisions, _path, key, alike, cells)
 
 
 def _path(decision: tuple[str, tuple[int, ...], Decision]) -> str:

@@ -1,14 +1,22 @@
 """Equal blocks of a model shown once: what repeats in a list of paths."""
 
+import dataclasses
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from keras_tpu_dist.show.text import text_table, text_width
+
+# A table of more lines than this is not read: rows that are alike share one.
+MOST_LINES = 48
 # Fewer lines saved are not worth a reader's second look.
 _LEAST_SAVED = 4
 # The most layers of a block that is looked for among layers side by side.
 _LONGEST_BLOCK = 200
+# The most names in braces.
+_MOST_NAMES = 6
 
 
 @dataclass(frozen=True)
@@ -35,6 +43,275 @@ class Repeated:
         if self.first == self.last:
             return self.first
         return f"{self.first} .. {self.last}"
+
+
+@dataclass(frozen=True)
+class Alike:
+    """Rows that share a line.
+
+    Attributes:
+        rows: The rows.
+        pattern: What all of their paths match, with `*` for what differs, if they are from
+            anywhere in the model; `""` if they follow one another in one layer.
+    """
+
+    rows: tuple[Any, ...]
+    pattern: str = ""
+
+    def name(self, path: Callable[[Any], str], within: str = "") -> str:
+        """The paths of its rows in few words.
+
+        Args:
+            path: From a row to its path.
+            within: What all paths start with, which is left out.
+
+        Example:
+
+        >>> Alike(("norm/gamma", "norm/beta")).name(str)
+        'norm/{gamma, beta}'
+        >>> Alike(("block/up_dense/kernel", "block/gate_dense/kernel")).name(str, "block/")
+        '{up, gate}_dense/kernel'
+        """
+        return self.pattern or _braced([path(row).removeprefix(within) for row in self.rows])
+
+
+def short_rows(
+    rows: Sequence[Any],
+    path: Callable[[Any], str],
+    key: Callable[[Any], Any],
+    alike: Callable[[Any], tuple[Any, str]],
+    cells: Callable[[Sequence[Any], str, str], tuple[str, ...]],
+    size: Callable[[Sequence[Any]], str] = lambda rows: "",
+) -> list[tuple[str, ...] | str]:
+    """Rows for `text_table` and `html_table`, no more than a reader looks through.
+
+    First equal blocks are folded. If `MOST_LINES` are not enough, rows share a line from anywhere
+    in the model: those of one kind of layer whose numbers differ, then those with the same last
+    name, then all with one layout.
+
+    Args:
+        rows: The rows.
+        path: From a row to its path, with `/` between names.
+        key: From a row to what has to be equal in equal blocks.
+        alike: From a row to what has to be equal in a shared line, and to a sentence in which
+            numbers and quoted names may differ.
+        cells: From rows that share a line to its cells, given their name and the path above them.
+        size: From the rows of a block to what is said of one of them.
+    """
+    found: list[tuple[str, ...] | str] = []
+    for entries in _shorter_and_shorter(rows, path, key, alike):
+        found = list(table_rows(entries, path, cells, size))
+        if len(text_table((), found, indent="").splitlines()) <= MOST_LINES:
+            break
+    return found
+
+
+def _shorter_and_shorter(rows, path, key, alike) -> Iterator[tuple[Any, ...]]:
+    yield _joined(folded(rows, path, key), path, key)
+    # What does not train stands with its layer.
+    layers = children_of(rows, lambda row: path(row).rpartition("/")[0] + "/")
+    ordered = [row for those in layers.values() for row in those]
+    yield _of_one_kind(families(ordered, path, alike, kind_of), path, key)
+    for label in (lambda name: name.rpartition("/")[2], lambda name: ""):
+        yield families(ordered, path, alike, label)
+
+
+def families(
+    rows: Iterable[Any],
+    path: Callable[[Any], str],
+    alike: Callable[[Any], tuple[Any, str]],
+    label: Callable[[str], str],
+) -> tuple[Alike, ...]:
+    """Rows that are alike, from anywhere in the model, in the order of the first of each.
+
+    Args:
+        rows: The rows.
+        path: From a row to its path.
+        alike: From a row to what has to be equal, and to a sentence in which numbers and quoted
+            names may differ.
+        label: From a path to what has to be equal of it.
+
+    Example:
+
+    >>> paths = ["conv_0/kernel", "conv_0/bias", "conv_1/kernel", "conv_1/bias"]
+    >>> [each.pattern for each in families(paths, str, lambda row: ((), ""), kind_of)]
+    ['conv_*/kernel', 'conv_*/bias']
+    """
+    found: dict[tuple, list[Any]] = {}
+    for row in rows:
+        equal, sentence = alike(row)
+        kind = label(path(row)), equal, re.sub(r"'[^']*'|\d+", "#", sentence)
+        found.setdefault(kind, []).append(row)
+    return tuple(Alike(tuple(those), pattern_of(map(path, those))) for those in found.values())
+
+
+def _of_one_kind(those: Iterable[Alike], path, key) -> tuple[Alike, ...]:
+    """Neighbours that are equal, weight by weight, in the same layers as one."""
+    found: list[Alike] = []
+    for each in those:
+        last = found[-1] if found else each
+        layers = [[kind_of(path(row).rpartition("/")[0]) for row in a.rows] for a in (last, each)]
+        rows = len(each.rows)
+        equal = [*map(key, last.rows[-rows:])] == [*map(key, each.rows)]
+        if last is not each and layers[0][-rows:] == layers[1] and equal:
+            together = (*last.rows, *each.rows)
+            found[-1] = Alike(together, pattern_of(map(path, together)))
+        else:
+            found.append(each)
+    return tuple(found)
+
+
+def kind_of(name: str) -> str:
+    """A path with `#` for the numbers, and numbers with a letter, that tell its layers apart.
+
+    Args:
+        name: The path.
+
+    Example:
+
+    >>> kind_of("block2a_conv/kernel"), kind_of("dense_12/bias")
+    ('block#_conv/kernel', 'dense/bias')
+    """
+    return re.sub(r"\d+[a-z]?(?![a-z0-9])|\d+", "#", re.sub(r"_\d+(?![A-Za-z0-9_])", "", name))
+
+
+def pattern_of(paths: Iterable[str]) -> str:
+    """What paths match, with `*` for numbers, layers or names that differ.
+
+    Args:
+        paths: The paths, at least one.
+
+    Example:
+
+    >>> pattern_of(["block2a_conv/kernel", "block2b_conv/kernel"])
+    'block*_conv/kernel'
+    >>> pattern_of(["a/gamma", "b/beta"])
+    '*/{gamma, beta}'
+    """
+    known = list(dict.fromkeys(paths))
+    if len(known) == 1:
+        return known[0]
+    if len({kind_of(each) for each in known}) == 1:
+        numbers = [re.split(r"(\d+[a-z]?(?![a-z0-9])|\d+)", each) for each in known]
+        if len({len(each) for each in numbers}) == 1:
+            return "".join(each[0] if len({*each}) == 1 else "*" for each in zip(*numbers))
+        # Of automatic names, the first has no number.
+        return kind_of(known[0]).replace("#", "*").replace("/", "*/")
+    layers, names = zip(*(each.rpartition("/")[::2] for each in known))
+    above = pattern_of(layers) if len({*map(kind_of, layers)}) == 1 else "*"
+    return f"{above}/{_braced(names)}" if above else _braced(names)
+
+
+def shapes_text(shapes: Sequence[tuple[int, ...]]) -> str:
+    """Shapes in few words: how many, and the smallest and the largest if they differ.
+
+    Args:
+        shapes: The shapes, at least one.
+
+    Example:
+
+    >>> shapes_text([(8,)]), shapes_text([(8,), (8,)]), shapes_text([(8, 4), (2, 2), (4, 4)])
+    ('(8,)', '2 x (8,)', '3 x (2, 2) to (8, 4)')
+    """
+    low, high = min(shapes, key=math.prod), max(shapes, key=math.prod)
+    times = f"{len(shapes)} x " if len(shapes) > 1 else ""
+    return f"{times}{low}" if low == high else f"{times}{low} to {high}"
+
+
+def merged(texts: Iterable[str]) -> str:
+    """Sentences that differ in numbers and quoted names, as one.
+
+    Args:
+        texts: The sentences, at least one.
+
+    Example:
+
+    >>> merged(["after 'conv_1': 64 of 4096 elements", "after 'conv_2': 8 of 4096 elements"])
+    "after 'conv_*': 8 to 64 of 4096 elements"
+    """
+    known = list(dict.fromkeys(texts))
+    if len(known) == 1:
+        return known[0]
+    parts = [re.split(r"('[^']*'|\d+)", each) for each in known]
+    if len({len(each) for each in parts}) > 1:
+        return f"{known[0]}, and the like"
+    return "".join(_merged_part([*dict.fromkeys(each)]) for each in zip(*parts))
+
+
+def _merged_part(those: list[str]) -> str:
+    if len(those) == 1:
+        return those[0]
+    if all(each.isdecimal() for each in those):
+        numbers = sorted(map(int, those))
+        return f"{numbers[0]} to {numbers[-1]}"
+    if len({kind_of(each) for each in those}) == 1:
+        return pattern_of(those)
+    return "'...'"
+
+
+def _braced(names: Sequence[str]) -> str:
+    """Names that differ in one part, with the parts in braces."""
+    levels = zip(*(name.split("/") for name in names))
+    return "/".join(level[0] if len({*level}) == 1 else _choice(level) for level in levels)
+
+
+def _choice(names: Iterable[str]) -> str:
+    """Names in braces, without what all of them start and end with."""
+    kinds: dict[str, list[str]] = {}
+    for name in dict.fromkeys(names):
+        kinds.setdefault(kind_of(name), []).append(name)
+    known = [pattern_of(those) if len(those) > _MOST_NAMES else those for those in kinds.values()]
+    words = [word for those in known for word in ([those] if isinstance(those, str) else those)]
+    if len(words) == 1:
+        return words[0]
+    parts = [re.findall(r"[^_]+_?", word) for word in words]
+    start, end = _shared(parts), _shared([part[::-1] for part in parts])
+    shortest = min(map(len, parts))
+    end = min(end, shortest - start)
+    before = "".join(parts[0][:start])
+    after = "".join(parts[0][len(parts[0]) - end :])
+    inner = [word[len(before) : len(word) - len(after)].rstrip("_") for word in words]
+    if after and all(inner):
+        after = f"_{after}"
+    elif not all(inner):
+        before, after, inner = "", "", words
+    more = len(inner) - _MOST_NAMES
+    shown = inner if more <= 0 else [*inner[:_MOST_NAMES], f"{more} more"]
+    return f"{before}{{{', '.join(shown)}}}{after}"
+
+
+def _shared(parts: Sequence[Sequence[str]]) -> int:
+    """How many parts all start with."""
+    count = 0
+    for level in zip(*parts):
+        if len({*level}) > 1:
+            break
+        count += 1
+    return count
+
+
+def _joined(entries: Iterable[Any], path, key) -> tuple[Any, ...]:
+    """Entries in which neighbours of one layer that are equal but for one name share a line."""
+    found: list[Any] = []
+    for entry in entries:
+        if isinstance(entry, Repeated):
+            found.append(dataclasses.replace(entry, entries=_joined(entry.entries, path, key)))
+        elif found and isinstance(found[-1], Alike) and _joins(found[-1], entry, path, key):
+            found[-1] = Alike((*found[-1].rows, entry))
+        else:
+            found.append(Alike((entry,)))
+    return tuple(found)
+
+
+def _joins(those: Alike, row: Any, path, key) -> bool:
+    if key(those.rows[0]) != key(row):
+        return False
+    names = [path(each).split("/") for each in (*those.rows, row)]
+    if len({*map(len, names)}) > 1:
+        return False
+    differ = [n for n, level in enumerate(zip(*names)) if len({*level}) > 1]
+    # Layers side by side have lines of their own, parts of one layer share one.
+    return len(differ) == 1 and differ[0] > 0
 
 
 def folded(
@@ -88,7 +365,7 @@ def folded(
 def table_rows(
     entries: Sequence[Any],
     path: Callable[[Any], str],
-    cells: Callable[[Any, str, str], tuple[str, ...]],
+    cells: Callable[[Sequence[Any], str, str], tuple[str, ...]],
     size: Callable[[Sequence[Any]], str] = lambda rows: "",
     within: str = "",
     indent: str = "",
@@ -96,22 +373,25 @@ def table_rows(
     """Folded rows for `text_table` and `html_table`: a line for each block, its rows below it.
 
     Args:
-        entries: What `folded` gives.
+        entries: `Alike` and `Repeated`.
         path: From a row to its path.
-        cells: From a row to its cells, given the path that stands above it and its indent.
+        cells: From rows that share a line to its cells, given their name and the path above them.
         size: From the rows of a block to what is said of one of them.
         within: The path above all entries, with a slash at its end, or `""`.
         indent: What the first cells start with.
     """
     for entry in entries:
-        if not isinstance(entry, Repeated):
-            yield cells(entry, within, indent)
+        if isinstance(entry, Alike):
+            yield cells(entry.rows, f"{indent}{entry.name(path, within)}", within)
             continue
         # Of a block of one layer, paths are relative to it.
         alone = all(path(row).startswith(f"{entry.first}/") for row in entry.rows)
         name = entry.words if alone else f"from {entry.first} to {entry.last}"
         each = size(entry.rows)
-        yield f"{indent}{name}  x {entry.times}{f', each {each}' if each else ''}"
+        words = f"  x {entry.times}{f', each {each}' if each else ''}"
+        if alone and len(indent + name + words) > text_width():
+            name = f"{entry.first} .. {entry.last.removeprefix(entry.first.rstrip('0123456789'))}"
+        yield indent + name + words
         inner = f"{entry.first}/" if alone else within
         yield from table_rows(entry.entries, path, cells, size, inner, f"{indent}  ")
 

@@ -19,7 +19,14 @@ from keras_tpu_dist.show.colours import (
     axis_colours,
     axis_legend,
 )
-from keras_tpu_dist.show.folding import Repeated, children_of
+from keras_tpu_dist.show.folding import (
+    Repeated,
+    children_of,
+    families,
+    kind_of,
+    pattern_of,
+    shapes_text,
+)
 from keras_tpu_dist.show.page import bar, legend
 from keras_tpu_dist.show.pictures import Picture, svg_below
 from keras_tpu_dist.show.svg import svg_box, svg_document, svg_text
@@ -31,6 +38,8 @@ _COLUMNS = ("weight", "shape", "layout", "bytes", "a device", "")
 _LETTER, _THIN = 6.6, 2.0
 # The least share of the widest box that has room for a label on a page.
 _LABELLED = 0.03
+# With more boxes, layers of one kind share one; a box of more weights lists them by kind.
+_MOST_BOXES, _MOST_WEIGHTS = 24, 12
 
 
 @dataclass(frozen=True)
@@ -42,12 +51,14 @@ class Box:
         times: How often the model has it.
         rows: The weights of one of them.
         within: What all of their paths start with.
+        layers: How many layers of one kind share the box, with all of their weights in `rows`.
     """
 
     words: str
     times: int
     rows: tuple[Any, ...]
     within: str
+    layers: int = 1
 
     @property
     def bytes(self) -> int:
@@ -63,6 +74,8 @@ class Box:
     def title(self) -> str:
         """Its layers, how often they repeat, and their bytes."""
         sizes = f"{size_text(self.bytes)}, {size_text(self.bytes_per_device)} a device"
+        if self.layers > 1:
+            return f"{self.words}, {self.layers} layers: {sizes}"
         if self.times == 1:
             return f"{self.words}: {sizes}"
         return f"{self.words}  x {self.times}, each {sizes}"
@@ -79,7 +92,7 @@ class ModelPicture(Picture):
     explanation: Any
 
     def boxes(self) -> list[Box]:
-        """The blocks in order, equal ones that repeat as one."""
+        """The blocks in order, equal ones that repeat as one; of many, those of one kind as one."""
         e = self.explanation
         above = _common(row.path for row in e.rows)
         found: list[Box] = []
@@ -93,7 +106,8 @@ class ModelPicture(Picture):
             loose = []
             within = _common(row.path for row in entry.rows)
             found.append(Box(entry.words, entry.times, entry.rows, within))
-        return [*found, *_layers(loose, above)]
+        found += _layers(loose, above)
+        return found if len(found) <= _MOST_BOXES else _by_kind(_layers(e.rows, above))
 
     def to_dict(self) -> dict[str, Any]:
         """The picture as plain dicts and lists."""
@@ -123,16 +137,18 @@ class ModelPicture(Picture):
 
     def _text_table(self) -> Text:
         """The weights by block, each with a bar in the colour of its axis."""
-        largest = max((row.bytes for row in self.explanation.rows), default=1)
+        lines = [(box, _text_lines(box)) for box in self.boxes()]
+        largest = max((_sum(those) for _, found in lines for _, those in found), default=1)
         rows: list[tuple[str, ...] | str] = []
         colours = []
-        for box in self.boxes():
+        for box, found in lines:
             rows.append(box.title)
-            for row in box.rows:
-                sizes = size_text(row.bytes), size_text(row.bytes_per_device)
-                name = f"  {row.path.removeprefix(box.within)}"
-                rows.append((name, str(row.shape), row.layout, *sizes, _text_bar(row, largest)))
-                colours.append(self._colours(row)[0])
+            for name, those in found:
+                whole, here = _sum(those), sum(row.bytes_per_device for row in those)
+                shapes = shapes_text([row.shape for row in those])
+                drawn = size_text(whole), size_text(here), _text_bar(whole, here, largest)
+                rows.append((f"  {name}", shapes, those[0].layout, *drawn))
+                colours.append(self._colours(those[0])[0])
         text = Text(text_table(_COLUMNS, rows, indent="") if rows else "")
         for found, colour in zip(re.finditer("[█▏]+░*", text.plain), colours):
             text.stylize(colour, found.start(), found.end())
@@ -280,13 +296,47 @@ def _common(paths: Iterable[str]) -> str:
     return "".join(f"{name}/" for name in shared)
 
 
-def _text_bar(row: Any, largest: int) -> str:
+def _by_kind(boxes: Sequence[Box]) -> list[Box]:
+    """One box for the layers whose names differ in numbers alone."""
+    kinds: dict[str, list[Box]] = {}
+    for box in boxes:
+        kinds.setdefault(kind_of(box.words), []).append(box)
+    found = []
+    for those in kinds.values():
+        rows = tuple(row for box in those for row in box.rows)
+        words = pattern_of([box.words for box in those])
+        within = _common(map(_path, rows))
+        found.append(those[0] if len(those) == 1 else Box(words, 1, rows, within, len(those)))
+    return found
+
+
+def _text_lines(box: Box) -> list[tuple[str, tuple[Any, ...]]]:
+    """The weights of a box with their name; of many, those of one name and layout together."""
+    if len(box.rows) <= _MOST_WEIGHTS:
+        return [(row.path.removeprefix(box.within), (row,)) for row in box.rows]
+    alike = families(box.rows, _path, lambda row: (row.layout, ""), _last)
+    return [(_last(each.rows[0].path), each.rows) for each in alike]
+
+
+def _last(path: str) -> str:
+    return path.rpartition("/")[2]
+
+
+def _sum(rows: Iterable[Any]) -> int:
+    return sum(row.bytes for row in rows)
+
+
+def _path(row: Any) -> str:
+    return row.path
+
+
+def _text_bar(size: int, here: int, largest: int) -> str:
     """As long as its bytes; what one device holds is full."""
-    whole = max(1, round(_BAR * row.bytes / max(largest, 1)))
-    if whole == 1 and row.bytes_per_device < row.bytes:
+    whole = max(1, round(_BAR * size / max(largest, 1)))
+    if whole == 1 and here < size:
         return "▏"
-    here = min(whole, max(1, math.ceil(whole * row.bytes_per_device / max(row.bytes, 1))))
-    return "█" * here + "░" * (whole - here)
+    full = min(whole, max(1, math.ceil(whole * here / max(size, 1))))
+    return "█" * full + "░" * (whole - full)
 
 
 def _words(row: Any) -> str:

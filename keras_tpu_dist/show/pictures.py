@@ -27,7 +27,7 @@ from keras_tpu_dist.show.colours import (
 )
 from keras_tpu_dist.show.page import Shown, delivered, file_of
 from keras_tpu_dist.show.svg import svg_box, svg_document, svg_text
-from keras_tpu_dist.show.text import text_width
+from keras_tpu_dist.show.text import text_width, wrapped
 
 PANELS_SHOWN = 64
 
@@ -178,6 +178,7 @@ class TensorPicture(Picture):
         columns: The dimension drawn to the right, or `None`.
         axes: One entry per dimension: the mesh axes that split it.
         mesh: Axis names and sizes.
+        note: What is uncertain about the layout, or `""`.
     """
 
     name: str
@@ -188,6 +189,7 @@ class TensorPicture(Picture):
     columns: int | None
     axes: Axes = ()
     mesh: dict[str, int] = field(default_factory=dict)
+    note: str = ""
 
     def panels(self) -> list[tuple[str, list[list[Piece]]]]:
         """Grids of pieces with their titles, in the order of the other dimensions."""
@@ -231,7 +233,8 @@ class TensorPicture(Picture):
 
     def _left_out(self) -> list[str]:
         shared = colours_left_out(len(self.pieces), "pieces")
-        return [words for words in (panels_left_out(self.panels()), shared) if words]
+        known = panels_left_out(self.panels()), shared, *wrapped(self.note, 70)
+        return [words for words in known if words]
 
     def _colours(self) -> dict[Piece, str]:
         return {piece: apart(n) for n, piece in enumerate(self.pieces)}

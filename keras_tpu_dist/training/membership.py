@@ -290,7 +290,21 @@ def choose_layout(variable: Any, strategy: Strategy) -> Any:
     return layout if _keras.variable_layout(variable) is not None else chosen(variable, layout)
 
 
-def layout_now(variable: Any, strategy: Strategy) -> Any:
+# Models of which a strategy was asked where their variables lie.
+_asked: "weakref.WeakKeyDictionary[Any, weakref.WeakSet]" = weakref.WeakKeyDictionary()
+
+
+def note_asked(model: Any, strategy: Strategy) -> None:
+    """Notes that a strategy was asked for a model's placement, so that its variables are known.
+
+    Args:
+        model: The model; it may belong to no strategy, or to another one.
+        strategy: The strategy.
+    """
+    _asked.setdefault(model, weakref.WeakSet()).add(strategy)
+
+
+def layout_now(variable: Any, strategy: Strategy) -> tuple[Any, str]:
     """The layout of a variable once its model has run, which `explain` shows.
 
     Args:
@@ -298,22 +312,42 @@ def layout_now(variable: Any, strategy: Strategy) -> Any:
             has, or the one it would get if it is not on the strategy's mesh.
         strategy: The strategy.
 
+    Returns:
+        The layout, and what is uncertain about it, or `""`.
+
     Raises:
         ValueError: If the layout does not fit the variable's shape or the mesh.
     """
     model = _model_of(variable, strategy)
     if model is not None:
         placement = strategy.placement(model)
-        return strategy.layouts.target(variable, given_layout(variable), placement)
+        return strategy.layouts.target(variable, given_layout(variable), placement), ""
     layout = _keras.variable_layout(variable)
-    return layout if strategy.layouts.owns(layout) else choose_layout(variable, strategy)
+    if strategy.layouts.owns(layout):
+        return layout, ""
+    alone = strategy.layouts.planned_by_model and given_layout(variable) is None
+    return choose_layout(variable, strategy), _ALONE if alone else ""
+
+
+_ALONE = (
+    "planned without its model, which this strategy has not seen: call strategy.explain(model) "
+    "first, or strategy.show(model), for the layout that it gets"
+)
 
 
 def _model_of(variable: Any, strategy: Strategy) -> Any:
-    """The largest built model of a strategy that has a variable, or `None`."""
+    """The largest built model with a variable: the strategy's own, or one it was asked about."""
+    own = [model for model, member in list(_members.items()) if member.strategy is strategy]
+    found = _largest_with(variable, own)
+    if found is not None:
+        return found
+    return _largest_with(variable, [m for m, those in list(_asked.items()) if strategy in those])
+
+
+def _largest_with(variable: Any, models: list[Any]) -> Any:
     found = None, 0
-    for model, member in list(_members.items()):
-        if member.strategy is not strategy or not _keras.is_built(model):
+    for model in models:
+        if not _keras.is_built(model):
             continue
         variables = _keras.state_variables(model)
         if len(variables) > found[1] and any(v is variable for v in variables):

@@ -243,6 +243,14 @@ def test_a_loop_for_ids_that_seldom_come_counts_nothing(caplog):
         ("jit(f)/adam/sub;jit(f)/adam/mul", "adam", "f"),
         ("jit(f)/jvp(custom)/my_scope/add", "custom", "f"),
         ("args[0][2]", "(other)", "f"),
+        # computed again for the gradients, by JAX 0.10 to 0.12
+        ("jit(f)/transpose(jvp(mha))/jvp(mha)/checkpoint/query/dot_general", "mha/query", "b"),
+        (
+            "jit(f)/transpose(jvp(lstm))/mha/jvp(lstm)/mha/checkpoint/rematted_computation/query/dot",
+            "lstm/mha/query",
+            "b",
+        ),
+        ("jit(f)/transpose(jvp(mha))/mha/query/dot_general", "mha/mha/query", "b"),
     ],
 )
 def test_name_stacks_become_layers(op_name, layer, phase):

@@ -1,4 +1,5 @@
 import json
+import re
 
 import keras
 import numpy as np
@@ -126,6 +127,71 @@ def test_a_decoder_of_seven_billion_is_forty_lines(layout):
     assert len(explanation.to_dict()["rows"]) == 291
     assert len(explanation.table().splitlines()) >= 292
     assert all(row.path in explanation._repr_html_() for row in explanation.rows)
+
+
+@pytest.mark.parametrize("layout", ["tensor_parallel", "fsdp", None])
+def test_a_decoder_is_forty_lines_in_a_narrow_terminal_too(layout, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = str(explained(decoder, {"data": 2, "model": 4}, layout)).splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 80
+    assert any(line.startswith("decoder_0 .. ") and "x 32, each" in line for line in lines)
+
+
+def test_weights_of_a_layer_that_are_equal_share_a_line():
+    text = " ".join(str(explained(decoder, {"data": 2, "model": 4})).split())
+    assert "{query, key, value}/kernel 3 x (4096, 4096) (None, 'model') 192.0 MiB 48.0 MiB" in text
+    assert "{gate, up}/kernel 2 x (4096, 11008)" in text
+
+
+def stages(blocks=(3, 4, 6, 3)):
+    """A net of convolutions side by side, whose stages have other sizes."""
+    L = keras.layers
+    x = image = keras.Input((64, 64, 3))
+    for stage, times in enumerate(blocks):
+        for n in range(times):
+            name, wide = f"stage{stage + 1}_block{n + 1}", 32 * 2**stage
+            for k, (size, width) in enumerate(((1, wide), (3, wide), (1, 4 * wide))):
+                strides = 2 if stage and not n and not k else 1
+                x = L.Conv2D(width, size, strides, "same", name=f"{name}_{k}_conv")(x)
+                x = L.BatchNormalization(name=f"{name}_{k}_bn")(x)
+                x = L.Activation("relu")(x)
+    x = L.GlobalAveragePooling2D()(x)
+    return keras.Model(image, L.Dense(10, name="classes")(x), name="stages")
+
+
+@pytest.mark.parametrize("layout", ["tensor_parallel", "fsdp", None])
+def test_a_net_of_fifty_convolutions_is_sixty_lines(layout):
+    explanation = explained(stages, {"data": 2, "model": 4}, layout)
+    assert len(explanation.rows) == 290
+    lines = str(explanation).splitlines()
+    assert len(lines) <= 60
+    assert max(map(len, lines)) <= 100
+    text = " ".join(" ".join(lines).split())
+    assert "stage*_block*_*_" in text
+    assert "all 290 weights: explain(model).table()" in lines
+    if layout is None:
+        assert "classes/kernel (1024, 10) replicated" in text
+    if layout == "fsdp":
+        # each bias and norm, from the smallest to the largest
+        assert "fsdp: not split: 32 to 1024 elements are below min_size=4096" in text
+        assert "output of 97 layers, stage1_block1_0_conv to classes: ('data',)" in text
+    # nothing is lost: the lines' bytes are the model's
+    assert len(explanation.table().splitlines()) >= 291
+    _, rows = explanation._folded()
+    assert sum(int(re.match(r"(?:(\d+) x )?", row[1])[1] or 1) for row in rows) == 290
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ResNet50", "EfficientNetB0", "MobileNetV2", "DenseNet121"])
+def test_the_nets_of_keras_applications_are_sixty_lines(name):
+    def build():
+        return getattr(keras.applications, name)(weights=None)
+
+    for layout in ("fsdp", "auto"):
+        lines = str(explained(build, {"data": 2, "model": 4}, layout)).splitlines()
+        assert len(lines) <= 60
+        assert max(map(len, lines)) <= 100
 
 
 def test_blocks_that_differ_are_not_one():

@@ -1,6 +1,16 @@
 import pytest
 
-from keras_tpu_dist.show.folding import Repeated, folded, unnumbered
+from keras_tpu_dist.show.folding import (
+    MOST_LINES,
+    Repeated,
+    families,
+    folded,
+    kind_of,
+    merged,
+    pattern_of,
+    short_rows,
+    unnumbered,
+)
 
 
 def of(paths, key=lambda path: None):
@@ -89,3 +99,69 @@ def test_numbers_that_tell_layers_apart(one, other):
 
 def test_numbers_within_names_are_names():
     assert unnumbered("conv2d/kernel") != unnumbered("conv/kernel")
+
+
+def shortened(paths, alike=lambda path: ("", "")):
+    return short_rows(paths, str, alike, alike, lambda rows, name, within: (name, str(len(rows))))
+
+
+def test_neighbours_of_one_layer_share_a_line():
+    assert shortened(["norm/gamma", "norm/beta", "out/kernel", "out_1/kernel"]) == [
+        ("norm/{gamma, beta}", "2"),
+        ("out/kernel", "1"),
+        ("out_1/kernel", "1"),
+    ]
+    differ = shortened(["norm/gamma", "norm/beta"], lambda path: (path, ""))
+    assert [name for name, _ in differ] == ["norm/gamma", "norm/beta"]
+
+
+def test_what_is_too_long_goes_by_kinds_of_layers():
+    """Equal only to every seventh, so that no block repeats."""
+    paths = [f"stage{n}{x}_{part}/kernel" for n in range(40) for x in "ab" for part in ("in", "up")]
+    rows = short_rows(
+        paths,
+        str,
+        lambda path: paths.index(path),
+        lambda path: (path.endswith("up/kernel"), f"row {paths.index(path)}"),
+        lambda those, name, within: (name, str(len(those))),
+    )
+    assert rows == [("stage*_in/kernel", "80"), ("stage*_up/kernel", "80")]
+
+
+def test_many_kinds_go_by_the_last_name():
+    paths = [f"layer_{chr(97 + n % 26)}{chr(97 + n // 26)}x/{w}" for n in range(60) for w in "uv"]
+    assert len(shortened(paths)) == 2 <= MOST_LINES
+    assert shortened(paths) == [("*/u", "60"), ("*/v", "60")]
+
+
+def test_what_is_alike_from_anywhere():
+    paths = ["conv/kernel", "conv_1/kernel", "dense/kernel", "conv_2/kernel"]
+    kinds = families(paths, str, lambda path: ("", f"feeds '{path}'"), kind_of)
+    assert [(each.pattern, len(each.rows)) for each in kinds] == [
+        ("conv*/kernel", 3),
+        ("dense/kernel", 1),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("paths", "pattern"),
+    [
+        (["a/b"], "a/b"),
+        (["block1a_conv/k", "block1b_conv/k"], "block*_conv/k"),
+        (["dense/k", "dense_1/k", "dense_12/k"], "dense*/k"),
+        (["a_1/k", "b_1/k"], "*/k"),
+        (["bn/gamma", "bn/beta"], "bn/{gamma, beta}"),
+        (["bn_1/gamma", "bn_2/gamma", "bn_1/beta", "bn_2/beta"], "bn_*/{gamma, beta}"),
+        ([f"a/{name}" for name in "abcdefgh"], "a/{a, b, c, d, e, f, 2 more}"),
+        ([f"a/v_{n}" for n in range(9)], "a/v_*"),
+    ],
+)
+def test_patterns(paths, pattern):
+    assert pattern_of(paths) == pattern
+
+
+def test_sentences_as_one():
+    assert merged(["the same"] * 2) == "the same"
+    assert merged(["8 rows", "64 rows", "9 rows"]) == "8 to 64 rows"
+    assert merged(["feeds 'up'", "feeds 'down'"]) == "feeds '...'"
+    assert merged(["feeds 'up'", "stays"]) == "feeds 'up', and the like"

@@ -133,6 +133,51 @@ def test_repeated_blocks_are_one_box():
     assert "linear-gradient(#e69f00 0% 50%,#56b4e9 50% 100%)" in page
 
 
+def test_many_layers_of_one_kind_share_a_box():
+    def build():
+        x = inputs = keras.Input((8,))
+        for n in range(30):
+            x = keras.layers.Dense(8 + n % 7, name=f"block{n}_up")(x)
+            x = keras.layers.Dense(8 + n % 5, name=f"block{n}_down")(x)
+        return keras.Model(inputs, keras.layers.Dense(3, name="out")(x))
+
+    strategy = ktd.TPUStrategy({"data": 4, "model": 2})
+    picture = strategy.show(built(build, strategy))
+    boxes = picture.boxes()
+    assert [(box.words, box.layers) for box in boxes] == [
+        ("block*_up", 30),
+        ("block*_down", 30),
+        ("out", 1),
+    ]
+    assert sum(box.bytes for box in boxes) == picture.explanation.bytes
+    text = str(picture)
+    assert "block*_up, 30 layers: " in text
+    assert len(text.splitlines()) < 20
+    assert len(ElementTree.fromstring(picture.svg())) > 120
+
+
+def test_a_weight_whose_model_is_not_known():
+    """A plan is of a model: alone, a weight may be laid out otherwise than in it."""
+
+    def build():
+        layers = keras.layers
+        hidden = [layers.Dense(n, activation="relu", name=f"hidden_{n}") for n in (512, 256)]
+        return keras.Sequential([keras.Input((64,)), *hidden, layers.Dense(10)])
+
+    strategy = ktd.TPUStrategy({"data": 2, "model": 4}, "tensor_parallel")
+    model = build()
+    bias = model.layers[0].bias
+    assert "planned without its model" in str(strategy.show(bias))
+    assert "planned without its model" in strategy.show(bias).svg()
+    rows = strategy.explain(model).rows
+    for row, weight in zip(rows, model.weights):
+        picture = strategy.show(weight)
+        assert (picture.name, picture.layout, picture.note) == (row.path, row.layout, "")
+    assert strategy.show(bias).layout == "('model',)"
+    # Rules need no model.
+    assert ktd.TPUStrategy({"data": 8}, [("kernel", ("data",))]).show(bias).note == ""
+
+
 def test_a_model_of_one_layer_and_one_without_weights():
     strategy = ktd.TPUStrategy({"data": 8})
     one = built(lambda: keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)]), strategy)
