@@ -3,10 +3,11 @@
 Compiles forward and gradients for a v5e slice that nobody has attached:
 
     python benchmarks/attention.py [--time 4096] [--heads 16] [--width 128] [--rows 4]
-    python benchmarks/attention.py --short [--chip v6e] [--heads 12] [--width 64] [--rows 64]
+    python benchmarks/attention.py --short [--chips v4 v6e] [--lengths 196 4096x77] [--causal]
+        [--heads 12] [--width 64] [--rows 64]
 
-With `--short` the table from which `attention.dispatch` has the lengths that it leaves to XLA: of
-one chip the cycles of all kernels in the compiler's final schedule, their loops counted, or those
+With `--short` the table from which `attention.dispatch` has the lengths that it leaves to XLA: for
+each chip the cycles of all kernels in the compiler's final schedule, their loops counted, or those
 in which HBM can move their bytes, whichever is more; beside them XLA's by the compiler's estimate,
 which was made before arrays were placed in on-chip memory.
 
@@ -99,12 +100,15 @@ def compile_attention(
 
 
 FOR_LONG = {"heads": 16, "width": 128, "rows": 4}
-SLICES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
+SLICES = {
+    "v4": "v4:2x2x1",
+    "v5e": "v5e:2x2",
+    "v5p": "v5p:2x2x1",
+    "v6e": "v6e:2x2",
+    "tpu7x": "tpu7x:2x2x1",
+}
 # Queries and keys.
-SHORT = (
-    *((time, time) for time in (64, 128, 196, 256, 320, 384, 512)),
-    *((4096, 77), (4096, 200), (200, 4096)),
-)
+SHORT = ("64", "128", "196", "256", "384", "512", "768", "4096x77", "4096x200", "200x4096")
 
 
 def scheduled(text, dump, chip):
@@ -130,41 +134,48 @@ def scheduled(text, dump, chip):
 
 
 def short(options):
-    """Prints the table of short sequences for one chip."""
-    from keras_tpu_dist.hardware.topology import Topology
-
+    """Prints the table of short sequences for each chip."""
     dump = pathlib.Path(tempfile.mkdtemp(prefix="schedule"))
     os.environ["LIBTPU_INIT_ARGS"] = (
         f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true "
         "--xla_jf_dump_llo_pass_label_regex=final_bundles"
     )
-    slice_ = Topology.parse(SLICES[options.chip])
-    device = topologies.get_topology_desc(**slice_.libtpu_arguments()).devices[0]
-    mesh = Mesh([device], ("data",))
+    causal = ", causal" if options.causal else ""
+    print(f"{options.rows} rows, {options.heads} heads of {options.width}{causal}, bfloat16")
     print(
-        f"{options.chip}, {options.rows} rows, {options.heads} heads of {options.width}, bfloat16"
+        "| chip | queries | keys | kernel | XLA | of it | XLA, estimated | memory, kernel | XLA |"
     )
-    print("| queries | keys | kernel | XLA | of it | XLA, estimated | memory, kernel | XLA |")
-    print("|--:|--:|--:|--:|--:|--:|--:|--:|", flush=True)
+    print("|---|--:|--:|--:|--:|--:|--:|--:|--:|", flush=True)
     try:
-        for time, source in SHORT:
-            rows = options.rows if time == source else max(1, options.rows // 8)
-            found = []
-            for flash in (True, False):
-                for path in dump.iterdir():
-                    path.unlink()
-                program = gradients(mesh, rows, time, source, options, flash)
-                cycles = scheduled(program.as_text(), dump, slice_.chip)
-                found.append((*cycles, program.memory_analysis().temp_size_in_bytes / 2**20))
-            (kernel, _, kernel_mib), (xla, estimated, xla_mib) = found
-            print(
-                f"| {time} | {source} | {kernel / 1e3:,.0f} k | {xla / 1e3:,.0f} k "
-                f"| {xla / kernel:.2f} | {estimated / 1e3:,.0f} k | {kernel_mib:.0f} MiB "
-                f"| {xla_mib:.0f} MiB |",
-                flush=True,
-            )
+        for chip in options.chips:
+            for length in options.lengths:
+                print(short_row(chip, length, options, dump), flush=True)
     finally:
         shutil.rmtree(dump)
+
+
+def short_row(chip, length, options, dump):
+    from keras_tpu_dist.hardware.topology import Topology
+
+    slice_ = Topology.parse(SLICES[chip])
+    device = topologies.get_topology_desc(**slice_.libtpu_arguments()).devices[0]
+    mesh = Mesh([device], ("data",))
+    time, _, source = length.partition("x")
+    time, source = int(time), int(source or time)
+    rows = options.rows if time == source else max(1, options.rows // 8)
+    found = []
+    for flash in (True, False):
+        for path in dump.iterdir():
+            path.unlink()
+        program = gradients(mesh, rows, time, source, options, flash)
+        cycles = scheduled(program.as_text(), dump, slice_.chip)
+        found.append((*cycles, program.memory_analysis().temp_size_in_bytes / 2**20))
+    (kernel, _, kernel_mib), (xla, estimated, xla_mib) = found
+    return (
+        f"| {chip} | {time} | {source} | {kernel / 1e3:,.0f} k | {xla / 1e3:,.0f} k "
+        f"| {xla / kernel:.2f} | {estimated / 1e3:,.0f} k | {kernel_mib:.0f} MiB "
+        f"| {xla_mib:.0f} MiB |"
+    )
 
 
 def gradients(mesh, rows, time, source, options, flash_attention):
@@ -181,6 +192,7 @@ def gradients(mesh, rows, time, source, options, flash_attention):
             query,
             key,
             value,
+            is_causal=options.causal,
             flash_attention=flash_attention,
             mesh=mesh,
             data_axes=("data",),
@@ -196,8 +208,10 @@ def main():
     parser.add_argument("--heads", type=int)
     parser.add_argument("--width", type=int)
     parser.add_argument("--rows", type=int, help="batch rows of each device")
-    parser.add_argument("--short", action="store_true", help="short sequences, of one chip")
-    parser.add_argument("--chip", choices=SLICES, default="v5e", help="with --short")
+    parser.add_argument("--short", action="store_true", help="short sequences, of one device")
+    parser.add_argument("--chips", nargs="+", choices=SLICES, default=["v5e"])
+    parser.add_argument("--lengths", nargs="+", default=SHORT, metavar="QUERIES[xKEYS]")
+    parser.add_argument("--causal", action="store_true")
     options = parser.parse_args()
     defaults = {"heads": 12, "width": 64, "rows": 64} if options.short else FOR_LONG
     for name, value in defaults.items():

@@ -18,7 +18,7 @@ from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.common.plain import only_plain_operations
 from keras_tpu_dist.common.setting import setting
-from keras_tpu_dist.hardware.chips import WITHOUT_KERNELS
+from keras_tpu_dist.hardware.chips import WITHOUT_KERNELS, of_kind
 from keras_tpu_dist.memory.again import attention_again
 
 
@@ -84,10 +84,11 @@ def xla_attention(
 # How often the layer that is called repeats each head of its keys and values: Keras's grouped-query
 # attention repeats them before it calls attention, and the kernel reads each head once.
 _repeats: contextvars.ContextVar[int] = contextvars.ContextVar("repeats", default=1)
-# Fewer scores than these, or no more keys than one block has, XLA computes in fewer cycles: at 196
-# tokens in 0.33 (tpu7x), 0.52 (v6e) and 0.62 to 0.86 (v5e) of the kernel's, at 256 in 0.90 to 1.12
-# (v5e), forward and gradients, by the compiler's schedule (benchmarks/attention.py --short).
-_FEWEST_SCORES = 256 * 256
+# Of fewer scores than those of so many queries and keys, or no more keys than one block has, XLA
+# takes fewer cycles, forward and gradients, by the compiler's schedules: `python
+# benchmarks/attention.py --short --chips v4 v5e v5p v6e tpu7x`, and docs/attention.md.
+_FEWEST_TOKENS = {"v4": 384, "v5e": 256, "v5p": 384, "v6e": 384, "tpu7x": 512}
+_FEWEST_ELSEWHERE = 256
 _BLOCK = 128
 # Of a single query, or a few, blocks of 128 x 128 are mostly padding.
 _MOST_PADDING = 4
@@ -119,7 +120,7 @@ def dot_product_attention(
     then gathered. The kernel has no bias (JAX's other flash kernel has, but
     takes it, and returns its gradient, as `(batch, heads, time, source)`, the buffer that a flash
     kernel is there to avoid), needs float32 or bfloat16 and TPU v4 or later, and computes whole
-    blocks of 128: what it cannot do, or does worse, as all below 256 tokens, goes to XLA, logged
+    blocks of 128: what it cannot do, or does worse, as short sequences, goes to XLA, logged
     once with the reason. It
     has first derivatives in reverse only; `keras.config.disable_flash_attention()` gives the rest.
 
@@ -201,7 +202,7 @@ def _takes_kernel(flash_attention, query, key, bias, mesh: Mesh, platform: str |
     if reason is not None:
         _say(reason, logging.WARNING)
         return False
-    wasteful = None if flash_attention else _why_wasteful(query, key)
+    wasteful = None if flash_attention else _why_wasteful(query, key, mesh)
     if wasteful is not None:
         _say(wasteful)
     return wasteful is None
@@ -267,11 +268,13 @@ def _why_not_kernel(query, key, bias, mesh: Mesh, platform: str | None) -> str |
     return None
 
 
-def _why_wasteful(query, key) -> str | None:
+def _why_wasteful(query, key, mesh: Mesh) -> str | None:
     from keras_tpu_dist.attention.kernel import tiling
 
     time, source = query.shape[1], key.shape[1]
-    if time * source < _FEWEST_SCORES or source <= _BLOCK:
+    chip = of_kind(mesh.devices.flat[0].device_kind)
+    fewest = _FEWEST_TOKENS.get(chip.name if chip else "", _FEWEST_ELSEWHERE)
+    if time * source < fewest**2 or source <= _BLOCK:
         return f"of {time} queries and {source} keys XLA computes it in fewer cycles"
     if tiling(time).padded * tiling(source).padded > _MOST_PADDING * time * source:
         return f"{time} queries and {source} keys would be mostly padding in the kernel's blocks"

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from keras_tpu_dist import TPUStrategy, _keras, attention
 from keras_tpu_dist.attention import dispatch, kernel
 from keras_tpu_dist.common import once
+from keras_tpu_dist.hardware.chips import CHIPS
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
 SEQUENCES = {"data": 2, "sequence": 2, "model": 2}
@@ -236,7 +237,7 @@ def pretend_tpu(monkeypatch):
     interpreted = functools.partial(dispatch.dot_product_attention, interpret=True)
     monkeypatch.setattr(dispatch, "dot_product_attention", interpreted)
     # Short sequences take the kernel here too, so that small arrays show how it is called.
-    monkeypatch.setattr(dispatch, "_FEWEST_SCORES", 0)
+    monkeypatch.setattr(dispatch, "_FEWEST_ELSEWHERE", 0)
     monkeypatch.setattr(dispatch, "_BLOCK", 0)
     calls, flash = [], kernel.flash_attention
 
@@ -393,22 +394,29 @@ def test_flash_attention_true_is_an_order(mesh):
 
 
 @pytest.mark.parametrize(
-    ("time", "source", "by_kernel"),
+    ("time", "source", "chips"),
     [
-        (196, 196, False),
-        (255, 256, False),
-        (256, 256, True),
-        (384, 384, True),
-        (4096, 77, False),
-        (4096, 200, True),
-        (1, 100_000, False),
-        (200, 4096, True),
+        (196, 196, ""),
+        (255, 256, ""),
+        (256, 256, "v5e"),
+        (384, 384, "v4 v5e v5p v6e"),
+        (512, 512, "v4 v5e v5p v6e tpu7x"),
+        (4096, 77, ""),
+        (4096, 200, "v4 v5e v5p v6e tpu7x"),
+        (1, 100_000, ""),
+        (200, 4096, "v4 v5e v5p v6e tpu7x"),
     ],
 )
-def test_short_sequences_are_left_to_xla(time, source, by_kernel):
+def test_short_sequences_are_left_to_xla(time, source, chips):
     """As the compiler's schedules say (`python benchmarks/attention.py --short`)."""
     query, key = (jax.ShapeDtypeStruct((1, n, 2, 64), "float32") for n in (time, source))
-    assert (dispatch._why_wasteful(query, key) is None) == by_kernel
+    found = []
+    for name in ("v4", "v5e", "v5p", "v6e", "tpu7x"):
+        device = type("Chip", (), {"device_kind": CHIPS[name].device_kind})()
+        mesh = type("Mesh", (), {"devices": np.array([device])})()
+        if dispatch._why_wasteful(query, key, mesh) is None:
+            found.append(name)
+    assert found == chips.split()
 
 
 def test_old_chips_and_short_sequences_take_xla(mesh, caplog):
