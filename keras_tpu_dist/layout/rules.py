@@ -52,6 +52,7 @@ class Decision:
         used: The axes that it is used in, where these are others; they need not divide it.
         view: What `used` speaks of, if that is not the weight as it is stored.
         gathered: What a layer makes with it in parts, and returns whole.
+        alone: Whether a plan splits it without another weight that opens or closes the split.
     """
 
     axes: Axes
@@ -60,6 +61,7 @@ class Decision:
     used: Axes = ()
     view: View | None = None
     gathered: Gathered | None = None
+    alone: bool = False
 
 
 # Flags for a whole pattern, as in "(?i)dense/kernel", may only stand at its very beginning.

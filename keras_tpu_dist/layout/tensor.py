@@ -1,5 +1,6 @@
 """Tensor parallelism: which dimension of each weight the model axes split, by flow and class."""
 
+import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +19,12 @@ _FEWEST_IN_A_PART = 8
 # Rows of a table of which it costs less to send all than to send what a batch looks up: of types,
 # of positions. A batch has as many tokens.
 _MOST_SENT_WHOLE = 4096
+
+# In reasons: for a pair that no call shows, and for weights that lie whole.
+GUESSED = "; guessed from the order of layers"
+SHARED = "few heads, which all that are split share"
+KEYS = "key-value heads"
+INDIVISIBLE = "not divide by"
 
 _ATTENTION = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
 _CONVOLUTIONS = (keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
@@ -60,39 +67,94 @@ _MIXING_ACTIVATIONS = {"softmax", "log_softmax", "sparsemax", "glu", "squash"}
 class Projection:
     """A layer that multiplies features by one kernel.
 
+    Dimensions are those of the kernel as it is multiplied. A kernel of 4 bits is stored otherwise:
+    as a matrix, what is summed over by what is not, of which a byte has two values in a row.
+
     Attributes:
         layer: The layer.
         kernel: Its stored kernel.
-        ins: The kernel's dimensions that are summed over.
-        outs: The kernel's dimensions that become features of the output.
-        experts: The kernel's dimensions that input and output have too.
+        sizes: The sizes of the kernel's dimensions.
+        ins: The dimensions that are summed over.
+        outs: The dimensions that become features of the output.
+        experts: The dimensions that input and output have too.
         bias: The bias, or `None`.
-        bias_dims: For each dimension of the bias, the kernel dimension it belongs to.
-        features: Input and output features where the kernel is packed (4-bit weights).
+        bias_dims: For each dimension of the bias, the dimension it belongs to.
+        output_dims: For each of the last dimensions of the output, likewise.
     """
 
     layer: Any
     kernel: Any
+    sizes: tuple[int, ...]
     ins: tuple[int, ...]
     outs: tuple[int, ...]
     experts: tuple[int, ...] = ()
     bias: Any = None
     bias_dims: tuple[int | None, ...] = ()
-    features: tuple[int, int] | None = None
+    output_dims: tuple[int | None, ...] = ()
 
     @property
     def in_sizes(self) -> tuple[int, ...]:
         """The sizes of the summed dimensions."""
-        if self.features is not None:
-            return self.features[:1]
-        return tuple(self.kernel.shape[dim] for dim in self.ins)
+        return tuple(self.sizes[dim] for dim in self.ins)
 
     @property
     def out_sizes(self) -> tuple[int, ...]:
         """The sizes of the feature dimensions."""
-        if self.features is not None:
-            return self.features[1:]
-        return tuple(self.kernel.shape[dim] for dim in self.outs)
+        return tuple(self.sizes[dim] for dim in self.outs)
+
+    @property
+    def packed(self) -> bool:
+        """Whether two values lie in a byte."""
+        return tuple(self.kernel.shape) != self.sizes
+
+    def stored(self, dim: int) -> int | None:
+        """The dimension of the stored kernel that equal parts of a dimension cut, or `None`.
+
+        Args:
+            dim: The dimension.
+        """
+        if not self.packed or dim == 0:
+            return dim
+        return 1 if math.prod(self.sizes[:dim]) == self.kernel.shape[0] else None
+
+    def parts(self, dim: int) -> int:
+        """A number by whose divisors a dimension, and its bytes, can be cut.
+
+        Args:
+            dim: The dimension.
+        """
+        stored = self.stored(dim)
+        return 1 if stored is None else math.gcd(self.sizes[dim], self.kernel.shape[stored])
+
+    def stored_axes(self, axes: Axes) -> Axes:
+        """The layout of the stored kernel.
+
+        Args:
+            axes: That of the kernel's dimensions.
+        """
+        if not self.packed:
+            return axes
+        found: list[Any] = [None] * len(self.kernel.shape)
+        for dim, entry in enumerate(axes):
+            stored = self.stored(dim)
+            if entry is not None and stored is not None:
+                found[stored] = entry
+        return tuple(found)
+
+    def axes(self, stored: Axes) -> Axes:
+        """The layout of the kernel's dimensions.
+
+        Args:
+            stored: That of the stored kernel.
+        """
+        if not self.packed or not stored:
+            return stored
+        found, taken = [], set()
+        for dim in range(len(self.sizes)):
+            at = self.stored(dim)
+            found.append(None if at is None or at in taken else stored[at])
+            taken.add(at)
+        return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -127,13 +189,16 @@ def projection_of(layer: Any) -> Projection | None:
         return _einsum_projection(layer, kernel, bias)
     if isinstance(layer, keras.layers.Dense) and rank == 2:
         spec: Any = layer.input_spec
-        features = (spec.axes[-1], layer.units)
-        return Projection(layer, kernel, (0,), (1,), (), bias, (1,), features)
+        sizes = (spec.axes[-1], layer.units)
+        return Projection(layer, kernel, sizes, (0,), (1,), (), bias, (1,), (1,))
+    sizes = tuple(kernel.shape)
     if isinstance(layer, _TRANSPOSED):
-        return Projection(layer, kernel, (rank - 1,), (rank - 2,), (), bias, (rank - 2,))
-    if isinstance(layer, _CONVOLUTIONS) and layer.groups == 1:
-        return Projection(layer, kernel, (rank - 2,), (rank - 1,), (), bias, (rank - 1,))
-    return None
+        ins, outs = (rank - 1,), (rank - 2,)
+    elif isinstance(layer, _CONVOLUTIONS) and layer.groups == 1:
+        ins, outs = (rank - 2,), (rank - 1,)
+    else:
+        return None
+    return Projection(layer, kernel, sizes, ins, outs, (), bias, outs, outs)
 
 
 def pair_up(model: Any, traced: Container[int], untraced: Mapping[int, str]) -> Pairing:
@@ -166,7 +231,10 @@ def pair_up(model: Any, traced: Container[int], untraced: Mapping[int, str]) -> 
 def _einsum_projection(layer, kernel, bias) -> Projection | None:
     left, _, output = layer.equation.replace("...", "").replace(" ", "").partition("->")
     inputs, _, names = left.partition(",")
-    if len(names) != len(kernel.shape):
+    sizes = tuple(kernel.shape)
+    if layer.quantization_mode == "int4":
+        sizes = tuple(layer.original_kernel_shape)
+    if len(names) != len(sizes):
         return None
     dims = range(len(names))
     ins = tuple(d for d in dims if names[d] in inputs and names[d] not in output)
@@ -178,7 +246,8 @@ def _einsum_projection(layer, kernel, bias) -> Projection | None:
         found = tuple(names.index(c) if c in names else None for c in letters)
         # Keras appends dimensions of size 1, so that the bias broadcasts.
         bias_dims = found + (None,) * (len(bias.shape) - len(found))
-    return Projection(layer, kernel, ins, outs, experts, bias, bias_dims)
+    output_dims = tuple(names.index(c) if c in names else None for c in output)
+    return Projection(layer, kernel, sizes, ins, outs, experts, bias, bias_dims, output_dims)
 
 
 def _fits(column: Projection, row: Projection) -> bool:
@@ -400,7 +469,7 @@ class TensorPlan:
                 axes = tuple(entry if d == dim else None for d in range(len(variables[w].shape)))
                 self._put(variables[w], axes, reason)
         few = [w for w in cut.whole if id(variables[w]) not in ruled]
-        self._put_whole(few, variables, "few heads, which all that are split share")
+        self._put_whole(few, variables, SHARED)
 
     def _put_apart(self, variable, dim: int, entry, reason: str, view: View) -> None:
         """Has a layer use a weight by heads, of which those of queries, keys, values lie in a row.
@@ -442,14 +511,14 @@ class TensorPlan:
         decision = self.decisions[id(p.kernel)]
         if p.bias is not None and id(p.bias) not in self.decisions:
             self.decisions[id(p.bias)] = Decision((), decision.reason)
-        self._companions(p.layer, "kernel", p.kernel, decision.axes, p.outs)
+        self._beside_kernel(p, p.axes(decision.axes))
 
     def _projection(self, p: Projection) -> None:
         layer = p.layer
         row = self._pairing.rows.get(id(layer))
         partner = self._pairing.columns.get(id(layer))
         why = self._pairing.guessed.get(id(layer))
-        guess = f"; guessed from the order of layers, as {why}" if why else ""
+        guess = f"{GUESSED}, as {why}" if why else ""
         if p.experts:
             self._split_kernel(p, p.experts, "experts, one group per shard")
         elif row is not None:
@@ -458,14 +527,15 @@ class TensorPlan:
             self._split_kernel(p, p.outs, f"column: feeds {partner.path!r}{guess}")
         elif _elements(p.kernel) >= self._min_size:
             self._split_kernel(p, (*p.outs, *p.ins), "without a partner")
-            split = [d for d, each in enumerate(self.decisions[id(p.kernel)].axes) if each]
+            self._mark_alone(p.kernel)
+            axes = p.axes(self.decisions[id(p.kernel)].axes)
+            split = [d for d, each in enumerate(axes) if each]
             if id(p.kernel) in self._feeding:
                 if split and split[0] in p.outs:
                     self._gather(layer, p.kernel, p.out_sizes)
-            elif p.outs and split and split[0] in p.ins:
-                largest = max(p.outs, key=lambda d: p.kernel.shape[d])
-                entry = self.decisions[id(p.kernel)].axes[split[0]]
-                self._use(p.kernel, largest, entry, "features")
+            elif p.outs and split and split[0] in p.ins and not p.packed:
+                largest = max(p.outs, key=lambda d: p.sizes[d])
+                self._use(p.kernel, largest, axes[split[0]], "features")
         else:
             self._keep(
                 layer,
@@ -475,40 +545,49 @@ class TensorPlan:
 
     def _split_kernel(self, p: Projection, dims, reason: str) -> None:
         # The dimensions that a pair shares have equal sizes, so both kernels cut the same one.
-        dim, entry = self._first_dividing(p.kernel.shape, dims)
+        dim, entry = self._first_dividing([p.parts(d) for d in range(len(p.sizes))], dims)
         if entry is None:
-            sizes = [p.kernel.shape[d] for d in dims]
-            self._keep(p.layer, f"{reason}; but {sizes} do not divide by {self._ways()}")
+            sizes = [p.sizes[d] for d in dims]
+            packed = ", two values in a byte," if p.packed else ""
+            self._keep(p.layer, f"{reason}; but {sizes}{packed} do {INDIVISIBLE} {self._ways()}")
             return
         self._assign_projection(p, dim, entry, reason)
 
     def _assign_projection(self, p: Projection, dim: int, entry, reason: str) -> None:
-        axes = tuple(entry if d == dim else None for d in range(len(p.kernel.shape)))
-        self._put(p.kernel, axes, reason)
+        axes = tuple(entry if d == dim else None for d in range(len(p.sizes)))
+        self._put(p.kernel, p.stored_axes(axes), reason)
         if p.bias is not None:
             self._put(p.bias, tuple(entry if d == dim else None for d in p.bias_dims), reason)
-        self._companions(p.layer, "kernel", p.kernel, axes, p.outs)
+        self._beside_kernel(p, axes)
 
     def _attention(self, layer) -> None:
         inner = [q for q in map(projection_of, _keras.sublayers(layer)) if q is not None]
         heads = [q for q in inner if len(q.outs) > 1]
         back = [q for q in inner if len(q.ins) > 1]
-        counts = [q.kernel.shape[q.outs[0]] for q in heads]
-        most = max(counts, default=0)
-        entry = dividing_axes(most, self._axes, self._mesh)
+        parts = [q.parts(q.outs[0]) for q in heads]
+        entry = dividing_axes(max(parts, default=0), self._axes, self._mesh)
         if entry is None:
-            self._keep(layer, f"attention: {most} heads do not divide by {self._ways()}")
+            most = max(heads, key=lambda q: q.out_sizes[0], default=None)
+            what = "no kernels by heads" if most is None else self._heads_of(most)
+            self._keep(layer, f"attention: {what} do {INDIVISIBLE} {self._ways()}")
             return
         ways = axis_size(self._mesh, entry)
-        for q, count in zip(heads, counts):
-            if count % ways:
-                reason = f"attention: {count} key-value heads do not divide by {ways}"
+        for q, own in zip(heads, parts):
+            if own % ways:
+                reason = f"attention: {self._heads_of(q, KEYS)} do {INDIVISIBLE} {ways}"
                 self._keep(q.layer, reason)
             else:
                 self._assign_projection(q, q.outs[0], entry, "attention: column, by heads")
         for q in back:
-            if q.kernel.shape[q.ins[0]] % ways == 0:
+            if q.parts(q.ins[0]) % ways == 0:
                 self._assign_projection(q, q.ins[0], entry, "attention: row, by heads")
+
+    @staticmethod
+    def _heads_of(q: Projection, kind: str = "heads") -> str:
+        """The heads of a kernel in words."""
+        heads, *width = q.out_sizes
+        packed = f" of {math.prod(width)} values, two in a byte," if q.packed else ""
+        return f"{heads} {kind}{packed}"
 
     def _embedding(self, layer) -> None:
         """A table of tokens or positions, and the untied one that turns features into logits."""
@@ -520,7 +599,7 @@ class TensorPlan:
             by_vocabulary = sides.index("vocabulary")
             dim, entry = self._first_dividing(table.shape, (by_vocabulary, 1 - by_vocabulary))
             if entry is None:
-                reason = f"embedding: {tuple(table.shape)} does not divide by {self._ways()}"
+                reason = f"embedding: {tuple(table.shape)} does {INDIVISIBLE} {self._ways()}"
                 self._put(table, (), f"replicated: {reason}")
                 continue
             axes = tuple(entry if d == dim else None for d in (0, 1))
@@ -530,7 +609,12 @@ class TensorPlan:
                 self._use(table, by_vocabulary, entry, "vocabulary")
             if dim != by_vocabulary and not self.decisions[id(table)].used:
                 self._look_up(layer, table)
-            self._companions(layer, name, table, axes, (1,))
+            self._factors(layer, name, table, axes)
+            words = axes[by_vocabulary]
+            scale = _keras.stored_weight(layer, f"{name}_scale")
+            # One for each word, or for each group of its features, which come last in a table.
+            grouped = scale is not None and len(scale.shape) == 2 and by_vocabulary == 0
+            self._scales(layer, name, table, (words, None) if grouped else (words,))
 
     def _look_up(self, layer, table) -> None:
         """Has the features of a table by width be whole, as all that they are added to."""
@@ -636,36 +720,40 @@ class TensorPlan:
             if entry is not None:
                 axes = tuple(entry if d == dim else None for d in range(len(shape)))
                 self._put(weight, axes, reason)
+                self._mark_alone(weight)
                 if not _multiplies(layer, weight):
                     self._use_whole(weight)
 
-    def _companions(self, layer, name: str, base, axes: Axes, outs) -> None:
-        """LoRA factors and quantization scales lie as the weight they belong to."""
-        shape = tuple(base.shape)
-        axes = axes or (None,) * len(shape)
-        factor_a = _keras.stored_weight(layer, f"lora_{name}_a")
-        factor_b = _keras.stored_weight(layer, f"lora_{name}_b")
-        reason = f"follows {base.path!r}"
-        if factor_a is not None and len(factor_a.shape) == len(shape):
-            self._put(factor_a, (*axes[:-1], None), reason)
-        if factor_b is not None:
-            self._put(factor_b, (*(None,) * (len(factor_b.shape) - 1), axes[-1]), reason)
+    def _mark_alone(self, variable) -> None:
+        decision = self.decisions[id(variable)]
+        self.decisions[id(variable)] = replace(decision, alone=bool(decision.axes))
+
+    def _beside_kernel(self, p: Projection, axes: Axes) -> None:
+        """LoRA factors and quantization scales lie as the kernel that they belong to."""
+        axes = axes or (None,) * len(p.sizes)
+        self._factors(p.layer, "kernel", p.kernel, axes)
+        # Of a stored matrix there is one for each column, else for each feature of the output.
+        last = p.stored_axes(axes)[1:]
+        if not p.packed:
+            last = tuple(None if d is None or d in p.ins else axes[d] for d in p.output_dims)
+        self._scales(p.layer, "kernel", p.kernel, last)
+
+    def _factors(self, layer, name: str, base, axes: Axes) -> None:
+        factors = {"a": (*axes[:-1], None), "b": (None, axes[-1])}
+        for which, own in factors.items():
+            factor = _keras.stored_weight(layer, f"lora_{name}_{which}")
+            if factor is not None:
+                self._put(factor, own, f"follows {base.path!r}")
+
+    def _scales(self, layer, name: str, base, last: Axes) -> None:
+        """Lays scales, and what is subtracted before, of which the last dimensions are known."""
         for companion in (f"{name}_scale", f"{name}_zero"):
             scale = _keras.stored_weight(layer, companion)
-            if scale is not None:
-                self._put(scale, self._scale_axes(scale, shape, axes, outs), reason)
-
-    @staticmethod
-    def _scale_axes(scale, shape, axes: Axes, outs) -> Axes:
-        """One scale per output feature, per group and feature, or per row of an embedding."""
-        if len(scale.shape) == len(shape) == 2:
-            return (None, axes[1]) if scale.shape[1] >= shape[1] else ()
-        if tuple(scale.shape) == tuple(shape[d] for d in outs):
-            return tuple(axes[d] for d in outs)
-        if tuple(scale.shape) == shape[:1]:
-            return axes[:1]
-        same = len(scale.shape) == len(shape)
-        return tuple(e if n == m else None for e, n, m in zip(axes, scale.shape, shape) if same)
+            if scale is not None and len(scale.shape):
+                axes = ((None,) * len(scale.shape) + last)[-len(scale.shape) :]
+                self._put(scale, axes, f"follows {base.path!r}")
+        if (groups := _keras.stored_weight(layer, "g_idx")) is not None:
+            self._put_whole([0], [groups], f"which scale of {base.path!r} is whose")
 
     def _first_dividing(self, shape, dims) -> tuple[int, Any]:
         for dim in dims:

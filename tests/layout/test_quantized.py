@@ -1,0 +1,220 @@
+"""Kernels of 8 and of 4 bits, two of which lie in a byte, are split as those of floats are."""
+
+import math
+import warnings
+
+import keras
+import numpy as np
+import pytest
+from decoders import HEADS, TIME, WIDTH, Attention, Block
+from helpers import assert_close, built
+from keras import quantizers
+from programs import compiled, program, sent
+
+import keras_tpu_dist as ktd
+from keras_tpu_dist.layout.planner import Planner
+
+L = keras.layers
+slow = pytest.mark.slow
+BY_TWO = {"data": 4, "model": 2}
+MESHES = [BY_TWO, {"data": 2, "fsdp": 2, "model": 2}]
+# Sums of few values, so that scales differ inside a kernel.
+MODES = {
+    "int8": lambda: "int8",
+    "int8, weights alone": lambda: quantizers.Int8QuantizationConfig(activation_quantizer=None),
+    "int4": lambda: quantizers.Int4QuantizationConfig(block_size=8),
+    "int4, by channel": lambda: quantizers.Int4QuantizationConfig(block_size=-1),
+}
+X, Y = np.random.default_rng(0).normal(size=(2, 26, TIME, WIDTH)).astype("float32")
+
+
+def multi_head():
+    x = keras.Input((TIME, WIDTH))
+    return keras.Model(x, x + L.MultiHeadAttention(HEADS, 4, name="attention")(x, x))
+
+
+def grouped():
+    x = keras.Input((TIME, WIDTH))
+    return keras.Model(x, x + L.GroupQueryAttention(4, HEADS, 2, name="attention")(x, x))
+
+
+def dense():
+    x = keras.Input((TIME, WIDTH))
+    y = L.Dense(4 * WIDTH, activation="gelu", name="up")(x)
+    return keras.Model(x, L.Dense(WIDTH, name="down")(y))
+
+
+def einsum():
+    x = keras.Input((TIME, WIDTH))
+    up = L.EinsumDense("btd,df->btf", (None, 4 * WIDTH), bias_axes="f", name="up")
+    down = L.EinsumDense("btf,fd->btd", (None, WIDTH), bias_axes="d", name="down")
+    return keras.Model(x, down(keras.ops.gelu(up(x))))
+
+
+def by_hand(form):
+    def build():
+        x = keras.Input((TIME, WIDTH))
+        return keras.Model(x, Block(Attention(form=form, positions=None))(x))
+
+    return build
+
+
+MODELS = {
+    "multi-head": multi_head,
+    "grouped": grouped,
+    "dense": dense,
+    "einsum": einsum,
+    "by hand, dense": by_hand("dense"),
+    "by hand, einsum": by_hand("einsum"),
+}
+# All-reduces forward and backward of what each has.
+SUMS = {"multi-head": 1, "grouped": 1, "dense": 1, "einsum": 1}
+
+
+def quantize(model, mode):
+    config = MODES[mode]()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of layers that cannot be
+        model.quantize(**({"mode": config} if isinstance(config, str) else {"config": config}))
+    return model
+
+
+def quantized(name, mode, lora=False):
+    def build():
+        model = quantize(MODELS[name](), mode)
+        for layer in model._flatten_layers():
+            if lora and isinstance(layer, (L.Dense, L.EinsumDense)):
+                layer.enable_lora(2, b_initializer="glorot_uniform")
+        return model
+
+    return build
+
+
+def strategy_of(mesh, kind="tensor_parallel"):
+    return ktd.TPUStrategy(mesh, Planner(kind, min_size=64))
+
+
+def layouts(name, mode, lora=False, mesh=BY_TWO):
+    strategy = strategy_of(mesh)
+    model = built(quantized(name, mode, lora), strategy)
+    rows = strategy.explain(model).rows
+    return {"/".join(row.path.split("/")[-2:]): row.axes for row in rows}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_attention_is_split_by_heads(mode):
+    packed = mode.startswith("int4")
+    for name in ("multi-head", "grouped"):
+        found = layouts(name, mode)
+        column = (None, "model") if packed else (None, "model", None)
+        for part in ("query", "key", "value"):
+            assert found[f"{part}/kernel"] == column
+            assert found[f"{part}/bias"] == ("model", None)
+        row = ("model", None) if packed else ("model", None, None)
+        assert found["attention_output/kernel"] == row
+        assert not any(found["attention_output/bias"])
+        scale = {
+            "int4": (None, "model"),
+            "int4, by channel": ("model",),
+        }.get(mode, (None, None, "model", None))
+        assert found["query/kernel_scale"] == scale
+        assert not any(found["attention_output/kernel_scale"])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_scales_of_pairs_lie_as_their_features(mode):
+    for name in ("dense", "einsum"):
+        found = layouts(name, mode)
+        assert found["up/kernel"] == (None, "model")
+        assert found["down/kernel"] == ("model", None)
+        assert found["up/bias"] == ("model",)
+        assert found["up/kernel_scale"][-1] == "model"
+        assert not any(found["down/kernel_scale"])
+
+
+def test_heads_of_odd_width_share_bytes():
+    """Of 4 heads of 3 values two lie in 3 bytes: they go in two parts, and not in four."""
+    x = keras.Input((TIME, WIDTH))
+
+    def build():
+        return quantize(keras.Model(x, L.MultiHeadAttention(4, 3)(x, x)), "int4")
+
+    for ways, axes in ((2, (None, "model")), (4, ())):
+        strategy = strategy_of({"data": 8 // ways, "model": ways})
+        rows = strategy.explain(built(build, strategy)).rows
+        (query,) = [row for row in rows if row.path.endswith("query/kernel")]
+        assert query.axes == axes
+        if ways == 4:
+            assert "4 heads of 3 values, two in a byte, do not divide by" in query.reason
+
+
+def test_an_odd_number_of_units_is_in_no_equal_parts_of_bytes():
+    def build():
+        x = keras.Input((WIDTH,))
+        return quantize(keras.Model(x, L.Dense(7)(x)), "int4")
+
+    strategy = ktd.TPUStrategy(BY_TWO, Planner("tensor_parallel", min_size=1))
+    rows = strategy.explain(built(build, strategy)).rows
+    (kernel,) = [row for row in rows if row.path.endswith("kernel")]
+    assert kernel.shape == (WIDTH, 4)
+    assert kernel.axes == ("model", None)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_factors_of_lora_lie_as_the_dimensions_of_the_kernel(mode):
+    found = layouts("multi-head", mode, lora=True)
+    assert found["query/lora_kernel_a"] == (None, "model", None)
+    assert not any(found["query/lora_kernel_b"])
+    assert found["attention_output/lora_kernel_a"] == ("model", None, None)
+    assert not any(found["attention_output/lora_kernel_b"])
+
+
+@slow
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "int8"])
+@pytest.mark.parametrize("name", MODELS)
+def test_sums_alone_are_sent(name, mode):
+    strategy = strategy_of(BY_TWO)
+
+    def build():
+        # Something trains before it, so that there are gradients of its inputs.
+        inner = quantized(name, mode)()
+        x = keras.Input((TIME, WIDTH))
+        return keras.Model(x, inner(L.LayerNormalization()(x)))
+
+    model = built(compiled(build, "sgd"), strategy)
+    found = sent(program(model, strategy, X[:8], Y[:8]), BY_TWO, "model")
+    sums = SUMS.get(name, 2)
+    assert found["all-reduce", "forward"] == sums, found
+    assert found["all-reduce", "backward"] == sums, found
+    assert set(found) == {("all-reduce", "forward"), ("all-reduce", "backward")}, found
+
+
+def results(strategy, name, mode, lora):
+    def build():
+        inner = quantized(name, mode, lora)()
+        x = keras.Input((TIME, WIDTH))
+        model = keras.Model(x, inner(L.Dense(WIDTH)(x)))
+        model.compile("sgd", "mse")
+        return model
+
+    model = built(build, strategy)
+    history = model.fit(X, Y, batch_size=13, epochs=2, shuffle=False, verbose=0).history
+    assert math.isfinite(history["loss"][-1])
+    return [history["loss"], model.predict(X[:5], verbose=0), model.get_weights()]
+
+
+@slow
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", MODELS)
+def test_equal_to_one_device(name, mode):
+    lora = name in ("multi-head", "by hand, einsum")
+    expected = results(None, name, mode, lora)
+    for mesh in MESHES:
+        assert_close(results(strategy_of(mesh), name, mode, lora), expected)
+
+
+@slow
+def test_stored_in_parts_over_the_data_axes_too():
+    expected = results(None, "multi-head", "int4", True)
+    strategy = ktd.TPUStrategy(BY_TWO, Planner("auto", min_size=64, memory_bytes=1))
+    assert_close(results(strategy, "multi-head", "int4", True), expected)
