@@ -1,4 +1,4 @@
-"""Plain Keras 3 models train on TPUs as they should."""
+"""Trains ordinary Keras 3 models on one TPU, eight, or a pod, with the numbers of one device."""
 
 import importlib as _importlib
 import sys as _sys
@@ -8,8 +8,8 @@ from keras_tpu_dist.common import tensorflow_names as _tensorflow_names
 from keras_tpu_dist.common.started import as_shell as _as_shell
 from keras_tpu_dist.common.version import __version__ as __version__
 
-# `ktd --help` must not wait for Keras and JAX. So in the shell's own process the imports below wait
-# for `_load`, which runs this file once more; in any other process they run at once.
+# `ktd --help` must not wait for Keras and JAX. In the shell's own process, the imports below are
+# postponed until `_load` runs this file again; in any other process they run at once.
 _waiting = "_waiting" not in globals() and _as_shell()
 
 if TYPE_CHECKING or not _waiting:
@@ -58,8 +58,9 @@ if TYPE_CHECKING:
     from keras_tpu_dist.searches.search import search as search
     from keras_tpu_dist.searches.slices import compare_slices as compare_slices
 
-# Names that a plain fit does not need, and their modules, which are imported on first use. Layers
-# are imported at once: Keras finds a layer that a file names only if its class is registered.
+# Names that an ordinary fit does not need, and their modules, which are imported on first use.
+# Layers are imported at once, because Keras only finds a layer named in a file if its class is
+# registered.
 _LATER = {
     "callbacks": "callbacks",
     "Calibration": "hardware.calibration",
@@ -80,7 +81,7 @@ _LATER = {
 
 
 def _load():
-    """Imports what waits, in the shell's process."""
+    """Runs the postponed imports, in the shell's process."""
     if _waiting:
         _importlib.reload(_sys.modules[__name__])
 

@@ -1,4 +1,4 @@
-"""Which weights train: patterns of paths name those that do not."""
+"""Freezes weights by patterns of their paths."""
 
 import logging
 import math
@@ -16,22 +16,23 @@ from keras_tpu_dist.common.printed import Printed
 
 logger = logging.getLogger("keras_tpu_dist")
 
-# On a weight: whether it was `freeze` that keeps it from training. On a layer: the paths of its
-# weights that did not train before.
+# On a weight: whether `freeze` froze it. On a layer: the paths of its weights that were not
+# trainable before.
 _frozen = _keras.Mark("_keras_tpu_dist_frozen")
 
 
 @dataclass(frozen=True, repr=False)
 class Frozen(Printed):
-    """What of a model trains after `freeze`, and what does not.
+    """The weights of a model that train after `freeze`, and those that do not.
 
     Attributes:
-        frozen: Paths of the weights that patterns keep from training.
-        trained: Paths of those that train.
-        others: Paths of those that do not for another reason: averages of `BatchNormalization`,
-            kernels under LoRA, quantized ones, layers with `trainable=False`.
-        numbers: How many numbers the three have.
-        compile_again: Whether the model is no longer compiled, because its optimizer was built
+        frozen: Paths of the weights that the patterns froze.
+        trained: Paths of the trainable weights.
+        others: Paths of the weights that do not train for another reason: averages of
+            `BatchNormalization`, kernels under LoRA, quantized kernels, layers with
+            `trainable=False`.
+        numbers: How many numbers these three groups have, in this order.
+        compile_again: Whether you have to compile the model again, because its optimizer was built
             for other weights.
     """
 
@@ -59,25 +60,25 @@ class Frozen(Printed):
 
 
 def freeze(model: Any, patterns: str | Iterable[str], exclude: str | Iterable[str] = ()) -> Frozen:
-    """Keeps the weights that patterns name from training, and lets all others train that can.
+    """Freezes the weights that match the patterns, and lets all others train that can.
 
-    It is `trainable = False` by path, at any depth: a layer of which all weights are named gets it,
-    so that a frozen `BatchNormalization` keeps its averages too; else single weights do. What an
-    earlier `freeze` named and this one does not trains again: `ktd.freeze(model, [])` ends it. What
-    does not train for another reason stays as it is, such as a kernel under LoRA.
+    It sets `trainable = False` by path, at any depth. If all weights of a layer match, the layer
+    itself is frozen, so that a frozen `BatchNormalization` keeps its averages too; otherwise only
+    the weights are. Each call replaces the previous one: `ktd.freeze(model, [])` unfreezes all.
+    Weights that do not train for another reason stay as they are, such as a kernel under LoRA.
 
-    As in Keras, the model is then compiled, or compiled again with a new optimizer if it has
-    trained; until then, Keras says that it must be.
+    As in Keras, compile the model afterwards, with a new optimizer if it has trained before. Until
+    then, `fit` asks you to compile first.
 
     Args:
         model: A built model or layer.
-        patterns: Patterns of paths (`fnmatch`), such as `"encoder/*"`, `"*/bias"` or `"*"`: of
-            weights, or of layers, which stand for all weights in them. The model's own name in
-            front may be left out.
-        exclude: Patterns of what trains nevertheless, such as `"*lora*"`.
+        patterns: Patterns of paths (`fnmatch`), such as `"encoder/*"`, `"*/bias"` or `"*"`. They
+            match weights, or layers with all their weights. You may leave out the model's own name
+            in front.
+        exclude: Patterns of weights that train although `patterns` match them, such as `"*lora*"`.
 
     Returns:
-        What trains and what does not; print it.
+        The weights that train and those that do not; print it.
 
     Raises:
         ValueError: If a pattern matches nothing, or the model is not built.
@@ -107,11 +108,11 @@ def freeze(model: Any, patterns: str | Iterable[str], exclude: str | Iterable[st
     check_matched(
         (*patterns, *exclude),
         [name for each in names.values() for name in each],
-        "Each pattern names weights or layers of the model.",
+        "Every pattern must match weights or layers of the model.",
         "See the paths with [weight.path for weight in model.weights].",
     )
     if hasattr(model, "jax_state_sync"):
-        # Within a fit, the variables take its newest state before their order changes.
+        # Within a fit, the variables need its newest state before their order changes.
         model.jax_state_sync()
     before = _trained(model)
     _thaw(model)
@@ -126,22 +127,23 @@ def freeze(model: Any, patterns: str | Iterable[str], exclude: str | Iterable[st
     if _trained(model) != before and isinstance(model, keras.Model):
         _keras.forget_functions(model)
     if report.compile_again:
-        # Keras's next fit would fail within its step, and lose the weights.
+        # Otherwise Keras's next fit would fail within its step and lose the weights.
         model.compiled = False
         model.train_function = _refusing(model)
     return report
 
 
 def _refusing(model: Any) -> Callable:
-    """What a fit runs that is under way while its weights are frozen; `compile` removes it."""
+    """A train function that raises, for a fit that runs while you freeze; `compile` removes it."""
 
     def refuse(state, iterator):
-        # Stock Keras has emptied the variables by now, and its own record has the order of before.
+        # Keras has emptied the variables by now, and its own record has the old order of the
+        # weights.
         _keras.follow_state(_keras.state_groups(model), state)
         _keras.forget_state(model)
         raise RuntimeError(
             message(
-                "Weights are frozen between two fits.",
+                "Freeze weights between two fits.",
                 received=f"freeze({model.name!r}) within a fit, whose optimizer was built for "
                 "other weights.",
                 fix="End this fit, freeze, compile the model with a new optimizer, and fit again.",
@@ -152,7 +154,7 @@ def _refusing(model: Any) -> Callable:
 
 
 def _names(path: str, model: str) -> list[str]:
-    """The path of a weight and of all layers that it is in, with and without the model's name."""
+    """The paths of a weight and of all layers around it, with and without the model's name."""
     found = []
     for each in dict.fromkeys((path, path.removeprefix(f"{model}/"))):
         parts = each.split("/")
@@ -171,7 +173,8 @@ def _thaw(model: Any) -> None:
     paths = {weight.path for weight in model.weights}
     for layer in _keras.flatten_layers(model):
         for weight in filter(_frozen.of, _keras.own_variables(layer)):
-            # A layer that its user froze since does not train, nor a kernel under LoRA.
+            # A layer that you froze yourself in the meantime does not train, nor does a kernel
+            # under LoRA.
             layer_path, _, name = weight.path.rpartition("/")
             under_lora = f"{layer_path}/lora_{name}_a" in paths
             weight.trainable = layer.trainable and not under_lora
@@ -183,7 +186,7 @@ def _freeze(model: Any, named: set[int]) -> None:
     for layer in _innermost(model):
         own = layer.weights
         if own and layer.trainable and all(id(weight) in named for weight in own):
-            # Keras would let the others train, too, when it sets `trainable` to true again.
+            # If Keras sets the layer's `trainable` to true again, these would train too.
             others = frozenset(weight.path for weight in own if not weight.trainable)
             _frozen.write(layer, others)
             layer.trainable = False
@@ -193,7 +196,7 @@ def _freeze(model: Any, named: set[int]) -> None:
 
 
 def _innermost(model: Any) -> list:
-    """Layers without layers in them: `trainable` of others would be set for all in them."""
+    """Layers without sublayers: setting `trainable` of others would set it for all sublayers."""
     layers = _keras.flatten_layers(model)
     return [layer for layer in layers if len(_keras.flatten_layers(layer)) == 1]
 
@@ -213,8 +216,8 @@ def _told(model: Any) -> Frozen:
     again = bool(known) and {id(weight) for weight in known} != trained
     if again:
         logger.info(
-            "other weights of model %r train than its optimizer was built for: compile it again, "
-            "with a new optimizer",
+            "the trainable weights of model %r are not those that its optimizer was built for: "
+            "compile it again, with a new optimizer",
             model.name,
         )
     paths = [tuple(weight.path for weight in group) for group in groups]
@@ -226,7 +229,7 @@ def _check_built(model: Any) -> None:
     if not _keras.is_built(model):
         raise ValueError(
             message(
-                "Weights can be frozen once they exist.",
+                "The weights must exist before you freeze them.",
                 received=f"{model.name!r}, which is not built.",
                 fix="Give it a keras.Input, or call model.build(input_shape).",
             )

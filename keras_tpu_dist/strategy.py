@@ -1,4 +1,4 @@
-"""TPUStrategy: the distribution under which plain Keras models run on a mesh."""
+"""TPUStrategy: the distribution that trains Keras models on a mesh of devices."""
 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -7,7 +7,7 @@ import keras
 from jax.sharding import Mesh, NamedSharding
 
 from keras_tpu_dist import _keras
-from keras_tpu_dist import attention as attention  # declares what it replaces in Keras
+from keras_tpu_dist import attention as attention  # registers its replacements in Keras
 from keras_tpu_dist.checkup.method import Checks
 from keras_tpu_dist.common import tensorflow_names
 from keras_tpu_dist.common.checks import check_counts, check_flags, check_text, known_words
@@ -44,54 +44,62 @@ if TYPE_CHECKING:
 class TPUStrategy(
     TensorFlowNames, ReplicaCode, LogicalDevices, DryRuns, Checks, keras.distribution.ModelParallel
 ):
-    """Trains a plain Keras model on a mesh of TPU chips, exactly as on one device.
+    """Trains an ordinary Keras model on a mesh of TPU chips, with the numbers of one device.
 
-    Build and compile the model inside `strategy.scope()`; then call `fit`, `evaluate`, `predict`
-    and the `*_on_batch` methods inside or outside of it: the model keeps its strategy. The batch
-    is split over the data axes, whatever its size; variables lie as `layout` says. A model built
-    before the scope is moved onto the mesh at its first call.
+    Build and compile the model inside `strategy.scope()`. You can then call `fit`, `evaluate`,
+    `predict` and the `*_on_batch` methods inside or outside of the scope: the model remembers its
+    strategy. The batch is split over the data axes, whatever its size. `layout` decides how
+    variables are split. If you built the model before the scope, it moves to the mesh at its first
+    call.
 
     Args:
-        mesh: `None` (all devices on one axis `"data"`), a dict of axis sizes of which one may be
-            -1, a `keras.distribution.DeviceMesh`, a `jax.sharding.Mesh`, or a `DeviceAssignment`:
-            its replicas are axis `"data"`, and the axis `"logical"` in rules and layouts means
-            its logical devices (`"logical_0"`, ...: prime factors). `"sequence"` splits time.
-        layout: Where variables lie: `None` (replicated), `LayoutRules` or a list of their
-            `(pattern, axes)` pairs, a `keras.distribution.LayoutMap`, or a plan in one word:
-            `"fsdp"`, `"tensor_parallel"`, `"auto"` (see `Planner`, which also has options). What
-            `split` and `replicate` say on layers comes first.
+        mesh: `None` (all devices on one axis `"data"`), a dict of axis sizes, of which one may be
+            -1, a `keras.distribution.DeviceMesh`, a `jax.sharding.Mesh`, or a `DeviceAssignment`.
+            The replicas of a `DeviceAssignment` are the axis `"data"`; in rules and layouts, the
+            axis `"logical"` means its logical devices (`"logical_0"`, ...: prime factors). An axis
+            named `"sequence"` splits time.
+        layout: How variables are split: `None` (replicated), `LayoutRules` or a list of their
+            `(pattern, axes)` pairs, a `keras.distribution.LayoutMap`, or the name of a plan:
+            `"fsdp"`, `"tensor_parallel"`, `"auto"` (see `Planner`, which also has options). `split`
+            and `replicate` on a layer take precedence.
         devices: The devices to use. Defaults to `jax.devices()`.
-        topology: A TPU slice by name, such as `"v5e:16x16"`, of which nobody needs a chip: models
-            can be built on it without memory and dry-run, not trained. See
-            `keras_tpu_dist.hardware.topology.Topology.parse` for the spellings.
-        data_axes: The mesh axes that split the batch. Defaults to those named `"data"`, `"fsdp"`
-            or `"batch"`; with none of them, or with `()`, the batch is replicated.
-        batch_axis: The dimension of the batch in each input: an integer, `None` for inputs
-            without a batch, or a structure of those that is a prefix of `(x, y, sample_weight)`:
-            `(1, 0)` for time-major `x`, `({"image": 0, "anchors": None}, 0)`. A dict is for `x`.
-        prefetch: Number of batches held ready on the devices ahead of the running step. Defaults
-            to 2, and on CPU to 0: there, transfers and steps share the same cores.
-        donate_state: Whether a train step overwrites its input state. `True` halves the memory
-            of the state; after a failure in a launch the weights are those of the epoch's start.
-            `False` keeps the state before every step. `"auto"` keeps it where two states fit in
-            10 % of the device's memory (8 MiB if unknown) and there are at most 64 variables.
-        shard_optimizer: Whether optimizer slots are split over the data axes while the weights
-            stay as `layout` says (ZeRO-1).
-        remat: Which activations are computed again instead of kept: a policy of `ktd.remat`, such
-            as `"full"`, for the blocks that a model repeats, or a mapping from patterns of
-            layers' paths to policies, such as `{"block_*": "dots"}`; see `ktd.remat`.
-        input_timeout_s: The most seconds that reading one batch may take; more ends the run with a
-            `TimeoutError`, weights kept. Defaults to `None`: it waits for ever.
-        input: What each of several processes is given: `"global"`, the same data in all of them,
-            of which each transfers its part; or `"per_process"`, its own rows (see `input_shard`).
-            `batch_size` is that of all processes together either way.
-        compiler_options: Options for XLA, as `jax.jit` takes them. `"auto"` has TPUs compute while
-            they sum gradients; a dict is added to that, its values first; `None` adds nothing.
-        tables: How embedding tables whose rows are split are looked up and updated. `"rows"`: ids
-            and rows are exchanged, and rows that were used are updated alone, if the optimizer
-            leaves the others as they are (SGD, Adagrad). `"lazy"`: alone in any case, which
-            changes what Adam or momentum compute. `"auto"`: as `"rows"` for large tables of which
-            a step uses few rows. `None`: as the compiler does it.
+        topology: The name of a TPU slice, such as `"v5e:16x16"`. You need no chip of it: you can
+            build models on the slice without memory and dry-run them, but not train them. For the
+            spellings, see `keras_tpu_dist.hardware.topology.Topology.parse`.
+        data_axes: The mesh axes that split the batch. Defaults to the axes named `"data"`, `"fsdp"`
+            or `"batch"`. If there are none, or for `()`, the batch is replicated.
+        batch_axis: The batch dimension of the inputs: an integer, `None` for inputs without a
+            batch, or a structure of those that is a prefix of `(x, y, sample_weight)`: `(1, 0)` for
+            time-major `x`, `({"image": 0, "anchors": None}, 0)`. A dict applies to `x`.
+        prefetch: How many batches to transfer to the devices ahead of the running step. Defaults to
+            2, and to 0 on CPU, because transfers and steps share the cores there.
+        donate_state: Whether a train step overwrites its input state. `True` halves the memory for
+            the state; if a launch fails, you get the weights from the start of the epoch. `False`
+            keeps a copy of the state before every step. `"auto"` keeps a copy if two states fit in
+            10 % of the device's memory (8 MiB if that is unknown) and there are at most 64
+            variables.
+        shard_optimizer: Whether to split the optimizer's slots over the data axes too (ZeRO-1). The
+            weights stay as `layout` splits them.
+        remat: Which activations to recompute in the backward pass: a policy of `ktd.remat` for the
+            repeated blocks of a model, such as `"full"`, or a mapping of patterns of layer paths to
+            policies, such as `{"block_*": "dots"}`.
+        input_timeout_s: The most seconds that one batch of input may take. If one takes longer, the
+            run ends with a `TimeoutError` and the model keeps its weights. Defaults to `None`: no
+            limit.
+        input: With several processes, which data you give to them: `"global"` if all get the same
+            data (every process transfers its part), `"per_process"` if every process gets its own
+            rows (see `input_shard`). `batch_size` is the global one in both cases.
+        compiler_options: Options for XLA, as `jax.jit` takes them. `"auto"` lets TPUs compute while
+            they sum gradients. A dict is added to these and overrides them; `None` adds nothing.
+        tables: How to look up and update embedding tables that are split by rows. `"rows"`: devices
+            exchange ids and rows. Only the rows that a step used are updated, if the optimizer
+            would not change the others (SGD, Adagrad). `"lazy"`: only those rows are updated with
+            any optimizer, which changes the results of Adam and momentum. `"auto"`: `"rows"` for
+            large tables if a step uses few of their rows. `None`: the compiler decides.
+
+    Raises:
+        ValueError: If the mesh does not fit the devices, a name is not an axis of the mesh, or a
+            rule is malformed.
 
     Raises:
         ValueError: If the mesh does not fit the devices, a name is no axis of the mesh, or a rule
@@ -155,10 +163,10 @@ class TPUStrategy(
         super().__init__(
             layout_map=_as_layout_map(layout, device_mesh),
             batch_dim_name=self.mesh.axis_names[0],
-            # Keras would cut tf.data datasets by process, and asks for the number of replicas here.
+            # Keras would split tf.data datasets by process, and then reads the number of replicas.
             auto_shard_dataset=False,
         )
-        # Keras has set the mesh that a `LayoutMap` was made with, and its first axis.
+        # If the layout is a `LayoutMap`, Keras has set the mesh of that map, and its first axis.
         self._device_mesh = device_mesh
         self._batch_dim_name = self.data_axes[0] if self.data_axes else None
         if self._topology is None and not self.placer.is_local:
@@ -193,7 +201,7 @@ class TPUStrategy(
 
     @property
     def sequence_axis(self) -> str | None:
-        """The mesh axis that splits activations along time: one called `"sequence"`, if any."""
+        """The mesh axis that splits activations along time: the one named `"sequence"`, if any."""
         return self.placer.sequence_axis
 
     @property
@@ -213,30 +221,32 @@ class TPUStrategy(
 
     @property
     def input_shard(self) -> InputShard:
-        """Which part of each batch this process brings under `input="per_process"`.
+        """The part of every batch that this process provides, with `input="per_process"`.
 
-        Under `input="global"` it is the part that the process transfers of what all of them read.
-        Raises a `ValueError` on a mesh whose processes hold parts that overlap.
+        With `input="global"`, it is the part of the common batch that this process transfers.
+
+        Raises:
+            ValueError: If the parts of the processes overlap on this mesh.
         """
         return input_shards_of(self.layouts.mesh, self.layouts.data_axes).shard
 
     @property
     def input_wait(self) -> InputWait | None:
-        """How long the devices waited for input in the last epoch that was trained, or `None`."""
+        """How long the devices waited for input in the last training epoch, or `None`."""
         return self.runner.reports.input_wait
 
     def scope(self) -> membership.Scope:
-        """A context in which models are built, compiled and run on this strategy's mesh.
+        """A context in which you build, compile and run models on this strategy's mesh.
 
-        Scopes nest. `keras.distribution.set_distribution(strategy)` does the same for the rest of
-        the program.
+        Scopes nest. To use the strategy for the rest of the program, call
+        `keras.distribution.set_distribution(strategy)`.
         """
         return membership.Scope(self) if self._topology is None else membership.DescribedScope(self)
 
     def __enter__(self):
         raise TypeError(
             message(
-                "A strategy is not a context; its scope is.",
+                "A strategy is not a context manager; its scope is.",
                 received={"with": self},
                 fix="Write `with strategy.scope():`.",
             )
@@ -246,7 +256,7 @@ class TPUStrategy(
         """Never reached: `__enter__` raises."""
 
     def get_variable_layout(self, variable: Any) -> NamedSharding:
-        """The layout of a variable: its own if it was given one, else by the rules.
+        """The layout of a variable: the one it was given, or else the one that the rules choose.
 
         Args:
             variable: A `keras.Variable`.
@@ -257,7 +267,7 @@ class TPUStrategy(
         if not isinstance(variable, keras.Variable):
             raise ValueError(
                 message(
-                    "A layout by the rules is that of a variable.",
+                    "get_variable_layout returns the layout of a variable.",
                     received={"variable": variable},
                     fix="Pass a keras.Variable.",
                 )
@@ -268,20 +278,20 @@ class TPUStrategy(
         """The layout of a layer's output, or `None`.
 
         Args:
-            path: The layer's path and `/output`. An annotation on the layer comes first, then a
-                rule for this path, then the plan of the model that is running.
+            path: The layer's path followed by `/output`. An annotation on the layer takes
+                precedence, then a rule for this path, then the plan of the running model.
         """
         check_text("get_tensor_layout", path=path)
         return self.runner.output_layout(path)
 
     def plan(self, model: Any) -> Plan:
-        """The layouts that the strategy's plan gives a built model.
+        """The layouts that the strategy's plan chooses for a model.
 
         Args:
             model: A built model.
 
         Returns:
-            The plan; `plan.rules()` are plain rules, to edit and pass back as `layout=`.
+            The plan. `plan.rules()` returns ordinary rules that you can edit and pass as `layout=`.
 
         Raises:
             ValueError: If the strategy's layout is not a plan.
@@ -289,20 +299,20 @@ class TPUStrategy(
         return self.layouts.planned(model)
 
     def explain(self, model: Any, path: str | None = None) -> "Explanation | VariableRow":
-        """Where each variable of a model lies, its bytes, and why.
+        """How every variable of a model is split, its bytes, and why.
 
         Args:
-            model: A model, built or with the variables it has so far.
-            path: The path of one variable, or the end of it, for that one alone with the
-                alternatives considered.
+            model: A model. If it is not built yet, the variables it has so far are explained.
+            path: The path of one variable, or the end of its path, to see that variable alone and
+                the alternatives that were considered.
 
         Returns:
-            The explanation, or the row of one variable; both print well.
+            The explanation, or the row of one variable. You can print both.
 
         Raises:
-            ValueError: If not exactly one variable has the path.
+            ValueError: If `path` matches no variable, or several.
         """
-        # Who only trains loads neither what explains, nor lints, nor draws.
+        # Imported here: training needs no module that explains, lints or draws.
         from keras_tpu_dist.layout.explain import explain_model, one_row
 
         if path is not None:
@@ -315,15 +325,15 @@ class TPUStrategy(
     def lint(
         self, model: Any, batch_size: int | None = None, *, strict: bool = False
     ) -> "LintReport":
-        """Mistakes in the layouts of a model, each with its fix.
+        """Finds mistakes in the layouts of a model, with a fix for every one.
 
         Args:
             model: A model.
-            batch_size: The global batch size, to compare with the mesh.
-            strict: Whether errors and warnings raise.
+            batch_size: The global batch size, to compare it with the mesh.
+            strict: Whether to raise an error for findings that are errors or warnings.
 
         Raises:
-            ValueError: If `strict` and there is an error or a warning.
+            ValueError: If `strict` is set and there is an error or a warning.
         """
         from keras_tpu_dist.layout.lint import lint_model
 
@@ -350,16 +360,16 @@ class TPUStrategy(
         """A picture of the mesh, of a tensor over it, or of a model.
 
         Args:
-            what: `None` for the mesh; a model; a `keras.Variable`, where it lies
-                once its model runs; a `jax.Array`, where it lies now. A plan needs the
-                variable's model: of one that this strategy has not seen the picture warns.
+            what: `None` for the mesh; a model; a `keras.Variable`, to see how it is split when its
+                model runs; a `jax.Array`, to see how it is split now. A plan needs the variable's
+                model, so the picture warns if this strategy has not seen that model.
 
         Returns:
-            A picture that draws itself in a notebook; `print` it or `rich.print` it in a
-            terminal, or `picture.save("x.png")` (needs matplotlib) or `"x.svg"`.
+            A picture. Notebooks draw it. In a terminal, `print` it or `rich.print` it. To save it,
+            call `picture.save("x.png")` (needs matplotlib) or `picture.save("x.svg")`.
 
         Raises:
-            ValueError: If it is none of these.
+            ValueError: If `what` is none of these.
         """
         from keras_tpu_dist.layout.picture import picture_of
 
@@ -369,10 +379,10 @@ class TPUStrategy(
         return picture_of(what, self.layouts.mesh, self.placement, layout)
 
     def placement(self, model: Any) -> Placement:
-        """What decides about each variable of a model, and why; `explain` prints it.
+        """The decisions about every variable of a model, with their reasons; `explain` prints them.
 
         Args:
-            model: A model, built or with the variables it has so far.
+            model: A model. If it is not built yet, the variables it has so far are used.
         """
         placement = self.layouts.placement(model, membership.given_layout)
         membership.note_asked(model, self)
@@ -382,12 +392,12 @@ class TPUStrategy(
         """The layout of an input whose first dimension is the batch.
 
         Args:
-            data_shape: The input's shape; a scalar's, `()`, has no batch and is not split.
+            data_shape: The input's shape. A scalar, with shape `()`, has no batch and is not split.
         """
         if not isinstance(data_shape, Iterable) or isinstance(data_shape, str):
             raise ValueError(
                 message(
-                    "The layout of an input follows from its shape.",
+                    "get_data_layout takes the shape of an input.",
                     received={"data_shape": data_shape},
                     fix="Pass for example x.shape.",
                 )
@@ -409,25 +419,25 @@ class TPUStrategy(
 
 
 def _made_again(cls: type, mesh: Any, layout: Any, topology: Any, options: Options) -> TPUStrategy:
-    """A strategy from what was pickled of it."""
+    """A strategy from its pickled arguments."""
     mesh = pickling.mesh_of(mesh)
     layout = pickling.layout_of(layout, mesh, topology)
     return cls(mesh, layout, topology=topology, **options.as_arguments())
 
 
 def _as_layout_map(layout: Any, device_mesh: Any) -> keras.distribution.LayoutMap:
-    """What Keras takes as a layout; an empty one if ours is of another kind."""
+    """The layout as Keras takes it: an empty map if it is not a `LayoutMap`."""
     kind = keras.distribution.LayoutMap
     return layout if isinstance(layout, kind) else kind(device_mesh)
 
 
 def _only_named(mesh: MeshLike, topology: str | Topology | None) -> Topology | None:
-    """The slice without chips that a strategy is for, or `None`."""
+    """The topology of a strategy that has no chips attached, or `None`."""
     named = None if topology is None else Topology.parse(topology)
     if named is not None and not named.is_described:
         raise ValueError(
             message(
-                "topology= is for a slice that nobody has attached.",
+                "topology= is for a slice that is not attached to this machine.",
                 received={"topology": f"{named}, which is attached"},
                 fix="Leave it out, or write devices=topology.devices().",
             )
@@ -437,7 +447,7 @@ def _only_named(mesh: MeshLike, topology: str | Topology | None) -> Topology | N
     if named is not None and named != mesh.topology:
         raise ValueError(
             message(
-                "A DeviceAssignment is of one slice.",
+                "A DeviceAssignment belongs to one slice.",
                 received={"mesh": f"on {mesh.topology}", "topology": named.name},
                 fix="Leave `topology` out.",
             )
@@ -458,14 +468,14 @@ def _described_devices(topology: Topology, devices: Sequence | None) -> list:
 
 
 def _check_no_word(mesh: Any) -> None:
-    """Raises a `ValueError` for a text, or an object of TensorFlow's, in the place of the mesh."""
+    """Raises a `ValueError` if the mesh is a text or a TensorFlow object."""
     instead = tensorflow_names.of_value(mesh)
     if isinstance(mesh, str):
         instead = tensorflow_names.of_argument("TPUStrategy", "tpu")
         if mesh in PLANS:
             instead = f"A plan is a layout: write TPUStrategy(layout={mesh!r})."
         elif ":" in mesh and "/" not in mesh:
-            instead = f"A slice that nobody has attached is TPUStrategy(topology={mesh!r})."
+            instead = f"To use a slice without its chips, write TPUStrategy(topology={mesh!r})."
         elif mesh.isidentifier() and mesh != "local":
             instead = f"Write TPUStrategy({{{mesh!r}: -1}}) for an axis; for a TPU: {instead}"
     if instead is not None:
@@ -482,7 +492,7 @@ def _check_environment() -> None:
     if keras.config.is_nnx_enabled():
         raise RuntimeError(
             message(
-                "TPUStrategy works with Keras's own variables.",
+                "TPUStrategy needs Keras's own variables, not those of Flax NNX.",
                 received="keras.config.is_nnx_enabled()=True.",
                 fix="Unset KERAS_NNX_ENABLED.",
             )

@@ -201,7 +201,9 @@ def test_a_pattern_that_matches_nothing():
         ktd.freeze(model, "*", exclude=["xyz"])
     assert len(model.trainable_weights) == 6
     unbuilt = keras.Sequential([keras.layers.Dense(1)], name="unbuilt")
-    with pytest.raises(ValueError, match=r"frozen once they exist\. Received: 'unbuilt'"):
+    with pytest.raises(
+        ValueError, match=r"must exist before you freeze them\. Received: 'unbuilt'"
+    ):
         ktd.freeze(unbuilt, "*")
 
 
@@ -237,7 +239,7 @@ def test_within_a_fit_it_is_an_error_and_no_weight_is_lost(mesh, moment):
 
     callback = keras.callbacks.Callback()
     setattr(callback, moment, act)
-    with pytest.raises(RuntimeError, match="Weights are frozen between two fits"):
+    with pytest.raises(RuntimeError, match="Freeze weights between two fits"):
         model.fit(X, Y, batch_size=5, epochs=3, verbose=0, callbacks=[callback])
     assert all((a == b).all() for a, b in zip(kept, model.get_weights(), strict=True))
     model.compile("adam", "mse")

@@ -1,22 +1,22 @@
-"""The one place that touches private names of Keras and JAX: the seam.
+"""The only package that uses private names of Keras and JAX: the seam.
 
-Keras resolves its JAX trainer at import, so `model.fit` can only be reached by replacing methods
-of that class. They are declared in one table (`seam`), and replaced when the first is made that
-needs it, such as a strategy; each looks for a strategy of ours and calls the stock method where
-there is none.
+Keras chooses its JAX trainer at import, so `model.fit` can only be changed by replacing methods of
+that class. They are declared in one table (`seam`) and replaced when the first object that needs
+them is created, such as a strategy. Every replacement looks for a strategy of ours, and calls the
+stock method if there is none.
 
-A strategy, as the seam knows it, is a `keras.distribution.Distribution` with a `runner`, which has
+For the seam, a strategy is a `keras.distribution.Distribution` with a `runner`, which has
 
 - `running(strategy, model, name, args, kwargs)`: a context around fit, predict, *_on_batch, ...;
 - `make_function(strategy, model, kind)`: the step function for "train", "test" or "predict";
-- `serves(function)`: whether one that was made before is still of the model's variables;
+- `serves(function)`: whether an older step function still belongs to the model's variables;
 - `batches(epoch_iterator)`: the iterator over batches of one epoch;
 - `host_batch(data)`: checks a batch of *_on_batch; the step function places it;
 - `read_state(model, groups)`: the values of lists of the model's variables, as a step takes them;
-- `place_output(outputs, layout)`: lays what a layer returned.
+- `place_output(outputs, layout)`: applies a layout to a layer's outputs.
 
-Everything here would go if Keras offered: a `Distribution` hook for input batches and step
-functions, and a `Trainer` that gives its variables back on an exception.
+All of this could be removed if Keras offered two hooks: a `Distribution` hook for input batches and
+step functions, and a `Trainer` that restores its variables after an exception.
 """
 
 import os
@@ -39,7 +39,7 @@ if keras.config.backend() != "jax":
         )
     )
 
-# First: it checks that Keras has what the others import.
+# First: it checks that Keras has the names that the other modules import.
 from keras_tpu_dist._keras.names import OPTIONAL as OPTIONAL  # isort: skip
 from keras_tpu_dist._keras.names import Name as Name  # isort: skip
 from keras_tpu_dist._keras.names import names as names  # isort: skip

@@ -1,4 +1,4 @@
-"""Private names for building models that get no values, as dry runs do."""
+"""Private names for building models without values, for dry runs."""
 
 import collections
 import contextlib
@@ -30,15 +30,16 @@ def jax_backend_started() -> bool:
 
 @contextlib.contextmanager
 def abstract_variables() -> Iterator[None]:
-    """Keras variables made inside, by this thread, have a shape, a dtype and a layout, no value.
+    """A context in which this thread's new Keras variables have shape, dtype and layout, but no
+    value.
 
-    Models of any size can be built this way without memory. Assigning to such a variable does
-    nothing; reading it while layers are built or traced gives its initializer's value, as Keras
+    You can build models of any size this way without memory. Assigning to such a variable does
+    nothing. Reading it while layers are built or traced returns its initializer's value, as Keras
     does for any variable that is not initialized yet.
 
-    Public replacement: none; `keras.StatelessScope(initialize_variables=False)` comes near, but
-    in it no optimizer can be constructed, and the variables are left in a global list that the
-    next scope initializes.
+    Public replacement: none; `keras.StatelessScope(initialize_variables=False)` is similar, but no
+    optimizer can be constructed in it, and the variables remain in a global list that the next
+    scope initializes.
     """
     token = _abstract.set(True)
     seeds = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
@@ -63,7 +64,8 @@ def _deferred_initialize(variable):
 
 
 def _initialize(variable, value):
-    # scalars such as an optimizer's step count: in memory already, and read while compiling
+    # scalars such as an optimizer's step count: they are in memory already, and read while
+    # compiling
     variable._shape = variable._validate_shape(value.shape)
     variable._initialize_layout()
     variable._value = value
@@ -75,7 +77,7 @@ def _direct_assign(variable, value):
 
 
 class _Methods:
-    """Methods of `keras.Variable` that are other ones while a thread builds without values."""
+    """Methods of `keras.Variable` that are replaced while a thread builds without values."""
 
     _ABSTRACT: ClassVar = {
         "_initialize_with_initializer": _initialize_with_initializer,
@@ -142,7 +144,7 @@ def symbolic_build(model: keras.Model, batch: tuple, mode: str) -> None:
     Args:
         model: The model.
         batch: `(x, y, sample_weight)`.
-        mode: `"predict"` builds the layers alone.
+        mode: `"predict"` builds only the layers.
 
     Public replacement: none; `model.build` builds neither metrics nor the optimizer.
     """
@@ -188,14 +190,14 @@ def is_built(model: keras.Model) -> bool:
     """
     if all(layer.built for layer in model._flatten_layers()):
         return True
-    # within a call, what is not built may come yet
+    # within a call, layers that are not built may be built later
     called = model._called and global_state.get_global_attribute("current_call_ctx") is None
     return model.built and (called or isinstance(model, Functional))
 
 
 @contextlib.contextmanager
 def attributes_restored(variables: list, *names: str) -> Iterator[None]:
-    """Gives variables back the layouts, and the other named attributes, that they had before.
+    """Restores the layouts, and other attributes, that variables had before.
 
     Public replacement: none; `keras.Variable(layout=...)` sets a layout only at construction.
     """
@@ -212,13 +214,13 @@ def attributes_restored(variables: list, *names: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def compiled_anew(model: keras.Model) -> Iterator[None]:
-    """A model whose losses and metrics may see a batch, and have seen none afterwards.
+    """A context in which losses and metrics may see a batch, and are reset afterwards.
 
-    What `"accuracy"` means, and how losses pair with outputs, Keras decides once, by the first
-    batch that comes.
+    Keras decides once, by the first batch, what `"accuracy"` means and how losses pair with
+    outputs.
 
     Args:
-        model: The model; losses and metrics that have seen a batch stay.
+        model: The model; losses and metrics that have already seen a batch are not reset.
 
     Public replacement: `compile`, which makes a new state of training as well.
     """
@@ -249,7 +251,7 @@ def set_layout(variable: keras.Variable, layout: object) -> None:
 
     Args:
         variable: The variable, also one without a value.
-        layout: What Keras is to find as its layout, such as a `jax.sharding.NamedSharding`.
+        layout: The layout for Keras to find, such as a `jax.sharding.NamedSharding`.
 
     Public replacement: none; see `attributes_restored`.
     """
@@ -257,10 +259,10 @@ def set_layout(variable: keras.Variable, layout: object) -> None:
 
 
 def without_vjp(exported: jax.export.Exported) -> jax.export.Exported:
-    """An exported program that can be pickled: all of it but its gradient's closure.
+    """An exported program without the closure of its gradient, so that it can be pickled.
 
     Args:
-        exported: What `jax.export` made; it stays as it is.
+        exported: The result of `jax.export`, which does not change.
 
     Public replacement: `Exported.serialize`, which needs the package flatbuffers.
     """

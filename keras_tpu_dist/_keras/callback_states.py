@@ -1,4 +1,4 @@
-"""What Keras's own callbacks change while they run: the names of their attributes."""
+"""The attributes that Keras's own callbacks change while they run."""
 
 import logging
 from typing import Any
@@ -7,7 +7,7 @@ import keras
 
 logger = logging.getLogger("keras_tpu_dist")
 
-# Plain values. What `on_train_begin` or `on_epoch_begin` sets anew is not here.
+# Plain values, without those that `on_train_begin` or `on_epoch_begin` resets.
 CHANGING: dict[str, tuple[str, ...]] = {
     "EarlyStopping": ("wait", "stopped_epoch", "best", "best_epoch"),
     "ReduceLROnPlateau": ("wait", "cooldown_counter", "best"),
@@ -32,10 +32,10 @@ _SWAPPED = "_ema_weights_in_model"
 
 
 def changing(callback: Any, table: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """The attributes that a callback of Keras's changes, as far as this Keras has them.
+    """The attributes that a Keras callback changes, as far as this Keras has them.
 
     Args:
-        callback: Any callback; those that Keras does not define change nothing that is known.
+        callback: Any callback; for callbacks that Keras does not define, none are known.
         table: `CHANGING` or `ARRAYS`.
 
     Public replacement: none; `state_dict()` of callbacks.
@@ -46,7 +46,7 @@ def changing(callback: Any, table: dict[str, tuple[str, ...]]) -> tuple[str, ...
 
 
 def averages_are_in_model(callback: Any) -> bool:
-    """Whether a `SwapEMAWeights` has averages in the place of the weights now.
+    """Whether a `SwapEMAWeights` has replaced the weights by averages now.
 
     Args:
         callback: The callback.
@@ -57,11 +57,11 @@ def averages_are_in_model(callback: Any) -> bool:
 
 
 def note_averages(callback: Any, now: bool) -> None:
-    """Makes a `SwapEMAWeights` know whether averages are in the place of the weights.
+    """Sets whether a `SwapEMAWeights` has replaced the weights by averages.
 
     Args:
         callback: The callback.
-        now: Whether they are.
+        now: Whether it has.
 
     Public replacement: none.
     """

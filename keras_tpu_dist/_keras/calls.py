@@ -1,4 +1,4 @@
-"""A layer's call as a function of arrays, and calls of a class of layers handed to a function."""
+"""A layer's call as a function of arrays, and functions that wrap calls of a layer class."""
 
 import contextlib
 import functools
@@ -21,16 +21,16 @@ from keras_tpu_dist._keras.trainer import stateless_scope
 
 
 class _CallScope(keras.StatelessScope):
-    """Keeps which variables are read and updated; reads those it is not given from around it."""
+    """Records which variables are read and updated; reads the others from outside."""
 
     def __init__(self, given: Iterable[tuple[Any, Any]]):
-        # Within the call of a layer of mixed precision Keras would round what the scope is given.
+        # Within a layer with mixed precision, Keras would round the values that the scope gets.
         with AutocastScope(None):
             super().__init__(given, collect_losses=True, initialize_variables=False)
         self._around = stateless_scope()
         self.read: dict[int, Any] = {}
         self.updated: dict[int, Any] = {}
-        # What was added, in all, to variables of which each replica adds to one sum.
+        # The sum of all additions to variables that replicas add to.
         self.added: dict[int, Any] = {}
         self._before: dict[int, Any] = {}
         # Whether reads are of this replica's own values, which are not combined yet.
@@ -43,7 +43,7 @@ class _CallScope(keras.StatelessScope):
         super().add_update(update)
 
     def note_addition(self, variable, value, sign, stock):
-        """`assign_add` or `assign_sub`; after an assignment it is a part of what was assigned."""
+        """`assign_add` or `assign_sub`; after an assignment it is part of the assigned value."""
         key = id(variable)
         if variable.aggregation != "sum":
             return stock(variable, value)
@@ -61,14 +61,14 @@ class _CallScope(keras.StatelessScope):
         return self.get_current_value(variable)
 
     def combined(self, variable, value):
-        """What all replicas make of their values of a variable, where this is a replica's code."""
+        """The value of a variable combined over replicas, in replica code."""
         combined = getattr(self._around, "combined", None)
         return value if combined is None else combined(variable, value)
 
     def get_current_value(self, variable):
         self.read[id(variable)] = variable
-        # Not what Keras's method gives: within a replica's code that asks the replica, past what
-        # a scope in between was given.
+        # Not the result of Keras's method: in replica code that asks the replica, and ignores the
+        # values of a scope in between.
         key = id(variable)
         value = self.state_mapping.get(key)
         if value is None and self._around is not None:
@@ -85,13 +85,13 @@ _surroundings: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = []
 
 
 def give_to_calls(read: Callable[[], Any], replaced: Callable[[Any], Any]) -> None:
-    """Makes inputs of every `PureCall` of arrays that code asks for, and is not handed.
+    """Makes further arrays, which code reads from its context, inputs of every `PureCall`.
 
-    A transformation may refuse arrays that were computed outside of what it transforms.
+    A transformation may refuse arrays that were computed outside of it.
 
     Args:
-        read: Gives a structure of the arrays, `None` where there are none.
-        replaced: A context manager: within it, the arrays that it is given are there instead.
+        read: Returns a structure of the arrays, `None` if there are none.
+        replaced: A context manager that replaces the arrays by the ones it gets.
     """
     _surroundings.append((read, replaced))
 
@@ -105,22 +105,22 @@ def _surrounded(arrays: list) -> Iterator[None]:
 
 
 class PureCall:
-    """A call of a layer or function whose side effects leave it as results.
+    """A call of a layer or function that returns its side effects as results.
 
-    Called with `inputs`, it gives a dict of arrays: the outputs and their masks, the new values of
-    the variables that were assigned (moving statistics, seeds, metrics), and the losses that were
-    added. `finish` then gives all of that to whom it belongs. So the call can be traced on its
-    own, and as often as one likes, by a transformation that knows nothing of Keras.
+    Called with `inputs`, it returns a dict of arrays: the outputs and their masks, the new values
+    of assigned variables (moving statistics, seeds, metrics), and the added losses. `finish` then
+    applies these. So a transformation that knows nothing about Keras can trace the call by itself,
+    and as often as it likes.
 
     Args:
-        function: What computes; it may read and assign variables, and add losses.
-        layer: The layer whose call it is, or `None`.
-        args: Its positional arguments; what is no array in them is not traced.
-        kwargs: The others.
+        function: The function; it may read and assign variables, and add losses.
+        layer: The layer that is called, or `None`.
+        args: Its positional arguments; those that are not arrays are not traced.
+        kwargs: Its keyword arguments.
 
     Attributes:
-        inputs: The arrays among the arguments, those of their masks, and those of `give_to_calls`.
-        read: The variables that a call of this object read.
+        inputs: The arrays among the arguments, their masks, and the arrays of `give_to_calls`.
+        read: The variables that a call of this object has read.
     """
 
     def __init__(self, function: Callable[..., Any], layer: Any, args: tuple, kwargs: dict):
@@ -137,12 +137,12 @@ class PureCall:
         self._outputs: Any = None
 
     def __call__(self, inputs: tuple, values: Iterable[Any] = ()) -> dict[str, Any]:
-        """Computes.
+        """Runs the function.
 
         Args:
             inputs: Arrays as in `inputs`.
             values: Values of the variables in `read`, in that order; the others, or all, are read
-                from where the call stands.
+                as usual.
         """
         arrays, masks, surroundings = inputs
         for i, mask in masks.items():
@@ -168,10 +168,10 @@ class PureCall:
         }
 
     def finish(self, results: dict[str, Any]) -> Any:
-        """Assigns, adds losses and puts masks on; gives what the function returned.
+        """Assigns variables, adds losses and sets masks; returns the function's result.
 
         Args:
-            results: What the call gave, by whichever way it was computed.
+            results: The results of the call, however they were computed.
         """
         for variable, value in zip(self._updated, results["updates"]):
             added = id(variable) in self._added
@@ -193,17 +193,18 @@ def computed_otherwise(
     kwargs: dict,
     compute: Callable[[Any, list], list],
 ) -> Any:
-    """The call of a layer whose program is computed in another way.
+    """Runs a layer's call, with its program computed in another way.
 
     Args:
         stock: The call.
         layer: The layer.
         args: The call's positional arguments.
-        kwargs: The others.
-        compute: From the program, a `ClosedJaxpr`, and its inputs to its outputs.
+        kwargs: Its keyword arguments.
+        compute: A function of the program, a `ClosedJaxpr`, and its inputs, which returns the
+            outputs.
 
     Returns:
-        What the call returns; what it assigns and adds is done.
+        The result of the call; its assignments and losses are applied.
     """
     call = PureCall(stock, layer, args, kwargs)
     jaxpr, shapes = jax.make_jaxpr(call, return_shape=True)(call.inputs)
@@ -212,10 +213,10 @@ def computed_otherwise(
 
 
 def traced_program() -> Any:
-    """The program that is being traced here, or `None`: that of a branch or a loop within one.
+    """The program that is being traced, or `None`; inside a branch or a loop, that of the branch.
 
-    A gradient or a map is computed in the program around it, and is none of its own. Public
-    replacement: none; `jax.core.get_opaque_trace_state` tells those apart too.
+    A gradient or a map belongs to the program around it. Public replacement: none;
+    `jax.core.get_opaque_trace_state` distinguishes these too.
     """
     trace = core.trace_ctx.trace
     while trace is not None and not hasattr(trace, "frame"):
@@ -228,12 +229,12 @@ def _is_array(leaf: Any) -> bool:
 
 
 def route_calls(kind: type, around: Callable[..., Any], *names: str) -> None:
-    """Hands methods of a class of layers to a function, each once for each function.
+    """Wraps methods of a layer class in a function, once for every function.
 
     Args:
-        kind: The class; what it inherits is put on it, its base class stays as it is.
-        around: Called as `around(stock, layer, args, kwargs)`, where `stock` is the method without
-            it, bound to the layer.
+        kind: The class; inherited methods are wrapped on it, and its base class does not change.
+        around: Called as `around(stock, layer, args, kwargs)`, where `stock` is the original
+            method, bound to the layer.
         *names: Names of methods; by default those in which a layer computes.
     """
     marker = f"_keras_tpu_dist_{around.__module__}.{around.__name__}"
@@ -255,11 +256,11 @@ def _routed(stock: Callable[..., Any], around: Callable[..., Any]) -> Callable[.
 
 
 def route_attention_layers(layer: Any, around: Callable[..., Any]) -> None:
-    """Hands what Keras's attention layers compute of query, key and value to a function.
+    """Wraps the part of Keras's attention layers that computes from query, key and value.
 
     Args:
-        layer: The layer in which attention layers are looked for, itself included.
-        around: As for `route_calls`.
+        layer: The layer, which is searched for attention layers, itself included.
+        around: See `route_calls`.
 
     Public replacement: a public method of these layers, or a layer of its own for that part.
     """

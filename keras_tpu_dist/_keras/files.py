@@ -1,4 +1,4 @@
-"""Private names for the files that Keras saves: which variable stands where in them."""
+"""Private names for files that Keras saves: which variable is where in them."""
 
 import io
 import os
@@ -16,12 +16,12 @@ from keras.src.saving import saving_lib
 
 _WEIGHTS = "model.weights.h5"
 _MOST_BYTES_OF_A_MAP = 64 * 2**20
-# Of a file in a zip archive: 26 bytes, the lengths of its name and of what follows that.
+# The header of a file in a zip archive: 26 bytes, and the lengths of its name and extra field.
 _LOCAL_HEADER = struct.Struct("<26sHH")
 
 
 class _WhatIsSaved(saving_lib.H5IOStore):
-    """A store of weights that notes what is saved where, and writes nothing."""
+    """A store of weights that records what is saved where, and writes nothing."""
 
     def __init__(self):
         self.found: dict[str, Any] = {}
@@ -39,12 +39,12 @@ class _WhatIsSaved(saving_lib.H5IOStore):
 
 
 def names_in_files(model: Any) -> dict[str, keras.Variable]:
-    """The variables of a model by the names under which Keras's files hold them.
+    """The variables of a model, by their names in Keras's files.
 
     Public replacement: none; `save_weights` writes them.
 
     Args:
-        model: A built model. What a layer saves that is no variable of it is left out.
+        model: A built model. Saved values that are not variables of a layer are left out.
     """
     recorder = _WhatIsSaved()
     saving_lib._save_state(model, recorder, None, "", set())
@@ -57,15 +57,16 @@ def names_in_files(model: Any) -> dict[str, keras.Variable]:
 class WeightsFile:
     """The weights in a `.keras`, `.weights.h5` or sharded `.weights.json` file of Keras.
 
-    Whoever wrote it: an array takes memory when it is read, and no more than its shape says.
+    It is safe for files from any source: an array only takes memory when it is read, and not more
+    than its shape implies.
 
     Args:
         path: The file.
-        most_bytes: How large the weights of a `.keras` file may be that somebody compressed; as
-            Keras writes them they are not, and are read from where they lie.
+        most_bytes: The maximal size of the weights in a compressed `.keras` file. Keras does not
+            compress them, so they are usually read in place.
 
     Raises:
-        ValueError: If a part of it is no regular file, or too large.
+        ValueError: If a part of it is not a regular file, or is too large.
     """
 
     def __init__(self, path: str, most_bytes: int):
@@ -73,7 +74,7 @@ class WeightsFile:
         _check_regular(path)
         if path.endswith(".keras"):
             self._archive = _Archive(path, most_bytes)
-            # Keras calls `open` of what it is given as an archive, and reads what that gives.
+            # Keras calls `open` on the archive that it gets, and reads the result.
             archive: Any = self._archive
             self._store: Any = saving_lib.H5IOStore(_WEIGHTS, archive=archive)
         elif path.endswith(".json"):
@@ -83,13 +84,13 @@ class WeightsFile:
             self._store = saving_lib.H5IOStore(Path(path))
 
     def names(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of what it holds, by name."""
+        """The shapes of its arrays, by name."""
         return {
             _name(path, key): tuple(self._dataset(path, key).shape) for path, key in self._keys()
         }
 
     def dtypes(self) -> dict[str, np.dtype]:
-        """The dtypes of what it holds, by name."""
+        """The dtypes of its arrays, by name."""
         return {_name(path, key): _dtype(self._dataset(path, key)) for path, key in self._keys()}
 
     def read(self, name: str) -> np.ndarray:
@@ -99,8 +100,8 @@ class WeightsFile:
             name: Its name.
 
         Raises:
-            ValueError: If reading it would take more memory than its shape says, or it holds no
-                numbers.
+            ValueError: If reading it would take more memory than its shape implies, or it is not
+                numeric.
         """
         path, _, key = name.rpartition("/vars/") if "/vars/" in name else ("", "", name[5:])
         dataset = self._dataset(path, key)
@@ -117,7 +118,7 @@ class WeightsFile:
             self._archive.close()
 
     def _dataset(self, path: str, key: str) -> Any:
-        """An array before it is read; Keras refuses one that lies in another file."""
+        """An array before it is read; an array in another file is refused, as in Keras."""
         self._store.get(path)
         for filename in getattr(self._store, "current_shard_filenames", ()):
             if key in self._store._h5_entry_group:
@@ -137,14 +138,14 @@ class WeightsFile:
 
 
 class _Archive:
-    """What Keras's store of weights needs of a zip file: the weights, read from where they lie."""
+    """The interface of a zip file that Keras's weight store needs; weights are read in place."""
 
     def __init__(self, path: str, most_bytes: int):
         self._path, self._most_bytes = path, most_bytes
         self._zip = zipfile.ZipFile(path)
 
     def open(self, name: str, mode: str) -> Any:
-        """A part of it as a file that can be read at any place."""
+        """A part of the archive, as a seekable file."""
         del mode
         info = self._zip.getinfo(name)
         stored = info.compress_type == zipfile.ZIP_STORED and info.file_size == info.compress_size
@@ -152,11 +153,11 @@ class _Archive:
             return _MemberOfZip(self._path, info.header_offset, info.file_size)
         if info.file_size > self._most_bytes:
             raise ValueError(
-                f"its {name} takes {info.file_size} bytes once it is no more compressed, this "
-                f"model at most {self._most_bytes}"
+                f"its {name} takes {info.file_size} bytes when uncompressed, this model at most "
+                f"{self._most_bytes}"
             )
         with self._zip.open(info) as opened:
-            # Not more than that, whatever the archive says.
+            # Not more than that, whatever the archive claims.
             return io.BytesIO(opened.read(info.file_size))
 
     def close(self) -> None:
@@ -165,7 +166,7 @@ class _Archive:
 
 
 class _MemberOfZip(io.RawIOBase):
-    """A part of a zip file that is not compressed."""
+    """An uncompressed part of a zip file."""
 
     def __init__(self, path: str, header: int, size: int):
         super().__init__()
@@ -202,12 +203,12 @@ class _MemberOfZip(io.RawIOBase):
 def _check_regular(path: str, most_bytes: int | None = None) -> None:
     status = os.stat(path)
     if not stat.S_ISREG(status.st_mode) or (most_bytes and status.st_size > most_bytes):
-        raise ValueError(f"it is no regular file, or has more bytes than {most_bytes}")
+        raise ValueError(f"it is not a regular file, or has more bytes than {most_bytes}")
 
 
 def _dtype(dataset: Any) -> np.dtype:
     attributes = dataset.attrs
-    # Keras writes bfloat16 as bytes, and its name beside them.
+    # Keras writes bfloat16 as bytes, with the dtype's name as an attribute.
     named = "dtype" in attributes and attributes.get_id("dtype").get_storage_size() < 64
     if named and attributes["dtype"] == "bfloat16":
         return np.dtype(ml_dtypes.bfloat16)

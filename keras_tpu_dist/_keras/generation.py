@@ -1,8 +1,8 @@
 """`generate` of KerasHub's language models, which Keras's trainer does not have.
 
-A `CausalLM` compiles its own function, `make_generate_function`, of `generate_step`. A model of a
-strategy gets a function that compiles the strategy's program instead. These are public names of
-KerasHub's classes; the hook that would replace this is a `Distribution` that `generate` asks.
+A `CausalLM` compiles its own function from `generate_step`, in `make_generate_function`. A model of
+a strategy gets a function that compiles the strategy's program instead. These are public names of
+KerasHub's classes. A `Distribution` hook in `generate` would replace this.
 """
 
 import functools
@@ -22,11 +22,11 @@ def generates(model: Any) -> bool:
 
 
 def serve_generation(model: Any, make: Callable[[Any], Any]) -> None:
-    """Has a model that generates ask for its function.
+    """Makes a model that generates ask for its function.
 
     Args:
-        model: The model; one that does not generate stays as it is.
-        make: From the model to the function, or to `None` for the model's own.
+        model: The model; one that does not generate is not changed.
+        make: Returns the function for a model, or `None` for the model's own.
     """
     if generates(model):
         model.make_generate_function = functools.partial(_made, model, make)
@@ -41,7 +41,7 @@ def _made(model: Any, make: Callable[[Any], Any]) -> Any:
 
 
 def sampler_variables(model: Any) -> list:
-    """The variables of the sampler that `compile` gave a model: states of random numbers.
+    """The variables of the sampler that `compile` gave a model: random states.
 
     Args:
         model: A model that generates.

@@ -1,4 +1,4 @@
-"""The seam to Keras's input: whose dataset is split by whom, and the count of an epoch's steps."""
+"""The seam to Keras's input: who splits a dataset, and how many steps an epoch has."""
 
 import inspect
 from typing import Any
@@ -15,11 +15,11 @@ from keras_tpu_dist._keras.seam import Replacement, at, declare, in_front_of
 from keras_tpu_dist._keras.structure import without_distribution
 from keras_tpu_dist._keras.trainer import active_strategy, input_of_fit, signature
 
-# What Keras makes to read an epoch on JAX.
+# Keras creates this class to read an epoch on JAX.
 JAXEpochIterator = at("keras.src.backend.jax.trainer:JAXEpochIterator")
 _NOTHING = object()
 _ONE_ROW = numpy.zeros((1, 1))
-# Keras's own, of `fit`.
+# Keras's default for `fit`.
 _DEFAULT_BATCH_SIZE = 32
 _WARNS_OF_EVERY_END = tuple(int(part) for part in keras.__version__.split(".")[:2]) < (3, 16)
 
@@ -31,12 +31,12 @@ def _read_by(stock, iterator, *args, **kwargs):
         iterator.__class__ = in_front_of(JAXEpochIterator, _DeviceEpochIterator, kind)
     fit = input_of_fit.get()
     if fit is not None:
-        # The first that a fit makes is its own; the next ones are of validation.
+        # The first iterator of a fit is its own; later ones belong to validation.
         fit.setdefault("iterator", iterator)
 
 
 class _DeviceEpochIterator(JAXEpochIterator):
-    """Keras's iterator of an epoch, whose batches the strategy places, ahead of the step."""
+    """Keras's iterator over an epoch, but the strategy places its batches, ahead of the step."""
 
     def _get_iterator(self):
         strategy = active_strategy()
@@ -44,10 +44,10 @@ class _DeviceEpochIterator(JAXEpochIterator):
 
 
 def _with_whole_dataset(x, make):
-    """Hides the strategy while Keras makes the adapter of a `tf.data.Dataset`.
+    """Hides the strategy while Keras creates the adapter for a `tf.data.Dataset`.
 
-    Keras would have `distribute_dataset` cut it for this process; ours, as in `tf.distribute`,
-    makes batches per replica. No code of the user's runs meanwhile.
+    Otherwise Keras would call `distribute_dataset` to split it for this process; ours, as in
+    `tf.distribute`, returns batches per replica. No user code runs meanwhile.
     """
     strategy = active_strategy()
     if strategy is None or not is_tf_dataset(x):
@@ -73,7 +73,7 @@ def _own_part(stock, iterator, *args, **kwargs):
         # Keras refuses a generator without any batch.
         given["x"], empty = _peeked(x)
     elif is_grain_dataset(x):
-        # The adapter takes the shapes from the first batches.
+        # The adapter derives the shapes from the first batches.
         empty = next(iter(x), _NOTHING) is _NOTHING
     given["x"] = _ONE_ROW if empty else given["x"]
     _with_whole_dataset(given["x"], lambda: stock(*bound.args, **bound.kwargs))
@@ -85,13 +85,13 @@ def _own_part(stock, iterator, *args, **kwargs):
 
 def _own_batch_size(own_input, x, batch_size, steps_per_epoch) -> int:
     if batch_size is None and steps_per_epoch is not None:
-        # As Keras has it: all rows in that many steps.
+        # As in Keras: all rows, divided into that many steps.
         return max(-(-len(keras.tree.flatten(x)[0]) // steps_per_epoch), 1)
     return own_input.shards.of(_DEFAULT_BATCH_SIZE if batch_size is None else batch_size)
 
 
 def _peeked(generator: Any) -> tuple[Any, bool]:
-    """A generator that yields the same, and whether that is nothing."""
+    """A generator that yields the same batches, and whether it is empty."""
     first = next(generator, _NOTHING)
 
     def again():
@@ -115,11 +115,11 @@ class _NoBatches:
         """Nothing to prepare."""
 
     def on_epoch_end(self):
-        """Nothing to put away."""
+        """Nothing to clean up."""
 
 
 class _AgreedLength:
-    """A data adapter that says how many batches the longest input of all processes has."""
+    """A data adapter whose length is that of the longest input of all processes."""
 
     def __init__(self, adapter: Any, own_input: Any):
         self._adapter = adapter
@@ -140,22 +140,22 @@ def ends_ragged(data_adapter: Any) -> bool:
     try:
         return bool(data_adapter.has_partial_batch)
     except NotImplementedError:
-        return False  # a PyDataset, which does not know
+        return False  # a PyDataset, for which it is not known
 
 
 def is_users_code(data_adapter: Any) -> bool:
-    """Whether batches are made by code of the user's: a generator or a `PyDataset`.
+    """Whether user code creates the batches: a generator or a `PyDataset`.
 
     Args:
         data_adapter: Keras's adapter of the input.
 
-    Public replacement: none; the adapter is what is left of the input.
+    Public replacement: none; only the adapter is left of the input.
     """
     return isinstance(_stock_adapter(data_adapter), (GeneratorDataAdapter, PyDatasetAdapter))
 
 
 def epoch_iterator_of_fit() -> EpochIterator | None:
-    """Keras's iterator over the input of the fit that runs here, or `None`.
+    """Keras's iterator over the input of the running fit, or `None`.
 
     Public replacement: none; `fit` has it in a local variable.
     """
@@ -174,17 +174,17 @@ def shuffling_epoch(data_adapter: Any) -> int | None:
     Public replacement: none; `fit(initial_epoch=...)` does not reach the adapter.
     """
     stock = _stock_adapter(data_adapter)
-    # Arrays and `PyDataset`s say whether they shuffle; a torch loader's sampler is given the epoch.
+    # Arrays and `PyDataset`s have a flag for shuffling; a torch loader's sampler gets the epoch.
     shuffles = getattr(stock, "_shuffle", getattr(stock, "shuffle", True))
     return getattr(stock, "_epoch", None) if shuffles else None
 
 
 def set_shuffling_epoch(data_adapter: Any, epoch: int) -> None:
-    """Makes an adapter shuffle as in an epoch; before its first batch is read.
+    """Makes an adapter shuffle as in a given epoch; call it before its first batch is read.
 
     Args:
-        data_adapter: Keras's adapter of the input, which counts epochs.
-        epoch: What `shuffling_epoch` returned for an adapter of the same input.
+        data_adapter: Keras's adapter for the input, which counts epochs.
+        epoch: A result of `shuffling_epoch` for an adapter of the same input.
     """
     _stock_adapter(data_adapter)._epoch = epoch
 
@@ -192,7 +192,7 @@ def set_shuffling_epoch(data_adapter: Any, epoch: int) -> None:
 def orders_ahead(data_adapter: Any) -> bool:
     """Whether an epoch's order is drawn when the epoch begins, before its first batch is read.
 
-    The workers of a `PyDataset` begin then.
+    This is so for a `PyDataset` with workers, which start then.
 
     Args:
         data_adapter: Keras's adapter of the input, or `None`.
@@ -203,10 +203,10 @@ def orders_ahead(data_adapter: Any) -> bool:
 
 
 def drop_what_is_left(data_adapter: Any) -> None:
-    """Takes batches of an earlier order out of the queue of a shuffled `PyDataset`'s workers.
+    """Drops batches of an earlier order from the queue of a shuffled `PyDataset`'s workers.
 
-    Keras reads one batch to build a model and leaves what workers made beside it in the queue: so
-    the first epoch begins with batches of that order, goes on with its own, and lacks some.
+    Keras reads one batch to build a model, and leaves further batches of the workers in the queue.
+    So the first epoch would begin with batches in that order, continue with its own, and lack some.
     Public replacement: none.
 
     Args:
@@ -222,23 +222,23 @@ def _stock_adapter(data_adapter: Any) -> Any:
 
 
 def uncount_steps(epoch_iterator: EpochIterator, steps: int, ran_out: bool) -> None:
-    """Tells an epoch's iterator of steps that it counted and that were not made.
+    """Tells an epoch's iterator about steps that it counted but that did not run.
 
-    Keras counts `steps_per_execution` for each launch, also for one that was cut short; and it
-    learns that an input of unknown length ran out from a launch without any batch, of which there
-    is none after the last of an epoch.
-    Public replacement: none.
+    Keras counts `steps_per_execution` for every launch, even for a shorter one. For an input of
+    unknown length, it notices the end by a launch without any batch, and there is none after the
+    last launch of an epoch. Public replacement: none.
 
     Args:
-        epoch_iterator: The iterator of the epoch under way.
-        steps: How many of the steps that it counted were not made.
-        ran_out: Whether the launch was the epoch's last one, cut short by the end of the input.
+        epoch_iterator: The iterator of the running epoch.
+        steps: How many of the counted steps did not run.
+        ran_out: Whether the launch was the last one of the epoch, shortened by the end of the
+            input.
     """
     seen: Any = epoch_iterator._steps_seen
     epoch_iterator._steps_seen = seen - steps
     if ran_out and epoch_iterator._num_batches is None:
         epoch_iterator._num_batches = epoch_iterator._steps_seen
-        # Keras 3.16 takes the end of an input for news only where it was told of more.
+        # Keras 3.16 only warns about the end of an input if it expected more.
         if epoch_iterator.steps_per_epoch or _WARNS_OF_EVERY_END:
             epoch_iterator._interrupted_warning()
 

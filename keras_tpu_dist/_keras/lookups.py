@@ -1,4 +1,4 @@
-"""Layers that look values up in TensorFlow's tables on the host, within compiled programs."""
+"""Layers that use TensorFlow's lookup tables on the host, within compiled programs."""
 
 from typing import Any
 
@@ -14,14 +14,14 @@ from keras_tpu_dist._keras.trainer import active_strategy, tell_of_compiling, te
 from keras_tpu_dist.common.errors import message
 
 _PIPELINE = (
-    "Put the layer into the input: dataset.map(lambda x, y: (layer(x), y)), or layer(x) before fit."
+    "Apply the layer in the input: dataset.map(lambda x, y: (layer(x), y)), or layer(x) before fit."
 )
 
 
 def _looked_up(stock, layer, args, kwargs):
     """A call of `IntegerLookup`, on the device if it is within a compiled program."""
     inputs = args[0] if args else kwargs.get("inputs")
-    # Stock Keras compiles it, too, once a strategy had it compiled: see `_make_compiled`.
+    # Stock Keras compiles it, too, if a strategy has compiled it before: see `_make_compiled`.
     compiles = active_strategy() is not None or layer.supports_jit
     if not compiles or not isinstance(inputs, jax.core.Tracer):
         return stock(*args, **kwargs)
@@ -41,7 +41,7 @@ def _looked_up(stock, layer, args, kwargs):
 
 
 def _indices(layer, inputs) -> jax.Array:
-    """For each value its place in the vocabulary; for an inverted layer the value at a place."""
+    """The index of every value in the vocabulary; for an inverted layer, the value at an index."""
     dtype = jax.dtypes.canonicalize_dtype("int64")
     tokens = np.asarray(layer.get_vocabulary(include_special_tokens=False), "int64")
     places = np.arange(len(tokens)) + layer._token_start_index()
@@ -56,7 +56,7 @@ def _indices(layer, inputs) -> jax.Array:
         found = jnp.where(keys[at] == inputs, values[at], found)
     if layer.mask_token is not None:
         mask = int(layer._mask_value.numpy())
-        # One of the largest 64-bit integer stands for "leave out".
+        # The largest 64-bit integer stands for "leave out".
         mask = min(mask, np.iinfo(dtype).max)
         found = jnp.where(inputs == int(layer._mask_key.numpy()), mask, found)
     if not layer.invert and layer.num_oov_indices > 1:
@@ -88,7 +88,7 @@ def _check_range(layer, tokens: np.ndarray, dtype: Any) -> None:
     if len(tokens) and max(abs(int(tokens.min())), int(tokens.max())) > np.iinfo(dtype).max:
         raise ValueError(
             message(
-                "In a compiled model a vocabulary's integers have the bits that JAX's have.",
+                "In a compiled model, integers of a vocabulary must fit into JAX's integers.",
                 received={"layer": layer.name, "largest": int(np.abs(tokens).max())},
                 fix=f"Set JAX_ENABLE_X64=1. {_PIPELINE}",
             )
@@ -110,7 +110,7 @@ def _refused(stock, layer, args, kwargs):
     )
 
 
-# Layers that TensorFlow computes on the host, and what a program has in their place.
+# Layers that TensorFlow computes on the host, and their replacements in a program.
 _ROUTES = (
     (keras.layers.IntegerLookup, _looked_up),
     (keras.layers.Hashing, _refused),
@@ -127,7 +127,7 @@ def _route(layer: Any) -> None:
 
 
 def _make_compiled(model: Any) -> None:
-    """Has Keras compile a model that has an `IntegerLookup`."""
+    """Lets Keras compile a model that has an `IntegerLookup`."""
     for layer in flatten_layers(model):
         _route(layer)
         if isinstance(layer, keras.layers.IntegerLookup):

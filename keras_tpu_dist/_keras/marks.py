@@ -1,4 +1,4 @@
-"""What is written on objects of Keras; of layers also kept by `from_config`, clones and files."""
+"""Marks on Keras objects; those on layers are also kept by `from_config`, clones and files."""
 
 import functools
 import itertools
@@ -8,55 +8,55 @@ from typing import Any
 from keras_tpu_dist._keras.seam import Replacement, declare
 from keras_tpu_dist._keras.structure import flatten_layers
 
-# In what `.keras` files hold of a layer, beside its class and its config: Keras passes it by, so
-# that the file loads where this package is not installed.
+# The key in `.keras` files, next to a layer's class and config. Keras ignores it, so the file also
+# loads without this package.
 _SAVED = "keras_tpu_dist"
 
 
 class Mark:
-    """One thing that this package writes on variables or layers; copies and pickles keep it.
+    """An attribute that this package sets on variables or layers; copies and pickles keep it.
 
     Public replacement: none; a dictionary with weak keys is not copied along with its objects.
 
     Args:
-        attribute: The name of the attribute that holds it.
+        attribute: The name of the attribute.
     """
 
     def __init__(self, attribute: str):
         self.attribute = attribute
 
     def of(self, target: Any, default: Any = None) -> Any:
-        """What is written on an object.
+        """The value of the mark on an object.
 
         Args:
             target: A variable, layer or model.
-            default: What to return if nothing is.
+            default: The result if there is none.
         """
         return getattr(target, self.attribute, default)
 
     def write(self, target: Any, value: Any) -> None:
-        """Writes on an object.
+        """Sets the mark on an object.
 
         Args:
             target: A variable, layer or model.
-            value: What to write.
+            value: The value.
         """
-        # Not by the object's own `__setattr__`: that of layers tracks what it is given.
+        # Not with the object's own `__setattr__`: that of layers tracks its values.
         object.__setattr__(target, self.attribute, value)
 
 
 class LayerMark(Mark):
-    """What users write on layers, kept by layers made from their configs.
+    """A mark that users set on layers; layers created from their configs keep it.
 
     Public replacement: attributes that `get_config` may add to.
 
     Args:
-        attribute: The name of the layer's attribute that holds it.
+        attribute: The name of the attribute.
         saved: Whether its values are plain enough for JSON, and files keep it.
 
     Attributes:
-        version: Counts what was written, after which what was derived from it is stale.
-        restore: Called as `restore(layer, value)`, writes it on another layer.
+        version: Counts changes, after which derived values are stale.
+        restore: Called as `restore(layer, value)`; sets it on another layer.
     """
 
     def __init__(self, attribute: str, *, saved: bool = False):
@@ -68,18 +68,18 @@ class LayerMark(Mark):
         _marks[attribute] = self
 
     def write(self, target: Any, value: Any) -> None:
-        """Writes on a layer.
+        """Sets the mark on a layer.
 
         Args:
             target: A layer or model.
-            value: What to write; `None` takes it back.
+            value: The value; `None` removes it.
         """
         self.version = next(self._versions)
         super().write(target, value)
         _carry_through_configs(type(target))
 
     def restored_by(self, restore: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-        """Decorates the function that writes what was read from a config on a layer.
+        """Decorates the function that sets a value from a config on a layer.
 
         Args:
             restore: Called as `restore(layer, value)`.
@@ -89,7 +89,7 @@ class LayerMark(Mark):
 
 
 class _MarkedConfig(dict):
-    """A layer's config that carries what is written on the layer to the layer made from it."""
+    """A layer's config that passes the layer's marks to the layer created from it."""
 
     marks: dict[str, Any]
 
@@ -98,13 +98,13 @@ _marks: dict[str, LayerMark] = {}
 
 
 def copy_marks(source: Any, target: Any) -> None:
-    """Writes on the layers of a model what is written on their likes in another one.
+    """Copies the marks of a model's layers to the corresponding layers of another one.
 
-    Public replacement: none is needed where Keras's own clones keep what is written on layers.
+    Public replacement: not needed if Keras's own clones kept marks.
 
     Args:
         source: A model.
-        target: One with the same layers in the same places, of the same or other classes.
+        target: A model with the same layers in the same places, of the same or other classes.
     """
     for one, other in zip(flatten_layers(source), flatten_layers(target), strict=True):
         for attribute, value in _marks_of(one).items():
@@ -144,7 +144,7 @@ def _carry_through_configs(kind: type) -> None:
 
 
 def _of_file(marks: Any) -> dict[str, Any]:
-    """Those of what a file says that files keep; others' names and values decide nothing."""
+    """The marks of a file that files may have; other names and values are ignored."""
     found = marks if isinstance(marks, dict) else {}
     return {n: v for n, v in found.items() if n in _marks and _marks[n].saved and v is not None}
 
@@ -157,9 +157,9 @@ def _save_marks(stock, obj, config):
 
 
 def _class_of_saved(stock, *args, **kwargs):
-    """The class to make a saved object of; its config is given the marks that are saved beside it.
+    """The class of a saved object; the marks saved next to its config are added to the config.
 
-    `from_config` takes them out again before the class sees the config.
+    `from_config` removes them before the class sees the config.
     """
     kind, saved = stock(*args, **kwargs), kwargs.get("full_config")
     saved = saved if isinstance(saved, dict) else {}

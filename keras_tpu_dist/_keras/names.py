@@ -1,7 +1,7 @@
-"""The private names of Keras and JAX that are read or written, and not replaced: the second table.
+"""The second table: private names of Keras and JAX that are read or written, but not replaced.
 
-`seam` has the first, of what is replaced. Both are checked together, before anything is replaced;
-names of modules are needed at import, and are checked then.
+`seam` has the first table, for replaced names. Both are checked together, before anything is
+replaced. Names of modules are needed at import, and are checked then.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ class Name:
             holder = at(self.owner)
         except (ImportError, AttributeError):
             return fault_of(self)
-        # An attribute of objects is on none of their classes: a method of one says it.
+        # An attribute of instances is not on their class, but a method of the class uses its name.
         found = hasattr(holder, self.name) or self.name in _said_in(holder)
         return None if found else fault_of(self)
 
@@ -364,7 +364,7 @@ ATTRIBUTES = (
         "Exported.serialize without the package flatbuffers",
     ),
 )
-# Not every Keras has them: they are looked for where they are used.
+# Not every Keras has them: they are looked up when they are used.
 OPTIONAL = (
     *_each(
         f"{_ADAPTERS}.array_data_adapter:ArrayDataAdapter",
@@ -398,10 +398,10 @@ OPTIONAL = (
 
 
 def names() -> tuple[Name, ...]:
-    """All of the second table."""
+    """All names of the second table."""
     return (*MODULES, *ATTRIBUTES, *OPTIONAL)
 
 
 declare_read(*MODULES, *ATTRIBUTES)
-# Modules of this package import them, and an error of theirs would not say what helps.
+# Modules of this package import these names; their own error would not help.
 raise_faults(MODULES)

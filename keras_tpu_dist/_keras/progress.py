@@ -1,4 +1,4 @@
-"""Private names for where training stands: steps counted, backups."""
+"""Private names for the position of training: counted steps, backups."""
 
 import json
 import pathlib
@@ -9,11 +9,11 @@ from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, global_seed_g
 
 
 def train_steps_counted(optimizer: Any) -> int:
-    """How often an optimizer was applied, gradient accumulation's steps counted singly.
+    """How often an optimizer was applied, with every step of gradient accumulation.
 
     Args:
-        optimizer: A Keras optimizer; of one that scales the loss, the inner one is asked. `None`
-            for a model without.
+        optimizer: A Keras optimizer; if it scales the loss, its inner one counts. `None` for a
+            model without one.
 
     Public replacement: none; `Optimizer.iterations` rounds down to whole updates.
     """
@@ -26,7 +26,7 @@ def backup_position(backup: Any) -> tuple[int, int]:
     """The epoch, and the batches done in it, of a BackupAndRestore's backup.
 
     Args:
-        backup: The callback; where it has saved nothing, both numbers are 0.
+        backup: The callback; if it has saved nothing, both numbers are 0.
 
     Public replacement: none; Keras writes the batch and never reads it.
     """
@@ -38,10 +38,10 @@ def backup_position(backup: Any) -> tuple[int, int]:
 
 
 def restore_seeds(backup: Any, model: Any) -> None:
-    """Gives the random layers of a model the state they had when it was saved.
+    """Restores the states of a model's random layers from a backup.
 
     Args:
-        backup: The callback that saved it; where it has saved nothing, nothing changes.
+        backup: The callback that saved it; if it has saved nothing, nothing changes.
         model: The model, with its random layers in the same order as the saved one.
 
     Public replacement: `Model.load_weights`, if `save_weights` saved that state.
@@ -64,11 +64,11 @@ def _seeds(model) -> list:
 
 
 def begin_at_epoch(model: Any, epoch: int | None) -> None:
-    """Makes the fit that begins start with an epoch, whatever `initial_epoch` is.
+    """Makes the fit that starts begin with an epoch, whatever `initial_epoch` is.
 
     Args:
         model: The model.
-        epoch: The epoch, from 0; `None` leaves it to `fit(initial_epoch=...)` again.
+        epoch: The epoch, from 0; `None` returns to `fit(initial_epoch=...)`.
 
     Public replacement: none; a callback learns of `fit` too late to change `initial_epoch`.
     """
@@ -78,17 +78,17 @@ def begin_at_epoch(model: Any, epoch: int | None) -> None:
 def global_seed() -> Any:
     """Keras's own global random state, which operations without a seed draw from, or `None`.
 
-    Public replacement: none; `keras.utils.set_random_seed` sets it anew.
+    Public replacement: none; `keras.utils.set_random_seed` resets it.
     """
     generator = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
     return None if generator is None else generator.state.numpy().tolist()
 
 
 def set_global_seed(state: Any) -> None:
-    """Gives Keras's global random state a value. See `global_seed`.
+    """Sets Keras's global random state. See `global_seed`.
 
     Args:
-        state: What it returned.
+        state: A result of `global_seed`.
     """
     if state is not None:
         global_seed_generator().state.assign(state)

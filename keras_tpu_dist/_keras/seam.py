@@ -1,7 +1,8 @@
-"""What the package replaces in Keras: one table, put in place for the first that needs it.
+"""The first table: what the package replaces in Keras, once the first object needs it.
 
-That is a strategy, `remat`, `scan_blocks`, or a callback that sees a whole `fit`. Names that
-are read or written, and not replaced, are in a second table (`names`), checked together with this.
+Such an object is a strategy, `remat`, `scan_blocks`, or a callback that sees a whole `fit`. Names
+that are read or written, but not replaced, are in a second table (`names`). Both are checked
+together.
 """
 
 import functools
@@ -15,12 +16,12 @@ from typing import Any, Protocol
 
 import keras
 
-# The whole test suite ran with these.
+# The whole test suite ran with these versions.
 TESTED_KERAS = ("3.15.0", "3.15.1")
-# The test of the seam ran with sources of these, too, before their release.
+# The test of the seam ran with sources of these too, before their release.
 _FIRST_KERAS, _FIRST_UNKNOWN_KERAS = (3, 15), (3, 17)
 _ANY_KERAS = "KTD_ANY_KERAS"
-# Where Keras 3.16 has what 3.15 has elsewhere, since its backends can be plugged in.
+# Names that Keras 3.16 has moved, since its backends can be plugged in.
 _MOVED = {
     "keras.src.backend.jax.trainer:JAXTrainer": "keras.src.backend.jax.trainer:Trainer",
     "keras.src.trainers.trainer:Trainer": "keras.src.trainers.trainer:BaseTrainer",
@@ -37,17 +38,17 @@ class Reached(Protocol):
 
 @dataclass(frozen=True)
 class Replacement:
-    """One name of Keras that is replaced, and what for.
+    """A name of Keras that is replaced, and why.
 
     Attributes:
         owner: Where it is: `"module"`, or `"module:Class"`.
         name: The function's name there.
-        by: Called as `by(stock, ...)`; with `whole`, put in its place as it is.
-        why: What Keras's own does that a strategy cannot use.
-        hook: The public hook of Keras that would replace the replacing.
+        by: Called as `by(stock, ...)`; with `whole`, it replaces the function as it is.
+        why: What a strategy cannot use in Keras's own function.
+        hook: The public hook of Keras that would make the replacement unnecessary.
         parameters: Names of parameters that `by` relies on.
-        whole: Whether `by` does without the stock function.
-        on_instances: Whether the name is an attribute that a class gives its instances.
+        whole: Whether `by` works without the stock function.
+        on_instances: Whether the name is an attribute that a class sets on its instances.
     """
 
     owner: str
@@ -81,7 +82,7 @@ class Replacement:
 
 
 def fault_of(name: Reached) -> str:
-    """The words for a name that is not there.
+    """The message for a missing name.
 
     Args:
         name: The name.
@@ -90,7 +91,7 @@ def fault_of(name: Reached) -> str:
 
 
 def at(owner: str) -> Any:
-    """The module or class of Keras or JAX that is called so, or was until Keras 3.16 moved it.
+    """A module or class of Keras or JAX by its name in Keras 3.15, even if Keras 3.16 has moved it.
 
     Args:
         owner: `"module"` or `"module:Class"`, as Keras 3.15 has it.
@@ -120,7 +121,7 @@ _lock = threading.Lock()
 
 
 def declare(*replacements: Replacement) -> None:
-    """Adds to the table; Keras stays as it is until `install`.
+    """Adds to the table; Keras does not change until `install`.
 
     Args:
         *replacements: What to replace.
@@ -129,10 +130,10 @@ def declare(*replacements: Replacement) -> None:
 
 
 def declare_read(*names: Reached) -> None:
-    """Adds names that are read or written, and not replaced.
+    """Adds names that are read or written, but not replaced.
 
     Args:
-        *names: What is checked together with the replacements.
+        *names: Names to check together with the replacements.
     """
     _read.extend(names)
 
@@ -143,17 +144,17 @@ def table() -> tuple[Replacement, ...]:
 
 
 def stock(owner: str, name: str) -> Any:
-    """What Keras has of a name that was replaced.
+    """Keras's own version of a replaced name.
 
     Args:
         owner: As in `Replacement`.
-        name: Likewise.
+        name: See `Replacement`.
     """
     return _installed[owner, name][1]
 
 
 def install() -> None:
-    """Replaces what was declared, each name once; all of it or nothing.
+    """Replaces the declared names, every one once; all of them or none.
 
     Raises:
         ImportError: If this Keras is of an unknown version, or lacks a name or a parameter.
@@ -169,7 +170,7 @@ def install() -> None:
 
 
 def check_keras(replacements: Any = None) -> None:
-    """Raises an `ImportError` with all that this Keras lacks for both tables.
+    """Raises an `ImportError` with everything that this Keras lacks for both tables.
 
     Args:
         replacements: An iterable of `Replacement`, or `None` for all that are declared.
@@ -184,13 +185,13 @@ def check_keras(replacements: Any = None) -> None:
         raise ImportError(
             "keras_tpu_dist works with Keras 3.15 and 3.16. "
             f"Received: keras=={keras.__version__}. Install 'keras>=3.15,<3.17', or set "
-            f"{_ANY_KERAS}=1 to try this one; tests/_keras/test_seam.py then tells what holds."
+            f"{_ANY_KERAS}=1 to try this one; tests/_keras/test_seam.py then shows what works."
         )
     raise_faults([*(_declared if replacements is None else replacements), *_read])
 
 
 def raise_faults(names: Iterable[Reached]) -> None:
-    """Raises an `ImportError` with all of the names that this Keras lacks.
+    """Raises an `ImportError` with all names that this Keras lacks.
 
     Args:
         names: The names.
@@ -201,16 +202,16 @@ def raise_faults(names: Iterable[Reached]) -> None:
     faults = [each.fault() for each in names]
     if any(faults):
         raise ImportError(
-            "keras_tpu_dist reaches Keras by names that this Keras does not have. "
+            "keras_tpu_dist uses names of Keras that this version does not have. "
             f"Received: keras=={keras.__version__}: {'; '.join(filter(None, faults))}. "
             f"Install a tested version: keras=={' or =='.join(TESTED_KERAS)}."
         )
 
 
 def in_front_of(stock: Any, ours: Any, kind: Any) -> type:
-    """A class with ours in front of Keras's, where a replaced method would be.
+    """A class with ours before Keras's in the method resolution order, like a replaced method.
 
-    What a user's class overrides stays in front of both.
+    Overrides in a user's class come before both.
 
     Args:
         stock: Keras's class.

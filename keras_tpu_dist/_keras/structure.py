@@ -1,4 +1,4 @@
-"""Private names for what a model is made of: layers, their weights, the graph, masks, scopes."""
+"""Private names for the structure of a model: layers, weights, the graph, masks, scopes."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ from keras_tpu_dist._keras.seam import Replacement, declare
 
 
 def flatten_layers(model: Any) -> list:
-    """A model and all layers in it, parents first, each once.
+    """A model and all layers in it, parents first, every one once.
 
     Args:
         model: The model, or a layer. Metrics within it do not count as layers.
@@ -38,7 +38,7 @@ def sublayers(layer: Any) -> list:
 
 
 def own_variables(layer: Any) -> list:
-    """The variables that belong to a layer itself, not to a layer within it.
+    """The variables of a layer itself, without those of its sublayers.
 
     Args:
         layer: The layer, or a model; before it is built, some may not exist yet.
@@ -59,7 +59,7 @@ def call_takes(layer: Any, argument: str) -> bool:
         layer: The layer.
         argument: `"mask"` or `"training"`.
 
-    Public replacement: none; the signature of `call` is hidden where a layer wraps it.
+    Public replacement: none; if a layer is wrapped, the signature of `call` is hidden.
     """
     return getattr(layer, _TAKES[argument])
 
@@ -84,13 +84,14 @@ def stored_weight(layer: Any, name: str) -> Any:
 
 
 def declared_inputs(model: Any) -> Any:
-    """The symbolic inputs of a model in the structure that its call takes.
+    """The symbolic inputs of a model, in the structure that its call takes.
 
     Args:
         model: A functional model, or a Sequential one whose input is known.
 
     Returns:
-        A `keras.KerasTensor` or a structure of them; of a list of one, that one.
+        A `keras.KerasTensor` or a structure of them; a list with one tensor is returned as that
+        tensor.
 
     Public replacement: none; `Model.inputs` is flat.
     """
@@ -98,7 +99,7 @@ def declared_inputs(model: Any) -> Any:
 
 
 def declared_outputs(model: Any) -> Any:
-    """The symbolic outputs of a model in their structure; public replacement: as for inputs.
+    """The symbolic outputs of a model in their structure; public replacement: none, as for inputs.
 
     See `declared_inputs`.
     """
@@ -110,7 +111,7 @@ def _only(tensors: Any) -> Any:
 
 
 def producer(tensor: Any) -> Any:
-    """The operation that a symbolic tensor came out of, or `None`; public replacement: none.
+    """The operation that returned a symbolic tensor, or `None`; public replacement: none.
 
     Args:
         tensor: A `keras.KerasTensor` that an operation or `keras.Input` made.
@@ -136,10 +137,10 @@ def graph(model: Any) -> list[tuple[Any, Any, list]] | None:
 
 
 def call_arguments(node: Any) -> tuple[tuple, dict[str, Any]]:
-    """What a call in the graph was given, with symbolic tensors; public replacement: none.
+    """The arguments of a call in the graph, with symbolic tensors; public replacement: none.
 
     Args:
-        node: A node that `graph` gives.
+        node: A node from `graph`.
     """
     return node.arguments.args, node.arguments.kwargs
 
@@ -168,10 +169,10 @@ def route_attention(replacement: Callable[..., object]) -> None:
 
 
 def route_grouped_attention(replacement: Callable[..., object]) -> None:
-    """Routes what `GroupQueryAttention` computes of query, key and value through `replacement`.
+    """Routes the core of `GroupQueryAttention` (from query, key and value) through `replacement`.
 
     Args:
-        replacement: Called as `replacement(stock, layer, ...)` with the method's own arguments, of
+        replacement: Called as `replacement(stock, layer, ...)` with the method's own arguments, in
             which keys and values are repeated for every query head.
     """
     declare(
@@ -199,8 +200,8 @@ ATTENTION_OPTIONS = (
 def full_precision(variable):
     """A variable's value in its own dtype, also inside a layer whose policy casts it.
 
-    Gradients that are accumulated in float32 should not be rounded to bfloat16 on their way to a
-    float32 variable. Public replacement: none; `Variable.value` always casts inside a layer call.
+    Gradients accumulated in float32 should not be rounded to bfloat16 on their way to a float32
+    variable. Public replacement: none; `Variable.value` always casts inside a layer call.
 
     Args:
         variable: The variable.
@@ -211,7 +212,7 @@ def full_precision(variable):
 
 @contextlib.contextmanager
 def without_distribution() -> Iterator[None]:
-    """Within it this thread has no distribution, so Keras lays nothing out, and cuts nothing."""
+    """A context without a distribution in this thread, so that Keras places and splits nothing."""
     active = keras.distribution.distribution()
     keras.distribution.set_distribution(None)
     try:
@@ -221,7 +222,7 @@ def without_distribution() -> Iterator[None]:
 
 
 def in_symbolic_scope() -> bool:
-    """Whether Keras is finding out shapes, with made-up batch sizes.
+    """Whether Keras is computing shapes, with arbitrary batch sizes.
 
     Public replacement: a query beside `keras.SymbolicScope`.
     """
@@ -231,14 +232,14 @@ def in_symbolic_scope() -> bool:
 def in_update() -> bool:
     """Whether an optimizer updates weights.
 
-    Public replacement: none; a step that is traced looks the same to a variable.
+    Public replacement: none; for a variable, a traced step looks the same.
     """
     entered = global_state.get_global_attribute("name_scope_stack") or ()
     return any(isinstance(scope.caller, keras.optimizers.Optimizer) for scope in entered)
 
 
 def keras_mask(tensor: Any) -> Any:
-    """The mask that a layer left on a tensor, or `None`; public replacement: none.
+    """The mask that a layer set on a tensor, or `None`; public replacement: none.
 
     Args:
         tensor: An array or a `keras.KerasTensor`.
@@ -250,8 +251,8 @@ def with_keras_mask(tensor: Any, mask: Any) -> Any:
     """A tensor with a mask on it, if there is one; public replacement: none.
 
     Args:
-        tensor: An array or a `keras.KerasTensor`; it is changed and given back.
-        mask: The mask to put on it, or `None` to leave it as it is.
+        tensor: An array or a `keras.KerasTensor`; it is changed and returned.
+        mask: The mask, or `None` to change nothing.
     """
     if mask is not None:
         masking.set_keras_mask(tensor, mask)
@@ -259,9 +260,10 @@ def with_keras_mask(tensor: Any, mask: Any) -> Any:
 
 
 def owner_of_loss(loss: Any, layers: list) -> Any:
-    """The layer that added a loss, which forgets it: the loss that leaves the layer is added again.
+    """Returns the layer that added a loss, and makes it forget the loss, which will be added again.
 
-    Keras knows a layer's losses by their `id`, which another loss may get when this one is gone.
+    Keras identifies a layer's losses by their `id`, which another loss may get when this one is
+    gone.
 
     Args:
         loss: The loss, in a scope that collects losses.
@@ -279,9 +281,9 @@ def owner_of_loss(loss: Any, layers: list) -> Any:
 
 
 def compile_arguments(model: Any) -> dict[str, Any]:
-    """What `compile` of a model was given, by name; public replacement: none.
+    """The arguments of a model's `compile`, by name; public replacement: none.
 
-    `Model.get_compile_config` gives configs, from which no function of the user's own comes back.
+    `Model.get_compile_config` returns configs, from which custom functions cannot be restored.
 
     Args:
         model: A compiled model.
@@ -292,17 +294,17 @@ def compile_arguments(model: Any) -> dict[str, Any]:
 def optimizer_slots(model: Any) -> list[tuple[str, Any, Any]]:
     """The slots of a model's optimizer: name, variable, and the weight each belongs to.
 
-    Optimizers keep slots as lists in the order of their trainable variables. Public replacement:
-    none; `add_variable_from_reference` knows the pair and forgets it.
+    Optimizers store slots as lists in the order of their trainable variables. Public replacement:
+    none; `add_variable_from_reference` knows the pair and does not store it.
 
     Args:
-        model: The model; without an optimizer that is built there are none.
+        model: The model; if it has no optimizer that is built, there are none.
     """
     optimizer = getattr(model, "optimizer", None)
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     if optimizer is None:
         return []
-    # A MultiOptimizer holds none itself; each of its optimizers has those of its own weights.
+    # A MultiOptimizer has no slots; its optimizers have those of their own weights.
     return [
         each
         for one in (optimizer, *getattr(optimizer, "optimizers", ()))

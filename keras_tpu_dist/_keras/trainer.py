@@ -1,4 +1,4 @@
-"""The seam to Keras's trainer: methods replaced once, and the training state read and written."""
+"""The seam to Keras's trainer: replaces methods, and reads and writes the training state."""
 
 import contextlib
 import contextvars
@@ -26,7 +26,7 @@ _MODULE = "keras.src.backend.jax.trainer"
 _TRAINER = f"{_MODULE}:JAXTrainer"
 _BASE = "keras.src.trainers.trainer:Trainer"
 
-# Keras's entry points, and which kind of steps each makes.
+# Keras's entry points, and the kind of their steps.
 _ENTRY_POINTS = {
     "fit": "train",
     "evaluate": "test",
@@ -36,17 +36,17 @@ _ENTRY_POINTS = {
     "predict_on_batch": "predict",
 }
 
-# What the fit that runs here reads: its own data adapter, once Keras has made it.
+# The input of the running fit: its own data adapter, once Keras has created it.
 input_of_fit: contextvars.ContextVar[dict[str, Any] | None] = contextvars.ContextVar(
     "input of fit", default=None
 )
 
-# The kind of steps that the call which runs here makes, until it asks for the state.
+# The kind of steps of the running call, until it asks for the state.
 _not_asked_for: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar(
     "not asked for", default=None
 )
 
-# What each step function reads and gives back, in Keras's order.
+# The groups of variables that a step function reads and returns, in Keras's order.
 _GROUPS = {
     "train": ("trainable", "non_trainable", "optimizer", "metrics"),
     "test": ("trainable", "non_trainable", "metrics"),
@@ -54,7 +54,7 @@ _GROUPS = {
 }
 
 
-# Where threads note on a model whether they have read its state.
+# Where threads record on a model whether they have read its state.
 _RECORDS = "_keras_tpu_dist_records"
 
 
@@ -65,15 +65,15 @@ def serve(
     reading: Callable[[list], Any],
     writing: Callable[..., Any],
 ) -> None:
-    """Declares what the trainer's methods become.
+    """Declares the replacements of the trainer's methods.
 
     Args:
-        find_strategy: From a model to the strategy to run it under, or `None` for stock Keras.
-        created: Called with each new model, and each one that is compiled.
-        compiling: From a model to the context in which it is compiled.
-        reading: From variables to the context in which all of them are read.
+        find_strategy: Returns the strategy to run a model under, or `None` for stock Keras.
+        created: Called with every new model, and every one that is compiled.
+        compiling: Returns the context in which a model is compiled.
+        reading: Returns the context in which variables are read together.
         writing: Called as `writing(stock, model, filepath, ...)` to write a file, where `stock` is
-            Keras's own.
+            Keras's own function.
     """
     seam.declare(
         *_running(find_strategy),
@@ -112,7 +112,7 @@ def _running(find_strategy) -> list[Replacement]:
 def _creating(created, compiling) -> list[Replacement]:
     tell_of_layers(lambda layer: _model_created(created, layer))
     return [
-        # Keras asks whether a model's compile is the base class's own, so it is replaced there.
+        # Keras checks whether a model's compile is the base class's own, so it is replaced there.
         Replacement(
             _BASE,
             "compile",
@@ -120,7 +120,7 @@ def _creating(created, compiling) -> list[Replacement]:
             why="a model that is compiled in a scope belongs to its strategy",
             hook="a distribution that is notified of compiled models",
         ),
-        # Keras reads the signature of `Layer.__init__` for its configs, which calls this first.
+        # Keras reads the signature of `Layer.__init__` for its configs; this is called before it.
         Replacement(
             "keras.src.backend.jax.layer:JaxLayer",
             "__init__",
@@ -166,7 +166,7 @@ def _variables(reading) -> list[Replacement]:
     ]
 
 
-# The functions that write: `keras.saving` has those that call them, under names of its own.
+# The functions that write files; `keras.saving` has its own names for the functions that call them.
 _WRITERS = (
     ("keras.src.saving.saving_lib", "save_model"),
     ("keras.src.saving.saving_lib", "save_weights_only"),
@@ -244,7 +244,7 @@ def _entry_point(find_strategy, name, stock, model, *args, **kwargs):
     try:
         arguments = signature(stock).bind(model, *args, **kwargs).arguments
     except TypeError:
-        return stock(model, *args, **kwargs)  # which says what is wrong
+        return stock(model, *args, **kwargs)  # which raises the right error
     arguments = {**arguments, "callbacks": _callbacks(arguments.get("callbacks"))}
     with contextlib.ExitStack() as stack:
         stack.enter_context(_counted(strategy, model, name))
@@ -257,7 +257,7 @@ def _entry_point(find_strategy, name, stock, model, *args, **kwargs):
 
 
 def _counted(strategy: Any, model: Any, name: str) -> contextlib.AbstractContextManager[None]:
-    """The context in which those who count time know what it goes to."""
+    """The context in which recorders of time know what the time is spent on."""
     if not phases.is_counted():
         return contextlib.nullcontext()
     if name == "fit":
@@ -266,24 +266,24 @@ def _counted(strategy: Any, model: Any, name: str) -> contextlib.AbstractContext
         return phases.phase(phases.TRAIN)
     control = None if strategy is None else strategy.runner.control(model)
     if control is not None:
-        # What still trains is no validation.
+        # Training steps that still run do not count as validation.
         jax.block_until_ready(control.outputs)
     return phases.phase(phases.VALIDATE)
 
 
 @contextlib.contextmanager
 def _told_of_fit(arguments):
-    """Shows callbacks the arguments of fit before it begins, and its end, be it by an exception.
+    """Passes callbacks the arguments of fit before it begins, and calls them at its end.
 
-    Public replacement: none; `set_params` gets the number of epochs and steps alone, and
-    `on_train_end` is not called where fit fails.
+    They are also called if fit fails. Public replacement: none; `set_params` only gets the number
+    of epochs and steps, and `on_train_end` is not called if fit fails.
     """
     _end_failed()
     for callback in arguments["callbacks"]:
         if hasattr(callback, "before_fit"):
             callback.before_fit(arguments)
     token = input_of_fit.set({})
-    with contextlib.ExitStack() as at_end:  # where one raises, the others are told too
+    with contextlib.ExitStack() as at_end:  # if one raises, the others are called too
         at_end.callback(input_of_fit.reset, token)
         for callback in reversed(arguments["callbacks"]):
             if hasattr(callback, "after_fit"):
@@ -292,17 +292,17 @@ def _told_of_fit(arguments):
 
 
 class _Unseen:
-    """A fit that began before the seam was in place.
+    """A fit that began before the seam was installed.
 
-    In `model.fit(x, callbacks=[Checkpoint(...)])`, if that is the first object of ours, Python
-    looks `model.fit` up, which is stock's, before it makes the callback, which puts the seam in
-    place. What `fit` was given is read from its frame when its callbacks begin.
+    In `model.fit(x, callbacks=[Checkpoint(...)])`, if the callback is the first object of ours,
+    Python looks up `model.fit`, which is the stock one, before it creates the callback, which
+    installs the seam. The arguments of `fit` are then read from its frame when its callbacks begin.
     """
 
     def __init__(self, callbacks: Any, frame: Any):
         given = frame.f_locals
         self._code, self._frame, self._thread = frame.f_code, id(frame), threading.get_ident()
-        # Those that the user gave; Keras has added its own behind and before them.
+        # Those that the user passed; Keras has added its own before and after them.
         self._callbacks = list(callbacks.callbacks)
         token = input_of_fit.set({"iterator": given.get("epoch_iterator"), "unseen": self})
         self._at_end = contextlib.ExitStack()
@@ -313,7 +313,7 @@ class _Unseen:
         self._given = {**given, "callbacks": self._callbacks}
 
     def begin(self) -> None:
-        """Tells callbacks what `fit` was given."""
+        """Passes callbacks the arguments of `fit`."""
         try:
             for callback in self._callbacks:
                 if hasattr(callback, "before_fit"):
@@ -323,13 +323,13 @@ class _Unseen:
             raise
 
     def end(self) -> None:
-        """Tells callbacks that it has ended."""
+        """Tells callbacks that the fit has ended."""
         global _unseen
         _unseen = None
         self._at_end.close()
 
     def has_failed(self) -> bool:
-        """Whether it has ended by an exception, which nothing of ours has seen."""
+        """Whether it has ended by an exception, which we could not see."""
         frame = inspect.currentframe()
         while frame is not None and (id(frame) != self._frame or frame.f_code is not self._code):
             frame = frame.f_back
@@ -345,7 +345,7 @@ def _end_failed() -> None:
 
 
 def _begin_unseen(callbacks: Any) -> None:
-    """Notes a fit that began before the seam was in place, if that is what begins here."""
+    """Records a fit that began before the seam was installed, if this is one."""
     global _unseen
     stock = inspect.unwrap(seam.stock(_TRAINER, "fit")).__code__
     frame = inspect.currentframe()
@@ -357,7 +357,7 @@ def _begin_unseen(callbacks: Any) -> None:
 
 
 def failure_is_seen() -> bool:
-    """Whether callbacks of the fit that runs here see its end if it fails. See `_Unseen`."""
+    """Whether callbacks of the running fit are called if it fails. See `_Unseen`."""
     return "unseen" not in (input_of_fit.get() or {})
 
 
@@ -376,16 +376,16 @@ _told_of_compiling: list[Callable[[Any], None]] = []
 
 
 def tell_of_layers(created: Callable[[Any], None]) -> None:
-    """Has `created(layer)` called at the start of every `Layer.__init__`, of models too.
+    """Calls `created(layer)` at the start of every `Layer.__init__`, also for models.
 
     Args:
-        created: Called with each new layer, which has no name and no weights yet.
+        created: Called with every new layer, which has no name and no weights yet.
     """
     _told_of_layers.append(created)
 
 
 def tell_of_compiling(begins: Callable[[Any], None]) -> None:
-    """Has `begins(model)` called before a model is compiled in a strategy's scope.
+    """Calls `begins(model)` before a model is compiled in a strategy's scope.
 
     Args:
         begins: Called with the model.
@@ -405,7 +405,7 @@ def _model_created(created, layer) -> None:
 
 
 def _make_function(stock, model, step_function, *args, **options):
-    # Keras 3.16 hands over the layouts of the state, too.
+    # Keras 3.16 passes the layouts of the state, too.
     strategy = active_strategy()
     kind = _kind_of(model, step_function, options.get("concatenate_outputs", False))
     if strategy is None or kind is None:
@@ -414,9 +414,9 @@ def _make_function(stock, model, step_function, *args, **options):
 
 
 def _kind_of(model: Any, step_function: Any, concatenates: bool) -> str | None:
-    """Which of a model's steps a function makes; `None` for one that is a user's own."""
+    """The kind of steps that a function of a model runs; `None` for a custom function."""
     if concatenates:
-        # Keras's own is made within its `make_predict_function`.
+        # Keras's own function is created within its `make_predict_function`.
         return "predict" if step_function.__module__ == _MODULE else None
     while step_function is not None:
         for kind in ("train", "test"):
@@ -436,10 +436,11 @@ def _begun(kind: str) -> Iterator[None]:
 
 
 def _make_stale_anew(strategy: Any, model: Any, kind: str) -> None:
-    """Has a step function made once more if layers are frozen since, the optimizer is another, ...
+    """Recreates a step function if layers were frozen since, the optimizer was replaced, and so on.
 
-    Keras makes one only where there is none. It asks for the state first of all that needs the
-    function, when the model is built; and once in each epoch, all of which run one function.
+    Keras only creates one if there is none. The request for the state is the first thing that needs
+    the function, once the model is built. It comes once in every epoch, and the whole epoch uses
+    one function.
     """
     pending = _not_asked_for.get() or set()
     loop = _loop_in(getattr(model, f"{kind}_function"))
@@ -447,13 +448,13 @@ def _make_stale_anew(strategy: Any, model: Any, kind: str) -> None:
         return
     pending.remove(kind)
     if loop.is_stale or (strategy is not None and not strategy.runner.serves(loop)):
-        # Not by `force=True`: a user's own `make_train_function` need not take it.
+        # Not by `force=True`: a custom `make_train_function` need not accept it.
         setattr(model, f"{kind}_function", None)
         getattr(model, f"make_{kind}_function")()
 
 
 def _loop_in(function: Any, depth: int = 4) -> Any:
-    """The function of ours that a function calls, or `None`: Keras and users' classes wrap it."""
+    """Our step function inside another function, or `None`: Keras and user classes wrap it."""
     if hasattr(function, "is_stale"):
         return function
     for cell in (getattr(function, "__closure__", None) or ()) if depth else ():
@@ -481,9 +482,9 @@ def _get_jax_state(stock, model, purge_model_variables=False, **groups):
         _make_stale_anew(strategy, model, kind)
     if strategy is None:
         return stock(model, purge_model_variables=purge_model_variables, **groups)
-    # What an earlier epoch left there is older than the variables.
+    # A state from an earlier epoch is older than the variables.
     model._jax_state = None
-    # Stock empties the variables here, and what an exception then finds is nothing.
+    # Stock Keras empties the variables here, so after an exception they would have no values.
     return strategy.runner.read_state(model, tuple(list(_group(model, name)) for name in names))
 
 
@@ -502,8 +503,8 @@ def _reading(reading, stock, layer, *args, **kwargs):
 
 
 def _save(reading, writing, stock, model, *args, **kwargs):
-    # Keras makes an optimizer to see which attributes all have, which fails within a scope: here
-    # it is made before, and found under the name by which Keras 3.15 looks for it.
+    # Keras creates an optimizer to find the attributes that all have, which fails within a scope.
+    # So it is created earlier, and stored under the name by which Keras 3.15 looks it up.
     common = saving_lib.get_attr_skipset("Optimizer")
     global_state.set_global_attribute("saving_attr_skiplist_Optimizer", common)
     with phases.phase(phases.SAVE):
@@ -511,13 +512,14 @@ def _save(reading, writing, stock, model, *args, **kwargs):
 
 
 def _distribute_data(stock, data, *args, **kwargs):
-    # Keras 3.16 asks for batches of several steps here; those are the device iterator's.
+    # Keras 3.16 asks for batches of several steps here; our device iterator provides those.
     strategy = active_strategy()
     return stock(data, *args, **kwargs) if strategy is None else strategy.runner.host_batch(data)
 
 
 def _distribute_output(stock, tensor, layout):
-    # Layer.__call__ reaches this name; stock knows tensors only, no tuples, dicts or states.
+    # Layer.__call__ uses this name; the stock function only knows tensors, no tuples, dicts or
+    # states.
     strategy = active_strategy()
     return (
         stock(tensor, layout) if strategy is None else strategy.runner.place_output(tensor, layout)
@@ -530,19 +532,19 @@ def _told_list(stock, callbacks, /, *args, **kwargs):
 
 
 def _have_told(callbacks: Any) -> None:
-    """Makes a list of callbacks one that does what `_Told` does."""
+    """Converts a callback list to one of class `_Told`."""
     stock = keras.callbacks.CallbackList
     callbacks.__class__ = seam.in_front_of(stock, _Told, type(callbacks))
 
 
 class _Told(keras.callbacks.CallbackList):
-    """Keras's list of callbacks, which also knows what its strategy asks.
+    """Keras's callback list with the requests of the callbacks to the strategy's loop.
 
-    It tells callbacks with `before_<moment>` or `after_<moment>` around all `on_<moment>`; Keras
-    tells them in the order in which the user gave them.
+    It calls `before_<moment>` or `after_<moment>` of callbacks around all `on_<moment>`. Keras
+    calls callbacks in the order in which the user passed them.
     """
 
-    # What callbacks asked of the fit that runs, where it runs under a strategy.
+    # The requests of callbacks to the running fit, under a strategy.
     _fit_control: Any = None
 
     def on_train_begin(self, logs=None):
@@ -579,8 +581,8 @@ class _Told(keras.callbacks.CallbackList):
         if not skips or not active_strategy().runner.begins_again(self._model):
             super().on_train_batch_begin(batch, logs)
 
-    # Keras hands the logs of every step to a thread that waits for them and turns them into floats,
-    # also when no callback looks at them.
+    # Keras passes the logs of every step to a thread that waits for them and converts them to
+    # floats, even if no callback reads them.
 
     def on_train_batch_end(self, batch, logs=None):
         fit = self._fit_control
@@ -596,7 +598,7 @@ class _Told(keras.callbacks.CallbackList):
             super().on_predict_batch_end(batch, logs)
 
     def _async_dispatch(self, fn, *args):
-        # Keras's flag holds for one thread; a bar runs in another.
+        # Keras's flag is per thread, and a bar runs in another one.
         if keras.config.is_interactive_logging_enabled():
             super()._async_dispatch(fn, *args)
         else:
@@ -621,7 +623,7 @@ def _without_logging(function: Callable, *args) -> None:
 
 
 class _OfThread:
-    """An attribute of a model of which each thread has its own where a strategy is active."""
+    """An attribute of a model that has a value per thread while a strategy is active."""
 
     def __init__(self, name: str, rest: Any):
         self._name, self._rest = name, rest
@@ -637,18 +639,18 @@ class _OfThread:
         if active_strategy() is None:
             model.__dict__[self._name] = value
             return
-        # What a call without a strategy left when it failed.
+        # The value that a failed call without a strategy left.
         model.__dict__.pop(self._name, None)
         if value is not self._rest:
             model.__dict__.setdefault(_RECORDS, {})[threading.get_ident()] = value
 
 
 class StateGroup:
-    """One list of a training state, as Keras's loop keeps it from one launch to the next.
+    """One list of a training state, as Keras's loop passes it from one launch to the next.
 
-    Keras notes the state on the model after each launch, and searches lists for layers and
-    variables; this it passes by. It counts as empty: `jax_state_sync` then assigns none of it, as
-    the variables follow every launch, and what a callback assigned since must stay.
+    Keras sets the state on the model after every launch, and searches lists for layers and
+    variables; this class avoids that. It looks empty, so `jax_state_sync` assigns nothing: the
+    variables follow every launch, and assignments of callbacks must not be overwritten.
     """
 
     __slots__ = ("values",)
@@ -667,7 +669,7 @@ class StateGroup:
 
 
 def _get_metrics_result(stock, model):
-    # Outside of a step these few operations on scalars would each be launched on every device.
+    # Outside of a step, these few operations on scalars would be launched on every device.
     # Public replacement: none.
     variables = model.metrics_variables
     values = [v.value for v in variables]
@@ -690,11 +692,11 @@ def _is_whole_everywhere(value: Any) -> bool:
 
 
 def listens(callbacks: list, kind: str) -> bool:
-    """Whether a callback looks at the end of every "train", "test" or "predict" batch.
+    """Whether a callback handles the end of every "train", "test" or "predict" batch.
 
     Args:
-        callbacks: The `keras.callbacks.Callback` objects; one with a true `sees_launches` is asked
-            by the strategy's loop instead.
+        callbacks: The `keras.callbacks.Callback` objects; the strategy's loop calls those with a
+            true `sees_launches` itself.
         kind: `"train"`, `"test"` or `"predict"`.
     """
     names = [f"on_{kind}_batch_end", *(["on_batch_end"] if kind == "train" else [])]
@@ -739,7 +741,7 @@ def state_shardings(model: Any, kind: str) -> tuple[list, ...]:
 
 
 def state_groups(model: Any, kind: str = "train") -> tuple[list, ...]:
-    """The variables of the state of a step function as Keras orders it.
+    """The variables of a step function's state, in Keras's order.
 
     Args:
         model: The model.
@@ -749,11 +751,11 @@ def state_groups(model: Any, kind: str = "train") -> tuple[list, ...]:
 
 
 def values_of(variables: list) -> list:
-    """What variables hold, without telling their owner that it is read. See `set_owner`.
+    """The values of variables, without calling their owner. See `set_owner`.
 
     Args:
-        variables: Variables, all of which have a value or an initializer. What they hold in a
-            stateless scope is placed as their layouts say, which it need not be.
+        variables: Variables that have a value or an initializer. In a stateless scope, their values
+            are constrained to their layouts, which they need not have yet.
     """
     if global_state.get_global_attribute("stateless_scope") is None:
         return [v.value if v._value is None else v._value for v in variables]
@@ -763,11 +765,11 @@ def values_of(variables: list) -> list:
 
 
 def full_values(variables: list, reader: Any = None) -> list:
-    """What variables hold, in their own dtypes; an owner of theirs knows that it is read.
+    """The values of variables, in their own dtypes; calls their owners.
 
     Args:
         variables: The variables. See `set_owner` and `full_precision`.
-        reader: The `buffers` of owners that need not know, as they read for themselves.
+        reader: The `buffers` of owners that are not called, because they read for themselves.
     """
     free = global_state.get_global_attribute("stateless_scope") is None
     with AutocastScope(None):
@@ -783,21 +785,21 @@ def _is_quiet(variable: Any, reader: Any) -> bool:
 
 
 def holds(variable: Any, value: Any) -> bool:
-    """Whether a value is the very array that a variable holds, and no copy or cast of it.
+    """Whether a value is the array of a variable itself, and not a copy or cast of it.
 
     Args:
         variable: A `keras.Variable`.
-        value: What reading it gave.
+        value: A value that was read from it.
     """
     return variable._value is value
 
 
 def follow_changes(groups: tuple[list, ...], changes: tuple) -> None:
-    """Makes variables hold what a step changed, in the stateless scope if there is one.
+    """Assigns the values that a step changed, in the stateless scope if there is one.
 
     Args:
         groups: Lists of variables.
-        changes: For each of them a list of values; `None` for what was not changed.
+        changes: A list of values for every group; `None` for unchanged ones.
     """
     scope = stateless_scope()
     for variables, values in zip(groups, changes):
@@ -811,14 +813,14 @@ def follow_changes(groups: tuple[list, ...], changes: tuple) -> None:
 
 
 def follow_state(groups: tuple[list, ...], state: tuple) -> None:
-    """Makes the variables of `state_groups` hold a training state.
+    """Assigns a training state to the variables of `state_groups`.
 
-    Called after every launch, so it assigns without checks: the values have the layouts that the
-    step was compiled for.
+    Called after every launch, so it does not check: the values have the layouts that the step was
+    compiled for.
 
     Args:
         groups: Lists of variables.
-        state: For each of them a list of values, in its order; what is beyond them is ignored.
+        state: A list of values for every group, in its order; further values are ignored.
     """
     for variables, values in zip(groups, state):
         for variable, value in zip(variables, values):
@@ -826,7 +828,7 @@ def follow_state(groups: tuple[list, ...], state: tuple) -> None:
 
 
 def is_value_of(value: Any, variable: Any) -> bool:
-    """Whether a value is the very one that a variable holds, or its first. See `move_variable`.
+    """Whether a value is the array of a variable, or its first one. See `move_variable`.
 
     Args:
         value: An array.
@@ -847,14 +849,14 @@ def forget_state(model: Any) -> None:
 
 
 def keep_metrics(model: Any, values: list | None) -> None:
-    """Has an epoch that finds no more data report the one before, as Keras does by accident.
+    """Lets an epoch without data report the metrics of the one before, as Keras does by accident.
 
-    Keras purges the variables for the first step of the epoch, which never comes, and then puts
-    the record of the epoch before back; after a validation it has none, and fails.
+    Keras clears the variables for the first step of the epoch, which never runs, and then restores
+    its record of the epoch before. After a validation it has none, and fails.
 
     Args:
         model: The model.
-        values: What the metrics' variables were after the last step, or `None` if there was none.
+        values: The values of the metrics' variables after the last step, or `None` without one.
     """
     if values is not None and model._jax_state is None:
         follow_state((model.metrics_variables,), (values,))
@@ -866,9 +868,9 @@ def has_state(model: Any) -> bool:
 
 
 def forget_functions(model: Any) -> None:
-    """Makes the trainer build its step functions anew. See `forget_state`.
+    """Makes the trainer rebuild its step functions. See `forget_state`.
 
-    A call that runs in another thread goes on with the one it began with.
+    A call in another thread continues with its own function.
     """
     for attribute in ("train_function", "test_function", "predict_function"):
         loop = _loop_in(getattr(model, attribute))
@@ -881,12 +883,12 @@ def forget_functions(model: Any) -> None:
 
 
 def variable_layout(variable: Any) -> Any:
-    """The layout a variable was given, or `None`. See `move_variable`."""
+    """The layout of a variable, or `None`. See `move_variable`."""
     return variable._layout
 
 
 def variable_layouts(variables: list) -> list:
-    """The layouts that variables were given. See `variable_layout`.
+    """The layouts of variables. See `variable_layout`.
 
     Args:
         variables: The variables.
@@ -895,11 +897,11 @@ def variable_layouts(variables: list) -> list:
 
 
 def move_variable(variable: Any, layout: Any) -> None:
-    """Gives a variable a layout and moves its value there; uninitialized ones get the layout.
+    """Sets a variable's layout and moves its value; uninitialized ones only get the layout.
 
     Args:
         variable: A `keras.Variable`.
-        layout: A `jax.sharding.Sharding`, or `None` to leave the value where it is.
+        layout: A `jax.sharding.Sharding`, or `None` to leave the value in place.
     """
     claim(variable)
     variable._layout = layout

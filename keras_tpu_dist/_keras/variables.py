@@ -1,4 +1,4 @@
-"""Variables that a strategy places: of a class of ours, as Keras tells nobody of their values."""
+"""The class of variables that a strategy places; Keras has no hook for reads of their values."""
 
 import contextvars
 from collections.abc import Callable
@@ -14,27 +14,27 @@ from keras_tpu_dist._keras.seam import in_front_of
 # Whether this thread builds models without values; see `building.abstract_variables`.
 abstract: contextvars.ContextVar[bool] = contextvars.ContextVar("abstract", default=False)
 
-# Marks on a variable the object to ask before its value is handed out; see `set_owner`.
+# The attribute for the object to ask before a variable's value is handed out; see `set_owner`.
 OWNER = "_keras_tpu_dist_owner"
 
-# Marks on a variable the layout that it is used in; see `set_use`.
+# The attribute for the layout in which a variable is used; see `set_use`.
 USE = "_keras_tpu_dist_use"
 
 _served: dict[str, Callable] = {}
 
 
 def serve_variables(read: Callable[..., Any], assign: Callable[..., None]) -> None:
-    """Says how values of claimed variables leave and enter them.
+    """Sets the functions that convert values of claimed variables to NumPy, and assign them.
 
     Args:
-        read: Called as `read(stock, variable, dtype, copy)` for an array of NumPy.
+        read: Called as `read(stock, variable, dtype, copy)` for a NumPy array.
         assign: Called as `assign(stock, variable, value)`.
     """
     _served.update(read=read, assign=assign)
 
 
 def serve_additions(add: Callable[..., Any]) -> None:
-    """Says what `assign_add` and `assign_sub` of claimed variables do.
+    """Sets the function for `assign_add` and `assign_sub` of claimed variables.
 
     Args:
         add: Called as `add(sign, stock, variable, value)`, where `sign` is 1 or -1.
@@ -43,7 +43,7 @@ def serve_additions(add: Callable[..., Any]) -> None:
 
 
 def serve_uses(pinned: Callable[[Any], None], laid: Callable[[Any, Any], Any]) -> None:
-    """Says what the value of a variable is for code that uses it in a layout of its own.
+    """Sets the functions for values of variables that code uses in another layout.
 
     Args:
         pinned: Called with a variable before it is read.
@@ -53,11 +53,11 @@ def serve_uses(pinned: Callable[[Any], None], laid: Callable[[Any, Any], Any]) -
 
 
 class _Claimed(keras.Variable):
-    """A variable on a strategy's mesh. Where nothing is asked of it, it is Keras's own."""
+    """A variable on a strategy's mesh. Without marks, it behaves like Keras's own."""
 
     @property
     def value(self):
-        # An array that somebody holds must not be donated.
+        # An array that somebody has read must not be donated.
         owner, use = self.__dict__.get(OWNER), self.__dict__.get(USE)
         if use is not None:
             _served["pinned"](self)
@@ -65,18 +65,18 @@ class _Claimed(keras.Variable):
         return value if use is None else _served["laid"](value, use)
 
     def __array__(self, dtype=None, copy=None):
-        # What lies on several hosts cannot be read as it is: get_weights, save, callbacks.
+        # get_weights, save and callbacks cannot read arrays on several hosts directly.
         return _served["read"](_stock_array, self, dtype, copy)
 
     def _direct_assign(self, value):
-        # Processes that build different models would meet in different collectives.
+        # If processes build different models, they would run different collectives.
         if abstract.get():
             super()._direct_assign(value)
         else:
             _served["assign"](_stock_assign, self, value)
 
-    # What replicas add is summed, and what they assign must agree: an assignment alone does not
-    # show which it was.
+    # Additions of replicas are summed, and their assignments must agree. An assignment alone does
+    # not show which of the two it was.
 
     def assign_add(self, value):
         return _served["add"](1, _stock_add, self, value)
@@ -95,8 +95,8 @@ def _stock_array(variable: Any, dtype: Any) -> Any:
 
 def _stock_assign(variable: Any, value: Any) -> None:
     super(_Claimed, variable)._direct_assign(value)
-    # On a mesh of one device Keras keeps an array that is there already, whose sharding names no
-    # mesh, and warns of the mix when it makes a step function.
+    # On a mesh with one device, Keras keeps an array that is already there, whose sharding names no
+    # mesh, and warns about the mix when it creates a step function.
     held, layout = variable._value, variable._layout
     is_array = isinstance(held, jax.Array) and not isinstance(held, jax.core.Tracer)
     if is_array and (type(held.sharding), type(layout)) == (SingleDeviceSharding, NamedSharding):
@@ -112,7 +112,7 @@ def _stock_sub(variable: Any, value: Any) -> Any:
 
 
 def claim(variable: Any) -> None:
-    """Makes a variable one whose values a strategy hands out, reads and places.
+    """Lets a strategy hand out, read and place the values of a variable.
 
     Args:
         variable: A `keras.Variable`.
@@ -122,12 +122,12 @@ def claim(variable: Any) -> None:
 
 
 def set_owner(variables: list, owner: Any) -> None:
-    """Has an object asked before the values of variables are handed out.
+    """Sets an object to ask before the values of variables are handed out.
 
     Args:
         variables: The variables.
-        owner: Its `hand_out(variable, stock)` is called where `variable.value` is read, and gives
-            what `stock(variable)` does. One whose variables are copied or pickled goes along.
+        owner: Its `hand_out(variable, stock)` is called when `variable.value` is read, and returns
+            the same as `stock(variable)`. If variables are copied or pickled, it is copied along.
     """
     for variable in variables:
         claim(variable)
@@ -135,7 +135,7 @@ def set_owner(variables: list, owner: Any) -> None:
 
 
 def owner_of(variable: Any) -> Any:
-    """The object that was given to `set_owner`, or `None`.
+    """The object that `set_owner` set, or `None`.
 
     Args:
         variable: A `keras.Variable`.
@@ -144,11 +144,11 @@ def owner_of(variable: Any) -> Any:
 
 
 def set_use(variable: Any, axes: Any) -> None:
-    """Has `variable.value` lie in a layout of its own where compiled code uses it.
+    """Makes compiled code use `variable.value` in another layout.
 
     Args:
         variable: A `keras.Variable`.
-        axes: The layout; where it is empty, the value lies as the variable does.
+        axes: The layout; if it is empty, the value has the variable's own layout.
     """
     if axes:
         claim(variable)
@@ -158,13 +158,13 @@ def set_use(variable: Any, axes: Any) -> None:
 
 
 def replace_in_scope(variable: Any, replaced: Callable[[Any], Any]) -> None:
-    """Replaces what a variable holds in the stateless scope that is entered, once for each scope.
+    """Replaces a variable's value in the current stateless scope, once per scope.
 
-    All that reads it there reads the same, so that their gradients meet before they leave it.
+    All reads in the scope get the same value, so their gradients are added before they leave it.
 
     Args:
         variable: A `keras.Variable`.
-        replaced: From the value to what takes its place.
+        replaced: Returns the replacement for the value.
     """
     scope, key = global_state.get_global_attribute("stateless_scope"), id(variable)
     while scope is not None and key not in scope.state_mapping:
@@ -176,7 +176,7 @@ def replace_in_scope(variable: Any, replaced: Callable[[Any], Any]) -> None:
         return
     value = scope.state_mapping[key]
     made = replaced(value)
-    # What is made in the program of a loop, a branch or a call must not be read outside of it.
+    # A value from the program of a loop, a branch or a call must not be read outside of it.
     if getattr(made, "_trace", None) is getattr(value, "_trace", None):
         known.add(key)
         scope.state_mapping[key] = made

@@ -1,4 +1,4 @@
-"""`Checkpoint` by the arguments of Keras's BackupAndRestore: one run that may be interrupted."""
+"""`Checkpoint` with the arguments of Keras's BackupAndRestore."""
 
 import os
 
@@ -16,29 +16,31 @@ from keras_tpu_dist.processes.preemption import Preemption
 
 
 class BackupAndRestore(Checkpoint):
-    """`keras.callbacks.BackupAndRestore` that goes on within the epoch, and saves on SIGTERM.
+    """A `keras.callbacks.BackupAndRestore` that resumes within an epoch and saves on SIGTERM.
 
-    Keras's own, with `save_freq` in batches, restores weights from the middle of an epoch and then
-    trains on that epoch's first batches again. This one is a `Checkpoint` with Keras's arguments:
-    it goes on with the next batch, so final weights and history are those of a run that was never
-    interrupted, and any mesh, plan and number of processes may go on. Backups that Keras's
-    callback wrote, or this one in version 0.1, are read where there is no newer one.
+    With `save_freq` in batches, Keras's own callback restores weights from the middle of an epoch,
+    and then trains on the first batches of that epoch again. This one is a `Checkpoint` with
+    Keras's arguments. It resumes with the next batch, so the final weights and the history are
+    those of a run without interruption. You can resume on any mesh, with any plan and any number of
+    processes. Backups by Keras's callback, or by this one in version 0.1, are loaded if there is no
+    newer one.
 
-    A preempted TPU gets SIGTERM and some seconds. The launch that runs then, also in validation, is
-    finished, the model is saved, and the signal goes on to whatever handled it before, by default
-    the end of the process. So do further ones of the next 30 seconds; a later one is not held back.
+    A preempted TPU gets SIGTERM and some seconds. The running launch is finished, also in
+    validation. Then the model is saved, and the signal goes to its previous handler, which by
+    default ends the process. Further signals within 30 seconds wait for the backup too; a later one
+    is handled at once.
 
     Args:
-        backup_dir: Where to save; as in Keras.
-        save_freq: `"epoch"`, or a number of batches, which needs a `TPUStrategy`; the launch
-            (`steps_per_execution`) that reaches it is the one that is saved.
-        double_checkpoint: Whether to keep the last backup but one; as in Keras.
-        delete_checkpoint: Whether to delete the directory when training has ended; as in Keras.
+        backup_dir: The directory to save in, as in Keras.
+        save_freq: `"epoch"`, or a number of batches, which needs a `TPUStrategy`. With
+            `steps_per_execution`, the backup follows the launch that reaches this number.
+        double_checkpoint: Whether to keep the previous backup too, as in Keras.
+        delete_checkpoint: Whether to delete the directory when training has ended, as in Keras.
         on_sigterm: Whether to save on SIGTERM, under a `TPUStrategy`.
 
     Raises:
-        ValueError: If an argument is of no such kind, or in `fit` without a `TPUStrategy`, if
-            `save_freq` is a number.
+        ValueError: If an argument has the wrong type or value; in `fit`, if `save_freq` is a number
+            and there is no `TPUStrategy`.
         ImportError: In `fit`, if Orbax is not installed.
         CheckpointError: In `fit`, if there is a backup that cannot be read.
 
@@ -76,13 +78,13 @@ class BackupAndRestore(Checkpoint):
         self._ended = False
 
     def on_train_begin(self, logs=None):
-        """Goes on from the last backup."""
+        """Resumes from the last backup."""
         self._ended = False
         super().on_train_begin(logs)
 
     def on_train_end(self, logs=None):
-        """Notes that nothing is left to go on with."""
-        # What is to end the process ends it before the backup is deleted.
+        """Notes that the training has ended."""
+        # If the process is about to end on a signal, it ends here, before the backup is deleted.
         under_strategy = self._in_fit.fit.control is not None
         ends = under_strategy and self._sigterm.comes_at_end()
         self._ended = not ends or jax.process_count() == 1
@@ -90,13 +92,14 @@ class BackupAndRestore(Checkpoint):
             super().on_train_end(logs)
 
     def after_fit(self) -> None:
-        """Deletes the backup of a training that has ended, however other fits end."""
+        """Deletes the backup if the training has ended; other fits keep theirs."""
         super().after_fit()
         if not (self._ended and self.delete_checkpoint):
             return
         if jax.process_index() == 0 and folder(self.directory).is_dir():
             folder(self.directory).rmtree()
-        # Who begins anew would find what another process is about to delete.
+        # A process that starts a new fit could otherwise find a backup that another one is
+        # deleting.
         agree(f"deleting the backup in {self.directory}", FIX, None)
 
     def _found(self, checkpoints: FitCheckpoints) -> bool:

@@ -1,4 +1,4 @@
-"""Training that is stopped anywhere and goes on from there, on any mesh."""
+"""Checkpoints from which training resumes exactly, on any mesh."""
 
 import os
 from collections.abc import Mapping
@@ -18,51 +18,53 @@ from keras_tpu_dist.training.membership import fit_in_training
 
 
 class Checkpoint(keras.callbacks.Callback):
-    """Saves the whole state of training, and goes on from the newest checkpoint.
+    """Saves the whole state of training, and resumes from the newest checkpoint.
 
-    A checkpoint holds weights, optimizer slots, random seeds, metrics, history, the place in the
-    input, and what `EarlyStopping`, `ReduceLROnPlateau` and `ModelCheckpoint` know: a run that was
-    killed and started again ends with the weights and the history of one that was not, on any
-    other mesh, plan and number of processes. It is written by Orbax from the devices' shards, whole
-    or not there, while training goes on.
+    A checkpoint holds weights, optimizer slots, random seeds, metrics, history, the position in the
+    input, and the state of `EarlyStopping`, `ReduceLROnPlateau` and `ModelCheckpoint`. A run that
+    was killed and started again ends with the weights and the history of an uninterrupted run, on
+    any other mesh, plan and number of processes. Orbax writes the checkpoint from the devices'
+    shards while training goes on. A checkpoint is either complete or not there.
 
-    In the input it goes on where it stopped: exactly for arrays, also shuffled ones, and for a
+    The input resumes where it stopped: exactly for arrays, also shuffled ones, and for a
     `PyDataset` whose batches depend on their index alone. Generators, `tf.data`, torch and Grain
-    loaders are read again from their start and batches are skipped by count, so they must yield
-    the same ones in the same order.
+    loaders are read again from their start and the trained batches are skipped, so they must yield
+    the same batches in the same order.
 
-    On SIGTERM the running launch is finished, be it of training, of validation, or of what a
-    callback runs. Then a checkpoint is saved, and the process ends by the signal, or trains on if
-    its own handler returns; of several processes all save at the same step and end with exit code
-    143. A run that was cut in validation, or in a callback, makes the end of that epoch again.
+    On SIGTERM the running launch is finished, also in validation or within a callback. Then a
+    checkpoint is saved, and the process ends by the signal, or trains on if the previous handler
+    returns. With several processes, all save at the same step and end with exit code 143. A run
+    that was stopped in validation, or in a callback, repeats the end of that epoch.
 
     Args:
-        directory: Where the checkpoints are, one directory each; the same storage for all
-            processes.
-        every_steps: Train steps between two checkpoints; needs a `TPUStrategy`. Under
-            `steps_per_execution=N`, the launch that reaches them.
+        directory: The directory for the checkpoints, one subdirectory for each; the same storage
+            for all processes.
+        every_steps: Train steps between two checkpoints; needs a `TPUStrategy`. With
+            `steps_per_execution=N`, the checkpoint follows the launch that reaches this number.
         every_minutes: Minutes between two checkpoints; needs a `TPUStrategy`.
-        every_epochs: Epochs between two. Defaults to 1 where none of the three is given.
-        keep: How many of the newest to keep; `None` for all. The newest with finite weights is
-            kept as well, and nothing is deleted before its successor is whole and read back.
-        monitor: A name in the logs of epochs; the checkpoint of its best epoch is kept as well.
+        every_epochs: Epochs between two checkpoints. Defaults to 1 if you give none of the three.
+        keep: How many of the newest checkpoints to keep; `None` for all. The newest one with finite
+            weights is never deleted, and nothing is deleted before its successor is complete and
+            has been read back.
+        monitor: A name in the logs of epochs, such as `"val_loss"`. The checkpoint of its best
+            epoch is kept in addition.
         mode: `"min"`, `"max"`, or `"auto"`: `"max"` for names with "acc", "auc" or "f1".
         asynchronous: Whether training goes on while a checkpoint is written.
-        resume: Whether a fit begins with the newest checkpoint that is whole.
-        overwrite: Whether, with `resume=False`, this run may take the place of another in the
-            directory, whose checkpoints are deleted once the first of this run is whole.
-        grace_s: Seconds after a SIGTERM in which further ones, which schedulers send, wait for the
-            checkpoint too; a later one ends the process at once, unsaved.
-        keep_every_hours: Hours of which one checkpoint each is kept as well: the first, and each
-            that is so much newer than the last of them.
+        resume: Whether a fit starts from the newest complete checkpoint.
+        overwrite: Whether, with `resume=False`, this run may replace another run in the directory.
+            Its checkpoints are deleted once the first checkpoint of this run is complete.
+        grace_s: Schedulers send SIGTERM several times. Signals within so many seconds after the
+            first wait for the checkpoint too; a later one ends the process at once, without saving.
+        keep_every_hours: In addition, keep one checkpoint for every so many hours: the first one,
+            and then every one that is this much newer than the last of them.
 
     Raises:
-        ValueError: If an argument is of no such kind; in `fit`, if with `resume=False` the
-            directory has checkpoints and `overwrite` does not say that they may go.
+        ValueError: If an argument has the wrong type or value; in `fit`, if the directory has
+            checkpoints, `resume=False`, and `overwrite` is not set.
         ImportError: In `fit`, if Orbax is not installed.
-        CheckpointError: In `fit`, if there are checkpoints and none can be read, or another process
-            writes into the directory.
-        NotImplementedError: In `fit`, if of several processes one trains on its own devices alone.
+        CheckpointError: In `fit`, if there are checkpoints and none can be read, or if another
+            process writes into the directory.
+        NotImplementedError: In `fit`, if one of several processes trains on its own devices alone.
 
     Example:
 
@@ -95,7 +97,7 @@ class Checkpoint(keras.callbacks.Callback):
         keep_every_hours: float | None = None,
     ):
         super().__init__()
-        _keras.install()  # for `before_fit` and `after_fit`, also where there is no strategy
+        _keras.install()  # for `before_fit` and `after_fit`, also without a strategy
         self._options = CheckpointOptions(
             directory=directory,
             every_steps=every_steps,
@@ -111,7 +113,7 @@ class Checkpoint(keras.callbacks.Callback):
             keep_every_hours=keep_every_hours,
         )
         self.directory = self._options.path
-        # What is known of the fit that runs, from its begin to its end.
+        # The running fit, from its start to its end.
         self.checkpoints: FitCheckpoints | None = None
         self._preemption = Preemption(grace_s=grace_s)
         self._trainer: Any = None
@@ -121,12 +123,12 @@ class Checkpoint(keras.callbacks.Callback):
 
     @property
     def monitor(self) -> str | None:
-        """The name in the logs by which the best checkpoint is kept."""
+        """The name in the logs that decides which checkpoint is best."""
         return None if self._options.best is None else self._options.best[0]
 
     @property
     def steps(self) -> list[int]:
-        """The train steps of which there is a whole checkpoint, the newest last."""
+        """The train steps that have a complete checkpoint, the newest last."""
         if not folder(self.directory).is_dir():
             return []
         store = Store(self.directory, read_only=True, alone=True)
@@ -135,25 +137,25 @@ class Checkpoint(keras.callbacks.Callback):
         finally:
             store.close()
 
-    # It does nothing after a batch but count; Keras need not wait for it.
+    # After a batch it only counts, so Keras need not wait for it.
     async_safe = True
 
     @property
     def sees_launches(self) -> bool:
-        """Whether it counts the launches of a strategy's loop, not the batches of Keras's."""
+        """Whether it counts the launches of a strategy's loop instead of Keras's batches."""
         return self.checkpoints is None or self.checkpoints.fit.control is not None
 
     def set_model(self, model):
-        """Notes the model."""
+        """Stores the model."""
         super().set_model(model)
         # Not `self.model`: reading that makes the trainer copy its state to the variables.
         self._trainer = model
 
     def before_fit(self, arguments: Mapping[str, Any]) -> None:
-        """Sees the other callbacks of the fit that is about to begin.
+        """Looks at the other callbacks of the fit that is about to start.
 
         Args:
-            arguments: Those of `fit`; `"callbacks"` is a flat list of all.
+            arguments: The arguments of `fit`; `"callbacks"` is a flat list of all callbacks.
         """
         callbacks = arguments["callbacks"]
         self._callbacks = [each for each in callbacks if each is not self]
@@ -162,13 +164,13 @@ class Checkpoint(keras.callbacks.Callback):
         self._validation_freq = arguments.get("validation_freq", 1)
 
     def on_train_begin(self, logs=None):
-        """Goes on from the newest checkpoint."""
+        """Resumes from the newest checkpoint."""
         params: Mapping[str, Any] = self.params or {}
         fit = Fit(
             self._trainer,
             self._callbacks,
             fit_in_training(self._trainer),
-            # A CallbackList that its user made need not know.
+            # You can build a CallbackList yourself, and it need not have this entry.
             params.get("epochs", self._epochs),
             params.get("steps"),
             self._validation_freq,
@@ -188,7 +190,8 @@ class Checkpoint(keras.callbacks.Callback):
         if there and not self._options.resume:
             own.take_place_of_others()
         own.name_run()
-        # Of several in one fit, the one with the newest checkpoint goes on for all.
+        # With several Checkpoints in one fit, the one that has the newest checkpoint loads it for
+        # all.
         leader = next((each for each in self._all if each.has_loaded), None)
         newer = leader is None or (there and own.store.steps[-1] > leader.place.step)
         if there and self._options.resume and newer:
@@ -199,62 +202,63 @@ class Checkpoint(keras.callbacks.Callback):
                 each.follow(leader)
 
     def _found(self, checkpoints: FitCheckpoints) -> bool:
-        """Whether there are checkpoints to go on from."""
+        """Whether there are checkpoints to resume from."""
         return checkpoints.found()
 
     @property
     def _all(self) -> list[FitCheckpoints]:
-        """Those of all such callbacks of the fit that have begun."""
+        """The `FitCheckpoints` of all `Checkpoint` callbacks of the fit that have started."""
         found = [each.checkpoints for each in self._of_this_kind]
         return [each for each in found if each is not None]
 
     @property
     def _sigterm(self) -> Preemption:
-        """Which of the fit's checkpoints listens: two would hand a signal to and fro for ever."""
+        """The one listener for SIGTERM of the fit: two would pass a signal to each other for
+        ever."""
         found = [each.preemption for each in self._all]
         return next((each for each in found if each.listens), found[0])
 
     def after_train_begin(self, logs=None) -> None:
-        """Gives callbacks what they knew: all of them have begun, and forgotten it.
+        """Restores the callbacks' state: all of them have started, which reset them.
 
         Args:
-            logs: Those of `on_train_begin`.
+            logs: The logs of `on_train_begin`.
         """
         self._in_fit.after_train_begin()
 
     def before_epoch_begin(self, epoch, logs=None) -> None:
-        """Saves what the epoch before ended with, once all callbacks have seen its end.
+        """Saves the end of the previous epoch, once all callbacks have seen it.
 
         Args:
             epoch: The epoch, from 0.
-            logs: Those of `on_epoch_begin`.
+            logs: The logs of `on_epoch_begin`.
         """
         _keras.begin_at_epoch(self._trainer, None)
         self._in_fit.begin_epoch(epoch)
 
     def after_epoch_begin(self, epoch, logs=None) -> None:
-        """Undoes what callbacks did now if they had done it before the interruption.
+        """Undoes what callbacks did just now if they had already done it before the interruption.
 
         Args:
             epoch: The epoch, from 0.
-            logs: Those of `on_epoch_begin`.
+            logs: The logs of `on_epoch_begin`.
         """
         self._in_fit.after_epoch_begin()
 
     def on_train_batch_end(self, batch, logs=None):
-        """Counts under stock Keras."""
+        """Counts batches without a strategy."""
         if not self.sees_launches:
             self._in_fit.count_batch(batch)
 
     def on_epoch_end(self, epoch, logs=None):
-        """Notes the logs."""
+        """Stores the logs."""
         self._in_fit.end_epoch(logs or {})
 
     def before_train_end(self, logs=None) -> None:
-        """Notes what a later run goes on from, before callbacks put other weights there.
+        """Notes the state that a later run resumes from, before callbacks restore other weights.
 
         Args:
-            logs: Those of `on_train_end`.
+            logs: The logs of `on_train_end`.
         """
         self._in_fit.before_train_end()
 
@@ -263,7 +267,7 @@ class Checkpoint(keras.callbacks.Callback):
         own = self._in_fit
         if own.fit.control is not None:
             self._sigterm.comes_at_end()
-        # If there was no epoch to make, nothing is new.
+        # If the fit had no epoch to run, there is nothing new to save.
         if own.has_begun:
             own.save_end()
         own.has_ended = True
@@ -285,8 +289,8 @@ class Checkpoint(keras.callbacks.Callback):
             raise RuntimeError(
                 message(
                     "A Checkpoint works within fit.",
-                    received="a call of it outside of one.",
-                    fix="Pass it as fit(callbacks=[...]); in a loop of your own use "
+                    received="a call outside of fit.",
+                    fix="Pass it as fit(callbacks=[...]). In a custom loop, use "
                     "keras_tpu_dist.LoopCheckpoint.",
                 )
             )
@@ -301,9 +305,10 @@ class Checkpoint(keras.callbacks.Callback):
             sigterm.end()
 
     def _after_other_launch(self) -> None:
-        """Looks for signals in validation, and in what callbacks run."""
+        """Looks for signals after launches of validation and of callbacks."""
         sigterm = self._sigterm
-        # Before the first launch of an epoch there may be something that is not saved yet.
+        # Before the first launch of an epoch there may be unsaved state from the end of the last
+        # one.
         if sigterm.comes() and all(each.is_known for each in self._all):
             for each in self._all:
                 each.save_place()

@@ -1,4 +1,4 @@
-"""The options of `Checkpoint`, checked where they are made."""
+"""The options of `Checkpoint`, checked on creation."""
 
 import math
 import os
@@ -12,10 +12,10 @@ from keras_tpu_dist.processes.preemption import GRACE_S
 
 @dataclass(frozen=True)
 class CheckpointOptions:
-    """The arguments of `Checkpoint`, which documents them.
+    """The arguments of `Checkpoint`; see there.
 
     Raises:
-        ValueError: If one of them is of no such kind.
+        ValueError: If an argument has the wrong type or value.
     """
 
     directory: Any
@@ -51,7 +51,7 @@ class CheckpointOptions:
 
     @property
     def epochs_between(self) -> int | None:
-        """Epochs between two checkpoints: 1 if no other interval was given either."""
+        """Epochs between two checkpoints: 1 if no other interval is given."""
         given = (self.every_steps, self.every_minutes, self.every_epochs)
         return 1 if given == (None, None, None) else self.every_epochs
 
@@ -62,12 +62,12 @@ class CheckpointOptions:
 
     @property
     def seconds_kept(self) -> float | None:
-        """Seconds of which one checkpoint each is kept."""
+        """Seconds between the checkpoints that `keep_every_hours` keeps."""
         return None if self.keep_every_hours is None else 3600.0 * self.keep_every_hours
 
     @property
     def best(self) -> tuple[str, str] | None:
-        """The name that is monitored, and whether `"min"` or `"max"` of it is best.
+        """The monitored name, and whether its best value is the `"min"` or the `"max"`.
 
         Example:
 

@@ -1,4 +1,4 @@
-"""The checkpoints of one fit: found, gone on from, and saved."""
+"""The checkpoints of one fit: finding, resuming and saving them."""
 
 import logging
 import time
@@ -43,20 +43,20 @@ from keras_tpu_dist.training.membership import is_local
 logger = logging.getLogger("keras_tpu_dist")
 
 FIX = "Give the same Checkpoint callback to fit in all processes."
-# Launches between two looks at the clock of process 0, which all processes go by.
+# Launches between two looks at the clock of process 0, which decides for all processes.
 _LAUNCHES_BETWEEN_LOOKS = 32
 
 
 @dataclass(frozen=True)
 class Fit:
-    """The fit that a `Checkpoint` is in.
+    """The fit that a `Checkpoint` belongs to.
 
     Attributes:
         trainer: The model that trains.
         callbacks: The other callbacks.
-        control: What can be asked of the loop; `None` in stock Keras.
+        control: The controls of the strategy's loop; `None` in stock Keras.
         epochs: The epoch before which the fit ends, from 0.
-        steps: Steps of an epoch, if they are known.
+        steps: Steps in an epoch, if known.
         validation_freq: Which epochs are validated.
     """
 
@@ -70,18 +70,18 @@ class Fit:
 
 @dataclass
 class TrainingPlace:
-    """Where training stands.
+    """The current position of training.
 
     Attributes:
         step: Train steps of the run.
         epoch: The epoch, from 0.
-        done: How many of its batches were trained on.
-        resumed_at: How many of those before the fit began.
+        done: How many batches of the epoch were trained.
+        resumed_at: How many of them were trained before the fit started.
         saved_step: The step of the newest checkpoint.
-        logs: Those of the epoch, once it has ended.
+        logs: The logs of the epoch, once it has ended.
         history: The record of the epochs before.
-        standing: What the last launch left.
-        end: What the last epoch left, if a later run goes on from there.
+        standing: The state after the last launch.
+        end: The state after the last epoch, if a later run resumes from there.
     """
 
     step: int = 0
@@ -100,10 +100,10 @@ class Due:
     """When the next checkpoint of a fit is due.
 
     Attributes:
-        options: Those of the `Checkpoint`.
-        steps: Train steps since the last one.
+        options: The options of the `Checkpoint`.
+        steps: Train steps since the last checkpoint.
         launches: Launches of the fit.
-        saved_at_s: When the last one was saved, or the fit began.
+        saved_at_s: When the last checkpoint was saved, or the fit started.
     """
 
     options: CheckpointOptions
@@ -125,7 +125,7 @@ class Due:
         self.steps, self.saved_at_s = 0, time.monotonic()
 
     def within_epoch(self) -> bool:
-        """Whether one is due after the launch, the same in all processes."""
+        """Whether a checkpoint is due after this launch, the same in all processes."""
         every_steps, every_s = self.options.every_steps, self.options.seconds_between
         if every_steps is not None and self.steps >= every_steps:
             return True
@@ -137,10 +137,10 @@ class Due:
         return agree("looking at the clock of process 0", FIX, due, bool)[0]
 
     def after_epochs(self, epochs: int) -> bool:
-        """Whether one is due after so many epochs.
+        """Whether a checkpoint is due after this number of epochs.
 
         Args:
-            epochs: How many.
+            epochs: The number of epochs.
         """
         every = self.options.epochs_between
         return every is not None and epochs % every == 0
@@ -148,15 +148,15 @@ class Due:
 
 @dataclass
 class Resumed:
-    """What a fit goes on from, until the epoch that it goes on in has begun.
+    """The state that a fit resumes from, until its first epoch has started.
 
     Attributes:
-        epoch: The epoch before which the fit begins.
-        manifest: The checkpoint that was loaded; `None` if another callback, or Keras, loaded it.
+        epoch: The epoch before which the fit starts.
+        manifest: The loaded checkpoint; `None` if another callback, or Keras, loaded it.
         history_at_end: The record of a fit that had nothing left to do.
-        variables: The model's variables with the values that were loaded.
-        arrays: The arrays of what callbacks knew.
-        position: Where training stood in its input.
+        variables: The model's variables with the loaded values.
+        arrays: The arrays of the callbacks' state.
+        position: The position in the input.
     """
 
     epoch: int
@@ -171,21 +171,21 @@ class FitCheckpoints:
     """The checkpoints of one fit in one directory.
 
     Args:
-        options: Those of the `Checkpoint`.
+        options: The options of the `Checkpoint`.
         fit: The fit.
         preemption: Notices SIGTERM.
 
     Attributes:
         store: The directory.
-        place: Where training stands.
+        place: The current position of training.
         due: When the next checkpoint is due.
-        resumed: What the fit goes on from, until its first epoch has begun.
+        resumed: The state that the fit resumes from, until its first epoch has started.
         run: The name of the run.
-        has_ended: Whether the fit came to its end.
+        has_ended: Whether the fit ran to its end.
 
     Raises:
-        ValueError: If only the loop of a strategy can do what is asked.
-        NotImplementedError: If of several processes one trains on its own devices alone.
+        ValueError: If an option needs the loop of a strategy and there is none.
+        NotImplementedError: If one of several processes trains on its own devices alone.
     """
 
     def __init__(self, options: CheckpointOptions, fit: Fit, preemption: Preemption):
@@ -203,7 +203,7 @@ class FitCheckpoints:
             keep=options.keep,
             best=options.best,
             every_s=options.seconds_kept,
-            # Else nobody waits for the last one of a fit that fails.
+            # Without a failure hook, nobody would wait for the last checkpoint of a fit that fails.
             asynchronous=options.asynchronous and _keras.failure_is_seen(),
         )
         self.place = TrainingPlace()
@@ -211,70 +211,70 @@ class FitCheckpoints:
         self.resumed: Resumed | None = None
         self.run = ""
         self.has_ended = False
-        # Known once the first launch has made the optimizer's.
+        # Complete once the first launch has created the optimizer's variables.
         self._variables: list = []
 
     @property
     def has_loaded(self) -> bool:
-        """Whether the fit goes on from what was loaded here."""
+        """Whether the fit resumes from a checkpoint of this directory."""
         return self.resumed is not None and self.resumed.manifest is not None
 
     @property
     def has_begun(self) -> bool:
-        """Whether an epoch has."""
+        """Whether an epoch has started."""
         return self.place.history is not None
 
     @property
     def is_known(self) -> bool:
-        """Whether where training stands is saved, or can be."""
+        """Whether the current position is saved, or can be."""
         return self.place.standing is not None or self.place.saved_step == self.place.step
 
     def found(self) -> bool:
         """Whether there are checkpoints, the same ones for all processes.
 
         Raises:
-            ValueError: If processes see different ones.
+            ValueError: If processes see different checkpoints.
         """
         directory = self.options.path
-        # The first process may still be deleting what the fit before left.
+        # The first process may still be deleting checkpoints of the previous fit.
         agree(f"opening {directory}", FIX, None)
         steps = self.store.steps
         of_all = agree(f"looking for checkpoints in {directory}", FIX, steps, ListOf(int))
         if any(each != of_all[0] for each in of_all):
             raise ValueError(
                 message(
-                    "All processes see the same checkpoints.",
+                    "All processes must see the same checkpoints.",
                     received="; ".join(f"{each} in process {i}" for i, each in enumerate(of_all))
                     + f" ({directory}).",
-                    fix="Give a directory on storage that all of them share.",
+                    fix="Give a directory on storage that all processes share.",
                 )
             )
         return bool(steps)
 
     def take_place_of_others(self) -> None:
-        """Has the first checkpoint of this run replace those that are there.
+        """Lets the first checkpoint of this run replace the existing ones.
 
         Raises:
-            ValueError: If `overwrite` does not say that they may go.
+            ValueError: If there are checkpoints and `overwrite` is not set.
         """
         if not self.options.overwrite:
             raise ValueError(
                 message(
                     "A directory holds the checkpoints of one run.",
-                    received=f"resume=False and {self.options.path!r}, which has those of steps "
-                    f"{self.store.steps}.",
-                    fix="Give this run a directory of its own, leave resume=False out to go on, or "
-                    "write overwrite=True: they are deleted once this run has saved.",
+                    received=f"resume=False and {self.options.path!r}, which has checkpoints of "
+                    f"steps {self.store.steps}.",
+                    fix="Give this run its own directory, leave resume=False out to resume, or "
+                    "write overwrite=True: old checkpoints are deleted once this run has saved.",
                 )
             )
         self.store.replace_runs()
 
     def name_run(self) -> None:
-        """Gives the run a name, the same in all processes; one that goes on has its own."""
+        """Names the run, the same in all processes; a resumed run keeps its name."""
         self.run = agree("naming the run", FIX, uuid.uuid4().hex[:12], str)[0]
 
     def go_on(self) -> None:
-        """Loads the newest checkpoint, and has the fit go on from there."""
+        """Loads the newest checkpoint and resumes the fit from there."""
         fit, place = self.fit, self.place
         report, manifest = load_newest(fit.trainer, self.store, needs=OF_FIT)
         training = manifest.training
@@ -304,17 +304,17 @@ class FitCheckpoints:
         self._log(manifest, resumed)
 
     def begin_after(self, epoch: int, done: int) -> Resumed:
-        """Has the fit that begins go on where training stopped.
+        """Lets the fit start where training stopped.
 
         Args:
             epoch: The epoch, from 0.
-            done: How many of its batches were trained on.
+            done: How many of its batches were trained.
 
         Raises:
-            ValueError: If there are such, and only the loop of a strategy can pass them by.
+            ValueError: If there are such batches and no strategy's loop to skip them.
         """
         fix = "load the weights alone: ktd.restore(model, directory), Checkpoint(resume=False)"
-        _check_loop(self.fit.control, "Going on within an epoch needs", fix, batches=done)
+        _check_loop(self.fit.control, "Resuming within an epoch needs", fix, batches=done)
         self.place.epoch, self.place.resumed_at = epoch, done
         self.resumed = Resumed(epoch)
         _keras.begin_at_epoch(self.fit.trainer, epoch)
@@ -323,10 +323,10 @@ class FitCheckpoints:
         return self.resumed
 
     def follow(self, leader: "FitCheckpoints") -> None:
-        """Goes on from what another callback of the fit has loaded.
+        """Resumes from the checkpoint that another callback of the fit has loaded.
 
         Args:
-            leader: The other one's.
+            leader: The `FitCheckpoints` of that callback.
         """
         place, theirs = self.place, leader.place
         place.step, place.epoch, place.resumed_at = theirs.step, theirs.epoch, theirs.resumed_at
@@ -334,10 +334,10 @@ class FitCheckpoints:
         self.resumed = Resumed(theirs.epoch)
 
     def put_back(self, *, log: bool) -> None:
-        """Makes model and callbacks what they were when the checkpoint was saved.
+        """Restores model and callbacks to their state in the checkpoint.
 
         Args:
-            log: Whether to log which callbacks get nothing back.
+            log: Whether to log which callbacks are not restored.
         """
         resumed = self.resumed
         if resumed is None or resumed.manifest is None:
@@ -351,10 +351,10 @@ class FitCheckpoints:
         give_back(self.fit.callbacks, training["callbacks"], resumed.arrays, log)
 
     def begin_epoch(self, epoch: int) -> None:
-        """Saves what the epoch before ended with, and counts anew.
+        """Saves the end of the previous epoch, and restarts the counts.
 
         Args:
-            epoch: The epoch that begins, from 0.
+            epoch: The epoch that starts, from 0.
         """
         place = self.place
         place.standing = None
@@ -368,7 +368,7 @@ class FitCheckpoints:
             self.fit.control.begin_epoch()
 
     def end_epoch(self, logs: Mapping[str, Any]) -> None:
-        """Notes the end of an epoch.
+        """Handles the end of an epoch.
 
         Args:
             logs: Its logs.
@@ -378,19 +378,20 @@ class FitCheckpoints:
             self.place.step += self.place.done
 
     def count_batch(self, batch: int) -> None:
-        """Counts a launch of stock Keras.
+        """Counts a launch without a strategy.
 
         Args:
             batch: Its last batch, from 0.
         """
-        # Maybe in a thread; and the last launch may have fewer steps than it is counted for.
+        # Keras may call this in a thread, and the last launch may have fewer steps than it is
+        # counted for.
         self.place.done = min(max(self.place.done, batch + 1), self.fit.steps or batch + 1)
 
     def after_launch(self, steps: int, ends: bool) -> None:
-        """Counts a launch, and saves if it is time to.
+        """Counts a launch, and saves if a checkpoint is due.
 
         Args:
-            steps: Its train steps.
+            steps: The train steps of the launch.
             ends: Whether the process is about to end.
         """
         fit, place = self.fit, self.place
@@ -399,20 +400,21 @@ class FitCheckpoints:
         place.step += steps
         place.done += steps
         self.due.launched(steps)
-        # If a callback stops training here, the end is saved, which knows that it did.
+        # If a callback stops training here, `save_end` saves, which also records that it stopped.
         if ends or (not fit.trainer.stop_training and self.due.within_epoch()):
             self.save_place()
         if ends:
             self.wait()
 
     def save_place(self) -> None:
-        """Saves where training stands after the last launch."""
+        """Saves the position after the last launch."""
         self.save(self.place.epoch, self.place.done, self.place.standing)
 
     def before_train_end(self) -> None:
-        """Notes what there is, if a later run goes on from there.
+        """Notes the current state, if a later run resumes from there.
 
-        `EarlyStopping` then restores the best weights, which are the fit's and not that run's.
+        `EarlyStopping` restores the best weights after this. They are the result of this fit, not
+        the state to resume from.
         """
         if self.has_begun and reached_by(self.fit.callbacks) is not None:
             self._sync()
@@ -425,7 +427,7 @@ class FitCheckpoints:
         if reached is None or place.standing is None or not cut:
             self.save(place.epoch + 1, 0, place.end, reached)
             return
-        # A longer run makes the rest of this epoch, and then its end.
+        # A longer run repeats the rest of this epoch, and then its end.
         self.save(place.epoch, place.done, place.standing, reached)
 
     @phases.phase(phases.SAVE)
@@ -436,18 +438,18 @@ class FitCheckpoints:
         standing: Standing | None = None,
         reached: int | None = None,
     ) -> None:
-        """Saves a checkpoint, unless there is one of the step.
+        """Saves a checkpoint, unless this step has one.
 
         Args:
-            epoch: The epoch in which a run goes on.
-            done: After how many of its batches.
-            standing: What is saved; by default what there is now.
+            epoch: The epoch in which a run resumes.
+            done: How many batches of it are done.
+            standing: The state to save; by default the current one.
             reached: The optimizer step at which `StopAtStep` ended the fit.
         """
         place = self.place
         metrics = {} if done and reached is None else self._monitored()
         if place.saved_step == place.step:
-            # The step before the epoch's end: going on from there, it ends as it has.
+            # A run that resumes from the step before the epoch's end repeats that end.
             if metrics:
                 self._try(lambda: self.store.judge(place.step, metrics))
             return
@@ -468,8 +470,8 @@ class FitCheckpoints:
 
     def _sync(self) -> None:
         if self.fit.control is None:
-            # Under a strategy variables follow each launch, and this would bring back what the
-            # trainer noted before it.
+            # Under a strategy the variables follow every launch; this call would bring back older
+            # values that the trainer holds.
             self.fit.trainer.jax_state_sync()
 
     @phases.phase(phases.SAVE)
@@ -478,12 +480,12 @@ class FitCheckpoints:
         _finish(self.store.wait)
 
     def after_train_begin(self) -> None:
-        """Gives callbacks what they knew: all of them have begun, and forgotten it."""
+        """Restores the callbacks' state: all of them have started, which reset them."""
         resumed, fit = self.resumed, self.fit
         if resumed is None or resumed.manifest is None:
             return
         training = resumed.manifest.training
-        # A callback may have loaded something else, and sent the fit elsewhere.
+        # A callback may have loaded another state, and set another first epoch.
         _keras.begin_at_epoch(fit.trainer, resumed.epoch)
         note_swapped(fit.callbacks, training.get("swapped", False))
         self.put_back(log=True)
@@ -492,7 +494,8 @@ class FitCheckpoints:
             set_random_numbers(resumed.position.now)
 
     def after_epoch_begin(self) -> None:
-        """Undoes what callbacks did now if they had done it before the interruption."""
+        """Undoes what callbacks did just now if they had already done it before the
+        interruption."""
         if self.place.resumed_at:
             self.put_back(log=False)
         self.resumed = None
@@ -503,7 +506,7 @@ class FitCheckpoints:
         _finish(lambda: self.store.close(run_has_ended=self.has_ended))
 
     def _described(self, epoch: int, done: int, standing: Standing) -> dict[str, Any]:
-        """What a checkpoint has beside arrays."""
+        """The contents of a checkpoint besides arrays."""
         control, place = self.fit.control, self.place
         position = position_between_epochs() if control is None else control.input_position(done)
         what = f"checkpoint of model {self.fit.trainer.name!r} after {place.step} steps"
@@ -522,7 +525,7 @@ class FitCheckpoints:
         }
 
     def _monitored(self) -> dict[str, float]:
-        """What the epoch that has ended is worth, by the name that is monitored."""
+        """The value of the monitored name for the epoch that has ended."""
         best, place = self.options.best, self.place
         if best is None or place.logs is None:
             return {}
@@ -572,13 +575,13 @@ def _finish(write: Callable[[], None]) -> None:
 
 
 def _check_loop(control: FitControl | None, rule: str, fix: str, **asked: Any) -> None:
-    """Raises a `ValueError` if what only the loop of a strategy can do is asked of stock Keras.
+    """Raises a `ValueError` if stock Keras is asked for something that needs a strategy's loop.
 
     Args:
-        control: What can be asked of the loop, `None` in stock Keras.
-        rule: What needs the loop.
-        fix: What to do instead.
-        **asked: By name what asks for it; `None` and 0 do not.
+        control: The controls of the strategy's loop, `None` in stock Keras.
+        rule: The first words of the message, such as "Resuming within an epoch needs".
+        fix: The fix for users who stay with stock Keras.
+        **asked: The options that need the loop, by name; `None` and 0 do not.
     """
     received = {name: value for name, value in asked.items() if value}
     if control is None and received:
@@ -588,7 +591,7 @@ def _check_loop(control: FitControl | None, rule: str, fix: str, **asked: Any) -
 
 
 def _check_processes(model: Any) -> None:
-    """Raises a `NotImplementedError` if a model trains on the devices of one of several processes.
+    """Raises a `NotImplementedError` if one of several processes trains on its own devices.
 
     Args:
         model: The model that is about to train.
@@ -596,11 +599,11 @@ def _check_processes(model: Any) -> None:
     if jax.process_count() > 1 and is_local(model):
         raise NotImplementedError(
             message(
-                "Of several processes all write a checkpoint together: Orbax does not write what "
-                "lies on the devices of one of them alone.",
+                "All processes write a checkpoint together: Orbax does not write arrays that are "
+                "on the devices of one of them alone.",
                 received=f"a fit of model {model.name!r} on the devices of process "
                 f"{jax.process_index()}, one of {jax.process_count()}.",
-                fix="Make the strategy of all devices, save with keras.callbacks.ModelCheckpoint, "
-                "or train it in a program of its own, without ktd.initialize().",
+                fix="Build the strategy on all devices, save with keras.callbacks.ModelCheckpoint, "
+                "or train the model in a program of its own, without ktd.initialize().",
             )
         )

@@ -1,4 +1,4 @@
-"""What the time of a run goes to, in a file."""
+"""A callback that records how the time of a run is spent."""
 
 import os
 from collections.abc import Mapping
@@ -16,22 +16,23 @@ from keras_tpu_dist.goodput.report import GoodputReport, goodput_of
 
 
 class Goodput(keras.callbacks.Callback):
-    """Writes what the time of a run goes to, over all of its restarts.
+    """Records how the time of a run is spent, over all its restarts.
 
-    Process 0 adds a line to the file each second, later less often: the seconds of compiling, of
-    restoring, of training, of steps made again after a restart, of waiting for input, saving and
-    validation, and the step. It counts from the start of the process to its end, also before and
-    after the fit. `ktd goodput FILE` prints the share of the time that trained, and why the rest
-    did not. Started again, the run adds to the same file; give a new run another one.
+    Process 0 adds a line to the file every second, later less often. A line has the step, and the
+    seconds of compiling, restoring, training, repeating steps after a restart, waiting for input,
+    saving and validation. Time counts from the start of the process to its end, also before and
+    after the fit. `ktd goodput FILE` prints the share of the time that trained, and what the rest
+    went to. A restarted run adds to the same file; give a new run another file.
 
-    Under `ktd launch --goodput FILE` the file is written without this callback, with the time of
-    each failure. Without a `TPUStrategy`, compiling and waiting for input count as training.
+    Under `ktd launch --goodput FILE` the file is written without this callback, and includes the
+    time lost by failures. Without a `TPUStrategy`, compiling and waiting for input count as
+    training.
 
     Args:
         path: The file; only process 0 writes it.
 
     Raises:
-        ValueError: If the path is empty; in `fit`, if this process writes to another file.
+        ValueError: If the path is empty; in `fit`, if this process already writes to another file.
         OSError: In `fit`, if the file cannot be written.
 
     Example:
@@ -46,7 +47,7 @@ class Goodput(keras.callbacks.Callback):
     ...     print(goodput.report())
     """
 
-    # It does nothing after a batch; Keras need not wait for it.
+    # It does nothing after a batch, so Keras need not wait for it.
     async_safe = True
 
     def __init__(self, path: str | os.PathLike):
@@ -54,26 +55,26 @@ class Goodput(keras.callbacks.Callback):
         if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
             raise ValueError(
                 message(
-                    "Goodput is written to a file, which has a path.",
+                    "Goodput writes to a file.",
                     received={"path": path},
                     fix="Write for example Goodput('goodput.jsonl').",
                 )
             )
-        _keras.install()  # for `before_fit`, also where there is no strategy
+        _keras.install()  # for `before_fit`, also without a strategy
         self.path = os.path.abspath(os.fspath(path))
 
     def before_fit(self, arguments: Mapping[str, Any]) -> None:
-        """Begins to count, if this process does not.
+        """Starts recording, if this process does not record yet.
 
         Args:
-            arguments: Those of `fit`.
+            arguments: The arguments of `fit`.
         """
         if jax.process_index() == 0:
             recorder.begin(self.path)
             phases.turn(BUILD, of=START)
 
     def report(self) -> GoodputReport:
-        """What the time went to, until now."""
+        """How the time was spent, until now."""
         if jax.process_index() == 0:
             recorder.write_rest()
         return goodput_of(self.path)

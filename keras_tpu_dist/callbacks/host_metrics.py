@@ -1,4 +1,4 @@
-"""Metrics in plain Python, on the outputs of the whole evaluation set."""
+"""Metrics in plain Python, on the outputs for the whole evaluation set."""
 
 import inspect
 import string
@@ -16,40 +16,40 @@ from keras_tpu_dist.callbacks.monitored import is_validated
 from keras_tpu_dist.common.checks import check_counts, check_model, check_text
 from keras_tpu_dist.common.errors import message
 
-# Callbacks that read all of `logs`, not one name that they monitor.
+# Callbacks that read all of `logs` instead of one monitored name.
 _READERS = ("CSVLogger", "History", "ProgbarLogger", "RemoteMonitor", "TensorBoard")
 
 
 class HostMetrics(keras.callbacks.Callback):
-    """Adds any Python metric of the whole evaluation set to the logs of each epoch.
+    """Adds any Python metric of the whole evaluation set to the logs of every epoch.
 
-    At the end of an epoch the model predicts the evaluation set, and each function gets all targets
-    and all outputs at once, as NumPy arrays: what scikit-learn's metrics expect, and what
-    averages over batches cannot give. The values stand in `logs` for the callbacks after this
-    one, `EarlyStopping("val_f1", mode="max")` or `ModelCheckpoint(monitor="val_f1")`, and in the
+    At the end of an epoch the model predicts the evaluation set. Every function gets all targets
+    and all outputs at once, as NumPy arrays, as scikit-learn's metrics expect; averages over
+    batches cannot give such metrics. The values are in `logs` for the callbacks after this one,
+    such as `EarlyStopping("val_f1", mode="max")` or `ModelCheckpoint(monitor="val_f1")`, and in the
     history.
 
-    Works under a `TPUStrategy`, with N steps per launch if the model is compiled so, over several
-    processes (under `input="per_process"` each brings its part of the evaluation set, and the
-    functions get all of it), and under stock Keras.
+    It works under a `TPUStrategy`, with several steps in a launch if you compile the model so, and
+    under stock Keras. It also works over several processes: with `input="per_process"` every
+    process provides its part of the evaluation set, and the functions get all of it.
 
     Args:
-        metrics: Functions by name, called as `fn(y_true, y_pred)`, or
-            `fn(y_true, y_pred, sample_weight=...)` where the data has sample weights. For a
-            model of several outputs they get the structures of targets and outputs as they
-            are; `{"output name": {"name": fn}}` gives them one output.
-        validation_data: The evaluation set: `(x, y)` or `(x, y, sample_weight)` of arrays, a
+        metrics: Functions by name, called as `fn(y_true, y_pred)`, or as
+            `fn(y_true, y_pred, sample_weight=...)` if the data has sample weights. If the model has
+            several outputs, the functions get the structures of targets and outputs;
+            `{"output name": {"name": fn}}` passes one output.
+        validation_data: The evaluation set: arrays `(x, y)` or `(x, y, sample_weight)`, a
             `keras.utils.PyDataset`, any iterable over such batches that can be read again
             (`tf.data.Dataset`, torch `DataLoader`), a function that returns one, or a generator
-            together with `steps`, of which each epoch reads the next `steps` batches. Defaults
-            to the `validation_data` of `fit`, whose `validation_freq` is followed.
+            together with `steps`, of which every epoch reads the next `steps` batches. Defaults to
+            the `validation_data` of `fit`, with its `validation_freq`.
         batch_size: Rows in a batch, for arrays. Defaults to that of `fit`'s validation.
         steps: The number of batches to read.
-        prefix: Stands before each name in `logs`.
+        prefix: A prefix for the names in `logs`.
 
     Raises:
-        ValueError: For metrics that are no functions; in `fit`, if there is no data, if it can be
-            read only once, or if a callback that needs the values stands before this one.
+        ValueError: If `metrics` are not functions by name; in `fit`, if there is no data, if it can
+            be read only once, or if a callback that needs the values comes before this one.
 
     Example:
 
@@ -75,7 +75,7 @@ class HostMetrics(keras.callbacks.Callback):
         prefix: str = "val_",
     ):
         super().__init__()
-        _keras.install()  # for `before_fit`, also where there is no strategy
+        _keras.install()  # for `before_fit`, also without a strategy
         check_text("HostMetrics", prefix=prefix)
         if batch_size is not None:
             check_counts("HostMetrics", 1, batch_size=batch_size)
@@ -91,18 +91,19 @@ class HostMetrics(keras.callbacks.Callback):
 
     @property
     def names(self) -> list[str]:
-        """The names that stand in `logs`."""
+        """The names of the metrics in `logs`."""
         return [self._prefix + "_".join(key) for key in self._functions]
 
     def before_fit(self, arguments: Mapping[str, Any]) -> None:
-        """Sees the arguments of `fit` before it begins: its validation data, other callbacks.
+        """Looks at the arguments of `fit`: its validation data and its other callbacks.
 
         Args:
-            arguments: Those that `fit` was given, by name; `"callbacks"` is a flat list of all.
+            arguments: The arguments of `fit`, by name; `"callbacks"` is a flat list of all
+                callbacks.
 
         Raises:
-            ValueError: If there is no evaluation set, if that of `fit` can be read only once, or
-                if a callback that needs the values stands before this one.
+            ValueError: If there is no evaluation set, if that of `fit` can be read only once, or if
+                a callback that needs the values comes before this one.
         """
         callbacks = list(arguments["callbacks"])
         for callback in callbacks[: callbacks.index(self)]:
@@ -129,7 +130,7 @@ class HostMetrics(keras.callbacks.Callback):
         if taken:
             raise ValueError(
                 message(
-                    "A host metric needs a name of its own in the logs.",
+                    "The name of a host metric must not be in the logs already.",
                     received={"names": taken, "logs": sorted(logs)},
                     fix="Rename it, or give another prefix=.",
                 )
@@ -137,7 +138,7 @@ class HostMetrics(keras.callbacks.Callback):
         logs.update(values)
 
     def compute(self, model: Any) -> dict[str, float]:
-        """The metrics of a model now.
+        """Computes the metrics of a model.
 
         Args:
             model: A model.
@@ -168,8 +169,8 @@ class HostMetrics(keras.callbacks.Callback):
         if monitored in names or reads_all or not written.isdisjoint(names):
             raise ValueError(
                 message(
-                    "Keras hands logs from callback to callback in their order, so HostMetrics "
-                    "must stand before those that read its values.",
+                    "Callbacks read the logs in the order of the list, so HostMetrics must come "
+                    "before those that read its values.",
                     received=f"{type(callback).__name__} before HostMetrics({names}).",
                     fix="Write HostMetrics first in callbacks=[...].",
                 )
@@ -181,7 +182,7 @@ def _names_in(path: str) -> set[str]:
     try:
         return {name for _, name, *_ in string.Formatter().parse(path) if name}
     except ValueError:
-        return set()  # Keras says what is wrong when it writes the file
+        return set()  # Keras raises its own error when it writes the file
 
 
 def _checked_metrics(metrics) -> dict[tuple[str, ...], Callable]:
@@ -206,7 +207,7 @@ def _checked_metrics(metrics) -> dict[tuple[str, ...], Callable]:
     if twice:
         raise ValueError(
             message(
-                "Each host metric has a name of its own in the logs.",
+                "Every host metric needs a different name in the logs.",
                 received={"metrics": metrics, "twice": twice},
                 fix="Rename one of them.",
             )
@@ -263,14 +264,14 @@ def _outputs(model, data, batch_size, steps) -> tuple[Any, Any, Any]:
 
 
 def _of_all_processes(rows: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-    """Where each process brings rows of its own, those of all of them."""
+    """The rows of all processes, if every process provides its own."""
     strategy = _keras.active_strategy()
     own_input = None if strategy is None else strategy.runner.own_input
     return rows if own_input is None else own_input.joined(rows)
 
 
 def _predict(model, batches: Iterable, targets: list) -> Any:
-    """Predicts batch after batch, as the model is compiled, noting targets on the way."""
+    """Predicts all batches, as the model is compiled, and collects the targets."""
 
     def inputs():
         for batch in batches:
@@ -279,7 +280,7 @@ def _predict(model, batches: Iterable, targets: list) -> Any:
             yield (_arrays(x),)
 
     with warnings.catch_warnings():
-        # The end of this input is the end of the evaluation set.
+        # The input ends where the evaluation set ends.
         warnings.filterwarnings("ignore", message="Your input ran out of data")
         return model.predict(inputs(), verbose=0)
 
@@ -320,20 +321,21 @@ def _joined(structures: list) -> Any:
 
 
 def _of_numpy(array: Any) -> Any:
-    """Floats that NumPy lacks as `float32`: it sums up bfloat16 in bfloat16, scikit-learn fails."""
+    """Converts floats that NumPy lacks to `float32`: sums in bfloat16 are wrong, scikit-learn
+    fails."""
     if array is None or np.issubdtype(array.dtype, np.number):
         return array
     return array.astype("float32") if jnp.issubdtype(array.dtype, jnp.floating) else array
 
 
 def _of_output(structure: Any, name: str, model: Any) -> Any:
-    """One output's part of a structure of targets, outputs or sample weights."""
+    """The part of a structure of targets, outputs or sample weights for one output."""
     names = list(structure) if isinstance(structure, Mapping) else model.output_names
     if isinstance(structure, (Mapping, list, tuple)):
         if name not in names:
             raise ValueError(
                 message(
-                    "A host metric of one output is given by the output's name.",
+                    "A host metric for one output needs the name of that output.",
                     received={"name": name, "outputs": names},
                     fix="Use one of these.",
                     name=name,
@@ -353,7 +355,7 @@ def _value(name: str, function: Callable, y_true, y_pred, weights) -> float:
         if not _takes_weights(function):
             raise ValueError(
                 message(
-                    "With sample weights in the evaluation set, a host metric must take them.",
+                    "If the evaluation set has sample weights, a host metric must take them.",
                     received=f"{name}, whose function has no sample_weight argument.",
                     fix="Give it one, or pass HostMetrics(..., validation_data=(x, y)) without.",
                 )
@@ -363,7 +365,7 @@ def _value(name: str, function: Callable, y_true, y_pred, weights) -> float:
     if value.size != 1:
         raise ValueError(
             message(
-                "A host metric is one number.",
+                "A host metric must return one number.",
                 received=f"{name} of shape {value.shape}.",
                 fix="Average it, for example f1_score(..., average='macro').",
             )

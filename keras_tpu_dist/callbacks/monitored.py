@@ -1,4 +1,4 @@
-"""What the logs of an epoch say of a checkpoint, and which epochs are validated."""
+"""The value of a checkpoint by the logs of its epoch, and which epochs are validated."""
 
 from collections.abc import Container, Mapping
 from typing import Any
@@ -26,19 +26,19 @@ def is_validated(epoch: int, frequency: int | Container[int]) -> bool:
 def worth(
     monitor: str | None, mode: str, logs: Mapping[str, Any], may_lack: bool = False
 ) -> float | None:
-    """What an epoch is worth by its logs; NaN is worth as little as can be.
+    """The value of an epoch by its logs; NaN is the worst value.
 
     Args:
         monitor: A name in the logs, or `None`.
         mode: `"min"` or `"max"`.
         logs: The logs of the epoch.
-        may_lack: Whether the name may be missing, as in an epoch that was not validated.
+        may_lack: Whether the name may be missing, as in an epoch without validation.
 
     Returns:
-        The value, or `None` where nothing is monitored or the name may be missing and is.
+        The value, or `None` if nothing is monitored, or the name is missing and may be.
 
     Raises:
-        ValueError: If the name is missing and may not be.
+        ValueError: If the name is missing and must not be.
     """
     if monitor is None or (may_lack and monitor not in logs):
         return None

@@ -1,4 +1,4 @@
-"""NaN and infinity: found in the step that made them, and named."""
+"""Finds NaN and infinity in the step that produces them, and names the variables."""
 
 import logging
 from typing import Any
@@ -14,30 +14,31 @@ logger = logging.getLogger("keras_tpu_dist")
 
 
 class NameNaN(keras.callbacks.Callback):
-    """Finds the first train step that gives NaN or infinity, names what did, and ends training.
+    """Stops training at the first NaN or infinity, and says which variable and input had it.
 
-    The loss, the weights and the optimizer's variables are checked inside of the compiled step. A
-    step that spoils one of them, and whatever runs after it, leaves the model as it was: so the
-    weights are those after the last finite step, exactly, also in the middle of a launch of many
-    steps, and also with `donate_state=True`. The host gets to know at most two launches later, and
-    before `on_epoch_end`. Named are the step, the losses and the variables, and the inputs of
-    that step that held NaN or infinity already. Variables that are infinite before training, such
-    as masks, are left out.
+    The loss, the weights and the optimizer's variables are checked inside the compiled step. A step
+    that would spoil one of them, and every step after it, leaves the model unchanged. So you have
+    the weights after the last finite step, exactly, also in the middle of a launch of many steps
+    and with `donate_state=True`. The error comes at most two launches later, and before
+    `on_epoch_end`. It names the step, the losses and variables, and the inputs of that step that
+    already had NaN or infinity. Variables that are infinite before training, such as masks, are not
+    checked.
 
-    The check reads the state once more in each step, and keeps it until the step has ended, so a
-    step needs memory for a second copy of it. It is a program of its own: compiled once more.
+    The check reads the state once more in every step and keeps it until the step has ended, so a
+    step needs memory for a second copy of the state. The checked step is a program of its own and
+    is compiled separately.
 
-    Works under a `TPUStrategy`. Stock Keras has `keras.callbacks.TerminateOnNaN`, which looks at
-    the loss alone, after the weights are spoiled.
+    It needs a `TPUStrategy`. Stock Keras has `keras.callbacks.TerminateOnNaN`, which looks at the
+    loss alone, after the weights are spoiled.
 
     Args:
-        stop: Whether to stop training and log an error, instead of raising one.
+        stop: Whether to stop training and log an error instead of raising one.
 
     Attributes:
         found: The `NonFinite` of the last fit, or `None`.
 
     Raises:
-        FloatingPointError: In `fit`, unless `stop`, when a step is not finite.
+        FloatingPointError: In `fit`, if a step is not finite, unless `stop` is set.
         ValueError: In `fit`, if a weight is not finite before the first step, or without a
             `TPUStrategy`.
 
@@ -64,33 +65,33 @@ class NameNaN(keras.callbacks.Callback):
         self._watch: FiniteWatch | None = None
 
     def set_model(self, model):
-        """Notes the model."""
+        """Stores the model."""
         super().set_model(model)
         # Not `self.model`: reading that makes the trainer copy its state to the variables.
         self._trainer = model
 
     def on_train_begin(self, logs=None):
-        """Forgets the last fit."""
+        """Forgets the result of the last fit."""
         self.found = self._watch = None
         if fit_in_training(self._trainer) is None:
             raise ValueError(
                 message(
                     "NameNaN checks inside the compiled step of a TPUStrategy.",
-                    received="a fit without one.",
+                    received="a fit without a TPUStrategy.",
                     fix="Build the model in TPUStrategy().scope(), or use "
                     "keras.callbacks.TerminateOnNaN.",
                 )
             )
 
     def on_epoch_begin(self, epoch, logs=None):
-        """Starts to watch, before the first step."""
-        # Not in on_train_begin: callbacks that restore a model do so there, some of them later.
+        """Starts the check, before the first step."""
+        # Not in on_train_begin: callbacks restore models there, some of them after this one.
         fit = fit_in_training(self._trainer)
         if self._watch is None and fit is not None:
             self._watch = fit.watch = FiniteWatch(self._trainer, self._on_found)
 
     def on_epoch_end(self, epoch, logs=None):
-        """Reads what the epoch's last launches found."""
+        """Reads the results of the epoch's last launches."""
         if self._watch is not None:
             self._watch.read()
 

@@ -1,4 +1,4 @@
-"""Training that ends after an exact number of optimizer steps."""
+"""Ends training after an exact number of optimizer steps."""
 
 import logging
 from collections.abc import Iterable
@@ -16,32 +16,32 @@ logger = logging.getLogger("keras_tpu_dist")
 
 
 class StopAtStep(keras.callbacks.Callback):
-    """Stops training when the optimizer has made exactly `n` steps, or `n` more.
+    """Stops training when the optimizer has run exactly `n` steps, or `n` more.
 
-    Steps are the optimizer's own, `optimizer.iterations`, which learning-rate schedules see and
-    checkpoints keep: a model that was restored at step 700 makes 300 more under
-    `StopAtStep(1000)`. With `gradient_accumulation_steps`, they are updates of the weights; a step
-    that a `LossScaleOptimizer` skips does not count. The last launch of several steps
-    (`steps_per_execution`) is shortened. The epoch ends there: its logs are those of the steps it
-    made, validation and `on_epoch_end` follow as usual.
+    Steps are those of `optimizer.iterations`, which learning-rate schedules see and checkpoints
+    save: a model restored at step 700 runs 300 more under `StopAtStep(1000)`. With
+    `gradient_accumulation_steps`, they are updates of the weights. A step that a
+    `LossScaleOptimizer` skips does not count. The last launch of several steps
+    (`steps_per_execution`) is shortened. The epoch ends there: its logs cover the steps that ran,
+    and validation and `on_epoch_end` follow as usual.
 
-    A custom `train_step` that never applies `model.optimizer` is counted by its train steps, from
-    the start of the fit. `epochs` must be enough to get there; else training ends before.
+    If a custom `train_step` never applies `model.optimizer`, its train steps count, from the start
+    of the fit. Give `fit` enough `epochs` to get to step `n`; otherwise training ends before.
 
-    With `more=True` each fit makes `n` steps, from where it begins or resumes: a run that was
-    interrupted and starts again makes `n` more. To end at one step however often a run starts, give
-    the step itself.
+    With `more=True` every fit runs `n` steps from where it starts or resumes: a run that was
+    interrupted and starts again runs `n` more. If you want to end at the same step however often a
+    run starts, give that step and leave `more` out.
 
-    Works under a `TPUStrategy`; under stock Keras where `steps_per_execution` is 1.
+    It works under a `TPUStrategy`, and under stock Keras if `steps_per_execution` is 1.
 
     Args:
-        n: The number of optimizer steps, counted over the model's life, or with `more` from the
-            first of the fit.
-        more: Whether `n` counts from there.
+        n: The number of optimizer steps, counted over the model's life, or, with `more`, from the
+            start of the fit.
+        more: Whether to count from the start of the fit.
 
     Raises:
-        ValueError: If `n` is no whole number above 0, or `more` no flag; in `fit`, if the model is
-            already there.
+        ValueError: If `n` is not a whole number above 0, or `more` is not a bool; in `fit`, if the
+            model has already run `n` steps.
 
     Example:
 
@@ -76,22 +76,23 @@ class StopAtStep(keras.callbacks.Callback):
 
     @property
     def async_safe(self) -> bool:
-        """Whether Keras may run batch callbacks beside training: the strategy's loop counts."""
+        """Whether Keras may run batch callbacks beside training: yes if the strategy's loop
+        counts."""
         return _keras.active_strategy() is not None
 
     @property
     def sees_launches(self) -> bool:
-        """Whether the strategy's loop counts, so that the logs of each step need not be fetched."""
+        """Whether the strategy's loop counts; if so, nobody fetches the logs of every step."""
         return self._fit is not None
 
     def set_model(self, model):
-        """Notes the model."""
+        """Stores the model."""
         super().set_model(model)
         # Not `self.model`: reading that makes the trainer copy its state to the variables.
         self._trainer = model
 
     def on_train_begin(self, logs=None):
-        """Looks for the loop that counts."""
+        """Looks for a strategy's loop, which can count."""
         self._first = None
         self._fit = fit_in_training(self._trainer)
         if self._fit is None and self._trainer.steps_per_execution != 1:
@@ -106,13 +107,13 @@ class StopAtStep(keras.callbacks.Callback):
             )
 
     def on_epoch_begin(self, epoch, logs=None):
-        """Counts what is left to do."""
-        # Not in on_train_begin: callbacks that restore a model do so there, some of them later.
+        """Computes how many steps are left."""
+        # Not in on_train_begin: callbacks restore models there, some of them after this one.
         if self._first is None:
             self._first = self._made()
             self._counts_from = self._first if self.more else 0
             self._left = self._from_optimizer()
-            # A run that was cut after the last step makes the end of its epoch again.
+            # A run that was stopped after the last step repeats the end of its epoch.
             if self._left or self._fit is None or not self._fit.batches_to_skip:
                 self._check_left()
         elif self._made() != self._first:
@@ -123,25 +124,25 @@ class StopAtStep(keras.callbacks.Callback):
             self._fit.steps_left, self._fit.more_steps = self._left, self._more_steps
 
     def on_train_batch_end(self, batch, logs=None):
-        """Counts under stock Keras."""
+        """Counts without a strategy."""
         if self.sees_launches:
             return
         self._left -= 1
         if self._left <= 0:
-            # Reading `model` brings its variables up to date.
+            # Reading `model` updates its variables.
             self._trainer = self.model
             self._left = self._more_steps()
             if self._left <= 0:
                 self._trainer.stop_training = True
 
     def on_epoch_end(self, epoch, logs=None):
-        """Stops also where a train step made more than one optimizer step."""
+        """Stops even if a train step ran more than one optimizer step."""
         if self._made() != self._first and self._more_steps() == 0:
             self._trainer.stop_training = True
 
     @property
     def reached(self) -> bool:
-        """Whether the optimizer has made its `n` steps in this fit."""
+        """Whether the optimizer has run its `n` steps in this fit."""
         return self._first is not None and self._from_optimizer() <= 0
 
     @property
@@ -150,7 +151,7 @@ class StopAtStep(keras.callbacks.Callback):
         return self._counts_from // self._steps_of_an_update() + self.n
 
     def _comes_first(self, fit: FitControl) -> bool:
-        """Whether no other callback of the fit stops it before."""
+        """Whether no other callback stops the fit earlier."""
         return fit.more_steps in (None, self._more_steps) or self._left < (fit.steps_left or 0)
 
     def _made(self) -> int:
@@ -169,7 +170,7 @@ class StopAtStep(keras.callbacks.Callback):
         if self._left <= 0:
             raise ValueError(
                 message(
-                    f"StopAtStep({self.n}) stops when the optimizer has made {self.n} steps.",
+                    f"StopAtStep({self.n}) stops when the optimizer has run {self.n} steps.",
                     received=f"a model whose optimizer.iterations is "
                     f"{int(self._trainer.optimizer.iterations)}.",
                     fix="Give a larger n: it counts over the model's life, not from this fit on.",
@@ -177,7 +178,7 @@ class StopAtStep(keras.callbacks.Callback):
             )
 
     def _more_steps(self) -> int:
-        """How many steps are missing after those that seemed to be enough."""
+        """How many steps are still missing when the estimated number has run."""
         made = self._made()
         skips = isinstance(
             getattr(self._trainer, "optimizer", None), keras.optimizers.LossScaleOptimizer
@@ -193,7 +194,7 @@ class StopAtStep(keras.callbacks.Callback):
         left = self._from_optimizer()
         if left < 0:
             logger.warning(
-                "StopAtStep(%d): %r made %d optimizer steps, as its train step applies "
+                "StopAtStep(%d): %r ran %d optimizer steps, because its train step applies "
                 "model.optimizer more than once",
                 self.n,
                 self._trainer.name,
@@ -203,10 +204,10 @@ class StopAtStep(keras.callbacks.Callback):
 
 
 def reached_by(callbacks: Iterable) -> int | None:
-    """The number of steps at which a `StopAtStep` has stopped training, if one has.
+    """The step at which a `StopAtStep` has stopped training, if one has.
 
     Args:
-        callbacks: Those of the fit.
+        callbacks: The callbacks of the fit.
     """
     stops = (each for each in callbacks if isinstance(each, StopAtStep))
     found = [each.last_step for each in stops if each.reached]
@@ -214,11 +215,11 @@ def reached_by(callbacks: Iterable) -> int | None:
 
 
 def goes_beyond(callbacks: Iterable, steps: int | None) -> bool:
-    """Whether training that a `StopAtStep` has stopped there is to go on.
+    """Whether training that a `StopAtStep` has stopped at this step is to continue.
 
     Args:
-        callbacks: Those of the fit that begins.
-        steps: See `reached_by`.
+        callbacks: The callbacks of the fit that starts.
+        steps: The step, as `reached_by` returns it.
     """
     stops = [each for each in callbacks if isinstance(each, StopAtStep)]
     return steps is not None and all(each.more or each.n > steps for each in stops)

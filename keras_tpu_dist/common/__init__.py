@@ -1,1 +1,1 @@
-"""What every package uses: messages of errors, notices logged once, layouts as mesh axes."""
+"""Helpers for all packages: error messages, notices logged once, layouts as mesh axes."""

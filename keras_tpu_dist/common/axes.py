@@ -10,12 +10,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 _LOGICAL = "logical"
 _SUB_AXIS = re.compile(r"logical_\d+")
 
-# One entry for each dimension: not split, split over one mesh axis, or over several.
+# One entry for every dimension: not split, split over one mesh axis, or over several.
 Axes = tuple[str | tuple[str, ...] | None, ...]
 
 
 def split_ways(mesh: Mesh, axes: Axes) -> int:
-    """The number of different shards that a layout makes of a tensor.
+    """The number of different shards of a tensor with a layout.
 
     Args:
         mesh: The mesh.
@@ -51,13 +51,13 @@ def splitting_entries(names: Sequence[str], mesh: Mesh) -> list[str | tuple[str,
     """
     usable = [name for name in mesh.axis_names if name in names and mesh.shape[name] > 1]
     choices = [c for n in range(1, len(usable) + 1) for c in itertools.combinations(usable, n)]
-    # Among equal sizes the fewest axes.
+    # For equal sizes, fewer axes first.
     choices.sort(key=lambda c: (-axis_size(mesh, c), len(c)))
     return [c[0] if len(c) == 1 else c for c in choices]
 
 
 def axis_size(mesh: Mesh, entry: str | tuple[str, ...] | None) -> int:
-    """The number of shards that one entry of a layout makes.
+    """The number of shards for one entry of a layout.
 
     Args:
         mesh: The mesh.
@@ -73,8 +73,8 @@ def axis_size(mesh: Mesh, entry: str | tuple[str, ...] | None) -> int:
 def named_sharding(mesh: Mesh, axes: Axes = ()) -> NamedSharding:
     """The sharding of a layout, written without trailing `None`s.
 
-    JAX compares shardings by their text when it looks for a compiled program, so that one layout
-    must have one spelling.
+    JAX compares shardings by their text when it looks for a compiled program, so a layout must have
+    only one spelling.
 
     Args:
         mesh: The mesh.
@@ -87,7 +87,7 @@ def named_sharding(mesh: Mesh, axes: Axes = ()) -> NamedSharding:
 
 
 def spell_out(axes: Axes, axis_names: Sequence[str]) -> Axes:
-    """A layout in which `"logical"` is written as all of a mesh's logical sub-axes.
+    """Replaces `"logical"` in a layout by all logical sub-axes of the mesh.
 
     Args:
         axes: One entry per dimension.
@@ -130,7 +130,7 @@ def names_in(axes: Iterable) -> list[str]:
 
 
 def layout_text(axes: Axes, rank: int = 0) -> str:
-    """A layout as you write it in a rule, and in `jax.P(...)`; `replicated` if nothing is split.
+    """A layout as in a rule or in `jax.P(...)`; `replicated` if nothing is split.
 
     Args:
         axes: One entry per dimension: `None`, a mesh axis, or a tuple of them.

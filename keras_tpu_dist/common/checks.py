@@ -1,4 +1,4 @@
-"""Checks of arguments that users pass."""
+"""Checks of arguments from users."""
 
 import functools
 import inspect
@@ -21,7 +21,7 @@ _MOST = 2**63 - 1
 
 
 def is_count(value: Any, least: int | None = None) -> TypeGuard[int]:
-    """Whether something is a whole number, as Python or NumPy has them, and no truth value.
+    """Whether something is a whole number, of Python or NumPy, and not a bool.
 
     Args:
         value: Anything.
@@ -61,7 +61,7 @@ def check_flags(caller: str, **flags: Any) -> None:
 
 
 def check_counts(caller: str, least: int = 1, **counts: Any) -> None:
-    """Raises a `ValueError` for counts that are no integers or too small.
+    """Raises a `ValueError` for counts that are not integers or too small.
 
     Args:
         caller: The function or class that got them, for the error.
@@ -155,7 +155,8 @@ def checked_path(caller: str, fix: str, **paths: Any) -> str:
 def known_words(function: Callable[P, R]) -> Callable[P, R]:
     """Decorates a function so that its error for an unknown keyword says what to write.
 
-    For a word of TensorFlow's it is what `tensorflow_names` has, else the nearest of ours.
+    For a TensorFlow keyword it gives the entry of `tensorflow_names`, otherwise the nearest of
+    ours.
 
     Args:
         function: The function.
@@ -178,7 +179,7 @@ def known_words(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def knows_words(kind: type[T]) -> type[T]:
-    """Decorates a class so that making one is as a function under `known_words`.
+    """Decorates a class so that its constructor behaves as with `known_words`.
 
     Args:
         kind: The class, whose own `__init__` is replaced.
@@ -194,7 +195,7 @@ def _unknown_word(owner: str, name: str, value: Any, names: list[str]) -> str:
             f"{name}= is TensorFlow's, and {owner} has none.", received={name: value}, fix=instead
         )
     return message(
-        f"{owner} takes only what it knows.",
+        f"{owner} does not have this argument.",
         received={name: value},
         fix=f"Use {', '.join(names)}.",
         name=name,
@@ -206,7 +207,7 @@ def _too_many(owner: str, surplus: tuple, names: list[str]) -> str:
     instead = set(tensorflow_names.ARGUMENTS.get(owner, {}).values())
     use = f"Use {', '.join(names)}."
     return message(
-        f"{owner} has no more arguments than it knows.",
+        f"{owner} does not have so many arguments.",
         received=f"{', '.join(map(repr, surplus))} beyond them.",
         fix=instead.pop() if len(instead) == 1 else use,
     )

@@ -1,4 +1,4 @@
-"""Notices that are logged once in a process."""
+"""Messages that are logged only once in a process."""
 
 import logging
 
@@ -7,7 +7,7 @@ _logged: set[str] = set()
 
 
 def log_once(text: str, level: int = logging.INFO) -> None:
-    """Logs a message, unless it was logged before.
+    """Logs a message, unless it was already logged.
 
     Args:
         text: The message.

@@ -55,8 +55,8 @@ def check_matched(patterns: Iterable[str], names: Iterable[str], rule: str, fix:
 
     Args:
         patterns: The patterns.
-        names: What they may match: paths of weights, or of layers.
-        rule: What a pattern names, for the error.
+        names: The paths that they may match, of weights or of layers.
+        rule: The error's first sentence, about what patterns match.
         fix: How to see the names.
     """
     names = list(names)

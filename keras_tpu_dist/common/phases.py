@@ -1,6 +1,6 @@
-"""What a process spends its time on, and how many steps it made, for those who count that.
+"""Phases of a process (compiling, saving, ...) and its steps, for those who record time.
 
-The code that compiles, saves or validates says so here; nothing happens unless somebody counts.
+The code that compiles, saves or validates announces it here. Without a recorder, nothing happens.
 """
 
 import contextlib
@@ -10,23 +10,23 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 
-# What time goes to. Within a call of `fit` it is BUILD until the first epoch begins, TRAIN or
+# The phases. Within a call of `fit` the phase is BUILD until the first epoch begins, TRAIN or
 # REPLAY within an epoch, OTHER between epochs.
 START, BUILD, RESTORE, TRAIN, REPLAY = "start", "build", "restore", "train", "replay"
 INPUT, SAVE, VALIDATE, OTHER = "input", "save", "validate", "other"
 
 
 class Timeline:
-    """Adds up the seconds of each phase of one thread.
+    """Adds up the seconds of every phase of one thread.
 
-    A phase within another counts alone: what is compiled in a validation is no validation.
+    A phase within another counts alone: compiling in a validation is not validation.
 
     Args:
-        phase: The one that it begins with.
-        began: When that began, in seconds of `time.perf_counter()`.
+        phase: The first phase.
+        began: When it began, in seconds of `time.perf_counter()`.
 
     Attributes:
-        training: What training counts as: TRAIN, or REPLAY.
+        training: The phase that training counts as: TRAIN, or REPLAY.
     """
 
     def __init__(self, phase: str, began: float | None = None):
@@ -39,11 +39,11 @@ class Timeline:
 
     @property
     def phase(self) -> str:
-        """The phase now."""
+        """The current phase."""
         return self._stack[-1]
 
     def enter(self, phase: str) -> None:
-        """Begins a phase within the one that runs.
+        """Begins a phase within the current one.
 
         Args:
             phase: Its name.
@@ -53,14 +53,14 @@ class Timeline:
             self._stack.append(phase)
 
     def leave(self) -> None:
-        """Goes back to the phase around."""
+        """Returns to the outer phase."""
         with self._lock:
             self._count()
             if len(self._stack) > 1:
                 self._stack.pop()
 
     def turn(self, phase: str) -> None:
-        """Makes the phase that runs another.
+        """Replaces the current phase.
 
         Args:
             phase: Its name.
@@ -72,7 +72,7 @@ class Timeline:
                 self._stack[-1] = new
 
     def train_as(self, phase: str) -> None:
-        """Says what training counts as from now on.
+        """Sets the phase that training counts as.
 
         Args:
             phase: TRAIN or REPLAY.
@@ -85,7 +85,7 @@ class Timeline:
         """Counts the last seconds of training as waiting for input.
 
         Args:
-            seconds: How many.
+            seconds: The number of seconds.
         """
         with self._lock:
             self._count()
@@ -94,7 +94,7 @@ class Timeline:
                 self._seconds[INPUT] += seconds
 
     def read(self) -> dict[str, float]:
-        """The seconds of each phase until now."""
+        """The seconds of every phase until now."""
         with self._lock:
             self._count()
             return dict(self._seconds)
@@ -105,7 +105,7 @@ class Timeline:
         self._since = now
 
 
-# Threads that were started beside have none.
+# Threads that were started separately have none.
 _timelines: contextvars.ContextVar[tuple[Timeline, ...]] = contextvars.ContextVar(
     "timelines", default=()
 )
@@ -113,25 +113,25 @@ _listeners: list[Callable[[int], None]] = []
 
 
 def count(timeline: Timeline) -> None:
-    """Has a timeline count the phases of this thread.
+    """Lets a timeline record the phases of this thread.
 
     Args:
-        timeline: It.
+        timeline: The timeline.
     """
     _timelines.set((*_timelines.get(), timeline))
 
 
 def stop(timeline: Timeline) -> None:
-    """Ends what `count` began.
+    """Ends the recording of a timeline.
 
     Args:
-        timeline: The same.
+        timeline: The timeline.
     """
     _timelines.set(tuple(each for each in _timelines.get() if each is not timeline))
 
 
 def is_counted() -> bool:
-    """Whether somebody counts the phases of this thread."""
+    """Whether a timeline records the phases of this thread."""
     return bool(_timelines.get())
 
 
@@ -161,11 +161,11 @@ def fitting() -> Iterator[None]:
 
 
 def turn(name: str, of: str | None = None) -> None:
-    """Makes the phase that runs in this thread another.
+    """Replaces the current phase of this thread.
 
     Args:
         name: Its name.
-        of: The one that is changed; by default any.
+        of: The phase to replace; by default any.
     """
     for each in _timelines.get():
         if of in (None, each.phase):
@@ -176,14 +176,14 @@ def waited_for_input(seconds: float) -> None:
     """Counts the last seconds of training as waiting for input.
 
     Args:
-        seconds: How many.
+        seconds: The number of seconds.
     """
     for each in _timelines.get():
         each.waited(seconds)
 
 
 def tell_of_steps(listener: Callable[[int], None]) -> None:
-    """Has a function called after each launch of a fit, and before its first.
+    """Sets a function that is called after every launch of a fit, and before its first.
 
     Args:
         listener: Called with the train steps of the model's life.
@@ -192,12 +192,12 @@ def tell_of_steps(listener: Callable[[int], None]) -> None:
 
 
 def steps_are_told() -> bool:
-    """Whether somebody wants to know of steps."""
+    """Whether such a function is set."""
     return bool(_listeners)
 
 
 def at_step(step: int) -> None:
-    """Says where training stands.
+    """Announces the current step.
 
     Args:
         step: The train steps of the model's life.

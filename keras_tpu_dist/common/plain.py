@@ -1,4 +1,4 @@
-"""Programs without kernels written for TPU."""
+"""Programs without TPU kernels."""
 
 import contextlib
 import contextvars
@@ -11,14 +11,15 @@ _plain = contextvars.ContextVar("plain", default=False)
 
 @contextlib.contextmanager
 def plain_operations() -> Iterator[None]:
-    """Within it layers take XLA's operations, even where they were asked for a kernel.
+    """A context in which layers use XLA's operations, even if a kernel was requested.
 
-    For programs that are lowered for another platform than the mesh's, where no kernel compiles.
+    It is for programs that are lowered for another platform than the mesh's, on which no kernel
+    compiles.
     """
     with setting(_plain, True):
         yield
 
 
 def only_plain_operations() -> bool:
-    """Whether what is traced now must do without kernels."""
+    """Whether the current trace must not use kernels."""
     return _plain.get()

@@ -1,8 +1,8 @@
-"""What a result shows at a prompt."""
+"""The representation of results at a prompt."""
 
 
 class Printed:
-    """Shows at a prompt what `print` does; a dataclass with it says `repr=False`."""
+    """Shows the text of `print` at a prompt; dataclasses with it need `repr=False`."""
 
     def __repr__(self) -> str:
         return str(self)

@@ -1,4 +1,4 @@
-"""Names of scopes within programs that another package looks for."""
+"""Names of scopes in programs that other packages look for."""
 
-# Around a loop that runs only in steps whose ids need more room than ids at random.
+# Around a loop that only runs in steps whose ids need more room than random ids.
 RARE_LOOP = "ids_beyond_the_bound"

@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def setting(variable: ContextVar[Any], value: T) -> Iterator[T]:
-    """Within it a context variable has a value, in this thread alone.
+    """A context in which a context variable has a value, in this thread only.
 
     Args:
         variable: The variable.

@@ -1,4 +1,4 @@
-"""TensorFlow's names that are not ours, each with what to write instead."""
+"""TensorFlow names that this package does not have, and what to write instead."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -309,7 +309,7 @@ ARGUMENTS: Mapping[str, Mapping[str, str]] = {
 
 
 def of_attribute(owner: str, name: str) -> str | None:
-    """What to write instead of an attribute of TensorFlow's, or `None` if it is none.
+    """What to write instead of a TensorFlow attribute, or `None` if it is not one.
 
     Args:
         owner: The class, or the name in TensorFlow that has the attribute.
@@ -319,7 +319,7 @@ def of_attribute(owner: str, name: str) -> str | None:
 
 
 def of_argument(function: str, name: str) -> str | None:
-    """What to write instead of an argument of TensorFlow's, or `None` if it is none.
+    """What to write instead of a TensorFlow argument, or `None` if it is not one.
 
     Args:
         function: The callable, as Python writes its name.
@@ -329,7 +329,7 @@ def of_argument(function: str, name: str) -> str | None:
 
 
 def of_value(value: Any) -> str | None:
-    """What to write instead of an object of TensorFlow's, or `None` if it is none.
+    """What to write instead of a TensorFlow object, or `None` if it is not one.
 
     Args:
         value: Anything.
@@ -346,10 +346,10 @@ def of_value(value: Any) -> str | None:
 
 
 def sentence_of(attribute: str, instead: str) -> str:
-    """The error about an attribute of TensorFlow's.
+    """The error about a TensorFlow attribute.
 
     Args:
-        attribute: The attribute and what it is of, as the user wrote it.
+        attribute: The attribute and its owner, as the user wrote it.
         instead: What to write.
     """
     name = attribute.rpartition(".")[2]
@@ -359,7 +359,7 @@ def sentence_of(attribute: str, instead: str) -> str:
 
 
 class TensorFlowNames:
-    """A class that answers TensorFlow's names for its attributes with what to write instead."""
+    """A class whose TensorFlow attributes raise an error that says what to write instead."""
 
     if not TYPE_CHECKING:  # a type checker would accept any name
 
@@ -368,15 +368,15 @@ class TensorFlowNames:
                 instead = of_attribute(kind.__name__, name)
                 if instead is not None:
                     return absent(f"{_written(kind)}.{name}", instead)
-            # Python's own error; also that of a property which itself failed for such a reason.
+            # Python's own error; also the one of a property that failed for such a reason.
             return super().__getattribute__(name)
 
 
 class Absent:
-    """A name of TensorFlow's that has parts: each use of it is the error of that part.
+    """A TensorFlow name with parts; using a part raises the error for that part.
 
     Args:
-        name: The name, with what it is of.
+        name: The name, with its owner.
         instead: What to write.
     """
 
@@ -385,7 +385,7 @@ class Absent:
         self._instead = instead
 
     def __call__(self, *_: Any, **arguments: Any) -> Any:
-        """Raises a `TypeError` with what to write instead of each of the arguments."""
+        """Raises a `TypeError` that says what to write instead of the arguments."""
         short = self._name.rpartition(".")[2]
         known = {name: of_argument(short, name) for name in arguments}
         fixes = [f"{name}: {instead}" for name, instead in known.items() if instead]
@@ -410,10 +410,10 @@ class Absent:
 
 
 def absent(name: str, instead: str) -> Absent:
-    """A name of TensorFlow's: an object if it has parts or arguments that are answered each.
+    """An object for a TensorFlow name that has parts or arguments with entries of their own.
 
     Args:
-        name: The name, with what it is of.
+        name: The name, with its owner.
         instead: What to write.
 
     Raises:

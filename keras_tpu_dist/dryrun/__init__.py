@@ -1,1 +1,1 @@
-"""A model compiled for a slice that you don't have, and what the program says."""
+"""Compiles a model for a slice that you don't have, and reports on the program."""

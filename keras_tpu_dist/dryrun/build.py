@@ -1,4 +1,4 @@
-"""From a user's build function to a lowered step, without a weight in memory."""
+"""From a user's build function to a lowered step, without memory for weights."""
 
 import contextlib
 import copy
@@ -61,27 +61,27 @@ class Lowered:
         donate: Whether the state's buffers are reused for the new state.
         axes: Mesh axis names and sizes.
         devices: The mesh's devices, in order.
-        topology: The slice, or `None` for a mesh that is no TPU slice.
-        platform: What it was lowered for, `"tpu"` or `"cpu"`.
+        topology: The slice, or `None` if the mesh is not a TPU slice.
+        platform: The platform it was lowered for, `"tpu"` or `"cpu"`.
         state: Bytes on one device.
         parameters: Number of the model's weights.
         rows: Rows of the batch.
         tokens: Elements of the first integer input that has a time axis, else 0.
         layer_names: Names of the model's layers.
-        overstated: Whether the program has loops or convolutions, whose memory quick compilation
-            states up to three times too high.
+        overstated: Whether the program has loops or convolutions. Quick compilation reports up to
+            three times too much memory for these.
         steps_per_execution: From `compile`; the program is one step in any case.
-        ready_bytes: Bytes of the further batches that training holds on one device.
+        ready_bytes: Bytes on one device of further batches, which training transfers ahead.
         seconds: Time to build and lower.
         findings: Mistakes in the layouts.
-        notes: What was assumed.
-        model_flops: Operations of the matrix products of all devices together, each counted once
-            and for training three times, without what is computed again.
+        notes: Assumptions.
+        model_flops: Operations of the matrix products on all devices; for training, three times
+            those of the forward pass, without recomputation.
         compiler_options: The strategy's options for the compiler.
-        optional_options: Names of those that the strategy chose itself, so that a compiler which
-            refuses them may go without.
-        tokens_loop: What a round of the loop over tokens reads, of mode `"generate"`.
-        calibration: What was measured on such chips; the chip of `topology` has its rates.
+        optional_options: Names of the options that the strategy chose itself; if a compiler refuses
+            them, it compiles without.
+        tokens_loop: What one round of the loop over tokens reads, in mode `"generate"`.
+        calibration: Measurements on such chips; the chip of `topology` has their rates.
     """
 
     program: bytes
@@ -108,20 +108,20 @@ class Lowered:
     calibration: Calibration | None = None
 
     def calibrated(self, calibration: Calibration | None) -> "Lowered":
-        """The same with the rates that were measured.
+        """The same step with the measured rates.
 
         Args:
-            calibration: What was measured, or `None`.
+            calibration: The measurements, or `None`.
 
         Raises:
-            ValueError: If it is of another chip, or the mesh is no TPU slice.
+            ValueError: If they are from another chip, or the mesh is not a TPU slice.
         """
         if calibration is None:
             return self
         if self.topology is None:
             raise ValueError(
                 message(
-                    "A calibration is for estimates of a TPU slice by the TPU compiler.",
+                    "A calibration needs a TPU slice and the TPU compiler.",
                     received={"calibration": str(calibration), "mesh": dict(self.axes)},
                     fix="Leave calibration out, or use TPUStrategy(topology=...) and libtpu.",
                 )
@@ -157,7 +157,7 @@ def lower(
         The `Lowered` step.
 
     Raises:
-        ValueError: If `build` does not give a compiled model, or the batch does not fit.
+        ValueError: If `build` does not return a compiled model, or the batch does not fit.
     """
     started = time.perf_counter()
     placer, kind = strategy.placer, checked_mode(mode)
@@ -170,7 +170,7 @@ def lower(
             described(build, strategy, given, batch_size, mode, notes)
         )
         findings = strategy.lint(model, batch_size=batch_size).findings
-        # as fit gives it to a step: a user's own may unpack `x, y`
+        # In the form that fit passes it to a step: a custom step may unpack `x, y`.
         placed = placer.describe(keras.utils.pack_x_y_sample_weight(*batch))
         state = _state(model, kind)
         held = state_bytes(state, kind, placed)
@@ -194,7 +194,7 @@ def lower(
             rows=operator.index(batch_size),
             tokens=operator.index(batch_size) if mode == "generate" else count_tokens(batch[0]),
             layer_names=frozenset(_keras.layer_names(model)),
-            # the names of operations in MLIR's bytecode
+            # These are the names of operations in MLIR's bytecode.
             overstated=any(
                 name in exported.mlir_module_serialized for name in (b"while", b"convolution")
             ),
@@ -210,10 +210,10 @@ def lower(
 
 
 def _batches_ready(strategy: Strategy, steps: int, mode: str) -> int:
-    """How many batches the devices hold beside the one of the step."""
+    """How many batches the devices hold besides that of the step."""
     if mode == "generate":
         return 0
-    # A launch of N steps has N batches on the devices, and the next N are made ready meanwhile.
+    # A launch of N steps has N batches on the devices, and the next N are transferred meanwhile.
     return strategy.runner.prefetch if steps == 1 else 2 * steps - 1
 
 
@@ -237,7 +237,8 @@ def described(
     mode: str,
     notes: list[str],
 ) -> Iterator[tuple[keras.Model, tuple]]:
-    """A model without memory, laid out as the strategy would train it, and its batch's shapes.
+    """A model without memory, with the layouts of training under the strategy, and its batch's
+    shapes.
 
     Args:
         build: As in `keras_tpu_dist.dry_run`.
@@ -245,20 +246,20 @@ def described(
         given: `x`, `y`, `sample_weight` and `sequence_length`, as there.
         batch_size: Rows of all devices together.
         mode: `"train"`, `"evaluate"`, `"predict"` or `"generate"`.
-        notes: Gets what is assumed.
+        notes: Assumptions are appended here.
 
     Yields:
         The model and the batch, of `jax.ShapeDtypeStruct`.
 
     Raises:
-        ValueError: If `build` does not give a compiled model, or the batch does not fit.
+        ValueError: If `build` does not return a compiled model, or the batch does not fit.
     """
     checked_mode(mode)
     check_batch_size(batch_size, strategy)
     batch_size = operator.index(batch_size)
     with contextlib.ExitStack() as stack:
         model = stack.enter_context(_model(build, strategy, mode))
-        # What it is called with, and its state, are those of predictions.
+        # Its inputs and its state are those of predictions.
         mode = "predict" if mode == "generate" else mode
         arrays = (given.get("x"), given.get("y"), given.get("sample_weight"))
         length = given.get("sequence_length")
@@ -275,10 +276,10 @@ def described(
 
 def _flops(model: keras.Model, batch: tuple, mode: str, notes: list[str]) -> float:
     """Operations of a step's matrix products by the model's formula, 0 if unknown."""
-    if mode == "generate":  # a token's operations are not those of a call on the prompt
+    if mode == "generate":  # the operations for a token are not those of a call on the prompt
         return 0.0
     if type(model).call is keras.Model.call:
-        notes.append("the model has no call(): what its formula asks for is not known")
+        notes.append("the model has no call(), so the operations of its formula are not known")
         return 0.0
     return model_flops(model, batch, mode)
 
@@ -291,8 +292,8 @@ def _model(build: Build, strategy: Strategy, mode: str) -> Iterator[keras.Model]
         _check_built(build)
         yield build
         return
-    # Initializers draw their seeds from Python's random numbers: the program's next model is to
-    # have the weights that it had without a dry run.
+    # Initializers draw their seeds from Python's random numbers. A dry run must not change the
+    # weights of the program's next model.
     numbers = random_numbers()
     with strategy.scope(), _keras.abstract_variables(), _keras.fresh_names():
         try:
@@ -307,7 +308,7 @@ def _model(build: Build, strategy: Strategy, mode: str) -> Iterator[keras.Model]
 
 
 def _build_metrics(model: keras.Model, tensors: tuple, mode: str) -> None:
-    """Builds the metrics of a user's own model for real, as its first `fit` would have."""
+    """Builds the metrics of the user's model for real, as its first `fit` would."""
     if mode == "predict":
         _keras.symbolic_build(model, tensors, mode)
         return
@@ -320,7 +321,7 @@ def _build_metrics(model: keras.Model, tensors: tuple, mode: str) -> None:
 
 @contextlib.contextmanager
 def _borrowed(model: keras.Model, strategy: Strategy) -> Iterator[None]:
-    """A user's own model: its layouts and its optimizer are given back as they were."""
+    """Uses the user's model, and restores its layouts and its optimizer afterwards."""
     optimizer = getattr(model, "optimizer", None)
     variables = _keras.state_variables(model)
     with _keras.attributes_restored(variables, membership.chosen_mark.attribute):
@@ -334,12 +335,12 @@ def _borrowed(model: keras.Model, strategy: Strategy) -> Iterator[None]:
 
 
 def fresh_optimizer(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-    """A copy to build, whatever arguments its class takes: of its lists and variables alone.
+    """A copy to build, whatever arguments its class takes: only lists and variables are copied.
 
     Args:
         optimizer: The optimizer.
     """
-    # Not from its config: an optimizer of a user's own may have none, or take other arguments.
+    # Not from its config: a custom optimizer may have none, or take other arguments.
     copied = object.__new__(type(optimizer))
     memo: dict[int, Any] = {id(v): copy.copy(v) for v in optimizer.variables}
     memo[id(optimizer)] = copied
@@ -356,9 +357,9 @@ def _check_built(model: keras.Model) -> None:
     if not _keras.is_built(model):
         raise ValueError(
             message(
-                "A model given to a dry run must be built.",
+                "A model passed to a dry run must be built.",
                 received=f"model {model.name!r}, some of whose layers have no weights yet.",
-                fix="Give the function that builds and compiles the model instead, or call the "
+                fix="Pass the function that builds and compiles the model instead, or call the "
                 "model on data first.",
             )
         )
@@ -392,13 +393,13 @@ def _check_generates(model: keras.Model) -> None:
                 'A dry run of mode "generate" needs a model with generate_step(), as language '
                 "models of KerasHub have.",
                 received=f"model {model.name!r}, a {type(model).__name__}.",
-                fix='Give a CausalLM, or use mode="predict" for one call of the model.',
+                fix='Pass a CausalLM, or use mode="predict" for one call of the model.',
             )
         )
 
 
 def checked_mode(mode: Any) -> str:
-    """Keras's word for the step of a mode.
+    """Keras's name for the step of a mode.
 
     Args:
         mode: `"train"`, `"evaluate"`, `"predict"` or `"generate"`.
@@ -409,7 +410,7 @@ def checked_mode(mode: Any) -> str:
     if not isinstance(mode, str) or mode not in KINDS:
         raise ValueError(
             message(
-                "The mode says which step is compiled.",
+                "The mode selects the step to compile.",
                 received={"mode": mode},
                 fix=f"Use one of: {', '.join(KINDS)}.",
                 name=str(mode),
@@ -421,7 +422,7 @@ def checked_mode(mode: Any) -> str:
 
 @contextlib.contextmanager
 def _laid_out(model: keras.Model, strategy: Strategy) -> Iterator[None]:
-    """Gives variables and layers' outputs the layouts that training under the strategy would."""
+    """Gives variables and layer outputs the layouts that they have in training."""
     member = membership.Membership(strategy)
     for variable, layout in member.targets(model):
         given = membership.given_layout(variable) is not None
@@ -448,7 +449,7 @@ def _state(model: keras.Model, kind: str) -> tuple[list, ...]:
 
 
 def _compiler_options(strategy: Strategy, platform: str) -> dict[str, Any]:
-    """The strategy's options; none where CPU devices stand in for a slice."""
+    """The strategy's options; none if CPU devices replace a slice."""
     if strategy.mesh.devices.flat[0].platform != platform:
         return {}
     return {
@@ -475,18 +476,18 @@ def export_step(
         state: The state as `jax.ShapeDtypeStruct`.
         placed: The batch, likewise.
         platform: `"tpu"` or `"cpu"`.
-        notes: Gets what is assumed.
+        notes: Assumptions are appended here.
 
     Raises:
-        ValueError: If the step calls code of the host for its effects.
+        ValueError: If the step calls host code for its effects.
     """
     leaves, treedef = jax.tree.flatten(placed)
 
     def flat_step(state, leaves):
         return step(state, jax.tree.unflatten(treedef, leaves))
 
-    # Programs are compiled by the same JAX that lowers them, so calls into the compiler without
-    # a promise of compatibility are safe.
+    # The JAX that lowers a program also compiles it, so calls into the compiler are safe even if
+    # JAX does not promise compatibility for them.
     allowed = [
         jax.export.DisabledSafetyCheck.custom_call(target)
         # jax 0.10.1 does not know "ALL"
@@ -505,17 +506,17 @@ def export_step(
             raise
         cause = error
     notes.append(
-        "what jax.pure_callback computes on the host is taken to be zeros, at once: no time or "
-        "transfer of it is counted"
+        "results of jax.pure_callback are taken to be zeros, without delay: its time and its "
+        "transfers are not counted"
     )
     try:
         return exported(_with_zeros_of_the_host(flat_step, state, leaves))
     except NotImplementedError:
         raise ValueError(
             message(
-                "The step of a dry run is compiled elsewhere, where Python code of this process "
-                "cannot be called.",
-                received="a step that calls some for its effects, as jax.debug.print and "
+                "The step of a dry run is compiled in another process, which cannot call Python "
+                "code of this process.",
+                received="a step that calls Python for its effects, as jax.debug.print and "
                 "jax.experimental.io_callback do.",
                 fix="Leave it out of the model that `build` returns.",
             )
@@ -523,7 +524,7 @@ def export_step(
 
 
 def _with_zeros_of_the_host(function: Callable, *args: Any) -> Callable:
-    """A function with zeros in the place of what `jax.pure_callback` computes."""
+    """A function with zeros instead of the results of `jax.pure_callback`."""
     traced = jax.jit(function).trace(*args)
     program = core.jaxpr_as_fun(_without_callbacks(traced.jaxpr))
     structure = jax.tree.structure(traced.out_info)

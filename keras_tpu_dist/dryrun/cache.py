@@ -1,4 +1,4 @@
-"""Compilations kept on disk, so that what was compiled once is not compiled again."""
+"""A cache of compilations on disk, so that nothing is compiled twice."""
 
 import contextlib
 import gzip
@@ -24,13 +24,13 @@ from keras_tpu_dist.dryrun import worker
 logger = logging.getLogger("keras_tpu_dist")
 
 _MOST_BYTES = 2**30
-# Text of programs is compressed to a tenth or so; more than a hundredth is none.
+# Text of programs compresses to about a tenth; if it is less than a hundredth, it is not a program.
 _MOST_TEXT_BYTES, _MOST_EXPANSION = 2**30, 100
 _SUFFIX = ".json.gz"
-# A folder may hold other files, which are nobody's to remove.
+# The folder may hold other files, which must not be removed.
 _OWN = re.compile(r"[0-9a-f]{64}" + re.escape(_SUFFIX))
 _PART, _PART_OF_A_KILLED_PROCESS_S = "compilation-", 24 * 3600.0
-# What else decides what is compiled: the compilers, and how they are called.
+# Besides the program, the result depends on the compilers and how they are called.
 _PACKAGES = ("keras_tpu_dist", "jax", "jaxlib", "libtpu")
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 
@@ -39,14 +39,14 @@ _UNREADABLE = (OSError, EOFError, ValueError, LookupError, TypeError, zlib.error
 
 
 class Cache:
-    """A folder of compilations, the one used the longest ago removed first.
+    """A folder of compilations; the least recently used one is removed first.
 
-    An entry is compressed JSON, so that reading a foreign one runs nothing. One that cannot be
-    read counts as missing, and a folder that cannot be written to is left as it is.
+    An entry is compressed JSON, so reading a foreign one runs no code. An entry that cannot be read
+    counts as missing. If the folder cannot be written to, nothing is stored.
 
     Args:
-        folder: The folder, made when something is kept.
-        most_bytes: How large it may become.
+        folder: The folder, which is created for the first entry.
+        most_bytes: Its maximal size.
     """
 
     def __init__(self, folder: str | os.PathLike, most_bytes: int = _MOST_BYTES):
@@ -54,7 +54,7 @@ class Cache:
 
     @classmethod
     def of(cls, cache: Any) -> "Cache | None":
-        """The cache that an argument asks for.
+        """Creates the cache for a `cache` argument.
 
         Args:
             cache: A folder, `True` for the default one, `False` for none.
@@ -67,7 +67,7 @@ class Cache:
         if cache is True:
             folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
             if folder.startswith("~"):
-                logger.warning("compilations are not kept: this user has no home; give cache=...")
+                logger.warning("compilations are not cached: this user has no home; give cache=...")
                 return None
             return cls(Path(folder, "keras_tpu_dist"))
         if isinstance(cache, (str, os.PathLike)) and str(cache):
@@ -81,7 +81,7 @@ class Cache:
         )
 
     def get(self, key: str) -> dict[str, Any] | None:
-        """What was kept, or `None`.
+        """The entry for a key, or `None`.
 
         Args:
             key: From `key_of`.
@@ -90,21 +90,21 @@ class Cache:
         try:
             entry = json.loads(_decompressed(path))
             if entry["key"] != key:
-                raise ValueError("it is of another program")
+                raise ValueError("it belongs to another program")
             os.utime(path)
             return entry["value"]
         except FileNotFoundError:
             return None
         except (*_UNREADABLE, RecursionError) as error:
-            logger.info("%s cannot be read, so that is compiled again: %s", path, error)
+            logger.info("%s cannot be read, so its program is compiled again: %s", path, error)
             return None
 
     def put(self, key: str, value: Mapping[str, Any]) -> None:
-        """Keeps something, all of it or nothing.
+        """Stores an entry, completely or not at all.
 
         Args:
             key: From `key_of`.
-            value: What is kept, of plain data.
+            value: The entry, of plain data.
         """
         data = gzip.compress(json.dumps({"key": key, "value": value}).encode(), 1, mtime=0)
         try:
@@ -119,7 +119,7 @@ class Cache:
                 raise
             self._shrink()
         except OSError as error:
-            logger.warning("compilations are not kept in %s: %s", self.folder, error)
+            logger.warning("compilations are not cached in %s: %s", self.folder, error)
 
     def _path(self, key: str) -> Path:
         return self.folder / (key + _SUFFIX)
@@ -143,10 +143,10 @@ class Cache:
 
 
 def _decompressed(path: Path) -> bytes:
-    """What a file holds, whoever wrote it: no more than a program's text would be."""
+    """The content of a file, up to the size of a program's text: anybody may have written it."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
-        raise ValueError("it is no regular file")
+        raise ValueError("it is not a regular file")
     most = min(_MOST_TEXT_BYTES, _MOST_EXPANSION * status.st_size)
     with gzip.open(path) as opened:
         data = opened.read(most + 1)
@@ -156,10 +156,10 @@ def _decompressed(path: Path) -> bytes:
 
 
 def key_of(job: Mapping[str, Any]) -> str:
-    """What tells compilations apart: the program, what it is compiled for, how, and by what.
+    """A key for a compilation: the program, its target, the options, and the compilers.
 
     Args:
-        job: As the compiling process takes it.
+        job: The job of the compiling process.
     """
     parts = {
         **{name: part for name, part in job.items() if name != "program"},
@@ -173,7 +173,7 @@ def key_of(job: Mapping[str, Any]) -> str:
 
 
 def _compiler_of(path: str | None) -> list[Any] | None:
-    """Identifies the library that JAX is to load, if a path is set: another may take its place."""
+    """Identifies the library that JAX is to load, if a path is set: the file may be replaced."""
     try:
         status = os.stat(path) if path else None
     except OSError:
@@ -190,7 +190,7 @@ def _version(name: str) -> str | None:
 
 @contextlib.contextmanager
 def without_source_lines() -> Iterator[None]:
-    """Programs lowered within name no lines of source, and are equal where only those differ."""
+    """A context for lowering without source lines, so that programs do not differ by them."""
     name = "jax_traceback_in_locations_limit"
     before = getattr(jax.config, name)
     jax.config.update(name, 0)

@@ -1,4 +1,4 @@
-"""Runs the compiler in a process of its own and words what it says."""
+"""Runs the compiler in a separate process, and reports its answer."""
 
 import dataclasses
 import importlib.util
@@ -39,7 +39,7 @@ _REMATERIALIZED = re.compile(
 )
 
 
-# Warnings go to the log that is read here: the partitioner says in one where it gives up.
+# Warnings go to the log that we read: the partitioner warns if it gives up.
 _LOG_WARNINGS = {
     "TF_CPP_MIN_LOG_LEVEL": "1",
     "TPU_MIN_LOG_LEVEL": "1",
@@ -49,20 +49,20 @@ _LOG_WARNINGS = {
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler made of a program, or why it could not.
+    """The compiler's result for a program, or its error.
 
     Args:
         text: The program, `""` after an error.
         memory: Bytes on one device: `arguments`, `outputs`, `aliased`, `temporaries`, `code`; and
-            `peak`, the most of all of them at one time.
+            `peak`, their maximum at one time.
         error: The compiler's message if it refused the program for its memory, else `None`.
-        rematerialized: Name stacks where the partitioner gave up and gathers a whole array.
+        rematerialized: Name stacks at which the partitioner gave up and gathers a whole array.
         effort: `"quick"` or `"exact"`.
         compiled_for: The slice, or `"CPU"`.
         seconds: Wall time of the compiling process.
         cpu_seconds: Its CPU time.
         peak_process_bytes: Its peak memory.
-        refused_options: Options that were left out, with what the compiler says of each.
+        refused_options: Options that were left out, with the compiler's message about them.
     """
 
     text: str
@@ -78,7 +78,7 @@ class Compiled:
 
     @property
     def total_bytes(self) -> int:
-        """HBM the program needs on one device: arguments, outputs not in place, temporaries."""
+        """HBM that the program needs on one device: arguments, new outputs, temporaries."""
         m = self.memory
         return m["arguments"] + m["outputs"] - m["aliased"] + m["temporaries"] + m["code"]
 
@@ -96,21 +96,21 @@ def compile_lowered(
     topology: Topology | None = None,
     cache: Cache | None = None,
 ) -> Compiled:
-    """Compiles a lowered step in a fresh process, or looks it up.
+    """Compiles a lowered step in a new process, or reads the result from the cache.
 
     Args:
         lowered: The step.
         effort: `"quick"` or `"exact"`.
         timeout: Seconds after which the compiler is stopped.
         topology: Another slice with as many devices to compile for.
-        cache: Where compilations are kept, with their times as they were.
+        cache: The cache of compilations, which also has their times.
 
     Returns:
         The `Compiled`; its `error` is set if the program does not fit into HBM.
 
     Raises:
-        RuntimeError: If the compiler aborts, takes too long, or refuses the program for another
-            reason than its memory.
+        RuntimeError: If the compiler aborts, takes too long, or refuses the program for a reason
+            other than memory.
     """
     target = topology or lowered.topology
     devices = lowered.devices if topology is None else topology.devices()
@@ -145,7 +145,7 @@ def compile_lowered(
             )
         )
     refused = result.get("refused_options", {})
-    if topology is None:  # what a larger twin's compiler takes is nobody's concern
+    if topology is None:  # a larger slice's compiler need not be reported
         warn_of_refused(refused, where)
     compiled = Compiled(
         text=result.get("text", ""),
@@ -165,7 +165,8 @@ def compile_lowered(
 
 
 def _kept(entry: Any) -> Compiled | None:
-    """What a cache had, unless another version of this package wrote it otherwise."""
+    """The result from a cache entry, unless another version of this package wrote it
+    differently."""
     names = {each.name for each in dataclasses.fields(Compiled)}
     if not isinstance(entry, dict) or set(entry) != names or not _is_compiled(entry):
         return None
@@ -188,8 +189,8 @@ def _is_compiled(entry: dict[str, Any]) -> bool:
     )
 
 
-# How XLA begins its messages about options: a value or a combination it does not take, a name it
-# does not know.
+# How XLA's messages about options begin: a value or a combination that it refuses, or an unknown
+# name.
 _ABOUT_OPTIONS = ("FAILED_PRECONDITION", "INVALID_ARGUMENT", "No such compile option")
 
 
@@ -205,20 +206,20 @@ def _fix_of(error: str, lowered: Lowered) -> str:
             "one that it names, or pass compiler_options=None for the compiler's own defaults."
         )
     return (
-        "This is the compiler's own message; the layer it names, or a smaller mesh, shows what it "
-        "cannot split."
+        "This is the compiler's own message; to see what it cannot split, look at the layer that "
+        "it names, or try a smaller mesh."
     )
 
 
 def larger_twin(lowered: Lowered) -> Topology | None:
-    """A slice of as many devices with the most memory per device, to size what does not fit.
+    """The slice with as many devices and the most memory per device, to size what does not fit.
 
     Args:
         lowered: The step that does not fit.
 
     Returns:
-        The slice, of v5p; `None` if the step is for no TPU slice, if its own devices have as much
-        memory, or if no slice of v5p has as many devices.
+        The slice, of v5p; `None` if the step is not for a TPU slice, if its own devices have as
+        much memory, or if no v5p slice has as many devices.
     """
     if lowered.topology is None:
         return None
@@ -232,7 +233,7 @@ def larger_twin(lowered: Lowered) -> Topology | None:
 
 
 def is_about_hbm(error: str) -> bool:
-    """Whether a program was refused for the memory of its device, and not of one kernel.
+    """Whether a program was refused for the memory of its device, and not for that of one kernel.
 
     Args:
         error: The compiler's message.
@@ -243,17 +244,17 @@ def is_about_hbm(error: str) -> bool:
 def bytes_in_message(error: str, *, argument_bytes: int) -> tuple[int, ...]:
     """The sizes that an out-of-memory message states, `(21.22G)` as bytes.
 
-    libtpu 0.0.42 and newer count the arguments, although they speak of temporaries: 32.03G where
-    the same program has arguments of 16.02 and temporaries of 16.05 GiB. libtpu 0.0.41 says "Used
-    16.05G of 15.75G hbm" for it, and "arguments 0B" in the table below.
+    libtpu 0.0.42 and newer count the arguments too, although the message speaks of temporaries:
+    32.03G for a program with arguments of 16.02 and temporaries of 16.05 GiB. For the same program,
+    libtpu 0.0.41 reports "Used 16.05G of 15.75G hbm", and "arguments 0B" in the table below.
 
     Args:
         error: The compiler's message.
-        argument_bytes: What the program's arguments take, for messages that leave them out.
+        argument_bytes: Bytes of the program's arguments, for messages that leave them out.
 
     Returns:
-        What the program needs, then the other sizes in the order of the message; `()` if it
-        states none.
+        The bytes that the program needs, then the other sizes in the order of the message; `()` if
+        it states none.
     """
     used = _USED.search(error)
     if used is None:
@@ -274,7 +275,7 @@ def _place(device: object) -> tuple[int, ...]:
 
 
 def _environment(num_devices: int) -> dict[str, str]:
-    """A CPU that looks like `num_devices` devices; nothing runs, so threads are no concern."""
+    """A CPU that looks like `num_devices` devices; nothing runs, so threads do not matter."""
     return {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices}",
@@ -312,7 +313,7 @@ def _aborted(where: str, code: int, log: str) -> str:
     last = " | ".join(line for line in log.strip().splitlines()[-6:] if line.strip())
     return message(
         "The compiling process must not end before it has an answer.",
-        received=f"exit code {code}, compiling for {where}. Its last words: {last or '(none)'}.",
-        fix="Exit code -9 means that the machine ran out of memory; -6 is an abort inside of the "
-        "compiler, which only a smaller program or another slice avoids.",
+        received=f"exit code {code}, compiling for {where}. Its last output: {last or '(none)'}.",
+        fix="Exit code -9 means that the machine ran out of memory; -6 is an abort inside the "
+        "compiler, which you can only avoid by a smaller program or another slice.",
     )

@@ -32,7 +32,7 @@ class Diff(Shown):
 
 
 def diff(a: DryRun, b: DryRun) -> Diff:
-    """Compares two dry runs: memory, times, operations, and each layer that differs.
+    """Compares two dry runs: memory, times, operations, and every layer that differs.
 
     Args:
         a: The first.
@@ -42,7 +42,7 @@ def diff(a: DryRun, b: DryRun) -> Diff:
         A `Diff`.
 
     Raises:
-        ValueError: If one is no dry run.
+        ValueError: If an argument is not a dry run.
 
     Example:
 
@@ -55,7 +55,7 @@ def diff(a: DryRun, b: DryRun) -> Diff:
                 message(
                     "diff compares two dry runs.",
                     received={name: run},
-                    fix="Pass what ktd.dry_run(...) returned.",
+                    fix="Pass the results of ktd.dry_run(...).",
                 )
             )
     rows = [

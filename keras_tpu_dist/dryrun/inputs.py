@@ -1,4 +1,4 @@
-"""What a dry run feeds: the batch that was given, or that the model declares, without values."""
+"""The input of a dry run: the given batch, or one that the model declares, without values."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -34,13 +34,13 @@ def check_asked(build: Any, strategy: Any) -> None:
 
 
 def given_inputs(x: Any, y: Any, sample_weight: Any, sequence_length: Any) -> dict[str, Any]:
-    """What a caller said about the input, by name, as it is passed on.
+    """The arguments for the input, by name, as they are passed on.
 
     Args:
-        x: As in `dry_run`.
-        y: As there.
-        sample_weight: As there.
-        sequence_length: As there.
+        x: See `dry_run`.
+        y: See `dry_run`.
+        sample_weight: See `dry_run`.
+        sequence_length: See `dry_run`.
     """
     return {"x": x, "y": y, "sample_weight": sample_weight, "sequence_length": sequence_length}
 
@@ -55,8 +55,8 @@ def check_batch_size(batch_size: int, strategy: Strategy) -> None:
     if not is_count(batch_size, strategy.num_replicas_in_sync):
         raise ValueError(
             message(
-                "The batch size counts the rows of all devices together, at least one for each "
-                "part that the data axes make.",
+                "The batch size is the global one, with at least one row for every part that the "
+                "data axes make.",
                 received=f"batch_size={batch_size!r} with {strategy.num_replicas_in_sync} part(s) "
                 f"(data axes {strategy.data_axes}).",
                 fix=f"Use a batch size of {strategy.num_replicas_in_sync} or more.",
@@ -79,10 +79,10 @@ def described_batch(
 
     Args:
         model: The model.
-        placer: Says which dimension of each array is the batch.
-        x: The input, arrays or their shapes, with any rows. `None`: what the model declares.
-        y: The target, likewise. `None`: what outputs and losses suggest, if there is a loss or
-            the inputs are declared.
+        placer: Knows the batch dimension of every array.
+        x: The input, arrays or their shapes, with any number of rows. `None`: the declared inputs.
+        y: The target, likewise. `None`: derived from outputs and losses, if there is a loss or the
+            inputs are declared.
         sample_weight: Sample weights, likewise; `None`: none.
         batch_size: Rows of all devices together.
         mode: `"train"`, `"evaluate"` or `"predict"`, which drops `y` and `sample_weight`.
@@ -100,7 +100,7 @@ def described_batch(
                 message(
                     "A dry run needs to know the input.",
                     received=f"x=None and model {model.name!r}, which declares no inputs.",
-                    fix='Give x as an array, or jax.ShapeDtypeStruct((1, 28, 28), "float32"); '
+                    fix='Pass x as an array, or as jax.ShapeDtypeStruct((1, 28, 28), "float32"); '
                     "its rows are replaced by batch_size.",
                 )
             )
@@ -118,7 +118,7 @@ def described_batch(
 
 
 def _of_rows(batch: tuple, placer: BatchPlacer, batch_size: int) -> tuple[Any, Any, Any]:
-    # as a step gets it, for which `batch_axis` is meant
+    # `batch_axis` refers to the form in which a step gets it
     data = keras.utils.pack_x_y_sample_weight(*batch)
     leaves, treedef = flatten(data)
     described = [_described(leaf, a, batch_size) for leaf, a in zip(leaves, placer.axes(data))]
@@ -126,7 +126,7 @@ def _of_rows(batch: tuple, placer: BatchPlacer, batch_size: int) -> tuple[Any, A
 
 
 def _targets(model: keras.Model, x: Any) -> Any:
-    """What the model's outputs and their losses suggest as targets."""
+    """Targets derived from the model's outputs and their losses."""
     outputs = _keras.declared_outputs(model) if getattr(model, "inputs", None) else None
     if outputs is None or any(None in o.shape[1:] for o in jax.tree.leaves(outputs)):
         outputs = _keras.output_spec(model, symbolic(x))
@@ -140,7 +140,7 @@ def _targets(model: keras.Model, x: Any) -> Any:
 
 
 def _loss_at(losses: Any, path: tuple) -> Any:
-    """The loss of one output; one for several outputs is that of each."""
+    """The loss of one output; a single loss applies to all outputs."""
     for step in path:
         if isinstance(losses, Mapping):
             losses = losses.get(getattr(step, "key", None))
@@ -177,14 +177,14 @@ def _dtype(leaf: Any) -> np.dtype:
     if getattr(leaf.dtype, "kind", None) in ("O", "S", "U") or "string" in str(leaf.dtype):
         raise ValueError(
             message(
-                "The input of a dry run is arrays of numbers, or their shapes.",
+                "The input of a dry run must be numeric arrays, or their shapes.",
                 received=f"{leaf!r}, of dtype {leaf.dtype}.",
-                fix="Give x and y apart, as one batch of what a dataset or generator gives, or as "
+                fix="Pass x and y separately, as one batch of a dataset or generator, or as "
                 'jax.ShapeDtypeStruct((1, 28, 28), "float32").',
             )
         )
     dtype = keras.backend.standardize_dtype(leaf.dtype)
-    # fit casts floats of arrays to the model's default float; what a dataset gives it leaves
+    # fit casts floats of arrays to the model's default float; those of a dataset do not change
     said = isinstance(leaf, (jax.ShapeDtypeStruct, keras.KerasTensor)) and dtype != "float64"
     if keras.backend.is_float_dtype(dtype) and not said:
         dtype = keras.config.floatx()

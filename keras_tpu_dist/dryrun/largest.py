@@ -1,4 +1,4 @@
-"""How the largest batch that fits is found, with few compilations."""
+"""Finds the largest batch that fits, with few compilations."""
 
 import itertools
 import math
@@ -9,7 +9,7 @@ from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.dryrun.report import DryRun
 from keras_tpu_dist.show.progress import stages
 
-# No guess is more than this many times what is known to fit.
+# No guess is larger than this many times a batch that is known to fit.
 _LARGEST_STEP = 256
 TOLERANCE = 0.05
 MOST_COMPILES = 8
@@ -38,10 +38,10 @@ def find_largest(
     tolerance: float = TOLERANCE,
     max_compiles: int = MOST_COMPILES,
 ) -> Largest:
-    """Finds the largest batch by asking the compiler.
+    """Finds the largest batch that compiles.
 
     Args:
-        run_with: Gives the dry run of a batch size.
+        run_with: Returns the dry run of a batch size.
         unit: The number of parts that the batch is split into; sizes are multiples of it.
         limit: Bytes that a program may use on one device.
         tolerance: As in `largest_batch`.
@@ -69,7 +69,7 @@ def find_largest(
 def _next_guess(
     runs: dict[int, DryRun], low: int, high: int | None, limit: int, tolerance: float
 ) -> int | None:
-    """The number of parts to try next, or `None` when the answer is known well enough."""
+    """The number of parts to try next, or `None` when the answer is precise enough."""
     if low == 0:
         return None
     if high is not None and high - low <= max(1, tolerance * low):
@@ -78,10 +78,11 @@ def _next_guess(
     if len(fitting) == 1:
         fixed = runs[low].state.lasting
         room = max(0, limit - fixed) / max(1, runs[low].total_bytes - fixed)
-        # a small batch is mostly padding; a quarter of what it predicts is safe, and tells more
+        # a small batch is mostly padding; a quarter of the prediction is safe, and more informative
         predicted = low + int(low * (room - 1) / 4)
     else:
-        # the steepest: near the limit the compiler saves memory, which makes it look flat there
+        # the steepest slope: near the limit the compiler saves memory, so memory seems to grow
+        # slowly
         slopes = [
             (runs[b].total_bytes - runs[a].total_bytes) / (b - a)
             for a, b in itertools.pairwise(fitting)
@@ -103,8 +104,8 @@ def _verdict(run: DryRun) -> bool:
     if run.fits is None:
         raise RuntimeError(
             message(
-                "The largest batch is what the TPU compiler says that fits.",
-                received="libtpu, which has that compiler, is not installed.",
+                "Only the TPU compiler can find the largest batch that fits.",
+                received="libtpu, which contains that compiler, is not installed.",
                 fix="pip install 'jax[tpu]'.",
             )
         )

@@ -1,4 +1,4 @@
-"""Sizes that a model's inputs leave open: what fills them, and the error for the others."""
+"""Open sizes in a model's inputs: fills some, and raises an error for the others."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -11,7 +11,7 @@ from keras_tpu_dist.common.checks import check_counts
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.input.batch_axis import element_names, flatten
 
-# What an error writes in the place of open sizes: for texts, for images, for anything above.
+# Sizes in the error's example: for texts, for images, for anything else.
 _EXAMPLES = {"time": 512, "image": 224, "count": 8}
 _TEXT_RANK, _IMAGE_RANK = 3, 4
 _ELEMENTS = ("x", "y", "sample_weight")
@@ -37,10 +37,10 @@ def filled(
     """A batch without open sizes.
 
     Args:
-        batch: `(x, y, sample_weight)`, of arrays or what has their shape and dtype.
-        axes_of: Gives the dimension of each array that is the batch, as `BatchPlacer.axes`.
+        batch: `(x, y, sample_weight)`, of arrays or objects with shape and dtype.
+        axes_of: Returns the batch dimension of every array, as `BatchPlacer.axes`.
         sequence_length: The size of every open time axis; `None` fills nothing.
-        notes: Gets a line about what was filled.
+        notes: Gets a line about the filled sizes.
 
     Raises:
         ValueError: If a size is still open, or `sequence_length` has nothing to fill.
@@ -73,12 +73,12 @@ def filled(
 
 
 def _as_elements(data: Any) -> Any:
-    """A batch as `element_names` takes it: what stands for `x` alone may be a list."""
+    """A batch as `element_names` takes it: `x` alone may be a list."""
     return data if isinstance(data, tuple) else (data,)
 
 
 def _open(leaf: Any, axis: int | None) -> tuple[int, ...]:
-    """The dimensions of open size, but for the batch."""
+    """The dimensions of open size, except the batch."""
     shape = getattr(leaf, "shape", ())
     return tuple(i for i, size in enumerate(shape) if size is None and i != axis)
 
@@ -96,7 +96,7 @@ def _with_sizes(leaf: Any, open_: tuple[int, ...], size: int) -> Any:
 
 
 def _shown(name: str, leaf: Any) -> str:
-    """An array's place in the batch, and its own name if the place does not say it."""
+    """An array's place in the batch, and its name if the place does not include it."""
     own = getattr(leaf, "name", None)
     if own is None or own.startswith("keras_tensor") or f"'{own}'" in name:
         return name
@@ -109,7 +109,7 @@ def _nothing_to_fill(sequence_length: int, leaves: list, names: list[str]) -> Va
         message(
             "sequence_length fills open sizes of inputs, and none is open.",
             received=f"sequence_length={sequence_length} for {shapes}.",
-            fix="Leave it out, or give x with the sizes you mean.",
+            fix="Leave it out, or give x with the sizes that you want.",
         )
     )
 
@@ -136,7 +136,7 @@ def _open_sizes(
     length = "sequence_length=512 (in the shell --sequence-length 512), or " if times else ""
     return ValueError(
         message(
-            "A dry run compiles for sizes that are known, and a size of an input is open.",
+            "A dry run needs known sizes, but a size of an input is open.",
             received=f"{'; '.join(found)}.",
             fix=f"Give {length}{paste} with your own sizes.",
         )

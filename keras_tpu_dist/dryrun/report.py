@@ -1,4 +1,4 @@
-"""The result of a dry run: numbers, and how they read."""
+"""The result of a dry run: numbers, and their presentation."""
 
 import html
 import json
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 _FINDINGS_SHOWN = 3
 _TOP_LAYERS = 10
-# Beyond this the compiler's cycles are not explained by arithmetic or memory traffic.
+# Beyond this factor, arithmetic or memory traffic do not explain the compiler's cycles.
 _KERNEL_FACTOR = 3.0
-# How many times the cycles of effort "exact" those of effort "quick" are, at least and at most:
-# `python benchmarks/dry_run.py --fit` has what was found, 1.9 to 2.7, and a search 3.4 once.
+# The cycles of effort "quick" are so many times those of "exact", at least and at most. For the
+# measured factors (1.9 to 2.7, and 3.4 in one search) run `python benchmarks/dry_run.py --fit`.
 _QUICK_OVER = (1.5, 3.5)
-# What bounds a step, in words.
+# The bounds of a step, in words.
 _BOUNDS = {
     "compute": "multiplying at the chip's peak takes longest",
     "HBM": "reading and writing the chip's memory takes longest",
@@ -65,22 +65,22 @@ class Estimate:
         compute: Matrix operations at the chip's peak.
         hbm: HBM traffic at full bandwidth.
         link: Collectives at full link speed.
-        kernels: The compiler's own cycle estimates, summed, at the chip's clock; hand-written
-            kernels, which it does not estimate, at their roofline.
+        kernels: The sum of the compiler's cycle estimates, at the chip's clock; the compiler does
+            not estimate hand-written kernels, which count at their roofline.
         exposed_link: The part of `link` that the compiler does not overlap.
         dcn: The part of `link` between slices.
-        step: The estimate: kernels and exposed collectives one after the other, and never less
-            than any of `compute`, `hbm`, `link`.
-        low: The least that effort "exact" would say, or that was measured; see `Estimate.span`.
-        high: The most.
-        bound: What the step spends its time on: `"compute"`, `"HBM"`, `"links"`, or `"kernels"`
-            where the compiler's cycles are far more than arithmetic and traffic explain, as in
-            loops over many small steps.
+        step: The estimate: kernels and exposed collectives one after the other, and never less than
+            any of `compute`, `hbm`, `link`.
+        low: The lower end of the range; see `Estimate.span`.
+        high: The upper end.
+        bound: What takes most of the step: `"compute"`, `"HBM"`, `"links"`, or `"kernels"` if the
+            compiler's cycles are far more than arithmetic and traffic explain, as in loops over
+            many small steps.
 
-    `step` is what the compiled program adds up to. For effort "quick" that is known to be too much,
-    so reports show the range from `low` to `high`, in which what effort "exact" says was found
+    `step` is the sum for the compiled program. For effort "quick" that is known to be too high, so
+    reports show the range from `low` to `high`. Results of effort "exact" were found in this range
     (`python benchmarks/dry_run.py --fit`). For "exact" both are `step`. With a calibration, they
-    are `step` times the factors that were measured.
+    are `step` times the measured factors.
     """
 
     compute: float
@@ -96,7 +96,7 @@ class Estimate:
 
     @property
     def span(self) -> tuple[float, float]:
-        """From `low` to `high`; `step` twice where no range is known."""
+        """From `low` to `high`; `step` twice if no range is known."""
         return (self.low, self.high) if self.high else (self.step, self.step)
 
 
@@ -109,10 +109,10 @@ def estimate(
     """Estimates a step's time from a compiled program's cost.
 
     Args:
-        cost: What the program costs one device in one step.
+        cost: The program's cost on one device in one step.
         topology: The slice, for its peak rates, HBM bandwidth and clock.
         effort: `"quick"` or `"exact"`: how hard the compiler tried.
-        calibration: What was measured, whose rates `topology` has already.
+        calibration: The measurements; `topology` already has their rates.
 
     References:
         - Williams, Waterman, Patterson, "Roofline: an insightful visual performance model for
@@ -138,8 +138,8 @@ def estimate(
         low, high = (step * end for end in factor)
     elif effort == "quick":
         least, most = ((kernels - by_hand) / share + by_hand for share in reversed(_QUICK_OVER))
-        # Traffic of an "exact" program is less, so that of this one is no lower bound; collectives
-        # may be overlapped in it.
+        # An "exact" program has less traffic, so the traffic of this one is no lower bound; and it
+        # may overlap collectives.
         low = max(least, compute, link)
         high = max(most + exposed, *bounds.values())
     else:
@@ -149,23 +149,23 @@ def estimate(
 
 @dataclass(frozen=True, repr=False)
 class DryRun(Page):
-    """What a compiler says about one step of a model on a slice.
+    """The compiler's report on one step of a model on a slice.
 
     Args:
         mode: `"train"`, `"evaluate"`, `"predict"`, or `"generate"`: then `cost`, `estimate` and
-            `tokens` are of one token for each row.
-        compiled_for: The slice's name, or `"CPU"` where no TPU compiler is installed: then memory
-            and collectives are those of XLA's CPU partitioner, and there are no times.
+            `tokens` are for one token in every row.
+        compiled_for: The slice's name, or `"CPU"` if no TPU compiler is installed: then memory and
+            collectives are those of XLA's CPU partitioner, and there are no times.
         mesh: Axis names and sizes.
         batch_size: Rows of all devices together.
         parameters: Number of the model's weights.
-        fits: Whether the program fits into HBM; `None` where no limit is known.
+        fits: Whether the program fits into HBM; `None` if no limit is known.
         limit_bytes: HBM of one device that programs may use, or `None`.
-        total_bytes: HBM that the program needs on one device; of a program that does not fit, what
-            the compiler's message states, after it tried to save memory.
-        memory: The compiler's own figures: `arguments`, `outputs`, `aliased`, `temporaries`,
-            `code`, and `peak`, the most at one time. Empty if the program did not fit and could
-            not be sized.
+        total_bytes: HBM that the program needs on one device; if it does not fit, the number in the
+            compiler's message, after it tried to save memory.
+        memory: The compiler's figures: `arguments`, `outputs`, `aliased`, `temporaries`, `code`,
+            and `peak`, the maximum at one time. Empty if the program did not fit and could not be
+            sized.
         state: Bytes of weights, optimizer, metrics and inputs on one device, without the padding
             that the compiler adds.
         cost: Operations, bytes, cycles and collectives, by layer.
@@ -173,29 +173,28 @@ class DryRun(Page):
         effort: `"quick"` or `"exact"`: how hard the compiler tried.
         tokens: Tokens per batch, 0 if the model reads none.
         error: The compiler's message if the program does not fit.
-        sized_on: The larger slice that `memory` and `cost` speak of, for a program that does not
-            fit.
-        rematerialized: Layers at which the partitioner gathers a whole array because it cannot
-            go from one layout to the other.
+        sized_on: If the program does not fit, the larger slice that `memory` and `cost` refer to.
+        rematerialized: Layers at which the partitioner gathers a whole array, because it cannot
+            convert one layout to the other.
         build_seconds: Time to build and lower, in this process.
         compile_seconds: Time of the compiler's processes.
         compile_cpu_seconds: Their CPU time.
         compile_peak_bytes: Their peak memory.
-        findings: Mistakes in the layouts, each with its fix; see `TPUStrategy.lint`.
+        findings: Mistakes in the layouts, with their fixes; see `TPUStrategy.lint`.
         notes: Assumptions and advice.
         hosts: The number of hosts of the mesh.
-        crossings: For each axis of a mesh of several hosts, whether it crosses hosts or slices.
-        torus: The chips of the slice, and where on them the mesh's devices are; `None` where the
-            devices are no TPU slice.
-        model_flops: Operations of the matrix products of all devices together by the model's
-            formula: those of the forward pass, three times for training; attention in full, even
-            if it is causal, and nothing that is computed again.
-        peak_flops: Operations per second of one device at its fastest, in bfloat16; `None`
-            without a TPU compiler.
-        prompt_s: Seconds for the prompts, before the first token; of mode `"generate"`.
-        token_limit_s: Seconds to read the weights and the whole cache once, which no token takes
-            less than; of mode `"generate"`.
-        calibration: What was measured on such chips and used here, in words; empty if nothing.
+        crossings: If the mesh has several hosts, whether its axes cross hosts or slices.
+        torus: The chips of the slice, and the places of the mesh's devices on them; `None` if the
+            devices are not a TPU slice.
+        model_flops: Operations of the matrix products on all devices by the model's formula: those
+            of the forward pass, three times for training; attention in full, even if it is causal,
+            and without recomputation.
+        peak_flops: Operations per second of one device at its fastest, in bfloat16; `None` without
+            a TPU compiler.
+        prompt_s: Seconds for the prompts, before the first token; in mode `"generate"`.
+        token_limit_s: Seconds to read the weights and the whole cache once, the minimum for a
+            token; in mode `"generate"`.
+        calibration: The measurements on such chips that were used, in words; empty if none.
 
     Example:
 
@@ -240,8 +239,7 @@ class DryRun(Page):
     def step_range(self) -> tuple[float, float] | None:
         """The least and the most seconds of a step, if its time is estimated.
 
-        Of effort "quick" they are apart; of "exact" they are the same unless a calibration says
-        otherwise.
+        For effort "quick" they differ. For "exact" they are equal, unless there is a calibration.
         """
         return None if self.estimate is None else self.estimate.span
 
@@ -252,7 +250,8 @@ class DryRun(Page):
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilisation: `model_flops` over what all devices could do in a step's time.
+        """Model FLOPs utilisation: `model_flops` over what all devices could do in the time of a
+        step.
 
         References:
             - Chowdhery et al., "PaLM", 2022, appendix B, whose formula counts attention in full
@@ -263,7 +262,8 @@ class DryRun(Page):
 
     @property
     def samples_per_second(self) -> float | None:
-        """Rows per second of all devices, if the step's time is estimated; not of `"generate"`."""
+        """Rows per second of all devices, if the step's time is estimated; not in mode
+        `"generate"`."""
         if self.mode == "generate":
             return None
         return None if self.estimate is None else self.batch_size / self.estimate.step
@@ -277,9 +277,9 @@ class DryRun(Page):
 
     @property
     def overflow_bytes(self) -> int:
-        """By how much the program exceeds the HBM of one device; 0 where the compiler took it.
+        """How much the program exceeds the HBM of one device; 0 if the compiler accepted it.
 
-        The total may be above the limit even so: not all of it is needed at one time, see
+        The total may be above the limit even then, because not all of it is needed at one time; see
         `peak_bytes`.
         """
         if self.fits or self.limit_bytes is None:
@@ -288,12 +288,12 @@ class DryRun(Page):
 
     @property
     def peak_bytes(self) -> int:
-        """The most that is needed at one time, as the compiler says; 0 where it does not."""
+        """The maximum that is needed at one time, if the compiler reports it; else 0."""
         return self.memory.get("peak", 0)
 
     @property
     def breakdown_bytes(self) -> int:
-        """The sum of `memory`: `total_bytes`, or what was needed on the slice `sized_on`."""
+        """The sum of `memory`: `total_bytes`, or the bytes on the slice `sized_on`."""
         m = self.memory
         if not m:
             return 0
@@ -320,10 +320,10 @@ class DryRun(Page):
         return json.dumps(self.to_dict(), indent=1)
 
     def compare(self, profile: Any) -> "Comparison":
-        """Sets what a profile measured beside this estimate, by layer and kind of collective.
+        """Compares a profile with this estimate, by layer and kind of collective.
 
         Args:
-            profile: The `callbacks.Profile` of a fit, its directory, or what `read_profile` gives.
+            profile: The `callbacks.Profile` of a fit, its directory, or a result of `read_profile`.
 
         Returns:
             A `Comparison`, with `to_html` and `to_dict`.
@@ -336,7 +336,7 @@ class DryRun(Page):
         >>> run = strategy.dry_run(model, batch_size=1024)  # doctest: +SKIP
         >>> print(run.compare("profile"))  # doctest: +SKIP
         """
-        # That imports what this module has.
+        # That module imports this one.
         from keras_tpu_dist.dryrun.measured import compare
 
         return compare(self, profile)
@@ -356,7 +356,7 @@ class DryRun(Page):
 
     def _blocks(self) -> list[str]:
 
-        # A notebook runs no script, so tables do not sort there.
+        # A notebook runs no script, so tables cannot be sorted there.
         error = [f"<p>the compiler says: {html.escape(self.error)}</p>"] if self.error else []
         tables = [
             f"<p>{html.escape(title)}</p>{html_table(header, rows)}"
@@ -366,7 +366,7 @@ class DryRun(Page):
 
     @property
     def _of(self) -> str:
-        """What the times are of."""
+        """What the times refer to."""
         return "token" if self.mode == "generate" else "step"
 
     def _title(self) -> str:
@@ -461,7 +461,7 @@ def _step_text(e: Estimate) -> str:
 
 
 def _rates(run: DryRun) -> Iterator[tuple[str, str]]:
-    """What follows from the time of a step, each as the range that the step has."""
+    """Numbers derived from the time of a step, as ranges like the time itself."""
     e = run.estimate
     if e is None:
         return
@@ -498,14 +498,14 @@ def _whole(number: float) -> str:
 
 @dataclass(frozen=True)
 class CollectiveGroup:
-    """Collectives alike in kind, axes, network, overlap and layer.
+    """Collectives with the same kind, axes, network, overlap and layer.
 
     Args:
         kind: `"all-reduce"` and so on.
-        axes: Mesh axes that they cross.
+        axes: The mesh axes that they cross.
         network: `"ICI"` or `"DCN"`.
         overlapped: Whether the compiler overlaps them with other work.
-        layer: The Keras layer they came from.
+        layer: The Keras layer they come from.
         bytes: Bytes of their arrays in one step.
         times: How often they run in one step.
         seconds: Their time in one step at the links' full speed.
@@ -522,10 +522,10 @@ class CollectiveGroup:
 
 
 def exchanges(cost: ProgramCost) -> Iterator[CollectiveGroup]:
-    """A program's collectives, those alike as one, the longest first.
+    """A program's collectives in groups, the longest first.
 
     Args:
-        cost: The cost that has the collectives.
+        cost: The cost of the program.
     """
     grouped: dict[tuple, list] = {}
     for c in cost.collectives:
@@ -539,11 +539,11 @@ def exchanges(cost: ProgramCost) -> Iterator[CollectiveGroup]:
 
 
 def collective_rows(cost: ProgramCost, limit: int = 12) -> list[tuple[str, ...]]:
-    """Collectives alike in kind, axes, layer and overlap as one row, longest first.
+    """Rows of collectives, in groups with the same kind, axes, layer and overlap, longest first.
 
     Args:
-        cost: The cost that has the collectives.
-        limit: The most such rows; of more, a last row says how many are left out.
+        cost: The cost of the program.
+        limit: The maximal number of rows; if there are more, a last row has the number left out.
 
     Returns:
         Per row: kind, axes, network, megabytes and runs per step, time, whether it is overlapped,
@@ -568,14 +568,14 @@ def collective_rows(cost: ProgramCost, limit: int = 12) -> list[tuple[str, ...]]
 
 
 def layer_rows(cost: ProgramCost) -> list[tuple[str, ...]]:
-    """The layers that take most cycles, or most operations where there are no cycles.
+    """The layers with most cycles, or with most operations if there are no cycles.
 
     Args:
         cost: The cost, whose layers are in that order.
 
     Returns:
-        Per row: layer, billions of operations, megabytes of HBM traffic, cycles, the part of them
-        in the backward pass, time of collectives. A last row says how many layers are left out.
+        Per row: layer, billions of operations, megabytes of HBM traffic, cycles, their share in the
+        backward pass, time of collectives. A last row has the number of layers left out.
     """
     rows = [
         (
@@ -594,11 +594,11 @@ def layer_rows(cost: ProgramCost) -> list[tuple[str, ...]]:
 
 
 def kinds_of_memory(run: DryRun) -> list[tuple[str, int]]:
-    """What the HBM of one device holds, in bytes by kind.
+    """The contents of one device's HBM, in bytes by kind.
 
     Args:
-        run: The dry run; where it does not fit, the kinds are those of the slice that it was sized
-            on, or of the state alone.
+        run: The dry run. If it does not fit, the kinds are those on the slice that it was sized on,
+            or of the state alone.
     """
     s, m = run.state, run.memory
     kinds = [("weights", s.weights), ("optimizer", s.optimizer), ("batch", s.inputs)]
@@ -614,7 +614,7 @@ def kinds_of_memory(run: DryRun) -> list[tuple[str, int]]:
 
 
 def memory_bars(run: DryRun) -> Iterator[str]:
-    """One bar of all kinds of memory against the HBM, with what its colours mean.
+    """A bar with all kinds of memory against the HBM, and the meaning of its colours.
 
     Args:
         run: The dry run.
@@ -716,7 +716,7 @@ def _times(run: DryRun) -> Iterator[str]:
 
 
 def _explained(run: DryRun) -> Iterator[str]:
-    """What the words of the times mean, where they stand."""
+    """Explanations of the words for times."""
     e = run.estimate
     if e is None:
         return

@@ -1,4 +1,4 @@
-"""A strategy on a slice other than its own: `strategy.on_topology` and `strategy.dry_run`."""
+"""A strategy on another slice: `strategy.on_topology` and `strategy.dry_run`."""
 
 import math
 from collections.abc import Mapping
@@ -14,22 +14,23 @@ if TYPE_CHECKING:
 
 
 class DryRuns(StrategyPart):
-    """What a strategy says about slices it does not have."""
+    """The methods of a strategy for slices that you don't have."""
 
     def on_topology(self, topology: str | Topology, mesh: Mapping[str, int] | None = None) -> Self:
-        """The same strategy for a slice that nobody has to own.
+        """The same strategy for a slice that you don't have.
 
         Args:
             topology: The slice, such as `"v5e:16x16"`.
-            mesh: Its axis sizes. By default the axes are this strategy's: the first data axis
-                grows or shrinks to fill the slice, all others keep their size.
+            mesh: The axis sizes. By default the axes are those of this strategy: the first data
+                axis grows or shrinks to fill the slice, all others keep their size.
 
         Returns:
-            A strategy like this one with that `topology`, to `explain`, `lint` and dry-run
-            models, not to train them.
+            A strategy like this one with that `topology`. You can `explain`, `lint` and dry-run
+            models with it, but not train them.
 
         Raises:
-            ValueError: If the other axes do not divide the slice, or no axis splits the batch.
+            ValueError: If the size of the slice is not divisible by the other axes, or no axis
+                splits the batch.
 
         Example:
 
@@ -64,28 +65,28 @@ class DryRuns(StrategyPart):
         """Compiles one step of a model for this strategy's devices or for another slice.
 
         Args:
-            model: A built model, which may live on this strategy's mesh and is left as it is; or
-                a function that builds, compiles and returns one, which costs no memory.
-            batch_size: Rows of all devices together; without it, the largest that fits a slice.
-            topology: A slice, such as `"v5e:16x16"`; see `on_topology`. Defaults to this
-                strategy's own devices.
+            model: A built model, which may be on this strategy's mesh and is not changed; or a
+                function that builds, compiles and returns one, which needs no memory for weights.
+            batch_size: The global batch size. By default, the largest that fits a slice.
+            topology: A slice, such as `"v5e:16x16"`; see `on_topology`. Defaults to this strategy's
+                own devices.
             mesh: Axis sizes on that slice. By default the first data axis fills it.
-            x: As in `keras_tpu_dist.dry_run`, as are all further arguments.
+            x: As in `keras_tpu_dist.dry_run`, like all further arguments.
             y: The target.
             sample_weight: Sample weights.
             sequence_length: The length of texts, for inputs that leave it open.
             mode: `"train"`, `"evaluate"` or `"predict"`.
             effort: `"quick"` or `"exact"`.
             timeout: Seconds after which a compilation is stopped.
-            calibration: What was measured on such chips.
-            progress: Called with a line of text at each stage.
+            calibration: Measurements on such chips.
+            progress: Called with a line of text at every stage.
 
         Returns:
-            A `DryRun`. Not fitting is an answer, not an exception.
+            A `DryRun`. If the model does not fit, the report says so; no error is raised.
 
         Raises:
             ValueError: If an argument is wrong, or the mesh does not fill the slice.
-            RuntimeError: If the compiler fails for another reason than memory.
+            RuntimeError: If the compiler fails for a reason other than memory.
 
         Example:
 
@@ -99,7 +100,7 @@ class DryRuns(StrategyPart):
         if mesh is not None and not isinstance(mesh, Mapping):
             raise ValueError(
                 message(
-                    "mesh gives the axis sizes on another slice.",
+                    "mesh has the axis sizes on another slice.",
                     received={"mesh": mesh},
                     fix='Write for example mesh={"data": 64, "model": 4}.',
                 )
@@ -107,12 +108,12 @@ class DryRuns(StrategyPart):
         if topology is None and mesh is not None:
             raise ValueError(
                 message(
-                    "mesh gives the axis sizes on another slice.",
+                    "mesh has the axis sizes on another slice.",
                     received={"mesh": dict(mesh), "topology": None},
                     fix='Name the slice, as in topology="v5e:16x16", or leave mesh out.',
                 )
             )
-        # Who only trains does not load what reads programs.
+        # Imported here: training needs no module that reads programs.
         from keras_tpu_dist.dryrun.run import dry_run
 
         return dry_run(
@@ -132,13 +133,13 @@ class DryRuns(StrategyPart):
 
 
 def _grown(axes: dict[str, int], data_axes: tuple[str, ...], topology: Topology) -> dict[str, int]:
-    """The axes with the first data axis, or else that of time, as large as the slice allows."""
+    """The axes, with the first data axis, or else that of time, as large as the slice allows."""
     grows = next(iter((*data_axes, *(name for name in axes if name == SEQUENCE_AXIS))), None)
     others = math.prod(size for name, size in axes.items() if name != grows)
     if grows is None or topology.num_devices % others:
         raise ValueError(
             message(
-                "On another slice the first data axis takes what the other axes leave.",
+                "On another slice, the first data axis gets the devices that the other axes leave.",
                 received=f"{topology.num_devices} devices of {topology.name} for the mesh {axes} "
                 f"with data axes {data_axes}.",
                 fix='Give the axis sizes on that slice, as in mesh={"data": -1, "model": 4}.',

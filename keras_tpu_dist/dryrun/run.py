@@ -36,13 +36,14 @@ from keras_tpu_dist.training.protocol import Strategy
 
 logger = logging.getLogger("keras_tpu_dist")
 
-# Within this distance of the limit the quick compilation is repeated at full effort.
+# This close to the limit, the quick compilation is repeated at full effort.
 _NEAR_LIMIT = 0.10
-# What quick compilation says of a program with loops or convolutions is up to this many times too
-# much (measured: 3.3 for two LSTM layers over 128 steps, 2.2 for MobileNetV2).
+# For a program with loops or convolutions, quick compilation reports up to this many times the true
+# memory (measured: 3.3 for two LSTM layers over 128 steps, 2.2 for MobileNetV2).
 _OVERSTATEMENT = 4.0
 
-# The share of cycles, estimated here as the compiler states none, from which a note says so.
+# A note appears if the share of cycles that we estimate, because the compiler reports none, exceeds
+# this.
 _LITTLE = 0.02
 
 Progress = Callable[[str], None]
@@ -63,46 +64,45 @@ def dry_run(
     calibration: Calibration | str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> DryRun:
-    """Compiles one step of a model for a TPU slice and says what it would take.
+    """Compiles one step of a model for a TPU slice, and reports its memory, time and collectives.
 
-    The model is built without memory and compiled by the real TPU compiler in a process of its
-    own, on any machine with libtpu (`pip install 'jax[tpu]'`). Without libtpu the CPU
-    compiler partitions the program instead: memory and collectives, but no times.
+    The model is built without memory for its weights. The real TPU compiler compiles it in a
+    separate process, on any machine with libtpu (`pip install 'jax[tpu]'`). Without libtpu, the CPU
+    compiler partitions the program instead: you get memory and collectives, but no times.
 
     Args:
-        build: A function without arguments that builds, compiles and returns a model; or a
-            built model, which is left as it is.
+        build: A function without arguments that builds, compiles and returns a model; or a built
+            model, which is not changed.
         strategy: A `TPUStrategy`, usually with `topology="v5e:16x16"`.
-        x: The input: an array, `jax.ShapeDtypeStruct((1, 512), "int32")`, or a structure of
-            them, whose rows are replaced by `batch_size`. Defaults to the model's declared
-            inputs.
-        y: The target, likewise. Defaults to what the model's outputs and its loss suggest.
+        x: The input: an array, `jax.ShapeDtypeStruct((1, 512), "int32")`, or a structure of them.
+            `batch_size` replaces the number of its rows. Defaults to the model's declared inputs.
+        y: The target, likewise. By default it is derived from the model's outputs and its loss.
         sample_weight: Sample weights, likewise.
-        sequence_length: The length of texts and other sequences, for a model whose inputs leave
-            that size open, as KerasHub's tasks do. Every open size of an array with at most three
-            dimensions gets it; other open sizes, as those of images, are given with `x`.
-        batch_size: Rows of all devices together. Without it, the largest batch that fits is found
-            as `largest_batch` finds it, with up to eight compilations, and a note says so.
+        sequence_length: The length of texts and other sequences, if the model's inputs leave it
+            open, as KerasHub's tasks do. It fills every open size of arrays with at most three
+            dimensions. Give other open sizes, such as those of images, with `x`.
+        batch_size: The global batch size. By default, the largest batch that fits is found as in
+            `largest_batch`, with up to eight compilations, and a note says so.
         mode: `"train"`, `"evaluate"`, `"predict"`, or `"generate"` for a language model of
-            KerasHub, whose report is of one token for each row.
-        effort: `"quick"` (XLA's `EFFORT_O1`) or `"exact"`, which is what training would run.
-            Quick is about three times faster, is repeated as exact when the memory comes within
-            10 % of the limit (within four times the limit for programs with loops or
-            convolutions, whose memory it overstates), and its cycle estimates come out about
-            twice too high: reports show the range in which the exact ones lie.
+            KerasHub; then the report is for one token in every row.
+        effort: `"quick"` (XLA's `EFFORT_O1`) or `"exact"`, as in training. Quick is about three
+            times faster. It is repeated as exact if the memory is within 10 % of the limit (within
+            four times the limit for programs with loops or convolutions, whose memory it
+            overstates). Its cycle estimates are about twice too high, so reports show the range
+            that contains the exact ones.
         timeout: Seconds after which a compilation is stopped.
         calibration: Rates and factors that were measured on such chips: a `Calibration`, or the
-            path of the file that `Calibration.save` wrote. Every report says that it was used.
-        progress: Called with a line of text at each stage.
+            path of a file from `Calibration.save`. Every report mentions it.
+        progress: Called with a line of text at every stage.
 
     Returns:
-        A `DryRun`. Not fitting is an answer, not an exception. Operations are those that run, so
-        that what the backward pass computes again counts again, and flash attention counts the
-        blocks that its mask leaves.
+        A `DryRun`. If the model does not fit, the report says so; no error is raised. Operations
+        are those that run, so recomputation in the backward pass counts again, and flash attention
+        counts the blocks that its mask leaves.
 
     Raises:
         ValueError: If an argument is wrong, or `build` does not return a compiled model.
-        RuntimeError: If the compiler fails for another reason than memory.
+        RuntimeError: If the compiler fails for a reason other than memory.
 
     Example:
 
@@ -142,12 +142,12 @@ def dry_run(
 
 
 def _of_the_largest(run_with: Callable[[int], DryRun], strategy: Strategy) -> DryRun:
-    """The dry run of the largest batch that fits, or of the smallest one if none does."""
+    """The dry run of the largest batch that fits, or of the smallest one if none fits."""
     if strategy.topology is None or not has_libtpu():
         lacks = "libtpu" if strategy.topology else "a slice, whose memory is known"
         raise ValueError(
             message(
-                "Without a batch size, a dry run takes the largest that fits, which needs a slice "
+                "Without a batch size, a dry run uses the largest that fits, which needs a slice "
                 "and its compiler.",
                 received=f"batch_size=None, without {lacks}.",
                 fix="Give batch_size, the rows of all devices together"
@@ -181,10 +181,10 @@ def run_once(
     """One dry run; see `dry_run`.
 
     Args:
-        thorough: Whether a program near the memory limit is compiled again at full effort, and
-            one that does not fit for a larger slice, to see what takes the memory.
-        cache: Where compilations are kept. The compiler's messages name no source lines then.
-        calibration: What was measured on such chips.
+        thorough: Whether to compile a program near the memory limit again at full effort, and one
+            that does not fit for a larger slice, to see what needs the memory.
+        cache: The cache of compilations. With it, the compiler's messages name no source lines.
+        calibration: Measurements on such chips.
     """
     _check_effort(effort)
     check_how(mode, timeout, progress)
@@ -211,15 +211,15 @@ def lower_once(
     mode: str,
     cache: Cache | None = None,
 ) -> Lowered:
-    """The first half of `run_once`, which needs Keras, and so the thread that set it up.
+    """The first half of `run_once`, which needs Keras, and therefore the thread that set it up.
 
     Args:
-        build: As in `dry_run`.
-        strategy: As there.
-        inputs: `x`, `y`, `sample_weight` and `sequence_length`, as there.
-        batch_size: As there.
-        mode: As there.
-        cache: Where compilations are kept; equal programs then differ in no source line.
+        build: See `dry_run`.
+        strategy: See `dry_run`.
+        inputs: `x`, `y`, `sample_weight` and `sequence_length`; see `dry_run`.
+        batch_size: See `dry_run`.
+        mode: See `dry_run`.
+        cache: The cache of compilations; with it, equal programs do not differ in source lines.
     """
     check_asked(build, strategy)
     for_tpu = has_libtpu() and _is_tpu(strategy)
@@ -248,12 +248,12 @@ def compile_once(
 
     Args:
         lowered: From `lower_once`.
-        mode: As in `dry_run`.
-        effort: As there.
-        timeout: As there.
-        progress: As there.
-        thorough: As in `run_once`.
-        cache: As there.
+        mode: See `dry_run`.
+        effort: See `dry_run`.
+        timeout: See `dry_run`.
+        progress: See `dry_run`.
+        thorough: See `run_once`.
+        cache: See `run_once`.
     """
     notes = list(lowered.notes)
     where = lowered.topology.name if lowered.topology else "CPU"
@@ -278,14 +278,14 @@ def compile_once(
 
 
 _NO_LIBTPU = (
-    "libtpu is not installed, so XLA's CPU partitioner stands in for the TPU compiler: memory and "
-    "collectives are approximate, attention is plain XLA operations, times are missing. "
-    "pip install 'jax[tpu]' brings it."
+    "libtpu is not installed, so XLA's CPU partitioner replaces the TPU compiler: memory and "
+    "collectives are approximate, attention is plain XLA operations, and there are no times. "
+    "To install it: pip install 'jax[tpu]'."
 )
 
 
 def check_how(mode: Any, timeout: Any, progress: Any) -> None:
-    """Checks how a dry run is asked for.
+    """Checks the options of a dry run.
 
     Args:
         mode: See `dry_run`.
@@ -293,7 +293,7 @@ def check_how(mode: Any, timeout: Any, progress: Any) -> None:
         progress: See `dry_run`.
 
     Raises:
-        ValueError: If one is of no such kind.
+        ValueError: If one has the wrong type or value.
     """
     check_seconds("a dry run", timeout=timeout)
     check_progress("a dry run", progress)
@@ -301,7 +301,7 @@ def check_how(mode: Any, timeout: Any, progress: Any) -> None:
 
 
 def check_progress(caller: str, progress: Any) -> None:
-    """Checks what is called at each stage; `None` is nothing.
+    """Checks the function that is called at every stage; it may be `None`.
 
     Args:
         caller: The function that got it, for the error.
@@ -405,7 +405,7 @@ def _report(
 
 
 def _beside_the_step(lowered: Lowered, topology: Topology | None) -> Iterator[str]:
-    """What training does that one step does not show."""
+    """Notes about memory of training that one step does not show."""
     if topology is not None and lowered.ready_bytes > topology.hbm_bytes / 100:
         ready = size_text(lowered.ready_bytes)
         yield f"besides, training holds {ready} of other batches on each device"
@@ -414,10 +414,10 @@ def _beside_the_step(lowered: Lowered, topology: Topology | None) -> Iterator[st
 
 
 def _uncounted(cost: ProgramCost) -> Iterator[str]:
-    """What the figures of a program leave out."""
+    """Notes about operations that the figures leave out."""
     if cost.unestimated_kernels:
         yield (
-            f"{len(cost.unestimated_kernels)} hand-written kernel(s) state no cost: their "
+            f"{len(cost.unestimated_kernels)} hand-written kernel(s) report no cost: their "
             "operations are missing from the FLOPs"
         )
     if cost.whole_kernels:
@@ -443,7 +443,7 @@ def _estimated(lowered: Lowered, cost: ProgramCost | None, verdict: Compiled) ->
 
 
 def _loop_cost(lowered: Lowered, compiled: Compiled, topology: Topology | None) -> LoopCost | None:
-    """The costs of a loop over tokens, of a program that generates."""
+    """The costs of a loop over tokens, if the program generates."""
     if lowered.tokens_loop is None or not compiled.text:
         return None
     wire = _wire(lowered, topology)
@@ -483,11 +483,11 @@ def _assumption(
 def _remedies(
     lowered: Lowered, total: int, measured: Compiled, topology: Topology | None
 ) -> list[str]:
-    """What would make it fit, by arithmetic."""
+    """Ways to make the program fit, by arithmetic."""
     if topology is None:
         return []
     state = lowered.state.lasting
-    # the larger slice tells what the activations take before the compiler saves memory
+    # the larger slice shows the bytes of activations before the compiler saves memory
     temporaries = measured.memory.get("temporaries", total - state)
     found = []
     if state > topology.hbm_bytes / 2:

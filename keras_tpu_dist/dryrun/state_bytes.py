@@ -1,4 +1,4 @@
-"""What a step's state takes on one device, by the arithmetic of its layouts."""
+"""Bytes of a step's state on one device, computed from its layouts."""
 
 import math
 from dataclasses import dataclass
@@ -29,12 +29,12 @@ class StateBytes:
 
     @property
     def lasting(self) -> int:
-        """What a device holds between steps."""
+        """The bytes on a device between steps."""
         return self.weights + self.optimizer
 
     @property
     def arguments(self) -> int:
-        """What a step is given."""
+        """The bytes of a step's arguments."""
         return self.lasting + self.metrics + self.inputs
 
 
@@ -67,7 +67,8 @@ def bytes_per_device(array: jax.ShapeDtypeStruct) -> int:
 
 
 def _bytes_per_host(array: jax.ShapeDtypeStruct) -> int:
-    """What the host with most of it needs of an array; parts that its devices share count once."""
+    """Bytes of an array on the host that needs most of it; parts that its devices share count
+    once."""
     parts: dict[int, set[str]] = {}
     for device, index in array.sharding.devices_indices_map(array.shape).items():
         parts.setdefault(device.process_index, set()).add(str(index))

@@ -1,4 +1,4 @@
-"""What a loop over tokens must read of memory for each token: the least that a step can take."""
+"""The memory that a loop over tokens must read for a token: a lower bound for its time."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -18,13 +18,13 @@ _DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "int8": "s8",
 
 @dataclass(frozen=True)
 class TokenLoop:
-    """A loop that generates a token a round.
+    """A loop that generates one token in a round.
 
     Attributes:
-        weight_bytes: Bytes on one device of the weights that a round reads whole: all but tables of
-            which it takes rows.
-        caches: Dtype and global shape of the arrays of numbers that it carries, such as the cache
-            of keys and values.
+        weight_bytes: Bytes on one device of the weights that a round reads completely: all except
+            tables of which it reads rows.
+        caches: Dtype and global shape of the numeric arrays that it carries, such as the cache of
+            keys and values.
     """
 
     weight_bytes: int
@@ -34,7 +34,7 @@ class TokenLoop:
         """Bytes that a device reads in a round, if it reads everything once.
 
         Args:
-            carried: What the compiled loop carries on one device.
+            carried: The shapes that the compiled loop carries on one device.
         """
         return self.weight_bytes + sum(_on_device(*cache, carried) for cache in self.caches)
 
@@ -44,7 +44,7 @@ def token_loop(jaxpr: Any, weight_bytes: Sequence[int]) -> TokenLoop | None:
 
     Args:
         jaxpr: The program, whose first inputs are the weights.
-        weight_bytes: Bytes of each on one device.
+        weight_bytes: Bytes of every weight on one device.
 
     Returns:
         The loop with the largest arrays, or `None` if the program has none.
@@ -75,7 +75,7 @@ def _loops(jaxpr: Any) -> Iterator[Any]:
             yield equation
         else:
             for inner in inner_jaxprs(equation):
-                # Their inputs are not the program's.
+                # Their inputs are not those of the program.
                 yield from _loops(opened(inner))
 
 
@@ -84,7 +84,7 @@ def _bytes(aval: Any) -> int:
 
 
 def _on_device(dtype: str, shape: tuple[int, ...], carried: Sequence[Shape]) -> int:
-    """Bytes of a carried array on one device: of the largest that can be a part of it."""
+    """Bytes of a carried array on one device: the largest shape that can be a part of it."""
     parts = [
         each.bytes
         for each in carried

@@ -1,10 +1,10 @@
-"""Compiles one exported program in a process of its own: both ends. Imports no Keras.
+"""Compiles one exported program in a separate process: both ends. Imports no Keras.
 
     python -P dryrun_worker.py JOB RESULT PARENT < PIPE
 
-A compiler can abort, hang or run out of memory; here it takes nobody with it. JOB is a pickled
-dict; RESULT is written as a pickled dict, whatever becomes of the compilation. PARENT is the
-process to outlive in no case; PIPE is one that it holds open and never writes to.
+A compiler can abort, hang or run out of memory; here it ends only its own process. JOB is a pickled
+dict. RESULT is written as a pickled dict in any case. The process ends with PARENT at the latest;
+PIPE is a pipe that the parent holds open and never writes to.
 """
 
 import contextvars
@@ -22,7 +22,7 @@ from collections.abc import Mapping
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
-# Ends the compilations of this context once it is set: an interrupt reaches only the main thread.
+# Once set, it ends the compilations of this context: an interrupt only reaches the main thread.
 STOP: contextvars.ContextVar[threading.Event | None] = contextvars.ContextVar("stop", default=None)
 _LOOKS_S = 0.2
 
@@ -30,30 +30,30 @@ _LOOKS_S = 0.2
 def run(
     job_path: str, result_path: str, *, env: Mapping[str, str], log: str, timeout: float
 ) -> int | None:
-    """Runs this file as a process of its own and waits for its end.
+    """Runs this file as a separate process and waits for its end.
 
     Args:
         job_path: The pickled job, which the process deletes once it has read it.
         result_path: Where the process writes its pickled result.
         env: All environment variables of the process.
-        log: The file for what it prints, overwritten.
+        log: The file for its output, overwritten.
         timeout: Seconds after which it is stopped.
 
     Returns:
-        Its exit code, or `None` if it took too long, or `STOP` was set, and was stopped.
+        Its exit code, or `None` if it was stopped, because it took too long or `STOP` was set.
     """
     # -P: the script's own folder must not hide packages of the same names
     command = [sys.executable, "-P", __file__, job_path, result_path, str(os.getpid())]
     with (
         open(log, "wb") as log_file,
-        # its standard input is a pipe that ends when this process does
+        # its standard input is a pipe that closes when this process ends
         subprocess.Popen(
             command, env=env, stdin=subprocess.PIPE, stdout=log_file, stderr=log_file
         ) as process,
     ):
         try:
             return _waited(process, timeout)
-        finally:  # an interrupt included, after which `Popen` itself does not wait
+        finally:  # also after an interrupt, after which `Popen` itself does not wait
             process.kill()
             process.wait()
 
@@ -74,17 +74,17 @@ def main(job_path: str, result_path: str, parent: str) -> None:
 
     Args:
         job_path: The pickled job; it is deleted once it is read.
-        result_path: Where the pickled result goes, which tells the error if compiling failed.
+        result_path: The file for the pickled result, or the error if compiling failed.
         parent: The parent's process id, as the command line has it.
     """
     end_with(int(parent))
     with open(job_path, "rb") as file:
         job = pickle.load(file)
-    os.unlink(job_path)  # nobody clears up after a parent that was killed
+    os.unlink(job_path)  # if the parent was killed, nobody else deletes it
     started = time.perf_counter()
     try:
         result: dict[str, object] = _compile(job)
-    except Exception as error:  # every failure is an answer, which the parent words
+    except Exception as error:  # every failure is an answer, which the parent reports
         result = {"error": f"{type(error).__name__}: {error}"}
     usage = resource.getrusage(resource.RUSAGE_SELF)
     result["seconds"] = time.perf_counter() - started
@@ -96,16 +96,16 @@ def main(job_path: str, result_path: str, parent: str) -> None:
 
 
 def end_with(parent: int) -> None:
-    """Ends this process as soon as the parent has ended, whatever ended it.
+    """Ends this process as soon as the parent has ended, for whatever reason.
 
     Args:
         parent: The parent's process id, to find out whether it has ended already.
     """
     if sys.platform == "linux":
-        # The kernel does it even while the compiler keeps the interpreter's lock.
+        # The kernel does this even while the compiler holds the interpreter's lock.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     threading.Thread(target=_wait_for_end_of_pipe, daemon=True).start()
-    if os.getppid() != parent:  # it ended before this process could ask
+    if os.getppid() != parent:  # it ended before the line above
         os._exit(1)
 
 
@@ -134,7 +134,7 @@ def _compile(job: dict) -> dict:
     compiled, refused = _compiled(lowered, job, list(mesh.devices.flat))
     memory = compiled.memory_analysis()
     if memory is None:
-        raise RuntimeError("the compiler states no memory figures")
+        raise RuntimeError("the compiler reports no memory figures")
     return {
         "text": compiled.as_text(),
         "refused_options": refused,
@@ -150,7 +150,7 @@ def _compile(job: dict) -> dict:
 
 
 def _compiled(lowered, job: dict, devices: list) -> tuple:
-    """The program, and which of the options that nobody asked for its compiler refuses."""
+    """The program, and the optional options that the compiler refuses."""
     import jax
 
     options = job["compiler_options"]

@@ -1,4 +1,4 @@
-"""Which devices of a slice form each replica: contiguous blocks of the torus."""
+"""Which devices of a slice form a replica: contiguous blocks of the torus."""
 
 import itertools
 import math
@@ -21,21 +21,21 @@ _REPLICAS_SHOWN = 16
 @knows_words
 @dataclass(frozen=True, repr=False)
 class DeviceAssignment(Printed, TensorFlowNames):
-    """Replicas and their logical devices, each on a device of a slice.
+    """Maps the logical devices of every replica to the devices of a slice.
 
-    Make one with `DeviceAssignment.build` or `DeviceAssignment.from_order`, and pass it as
-    `TPUStrategy(mesh=...)`: the batch is then split over the replicas, and a replica's logical
-    devices 0, 1, ... share its work as `strategy.split_to_logical_devices`,
-    `strategy.assign_to_logical_device`, or layouts over the axis `"logical"` say.
+    Create one with `DeviceAssignment.build` or `DeviceAssignment.from_order`, and pass it as
+    `TPUStrategy(mesh=...)`. The batch is then split over the replicas. The logical devices 0, 1,
+    ... of a replica share its work by `strategy.split_to_logical_devices`,
+    `strategy.assign_to_logical_device`, or layouts over the axis `"logical"`.
 
     Args:
         topology: The slice.
-        order: For each replica, the position in `topology.devices()` of each logical device.
-        block: `(x, y, z, cores)` of a replica's block, or `None` for an order of the user's.
+        order: For every replica, the positions of its logical devices in `topology.devices()`.
+        block: `(x, y, z, cores)` of a replica's block, or `None` for a custom order.
 
     References:
-        - tensorflow.org/api_docs/python/tf/tpu/experimental/DeviceAssignment, whose words these
-          are.
+        - tensorflow.org/api_docs/python/tf/tpu/experimental/DeviceAssignment, which has the same
+          terms.
 
     Example:
 
@@ -57,10 +57,11 @@ class DeviceAssignment(Printed, TensorFlowNames):
         if not (isinstance(self.topology, Topology) and counts):
             raise ValueError(
                 message(
-                    "An assignment is of a slice, and its order has for each replica the places of "
-                    "its devices.",
+                    "An assignment needs a slice, and an order with the positions of the devices "
+                    "of "
+                    "every replica.",
                     received={"topology": self.topology, "order": order},
-                    fix="Make one with DeviceAssignment.build or DeviceAssignment.from_order.",
+                    fix="Create one with DeviceAssignment.build or DeviceAssignment.from_order.",
                 )
             )
 
@@ -72,28 +73,27 @@ class DeviceAssignment(Printed, TensorFlowNames):
         computation_shape: Sequence[int] | None = None,
         num_replicas: int | None = None,
     ) -> "DeviceAssignment":
-        """Cuts a slice into equal blocks of neighbours, one for each replica.
+        """Divides a slice into equal blocks of neighbours, one for every replica.
 
         Replicas are numbered along the torus, x fastest, then y, z and slice. In a block the
-        logical devices are in row-major order of `(x, y, z, core)`, so that the parts of a
-        `partition_dimensions` like the block's own shape have their neighbours next to them.
+        logical devices are in row-major order of `(x, y, z, core)`. So if `partition_dimensions`
+        has the shape of the block, neighbouring parts are on neighbouring chips.
 
         Args:
-            topology: A `Topology`; a slice's name, for a slice that nobody has attached; or
-                devices. Defaults to the devices that are attached. Devices that are no TPU have
-                no coordinates and form a line.
-            computation_shape: Chips along x, y and, where the torus has it, z that one replica
-                takes. Where a chip is two devices (v2, v3, tpu7x) one more entry says how many of
-                them; left out, all. `(x, y, z, cores)` is understood everywhere. `None`: one
-                device.
+            topology: A `Topology`; a slice's name, for a slice without its chips; or devices.
+                Defaults to the attached devices. Devices other than TPUs have no coordinates and
+                form a line.
+            computation_shape: The chips of one replica along x, y and, if the torus has it, z. If a
+                chip has two devices (v2, v3, tpu7x), one more entry says how many of them; by
+                default, all. `(x, y, z, cores)` works on every chip. `None`: one device.
             num_replicas: How many of the blocks to use, from the first. Defaults to all of them.
 
         Returns:
             The `DeviceAssignment`.
 
         Raises:
-            ValueError: If the shape has another number of entries, is not positive or does not
-                tile the slice, or there are fewer blocks than replicas.
+            ValueError: If the shape has another number of entries, is not positive or does not tile
+                the slice, or if there are fewer blocks than replicas.
 
         Example:
 
@@ -121,7 +121,7 @@ class DeviceAssignment(Printed, TensorFlowNames):
     def from_order(
         cls, order: Any, topology: Topology | str | Sequence[Any] | None = None
     ) -> "DeviceAssignment":
-        """Takes the replicas as you write them down.
+        """Creates an assignment from the replicas as you list them.
 
         Args:
             order: `(replicas, logical devices)` of devices or of their ids, or
@@ -132,7 +132,7 @@ class DeviceAssignment(Printed, TensorFlowNames):
             The `DeviceAssignment`.
 
         Raises:
-            ValueError: If the replicas differ in size, or a device is unknown or stands twice.
+            ValueError: If the replicas differ in size, or a device is unknown or occurs twice.
 
         Example:
 
@@ -146,7 +146,7 @@ class DeviceAssignment(Printed, TensorFlowNames):
         if not rows or lengths[0] in (0, "no list") or len(set(lengths)) > 1:
             raise ValueError(
                 message(
-                    "An order has the same number of devices for each replica, at least one.",
+                    "An order has the same number of devices for every replica, at least one.",
                     received={"devices per replica": lengths},
                     fix="Write for example [[0, 1], [2, 3]].",
                 )
@@ -158,9 +158,9 @@ class DeviceAssignment(Printed, TensorFlowNames):
         if twice:
             raise ValueError(
                 message(
-                    "A device can stand in an order only once.",
+                    "A device can occur in an order only once.",
                     received={"twice": [chosen.devices()[place] for place in twice]},
-                    fix="Name each device once.",
+                    fix="Name every device once.",
                 )
             )
         return cls(chosen, tuple(map(tuple, found)))
@@ -172,12 +172,12 @@ class DeviceAssignment(Printed, TensorFlowNames):
 
     @property
     def num_cores_per_replica(self) -> int:
-        """The number of logical devices of each replica."""
+        """The number of logical devices in a replica."""
         return len(self.order[0])
 
     @property
     def computation_shape(self) -> tuple[int, ...] | None:
-        """Chips, and devices of a chip where there are two, of a replica's block."""
+        """The chips of a replica's block, and the devices of a chip if it has two."""
         if self.block is None:
             return None
         return _written(self.topology, self.block)
@@ -237,7 +237,7 @@ class DeviceAssignment(Printed, TensorFlowNames):
             logical_core: A logical device.
 
         Raises:
-            ValueError: If there is none.
+            ValueError: If there is no such replica.
         """
         self._check(0, logical_core)
         every = range(self.num_replicas)
@@ -288,7 +288,7 @@ class DeviceAssignment(Printed, TensorFlowNames):
         ):
             raise ValueError(
                 message(
-                    "A logical device is counted from 0 within its replica.",
+                    "Logical devices are counted from 0 within their replica.",
                     received={"replica": replica, "logical_core": logical_core},
                     fix=f"There are replicas 0 to {self.num_replicas - 1} with logical devices 0 "
                     f"to {self.num_cores_per_replica - 1}.",
@@ -322,8 +322,9 @@ def _checked_block(topology: Topology, shape: Sequence[int] | None) -> tuple[int
         names = ("x", "y", "z")[:dims]
         raise ValueError(
             message(
-                f"A computation shape on {topology} is ({', '.join(names)}) in chips, with the "
-                "cores of a chip behind it if you like, all positive.",
+                f"A computation shape on {topology} is ({', '.join(names)}) in chips, optionally "
+                f"followed "
+                "by the cores of a chip, all positive.",
                 received={"computation_shape": shape},
                 fix=f"Write for example computation_shape={_tiling(topology)[0]}.",
             )
@@ -347,7 +348,7 @@ def _checked_block(topology: Topology, shape: Sequence[int] | None) -> tuple[int
 
 
 def _tiling(topology: Topology, size: int | None = None) -> list[tuple[int, ...]]:
-    """Shapes that tile, those of as many devices first, then by how near they are to it."""
+    """Shapes that tile, those with this number of devices first, then the nearest ones."""
     sides = _sides(topology)
     parts = [[n for n in range(1, side + 1) if side % n == 0] for side in sides]
     blocks = list(itertools.product(*parts))
@@ -357,7 +358,7 @@ def _tiling(topology: Topology, size: int | None = None) -> list[tuple[int, ...]
 
 
 def _written(topology: Topology, block: tuple[int, ...]) -> tuple[int, ...]:
-    """A block as its user writes it: cores only where a chip has two."""
+    """A block as users write it: with cores only if a chip has two."""
     return block[: topology.chip.dims] + (block[3:] if topology.chip.devices > 1 else ())
 
 
@@ -377,7 +378,7 @@ def _blocks(topology: Topology, block: tuple[int, int, int, int]) -> np.ndarray:
 
 
 def _places_by_name(topology: Topology) -> dict[Any, int]:
-    """From a device, its id or its coordinates to its position."""
+    """Maps a device, its id or its coordinates to its position."""
     places: dict[Any, int] = {}
     for position, device in enumerate(topology.devices()):
         places[device] = places[int(device.id)] = position

@@ -1,4 +1,4 @@
-"""What was measured on a chip, to be used in the place of what its specification says."""
+"""Rates and factors measured on a chip, which replace those of its specification."""
 
 import json
 import math
@@ -27,7 +27,7 @@ Span = tuple[float, float]
 class Calibration(Printed):
     """Rates and factors that were measured on one kind of chip.
 
-    Whatever is left out stays as the chip's specification, or the fit of this package, has it.
+    For everything that you leave out, the chip's specification applies, or this package's fit.
 
     Args:
         chip: The chip's short name, such as `"v5e"`.
@@ -36,10 +36,10 @@ class Calibration(Printed):
         hbm_bandwidth: Measured HBM bytes per second of one JAX device.
         link_bandwidth: Measured bytes per second of one inter-chip link in one direction.
         dcn_bandwidth: Measured bytes per second that one JAX device sends to other slices.
-        quick: A measured step divided by what a dry run of effort "quick" estimated for it: the
-            smallest and the largest of several models, or one number.
+        quick: The measured time of a step over the estimate of a dry run with effort "quick": the
+            smallest and the largest ratio of several models, or one number.
         exact: Likewise for effort "exact".
-        source: Where and when it was measured, in a few words, for the reports.
+        source: Where and when you measured, in a few words, for the reports.
 
     Raises:
         ValueError: If the chip is unknown, or a value is not a finite number above 0.
@@ -65,7 +65,7 @@ class Calibration(Printed):
         if not isinstance(self.chip, str) or self.chip not in CHIPS:
             raise ValueError(
                 message(
-                    "A calibration is of one kind of chip.",
+                    "A calibration belongs to one kind of chip.",
                     received={"chip": self.chip},
                     fix=f"Use one of: {', '.join(CHIPS)}.",
                     name=str(self.chip),
@@ -75,7 +75,7 @@ class Calibration(Printed):
         if not isinstance(self.source, str):
             raise ValueError(
                 message(
-                    "source says in words where a calibration was measured.",
+                    "source is a text about where a calibration was measured.",
                     received={"source": self.source},
                     fix='Write for example source="our v5e-8, 2026-11-26".',
                 )
@@ -94,7 +94,7 @@ class Calibration(Printed):
         return f"{self.source or 'a calibration'} ({self.chip}: {has or 'nothing measured'})"
 
     def factor(self, effort: str) -> Span | None:
-        """The least and the largest factor from a dry run's estimate to a measured step.
+        """The least and the largest ratio of a measured step to a dry run's estimate.
 
         Args:
             effort: `"quick"` or `"exact"`.
@@ -120,14 +120,14 @@ class Calibration(Printed):
             topology: The slice.
 
         Raises:
-            ValueError: If its chip is another.
+            ValueError: If it has another chip.
         """
         topology = Topology.parse(topology)
         chip = topology.chip
         if chip.name != self.chip:
             raise ValueError(
                 message(
-                    "A calibration holds for the chip that it was measured on.",
+                    "A calibration is only valid for the chip that it was measured on.",
                     received={"calibration of": self.chip, "topology": topology.name},
                     fix=f"Leave calibration out, or measure on {chip.name}.",
                 )
@@ -146,11 +146,11 @@ class Calibration(Printed):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """What was measured, as plain data."""
+        """The measurements, as plain data."""
         return {k: v for k, v in asdict(self).items() if v not in (None, {}, "")}
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes a JSON file, which `load` reads.
+        """Writes a JSON file for `load`.
 
         Args:
             path: The file.
@@ -160,13 +160,13 @@ class Calibration(Printed):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Calibration":
-        """Reads what `save` wrote. A file's words become numbers and texts, nothing else.
+        """Reads a file from `save`. It only reads numbers and texts, and runs no code.
 
         Args:
             path: The file.
 
         Raises:
-            ValueError: If the file is none, has a name that is unknown, or an odd value.
+            ValueError: If the file does not exist, or has an unknown name or an invalid value.
         """
         file = checked_path("Calibration.load", "Name a file, such as v5e.json.", path=path)
         data = _read(file)
@@ -175,7 +175,7 @@ class Calibration(Printed):
         if unknown or "chip" not in data:
             raise ValueError(
                 message(
-                    "A calibration's file has the chip, and what was measured by its name.",
+                    "The file of a calibration has the chip, and the measurements by name.",
                     received={"file": file, "unknown": unknown, "chip": data.get("chip")},
                     fix=f"Use only {', '.join(known)}.",
                     name=unknown[0] if unknown else None,
@@ -200,7 +200,7 @@ def checked_calibration(calibration: Any) -> Calibration | None:
         return Calibration.load(calibration)
     raise ValueError(
         message(
-            "calibration is what was measured on a chip.",
+            "calibration takes measurements on a chip.",
             received={"calibration": calibration},
             fix="Pass a Calibration, or the path of a file that Calibration.save wrote.",
         )
@@ -208,7 +208,7 @@ def checked_calibration(calibration: Any) -> Calibration | None:
 
 
 def published(topology: Topology) -> Topology:
-    """A slice whose chip has the rates of its specification, whatever was measured.
+    """A slice whose chip has the rates of its specification, without measurements.
 
     Args:
         topology: The slice.
@@ -229,7 +229,7 @@ def _read(file: str) -> dict[str, Any]:
         raise ValueError(
             message(
                 "A calibration is read from a JSON file.",
-                received=f"{file!r}, which cannot be read so: {error}.",
+                received=f"{file!r}, which cannot be read: {error}.",
                 fix="Name a file that Calibration.save wrote.",
             )
         ) from None
@@ -252,7 +252,7 @@ def _positive(name: str, value: Any) -> float:
         message(
             f"{name} of a calibration is a finite number above 0.",
             received={name: value},
-            fix="Leave out what was not measured.",
+            fix="Leave out what you did not measure.",
         )
     )
 

@@ -1,4 +1,4 @@
-"""TPU generations: their numbers and where each number comes from."""
+"""TPU generations: their numbers, and the source of every number."""
 
 from dataclasses import dataclass
 
@@ -12,25 +12,25 @@ class Chip:
 
     Args:
         name: Google's short name, as in `"v5e"`.
-        device_kind: What `jax.Device.device_kind` says.
-        aliases: Other spellings users have.
+        device_kind: The `jax.Device.device_kind` of its devices.
+        aliases: Other spellings in use.
         dims: Dimensions of the torus, 2 or 3.
         cores: TensorCores per chip.
-        devices: JAX devices per chip: 1 where the cores act as one ("megacore"), else `cores`.
+        devices: JAX devices per chip: 1 if the cores act as one ("megacore"), else `cores`.
         counts: What the number in `"v4-8"` counts: `"cores"` or `"chips"`.
-        shapes: The shapes offered below the size at which every side is a multiple of four.
+        shapes: The shapes on offer below the size from which on all sides are multiples of four.
         pod: Chips of the largest slice.
-        chips_per_host: Chips per host of a slice of several hosts.
-        one_host_chips: Chips of the largest slice that is one host.
-        device_hbm_bytes: What the compiler lets one JAX device use.
+        chips_per_host: Chips per host, in a slice of several hosts.
+        one_host_chips: Chips of the largest slice with a single host.
+        device_hbm_bytes: Memory of one JAX device that the compiler may use.
         vmem_bytes: On-chip memory of one TensorCore.
         hbm_bandwidth: Bytes per second.
         flops: Peak operations per second by dtype, as pairs.
         clock: TensorCore clock in hertz, which turns the compiler's cycles into seconds.
         link_bandwidth: Bytes per second of one inter-chip link in one direction.
-        dcn_bandwidth: Bytes per second per chip to other slices; 0 where slices cannot be joined.
-        assumed: Names of the numbers above that nobody publishes; why they are what they are
-            stands beside them.
+        dcn_bandwidth: Bytes per second per chip to other slices; 0 if slices cannot be joined.
+        assumed: Names of the numbers above that are not published; for the reasons, see the
+            comments beside them.
     """
 
     name: str
@@ -58,7 +58,7 @@ _FLAT = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 _OLD_FLAT = ((2, 2), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 _SMALL_CUBES = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 
-# Sources, by the letters that stand beside the numbers:
+# Sources, by the letters beside the numbers:
 #   G  Google's specification tables, docs.cloud.google.com/tpu/docs/v3, .../v4, .../v5e, .../v5p,
 #      .../v6e, .../tpu7x, and "TPU machines in accelerator-optimized machine family" of Compute
 #      Engine's (v5p, v6e, tpu7x). One link in one direction is "bidirectional ICI bandwidth per
@@ -71,7 +71,7 @@ _SMALL_CUBES = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 #      core). At these clocks libtpu 0.0.42.1 estimates an 8192^3 bfloat16 matmul at 1.02 (v2),
 #      1.03 (v3), 1.08 (v4), 1.14 (v5e) and 1.11 (v5p) times its time at peak; at those assumed for
 #      v6e and tpu7x at 1.42 and 1.24 times.
-#   L  libtpu 0.0.42.1: what it prints as "available HBM" when a program does not fit.
+#   L  libtpu 0.0.42.1: the "available HBM" in its message if a program does not fit.
 CHIPS: dict[str, Chip] = {
     chip.name: chip
     for chip in (
@@ -228,20 +228,20 @@ WITHOUT_KERNELS = ("TPU v2", "TPU v3")
 
 
 def of_kind(device_kind: str) -> Chip | None:
-    """The generation that calls its devices so, or `None` if none does.
+    """The generation with this device kind, or `None`.
 
     Args:
-        device_kind: What `jax.Device.device_kind` says, such as `"TPU v5 lite"`.
+        device_kind: A `jax.Device.device_kind`, such as `"TPU v5 lite"`.
     """
     return next((chip for chip in CHIPS.values() if chip.device_kind == device_kind), None)
 
 
 def simulated_chip(platform: str, device_kind: str, per_host: int) -> Chip:
-    """A stand-in for a device that is no TPU: one of a line, with no speeds to speak of.
+    """A substitute for a device that is not a TPU: one of a line, without known speeds.
 
     Args:
         platform: `"cpu"` or `"gpu"`.
-        device_kind: What `jax.Device.device_kind` says.
+        device_kind: The `jax.Device.device_kind`.
         per_host: Devices of one process.
 
     Returns:

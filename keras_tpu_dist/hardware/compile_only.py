@@ -1,4 +1,4 @@
-"""TPU devices that are only described."""
+"""TPU devices that are not attached, to compile for."""
 
 from dataclasses import dataclass
 
@@ -15,17 +15,17 @@ class _CompileOnlyClient:
         return 0
 
     def make_python_callback_from_host_send_and_recv(self, *arguments: object) -> object:
-        """What would call the host; the program can be lowered, and nobody here runs it."""
+        """Would call the host; the program is only lowered here and never runs."""
         return arguments
 
 
 @dataclass(frozen=True)
 class CompileOnlyDevice:
-    """A TPU device that is only described: programs can be lowered for it, not run on it.
+    """A TPU device that is not attached: you can lower programs for it, but not run them.
 
-    It has the attributes of the devices that `jax.experimental.topologies` gives for the same
-    slice, without loading libtpu, so a mesh over it can be made on any machine, and an impossible
-    slice cannot abort the process.
+    It has the attributes of the devices that `jax.experimental.topologies` returns for the same
+    slice, without loading libtpu. So you can create a mesh over it on any machine, and an
+    impossible slice cannot abort the process.
     """
 
     id: int

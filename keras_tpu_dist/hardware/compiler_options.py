@@ -1,4 +1,4 @@
-"""Options for the compiler beside the program, by chip: compute while gradients are summed."""
+"""Compiler options by chip, which let it compute while gradients are summed."""
 
 import logging
 from collections.abc import Mapping
@@ -11,30 +11,31 @@ from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.hardware.option_trial import first_line, refused_options
 
-# Matrix products run while a gradient is summed over a torus, for which the chips else wait: in
-# MaxText's recipes CF_FOR_ALL_REDUCE, of which the rest is libtpu's default (0.0.42 and 0.0.50).
-# v5e alone: libtpu from 0.0.48 on refuses both together on every other chip, because there they
-# "might lead to ... incorrect results, hang, SDC"; 0.0.40 to 0.0.42 take them without a word.
+# Matrix products run while a gradient is summed over a torus; without this, the chips wait. It is
+# CF_FOR_ALL_REDUCE in MaxText's recipes; the rest of that is libtpu's default (0.0.42 and 0.0.50).
+# For v5e only: from 0.0.48 on, libtpu refuses the two options together on every other chip, because
+# there they "might lead to ... incorrect results, hang, SDC"; 0.0.40 to 0.0.42 accept them
+# silently.
 OVERLAP: dict[str, Any] = {
     "xla_enable_async_all_reduce": True,
     "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": True,
 }
-# Products stay whole, which XLA else cuts into rings of small ones, MaxText's
-# DISABLE_COLLECTIVE_MATMUL. On more than 8 chips the rings take longer than what they hide; on 8,
-# whose transfers they do overlap with, they save 5 % (`python benchmarks/overlap.py`).
+# Products stay whole; without this, XLA cuts them into rings of small ones. It is MaxText's
+# DISABLE_COLLECTIVE_MATMUL. On more than 8 chips the rings take longer than the transfers they
+# hide; on 8 chips, where they do overlap, they save 5 % (`python benchmarks/overlap.py`).
 WHOLE_PRODUCTS: dict[str, Any] = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000}
 _MOST_IN_RINGS = 8
 _BY_KIND: dict[str, dict[str, Any]] = {"TPU v5 lite": OVERLAP}
 
 
 def checked_compiler_options(options: Any) -> Any:
-    """Compiler options as a strategy takes them, checked.
+    """Checks the compiler options of a strategy.
 
     Args:
         options: `"auto"`, `None`, or a mapping from the names of options to values.
 
     Raises:
-        ValueError: If it is none of those, or a name or value can be none of an option.
+        ValueError: If it is none of those, or a name or value cannot be that of an option.
     """
     values = (str, bool, int, float)
     plain = isinstance(options, Mapping) and all(

@@ -9,13 +9,13 @@ HOST, HOSTS, SLICES = "within a host", "across hosts (ICI)", "across slices (DCN
 
 
 def crossings(mesh: Mesh) -> dict[str, str]:
-    """What each axis of a mesh of several hosts crosses.
+    """Whether the axes of a mesh cross hosts or slices.
 
     Args:
         mesh: The mesh.
 
     Returns:
-        For each axis of more than one device: `HOST`, `HOSTS` or `SLICES`; of a mesh within one
+        For every axis with more than one device: `HOST`, `HOSTS` or `SLICES`; for a mesh within one
         host, nothing.
     """
     devices = mesh.devices
@@ -31,7 +31,7 @@ def crossings(mesh: Mesh) -> dict[str, str]:
 
 
 def crossings_text(mesh: Mesh) -> str:
-    """What the axes of a mesh cross, in a line; nothing for a mesh within one host.
+    """The crossings of a mesh's axes in one line; empty for a mesh within one host.
 
     Args:
         mesh: The mesh.

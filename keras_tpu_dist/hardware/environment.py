@@ -1,17 +1,17 @@
-"""The environment in which JAX sees virtual CPU devices. Imports no JAX, for the launcher."""
+"""The environment that makes JAX see virtual CPU devices. Imports no JAX, for the launcher."""
 
 import os
 import re
 
 DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
-# Eight virtual devices on two cores deadlock in XLA's all-reduce rendezvous: each device blocks a
-# thread of a pool that is sized by the number of cores. Four threads a device were enough
-# wherever this was measured.
+# Eight virtual devices on two cores deadlock in XLA's all-reduce rendezvous: every device blocks a
+# thread of a pool with one thread per core. Four threads per device were enough in all
+# measurements.
 _THREADS_PER_DEVICE = 4
 
 
 def simulated_environment(num_devices: int) -> dict[str, str]:
-    """The environment variables under which JAX sees virtual CPU devices.
+    """The environment variables that make JAX see virtual CPU devices.
 
     Args:
         num_devices: Number of virtual devices, at least 1.

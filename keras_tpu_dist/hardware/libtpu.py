@@ -12,9 +12,9 @@ _ACCELERATORS = ("/dev/accel*", "/dev/vfio/[0-9]*", "/dev/nvidia[0-9]*", "/dev/k
 
 
 def start_without_tpu() -> None:
-    """Keeps JAX on the CPU where libtpu is installed and no TPU or GPU is, before JAX starts.
+    """Keeps JAX on the CPU if libtpu is installed without a TPU or GPU, before JAX starts.
 
-    Without it JAX tries the TPU first and says in five lines that there is none.
+    Otherwise JAX tries the TPU first, and prints five lines of warnings.
     """
     attached = any(map(glob.glob, _ACCELERATORS))
     if not (attached or jax_backend_started() or os.environ.get("JAX_PLATFORMS")):
@@ -22,10 +22,10 @@ def start_without_tpu() -> None:
 
 
 def libtpu_environment() -> dict[str, str]:
-    """Environment variables for a process that compiles with libtpu and owns no TPU.
+    """Environment variables for a process that compiles with libtpu without a TPU.
 
-    They keep JAX on the CPU, make libtpu quiet, stop it from asking a metadata server which
-    machine it is on, and let several processes load it at once.
+    They keep JAX on the CPU, silence libtpu, stop it from asking a metadata server about the
+    machine, and allow several processes to load it at once.
     """
     return {
         "JAX_PLATFORMS": "cpu",
@@ -36,7 +36,7 @@ def libtpu_environment() -> dict[str, str]:
         "TPU_LOG_DIR": "disabled",
         "TPU_MIN_LOG_LEVEL": "3",
         "TF_CPP_MIN_LOG_LEVEL": "3",
-        # One heap for all threads: a billion-parameter step's compilation peaked at 1.26 GB
-        # instead of 1.52 GB, in no more CPU seconds.
+        # One heap for all threads: compiling the step of a billion-parameter model peaked at 1.26
+        # GB instead of 1.52 GB, without more CPU time.
         "MALLOC_ARENA_MAX": "1",
     }

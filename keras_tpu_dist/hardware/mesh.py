@@ -1,4 +1,4 @@
-"""Named axes over devices: from a dict of sizes to a mesh in torus order."""
+"""Builds a mesh with named axes from a dict of sizes, with devices in torus order."""
 
 import logging
 import math
@@ -18,11 +18,11 @@ from keras_tpu_dist.hardware.compile_only import CompileOnlyDevice
 
 logger = logging.getLogger("keras_tpu_dist")
 
-# Axes that split the batch when `data_axes` is not given. "batch" is the name that Keras's own
-# DataParallel and most LayoutMap examples use.
+# Axes that split the batch by default. "batch" is the name that Keras's own DataParallel and most
+# LayoutMap examples use.
 DATA_AXIS_NAMES = ("data", "fsdp", "batch")
 
-# The axis that splits what a sequence holds along time.
+# The axis that splits sequences along time.
 SEQUENCE_AXIS = "sequence"
 
 # The sub-axes of a replica's logical devices are called "logical_0", "logical_1", ...
@@ -34,14 +34,14 @@ MeshLike = (
 
 
 def build_mesh(mesh: MeshLike = None, devices: Sequence | None = None):
-    """Makes a `keras.distribution.DeviceMesh` from what a user gave.
+    """Builds a `keras.distribution.DeviceMesh` from the user's argument.
 
     Args:
         mesh: `None` for all devices on one axis `"data"`; a dict of axis sizes in order, of which
-            one may be -1 (whatever is left); a finished `keras.distribution.DeviceMesh` or
-            `jax.sharding.Mesh`, whose device order is kept; or a `DeviceAssignment`, whose
-            replicas lie on axis `"data"` and whose logical devices lie, row-major, on axes
-            `"logical_0"`, `"logical_1"`, ..., one for each prime factor of their number.
+            one may be -1 (the remaining devices); a `keras.distribution.DeviceMesh` or
+            `jax.sharding.Mesh`, whose device order is kept; or a `DeviceAssignment`. The replicas
+            of an assignment are on axis `"data"`, and its logical devices, row-major, on axes
+            `"logical_0"`, `"logical_1"`, ..., one for every prime factor of their number.
         devices: Devices to use, as `jax.Device` objects or Keras's `"cpu:0"` strings. Defaults to
             all of `jax.devices()`.
 
@@ -50,9 +50,9 @@ def build_mesh(mesh: MeshLike = None, devices: Sequence | None = None):
         axis are neighbours on the TPU's torus.
 
     Raises:
-        ValueError: If the sizes do not multiply to the number of devices, -1 stands twice, a size
-            is not a positive integer, an axis has no name, or `devices` and a finished mesh are
-            both given.
+        ValueError: If the sizes do not multiply to the number of devices, -1 occurs twice, a size
+            is not a positive integer, an axis has no name, or you give `devices` and a finished
+            mesh.
 
     Example:
 
@@ -66,7 +66,7 @@ def build_mesh(mesh: MeshLike = None, devices: Sequence | None = None):
         if devices is not None:
             raise ValueError(
                 message(
-                    "A finished mesh already holds its devices.",
+                    "A finished mesh already has its devices.",
                     received=f"mesh={mesh!r} and devices={list(devices)!r}.",
                     fix="Leave `devices` out, or give the mesh as a dict of axis sizes.",
                 )
@@ -90,8 +90,8 @@ def build_mesh(mesh: MeshLike = None, devices: Sequence | None = None):
 
 
 def _of_assignment(assignment: DeviceAssignment):
-    # Prime sub-axes: every partition of a power of two is a tuple of them, in one mesh, and two
-    # meshes over the same devices cannot meet in one program.
+    # Prime sub-axes: every partition of a power of two is a tuple of them, so one mesh is enough.
+    # Two meshes over the same devices cannot be used in one program.
     factors = prime_factors(assignment.num_cores_per_replica)
     shape = (assignment.num_replicas, *factors)
     names = ("data", *(f"{LOGICAL_AXIS}_{i}" for i in range(len(factors))))
@@ -105,7 +105,8 @@ def _device_mesh(shape: tuple[int, ...], names: tuple[str, ...], devices: np.nda
 
 
 class _DescribedMesh(keras.distribution.DeviceMesh):
-    """A mesh of devices that are only described, which Keras would look for among real ones."""
+    """A mesh of devices that are not attached; Keras would look for them among the attached
+    ones."""
 
     @property
     def backend_mesh(self) -> jax.sharding.Mesh:
@@ -113,13 +114,13 @@ class _DescribedMesh(keras.distribution.DeviceMesh):
 
 
 def default_data_axes(axis_names: Sequence[str]) -> tuple[str, ...]:
-    """The axes of a mesh that split the batch unless the user says otherwise.
+    """The axes of a mesh that split the batch by default.
 
     Args:
         axis_names: The mesh's axes.
 
     Returns:
-        Those whose names are in `DATA_AXIS_NAMES`, in the mesh's order.
+        The axes whose names are in `DATA_AXIS_NAMES`, in the mesh's order.
     """
     return tuple(name for name in axis_names if name in DATA_AXIS_NAMES)
 
@@ -129,26 +130,26 @@ def sequence_axis(mesh: jax.sharding.Mesh, data_axes: Sequence[str]) -> str | No
 
     Args:
         mesh: The mesh.
-        data_axes: Its axes that split the batch; one that is called `"sequence"` and stands here
-            splits rows.
+        data_axes: The axes of the mesh that split the batch. If `"sequence"` is one of them, it
+            splits rows instead of time.
     """
     wide = mesh.shape.get(SEQUENCE_AXIS, 1) > 1
     return SEQUENCE_AXIS if wide and SEQUENCE_AXIS not in data_axes else None
 
 
 def state_axes(mesh: jax.sharding.Mesh, data_axes: Sequence[str]) -> tuple[str, ...]:
-    """The axes over which devices have other rows or other times, and so may share weights' state.
+    """The axes over which devices have different rows or times, so that they can share a state.
 
     Args:
         mesh: The mesh.
-        data_axes: Its axes that split the batch.
+        data_axes: The axes of the mesh that split the batch.
     """
     time = sequence_axis(mesh, data_axes)
     return tuple(data_axes) if time is None else (*data_axes, time)
 
 
 def replicated_batch(axis_names: Sequence[str]) -> str:
-    """What is said where no axis splits the batch and nobody asked for that.
+    """The warning if no axis splits the batch and nobody asked for that.
 
     Args:
         axis_names: The mesh's axes.
@@ -166,7 +167,7 @@ def replicated_batch(axis_names: Sequence[str]) -> str:
 
 
 def splitting_axes(data_axes: Any, mesh: jax.sharding.Mesh) -> tuple[str, ...]:
-    """The axes that split the batch; logs a warning if by default nothing is split.
+    """The axes that split the batch; warns if by default no axis does.
 
     Args:
         data_axes: As for `checked_data_axes`.
@@ -180,7 +181,7 @@ def splitting_axes(data_axes: Any, mesh: jax.sharding.Mesh) -> tuple[str, ...]:
 
 
 def checked_data_axes(data_axes, axis_names: Sequence[str]) -> tuple[str, ...]:
-    """Validates the user's `data_axes` against the mesh.
+    """Checks `data_axes` against the mesh.
 
     Args:
         data_axes: One axis name, a sequence of them, an empty sequence (replicate the batch), or
@@ -191,7 +192,7 @@ def checked_data_axes(data_axes, axis_names: Sequence[str]) -> tuple[str, ...]:
         A tuple of axis names, in the order given.
 
     Raises:
-        ValueError: If a name is not an axis of the mesh or stands twice.
+        ValueError: If a name is not an axis of the mesh or occurs twice.
     """
     if data_axes is None:
         return default_data_axes(axis_names)
@@ -211,9 +212,9 @@ def checked_data_axes(data_axes, axis_names: Sequence[str]) -> tuple[str, ...]:
     if len(set(chosen)) != len(chosen):
         raise ValueError(
             message(
-                "A data axis can stand only once.",
+                "A data axis can occur only once.",
                 received={"data_axes": chosen},
-                fix="Name each axis once.",
+                fix="Name every axis once.",
             )
         )
     return chosen
@@ -259,9 +260,9 @@ def _devices(devices) -> list:
     if len(set(found)) != len(found):
         raise ValueError(
             message(
-                "A device can stand in a mesh only once.",
+                "A device can occur in a mesh only once.",
                 received={"devices": chosen},
-                fix="Name each device once.",
+                fix="Name every device once.",
             )
         )
     return found
@@ -282,7 +283,7 @@ def _axis_sizes(mesh: Mapping[str, int], devices: Sequence[Any]) -> dict[str, in
         if not named or not is_count(size, -1) or size == 0:
             raise ValueError(
                 message(
-                    "A mesh axis is a name with a positive size, or -1 for whatever is left.",
+                    "A mesh axis is a name with a positive size, or -1 for the remaining devices.",
                     received={"axis": name, "size": size},
                     fix='Write for example mesh={"data": -1, "model": 2}.',
                 )
@@ -313,7 +314,7 @@ def _axis_sizes(mesh: Mapping[str, int], devices: Sequence[Any]) -> dict[str, in
 
 
 def _simulation(wanted: int, devices: Sequence[Any]) -> str:
-    """How a machine without a TPU comes to as many devices, for an error."""
+    """How to get that many devices on a machine without a TPU, for an error."""
     if devices[0].platform != "cpu" or wanted <= len(devices):
         return ""
     return (
@@ -329,9 +330,9 @@ def _in_torus_order(shape: tuple[int, ...], names: Sequence[str], devices: list)
             return _across_slices(shape, names, devices, slices)
         return mesh_utils.create_device_mesh(shape, devices=devices, allow_split_physical_axes=True)
     except (ValueError, NotImplementedError, AssertionError) as error:
-        # A hand-picked subset need not be a block of the torus; it is still a legal mesh.
+        # A selection of devices need not be a block of the torus; it is a valid mesh nevertheless.
         logger.warning(
-            "the %d devices cannot be laid on the torus as %s (%s): kept in the order given",
+            "the %d devices cannot be arranged on the torus as %s (%s): they keep the given order",
             len(devices),
             shape,
             error,
@@ -342,9 +343,9 @@ def _in_torus_order(shape: tuple[int, ...], names: Sequence[str], devices: list)
 def _across_slices(
     shape: tuple[int, ...], names: Sequence[str], devices: list, slices: int
 ) -> np.ndarray:
-    """A mesh of which one axis runs across slices, all others within one.
+    """A mesh with one axis across slices, and all others within one.
 
-    It is the first data axis that can: what the slices exchange is then a gradient a step.
+    It is the first possible data axis, so that the slices exchange only one gradient per step.
     """
     able = [i for i, size in enumerate(shape) if size % slices == 0]
     crossing = next((i for i in able if names[i] in DATA_AXIS_NAMES), next(iter(able), None))

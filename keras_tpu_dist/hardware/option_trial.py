@@ -1,4 +1,4 @@
-"""Which compiler options a compiler refuses, by a small program. Imports no Keras."""
+"""Finds out which compiler options a compiler refuses, with a small program. Imports no Keras."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -9,15 +9,15 @@ _MOST_WORDS = 200
 def refused_options(
     wanted: Mapping[str, Any], optional: Iterable[str], devices: Sequence[Any]
 ) -> dict[str, str]:
-    """Tries options on a program with one all-reduce, those that may be left out one by one.
+    """Tries options on a program with one all-reduce, and optional ones one by one.
 
     Args:
         wanted: The options.
-        optional: The names of those that may be left out.
+        optional: The names of options that can be left out.
         devices: The devices to compile for; nothing runs.
 
     Returns:
-        What was left out, with the compiler's words; nothing if all of it compiles.
+        The options that must be left out, with the compiler's messages; empty if all compile.
 
     Raises:
         jax.errors.JaxRuntimeError: If the rest does not compile either.
@@ -35,7 +35,7 @@ def refused_options(
             raise
     rest = {name: value for name, value in wanted.items() if name not in left}
     lowered.compile(compiler_options=rest)
-    for name in left:  # by itself, so that each has the message that is about it
+    for name in left:  # one by one, so that every option gets its own message
         try:
             lowered.compile(compiler_options={**rest, name: wanted[name]})
             rest[name] = wanted[name]

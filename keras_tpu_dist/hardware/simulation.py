@@ -1,4 +1,4 @@
-"""Virtual CPU devices, so that a laptop stands in for a slice."""
+"""Virtual CPU devices, with which a laptop simulates a slice."""
 
 import logging
 import os
@@ -17,9 +17,9 @@ logger = logging.getLogger("keras_tpu_dist")
 def simulate(num_devices: int = 8) -> None:
     """Makes the CPU appear to JAX as `num_devices` devices.
 
-    Must run before JAX starts its backend, that is before the first array, `jax.devices()` or
-    Keras variable; importing jax, keras or this package is fine. It selects the CPU platform,
-    splits it, and gives XLA enough threads for that many devices to meet in an all-reduce on a
+    Call it before JAX starts its backend, that is, before the first array, `jax.devices()` or Keras
+    variable. You may import jax, keras or this package before. It selects the CPU platform, splits
+    it, and starts enough XLA threads; with fewer, the devices can deadlock in an all-reduce on a
     machine with few cores. A second call with the same number does nothing.
 
     Args:
@@ -61,18 +61,18 @@ def simulate(num_devices: int = 8) -> None:
             )
         )
     os.environ.update(simulated_environment(num_devices))
-    # jax read its environment when it was imported, which may have been before this line.
+    # jax read its environment when it was imported, maybe before this line.
     jax.config.update("jax_platforms", "cpu")
     logger.info("simulating %d CPU devices with %s threads", num_devices, os.environ["PJRT_NPROC"])
 
 
 def warn_without_tpu(devices: Sequence[Any]) -> None:
-    """Logs one WARNING if a strategy found a CPU in place of a TPU, and nobody asked for that.
+    """Warns once if a strategy found a CPU instead of a TPU, and nobody asked for that.
 
     Args:
         devices: The devices of the strategy's mesh.
     """
-    # What `simulate` sets, or a user who splits the CPU without it.
+    # `simulate` sets this flag, or a user who splits the CPU without it.
     asked = DEVICE_COUNT_FLAG in os.environ.get("XLA_FLAGS", "")
     if asked or any(device.platform != "cpu" for device in devices):
         return
@@ -86,7 +86,7 @@ def warn_without_tpu(devices: Sequence[Any]) -> None:
 
 
 def _why_no_tpu() -> str:
-    """JAX's own reason."""
+    """The reason, as JAX reports it."""
     import jax
 
     platforms = jax.config.jax_platforms
@@ -96,4 +96,4 @@ def _why_no_tpu() -> str:
         jax.devices("tpu")
     except RuntimeError as error:
         return " ".join(str(error).split())
-    return "JAX has a TPU, and the strategy was given other devices"
+    return "JAX has a TPU, but the strategy got other devices"

@@ -1,4 +1,4 @@
-"""TPU slices by name: shape, chips, memory, speeds, and devices nobody has to own."""
+"""TPU slices by name: shape, chips, memory, speeds, and devices that you need not own."""
 
 import functools
 import itertools
@@ -20,16 +20,16 @@ from keras_tpu_dist.hardware.chips import CHIPS as CHIPS
 from keras_tpu_dist.hardware.chips import Chip, of_kind, simulated_chip
 from keras_tpu_dist.hardware.compile_only import CompileOnlyDevice
 
-# No job has had more than 50; a mistyped number would describe millions of devices.
+# No job has had more than 50. A mistyped number would describe millions of devices.
 _MOST_SLICES = 1000
 
 
 @functools.cache
 def shapes(chip: Chip) -> frozenset[tuple[int, ...]]:
-    """Every shape of a chip: those listed and, in three dimensions, whole cubes of 4x4x4."""
+    """Every shape of a chip: the listed ones and, in three dimensions, whole cubes of 4x4x4."""
     found = set(chip.shapes)
     if chip.dims == 3:
-        # v5p and tpu7x pods are no cubes; no side of either exceeds 36.
+        # v5p and tpu7x pods are not cubes; no side of either exceeds 36.
         sides = range(4, 37, 4)
         found |= {s for s in itertools.product(sides, repeat=3) if math.prod(s) <= chip.pod}
     return frozenset(found)
@@ -53,15 +53,15 @@ def listed_shapes(chip: Chip) -> list[tuple[int, ...]]:
 
 
 def checked_slices(slices: Any, chip: Chip, name: object) -> int:
-    """A number of slices of a chip.
+    """Checks a number of slices for a chip.
 
     Args:
         slices: The number.
         chip: The TPU generation.
-        name: What was given as the slice's name.
+        name: The slice's name as given.
 
     Raises:
-        ValueError: If it is no number, or if slices of the chip cannot be joined.
+        ValueError: If it is not a valid number, or if slices of this chip cannot be joined.
     """
     counted = is_count(slices, 1) and slices <= _MOST_SLICES
     if not counted or (slices > 1 and not chip.dcn_bandwidth):
@@ -93,14 +93,15 @@ _LONGEST_NAME = 100
 class Topology(Printed, TensorFlowNames):
     """A TPU slice, or several slices of one kind joined by the data-centre network.
 
-    Make one with `Topology.parse` from a name, or with `Topology.attached` from the devices here.
+    Create one with `Topology.parse` from a name, or with `Topology.attached` from the attached
+    devices.
 
     Args:
         chip: The TPU generation.
-        shape: Chips along each side of the torus, `(x, y)` or `(x, y, z)`; `(n,)` for the line
-            that simulated devices make.
+        shape: Chips along the sides of the torus, `(x, y)` or `(x, y, z)`; `(n,)` for the line of
+            simulated devices.
         num_slices: Number of such slices.
-        given_chips_per_host: Chips of one host where they are not Google's usual ones, or `None`.
+        given_chips_per_host: Chips of one host if they are not Google's usual ones, or `None`.
 
     Example:
 
@@ -126,10 +127,10 @@ class Topology(Printed, TensorFlowNames):
         if not (isinstance(self.chip, Chip) and sides and counted):
             raise ValueError(
                 message(
-                    "A slice is of a chip, and its shape, slices and chips of a host are counts.",
+                    "A slice has a chip, and counts for its shape, slices and chips per host.",
                     received={"chip": self.chip, "shape": self.shape}
                     | {"num_slices": self.num_slices, "given_chips_per_host": hosts},
-                    fix='Make one by name: Topology.parse("v5e:4x4").',
+                    fix='Create one by name: Topology.parse("v5e:4x4").',
                 )
             )
 
@@ -144,7 +145,7 @@ class Topology(Printed, TensorFlowNames):
             The `Topology`; its `devices()` are these, in torus order.
 
         Raises:
-            ValueError: If the devices are only a part of a slice: its torus is unknown then.
+            ValueError: If the devices are only part of a slice, so that its torus is unknown.
 
         Example:
 
@@ -159,7 +160,7 @@ class Topology(Printed, TensorFlowNames):
         if not found or (is_tpu and topology is None):
             raise ValueError(
                 message(
-                    "The torus can be told from the devices of whole slices only.",
+                    "The torus is only known from the devices of whole slices.",
                     received={"devices": found},
                     fix="Pass all devices of the slice, or choose the order yourself with "
                     "DeviceAssignment.from_order.",
@@ -174,23 +175,24 @@ class Topology(Printed, TensorFlowNames):
         return replace(topology, _attached=tuple(sorted(found, key=_torus_order)))
 
     def stood_in_by(self, devices: Sequence[Any]) -> "Topology":
-        """This slice with other devices in its places, so that a laptop can run its assignments.
+        """This slice with other devices in place of its own, so that a laptop can run its
+        assignments.
 
         Args:
-            devices: As many devices as the slice has, such as simulated ones; the first stands
-                for the device at the origin, the next for its neighbour along x.
+            devices: As many devices as the slice has, such as simulated ones. The first one
+                replaces the device at the origin, the next its neighbour along x.
 
         Returns:
             The `Topology`, whose `devices()` are these.
 
         Raises:
-            ValueError: If their number is not the slice's.
+            ValueError: If their number is not that of the slice.
         """
         devices = _listed(devices)
         if len(devices) != self.num_devices:
             raise ValueError(
                 message(
-                    "Devices that stand in for a slice must be as many as the slice has.",
+                    "The devices must be as many as the slice has.",
                     received={"topology": self.name, "of": self.num_devices, "got": len(devices)},
                     fix=f"Pass {self.num_devices} devices, for example after "
                     f"keras_tpu_dist.simulate({self.num_devices}).",
@@ -200,7 +202,8 @@ class Topology(Printed, TensorFlowNames):
 
     @property
     def is_described(self) -> bool:
-        """Whether the slice is only named: its devices can be compiled for, not run on."""
+        """Whether the slice has no chips attached: you can compile for its devices, not run on
+        them."""
         return not self._attached
 
     @classmethod
@@ -211,23 +214,22 @@ class Topology(Printed, TensorFlowNames):
         num_slices: int | None = None,
         chips_per_host: int | None = None,
     ) -> "Topology":
-        """Reads a slice's name in any of the spellings in use.
+        """Parses a slice's name, in any of the usual spellings.
 
         Args:
-            name: `"v5e:4x4"` (shape in chips), or an accelerator type: `"v5litepod-16"`,
-                `"v5e-16"`, `"v6e-256"` count chips, `"v4-8"`, `"v5p-128"`, `"v3-32"`,
-                `"tpu7x-8"` count TensorCores, as Google's do. `"4*v5e:16x16"` joins four slices.
+            name: `"v5e:4x4"` (shape in chips), or an accelerator type: `"v5litepod-16"`, `"v5e-16"`
+                and `"v6e-256"` count chips, `"v4-8"`, `"v5p-128"`, `"v3-32"` and `"tpu7x-8"` count
+                TensorCores, as Google's names do. `"4*v5e:16x16"` joins four slices.
             num_slices: Number of slices, instead of the prefix.
             chips_per_host: Chips of one host, if they are not Google's usual ones: v5e and v6e
-                slices of up to 8 chips are one host, all other hosts have 4 chips. Eight v5e
-                chips in two machines of 4 are `Topology.parse("v5e-8", chips_per_host=4)`.
-
+                slices of up to 8 chips are one host, all other hosts have 4 chips. Eight v5e chips
+                in two machines of 4 are `Topology.parse("v5e-8", chips_per_host=4)`.
         Returns:
             The `Topology`.
 
         Raises:
-            ValueError: If the name, the chip or the shape is unknown, or no host of this slice
-                can have so many chips.
+            ValueError: If the name, the chip or the shape is unknown, or no host of this slice can
+                have this number of chips.
 
         Example:
 
@@ -270,7 +272,7 @@ class Topology(Printed, TensorFlowNames):
 
     @property
     def num_devices(self) -> int:
-        """JAX devices of all slices: chips, or TensorCores where they are separate devices."""
+        """JAX devices of all slices: chips, or TensorCores if those are separate devices."""
         return self.num_chips * self.chip.devices
 
     @property
@@ -298,7 +300,7 @@ class Topology(Printed, TensorFlowNames):
 
     @property
     def hbm_bytes(self) -> int:
-        """HBM that the compiler lets one JAX device use."""
+        """The HBM of one JAX device that the compiler may use."""
         return self.chip.device_hbm_bytes
 
     @property
@@ -319,11 +321,11 @@ class Topology(Printed, TensorFlowNames):
     def peak_flops(self, dtype: str = "bfloat16") -> float:
         """Peak operations per second of one JAX device.
 
-        A dtype without a rate of its own runs at bfloat16's: the TPU compiler multiplies float32
-        operands in bfloat16 unless an option says otherwise.
+        A dtype without its own rate runs at that of bfloat16: the TPU compiler multiplies float32
+        operands in bfloat16 unless an option changes that.
 
         Args:
-            dtype: The operands' dtype: `"bfloat16"`, `"int8"` or `"float8"` where the chip has it.
+            dtype: The operands' dtype: `"bfloat16"`, or `"int8"` or `"float8"` if the chip has it.
         """
         check_text("peak_flops", dtype=dtype)
         rates = dict(self.chip.flops)
@@ -332,8 +334,8 @@ class Topology(Printed, TensorFlowNames):
     def wraps(self, axis: int) -> bool:
         """Whether the torus closes along dimension `axis`.
 
-        Two-dimensional slices close along sides of 16 (v2 and v3: 16 or 32), three-dimensional
-        ones along all sides where they are made of cubes of 4x4x4, which switches join; smaller
+        Two-dimensional slices close along sides of 16 (v2 and v3: 16 or 32). Three-dimensional
+        slices close along all sides if they consist of cubes of 4x4x4, which switches join; smaller
         ones are open lines.
 
         Args:
@@ -365,8 +367,8 @@ class Topology(Printed, TensorFlowNames):
     def devices(self) -> list[Any]:
         """The devices of the slice, in torus order (x fastest, then y, z, slice).
 
-        Those of a slice that is only named serve `jax.sharding.Mesh`, lowering and dry runs; data
-        cannot be put on them.
+        If the slice has no chips attached, you can use the devices for `jax.sharding.Mesh`,
+        lowering and dry runs, but they cannot hold data.
 
         Returns:
             A list of `num_devices` `CompileOnlyDevice`, or of the attached devices.
@@ -444,7 +446,7 @@ def of_devices(mesh_devices: object) -> Topology | None:
         mesh_devices: An iterable or array of JAX devices or `CompileOnlyDevice`.
 
     Returns:
-        The `Topology`, or `None` if the devices are no TPU or only part of a slice.
+        The `Topology`, or `None` if the devices are not TPUs or only part of a slice.
     """
     found = list(np.asarray(mesh_devices, dtype=object).flat)
     chip = of_kind(found[0].device_kind)
@@ -461,7 +463,7 @@ def of_devices(mesh_devices: object) -> Topology | None:
 
 
 def all_names() -> list[str]:
-    """Canonical names of every slice with an accelerator type, smallest first, chip by chip."""
+    """Canonical names of every slice with an accelerator type, chip by chip, smallest first."""
     return [Topology(chip, shape).name for chip in CHIPS.values() for shape in listed_shapes(chip)]
 
 
@@ -498,7 +500,7 @@ def _describe(topology: Topology) -> Iterator[CompileOnlyDevice]:
                 )
 
 
-# Chips of one host in the x-y plane of a slice of several hosts.
+# Chips of one host in the x-y plane of a slice with several hosts.
 _HOST_BLOCKS = {1: (1, 1), 4: (2, 2)}
 
 
@@ -511,7 +513,7 @@ def _checked_host(chips: Any, shape: tuple[int, ...], name: object) -> int | Non
         fitting = sorted({1, 4 if all(side % 2 == 0 for side in shape[:2]) else 1, whole})
         raise ValueError(
             message(
-                "The hosts of a slice have 1 or 4 chips each, or there is one host.",
+                "A host of a slice has 1 or 4 chips, unless the slice has only one host.",
                 received={"topology": str(name), "chips_per_host": chips},
                 fix=f"Write chips_per_host= one of {', '.join(map(str, fitting))}, or leave it "
                 "out.",

@@ -1,4 +1,4 @@
-"""The torus that a mesh lies on: which chips exchange along an axis, over which links."""
+"""The torus of a mesh: which chips exchange along an axis, and over which links."""
 
 import itertools
 import math
@@ -23,9 +23,9 @@ class Torus:
     Args:
         name: The slice.
         sides: Chips along x, y and z.
-        rings: Whether the links along each of them close to a ring.
+        rings: For every side, whether its links close to a ring.
         slices: The number of such slices.
-        places: Of each device of the mesh, in the mesh's order: slice, x, y, z, and core.
+        places: For every device of the mesh, in the mesh's order: slice, x, y, z, and core.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Torus:
             devices: The devices, in the mesh's order.
 
         Returns:
-            The torus; `None` for devices that are no whole slice of TPU chips.
+            The torus; `None` if the devices are not a whole slice of TPU chips.
         """
         topology = of_devices(devices)
         if topology is None:
@@ -62,14 +62,14 @@ class Torus:
         )
 
     def groups(self, mesh: Sequence[tuple[str, int]], axes: Iterable[str]) -> list[list[int]]:
-        """Devices that exchange with each other, group by group.
+        """Groups of devices that exchange with one another.
 
         Args:
             mesh: Axis names and sizes.
-            axes: The axes along which they exchange; of a part of one, the whole counts.
+            axes: The axes along which they exchange; a part of an axis counts as the whole axis.
 
         Returns:
-            Of each group the numbers of its devices in the mesh, those of the first slice alone.
+            The numbers of the devices in every group, for the first slice only.
         """
         along = {name.removesuffix(" (part)") for name in axes}
         kept = [n for n, (name, _) in enumerate(mesh) if name not in along]
@@ -81,7 +81,7 @@ class Torus:
         return [row for row in first if row]
 
     def links(self, group: Iterable[int]) -> Iterator[Link]:
-        """The links between the chips of a group that stand in one row of the torus.
+        """The links between chips of a group in the same row of the torus.
 
         Args:
             group: Numbers of devices in the mesh.

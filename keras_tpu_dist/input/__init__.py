@@ -1,1 +1,1 @@
-"""Batches on their way to the mesh: reading, placing, reading ahead, the position in the input."""
+"""Batches on their way to the mesh: reading, placing, prefetching, the position in the input."""

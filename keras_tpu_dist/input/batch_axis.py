@@ -1,4 +1,4 @@
-"""Which dimension of each array of a batch holds its rows."""
+"""The batch dimension of every array of a batch."""
 
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ _without_sparse_arrays: set[Any] = set()
 
 
 def checked_batch_axis(batch_axis: Any) -> Any:
-    """Validates the user's `batch_axis` structure: dimensions, `None`s, tuples, lists, dicts.
+    """Checks the user's `batch_axis`: a structure of dimensions, `None`s, tuples, lists, dicts.
 
     Args:
         batch_axis: The structure, as `TPUStrategy` takes it.
@@ -48,7 +48,7 @@ def _is_leaf(node) -> bool:
 
 
 def flatten(batch: Any) -> tuple[list, Any]:
-    """A batch's arrays and its structure; a sparse array is one.
+    """A batch's arrays and its structure; a sparse array is a single leaf.
 
     Args:
         batch: A structure (tuple, list, dict, `None`) of arrays.
@@ -56,7 +56,7 @@ def flatten(batch: Any) -> tuple[list, Any]:
     leaves, structure = jax.tree.flatten(batch)
     if structure in _without_sparse_arrays:
         return leaves, structure
-    # Python is asked of every node: too long for every step.
+    # A function in Python would be called for every node: too slow for every step.
     found = jax.tree.flatten(batch, is_leaf=_is_leaf)
     if found[1] == structure:
         _without_sparse_arrays.add(structure)
@@ -64,13 +64,13 @@ def flatten(batch: Any) -> tuple[list, Any]:
 
 
 def element_names(batch: Any) -> list[str]:
-    """Names of a batch's arrays as errors show them: `x['image']`, `y`, `sample_weight`.
+    """Names of a batch's arrays for errors: `x['image']`, `y`, `sample_weight`.
 
     Args:
-        batch: The batch: `(x, y, sample_weight)`, the first of these, or what stands for `x` alone.
+        batch: The batch: `(x, y, sample_weight)`, the first of these, or `x` alone.
 
     Returns:
-        One name for each array, in the order of `flatten`.
+        One name for every array, in the order of `flatten`.
     """
     parts = [("x", batch)]
     if isinstance(batch, (tuple, list)):
@@ -87,12 +87,13 @@ def _element_name(index: int) -> str:
 
 
 def axes_by_array(batch_axis: Any, batch: Any) -> list[int | None]:
-    """One axis for each array of the batch, in flattening order.
+    """The batch axis of every array of a batch, in flattening order.
 
     Args:
-        batch_axis: What `checked_batch_axis` returned: an entry for all arrays, or a structure of
-            entries, where what a dict or the tuple `(x, y, sample_weight)` leaves out is 0.
-        batch: The batch: `(x, y, sample_weight)`, the first of these, or what stands for `x` alone.
+        batch_axis: The result of `checked_batch_axis`: an entry for all arrays, or a structure of
+            entries; arrays missing in a dict or the tuple `(x, y, sample_weight)` have batch axis
+            0.
+        batch: The batch: `(x, y, sample_weight)`, the first of these, or `x` alone.
 
     Returns:
         The axes; `None` for an array without a batch.
@@ -127,7 +128,7 @@ def _spread_into(axes: list, axis, node, name: str) -> None:
         for key in axis:
             if key not in node:
                 raise ValueError(_structure_message(name, axis, node, key))
-        # JAX flattens a dict in the order of its sorted keys, an ordered one in its own.
+        # JAX flattens a dict in sorted order of its keys, and an ordered dict in its own order.
         for key in node if isinstance(node, OrderedDict) else sorted(node):
             _spread_into(axes, axis.get(key, 0), node[key], f"{name}[{key!r}]")
         return
@@ -142,7 +143,7 @@ def _structure_message(name, axis, node, key=None) -> str:
     return message(
         "The structure of batch_axis must be a prefix of the batch's.",
         received={"at": name, "batch_axis": axis, "batch": form},
-        fix="Give one entry for each element, or one integer for all of them.",
+        fix="Give one entry for every element, or one integer for all of them.",
         name=key,
         choices=node if key is not None else (),
     )

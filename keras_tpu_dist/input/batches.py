@@ -1,4 +1,4 @@
-"""Batches on their way to the mesh: any number of rows, any batch axis."""
+"""Transfers batches to the mesh: any number of rows, any batch axis."""
 
 import functools
 import math
@@ -38,8 +38,8 @@ class Slot:
     Attributes:
         axis: The dimension that is split over the data axes, or `None` if replicated.
         rows: The true number of rows along `axis` if the array was padded, else `None`.
-        filled: The true rows in each part of the batch if processes bring their own; `None` if
-            parts are filled one after the other.
+        filled: If processes provide their own rows, the true rows in every part of the batch;
+            `None` if parts are filled one after the other.
         time: The dimension that is split over the sequence axis, or `None`.
     """
 
@@ -52,14 +52,14 @@ class Slot:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PlacedBatch:
-    """A batch on the devices, padded to equal shards, that remembers its true rows.
+    """A batch on the devices, padded to equal shards, with its true number of rows.
 
-    The true rows are static, so a jitted function compiles once for each distinct true shape,
-    as it does on one device, and never for a padded one.
+    The true numbers are static. So a jitted function compiles once for every true shape, as on one
+    device, and never for a padded shape.
 
     Attributes:
         data: The batch's structure of arrays.
-        slots: One `Slot` for each array.
+        slots: One `Slot` for every array.
     """
 
     data: Any
@@ -79,19 +79,19 @@ class _PlacementPlan:
 
 
 class BatchPlacer:
-    """Puts host batches on a mesh, split over the data axes, sequences over the sequence axis too.
+    """Transfers host batches to a mesh, split over the data axes, and sequences also over time.
 
-    Arrays whose rows do not divide by the number of shards are padded on the host; `trim` cuts
-    them back inside the compiled program, where uneven shards are allowed. So no row is
-    invented, no sample weight is touched, and every loss and metric keeps its meaning.
+    If the rows of an array are not divisible by the number of shards, the array is padded on the
+    host. `trim` cuts it back inside the compiled program, where uneven shards are allowed. So no
+    row is added, no sample weight is changed, and losses and metrics keep their meaning.
 
     Args:
         mesh: The mesh.
         data_axes: The mesh axes that split the batch; may be empty (replicate).
-        batch_axis: The dimension that holds the batch: an integer for all arrays, `None` for
-            arrays without a batch (replicated), or a structure of those that is a prefix of the
-            batch `(x, y, sample_weight)`, for example `(1, 0)` for time-major `x`, or
-            `({"image": 0, "anchors": None}, 0)`. A dict alone speaks of `x`.
+        batch_axis: The batch dimension: an integer for all arrays, `None` for arrays without a
+            batch (replicated), or a structure of those that is a prefix of the batch
+            `(x, y, sample_weight)`, for example `(1, 0)` for time-major `x`, or
+            `({"image": 0, "anchors": None}, 0)`. A dict alone applies to `x`.
     """
 
     def __init__(self, mesh: Mesh, data_axes: tuple[str, ...], batch_axis: Any = 0):
@@ -110,12 +110,12 @@ class BatchPlacer:
 
     @functools.cached_property
     def is_local(self) -> bool:
-        """Whether all devices of the mesh are this process's."""
+        """Whether all devices of the mesh belong to this process."""
         return self._replicated.is_fully_addressable
 
     @functools.cached_property
     def own_parts(self) -> dict[Any, int]:
-        """The number of the part of a batch that each of this process's devices holds."""
+        """For every device of this process, the number of its part of a batch."""
         places = self.sharding(0).addressable_devices_indices_map((self.num_shards,))
         return {device: index[0].start or 0 for device, index in places.items() if index}
 
@@ -126,12 +126,12 @@ class BatchPlacer:
 
     @functools.cached_property
     def replica_ids(self) -> jax.Array:
-        """The number of each replica, on its devices; shape `(replicas,)`."""
+        """The number of every replica, on its devices; shape `(replicas,)`."""
         ids = np.arange(self.num_shards, dtype=np.int32)
         return put([ids], [self.by_replica])[0]
 
     def place(self, batch: Any) -> PlacedBatch:
-        """Transfers a host batch, padded where its rows do not divide.
+        """Transfers a host batch, padded if its rows are not divisible.
 
         Args:
             batch: A structure (tuple, list, dict, `None`) of arrays.
@@ -140,8 +140,8 @@ class BatchPlacer:
             The batch on the devices.
 
         Raises:
-            ValueError: If an array has no rows, lacks the declared batch axis, holds strings or
-                objects, or if the arrays' numbers of rows differ.
+            ValueError: If an array has no rows, does not have the declared batch axis or is not
+                numeric, or if the arrays differ in their number of rows.
         """
         leaves, treedef, plan = self._planned(batch)
         leaves = [
@@ -183,11 +183,12 @@ class BatchPlacer:
         return PlacedBatch(jax.tree.unflatten(treedef, arrays), plan.slots)
 
     def place_eagerly(self, batch: Any) -> PlacedBatch:
-        """Transfers a host batch for code that is not compiled.
+        """Transfers a host batch for eager code.
 
-        Outside a compiled program JAX has no uneven shards, and each operation is a program of
-        its own that XLA partitions, on a mesh with a second axis not always rightly (see
-        `keras_tpu_dist.partitioner`): there, and where rows do not divide, arrays are replicated.
+        Outside of a compiled program, JAX has no uneven shards. Every operation is a separate
+        program that XLA partitions, which may be wrong on a mesh with a second axis (see
+        `keras_tpu_dist.partitioner`). On such a mesh, or if rows are not divisible, arrays are
+        replicated.
 
         Args:
             batch: A structure (tuple, list, dict, `None`) of arrays.
@@ -196,7 +197,7 @@ class BatchPlacer:
             The batch on the devices, not padded.
 
         Raises:
-            ValueError: Where `place` raises it.
+            ValueError: If `place` raises it.
         """
         leaves, treedef, plan = self._planned(batch)
         split = self.num_shards > 1 or self.sequence_axis is not None
@@ -220,13 +221,13 @@ class BatchPlacer:
 
         Args:
             outputs: A structure of arrays, with the rows of all processes.
-            batch: The batch they were made of.
-            stacked: Whether it is several batches, stacked along a first dimension.
+            batch: The input batch.
+            stacked: Whether these are several batches, stacked along a first dimension.
         """
         return outputs
 
     def bytes_per_device(self, batch: Any) -> float:
-        """The bytes of a host batch on each device.
+        """The bytes of a host batch on one device.
 
         Args:
             batch: A structure of arrays.
@@ -234,10 +235,10 @@ class BatchPlacer:
         return sum(getattr(leaf, "nbytes", 0) for leaf in flatten(batch)[0]) / self.num_shards
 
     def axes(self, batch: Any) -> list[int | None]:
-        """The batch dimension of each array of a batch, in the order of `flatten`.
+        """The batch dimension of every array of a batch, in the order of `flatten`.
 
         Args:
-            batch: A structure of arrays, or of what stands for them.
+            batch: A structure of arrays, or of objects with their shape.
 
         Raises:
             ValueError: If the structure of `batch_axis` is not a prefix of the batch's.
@@ -245,7 +246,7 @@ class BatchPlacer:
         return axes_by_array(self.batch_axis, batch)
 
     def describe(self, batch: Any) -> PlacedBatch:
-        """What `place` would make of a batch, as `jax.ShapeDtypeStruct`, without any data.
+        """The result of `place` for a batch of shapes, as `jax.ShapeDtypeStruct`, without any data.
 
         Args:
             batch: A structure of `jax.ShapeDtypeStruct`.
@@ -266,13 +267,13 @@ class BatchPlacer:
         return PlacedBatch(jax.tree.unflatten(treedef, described), plan.slots)
 
     def checked(self, batch: Any) -> Any:
-        """A host batch as arrays, after every check that `place` makes.
+        """A host batch as arrays, after all checks of `place`.
 
         Args:
             batch: A structure (tuple, list, dict, `None`) of arrays.
 
         Raises:
-            ValueError: Where `place` raises it.
+            ValueError: If `place` raises it.
         """
         leaves, treedef, _ = self._planned(batch)
         return jax.tree.unflatten(treedef, leaves)
@@ -281,7 +282,7 @@ class BatchPlacer:
         """Cuts a placed batch back to its true rows; call it inside the compiled program.
 
         Args:
-            batch: A batch as `place` makes it, or one of those that `place_many` stacked.
+            batch: A batch from `place`, or one of those that `place_many` stacked.
 
         Returns:
             The batch's structure of arrays, without the slots.
@@ -324,7 +325,7 @@ class BatchPlacer:
         return None if leaf.shape[1 - axis] % self.mesh.shape[self.sequence_axis] else 1 - axis
 
     def log_if_whole(self, batch: Any, slots: Sequence[Slot]) -> None:
-        """Logs once that the sequence axis splits nothing of a batch.
+        """Warns once if the sequence axis splits no array of a batch.
 
         Args:
             batch: The batch.
@@ -337,17 +338,17 @@ class BatchPlacer:
         shapes = ", ".join(f"{name} {np.shape(leaf)}" for name, leaf in leaves)
         log_once(
             f"the {ways} devices of the mesh axis {self.sequence_axis!r} compute the same: no "
-            "array of the batch has a time that they divide, as (batch, time, features) or as "
-            f"integers (batch, time): {shapes}",
+            "array of the batch has a time that is divisible by their number, as (batch, time, "
+            f"features) or as integers (batch, time): {shapes}",
             WARNING,
         )
 
     def shardings(self, batch: PlacedBatch, stacked: bool = False) -> PlacedBatch:
-        """The shardings of a placed batch's arrays, each in its array's place.
+        """The shardings of a placed batch's arrays, in the structure of the batch.
 
         Args:
             batch: The batch.
-            stacked: Whether it is several batches, stacked along a first dimension.
+            stacked: Whether these are several batches, stacked along a first dimension.
         """
         found = []
         for leaf, slot in zip(flatten(batch.data)[0], batch.slots, strict=True):
@@ -368,9 +369,9 @@ class BatchPlacer:
         return jax.lax.with_sharding_constraint(true, self.sharding(slot.axis, slot.time))
 
     def _trimmed_outside(self, leaf, axis: int, slot: Slot):
-        """The same outside of a program: `jax_debug_nans` runs a step operation by operation.
+        """Trims outside of a program: `jax_debug_nans` runs a step operation by operation.
 
-        With NumPy: JAX would name this slice as what made the NaN, if the rows hold one already.
+        With NumPy: if the rows already have a NaN, JAX would report that this slice produced it.
         """
         values = np.moveaxis(np.asarray(leaf), axis, 0)
         if slot.filled is None:
@@ -382,7 +383,7 @@ class BatchPlacer:
         return jax.device_put(np.moveaxis(true, 0, axis), self._replicated)
 
     def _joined(self, leaf, axis: int, filled: tuple[int, ...]):
-        # Gathered first: the rows move between devices anyway, since parts are filled unevenly.
+        # Gathered first: parts are filled unevenly, so the rows move between devices anyway.
         leaf = jax.lax.with_sharding_constraint(leaf, self._replicated)
         length = leaf.shape[axis] // len(filled)
         parts = [

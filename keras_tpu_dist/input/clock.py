@@ -1,4 +1,4 @@
-"""The time that reading the input takes: how long devices wait for it, and a limit to it."""
+"""Measures how long devices wait for input, and limits the wait."""
 
 import logging
 import queue
@@ -21,8 +21,8 @@ logger = logging.getLogger("keras_tpu_dist")
 # short epoch is mostly start-up.
 REPORTED_SHARE, REPORTED_SECONDS = 0.1, 0.5
 
-# Only if reading takes more than this share of an epoch, and this long, is it compared with every
-# launch, which needs a thread: devices cannot wait longer than reading takes.
+# Reading is only compared with every launch, which needs a thread, if it takes more than this share
+# of an epoch and this long: devices cannot wait longer than reading takes.
 _MEASURED_SHARE, _MEASURED_SECONDS = 0.05, 0.05
 
 
@@ -33,7 +33,7 @@ class InputWait(Printed):
     Attributes:
         seconds: The epoch's length, from reading its first batch to launching its last step.
         waited: How long the devices were idle because a batch was being read.
-        reading: How long reading took, beside the devices' work or not.
+        reading: How long reading took, whether the devices worked meanwhile or not.
         batches: The number of batches read.
     """
 
@@ -62,15 +62,16 @@ class InputWait(Printed):
 class InputClock:
     """Measures how long the devices wait for input, epoch by epoch.
 
-    A wait is the time in which a batch is being read and the launch before has ended. Only waiting
-    for a launch shows when it ends, which a thread does, in epochs whose reading takes long enough
+    A wait is time during which a batch is being read and the previous launch has ended. To see when
+    a launch ends, a thread waits for it. It does so only in epochs whose reading takes long enough
     to matter.
 
     Args:
-        on_finish: Called with each epoch's result.
+        on_finish: Called with the result of every epoch.
 
     Attributes:
-        at_end: Whether the next launch is the last of an epoch; set by whoever hands its batch out.
+        at_end: Whether the next launch is the last of an epoch; set by the code that hands out its
+            batch.
     """
 
     def __init__(self, on_finish: Callable[[InputWait], None] | None = None):
@@ -115,8 +116,8 @@ class InputClock:
         """Notes a launch, by its outputs.
 
         Args:
-            outputs: What the launch returned; when its first array is ready, the launch has ended.
-            last: Whether training stops after it, wherever in the epoch that is.
+            outputs: The outputs of the launch; when the first array is ready, the launch has ended.
+            last: Whether training stops after it, even in the middle of an epoch.
         """
         self._launched = True
         if self._watcher is not None:
@@ -125,7 +126,7 @@ class InputClock:
             self.finish()
 
     def finish(self) -> None:
-        """Ends an epoch, if one was begun."""
+        """Ends an epoch, if one has started."""
         if self._started is not None and self._launched and self._on_finish is not None:
             seconds = time.perf_counter() - self._started
             self._on_finish(InputWait(seconds, self._waited, self._reading, self._batches))
@@ -146,7 +147,7 @@ class _LaunchWatcher:
         self._arrays.put((self._newest, array))
 
     def idle(self, start: float, end: float) -> float:
-        """How much of a stretch of time came after the newest launch ended."""
+        """How much of a time span came after the end of the newest launch."""
         number, ended = self._ended
         return max(0.0, end - max(start, ended)) if number == self._newest else 0.0
 
@@ -161,13 +162,13 @@ class _LaunchWatcher:
             try:
                 array.block_until_ready()
             except Exception as error:
-                # The training loop meets the same error and raises it.
+                # The training loop gets the same error and raises it.
                 logger.debug("launch %d failed: %s", number, error)
             self._ended = (number, time.perf_counter())
 
 
 class _Ended:
-    """Stands for the end of the input, or the exception it ended with."""
+    """Marks the end of the input, or holds the exception that ended it."""
 
     def __init__(self, error: BaseException):
         self.error = error
@@ -176,12 +177,12 @@ class _Ended:
 class TimedInput:
     """An iterator whose batches must arrive in time.
 
-    A thread reads them, one at a time, when it is asked for one: a thread that is stuck in an
-    input cannot be ended, but it can be abandoned.
+    A thread reads batches on request, one at a time. If the input hangs, the thread cannot be
+    ended, but it can be abandoned.
 
     Args:
         batches: The iterator.
-        timeout_s: The most seconds one batch may take.
+        timeout_s: The most seconds that one batch may take.
     """
 
     def __init__(self, batches: Iterator, timeout_s: float):
@@ -223,7 +224,7 @@ class TimedInput:
             received=f"none for step {self._read + 1} of this input after {self._timeout_s:g} s; "
             f"{self._read} batches had arrived.",
             fix="Find out what the input waits for, or give TPUStrategy(input_timeout_s=...) more "
-            "time, or None to wait for ever.",
+            "time, or None for no limit.",
         )
 
 
@@ -240,10 +241,10 @@ def checked_timeout(timeout_s: Any) -> float | None:
     """Validates `input_timeout_s`.
 
     Args:
-        timeout_s: The most seconds that reading one batch may take, or `None` to wait for ever.
+        timeout_s: The most seconds that reading one batch may take, or `None` for no limit.
 
     Returns:
-        The same.
+        The value.
 
     Raises:
         ValueError: If it is neither `None` nor a number between 0 and `threading.TIMEOUT_MAX`.
@@ -253,7 +254,7 @@ def checked_timeout(timeout_s: Any) -> float | None:
         return timeout_s
     raise ValueError(
         message(
-            "input_timeout_s is a number of seconds above 0, or None to wait for ever.",
+            "input_timeout_s is a number of seconds above 0, or None for no limit.",
             received={"input_timeout_s": timeout_s},
             fix="Write for example input_timeout_s=600.",
         )
@@ -264,8 +265,7 @@ class InputReports:
     """The reports of a strategy about the input of its epochs.
 
     Attributes:
-        input_wait: How long the devices waited for input in the last epoch that was trained, or
-            `None`.
+        input_wait: How long the devices waited for input in the last training epoch, or `None`.
     """
 
     def __init__(self):

@@ -1,4 +1,4 @@
-"""The arrays of a host batch: checks of what they may be, their number of rows, padding."""
+"""The arrays of a host batch: checks, their number of rows, padding."""
 
 import numbers
 from typing import Any
@@ -10,12 +10,12 @@ from jax.experimental.sparse import JAXSparse
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.input.batch_axis import flatten
 
-# What a batch may hold as it is.
+# Types that need no conversion.
 ARRAYS = (np.ndarray, jax.Array, JAXSparse)
 
 
 def as_array(leaf: Any) -> Any:
-    """A leaf of a batch as an array of NumPy's or JAX's, dense or sparse.
+    """A leaf of a batch as a NumPy or JAX array, dense or sparse.
 
     Args:
         leaf: The leaf.
@@ -38,13 +38,13 @@ def checked_rows(name: str, axis: int, leaf: Any, empty: bool = False) -> int:
     """The number of rows of an array of a batch.
 
     Args:
-        name: What errors call it.
+        name: Its name for errors.
         axis: Its batch dimension.
         leaf: The array.
-        empty: Whether it may have none.
+        empty: Whether it may have no rows.
 
     Raises:
-        ValueError: If it has no such dimension, no rows, or holds no numbers.
+        ValueError: If it has no such dimension, has no rows, or is not numeric.
     """
     check_numbers(name, leaf)
     received = {"element": name, "shape": tuple(leaf.shape), "dtype": str(leaf.dtype)}
@@ -68,11 +68,11 @@ def checked_rows(name: str, axis: int, leaf: Any, empty: bool = False) -> int:
 
 
 def check_numbers(name: str, leaf: Any) -> None:
-    """Raises a `ValueError` if an array of a batch holds text, or rows of several lengths.
+    """Raises a `ValueError` if an array of a batch has text, or rows of different lengths.
 
     Args:
-        name: What errors call it.
-        leaf: The array, as NumPy made it of what was given.
+        name: Its name for errors.
+        leaf: The array, as NumPy converted it.
 
     Raises:
         ValueError: If it does.
@@ -84,7 +84,7 @@ def check_numbers(name: str, leaf: Any) -> None:
     if isinstance(first, (numbers.Number, np.generic)):
         raise ValueError(
             message(
-                "A batch holds numbers.",
+                "A batch must be numeric.",
                 received={**received, "of": type(first).__name__},
                 fix='Give them a dtype: x.astype("float32").',
             )
@@ -92,7 +92,7 @@ def check_numbers(name: str, leaf: Any) -> None:
     if not isinstance(first, (str, bytes)):
         raise ValueError(
             message(
-                "The rows of an array of a batch have one length; those of a ragged one differ.",
+                "The rows of an array must have the same length; those of a ragged one differ.",
                 received={**received, "of": type(first).__name__},
                 fix="Pad them in the input pipeline: ragged.to_tensor(), as in dataset.map(lambda "
                 'x: x.to_tensor()); RunOptions(buckets="power_of_two") then has one program for '
@@ -101,7 +101,7 @@ def check_numbers(name: str, leaf: Any) -> None:
         )
     raise ValueError(
         message(
-            "A batch holds numbers.",
+            "A batch must be numeric.",
             received=received,
             fix="Encode text with keras.layers.StringLookup or TextVectorization in the "
             "input pipeline.",
@@ -114,9 +114,9 @@ def check_same_rows(first: tuple[str, int], name: str, rows: int, leaf: Any) -> 
 
     Args:
         first: The name of one of them, and its rows.
-        name: That of the other.
-        rows: The other's rows.
-        leaf: The other.
+        name: The name of the other.
+        rows: The rows of the other.
+        leaf: The other array.
 
     Raises:
         ValueError: If they differ.
@@ -138,9 +138,9 @@ def padded(leaf: Any, axis: int, size: int) -> np.ndarray:
     """A host array with zeros added at the end of a dimension, up to a size.
 
     Args:
-        leaf: An array, or what NumPy makes one of.
-        axis: The dimension to make longer.
-        size: The length that this dimension gets, no less than it has.
+        leaf: An array, or an object that NumPy can convert to one.
+        axis: The dimension to extend.
+        size: The new length of this dimension, at least its old one.
     """
     host = np.asarray(leaf)
     if host.shape[axis] == size:

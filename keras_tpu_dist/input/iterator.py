@@ -1,4 +1,4 @@
-"""An epoch's batches as launches, read and transferred ahead of the step that uses them."""
+"""The batches of an epoch, in launches; read and transferred ahead of the step that uses them."""
 
 import logging
 import math
@@ -21,13 +21,13 @@ def in_stacks(
     place: Callable[[Any], Any],
     place_many: Callable[[list], Any],
 ) -> Iterator[tuple[Any, int]]:
-    """Places host batches, stacked if they fill scans and are alike.
+    """Places host batches; stacks them if they fill scans and have the same shapes.
 
     Args:
         batches: The host batches.
         length: The steps of a scan.
-        place: Puts a host batch on the devices.
-        place_many: Puts host batches on the devices, stacked; `None` if they are not alike.
+        place: Transfers a host batch to the devices.
+        place_many: Transfers stacked host batches; returns `None` if their shapes differ.
 
     Yields:
         A placed batch, or stacked ones, and the number of steps.
@@ -37,7 +37,7 @@ def in_stacks(
         try:
             stacked = place_many(batches[placed : placed + length])
         except ValueError:
-            # One of the batches is wrong: placed singly, it raises at its step.
+            # One of the batches is wrong; placed alone, it raises the error at its step.
             stacked = None
         if stacked is None:
             break
@@ -50,31 +50,31 @@ def in_stacks(
 class DeviceIterator:
     """Batches on the devices, some ahead of the step that uses them.
 
-    `launches` yields what to launch. Plain iteration yields host batches, one at a time and without
-    look-ahead: Keras builds unbuilt models from them.
+    `launches` yields batches to launch. Plain iteration yields host batches, one at a time and
+    without prefetching: Keras builds unbuilt models from them.
 
-    An error while reading ahead is raised when the step comes that would have used that batch, so
-    that a failing input stops training exactly where it would without reading ahead. A generator
-    is never read beyond the steps of the running epoch.
+    If reading ahead fails, the error is raised at the step that would have used the batch. So a
+    failing input stops training at the same step as without prefetching. A generator is never read
+    beyond the steps of the running epoch.
 
     Args:
         batches: The host batches.
-        prefetch: How many batches to hold ready on the devices.
-        steps_per_epoch: Steps after which the caller may stop reading, or `None` if it reads to
-            the end.
+        prefetch: How many batches to transfer ahead.
+        steps_per_epoch: Steps after which the caller may stop reading, or `None` if it reads to the
+            end.
         clock: Measures how long the devices wait for the batches.
-        num_batches: The number of batches of an epoch if known, for the clock.
-        source_batches: The number of batches after which the input begins anew, if it does.
-        not_made: Called with the number of steps that were counted for a launch and not made, and
-            whether the end of the input cut it short.
-        data_adapter: Keras's adapter of the input, which may count epochs and shuffle by that.
-        chosen_steps: The steps of a launch if they were chosen automatically, without regard to
-            the memory that its batches take; or `None`.
+        num_batches: The number of batches in an epoch if known, for the clock.
+        source_batches: The number of batches after which the input starts again, if it does.
+        not_made: Called with the number of steps that were counted for a launch and did not run,
+            and whether the end of the input was the reason.
+        data_adapter: Keras's adapter for the input, which may count epochs and use them to shuffle.
+        chosen_steps: The steps of a launch if they were chosen automatically, without regard to the
+            memory for its batches; or `None`.
 
     Attributes:
         clock: As given.
         progress: Counts the batches, and knows the position in the input.
-        copies: Whether batches are copied as they are read: several are held before they are
+        copies: Whether batches are copied when they are read. Several are held before they are
             transferred, and a source may write the next one into the same arrays.
         chosen_steps: As given.
     """
@@ -101,11 +101,11 @@ class DeviceIterator:
         self._prefetch = prefetch
         self._steps_per_epoch = steps_per_epoch
         self._source_batches = source_batches
-        # Launches that are ready, as batch and steps, or an exception to raise at its turn.
+        # Launches that are ready, as batch and steps, or an exception to raise at their turn.
         self._ahead: deque[Any] = deque()
         self._num_read = 0
         self._ended = False
-        # Batches to skip without reading: the input was moved behind them by its own state.
+        # Batches to skip without reading: the input has moved past them by its own state.
         self._passed = 0
 
     def __iter__(self):
@@ -123,18 +123,18 @@ class DeviceIterator:
         several: Callable[[list], Iterable[tuple[Any, int]]] | None = None,
         wanted_next: Callable[[], int] | None = None,
     ) -> Iterator[tuple[Any, int]]:
-        """Yields what to launch now; nothing at the end of the input.
+        """Yields the next batches to launch; nothing at the end of the input.
 
-        A batch counts as used once it is yielded. A caller that comes back after the last one has
-        launched all of them: the next batches are read and transferred then, while the devices
+        A batch counts as used once it is yielded. When the caller comes back after the last one, it
+        has launched all of them. Then the next batches are read and transferred while the devices
         work.
 
         Args:
-            wanted: How many steps the caller makes, if the input and the epoch have as many.
-            place: Puts a host batch on the devices.
-            several: Puts host batches on the devices, and yields them, perhaps stacked, with their
-                numbers of steps. Without it the caller makes one step at a time.
-            wanted_next: How many steps the caller makes next, if it makes several.
+            wanted: How many steps the caller runs, if the input and the epoch have as many.
+            place: Transfers a host batch to the devices.
+            several: Transfers host batches and yields them, perhaps stacked, with their numbers of
+                steps. Without it the caller runs one step at a time.
+            wanted_next: How many steps the caller runs next, if it runs several.
 
         Yields:
             A placed batch and its number of steps.
@@ -188,10 +188,10 @@ class DeviceIterator:
         place: Callable[[Any], Any],
         several: Callable[[list], Iterable[tuple[Any, int]]] | None = None,
     ) -> None:
-        """Reads and transfers what comes next, while the devices work.
+        """Reads and transfers the next batches, while the devices work.
 
         Args:
-            wanted: How many steps the caller makes next, if it makes several.
+            wanted: How many steps the caller runs next, if it runs several.
             place: See `launches`.
             several: See `launches`.
         """
@@ -201,11 +201,11 @@ class DeviceIterator:
             self._read_group(wanted, place, several)
 
     def split_ahead(self, most: int, split: Callable[[Any], Iterable[Any]]) -> None:
-        """Takes what was made ready for a launch of more steps apart.
+        """Takes batches apart that were prepared for a launch of more steps.
 
         Args:
             most: How many steps the next launch may have.
-            split: From stacked batches to single ones.
+            split: Splits stacked batches into single ones.
         """
         if self._ahead and not isinstance(self._ahead[0], Exception) and self._ahead[0][1] > most:
             stacked, _ = self._ahead.popleft()
@@ -218,7 +218,7 @@ class DeviceIterator:
             batches: How many batches to read and drop.
 
         Raises:
-            StopIteration: If it had ended already.
+            StopIteration: If the input has already ended.
         """
         for number in range(batches):
             try:
@@ -238,10 +238,10 @@ class DeviceIterator:
     def begin_at(self, position: InputPosition) -> None:
         """Goes to a position, before the first batch is read.
 
-        Batches of the running epoch are not read here: they are skipped as steps of it.
+        Batches of the running epoch are not read here, but skipped as steps of the epoch.
 
         Args:
-            position: That of an iterator over the same input in an earlier process.
+            position: The position of an iterator over the same input in an earlier process.
         """
         begins = position.begins(self._steps_per_epoch, self._source_batches)
         stands = self.progress.goes_to(position, begins)
@@ -256,7 +256,7 @@ class DeviceIterator:
         self.progress.has_epoch_of(position)
         if not stands:
             logger.info(
-                "%d batches of the input were read again, to go on where training stopped: %.1f s",
+                "%d batches of the input were read again, to resume where training stopped: %.1f s",
                 earlier,
                 time.perf_counter() - start,
             )
@@ -269,7 +269,7 @@ class DeviceIterator:
         )
 
     def _left_in_epoch(self) -> Any:
-        """The number of batches of the epoch that are not read; at its end, of the next one."""
+        """The number of unread batches in the epoch; at its end, those in the next one."""
         if not self._steps_per_epoch:
             return math.inf
         return self._steps_per_epoch - self._num_read % self._steps_per_epoch
@@ -282,7 +282,7 @@ class DeviceIterator:
             self._read_group(1, place, None)
 
     def _read_group(self, steps: int, place, several) -> None:
-        """Reads so many batches, fewer at an end, and transfers them."""
+        """Reads a number of batches, fewer at an end, and transfers them."""
         group: list = []
         error = None
         if steps > 1:
@@ -293,7 +293,7 @@ class DeviceIterator:
         except StopIteration:
             self._ended = True
         except Exception as caught:
-            # Raised by `launches`, after the steps of the batches before it.
+            # `launches` raises it, after the steps of the batches before it.
             self._ended, error = True, caught
         self._num_read += len(group)
         try:

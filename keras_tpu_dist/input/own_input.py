@@ -1,8 +1,8 @@
-"""Input of every process's own: steps that all processes make together.
+"""Separate input in every process, for steps that all processes run together.
 
-Before a step is launched, all processes know how many rows every one of them has for it: they
-exchange the numbers over the host channel, some steps ahead. A process without rows left takes
-part with none until all have come to their end.
+Before a step is launched, every process knows how many rows all others have for it. They exchange
+the numbers over the host channel, some steps ahead. A process that runs out takes part with no rows
+until all are done.
 """
 
 import math
@@ -24,14 +24,14 @@ from keras_tpu_dist.processes.channel import agree
 from keras_tpu_dist.processes.encoding import ANYTHING, ListOf, PeerError, check_array, fits
 
 # Batches that are read ahead to agree on several steps at once: agreeing takes some milliseconds,
-# as long as a small step itself.
+# as long as a small step.
 _MOST_AHEAD, _MOST_BYTES_AHEAD = 16, 64 * 2**20
 _FIX = (
-    'With input="per_process" each process brings its part of every batch: the same structure, '
+    'With input="per_process" every process provides its part of every batch: the same structure, '
     "shapes and dtypes in all of them, any number of rows."
 )
 # The form of a batch's description: its rows; for every array the name, the shape with -1 for the
-# rows, the dtype, and a checksum if all processes bring the same; and the batch's structure.
+# rows, the dtype, and a checksum if all processes must have the same; and the batch's structure.
 _BATCH = {
     "rows": int,
     "leaves": ListOf([str, ListOf(int), str, (int, None)]),
@@ -47,7 +47,7 @@ class ShardBatch:
 
     Attributes:
         batch: The structure of host arrays; they may have no rows.
-        rows: The number of rows of each input shard.
+        rows: The number of rows of every input shard.
     """
 
     batch: Any
@@ -55,12 +55,12 @@ class ShardBatch:
 
 
 class OwnInput:
-    """Makes steps of what the processes read.
+    """Combines the batches of the processes into steps.
 
     Args:
-        shards: Which rows of a batch every process brings.
-        axes: From a batch to the batch dimension of each of its arrays, in the order of `flatten`.
-        alike: Whether elements without a batch dimension are the same in all processes.
+        shards: Which rows of a batch every process provides.
+        axes: Returns the batch dimension of every array of a batch, in the order of `flatten`.
+        alike: Whether arrays without a batch dimension are the same in all processes.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class OwnInput:
         self._alike = alike
 
     def of_call(self, batch: Any) -> ShardBatch:
-        """This process's part of a batch that stands alone, as for `train_on_batch`.
+        """This process's part of a single batch, as for `train_on_batch`.
 
         Args:
             batch: This process's rows.
@@ -93,7 +93,7 @@ class OwnInput:
         return jax.tree.map(lambda rows: joined_rows(rows, self.shards.processes), structure)
 
     def length(self, num_batches: int | None, ragged: bool) -> tuple[int | None, bool]:
-        """The number of steps that all processes make, and whether one of them may be ragged.
+        """The number of steps that all processes run, and whether one of them may be ragged.
 
         Args:
             num_batches: How many batches this process has, or `None` if it does not know.
@@ -108,14 +108,12 @@ class OwnInput:
     def agreed(
         self, batches: Iterable, steps_per_epoch: int | None, *, may_be_empty: bool = False
     ) -> Iterator[ShardBatch]:
-        """What the processes bring for one step after the other, until all have come to an end.
+        """The batches of this process, step by step, until the input of all processes has ended.
 
         Args:
             batches: This process's host batches.
             steps_per_epoch: Batches beyond which nothing is read before they were used.
-            may_be_empty: Whether it is fine that no process has a batch.
-
-        Raises:
+            may_be_empty: Whether it is allowed that no process has a batch.
             ValueError: On all processes, if their batches do not fit together, or none has any.
         """
         ahead = _Ahead(iter(batches))
@@ -164,9 +162,9 @@ class OwnInput:
             if len({number[i] for i in group}) > 1:
                 raise ValueError(
                     message(
-                        "Processes of one input shard bring the same rows.",
+                        "Processes of one input shard must provide the same rows.",
                         received=", ".join(f"{number[i]} rows in process {i}" for i in group) + ".",
-                        fix="Cut the data by strategy.input_shard, not by jax.process_index().",
+                        fix="Divide the data by strategy.input_shard, not by jax.process_index().",
                     )
                 )
         rows = tuple(number[group[0]] for group in self.shards.processes)
@@ -200,17 +198,17 @@ class OwnInput:
         return {"rows": rows, "leaves": shapes, "structure": described_structure(batch)}
 
     def _check_group(self, checksums: list[list]) -> None:
-        """Checks the first batch of an epoch of processes that must bring the same."""
+        """Checks the first batch of an epoch in processes that must provide the same."""
         for group in self.shards.processes:
             for i in group:
                 if checksums[i] != checksums[group[0]]:
                     raise ValueError(
                         message(
-                            "Processes of one input shard bring the same rows.",
+                            "Processes of one input shard must provide the same rows.",
                             received=f"processes {group[0]} and {i}, whose first batches of an "
                             "epoch differ.",
-                            fix="Cut the data by strategy.input_shard, and seed what shuffles it "
-                            "by its index.",
+                            fix="Divide the data by strategy.input_shard, and use its index as "
+                            "the seed for shuffling.",
                         )
                     )
 
@@ -226,7 +224,7 @@ class OwnInput:
 
 
 class _Ahead:
-    """Batches of this process that were read and not yet used."""
+    """Batches of this process that were read and not used yet."""
 
     def __init__(self, batches: Iterator):
         self._source = batches
@@ -245,11 +243,11 @@ class _Ahead:
             except StopIteration:
                 self.ended = True
             except Exception as error:
-                # Raised by `raise_error`, after the steps of the batches before it.
+                # `raise_error` raises it, after the steps of the batches before it.
                 self._error = error
 
     def raise_error(self) -> None:
-        """Raises what reading raised, once all that was read before is used."""
+        """Raises the error of reading, once all batches before it are used."""
         if self._error is not None and not self.batches:
             raise self._error
 
@@ -257,22 +255,22 @@ class _Ahead:
 def _steps(answers: list[dict]) -> int:
     """The number of steps whose rows are known: those of the process that read the fewest ahead.
 
-    A process whose input has ended limits nothing, as it takes part with no rows.
+    A process whose input has ended does not count, because it takes part with no rows.
     """
     going_on = [len(answer["batches"]) for answer in answers if not answer["ended"]]
     return min(going_on) if going_on else max(len(answer["batches"]) for answer in answers)
 
 
 def _empty(described: dict) -> Any:
-    """A batch without rows, of the structure that another process has."""
+    """A batch without rows, with the structure that another process has."""
     leaves = described["leaves"]
     if any(same is not None for *_, same in leaves):
         raise ValueError(
             message(
-                "What has no batch axis comes with each batch, in all processes.",
+                "Arrays without a batch axis must come with every batch, in all processes.",
                 received=f"process {jax.process_index()}, whose input ended, without "
                 f"{[name for name, *_, same in leaves if same is not None]}.",
-                fix="Give all processes equally many batches.",
+                fix="Give all processes the same number of batches.",
             )
         )
     arrays = (np.zeros([max(size, 0) for size in shape], dtype) for _, shape, dtype, _ in leaves)
@@ -293,31 +291,31 @@ def described_structure(node: Any) -> Any:
     if type(node) in (tuple, list):
         return [type(node).__name__, *map(described_structure, node)]
     if type(node) in (dict, OrderedDict) and all(type(key) in (str, int) for key in node):
-        # JAX flattens a dict in the order of its sorted keys, an ordered one in its own.
+        # JAX flattens a dict in sorted order of its keys, and an ordered dict in its own order.
         keys = list(node) if isinstance(node, OrderedDict) else sorted(node)
         items = [[key, described_structure(node[key])] for key in keys]
         return [type(node).__name__, *items]
     if not jax.tree.structure(node) == jax.tree.structure(0):
         raise ValueError(
             message(
-                'Batches under input="per_process" are arrays in tuples, lists and dicts whose '
+                'Batches with input="per_process" are arrays in tuples, lists and dicts whose '
                 "keys are strings or integers.",
                 received=f"{type(node).__name__}: {str(node)[:80]}.",
-                fix="Make a dict or a tuple of it.",
+                fix="Convert it to a dict or a tuple.",
             )
         )
     return 0
 
 
 def structure_of(described: Any, arrays: Iterator) -> Any:
-    """A batch, from its structure and its arrays in their order.
+    """Rebuilds a batch from its structure and its arrays.
 
     Args:
-        described: What `described_structure` returned in another process.
-        arrays: The arrays.
+        described: The result of `described_structure`, maybe from another process.
+        arrays: The arrays, in order.
 
     Raises:
-        PeerError: If it is no structure, or one of another number of arrays.
+        PeerError: If it is not a structure, or one with another number of arrays.
     """
     batch = _built(described, arrays, 0)
     if next(arrays, None) is not None:
@@ -359,10 +357,10 @@ def _check_arrays(described: dict, process: int) -> None:
 def _malformed(received: str) -> PeerError:
     return PeerError(
         message(
-            "What processes send each other about a batch describes one.",
+            "A message between processes about a batch must describe one.",
             received=f"{received}.",
-            fix="Let nobody but the processes of this run reach the coordinator's port: see "
-            "SECURITY.md.",
+            fix="Make sure that only the processes of this run can reach the coordinator's port: "
+            "see SECURITY.md.",
         )
     )
 
@@ -379,7 +377,7 @@ def _raise_unlike(one: int, ours: list, other: int, theirs: list) -> None:
         words[1] += " with other values"
     raise ValueError(
         message(
-            "The batches of all processes fit together.",
+            "The batches of all processes must fit together.",
             received=f"{words[0]} in process {one}, {words[1]} in process {other}.",
             fix=_FIX,
         )
@@ -390,7 +388,7 @@ def _sparse(name: str) -> str:
     return message(
         'input="per_process" takes dense arrays.',
         received=f"{name}, a sparse one.",
-        fix='Make it dense, or give all processes the same data under input="global".',
+        fix='Make it dense, or give all processes the same data with input="global".',
     )
 
 

@@ -1,4 +1,4 @@
-"""Batches of every process's own rows, on their way to the mesh."""
+"""Transfers separate rows from every process to the mesh."""
 
 import functools
 import math
@@ -21,18 +21,17 @@ from keras_tpu_dist.processes.arrays import put
 
 
 class OwnRowsPlacer(BatchPlacer):
-    """Puts the rows of every process on its own devices, as one batch.
+    """Transfers the rows of every process to its own devices, as one batch.
 
     The rows of a batch are those of input shard 0, then those of input shard 1, and so on, if the
-    parts of the mesh that a shard fills follow one another. If their rows are uneven, or do not
-    divide by a process's parts, they are padded there, and the compiled program joins the true
-    rows.
+    parts of the mesh that a shard fills follow one another. If their rows are uneven, or are not
+    divisible by a process's parts, they are padded, and the compiled program joins the true rows.
 
     Args:
         mesh: The mesh.
         data_axes: The mesh axes that split the batch.
-        batch_axis: The dimension that holds the batch. See `BatchPlacer`.
-        shards: Which rows of a batch every process brings.
+        batch_axis: The batch dimension. See `BatchPlacer`.
+        shards: Which rows of a batch every process provides.
     """
 
     def __init__(
@@ -46,7 +45,7 @@ class OwnRowsPlacer(BatchPlacer):
         """Transfers this process's rows.
 
         Args:
-            batch: A `ShardBatch`, or a host batch that stands alone, as for `train_on_batch`.
+            batch: A `ShardBatch`, or a single host batch, as for `train_on_batch`.
 
         Raises:
             ValueError: If the processes' batches do not fit together.
@@ -64,7 +63,7 @@ class OwnRowsPlacer(BatchPlacer):
         """Transfers this process's rows for several steps at once. See `BatchPlacer.place_many`.
 
         Args:
-            batches: One `ShardBatch` for each step.
+            batches: One `ShardBatch` for every step.
         """
         if len({batch.rows for batch in batches}) > 1:
             return None
@@ -83,14 +82,14 @@ class OwnRowsPlacer(BatchPlacer):
         return PlacedBatch(jax.tree.unflatten(treedef, arrays), slots)
 
     def place_eagerly(self, batch: Any) -> PlacedBatch:
-        """Transfers this process's rows for code that is not compiled, which gets all rows whole.
+        """Transfers this process's rows for eager code, in which every device has all rows.
 
         Args:
-            batch: A `ShardBatch`, or a host batch that stands alone.
+            batch: A `ShardBatch`, or a single host batch.
         """
         log_once(
-            "not compiled (run_eagerly, or a layer that Keras does not compile): the rows of all "
-            "processes are whole on every device",
+            "not compiled (run_eagerly, or a layer that Keras does not compile): every device gets "
+            "the rows of all processes",
             WARNING,
         )
         placed = self.place(batch)
@@ -106,12 +105,12 @@ class OwnRowsPlacer(BatchPlacer):
         return jax.tree.unflatten(treedef, [as_array(leaf) for leaf in leaves])
 
     def own_rows(self, outputs: Any, batch: PlacedBatch, stacked: bool = False) -> Any:
-        """The outputs of `predict` for the rows that this process brought.
+        """The outputs of `predict` for this process's rows.
 
         Args:
             outputs: A structure of arrays, with the rows of all processes.
-            batch: The batch they were made of.
-            stacked: Whether it is several batches, stacked along a first dimension.
+            batch: The input batch.
+            stacked: Whether these are several batches, stacked along a first dimension.
         """
         filled = next((slot.filled for slot in batch.slots if slot.filled is not None), None)
         if filled is None:
@@ -127,7 +126,7 @@ class OwnRowsPlacer(BatchPlacer):
         return jax.tree.map(cut, outputs)
 
     def bytes_per_device(self, batch: Any) -> float:
-        """The bytes of a `ShardBatch` on each device; the same number in all processes.
+        """The bytes of a `ShardBatch` on one device; the same number in all processes.
 
         Args:
             batch: The `ShardBatch`.
@@ -181,8 +180,8 @@ def placer_for(mesh: Mesh, data_axes: tuple[str, ...], batch_axis: Any, source: 
     Args:
         mesh: The mesh.
         data_axes: The mesh axes that split the batch.
-        batch_axis: The dimension that holds the batch. See `BatchPlacer`.
-        source: `"global"`, or `"per_process"` for processes that bring their own rows.
+        batch_axis: The batch dimension. See `BatchPlacer`.
+        source: `"global"`, or `"per_process"` if processes provide their own rows.
     """
     if source == "global" or named_sharding(mesh).is_fully_addressable:
         return BatchPlacer(mesh, data_axes, batch_axis)
@@ -195,5 +194,5 @@ def _has_rows(leaf: Any, axis: int | None) -> bool:
 
 def _bytes_of_a_row(leaf: Any, axis: int | None) -> int:
     shape = [size for i, size in enumerate(leaf.shape) if not _has_rows(leaf, axis) or i != axis]
-    # Of the dtype on the devices: one process may bring float64 and another float32.
+    # With the dtype on the devices: one process may have float64 and another float32.
     return math.prod(shape) * jax.dtypes.canonicalize_dtype(leaf.dtype).itemsize

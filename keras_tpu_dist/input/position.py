@@ -1,4 +1,4 @@
-"""A place in the input: random numbers before its first batch, and the batches since."""
+"""The position in an input: random numbers before its first batch, and the batches since."""
 
 import base64
 import json
@@ -22,17 +22,17 @@ _WORDS = 624
 
 @dataclass(frozen=True)
 class InputPosition:
-    """A place in an input that is read from its start again.
+    """The position in an input that can be read from its start again.
 
     Attributes:
         start: The state of NumPy's and Python's random numbers before the first batch was read:
             Keras 3.15 shuffles arrays with the one and `PyDataset`s with the other.
-        now: Their state when the position was taken.
-        made: How many batches of the input were trained on.
+        now: Their state at this position.
+        made: How many batches of the input were used for training.
         done: How many of these belong to the running epoch.
         state: The input's own state, as plain data; `None` if it has none.
-        start_epoch: The epoch by which Keras 3.16 shuffled the rows that are being read, as its
-            data adapter counts them; `None` if it shuffles none, and with Keras 3.15.
+        start_epoch: The epoch by which Keras 3.16 shuffled the current rows, as its data adapter
+            counts epochs; `None` without shuffling, and with Keras 3.15.
         now_epoch: The epoch by which it shuffles them the next time.
     """
 
@@ -48,8 +48,8 @@ class InputPosition:
         """Whether the next batch is the first of the input.
 
         Args:
-            steps_per_epoch: That of `fit`.
-            source_batches: The number of batches after which the input begins anew, if it does.
+            steps_per_epoch: The argument of `fit`.
+            source_batches: The number of batches after which the input starts again, if it does.
         """
         if steps_per_epoch and source_batches and not self.done:
             return self.made >= source_batches
@@ -61,15 +61,15 @@ class InputPosition:
 
 
 class Progress:
-    """How far an input was read and handed out; an iterator over it counts here.
+    """Counts how much of an input was read and handed out.
 
     Args:
-        batches: The iterator over the input, which may tell its place.
-        data_adapter: Keras's adapter of the input, which may count epochs and shuffle by that.
+        batches: The iterator over the input, which may have a position of its own.
+        data_adapter: Keras's adapter for the input, which may count epochs and use them to shuffle.
 
     Attributes:
-        made: How many batches were handed out to be trained on.
-        follows: Whether there is more to note of a batch that is read or handed out.
+        made: How many batches were handed out for training.
+        follows: Whether more than a count must be recorded for a batch.
     """
 
     def __init__(self, batches: Any, data_adapter: Any = None):
@@ -77,41 +77,41 @@ class Progress:
         self._batches, self._data_adapter = batches, data_adapter
         # The random numbers before the first batch was read.
         self._start: dict[str, Any] | None = None
-        # The epochs, as Keras's data adapter counts them, of the first batch and of the newest.
+        # The epochs of the first batch and of the newest, as Keras's data adapter counts them.
         self._start_epoch = self._newest_epoch = _keras.shuffling_epoch(data_adapter)
-        # What the input said of its place after each batch that was read and not handed out yet.
+        # The input's states after every batch that was read and not handed out yet.
         self._states: deque | None = None
         self._state: Any = None
         self.follows = self._start_epoch is not None
 
     def begins(self) -> None:
-        """Notes what decides the order of the batches, before one is read and none handed out."""
+        """Records the state that decides the order of the batches, before the first is read."""
         self._start = self._start or random_numbers()
         self._start_epoch = _keras.shuffling_epoch(self._data_adapter)
 
     def drew_with(self, numbers: dict[str, Any]) -> None:
-        """Notes the random numbers with which the order of an input was drawn ahead.
+        """Records the random numbers with which the order of an input was drawn ahead.
 
         Args:
-            numbers: What `random_numbers` returned before.
+            numbers: The result of `random_numbers` before that.
         """
         self._start = self._start or numbers
 
     def keep_states(self) -> None:
-        """From now on asks the input for its place, if it can tell, for `position`."""
+        """Starts to record the input's own states, if it has any, for `position`."""
         if self._states is None and hasattr(self._batches, "get_state"):
             self._states, self.follows = deque(), True
 
     def was_read(self) -> None:
-        """Notes where the input is, behind a batch that was just read."""
+        """Records the input's state after a batch was read."""
         if self._states is not None:
             self._states.append(state_of(self._batches))
 
     def follow(self, steps: int) -> None:
-        """Notes what goes with batches that are handed out.
+        """Records the states that belong to batches that are handed out.
 
         Args:
-            steps: How many.
+            steps: The number of batches.
         """
         self._newest_epoch = _keras.shuffling_epoch(self._data_adapter)
         states = self._states or deque()
@@ -119,14 +119,14 @@ class Progress:
             self._state = states.popleft()
 
     def goes_to(self, position: InputPosition, begins: bool) -> bool:
-        """Has the input go on from a position, if it can be sent there.
+        """Moves the input to a position, if it can be moved.
 
         Args:
-            position: That of an iterator over the same input in an earlier process.
+            position: The position of an iterator over the same input in an earlier process.
             begins: Whether that is its beginning.
 
         Returns:
-            Whether the input stands there: behind all batches that were handed out before.
+            Whether the input is there now: after all batches that were handed out before.
         """
         stands = bool(not begins and position.state) and set_state(self._batches, position.state)
         if not _keras.orders_ahead(self._data_adapter):
@@ -136,7 +136,7 @@ class Progress:
         return stands
 
     def has_epoch_of(self, position: InputPosition) -> None:
-        """Has Keras's data adapter count epochs from those of a position.
+        """Lets Keras's data adapter count epochs from those of a position.
 
         Args:
             position: The position.
@@ -146,10 +146,10 @@ class Progress:
             _keras.set_shuffling_epoch(self._data_adapter, position.now_epoch)
 
     def position(self, done: int) -> InputPosition:
-        """Where in the input training stands.
+        """The current position of training in the input.
 
         Args:
-            done: The steps made of the running epoch.
+            done: The number of steps that ran in the current epoch.
         """
         now, epoch = random_numbers(), _keras.shuffling_epoch(self._data_adapter)
         if epoch is not None and self._newest_epoch is not None and not done:
@@ -167,10 +167,10 @@ class Progress:
 
 
 def is_position(data: Any) -> bool:
-    """Whether plain data is what `InputPosition.to_dict` gives, whoever wrote it.
+    """Whether plain data, from any source, is a valid result of `InputPosition.to_dict`.
 
     Args:
-        data: Anything that JSON has.
+        data: Any JSON value.
     """
     names = {field.name for field in fields(InputPosition)}
     epochs = {"start_epoch", "now_epoch"}
@@ -204,7 +204,7 @@ def _are_random_numbers(state: Any) -> bool:
         and isinstance(second, (int, float))
         and (gauss is None or isinstance(gauss, float))
         and _has_words(keys, _WORDS)
-        # Python's last word is the place among the others.
+        # The last word of Python's state is the index into the others.
         and _has_words(words, _WORDS + 1)
         and int(_words(words)[-1]) <= _WORDS
     )
@@ -250,10 +250,10 @@ def random_numbers() -> dict[str, Any]:
 
 
 def set_random_numbers(state: dict[str, Any]) -> None:
-    """Gives NumPy's and Python's global random numbers a state.
+    """Sets the state of NumPy's and Python's global random numbers.
 
     Args:
-        state: What `random_numbers` returned.
+        state: A result of `random_numbers`.
     """
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, _words(keys), *rest))
@@ -262,9 +262,9 @@ def set_random_numbers(state: dict[str, Any]) -> None:
 
 
 def position_between_epochs() -> InputPosition:
-    """Where the input of the fit that runs here stands when an epoch has ended, without a strategy.
+    """The position in the input of the running fit between epochs, without a strategy.
 
-    What its data adapter counted may lack an epoch that a callback ended.
+    Its data adapter may not have counted an epoch that a callback ended.
     """
     now, iterator = random_numbers(), _keras.epoch_iterator_of_fit()
     epoch = None if iterator is None else _keras.shuffling_epoch(iterator.data_adapter)
@@ -283,8 +283,8 @@ def own_position(positions: Sequence) -> InputPosition | None:
         own = positions[0]
         if any(other != own for other in positions):
             logger.warning(
-                "%d processes wrote the checkpoint, each with random numbers of its own; of %d, "
-                "all go on with those of the first",
+                "%d processes wrote the checkpoint, with different random numbers; of %d "
+                "processes, all resume with those of the first",
                 len(positions),
                 jax.process_count(),
             )
@@ -292,14 +292,14 @@ def own_position(positions: Sequence) -> InputPosition | None:
 
 
 def shuffle_from(position: InputPosition, epoch: int) -> None:
-    """Makes the fit that begins shuffle its input as the interrupted fit did.
+    """Makes the fit that starts shuffle its input as the interrupted fit did.
 
-    To be called before the epoch begins: workers of a `PyDataset` draw its order then. Any other
-    order Keras 3.15 draws with the first batch: see `DeviceIterator.begin_at`.
+    Call it before the epoch begins, because workers of a `PyDataset` draw its order then. Keras
+    3.15 draws any other order with the first batch: see `DeviceIterator.begin_at`.
 
     Args:
-        position: Where training stood.
-        epoch: The epoch that it goes on with, from 0.
+        position: Where training stopped.
+        epoch: The epoch in which it resumes, from 0.
     """
     iterator: Any = _keras.epoch_iterator_of_fit()
     if iterator is None:
@@ -311,12 +311,13 @@ def shuffle_from(position: InputPosition, epoch: int) -> None:
     fresh, known = _keras.shuffling_epoch(adapter), position.now_epoch is not None
     if (fresh is not None) != known:
         logger.warning(
-            "the checkpoint is of another version of Keras, or of an input that is shuffled "
-            "otherwise: training goes on with rows in another order than it would have had"
+            "the checkpoint is from another version of Keras, or from an input that was shuffled "
+            "differently: training resumes with rows in another order"
         )
     if fresh is not None:
         of_input = position.now_epoch if begins else position.start_epoch
-        # Epochs have different orders, so count on from a new one if the old one is unknown.
+        # Epochs have different orders, so if the old epoch is unknown, counting starts at a new
+        # one.
         _keras.set_shuffling_epoch(adapter, fresh + epoch if of_input is None else of_input)
 
 
@@ -339,14 +340,14 @@ def state_of(batches: Any) -> Any:
 
 
 def set_state(batches: Any, state: dict[str, str]) -> bool:
-    """Moves an iterator to the place of another one over the same input.
+    """Moves an iterator to the position of another one over the same input.
 
     Args:
         batches: The iterator.
-        state: What `state_of` returned for the other.
+        state: The result of `state_of` for the other.
 
     Returns:
-        Whether it moved; not if it has no states, or does not take this one.
+        Whether it moved; it does not if it has no states, or rejects this one.
     """
     if not hasattr(batches, "set_state"):
         return False
@@ -355,7 +356,7 @@ def set_state(batches: Any, state: dict[str, str]) -> bool:
         batches.set_state(plain)
     except Exception as error:
         logger.warning(
-            "the input does not take the state that is in the checkpoint (%s: %s): it is read "
+            "the input does not accept the state in the checkpoint (%s: %s), so it is read "
             "from its start again",
             type(error).__name__,
             error,

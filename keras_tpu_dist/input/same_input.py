@@ -1,4 +1,4 @@
-"""Input that all processes read alike: the first batch of an epoch is compared."""
+"""Checks that all processes read the same input, by the first batch of an epoch."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -27,8 +27,8 @@ def compared(batches: Iterable) -> Iterator:
     batches = iter(batches)
     first = next(batches, None)
     fix = (
-        "Give each process the same arrays, or the same stream in the same order: seed what "
-        "shuffles it (keras.utils.set_random_seed, tf.data.Dataset.shuffle(seed=...))."
+        "Give every process the same arrays, or the same stream in the same order: set the seed "
+        "for shuffling (keras.utils.set_random_seed, tf.data.Dataset.shuffle(seed=...))."
     )
     mine = [_NO_BATCH] if first is None else _checksums(first)
     for i, theirs in enumerate(agree("the first batch of an epoch", fix, mine, ListOf(str))):

@@ -1,4 +1,4 @@
-"""Which rows of a batch every process brings under `input="per_process"`."""
+"""Which rows of a batch every process provides with `input="per_process"`."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -15,16 +15,16 @@ from keras_tpu_dist.common.printed import Printed
 
 @dataclass(frozen=True, repr=False)
 class InputShard(Printed):
-    """The part of the input that a process brings under `TPUStrategy(input="per_process")`.
+    """The part of the input that a process provides with `TPUStrategy(input="per_process")`.
 
     Attributes:
         index: The number of the part, from 0.
-        count: How many parts there are.
-        processes: The processes that bring this same part, the same rows in the same order: more
-            than one where a model axis crosses hosts.
+        count: The number of parts.
+        processes: The processes that provide this part, with the same rows in the same order. There
+            are several if a model axis crosses hosts.
 
     Raises:
-        ValueError: If one is no such number.
+        ValueError: If one of these is not a valid number.
 
     Example:
 
@@ -47,8 +47,8 @@ class InputShard(Printed):
         if not is_count(self.index, 0) or self.index >= self.count or not numbers:
             raise ValueError(
                 message(
-                    "An input shard has a number below their count, and the processes that bring "
-                    "it.",
+                    "The index of an input shard is below their count, and processes are those "
+                    "that provide it.",
                     received={"index": self.index, "count": self.count}
                     | {"processes": self.processes},
                     fix="Use strategy.input_shard, or write for example InputShard(0, 2, (0,)).",
@@ -67,12 +67,12 @@ class InputShard(Printed):
 
 @dataclass(frozen=True)
 class InputShards:
-    """Which parts of the batch are on the devices of which processes.
+    """Which processes have which parts of the batch on their devices.
 
     Attributes:
-        blocks: For every input shard the parts of the batch, in the order of the mesh's data axes,
-            that its processes hold.
-        processes: For every input shard its processes.
+        blocks: For every input shard, the parts of the batch on its processes, in the order of the
+            mesh's data axes.
+        processes: For every input shard, its processes.
         own: The number of this process's input shard.
     """
 
@@ -91,7 +91,7 @@ class InputShards:
         return sum(map(len, self.blocks))
 
     def of(self, batch_size: int) -> int:
-        """The rows of a global batch that this process brings.
+        """The rows of a global batch that this process provides.
 
         Args:
             batch_size: The rows of all input shards together.
@@ -103,8 +103,7 @@ class InputShards:
         if batch_size < count:
             raise ValueError(
                 message(
-                    "batch_size counts the rows of all processes together, at least one for each "
-                    "input shard.",
+                    "batch_size is the global one, with at least one row for every input shard.",
                     received=f"batch_size={batch_size} for {count} input shards.",
                     fix=f"Choose {count} or more.",
                 )
@@ -118,7 +117,7 @@ class InputShards:
             rows: The number of rows of every input shard.
 
         Returns:
-            The length of a part, padding included, and the true rows in each part.
+            The length of a part including padding, and the number of true rows in every part.
         """
         longest = max(-(-n // len(blocks)) for n, blocks in zip(rows, self.blocks, strict=True))
         filled = [0] * self.num_blocks
@@ -136,7 +135,7 @@ def input_shards_of(mesh: Mesh, data_axes: Sequence[str]) -> InputShards:
         data_axes: The axes that split the batch.
 
     Raises:
-        ValueError: If two processes hold parts of the batch that overlap and are not the same.
+        ValueError: If the parts of two processes overlap and are not the same.
     """
     processes = np.vectorize(lambda device: device.process_index, otypes=[int])(mesh.devices)
     axes = [mesh.axis_names.index(name) for name in data_axes]
@@ -144,11 +143,11 @@ def input_shards_of(mesh: Mesh, data_axes: Sequence[str]) -> InputShards:
     if shards is None:
         raise ValueError(
             message(
-                'input="per_process" needs a mesh on which two processes hold the same parts of a '
-                "batch, or none in common, and all of them equally many.",
+                'input="per_process" needs a mesh on which two processes hold either the same '
+                "parts of a batch or no common part, and all of them hold equally many.",
                 received={"mesh": dict(mesh.shape), "data_axes": tuple(data_axes)},
-                fix="Let the data axes come first in the mesh, with a size that the number of "
-                'processes divides or is divided by, or leave input="global".',
+                fix="Put the data axes first in the mesh, with a size that divides the number of "
+                'processes or is divisible by it, or leave input="global".',
             )
         )
     return shards
@@ -163,7 +162,7 @@ def input_shards_by(processes: np.ndarray, axes: Sequence[int], own: int) -> Inp
         own: This process.
 
     Returns:
-        The shards, or `None` if processes cannot bring rows of their own there.
+        The shards, or `None` if processes cannot provide their own rows on this mesh.
 
     Example:
 
@@ -180,7 +179,7 @@ def input_shards_by(processes: np.ndarray, axes: Sequence[int], own: int) -> Inp
     for process in sorted(held):
         groups.setdefault(tuple(held[process]), []).append(process)
     blocks = sorted(groups)
-    # Every part of the batch must be in one shard only, and all shards have equally many.
+    # Every part of the batch must be in exactly one shard, and all shards have equally many parts.
     if sum(map(len, blocks)) != len(by_block) or len(set(map(len, blocks))) != 1:
         return None
     members = tuple(tuple(groups[held_by]) for held_by in blocks)

@@ -1,4 +1,4 @@
-"""Keras layers over the recurrences of this package, and `TimeDistributed`."""
+"""Faster versions of Keras's recurrent layers and of `TimeDistributed`."""
 
 from keras_tpu_dist.layers.bidirectional import Bidirectional as Bidirectional
 from keras_tpu_dist.layers.convert import convert as convert

@@ -1,4 +1,4 @@
-"""Both directions of a bidirectional layer in one time loop."""
+"""A `Bidirectional` layer whose two directions share one time loop."""
 
 from typing import Any, cast
 
@@ -16,10 +16,10 @@ class Bidirectional(keras.layers.Bidirectional):
     """`keras.layers.Bidirectional` whose two directions share one time loop.
 
     Constructor, call arguments, weights, config and results are Keras's. The directions run
-    together if both are the same fast layer of this package with the same units, activations and
-    bias, stateless, without dropout in this call, not segmented and with no regularizer of their
-    outputs; otherwise one after the other, as Keras does it. A loop half as long waits half as
-    often for its products.
+    together if both are the same fast layer of this package, with the same units, activations and
+    bias, stateless, without dropout in this call, not segmented, and without a regularizer of their
+    outputs. Otherwise they run one after the other, as in Keras. Together they need one loop
+    instead of two, which is faster because every step of a loop waits for its products.
 
     Args:
         layer: The forward layer.
@@ -36,7 +36,7 @@ class Bidirectional(keras.layers.Bidirectional):
     """
 
     def call(self, sequences, initial_state=None, mask=None, training=None):
-        """Both directions over `(batch, time, features)`."""
+        """Runs both directions over `(batch, time, features)`."""
         place = find()
         arithmetic = self._together(place, training, sequences.shape)
         if arithmetic is None:
@@ -63,7 +63,7 @@ class Bidirectional(keras.layers.Bidirectional):
         )
 
     def _together(self, place, training, shape):
-        """The recurrence both directions share, or None if they must run one after the other."""
+        """The recurrence that both directions share, or None if they run one after the other."""
         forward, backward = self.forward_layer, self.backward_layer
         if not isinstance(forward, FastRecurrence) or type(forward) is not type(backward):
             return None
@@ -85,7 +85,7 @@ class Bidirectional(keras.layers.Bidirectional):
         return pair[0]
 
     def _directions(self, hs, last, mask):
-        """Outputs of both directions in the time order of the input."""
+        """Outputs of both directions, in the time order of the input."""
         forward = self.forward_layer
         if hs is None:
             ahead, behind = last[0][0], last[0][1]

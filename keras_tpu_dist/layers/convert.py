@@ -1,4 +1,4 @@
-"""The same model with Keras's recurrent layers, and mixtures of experts, made faster."""
+"""Replaces Keras's recurrent layers, and mixtures of experts, by faster ones."""
 
 import warnings
 from typing import Any
@@ -22,17 +22,16 @@ _REPLACED = {
 
 
 def convert(model):
-    """Clones a model, with its recurrent layers and `TimeDistributed` replaced by faster ones.
+    """Clones a model and replaces its recurrent layers and `TimeDistributed` by faster ones.
 
-    Layers of any class that compute every expert for every token, and weight them by what `top_k`
-    chose, compute the chosen experts only.
+    Layers that compute every expert for every token, and weight the results by `top_k`, then
+    compute the chosen experts only. This works for layers of any class.
 
-    Weights, random states, and the compiled optimizer with its slots, loss and metrics are kept,
-    and the names of layers where Keras keeps them in a config (functional and Sequential models,
-    at any depth), and what `split`, `replicate`, `assign`, `remat` and `scan_blocks` wrote on
-    layers. A subclassed model needs a `get_config` from which it can be made again. The original
-    is not touched. `RNN(cell)`, `ConvLSTM` and subclasses of Keras's layers stay as they
-    are.
+    The clone has the weights and random states of the model, and its compiled optimizer with slots,
+    loss and metrics. It keeps the names of layers if Keras keeps them in a config (functional and
+    Sequential models, at any depth), and the marks of `split`, `replicate`, `assign`, `remat` and
+    `scan_blocks`. A subclassed model needs a `get_config` that can rebuild it. The original is not
+    changed. `RNN(cell)`, `ConvLSTM` and subclasses of Keras's layers are not replaced.
 
     Args:
         model: A built `keras.Model`.
@@ -41,7 +40,7 @@ def convert(model):
         A new model of the same class.
 
     Raises:
-        ValueError: If the model is not built, or cannot be made again from its config.
+        ValueError: If the model is not built, or cannot be rebuilt from its config.
 
     Example:
 
@@ -55,7 +54,7 @@ def convert(model):
     if not model.built:
         raise ValueError(
             message(
-                "Only a built model can be converted, because its weights are kept.",
+                "Only a built model can be converted, because its weights are copied.",
                 received={"model": model.name, "built": False},
                 fix="Call model.build(input_shape), or the model on one batch, first.",
             )
@@ -63,8 +62,8 @@ def convert(model):
     clone, build, compiled = _make_again(model)
     for layer in _keras.flatten_layers(clone):
         if type(layer) in _REPLACED:
-            # Our classes add methods to Keras's and no state, so that the clone's layer becomes
-            # one of ours where it stands, in whatever attribute, list or wrapper that is.
+            # Our classes add methods to Keras's and no state. So the layer of the clone can change
+            # its class in place, in whatever attribute, list or wrapper it is.
             layer.__class__ = _REPLACED[type(layer)]
     if not clone.built:
         clone.build_from_config(build)
@@ -78,10 +77,10 @@ def convert(model):
 
 
 def _make_again(model):
-    """A new model from the model's config, and how to build and compile it."""
+    """A new model from the model's config, and functions that build and compile it."""
     try:
         with warnings.catch_warnings():
-            # Nothing is stored: the functions that a model was compiled with are handed on.
+            # Nothing is saved here: the functions that a model was compiled with are passed on.
             warnings.filterwarnings("ignore", "The object being serialized includes a `lambda`")
             config: Any = keras.saving.serialize_keras_object(model)
         build, compiled = config.pop("build_config", None), config.pop("compile_config", None)
@@ -91,10 +90,10 @@ def _make_again(model):
     except (TypeError, NotImplementedError) as error:
         raise ValueError(
             message(
-                "A model can be converted if it can be made from its own config.",
+                "convert rebuilds a model from its own config.",
                 received=f"{type(model).__name__}: {str(error).strip().splitlines()[0]}",
                 fix="Give the model a get_config() that returns the arguments of its __init__, or "
-                "use ktd.layers.LSTM and its kin when you build it.",
+                "use ktd.layers.LSTM and its siblings when you build it.",
             )
         ) from error
 
@@ -115,11 +114,11 @@ def _compile(model, clone, config):
 
 
 def _arguments(model, config) -> dict[str, Any]:
-    """What to compile the clone with: nothing that holds state is the original's own."""
+    """The arguments to compile the clone with; objects with state are copied."""
     given: Any = config
     made: Any
     if type(model).get_compile_config is keras.Model.get_compile_config:
-        # What was given, unlike its config, has the functions that no config can give back.
+        # The given arguments have functions that cannot be rebuilt from the config.
         given = _keras.compile_arguments(model)
     try:
         if given is config:
@@ -129,8 +128,9 @@ def _arguments(model, config) -> dict[str, Any]:
     except (TypeError, ValueError, NotImplementedError) as error:
         raise ValueError(
             message(
-                "What a model is compiled with is copied, so it must be possible to make it from "
-                "its own config.",
+                "convert copies the arguments that the model is compiled with, so it must be able "
+                "to "
+                "rebuild them from their config.",
                 received=f"model {model.name!r}: {str(error).strip().splitlines()[0]}",
                 fix="Register your classes with keras.saving.register_keras_serializable(), or "
                 "convert the model before you compile it.",
@@ -140,7 +140,7 @@ def _arguments(model, config) -> dict[str, Any]:
 
 
 def _anew(given):
-    """A copy of an object of Keras; anything else is used as it is."""
+    """A copy of a Keras object; anything else is used as it is."""
     if isinstance(given, type) or not hasattr(given, "get_config"):
         return given
     return keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(given))
@@ -151,7 +151,8 @@ def _copy(sources, targets, model):
         before, after = [v.path for v in sources], [v.path for v in targets]
         raise ValueError(_not_alike("variables", before, after, model))
     for source, target in zip(sources, targets):
-        # A train step gives its model's arrays away; shared ones would take the other's along.
+        # A train step donates its model's arrays; if they were shared, the other model would lose
+        # them.
         target.assign(jnp.copy(source.value))
 
 
@@ -159,7 +160,7 @@ def _copy_what_is_written(model, clone):
     before, after = ([each.name for each in _keras.flatten_layers(m)] for m in (model, clone))
     if len(before) != len(after):
         raise ValueError(_not_alike("layers", before, after, model))
-    # Files keep a part of it only, and a layer that has become one of ours has methods of its own.
+    # Files have only a part of the marks, and a converted layer has its own methods.
     _keras.copy_marks(model, clone)
 
 
@@ -167,5 +168,5 @@ def _not_alike(what, original, converted, model) -> str:
     return message(
         f"The converted model must have the {what} of the original.",
         received=f"model {model.name!r} with {original}, converted to {converted}.",
-        fix="Check that the model's get_config() says all that its __init__ was given.",
+        fix="Check that the model's get_config() returns all arguments of its __init__.",
     )

@@ -1,4 +1,4 @@
-"""Layers that compute all experts for every token, made to compute only those that are chosen."""
+"""Makes layers that compute all experts for every token compute only the chosen ones."""
 
 import contextvars
 import functools
@@ -35,7 +35,7 @@ def route_experts(model: Any) -> list:
         model: A built model.
 
     Returns:
-        The layers that now do; those that do not show in their call what `top_k` chose are left.
+        The changed layers. Layers whose call does not show the choice of `top_k` are not changed.
     """
     found: list = []
     for layer in reversed(_keras.flatten_layers(model)):
@@ -62,7 +62,7 @@ def is_routed(layer: Any) -> bool:
 
 
 def _banks(layer: Any, count: int | None = None) -> list:
-    """Weights of a layer, or of those within it, that may be kernels of experts: of so many."""
+    """Weights of a layer and its sublayers that may be kernels of experts, of `count` experts."""
     weights = [w for w in layer.weights if len(w.shape) > 2 and w.shape[0] > 1]
     return [w for w in weights if count is None or w.shape[0] == count]
 
@@ -75,7 +75,7 @@ def _write(layer: Any, value: bool | None) -> None:
 
 
 def _around(stock: Callable, layer: Any, args: tuple, kwargs: dict) -> Any:
-    """A call of a layer of a class of which some compute only the chosen experts."""
+    """Wraps the call of a layer class of which some layers compute only the chosen experts."""
     running = _tracing.get()
     if (
         not _mark.of(layer)
@@ -90,13 +90,13 @@ def _around(stock: Callable, layer: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _chosen(layer: Any, jaxpr: Any, inputs: list) -> list:
-    """Runs a layer's program, of whose experts only those that are chosen."""
+    """Runs a layer's program, but only the chosen experts in it."""
     outputs = computed(jaxpr, inputs, lambda count: _where(layer, count))
     if outputs is not None:
         return outputs
     log_once(
-        f"layer {layer.path!r} computes all experts for every token: what is chosen does not "
-        f"show in a call with arguments of the shapes {[jax.numpy.shape(x) for x in inputs]}",
+        f"layer {layer.path!r} computes all experts for every token: the choice of experts cannot "
+        f"be seen in a call with arguments of the shapes {[jax.numpy.shape(x) for x in inputs]}",
         logging.WARNING,
     )
     return core.jaxpr_as_fun(jaxpr)(*inputs)
@@ -107,7 +107,7 @@ def _where(layer: Any, count: int) -> Where:
     split = find().split
     if split.mesh is None or split.mesh.size == 1:
         return Where()
-    # As they lie: a plan decides after a variable is made, and may change what was chosen then.
+    # The current layouts: a plan decides after a variable is created, and may change its layout.
     entries = {_first_axes(_keras.variable_layout(w)) for w in _banks(layer, count)}
     experts = entries.pop() if len(entries) == 1 else ()
     if count % axis_size(split.mesh, experts):

@@ -1,4 +1,4 @@
-"""Where a layer runs: which mesh, which axes split its batch, which platform."""
+"""Where a layer runs: its mesh, the axes that split its batch, its platform."""
 
 import dataclasses
 from typing import Any
@@ -11,20 +11,20 @@ from keras_tpu_dist.common.plain import only_plain_operations
 from keras_tpu_dist.hardware.chips import WITHOUT_KERNELS, of_kind
 from keras_tpu_dist.recurrence import Core, Gathering, Split
 
-# At these, products of float32 round their operands to bfloat16 on TPU.
+# With these precisions, TPUs round the operands of float32 products to bfloat16.
 _ROUNDING = (None, "default", "bfloat16", "fastest")
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a layer's arrays lie.
+    """Where the arrays of a layer are.
 
     Args:
-        split: The mesh and the axes that split the batch, if one is active here.
-        alone: Whether what the layer computes stays on one device, so that a memory layout may be
-            asked for without an automatic partitioner meeting it.
+        split: The mesh and the axes that split the batch, if there are any.
+        alone: Whether the layer's arrays are on one device, so that it may request a memory layout
+            without interference from an automatic partitioner.
         device: One of the devices, a `jax.Device`.
-        gathering: What is done there about the layer's split weights, if it has any.
+        gathering: How split weights of the layer are gathered, if it has any.
     """
 
     split: Split
@@ -49,13 +49,13 @@ class Place:
 
     @property
     def core(self) -> Core | str:
-        """What a kernel would run on, or why there can be none."""
+        """The core that a kernel would run on, or the reason why no kernel can run."""
         if self.units_axes:
             return "its units are split over devices"
         if only_plain_operations():
             return "the program is lowered for another platform"
         if not self.alone:
-            return "arrays may lie on several devices"
+            return "arrays may be on several devices"
         if not self.rounds:
             return "jax_default_matmul_precision is set"
         kind = self.device.device_kind
@@ -70,15 +70,15 @@ class Place:
 def find() -> Place:
     """The place of the layer that is being called.
 
-    A `TPUStrategy` says it with `mesh` and `data_axes`; Keras's own distributions with their
-    device mesh and batch axis.
+    A `TPUStrategy` provides it by `mesh` and `data_axes`, Keras's own distributions by their device
+    mesh and batch axis.
     """
     distribution = keras.distribution.distribution()
     mesh, axes = (None, ()) if distribution is None else _mesh_and_axes(distribution)
     device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
     around = jax.sharding.get_abstract_mesh()
     if not around.empty and around.manual_axes:
-        # Inside somebody's shard_map: what is seen here is already one device's part.
+        # Inside a shard_map of somebody else, arrays are already the part of one device.
         whole = set(around.manual_axes) == set(around.axis_names)
         return Place(Split(), whole, device)
     return Place(Split(mesh, axes), mesh is not None or jax.device_count() == 1, device)
@@ -94,18 +94,18 @@ def _mesh_and_axes(distribution):
 
 
 def axes_of(variable) -> tuple:
-    """How the active distribution splits a variable, dimension by dimension.
+    """How the active distribution splits a variable, by dimension.
 
     Args:
         variable: A `keras.Variable`.
 
     Returns:
-        For each dimension the mesh axis or axes that split it, or None. Trailing dimensions that
-        are whole may be missing; without a distribution all are.
+        For every dimension the mesh axis or axes that split it, or None. Trailing dimensions that
+        are not split may be missing. Without a distribution the result is empty.
     """
     distribution = keras.distribution.distribution()
     if distribution is None:
         return ()
-    # As it lies: a plan decides once the model is built, and may change what it was made with.
+    # The current layout: a plan decides once the model is built, and may change the first layout.
     layout = _keras.variable_layout(variable) or distribution.get_variable_layout(variable)
     return tuple(layout.spec if isinstance(layout, jax.sharding.NamedSharding) else layout.axes)

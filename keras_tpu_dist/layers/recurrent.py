@@ -1,4 +1,4 @@
-"""LSTM, GRU and SimpleRNN: Keras's layers with a gradient that leaves the time loop."""
+"""LSTM, GRU and SimpleRNN with weight gradients computed outside of the time loop."""
 
 import dataclasses
 import logging
@@ -28,8 +28,8 @@ from keras_tpu_dist.recurrence import (
     recur,
 )
 
-# Element-wise functions of one argument: the derivative of each output is a single number. Softmax
-# and its kin mix the units, and a function of the user's own might.
+# Element-wise functions of one argument: the derivative of an output is a single number. Softmax
+# and its siblings mix the units, and so might a custom function.
 # fmt: off
 _ELEMENT_WISE = {
     "celu", "elu", "exponential", "gelu", "hard_sigmoid", "hard_silu", "hard_tanh",
@@ -40,10 +40,10 @@ _ELEMENT_WISE = {
 
 
 def translate(function) -> Activation | None:
-    """A Keras activation as the recurrences know it, or None if they must not take it.
+    """Our activation for a Keras activation, or None if there is none.
 
     Args:
-        function: What `keras.activations.get` returned.
+        function: The function that `keras.activations.get` returned.
     """
     name = getattr(function, "__name__", None)
     if name not in _ELEMENT_WISE or getattr(keras.activations, name, None) is not function:
@@ -55,12 +55,12 @@ logger = logging.getLogger("keras_tpu_dist")
 
 
 class FastRecurrence:
-    """Mixin over a `keras.layers.RNN` subclass; runs its loop with a gradient of its own.
+    """Mixin for a `keras.layers.RNN` subclass; runs its loop with a custom gradient.
 
-    Subclasses say `_arithmetic()`: the recurrence, or the reason why Keras's path must be taken.
+    Subclasses define `_arithmetic()`: the recurrence, or the reason why Keras's path runs.
     """
 
-    # Defaults of the class, so that `convert` can turn a layer of Keras's into one of ours.
+    # Class attributes, so that `convert` can turn one of Keras's layers into one of ours.
     segment = None
     _said = ()
 
@@ -70,7 +70,8 @@ class FastRecurrence:
         self.segment = check_segment(segment)
 
     def get_config(self):
-        """Keras's config; `segment` is in it only if it was set, so that stock layers read it."""
+        """Keras's config. It contains `segment` only if that is set, so that stock layers can read
+        it."""
         config = super().get_config()
         return config if self.segment is None else {**config, "segment": self.segment}
 
@@ -81,8 +82,9 @@ class FastRecurrence:
                 message(
                     "`unroll=True` needs a known number of timesteps.",
                     received={"layer": self.name, "input_shape": tuple(sequences_shape)},
-                    fix="Give keras.Input the length of time, or write unroll=8 to unroll a loop "
-                    "of any length by 8 steps.",
+                    fix="Give keras.Input the number of timesteps, or write unroll=8 to unroll a "
+                    "loop of "
+                    "any length by 8 steps.",
                 )
             )
         check_segment(self.segment, sequences_shape[1])
@@ -92,20 +94,20 @@ class FastRecurrence:
     def variables(self):
         """Keras's variables and, if `stateful`, the carried states.
 
-        Only what is listed here is handed to the compiled train step and back; they are no
-        weights, so files and `get_weights` stay interchangeable with Keras's layers.
+        The compiled train step only takes and returns variables in this list. The states are not
+        weights, so files and `get_weights` stay compatible with Keras's layers.
         """
         return super().variables + (list(tree.flatten(self.states)) if self.states else [])
 
     def inner_loop(self, sequences, initial_state, mask, training=False):
-        """Runs all steps; called by Keras's `RNN.call`, which knows states and dropout masks.
+        """Runs all steps. Keras's `RNN.call` calls it and handles states and dropout masks.
 
         Args:
             sequences: `(batch, time, features)`.
             initial_state: The states before the first step, each `(batch, units)`.
-            mask: As `check_mask` takes it, False where the state is carried over, or a list of
-                which the first is taken.
-            training: Whether the layer is training, so that its dropout applies.
+            mask: As for `check_mask`, False where the state is carried over; of a list, the first
+                is used.
+            training: Whether the layer is in training mode, so that its dropout applies.
 
         Returns:
             The last output, the outputs in the order of the loop (without `return_sequences` only
@@ -123,7 +125,8 @@ class FastRecurrence:
         if isinstance(arithmetic, str):
             return self._stock_loop(arithmetic, sequences, initial_state, mask, training)
         if not jnp.issubdtype(sequences.dtype, jnp.floating):
-            # Keras casts floats only; states that take the dtype of the input would lose theirs.
+            # Keras casts floats only; without this, states would take the integer dtype of the
+            # input.
             sequences = sequences.astype(self.compute_dtype)
         if training and self.dropout:
             sequences = sequences * self.cell.get_dropout_mask(sequences[:, 0, :])[:, None, :]
@@ -143,9 +146,9 @@ class FastRecurrence:
         """Which variant of the gradient runs for an input shape, and why.
 
         Args:
-            shape: `(batch, time, features)` of all devices together.
-            place: Where; found from the active distribution by default.
-            directions: 2 where a `Bidirectional` runs both in one loop.
+            shape: The global shape `(batch, time, features)`.
+            place: Where it runs; by default, found from the active distribution.
+            directions: 2 if a `Bidirectional` runs both directions in one loop.
         """
         arithmetic = self._arithmetic()
         if isinstance(arithmetic, str):
@@ -153,7 +156,7 @@ class FastRecurrence:
                 message(
                     "Only the fast path has variants.",
                     received=f"layer {self.name!r} takes Keras's path: {arithmetic}.",
-                    fix="Change what the reason names, or do not ask.",
+                    fix="Change what the reason names, or do not call variant().",
                 )
             )
         return self._variant(arithmetic, shape, self._at(place or find()), directions)
@@ -179,19 +182,20 @@ class FastRecurrence:
         return core
 
     def _rounded_to(self, place: Place) -> str | None:
-        """What operands of products are rounded to."""
+        """The dtype that operands of products are rounded to."""
         compute = jnp.dtype(self.compute_dtype)
         if compute.itemsize < 4:
             return compute.name
-        # A TPU rounds float32 operands in any case. Rounded here, arrays that only products read
-        # take half the memory.
+        # A TPU rounds float32 operands in any case. If we round them here, arrays that only
+        # products read take half the memory.
         return "bfloat16" if place.rounds else None
 
     def _loop(self, arithmetic, place: Place, variant: Variant, directions=1) -> Loop:
         on_tpu = place.platform == "tpu"
         rounded = self._rounded_to(place)
         if variant.unrolled and jnp.dtype(self.compute_dtype).itemsize >= 4:
-            # Nothing is kept for products alone, and rounding would be one more kernel a step.
+            # No array is kept for products alone, and rounding would be one more kernel in every
+            # step.
             rounded = None
         if isinstance(arithmetic, recurrence.LSTM):
             arithmetic = dataclasses.replace(arithmetic, wide=on_tpu)
@@ -214,7 +218,7 @@ class FastRecurrence:
         )
 
     def _fast(self, place: Place, training):
-        """The recurrence, or the reason why not."""
+        """The recurrence, or the reason why Keras's path runs."""
         if getattr(self, "use_cudnn", False) is True:
             return "use_cudnn=True asks for Keras's cuDNN path"
         if place.platform == "gpu" and getattr(self, "use_cudnn", False):
@@ -229,18 +233,18 @@ class FastRecurrence:
         return self._arithmetic()
 
     def _at(self, place: Place) -> Place:
-        """The place with what it means for this layer's weights."""
+        """The place, with the gathering of this layer's weights."""
         mesh, axes = place.split.mesh, place.split.axes
         found = None if mesh is None else self.gathering(axes_of, mesh, axes)
         return dataclasses.replace(place, gathering=found)
 
     def gathering(self, axes_of, mesh, data_axes) -> Gathering | None:
-        """What is done about weights that are split over devices; None if none is.
+        """How weights that are split over devices are gathered; None if none is split.
 
         Args:
-            axes_of: Says of a variable how it is split, dimension by dimension.
+            axes_of: Returns how a variable is split, by dimension.
             mesh: The mesh.
-            data_axes: Its axes that split the batch.
+            data_axes: The axes of the mesh that split the batch.
         """
         if not self.built:
             return None
@@ -269,7 +273,7 @@ class FastRecurrence:
             self.unroll = unroll
 
     def _outputs(self, hs, last, mask):
-        """What Keras's backend loop returns: last output, outputs in loop order, states."""
+        """The results of Keras's backend loop: last output, outputs in loop order, states."""
         if mask is not None:
             mask = mask[..., None]
         if hs is None:
@@ -283,8 +287,8 @@ class FastRecurrence:
 
     def _hide(self, hs, mask):
         if self.unroll is True:
-            # Keras's unrolled path ignores zero_output_for_mask, and before the first unmasked
-            # step it returns zeros, not the initial state.
+            # Keras's unrolled path ignores zero_output_for_mask. Before the first unmasked step it
+            # returns zeros instead of the initial state.
             seen = jnp.flip(mask, 1) if self.go_backwards else mask
             seen = jnp.cumsum(seen, axis=1) > 0
             mask = jnp.flip(seen, 1) if self.go_backwards else seen
@@ -300,7 +304,7 @@ class FastRecurrence:
 
 
 def weights_of(cell) -> Weights:
-    """A Keras cell's weights as the recurrence wants them, in their own precision.
+    """A Keras cell's weights in the recurrence's form, in their own precision.
 
     Args:
         cell: A built cell of Keras's `LSTM`, `GRU` or `SimpleRNN`.
@@ -315,7 +319,7 @@ def weights_of(cell) -> Weights:
 
 
 def check_mask(name, mask, shape):
-    """A mask as `(batch, time)` booleans, or a clear error.
+    """Checks a mask and returns it as `(batch, time)` booleans.
 
     Args:
         name: The layer's name.
@@ -359,27 +363,27 @@ def _gated(arithmetic, layer):
 
 @keras.saving.register_keras_serializable("keras_tpu_dist")
 class LSTM(FastRecurrence, keras.layers.LSTM):
-    """Long short-term memory whose gradient leaves the time loop.
+    """Long short-term memory with weight gradients computed outside of the time loop.
 
-    Constructor, call arguments, weights, config and results are those of `keras.layers.LSTM`,
-    whose weights and files it reads and writes. What differs:
+    Constructor, call arguments, weights, config and results are those of `keras.layers.LSTM`, and
+    it reads and writes the same weights and files. It differs in two arguments:
 
     Args:
-        unroll: False for what `variant` says, True for no loop of the compiler's (on TPU one kernel
-            where there can be one), or the number of steps in each iteration
-            of the compiled loop. Defaults to `False`.
+        unroll: False if `variant` decides, True for no compiler loop (on TPU a single kernel if it
+            fits), or the number of steps in one iteration of the compiled loop. Defaults to
+            `False`.
         segment: None to keep the states of all steps for the gradient; the number of steps between
-            kept states, between which all is computed again for the gradient; or `"auto"` for
+            kept states, to recompute the states between them for the gradient; or `"auto"` for
             about the square root of the number of steps. Defaults to `None`.
 
-    `recurrent_dropout`, activations that are not element-wise functions of Keras, and cuDNN on GPU
-    take Keras's path, which is logged once with the reason. With `stateful=True` the states are
-    carried by `fit` and `predict` too. `layer.variant((batch, time, features))` says how the loop
-    runs, on TPU as one kernel if it fits on the chip, and why.
+    With `recurrent_dropout`, with activations that are not element-wise functions of Keras, and
+    with cuDNN on GPU, Keras's path runs; a warning gives the reason once. With `stateful=True`,
+    `fit` and `predict` carry the states too. `layer.variant((batch, time, features))` returns how
+    the loop runs and why; on TPU it is one kernel if it fits on the chip.
 
     Raises:
-        ValueError: If `unroll` or `segment` cannot be, if `unroll=True` meets an unknown number of
-            timesteps, or if a mask does not fit the input.
+        ValueError: If `unroll` or `segment` has no valid value, if `unroll=True` and the number of
+            timesteps is unknown, or if a mask does not fit the input.
 
     Example:
 
@@ -396,27 +400,27 @@ class LSTM(FastRecurrence, keras.layers.LSTM):
 
 @keras.saving.register_keras_serializable("keras_tpu_dist")
 class GRU(FastRecurrence, keras.layers.GRU):
-    """Gated recurrent unit whose gradient leaves the time loop.
+    """Gated recurrent unit with weight gradients computed outside of the time loop.
 
-    Constructor, call arguments, weights, config and results are those of `keras.layers.GRU`,
-    whose weights and files it reads and writes. What differs:
+    Constructor, call arguments, weights, config and results are those of `keras.layers.GRU`, and it
+    reads and writes the same weights and files. It differs in two arguments:
 
     Args:
-        unroll: False for what `variant` says, True for no loop of the compiler's (on TPU one kernel
-            where there can be one), or the number of steps in each iteration
-            of the compiled loop. Defaults to `False`.
+        unroll: False if `variant` decides, True for no compiler loop (on TPU a single kernel if it
+            fits), or the number of steps in one iteration of the compiled loop. Defaults to
+            `False`.
         segment: None to keep the states of all steps for the gradient; the number of steps between
-            kept states, between which all is computed again for the gradient; or `"auto"` for
+            kept states, to recompute the states between them for the gradient; or `"auto"` for
             about the square root of the number of steps. Defaults to `None`.
 
-    `recurrent_dropout`, activations that are not element-wise functions of Keras, and cuDNN on GPU
-    take Keras's path, which is logged once with the reason. With `stateful=True` the states are
-    carried by `fit` and `predict` too. `layer.variant((batch, time, features))` says how the loop
-    runs, on TPU as one kernel if it fits on the chip, and why.
+    With `recurrent_dropout`, with activations that are not element-wise functions of Keras, and
+    with cuDNN on GPU, Keras's path runs; a warning gives the reason once. With `stateful=True`,
+    `fit` and `predict` carry the states too. `layer.variant((batch, time, features))` returns how
+    the loop runs and why; on TPU it is one kernel if it fits on the chip.
 
     Raises:
-        ValueError: If `unroll` or `segment` cannot be, if `unroll=True` meets an unknown number of
-            timesteps, or if a mask does not fit the input.
+        ValueError: If `unroll` or `segment` has no valid value, if `unroll=True` and the number of
+            timesteps is unknown, or if a mask does not fit the input.
 
     Example:
 
@@ -433,27 +437,27 @@ class GRU(FastRecurrence, keras.layers.GRU):
 
 @keras.saving.register_keras_serializable("keras_tpu_dist")
 class SimpleRNN(FastRecurrence, keras.layers.SimpleRNN):
-    """Recurrence whose output is its state, and whose gradient leaves the time loop.
+    """Simple recurrent layer with weight gradients computed outside of the time loop.
 
     Constructor, call arguments, weights, config and results are those of `keras.layers.SimpleRNN`,
-    whose weights and files it reads and writes. What differs:
+    and it reads and writes the same weights and files. It differs in two arguments:
 
     Args:
-        unroll: False for what `variant` says, True for no loop of the compiler's (on TPU one kernel
-            where there can be one), or the number of steps in each iteration
-            of the compiled loop. Defaults to `False`.
+        unroll: False if `variant` decides, True for no compiler loop (on TPU a single kernel if it
+            fits), or the number of steps in one iteration of the compiled loop. Defaults to
+            `False`.
         segment: None to keep the states of all steps for the gradient; the number of steps between
-            kept states, between which all is computed again for the gradient; or `"auto"` for
+            kept states, to recompute the states between them for the gradient; or `"auto"` for
             about the square root of the number of steps. Defaults to `None`.
 
-    `recurrent_dropout`, activations that are not element-wise functions of Keras, and cuDNN on GPU
-    take Keras's path, which is logged once with the reason. With `stateful=True` the states are
-    carried by `fit` and `predict` too. `layer.variant((batch, time, features))` says how the loop
-    runs, on TPU as one kernel if it fits on the chip, and why.
+    With `recurrent_dropout`, with activations that are not element-wise functions of Keras, and
+    with cuDNN on GPU, Keras's path runs; a warning gives the reason once. With `stateful=True`,
+    `fit` and `predict` carry the states too. `layer.variant((batch, time, features))` returns how
+    the loop runs and why; on TPU it is one kernel if it fits on the chip.
 
     Raises:
-        ValueError: If `unroll` or `segment` cannot be, if `unroll=True` meets an unknown number of
-            timesteps, or if a mask does not fit the input.
+        ValueError: If `unroll` or `segment` has no valid value, if `unroll=True` and the number of
+            timesteps is unknown, or if a mask does not fit the input.
 
     Example:
 

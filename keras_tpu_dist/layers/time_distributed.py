@@ -1,4 +1,4 @@
-"""One layer at every timestep, in a program whose size does not grow with time."""
+"""Applies a layer at every timestep, in a program whose size does not grow with time."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from keras_tpu_dist._keras import (
     sublayers,
 )
 
-# Layers whose rows do not see each other: time can be folded into the batch.
+# Layers that compute every row independently: time can be folded into the batch.
 _ROW_BY_ROW = (
     layers.Activation,
     layers.AveragePooling1D,
@@ -73,7 +73,7 @@ _ROW_BY_ROW = (
     layers.ZeroPadding3D,
 )
 _RECURRENT = (layers.LSTM, layers.GRU, layers.SimpleRNN)
-# Operations of Keras that compute every element from those at its place.
+# Keras operations that compute every element from the input elements at the same place.
 # fmt: off
 _ELEMENT_WISE = frozenset(
     (
@@ -88,13 +88,13 @@ _ELEMENT_WISE = frozenset(
 
 
 def rows_are_independent(layer, training) -> bool:
-    """Whether a layer computes every row without the others, changes nothing and draws nothing.
+    """Whether a layer computes every row independently, without state changes or random numbers.
 
-    Exact types count: a subclass may do anything in its `call`.
+    The exact class counts, because a subclass may do anything in its `call`.
 
     Args:
-        layer: The layer. Of a wrapper or a model every layer inside must be independent too.
-        training: Whether the call is one of training; None counts as not.
+        layer: The layer. If it is a wrapper or a model, all its layers must be independent too.
+        training: Whether the call is in training mode; None counts as False.
     """
     if layer.activity_regularizer is not None:
         return False
@@ -109,7 +109,7 @@ def rows_are_independent(layer, training) -> bool:
     if not _arguments_keep_rows(layer, training):
         return False
     if type(layer) is layers.BatchNormalization:
-        # Fixed statistics make it a scale and a shift; a batch's own do not.
+        # With fixed statistics it is a scale and a shift; with those of the batch it is not.
         return not (training and layer.trainable)
     if isinstance(layer, _RECURRENT) and type(layer).__name__ in ("LSTM", "GRU", "SimpleRNN"):
         return not layer.stateful and not (training and (layer.dropout or layer.recurrent_dropout))
@@ -119,16 +119,16 @@ def rows_are_independent(layer, training) -> bool:
 
 
 def _call_keeps_rows(node, called, training):
-    """Whether one call in the graph of a functional model keeps rows apart."""
+    """Whether a call in the graph of a functional model keeps rows independent."""
     args, kwargs = node.arguments.args, node.arguments.kwargs
     if isinstance(called, keras.Layer):
-        # A constant may have values for the rows of one step.
+        # A constant may have different values for the rows of one step.
         constant = any(_rank(a) for a in tree.flatten((args, kwargs)) if not _is_symbolic(a))
         training = kwargs.get("training") if training is None else training
         return not constant and rows_are_independent(called, training)
     if type(called).__name__ not in _ELEMENT_WISE or not _is_library_made(type(called)):
         return False
-    # Other ranks are broadcast: what has no dimension of rows is the same for all of them.
+    # Other ranks are broadcast: an operand without a row dimension is the same for all rows.
     rank = node.output_tensors[0].ndim
     return all(
         _rank(a) == rank if _is_symbolic(a) else _rank(a) < min(rank, 2)
@@ -137,7 +137,7 @@ def _call_keeps_rows(node, called, training):
 
 
 def _arguments_keep_rows(layer, training):
-    """Whether a layer was made with functions and axes that leave rows alone."""
+    """Whether a layer's arguments (functions, axes) keep rows independent."""
     for name in ("activation", "recurrent_activation"):
         function = getattr(layer, name, None)
         if isinstance(function, keras.Layer):
@@ -146,7 +146,7 @@ def _arguments_keep_rows(layer, training):
         elif function is not None and not _is_library_made(function):
             return False
     axis = getattr(layer, "axis", -1)
-    # Without the rank, only the last of the axes that are counted from the end is known.
+    # Without the rank, of all negative axes only -1 is known not to be the rows.
     return all(i == -1 or i > 0 for i in (axis if isinstance(axis, list | tuple) else [axis]))
 
 
@@ -159,7 +159,7 @@ def _rank(argument):
 
 
 def _is_library_made(function):
-    """Whether a function or class is of Keras or JAX, not of the user's own."""
+    """Whether a function or class belongs to Keras or JAX, and not to the user."""
     return (getattr(function, "__module__", None) or "").split(".")[0] in ("keras", "jax")
 
 
@@ -167,12 +167,12 @@ def _is_library_made(function):
 class TimeDistributed(layers.TimeDistributed):
     """`keras.layers.TimeDistributed` whose program does not grow with the number of timesteps.
 
-    Constructor, call arguments, weights, config and results are Keras's. Where the wrapped layer
-    treats every row by itself (dense, convolution, pooling, normalization within a row, reshaping,
-    recurrent layers, and models of these), time is folded into the batch and the layer called
-    once. Any other layer (batch normalization and dropout in training, layers of the user's own) is
-    called in a compiled loop over time, once per step as Keras calls it: statistics over the batch
-    of that step, updated step after step, and fresh random numbers in every step.
+    Constructor, call arguments, weights, config and results are Keras's. If the wrapped layer
+    computes every row independently (dense, convolution, pooling, normalization within a row,
+    reshaping, recurrent layers, and models of these), time is folded into the batch and the layer
+    is called once. Any other layer (batch normalization and dropout in training, custom layers) is
+    called in a compiled loop over time, once per step as in Keras: statistics over the batch of
+    that step, updated step after step, and new random numbers in every step.
 
     Args:
         layer: The layer to apply at every timestep.
@@ -188,7 +188,7 @@ class TimeDistributed(layers.TimeDistributed):
     """
 
     def call(self, inputs, training=None, mask=None):
-        """The layer at every timestep of `(batch, time, ...)`."""
+        """Applies the layer at every timestep of `(batch, time, ...)`."""
         _check(mask, inputs)
         if not call_takes(self.layer, "mask"):
             mask = None
@@ -216,7 +216,7 @@ class TimeDistributed(layers.TimeDistributed):
 
         def step(values, now):
             x, m = now
-            # A policy that casts would have the scope hold, and the loop carry, rounded values.
+            # With a policy that casts, the scope would hold, and the loop carry, rounded values.
             with AutocastScope(None):
                 state = [*fixed, *zip(changing, values)]
                 scope = keras.StatelessScope(state_mapping=state, collect_losses=True)
@@ -234,7 +234,7 @@ class TimeDistributed(layers.TimeDistributed):
         for variable, value in zip(changing, values):
             variable.assign(value)
         for owner, loss in zip(owners, losses):
-            # Keras adds losses up in float32.
+            # Keras adds up losses in float32.
             owner.add_loss(jnp.sum(loss, axis=0, dtype=jnp.promote_types(loss.dtype, jnp.float32)))
         return jax.tree.map(lambda a: jnp.swapaxes(a, 0, 1), outputs)
 
@@ -243,7 +243,7 @@ def _check(mask, inputs):
     if mask is None:
         return
     shape, expected = tuple(mask.shape), tuple(inputs.shape[:2])
-    # The first words are Keras's own, which its tests and its users know.
+    # The message begins with Keras's own words, which users and Keras's tests know.
     if len(shape) < 2:
         raise ValueError(
             "The `mask` passed to the `TimeDistributed` layer must be at least 2D (batch, "

@@ -1,4 +1,4 @@
-"""Where activations lie: rows over the data axes, time over the sequence axis."""
+"""Layouts of activations: rows over the data axes, time over the sequence axis."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,19 +11,19 @@ from keras_tpu_dist import _keras
 from keras_tpu_dist.common.axes import Axes, entry_names, named_sharding
 from keras_tpu_dist.hardware.mesh import sequence_axis, state_axes
 
-# (batch, time, features): what has fewer dimensions has no time, what has more may be an image.
+# (batch, time, features): arrays with fewer dimensions have no time, those with more may be images.
 _RANK_OF_A_SEQUENCE = 3
 
 
 @dataclass(frozen=True)
 class Activations:
-    """The layout of outputs of which nobody knows the shape before they are there.
+    """The layout of outputs whose shape is not known in advance.
 
-    Features stay as a layer that splits its weights makes them, where an axis is for that.
+    If a layer splits its weights over a model axis, the features stay as the layer computes them.
 
     Attributes:
         rows: The entry of the first dimension.
-        time: The axis that splits the second one of a sequence, or `None`.
+        time: The axis that splits the second dimension of a sequence, or `None`.
     """
 
     rows: str | tuple[str, ...] | None
@@ -33,8 +33,8 @@ class Activations:
         """The layout of one output.
 
         Args:
-            shape: Its shape; time is split where it is a sequence, `(batch, time, features)`,
-                whose time divides.
+            shape: Its shape. Time is split if it is a sequence, `(batch, time, features)`, whose
+                length is divisible.
             mesh: The mesh.
         """
         sequence = self.time is not None and len(shape) == _RANK_OF_A_SEQUENCE
@@ -53,15 +53,15 @@ class Activations:
 
 
 def block_outputs(model: Any, mesh: Mesh, data_axes: Sequence[str]) -> dict[str, Axes]:
-    """Outputs of a model's own layers stay split by rows, those of sequences by time too.
+    """Layouts that keep outputs of a model's own layers split by rows, and sequences also by time.
 
-    Without this XLA may gather the batch instead of the weights, as the weights are split over
-    the batch's axes.
+    Without these, XLA may gather the batch instead of the weights if the data axes split the
+    weights.
 
     Args:
         model: A built model.
         mesh: The mesh.
-        data_axes: Its axes that split the batch.
+        data_axes: The axes of the mesh that split the batch.
 
     Returns:
         From a layer's path to the layout of its output.

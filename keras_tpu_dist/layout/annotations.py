@@ -1,4 +1,4 @@
-"""split and replicate: layouts written on the layers themselves."""
+"""split and replicate: layouts that you set on the layers themselves."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,13 +20,13 @@ mark = _keras.LayerMark("_keras_tpu_dist_annotation")
 
 @dataclass(frozen=True)
 class Annotation:
-    """What a user wrote on a layer.
+    """The layout that a user set on a layer.
 
     Attributes:
-        weights: Rules for the weights of the layer and of the layers in it; `None` for
-            `replicate`, which holds for all of them.
-        output: Axes of the output, a dict or list of such for a layer that returns a structure,
-            or `None`.
+        weights: Rules for the weights of the layer and of its sublayers; `None` for `replicate`,
+            which applies to all of them.
+        output: Axes of the output, a dict or list of axes if the layer returns a structure, or
+            `None`.
         logical_device: The logical device that computes the layer, or `None` for all.
     """
 
@@ -36,24 +36,25 @@ class Annotation:
 
 
 def split(layer: Any, output: Any = None, **weights: Sequence | None) -> Any:
-    """Says how a layer's weights and output are split over the mesh.
+    """Sets how a layer's weights and output are split over the mesh.
 
-    Works before and after the layer is built; it replaces an earlier `split` or `replicate` of the
-    layer. On a layer that holds layers (a nested model, `Bidirectional`,
-    `TimeDistributed`, an attention layer) it speaks of all weights of that name in it;
-    `**{"query/kernel": axes}` speaks of some. An annotation on an inner layer wins over one around
-    it, a layout given to the variable over both, and an annotation over rules and plans.
-    `keras.models.clone_model` and `from_config` keep it; a saved file does not.
+    You can call it before or after the layer is built. It replaces an earlier `split` or
+    `replicate` of the layer. For a layer with sublayers (a nested model, `Bidirectional`,
+    `TimeDistributed`, an attention layer) it applies to all weights of that name in them; write
+    `**{"query/kernel": axes}` to select some. An annotation on an inner layer takes precedence over
+    one on an outer layer, a layout of the variable itself over both, and any annotation over rules
+    and plans. `keras.models.clone_model` and `from_config` copy annotations; a saved file does not
+    contain them.
 
     Args:
         layer: A layer or model.
         output: One entry per dimension, as in `LayoutRules`. For a layer that returns a tuple, a
-            dict or states: such axes for each tensor with enough dimensions (the others are left
-            alone), or a list or dict of axes for each one by position or key (`None`: leave it).
-        **weights: From the name of a weight to its axes.
+            dict or states: axes for every tensor with enough dimensions (the others are not
+            changed), or a list or dict of axes by position or key (`None`: do not change it).
+        **weights: The axes of every weight, by its name.
 
     Returns:
-        The layer, so that the call reads inline in a Sequential or functional model.
+        The layer, so that you can write the call inline in a Sequential or functional model.
 
     Raises:
         ValueError: If nothing is given, axes are malformed, or a built layer has no such weight.
@@ -81,7 +82,7 @@ def split(layer: Any, output: Any = None, **weights: Sequence | None) -> Any:
 
 
 def replicate(layer: Any) -> Any:
-    """Says that all weights of a layer, and of the layers in it, are whole on every device.
+    """Keeps all weights of a layer and of its sublayers whole on every device.
 
     Args:
         layer: A layer or model.
@@ -115,7 +116,8 @@ class Annotated:
     Attributes:
         weights: From the id of a variable to `(axes, reason)`.
         outputs: From a layer's path to the layout of its output.
-        unknown: `(layer path, weight name)` of what no weight of the built layer is called.
+        unknown: `(layer path, weight name)` of annotations whose name matches no weight of the
+            layer.
         logical_devices: From a layer's path to the logical device that computes it.
         assigned: From the id of a variable to the logical device that computes its layer.
     """
@@ -134,7 +136,7 @@ def annotated(model: Any) -> Annotated:
         model: A model, built or not.
 
     Returns:
-        What they say; inner layers win over those around them.
+        The annotations; inner layers take precedence over outer ones.
     """
     weights: dict[int, tuple[tuple, str]] = {}
     outputs: dict[str, Any] = {}
@@ -169,10 +171,10 @@ def annotated(model: Any) -> Annotated:
 
 
 def layouts_in(output: Any) -> list:
-    """The axes in what an annotation says of an output, each for one tensor.
+    """The axes in the annotation of an output, one entry for every tensor.
 
     Args:
-        output: Axes, a list or dict of such, or `None`.
+        output: Axes, a list or dict of axes, or `None`.
     """
     if isinstance(output, dict):
         return [axes for inner in output.values() for axes in layouts_in(inner)]
@@ -182,19 +184,19 @@ def layouts_in(output: Any) -> list:
 
 
 def place_output(outputs: Any, layout: Any, mesh: Any) -> Any:
-    """Lays a layer's outputs, whatever their structure, as an annotation or rule says.
+    """Applies an annotation or rule to a layer's outputs, whatever their structure.
 
     Args:
-        outputs: What the layer returned.
-        layout: A `NamedSharding`, `Activations` or axes for each tensor, or a list or dict of
+        outputs: The outputs of the layer.
+        layout: A `NamedSharding`, `Activations` or axes for all tensors, or a list or dict of
             those.
         mesh: The strategy's mesh.
 
     Returns:
-        The outputs, laid out.
+        The outputs, with these layouts.
 
     Raises:
-        ValueError: If a list or dict of layouts does not fit what the layer returned.
+        ValueError: If a list or dict of layouts does not fit the outputs.
     """
     if isinstance(layout, dict) and isinstance(outputs, dict):
         _check_structure(set(layout) <= set(outputs), outputs, layout)
@@ -227,13 +229,13 @@ def _place_leaf(leaf, sharding: NamedSharding):
     if not isinstance(leaf, jax.Array) or leaf.ndim < len(sharding.spec):
         return leaf
     placed = _placed_leaf(leaf, sharding)
-    # A nested model's output has its mask already, which Keras keeps as the array's attribute.
+    # A nested model's output already has its mask, which Keras stores as an attribute of the array.
     return placed if placed is leaf else _keras.with_keras_mask(placed, _keras.keras_mask(leaf))
 
 
 def _placed_leaf(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
     if in_compiled_code():
-        # Inside shard_map there is no whole array left to lay out.
+        # Inside a shard_map there is no global array to constrain.
         manual = jax.sharding.get_abstract_mesh().manual_axes
         return leaf if manual else jax.lax.with_sharding_constraint(leaf, sharding)
     if isinstance(leaf, jax.core.Tracer):
@@ -262,14 +264,14 @@ def _check_structure(fits: bool, outputs, layout) -> None:
 
 @mark.restored_by
 def annotate(layer: Any, annotation: Annotation) -> Any:
-    """Writes an annotation on a layer, in the place of the one it has; returns the layer.
+    """Writes an annotation on a layer, replaces an earlier one, and returns the layer.
 
     Args:
         layer: A layer or model.
-        annotation: The whole annotation; nothing of an earlier one stays.
+        annotation: The whole annotation; nothing of an earlier one is kept.
 
     Raises:
-        ValueError: If `layer` is no Keras layer.
+        ValueError: If `layer` is not a Keras layer.
     """
     if not isinstance(layer, keras.Layer):
         raise ValueError(
@@ -297,7 +299,7 @@ def _check_names(layer, rules: LayoutRules) -> None:
             names = sorted({variable.name for variable in layer.variables})
             raise ValueError(
                 message(
-                    "split speaks of weights by their name.",
+                    "split selects weights by their name.",
                     received={"layer": layer.path, "weight": name, "its weights": names},
                     fix=f"Use one of: {', '.join(names)}.{did_you_mean(name, names)}",
                 )

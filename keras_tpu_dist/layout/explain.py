@@ -1,4 +1,4 @@
-"""Where every variable of a model lies, and why."""
+"""How every variable of a model is split, and why."""
 
 import html
 import math
@@ -28,7 +28,7 @@ from keras_tpu_dist.show.page import Shown
 from keras_tpu_dist.show.text import html_table, size_text, text_table, text_width, wrapped
 
 _LARGEST_SHOWN = 5
-# A replicated weight is worth a line from this part of a device's weights on.
+# A replicated weight is listed if it has at least this share of a device's weights.
 _WORTH_A_LINE = 0.01
 # The most layers that a remark names.
 _MOST_LAYERS = 4
@@ -44,12 +44,12 @@ class VariableRow(Printed):
         dtype: Its dtype.
         axes: One entry per dimension; `()` means replicated.
         bytes: Bytes of the whole value.
-        bytes_per_device: Bytes on each device.
-        slot_bytes: Bytes of its optimizer slots, whole.
-        slot_bytes_per_device: The same on each device.
+        bytes_per_device: Bytes on one device.
+        slot_bytes: Bytes of its whole optimizer slots.
+        slot_bytes_per_device: Bytes of them on one device.
         reason: The rule, annotation or plan that decided.
-        alternatives: What else was considered or would also match.
-        problem: Why the layout is not legal, or `""`.
+        alternatives: Other layouts that were considered, or rules that also match.
+        problem: Why the layout is invalid, or `""`.
     """
 
     path: str
@@ -88,7 +88,7 @@ class OutputRow:
     Attributes:
         path: The layer's path.
         layout: Axes, or a list or dict of axes.
-        reason: What decided.
+        reason: The annotation, rule or plan that decided.
     """
 
     path: str
@@ -98,11 +98,11 @@ class OutputRow:
 
 @dataclass(frozen=True)
 class LayerRow:
-    """One layer, or table, that treats its split weights in a way of its own.
+    """A layer, or table, with its own way to handle its split weights.
 
     Attributes:
         path: The layer's path, or the table's.
-        choice: What it does with them, and why.
+        choice: How it handles them, and why.
     """
 
     path: str
@@ -111,17 +111,17 @@ class LayerRow:
 
 @dataclass(frozen=True, repr=False)
 class Explanation(Shown):
-    """Where a model's variables lie, and why.
+    """How a model's variables are split, and why.
 
     Attributes:
         model: The model's name.
         mesh: Axis sizes.
         rows: One per weight.
         outputs: One per layer whose output has a layout.
-        note: What is missing, or `""`.
-        logical_devices: `(layer path, logical device)` of each assigned layer.
-        layers: One per layer that chooses what to do with its split weights.
-        crossings: Which axes cross hosts or slices, in words, on a mesh of several hosts.
+        note: A note about missing variables, or `""`.
+        logical_devices: `(layer path, logical device)` of every assigned layer.
+        layers: One per layer that chooses how to handle its split weights.
+        crossings: If the mesh has several hosts, which axes cross hosts or slices, in words.
         data_axes: The axes that split the batch.
     """
 
@@ -142,7 +142,7 @@ class Explanation(Shown):
 
     @property
     def bytes_per_device(self) -> int:
-        """Bytes of weights and optimizer slots on each device."""
+        """Bytes of weights and optimizer slots on one device."""
         return sum(row.bytes_per_device + row.slot_bytes_per_device for row in self.rows)
 
     @property
@@ -153,7 +153,7 @@ class Explanation(Shown):
 
     @property
     def summary(self) -> str:
-        """In one sentence: the weights, how many of them are split over which axes, the batch."""
+        """One sentence: the weights, how many of them are split over which axes, the batch."""
         return "; ".join([*self._sizes(), self._split(), self._batch(), *self._problems()])
 
     def entries(self) -> tuple[Any, ...]:
@@ -161,7 +161,7 @@ class Explanation(Shown):
         return folded(self.rows, _path, _key)
 
     def table(self) -> str:
-        """Every weight on a line of its own, with its dtype and its optimizer slots."""
+        """A table with a line for every weight, its dtype and its optimizer slots."""
         return text_table(_HEADER, [_cells([row]) for row in self.rows], indent="")
 
     def to_dict(self) -> dict[str, Any]:
@@ -228,7 +228,7 @@ class Explanation(Shown):
         return [f"{count} not legal: explain(model) says why"] if count else []
 
     def _folded(self) -> tuple[list[str], list[tuple[str, ...] | str]]:
-        """The table for people: columns that say nothing are left out, blocks are folded."""
+        """The table to print: empty columns are left out, equal blocks are folded."""
         mixed = len({row.dtype for row in self.rows}) > 1
         slots = any(row.slot_bytes for row in self.rows)
         shown = [True, True, mixed, True, True, True, slots, True]
@@ -263,15 +263,16 @@ class Explanation(Shown):
 def explain_model(
     model: Any, placement: Placement, mesh: Mesh, tables: Mapping[str, str] | None = None
 ) -> Explanation:
-    """Reads a placement as rows.
+    """Converts a placement to rows.
 
     Args:
-        model: A model; of an unbuilt one the variables that exist.
+        model: A model; if it is not built, its existing variables are used.
         placement: Its placement.
         mesh: The mesh.
-        tables: For paths of tables how they are looked up and updated.
+        tables: For paths of tables, how they are looked up and updated.
 
     Returns:
+        The explanation. An invalid layout is reported in its row; no error is raised.
         The explanation; an illegal layout is reported in its row, not raised.
     """
     slots: dict[int, list] = {}
@@ -310,7 +311,8 @@ def _reason_of_output(path: str, placement: Placement) -> str:
 
 
 def _layer_rows(model, placement: Placement, mesh: Mesh):
-    """Layers say themselves what they do: recurrent ones, which know what their loop needs."""
+    """Rows from layers that explain themselves: recurrent ones, which know what their loop
+    needs."""
 
     def axes_of(variable) -> tuple:
         decision = placement.decisions.get(id(variable))
@@ -341,7 +343,7 @@ def one_row(explanation: Explanation, path: str) -> VariableRow:
     near = nearest_path(tail, [row.path for row in found or explanation.rows])
     raise ValueError(
         message(
-            "explain(model, path) speaks of one variable.",
+            "explain(model, path) explains one variable.",
             received=f"path={path!r}, which {len(found)} variables of {explanation.model!r} have.",
             fix="Give the whole path, or more of its end."
             + (f" The nearest is {near!r}." if near else ""),
@@ -419,7 +421,7 @@ def _amount(rows: Sequence[VariableRow]) -> str:
 
 
 def _folded_lines(pairs: Iterable[tuple[str, str]]) -> list[str]:
-    """`paths: words` for the pairs with equal words, with layers that repeat as one."""
+    """`paths: words` for pairs with equal words; repeated layers are folded."""
     by_words: dict[str, list[str]] = {}
     for path, words in pairs:
         by_words.setdefault(words, []).append(path)

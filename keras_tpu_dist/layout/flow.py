@@ -1,9 +1,10 @@
-"""Which weights open a split of features and which close it, read in the traced call of a layer.
+"""Finds the weights that open a split of features and those that close it, in a layer's trace.
 
-A mesh axis that cuts a dimension of a value into equal parts cuts dimensions of other values with
-it: through sums, products, reshapes, attention by heads. Dimensions that are cut together form a
-`Cut`. A kernel whose output features are in it opens it (a column of Megatron's), one that sums
-over it closes it (a row), biases and scales follow. Nothing is sent between the two.
+If a mesh axis splits a dimension of a value into equal parts, it also splits dimensions of other
+values: through sums, products, reshapes, attention by heads. Dimensions that are split together
+form a `Cut`. A kernel whose output features are in the cut opens it (a column in Megatron's terms),
+and a kernel that sums over them closes it (a row). Biases and scales follow. Between the two,
+nothing is sent.
 """
 
 import math
@@ -22,11 +23,11 @@ from keras_tpu_dist.trace.calls import calls
 from keras_tpu_dist.trace.dimensions import Dimensions, Mapped, dimensions
 from keras_tpu_dist.trace.jaxprs import opened
 
-# What stands for a size that a layer was built without: of the batch, and of all others.
+# Sizes used for dimensions that a layer was built without: for the batch, and for all others.
 _ROWS, _LENGTH = 8, 32
 
-# A kernel that is at most so large beside the largest one of a cut may stay whole for it: those of
-# fewer key and value heads than devices, which query heads share. Likewise a router.
+# A kernel that is at most so large relative to the largest one of a cut may stay whole: if there
+# are fewer key and value heads than devices, query heads share them. The same goes for a router.
 _SMALL = 1 / 2
 
 _SEARCHES = ("sort", "top_k", "approx_top_k", "argmax", "argmin")
@@ -38,15 +39,16 @@ class NotTraced(Exception):
 
 @dataclass(frozen=True)
 class Cut:
-    """Dimensions of weights that one mesh axis cuts together, so that values between stay cut.
+    """Dimensions of weights that one mesh axis splits together, so that values between stay split.
 
     Attributes:
-        columns: Kernels whose output features it cuts: number of the variable, and its dimension.
-        rows: Kernels that sum over the features it cuts, likewise.
+        columns: Kernels whose output features it splits: number of the variable, and its dimension.
+        rows: Kernels that sum over the split features, likewise.
         follows: Biases, scales and statistics of those features, likewise.
-        whole: Kernels that feed it and are better whole: their few heads do not divide.
-        sent_bytes: What an all-reduce sends for it in a forward and a backward pass, estimated.
-        products: Multiplications that are divided by it.
+        whole: Kernels that feed it and should stay whole, because their few heads are not
+            divisible.
+        sent_bytes: Bytes of its all-reduces in a forward and a backward pass, estimated.
+        products: Multiplications that it divides.
     """
 
     columns: tuple[tuple[int, int], ...]
@@ -61,8 +63,8 @@ class _Value(NamedTuple):
     """A value in the program.
 
     Attributes:
-        nodes: The node of each dimension.
-        weights: The weights it is computed from; `None` if it depends on inputs, too.
+        nodes: The node of every dimension.
+        weights: The weights that it is computed from; `None` if it depends on inputs, too.
         kernels: The kernels of the last products with weights that it depends on.
         bytes: Its bytes, before it was repeated.
     """
@@ -74,7 +76,7 @@ class _Value(NamedTuple):
 
 
 class _Link(NamedTuple):
-    """A dimension of an operand that becomes one of a result, as the same parts up to `parts`."""
+    """A dimension of an operand that becomes one of a result, with the same parts up to `parts`."""
 
     node: int
     to: int
@@ -96,21 +98,21 @@ class _Product(NamedTuple):
 
 @dataclass
 class Flow:
-    """How dimensions are cut together in the call of a layer.
+    """How dimensions are split together in the call of a layer.
 
     Attributes:
-        sizes: For each node, a dimension of a value, its size.
-        steps: For each operation the nodes that it links.
+        sizes: For every node, a dimension of a value, its size.
+        steps: For every operation, the nodes that it links.
         products: Products with kernels.
         sums: Nodes over which an operation sums or searches, and the bytes of its result.
         whole: Nodes that an operation needs whole.
-        meets: For products of two values, the nodes of one and the kernels that made the other.
-        searched: Kernels whose features are sorted or searched, as a router's.
-        feeding: Kernels of which another kernel multiplies what they make, whatever lies between.
+        meets: For products of two values, the nodes of one, and the kernels behind the other.
+        searched: Kernels whose features are sorted or searched, such as a router's.
+        feeding: Kernels whose features another kernel multiplies, whatever is between them.
         ends: Nodes of the layer's inputs and outputs.
-        weights: For each weight the nodes of its dimensions.
-        views: For kernels of features in a row, and their biases, the shape that they are taken
-            apart to, whose dimensions count.
+        weights: For every weight, the nodes of its dimensions.
+        views: For kernels that hold features of several kinds, and their biases, the shape that
+            they are taken apart to, whose dimensions count.
     """
 
     sizes: list[int] = field(default_factory=list)
@@ -126,12 +128,13 @@ class Flow:
     views: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def cuts(self, ways: int) -> list[Cut]:
-        """What can be cut into so many parts without sending anything between its kernels.
+        """The cuts into a number of parts that need no communication between their kernels.
 
         Args:
             ways: The size of the mesh axis.
 
         Returns:
+            The cuts; those that divide the most work for the bytes that they send come first.
             The cuts, those first that divide the most work for what they send.
         """
         root = self._together(ways)
@@ -151,7 +154,7 @@ class Flow:
         return found
 
     def _together(self, ways: int) -> list[int]:
-        """For each node, the one that stands for all that are cut with it."""
+        """For every node, the representative of the nodes that are split with it."""
         parent = list(range(len(self.sizes)))
 
         def top(node: int) -> int:
@@ -169,7 +172,7 @@ class Flow:
     def _broken(self, root: list[int], ways: int, sums: dict[int, int]) -> set[int]:
         """Cuts of values that an operation mixes: it links a dimension, but not part by part.
 
-        A part of a result that is made of a whole value costs a sum of that value's gradient.
+        If a part of a result depends on a whole value, that value's gradient must be summed.
         """
         broken = set()
         for links in self.steps:
@@ -216,7 +219,8 @@ class Flow:
         )
 
     def _shared(self, one: int, cut: set[int], root: list[int]) -> tuple[int, ...]:
-        """Kernels that make what meets the cut features whole, as keys that query heads share."""
+        """Kernels that compute a whole operand for the split features, such as keys for query
+        heads."""
         small = max(self.elements(w) for w in cut) * _SMALL
         found = {
             w
@@ -227,7 +231,7 @@ class Flow:
         return tuple(sorted(w for w in found if self.elements(w) <= small))
 
     def makes_features(self, weight: int, dim: int) -> bool:
-        """Whether a dimension of a weight becomes features of what a product with it gives.
+        """Whether a dimension of a weight becomes features of a product with it.
 
         Args:
             weight: The number of the weight.
@@ -253,7 +257,7 @@ class Flow:
 
 
 class _Reader:
-    """Reads a program into a `Flow`."""
+    """Converts a program to a `Flow`."""
 
     def __init__(self):
         self.flow = Flow()
@@ -399,7 +403,7 @@ class _Reader:
 
 
 def _union(values: list[_Value]) -> frozenset[int] | None:
-    """The weights that values are computed from, if they are computed from nothing else."""
+    """The weights that values are computed from, if they depend on nothing else."""
     found: frozenset[int] = frozenset()
     for value in values:
         if value.weights is None:
@@ -417,24 +421,25 @@ Arguments = tuple[tuple, dict[str, Any]]
 
 
 def flow_of(layer: Any, variables: list, called: Arguments | None = None) -> Flow:
-    """Traces the call of a layer by itself, and reads it.
+    """Traces the call of a layer by itself, and analyses it.
 
     Args:
         layer: A built layer or model.
         variables: Its variables, in the order in which a `Cut` numbers them.
-        called: Arguments of its call, with symbolic tensors. Defaults to what it was built for.
+        called: Arguments of its call, with symbolic tensors. Defaults to the shapes it was built
+            for.
 
     Returns:
-        The flow; of equal layers, as the blocks of a model are, it is found once.
+        The flow. For equal layers, such as a model's blocks, it is computed once.
 
     Raises:
-        NotTraced: If what it was built for is not known, or its call fails.
+        NotTraced: If the shapes it was built for are not known, or its call fails.
     """
     try:
         given = _arguments(layer) if called is None else [_abstract_call(called)]
         form = _form(layer, variables, given)
         flow = _known_flows.get(form)
-    except Exception as error:  # of a user's methods, and of what a layer was built with
+    except Exception as error:  # from custom methods, and from the recorded shapes
         raise NotTraced(_in_a_line(error)) from error
     if flow is None:
         if len(_known_flows) >= _MOST_KNOWN:
@@ -446,21 +451,21 @@ def flow_of(layer: Any, variables: list, called: Arguments | None = None) -> Flo
 
 
 def traced_call(layer: Any) -> Any:
-    """Traces the call of a layer by itself, for what it was built for.
+    """Traces the call of a layer by itself, for the shapes it was built for.
 
     Args:
         layer: A built layer or model.
 
     Returns:
-        The program, a `ClosedJaxpr` of its variables, those that are trained first, and its inputs.
+        The program, a `ClosedJaxpr` of its variables, the trained ones first, and its inputs.
 
     Raises:
-        NotTraced: If what it was built for is not known, or its call fails.
+        NotTraced: If the shapes it was built for are not known, or its call fails.
     """
     variables = [*layer.trainable_variables, *layer.non_trainable_variables]
     try:
         given = _arguments(layer)
-    except Exception as error:  # of what a layer was built with
+    except Exception as error:  # from the recorded shapes
         raise NotTraced(_in_a_line(error)) from error
     return _traced(layer, variables, given)
 
@@ -470,15 +475,15 @@ _MOST_KNOWN = 256
 
 
 def _form(layer: Any, variables: list, given: list[Arguments]) -> Any:
-    """Equal for layers that differ by names and values alone.
+    """A key that is equal for layers that differ only by names and values.
 
-    Arrays and dictionaries on a layer are not in it, nor what a closure holds: layers that differ
-    by these may be given one flow, which costs speed and no correctness.
+    It does not include arrays and dictionaries on a layer, nor the variables of a closure. If
+    layers only differ by these, they may share a flow; that costs speed, but never correctness.
     """
     shapes = tuple((tuple(v.shape), str(v.dtype)) for v in variables)
     inner = _keras.flatten_layers(layer)
     parts = tuple((type(each), _attributes(each)) for each in inner)
-    # How layers are connected is in no attribute: a model with a graph is equal to itself alone.
+    # No attribute has the connections of layers: a model with a graph is only equal to itself.
     has_graph = any(_keras.graph(each) is not None for each in inner)
     return (shapes, repr(given), parts, weakref.ref(layer) if has_graph else None)
 
@@ -487,9 +492,9 @@ _NAMES = ("name", "path", "parent_path")
 
 
 def _attributes(layer: Any) -> str:
-    """What a layer has as plain values and functions, but for its names.
+    """A layer's plain values and functions, without its names.
 
-    A config takes far longer, and a user's layer may have none.
+    A config would take far longer, and a custom layer may have none.
     """
     found: dict[str, Any] = {"compute dtype": layer.compute_dtype}
     for name, value in vars(layer).items():
@@ -517,7 +522,7 @@ def _read(layer: Any, variables: list, given: list[Arguments]) -> Flow | str:
         return str(error)
     try:
         return _read_program(jaxpr, variables)
-    except Exception as error:  # a program of another JAX must not stop a plan
+    except Exception as error:  # an unknown program of another JAX must not stop a plan
         return _in_a_line(error)
 
 
@@ -553,17 +558,18 @@ def _traced(layer: Any, variables: list, given: list[Arguments]) -> Any:
     for form in given:
         tensors = [t for t in jax.tree.leaves(form) if isinstance(t, jax.ShapeDtypeStruct)]
         try:
-            # A strategy would lay the outputs of layers out, for which it asks the plan. Within
-            # another scope, variables that have no value yet are given none.
+            # A strategy would constrain outputs of layers, and ask the plan for their layouts.
+            # Within another scope, variables without a value do not get one.
             with _keras.without_distribution(), keras.StatelessScope(initialize_variables=False):
                 return jax.make_jaxpr(call)(weights, tensors)
-        except Exception as error:  # whatever a user's call raises
+        except Exception as error:  # a custom call may raise anything
             reasons.append(_in_a_line(error))
     raise NotTraced(reasons[-1])
 
 
 def _arguments(layer: Any) -> list[Arguments]:
-    """Arguments of a layer's call as it was built for: of floats or, second, of integers."""
+    """Arguments for a layer's call with the shapes it was built for: floats or, second,
+    integers."""
     if _keras.graph(layer) is not None and getattr(layer, "inputs", None):
         return [_abstract_call(((_keras.declared_inputs(layer),), {}))]
     config = layer.get_build_config() or {}

@@ -1,8 +1,9 @@
-"""One kernel for queries, keys and values in a row: taken apart before it is multiplied.
+"""Fused kernels for queries, keys and values: taken apart before the product.
 
-Features that a kernel makes in a row, and a layer then takes apart (`reshape` to three times heads,
-`split`), cannot be cut by heads: a part of the row is no part of each. The same numbers come out of
-a product with the kernel taken apart, whose features are cut one dimension by itself.
+A kernel may compute features of several kinds one after another, and the layer then takes them
+apart (`reshape` to three times heads, `split`). Such features cannot be split by heads, because a
+part of the row is not a part of every kind. A product with the kernel taken apart gives the same
+numbers, and its features have a dimension that can be split.
 """
 
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -23,8 +24,8 @@ class Fused:
 
     Attributes:
         kernel: The kernel, `(in, features)`.
-        operand: What it is multiplied with, `(..., in)`.
-        bias: What is added, `(features,)`, or `None`.
+        operand: The other operand, `(..., in)`.
+        bias: The bias, `(features,)`, or `None`.
         factors: The sizes that the features are taken apart into.
         ends: The operations that take them apart.
         product: The product.
@@ -38,10 +39,10 @@ class Fused:
     product: Equation
 
     def replaced(self, laid: Callable[[Atom, Any], Any]) -> dict[Equation, Instead]:
-        """What computes the ends from the kernel taken apart, in one evaluation.
+        """Replacements for the ends, computed from the kernel taken apart, in one evaluation.
 
         Args:
-            laid: From the kernel, or the bias, and its array taken apart to that array.
+            laid: Constrains the layout of the kernel's or the bias's array taken apart.
         """
         weights = [self.kernel, *([] if self.bias is None else [self.bias])]
         made = self.product.results[0].aval.dtype
@@ -71,7 +72,7 @@ class Fused:
 
 
 def _ended(end: Equation, apart: Any) -> list[Any]:
-    """The results of an operation, of features that are taken apart already."""
+    """The results of an operation on features that are already taken apart."""
     dtype = end.results[0].aval.dtype
     if end.name == "reshape":
         return [apart.astype(dtype)]
@@ -127,7 +128,7 @@ def _fused(product: Equation, weights: Container[int], users: Mapping, outputs: 
 
 
 def _bias(addition: Equation, value: Atom, weights: Container[int]) -> Atom | None:
-    """The weight that is added to each row of features."""
+    """The weight that is added to every row of features."""
     others = [each for each in addition.operands if each is not value]
     other = others[0] if len(others) == 1 else None
     while other is not None and other.operation is not None:
@@ -146,7 +147,7 @@ def _bias(addition: Equation, value: Atom, weights: Container[int]) -> Atom | No
 
 
 def _factors(end: Equation, value: Atom) -> tuple[int, ...] | None:
-    """What an operation takes features apart into; the first of them are not those that are cut."""
+    """The sizes that an operation takes features apart into; the first ones are not split."""
     before = value.shape
     if end.name == "reshape":
         after = end.results[0].shape
@@ -180,15 +181,15 @@ def _is_one(value: Atom, weights: Container[int]) -> bool:
 
 
 def taken_apart(jaxpr: Any, weights: int) -> tuple[Any, dict[int, tuple[int, ...]]]:
-    """A program in which such kernels come taken apart.
+    """Rewrites a program so that fused kernels are inputs in their taken-apart shape.
 
     Args:
         jaxpr: The program, a `ClosedJaxpr`.
-        weights: How many of its first inputs are weights.
+        weights: The number of its first inputs that are weights.
 
     Returns:
-        The program, a `ClosedJaxpr`, and for weights that it takes apart their shapes; the program
-        itself, and nothing, if there are none.
+        The program, a `ClosedJaxpr`, and the new shapes of the weights taken apart; the same
+        program, and no shapes, if there are none.
     """
     graph = graph_of(jaxpr)
     number = {id(atom): n for n, atom in enumerate(graph.inputs[:weights])}
@@ -214,7 +215,7 @@ def taken_apart(jaxpr: Any, weights: int) -> tuple[Any, dict[int, tuple[int, ...
 def _is_read_elsewhere(
     graph: Graph, instead: Mapping[Equation, Instead], weights: set[int]
 ) -> bool:
-    """Whether a weight that comes taken apart is also read as it is."""
+    """Whether a weight that is taken apart is also read in its stored shape."""
     left: Sequence[Equation] = graph.needed({e: new.operands for e, new in instead.items()})
     return any(
         id(operand) in weights for each in left if each not in instead for operand in each.operands

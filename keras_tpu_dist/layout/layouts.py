@@ -1,4 +1,4 @@
-"""A strategy's layouts, decided for variables, outputs and whole models."""
+"""The layouts of a strategy, for variables, outputs and whole models."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ from keras_tpu_dist.layout.rules import Decision, LayoutRules, check_axis_names,
 
 
 class Layouts:
-    """Decides where variables and layers' outputs lie on one mesh.
+    """Decides the layouts of variables and layer outputs on one mesh.
 
     Args:
         mesh: The mesh.
@@ -28,8 +28,8 @@ class Layouts:
         batch_first: Whether the batch is the first dimension of every input.
 
     Raises:
-        ValueError: If the layout is none of these, names an axis that the mesh lacks, or there is
-            no axis for the slots.
+        ValueError: If the layout is none of these, it names an axis that the mesh does not have, or
+            there is no axis for the slots.
     """
 
     def __init__(
@@ -69,17 +69,17 @@ class Layouts:
         return isinstance(layout, NamedSharding) and layout.mesh == self.mesh
 
     def placement(self, model: Any, given: Callable[[Any], Any]) -> Placement:
-        """What decides about each variable of a model.
+        """The decisions about every variable of a model.
 
         Args:
-            model: A model, built or with the variables it has so far.
-            given: From a variable to the layout that its user gave it, or `None`.
+            model: A model. If it is not built yet, the variables it has so far are used.
+            given: Returns the layout that the user gave a variable, or `None`.
         """
         check_model(model, "What a strategy says of layouts")
         return place(model, self.setting, given)
 
     def planned(self, model: Any) -> Plan:
-        """The layouts that the plan gives a built model.
+        """The layouts that the plan chooses for a model.
 
         Args:
             model: A built model.
@@ -91,7 +91,7 @@ class Layouts:
         if not isinstance(self.layout, Planner):
             raise ValueError(
                 message(
-                    "Only a strategy whose layout is a plan can plan.",
+                    "Only a strategy with a plan as its layout can plan.",
                     received={"layout": self.layout},
                     fix='Use layout="fsdp", "tensor_parallel" or "auto".',
                 )
@@ -99,12 +99,12 @@ class Layouts:
         return self.layout.plan(model, self.mesh, self.data_axes)
 
     def target(self, variable: Any, given: Any, placement: Placement) -> Any:
-        """The layout a variable of a known model should have, with the one its user gave it.
+        """The layout that a variable of a known model should have.
 
         Args:
             variable: A variable of the model or of its optimizer.
-            given: The layout that its user gave it, or `None`; ignored for an optimizer slot,
-                as Keras copied that layout from the weight.
+            given: The layout that the user gave it, or `None`; ignored for an optimizer slot,
+                because Keras copied that layout from the weight.
             placement: The placement of the variable's model.
 
         Raises:
@@ -115,7 +115,7 @@ class Layouts:
         return named_sharding(self.mesh, placement.decision(variable).axes)
 
     def by_rule(self, variable: Any) -> NamedSharding:
-        """The layout of a variable of which only path and shape are known.
+        """The layout of a variable from its path and shape alone.
 
         Args:
             variable: A variable that is being created, or whose model is not known.
@@ -132,15 +132,15 @@ class Layouts:
         return named_sharding(self.mesh, decision.axes)
 
     def translated(self, variable: Any, given: Any) -> Any:
-        """A layout that a user gave a variable, on this mesh.
+        """A variable's own layout, on this mesh.
 
         Args:
             variable: The variable.
-            given: A `TensorLayout` or a `NamedSharding`, also of another mesh; anything else is
-                returned as it is.
+            given: A `TensorLayout` or a `NamedSharding`, also on another mesh; anything else is
+                returned unchanged.
 
         Raises:
-            ValueError: If it names an axis that the mesh lacks, or does not fit the shape.
+            ValueError: If it names an axis that the mesh does not have, or does not fit the shape.
         """
         if isinstance(given, keras.distribution.TensorLayout):
             axes = tuple(given.axes)
@@ -157,12 +157,12 @@ class Layouts:
         """The layout of a layer's output, or `None`.
 
         Args:
-            path: The layer's path and `/output`. An annotation on the layer comes first, then a
-                rule for this path, then the plan, then the mesh.
-            placement: That of the model that is running, if one is.
+            path: The layer's path followed by `/output`. An annotation on the layer takes
+                precedence, then a rule for this path, then the plan, then the mesh.
+            placement: The placement of the running model, if there is one.
 
         Raises:
-            ValueError: If the annotation names an axis that the mesh lacks.
+            ValueError: If the annotation names an axis that the mesh does not have.
         """
         layer = path.removesuffix("/output")
         if placement is not None and layer in placement.annotations.outputs:
@@ -182,14 +182,14 @@ class Layouts:
 
 
 def checked_layout(layout: Any, axis_names: Sequence[str]) -> Any:
-    """What a strategy was given as `layout`, as `None`, rules, a `LayoutMap` or a planner.
+    """Converts a strategy's `layout` to `None`, rules, a `LayoutMap` or a planner.
 
     Args:
-        layout: Any of the forms that `TPUStrategy` takes, or a `Plan`, of which the rules are kept.
+        layout: Any form that `TPUStrategy` takes, or a `Plan`, whose rules are used.
         axis_names: The mesh's axes.
 
     Raises:
-        ValueError: If it is none of these, or names an axis that the mesh lacks.
+        ValueError: If it is none of these, or names an axis that the mesh does not have.
     """
     if layout is None or isinstance(layout, Planner):
         return layout

@@ -1,4 +1,4 @@
-"""Mistakes in layouts, each named with its fix."""
+"""Finds mistakes in layouts, with a fix for every one."""
 
 import functools
 import logging
@@ -24,7 +24,7 @@ logger = logging.getLogger("keras_tpu_dist")
 
 SEVERITIES = ("error", "warning", "info")
 
-# Below this a replicated weight is no giant, whatever the model.
+# Smaller replicated weights are never reported as giants.
 _GIANT_BYTES = 2**20
 _GIANTS_SHOWN = 5
 
@@ -36,8 +36,8 @@ class Finding(Printed):
     Attributes:
         severity: `"error"` (fit would fail), `"warning"` (not what the layout says) or `"info"`.
         code: A short stable name.
-        path: The variable, layer, pattern or axis it is about.
-        words: What is the case.
+        path: The variable, layer, pattern or axis that it concerns.
+        words: The description.
         fix: What to write instead.
     """
 
@@ -53,7 +53,7 @@ class Finding(Printed):
 
 @dataclass(frozen=True, repr=False)
 class LintReport(Shown):
-    """All findings about one model, the gravest first.
+    """All findings about one model, the most serious first.
 
     Attributes:
         model: The model's name.
@@ -117,8 +117,8 @@ def lint_model(
         setting: The strategy's mesh and layout.
         batch_size: The global batch size, to compare with the mesh.
         foreign: Paths of variables that are not on the strategy's mesh.
-        tables: For paths of tables that do not go by their rows, though asked to, why.
-        cheap: Only what fit says by itself.
+        tables: For paths of tables that `tables=` does not apply to, though requested, the reason.
+        cheap: Whether to make only the checks that fit makes by itself.
 
     Returns:
         The report.
@@ -141,7 +141,7 @@ def lint_model(
                     "info",
                     "not-built",
                     model.name,
-                    "The model has no variables yet, so that most checks see nothing.",
+                    "The model has no variables yet, so most checks find nothing.",
                     "Call model.build(input_shape), or lint it after the first fit.",
                 )
             )
@@ -201,14 +201,14 @@ def _illegal(model, placement: Placement) -> list[Finding]:
             ask()
         except ValueError as error:
             if " Received: " not in str(error):
-                continue  # Keras's own, of keys that overlap: a finding of its own
+                continue  # Keras's own error about overlapping keys is a separate finding
             words, _, fix = str(error).partition(" Received: ")
             received, _, fix = fix.rpartition(". ")
             code = (
                 "too-long"
                 if "more entries" in words
                 else "indivisible"
-                if "divide" in words
+                if "divisible" in words
                 else "unknown-axis"
             )
             words = f"{words} Received: {received}."
@@ -250,7 +250,7 @@ def _overlaps(model, setting: Setting) -> list[Finding]:
 
 
 def _fallbacks(model, placement: Placement) -> list[Finding]:
-    """Large weights that a plan could not split; what an annotation says is no fault of it."""
+    """Large weights that a plan could not split, unless an annotation decided."""
     plan = placement.plan
     if plan is None or plan.keeps_all:
         return []
@@ -301,9 +301,9 @@ def _giants(model, placement: Placement, setting: Setting) -> list[Finding]:
 
 
 def _siblings(model, placement: Placement) -> list[Finding]:
-    """Layers of one class with weights of one shape, one of which lies unlike the others.
+    """Layers of one class with weights of one shape, one of which is split differently.
 
-    A plan that puts them so has its reason; a rule may have been written too narrowly.
+    If a plan decided so, it has its reason; a rule may be too narrow.
     """
     plan = placement.plan
     planned = set() if plan is None else {v.path for v in _weights(model) if plan.decision(v)}
@@ -318,7 +318,7 @@ def _siblings(model, placement: Placement) -> list[Finding]:
         texts = [layout_text(placement.decisions[id(v)].axes) for v in variables]
         usual = max(set(texts), key=texts.count)
         odd = [(v, t) for v, t in zip(variables, texts) if t != usual]
-        # A column and a row projection of one square size rightly differ.
+        # A column and a row projection of the same square size rightly differ.
         if odd and len(variables) > 2 and len(odd) < len(variables) / 2 and len(set(texts)) == 2:
             variable, text = odd[0]
             found.append(
@@ -343,7 +343,8 @@ def _unused_axes(model, placement: Placement, setting: Setting) -> list[Finding]
         return []
     for output in placement.layouts_of_outputs().values():
         used.update(names_in([entry for axes in layouts_in(output) for entry in axes]))
-    # What is split within a layer's call over a DeviceAssignment's axes cannot be seen here.
+    # Layers that split tensors over a DeviceAssignment's axes within their call cannot be seen
+    # here.
     used |= {name for name in setting.mesh.axis_names if name.startswith(f"{LOGICAL_AXIS}_")}
     for variable in _weights(model):
         for entry in placement.decisions[id(variable)].axes:
@@ -363,14 +364,14 @@ def _unused_axes(model, placement: Placement, setting: Setting) -> list[Finding]
 
 
 def _nearest_axis(name: str, setting: Setting) -> str:
-    """How the fix begins: with a question, if an axis that splits the batch is called nearly so."""
+    """The start of the fix: a question, if the name of a data axis is similar."""
     usual = {*DATA_AXIS_NAMES, SEQUENCE_AXIS} - {*setting.mesh.axis_names}
     hint = did_you_mean(name, sorted(usual)).strip()
     return f"{hint} Otherwise give" if hint else "Give"
 
 
 def _no_data_axis(setting: Setting) -> list[Finding]:
-    """An axis that is nearly called as one that splits the batch, where none does."""
+    """An axis with a name similar to that of a data axis, if there is no data axis."""
     names = setting.mesh.axis_names
     near = [name for name in names if did_you_mean(name, DATA_AXIS_NAMES)]
     if setting.data_axes or not near:

@@ -1,4 +1,4 @@
-"""A picture of whatever `strategy.show` is given."""
+"""The picture for `strategy.show`."""
 
 import dataclasses
 from collections.abc import Callable
@@ -33,14 +33,14 @@ def picture_of(
     Args:
         what: What to draw; `None` for the mesh.
         mesh: The strategy's mesh.
-        placement: From a model to where the strategy places it.
-        layout: From a variable to where the strategy places it, and to what is uncertain of that.
+        placement: Returns the placement of a model.
+        layout: Returns the layout of a variable, and a warning if it is uncertain.
 
     Returns:
         The picture.
 
     Raises:
-        ValueError: If it is none of these.
+        ValueError: If `what` is none of these.
     """
     if what is None:
         return picture_of_mesh(mesh)

@@ -1,4 +1,4 @@
-"""All that decides about one model's variables, in one place and in one order."""
+"""Decides about the variables of one model: all rules in one place, in one order."""
 
 import math
 import re
@@ -28,14 +28,15 @@ from keras_tpu_dist.layout.rules import (
 
 @dataclass(frozen=True)
 class Setting:
-    """What a strategy brings to the decision.
+    """The strategy's options for the decision.
 
     Attributes:
         mesh: The mesh.
-        data_axes: Its axes that split the batch.
+        data_axes: The axes of the mesh that split the batch.
         layout: `None`, `LayoutRules`, a stock `LayoutMap` or a `Planner`.
         shard_optimizer: Whether optimizer slots are split over the data axes.
-        batch_first: Whether the batch is the first dimension, so that plans may lay outputs.
+        batch_first: Whether the batch is the first dimension, so that plans may set layouts of
+            outputs.
     """
 
     mesh: Mesh
@@ -47,15 +48,15 @@ class Setting:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where each variable of a model lies.
+    """How every variable of a model is split.
 
     Attributes:
         decisions: From the id of a variable to its decision, not yet checked against its shape.
         slots: `(slot, weight)` pairs of the optimizer.
         plan: The plan, if the layout is a planner.
         planned_outputs: From a layer's path to the layout of its output, by the plan or the mesh.
-        ruled_outputs: From a layer's path to what a rule decides about its output.
-        annotations: What is written on the model's layers.
+        ruled_outputs: From a layer's path to the decision of a rule about its output.
+        annotations: The annotations on the model's layers.
     """
 
     decisions: dict[int, Decision]
@@ -68,17 +69,17 @@ class Placement:
     _slot_ids: frozenset[int] = field(repr=False)
 
     def decision(self, variable: Any) -> Decision:
-        """The decision for a variable, valid for its shape.
+        """The decision for a variable, checked against its shape.
 
         Args:
-            variable: A variable of the model or its optimizer; one that is not known is replicated.
+            variable: A variable of the model or its optimizer; an unknown one is replicated.
 
         Raises:
             ValueError: If a rule or annotation does not fit the shape or the mesh.
         """
         found = self.decisions.get(id(variable), _REPLICATED)
         if found.reason.startswith(_AMBIGUOUS):
-            decide(variable.path, self._setting.layout)  # raises, in Keras's words
+            decide(variable.path, self._setting.layout)  # raises Keras's own error
         rule = LayoutRules([(re.escape(variable.path), found.axes)])
         check_axis_names(rule, self._setting.mesh.axis_names)
         return checked(found, variable.path, variable.shape, self._setting.mesh)
@@ -102,7 +103,7 @@ class Placement:
         return {**self.planned_outputs, **ruled, **self.annotations.outputs}
 
     def check_output(self, path: str) -> None:
-        """Raises a `ValueError` if an annotation's layout of an output names no axis of the mesh.
+        """Raises a `ValueError` if an annotation's output layout names an axis that the mesh lacks.
 
         Args:
             path: The path of a layer with such an annotation.
@@ -115,7 +116,7 @@ class Placement:
             check_axis_names(LayoutRules([(pattern, axes)]), names)
 
     def written_in_program(self) -> tuple[Any, ...]:
-        """All that a compiled step holds beside its variables' layouts."""
+        """All constants of a compiled step besides its variables' layouts."""
         uses = {
             k: (d.used, d.view, d.gathered)
             for k, d in self.decisions.items()
@@ -127,21 +128,21 @@ class Placement:
 _AMBIGUOUS = "LayoutMap: several keys match"
 _REPLICATED = Decision((), "default: replicated")
 _NO_RULE = Decision((), "no rule matches: replicated")
-# Nobody asked for these weights to be whole on every device.
+# Reasons of weights that are whole on every device although nobody asked for it.
 UNDECIDED = (_REPLICATED.reason, _NO_RULE.reason)
 
 
 def place(model: Any, setting: Setting, given: Any) -> Placement:
     """Decides for every variable of a model.
 
-    In this order: a layout given to the variable itself, an annotation on its layer, the rules,
-    the plan, the assignment of its layer to a logical device, replication. Optimizer slots lie as
-    their weight; metrics and what else the optimizer holds go by the rules.
+    In this order: a layout of the variable itself, an annotation on its layer, the rules, the plan,
+    the assignment of its layer to a logical device, replication. Optimizer slots have the layout of
+    their weight; metrics and the optimizer's other variables follow the rules.
 
     Args:
-        model: A model, built as far as it is.
-        setting: What the strategy says.
-        given: From a variable to the layout its user gave it, or `None`.
+        model: A model, built or not.
+        setting: The strategy's options.
+        given: Returns the layout that the user gave a variable, or `None`.
 
     Returns:
         The placement.
@@ -177,7 +178,7 @@ def _ruled_outputs(model: Any, layout: Any) -> dict[str, Decision]:
     found = {}
     for layer in _keras.flatten_layers(model) if patterns(layout) else ():
         path = f"{layer.path}/output"
-        # Several keys of a LayoutMap are an error that the layer's call tells.
+        # If several keys of a LayoutMap match, the layer's call raises an error about that.
         keys = matching(layout, path) if layer.path else []
         if keys and (len(keys) == 1 or isinstance(layout, LayoutRules)):
             decision = decide(path, layout)
@@ -211,10 +212,10 @@ def _first_that_speaks(variable, given, notes: Annotated, setting: Setting, plan
 
 
 def _shared_by_replica(variable, device: int, setting: Setting) -> Decision:
-    """The layout of a weight of an assigned layer: each logical device keeps a part of it.
+    """The layout of a weight of an assigned layer: every logical device stores a part of it.
 
-    The device that computes is sent the other parts when it needs them. So the devices of a replica
-    hold together what one of them would, and each as much as the next.
+    The device that computes gets the other parts when it needs them. So all devices of a replica
+    store equally much, and together one copy.
     """
     axes = tuple(name for name in setting.mesh.axis_names if name not in setting.data_axes)
     reason = f"assigned to logical device {device}: "

@@ -1,4 +1,4 @@
-"""Layouts for any Keras model in one word: "fsdp", "tensor_parallel", "auto"."""
+"""Plans, which choose the layouts of any Keras model: "fsdp", "tensor_parallel", "auto"."""
 
 import math
 import re
@@ -35,15 +35,15 @@ PLANS = ("fsdp", "tensor_parallel", "auto")
 # Splitting a small tensor saves little memory and costs a collective.
 MIN_SIZE = 4096
 
-# The smallest chip on sale (v5e), for devices that do not tell their memory, as simulated ones.
+# The smallest chip on sale (v5e), for devices that do not report their memory, such as simulated.
 _MEMORY_WHERE_UNKNOWN = int(15.75e9)
 
-# "auto" leaves the rest for activations, temporaries and fragmentation.
+# "auto" reserves the rest for activations, temporaries and fragmentation.
 _STATE_FRACTION = 0.5
 
 _COLUMNS = ("weight", "shape", "layout", "reason")
 
-# Of a variable that no rule is for.
+# For a variable that no rule matches.
 _UNPLANNED = Decision((), "")
 
 # Weight, gradient, and two slots of Adam.
@@ -55,10 +55,10 @@ class Plan(Shown):
     """A layout for every variable of one model.
 
     Attributes:
-        name: The plan's name; for `"auto"` also what it chose and why.
-        decisions: For each variable its path, shape and decision.
+        name: The plan's name; for `"auto"` also its choice and the reason.
+        decisions: The path, shape and decision of every variable.
         outputs: From a layer's path to the layout of its output.
-        keeps_all: Whether the plan is to replicate everything.
+        keeps_all: Whether the plan replicates everything.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Plan(Shown):
         """The decision for one of the model's variables.
 
         Args:
-            variable: The variable itself, not one of the same path in a clone of the model.
+            variable: The variable itself, not one with the same path in a clone of the model.
 
         Returns:
             The decision, or `None` for a variable that the plan does not know.
@@ -79,12 +79,12 @@ class Plan(Shown):
         return self._by_id.get(id(variable))
 
     def rules(self) -> LayoutRules:
-        """The plan as plain rules, to print, edit and pass back as `layout=`.
+        """The plan as ordinary rules, to print, edit and pass as `layout=`.
 
         Returns:
-            One rule for each split variable, and one for each output whose features the plan
-            leaves whole, as a rule has no words for features that lie as they come; what has none
-            is replicated.
+            One rule for every split variable, and one for every output whose features the plan does
+            not split. (Rules cannot express "leave the features as they are".) Variables without a
+            rule are replicated.
         """
         paths = [path for path, _, _ in self.decisions]
         pairs = {_pattern(p, paths): d.axes for p, _, d in self.decisions if any(d.axes)}
@@ -92,7 +92,7 @@ class Plan(Shown):
         return LayoutRules(pairs)
 
     def _outputs_by_rows(self) -> list[tuple[str, Axes]]:
-        """Outputs of layers whose weights split no features, nor pass on what others split."""
+        """Outputs of layers whose weights split no features, and that pass on no split features."""
         rows = {name for axes in self.outputs.values() for name in names_in(axes)}
         if all(rows.issuperset(names_in(d.axes)) for _, _, d in self.decisions):
             return list(self.outputs.items())
@@ -117,7 +117,7 @@ class Plan(Shown):
         return f"{self._title()}\n{text_table(_COLUMNS, self._rows())}"
 
     def _rows(self) -> list[tuple[str, ...] | str]:
-        """A row for each decision; equal blocks are folded, `decisions` has all."""
+        """A row for every decision, with equal blocks folded; `decisions` has all."""
 
         def key(each: tuple[str, tuple[int, ...], Decision]) -> tuple:
             _, shape, decision = each
@@ -141,21 +141,21 @@ def _path(decision: tuple[str, tuple[int, ...], Decision]) -> str:
 
 @dataclass(frozen=True)
 class Planner:
-    """Makes layouts from layer classes, shapes and neighbours; never from names.
+    """Chooses layouts by layer classes, shapes and neighbours, and never by names.
 
     Args:
-        kind: `"fsdp"`: every variable of `min_size` elements or more is split on its largest
-            dimension that divides, over the data axes. `"tensor_parallel"`: kernels in column and
+        kind: `"fsdp"`: splits every variable with at least `min_size` elements over the data axes,
+            along its largest divisible dimension. `"tensor_parallel"`: splits kernels in column and
             row pairs, attention by heads, embeddings by vocabulary or width, convolutions by
-            channels, experts by expert, recurrent kernels by gates, over the axes that do not
-            split the batch. `"auto"`: tensor_parallel over these, if the mesh has any, and
-            fsdp over the data axes, if the training state does not fit without.
-        min_size: Elements from which on a variable is worth splitting.
-        memory_bytes: Memory of a device, for `"auto"`. Defaults to what the device has, else to
-            that of a v5e chip.
+            channels, experts by expert, recurrent kernels by gates, over the axes that do not split
+            the batch. `"auto"`: uses tensor_parallel on the model axes, if the mesh has any; adds
+            fsdp over the data axes if the training state would not fit in memory.
+        min_size: The number of elements from which a variable is split.
+        memory_bytes: Memory of a device, for `"auto"`. Defaults to the device's memory, or to that
+            of a v5e chip if that is unknown.
 
     Raises:
-        ValueError: If `kind` is no plan, or a number is none.
+        ValueError: If `kind` is not a plan, or a number is invalid.
 
     References:
         [Megatron-LM](https://arxiv.org/abs/1909.08053) for pairs;
@@ -184,7 +184,7 @@ class Planner:
         if not isinstance(self.kind, str) or self.kind not in PLANS:
             raise ValueError(
                 message(
-                    'A layout in one word is "fsdp", "tensor_parallel" or "auto".',
+                    'A plan is "fsdp", "tensor_parallel" or "auto".',
                     received={"layout": self.kind},
                     fix="Use one of them, or give rules.",
                     name=str(self.kind),
@@ -193,11 +193,11 @@ class Planner:
             )
 
     def check_mesh(self, mesh: Mesh, data_axes: Sequence[str]) -> None:
-        """Raises a `ValueError` if the mesh has no axis this plan could split over.
+        """Raises a `ValueError` if the mesh has no axis that this plan could split over.
 
         Args:
             mesh: The mesh.
-            data_axes: Its axes that split the batch.
+            data_axes: The axes of the mesh that split the batch.
 
         Raises:
             ValueError: If `"fsdp"` has no data axes, or `"tensor_parallel"` only data axes.
@@ -219,15 +219,15 @@ class Planner:
             )
 
     def plan(self, model: Any, mesh: Mesh, data_axes: Sequence[str]) -> Plan:
-        """Decides for every variable of a built model.
+        """Decides how to split every variable of a built model.
 
         Args:
             model: A model whose variables exist.
             mesh: The mesh.
-            data_axes: Its axes that split the batch.
+            data_axes: The axes of the mesh that split the batch.
 
         Returns:
-            The plan; each layout in it divides its variable.
+            The plan. Every split dimension in it is divisible by its axes.
         """
         check_model(model, "Planner.plan")
         variables = _weights(model)
@@ -259,15 +259,15 @@ class Planner:
         return Plan(name, rows, outputs, not chosen, by_id)
 
     def before_build(self, shape: Sequence[int], mesh: Mesh, data_axes: Sequence[str]) -> Decision:
-        """Where a variable is created, before its model and so its plan is known.
+        """The layout of a new variable, whose model and plan are not known yet.
 
-        A variable is created spread over all axes the plan may use, so that a model that does
-        not fit on one device can be built, and moved once when the plan is known.
+        The variable is split over all axes that the plan may use. So you can build a model that
+        does not fit on one device. Its variables move once, when the plan is known.
 
         Args:
             shape: The variable's shape.
             mesh: The mesh.
-            data_axes: Its axes that split the batch.
+            data_axes: The axes of the mesh that split the batch.
         """
         axes = {
             "fsdp": state_axes(mesh, data_axes),
@@ -277,7 +277,7 @@ class Planner:
         return self._spread(shape, None, mesh, axes)
 
     def _chosen(self, variables, tensor, mesh, stored) -> tuple[tuple[str, ...], str]:
-        """The plans that are made, and their name."""
+        """The plans to combine, and the name of the result."""
         if self.kind != "auto":
             return (self.kind,), self.kind
         room = (self.memory_bytes or _device_memory(mesh)) * _STATE_FRACTION
@@ -290,7 +290,7 @@ class Planner:
         return tuple(plans), f"auto, {' and '.join(plans) or 'replicated'} ({needs})"
 
     def _spread(self, shape, decision: Decision | None, mesh, data_axes) -> Decision:
-        """Adds the data axes to the largest dimension that divides by them."""
+        """Adds the data axes to the largest dimension that is divisible by them."""
         before = decision.reason + "; " if decision is not None else ""
         taken = decision.axes if decision is not None else ()
         if math.prod(shape) < self.min_size:
@@ -302,17 +302,17 @@ class Planner:
 def split_largest(
     shape: Sequence[int], taken: Axes, mesh: Mesh, data_axes: Sequence[str], before: str = ""
 ) -> Decision:
-    """Splits the largest dimension that divides over the data axes, besides what is split already.
+    """Splits the largest divisible dimension over the data axes, besides the existing splits.
 
     Args:
         shape: The tensor's shape.
-        taken: Its layout so far; the axes in it are kept.
+        taken: Its layout so far; axes in it are kept.
         mesh: The mesh.
         data_axes: The axes to add.
-        before: The reason so far, to begin the new one with.
+        before: The reason so far, in front of the new one.
 
     Returns:
-        The decision; `taken` itself if no dimension divides.
+        The decision; it has the axes `taken` if no dimension is divisible.
     """
     axes = [*taken, *(None,) * (len(shape) - len(taken))]
     choices = []
@@ -342,14 +342,14 @@ def slot_decision(weight: Decision, shape: Sequence[int], mesh: Mesh, data_axes)
     """The layout of an optimizer slot under ZeRO-1: its weight's, split over the data axes too.
 
     Args:
-        weight: Where the slot's weight lies.
+        weight: The layout of the slot's weight.
         shape: The slot's shape.
         mesh: The mesh.
         data_axes: The axes that split the batch.
     """
     used = set(names_in(weight.axes))
     if not used <= set(mesh.axis_names):
-        return weight  # which is refused where it is asked for
+        return weight  # an error is raised when this layout is requested
     free = [name for name in state_axes(mesh, data_axes) if name not in used]
     found = split_largest(shape, weight.axes, mesh, free)
     if split_ways(mesh, found.axes) == split_ways(mesh, weight.axes):
@@ -358,7 +358,7 @@ def slot_decision(weight: Decision, shape: Sequence[int], mesh: Mesh, data_axes)
 
 
 def _pattern(path: str, paths: Sequence[str]) -> str:
-    """The path itself, anchored where it is also the end of another path."""
+    """The path itself, anchored if it is also the end of another path."""
     plain = re.escape(path)
     longer = [p for p in paths if p != path and p.endswith(f"/{path}")]
     return f"^{plain}$" if longer else plain
@@ -389,13 +389,14 @@ def _state_bytes(variable) -> int:
 
 
 def _device_memory(mesh) -> int:
-    """What a device may use: the same in all processes, which must choose the same plan."""
+    """The memory that a device may use: the same in all processes, which must choose the same
+    plan."""
     device = mesh.devices.flat[0]
     if (chip := of_kind(device.device_kind)) is not None:
         return chip.device_hbm_bytes
     if isinstance(device, CompileOnlyDevice) or device.platform not in ("tpu", "gpu", "cuda"):
         return _MEMORY_WHERE_UNKNOWN
-    # Only a process's own devices tell.
+    # Only the process's own devices report their memory.
     own = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
     stats = own[0].memory_stats() if own else None
     return (stats or {}).get("bytes_limit", _MEMORY_WHERE_UNKNOWN)

@@ -1,4 +1,4 @@
-"""From a variable's path and shape to its layout on the mesh, with the reason."""
+"""Rules that map a variable's path and shape to its layout on the mesh, with the reason."""
 
 import difflib
 import json
@@ -17,7 +17,7 @@ from keras_tpu_dist.common.errors import message
 
 @dataclass(frozen=True)
 class View:
-    """How a layer takes a weight apart that has features of several kinds in a row.
+    """How a layer takes a weight apart that holds features of several kinds one after another.
 
     Attributes:
         shape: The weight's shape, taken apart.
@@ -30,11 +30,11 @@ class View:
 
 @dataclass(frozen=True)
 class Gathered:
-    """Features that a layer makes in parts, as its weight lies, and returns whole.
+    """Features that a layer computes in parts, as its weight is split, and returns whole.
 
     Attributes:
         layer: The layer's path.
-        sizes: The sizes of the features, the last dimensions of its outputs.
+        sizes: The sizes of the features: the last dimensions of its outputs.
     """
 
     layer: str
@@ -43,15 +43,15 @@ class Gathered:
 
 @dataclass(frozen=True)
 class Decision:
-    """Where a tensor lies and why.
+    """How a tensor is split, and why.
 
     Attributes:
         axes: One entry per dimension; `()` means replicated.
         reason: The rule or default that decided, for `explain`.
-        alternatives: What else was considered, each with the reason it was not taken.
-        used: The axes that it is used in, where these are others; they need not divide it.
-        view: What `used` speaks of, if that is not the weight as it is stored.
-        gathered: What a layer makes with it in parts, and returns whole.
+        alternatives: The other layouts considered, with the reasons against them.
+        used: The axes of the tensor in computations, if they differ; they need not divide it.
+        view: The view that `used` refers to, if that is not the weight as stored.
+        gathered: The features that a layer computes in parts with it, and returns whole.
         alone: Whether a plan splits it without another weight that opens or closes the split.
     """
 
@@ -64,7 +64,7 @@ class Decision:
     alone: bool = False
 
 
-# Flags for a whole pattern, as in "(?i)dense/kernel", may only stand at its very beginning.
+# Flags for a whole pattern, such as "(?i)dense/kernel", are only allowed at its very start.
 _FLAGS = re.compile(r"(?:\(\?[aLimsux]+\))?")
 
 
@@ -73,16 +73,16 @@ class LayoutRules:
 
     A pattern matches whole path segments from the right: `"dense/kernel"` matches both
     `dense/kernel` and `sequential/dense/kernel`, but not `my_dense/kernel`. It may be any regular
-    expression. A rule for an activation ends in `/output` behind the layer's path.
+    expression. A rule for an activation ends in `/output` after the layer's path.
 
     Args:
         rules: `(pattern, axes)` pairs, or a mapping of them. `axes` has one entry per dimension:
-            `None` (not split), a mesh axis, or a tuple of mesh axes that split it together;
-            missing entries at the end mean `None`.
+            `None` (not split), a mesh axis, or a tuple of mesh axes that split it together. Missing
+            entries at the end mean `None`.
 
     Raises:
-        ValueError: If a rule is not a pair, a pattern is no regular expression, an entry is
-            neither `None` nor axis names, or an axis stands twice in one rule.
+        ValueError: If a rule is not a pair, a pattern is not a regular expression, an entry is
+            neither `None` nor axis names, or an axis occurs twice in one rule.
 
     Example:
 
@@ -121,7 +121,7 @@ class LayoutRules:
         return [i for i, pattern in enumerate(self._compiled) if pattern.fullmatch(path)]
 
     def match(self, path: str) -> int | None:
-        """The index of the rule that decides for `path`, or `None`.
+        """The index of the rule that applies to `path`, or `None`.
 
         See `matches`.
         """
@@ -132,18 +132,18 @@ class LayoutRules:
         return {name for _, axes in self._rules for name in names_in(axes)}
 
     def to_json(self) -> str:
-        """The rules as JSON; `from_json` reads it back."""
+        """The rules as JSON, for `from_json`."""
         return json.dumps([[pattern, axes] for pattern, axes in self._rules], indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> "LayoutRules":
-        """Reads what `to_json` wrote.
+        """Creates rules from the JSON of `to_json`.
 
         Args:
             text: A JSON list of `[pattern, axes]` pairs.
 
         Raises:
-            ValueError: If it is no JSON, or a pattern or an entry in it is malformed.
+            ValueError: If it is not JSON, or a pattern or an entry in it is malformed.
         """
         received = {"json": text[:80] if isinstance(text, str) else text}
         rules = None
@@ -199,19 +199,20 @@ def check_axis_names(rules: LayoutRules, axis_names: Sequence[str]) -> None:
     """Raises a `ValueError` if a rule names an axis that the mesh does not have.
 
     Args:
-        rules: The rules; `"logical"` in them stands for all logical sub-axes of the mesh.
+        rules: The rules; `"logical"` in them means all logical sub-axes of the mesh.
         axis_names: The mesh's axes.
 
     Raises:
-        ValueError: If there is such a rule; the error names the first.
+        ValueError: If there is such a rule; the error names the first one.
     """
     for pattern, axes in rules.rules:
         names = names_in(spell_out(axes, axis_names))
         if len(set(names)) != len(names):
             raise ValueError(
                 message(
-                    'The axis "logical" stands for all of a mesh\'s logical sub-axes, each of '
-                    "which can split only one dimension of a tensor.",
+                    'The axis "logical" means all logical sub-axes of the mesh, and a mesh axis '
+                    "can "
+                    "split only one dimension of a tensor.",
                     received={"rule": (pattern, axes), "mesh axes": tuple(axis_names)},
                     fix="Use the sub-axes alone.",
                 )
@@ -234,10 +235,10 @@ def decide(path: str, layout: LayoutRules | keras.distribution.LayoutMap | None)
 
     Args:
         path: The path of a variable, or of a layer's output (`".../output"`).
-        layout: The rules, in the user's form.
+        layout: The rules, in the form that the user gave.
 
     Returns:
-        The decision, or `None` if no rule speaks of this path.
+        The decision, or `None` if no rule matches this path.
     """
     if isinstance(layout, LayoutRules):
         index = layout.match(path)
@@ -245,7 +246,7 @@ def decide(path: str, layout: LayoutRules | keras.distribution.LayoutMap | None)
             return None
         pattern, axes = layout.rules[index]
         others = tuple(
-            f"rule {i} {layout.rules[i][0]!r} also matches, but stands later"
+            f"rule {i} {layout.rules[i][0]!r} also matches, but comes later"
             for i in layout.matches(path)[1:]
         )
         return Decision(axes, f"rule {index} {pattern!r}", others)
@@ -269,10 +270,10 @@ def patterns(layout: Any) -> list[str]:
 
 
 def matching(layout: Any, path: str) -> list[str]:
-    """The patterns that match a path, the winner first, by the layout's own way of matching.
+    """The patterns that match a path, the winner first, matched as this layout matches.
 
     Args:
-        layout: `LayoutRules` or a stock `LayoutMap`; nothing else has patterns.
+        layout: `LayoutRules` or a stock `LayoutMap`; other layouts have no patterns.
         path: The path of a variable, or of a layer's output (`".../output"`).
     """
     if isinstance(layout, LayoutRules):
@@ -283,7 +284,7 @@ def matching(layout: Any, path: str) -> list[str]:
 
 
 def dead_patterns(layout: Any, paths: Iterable[str]) -> list[str]:
-    """The patterns that decide for none of the paths and match none either.
+    """The patterns that match none of the paths.
 
     Args:
         layout: `LayoutRules` or a stock `LayoutMap`.
@@ -302,11 +303,11 @@ def dead_patterns(layout: Any, paths: Iterable[str]) -> list[str]:
 
 
 def nearest_path(pattern: str, paths: Iterable[str]) -> str | None:
-    """The real path that looks most like what a pattern says, or `None`.
+    """The existing path that is most similar to a pattern, or `None`.
 
     Args:
         pattern: A pattern that matches nothing.
-        paths: The real paths.
+        paths: The existing paths.
 
     Returns:
         A path, compared on as many segments from the right as the pattern has.
@@ -325,7 +326,7 @@ def checked(decision: Decision, path: str, shape: Sequence[int], mesh: Mesh) -> 
     """Validates a decision against a variable's shape and the mesh.
 
     Args:
-        decision: What a rule decided.
+        decision: The decision of a rule.
         path: The variable's path, for the error.
         shape: The variable's shape.
         mesh: The mesh.
@@ -334,7 +335,8 @@ def checked(decision: Decision, path: str, shape: Sequence[int], mesh: Mesh) -> 
         The decision, unchanged.
 
     Raises:
-        ValueError: If the layout is longer than the shape, or a split dimension does not divide.
+        ValueError: If the layout has more entries than the shape, or a split dimension is not
+            divisible.
     """
     received = {
         "variable": path,
@@ -357,7 +359,7 @@ def checked(decision: Decision, path: str, shape: Sequence[int], mesh: Mesh) -> 
         if shape[dim] % ways:
             raise ValueError(
                 message(
-                    f"A split dimension must divide by its mesh axes: dimension {dim} has "
+                    f"A split dimension must be divisible by its mesh axes: dimension {dim} has "
                     f"{shape[dim]} elements for {ways} shards.",
                     received=received,
                     fix=f"Make it {shape[dim] // ways * ways or ways} or "
@@ -369,7 +371,7 @@ def checked(decision: Decision, path: str, shape: Sequence[int], mesh: Mesh) -> 
 
 
 def _from_the_right(pattern: str) -> str:
-    """What matches whole segments of a path from the right."""
+    """A regular expression that matches whole segments of a path from the right."""
     return _within("(?:.*/)?", pattern)
 
 
@@ -423,7 +425,7 @@ def _checked_rule(rule) -> tuple[str, Axes]:
             message(
                 "A mesh axis can split only one dimension of a tensor.",
                 received={"pattern": pattern, "axes": entries},
-                fix="Use each axis once.",
+                fix="Use an axis only once.",
             )
         )
     return pattern, entries

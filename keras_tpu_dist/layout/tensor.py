@@ -1,4 +1,4 @@
-"""Tensor parallelism: which dimension of each weight the model axes split, by flow and class."""
+"""Tensor parallelism: which dimension of a weight the model axes split, by data flow and class."""
 
 import math
 from collections.abc import Container, Mapping, Sequence
@@ -13,11 +13,11 @@ from keras_tpu_dist.common.axes import Axes, axis_size, dividing_axes, splitting
 from keras_tpu_dist.layout.flow import Arguments, Cut, NotTraced, flow_of
 from keras_tpu_dist.layout.rules import Decision, Gathered, View
 
-# Rows of a table in each part, at least, for it to be worth cutting them unevenly.
+# An uneven split of a table needs at least this many rows in a part.
 _FEWEST_IN_A_PART = 8
 
-# Rows of a table of which it costs less to send all than to send what a batch looks up: of types,
-# of positions. A batch has as many tokens.
+# Sending a table with at most this many rows (types, positions) costs less than sending the rows
+# that a batch looks up, because a batch has as many tokens.
 _MOST_SENT_WHOLE = 4096
 
 # In reasons: for a pair that no call shows, and for weights that lie whole.
@@ -59,7 +59,7 @@ _CHANNELWISE = tuple(
 )
 _MERGING = (keras.layers.Multiply, keras.layers.Add, keras.layers.Average, keras.layers.Maximum)
 _OPERATIONS = {"Add", "Multiply", "Relu", "Relu6", "Gelu", "Silu", "Sigmoid", "Tanh", "Elu"}
-# These mix features, so that what they read must be whole.
+# These mix features, so their input must be whole.
 _MIXING_ACTIVATIONS = {"softmax", "log_softmax", "sparsemax", "glu", "squash"}
 
 
@@ -78,8 +78,8 @@ class Projection:
         outs: The dimensions that become features of the output.
         experts: The dimensions that input and output have too.
         bias: The bias, or `None`.
-        bias_dims: For each dimension of the bias, the dimension it belongs to.
-        output_dims: For each of the last dimensions of the output, likewise.
+        bias_dims: For every dimension of the bias, the kernel dimension it belongs to.
+        output_dims: The same for the last dimensions of the output.
     """
 
     layer: Any
@@ -159,7 +159,7 @@ class Projection:
 
 @dataclass(frozen=True)
 class Pairing:
-    """What the neighbourhood says of a model's projections.
+    """The pairs among a model's projections.
 
     Attributes:
         columns: From the id of a layer to the layer that consumes its features.
@@ -175,7 +175,7 @@ class Pairing:
 
 
 def projection_of(layer: Any) -> Projection | None:
-    """Reads a layer as a projection, or returns `None`.
+    """Describes a layer as a projection, or returns `None`.
 
     Args:
         layer: A built layer.
@@ -204,13 +204,13 @@ def projection_of(layer: Any) -> Projection | None:
 def pair_up(model: Any, traced: Container[int], untraced: Mapping[int, str]) -> Pairing:
     """Finds the column and row projections of a built model that no traced call shows.
 
-    Functional and Sequential models are read along their graph. The layers of what is not traced
-    are taken in the order they were assigned: a projection that widens is followed by one that
-    narrows back.
+    Functional and Sequential models are searched along their graph. Layers that are not traced are
+    taken in the order in which they were assigned: a projection to more features is followed by one
+    back to fewer.
 
     Args:
         model: A built model.
-        traced: The ids of layers that are read by tracing their call.
+        traced: The ids of layers whose call was traced.
         untraced: From the id of a layer that could not be traced to the reason.
 
     Returns:
@@ -302,7 +302,7 @@ def _passes(operation, incoming, sources) -> bool:
         return True
     merging = isinstance(operation, _MERGING) or type(operation).__name__ in ("Add", "Multiply")
     if merging:
-        # A sum with something whole, such as a residual, needs the features whole.
+        # A sum with a whole operand, such as a residual, needs the features whole.
         return all(incoming) and len({s.out_sizes for s in sources.values()}) == 1
     if isinstance(operation, keras.layers.Activation):
         name = getattr(operation.activation, "__name__", "")
@@ -343,7 +343,7 @@ def _pair_siblings(layers, pairing: Pairing, why: str | None) -> None:
 
 
 def _is_handwritten_attention(projections) -> bool:
-    """Query, key, value and output of one square size: three columns and a row."""
+    """Query, key, value and output with the same square size: three columns and a row."""
     shapes = {tuple(p.kernel.shape) for p in projections}
     square = len(shapes) == 1 and len(set(next(iter(shapes)))) == 1
     return len(projections) == 4 and square
@@ -373,7 +373,7 @@ class TensorPlan:
         model: A built model.
         mesh: The mesh.
         axes: The mesh axes that split weights.
-        min_size: Elements below which a projection without a partner stays whole.
+        min_size: A projection without a partner stays whole if it has fewer elements.
     """
 
     def __init__(self, model: Any, mesh: Mesh, axes: Sequence[str], min_size: int):
@@ -382,9 +382,9 @@ class TensorPlan:
         self._min_size = min_size
         self.decisions: dict[int, Decision] = {}
         self._untraced: dict[int, str] = {}
-        # Tables from which logits are made, by id.
+        # Ids of tables that compute logits.
         self._makes_logits: set[int] = set()
-        # Kernels that others follow, by id.
+        # Ids of kernels that other kernels follow.
         self._feeding: set[int] = set()
         layers = list(_keras.flatten_layers(model))
         traced = self._by_flow(layers)
@@ -395,7 +395,7 @@ class TensorPlan:
             self._remaining(layer)
 
     def _by_flow(self, layers) -> set[int]:
-        """Cuts what a layer's call shows to belong together: of inner layers before outer ones.
+        """Splits weights that belong together by a layer's call, inner layers before outer ones.
 
         Returns:
             The ids of the layers that were traced.
@@ -437,7 +437,8 @@ class TensorPlan:
         return traced
 
     def _ruled(self, layers) -> set[int]:
-        """Weights of layers that a rule of their class knows better: by heads, gates, experts."""
+        """Weights of layers for which a rule for their class is better: by heads, gates,
+        experts."""
         found = set()
         for layer in layers:
             projection = projection_of(layer)
@@ -472,10 +473,10 @@ class TensorPlan:
         self._put_whole(few, variables, SHARED)
 
     def _put_apart(self, variable, dim: int, entry, reason: str, view: View) -> None:
-        """Has a layer use a weight by heads, of which those of queries, keys, values lie in a row.
+        """Lets a layer use a fused weight for queries, keys and values by heads.
 
-        The kernel is stored by its first dimension, which each layer of it cuts, and a step sends
-        each device its heads of all; the bias is whole.
+        The kernel is stored split along its first dimension. In every step, each device gets its
+        heads of all three kinds; the bias is whole.
         """
         by_input = len(variable.shape) > 1 and not variable.shape[0] % axis_size(self._mesh, entry)
         self._put(variable, (entry, None) if by_input else (), reason)
@@ -507,7 +508,7 @@ class TensorPlan:
             self._experts(layer)
 
     def _beside(self, p: Projection) -> None:
-        """What belongs to a kernel that is decided for already: its bias, factors and scales."""
+        """The companions of a kernel that is already decided: its bias, factors and scales."""
         decision = self.decisions[id(p.kernel)]
         if p.bias is not None and id(p.bias) not in self.decisions:
             self.decisions[id(p.bias)] = Decision((), decision.reason)
@@ -544,7 +545,7 @@ class TensorPlan:
             )
 
     def _split_kernel(self, p: Projection, dims, reason: str) -> None:
-        # The dimensions that a pair shares have equal sizes, so both kernels cut the same one.
+        # The dimensions that a pair shares have equal sizes, so both kernels split the same one.
         dim, entry = self._first_dividing([p.parts(d) for d in range(len(p.sizes))], dims)
         if entry is None:
             sizes = [p.sizes[d] for d in dims]
@@ -584,13 +585,13 @@ class TensorPlan:
 
     @staticmethod
     def _heads_of(q: Projection, kind: str = "heads") -> str:
-        """The heads of a kernel in words."""
+        """The heads of a kernel, in words."""
         heads, *width = q.out_sizes
         packed = f" of {math.prod(width)} values, two in a byte," if q.packed else ""
         return f"{heads} {kind}{packed}"
 
     def _embedding(self, layer) -> None:
-        """A table of tokens or positions, and the untied one that turns features into logits."""
+        """A table for tokens or positions, and an untied one that computes logits from features."""
         names = ("vocabulary", "width")
         for name, sides in (("embeddings", names), ("reverse_embeddings", names[::-1])):
             table = _keras.stored_weight(layer, name)
@@ -612,12 +613,12 @@ class TensorPlan:
             self._factors(layer, name, table, axes)
             words = axes[by_vocabulary]
             scale = _keras.stored_weight(layer, f"{name}_scale")
-            # One for each word, or for each group of its features, which come last in a table.
+            # One scale per word, or per group of its features, which come last in a table.
             grouped = scale is not None and len(scale.shape) == 2 and by_vocabulary == 0
             self._scales(layer, name, table, (words, None) if grouped else (words,))
 
     def _look_up(self, layer, table) -> None:
-        """Has the features of a table by width be whole, as all that they are added to."""
+        """Gathers features from a table split by width, because they are added to whole ones."""
         if table.shape[0] > _MOST_SENT_WHOLE:
             self._gather(layer, table, table.shape[1:])
         elif _elements(table) < self._min_size:
@@ -627,9 +628,9 @@ class TensorPlan:
             self._use_whole(table)
 
     def _gather(self, layer, weight, sizes: Sequence[int]) -> None:
-        """Has a layer return features whole that it makes in parts.
+        """Lets a layer gather the features that it computes in parts.
 
-        Else each norm and each kernel behind would gather what is left of them in parts.
+        Otherwise every later norm and kernel would gather them.
         """
         decision = self.decisions[id(weight)]
         reason = f"{decision.reason}; its features are gathered"
@@ -637,14 +638,14 @@ class TensorPlan:
         self.decisions[id(weight)] = replace(decision, reason=reason, gathered=gathered)
 
     def _use_whole(self, variable) -> None:
-        """Has calls use a weight whole, which is stored in parts."""
+        """Lets calls use a weight whole that is stored in parts."""
         decision = self.decisions[id(variable)]
         if decision.axes:
             used, reason = (None,) * len(variable.shape), f"{decision.reason}; used whole"
             self.decisions[id(variable)] = replace(decision, reason=reason, used=used)
 
     def _use(self, variable, dim: int, entry, what: str) -> None:
-        """Has calls use a weight in unequal parts of a dimension that does not divide."""
+        """Lets calls use a weight in unequal parts, along a dimension that is not divisible."""
         size, ways = variable.shape[dim], axis_size(self._mesh, entry)
         decision = self.decisions[id(variable)]
         if not decision.axes or size < ways * _FEWEST_IN_A_PART:
@@ -657,7 +658,7 @@ class TensorPlan:
 
     def _recurrent(self, layer, gates: int) -> None:
         units = layer.units if hasattr(layer, "units") else layer.filters
-        # With one gate every split is inside it, and its units are independent of each other.
+        # With one gate every split is inside it, and its units are independent.
         size = gates if gates > 1 else units
         entry = dividing_axes(size, self._axes, self._mesh)
         if entry is None:
@@ -680,9 +681,9 @@ class TensorPlan:
                 self._put(weight, (entry,), f"follows the channels of {source.path!r}")
 
     def _experts(self, layer) -> None:
-        """In a layer nobody knows, kernels of three dimensions with one leading size are experts.
+        """In an unknown layer, kernels with three dimensions and the same first size are experts.
 
-        Biases of shape `(experts, features)` go with them; a router does not.
+        Biases of shape `(experts, features)` belong to them; a router does not.
         """
         banks = _banks(layer)
         if not banks:
@@ -700,9 +701,11 @@ class TensorPlan:
             self._put(weight, axes, "experts, one group per shard")
 
     def _remaining(self, layer) -> None:
-        """Large weights that no rule knows: depthwise kernels by channel, else where it divides.
+        """Large weights without a rule: depthwise kernels by channel, others along a divisible
+        dimension.
 
-        A scale or a bias is whole, as the features that it meets: what follows a cut is decided.
+        A scale or a bias is whole, like the features that it applies to; those that follow a cut
+        are already decided.
         """
         for weight in _keras.own_variables(layer):
             if id(weight) in self.decisions or _elements(weight) < self._min_size:
@@ -729,10 +732,10 @@ class TensorPlan:
         self.decisions[id(variable)] = replace(decision, alone=bool(decision.axes))
 
     def _beside_kernel(self, p: Projection, axes: Axes) -> None:
-        """LoRA factors and quantization scales lie as the kernel that they belong to."""
+        """LoRA factors and quantization scales are split as the kernel that they belong to."""
         axes = axes or (None,) * len(p.sizes)
         self._factors(p.layer, "kernel", p.kernel, axes)
-        # Of a stored matrix there is one for each column, else for each feature of the output.
+        # A stored matrix has one scale per column; others have one per feature of the output.
         last = p.stored_axes(axes)[1:]
         if not p.packed:
             last = tuple(None if d is None or d in p.ins else axes[d] for d in p.output_dims)
@@ -746,7 +749,7 @@ class TensorPlan:
                 self._put(factor, own, f"follows {base.path!r}")
 
     def _scales(self, layer, name: str, base, last: Axes) -> None:
-        """Lays scales, and what is subtracted before, of which the last dimensions are known."""
+        """Splits scales and zero points, whose last dimensions are given."""
         for companion in (f"{name}_scale", f"{name}_zero"):
             scale = _keras.stored_weight(layer, companion)
             if scale is not None and len(scale.shape):
@@ -784,12 +787,12 @@ def _banks(layer) -> list:
     """The kernels of experts, if a layer has some."""
     banks = [w for w in _keras.own_variables(layer) if w.trainable and len(w.shape) == 3]
     sizes = {w.shape[0] for w in banks}
-    # A first dimension of 1 is there to be repeated, as of a table of positions.
+    # A first dimension of 1 is only there for broadcasting, as in a table of positions.
     return banks if len(banks) > 1 and len(sizes) == 1 and sizes != {1} else []
 
 
 def _multiplies(layer, weight) -> bool:
-    """Whether a layer's call has products with a weight, or may have, as it cannot be traced."""
+    """Whether a layer's call multiplies by a weight, or might, if it cannot be traced."""
     variables = [*layer.trainable_variables, *layer.non_trainable_variables]
     try:
         flow = flow_of(layer, variables)
@@ -800,12 +803,12 @@ def _multiplies(layer, weight) -> bool:
 
 
 def _kernels_in(layer) -> list:
-    """Weights of two or more dimensions, in a layer and in those within it."""
+    """Weights with two or more dimensions, in a layer and its sublayers."""
     return [weight for weight in layer.weights if len(weight.shape) > 1]
 
 
 def _calls_in_graphs(layers) -> dict[int, Arguments]:
-    """From the id of a layer that stands in the graph of a model to what its call was given."""
+    """From the id of a layer in the graph of a model to the arguments of its call."""
     return {
         id(operation): _keras.call_arguments(node)
         for layer in layers
@@ -815,7 +818,7 @@ def _calls_in_graphs(layers) -> dict[int, Arguments]:
 
 
 def _feeding_in_graphs(layers) -> set[int]:
-    """The ids of the kernels that layers in a graph have, if kernels follow in it."""
+    """The ids of kernels of layers in a graph, if other kernels follow in it."""
     found: set[int] = set()
     for layer in layers:
         followed: set[int] = set()

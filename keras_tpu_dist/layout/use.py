@@ -1,17 +1,17 @@
-"""Weights that are used in another layout than the one that they are stored in.
+"""Weights that are used in another layout than they are stored in.
 
-A vocabulary that does not divide is stored by its width. To compute logits from it as it lies, all
-devices would add up whole logits, or gather the whole table. So a program begins with the table by
-vocabulary, in parts of unequal sizes, which XLA pads: each device sends the parts of the others,
-once a step in each direction.
+If a vocabulary is not divisible, its table is stored split by width. To compute logits from it in
+this layout, all devices would have to add up whole logits, or gather the whole table. Instead, a
+program begins by splitting the table by vocabulary, in parts of unequal sizes, which XLA pads. The
+devices exchange their parts once per step in each direction.
 
-A kernel of queries, keys and values in a row is stored by its input. A layer that takes what it
-makes apart gets it taken apart, by heads. See `keras_tpu_dist.layout.fused`.
+A fused kernel of queries, keys and values is stored split along its input dimension. A layer that
+takes the features apart gets the kernel taken apart by heads. See `keras_tpu_dist.layout.fused`.
 
-A table of positions or types is stored by its width and used whole. What is looked up in a larger
-one by its width is gathered, and so is what a kernel without a partner makes, if other kernels
-follow. Its features are added to others, which are whole: all that follows would be computed in
-parts, and each norm and each kernel would gather what it needs.
+A table for positions or types is stored split by width and used whole. The looked-up rows of a
+larger table that is split by width are gathered. So is the output of a kernel without a partner, if
+other kernels follow. Such features are added to whole features. Otherwise everything after them
+would be computed in parts, and every norm and kernel would gather its inputs.
 """
 
 import contextvars
@@ -32,18 +32,18 @@ from keras_tpu_dist.layout.rules import View
 from keras_tpu_dist.partitioner import constrained, in_compiled_code, mesh_here
 from keras_tpu_dist.trace.graph import Atom, graph_of
 
-# On a weight that a layer takes apart: how, and its axes then. On the layer: that it does.
+# On a weight that a layer takes apart: the shape and the axes. On the layer: that it does so.
 _apart = _keras.Mark("_keras_tpu_dist_apart")
-# On a layer that makes features in parts and returns them whole: their sizes.
+# On a layer that computes features in parts and gathers them: their sizes.
 _gathered = _keras.Mark("_keras_tpu_dist_gathered")
-# The layers whose call is being traced, by their ids.
+# The ids of the layers whose call is being traced.
 _tracing: contextvars.ContextVar[frozenset[int]] = contextvars.ContextVar(
     "taken apart", default=frozenset()
 )
 
 
 def note_uses(model: Any, placement: Placement) -> None:
-    """Has the calls of a model's layers find weights in the layouts that they use them in.
+    """Marks a model's layers, so that their calls use weights in the layouts that they need.
 
     Args:
         model: A model.
@@ -70,7 +70,8 @@ def note_uses(model: Any, placement: Placement) -> None:
 
 
 def _pinned(variable: Any) -> None:
-    """Has the gradient of a variable lie as it is stored, else its slots would be sent to it."""
+    """Constrains the gradient of a variable to its stored layout; otherwise its slots would be
+    sent."""
     strategy, layout = _keras.active_strategy(), _keras.variable_layout(variable)
     # A copy of a variable may have no layout yet.
     if strategy is None or not isinstance(layout, NamedSharding):
@@ -87,7 +88,7 @@ def _pinned(variable: Any) -> None:
 
 
 def _laid(value: Any, axes: Axes) -> Any:
-    """A weight's value as compiled code uses it, but for updates, which are made where it lies."""
+    """A weight's value as compiled code uses it; updates happen in the stored layout."""
     strategy = _keras.active_strategy()
     traced = isinstance(value, jax.core.Tracer) and in_compiled_code()
     if strategy is None or not traced or _keras.in_symbolic_scope() or _keras.in_update():
@@ -97,7 +98,7 @@ def _laid(value: Any, axes: Axes) -> Any:
 
 def _constrained(value: Any, axes: Axes, strategy: Any) -> Any:
     mesh = mesh_here(strategy.mesh)
-    # Where one device computes a layer, what it is given is whole.
+    # If one device computes a layer, its inputs are whole.
     manual, names = set(getattr(mesh, "manual_axes", ())), set(names_in(axes))
     if manual and not (names and names <= set(mesh.axis_names) - manual):
         return value
@@ -105,12 +106,12 @@ def _constrained(value: Any, axes: Axes, strategy: Any) -> Any:
 
 
 def _whole(stock: Callable, layer: Any, args: tuple, kwargs: dict) -> Any:
-    """A call of a layer of a class of which some make features in parts and return them whole."""
+    """Wraps the call of a layer class of which some layers compute features in parts."""
     outputs = stock(*args, **kwargs)
     strategy, sizes = _keras.active_strategy(), _gathered.of(layer)
     if strategy is None or not sizes or _keras.in_symbolic_scope() or not in_compiled_code():
         return outputs
-    # A table that is called in reverse gives logits.
+    # If a table is called in reverse, its output is logits.
     if not isinstance(outputs, jax.core.Tracer) or outputs.shape[-len(sizes) :] != sizes:
         return outputs
     if getattr(mesh_here(strategy.mesh), "manual_axes", ()):
@@ -120,7 +121,7 @@ def _whole(stock: Callable, layer: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _around(stock: Callable, layer: Any, args: tuple, kwargs: dict) -> Any:
-    """A call of a layer of a class of which some take weights apart."""
+    """Wraps the call of a layer class of which some layers take weights apart."""
     strategy, running = _keras.active_strategy(), _tracing.get()
     if (
         strategy is None
@@ -138,7 +139,7 @@ def _around(stock: Callable, layer: Any, args: tuple, kwargs: dict) -> Any:
 def _by_heads(layer: Any, strategy: Any, jaxpr: Any, inputs: list) -> list:
     """Runs a layer's program with its weights taken apart."""
     weights = [v for v in layer.weights if _apart.of(v) is not None]
-    # Kept, so that no other array gets their ids.
+    # A reference is held, so that no other array gets their ids.
     arrays = [_keras.full_precision(variable) for variable in weights]
     uses: dict[int, tuple[Any, View, Axes]] = {
         id(array): (variable, *_apart.of(variable))
@@ -149,7 +150,8 @@ def _by_heads(layer: Any, strategy: Any, jaxpr: Any, inputs: list) -> list:
         variable, view, axes = uses[id(weight.constant)]
         if view.shape != array.shape:
             return array
-        # As it is stored first, for the gradient: XLA 0.12 else gathers what it could send.
+        # First in its stored layout, for the gradient: otherwise XLA 0.12 gathers more than it
+        # must.
         stored = _keras.variable_layout(variable).spec[:1] if len(variable.shape) > 1 else ()
         return _constrained(_constrained(array, tuple(stored), strategy), axes, strategy)
 

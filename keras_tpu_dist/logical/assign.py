@@ -1,4 +1,4 @@
-"""Layers and functions that one logical device of each replica computes for all of them."""
+"""Layers and functions that one logical device of every replica computes for the others."""
 
 import contextlib
 import contextvars
@@ -27,34 +27,36 @@ _creating: contextvars.ContextVar[int | None] = contextvars.ContextVar("creating
 
 
 def assign(layer: Any, logical_device: int | None) -> Any:
-    """Lets one logical device of each replica compute a layer.
+    """Lets one logical device of every replica compute a layer.
 
-    The others skip it and get the result: one conditional and one sum over the replica's devices
-    in the compiled program, and the same for the gradients. Results, gradients, weights, metrics,
-    dropout seeds and moving statistics are those of the layer without it. Layers that do not need
-    each other's results, on different devices, run at the same time. Those that skip a layer write
-    zeros for its output: it pays if the layer computes much for the size of that. It acts in
-    compiled code under a `TPUStrategy` whose replicas have several logical devices; everywhere else
-    the layer is computed as usual.
+    The other devices skip the layer and get the result. In the compiled program this is one
+    conditional and one sum over the replica's devices, and the same for the gradients. Results,
+    gradients, weights, metrics, dropout seeds and moving statistics do not change. Layers on
+    different devices run at the same time if they do not need each other's results. Devices that
+    skip a layer contribute zeros for its output, so this pays if the layer computes much for the
+    size of its output. It only takes effect in compiled code under a `TPUStrategy` whose replicas
+    have several logical devices; otherwise the layer is computed as usual.
 
-    The devices of a replica share the layer's weights and their optimizer slots: each stores a part
-    of every weight that is not small, sends it to the one that computes, and gets its part of the
-    gradient. `split` and `replicate` on the layer, rules and plans come before that. They are
-    saved and loaded as any weights.
+    The devices of a replica share the layer's weights and their optimizer slots: every device
+    stores a part of every large weight, sends it to the device that computes, and gets its part of
+    the gradient. `split` and `replicate` on the layer, rules and plans take precedence over that.
+    Weights are saved and loaded as usual.
 
-    Works before and after the layer is built. On a layer that holds layers all of them run there.
-    `keras.models.clone_model` and `from_config` keep it; a saved file does not.
+    You can call it before or after the layer is built. If the layer has sublayers, all of them run
+    on the device. `keras.models.clone_model` and `from_config` copy the assignment; a saved file
+    does not contain it.
 
     Args:
         layer: A layer or model.
-        logical_device: The logical device, from 0; `None` takes an assignment back.
+        logical_device: The logical device, from 0; `None` removes an assignment.
 
     Returns:
-        The layer, so that the call reads inline in a Sequential or functional model.
+        The layer, so that you can write the call inline in a Sequential or functional model.
 
     Raises:
-        ValueError: If `layer` is no layer, or `logical_device` no number from 0. A number
-            too large for the strategy is an error when the layer is first computed under it.
+        ValueError: If `layer` is not a layer, or `logical_device` is not a number from 0. If the
+            number is too large for the strategy, the error comes when the layer is first computed
+            under it.
 
     Example:
 
@@ -66,7 +68,7 @@ def assign(layer: Any, logical_device: int | None) -> Any:
     if logical_device is not None and not is_count(logical_device, 0):
         raise ValueError(
             message(
-                "A logical device is counted from 0 within its replica.",
+                "Logical devices are counted from 0 within their replica.",
                 received={"logical_device": logical_device},
                 fix="Write for example assign(layer, 0).",
             )
@@ -74,7 +76,7 @@ def assign(layer: Any, logical_device: int | None) -> Any:
     if isinstance(layer, keras.layers.InputLayer):
         raise ValueError(
             message(
-                "An input is not computed.",
+                "An Input computes nothing, so it cannot be assigned.",
                 received={"layer": layer.name},
                 fix="Assign the layers that use it.",
             )
@@ -86,18 +88,18 @@ def assign(layer: Any, logical_device: int | None) -> Any:
 
 @mark.restored_by
 def _restored(layer: Any, annotation: Annotation) -> Any:
-    """Writes an annotation on a layer, of a class that may not have been assigned before."""
+    """Restores an annotation on a layer whose class may not have been assigned before."""
     annotate(layer, annotation)
     _keras.route_calls(type(layer), _around)
     return layer
 
 
 def on_logical_device(function: Callable[..., Any], logical_device: int) -> Callable[..., Any]:
-    """A function that one logical device of each replica computes; see `assign`.
+    """A function that one logical device of every replica computes; see `assign`.
 
     Args:
-        function: A function of arrays. Layers called in it may update their variables, but not
-            `add_loss`. On a `keras.KerasTensor` it becomes a `keras.layers.Lambda`.
+        function: A function of arrays. Layers called in it may update their variables, but must not
+            call `add_loss`. For a `keras.KerasTensor` it becomes a `keras.layers.Lambda`.
         logical_device: The logical device.
 
     Returns:
@@ -114,11 +116,11 @@ def on_logical_device(function: Callable[..., Any], logical_device: int) -> Call
 
 
 def _as_layer(function: Callable, logical_device: int, args: tuple, kwargs: dict) -> Any:
-    """The outputs of a function of symbolic tensors, which an assigned layer computes."""
+    """The outputs of a function of symbolic tensors, computed by an assigned layer."""
     if len(args) == 1 and not kwargs:
         return assign(keras.layers.Lambda(function), logical_device)(*args)
 
-    # A Lambda has one input, and arguments of its own called mask and training.
+    # A Lambda has one input, and its own arguments named mask and training.
     given = keras.tree.flatten((args, kwargs))
     symbolic = [n for n, each in enumerate(given) if isinstance(each, keras.KerasTensor)]
 
@@ -136,14 +138,14 @@ def _as_layer(function: Callable, logical_device: int, args: tuple, kwargs: dict
 
 @contextlib.contextmanager
 def assigning(logical_device: int) -> Iterator[None]:
-    """Assigns the layers created inside, but for models and inputs."""
+    """Assigns the layers created inside, except models and inputs."""
     with setting(_creating, logical_device):
         yield
 
 
 @dataclass(frozen=True)
 class _Replica:
-    """The devices that share a replica where something is about to be computed."""
+    """The devices that share a replica at the place of a computation."""
 
     mesh: Any
     axes: tuple[str, ...]
@@ -151,7 +153,7 @@ class _Replica:
 
 
 def _around(stock: Callable[..., Any], layer: Any, args: tuple, kwargs: dict) -> Any:
-    """A call of a layer of a class of which some are assigned."""
+    """Wraps the call of a layer class of which some layers are assigned."""
     annotation = annotation_of(layer)
     if annotation is None or annotation.logical_device is None:
         return stock(*args, **kwargs)
@@ -168,8 +170,8 @@ def _call(function, device: int, layer: Any, args: tuple, kwargs: dict) -> Any:
         with setting(_tracing, device):
             return call(inputs, values)
 
-    # A first look finds the variables that are read. Their values go in as arguments: a value
-    # from outside of a shard_map carries another mesh than what is computed inside.
+    # A first trace finds the variables that are read. Their values become arguments, because a
+    # value from outside of a shard_map has another mesh than the values inside.
     shapes = jax.eval_shape(functools.partial(compute, []), call.inputs)
     values = [_keras.full_precision(variable) for variable in call.read]
     parts = [_stored_along(variable, replica) for variable in call.read]
@@ -177,7 +179,7 @@ def _call(function, device: int, layer: Any, args: tuple, kwargs: dict) -> Any:
     if results["losses"] and layer is None:
         raise ValueError(
             message(
-                "A layer in an assigned function cannot add_loss.",
+                "A layer in an assigned function cannot call add_loss.",
                 received={"function": function},
                 fix="Assign the layer that adds the loss instead of the function.",
             )
@@ -186,7 +188,7 @@ def _call(function, device: int, layer: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _replica(device: int, what: Any) -> _Replica | None:
-    """Where an assigned call is to be split up, or `None` where it is computed as usual."""
+    """The replica for an assigned call, or `None` if the layer is computed as usual."""
     strategy = _keras.active_strategy()
     devices = 1 if strategy is None else strategy.num_logical_devices
     if strategy is None or devices == 1:
@@ -211,7 +213,7 @@ def _replica(device: int, what: Any) -> _Replica | None:
         if outer != device:
             raise ValueError(
                 message(
-                    "What runs within an assigned layer or function runs on its device.",
+                    "A layer or function within an assigned one runs on the same device.",
                     received={"assigned": what, "to": device, "within one assigned to": outer},
                     fix="Assign both to the same logical device, or only the inner ones.",
                 )
@@ -233,7 +235,7 @@ def _replica(device: int, what: Any) -> _Replica | None:
 
 
 def _stored_along(variable: Any, replica: _Replica) -> int | None:
-    """The dimension of which each device of a replica stores its part, if there is one."""
+    """The dimension along which the devices of a replica store their parts, if there is one."""
     layout = _keras.variable_layout(variable)
     axes = tuple(name for name in replica.axes if replica.mesh.shape[name] > 1)
     entries = [names_in((entry,)) for entry in getattr(layout, "spec", ())]
@@ -250,9 +252,10 @@ def _on_one_device(
     parts: list,
     inputs: Any,
 ) -> Any:
-    """`compute(values, inputs)`, in `shapes`, by one device; zeros by the others, and the sum.
+    """Runs `compute(values, inputs)` on one device, zeros on the others, and returns the sum.
 
-    For each value `parts` has the dimension of which each device has its part; `None`: all have it.
+    `parts` has, for every value, the dimension along which the devices hold parts; `None`: all have
+    the whole value. `shapes` are those of the results.
     """
 
     def body(index, values, inputs):
@@ -262,15 +265,15 @@ def _on_one_device(
         def joined(values, inputs):
             return compute(list(map(_joined, values, parts)), inputs)
 
-        # Parts are joined in the branch, so that the device that computes has the whole alone.
+        # Parts are joined inside the branch, so that only the device that computes holds the whole.
         here = [
             value[0] if dim is None else _sent_to(device, value, replica)
             for value, dim in zip(values, parts, strict=True)
         ]
         mine = jax.tree.map(lambda x: x[0], inputs)
         # Sums over the batch stay in the branch: all devices that take part in one have the same
-        # logical number, so they take the same branch. Whatever else the partitioner puts there
-        # is found before the program is launched; see `keras_tpu_dist.partitioner.exchanges`.
+        # logical number, so they take the same branch. Anything else that the partitioner puts
+        # there is found before the program is launched; see `keras_tpu_dist.partitioner.exchanges`.
         with jax.named_scope(ONE_DEVICE):
             own = jax.lax.cond(index[0] == device, joined, skip, here, mine)
         return jax.tree.map(lambda x: x[None], own)
@@ -278,9 +281,9 @@ def _on_one_device(
     def copies(x):
         return jax.numpy.broadcast_to(x, (replica.devices, *x.shape))
 
-    # One copy for each device, as they have them already, and the sum of the results, both outside
-    # of the shard_map: there the gradient of a copy is a sum that the partitioner makes, and that
-    # of the sum a copy. A psum inside would add a second sum to the gradients, and XLA's CPU
+    # The copies for the devices, which they already have, and the sum of the results are both
+    # outside of the shard_map. There the gradient of a copy is a sum by the partitioner, and that
+    # of the sum is a copy. A psum inside would add a second sum to the gradients, and XLA's CPU
     # compiler aborts on one of bfloat16.
     stored = [copies(v) if dim is None else v for v, dim in zip(values, parts, strict=True)]
     first = PartitionSpec(replica.axes)
@@ -289,9 +292,9 @@ def _on_one_device(
         mesh=replica.mesh,
         in_specs=(first, [PartitionSpec(*[None] * (d or 0), replica.axes) for d in parts], first),
         out_specs=first,
-        # Over all axes each device has all rows, and the partitioner nothing to exchange.
+        # With all axes every device has all rows, and the partitioner has nothing to exchange.
         axis_names=_free_axes(replica) if rows_are_whole() else set(replica.axes),
-        # A layer need not say over which axes its loop carries vary.
+        # A layer need not declare over which axes its loop carries vary.
         check_vma=False,
     )(jax.numpy.arange(replica.devices), stored, jax.tree.map(copies, inputs))
     return jax.tree.map(_only_one, stacked)
@@ -302,7 +305,8 @@ def _joined(value: Any, dim: int | None) -> Any:
 
 
 def _sent_to(device: int, part: jax.Array, replica: _Replica) -> list[jax.Array]:
-    """All devices' parts, in order, on the one that computes; on others only their own is true."""
+    """The parts of all devices, in order, on the one that computes; elsewhere only its own is
+    valid."""
     return [
         part if other == device else jax.lax.ppermute(part, replica.axes, [(other, device)])
         for other in range(replica.devices)

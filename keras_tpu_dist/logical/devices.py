@@ -1,4 +1,4 @@
-"""A replica's logical devices: tensors split over them, layers computed on one of them."""
+"""The logical devices of a replica: splits tensors over them, and assigns layers to one."""
 
 import contextlib
 import math
@@ -21,13 +21,13 @@ from keras_tpu_dist.partitioner import in_compiled_code
 
 
 class UnevenBatch(ValueError):
-    """Rows of an array outside of compiled code that the devices cannot share evenly."""
+    """The devices cannot share the rows of an array outside of compiled code evenly."""
 
 
 class _TensorAnnotation(keras.layers.Layer):
-    """A layer that says where its input lies; without a strategy it does nothing."""
+    """A layer that constrains the layout of its input; without a strategy it does nothing."""
 
-    # Else `strategy.logical_device` would have one device compute what all of them are to share.
+    # Otherwise `strategy.logical_device` would assign this layer to one device.
     says_where = True
 
     def __init__(self, batch_axis: int | None = 0, **kwargs):
@@ -60,15 +60,15 @@ class _TensorAnnotation(keras.layers.Layer):
 class SplitToLogicalDevices(_TensorAnnotation):
     """`strategy.split_to_logical_devices` as a layer of a functional model.
 
-    It splits over the logical devices of the strategy that the model runs under; with no strategy,
-    or one logical device, it returns its input.
+    It splits over the logical devices of the strategy that the model runs under. Without a
+    strategy, or with one logical device, it returns its input.
 
     Args:
-        partition_dimensions: How many parts, for each dimension.
+        partition_dimensions: The number of parts, for every dimension.
         batch_axis: The dimension that the replicas split, or `None`.
     """
 
-    # Else `lint` would take the axes for unused, which split no weight.
+    # Otherwise `lint` would report mesh axes that split no weight as unused.
     splits_over_logical_devices = True
 
     def __init__(self, partition_dimensions: Sequence[int], batch_axis: int | None = 0, **kwargs):
@@ -79,7 +79,7 @@ class SplitToLogicalDevices(_TensorAnnotation):
         return strategy.split_to_logical_devices(inputs, self.partition_dimensions, self.batch_axis)
 
     def get_config(self):
-        """The arguments it is made from."""
+        """The arguments of the constructor."""
         return {**super().get_config(), "partition_dimensions": list(self.partition_dimensions)}
 
 
@@ -96,10 +96,10 @@ class ReplicateToLogicalDevices(_TensorAnnotation):
 
 
 class LogicalDevices:
-    """What a strategy can say about the devices that share one replica.
+    """The methods of a strategy for the devices that share one replica.
 
-    The logical devices of a replica are those on the mesh axes that do not split the batch,
-    counted row-major in the order of the axes.
+    The logical devices of a replica are the devices along the mesh axes that do not split the
+    batch, in row-major order of the axes.
     """
 
     mesh: Mesh
@@ -119,30 +119,30 @@ class LogicalDevices:
     def split_to_logical_devices(
         self, tensor: Any, partition_dimensions: Sequence[int], batch_axis: int | None = 0
     ) -> Any:
-        """Splits a tensor over the logical devices of each replica.
+        """Splits a tensor over the logical devices of every replica.
 
-        Logical device `i` of a replica gets block `i` of the replica's rows, row-major, as
-        `numpy.arange(num_logical_devices).reshape(partition_dimensions)` counts them. What is
-        computed from the tensor is computed where its parts are; the compiler adds the exchange of
-        borders that a convolution needs. Values do not change.
+        Logical device `i` of a replica gets block `i` of the replica's rows, in row-major order, as
+        `numpy.arange(num_logical_devices).reshape(partition_dimensions)` counts. Operations on the
+        tensor run on the devices that hold its parts; the compiler adds the exchange of borders
+        that a convolution needs. Values do not change.
 
-        Use it in `Layer.call`, in custom steps, in functions given to `strategy.run`, on
-        `keras.KerasTensor` of a functional model (it becomes a layer of it, and is saved with it)
-        or on arrays.
+        You can use it in `Layer.call`, in custom steps, in functions passed to `strategy.run`, on
+        the `keras.KerasTensor` of a functional model (it becomes a layer of the model and is saved
+        with it), or on arrays.
 
         Args:
             tensor: A tensor whose dimension `batch_axis` is the batch, `(batch, ...)`.
-            partition_dimensions: One positive integer for each dimension: how many parts. In
-                compiled code the batch may have any size; every other dimension must divide.
-            batch_axis: The dimension that is also split over the replicas, or `None` if each
+            partition_dimensions: One positive integer for every dimension: the number of parts. In
+                compiled code the batch may have any size; every other dimension must be divisible.
+            batch_axis: The dimension that is also split over the replicas, or `None` if every
                 replica has the whole tensor.
 
         Returns:
             The tensor, split.
 
         Raises:
-            ValueError: If there is not one number for each dimension, a dimension does not
-                divide, the product is not `num_logical_devices`, or the mesh's axes cannot
+            ValueError: If there is not one number for every dimension, a dimension is not
+                divisible, the product is not `num_logical_devices`, or the mesh's axes cannot
                 express the partition.
 
         References:
@@ -175,15 +175,15 @@ class LogicalDevices:
         """Makes a tensor whole on every logical device of its replica.
 
         Args:
-            tensor: A tensor whose dimension `batch_axis` is the batch; see
-                `split_to_logical_devices` for where it may come from.
+            tensor: A tensor whose dimension `batch_axis` is the batch. For the kinds of tensors,
+                see `split_to_logical_devices`.
             batch_axis: The dimension that the replicas split, or `None`.
 
         Returns:
             The tensor, whole on every logical device; the batch stays split over the replicas.
 
         Raises:
-            ValueError: If an array that is not in compiled code has a batch that does not divide.
+            ValueError: If an array outside of compiled code has a batch that is not divisible.
         """
         if isinstance(tensor, keras.KerasTensor):
             return ReplicateToLogicalDevices(batch_axis)(tensor)
@@ -196,19 +196,19 @@ class LogicalDevices:
         return self._constrain(tensor, entries)
 
     def assign_to_logical_device(self, target: Any, logical_device_id: int) -> Any:
-        """Lets one logical device of each replica compute a layer or a function.
+        """Lets one logical device of every replica compute a layer or a function.
 
         Args:
             target: A layer or model, or a function of arrays; see `keras_tpu_dist.assign`. A
-                `keras.KerasTensor` stands for the layer that makes it. An array is returned as it
-                is: it has been computed already.
+                `keras.KerasTensor` means the layer that computes it. An array is returned
+                unchanged, because it is already computed.
             logical_device_id: The logical device, from 0.
 
         Returns:
             The layer; a function that computes on that device; or the tensor.
 
         Raises:
-            ValueError: If there is no such logical device, or nothing that could be assigned.
+            ValueError: If there is no such logical device, or `target` cannot be assigned.
         """
         self._check_logical_device(logical_device_id)
         if isinstance(target, keras.Layer):
@@ -222,8 +222,8 @@ class LogicalDevices:
                 return target
         elif isinstance(target, (jax.Array, np.ndarray)):
             log_once(
-                "assign_to_logical_device was given an array, which has been computed already: "
-                "it stays where it is; pass the layer or the function that computes it"
+                "assign_to_logical_device got an array, which is already computed and stays where "
+                "it is: pass the layer or the function that computes it"
             )
             return target
         elif callable(target):
@@ -240,7 +240,7 @@ class LogicalDevices:
     def logical_device(self, logical_device_id: int) -> Iterator[None]:
         """A scope that assigns the layers created in it to one logical device.
 
-        Models created in it are not assigned as a whole; their layers are.
+        Models created in it are not assigned as a whole, but their layers are.
 
         Args:
             logical_device_id: The logical device, from 0.
@@ -288,7 +288,7 @@ class LogicalDevices:
         return partition
 
     def _entries(self, partition: tuple[int, ...]) -> list[tuple[str, ...]]:
-        """The mesh axes for each dimension: consecutive ones whose sizes multiply to its part."""
+        """The mesh axes for every dimension: consecutive axes whose sizes multiply to its parts."""
         left = [name for name in self.logical_axes if self.mesh.shape[name] > 1]
         entries = []
         for parts in partition:
@@ -307,7 +307,8 @@ class LogicalDevices:
         ours = any(name.startswith(f"{LOGICAL_AXIS}_") for name in axes)
         other = "" if ours else ", or mesh=DeviceAssignment.build(...), which has prime axes"
         return message(
-            "Each part of partition_dimensions must be a product of consecutive logical axes of "
+            "Every number in partition_dimensions must be the product of consecutive logical axes "
+            "of "
             "the mesh.",
             received={"partition_dimensions": list(partition), "logical axes": axes},
             fix=f"Write mesh={mesh} with names you like{other}.",
@@ -318,7 +319,8 @@ class LogicalDevices:
         if shape[batch_axis] % ways and not in_compiled_code():
             raise UnevenBatch(
                 message(
-                    "Outside of compiled code the batch must divide by the replicas and by its "
+                    "Outside of compiled code, the batch must be divisible by the replicas and by "
+                    "its "
                     "part of partition_dimensions.",
                     received={"shape": shape, "batch axis": batch_axis, "parts": ways},
                     fix=f"Use a multiple of {ways} rows, call it within jax.jit, or pass "
@@ -329,7 +331,7 @@ class LogicalDevices:
     def _constrain(self, tensor: jax.Array, entries: list[tuple[str, ...]]) -> jax.Array:
         if _keras.in_symbolic_scope():
             return tensor
-        # Within strategy.run() a function sees the rows of its replica.
+        # Within strategy.run() a function sees the rows of its replica only.
         around = jax.sharding.get_abstract_mesh()
         taken = set(around.manual_axes)
         if not taken:
@@ -337,7 +339,8 @@ class LogicalDevices:
             sharding = NamedSharding(self.mesh, spec)
         elif taken & set(self.logical_axes):
             log_once(
-                "a tensor within an assigned layer is on one logical device: it is neither split "
+                "a tensor within an assigned layer is on one logical device, so it is neither "
+                "split "
                 "nor replicated there"
             )
             return tensor
@@ -348,7 +351,7 @@ class LogicalDevices:
             if self.topology is not None:
                 raise ValueError(
                     message(
-                        "An array cannot be put on a slice that is only named.",
+                        "A slice without its chips cannot hold arrays.",
                         received={"topology": self.topology.name, "shape": tensor.shape},
                         fix="Call it in code that is compiled, or on attached devices.",
                     )
@@ -363,7 +366,7 @@ class LogicalDevices:
         if not counted or logical_device_id >= self.num_logical_devices:
             raise ValueError(
                 message(
-                    "A logical device is counted from 0 within its replica.",
+                    "Logical devices are counted from 0 within their replica.",
                     received={
                         "logical_device_id": logical_device_id,
                         "num_logical_devices": self.num_logical_devices,
@@ -383,7 +386,7 @@ def _check_fits(
     if len(partition) != len(shape):
         raise ValueError(
             message(
-                "partition_dimensions has one number for each dimension of the tensor.",
+                "partition_dimensions has one number for every dimension of the tensor.",
                 received={"shape": tuple(shape), "partition_dimensions": list(partition)},
                 fix=f"Give {len(shape)} numbers.",
             )
@@ -393,7 +396,7 @@ def _check_fits(
         if sizes and dim != batch and size is not None and size % parts:
             raise ValueError(
                 message(
-                    f"Dimension {dim} must divide by its part of partition_dimensions.",
+                    f"Dimension {dim} must be divisible by its part of partition_dimensions.",
                     received={"shape": tuple(shape), "partition_dimensions": list(partition)},
                     fix=f"Pad it to {-(-size // parts) * parts}, or split another dimension.",
                 )

@@ -1,1 +1,1 @@
-"""What of a step's activations is kept for the gradients, and what is computed again."""
+"""Which activations of a step are kept for the gradients, and which are recomputed."""

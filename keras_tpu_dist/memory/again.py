@@ -1,4 +1,4 @@
-"""A layer's call, computed again where its gradients are."""
+"""A layer's call whose activations are recomputed in the backward pass."""
 
 import contextvars
 import functools
@@ -19,12 +19,12 @@ from keras_tpu_dist.trace.jaxprs import any_equation
 
 @dataclass(frozen=True)
 class _Around:
-    """What a layer that is being traced is within.
+    """The layers around a layer that is being traced.
 
     Attributes:
         names: Names whose values are kept.
-        met: Those of them that were met.
-        attention: Whether attention, and it alone, is computed again.
+        met: The names that were found.
+        attention: Whether only attention is recomputed.
     """
 
     names: tuple[str, ...] = ()
@@ -39,17 +39,17 @@ _around: contextvars.ContextVar[_Around] = contextvars.ContextVar("around", defa
 def computed_again(
     function: Callable[..., Any], layer: Any, policy: Policy, args: tuple, kwargs: dict
 ) -> Any:
-    """`function(*args, **kwargs)`, of which the gradients compute again what is not kept.
+    """`function(*args, **kwargs)`; the backward pass recomputes all values that are not kept.
 
     Args:
         function: A layer's method, bound to it.
         layer: The layer.
-        policy: What is kept.
+        policy: The values to keep.
         args: Positional arguments of the call.
-        kwargs: The others.
+        kwargs: Keyword arguments of the call.
 
     Raises:
-        ValueError: If a name of the policy is that of nothing in the layer.
+        ValueError: If a name in the policy is not found in the layer.
     """
     if policy == "attention":
         _keras.route_attention_layers(layer, _attention_again)
@@ -63,7 +63,7 @@ def computed_again(
     call = _keras.PureCall(function, layer, args, kwargs)
 
     def block(inputs):
-        # Attention in a layer that is computed again as a whole need not be once more.
+        # Attention in a layer that is recomputed as a whole need not be recomputed separately.
         outer = _around.get()
         inner = _Around(names, met) if names else replace(outer, attention=False)
         with setting(_around, inner):
@@ -75,23 +75,23 @@ def computed_again(
 
 
 def attention_again(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Attention as a function of arrays, computed again where a layer around it asks for it.
+    """Attention as a function of arrays, recomputed if a layer around it asks for that.
 
     Args:
-        function: From arrays to an array.
+        function: A function of arrays that returns an array.
     """
     return jax.checkpoint(function) if _around.get().attention else function
 
 
 def _attention_again(stock, layer, args, kwargs):
-    """What an attention layer computes of query, key and value, its dropout included."""
+    """The core of an attention layer (from query, key and value), including its dropout."""
     if not _around.get().attention:
         return stock(*args, **kwargs)
     return computed_again(stock, layer, "full", args, kwargs)
 
 
 def _named(stock, layer, args, kwargs):
-    """The outputs of a layer whose name is kept, under that name."""
+    """The outputs of a layer whose name is kept, marked with that name."""
     outputs = stock(*args, **kwargs)
     around = _around.get()
     if layer.name not in around.names:
@@ -126,8 +126,8 @@ def _check_names(missing: set[str], layer: Any, block: Callable, inputs: Any) ->
     choices = sorted(layers | found)
     raise ValueError(
         message(
-            "The names of a remat policy are those of layers that run within the layer, or given "
-            "by jax.ad_checkpoint.checkpoint_name.",
+            "The names in a remat policy are names of inner layers, or are given by "
+            "jax.ad_checkpoint.checkpoint_name.",
             received={"layer": layer.path or layer.name, "name": wrong[0]},
             fix=f"Use names among: {', '.join(choices)}.",
             name=wrong[0],

@@ -1,4 +1,4 @@
-"""Which layers of a model: by patterns of their paths, or the blocks that it repeats."""
+"""Selects layers of a model: by patterns of their paths, or as its repeated blocks."""
 
 import re
 from collections import Counter
@@ -11,10 +11,10 @@ from keras_tpu_dist import _keras
 
 
 def layers_by_path(model: Any, path: str | None = None) -> Iterator[tuple[str, Any]]:
-    """Every layer of a model with its path in it: the names of the layers around it, and its own.
+    """Every layer of a model with its path: the names of the layers around it, and its own.
 
     Args:
-        model: The model, built or not; it comes first itself.
+        model: The model, built or not; it comes first.
         path: The model's own path. Defaults to its name.
     """
     own = model.name if path is None else path
@@ -24,10 +24,10 @@ def layers_by_path(model: Any, path: str | None = None) -> Iterator[tuple[str, A
 
 
 def matching(pattern: str, path: str) -> bool:
-    """Whether a pattern means the layer of a path.
+    """Whether a pattern matches the path of a layer.
 
     Args:
-        pattern: Segments of the path from the right, each with `*` and `?` as in file names; or a
+        pattern: Segments of the path from the right, with `*` and `?` as in file names; or a
             regular expression for them, as in `LayoutRules`.
         path: The layer's path.
 
@@ -44,23 +44,23 @@ def matching(pattern: str, path: str) -> bool:
         re.compile(pattern)
         forms.append(pattern)
     except re.error:
-        pass  # such as "*_block": a file name's pattern alone
+        pass  # such as "*_block": only a file-name pattern
     return any(re.fullmatch(rf"(?:.*/)?(?:{form})", path) for form in forms)
 
 
 def chosen_by_patterns(
     model: Any, rules: Mapping[str, Any]
 ) -> tuple[list[tuple[str, Any, Any]], set[str]]:
-    """The layers that the rules mean, and the patterns that meant none.
+    """The layers that match the rules, and the patterns that match none.
 
-    A layer within one that the same rule means is not meant once more.
+    A layer inside another one that matches the same rule is left out.
 
     Args:
         model: A model.
-        rules: From a pattern to anything; the first that matches counts.
+        rules: From a pattern to any value; the first match counts.
 
     Returns:
-        `(path, layer, what the rule says)` for each, and the patterns.
+        `(path, layer, value)` for every layer, and the patterns.
     """
     found: dict[int, tuple[str, Any, Any]] = {}
     unused = set(rules)
@@ -77,11 +77,11 @@ def chosen_by_patterns(
 
 
 def blocks(model: Any) -> list[tuple[str, Any]]:
-    """The blocks that a model repeats, each with its path.
+    """The repeated blocks of a model, with their paths.
 
-    Among layers that hold layers, those of a class that comes more than once side by side; a model
-    within the model is looked into first. Where there are none, the layers that hold layers, and
-    in a model of plain layers each one that has weights.
+    These are composite layers of the same class that are side by side; nested models are searched
+    first. If there are none, they are all composite layers; and in a model of plain layers, every
+    layer with weights.
 
     Args:
         model: A built model.
@@ -119,7 +119,7 @@ def _repeated(layer: Any, path: str) -> list[tuple[str, Any]]:
 
 
 def _composite(layer: Any, path: str) -> list[tuple[str, Any]]:
-    """The layers in a layer that hold layers with weights."""
+    """The composite layers with weights in a layer."""
     children: Sequence[Any] = _keras.sublayers(layer)
     return [
         (f"{path}/{each.name}", each)

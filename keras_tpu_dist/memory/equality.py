@@ -1,4 +1,4 @@
-"""Whether two programs compute the same of their inputs."""
+"""Decides whether two programs compute the same from their inputs."""
 
 import functools
 import re
@@ -14,20 +14,20 @@ from jax.sharding import AbstractMesh, NamedSharding
 from keras_tpu_dist.trace.jaxprs import is_jaxpr, opened
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
-# Where JAX's wrappers keep what they wrap.
+# The attributes in which JAX's wrappers store the wrapped function.
 _WRAPPED = ("f", "transforms", "fun", "jvp", "fwd", "bwd", "nondiff_argnums", "val", "__wrapped__")
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, np.generic)
 
 
 class Functions:
-    """Of functions: equal values for functions that compute the same of the same arguments.
+    """Gives functions keys, equal for functions that compute the same from the same arguments.
 
-    Programs hold rules for gradients and policies as functions, which may differ in what they
-    close over, a scale for instance, where their code is the same.
+    Programs contain functions, such as gradient rules and policies. They may differ in the
+    variables of their closures, for instance a scale, even if their code is the same.
 
     Args:
-        of_object: From any other object that a function refers to, to what it has in common with
-            those that may stand in its place. By default nothing may.
+        of_object: Returns the key of any other object that a function refers to. By default all
+            objects differ.
     """
 
     def __init__(self, of_object: Callable[[Any], Hashable] = id):
@@ -35,7 +35,7 @@ class Functions:
         self._open: list[int] = []
 
     def of(self, value: Any) -> Hashable:
-        """What a function, or a value that it refers to, is made of.
+        """The key of a function, or of a value that it refers to.
 
         Args:
             value: The function or the value.
@@ -78,7 +78,7 @@ class Functions:
 
     def _function(self, function: types.FunctionType) -> Hashable:
         around = [_content(cell) for cell in function.__closure__ or ()]
-        if _is_of_jax(function):  # what it remembers, and marks for what it does not
+        if _is_of_jax(function):  # its caches, and its markers for missing values
             around = [each for each in around if type(each) not in (dict, object)]
         defaults = self.of(function.__defaults__), self.of(function.__kwdefaults__)
         return function.__code__, defaults, tuple(map(self.of, around))
@@ -96,7 +96,7 @@ def _is_of_jax(thing: Any) -> bool:
 
 
 def value_of(array: Any) -> Hashable:
-    """What an array holds.
+    """The content of an array.
 
     Args:
         array: An array, or a tracer, which equals itself alone.
@@ -108,7 +108,7 @@ def value_of(array: Any) -> Hashable:
 
 
 def without_addresses(value: Any) -> str:
-    """The text of an object, without where it lies in memory.
+    """The text of an object, without its address in memory.
 
     Args:
         value: The object.
@@ -117,12 +117,12 @@ def without_addresses(value: Any) -> str:
 
 
 class Fingerprints:
-    """Of programs: equal ones for programs that have the same equations, in the same order.
+    """Gives programs fingerprints, equal for the same equations in the same order.
 
-    What calls of the same function have in common is looked at once.
+    Functions that are called several times are only examined once.
 
     Args:
-        of_object: See `Functions`; of what rules for gradients refer to.
+        of_object: See `Functions`; for objects that gradient rules refer to.
     """
 
     def __init__(self, of_object: Callable[[Any], Hashable] = id):
@@ -137,7 +137,7 @@ class Fingerprints:
         """
         known = self._known.get(id(jaxpr))
         if known is None:
-            # The program is kept as well: while it lives, nothing else has its identity.
+            # The program is stored as well: while it lives, no other object has its id.
             known = self._known[id(jaxpr)] = (jaxpr, self._made(jaxpr))
         return known[1]
 
@@ -180,7 +180,7 @@ class Fingerprints:
 def _says_nothing(value: Any) -> bool:
     """Whether a layout leaves every dimension to the compiler, as `None` does.
 
-    Functions that JAX traces once have the one or the other, by where they were called first.
+    Functions that JAX traces once have the one or the other, depending on their first call.
     """
     if not isinstance(value, NamedSharding) or not isinstance(value.mesh, AbstractMesh):
         return False

@@ -1,4 +1,4 @@
-"""What a rematerialised layer keeps of its forward pass: the words, and what JAX makes of them."""
+"""Remat policies: their names, and the corresponding functions of JAX."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ import jax
 
 from keras_tpu_dist.common.errors import message
 
-# Each word, and what it keeps.
+# The policies, and what they keep.
 WORDS = {
     "full": "nothing but the layer's inputs",
     "dots": "the products with weights: of dense layers, projections and convolutions",
@@ -19,7 +19,7 @@ Policy = str | tuple[str, ...]
 
 
 def checked_policy(policy: Any) -> Policy:
-    """A policy as it is kept: a word, or a tuple of names.
+    """Checks a policy, and returns it as a name or a tuple of names.
 
     Args:
         policy: A word of `WORDS`, or names in a list or tuple.
@@ -36,7 +36,7 @@ def checked_policy(policy: Any) -> Policy:
     raise ValueError(
         message(
             f"A remat policy is one of {', '.join(map(repr, WORDS))}, or a list of the names of "
-            "what is kept.",
+            "layers whose outputs are kept.",
             received={"policy": policy},
             fix='Write for example remat(layer, "full"), or remat(block, ["attention", "up"]) to '
             "keep the outputs of the layers with these names.",
@@ -62,8 +62,9 @@ def jax_policy(policy: Policy) -> Callable[..., Any]:
 def keeps_products_of_weights(primitive: Any, *_: Any, **params: Any) -> bool:
     """Keeps matrix products without batch dimensions, and convolutions.
 
-    As `jax.checkpoint_policies.dots_with_no_batch_dims_saveable`, which knows no convolutions;
-    `dots_saveable` knows them, but keeps the logits of attention as well, which are the most.
+    It is like `jax.checkpoint_policies.dots_with_no_batch_dims_saveable`, which does not keep
+    convolutions. `dots_saveable` keeps them, but also the logits of attention, which are the
+    largest arrays.
 
     Args:
         primitive: The operation.
@@ -77,8 +78,8 @@ def keeps_products_of_weights(primitive: Any, *_: Any, **params: Any) -> bool:
     return not left and not right
 
 
-# What a compiler computes again rather than keep it: it reads and writes as much as it takes to
-# keep the result, and is part of the operation before or behind it anyway.
+# Operations that a compiler would rather recompute: keeping a result reads and writes as much as
+# recomputing it, and they are fused with the operation before or after.
 # fmt: off
 _CHEAP = {
     "abs", "add", "add_any", "and", "atan2", "cbrt", "ceil", "clamp", "cos", "cosh", "div",
@@ -95,16 +96,17 @@ _CHEAP = {
 # fmt: on
 
 
-# A slice is a small part of what it is taken from if it is at most one of so many.
+# A slice is small if it is at most one part in so many of its operand.
 _SMALL = 8
 
 
 def keeps_what_is_dear(primitive: Any, *inputs: Any, **params: Any) -> bool:
-    """Keeps what a compiler would keep that sees all of a program.
+    """Keeps the values that a compiler with a view of the whole program would keep.
 
-    Within a loop it cannot choose: what JAX keeps for the gradients is written to memory. So
-    elementwise operations are computed again, and with them norms, up to their sums, and
-    activations. What random bits are compared with is kept, a byte each, and not the bits.
+    The compiler cannot decide what a loop keeps for the backward pass: those values are written to
+    memory. So element-wise operations are recomputed, and with them norms, up to their sums, and
+    activations. For random numbers, the results of comparisons are kept, a byte each, and not the
+    bits.
 
     Args:
         primitive: The operation.
@@ -112,7 +114,7 @@ def keeps_what_is_dear(primitive: Any, *inputs: Any, **params: Any) -> bool:
         **params: Its parameters.
     """
     if primitive.name == "slice":
-        # A small part is kept, and not the whole for its sake, such as the sums of flash attention.
+        # A small part is kept instead of the whole, such as the sums of flash attention.
         sizes = (
             b - a for a, b in zip(params["start_indices"], params["limit_indices"], strict=True)
         )

@@ -1,4 +1,4 @@
-"""remat: layers whose activations are computed again instead of kept."""
+"""remat: layers whose activations are recomputed in the backward pass."""
 
 import contextvars
 import logging
@@ -18,39 +18,41 @@ from keras_tpu_dist.memory.policies import Policy, checked_policy
 from keras_tpu_dist.partitioner import in_compiled_code
 
 mark = _keras.LayerMark("_keras_tpu_dist_remat", saved=True)
-# The layers whose call is being traced, by their ids: a call of the base class's method is theirs.
+# The ids of the layers whose call is being traced: a call through the base class belongs to them.
 _tracing: contextvars.ContextVar[frozenset[int]] = contextvars.ContextVar(
     "tracing", default=frozenset()
 )
 
 
 def remat(layer: Any, policy: Any = "full") -> Any:
-    """Computes a layer's activations again for the gradients, instead of keeping them until then.
+    """Recomputes a layer's activations in the backward pass, instead of keeping them.
 
-    Less memory for more computation: of each call only the layer's inputs are kept, and what
-    `policy` names, and the backward pass computes the rest anew. Outputs, gradients, dropout,
-    moving statistics, masks, losses and metrics are those of the layer without it. It pays where
-    much is computed between a layer's inputs and its outputs: for the repeated blocks of a model,
-    not for a whole model, of which all activations would be computed again at once.
+    This trades computation for memory: of every call only the layer's inputs are kept, and what
+    `policy` names. The backward pass recomputes the rest. Outputs, gradients, dropout, moving
+    statistics, masks, losses and metrics do not change. It pays if a layer computes much between
+    its inputs and its outputs. So use it for the repeated blocks of a model, and not for a whole
+    model: that would recompute all its activations at once.
 
-    It acts in compiled code that is differentiated, with a `TPUStrategy` or without, before and
-    after the layer is built; a model that has trained already is to be compiled again. Clones keep
-    it, and so do saved models, which load without this package, too; with it, load them after the
-    first strategy or `remat` of the process.
+    It takes effect in compiled code that is differentiated, with or without a `TPUStrategy`. You
+    can call it before or after the layer is built; if the model has already trained, compile it
+    again. Clones and saved models keep the policy. Saved models also load without this package,
+    then without the policy. If you use this package, create a `TPUStrategy` (or call `remat`)
+    before loading, so that the policy is restored.
 
     Args:
-        layer: A layer or model, computed again as one.
-        policy: What is kept: `"full"`, nothing; `"dots"`, products with weights; `"attention"`,
-            all but what attention computes of query, key and value; a list of names, the outputs
-            of the layers within of that name, and what `jax.ad_checkpoint.checkpoint_name` calls
-            so; `None` takes it back. Or a mapping from patterns of paths to any of these, for
-            layers within: `{"block_*": "full"}`.
+        layer: A layer or model, recomputed as a whole.
+        policy: The values to keep. `"full"`: none. `"dots"`: products with weights. `"attention"`:
+            all values except those that attention computes from query, key and value. A list of
+            names: the outputs of the inner layers with these names, and values named so by
+            `jax.ad_checkpoint.checkpoint_name`. `None` removes the policy. You can also give a
+            mapping from patterns of paths to any of these, for inner layers: `{"block_*": "full"}`.
 
     Returns:
-        The layer, so that the call reads inline in a Sequential or functional model.
+        The layer, so that you can write the call inline in a Sequential or functional model.
 
     Raises:
-        ValueError: If `layer` is no layer, there is no such policy, or a pattern matches no layer.
+        ValueError: If `layer` is not a layer, the policy does not exist, or a pattern matches no
+            layer.
 
     Example:
 
@@ -60,14 +62,14 @@ def remat(layer: Any, policy: Any = "full") -> Any:
     ...     return ktd.remat(keras.Sequential(layers), "dots")
     >>> model = keras.Sequential([keras.Input((8,)), block(8), block(8), keras.layers.Dense(1)])
     >>> model.compile("adam", "mse")
-    >>> model.summary(print_fn=lambda text: None)  # as any model
+    >>> model.summary(print_fn=lambda text: None)  # works as for any model
     """
     if not isinstance(layer, keras.Layer):
         raise ValueError(
             message(
-                "Only layers and models can be computed again.",
+                "Only layers and models can be recomputed.",
                 received={"layer": layer},
-                fix="Pass a keras.Layer; for a function of arrays there is jax.checkpoint.",
+                fix="Pass a keras.Layer; for a function of arrays, use jax.checkpoint.",
             )
         )
     if isinstance(policy, Mapping):
@@ -92,14 +94,14 @@ def policy_of(layer: Any) -> Policy | None:
 
 
 class LayerPolicies:
-    """What a strategy says of the layers of its models.
+    """The remat policies of a strategy for the layers of its models.
 
     Args:
-        remat: `None`; a policy for the blocks of each model; or a mapping from patterns of paths
-            to policies, `None` among them for layers that are left alone.
+        remat: `None`; a policy for the repeated blocks of every model; or a mapping from patterns
+            of paths to policies, where `None` means that a layer is not recomputed.
 
     Raises:
-        ValueError: If there is no such policy.
+        ValueError: If a policy does not exist.
     """
 
     def __init__(self, remat: Any = None):
@@ -111,14 +113,14 @@ class LayerPolicies:
         self._unused = set(self._rules or ())
 
     def choose(self, model: Any) -> None:
-        """Decides for the layers of a model; before its step is traced.
+        """Chooses the policies for the layers of a model, before its step is traced.
 
         Args:
             model: A built model.
 
         Raises:
-            ValueError: If it is one to train, and a pattern matches no layer of it, nor of a model
-                before.
+            ValueError: If it is a model to train, and a pattern matches no layer of it or of an
+                earlier model.
         """
         if self._rules is not None:
             found, unused = chosen_by_patterns(model, self._rules)
@@ -142,7 +144,7 @@ class LayerPolicies:
         """The policy for a layer, or `None`.
 
         Args:
-            layer: A layer of a model that was decided for.
+            layer: A layer of a model that `choose` has seen.
         """
         return self._chosen.get(layer)
 
@@ -152,7 +154,7 @@ def _checked_rules(rules: Mapping) -> dict[str, Any]:
     if wrong or not rules:
         raise ValueError(
             message(
-                "Rules for remat map patterns of layers' paths to policies.",
+                "Rules for remat map patterns of layer paths to policies.",
                 received={"remat": dict(rules)},
                 fix='Write for example {"block_*": "full"}.',
             )
@@ -171,11 +173,11 @@ def _write(layer: Any, policy: Policy | None) -> None:
 
 def _prepare(layer: Any, policy: Policy) -> None:
     _keras.route_calls(type(layer), _around)
-    _keras.install()  # for saved models, and for attention in layers of the user's own
+    _keras.install()  # for saved models, and for attention in custom layers
 
 
 def _around(stock: Callable, layer: Any, args: tuple, kwargs: dict) -> Any:
-    """A call of a layer of a class of which some are computed again."""
+    """Wraps the call of a layer class of which some layers are recomputed."""
     policy = policy_of(layer)
     if policy is None and (strategy := _keras.active_strategy()) is not None:
         policy = strategy.remat.of(layer)
@@ -183,8 +185,8 @@ def _around(stock: Callable, layer: Any, args: tuple, kwargs: dict) -> Any:
     if (
         policy is None
         or id(layer) in running
-        # Where Keras asks for shapes there is nothing to keep, and where each operation runs as it
-        # is met, values are to be seen.
+        # If Keras computes shapes, there is nothing to keep. In eager code, operations run at once
+        # and users want to see values.
         or _keras.in_symbolic_scope()
         or not in_compiled_code()
     ):
@@ -198,7 +200,7 @@ def _no_such_layer(pattern: str, model: Any) -> str:
     paths = [path for path, layer in layers_by_path(model) if not isinstance(layer, kinds)]
     segments = pattern.count("/") + 1
     ends = sorted({"/".join(path.split("/")[-segments:]) for path in paths})
-    unbuilt = "" if _keras.is_built(model) else " Layers that build() makes are known after it."
+    unbuilt = "" if _keras.is_built(model) else " Layers that build() creates are not known yet."
     return message(
         "A pattern of remat must match the path of a layer.",
         received={"pattern": pattern, "model": model.name, "layers": len(paths)},
@@ -212,7 +214,7 @@ def _what_was_found(model: Any, policy: Policy, paths: list[str]) -> str:
     if not paths:
         return f"remat={policy!r}: model {model.name!r} has no layer with weights"
     return (
-        f"remat={policy!r}: {len(paths)} layer(s) of model {model.name!r} are computed again, from "
+        f"remat={policy!r}: {len(paths)} layer(s) of model {model.name!r} are recomputed, from "
         f"{paths[0]!r} to {paths[-1]!r}; to choose others, give patterns of paths"
     )
 

@@ -1,4 +1,4 @@
-"""Layers that are equal, their calls in a traced program, and which of those follow one another."""
+"""Equal layers, their calls in a traced program, and those that follow one another."""
 
 import contextlib
 import contextvars
@@ -18,19 +18,19 @@ from keras_tpu_dist.common.setting import setting
 from keras_tpu_dist.memory.equality import Fingerprints, value_of
 from keras_tpu_dist.trace.jaxprs import opened
 
-# Keys of configs that tell equal layers apart.
+# Keys of configs in which equal layers may differ.
 _NAMES = ("name", "layer_name")
 _OWN = {"seed", "shared_object_id", "build_config", "registered_name"}
 
 
 def equal_layers(model: Any) -> dict[int, Hashable]:
-    """The layers with weights that have an equal one beside them, the outermost of each.
+    """The layers with weights that have an equal one beside them, only the outermost.
 
     Args:
         model: A built model.
 
     Returns:
-        From the `id` of a layer to what it has in common with those that are equal.
+        From the `id` of a layer to a key that equal layers share.
 
     Example:
 
@@ -53,7 +53,7 @@ def equal_layers(model: Any) -> dict[int, Hashable]:
 
 
 def what_counts(layer: Any) -> Hashable:
-    """What a layer has in common with those that are equal to it.
+    """The key that a layer shares with equal layers.
 
     Args:
         layer: A built layer.
@@ -67,9 +67,9 @@ def _spec(variable: Any) -> str:
 
 
 def config_of(layer: Any) -> str:
-    """A layer's config without what is its own; of one that has none, nothing.
+    """A layer's config without names; empty if it has none.
 
-    What the layers compute is compared as well, in the program.
+    The programs of the layers are compared as well.
 
     Args:
         layer: The layer.
@@ -119,9 +119,9 @@ class Block:
     Attributes:
         layer: The block.
         equation: The equation that calls it.
-        position: Where it stands in the program.
-        inputs: What it is given: values that it finds around it, arguments, masks, and the values
-            of its variables, which come last.
+        position: Its position in the program.
+        inputs: Its inputs: values from outside, arguments, masks, and finally the values of its
+            variables.
     """
 
     layer: Any
@@ -136,34 +136,34 @@ class Block:
 
     @property
     def arguments(self) -> int:
-        """How many inputs are no variables."""
+        """The number of inputs that are not variables."""
         return len(self.inputs) - len(self.variables)
 
 
 @dataclass
 class Run:
-    """Equal blocks of which each is fed by the one before.
+    """Equal blocks, each of which gets its input from the one before.
 
     Attributes:
         blocks: The blocks, in order.
-        carried: From the position of an input to that of the output of the block before.
+        carried: From the position of an input to that of the output of the previous block.
     """
 
     blocks: list[Block]
     carried: dict[int, int] = field(default_factory=dict)
 
     def by_kind(self) -> tuple[list[int], list[int]]:
-        """The inputs that are the same for all blocks, and those that each has of its own."""
+        """The inputs that are the same for all blocks, and those that differ."""
         rest = [i for i in range(len(self.blocks[0].inputs)) if i not in self.carried]
         same = [i for i in rest if len({_identity(b.inputs[i]) for b in self.blocks}) == 1]
         return same, [i for i in rest if i not in same]
 
 
 class Tracing:
-    """Notes which equations of a program are calls of some layers.
+    """Records which equations of a program are calls of certain layers.
 
     Args:
-        keys: From the `id` of a layer to what it has in common with those that are equal.
+        keys: From the `id` of a layer to the key that equal layers share.
     """
 
     def __init__(self, keys: Mapping[int, Hashable]):
@@ -171,13 +171,13 @@ class Tracing:
         self.layers: list[Any] = []
 
     def call(self, stock: Callable, layer: Any, args: tuple, kwargs: dict) -> Any:
-        """Calls a layer as a program of its own in the one that is traced.
+        """Calls a layer as a separate program within the traced one.
 
         Args:
-            stock: What computes.
+            stock: The layer's call.
             layer: The layer.
             args: Positional arguments of the call.
-            kwargs: The others.
+            kwargs: Keyword arguments of the call.
         """
         call = _keras.PureCall(stock, layer, args, kwargs)
         call.read = tuple(layer.variables)
@@ -188,7 +188,7 @@ class Tracing:
 
         block.__name__ = f"{_NAME}{len(self.layers)}"
         self.layers.append(layer)
-        # What the block calls is part of it.
+        # Calls inside the block are part of it.
         with tracing(Tracing({})):
             results = jax.jit(block)(call.inputs, values)
         return call.finish(results)
@@ -213,7 +213,7 @@ def is_block(equation: Any) -> bool:
     program = equation.params.get("jaxpr")
     if program is None or not str(equation.params.get("name")).startswith(_NAME):
         return False
-    # A function of the user's may have such a name, but it is not from this file.
+    # A user's function may have the same name, but it is not from this file.
     source = opened(program).debug_info.func_src_info
     return f" at {Tracing.call.__code__.co_filename}:" in source
 
@@ -222,27 +222,27 @@ _tracing: contextvars.ContextVar[Tracing | None] = contextvars.ContextVar("traci
 
 
 def tracing(notes: Tracing) -> contextlib.AbstractContextManager[Tracing]:
-    """Within it, calls of layers are noted.
+    """A context in which calls of layers are recorded.
 
     Args:
-        notes: Where they are noted.
+        notes: The record.
     """
     return setting(_tracing, notes)
 
 
 def is_tracing() -> bool:
-    """Whether a model's blocks are being looked for already."""
+    """Whether a model's blocks are already being searched."""
     return _tracing.get() is not None
 
 
 def noted(stock: Callable, layer: Any, args: tuple, kwargs: dict) -> Any:
-    """A call of a layer of a class of which some are blocks; what `route_calls` takes.
+    """Wraps the call of a layer class of which some layers are blocks, for `route_calls`.
 
     Args:
-        stock: What computes.
+        stock: The layer's call.
         layer: The layer.
         args: Positional arguments of the call.
-        kwargs: The others.
+        kwargs: Keyword arguments of the call.
     """
     notes = _tracing.get()
     if notes is None or id(layer) not in notes.keys:
@@ -254,11 +254,12 @@ def find_runs(jaxpr: Any, notes: Tracing) -> tuple[list[Run], dict[int, str]]:
     """The runs of a program.
 
     Args:
-        jaxpr: The program, in which nothing has two names; see `without_aliases`.
-        notes: What was noted when it was traced.
+        jaxpr: The program, in which no value has two names; see `without_aliases`.
+        notes: The record of its trace.
 
     Returns:
-        The runs of two blocks or more, and from the `id` of a layer to why its call is in none.
+        The runs of two blocks or more, and from the `id` of a layer to the reason why its call is
+        in none.
     """
     finder = _Finder(jaxpr, notes)
     runs = [run for run in finder.runs if len(run.blocks) > 1]
@@ -284,7 +285,7 @@ class _Finder:
         self._same = Fingerprints(_in_common)
         self.runs: list[Run] = []
         self.reasons: dict[int, str] = {}
-        # For each value, as bits, the positions of the blocks it depends on.
+        # For every value, as bits, the positions of the blocks that it depends on.
         self._after: dict[Any, int] = {}
         times = [id(layer) for layer in notes.layers]
         for position, equation in enumerate(opened(jaxpr).eqns):
@@ -340,7 +341,7 @@ class _Finder:
 
 
 def _fed(before: Block, block: Block) -> dict[int, int]:
-    """Which inputs of a block are which outputs of the one before."""
+    """For inputs of a block, the outputs of the previous block that they are."""
     made = {variable: i for i, variable in enumerate(before.equation.outvars)}
     return {
         i: made[atom]
@@ -354,7 +355,7 @@ def _identity(atom: Any) -> Hashable:
 
 
 def _in_common(thing: Any) -> Hashable:
-    """What an object that a rule for gradients refers to has in common with its like."""
+    """The key of an object that a gradient rule refers to."""
     if not isinstance(thing, keras.Layer) or not config_of(thing):
         return id(thing)
     public = {key: v for key, v in vars(thing).items() if key != "name" and key[0] != "_"}
@@ -364,11 +365,11 @@ def _in_common(thing: Any) -> Hashable:
 
 
 def without_aliases(jaxpr: Any, notes: Tracing) -> Any:
-    """The program in which what a block hands on unchanged, such as a mask, keeps its name.
+    """The program in which values that a block returns unchanged, such as a mask, keep their name.
 
     Args:
         jaxpr: The program, a `ClosedJaxpr`.
-        notes: What was noted when it was traced.
+        notes: The record of its trace.
     """
     names: dict[Any, Any] = {}
 

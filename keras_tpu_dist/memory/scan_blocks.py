@@ -1,4 +1,4 @@
-"""scan_blocks: equal consecutive blocks of a model, compiled as one."""
+"""scan_blocks: equal consecutive blocks of a model, compiled as a single block."""
 
 import contextvars
 import itertools
@@ -53,12 +53,12 @@ class ScannedRun(Printed):
 
 @dataclass(frozen=True, repr=False)
 class ScanReport(Printed):
-    """What `scan_blocks` found in a model.
+    """The result of `scan_blocks` for a model.
 
     Attributes:
         model: The model's name.
-        runs: The runs of equal blocks, each of which is one loop in compiled code.
-        left_out: The path of each block that runs on its own, and why.
+        runs: The runs of equal blocks. Every run is one loop in compiled code.
+        left_out: The path of every block that runs on its own, and the reason.
     """
 
     model: str
@@ -73,35 +73,35 @@ class ScanReport(Printed):
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain values."""
+        """The report as plain data."""
         return asdict(self)
 
 
 def scan_blocks(model: Any, enabled: bool = True, *, inputs: Any = None) -> ScanReport:
-    """Has equal consecutive blocks of a model compiled as one, which runs as often as there are.
+    """Compiles equal consecutive blocks of a model as a single block that runs in a loop.
 
-    Blocks are equal if they have the same class, config, weights and layouts, but for names, seeds
-    and values, and if they compute the same. Of those, each run in which a block is fed by the one
-    before, and by nothing else that differs, becomes one `jax.lax.scan` over the weights, stacked
-    within the program: the compiler sees one block instead of all of them. Variables, paths, saved
-    files and LoRA are those of the plain model; outputs, gradients, dropout, moving statistics,
-    masks and added losses too. `remat` on the blocks acts on the loop's body.
+    Blocks are equal if they have the same class, config, weights and layouts, apart from names,
+    seeds and values, and if they compute the same. A run of equal blocks becomes one `jax.lax.scan`
+    over the weights, stacked within the program, if every block gets its input from the block
+    before and nothing else that differs. The compiler then sees one block instead of all.
+    Variables, paths, saved files and LoRA do not change, nor do outputs, gradients, dropout, moving
+    statistics, masks and added losses. `remat` on the blocks applies to the body of the loop.
 
-    It acts in compiled code; calls that are not compiled run block by block. A model that has
-    trained already without a strategy is to be compiled again. `from_config`, `copy.deepcopy`,
-    pickle and `.keras` files keep it, `clone_model` does not.
+    It takes effect in compiled code; eager calls run block by block. If the model has already
+    trained without a strategy, compile it again. `from_config`, `copy.deepcopy`, pickle and
+    `.keras` files keep the setting, `clone_model` does not.
 
     Args:
-        model: A built model of any kind. A model without such a run stays as it is.
-        enabled: `False` takes it back.
-        inputs: What the model is called with: arrays or `jax.ShapeDtypeStruct`. Defaults to the
-            model's declared inputs; those of a subclassed model are not known.
+        model: A built model of any kind. If it has no such run, nothing changes.
+        enabled: `False` turns it off again.
+        inputs: The model's inputs: arrays or `jax.ShapeDtypeStruct`. Defaults to the model's
+            declared inputs; you have to give them for a subclassed model.
 
     Returns:
-        Which runs there are, and which blocks are left out and why.
+        The runs that were found, and the blocks that are left out, with reasons.
 
     Raises:
-        ValueError: If `model` is no model, is not built, or cannot be traced without `inputs`.
+        ValueError: If `model` is not a model, is not built, or cannot be traced without `inputs`.
 
     Example:
 
@@ -129,7 +129,7 @@ def scan_blocks(model: Any, enabled: bool = True, *, inputs: Any = None) -> Scan
 
 
 def is_scanned(model: Any) -> bool:
-    """Whether `scan_blocks` was said of a model.
+    """Whether `scan_blocks` is on for a model.
 
     Args:
         model: A model.
@@ -148,20 +148,20 @@ def _prepare(model: Any) -> None:
     _keras.install()  # for saved models
 
 
-# Where a trace only finds out what there is to scan.
+# Set while a trace only looks for blocks to scan.
 _reports: contextvars.ContextVar[list[ScanReport] | None] = contextvars.ContextVar(
     "reports", default=None
 )
 
 
 def _around(stock: Callable, model: Any, args: tuple, kwargs: dict) -> Any:
-    """A call of a model of a class of which some are scanned."""
+    """Wraps the call of a model class of which some models are scanned."""
     reports = _reports.get()
     if (not is_scanned(model) and reports is None) or is_tracing() or _keras.in_symbolic_scope():
         return stock(*args, **kwargs)
     if not in_compiled_code():
         log_once(
-            f"scan_blocks: model {model.name!r} is called outside of compiled code, where its "
+            f"scan_blocks: model {model.name!r} is called outside of compiled code, so its "
             "blocks run one by one"
         )
         return stock(*args, **kwargs)
@@ -205,7 +205,7 @@ _NOT_CALLED = "the model does not call it"
 
 
 def _unequal(layer: Any, notes: Tracing) -> Iterator[int]:
-    """Layers that hold layers and stand beside others of their class, none of which is equal."""
+    """Composite layers beside others of their class, if none of those is equal to them."""
     inner = [each for each in _keras.sublayers(layer) if id(each) not in notes.keys]
     beside = Counter(type(each) for each in _keras.sublayers(layer))
     for each in inner:
@@ -216,7 +216,7 @@ def _unequal(layer: Any, notes: Tracing) -> Iterator[int]:
 
 
 def _report_of(model: Any, specs: Any) -> ScanReport:
-    """Traces a model's call from shapes alone."""
+    """Traces a model's call, from shapes alone."""
     variables = model.variables
 
     def forward(values, inputs):
@@ -232,15 +232,16 @@ def _report_of(model: Any, specs: Any) -> ScanReport:
         except Exception as error:
             raise ValueError(
                 message(
-                    "scan_blocks calls a model once, from shapes alone, to see what feeds what.",
+                    "scan_blocks calls a model once, from shapes alone, to see which layer feeds "
+                    "which.",
                     received=f"{type(error).__name__}: {error}",
-                    fix="Give what the model is called with: scan_blocks(model, inputs=x).",
+                    fix="Give the model's inputs: scan_blocks(model, inputs=x).",
                 )
             ) from error
     return reports[-1]
 
 
-# Stands for a dimension that a model leaves open, the batch's among them.
+# The size used for open dimensions of a model, such as the batch.
 _OPEN = 8
 
 
@@ -253,9 +254,9 @@ def _specs(model: Any, inputs: Any) -> Any:
     if inputs is None:
         raise ValueError(
             message(
-                "scan_blocks has to see what the model's blocks are fed.",
+                "scan_blocks needs the inputs of the model's blocks.",
                 received={"model": model.name, "inputs": None},
-                fix="The inputs of a subclassed model are not known: give what it is called with, "
+                fix="The inputs of a subclassed model are not known: give them with "
                 "scan_blocks(model, inputs=x).",
             )
         )
@@ -274,7 +275,7 @@ def _check(model: Any) -> None:
         message(
             "scan_blocks looks for equal blocks in a model.",
             received={"model": model},
-            fix="Pass a keras.Model, or a layer that holds the blocks.",
+            fix="Pass a keras.Model, or a layer that contains the blocks.",
         )
     )
 

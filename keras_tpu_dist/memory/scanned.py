@@ -1,4 +1,4 @@
-"""A traced program, run with one loop in the place of each run of equal blocks."""
+"""Runs a traced program, with one loop in place of every run of equal blocks."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,17 +20,17 @@ _CALLS = {"checkpoint", "remat", "remat2", "jit", "pjit"}
 
 
 def narrowed(jaxpr: Any, positions: list[int]) -> tuple[Any, dict[int, Any]]:
-    """A program that is given some inputs as what it makes of them.
+    """A program that gets some of its inputs already converted.
 
-    Under mixed precision a layer converts each weight, and does nothing else with it. Weights that
-    are converted before they are stacked take half the bytes, and so do their gradients.
+    With mixed precision, a layer converts its weights and does nothing else with them. If weights
+    are converted before they are stacked, they take half the bytes, and so do their gradients.
 
     Args:
         jaxpr: The program, a `ClosedJaxpr` or a `Jaxpr`.
-        positions: The inputs that may be narrowed.
+        positions: The inputs that may be converted.
 
     Returns:
-        The program, and for each input that it takes in another dtype than before, that dtype.
+        The program, and the new dtypes of the inputs whose dtype has changed.
     """
     inputs = opened(jaxpr).invars
     dtypes = {i: dtype for i in positions if (dtype := _made_of(jaxpr, inputs[i])) is not None}
@@ -38,7 +38,7 @@ def narrowed(jaxpr: Any, positions: list[int]) -> tuple[Any, dict[int, Any]]:
 
 
 def _made_of(jaxpr: Any, variable: Any) -> Any:
-    """The dtype to which a program converts an input that it uses for nothing else."""
+    """The dtype that a program converts an input to, if it uses the input for nothing else."""
     program, found = opened(jaxpr), set()
     if not _is_float(variable.aval.dtype) or any(v is variable for v in program.outvars):
         return None
@@ -103,9 +103,9 @@ class Step:
     """A part of a program.
 
     Attributes:
-        inputs: What it reads.
-        outputs: What it gives.
-        compute: From the values of the one to those of the other.
+        inputs: The values that it reads.
+        outputs: The values that it computes.
+        compute: A function from the first to the second.
     """
 
     inputs: list[Any]
@@ -131,7 +131,7 @@ def body_of(block: Block, own: list[int]) -> tuple[Callable, dict[int, Any]]:
         own: The inputs that differ from block to block.
 
     Returns:
-        The function, and the dtypes of the inputs that it takes narrower than the block does.
+        The function, and the dtypes of the inputs that it takes in a narrower dtype than the block.
     """
     weights = [i for i in own if i >= block.arguments]
     jaxpr, dtypes = narrowed(block.equation.params["jaxpr"], weights)
@@ -154,7 +154,7 @@ def body_of(block: Block, own: list[int]) -> tuple[Callable, dict[int, Any]]:
 
 
 def layout_of(block: Block, position: int) -> Any:
-    """The layout of the variable that an input is, or `None`.
+    """The layout of the variable at an input, or `None`.
 
     Args:
         block: The block.
@@ -170,7 +170,7 @@ def layout_of(block: Block, position: int) -> Any:
 
 
 def _layouts(block: Block, position: int) -> tuple[NamedSharding, NamedSharding] | None:
-    """The layout of a weight, and that in which a plan has it used: not split as the batch is."""
+    """The layout of a weight, and the one in which a plan uses it: not split by data axes."""
     layout, strategy = layout_of(block, position), _keras.active_strategy()
     if layout is None or not hasattr(strategy.layouts.layout, "plan"):
         return None
@@ -181,9 +181,9 @@ def _layouts(block: Block, position: int) -> tuple[NamedSharding, NamedSharding]
 
 
 def _whole(value: Any, layouts: tuple[NamedSharding, NamedSharding] | None) -> Any:
-    """A weight, gathered here, so that its gradient is summed into parts here.
+    """Gathers a weight here, so that its gradient is reduce-scattered here.
 
-    Left to itself the compiler multiplies part by part within a loop, and waits for each.
+    Otherwise the compiler multiplies part by part within a loop, and waits for every part.
     """
     if layouts is None:
         return value
@@ -199,7 +199,7 @@ def _whole(value: Any, layouts: tuple[NamedSharding, NamedSharding] | None) -> A
 
 
 def _parted(program: Any) -> Iterator[list]:
-    """A block's equations in groups: each that is computed again already is one of its own."""
+    """A block's equations in groups; those that are already recomputed are groups of their own."""
     group: list = []
     for equation in program.eqns:
         if not _has_policy(equation):
@@ -239,13 +239,13 @@ def _part(program: Any, equations: list, layouts: Mapping) -> Step:
 
     if again or not _has_policy(equations[0]):
         policy = equations[0].params["policy"] if again else keeps_what_is_dear
-        # The loop of the gradients is another one, so there is nothing to be kept apart.
+        # The loop of the gradients is a separate one, so CSE need not be prevented.
         part = jax.checkpoint(part, policy=policy, prevent_cse=False)
     return Step(inputs, outputs, lambda given: part(*given))
 
 
 def _inner(equation: Any, inputs: list) -> Callable:
-    """What a call of `jax.checkpoint` computes, of its inputs each once."""
+    """The function of a call of `jax.checkpoint`, with every input once."""
     function = core.jaxpr_as_fun(core.ClosedJaxpr(opened(equation.params["jaxpr"]), []))
 
     def call(*given):
@@ -261,7 +261,7 @@ def _variables(equations: list) -> list:
 
 
 def computed(jaxpr: Any, runs: list[Run], inputs: Sequence[Any]) -> list[Any]:
-    """What a program computes.
+    """Runs a program.
 
     Args:
         jaxpr: The program, a `ClosedJaxpr`.
@@ -282,7 +282,7 @@ def computed(jaxpr: Any, runs: list[Run], inputs: Sequence[Any]) -> list[Any]:
 
 
 def _in_order(program: Any, runs: list[Run], known: set) -> list[Step]:
-    """Steps that each find their inputs: what needs a run's results waits for its last block."""
+    """Steps in an order in which all find their inputs: users of a run wait for its last block."""
     last = {run.blocks[-1].position: run for run in runs}
     within = {block.position for run in runs for block in run.blocks}
     used = _uses(program)
@@ -302,7 +302,7 @@ def _in_order(program: Any, runs: list[Run], known: set) -> list[Step]:
             else:
                 later.append(step)
         if len(later) == len(waiting):
-            # Two runs wait for one another's blocks: all but the first are taken apart.
+            # Two runs wait for blocks of each other: all except the first are taken apart.
             return _in_order(program, runs[:-1], known - _made(program))
         waiting = later
     return ordered
@@ -313,7 +313,7 @@ def _made(program: Any) -> set:
 
 
 def _uses(program: Any) -> dict[Any, set[int]]:
-    """The equations in which each value is used; the results of the program are one more."""
+    """The equations that use a value; the results of the program count as one more."""
     found: dict[Any, set[int]] = {}
     atoms = [*((i, e.invars) for i, e in enumerate(program.eqns)), (-1, program.outvars)]
     for position, each in atoms:
@@ -336,7 +336,7 @@ def _equation(program: Any, equation: Any) -> Step:
 
 
 def _loop(run: Run, used: dict[Any, set[int]]) -> Step:
-    """A run as one loop over its blocks' own values, stacked."""
+    """A run as one loop over the blocks' separate values, stacked."""
     same, own = run.by_kind()
     blocks, first = run.blocks, run.blocks[0]
     carried = sorted(run.carried)
@@ -376,7 +376,7 @@ def _range(run: Run) -> range:
 
 
 def _read_outside(run: Run, used: dict[Any, set[int]], ends: dict[int, int]) -> list[int]:
-    """The outputs that are read elsewhere than in the block that follows."""
+    """The outputs that are read outside of the next block."""
     positions = {block.position for block in run.blocks}
     found = []
     for j in range(len(run.blocks[0].equation.outvars)):
@@ -389,7 +389,7 @@ def _read_outside(run: Run, used: dict[Any, set[int]], ends: dict[int, int]) -> 
 
 
 def _in_front(block: Block, position: int) -> Any:
-    """The layout of a weight with a dimension in front that is not split."""
+    """The layout of a weight with a leading dimension that is not split."""
     layout = layout_of(block, position)
     return layout and NamedSharding(layout.mesh, PartitionSpec(None, *layout.spec))
 

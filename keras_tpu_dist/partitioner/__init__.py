@@ -1,4 +1,4 @@
-"""Programs that are right on every mesh, whatever XLA's partitioner makes of them."""
+"""Makes programs right on every mesh, in spite of faults of XLA's partitioner."""
 
 from keras_tpu_dist.partitioner.exchanges import ONE_DEVICE as ONE_DEVICE
 from keras_tpu_dist.partitioner.exchanges import rows_are_whole as rows_are_whole

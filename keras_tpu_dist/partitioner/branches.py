@@ -1,8 +1,8 @@
-"""Branches that only some devices take, in which rows may not be exchanged.
+"""Branches that only some devices take, in which rows must not be exchanged.
 
-`keras_tpu_dist.assign` puts a layer into a branch that one logical device of each replica takes. If
-rows are split unevenly, or move, XLA exchanges them between neighbours by a permute that all
-devices must join: those that took the other branch never do, and the program hangs.
+`keras_tpu_dist.assign` puts a layer into a branch that one logical device of every replica takes.
+If rows are split unevenly, or move, XLA exchanges them between neighbours by a permute that all
+devices must join. Devices in the other branch never do, and the program hangs.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,25 +30,25 @@ def candidate(equation: Any, mesh: Mesh) -> bool:
 
     Args:
         equation: The `shard_map`.
-        mesh: The mesh, which makes no difference here.
+        mesh: The mesh, which is not used.
     """
     return any(each.primitive.name == "cond" for each in _equations(equation))
 
 
 def repaired(equation: Any, spread: Spread) -> list | None:
-    """A `shard_map` with branches, its rows whole wherever they would be exchanged.
+    """A `shard_map` with branches, with whole rows if they would be exchanged.
 
-    Every device that takes the branch then computes all rows. `None` where nothing is exchanged.
+    Every device that takes the branch then computes all rows. `None` if nothing is exchanged.
 
     Args:
         equation: The `shard_map`.
         spread: Which mesh axes may split which dimension of the program's values.
 
     Returns:
-        The equations that take its place, or `None`.
+        The replacement equations, or `None`.
 
     Raises:
-        RowsExchanged: If the branch is that of an assigned layer, which can be made otherwise.
+        RowsExchanged: If the branch is that of an assigned layer, which can be traced differently.
     """
     conditionals = [e for e in _equations(equation) if e.primitive.name == "cond"]
     branches = [branch for each in conditionals for branch in each.params["branches"]]
@@ -70,7 +70,7 @@ def repaired(equation: Any, spread: Spread) -> list | None:
 
 
 class RowsExchanged(Exception):
-    """Rows would be exchanged within a branch: the program is made again, `with_whole_rows`."""
+    """Rows would be exchanged within a branch: the program is traced again, `with_whole_rows`."""
 
 
 def choosing_axes(jaxpr: Any) -> frozenset[str]:
@@ -105,7 +105,7 @@ def _split_dimensions(atom: Any, spread: Spread) -> list[int]:
 
 
 def _moves(equation: Any, spread: Spread) -> bool:
-    """Whether rows may change their device in an operation."""
+    """Whether rows may move to other devices in an operation."""
     for atom in [*equation.invars, *equation.outvars]:
         if any(spread.uneven(atom, d) for d in _split_dimensions(atom, spread)):
             return True
@@ -113,9 +113,9 @@ def _moves(equation: Any, spread: Spread) -> bool:
 
 
 def _moved(equation: Any) -> Iterator[tuple[Any, int]]:
-    """Dimensions along which values move to other positions, or are named by indices."""
+    """Dimensions along which values move to other positions, or are indexed."""
     known = dimensions(equation)
-    # What a reshape joins is split as the first of it, which moves nothing.
+    # Joined dimensions are split like the first of them, which moves nothing.
     if known is None or equation.primitive.name == "reshape":
         return
     for step in known.mapped:

@@ -1,4 +1,4 @@
-"""Convolutions whose groups or windows are split: devices get whole groups, and add up parts."""
+"""Convolutions whose groups or windows are split: devices get whole groups, and sum parts."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,11 +14,11 @@ PRIMITIVES = ("conv_general_dilated",)
 
 
 def candidate(equation: Any, mesh: Mesh) -> bool:
-    """Whether a convolution has something that devices could have parts of, and sum.
+    """Whether a convolution sums over something that devices could have parts of.
 
     Args:
         equation: The convolution.
-        mesh: The mesh, which makes no difference here.
+        mesh: The mesh, which is not used.
     """
     sizes = enumerate(_windows(equation))
     parts = any(size > 1 or _loses_its_place(equation, n) for n, size in sizes)
@@ -26,24 +26,24 @@ def candidate(equation: Any, mesh: Mesh) -> bool:
 
 
 def repaired(equation: Any, spread: Spread) -> list | None:
-    """A convolution right on every mesh, or `None` where it is so already.
+    """A convolution that is right on every mesh, or `None` if it already is.
 
-    Where channels of a grouped convolution are split, the image, the kernel and the result are
-    split alike, so that each device has whole groups, or not at all.
+    If channels of a grouped convolution are split, the image, the kernel and the result are split
+    in the same way, so that every device has whole groups, or they are not split at all.
 
-    With batch groups (the kernel's gradient of a grouped convolution), each device convolves the
-    rows it has, in a `shard_map` over the axes that may split them; the parts are summed outside.
-    A convolution with a window that is split itself (the kernel's gradient where images are) is
-    left to XLA where all axes of the mesh take part, which it gets right, with its layout where it
-    could use parts of an axis; else, and where it would lose its place, its image and window are
-    made whole.
+    With batch groups (the kernel's gradient of a grouped convolution), every device convolves its
+    own rows, in a `shard_map` over the axes that may split them; the parts are summed outside. A
+    convolution whose window is split (the kernel's gradient for split images) is left to XLA if all
+    axes of the mesh take part, which it handles correctly; its layout is constrained if XLA could
+    use parts of an axis. Otherwise, or if XLA would shift positions, image and window are made
+    whole.
 
     Args:
         equation: The convolution.
         spread: Which mesh axes may split which dimension of the program's values.
 
     Returns:
-        The equations that take its place, or `None`.
+        The replacement equations, or `None`.
     """
     numbers = equation.params["dimension_numbers"]
     left, right = equation.invars
@@ -92,7 +92,7 @@ def _channels(equation: Any, spread: Spread) -> frozenset[str]:
 
 
 def _group_dimensions(equation: Any) -> tuple[int, int, int]:
-    """The dimensions that groups divide: of the image, the kernel and the result."""
+    """The dimensions that groups divide: in the image, the kernel and the result."""
     params, numbers = equation.params, equation.params["dimension_numbers"]
     left = numbers.lhs_spec[1 if params["feature_group_count"] > 1 else 0]
     return left, numbers.rhs_spec[0], numbers.out_spec[1]
@@ -103,9 +103,9 @@ def _groups(equation: Any) -> int:
 
 
 def _loses_its_place(equation: Any, spatial: int) -> bool:
-    """Whether XLA cuts a convolution along a dimension of the image wrongly, or aborts.
+    """Whether XLA splits a convolution along a dimension of the image wrongly, or aborts.
 
-    Strides are dilations in gradients, and padding beyond the window or taken away is.
+    In gradients, strides are dilations, and there is padding beyond the window or negative padding.
     """
     params = equation.params
     low, high = params["padding"][spatial]
@@ -137,7 +137,7 @@ def _pinned(equation: Any, spread: Spread, rows: frozenset, asked: list) -> list
 def _by_groups(
     equation: Any, spread: Spread, rows: frozenset, channels: frozenset, left: Any, right: Any
 ) -> Any:
-    """Each device's own rows and groups convolved, and the sum of what its rows gave."""
+    """Every device convolves its own rows and groups; returns the sum over rows."""
     numbers, params = equation.params["dimension_numbers"], dict(equation.params)
     if not rows and not channels:
         return equation.primitive.bind(left, right, **params)
@@ -169,7 +169,7 @@ def _by_groups(
         mesh=mesh_here(spread.mesh),
         in_specs=(_spec(left.ndim, for_left), _spec(right.ndim, for_right)),
         out_specs=_spec(left.ndim + 1, {0: added} | {d + 1: n for d, n in for_result.items()}),
-        # Also an axis that divides no groups: XLA would split within a group.
+        # Also an axis that divides no groups: XLA would split inside a group.
         axis_names={*added, *channels},
         check_vma=False,
     )(left, right)

@@ -1,7 +1,7 @@
-"""`jax_debug_nans` and `jax_debug_infs` on a mesh: they name the layer, also for uneven rows.
+"""`jax_debug_nans` and `jax_debug_infs` on a mesh: they report the layer, also for uneven rows.
 
-`jax.jit` runs a function again, operation by operation, to find what made a NaN. It would do so on
-padded and split arrays, where operations on uneven rows are errors themselves.
+`jax.jit` runs a function again, operation by operation, to find the source of a NaN. It would do so
+on padded and split arrays, in which operations on uneven rows are themselves errors.
 """
 
 from collections.abc import Callable
@@ -24,8 +24,8 @@ def checked(program: Callable, function: Callable, mesh: Mesh, args: tuple) -> A
         args: The arguments.
 
     Raises:
-        FloatingPointError: Where a result is not finite: JAX's own, from the layer that makes it,
-            or ours where that cannot be found.
+        FloatingPointError: If a result is not finite: JAX's own, from the layer that computes it,
+            or ours if that cannot be found.
     """
     nans, infs = jax.config.jax_debug_nans, jax.config.jax_debug_infs
     with jax.debug_nans(False), jax.debug_infs(False):
@@ -41,21 +41,21 @@ def checked(program: Callable, function: Callable, mesh: Mesh, args: tuple) -> A
             # `disable_jit` runs loops step by step too, so the step of a scan is found.
             with jax.disable_jit():
                 function(*whole)
-            why = "operation by operation nothing of the kind came up"
+            why = "no such value appeared when it ran operation by operation"
         except (ValueError, NotImplementedError) as error:
             # JAX can only compile a `shard_map` over some of the mesh's axes.
             why = f"it cannot be run operation by operation: {error}"
     raise FloatingPointError(
         message(
-            f"A step made {wrong}, and the layer was not found.",
+            f"A step computed {wrong}, and the layer was not found.",
             received=f"{why}.",
-            fix="Use callbacks.NameNaN() with fit, or jax.debug.print in the code of replicas.",
+            fix="Use callbacks.NameNaN() with fit, or jax.debug.print in replica code.",
         )
     )
 
 
 def _wrong(results: Any, nans: bool, infs: bool) -> str:
-    """What the shards of this process have: "NaN", "infinite values", or nothing."""
+    """The kind of value in the shards of this process: "NaN", "infinite values", or nothing."""
     for leaf in jax.tree.leaves(results):
         if not jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact):
             continue

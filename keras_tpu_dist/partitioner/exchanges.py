@@ -1,4 +1,4 @@
-"""What a partitioned program exchanges within branches that only some devices take."""
+"""Finds exchanges of a partitioned program within branches that only some devices take."""
 
 import contextvars
 import functools
@@ -36,7 +36,7 @@ _whole_rows: contextvars.ContextVar[bool] = contextvars.ContextVar("whole_rows",
 def rows_are_whole() -> bool:
     """Whether branches that only some devices take have all rows on every device.
 
-    Their `shard_map` is then over all axes, so that the partitioner exchanges nothing in it.
+    Their `shard_map` is then over all axes, so the partitioner exchanges nothing in it.
     """
     return _whole_rows.get()
 
@@ -57,9 +57,11 @@ def with_whole_rows(function: Callable) -> Callable:
 
 
 def exchanged_in_branches(text: str, sizes: Mapping[str, int], taken: frozenset[str]) -> list[str]:
-    """Collectives in a branch that not all of their devices take: those would wait for ever.
+    """Collectives in a branch that not all of their devices take: these would wait for ever.
 
-    A collective is right there if all its devices take the same branch: devices at the same place
+    A collective is correct there if all its devices take the same branch, that is, devices at the
+    same position on the axes that choose the branch. A permute waits for all devices, whatever it
+    sends.
     on the axes that choose the branch. A permute waits for all devices, whatever it sends.
 
     Args:
@@ -116,7 +118,7 @@ def _reached(bodies: Mapping[str, list[str]]) -> Iterator[str]:
 
 
 def _alike(line: str, places: np.ndarray) -> bool:
-    """Whether all devices of each group of an exchange take the same branch."""
+    """Whether the devices in a group of an exchange always take the same branch."""
     groups = _groups(line, len(places))
     return groups is not None and all(len(set(places[group])) == 1 for group in groups)
 

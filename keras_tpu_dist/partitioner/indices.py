@@ -1,4 +1,4 @@
-"""Indices of few bits, which cannot name the place where a device's part begins."""
+"""Indices with few bits, which cannot represent the start of a device's part."""
 
 from typing import Any
 
@@ -11,24 +11,24 @@ PRIMITIVES = ("gather",)
 
 
 def candidate(equation: Any, mesh: Mesh) -> bool:
-    """Whether rows are gathered by indices of few bits.
+    """Whether rows are gathered by indices with few bits.
 
     Args:
         equation: The gather.
-        mesh: The mesh, which makes no difference here.
+        mesh: The mesh, which is not used.
     """
     return narrow(equation.invars[1])
 
 
 def repaired(equation: Any, spread: Spread) -> list | None:
-    """A gather by indices of 32 bits, or `None` where it has them.
+    """A gather by 32-bit indices, or `None` if it already has them.
 
     Args:
         equation: The gather.
         spread: Which mesh axes may split which dimension of the program's values.
 
     Returns:
-        The equations that take its place, or `None`.
+        The replacement equations, or `None`.
     """
     if not narrow(equation.invars[1]):
         return None
@@ -40,9 +40,9 @@ def repaired(equation: Any, spread: Spread) -> list | None:
 
 
 def narrow(index: Any) -> bool:
-    """Whether an index has too few bits for XLA, which adds and subtracts places in its dtype.
+    """Whether an index has too few bits for XLA, which adds and subtracts positions in its dtype.
 
-    Scatters and slices by such indices are repaired for this too.
+    Scatters and slices by such indices are also repaired for this.
 
     Args:
         index: A value of a program.

@@ -1,4 +1,4 @@
-"""`jax.jit` for a mesh: operations that XLA partitions wrongly are replaced before compiling."""
+"""`jax.jit` for a mesh: replaces operations that XLA partitions wrongly before compiling."""
 
 import dataclasses
 import functools
@@ -21,19 +21,20 @@ class Jitted:
     """A function that is compiled once for all arguments of the same shapes.
 
     If the traced program has an operation that XLA partitions wrongly on this mesh (see
-    `keras_tpu_dist.partitioner.table`), a repaired program is compiled. Any other program is that
-    of `jax.jit`.
+    `keras_tpu_dist.partitioner.table`), a repaired program is compiled. Otherwise the program is
+    that of `jax.jit`.
 
     Args:
         function: A function of arrays.
         mesh: The mesh.
-        layouts: From the arguments to a structure of `NamedSharding` or `None` for each of them:
-            that of the argument, or a prefix of it.
-        outputs: The same for each entry of the tuple that the function returns, if its results
+        layouts: A function of the arguments that returns a `NamedSharding` or `None` for every
+            argument, or a structure of them that is a prefix of it.
+        outputs: The same for every entry of the tuple that the function returns, if its results
             have layouts.
-        kind_of: From the arguments to the key of their program; by default all shapes and dtypes.
-            A cheaper key pays at every call if the shapes of some arguments never change.
-        **options: Those of `jax.jit`.
+        kind_of: A function of the arguments that returns the key of their program; by default all
+            shapes and dtypes. If the shapes of some arguments never change, a cheaper key makes
+            every call faster.
+        **options: The options of `jax.jit`.
     """
 
     def __init__(
@@ -54,11 +55,11 @@ class Jitted:
         self._kind_of = kind_of or shapes_of
         self._options = options
         self._programs: dict[Hashable, Callable] = {}
-        # Those that were also compiled and checked for hangs, which lowering alone cannot do.
+        # Programs that were also compiled and checked for hangs, for which lowering is not enough.
         self._launched: dict[Hashable, Callable] = {}
 
     def __call__(self, *args: Any) -> Any:
-        """Runs the program for such arguments."""
+        """Runs the program for these arguments."""
         config = jax.config
         if (config.jax_debug_nans or config.jax_debug_infs) and not in_compiled_code():
             # Without donation: the arguments are needed again to find the layer.
@@ -85,7 +86,8 @@ class Jitted:
     def _to_launch(self, kind: Hashable, args: tuple) -> Callable:
         if kind not in self._launched:
             if in_compiled_code():
-                # A part of another program, perhaps for devices of a dry run: not compiled here.
+                # A part of another program, maybe for devices of a dry run: it is not compiled
+                # here.
                 return self.program(*args)
             self._launched[kind] = self._programs[kind] = self._without_hangs(args)
         return self._launched[kind]
@@ -99,7 +101,7 @@ class Jitted:
         return self._plain.trace(*args)
 
     def lower(self, *args: Any) -> Any:
-        """The program for such arguments, lowered.
+        """The lowered program for these arguments.
 
         Args:
             *args: The function's arguments.
@@ -107,10 +109,10 @@ class Jitted:
         return self.program(*args).lower(*args)
 
     def program(self, *args: Any) -> Any:
-        """The `jax.jit` function to call with such arguments.
+        """The `jax.jit` function for these arguments.
 
         Args:
-            *args: The function's arguments; `kind_of` says which of them share a program.
+            *args: The function's arguments; `kind_of` decides which of them share a program.
         """
         kind = self._kind_of(*args)
         program = self._programs.get(kind)
@@ -121,7 +123,7 @@ class Jitted:
     def _repaired_or_plain(self, args: tuple) -> Callable:
         if self._mesh.size == 1:
             return self._plain
-        # Imported late, since a program on one device needs no repairs.
+        # Imported late, because a program on one device needs no repairs.
         from keras_tpu_dist.partitioner.branches import RowsExchanged
 
         try:
@@ -135,7 +137,7 @@ class Jitted:
         return self._repaired(jax.jit(with_whole_rows(self._function), **self._options), args)
 
     def _without_hangs(self, args: tuple) -> Callable:
-        """The program to launch, in which no branch waits for devices that take another one."""
+        """The program to launch, in which no branch waits for devices in another one."""
         program = self.program(*args)
         if self._mesh.size == 1:
             return program
@@ -147,7 +149,7 @@ class Jitted:
             return program
 
         def exchanged() -> list[str]:
-            # `jax.jit` caches the executable, so the call that follows compiles nothing again.
+            # `jax.jit` caches the executable, so the following call does not compile again.
             text = program.lower(*args).compile().as_text()
             return exchanged_in_branches(text, dict(self._mesh.shape), axes)
 
@@ -179,10 +181,10 @@ class Jitted:
 
 def _hangs(exchanges: list[str]) -> str:
     return message(
-        "Devices that compute an assigned layer exchange nothing with those that skip it.",
+        "In an assigned layer, devices must not exchange data with devices that skip it.",
         received=f"a layer in whose branch of the program there is: {exchanges[0][:300]}",
-        fix="Take the assignment back with keras_tpu_dist.assign(layer, None), or assign layers "
-        "within it that have no shard_map of their own.",
+        fix="Remove the assignment with keras_tpu_dist.assign(layer, None), or assign inner "
+        "layers that have no shard_map of their own.",
     )
 
 
@@ -204,7 +206,7 @@ def _call_of(jaxpr: Any, name: str) -> Callable[[list], list]:
     """
     inputs, outputs = opened(jaxpr).invars, opened(jaxpr).outvars
     primitive, params = _call_template(name, len(inputs), len(outputs))
-    # An output that is an input is returned as it is: `jax.jit` neither copies nor donates it.
+    # An output that is an input is returned directly: `jax.jit` neither copies nor donates it.
     position = {v: i for i, v in enumerate(inputs)}
     passed = [None if isinstance(v, core.Literal) else position.get(v) for v in outputs]
 
@@ -218,7 +220,7 @@ def _call_of(jaxpr: Any, name: str) -> Callable[[list], list]:
 def _call_template(name: str, inputs: int, outputs: int) -> tuple[Any, dict[str, Any]]:
     """The primitive and parameters with which `jax.jit` calls a program of so many arrays.
 
-    Read off a traced call, since their names differ between JAX versions.
+    Taken from a traced call, because their names differ between JAX versions.
     """
 
     def plus_one(x):
@@ -238,21 +240,21 @@ def _call_template(name: str, inputs: int, outputs: int) -> tuple[Any, dict[str,
 
 @dataclasses.dataclass(frozen=True)
 class _Layout:
-    """A leaf around a layout, as `jax.tree` takes `None` for a node without leaves."""
+    """A leaf around a layout, because `jax.tree` treats `None` as a node without leaves."""
 
     sharding: Any
 
 
 def axes_of(layouts: Any, arrays: Any) -> list[Axes]:
-    """The mesh axes of each dimension of each array, paired by their places in the structure.
+    """The mesh axes of all dimensions of arrays, paired by their places in the structure.
 
     Args:
-        layouts: A structure of `NamedSharding` or `None`: that of the arrays, or a prefix of it. A
-            `None` stands for whatever is at its place, also where that has no array.
+        layouts: A structure of `NamedSharding` or `None`, equal to that of the arrays or a prefix
+            of it. A `None` may stand for anything at its place, even without an array.
         arrays: The arrays, or their shapes, in any structure.
 
     Returns:
-        For each array, in the order of `jax.tree.leaves`, the axes of its dimensions.
+        For every array, in the order of `jax.tree.leaves`, the axes of its dimensions.
 
     Raises:
         ValueError: If the structures do not fit, or a layout has more dimensions than its array.
@@ -263,9 +265,10 @@ def axes_of(layouts: Any, arrays: Any) -> list[Axes]:
     except ValueError as error:
         raise ValueError(
             message(
-                "Layouts have the structure of the arrays they are for, or a prefix of it.",
+                "Layouts need the structure of the arrays they are for, or a prefix of it.",
                 received=f"layouts {jax.tree.structure(marked)} for {jax.tree.structure(arrays)}.",
-                fix="Give a layout, or None, in each place where the arrays have a leaf or a node.",
+                fix="Give a layout, or None, at every place where the arrays have a leaf or a "
+                "node.",
             )
         ) from error
     places = jax.tree_util.tree_flatten_with_path(arrays)[0]
@@ -284,13 +287,13 @@ def _checked_axes(sharding: Any, array: Any, path: Any) -> Axes:
     if len(axes) > rank:
         raise ValueError(
             message(
-                "A layout has no more dimensions than its array.",
+                "A layout cannot have more dimensions than its array.",
                 received={
                     "array": jax.tree_util.keystr(path),
                     "shape": jax.numpy.shape(array),
                     "layout": tuple(sharding.spec),
                 },
-                fix="Name at most one entry for each dimension of the array.",
+                fix="Give at most one entry for every dimension of the array.",
             )
         )
     return axes

@@ -1,4 +1,4 @@
-"""Gathers and scatters by index into a split dimension, in the code of a replica."""
+"""Gathers and scatters by index into a split dimension, in replica code."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from keras_tpu_dist.trace.calls import rank
 from keras_tpu_dist.trace.jaxprs import surrounded
 
 PRIMITIVES = ("gather", *scatter.PRIMITIVES)
-# One axis that the `shard_map` has made manual, and two for the compiler.
+# One axis that the `shard_map` has made manual, and two left to the compiler.
 _AXES = 3
 
 
@@ -26,18 +26,18 @@ def candidate(equation: Any, mesh: Mesh) -> bool:
 
 
 def repaired(equation: Any, spread: Spread) -> list | None:
-    """A lookup, or a write, in whole dimensions, or `None` where the compiler does not abort.
+    """A lookup, or a write, in whole dimensions, or `None` if the compiler does not abort.
 
-    XLA adds what every device found in its part, and gathers what it wrote. Where it splits the
-    operation along another dimension too, it does so within groups of devices, and makes these
-    without the axes of the `shard_map`.
+    XLA sums what every device found in its part, or gathers what it wrote. If it also splits the
+    operation along another dimension, it does this within groups of devices, and computes the
+    groups without the axes of the `shard_map`.
 
     Args:
         equation: The gather, or the scatter.
         spread: Which mesh axes may split which dimension of the program's values.
 
     Returns:
-        The equations that take its place, or `None`.
+        The replacement equations, or `None`.
     """
     if not spread.manual or len(spread.open_axes) < 2:
         return None
@@ -59,7 +59,7 @@ def repaired(equation: Any, spread: Spread) -> list | None:
 
 
 def _split(equation: Any, spread: Spread) -> list[int]:
-    """The operand's dimensions to make whole, so that one kind of dimensions is split at most."""
+    """The operand's dimensions to make whole, so that at most one kind of dimension is split."""
     operand, indices = equation.invars[:2]
     is_lookup = equation.primitive.name == "gather"
     numbers = equation.params["dimension_numbers"]

@@ -11,14 +11,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 def in_compiled_code() -> bool:
     """Whether operations here become part of a program.
 
-    A given value does not show it: under differentiation it is a tracer even if nothing is
-    compiled. So a new one is created.
+    You cannot see it from an existing value: under differentiation it is a tracer even if nothing
+    is compiled. So a new one is created.
     """
     return isinstance(jax.numpy.zeros(()), jax.core.Tracer)
 
 
 def mesh_here(mesh: Mesh) -> Any:
-    """The mesh for a layout: within a `shard_map` its own, some of whose axes are manual.
+    """The mesh for a layout: within a `shard_map` its own, in which some axes are manual.
 
     Args:
         mesh: The mesh to name outside of any `shard_map`.
@@ -33,8 +33,8 @@ def constrained(array: Any, mesh: Mesh, dimensions: Mapping[int, tuple[str, ...]
     Args:
         array: The array.
         mesh: The mesh.
-        dimensions: From a dimension to the axes that split it, `()` for none. The compiler is free
-            to choose for the others.
+        dimensions: From a dimension to the axes that split it, `()` for none. The compiler may
+            choose for the others.
     """
     free = PartitionSpec.UNCONSTRAINED
     spec = PartitionSpec(
@@ -49,7 +49,7 @@ def padded_at_the_end(array: Any, rows: Mapping[int, int], value: Any = 0) -> An
     Args:
         array: The array.
         rows: From a dimension to the number of rows added to it; others get none.
-        value: What the rows are filled with.
+        value: The value of the rows.
     """
     if not any(rows.values()):
         return array

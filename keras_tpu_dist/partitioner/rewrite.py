@@ -1,4 +1,4 @@
-"""Repair of programs that XLA's partitioner would get wrong."""
+"""Repairs programs that XLA would partition wrongly."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,18 +22,18 @@ _CLOSED = ("pallas_call",)
 
 
 def rewritten(jaxpr: Any, mesh: Mesh, inputs: Sequence[Axes], outputs: Sequence[Axes] = ()) -> Any:
-    """A program with every operation repaired that XLA would partition wrongly.
+    """A program in which operations that XLA would partition wrongly are repaired.
 
     Args:
         jaxpr: The program, a `ClosedJaxpr`.
         mesh: The mesh.
-        inputs: For each input, the mesh axes of each dimension.
-        outputs: The same for results that are given a layout.
+        inputs: For every input, the mesh axes of its dimensions.
+        outputs: The same for results with layouts.
 
     Returns:
         The program; the same object if there is nothing to repair.
     """
-    # Most programs have no candidate, and `Spread` goes through all of a program.
+    # Most programs have no candidate, and `Spread` analyses the whole program.
     if not _any_candidate(jaxpr, mesh):
         return jaxpr
     return _Rewriter(Spread(jaxpr, inputs, outputs, mesh)).program(jaxpr)
@@ -65,7 +65,7 @@ class _Rewriter:
     def program(self, jaxpr: Any) -> Any:
         key = (id(opened(jaxpr)), self._spread.manual)
         if key not in self._done:
-            # With the original: while it is referenced, no other object has its id.
+            # Stored with the original: while it is referenced, no other object has its id.
             self._done[key] = (self._edited(jaxpr), jaxpr)
         return self._done[key][0]
 
@@ -93,9 +93,9 @@ class _Rewriter:
             return with_inner_jaxprs(equation, self.program)
 
     def _repaired(self, equation: Any, faults: Sequence[Fault]) -> list | None:
-        """The equations in place of one, or `None`.
+        """The replacements of an equation, or `None`.
 
-        A repair may leave the operation with other operands, which later faults concern too.
+        A repair may leave the operation with other operands, to which later faults may apply too.
         """
         for number, fault in enumerate(faults, 1):
             if (equations := fault.repaired(equation, self._spread)) is None:

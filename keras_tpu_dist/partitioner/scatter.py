@@ -1,4 +1,4 @@
-"""Scatters of unevenly split rows: padded with rows that write nowhere."""
+"""Scatters of unevenly split rows, padded with rows that write nowhere."""
 
 from typing import Any
 
@@ -26,9 +26,9 @@ def candidate(equation: Any, mesh: Mesh) -> bool:
 
 
 def repaired(equation: Any, spread: Spread) -> list | None:
-    """A scatter right on every mesh, or `None` where it is so already.
+    """A scatter that is right on every mesh, or `None` if it already is.
 
-    Rows of indices and updates that may be split unevenly are padded to a multiple with an index
+    Rows of indices and updates that may be split unevenly are padded to a multiple, with an index
     beyond the end, which writes nowhere. Rows that operand and indices share are padded in all
     three and cut off the result.
 
@@ -37,7 +37,7 @@ def repaired(equation: Any, spread: Spread) -> list | None:
         spread: Which mesh axes may split which dimension of the program's values.
 
     Returns:
-        The equations that take its place, or `None`.
+        The replacement equations, or `None`.
     """
     numbers = equation.params["dimension_numbers"]
     indices, updates = equation.invars[1:3]
@@ -54,7 +54,7 @@ def repaired(equation: Any, spread: Spread) -> list | None:
         return None
     signed = jax.numpy.issubdtype(indices.aval.dtype, jax.numpy.signedinteger)
     if signed and not short and not spread.splits_two_ways:
-        return None  # XLA fills with -1, which it drops
+        return None  # XLA fills with -1, which it ignores
     free = {d: n for d, n in paddings.items() if d not in shared}
     both = {d: n for d, n in paddings.items() if d in shared}
 
@@ -78,7 +78,7 @@ def repaired(equation: Any, spread: Spread) -> list | None:
 
 
 def _clipped(operand, indices, updates, numbers):
-    """Indices that stay inside, as `GatherScatterMode.CLIP` means them."""
+    """Indices moved inside, as in `GatherScatterMode.CLIP`."""
     gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
     sizes = iter(updates.shape[d] for d in numbers.update_window_dims)
     window = [1 if d in gone else next(sizes) for d in range(operand.ndim)]

@@ -1,4 +1,4 @@
-"""Slices at a place known at run time only, clamped before the partitioner splits the array."""
+"""Slices whose start is only known at run time: it is clamped before the array is partitioned."""
 
 from typing import Any
 
@@ -14,11 +14,11 @@ PRIMITIVES = ("dynamic_slice", "dynamic_update_slice")
 
 
 def candidate(equation: Any, mesh: Mesh) -> bool:
-    """Whether the place of a slice is known at run time only, or may lie outside.
+    """Whether the start of a slice is only known at run time, or may be outside.
 
     Args:
         equation: The slice, or the update of one.
-        mesh: The mesh, which makes no difference here.
+        mesh: The mesh, which is not used.
     """
     return not all(_is_inside(start, last) for start, last in zip(*_places(equation), strict=True))
 
@@ -26,15 +26,15 @@ def candidate(equation: Any, mesh: Mesh) -> bool:
 def repaired(equation: Any, spread: Spread) -> list | None:
     """A slice with a clamped start, or `None` if it is right already.
 
-    A start beyond the end means the last place where the slice fits. XLA's partitioner moves it
-    back into each device's part instead.
+    A start beyond the end means the last position at which the slice fits. XLA's partitioner moves
+    it back into every device's part instead.
 
     Args:
         equation: The slice, or the update of one.
         spread: Which mesh axes may split which dimension of the program's values.
 
     Returns:
-        The equations that take its place, or `None`.
+        The replacement equations, or `None`.
     """
     starts, last = _places(equation)
     atoms = [*equation.invars[: -len(last)], *equation.outvars]
@@ -55,7 +55,7 @@ def repaired(equation: Any, spread: Spread) -> list | None:
 
 
 def _places(equation: Any) -> tuple[list, list[int]]:
-    """The start of each dimension, and the last one at which the slice fits."""
+    """The start along every dimension, and the last one at which the slice fits."""
     operand, *rest = equation.invars
     update = equation.primitive.name == "dynamic_update_slice"
     size = (rest if update else equation.outvars)[0].aval.shape

@@ -1,9 +1,9 @@
 """Which mesh axes may split which dimension of which value of a program.
 
-A dimension that the compiler may split like another one is in one class with it, in whichever
-direction it looks. The classes err on the large side: a dimension may be said to be split that is
-not. A dimension of one row that is reshaped is the exception: whether it stands for rows follows
-from what was known when it was met.
+If the compiler may split a dimension like another one, in whichever direction it propagates, the
+two are in the same class. The classes are on the large side: a dimension may count as split
+although it is not. A dimension of one row that is reshaped is an exception: whether it stands for
+rows depends on what was known when it was visited.
 """
 
 import contextlib
@@ -20,12 +20,12 @@ from keras_tpu_dist.trace.calls import Called, calls, rank
 from keras_tpu_dist.trace.dimensions import ELEMENTWISE, Dimensions, dimensions, regrouped
 from keras_tpu_dist.trace.jaxprs import opened
 
-# For each dimension of an array, the mesh axes that split it.
+# For every dimension of an array, the mesh axes that split it.
 Axes = Sequence[Iterable[str]]
 
 
 class Classes:
-    """Which dimensions of a program's values are one class, and the mesh axes of each.
+    """Classes of dimensions of a program's values, and the mesh axes of every class.
 
     Args:
         mesh: The mesh.
@@ -35,7 +35,7 @@ class Classes:
         self.mesh = mesh
         self.sizes = {name: size for name, size in mesh.shape.items() if size > 1}
         self.manual: frozenset[str] = frozenset()
-        # For each value the class of each dimension, and for each class the one it became part of.
+        # The class of every dimension, by value, and for every class the one it was merged into.
         self._classes: dict[Any, list[int | None]] = {}
         self._parents: list[int] = []
         self._axes: dict[int, set[str]] = {}
@@ -51,7 +51,7 @@ class Classes:
         return self._known(self._axes, atom, dimension)
 
     def asked(self, atom: Any, dimension: int) -> frozenset[str]:
-        """The mesh axes that the program itself asks to split a dimension over.
+        """The mesh axes that the program itself requests for a dimension.
 
         See `axes`.
         """
@@ -64,9 +64,9 @@ class Classes:
 
     @property
     def splits_two_ways(self) -> bool:
-        """Whether the compiler may split two dimensions apart.
+        """Whether the compiler may split two dimensions separately.
 
-        It does so over two axes, and over factors of one where a reshape takes rows apart.
+        It does so over two axes, or over factors of one if a reshape takes rows apart.
         """
         ways = self.product(self.open_axes)
         return any(ways % factor == 0 for factor in range(2, math.isqrt(ways) + 1))
@@ -80,7 +80,7 @@ class Classes:
         return tuple(name for name in self.sizes if name in axes)
 
     def product(self, axes: Iterable[str]) -> int:
-        """The number of parts that mesh axes make.
+        """The number of parts for mesh axes.
 
         Args:
             axes: Names of mesh axes, each of them larger than 1.
@@ -96,7 +96,7 @@ class Classes:
 
     @contextlib.contextmanager
     def within(self, axes: Iterable[str]) -> Iterator[None]:
-        """Inside of a `shard_map`, whose own axes split nothing any more."""
+        """A context for the inside of a `shard_map`, whose own axes no longer split anything."""
         outer, self.manual = self.manual, self.manual | frozenset(axes)
         try:
             yield
@@ -111,7 +111,7 @@ class Classes:
         return bool(atom.aval.shape[dimension] % self.parts(atom, dimension))
 
     def give(self, atom: Any, axes: Axes) -> None:
-        """Notes that a value comes, or goes, with a layout.
+        """Records that a value has a given layout.
 
         Args:
             atom: A value of the program.
@@ -120,7 +120,7 @@ class Classes:
         self._seed(atom, axes, self._axes)
 
     def ask(self, atom: Any, axes: Axes) -> None:
-        """Notes that the program itself asks for a layout.
+        """Records that the program itself requests a layout.
 
         See `give`.
         """
@@ -133,10 +133,10 @@ class Classes:
         Args:
             one: A value of the program.
             i: The number of its dimension.
-            other: Another value, or the same; where one is a literal, nothing is linked.
+            other: Another value, or the same; if one is a literal, nothing is linked.
             j: The number of the other's dimension.
             repeats: Whether a dimension of one row that becomes one of several is repeated. A
-                slice, for one, takes one row of several, which is then split as they are.
+                slice, in contrast, takes one of several rows, which is then split as they are.
         """
         if isinstance(one, core.Literal) or isinstance(other, core.Literal):
             return
@@ -156,7 +156,7 @@ class Classes:
         """Puts two dimensions into one class, whatever their sizes.
 
         Args:
-            one: A value of the program, no literal.
+            one: A value of the program, not a literal.
             i: The number of its dimension.
             other: Another value, or the same.
             j: The number of the other's dimension.
@@ -169,7 +169,7 @@ class Classes:
 
         Args:
             one: A value of the program.
-            other: Another value; of another rank, or where one is a literal, nothing is linked.
+            other: Another value; if it has another rank, or one is a literal, nothing is linked.
         """
         if isinstance(one, core.Literal) or isinstance(other, core.Literal):
             return
@@ -185,13 +185,13 @@ class Classes:
             classes[one] = classes[other] = theirs or [None] * len(shape)
 
     def link_elementwise(self, equation: Any) -> bool:
-        """Links operands and the result of one shape, the most frequent equations, quickly.
+        """Links operands and the result if they have one shape: a fast path for most equations.
 
         Args:
             equation: An equation without parameters.
 
         Returns:
-            Whether that is done; `False` where it has to be linked in another way.
+            Whether they were linked; `False` if it must be done in another way.
         """
         result, classes = equation.outvars[0], self._classes
         shape = getattr(result.aval, "shape", None)
@@ -270,12 +270,12 @@ def spec_axes(sharding: Any) -> Axes:
 
 
 class Spread(Classes):
-    """The classes of a program's dimensions, and the mesh axes of each.
+    """The classes of a program's dimensions, and the mesh axes of every class.
 
     Args:
         jaxpr: The program.
-        inputs: For each input, the axes of each dimension.
-        outputs: The same for each output; empty where none is given a layout.
+        inputs: For every input, the axes of its dimensions.
+        outputs: The same for every output; empty if none has a layout.
         mesh: The mesh.
 
     Raises:
@@ -299,7 +299,7 @@ class Spread(Classes):
             if self._link_simple(equation):
                 continue
             called = calls(equation)
-            # A kernel is never partitioned: it runs where each device has its own part.
+            # A kernel is never partitioned: every device runs it on its own part.
             is_kernel = equation.primitive.name == "pallas_call"
             if not is_kernel and (not called or any(call.kind == "unknown" for call in called)):
                 _unknown(self, equation)
@@ -312,7 +312,7 @@ class Spread(Classes):
                     self.link_positions(side, result)
 
     def _link_simple(self, equation: Any) -> bool:
-        """Links what an equation without programs reads and writes, if that is known."""
+        """Links the inputs and outputs of an equation without inner programs, if it is known."""
         name = equation.primitive.name
         plain = name in ELEMENTWISE or (not equation.params and len(equation.outvars) == 1)
         if not plain or not self.link_elementwise(equation):
@@ -341,7 +341,7 @@ class Spread(Classes):
         operand, result = equation.invars[0], equation.outvars[0]
         for old, new in regrouped(operand.aval.shape, result.aval.shape):
             places = [(operand, d) for d in old] + [(result, d) for d in new]
-            # One row is split, too, where rows are; else a dimension of 1 stands for nothing.
+            # A single row counts as split, too, if rows are; otherwise a dimension of 1 is ignored.
             merged = [(a, d) for a, d in places if a.aval.shape[d] > 1 or self.axes(a, d)]
             for one, other in itertools.pairwise(merged):
                 self.merge(*one, *other)
@@ -359,13 +359,13 @@ class Spread(Classes):
             shift = rank(outer) - rank(own)
             if not shift:
                 self.link_positions(outer, own)
-            # What a loop takes apart or stacks has a dimension more outside.
+            # Values that a loop takes apart or stacks have one more dimension outside.
             for dimension in range(rank(own)) if shift else ():
                 self.link(outer, dimension + shift, own, dimension)
 
 
 def _unknown(classes: Classes, equation: Any) -> None:
-    """Links what has the same rank and sizes, ones repeated, else everything with everything."""
+    """Links dimensions of values with the same rank and sizes, ones repeated; else all with all."""
     atoms = [a for a in equation.invars if type(a) is not core.Literal and rank(a)]
     atoms += [a for a in equation.outvars if rank(a)]
     if not atoms:

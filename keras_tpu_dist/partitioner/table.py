@@ -1,8 +1,8 @@
-"""What XLA's partitioner gets wrong, and what is done instead.
+"""Faults of XLA's partitioner, and their repairs.
 
-`docs/xla_partitioner.md` has a program of pure JAX for each fault, and
-`tests/conformance/test_reports.py` runs them: the test of a fault fails as soon as an XLA gets it
-right, so that its repair can go.
+`docs/xla_partitioner.md` has a program in pure JAX for every fault, and
+`tests/conformance/test_reports.py` runs them. The test of a fault fails as soon as an XLA is right,
+so that its repair can be removed.
 """
 
 from collections.abc import Callable
@@ -31,16 +31,16 @@ class Fault:
     """A kind of program that XLA partitions wrongly.
 
     Attributes:
-        name: What it is about, also the heading of its report.
+        name: Its subject, and the heading of its report.
         operations: The JAX primitives it occurs in.
-        wrong: What XLA makes of them, and where.
-        instead: What is compiled in their place.
-        candidate: Whether an equation may be partitioned wrongly on a mesh, at a glance.
-        repaired: From an equation and the `Spread` of its program to the equations that replace
-            it, or `None` where it is partitioned rightly.
+        wrong: What XLA does wrong, and when.
+        instead: The program that is compiled instead.
+        candidate: A quick check whether an equation may be partitioned wrongly on a mesh.
+        repaired: From an equation and the `Spread` of its program to the replacement equations, or
+            `None` if it is partitioned correctly.
         seen: The versions in which it was seen.
-        upstream: The report it is known under, or `None`.
-        right_since: The first jaxlib that has it right, as `(0, 12)`, or `None`. From there on
+        upstream: The upstream report, or `None`.
+        right_since: The first jaxlib without the fault, as `(0, 12)`, or `None`. From there on
             nothing is replaced.
     """
 
@@ -56,7 +56,7 @@ class Fault:
 
     @property
     def present(self) -> bool:
-        """Whether the XLA that is installed has it."""
+        """Whether the installed XLA has it."""
         return self.right_since is None or _installed() < self.right_since
 
     def __str__(self):
@@ -68,7 +68,7 @@ def _installed() -> tuple[int, ...]:
     return tuple(map(int, jaxlib.__version__.split(".")[:2]))
 
 
-# In this order, each on what those before it left of an operation.
+# In this order; every repair gets the operation as the earlier ones left it.
 FAULTS = (
     Fault(
         "Lookup among replicas",
@@ -157,7 +157,7 @@ FAULTS = (
 
 
 def by_operation(faults: tuple[Fault, ...]) -> dict[str, tuple[Fault, ...]]:
-    """From each operation to its faults.
+    """The faults of every operation.
 
     Args:
         faults: The faults.

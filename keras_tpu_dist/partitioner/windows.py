@@ -12,7 +12,7 @@ from keras_tpu_dist.trace.jaxprs import replacement
 
 
 def candidate(equation: Any, mesh: Mesh) -> bool:
-    """Whether an operation is one of those that XLA gets wrong along a split dimension.
+    """Whether an operation is one that XLA gets wrong along a split dimension.
 
     Args:
         equation: The operation, one of `PRIMITIVES`.
@@ -23,19 +23,19 @@ def candidate(equation: Any, mesh: Mesh) -> bool:
 
 
 def repaired(equation: Any, spread: Spread) -> list | None:
-    """The operation with the dimensions whole that it goes along, or `None` where they are.
+    """The operation with whole dimensions along its windows, or `None` if they already are.
 
     It is computed in a `shard_map`, which the partitioner does not change: with a layout alone, XLA
     sometimes reuses the part of another operation on the same rows. A `shard_map` gathers the other
-    dimensions over the same axes too. If one of those may be split (the rows of images that are
-    pooled), it should stay so, and only layouts are constrained.
+    dimensions over the same axes too. If one of those may be split (the rows of pooled images), it
+    should stay so, and only layouts are constrained.
 
     Args:
         equation: The operation, one of `PRIMITIVES`.
         spread: Which mesh axes may split which dimension of the program's values.
 
     Returns:
-        The equations that take its place, or `None`.
+        The replacement equations, or `None`.
     """
     wrong = _WRONG[equation.primitive.name]
     rank = len(_dimensions(equation))
@@ -56,7 +56,7 @@ def repaired(equation: Any, spread: Spread) -> list | None:
 
     def computed(*arrays):
         arrays = map(laid_out, arrays) if shared else arrays
-        # An array of its own: XLA mixes up the parts it has taken of one array for several uses.
+        # A separate array: XLA mixes up the parts of one array for several uses.
         arrays = jax.lax.optimization_barrier([*arrays])
         if shared:
             return jax.tree.map(laid_out, operation(*map(laid_out, arrays)))
@@ -79,7 +79,7 @@ def _dimensions(equation: Any) -> range:
 def _pad(equation: Any, dimension: int, parts: int) -> bool:
     low, high, interior = equation.params["padding_config"][dimension]
     rows = equation.invars[0].aval.shape[dimension]
-    # Rows added at the end, as every repair of a scatter adds them, move nothing.
+    # Rows added at the end, as in every repair of a scatter, move nothing.
     uneven = rows < parts or rows % parts != 0
     return low < 0 or high < 0 or interior > 0 or (uneven and low > 0)
 
@@ -88,7 +88,7 @@ def _slice(equation: Any, dimension: int, parts: int) -> bool:
     before, after = (a.aval.shape[dimension] for a in (equation.invars[0], equation.outvars[0]))
     steps = equation.params["strides"]
     far = steps is not None and steps[dimension] > 1
-    # What is cut off rows that divide, as the trim of a ragged batch, is cut rightly.
+    # Cutting divisible rows, as the trim of a ragged batch does, is correct.
     return far or (before != after and before % parts != 0)
 
 

@@ -24,28 +24,28 @@ PRIMITIVES = tuple(_COMBINED)
 
 
 def candidate(equation: Any, mesh: Mesh) -> bool:
-    """Whether a scatter writes at one place.
+    """Whether a scatter writes at one position.
 
     Args:
         equation: The scatter.
-        mesh: The mesh, which makes no difference here.
+        mesh: The mesh, which is not used.
     """
     return math.prod(equation.invars[1].aval.shape[:-1]) == 1 and bool(_single(equation))
 
 
 def repaired(equation: Any, spread: Spread) -> list | None:
-    """A write at one place as a choice by position, or `None` if nothing is split there.
+    """A write at one position as a selection by position, or `None` if nothing is split there.
 
-    XLA reads what it will overwrite, at an index that is outside of every part but one, and merges
-    this slice with the one that cut the part from a whole array, without clamping it. A choice by
-    position reads nothing, and every device makes it for its own part.
+    XLA reads the values that it will overwrite, at an index outside of all parts but one. It merges
+    this slice with the one that cut the part from a whole array, without clamping it. A selection
+    by position reads nothing, and every device computes it for its own part.
 
     Args:
         equation: The scatter.
         spread: Which mesh axes may split which dimension of the program's values.
 
     Returns:
-        The equations that take its place, or `None`.
+        The replacement equations, or `None`.
     """
     if not candidate(equation, spread.mesh):
         return None
@@ -72,7 +72,7 @@ def repaired(equation: Any, spread: Spread) -> list | None:
 
 
 def _single(equation: Any) -> dict[int, int]:
-    """From columns of the indices to the dimensions of which they name one row of several."""
+    """From columns of the indices to the dimensions in which they select one of several rows."""
     numbers = equation.params["dimension_numbers"]
     shape = equation.invars[0].aval.shape
     window = _window(equation)
@@ -81,7 +81,7 @@ def _single(equation: Any) -> dict[int, int]:
 
 
 def _window(equation: Any) -> list[int]:
-    """How many rows of each dimension are written."""
+    """The number of rows that are written, by dimension."""
     numbers = equation.params["dimension_numbers"]
     operand, _, updates = equation.invars[:3]
     gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
@@ -90,7 +90,7 @@ def _window(equation: Any) -> list[int]:
 
 
 def _repeated(equation: Any, operand: Any, updates: Any, dimensions: Any) -> Any:
-    """What is written, a dimension for each of the operand's, and repeated along some."""
+    """The updates, with one dimension for every dimension of the operand, repeated along some."""
     window = _window(equation)
     shape = [operand.shape[d] if d in dimensions else size for d, size in enumerate(window)]
     updates = lax.reshape(updates, window)
@@ -101,7 +101,7 @@ def _written(equation: Any, operand: Any, indices: Any, updates: Any, chosen: se
     """The operand with every row of the chosen dimensions written."""
     numbers = equation.params["dimension_numbers"]
     name = equation.primitive.name
-    # `x.at[i].apply(function)` is a scatter with a function of its own.
+    # `x.at[i].apply(function)` is a scatter with its own function.
     applies = name == "scatter" and equation.params["update_jaxpr"] is not None
     if len(chosen) == indices.shape[0] and updates.shape == operand.shape and not applies:
         return _COMBINED[name](operand, updates)
@@ -120,7 +120,7 @@ def _written(equation: Any, operand: Any, indices: Any, updates: Any, chosen: se
 
 
 def _start(equation: Any, indices: Any, column: int, rows: int) -> Any:
-    """The place that is written, moved inside if that is what the scatter's mode means."""
+    """The position that is written, moved inside if the scatter's mode requires that."""
     start = lax.squeeze(lax.slice_in_dim(indices, column, column + 1), (0,))
     if equation.params["mode"] != lax.GatherScatterMode.CLIP:
         return start

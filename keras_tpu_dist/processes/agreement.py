@@ -1,4 +1,4 @@
-"""Several processes that run one model have the same weights and make the same calls."""
+"""Checks that the processes of a model have the same weights and make the same calls."""
 
 import contextlib
 import itertools
@@ -28,8 +28,8 @@ from keras_tpu_dist.processes.assigned import (
 from keras_tpu_dist.processes.channel import agree
 from keras_tpu_dist.processes.encoding import DictOf, ListOf, check_form, encoded
 
-# Calls that run many steps agree at their start. A call of one batch agrees only every so many
-# times, since agreeing takes as long as a small step.
+# Calls with many steps agree at their start. A call of one batch agrees only once in so many calls,
+# because agreeing takes as long as a small step.
 _BATCHES_BETWEEN = 32
 _LONG_CALLS = ("fit", "evaluate", "predict")
 _BEGIN_ALIKE = (
@@ -40,7 +40,7 @@ _ASSIGN_EVERYWHERE = (
     "Assign weights, learning rates and other variables in all processes, with the same values, "
     "not under `if jax.process_index() == 0`."
 )
-# Keras's callbacks that write files, and the attribute that has the path.
+# Keras's callbacks that write files, and the attribute with the path.
 _FILES = {keras.callbacks.CSVLogger: "filename", keras.callbacks.TensorBoard: "log_dir"}
 
 
@@ -50,7 +50,7 @@ class Agreed:
 
     Attributes:
         weights: Whether they have compared its weights.
-        batches_alone: How many calls of one batch, such as `train_on_batch`, the model has had.
+        batches_alone: The number of calls with one batch, such as `train_on_batch`.
     """
 
     weights: bool = False
@@ -82,12 +82,13 @@ def agreed_call(name: str, model: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def files_of_one(callbacks: Iterable) -> Iterator[None]:
-    """The context of a call in which process 0 alone writes the callbacks' files.
+    """The context of a call in which only process 0 writes the callbacks' files.
 
-    All processes run all callbacks, since reading a weight may need all of them. The others write
+    All processes run all callbacks, because reading a weight may need all of them. The others write
     into a temporary directory, which is deleted.
 
     Args:
+        callbacks: The callbacks of the call.
         callbacks: Those of the call.
 
     Raises:
@@ -127,7 +128,7 @@ def compare_changes(model: Any) -> None:
         model: The model.
 
     Raises:
-        PeerError: If not all processes are here.
+        PeerError: If not all processes call it.
         ValueError: On all processes, if they did.
     """
     fix = "Let all processes run the same callbacks and the same number of epochs."
@@ -138,10 +139,10 @@ def compare_changes(model: Any) -> None:
 
 
 def compare_now_and_then(agreed: Agreed, model: Any, name: str) -> None:
-    """Compares what was assigned, at every 32nd call of one batch. See `compare_changes`.
+    """Compares assigned values, at every 32nd call with one batch. See `compare_changes`.
 
     Args:
-        agreed: What is agreed on about the model; it counts them.
+        agreed: The agreements about the model, with the count of its calls.
         model: The model.
         name: The call: `"train_on_batch"`, `"fit"`, and so on.
     """
@@ -153,16 +154,16 @@ def compare_now_and_then(agreed: Agreed, model: Any, name: str) -> None:
 
 def _check_changes(model: Any, variables: list, different: bool) -> None:
     if different:
-        # Values decide: a process that assigned what the others have already is not at fault.
+        # Only values decide: assigning the value that the others already have is not an error.
         compare_variables(f"model {model.name!r}", variables, after=True)
     forget(variables)
 
 
 def compare_weights(agreed: Agreed, model: Any) -> None:
-    """Raises if processes that hold the same part of a weight do not agree on its values.
+    """Raises if processes with the same part of a weight have different values.
 
     Args:
-        agreed: What is agreed on about the model; it is done once.
+        agreed: The agreements about the model; the check is made once.
         model: The model, built or not.
 
     Raises:
@@ -175,13 +176,13 @@ def compare_weights(agreed: Agreed, model: Any) -> None:
 
 
 def compare_variables(owner: str, variables: list, *, after: bool = False) -> None:
-    """Raises if processes that hold the same part of a variable do not agree on its values.
+    """Raises if processes with the same part of a variable have different values.
 
     Args:
-        owner: What has the variables, in words that are the same in all processes.
+        owner: The owner of the variables, in words that are the same in all processes.
         variables: The variables, the same in all processes.
-        after: Whether they were equal before. Then whole values are compared; else their first
-            elements, which differ if seeds do.
+        after: Whether they were equal before. If so, whole values are compared; otherwise only
+            their first elements, which differ if seeds do.
 
     Raises:
         ValueError: On all processes.
@@ -203,7 +204,7 @@ def compare_variables(owner: str, variables: list, *, after: bool = False) -> No
     form = {"names": [str] * len(named), "parts": [DictOf(int)] * len(named)}
     for i, answer in enumerate(answers):
         check_form(answer, {**form, "times": [int] * len(named)}, where=f"process {i}")
-    # Variables that not all processes assigned come first: they are why the rest differ.
+    # Variables that not all processes assigned come first: the others differ because of them.
     all_did = [len(set(times)) == 1 for times in zip(*(answer["times"] for answer in answers))]
     parts = [answer["parts"] for answer in answers]
     for index in sorted(range(len(variables)), key=all_did.__getitem__):
@@ -224,10 +225,10 @@ def compare_variables(owner: str, variables: list, *, after: bool = False) -> No
 
 
 def _marks(named: list[str], parts: list[dict[str, int]]) -> dict[str, str]:
-    """Marks of what a process holds, equal in processes that hold the same.
+    """Checksums of a process's parts, equal in processes with the same values.
 
-    One for the variables and their layouts, and one for each set of variables of which this process
-    has parts at the same place: of thousands of weights a few.
+    One covers the variables and their layouts, and one every set of variables of which this process
+    has the part at the same place: a few checksums for thousands of weights.
     """
     marks = {"": zlib.crc32(encoded(named).encode())}
     places: dict[str, list[int]] = {}
@@ -240,7 +241,7 @@ def _marks(named: list[str], parts: list[dict[str, int]]) -> dict[str, str]:
 
 
 def _layout_suffix(variable: Any) -> str:
-    """The layout as text: processes with different plans would wait for one another."""
+    """The layout as text: processes with different plans would otherwise wait for one another."""
     spec = getattr(variable.value.sharding, "spec", ())
     return f" {spec}" if any(spec) else ""
 
@@ -261,7 +262,7 @@ def _check_same_variables(mine: list[str], answers: list[list[str]]) -> None:
 
 
 def _parts(variables: list, whole: bool) -> list[dict[str, int]]:
-    """For every variable the checksums of the parts on this process's devices, by place."""
+    """For every variable, the checksums of the parts on this process's devices, by place."""
     checksums = []
     for variable in variables:
         shards = getattr(variable.value, "addressable_shards", ())

@@ -1,4 +1,4 @@
-"""Arrays between the host and devices of several processes."""
+"""Transfers arrays between the host and devices of several processes."""
 
 import functools
 import zlib
@@ -14,7 +14,7 @@ from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.processes.channel import agree
 from keras_tpu_dist.processes.encoding import ListOf, check_array
 
-# How many elements of an array are compared: another seed or order shows in the first ones.
+# The number of elements to compare: another seed or order already shows in the first ones.
 _SAMPLE = 4096
 
 
@@ -29,14 +29,14 @@ def checksum(array: Any) -> int:
 
 
 def put(arrays: Sequence[Any], shardings: Sequence[Any]) -> list:
-    """Host arrays on the devices; a process transfers only the parts of its own devices.
+    """Transfers host arrays to the devices; every process transfers the parts of its own devices.
 
-    All processes hold the same arrays. `jax.device_put` would compare them, in a collective for
-    every array; here nothing does.
+    All processes must have the same arrays. `jax.device_put` would compare them with a collective
+    for every array; this function does not check.
 
     Args:
         arrays: The arrays.
-        shardings: Where each of them goes.
+        shardings: The sharding of every array.
     """
     if all(sharding.is_fully_addressable for sharding in shardings):
         return jax.device_put(list(arrays), list(shardings))
@@ -48,7 +48,7 @@ def put(arrays: Sequence[Any], shardings: Sequence[Any]) -> list:
 
 
 def whole(array: jax.Array) -> np.ndarray:
-    """An array's values, also if parts of it are on the devices of other processes.
+    """An array's values, even if parts of it are on the devices of other processes.
 
     Args:
         array: The array.
@@ -67,9 +67,9 @@ def whole(array: jax.Array) -> np.ndarray:
 
 
 def on_every_host(arrays: Any) -> Any:
-    """Arrays with a part on other hosts, whole on all devices; others as they are.
+    """Gathers arrays with a part on other hosts; others are returned unchanged.
 
-    All processes call it at the same place of the same code: nothing checks that they do.
+    All processes must call it at the same place in the same code: nothing checks that they do.
 
     Args:
         arrays: A structure of arrays.
@@ -84,11 +84,11 @@ def on_every_host(arrays: Any) -> Any:
 
 
 def joined_rows(array: np.ndarray, groups: Sequence[Sequence[int]]) -> np.ndarray:
-    """The rows of host arrays of several processes, exactly as they are, in all of them.
+    """The rows of host arrays of several processes, unchanged, in all of them.
 
     Args:
-        array: This process's array; the others' may differ in their number of rows.
-        groups: Processes that hold the same rows, in the order in which the rows are joined.
+        array: This process's array; the others may have other numbers of rows.
+        groups: Processes with the same rows, in the order in which the rows are joined.
 
     Raises:
         PeerError: If not all processes join rows.
@@ -114,7 +114,7 @@ def joined_rows(array: np.ndarray, groups: Sequence[Sequence[int]]) -> np.ndarra
     longest = max(shape[0] for shape, _ in answers)
     raw = np.zeros((longest, *array.shape[1:]), array.dtype)
     raw[: len(array)] = array
-    # As bytes: JAX would turn 64-bit numbers into 32 bits.
+    # As bytes: JAX would convert 64-bit numbers to 32 bits.
     flat = np.frombuffer(raw.tobytes(), np.uint8)
     every = multihost_utils.process_allgather(flat) if flat.size else [flat] * len(answers)
     first = [group[0] for group in groups]

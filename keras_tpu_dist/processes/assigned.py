@@ -1,7 +1,7 @@
-"""Assignments outside of a step, which one process may make alone.
+"""Counts assignments outside of a step, which one process might make alone.
 
-From then on processes compute different numbers, and nothing fails. A launch does not call
-`assign`, so what is counted here is what the user's program and callbacks assign.
+After that, processes would compute different numbers without an error. A launch does not call
+`assign`, so the counted assignments are those of the user's program and callbacks.
 """
 
 import zlib
@@ -12,11 +12,11 @@ import numpy as np
 
 from keras_tpu_dist import _keras
 
-# On a variable: how often it was assigned since processes were compared.
+# On a variable: the number of assignments since processes were compared.
 _count = _keras.Mark("_keras_tpu_dist_assigned")
-# Of a larger part, so many elements are read, spread evenly over it.
+# If a part is larger, so many elements are read, spread evenly over it.
 _MOST_ELEMENTS = 2**22
-# The key of the checksum over how often variables were assigned, beside the keys of their parts.
+# The key for the checksum of the numbers of assignments, next to the keys of parts.
 TIMES = "times"
 
 
@@ -39,7 +39,7 @@ def times_of(variables: Sequence[Any]) -> list[int]:
 
 
 def forget(variables: Sequence[Any]) -> None:
-    """Counts anew: the variables are equal in all processes now.
+    """Resets the counts: the variables are now equal in all processes.
 
     Args:
         variables: The variables.
@@ -50,17 +50,17 @@ def forget(variables: Sequence[Any]) -> None:
 
 
 def assignments(variables: Sequence[Any]) -> dict[str, int]:
-    """Checksums of what was assigned: equal in processes that assigned the same.
+    """Checksums of assigned values: equal in processes that assigned the same.
 
-    One checksum for all variables with a part at the same place, so that the message stays short
-    for a model of thousands of weights.
+    There is one checksum for all variables with a part at the same place, so that the message is
+    short for a model with thousands of weights.
 
     Args:
         variables: The variables, the same in all processes.
 
     Returns:
-        Empty if nothing was assigned. Else, under `TIMES`, a checksum of how often variables were
-        assigned, and for every place of a part on this process's devices one of its values.
+        Empty if nothing was assigned. Otherwise, under `TIMES`, a checksum of the numbers of
+        assignments, and one of the values for every place of a part on this process's devices.
     """
     checksums: dict[str, int] = {}
     for index, (variable, times) in enumerate(zip(variables, times_of(variables))):
@@ -76,7 +76,7 @@ def differ(answers: Sequence[dict[str, int]]) -> bool:
     """Whether processes assigned different values.
 
     Args:
-        answers: What `assignments` returned in every process.
+        answers: The result of `assignments` in every process.
     """
     if len({answer.get(TIMES) for answer in answers}) > 1:
         return True
@@ -84,17 +84,17 @@ def differ(answers: Sequence[dict[str, int]]) -> bool:
 
 
 def parts_differ(answers: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether processes that have a part under one name have different marks of it.
+    """Whether processes with a part of the same name have different checksums for it.
 
     Args:
-        answers: For each process its marks by the parts' names.
+        answers: For every process, its checksums by the parts' names.
     """
     first: dict[str, Any] = {}
     return any(first.setdefault(name, m) != m for answer in answers for name, m in answer.items())
 
 
 def sampled_bytes(array: Any) -> bytes:
-    """The elements of a host array as bytes; of a large one, some spread evenly over it.
+    """The bytes of a host array; for a large one, those of elements spread evenly over it.
 
     Args:
         array: The array.
@@ -106,8 +106,8 @@ def sampled_bytes(array: Any) -> bytes:
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     """The distinct parts of an array on this process's devices, by name.
 
-    Arrays of one shape and layout have the same names: a process that has a part of one of them
-    has the same part of the others.
+    Arrays with the same shape and layout have the same names: if a process has a part of one of
+    them, it has the same part of the others.
     """
     if value.is_fully_replicated:
         yield "whole", value

@@ -1,8 +1,8 @@
-"""The host channel: messages between processes through JAX's coordinator, beside the devices.
+"""The host channel: messages between processes through JAX's coordinator, without the devices.
 
-A collective that not every process launches cannot be interrupted. So before the host starts one
-(a fit, reading a weight that is split over hosts, saving), all processes write here what they are
-about to do, and all raise if it is not the same.
+If some process does not launch a collective, the others cannot be interrupted. So before the host
+starts one (a fit, reading a weight that is split over hosts, saving), all processes write what they
+are about to do, and all raise an error if it is not the same.
 """
 
 import hashlib
@@ -27,15 +27,15 @@ from keras_tpu_dist.processes.encoding import (
 from keras_tpu_dist.processes.encoding import PeerError as PeerError
 
 _PREFIX = "keras_tpu_dist"
-# The coordinator answers when the entry is there. After each wait, others are looked for.
+# The coordinator answers when the entry is there. After each wait, missing processes are checked.
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 2.0
-# Of many processes each looks less often, as one coordinator serves them.
+# If there are many processes, each looks less often, because one coordinator serves them.
 _PROCESSES_PER_SECOND = 256
-# Characters of a value that is written at once, whether others have the same or not.
+# A value with at most so many characters is written at once, whether others have the same or not.
 _SHORT = 256
 # Kinds of verdicts: all values are the same; they differ; write yours; this call has failed.
 _SAME, _GIVEN, _TELL, _FAILED = "same", "given", "tell", "failed"
-# Processes that an error names, of each kind.
+# How many processes of a kind an error names.
 _MOST_NAMED = 8
 
 
@@ -45,9 +45,9 @@ class Channel:
     Args:
         client: JAX's client of the coordination service.
         process_id: This process.
-        num_processes: How many there are.
-        why_not: From the processes that are waited for, and the seconds so far, to the reason to
-            wait no longer, or `None`.
+        num_processes: The number of processes.
+        why_not: Takes the missing processes and the seconds so far, and returns the reason to stop
+            waiting, or `None`.
     """
 
     def __init__(
@@ -65,21 +65,21 @@ class Channel:
         self._calls = 0
 
     def write(self, topic: str, value: Any) -> None:
-        """Writes what all processes can read.
+        """Writes an entry that all processes can read.
 
         Args:
-            topic: A name; what this process wrote under it before is replaced.
+            topic: A name; it replaces this process's earlier entry for it.
             value: Plain data, for JSON.
         """
         key = f"{_PREFIX}/{topic}/{self._process_id}"
         self._client.key_value_set(key, encoded(value), allow_overwrite=True)
 
     def read(self, topic: str, form: Any = ANYTHING) -> dict[int, Any]:
-        """What every process wrote, by its number; without those that have not.
+        """The entry of every process, by its number, without processes that have not written one.
 
         Args:
             topic: A name.
-            form: The form of what they write. See `encoding.decoded`.
+            form: The form of the entries. See `encoding.decoded`.
 
         Raises:
             PeerError: If an entry is anything else.
@@ -88,13 +88,13 @@ class Channel:
         return {i: decoded(text, form, where=f"{topic}/{i}") for i, text in texts.items()}
 
     def read_valid(self, topic: str, form: Any) -> dict[int, Any]:
-        """As `read`, but what is malformed counts as not written and is logged once.
+        """Like `read`, but a malformed entry counts as missing and is logged once.
 
-        The watch reads so: a stranger's entry must not end a run.
+        The watch uses it: a stranger's entry must not end a run.
 
         Args:
             topic: A name.
-            form: The form of what they write.
+            form: The form of the entries.
         """
         found = {}
         for i, text in self._texts(topic).items():
@@ -131,23 +131,23 @@ class Channel:
     ) -> Any:
         """Waits until all processes are about to do the same thing.
 
-        Each process writes one entry and reads one verdict, process 0 reads the entries. A long
-        value is written only if the others have another one.
+        Every process writes one entry and reads one verdict; process 0 reads the entries. A long
+        value is only written if the others have a different one.
 
         Args:
-            what: What that is, in words that are the same everywhere: `"fit of model 'a'"`.
-            fix: What to write if it is not, for the error.
+            what: The action, in words that are the same everywhere: `"fit of model 'a'"`.
+            fix: What to write if it is not the same, for the error.
             value: Plain data for the others.
-            form: What they give. See `encoding.decoded`.
-            reduce: From the values of all processes to plain data, in process 0. Without it the
-                different ones go to all processes.
+            form: The form of their values. See `encoding.decoded`.
+            reduce: Combines the values of all processes to plain data, in process 0. Without it,
+                all processes get the different values.
 
         Returns:
-            The values of all processes, in their order; or what `reduce` made of them.
+            The values of all processes, in their order; or the result of `reduce`.
 
         Raises:
             PeerError: On every process, if one does something else, has ended, does not come, or
-                gives something of another form.
+                has a value of another form.
         """
         self._calls += 1
         agreement = _Agreement(self, self._calls, what, fix, form, reduce)
@@ -170,7 +170,7 @@ class Channel:
             raise
 
     def forget(self, topic: str) -> None:
-        """Deletes what all processes wrote.
+        """Deletes the entries of all processes.
 
         Args:
             topic: A name.
@@ -184,20 +184,20 @@ class Channel:
 
     @property
     def num_processes(self) -> int:
-        """How many there are."""
+        """The number of processes."""
         return self._num_processes
 
 
 class _Agreement:
-    """One agreement: process 0, the writer, tells the others its verdict.
+    """One agreement: process 0, the writer, sends the others its verdict.
 
     Args:
         channel: The channel.
-        number: Which agreement of the channel this is.
-        what: See `Channel.agree`, as all further ones.
+        number: The number of the agreement on the channel.
+        what: See `Channel.agree`, as for all further ones.
         fix: What to write if processes differ.
         form: The form of the values.
-        reduce: What the writer makes of the values.
+        reduce: How the writer combines the values.
     """
 
     def __init__(
@@ -279,11 +279,11 @@ class _Agreement:
                 raise _error(*self._hopeless({}, [0], why), self._fix)
 
     def _values(self, value: Any) -> tuple[str, list[Any]]:
-        """What kind of verdict it is, and the values of all processes."""
+        """The kind of verdict, and the values of all processes."""
         channel, number = self._channel, self._channel.num_processes
         entries = self._gathered(self._topic("entries"), [str, str, (None, [ANYTHING])])
         if self._number > 1:
-            # All have come here, so all have read the verdict before.
+            # All processes have come here, so all have read the previous verdict.
             channel.forget(f"agree/{self._number - 1}")
         plans = {i: entry[0] for i, entry in entries.items()}
         if len(set(plans.values())) > 1:
@@ -302,7 +302,8 @@ class _Agreement:
         return kind, every
 
     def _gathered(self, topic: str, form: Any) -> dict[int, Any]:
-        """What all processes wrote, once they have: two requests, and one for each that is late."""
+        """The entries of all processes, once they are there: two requests, and one for every late
+        one."""
         here = self._channel.read(topic, form)
         missing = self._missing(here)
         while missing:
@@ -329,7 +330,7 @@ class _Agreement:
 
 
 class _Disagreement(Exception):
-    """Process 0 found that processes do not do the same."""
+    """Process 0 found that processes are not doing the same."""
 
     def __init__(self, rule: str, received: str):
         super().__init__(rule, received)
@@ -337,7 +338,7 @@ class _Disagreement(Exception):
 
 
 def _compact(every: list[Any]) -> list[list]:
-    """Different values once, and for each process which of them is its own."""
+    """The different values, once, and for every process the index of its own."""
     texts = [encoded(value) for value in every]
     places = {text: n for n, text in enumerate(dict.fromkeys(texts))}
     values = {places[text]: value for text, value in zip(texts, every, strict=True)}
@@ -345,7 +346,7 @@ def _compact(every: list[Any]) -> list[list]:
 
 
 class _Wait:
-    """How long to wait for others, and why to wait no longer."""
+    """How long to wait for others, and the reason to stop waiting."""
 
     def __init__(self, channel: Channel):
         self._channel = channel
@@ -357,13 +358,13 @@ class _Wait:
         self._longest_s = max(_LONGEST_WAIT_S, longer_s)
 
     def reason(self, missing: list[int]) -> str | None:
-        """Why those who are still missing after a wait will not come, or `None`.
+        """The reason why processes that are still missing will not come, or `None`.
 
         Args:
             missing: The processes.
         """
-        # The reason was asked for before the last look, so that none of the missing came and
-        # then ended between the two.
+        # The reason was computed before the last look, so that no missing process can have come and
+        # ended between the two.
         if self._why is not None and missing == self._asked:
             return self._why
         waited_s = time.monotonic() - self._began
@@ -378,14 +379,14 @@ _MEND = "Mend what failed there; its own output has the traceback."
 
 
 def _error(rule: str, received: str, fix: str) -> PeerError:
-    """The error of a process, with its own fix; of another rule the text as it is."""
+    """The error for a process, with its own fix; for another rule the text as it is."""
     if rule not in (_MISMATCH, _FAILURE):
         return PeerError(received)
     return PeerError(message(rule, received=received, fix=fix if rule == _MISMATCH else _MEND))
 
 
 def _by_process(plans: dict[int, str]) -> str:
-    """Each process with its plan; of many with one plan, some."""
+    """Every process with its plan; if many have the same plan, some of them."""
     seen: Counter[str] = Counter()
     named = []
     for i, plan in sorted(plans.items()):
@@ -397,12 +398,12 @@ def _by_process(plans: dict[int, str]) -> str:
 
 
 _open: Channel | None = None
-# Opens the channel when it is first needed: `start.watch_peers`, which imports this module.
+# Opens the channel on first use: `start.watch_peers`, which imports this module.
 _opener: Callable[[], None] = lambda: None  # noqa: E731
 
 
 def opened(channel: Channel | None) -> None:
-    """Makes a channel this process's.
+    """Sets this process's channel.
 
     Args:
         channel: The channel, or `None` to have none.
@@ -412,7 +413,7 @@ def opened(channel: Channel | None) -> None:
 
 
 def opened_by(opener: Callable[[], None]) -> None:
-    """Sets what opens the channel when it is first needed.
+    """Sets the function that opens the channel on first use.
 
     Args:
         opener: Called without arguments.

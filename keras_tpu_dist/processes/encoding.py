@@ -1,7 +1,7 @@
-"""Messages between processes as text: plain data of a known form and a bounded size.
+"""Messages between processes as text: plain data of a known form and a limited size.
 
-JAX's coordinator authenticates nobody unless it is given certificates, so whoever reaches its port
-can write there. What is read is numbers, strings, lists and dicts, and it becomes nothing else.
+Without certificates, JAX's coordinator does not authenticate anybody, so whoever can reach its port
+can write there. Messages are only numbers, strings, lists and dicts, and become nothing else.
 """
 
 import json
@@ -16,11 +16,12 @@ import numpy as np
 
 from keras_tpu_dist.common.errors import message
 
-# Plain data takes up to some twenty times the bytes of its text. The largest text of this package,
-# the marks of a model's weights, has about a hundredth of this.
+# Plain data takes up to about twenty times the bytes of its text. The largest text of this package,
+# with the checksums of a model's weights, has about a hundredth of this.
 MOST_BYTES = 16 * 2**20
 _MOST_DEPTH = 32
-# The most that one process brings of an array for a step; a larger one was written by a stranger.
+# The largest part of an array that one process provides for a step; a larger one is from a
+# stranger.
 _MOST_BYTES_OF_AN_ARRAY, _MOST_DIMENSIONS = 2**36, 64
 _NUMBERS = frozenset(
     str(np.dtype(kind))
@@ -46,19 +47,19 @@ _TEXTS = re.compile(r"object|[<>|=]?[OSU]\d{0,9}")
 
 
 class PeerError(RuntimeError):
-    """Another process failed, ended, or makes another call."""
+    """Another process failed, ended, or makes a different call."""
 
 
 @dataclass(frozen=True)
 class ListOf:
-    """The form of a list of any length: the form of each of its elements."""
+    """The form of a list of any length, with the form of its elements."""
 
     form: Any
 
 
 @dataclass(frozen=True)
 class DictOf:
-    """The form of a dict with any strings for keys: the form of each of its values."""
+    """The form of a dict with any strings as keys, with the form of its values."""
 
     form: Any
 
@@ -80,13 +81,13 @@ def encoded(value: Any) -> str:
 
 
 def decoded(text: str, form: Any = ANYTHING, *, where: str = "a message") -> Any:
-    """The plain data that a text holds.
+    """Decodes plain data from a text.
 
     Args:
-        text: What another process wrote, or a stranger.
-        form: What it must be: a type (`int`, `str`, ...), `None`, a tuple of alternatives, a list
+        text: The text of another process, or of a stranger.
+        form: The required form: a type (`int`, `str`, ...), `None`, a tuple of alternatives, a list
             of as many forms, a dict of exactly these keys, `ListOf(form)` or `DictOf(form)`.
-        where: What errors call the place where it was read.
+        where: The source of the text, for errors.
 
     Raises:
         PeerError: If it is anything else.
@@ -105,12 +106,12 @@ def check_form(value: Any, form: Any, *, where: str) -> None:
     """Raises unless plain data has a form.
 
     Args:
-        value: What `decoded` gave.
-        form: See there.
-        where: See there.
+        value: A result of `decoded`.
+        form: See `decoded`.
+        where: See `decoded`.
 
     Raises:
-        PeerError: If it has another.
+        PeerError: If it has another form.
     """
     if not fits(value, form):
         raise _malformed(where, encoded(value), "another form")
@@ -122,7 +123,7 @@ def check_array(shape: Sequence[int], dtype: str, *, where: str) -> None:
     Args:
         shape: Its shape, as the process described it.
         dtype: Its dtype, as the process described it.
-        where: What errors call it.
+        where: The array's name for errors.
 
     Raises:
         PeerError: If not.
@@ -140,7 +141,7 @@ def fits(value: Any, form: Any, depth: int = 0) -> bool:
     """Whether plain data has a form.
 
     Args:
-        value: What `json.loads` made.
+        value: A result of `json.loads`.
         form: See `decoded`.
         depth: The number of lists and dicts around the value.
     """

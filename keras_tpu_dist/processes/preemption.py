@@ -1,4 +1,4 @@
-"""SIGTERM, as a preempted machine gets it: noted, and acted on between two launches."""
+"""SIGTERM, the signal of preemption: it is recorded, and handled between two launches."""
 
 import itertools
 import logging
@@ -14,27 +14,28 @@ from keras_tpu_dist.launcher.names import EXIT_TERMINATED
 
 logger = logging.getLogger("keras_tpu_dist")
 
-# What Google's preemptible machines have from the first signal to the end, and Kubernetes's pods.
+# The time from the first signal to the end on Google's preemptible machines and Kubernetes pods.
 GRACE_S = 30.0
-# JAX waits for the number after the largest that any process has asked with, so that it counts
-# looks and not steps: a launch may make several, and the next fit begins with the first again.
+# JAX waits for the number after the largest one that any process has passed. So it counts calls and
+# not steps: a launch may have several steps, and the next fit starts at the first step again.
 _looks = itertools.count(1)
 
 
 class Preemption:
-    """Notices SIGTERM while a fit runs, or a loop of one's own.
+    """Handles SIGTERM while a fit or a custom loop runs.
 
-    In one process it is held back until the launch has ended and what it made is saved, and so are
-    the ones that schedulers send after it, for some seconds; a later one is not. Of several
-    processes JAX's own service takes all of them, and tells all processes a step at which to stop.
+    In a single process, the signal is delayed until the launch has ended and its results are saved.
+    Further signals, which schedulers send, are delayed too, for some seconds; a later one is not.
+    With several processes, JAX's own service handles all signals, and gives all processes the step
+    at which to stop.
 
     Args:
-        listens: Whether it does; who does not leaves SIGTERM to others.
-        grace_s: The seconds after the first signal in which further ones are held back too.
+        listens: Whether to listen; otherwise SIGTERM is left to others.
+        grace_s: The seconds after the first signal in which further ones are delayed too.
 
     Attributes:
         listens: As given.
-        noted: Whether it came, and was not passed on yet.
+        noted: Whether the signal came, and was not passed on yet.
     """
 
     def __init__(self, listens: bool = True, grace_s: float = GRACE_S):
@@ -46,7 +47,7 @@ class Preemption:
         self._before: Any = None
 
     def start(self) -> None:
-        """Begins to listen."""
+        """Starts to listen."""
         self.noted = self._looked_at_end = False
         self._times = 0
         main = threading.current_thread() is threading.main_thread()
@@ -55,12 +56,12 @@ class Preemption:
             self._before = signal.SIG_DFL if before is None else before
 
     def stop(self) -> None:
-        """Gives the signal back to whoever had it, and passes on those that were noted."""
-        # Compared by equality: a bound method is a new object each time.
+        """Restores the previous handler, and passes recorded signals on to it."""
+        # Compared by equality: a bound method is a new object every time.
         if signal.getsignal(signal.SIGTERM) == self._note:
             signal.signal(signal.SIGTERM, self._before)
         if self.noted:
-            # First: a handler that raises ends the fit, which stops once more.
+            # This comes first: a handler that raises ends the fit, which calls `stop` again.
             self.noted = False
             if jax.process_count() > 1:
                 logger.warning(
@@ -74,21 +75,21 @@ class Preemption:
                 signal.raise_signal(signal.SIGTERM)
 
     def comes(self) -> bool:
-        """Whether this is the launch after which to end, the same in all processes."""
+        """Whether to end after this launch, the same in all processes."""
         if jax.process_count() > 1 and self.listens and not self.noted:
-            # JAX says so once.
+            # JAX returns True only once.
             self.noted = multihost_utils.reached_preemption_sync_point(next(_looks))
         return self.noted
 
     def comes_at_end(self) -> bool:
-        """Whether this is the fit after which to end: noted, for `stop` to act on."""
+        """Whether to end after this fit; `stop` then handles the recorded signal."""
         if not self._looked_at_end:
             self._looked_at_end = True
             self.comes()
         return self.noted
 
     def end(self) -> None:
-        """Ends the process, or listens on where the handler that the program had returns."""
+        """Ends the process, or continues to listen if the program's own handler returns."""
         self.noted = True
         self.stop()
         self.start()
@@ -100,11 +101,11 @@ class Preemption:
         self.noted, self._times = True, self._times + 1
         if now_s - self._first_s > self._grace_s:
             logger.error(
-                "SIGTERM came %.0f s after the first, and is not held back: what was trained since "
-                "the last checkpoint is not saved",
+                "SIGTERM came %.0f s after the first, and is not delayed: training since the last "
+                "checkpoint is not saved",
                 now_s - self._first_s,
             )
             self._times = 1
             self.end()
-            # Where the handler returned: the first is still to be acted on.
+            # If the handler returned, the first signal is still to be handled.
             self.noted, self._times, self._first_s = True, 1, now_s

@@ -1,4 +1,4 @@
-"""Files of several processes: one writes, all take part in reading the weights and wait for it."""
+"""Saves files with several processes: one writes, and all take part in reading the weights."""
 
 import os
 import tempfile
@@ -15,13 +15,13 @@ from keras_tpu_dist.processes.arrays import put, whole
 from keras_tpu_dist.processes.channel import PeerError, agree, is_open
 
 _FIX = (
-    "Call save in all processes, not under `if jax.process_index() == 0`: one of them writes, all "
-    "give their parts of the weights."
+    "Call save in all processes, not under `if jax.process_index() == 0`: one of them writes, and "
+    "all provide their parts of the weights."
 )
 
 
 def written_once(stock: Callable, model: Any, filepath: Any, *args, **kwargs) -> Any:
-    """Writes a file of a model: in process 0, if several processes have parts of the weights.
+    """Writes a file of a model: only in process 0, if several processes have parts of the weights.
 
     Args:
         stock: Keras's function, which writes it.
@@ -44,7 +44,7 @@ def written_once(stock: Callable, model: Any, filepath: Any, *args, **kwargs) ->
         except PeerError:
             raise
         except Exception as caught:
-            # Raised below, once the others know: they wait for this process.
+            # It is raised below, once the others know: they wait for this process.
             error = caught
     reason = None if error is None else f"{type(error).__name__}: {error}"
     answers = agree("saved", _FIX, reason, (None, str))
@@ -65,14 +65,14 @@ def _spans_hosts(value: Any) -> bool:
 
 
 def _values(stock, variable: Any, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-    # NumPy 2 passes `copy`, which Keras's `__array__` does not take.
+    # NumPy 2 passes `copy`, which Keras's `__array__` does not accept.
     if _on_several_hosts(variable):
         return np.array(whole(variable.value), dtype, copy=copy)
     return np.array(stock(variable, dtype), copy=copy)
 
 
 def _assigned(stock, variable: Any, value: Any) -> None:
-    # A move to another layout assigns the value that is there: no change to compare.
+    # A move to another layout assigns the same value: no change to compare.
     moved = isinstance(value, jax.core.Tracer) or _keras.is_value_of(value, variable)
     if is_open() and not moved:
         assigned.note(variable)
@@ -81,7 +81,7 @@ def _assigned(stock, variable: Any, value: Any) -> None:
     if not spans or isinstance(value, jax.core.Tracer) or _spans_hosts(value):
         stock(variable, value)
     else:
-        # Keras's `assign` calls `jax.device_put`, by which all processes compare the value in a
+        # Keras's `assign` calls `jax.device_put`, in which all processes compare the value, with a
         # collective for every variable.
         stock(variable, put([value], [layout])[0])
 

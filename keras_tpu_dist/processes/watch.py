@@ -1,7 +1,7 @@
-"""Notices that another process failed or is silent, and ends this one with the reason.
+"""Watches the other processes, and ends this one with the reason if one failed or is silent.
 
-A launched collective that another process never joins cannot be interrupted, so the process itself
-ends, after an error in the log that names the other process, where it was, and its own last error.
+A launched collective that another process never joins cannot be interrupted. So the process itself
+ends. Before that, it logs an error with the other process, its position, and its own last error.
 """
 
 import atexit
@@ -27,17 +27,17 @@ logger = logging.getLogger("keras_tpu_dist")
 _BEAT_S = 1.0
 # Seconds in which the program may end by its own exception before the watch ends it.
 _GRACE_S = 3.0
-# Of all processes together, since one coordinator serves them.
+# For all processes together, because one coordinator serves them.
 _MOST_BEATS_PER_SECOND = 64
-# For a process that may start to watch later than this one; JAX's heartbeats notice if it is dead.
+# For a process that may start its watch later than this one; JAX's heartbeats notice if it is dead.
 _LONGEST_UNHEARD_S = 300.0
 _ENDED = "has ended its program"
 OUTSIDE, INSIDE, LAUNCH = 0, 1, 2
-# The form of what a process writes: [how often it wrote, where it is, at which level]; how it
-# ended; the numbers of the processes whose end it has read. Process 0 adds who is gone.
+# The form of a process's entries: [number of entries, its position, the level]; how it ended; the
+# numbers of the processes whose end it has read. Process 0 adds who is gone.
 _ALIVE, _GONE, _READ = [int, str, (int, bool)], str, ListOf(int)
 _BOARD = [*_ALIVE, DictOf(str)]
-# Processes that are gone and that process 0 tells of; the first ones are why the others follow.
+# How many gone processes process 0 reports; the first ones are the cause for the others.
 _MOST_TOLD = 8
 # Characters of an error's text; the process's own output has all of it.
 _MOST_WORDS = 4000
@@ -46,16 +46,16 @@ _MOST_WORDS = 4000
 class Watch:
     """Writes that this process is alive, and checks that the others are.
 
-    Process 0 reads what all write, and tells who is gone; the others read that. So one round of
-    beats takes three requests of each process. Once process 0 is gone, each reads all.
+    Process 0 reads all entries and reports who is gone; the others read its report. So a round of
+    beats needs three requests per process. Once process 0 is gone, every process reads all entries.
 
     Args:
         channel: The host channel.
         process_id: This process.
-        num_processes: How many there are.
-        peer_timeout_s: Seconds of silence after which a process is taken for dead.
-        together: Whether all processes start to watch at the same time. If not, one that has
-            written nothing yet may be on its way.
+        num_processes: The number of processes.
+        peer_timeout_s: Seconds of silence after which a process counts as dead.
+        together: Whether all processes start their watch at the same time. If not, one that has not
+            written yet may still come.
     """
 
     def __init__(
@@ -84,12 +84,12 @@ class Watch:
         self._gone_since: dict[int, float] = {}
         self._positions: dict[int, tuple[str, int]] = {}
         self._ends = threading.Event()
-        # Set if there is something to write before the next beat.
+        # Set if there is an entry to write before the next beat.
         self._news = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ktd-watch", daemon=True)
 
     def start(self) -> None:
-        """Starts to watch, and to write for the others how this process ends."""
+        """Starts to watch, and to write how this process ends."""
         stock = sys.excepthook
 
         def report(kind, error, trace):
@@ -104,26 +104,28 @@ class Watch:
         self._thread.start()
 
     def at(self, where: str, inside: int) -> tuple[str, int]:
-        """Notes where this process is, for the others' errors; returns where it was.
+        """Records the position of this process, for the others' errors; returns the previous one.
 
         Args:
-            where: In words.
-            inside: Whether it may be waiting for others there: `OUTSIDE`, `INSIDE` a call that
+            where: The position, in words.
+            inside: Whether it may be waiting for others there: `OUTSIDE`, `INSIDE` a call that all
+                make, at `LAUNCH` of a program that all run.
                 all make, at `LAUNCH` of a program that all run.
         """
         before = self._where, self._inside
         self._where, self._inside = where, inside
-        # Into and out of the same call, as in a loop of one's own, is not worth a message.
+        # Entering and leaving the same call, as in a custom loop, is not worth a message.
         if _call(where) != _call(before[0]):
             self._news.set()
         return before
 
     def launched(self, output: jax.Array | None) -> None:
-        """Notes a launch: until its output is there this process may wait for the others'.
+        """Records a launch: until its output is ready, this process may wait for the others'
+        launches.
 
         Args:
-            output: An array that the program makes, small since it is kept until the next launch;
-                `None` if it makes none.
+            output: An output of the program, small because it is kept until the next launch; `None`
+                if there is none.
         """
         self._output = output
 
@@ -135,15 +137,15 @@ class Watch:
         return self._inside if done else LAUNCH
 
     def why_not(self, missing: list[int], waited_s: float) -> str | None:
-        """Why some of the processes will not come, or `None`.
+        """The reason why some of the processes will not come, or `None`.
 
-        One that lives and is on its way is waited for, however long that takes. One that is still
-        inside of a call that all had begun is not on its way, nor is one whose launch this one
+        A live process that is on its way is waited for, however long that takes. A process is not
+        on its way if it is still inside a call that all had begun, or in a launch that this process
         did not make.
 
         Args:
-            missing: The numbers of those that are waited for.
-            waited_s: For how many seconds.
+            missing: The numbers of the missing processes.
+            waited_s: The seconds waited so far.
         """
         gone = {**self._read_ends(), **self._gone}
         reason = next((gone[i] for i in missing if i in gone), None)
@@ -182,12 +184,12 @@ class Watch:
 
     def _wait_for_readers(self, others: int) -> None:
         """Waits until so many processes have read how this one, or another, ended."""
-        # If this is process 0, the coordinator ends with it, and what nobody has read is lost.
+        # If this is process 0, the coordinator ends with it, and unread entries are lost.
         end = time.monotonic() + 3 * self._beat_s + _GRACE_S
         while time.monotonic() < end and len(self._channel.read_valid("read", _READ)) < others:
             time.sleep(0.05)
         if not self._process_id:
-            # With the coordinator gone, JAX would abort the others before they end by themselves.
+            # Without the coordinator, JAX would abort the others before they end by themselves.
             time.sleep(_GRACE_S + _BEAT_S)
 
     def _end_watch(self) -> None:
@@ -195,7 +197,7 @@ class Watch:
         self._news.set()
 
     def _log_who_is_gone(self) -> None:
-        """Logs processes that are gone: they may be why a collective failed here."""
+        """Logs processes that are gone: they may be the reason for a failed collective."""
         end = time.monotonic() + self._peer_timeout_s + 2 * _BEAT_S
         while time.monotonic() < end and not self._gone:
             time.sleep(_BEAT_S / 4)
@@ -234,7 +236,7 @@ class Watch:
             self._end(fatal)
 
     def _write_board(self) -> None:
-        # Those that came to their end are no reason yet.
+        # Processes that have reached their normal end are not a reason yet.
         gone = sorted(self._gone.items(), key=lambda item: item[1].startswith(_ENDED))
         told = {str(i): why for i, why in gone[:_MOST_TOLD]}
         self._channel.write("board", [self._beats, self._where, self._level, told])
@@ -245,11 +247,11 @@ class Watch:
 
     @property
     def _others(self) -> list[int]:
-        """Those that write for this process: all but process 0, which has a board of its own."""
+        """The processes that write for this one: all except process 0, which has its own entry."""
         return [i for i in range(1, self._num_processes) if i != self._process_id]
 
     def _board(self) -> tuple[dict[int, Any], list[int]]:
-        """What process 0 wrote last about itself; who is gone is noted."""
+        """The last entry of process 0 about itself; who is gone is recorded."""
         board = self._channel.read_valid("board", _BOARD)
         entry = board.get(0, [0, "", OUTSIDE, {}])
         numbers = {str(i): i for i in range(self._num_processes)}
@@ -257,7 +259,7 @@ class Watch:
         return {i: entry[:3] for i in board if i == 0}, [0]
 
     def _read_ends(self) -> dict[int, str]:
-        """How processes ended: as they wrote it, or as process 0 tells."""
+        """How processes ended: by their own entries, or by the report of process 0."""
         if not self._reads_all:
             self._board()
             return self._told_of_others()
@@ -269,7 +271,7 @@ class Watch:
         return {i: why for i, why in self._told.items() if i != self._process_id}
 
     def _listen(self, alive: dict[int, Any], of: Iterable[int]) -> None:
-        """Notes what processes wrote, and which of them are silent."""
+        """Records the entries of processes, and which of them are silent."""
         now = time.monotonic()
         for i in of:
             beats, where, inside = alive.get(i, (0, "before its first call", OUTSIDE))
@@ -286,15 +288,16 @@ class Watch:
     def _is_fatal(self, number: int, now: float) -> bool:
         if not self._gone[number].startswith(_ENDED):
             return True
-        # It came to its end: only who still waits for it in a collective is lost.
+        # It reached its normal end: only processes that still wait for it in a collective are lost.
         return bool(self._level) and now - self._gone_since[number] > self._peer_timeout_s
 
     def _end(self, fatal: dict[int, str]) -> None:
-        """Ends this process, unless it does so itself within a few seconds."""
+        """Ends this process, unless it ends by itself within a few seconds."""
         self._channel.write("read", sorted(fatal))
         words = "; ".join(f"process {i} {why}" for i, why in sorted(fatal.items()))
         logger.critical("process %d ends (%s): %s", self._process_id, self._where, words)
-        # Those that read it from process 0 end a beat later; its coordinator must live until then.
+        # Processes that read it from process 0 end a beat later; its coordinator must live until
+        # then.
         later_s = 0.0 if self._process_id else 2 * self._beat_s
         if not self._ends.wait(_GRACE_S + later_s):
             _exit(EXIT_PEER)
@@ -332,15 +335,15 @@ def start(
 
 
 def at(where: str, inside: int) -> tuple[str, int] | None:
-    """Notes where this process is, if it is one of several. See `Watch.at`."""
+    """Records the position of this process, if it is one of several. See `Watch.at`."""
     return None if _watch is None else _watch.at(where, inside)
 
 
 def launched(outputs: Any) -> None:
-    """Notes a launch, if this process is one of several. See `Watch.launched`.
+    """Records a launch, if this process is one of several. See `Watch.launched`.
 
     Args:
-        outputs: A structure of what the program makes.
+        outputs: A structure of the program's outputs.
     """
     arrays: list[Any] = jax.tree.leaves(outputs)
     if _watch is not None and arrays:

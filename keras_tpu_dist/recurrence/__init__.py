@@ -1,4 +1,4 @@
-"""Recurrences in pure JAX whose gradients leave the time loop."""
+"""Recurrences in pure JAX, with weight gradients computed outside of the time loop."""
 
 from keras_tpu_dist.recurrence.cells import BUILT_IN as BUILT_IN
 from keras_tpu_dist.recurrence.cells import GRU as GRU

@@ -1,11 +1,10 @@
 """The arithmetic of one recurrent step and of its gradient, without loops: LSTM, GRU, SimpleRNN.
 
-Every cell says five things, all element-wise except for the products with the recurrent kernel:
-how a step advances the state, how the activations' inputs of all steps are rebuilt at once from
-the states, the coefficients that turn a state's cotangent into theirs, one step backwards, and
-the weight gradients of all steps at once. Shapes are written `(..., batch, units)`: the leading
-axes are none for one step, time for all steps, and a direction axis where two directions run
-together.
+A cell defines five functions, all element-wise except for the products with the recurrent kernel:
+how a step advances the state, how the activations' inputs of all steps are rebuilt at once from the
+states, the coefficients that convert a state's cotangent to theirs, one step backwards, and the
+weight gradients of all steps at once. Shapes are written `(..., batch, units)`: the leading axes
+are none for one step, time for all steps, and a direction axis if two directions run together.
 """
 
 import dataclasses
@@ -25,7 +24,7 @@ class Activation:
     """An element-wise activation and its derivative.
 
     Args:
-        name: What reports call it.
+        name: Its name in reports.
         function: Maps `(..., units)` to the same shape, element by element.
         slope: The derivative written in terms of the activation's output, or None if it needs the
             input; then it is obtained with one `jax.jvp`.
@@ -53,8 +52,8 @@ class Activation:
 
 
 def _sigmoid(x: Array) -> Array:
-    # On TPU tanh is one instruction, while exp and a division are a dozen; the two forms differ
-    # by one unit in the last place of 1.
+    # On TPU, tanh is one instruction, while exp and a division are a dozen. The two forms differ by
+    # one unit in the last place of 1.
     return 0.5 * jnp.tanh(0.5 * x) + 0.5
 
 
@@ -67,14 +66,14 @@ BUILT_IN = {a.name: a for a in (TANH, SIGMOID, RELU, LINEAR)}
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """Matrix products as the loop does them.
+    """Matrix products, as the loop computes them.
 
     Args:
-        dtype: Name of the dtype operands are rounded to ("bfloat16" under a mixed policy), or None
-            to leave them. Products always accumulate in at least float32.
-        sum_by_product: Whether sums over time and batch are products with ones. By the TPU
-            compiler's schedule a sum of its own reads the cotangents a further time in float32,
-            where products let them be kept in the precision products take.
+        dtype: Name of the dtype to which operands are rounded ("bfloat16" with a mixed policy), or
+            None for no rounding. Products always accumulate in at least float32.
+        sum_by_product: Whether sums over time and batch are products with ones. In the TPU
+            compiler's schedule, a separate sum reads the cotangents once more in float32; with
+            products, they can be kept in the products' precision.
         turned: Whether the weight is given transposed.
         weight_first: Whether products are `weight @ rows`, with rows and result transposed. XLA's
             CPU products read a large first operand up to twice as fast as a large second one.
@@ -129,13 +128,13 @@ class Product:
     def _upright(rows: Array, stored: Array) -> Array:
         """`(stored @ rows.T).T`."""
         wide = jnp.promote_types(stored.dtype, jnp.float32)
-        # Left to itself XLA would make `rows @ stored.T` of it again.
+        # Otherwise XLA would convert it back to `rows @ stored.T`.
         columns = lax.optimization_barrier(jnp.swapaxes(rows.astype(stored.dtype), -1, -2))
         product = jnp.matmul(stored, columns, preferred_element_type=wide)
         return jnp.swapaxes(lax.optimization_barrier(product), -1, -2)
 
     def width(self, weight: Array) -> int:
-        """How many columns a weight has.
+        """The number of columns in a weight.
 
         Args:
             weight: `(..., in, out)`, or `(..., out, in)` if `turned`.
@@ -182,7 +181,8 @@ class Product:
             wide = jnp.promote_types(cotangents.dtype, jnp.float32)
             return self.outer(rows, cotangents), jnp.sum(cotangents, axis=(0, -2), dtype=wide)
         inputs = rows.shape[-1]
-        # Eight rows of ones, a tile's height: a single one the compiler turns back into a sum.
+        # Eight rows of ones, the height of a tile: the compiler would turn a single row back into a
+        # sum.
         ones = jnp.ones((*rows.shape[:-1], 8), rows.dtype)
         both = self.outer(join(rows, ones), cotangents)
         return both[..., :inputs, :], both[..., inputs, :]
@@ -190,7 +190,7 @@ class Product:
 
 @dataclasses.dataclass(frozen=True)
 class Exchange(Product):
-    """Products with a recurrent kernel of which every device has some units' part of all gates.
+    """Products with a recurrent kernel whose units are split: a device has its units of all gates.
 
     Args:
         axes: Mesh axes over which the units are split.
@@ -199,7 +199,7 @@ class Exchange(Product):
     axes: tuple[str, ...] = ()
 
     def __call__(self, rows: Array, weight: Array) -> Array:
-        """The product with this device's columns: every unit's state is collected first."""
+        """The product with this device's columns; the states of all units are gathered first."""
         return super().__call__(self._all(rows.astype(weight.dtype)), weight)
 
     def back(self, rows: Array, weight: Array) -> Array:
@@ -228,7 +228,7 @@ class Exchange(Product):
 
 
 class Cell(Protocol):
-    """What the loop needs to know of a recurrence."""
+    """The functions of a recurrence that the loop uses."""
 
     gates: int
     num_states: int
@@ -241,10 +241,10 @@ class Cell(Protocol):
         """One step: `(new state, the activations' inputs)`.
 
         Args:
-            product: How products with the recurrent kernel are done.
+            product: How products with the recurrent kernel are computed.
             recurrent: `(..., units, gates * units)`, the last two swapped if `product.turned`.
-            bias: The recurrent product's own, `(..., 1, gates * units)`, or None if there is none.
-            projected: The input's part, its bias included, `(..., batch, gates * units)`.
+            bias: The bias of the recurrent product, `(..., 1, gates * units)`, or None.
+            projected: The projected input including its bias, `(..., batch, gates * units)`.
             state: The states before the step, each `(..., batch, units)`.
         """
         ...
@@ -253,21 +253,21 @@ class Cell(Protocol):
         """The activations' inputs of all steps, from the states before each step.
 
         Args:
-            product: As in `advance`.
-            recurrent: As in `advance`.
-            bias: As in `advance`.
-            projected: As in `advance`, of all steps or of one.
-            previous: The states before each of these steps, each `(..., batch, units)`.
+            product: See `advance`.
+            recurrent: See `advance`.
+            bias: See `advance`.
+            projected: See `advance`, for all steps or for one.
+            previous: The states before these steps, each `(..., batch, units)`.
         """
         ...
 
     def coefficients(self, inputs, previous) -> Any:
-        """What `retreat` multiplies cotangents with, for one step or for all.
+        """The factors by which `retreat` multiplies cotangents, for one step or for all.
 
         Args:
-            inputs: What `rebuild` returns, or the states after the steps if `states_suffice`.
-            previous: The states before the steps, each `(..., batch, units)`; of those that are
-                `only_multiplied` None may stand in place.
+            inputs: The result of `rebuild`, or the states after the steps if `states_suffice`.
+            previous: The states before the steps, each `(..., batch, units)`; None is allowed for
+                those that are `only_multiplied`.
         """
         ...
 
@@ -275,9 +275,9 @@ class Cell(Protocol):
         """One step backwards: `(cotangent of the state before, parts to emit)`.
 
         Args:
-            product: As in `advance`.
-            recurrent: As in `advance`.
-            coefficients: What `coefficients` returns, for this step.
+            product: See `advance`.
+            recurrent: See `advance`.
+            coefficients: The result of `coefficients` for this step.
             cotangent: Cotangents of the states after the step, each `(..., batch, units)`.
         """
         ...
@@ -286,9 +286,10 @@ class Cell(Protocol):
         """`(projection's parts, their sums, recurrent kernel's gradient, recurrent bias's)`.
 
         Args:
-            product: As in `advance`.
-            emitted: What `retreat` emitted, of all steps, each `(time, ..., batch, columns)`.
-            inputs: As in `coefficients`, of all steps; None where they were rebuilt step by step.
+            product: See `advance`.
+            emitted: The values that `retreat` emitted in all steps, each
+                `(time, ..., batch, columns)`.
+            inputs: See `coefficients`, for all steps; None if they were rebuilt step by step.
             previous: The states before every step, each `(time, ..., batch, units)`.
         """
         ...
@@ -299,7 +300,7 @@ def split(x: Array, parts: int) -> list[Array]:
 
     Args:
         x: `(..., parts * width)`.
-        parts: How many.
+        parts: The number of parts.
     """
     return jnp.split(x, parts, axis=-1)
 
@@ -314,7 +315,7 @@ def join(*parts: Array) -> Array:
 
 
 class OneProduct:
-    """A cell whose activations' inputs are the projected ones and one product with the state."""
+    """A cell whose activations' inputs are the projected inputs plus one product with the state."""
 
     joins = True
 
@@ -344,19 +345,19 @@ class OneProduct:
         raise NotImplementedError
 
     def joined(self, weights) -> Any:
-        """The weight that `join(x, h)` is multiplied with in one product, and its bias.
+        """The weight for a single product with `join(x, h)`, and its bias.
 
         Args:
             weights: The `Weights` of one direction, as they are given.
 
         Returns:
-            `(features + units, columns)`, the columns of the input's kernel first; and
-            `(columns,)` or None.
+            `(features + units, columns)`, the columns of the input's kernel first; and `(columns,)`
+            or None.
         """
         return jnp.concatenate([weights.kernel, weights.recurrent]), weights.bias
 
     def inputs_of(self, columns) -> Any:
-        """The activations' inputs, from the product with what `joined` returns.
+        """The activations' inputs, from the product with the weight of `joined`.
 
         Args:
             columns: `(batch, columns)`, the bias included.
@@ -364,10 +365,10 @@ class OneProduct:
         return columns
 
     def columns_back(self, coefficients, cotangent) -> Any:
-        """The cotangent of those columns, and the states' that does not come through the product.
+        """The cotangent of those columns, and of the states apart from the product.
 
         Args:
-            coefficients: What `Cell.coefficients` returns, for this step.
+            coefficients: The result of `Cell.coefficients` for this step.
             cotangent: Cotangents of the states after the step.
         """
         raise NotImplementedError
@@ -386,10 +387,11 @@ class LSTM(OneProduct):
     """Gates in Keras's order: input, forget, candidate, output.
 
     Args:
-        activation: Of the candidate and of the carried state.
-        recurrent_activation: Of the gates.
-        wide: Whether the backward step multiplies all gates at once. As four multiplications the
-            TPU compiler makes three kernels of it; on CPU joining them costs more than it saves.
+        activation: The activation of the candidate and of the carried state.
+        recurrent_activation: The activation of the gates.
+        wide: Whether the backward step multiplies all gates at once. The TPU compiler turns four
+            separate multiplications into three kernels; on CPU, joining them costs more than it
+            saves.
 
     References:
         Hochreiter and Schmidhuber, "Long short-term memory", Neural Computation 9(8), 1997.
@@ -456,7 +458,7 @@ class LSTM(OneProduct):
 
 @dataclasses.dataclass(frozen=True)
 class _Gated:
-    """What both forms have in common."""
+    """The common part of both forms."""
 
     activation: Activation = TANH
     recurrent_activation: Activation = SIGMOID
@@ -487,7 +489,7 @@ class GRU(_Gated, OneProduct):
         return (z * state[0] + (1 - z) * n,)
 
     def joined(self, weights):
-        """Both parts of n's input have columns of their own, with zeros for what is not theirs.
+        """Separate columns for both parts of n's input, with zeros for the other part.
 
         See `OneProduct.joined` for the arguments.
         """
@@ -519,8 +521,8 @@ class GRU(_Gated, OneProduct):
     def rebuild(self, product, recurrent, bias, projected, previous):
         """Both parts of all gates' inputs together, and the recurrent part of n's, of all steps.
 
-        That part is found as a difference, which rounds no more than the sum does, so that the
-        sum can be taken where the product is.
+        That part is computed as a difference, which rounds no more than the sum does, so that the
+        sum can be fused with the product.
 
         See `Cell.rebuild` for the arguments.
         """
@@ -535,7 +537,7 @@ class GRU(_Gated, OneProduct):
         at_z, at_r, at_n = split(total, 3)
         r = apply(self.recurrent_activation, at_r)
         reset = r[0] if isinstance(r, tuple) else r
-        # x_n + r * h_n, where x_n + h_n is at hand.
+        # x_n + r * h_n, computed from x_n + h_n.
         n = apply(self.activation, at_n + (reset - 1) * h_n)
         return apply(self.recurrent_activation, at_z), r, n, h_n
 
@@ -580,7 +582,7 @@ class GRUResetBefore(_Gated):
         Cho et al., https://arxiv.org/abs/1406.1078v3.
     """
 
-    rebuilds_by_step = False  # the weights' gradient reads what would be rebuilt
+    rebuilds_by_step = False  # the weights' gradient reads the rebuilt values
     joins = False  # a part of the product waits for the reset gate
 
     @staticmethod
@@ -652,7 +654,7 @@ class GRUResetBefore(_Gated):
 
 
 def _apart(weight, gates: int, second: int):
-    """Columns of z, r, and n, where n's are the first or the second of two parts."""
+    """Columns of z, r and n; those of n are the first or the second of two parts."""
     other = jnp.zeros((*weight.shape[:-1], weight.shape[-1] - gates), weight.dtype)
     of_n = weight[..., gates:]
     return join(weight[..., :gates], *((other, of_n) if second else (of_n, other)))

@@ -1,6 +1,6 @@
-"""The recurrence as JAX sees it: one function with its own gradient, split over the batch.
+"""The recurrence as one function with a custom gradient, split over the batch.
 
-Time may be cut into segments: to keep only the states between them, or to stay in cache.
+Time may be cut into segments, to keep only the states between them or to stay in cache.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from keras_tpu_dist.recurrence.unrolled import run_unrolled, run_unrolled_back
 
 
 def _cut(loop: Loop, tree):
-    """Whole segments `(segments, size, batch, ...)` and the shorter one that is run last."""
+    """Whole segments `(segments, size, batch, ...)` and the shorter one that runs last."""
     size = loop.segment or 1
 
     def whole(a):
@@ -45,9 +45,10 @@ def _paste(loop: Loop, whole, short) -> Any:
 
 
 def run_segments(loop: Loop, x, weights: Weights, state, mask, *, save: bool):
-    """All steps forwards; returns the states after every step or None, the last, and the kept.
+    """Runs all steps; returns the states after every step or None, the last, and the kept values.
 
-    Kept are the states before every segment if the rest is computed again, else what `run` saves.
+    If the rest is recomputed, the states before every segment are kept; otherwise the values that
+    `run` saves.
 
     Args:
         loop: How to run; `loop.segment` is the number of steps in a segment.
@@ -55,7 +56,7 @@ def run_segments(loop: Loop, x, weights: Weights, state, mask, *, save: bool):
         weights: The weights.
         state: States before the first step, each `(batch, units)`.
         mask: `(time, batch, 1)` boolean or None.
-        save: Whether the backward pass will need anything.
+        save: Whether the backward pass will need the kept values.
     """
     keep_all = save and not loop.recompute
     recurrent = turned(loop.ahead, weights)
@@ -79,14 +80,15 @@ def run_segments(loop: Loop, x, weights: Weights, state, mask, *, save: bool):
 
 
 def run_segments_back(loop: Loop, x, weights: Weights, kept, mask, d_hs, d_last):
-    """All steps backwards, one segment after the other; arguments and results as `run_back`.
+    """All steps backwards, one segment after the other; arguments and results as for `run_back`.
 
     Args:
         loop: How to run; `loop.segment` is the number of steps in a segment.
         x: `(time, batch, features)`.
         weights: The weights.
-        kept: What `run_segments` kept: of the whole segments, and of the shorter one or None.
-        mask: As in `run_segments`.
+        kept: The kept values of `run_segments`, for the whole segments, and for the shorter one or
+            None.
+        mask: See `run_segments`.
         d_hs: Cotangent of the states after every step, or None.
         d_last: Cotangents of the final states.
     """
@@ -127,7 +129,7 @@ def run_segments_back(loop: Loop, x, weights: Weights, kept, mask, d_hs, d_last)
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """Over which axes of a mesh the batch is split, or nothing.
+    """The mesh axes that split the batch, if any.
 
     Args:
         mesh: The mesh, or None on a single device.
@@ -139,7 +141,7 @@ class Split:
 
     @property
     def parts(self) -> int:
-        """Into how many parts the batch is cut."""
+        """The number of parts of the batch."""
         if self.mesh is None:
             return 1
         parts = 1
@@ -150,13 +152,13 @@ class Split:
     def apply(self, function, loop: Loop, shared, own, weights: Weights):
         """Runs `function(loop, shared, own, weights)` on every part of the batch.
 
-        The loop lies inside `shard_map`, so that no partitioner can put a collective into it and
+        The loop is inside a `shard_map`, so that no partitioner can put a collective into it and
         layout constraints hold where they are written. Weights come in whole, and a split one is
         gathered here, once; unless the loop's units are split, and with them the weights' gates.
 
         Args:
-            function: What to run; returns arrays like `shared`, like `own`, and a sum over rows for
-                every weight, or nothing in its place. The sums are added up over devices.
+            function: The function to run. It returns arrays like `shared`, like `own`, and a sum
+                over rows for every weight, or nothing instead. The sums are added up over devices.
             loop: How to run.
             shared: Arrays over rows and features.
             own: Arrays over rows and units.
@@ -278,8 +280,8 @@ def recur(loop: Loop, split: Split, x, weights: Weights, state, mask=None):
 
     Args:
         loop: How to run.
-        split: Over which mesh axes the batch is split. A batch that does not divide is padded with
-            rows that are cut off again; rows do not see each other, so nothing else changes.
+        split: Over which mesh axes the batch is split. If the batch is not divisible, it is padded
+            with rows that are cut off again; rows are independent, so nothing else changes.
         x: `(batch, time, features)`.
         weights: The weights; with two directions each has a leading axis of two.
         state: Tuple of states before the first step, each `(batch, units)` or
@@ -329,9 +331,9 @@ def _pad(a, axis: int, short: int):
 
 
 def _pad_units(loop: Loop, weights: Weights, state, short: int):
-    """More units, so that every gate starts at a tile. Nothing leads from them to the others.
+    """Adds units, so that every gate starts at a tile. They do not affect the other units.
 
-    In memory a tile is as wide anyway; inside a kernel gates would have to be moved sideways.
+    In memory a tile is as wide anyway; inside a kernel, gates would otherwise be moved sideways.
     """
 
     def gates(w):

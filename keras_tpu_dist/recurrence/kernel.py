@@ -1,8 +1,8 @@
 """The time loop as one TPU kernel: weights and states stay on the chip, steps stream through.
 
-A loop as the compiler makes it runs some ten kernels in every step, one after the other, and each
-of them waits for its operands. In one kernel the next step's projection fills the matrix unit while
-this step's gates are worked out, and the arrays of later steps arrive meanwhile.
+A compiled loop runs about ten kernels in every step, one after the other, and every kernel waits
+for its operands. In a single kernel, the next step's projection fills the matrix unit while this
+step's gates are computed, and the arrays of later steps arrive meanwhile.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 Step = Callable[[Any, Any, Any], tuple[Any, Any]]
-# Rows of a tile in bfloat16, twice those of one in float32.
+# Rows of a tile in bfloat16, twice as many as in float32.
 TILE_ROWS = 16
 
 
@@ -26,14 +26,14 @@ class Kernel:
     """How a time loop becomes a kernel.
 
     Args:
-        parts: Into how many parts the rows are cut. Each goes through all of time, one after the
-            other or on a core of its own.
-        reread: Whether every step reads the weights anew. Read once for all steps of a block they
-            are faster (by the compiler's schedule up to 6 %) but there twice, as registers are too
-            few for them.
+        parts: The number of parts of the rows. Every part goes through all of time, one after the
+            other or on its own core.
+        reread: Whether every step reads the weights again. If they are read once for all steps of a
+            block, they are faster (up to 6 % in the compiler's schedule), but stored twice, because
+            there are too few registers for them.
         vmem_bytes: On-chip memory it may use, or None for the compiler's default.
-        interpret: Whether to run the kernel's steps as plain JAX, for where there is no TPU; or how
-            to simulate a TPU's memory and copies.
+        interpret: Whether to run the kernel's steps as plain JAX, without a TPU; or how to simulate
+            a TPU's memory and copies.
     """
 
     parts: int = 1
@@ -69,21 +69,23 @@ def over_time(
     """`lax.scan` of `step` in a single TPU kernel.
 
     Args:
-        kernel: How.
-        name: What profiles and compiled programs call it.
+        kernel: How to run.
+        name: Its name in profiles and compiled programs.
         step: `(held, carry, inputs of one step) -> (carry, outputs of one step)` of one direction.
-            No array may come in any other way.
+            It must not use other arrays.
+        held: Arrays that every step reads, such as weights.
         held: Arrays that every step reads, such as weights.
         carry: Arrays before the first step, each `(batch, units)`.
         inputs: Arrays `(time, batch, ...)`.
         reverse: Whether time runs backwards.
-        unroll: Most steps in one iteration; as many are taken as divide the length of time.
+        unroll: The maximal number of steps in one iteration; the largest divisor of the length of
+            time up to it is used.
         directions: With 2, `held` and `carry` have a leading axis of two, and `inputs` and outputs
             have it after time.
 
     Returns:
-        The carry after the last step, and the outputs of all steps, `(time, batch, ...)`. They are
-        differentiated as those of a scan.
+        The carry after the last step, and the outputs of all steps, `(time, batch, ...)`. You can
+        differentiate them like those of a scan.
     """
     return _run(_KernelCall(kernel, name, step, reverse, unroll, directions), held, carry, inputs)
 
@@ -123,7 +125,7 @@ def _run(call: _KernelCall, held, carry, inputs):
 
 
 def _body(call: _KernelCall, trees, *refs):
-    """One block of steps. The states live in the results that the last of them are written to."""
+    """One block of steps. The states are in the results that the last of them are written to."""
     step, reverse, reread = call.step, call.reverse, call.kernel.reread
     ends = [sum(t.num_leaves for t in trees[:n]) for n in range(4)]
     held_refs, first_refs, input_refs = (refs[a:b] for a, b in itertools.pairwise(ends))
@@ -150,7 +152,7 @@ def _body(call: _KernelCall, trees, *refs):
 
 @dataclasses.dataclass(frozen=True)
 class _Grid:
-    """Directions, parts of the rows, blocks of time; and what each of them sees of an array."""
+    """Directions, parts of the rows, blocks of time; and the block of an array for each of them."""
 
     directions: int
     parts: int
@@ -163,7 +165,7 @@ class _Grid:
         return self.directions, self.parts, self.blocks
 
     def whole(self, a) -> pl.BlockSpec:
-        """Read by every step: one buffer, as nothing is fetched while steps are computed."""
+        """Read by every step: one buffer, because nothing is fetched while steps are computed."""
         own, at = self._direction()
         rest = a.shape[len(own) :]
         return pl.BlockSpec(
@@ -189,7 +191,7 @@ class _Grid:
         return pl.BlockSpec((self.per_block, *own, rows // self.parts, width), index)
 
     def _direction(self):
-        """The leading axis of a block, which kernels do not see, and its index."""
+        """The leading axis of a block, hidden from kernels, and its index."""
         return ((None,), lambda d: (d,)) if self.directions == 2 else ((), lambda d: ())
 
 
@@ -205,7 +207,7 @@ def _grid(call: _KernelCall, length: int) -> _Grid:
 
 
 def _one_step(call: _KernelCall, arguments):
-    """The shapes that one step of one direction is called with."""
+    """The shapes of the arguments for one step of one direction."""
     own = call.directions - 1
     cut = own, own, own + 1
     return [

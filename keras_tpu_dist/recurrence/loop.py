@@ -1,7 +1,7 @@
-"""The time loop forwards and backwards: what every step must do, and nothing else.
+"""The time loop forwards and backwards, with as little as possible in a step.
 
-All arrays are time-major, `(time, batch, ...)`, or `(time, 2, batch, ...)` where both directions
-of a bidirectional layer run in one loop; the batch is always the second to last axis.
+All arrays are time-major, `(time, batch, ...)`, or `(time, 2, batch, ...)` if both directions of a
+bidirectional layer run in one loop; the batch is always the second to last axis.
 """
 
 import dataclasses
@@ -25,8 +25,8 @@ class Weights(NamedTuple):
         kernel: `(features, gates * units)`.
         bias: `(gates * units,)` or None.
         recurrent: `(units, gates * units)`.
-        recurrent_bias: `(gates * units,)` or None; only the GRU whose reset acts after its product
-            has one.
+        recurrent_bias: `(gates * units,)` or None; only the GRU whose reset gate acts after its
+            product has one.
     """
 
     kernel: Any
@@ -37,12 +37,12 @@ class Weights(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """How a recurrence is run; everything about it that is known before the arrays.
+    """How a recurrence runs: everything that is known before the arrays.
 
     Args:
         cell: The arithmetic of one step.
-        product: How matrix products are done.
-        sequences: Whether the states after all steps are wanted, not only the last.
+        product: How matrix products are computed.
+        sequences: Whether to return the states after all steps, or only the last.
         reverse: Whether time runs backwards.
         directions: 2 to run a forward and a backward recurrence in the same loop.
         keep: Whether the backward pass gets the activations' inputs from the forward pass (more
@@ -52,18 +52,18 @@ class Loop:
         segment: Number of steps that are projected, run and differentiated together, or None for
             all. A short segment stays in a CPU's cache.
         recompute: With segments, whether only the states between them are kept, and everything
-            inside is computed again in the backward pass.
+            inside is recomputed in the backward pass.
         unroll: Steps per iteration of the compiled loop.
-        kernel: The kernel that the loop is on TPU, or None for a loop of the compiler's.
+        kernel: The kernel for the loop on TPU, or None for a compiled loop.
         units_axes: Mesh axes over which the units are split, so that every step exchanges states.
         order: How a CPU's products read the recurrent kernel; None leaves it to the compiler.
-            `"turned"`: the loop that would read it across its order, the backward one, multiplies
-            with a transposed copy. `"first"`: products take the weight first, where it is the
-            forward loop that needs the copy.
-        unrolled: Whether there is no loop: every step has arrays of its own. Then `hoist`,
-            `unroll`, `kernel`, `order` and `pin_layout` have no effect.
-        pin_layout: Whether to force what the loop reads to be time-major in memory; for TPU, as the
-            CPU compiler gets it wrong for arrays that leave the compiled program.
+            `"turned"`: the loop that would read it across its memory order, the backward one,
+            multiplies by a transposed copy. `"first"`: products take the weight first; then the
+            forward loop needs the copy.
+        unrolled: Whether there is no loop, and every step has separate arrays. In this case
+            `hoist`, `unroll`, `kernel`, `order` and `pin_layout` have no effect.
+        pin_layout: Whether to force the loop's inputs to be time-major in memory; for TPU only,
+            because the CPU compiler gets it wrong for arrays that leave the compiled program.
     """
 
     cell: Cell
@@ -95,7 +95,7 @@ class Loop:
         if self.directions == 2 and self.unrolled:
             raise ValueError(
                 message(
-                    "Two directions run together in a loop only.",
+                    "Two directions can only run together in a loop.",
                     received={"directions": self.directions, "unrolled": True},
                     fix="Run the directions one after the other.",
                 )
@@ -103,10 +103,10 @@ class Loop:
 
     @property
     def early(self) -> bool:
-        """Whether the backward pass works out its coefficients before its loop, for all steps.
+        """Whether the backward pass computes its coefficients before its loop, for all steps.
 
-        Else it does so step by step inside, which takes less memory. Before the loop they cost no
-        memory if they are the states themselves, and little of it within a segment.
+        Otherwise it computes them step by step inside, which takes less memory. Before the loop
+        they need no memory if they are the states themselves, and little memory within a segment.
         """
         cheap = self.cell.states_suffice or self.segment is not None
         return self.kernel is None and cheap
@@ -120,21 +120,21 @@ class Loop:
 
     @property
     def ahead(self) -> Product:
-        """Products of the forward loop with what `turned` makes of the recurrent kernel."""
+        """Products of the forward loop with the result of `turned`."""
         first = self.order == "first"
         return dataclasses.replace(self.between, turned=first, weight_first=first)
 
     @property
     def back(self) -> Product:
-        """Products of the backward loop with what `turned` makes of the recurrent kernel."""
+        """Products of the backward loop with the result of `turned`."""
         turned, first = self.order == "turned", self.order == "first"
         return dataclasses.replace(self.between, turned=turned, weight_first=first)
 
     def pin(self, tree: Any) -> Any:
         """Keeps arrays time-major in memory.
 
-        Left alone, the TPU compiler lays `(time, batch, gates)` out batch-major, because that is
-        how the projection's product likes it, and then every step reads eight times its bytes.
+        By default, the TPU compiler puts `(time, batch, gates)` batch-major into memory, because
+        that suits the projection's product. Then every step reads eight times its bytes.
 
         Args:
             tree: Arrays whose first axis is time, or None.
@@ -148,14 +148,14 @@ class Loop:
 
 
 class SavedStates(NamedTuple):
-    """What the backward pass is given; `inputs` of the activations only if they are kept.
+    """The values saved for the backward pass; `inputs` of the activations only if they are kept.
 
     Args:
-        states: The states after every step; from a kernel those before every step, where only
-            products read them in the precision that products take.
+        states: The states after every step; from a kernel, the states before every step if only
+            products read them, in the products' precision.
         first: The states before the first step.
-        inputs: The activations' inputs of all steps, or None; from a kernel whose cell needs no
-            more than the states after every step, those.
+        inputs: The activations' inputs of all steps, or None; from a kernel whose cell only needs
+            the states after every step, those.
     """
 
     states: State
@@ -164,10 +164,10 @@ class SavedStates(NamedTuple):
 
 
 def ready(loop: Loop, weights: Weights) -> Weights:
-    """Weights rounded once for all products, biases so that they broadcast against a step.
+    """Weights rounded once for all products, and biases in a shape that broadcasts against a step.
 
     Args:
-        loop: How to run; its `product` says how weights are rounded.
+        loop: How to run; its `product` defines the rounding.
         weights: The weights in their own precision.
     """
     kernel, bias, recurrent, recurrent_bias = weights
@@ -189,7 +189,7 @@ def flip_second(x):
 
 
 def turned(product: Product, weights: Weights) -> Array:
-    """The recurrent kernel for the products of a loop; made once, also where segments run.
+    """The recurrent kernel for the products of a loop; computed once, also for segments.
 
     Args:
         product: The products that the loop does, `Loop.ahead` or `Loop.back`.
@@ -200,7 +200,7 @@ def turned(product: Product, weights: Weights) -> Array:
     """
     recurrent = product.weight(weights.recurrent)
     if product.turned:
-        # Left to itself XLA would fold the transposition into every step's product again.
+        # Otherwise XLA would move the transposition back into every step's product.
         recurrent = lax.optimization_barrier(jnp.swapaxes(recurrent, -1, -2))
     return recurrent
 
@@ -232,7 +232,7 @@ def project(loop: Loop, x: Array, weights: Weights) -> Array:
 
 
 def mask_for(loop: Loop, mask):
-    """A mask as the loop takes it: kernels cannot hold booleans in memory.
+    """A mask for the loop: kernels cannot hold booleans in memory.
 
     Args:
         loop: How to run.
@@ -242,23 +242,23 @@ def mask_for(loop: Loop, mask):
 
 
 def alive_in(mask_now, like):
-    """A step's mask for every unit; kernels have it as numbers, which they can repeat.
+    """A step's mask for every unit; in kernels it is numeric, so that they can repeat it.
 
     Args:
-        mask_now: `(batch, 1)` or `(2, batch, 1)`, boolean or of numbers, as `mask_for` made it.
+        mask_now: `(batch, 1)` or `(2, batch, 1)`, boolean or numeric, from `mask_for`.
         like: A state, `(batch, units)` or `(2, batch, units)`; only its shape is read.
     """
     return jnp.broadcast_to(mask_now, like.shape) != 0
 
 
 def over_steps(loop: Loop, name, step, held, carry, inputs, *, reverse: bool) -> tuple[Any, Any]:
-    """`lax.scan` of `step`, on TPU in one kernel or at least without filling memory twice.
+    """`lax.scan` of `step`, on TPU in one kernel, or at least without filling memory twice.
 
     Args:
         loop: How to run.
-        name: Which loop it is, for the name of its kernel.
+        name: The loop's name, for its kernel.
         step: `(held, carry, inputs of one step) -> (carry, outputs of one step)`, in a kernel of
-            one direction. There no array may come in any other way.
+            one direction. There it must not use other arrays.
         held: Arrays that every step reads, such as weights.
         carry: Arrays before the first step, each `(batch, units)` or `(2, batch, units)`.
         inputs: Arrays over time, `(time, batch, ...)` or `(time, 2, batch, ...)`.
@@ -288,10 +288,10 @@ def over_steps(loop: Loop, name, step, held, carry, inputs, *, reverse: bool) ->
 
 
 def _into_empty(loop: Loop, step, carry, inputs, reverse: bool) -> tuple[Any, Any]:
-    """`lax.scan` of `step` that writes into memory that nothing has filled before.
+    """`lax.scan` of `step` that writes into uninitialized memory.
 
-    A scan clears what it will write, unless the compiler sees that all of it is written; of loops
-    that run backwards it does not. That is a pass over as much memory as the loop itself touches.
+    A scan clears the memory for its outputs, unless the compiler sees that all of it is written,
+    which it does not for backward loops. Clearing touches as much memory as the loop itself.
     """
     length = jax.tree.leaves(inputs)[0].shape[0]
     unroll = min(loop.unroll, length)
@@ -310,7 +310,7 @@ def _into_empty(loop: Loop, step, carry, inputs, reverse: bool) -> tuple[Any, An
 
     shapes = jax.eval_shape(lambda c: step(c, at(0))[1], carry)
     empty = jax.tree.map(lambda s: lax.empty((length, *s.shape), s.dtype), shapes)
-    # Of a carry that starts as a constant the compiler makes a choice in every iteration.
+    # If a carry starts as a constant, the compiler adds a selection to every iteration.
     return lax.fori_loop(0, length, body, (lax.optimization_barrier(carry), empty), unroll=unroll)
 
 
@@ -325,8 +325,8 @@ def run(
         weights: The weights.
         state: States before the first step, each `(batch, units)`.
         mask: `(time, batch, 1)` boolean, False where the state is carried over, or None.
-        save: Whether the backward pass will need anything.
-        recurrent: What `turned` makes of the weights for `loop.ahead`, if that has been done.
+        save: Whether the backward pass will need the saved values.
+        recurrent: The result of `turned` for `loop.ahead`, if it is already computed.
 
     Returns:
         The states `h` after every step or None, the final states, and `SavedStates` or None.
@@ -364,7 +364,7 @@ def run(
 
 
 def _outputs(loop: Loop, before: State, after: State, at, dtype, save: bool) -> dict[str, Any]:
-    """What a step forwards writes to memory."""
+    """The values that a forward step writes to memory."""
     out = {}
     if loop.sequences:
         out["h"] = after[0].astype(dtype)
@@ -380,17 +380,17 @@ def _outputs(loop: Loop, before: State, after: State, at, dtype, save: bool) -> 
         if loop.cell.states_suffice:
             out["inputs"] = after[0]
     else:
-        # The states after a step are made by the kernel that could also write them out; those
-        # before it would need a kernel of their own. If h is given out it is kept already.
+        # The kernel that computes the states after a step can also write them; the states before it
+        # would need a separate kernel. If h is an output, it is kept already.
         out["states"] = after[1:] if loop.sequences else after
     return out
 
 
 def _shift(loop: Loop, after: Array, first: Array) -> Array:
-    """The states before every step, from those after and the one before the first.
+    """The states before every step, from those after every step and the first one.
 
-    On TPU as a choice between a shifted view and the first state, which kernels compute while they
-    read, where joining the two would be a copy; on CPU a copy is the faster of the two.
+    On TPU this is a selection between a shifted view and the first state, which kernels compute
+    while they read; joining the two would be a copy. On CPU a copy is faster.
     """
     first = first[None].astype(after.dtype)
     if not loop.pin_layout:
@@ -404,7 +404,7 @@ def _shift(loop: Loop, after: Array, first: Array) -> Array:
 
 
 def _inputs(loop: Loop, x, weights: Weights, saved: SavedStates, previous: State):
-    """The activations' inputs, or the states after where those suffice."""
+    """The activations' inputs, or the states after the steps if those suffice."""
     if saved.inputs is not None:
         return saved.inputs
     if loop.cell.states_suffice:
@@ -413,7 +413,7 @@ def _inputs(loop: Loop, x, weights: Weights, saved: SavedStates, previous: State
 
 
 def _rebuilt(loop: Loop, x, weights: Weights, previous: State):
-    """The activations' inputs again, of all steps or of one."""
+    """Rebuilds the activations' inputs, of all steps or of one."""
     projected = project(loop, x, weights)
     return loop.cell.rebuild(
         loop.between, weights.recurrent, weights.recurrent_bias, projected, previous
@@ -429,11 +429,11 @@ def run_back(
         loop: How to run.
         x: `(time, batch, features)`.
         weights: The weights.
-        saved: What `run` saved.
-        mask: As in `run`.
+        saved: The saved values of `run`.
+        mask: See `run`.
         d_hs: Cotangent of the states after every step, or None.
         d_last: Cotangents of the final states.
-        recurrent: What `turned` makes of the weights for `loop.back`, if that has been done.
+        recurrent: The result of `turned` for `loop.back`, if it is already computed.
 
     Returns:
         The cotangents of x, of the weights (accumulated in at least float32) and of the states
@@ -475,7 +475,7 @@ def run_back(
 
 
 def _rebuilds_by_step(loop: Loop, saved: SavedStates) -> bool:
-    """Only a kernel does: it has the weights at hand in every step."""
+    """True only for a kernel, which has the weights available in every step."""
     can = loop.kernel is not None and loop.cell.rebuilds_by_step and loop.directions == 1
     return can and saved.inputs is None
 
@@ -496,18 +496,18 @@ def _step(loop: Loop, rebuild: bool, emit, weights: Weights, d_after: State, inp
 
 
 def step_back(back, emit, d_after: State, d_h, mask_now):
-    """One step backwards, where its mask lets it be one.
+    """One step backwards, if its mask allows it.
 
     Args:
         back: Maps cotangents of the states after the step to those of the states before it, and to
-            what `Cell.retreat` emits.
-        emit: The dtype in which products read what the step emits.
-        d_after: Cotangents of the states after the step, but for `d_h`.
-        d_h: Cotangent of what the step gave out, or None.
+            the emitted values of `Cell.retreat`.
+        emit: The dtype in which products read the emitted values.
+        d_after: Cotangents of the states after the step, without `d_h`.
+        d_h: Cotangent of the step's output, or None.
         mask_now: The step's mask, or None.
 
     Returns:
-        What `back` does.
+        The results of `back`.
     """
     if d_h is not None:
         d_after = (d_after[0] + d_h, *d_after[1:])
@@ -518,7 +518,7 @@ def step_back(back, emit, d_after: State, d_h, mask_now):
     d_before, emitted = back(d_step)
     if mask_now is not None:
         d_before = tuple(b + jnp.where(alive, 0, d) for b, d in zip(d_before, d_after))
-    # Nothing but products reads what a step emits.
+    # Only products read the emitted values of a step.
     return d_before, tuple(part.astype(emit) for part in emitted)
 
 
@@ -530,15 +530,15 @@ def project_back(loop: Loop, x, weights: Weights, parts, totals):
         x: `(time, batch, features)`.
         weights: The weights as `ready` returns them.
         parts: Cotangents that follow one another along the gates; joining them would copy all of
-            them, which only few rows are worth.
-        totals: The sum over rows of each part, or None where the kernel's product is to find it.
+            them, which only pays for few rows.
+        totals: The sum over rows of every part, or None if the kernel's product computes it.
     """
     product = loop.product
     if loop.directions == 2:
         parts = [flip_second(part) for part in parts]
     kernel = weights.kernel
     if loop.order and len(parts) > 1 and x.shape[0] * x.shape[-2] < kernel.shape[-2]:
-        # On a CPU a weight's columns are copied to be multiplied with.
+        # On a CPU, a part of a weight's columns would be copied before the product.
         parts, totals = [join(*parts)], [None]
     spec = "tdbg,dfg->tbf" if loop.directions == 2 else "tbg,fg->tbf"
     d_x = jnp.zeros((), jnp.promote_types(kernel.dtype, jnp.float32))

@@ -1,6 +1,6 @@
-"""Which variant of the gradient runs where, by a stated rule.
+"""Chooses the variant of the gradient, by a documented rule.
 
-One is the time loop as one kernel, where a TPU core's on-chip memory (VMEM) has room for it.
+One variant is the time loop as one kernel, if it fits into a TPU core's on-chip memory (VMEM).
 """
 
 import dataclasses
@@ -17,14 +17,14 @@ from keras_tpu_dist.recurrence.kernel import TILE_ROWS, Kernel
 
 
 def check_unroll(unroll: bool | int) -> bool | int:
-    """Refuses what cannot be a number of steps.
+    """Raises a `ValueError` for an invalid `unroll`.
 
     Args:
         unroll: True for all steps, False to leave the number open, or the number of steps in one
             iteration of the compiled loop.
 
     Returns:
-        What was given.
+        The value.
 
     Raises:
         ValueError: If it is neither a boolean nor a whole number of at least 1.
@@ -44,15 +44,15 @@ def check_unroll(unroll: bool | int) -> bool | int:
 
 
 def check_segment(segment: int | str | None, steps: int | None = None) -> int | str | None:
-    """Refuses segments that cannot be; with the number of steps, resolves "auto".
+    """Raises a `ValueError` for an invalid `segment`; resolves "auto" if the length is known.
 
     Args:
         segment: None, "auto", or the number of steps between kept states.
-        steps: The length of time if it is known.
+        steps: The length of time, if known.
 
     Returns:
-        The segment as given, or for "auto" with known `steps` about the square root of it: states
-        at the ends of the segments and one segment's gates then take about equal room.
+        The segment as given, or, for "auto" with known `steps`, about the square root of it: states
+        at the ends of the segments and one segment's gates then take about equal memory.
 
     Raises:
         ValueError: If it is neither, or longer than time.
@@ -94,23 +94,24 @@ def _near_root(steps: int) -> int:
 
 # Values of a tile side by side, on every TPU.
 LANES = 128
-# Rows the matrix unit takes in the time it takes to load their weights: 128 on every TPU.
+# Rows that the matrix unit processes in the time it takes to load weights: 128 on every TPU.
 MATRIX_ROWS = 128
-# By the compiler's schedule four steps an iteration are up to 10 % faster than one, eight no more.
+# In the compiler's schedule, four steps an iteration are up to 10 % faster than one; eight are not.
 STEPS = 4
-# So many steps are one block, without a loop over blocks: 10 to 32 took 0.70 to 0.84 of the cycles
-# of several (`benchmarks/recurrent.py tpu --unrolled`, v5e, v5p and v6e, 128 to 512 units).
+# Up to so many steps are one block, without a loop over blocks: 10 to 32 steps took 0.70 to 0.84 of
+# the cycles of several blocks (`benchmarks/recurrent.py tpu --unrolled`, v5e, v5p and v6e, 128 to
+# 512 units).
 _WHOLE_STEPS = 32
-# With fewer units more than half of what is kept for the backward pass would be padding.
+# With fewer units, more than half of the memory kept for the backward pass would be padding.
 FEWEST_UNITS = 64
 _MIB = 2**20
-# What the compiler gives to a kernel that does not say what it needs.
+# The compiler's limit for a kernel that does not set one.
 _DEFAULT_LIMIT = 16 * _MIB
 
 
 @dataclasses.dataclass(frozen=True)
 class Core:
-    """What kernels need to know of a TPU.
+    """The properties of a TPU core that kernels depend on.
 
     Args:
         vmem_bytes: On-chip memory of one core.
@@ -148,18 +149,18 @@ def padded(size: int) -> int:
 def need(
     cell: Cell, sizes: Sizes, *, parts: int, steps: int, reread: bool, hoist: bool, keep: bool
 ) -> int:
-    """Bytes of on-chip memory that the larger of the two loops takes, at most.
+    """Bytes of on-chip memory that the larger of the two loops needs, at most.
 
-    Weights are there once, or twice without `reread`; states and the blocks of all other arrays
-    twice, as one is computed while the next arrives; the values of a step, with those spilled from
-    registers, four times.
+    Weights are stored once, or twice without `reread`. States and the blocks of all other arrays
+    are stored twice, because one is computed while the next arrives. The values of a step, with
+    those spilled from registers, count four times.
 
     Args:
         cell: The recurrence.
-        sizes: The layer's.
-        parts: Into how many parts the rows are cut.
+        sizes: The layer's sizes.
+        parts: The number of parts of the rows.
         steps: Steps in a block.
-        reread: As in `Kernel`.
+        reread: See `Kernel`.
         hoist: Whether the input is projected before the loop.
         keep: Whether the activations' inputs are kept.
     """
@@ -185,19 +186,19 @@ def fitted(
     hoist: bool,
     keep: bool,
 ) -> tuple[Kernel, int] | None:
-    """The kernel and the most steps in one of its blocks, or None if there is no room.
+    """The kernel and the maximal number of steps in its blocks, or None if there is no room.
 
-    Three quarters of the memory may be used. Rows are cut into as many parts as there are cores, or
-    more if that makes room and leaves the matrix unit full.
+    Three quarters of the memory may be used. Rows are divided into as many parts as there are
+    cores, or more if that makes room and leaves the matrix unit full.
 
     Args:
         cell: The recurrence.
-        sizes: The layer's.
-        core: The chip's.
+        sizes: The layer's sizes.
+        core: The chip's core.
         length: The length of time in steps.
-        most: The most steps in one iteration, or None for all of a few, else `STEPS`.
-        hoist: As in `need`.
-        keep: As in `need`.
+        most: The maximal number of steps in one iteration; None for all of a few, else `STEPS`.
+        hoist: See `need`.
+        keep: See `need`.
     """
     for steps in _steps_of_blocks(length, most):
         for parts, reread in itertools.product(_cuts(sizes.batch, core.cores), (False, True)):
@@ -210,7 +211,7 @@ def fitted(
 
 
 def _steps_of_blocks(length: int, most: int | None) -> Iterator[int]:
-    """How many steps a block may have at most, the fastest first."""
+    """Maximal numbers of steps in a block, the fastest first."""
     if most is None and length <= _WHOLE_STEPS:
         yield length
     steps = most or STEPS
@@ -228,7 +229,7 @@ def _cuts(rows: int, cores: int) -> Iterator[int]:
 
 
 def unfit(cell: Cell, units: int) -> str | None:
-    """Why a recurrence cannot be a kernel, whatever the memory; None if it can.
+    """The reason why a recurrence cannot be a kernel, whatever the memory; None if it can.
 
     Args:
         cell: The recurrence.
@@ -254,7 +255,7 @@ ROWS_IN_CACHE = 512
 WEIGHT_FIRST_BYTES = 2**22
 # A sixteenth of the memory of the smallest TPU core that XLA still serves (v5e: 16 GB).
 KEPT_BYTES = 2**30
-# A hundred steps of ten units take the TPU compiler 8 s, a loop over them 1 s.
+# The TPU compiler takes 8 s for a hundred steps of ten units, and 1 s for a loop over them.
 UNROLLED_STEPS = 128
 
 
@@ -266,12 +267,12 @@ class Variant(Printed):
         keep: Whether the forward pass keeps the activations' inputs.
         hoist: Whether the input of all steps is projected before the loop.
         unroll: Steps per iteration of the compiled loop.
-        segment: Steps that are run and differentiated together, or None for all.
+        segment: Steps that run and are differentiated together, or None for all.
         recompute: With segments, whether only the states between them are kept.
-        reason: Why.
-        kernel: The kernel that the loop is, or None for the compiler's loop.
-        order: How a CPU's products read the recurrent kernel, as in `Loop`.
-        unrolled: Whether there is no loop, and every step has arrays of its own.
+        reason: The reason.
+        kernel: The kernel for the loop, or None for a compiled loop.
+        order: How a CPU's products read the recurrent kernel; see `Loop`.
+        unrolled: Whether there is no loop, and every step has separate arrays.
     """
 
     keep: bool
@@ -299,7 +300,7 @@ class Variant(Printed):
         )
 
     def to_dict(self):
-        """The choice as plain values."""
+        """The choice as plain data."""
         return dataclasses.asdict(self)
 
 
@@ -318,19 +319,18 @@ def choose(
 ) -> Variant:
     """The variant for a layer.
 
-    The rule. What the user asked for with `segment` is done. On CPU, time is run and differentiated
-    in segments of `ROWS_IN_CACHE` rows, with everything kept, and one loop multiplies with a
-    transposed copy of the recurrent kernel, because a product that transposes it reads it up to
-    twice as slowly: the backward loop, or, where a kernel of `WEIGHT_FIRST_BYTES` or more comes
-    first in the loops' products, the forward one. Elsewhere all steps are differentiated together,
-    and the activations' inputs are kept from the forward pass if that takes at most `KEPT_BYTES` on
-    a device, else rebuilt. On TPU nothing else is written to memory for the loops: the input is
-    projected inside the forward loop where that costs the matrix unit less time than the projection
-    of all steps costs HBM (`_hoisted`).
-    There the loop is one kernel if its weights, states and a few steps fit the core's on-chip
-    memory (`on_chip.fitted`), with `unroll=True` too, as it is faster. Where it cannot be,
-    `unroll=True` means no loop and nothing stacked over time, which is also chosen for cells of
-    fewer than `FEWEST_UNITS` units over at most `UNROLLED_STEPS` steps: a loop of the compiler's
+    The rule: `segment` of the user applies. On CPU, time runs and is differentiated in segments of
+    `ROWS_IN_CACHE` rows, with everything kept. One loop multiplies by a transposed copy of the
+    recurrent kernel, because a product that transposes it reads it up to twice as slowly. This is
+    the backward loop, or, if a kernel of `WEIGHT_FIRST_BYTES` or more comes first in the products,
+    the forward loop. On other platforms all steps are differentiated together. The activations'
+    inputs are kept from the forward pass if that takes at most `KEPT_BYTES` on a device; otherwise
+    they are rebuilt. On TPU nothing else is written to memory for the loops: the input is projected
+    inside the forward loop if that costs the matrix unit less time than the projection of all steps
+    costs HBM (`_hoisted`). The loop is one kernel if its weights, states and a few steps fit the
+    core's on-chip memory (`fitted`), also with `unroll=True`, because it is faster. If it cannot be
+    a kernel, `unroll=True` means no loop and nothing stacked over time. That is also chosen for
+    cells of fewer than `FEWEST_UNITS` units over at most `UNROLLED_STEPS` steps: a compiled loop
     takes several times as long to start its kernels as they take to run.
 
     Args:
@@ -340,11 +340,11 @@ def choose(
         steps: Length of time.
         units: Size of the state.
         features: Size of the input, or None if it is not known.
-        unroll: True for no loop of the compiler's, False for the rule's choice, or the number of
-            steps per iteration.
-        segment: As `check_segment` accepts.
-        directions: 2 where two directions run in one loop; their input is projected before it.
-        core: What a kernel would run on, or why there can be none.
+        unroll: True for no compiled loop, False for the rule's choice, or the number of steps per
+            iteration.
+        segment: See `check_segment`.
+        directions: 2 if two directions run in one loop; their input is projected before it.
+        core: The core that a kernel would run on, or the reason why there can be none.
 
     Returns:
         The choice and its reason.
@@ -411,7 +411,7 @@ def _why_kept(cell: Cell, size: int) -> str:
 
 
 def _why_unrolled(unroll: bool | int, units: int, steps: int) -> str | None:
-    """Why there is no loop where there can be no kernel, or None if there is one."""
+    """The reason for no loop if there can be no kernel, or None if there is a loop."""
     if unroll is True:
         return "unroll=True asks for no loop"
     if unroll is False and units < FEWEST_UNITS and steps <= UNROLLED_STEPS:
@@ -422,7 +422,7 @@ def _why_unrolled(unroll: bool | int, units: int, steps: int) -> str | None:
 def _as_kernel(
     cell: Cell, variant: Variant, sizes: Sizes, length: int, unroll: bool | int, core: Core | str
 ) -> tuple[Variant, bool]:
-    """The variant as one kernel; or with the reason why it is none, and whether it is none."""
+    """The variant as one kernel; or with the reason why it cannot be one, and True."""
     without = core if isinstance(core, str) else unfit(cell, sizes.units)
     most = None if isinstance(unroll, bool) else unroll
     for hoist in dict.fromkeys([variant.hoist, True]):
@@ -437,20 +437,19 @@ def _as_kernel(
     return dataclasses.replace(variant, reason=f"{variant.reason}; no kernel, as {without}"), True
 
 
-# Multiplications a TPU v5e's core does while HBM moves one byte, 65536 a cycle and 546 bytes a
+# Multiplications that a TPU v5e's core computes while HBM moves one byte: 65536 and 546 bytes a
 # cycle (197 TFLOP/s, 819 GB/s, 1.5 GHz).
 MULTIPLICATIONS_PER_BYTE = 120
-# A quarter of the on-chip memory of a TPU v5e: what is smaller usually stays there.
+# A quarter of the on-chip memory of a TPU v5e: smaller arrays usually stay there.
 ON_CHIP_BYTES = 2**25
 
 
 def _hoisted(batch: int, features: int | None, projection: int) -> bool:
     """Whether projecting the input of all steps before the loop is faster on TPU.
 
-    In front of the loop a projection of so many bytes is written to HBM and read again, 8 bytes for
-    every row and gate, unless it stays on the chip. Inside the loop it always does, but a step of
-    fewer rows than the matrix unit takes leaves it idle for the rest of them, once for every
-    feature.
+    Before the loop, the projection is written to HBM and read again, 8 bytes for every row and
+    gate, unless it stays on the chip. Inside the loop it always does; but if a step has fewer rows
+    than the matrix unit takes, the unit is idle for the rest of them, once for every feature.
 
     References:
         https://cloud.google.com/tpu/docs/v5e for the speeds.

@@ -1,10 +1,10 @@
-"""Weights that are split over devices: brought together before the loop, or regrouped by units.
+"""Weights that are split over devices: gathered before the loop, or regrouped by units.
 
-A weight of `gates * units` columns that is split over devices lies there in contiguous pieces: one
-device may have two whole gates, or the end of one and the beginning of the next. A loop whose units
-are split needs the same units of every gate on a device. Each device has as many blocks of columns
-as there are gates, and needs as many, so that they reach their places in that many rounds in which
-every device sends one block and gets one.
+A split weight of `gates * units` columns is in contiguous pieces: one device may have two whole
+gates, or the end of one and the beginning of the next. A loop whose units are split needs the same
+units of every gate on a device. Every device has and needs as many blocks of columns as there are
+gates. So the blocks get to their places in that many rounds, in which every device sends one block
+and gets one.
 """
 
 import dataclasses
@@ -20,22 +20,22 @@ from scipy.sparse.csgraph import maximum_bipartite_matching
 
 from keras_tpu_dist.common.printed import Printed
 
-# A sixteenth of the memory of the smallest TPU core that XLA still serves (v5e: 16 GB), as much as
-# may be kept for the backward pass.
+# A sixteenth of the memory of the smallest TPU core that XLA still serves (v5e: 16 GB), the same
+# limit as for values kept for the backward pass.
 GATHERED_BYTES = 2**30
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Gathering(Printed):
-    """What a layer does some of whose weights are split over devices.
+    """How a layer handles weights that are split over devices.
 
     Args:
-        gather: Whether its weights are brought together, once before the loop, which then has no
-            collective in it.
-        units_axes: Otherwise the mesh axes over which its units are split, each with its part of
-            every gate, so that the loop exchanges states; none where Keras's path must be taken.
-        bytes: Bytes of its weights, whole.
-        reason: Why.
+        gather: Whether its weights are gathered once before the loop, which then has no collective
+            in it.
+        units_axes: Otherwise the mesh axes over which its units are split, every device with its
+            part of every gate, so that the loop exchanges states; empty if Keras's path runs.
+        bytes: Bytes of its whole weights.
+        reason: The reason.
     """
 
     gather: bool
@@ -47,7 +47,7 @@ class Gathering(Printed):
         return self.reason
 
     def to_dict(self):
-        """The choice as plain values."""
+        """The choice as plain data."""
         return dataclasses.asdict(self)
 
 
@@ -59,17 +59,17 @@ def gathering(
     mesh: Mapping[str, int],
     data_axes: tuple[str, ...],
 ) -> Gathering:
-    """The choice for a layer some of whose weights are split over devices.
+    """The choice for a layer with weights that are split over devices.
 
-    A split kept inside the loop exchanges states in every step, hundreds of small collectives where
-    two large ones do. So weights are gathered as long as a device has room for all of them.
+    If the split is kept inside the loop, every step exchanges states: hundreds of small collectives
+    instead of two large ones. So weights are gathered if a device has room for all of them.
 
     Args:
-        size: Bytes of the layer's weights, whole.
+        size: Bytes of the layer's whole weights.
         units: Size of the state.
         axes: Mesh axes over which the recurrent kernel's last dimension is split.
         mesh: Sizes of the mesh's axes.
-        data_axes: Those that split the batch.
+        data_axes: The axes that split the batch.
     """
     have = f"its weights are split and {size / 2**20:.1f} MiB whole"
     if size <= GATHERED_BYTES:
@@ -89,15 +89,15 @@ def gathering(
 
 @functools.cache
 def rounds(gates: int, ways: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Who sends what in which round.
+    """The sender, receiver and block of every round.
 
     Args:
         gates: Gates of the recurrence, and blocks of a device.
         ways: Devices over which the columns are split.
 
     Returns:
-        For each round `(to, place, gate)`: for every device the one it sends to, the place of the
-        block it sends among its own, and the gate that block is of.
+        For every round `(to, place, gate)`: for every device the one it sends to, the position of
+        the block among its own, and the block's gate.
 
     References:
         König, 1916: a bipartite graph whose nodes all have the same number of edges falls apart

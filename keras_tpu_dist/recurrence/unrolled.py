@@ -1,8 +1,8 @@
-"""Time without a loop: every step has arrays of its own, and nothing is stacked over time.
+"""Time without a loop: every step has separate arrays, and nothing is stacked over time.
 
-A cell of few units is done sooner than a kernel of the compiler's starts, so what counts is how
-many of those a step has. Here it has one product of the input and the state together, forwards and
-for the gradient of the weights, where a cell as Keras writes it has two of each and a sum.
+A cell with few units is computed sooner than a kernel of the compiler starts, so the number of
+kernels in a step matters. Here a step has one product for input and state together, forwards and
+for the gradient of the weights; Keras's cells have two of each and a sum.
 """
 
 import functools
@@ -27,10 +27,10 @@ from keras_tpu_dist.recurrence.plan import MATRIX_ROWS
 def run_unrolled(
     loop: Loop, x, weights: Weights, state: State, mask, *, save: bool, recurrent=None
 ):
-    """All steps forwards, one direction; arguments and results as those of `run`.
+    """All steps forwards, one direction; arguments and results as for `run`.
 
-    What is saved is a list over time: the states before a step, and the activations' inputs, the
-    states after where those suffice, or None.
+    The saved value is a list over time: the states before a step, and the activations' inputs, the
+    states after the step if those suffice, or None.
 
     Args:
         loop: How to run.
@@ -38,8 +38,8 @@ def run_unrolled(
         weights: The weights.
         state: States before the first step, each `(batch, units)`.
         mask: `(time, batch, 1)` boolean, False where the state is carried over, or None.
-        save: Whether the backward pass will need anything.
-        recurrent: Not read: products of steps take the weight as it is.
+        save: Whether the backward pass will need the saved values.
+        recurrent: Ignored: products of steps take the weight as it is.
     """
     del recurrent
     cell, own = loop.cell, ready(loop, weights)
@@ -68,7 +68,8 @@ def _order(reverse: bool, x) -> range:
 def _together(loop: Loop, weights: Weights) -> bool:
     """Whether input and state are multiplied in one product.
 
-    That saves kernels as long as both fit the matrix unit's rows; beyond it only copies the input.
+    This saves kernels as long as both fit the matrix unit's rows; for larger ones it only copies
+    the input.
     """
     both = weights.kernel.shape[-2] + weights.recurrent.shape[-2]
     return loop.cell.joins and not loop.units_axes and both <= MATRIX_ROWS
@@ -95,7 +96,7 @@ def _advance_together(loop: Loop, weights: Weights):
 
 
 def _rows(loop: Loop, x_now, state: State, *more):
-    """What a step multiplies: the input and the state before."""
+    """The rows of a step's product: the input and the previous state."""
     x_now = loop.product.weight(x_now)
     return join(x_now, state[0].astype(x_now.dtype), *more)
 
@@ -103,17 +104,17 @@ def _rows(loop: Loop, x_now, state: State, *more):
 def run_unrolled_back(
     loop: Loop, x, weights: Weights, steps, mask, d_hs, d_last: State, recurrent=None
 ):
-    """All steps backwards; arguments and results as those of `run_back`.
+    """All steps backwards; arguments and results as for `run_back`.
 
     Args:
         loop: How to run.
         x: `(time, batch, features)`.
         weights: The weights.
-        steps: What `run_unrolled` saved.
-        mask: As in `run_unrolled`.
+        steps: The saved values of `run_unrolled`.
+        mask: See `run_unrolled`.
         d_hs: Cotangent of the states after every step, or None.
         d_last: Cotangents of the final states.
-        recurrent: Not read.
+        recurrent: Ignored.
     """
     del recurrent
     own = ready(loop, weights)
@@ -137,7 +138,8 @@ def run_unrolled_back(
 
 
 def _back_together(loop: Loop, own: Weights, weights: Weights):
-    """How a step goes back, what it adds to a sum, and what the sum says of the weights."""
+    """Functions for a step backwards: the step, its summand, and the weights' gradients from the
+    sum."""
     cell, product = loop.cell, loop.product
     wide = jax.tree.map(lambda w: w.astype(jnp.promote_types(w.dtype, jnp.float32)), weights)
     (weight, bias), transpose = jax.vjp(cell.joined, wide)
@@ -165,7 +167,7 @@ def _back_together(loop: Loop, own: Weights, weights: Weights):
 
 
 def _back(loop: Loop, own: Weights, weights: Weights):
-    """The same by the cell's rules for all of time, for one step."""
+    """The same for one step, by the cell's rules for all of time."""
 
     def retreat(coefficients, cotangent):
         return loop.cell.retreat(loop.between, own.recurrent, coefficients, cotangent)

@@ -31,7 +31,7 @@ def own_blocks(array: jax.Array, axis: int, strategy: Strategy) -> dict[int, jax
         strategy: The strategy.
 
     Raises:
-        RuntimeError: If a replica's part does not lie in this process as a whole.
+        RuntimeError: If a replica's part is not completely in this process.
     """
     shape = list(array.shape)
     shape[axis] //= strategy.num_replicas_in_sync
@@ -52,7 +52,7 @@ def _whole(shards: list, shape: tuple[int, ...], axis: int) -> jax.Array:
     if sum(piece.data.size for piece in pieces) < math.prod(shape):
         raise RuntimeError(
             message(
-                "A process reads the values of its replicas that lie in it as a whole.",
+                "A process can only read values of replicas that it holds completely.",
                 received={"shape": shape, "parts here": [piece.data.shape for piece in pieces]},
                 fix="Their sequences are split over processes: call strategy.gather in all.",
             )
@@ -79,10 +79,11 @@ def every_block(array: jax.Array, axis: int, strategy: Strategy) -> list[np.ndar
 
 
 def from_blocks(blocks: Mapping[int, Any], axis: int, strategy: Strategy) -> jax.Array:
-    """Host arrays of one shape as one array, each on the devices of its replica.
+    """Joins host arrays of one shape into one array, each block on the devices of its replica.
 
     Args:
-        blocks: The arrays by the number of their replica, at least those of this process's.
+        blocks: The arrays by the number of their replica, at least for the replicas of this
+            process.
         axis: The dimension along which they are joined.
         strategy: The strategy.
     """

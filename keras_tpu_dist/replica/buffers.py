@@ -1,4 +1,4 @@
-"""Which arrays a launch of replica code may consume: those that such a launch made."""
+"""Which arrays a launch of replica code may consume: the outputs of earlier launches."""
 
 import threading
 import weakref
@@ -15,12 +15,12 @@ from keras_tpu_dist.training.buffers import copy_apart
 class ReplicaBuffers:
     """The arrays of variables that a strategy's replica code updates in place.
 
-    What `training.buffers.Buffers` is to one model's steps: XLA overwrites a donated
-    array even if something else refers to it. Functions that update other sets of variables take
-    turns here, so each variable knows by itself whether its array may be consumed.
+    It does the same as `training.buffers.Buffers` for the steps of one model: XLA overwrites a
+    donated array even if something else refers to it. Functions that update different sets of
+    variables take turns here, so every variable knows by itself whether its array may be consumed.
 
     Attributes:
-        lock: Held while a launch consumes arrays and until the variables have the new ones.
+        lock: Held while a launch consumes arrays, until the variables have the new ones.
     """
 
     def __init__(self):
@@ -29,7 +29,7 @@ class ReplicaBuffers:
 
     @property
     def elsewhere(self) -> bool:
-        """Whether the thread that launched last is another one, and goes on."""
+        """Whether another thread launched last, and its launch still runs."""
         thread = self._thread
         return thread not in (None, threading.current_thread()) and thread.is_alive()
 
@@ -38,10 +38,11 @@ class ReplicaBuffers:
         """The context of a launch: the values of variables, which it may consume.
 
         Args:
-            variables: Those that the launch consumes. `made` is called with their new values.
+            variables: The variables that the launch consumes. `made` is called with their new
+                values.
 
         Raises:
-            Exception: What the launch raises, with a note if it has consumed values already.
+            Exception: The exception of the launch, with a note if it has already consumed values.
         """
         with self.lock:
             self._thread = threading.current_thread()
@@ -62,10 +63,10 @@ class ReplicaBuffers:
                 raise
 
     def made(self, variables: list, values: list[jax.Array]) -> None:
-        """Gives variables the outputs of a launch.
+        """Assigns the outputs of a launch to variables.
 
         Args:
-            variables: Those that the launch updated.
+            variables: The variables that the launch updated.
             values: The new values.
         """
         _keras.follow_state((variables,), (values,))
@@ -75,12 +76,12 @@ class ReplicaBuffers:
                 owner.made = weakref.ref(value)
 
     def _owns(self, owner: Any) -> bool:
-        # One of another strategy has another lock.
+        # A variable of another strategy has another lock.
         return isinstance(owner, _Owner) and owner.buffers is self
 
 
 class _Owner:
-    """Knows of one variable whether its array is that of a launch, and nobody has read it."""
+    """Knows whether the array of a variable comes from a launch and nobody has read it."""
 
     def __init__(self, buffers: ReplicaBuffers):
         self.buffers = buffers
@@ -103,12 +104,12 @@ class _Owner:
         return value
 
     def held_beside(self) -> None:
-        """Takes note that a call of a model reads the variable and keeps its array for long."""
+        """Notes that a call of a model reads the variable and keeps its array for long."""
         with self.lock:
             self.made = _nothing
 
     def __reduce__(self):
-        # A variable that is copied or pickled has an array of its own.
+        # A variable that is copied or pickled has its own array.
         return type(None), ()
 
 

@@ -24,16 +24,16 @@ class Leaf:
 
     Attributes:
         value: The array, or the object itself for a constant.
-        split: The dimension split over the replicas, or `None` for what all replicas get whole.
+        split: The dimension split over the replicas, or `None` if all replicas get the whole value.
         stacked: Whether the split dimension only counts replicas.
-        constant: Whether it is no array, and so a part of the program's key.
-        rows: The dimension of `value` that holds the replica's rows, under a dynamic batch.
+        constant: Whether it is not an array, and so part of the program's key.
+        rows: The dimension of `value` that holds the replica's rows, with a dynamic batch.
         length: The dimension of `value` that is padded to a bucket.
-        source: The per-replica value that `value` is the array of.
+        source: The per-replica value whose array is `value`.
         generator: The generator, if `value` is the data of a key of `jax.random`.
-        layout: The layout of an array that all replicas get whole, if axes that split no rows
-            split it.
-        steps: What `value` is the array of, if each of several steps has its own.
+        layout: The layout of an array that all replicas get whole, if axes that split no rows split
+            it.
+        steps: The `Steps` whose array is `value`, if there is a different array for every step.
     """
 
     value: Any
@@ -63,7 +63,7 @@ class Leaf:
 
 
 class _Same:
-    """A variable as part of a key: the same one, which compares by its values."""
+    """A variable as part of a key. Keras compares variables by value; this compares by identity."""
 
     def __init__(self, variable: keras.Variable):
         self._variable = variable
@@ -82,8 +82,8 @@ class Call:
     Attributes:
         treedef: The structure of `(args, kwargs)`.
         leaves: Their leaves.
-        rows: Each replica's true number of rows, under a dynamic batch.
-        length: The true length, under buckets.
+        rows: The true number of rows of every replica, with a dynamic batch.
+        length: The true length, with buckets.
     """
 
     treedef: Any
@@ -113,7 +113,7 @@ class Call:
 
     @property
     def stepped(self) -> tuple[bool, ...]:
-        """Of the arrays, which hold one for each of several steps."""
+        """For every array, whether it holds one value per step."""
         return tuple(leaf.steps is not None for leaf in self.leaves if not leaf.constant)
 
     def of_first_step(self) -> "Call":
@@ -141,7 +141,7 @@ class Call:
         """`(args, kwargs)` with other arrays.
 
         Args:
-            arrays: One for each leaf that is no constant, in the order of the leaves.
+            arrays: One for every leaf that is not constant, in the order of the leaves.
         """
         given = iter(arrays)
         leaves = [
@@ -165,7 +165,7 @@ def _of_step(leaf: Leaf, number: int) -> Leaf:
 
 
 def is_key(value: Any) -> bool:
-    """Whether a value is a key of `jax.random`, or an array of those, with a type of its own.
+    """Whether a value is a key of `jax.random`, or an array of keys, with a key dtype.
 
     Args:
         value: Anything.
@@ -185,7 +185,7 @@ def prepare(
     Args:
         args: The positional arguments.
         kwargs: The keyword arguments, whose lengths are never padded to a bucket.
-        options: What may vary in size, and is padded.
+        options: The sizes that may vary, and are padded.
         strategy: The strategy that runs the call.
 
     Raises:
@@ -226,9 +226,9 @@ def _split_leaf(value: PerReplica, axis, options: RunOptions, strategy) -> Leaf:
             message(
                 "All replicas must have equally many rows.",
                 received={"rows of each replica": value.sizes[uneven[0]]},
-                fix="Pass options=keras_tpu_dist.RunOptions(dynamic_batch=True), which pads and "
-                "tells the function the true rows (context.batch_size, context.batch_mask); or "
-                "drop the remainder of the dataset.",
+                fix="Pass options=keras_tpu_dist.RunOptions(dynamic_batch=True), which pads the "
+                "rows and gives the function the true number (context.batch_size, "
+                "context.batch_mask); or drop the remainder of the dataset.",
             )
         )
     rows = None
@@ -279,16 +279,16 @@ def _whole_leaf(value, axis, options: RunOptions, strategy) -> Leaf:
     if np.dtype(array.dtype).kind in "OSU":
         raise TypeError(
             message(
-                "Arrays given to strategy.run hold numbers.",
+                "Arrays for strategy.run must be numeric.",
                 received={"dtype": str(array.dtype)},
-                fix="Encode text before, or pass a Python str, which is a constant.",
+                fix="Encode text before, or pass a Python str, which becomes a constant.",
             )
         )
     if axis is not None:
         host = whole(array) if isinstance(array, jax.Array) else array
         array = pad_host(host, axis, options, "an array")
     elif isinstance(array, jax.Array) and not _is_on(array, strategy):
-        # On other devices, for example an array from `local_results`, which is on one.
+        # It is on other devices, for example an array from `local_results`, which is on one.
         if array.weak_type and not array.ndim and not strategy.placer.is_local:
             return Leaf(array.item())
         array = put([array], [strategy.placer.sharding(None)])[0]
@@ -296,7 +296,8 @@ def _whole_leaf(value, axis, options: RunOptions, strategy) -> Leaf:
 
 
 def _is_on(array: jax.Array, strategy: Strategy) -> bool:
-    """Whether an array lies on the strategy's devices, in their order, split by its axes if so."""
+    """Whether an array is on the strategy's devices, in their order, and split by its axes, if at
+    all."""
     if array.sharding.device_set != strategy.placer.device_set:
         return False
     if not array.sharding.is_fully_replicated:
@@ -306,7 +307,7 @@ def _is_on(array: jax.Array, strategy: Strategy) -> bool:
 
 
 def _layout_of(array: Any) -> NamedSharding | None:
-    """The layout of an array that is split, for the program's key: a program has one layout."""
+    """The layout of a split array, for the program's key: a program has one layout."""
     sharding = getattr(array, "sharding", None)
     split = isinstance(sharding, NamedSharding) and not sharding.is_fully_replicated
     return sharding if split else None
@@ -322,10 +323,10 @@ def _checked_constant(value):
     if isinstance(value, DistributedIterator):
         raise TypeError(
             message(
-                "An iterator over a distributed dataset is an argument of its own.",
-                received="one within a list or a dict.",
-                fix="Write strategy.run(fn, args=(iterator,), steps=8), and in fn what is to be "
-                "made of a batch.",
+                "An iterator over a distributed dataset must be an argument by itself.",
+                received="an iterator within a list or a dict.",
+                fix="Write strategy.run(fn, args=(iterator,), steps=8), and take the batch apart "
+                "in fn.",
             )
         )
     if isinstance(value, keras.Variable):
@@ -338,7 +339,7 @@ def _checked_constant(value):
                 "An argument of strategy.run is an array, a number, a structure of them, or a "
                 "constant that can be hashed.",
                 received={"type": type(value).__name__},
-                fix="Pass it as an array, or let the function find it in its closure.",
+                fix="Pass it as an array, or let the function use it from its closure.",
             )
         ) from error
     return value
@@ -365,8 +366,9 @@ def _common_length(flat: list, axes: list) -> int:
             message(
                 "All inputs that are padded to a bucket must have one length.",
                 received={"lengths": lengths},
-                fix="Say which dimension varies with RunOptions(axis=...): an integer, or a "
-                "structure like args with None for what has no length, such as axis=(1, None).",
+                fix="Set the dimension that varies with RunOptions(axis=...): an integer, or a "
+                "structure like args with None for arrays without a length, such as axis=(1, "
+                "None).",
             )
         )
     return lengths[0]
@@ -382,7 +384,7 @@ def _common_rows(leaves: list[Leaf], strategy) -> tuple[int, ...] | None:
     if len(found) > 1:
         raise ValueError(
             message(
-                "All inputs of a dynamic batch must have the same rows on each replica.",
+                "All inputs of a dynamic batch must have the same number of rows on a replica.",
                 received={"rows": sorted(found)},
                 fix="Distribute them together, as one dataset.",
             )

@@ -1,4 +1,4 @@
-"""The replica context: what code that runs once per replica can ask and do."""
+"""The replica context: the replica's number, sizes and collectives in `strategy.run`."""
 
 import contextlib
 import threading
@@ -16,23 +16,23 @@ from keras_tpu_dist.common.tensorflow_names import TensorFlowNames
 from keras_tpu_dist.replica.reductions import checked_reduction, reduced
 from keras_tpu_dist.training.protocol import Strategy
 
-# The odd number nearest 2**32 / golden ratio: seeds of neighbouring replicas land far apart, and
-# replica 0 keeps the seed of a program on one device.
+# The odd number nearest 2**32 / golden ratio: seeds of neighbouring replicas are far apart, and
+# replica 0 has the same seed as a program on one device.
 _SEED_STRIDE = 0x9E3779B9
 
 
 class ReplicaContext(TensorFlowNames):
     """A replica's number, its true sizes, and its collectives, for a function of `strategy.run`.
 
-    Get it with `get_replica_context()` inside of the function.
+    Get it with `get_replica_context()` inside the function.
 
     Args:
         strategy: The strategy.
         replica_id: The replica's number, a traced integer.
-        axes: The mesh axes over which the replicas lie; `()` for one replica.
-        batch_size: Under `RunOptions(dynamic_batch=True)` the replica's true number of rows.
+        axes: The mesh axes of the replicas; `()` for one replica.
+        batch_size: With `RunOptions(dynamic_batch=True)`, the replica's true number of rows.
         batch_rows: The number of rows including padding.
-        length: Under `RunOptions(buckets=...)` the true length.
+        length: With `RunOptions(buckets=...)`, the true length.
         bucket: The length including padding.
 
     Example:
@@ -74,7 +74,7 @@ class ReplicaContext(TensorFlowNames):
 
     @property
     def replica_id_in_sync_group(self) -> jax.Array:
-        """The replica's number, from 0; a traced `int32`, so Python's `if` cannot depend on it."""
+        """The replica's number, from 0: a traced `int32`, so you cannot use it in Python's `if`."""
         return self._replica_id
 
     @property
@@ -122,14 +122,14 @@ class ReplicaContext(TensorFlowNames):
 
     @known_words
     def all_reduce(self, reduce_op: Any, value: Any) -> Any:
-        """Reduces each array over the replicas and gives all of them the result.
+        """Reduces arrays over the replicas, and returns the result on all of them.
 
         As in `tf.distribute`, the gradient of an all-reduced sum (mean) is the all-reduced sum
         (mean) of the gradients.
 
-        Dtypes are those of `strategy.reduce`: a sum of whole numbers or of `bool` has at least 32
-        bits, their mean is a floating-point number, everything else keeps its dtype. Numbers of
-        less than 32 bits are added up, and sent, in float32.
+        Dtypes are those of `strategy.reduce`: a sum of integers or of `bool` has at least 32 bits,
+        their mean is a floating-point number, everything else keeps its dtype. Numbers with fewer
+        than 32 bits are sent and added up in float32.
 
         Args:
             reduce_op: `"sum"`, `"mean"`, `"max"` or `"min"`, in any case, or an enum with one of
@@ -140,14 +140,16 @@ class ReplicaContext(TensorFlowNames):
             The structure of reduced arrays.
 
         Raises:
-            ValueError: If the reduction is unknown; for the largest or smallest of complex numbers.
+            ValueError: If the reduction is unknown, or for the maximum or minimum of complex
+                numbers.
         """
         op = checked_reduction(reduce_op)
         return jax.tree.map(lambda leaf: reduced(op, _array(leaf), replicas=self._axes), value)
 
     @known_words
     def all_gather(self, value: Any, axis: int) -> Any:
-        """Joins each array of all replicas along a dimension and gives all of them the result.
+        """Joins the arrays of all replicas along a dimension, and returns the result on all of
+        them.
 
         Args:
             value: A structure of arrays of at least one dimension.
@@ -166,7 +168,7 @@ class ReplicaContext(TensorFlowNames):
             if not self._axes:
                 return leaf
             if not leaf.size:
-                # XLA does not compile a gather of no elements.
+                # XLA does not compile a gather of empty arrays.
                 number = self.num_replicas_in_sync
                 shape = [n * number if i == at else n for i, n in enumerate(leaf.shape)]
                 return jnp.zeros(shape, leaf.dtype)
@@ -175,11 +177,11 @@ class ReplicaContext(TensorFlowNames):
         return jax.tree.map(gather, value)
 
     def merge_call(self, merge_fn: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Not available: raises `NotImplementedError` with what to write.
+        """Not available: raises `NotImplementedError` and says what to write instead.
 
-        All replicas run as one compiled program here, so there is no second, cross-replica thread
-        of execution to switch to; what `merge_fn` would compute from all replicas' values, each
-        replica can compute itself.
+        All replicas run as one compiled program, so there is no second, cross-replica thread to
+        switch to. Every replica can itself compute what `merge_fn` would compute from the values of
+        all replicas.
 
         Args:
             merge_fn: The function to call with all replicas' values; the error names it.
@@ -191,7 +193,7 @@ class ReplicaContext(TensorFlowNames):
         """
         raise NotImplementedError(
             message(
-                "There is no cross-replica context inside of strategy.run: the replicas are one "
+                "There is no cross-replica context inside strategy.run: the replicas are one "
                 "program.",
                 received={"merge_fn": getattr(merge_fn, "__name__", merge_fn)},
                 fix='Write context.all_reduce("sum", value) or context.all_gather(value, axis=0) '
@@ -203,7 +205,8 @@ class ReplicaContext(TensorFlowNames):
     def _of_first_replica(self, leaf: jax.Array) -> jax.Array:
         if not self._axes:
             return leaf
-        # A sum to which the other replicas add zeros; in int8 for bool, which `psum` does not take.
+        # A sum to which the other replicas add zeros; in int8 for bool, which `psum` does not
+        # accept.
         first = jnp.where(self._replica_id == 0, leaf, jnp.zeros_like(leaf))
         total = jax.lax.psum(first.astype(jnp.result_type(first, "int8")), self._axes)
         return total.astype(leaf.dtype)
@@ -226,7 +229,7 @@ _running = _Running()
 
 
 def get_replica_context() -> ReplicaContext:
-    """The context of the replica whose code is running.
+    """Returns the context of the replica whose code is running.
 
     Returns:
         The `ReplicaContext`.
@@ -247,7 +250,7 @@ def get_replica_context() -> ReplicaContext:
     if _running.context is None:
         raise RuntimeError(
             message(
-                "There is a replica context only inside of a function run by strategy.run.",
+                "There is a replica context only inside a function run by strategy.run.",
                 received="a call to get_replica_context() outside of it.",
                 fix="Call it within fn of strategy.run(fn, ...); outside, ask the strategy: "
                 "strategy.num_replicas_in_sync, strategy.reduce, strategy.gather.",
@@ -273,7 +276,7 @@ def in_replica_context() -> bool:
 
 @contextlib.contextmanager
 def entered(context: ReplicaContext, recorder: Any) -> Iterator[None]:
-    """The context of a replica, while its function is traced."""
+    """Sets the context of a replica while its function is traced."""
     _running.context, _running.recorder = context, recorder
     try:
         with recorder:
@@ -283,7 +286,7 @@ def entered(context: ReplicaContext, recorder: Any) -> Iterator[None]:
 
 
 def _numbers() -> tuple | None:
-    """The traced values in the context of the replica whose code is running."""
+    """The traced values in the context of the running replica."""
     context = _running.context
     return context and (context._replica_id, context._batch_size, context._length)
 
@@ -301,8 +304,8 @@ def _with_numbers(numbers: tuple | None) -> Iterator[None]:
         context._replica_id, context._batch_size, context._length = before
 
 
-# A layer that is assigned to one device is a function of its own, which may not use traced values
-# from outside: it gets these as arguments.
+# An assigned layer is a separate function that must not use traced values from outside, so it gets
+# these as arguments.
 _keras.give_to_calls(_numbers, _with_numbers)
 
 
@@ -310,7 +313,7 @@ def checked_axis(name: str, axis: Any, rank: int) -> int:
     """A dimension of an array, counted from the front.
 
     Args:
-        name: The method that was given the dimension, for the error.
+        name: The method that got the dimension, for the error.
         axis: The dimension; a negative one counts from the end.
         rank: The array's number of dimensions.
 
@@ -320,7 +323,7 @@ def checked_axis(name: str, axis: Any, rank: int) -> int:
     if not is_count(axis, -rank) or axis >= rank:
         raise ValueError(
             message(
-                f"{name} joins or reduces along a dimension of each replica's value.",
+                f"{name} joins or reduces along a dimension of a replica's value.",
                 received={"axis": axis, "rank": rank},
                 fix="Give an integer below the rank; a scalar needs x[None] first, or axis=None "
                 "in reduce.",
@@ -337,7 +340,7 @@ def _given(value, name: str, option: str):
     if value is None:
         raise RuntimeError(
             message(
-                f"context.{name} is known where inputs are padded.",
+                f"context.{name} is only known if inputs are padded.",
                 received="a run without that option.",
                 fix=f"Write strategy.run(fn, args, options=RunOptions({option})).",
             )

@@ -37,15 +37,15 @@ from keras_tpu_dist.training.protocol import Strategy, StrategyPart
 
 @dataclass(frozen=True)
 class InputContext:
-    """What a function that makes a dataset knows about where its batches go.
+    """The arguments for a function that creates a dataset for `strategy.run`.
 
-    Under `TPUStrategy(input="per_process")` there is one pipeline for each input shard, else one
-    that all processes read.
+    With `TPUStrategy(input="per_process")` there is one pipeline for every input shard; otherwise
+    there is one that all processes read.
 
     Args:
-        num_input_pipelines: How many different pipelines are read: `strategy.input_shard.count`.
-        input_pipeline_id: The number of this process's: `strategy.input_shard.index`.
-        num_replicas_in_sync: The number of replicas, those of all processes.
+        num_input_pipelines: The number of different pipelines: `strategy.input_shard.count`.
+        input_pipeline_id: The number of this process's pipeline: `strategy.input_shard.index`.
+        num_replicas_in_sync: The number of replicas in all processes.
 
     Example:
 
@@ -64,13 +64,13 @@ class InputContext:
         check_counts("InputContext", 0, input_pipeline_id=self.input_pipeline_id)
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """The rows each replica gets of a global batch.
+        """The rows of a global batch that one replica gets.
 
         Args:
-            global_batch_size: Rows of all replicas together.
+            global_batch_size: The rows of all replicas together.
 
         Raises:
-            ValueError: If they do not divide by the number of replicas.
+            ValueError: If they are not divisible by the number of replicas.
         """
         check_counts("get_per_replica_batch_size", 1, global_batch_size=global_batch_size)
         if global_batch_size % self.num_replicas_in_sync:
@@ -89,7 +89,7 @@ class InputContext:
 
 @dataclass(frozen=True)
 class ValueContext:
-    """What a function that makes one replica's value knows.
+    """The arguments for a function that creates one replica's value.
 
     Args:
         replica_id_in_sync_group: The replica's number, a Python integer.
@@ -112,14 +112,14 @@ class ValueContext:
 
 
 class DistributedDataset(TensorFlowNames):
-    """Batches with a part for each replica; iterate over it, as often as its source allows.
+    """Batches with a part for every replica. You can iterate as often as the source allows.
 
     Args:
-        batches: Gives an iterator over host batches.
-        place: Puts a host batch on the mesh.
-        prefetch: Batches held ready on the devices.
+        batches: Returns an iterator over host batches.
+        place: Transfers a host batch to the mesh.
+        prefetch: The number of batches to transfer ahead.
         length: The number of batches, if known.
-        place_many: Puts several host batches on the mesh, stacked; `None` if they are not alike.
+        place_many: Transfers several host batches, stacked; returns `None` if their shapes differ.
 
     Example:
 
@@ -151,7 +151,7 @@ class DistributedDataset(TensorFlowNames):
         return DistributedIterator(self)
 
     def _begun(self) -> DeviceIterator:
-        """A new iteration over the source, which is the one that runs."""
+        """Starts a new iteration over the source, which becomes the running one."""
         ahead = DeviceIterator(self._batches(), self._prefetch)
         if self._keeps_position:
             ahead.progress.keep_states()
@@ -164,21 +164,22 @@ class DistributedDataset(TensorFlowNames):
         return ahead
 
     def keep_position(self) -> None:
-        """Has iterations note where in the source they are; `LoopCheckpoint` calls it."""
+        """Lets iterations record their position in the source; `LoopCheckpoint` calls it."""
         self._keeps_position = True
 
     def position(self) -> InputPosition | None:
-        """Where the iteration that runs is, or `None` between two; `LoopCheckpoint` calls it."""
+        """The position of the running iteration, or `None` between two; `LoopCheckpoint` calls
+        it."""
         if self._running is None:
             return None
         progress = self._running.progress
         return progress.position(progress.made)
 
     def begin_at(self, position: InputPosition | None) -> None:
-        """Makes the next iteration begin there; `LoopCheckpoint` calls it.
+        """Starts the next iteration at a position; `LoopCheckpoint` calls it.
 
         Args:
-            position: What `position` returned in another process.
+            position: A result of `position`, maybe from another process.
         """
         self._begin_at = position
 
@@ -186,16 +187,16 @@ class DistributedDataset(TensorFlowNames):
         if self._length is None:
             raise TypeError(
                 message(
-                    "The number of batches is known where the source knows it.",
+                    "The number of batches is only known if the source knows it.",
                     received="a distributed dataset over a source without len().",
-                    fix="Count while iterating.",
+                    fix="Count them while you iterate.",
                 )
             )
         return self._length
 
 
 class DistributedIterator(TensorFlowNames):
-    """One iteration over a distributed dataset, which `strategy.run` takes several steps of.
+    """One iteration over a distributed dataset, of which `strategy.run` takes several steps.
 
     Args:
         dataset: The dataset.
@@ -220,15 +221,15 @@ class DistributedIterator(TensorFlowNames):
         """The batches of the next launch.
 
         Args:
-            steps: How many steps may be made.
-            alike: Whether batches of one shape may be stacked, to be launched together.
+            steps: The number of steps that may run.
+            alike: Whether to stack batches of one shape, to launch them together.
 
         Returns:
-            A batch and 1; or a batch with `Steps` in place of its arrays, and their number; `None`
-            at the end.
+            A batch and 1; or a batch with `Steps` instead of arrays, and their number; `None` at
+            the end.
         """
         if self._ahead is None:
-            # Not before: a checkpoint may be restored meanwhile.
+            # Not earlier: a checkpoint may be restored in the meantime.
             self._ahead = self._dataset._begun()
         self._ahead.copies = steps > 1
         self._ahead.split_ahead(steps if alike else 1, in_single_steps)
@@ -238,7 +239,7 @@ class DistributedIterator(TensorFlowNames):
         return launch
 
     def read_ahead(self, steps: int, alike: bool = True) -> None:
-        """Reads and transfers the next batches, while the devices work.
+        """Reads and transfers the next batches while the devices work.
 
         Args:
             steps: See `take`.
@@ -256,40 +257,40 @@ class DistributedIterator(TensorFlowNames):
 
 
 class DistributedInput(StrategyPart):
-    """The part of `TPUStrategy` that gives each replica its input."""
+    """The part of `TPUStrategy` that distributes input to replicas."""
 
     def distribute_dataset(
         self, dataset: Any, options: RunOptions | None = None, *, batch_size: int | None = None
     ) -> DistributedDataset:
-        """Splits each global batch of a dataset over the replicas.
+        """Splits the global batches of a dataset over the replicas.
 
-        A batch of B rows gives each of N replicas ceil(B / N) consecutive rows and the last ones
-        fewer, or none, as `tf.distribute` does; pass `RunOptions(dynamic_batch=True)` to `run`
-        for such a batch. Elements that the strategy's `batch_axis` declares without a batch, and
-        scalars, go to all replicas whole.
+        If a batch has B rows, every one of N replicas gets ceil(B / N) consecutive rows, and the
+        last ones fewer, or none, as in `tf.distribute`; for such a batch, pass
+        `RunOptions(dynamic_batch=True)` to `run`. All replicas get whole scalars, and whole
+        elements that the strategy's `batch_axis` declares without a batch.
 
-        Several processes give the same dataset each and transfer their own replicas' rows. Under
-        `TPUStrategy(input="per_process")` each gives its own rows (`strategy.input_shard`), as to
-        `fit`: they go to its own replicas, a step takes the next batch of every process, and all
-        iterations end together.
+        With several processes, all of them pass the same dataset, and every process transfers the
+        rows of its own replicas. With `TPUStrategy(input="per_process")` every process passes its
+        own rows (`strategy.input_shard`), as to `fit`. They go to its own replicas, a step uses the
+        next batch of every process, and all iterations end together.
 
         Args:
             dataset: An iterable of global batches (structures of arrays): a list, a generator, a
                 `keras.utils.PyDataset`, a `tf.data.Dataset`, a torch `DataLoader`; or, with
-                `batch_size`, an array or a structure of arrays to cut into batches along the
+                `batch_size`, an array or a structure of arrays, to divide into batches along the
                 strategy's `batch_axis`.
-            options: The `RunOptions` that go to `run`: lengths are padded to buckets already here,
+            options: The `RunOptions` that you pass to `run`: lengths are padded to buckets here,
                 before the transfer.
-            batch_size: The global batch size, of all processes, where `dataset` is arrays.
+            batch_size: The global batch size, if `dataset` is arrays.
 
         Returns:
-            A `DistributedDataset`; its batches hold a `PerReplica` for each array.
+            A `DistributedDataset`; its batches hold a `PerReplica` for every array.
 
         Raises:
-            ValueError: If arrays come without `batch_size` or batches with it; while iterating,
-                on all processes, if their batches do not fit together.
+            ValueError: If arrays come without `batch_size` or batches with it; while iterating, on
+                all processes, if their batches do not fit together.
             PeerError: While iterating, if not all processes do.
-            TypeError: If `options` is something else.
+            TypeError: If `options` is not `RunOptions`.
 
         Example:
 
@@ -310,11 +311,11 @@ class DistributedInput(StrategyPart):
         if options is not None and not isinstance(options, RunOptions):
             raise TypeError(
                 message(
-                    "options of distribute_dataset are those of run.",
+                    "distribute_dataset takes the same options as run.",
                     received={"options": type(options).__name__},
                     fix=of_value(options)
-                    or "Pass a keras_tpu_dist.RunOptions, or nothing; how many batches are held "
-                    "ready is TPUStrategy(prefetch=...).",
+                    or "Pass a keras_tpu_dist.RunOptions, or nothing; to set how many batches are "
+                    "transferred ahead, write TPUStrategy(prefetch=...).",
                 )
             )
         one_by_one = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
@@ -341,20 +342,23 @@ class DistributedInput(StrategyPart):
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Iterable]
     ) -> DistributedDataset:
-        """Distributes a dataset that is already in batches for one replica.
+        """Distributes a dataset that already has batches for one replica.
 
-        Each step takes one batch for each replica, in order. If the dataset ends within a step,
-        the replicas that are left get no rows.
+        Every step takes one batch for every replica, in order. If the dataset ends within a step,
+        the remaining replicas get no rows.
 
-        Several processes call the function each. By default there is one input pipeline, which
-        all of them read; under `TPUStrategy(input="per_process")` there is one for each input
-        shard, whose batches go to the replicas of its processes. A function that cuts its data by
-        the context's `input_pipeline_id` of `num_input_pipelines` is right either way.
+        With several processes, all of them call the function. By default there is one input
+        pipeline, which all of them read. With `TPUStrategy(input="per_process")` there is one for
+        every input shard, whose batches go to the replicas of its processes. If your function
+        splits its data by the context's `input_pipeline_id` of `num_input_pipelines`, it is right
+        in both cases.
 
         Args:
-            dataset_fn: From an `InputContext` to an iterable of batches of one replica's size
-                (`context.get_per_replica_batch_size(global_batch_size)`).
+            dataset_fn: A function of an `InputContext` that returns an iterable of batches of one
+                replica's size (`context.get_per_replica_batch_size(global_batch_size)`).
 
+        Returns:
+            A `DistributedDataset`.
         Returns:
             A `DistributedDataset`.
         """
@@ -365,7 +369,7 @@ class DistributedInput(StrategyPart):
         if own is not None:
             shard = own.shards.shard
             context = InputContext(shard.count, shard.index, number)
-            # What has no batch axis is each replica's own here.
+            # Here, every replica has its own arrays without a batch axis.
             own = OwnInput(own.shards, self.placer.axes, alike=False)
         batches, length = batches_of(dataset_fn(context), None, self.placer)
         each = number // context.num_input_pipelines
@@ -379,18 +383,20 @@ class DistributedInput(StrategyPart):
         )
 
     def distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
-        """Makes per-replica values from a function called once for each replica.
+        """Creates per-replica values by a function that is called once for every replica.
 
-        Each of several processes calls it for its own replicas, in the order of their numbers.
+        With several processes, every process calls it for its own replicas, in the order of their
+        numbers.
 
         Args:
-            value_fn: From a `ValueContext` to a number, an array or a structure of them.
+            value_fn: A function of a `ValueContext` that returns a number, an array or a structure
+                of them.
 
         Returns:
-            The structure, with a `PerReplica` in place of each array.
+            The structure, with a `PerReplica` instead of every array.
 
         Raises:
-            ValueError: If the values are no numbers or do not fit together.
+            ValueError: If the values are not numbers or do not fit together.
             PeerError: If not all processes call it.
 
         Example:
@@ -463,7 +469,7 @@ def _rows_of_each(rows: int, number: int) -> tuple[int, ...]:
 
 
 def _bucketed(batch: Any, options: RunOptions) -> tuple[Any, list[tuple[int, int] | None]]:
-    """A host batch padded to its buckets, and each array's varying dimension with its length."""
+    """A host batch padded to its buckets, and the varying dimension and length of every array."""
     leaves, treedef = jax.tree.flatten(batch)
     leaves = [np.asarray(leaf) for leaf in leaves]
     ranks = [leaf.ndim for leaf in leaves]
@@ -480,12 +486,12 @@ def _bucketed(batch: Any, options: RunOptions) -> tuple[Any, list[tuple[int, int
 
 
 def _one_entry(options: RunOptions) -> bool:
-    """Whether `axis` speaks of `args` of one element, the batch, as `run(fn, (batch,))` has it."""
+    """Whether `axis` describes `args` with one element, the batch, as in `run(fn, (batch,))`."""
     return not isinstance(options.axis, tuple) or len(options.axis) == 1
 
 
 def check_attached(strategy: Strategy, what: str) -> None:
-    """Raises if a strategy's devices are only named, or of some of the processes.
+    """Raises if a strategy has no attached devices, or those of only some of the processes.
 
     Args:
         strategy: The strategy.
@@ -494,9 +500,9 @@ def check_attached(strategy: Strategy, what: str) -> None:
     if strategy.topology is not None:
         raise RuntimeError(
             message(
-                "A strategy for a slice that is only named can compile a model, not run code.",
+                "A strategy for a slice without its chips can compile a model, but not run code.",
                 received=f"{what} with topology={strategy.topology.name!r}.",
-                fix="Leave `topology` out to run on the devices that are here.",
+                fix="Leave `topology` out to run on the attached devices.",
             )
         )
     if 1 < strategy.num_hosts < jax.process_count():
@@ -505,7 +511,7 @@ def check_attached(strategy: Strategy, what: str) -> None:
                 "Replica code runs in one process, or in all of them.",
                 received=f"{what} on a mesh of {strategy.num_hosts} of {jax.process_count()} "
                 "processes.",
-                fix="Make the strategy of all devices, or of this process's: "
+                fix="Build the strategy on all devices, or on this process's: "
                 "TPUStrategy(devices=jax.local_devices()).",
             )
         )
@@ -515,7 +521,7 @@ def in_groups(batches: Iterator, number: int) -> Iterator[list]:
     """Batches in lists of `number`; the last list may be shorter.
 
     Args:
-        batches: Gives one batch after the other, each for one replica.
+        batches: Yields one batch after the other, each for one replica.
         number: The number of replicas.
     """
     group: list = []
@@ -531,24 +537,24 @@ def in_groups(batches: Iterator, number: int) -> Iterator[list]:
 def in_step(
     batches: Callable[[], Iterator], placer: BatchPlacer, own: OwnInput | None
 ) -> Callable[[], Iterator]:
-    """A function that starts an iteration whose steps all processes make together.
+    """A function that starts an iteration whose steps run in all processes together.
 
     Args:
         batches: Starts an iteration over this process's host batches.
-        placer: The strategy's.
-        own: How the processes agree on what each of them brings; `None` if all have the same.
+        placer: The strategy's placer.
+        own: How the processes agree on their rows; `None` if all have the same.
     """
     if own is not None:
-        # Read ahead: a source may write the next batch into the same arrays.
+        # Batches are read ahead, and a source may write the next batch into the same arrays.
         return lambda: own.agreed(map(copied, batches()), None, may_be_empty=True)
     return batches if placer.is_local else lambda: compared(batches())
 
 
 def agreed_length(length: int | None, own: OwnInput | None) -> int | None:
-    """The number of steps that all processes make, if all know theirs.
+    """The number of steps that all processes run, if all know theirs.
 
     Args:
-        length: This process's.
+        length: The number in this process.
         own: See `in_step`.
     """
     return length if own is None else own.length(length, ragged=False)[0]
@@ -560,16 +566,17 @@ def batches_of(
     """A function that starts an iteration over host batches, and their number if known.
 
     Args:
-        dataset: An iterable of batches; or an array, or a tuple or dict of arrays, to cut.
-        batch_size: The rows to cut arrays into, the last batch having those that are left; `None`
-            for an iterable of batches.
-        placer: The strategy's, which knows the dimension of each array that holds the rows.
-        own: Given where arrays are this process's rows, of which it brings its part of
-            `batch_size`, and may have none.
+        dataset: An iterable of batches; or an array, or a tuple or dict of arrays, to divide.
+        batch_size: The rows of a batch, if `dataset` is arrays (the last batch may have fewer);
+            `None` for an iterable of batches.
+        placer: The strategy's placer, which knows the batch dimension of every array.
+        own: Given if arrays are this process's rows, of which it provides its part of `batch_size`,
+            and may have none.
 
     Raises:
         ValueError: If arrays come without `batch_size` or batches with it, if the arrays have no
-            rows or not equally many, or if `batch_size` is not a whole number of at least 1.
+            rows or different numbers of rows, or if `batch_size` is not a whole number of at least
+            1.
     """
     arrays = _is_arrays(dataset)
     if arrays != (batch_size is not None):
@@ -610,17 +617,17 @@ def _cut(
     axes = placer.axes(arrays)
     leaves, treedef = flatten(arrays)
     leaves = [np.asarray(leaf) for leaf in leaves]
-    # What has no batch is whole in each.
+    # Arrays without a batch are whole in every batch.
     split = [(leaf, axis) for leaf, axis in zip(leaves, axes, strict=True) if axis is not None]
     rows = {leaf.shape[axis] if leaf.ndim > axis else 0 for leaf, axis in split}
     empty = 0 in rows and (own is None or any(leaf.ndim <= axis for leaf, axis in split))
     if len(rows) != 1 or empty or not is_count(batch_size, 1):
         raise ValueError(
             message(
-                "Arrays to cut into batches have one number of rows, at least 1, and the "
-                "batch_size is a positive integer.",
+                "Arrays to divide into batches must have the same number of rows, at least 1, "
+                "and the batch_size must be a positive integer.",
                 received={"shapes": [leaf.shape for leaf in leaves], "batch_size": batch_size},
-                fix="Make the rows equal.",
+                fix="Give all arrays the same number of rows.",
             )
         )
     total, size = rows.pop(), batch_size if own is None else own.shards.of(batch_size)
@@ -652,12 +659,12 @@ def place_parts(parts: list, strategy: Strategy) -> Any:
     """Transfers the batches of one step.
 
     Args:
-        parts: One batch for each replica, in order; or one `ShardBatch` for each replica of a
+        parts: One batch for every replica, in order; or one `ShardBatch` for every replica of a
             process. Those of the last replicas may be missing.
         strategy: The strategy.
 
     Returns:
-        The structure of a batch, with a `PerReplica` in place of each array.
+        The structure of a batch, with a `PerReplica` instead of every array.
 
     Raises:
         ValueError: If the batches do not fit together.
@@ -669,12 +676,12 @@ def place_parts_of_steps(steps: list, strategy: Strategy) -> Any:
     """Transfers the batches of several steps at once.
 
     Args:
-        steps: The batches of each step. See `place_parts`.
+        steps: The batches of every step. See `place_parts`.
         strategy: The strategy.
 
     Returns:
-        The structure of a batch, with `Steps` in place of each array; `None` if the steps differ
-        in shapes.
+        The structure of a batch, with `Steps` instead of every array; `None` if the steps differ in
+        shapes.
 
     Raises:
         ValueError: If the batches of a step do not fit together.
@@ -690,9 +697,9 @@ def place_parts_of_steps(steps: list, strategy: Strategy) -> Any:
 
 
 def _host_parts(parts: list, strategy: Strategy) -> Any:
-    """The structure of a batch, with `HostParts` in place of each array."""
+    """The structure of a batch, with `HostParts` instead of every array."""
     own = strategy.runner.own_input
-    # For each input shard its replicas; all of them are one shard's where there is none.
+    # The replicas of every input shard; without shards, all of them belong to one.
     held = (tuple(range(strategy.num_replicas_in_sync)),) if own is None else own.shards.blocks
     mine = held[0 if own is None else own.shards.own]
     batches = [part.batch if isinstance(part, ShardBatch) else part for part in parts]
@@ -726,10 +733,10 @@ def _whole(arrays: list, held: Sequence, mine: Sequence[int]) -> HostParts:
 def _rows(
     parts: list, arrays: list, axis: int, held: Sequence, strategy: Strategy
 ) -> tuple[int, ...]:
-    """Each replica's number of rows."""
+    """The number of rows of every replica."""
     rows = [0] * strategy.num_replicas_in_sync
     for shard, replicas in enumerate(held):
-        # Those of the last replicas may be missing.
+        # The parts of the last replicas may be missing.
         for part, array, replica in zip(parts, arrays, replicas, strict=False):
             here = part.rows[shard] if isinstance(part, ShardBatch) else array.shape[axis]
             rows[replica] = here
@@ -749,7 +756,7 @@ def _columns(parts: list, placer: BatchPlacer) -> tuple[list, Any, list]:
             message(
                 "All batches of a dataset must have one structure.",
                 received={"structures": sorted({str(other) for _, other in flat})},
-                fix="Yield the same keys and lengths each time.",
+                fix="Yield the same keys and lengths every time.",
             )
         )
     axes = placer.axes(parts[0])
@@ -769,7 +776,7 @@ def _check_alike(arrays: list, axis: int | None) -> None:
     if len(kinds) > 1:
         raise ValueError(
             message(
-                "The batches of one step have one dtype, and one shape but for their rows.",
+                "The batches of one step must have one dtype, and one shape apart from their rows.",
                 received={
                     "shapes": [a.shape for a in arrays],
                     "dtypes": sorted({str(a.dtype) for a in arrays}),

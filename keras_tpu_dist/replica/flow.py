@@ -1,9 +1,9 @@
 """Which results of a per-replica program are the same on all replicas.
 
-A result is the same if it depends on nothing that differs: not on split inputs, not on the
-replica's number, except through a reduction or gather over all replicas. That decides whether an
-update of a variable needs to be combined, and finds gradients that were never reduced, before the
-program runs.
+A result is the same if it depends on nothing that differs: not on split inputs, and not on the
+replica's number, except through a reduction or gather over all replicas. This decides whether the
+update of a variable needs to be combined. It also finds gradients that were never reduced, before
+the program runs.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,8 +14,8 @@ from jax.extend import core
 from keras_tpu_dist.trace.calls import Called, calls
 from keras_tpu_dist.trace.jaxprs import opened
 
-# They give all devices along their axes one result. Whatever else has axes, such as
-# `psum_scatter` and `ppermute`, gives each its own, also of what is the same everywhere.
+# They give all devices along their axes the same result. Other operations with axes, such as
+# `psum_scatter` and `ppermute`, give every device a different result, even for equal inputs.
 _COMBINING = ("psum", "pmax", "pmin", "all_gather")
 
 
@@ -23,7 +23,7 @@ def shard_map_body(jaxpr: Any) -> Any:
     """The program of one replica inside of a traced `jax.shard_map`, or `None`.
 
     Args:
-        jaxpr: The traced function, which has the `jax.shard_map` among its own equations.
+        jaxpr: The traced function, whose own equations include the `jax.shard_map`.
     """
     for equation in opened(jaxpr).eqns:
         if equation.primitive.name == "shard_map":
@@ -36,11 +36,11 @@ def differing(jaxpr: Any, inputs: Sequence[bool], axes: Iterable[str]) -> list[b
 
     Args:
         jaxpr: The program of one replica.
-        inputs: For each input, whether it differs.
-        axes: The mesh axes over which the replicas lie.
+        inputs: For every input, whether it differs.
+        axes: The mesh axes of the replicas.
 
     Returns:
-        For each output, whether it may differ. `False` is certain.
+        For every output, whether it may differ. `False` is certain.
     """
     every = frozenset(axes)
     given = [every if differs else _NONE for differs in inputs]
@@ -85,12 +85,12 @@ class _Flow:
         return [either | self._talks_over(params)] * count
 
     def _talks_over(self, params) -> _Axes:
-        """The axes along which an operation knows its place, or moves values."""
+        """The axes along which an operation depends on its position, or moves values."""
         names = params.get("axes", params.get("axis_name", ()))
         return self._axes.intersection(names if isinstance(names, tuple) else (names,))
 
     def _called(self, called: list[Called], inputs: list[_Axes], count: int) -> list[_Axes]:
-        """The results of programs; of a loop, when a further round changes nothing any more."""
+        """The results of programs; for a loop, after as many rounds as still change them."""
         # The first operand chooses the branch.
         chosen = inputs[0] if called[0].kind == "branch" else _NONE
         while True:
@@ -98,7 +98,7 @@ class _Flow:
             for call in called:
                 outputs = self.of(call.jaxpr, [inputs[i] for i in call.operands])
                 if call.kind == "condition":
-                    # A replica that goes round more often has other results.
+                    # A replica that runs more rounds has other results.
                     rounds = _NONE.union(*outputs)
                 for result, output in zip(call.results, outputs, strict=False):
                     results[result] |= output
@@ -110,7 +110,7 @@ class _Flow:
             inputs = grown
 
     def _within(self, value) -> _Axes:
-        """The axes that a program talks over, of which no more is known."""
+        """The axes that a program communicates over, if no more is known about it."""
         if isinstance(value, (tuple, list)):
             return _NONE.union(*map(self._within, value))
         if not hasattr(opened(value), "eqns"):

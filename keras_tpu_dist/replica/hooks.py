@@ -1,6 +1,6 @@
-"""Methods of Keras that act differently while code runs once per replica.
+"""Methods of Keras that behave differently while code runs once per replica.
 
-They are replaced once, and call Keras's own outside of replica code.
+They are replaced once, and call Keras's own methods outside of replica code.
 """
 
 from keras_tpu_dist import _keras
@@ -8,26 +8,26 @@ from keras_tpu_dist.replica.context import running_context, running_recorder
 
 
 def _next_seed(stock, generator, *args, **kwargs):
-    """Draws a seed of the replica's own; the generator's state advances equally on all replicas."""
+    """Draws a seed for this replica; the generator's state advances equally on all replicas."""
     seed, context = stock(generator, *args, **kwargs), running_context()
     return seed if context is None else context._own_seed(seed)
 
 
 def _add(sign: int, stock, variable, value):
-    """Passes the added value to the recorder: sums over replicas add it up, not the results."""
+    """Passes the added value to the recorder: sums over replicas add up additions, not results."""
     scope = None if running_recorder() is None else _keras.stateless_scope()
     note = getattr(scope, "note_addition", None)
     return stock(variable, value) if note is None else note(variable, value, sign, stock)
 
 
 def _current_value(stock, scope, variable):
-    """A stateless scope within replica code reads from the recorder what it has no value for."""
+    """A stateless scope in replica code reads values that it does not have from the recorder."""
     value, recorder = stock(scope, variable), running_recorder()
     return recorder.read(variable) if value is None and recorder is not None else value
 
 
 def _apply_scaled(stock, optimizer, grads, trainable_variables=None):
-    """Loss scaling without assignments in branches: their values would stay tracers of a branch."""
+    """Loss scaling without assignments in branches, whose values would be tracers of the branch."""
     if running_recorder() is None:
         return stock(optimizer, grads, trainable_variables)
     weights = trainable_variables or _keras.weights_of(optimizer)

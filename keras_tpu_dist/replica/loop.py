@@ -1,4 +1,4 @@
-"""Several steps of a user's own loop in one launch: where batches come from, what comes out."""
+"""Several steps of a custom loop in one launch: their batches and their results."""
 
 import functools
 import logging
@@ -16,7 +16,7 @@ from keras_tpu_dist.replica.values import PerReplica
 
 logger = logging.getLogger("keras_tpu_dist")
 
-# Launches a function with arguments: so many steps; whether the results are those of each.
+# Launches a function: arguments, keyword arguments, number of steps, whether to return all results.
 Launch = Callable[[tuple, Mapping, int, bool], Any]
 
 
@@ -27,9 +27,9 @@ class Launches:
         launch: Launches the function.
         iterator: The batches.
         steps: The steps of a launch.
-        args: The function's arguments behind the batch.
+        args: The function's arguments after the batch.
         alike: Whether batches of one shape are launched together.
-        every: Whether results are those of each step.
+        every: Whether to return the results of every step.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Launches:
     def __del__(self):
         if getattr(self, "_done", 0) is None:
             logger.warning(
-                "strategy.loop made no step: it makes them while you iterate over it, as in "
+                "strategy.loop ran no step: it runs them while you iterate over it, as in "
                 "`for step, results in strategy.loop(fn, dataset): ...`"
             )
 
@@ -77,20 +77,20 @@ def several(
     alike: bool,
     every: bool,
 ) -> Any:
-    """Makes so many steps, fewer if the input ends before.
+    """Runs a number of steps, fewer if the input ends before.
 
     Args:
         launch: Launches the function.
-        iterator: The batches, in whose place among the arguments each step has its own.
+        iterator: The batches; every step gets the next one instead of the iterator.
         args: The positional arguments.
         kwargs: The keyword arguments.
-        steps: How many.
+        steps: The number of steps.
         alike: Whether batches of one shape are launched together.
-        every: Whether the results are those of each step, or of the last one.
+        every: Whether to return the results of every step, or of the last one.
 
     Raises:
-        StopIteration: If the input had ended already.
-        ValueError: If the results of the steps have several shapes and all are asked for.
+        StopIteration: If the input has already ended.
+        ValueError: If the results of the steps differ in shape and all are requested.
     """
     made, found = 0, []
     while made < steps and (taken := iterator.take(steps - made, alike)) is not None:
@@ -130,10 +130,10 @@ def iterator_among(args: Sequence, kwargs: Mapping[str, Any]) -> DistributedIter
 
 
 def iterator_over(dataset: Any) -> DistributedIterator:
-    """An iterator over what `strategy.loop` was given.
+    """An iterator over the dataset of `strategy.loop`.
 
     Args:
-        dataset: A `DistributedDataset`, or an iterator over one, which goes on.
+        dataset: A `DistributedDataset`, or an iterator over one, which continues.
 
     Raises:
         TypeError: If it is something else.
@@ -141,7 +141,7 @@ def iterator_over(dataset: Any) -> DistributedIterator:
     if not isinstance(dataset, (DistributedDataset, DistributedIterator)):
         raise TypeError(
             message(
-                "strategy.loop goes over a distributed dataset.",
+                "strategy.loop iterates over a distributed dataset.",
                 received={"dataset": type(dataset).__name__},
                 fix="Write strategy.loop(fn, strategy.distribute_dataset(dataset)).",
             )
@@ -150,7 +150,7 @@ def iterator_over(dataset: Any) -> DistributedIterator:
 
 
 def check_steps(where: str, outputs: str, **steps: int) -> None:
-    """Checks the number of steps, and which results are asked for.
+    """Checks the number of steps, and which results are requested.
 
     Args:
         where: The method, for errors.
@@ -172,10 +172,10 @@ def check_steps(where: str, outputs: str, **steps: int) -> None:
 
 
 def alike_under(options: RunOptions | None) -> bool:
-    """Whether batches are launched together: padded to buckets, each has a length of its own.
+    """Whether batches are launched together; not if they are padded to different buckets.
 
     Args:
-        options: What the function is run with.
+        options: The options of the run.
     """
     return options is None or options.buckets is None
 
@@ -184,7 +184,7 @@ def joined(launches: list[tuple[Any, int]]) -> Any:
     """The results of launches as one, with the steps along a new first dimension.
 
     Args:
-        launches: For each its results, stacked if they are of several steps, and their number.
+        launches: The results of every launch, stacked if there are several steps, and their number.
 
     Raises:
         ValueError: If the values of the steps differ in shape.
@@ -208,8 +208,8 @@ def _joined(values: Sequence[PerReplica], steps: tuple[int, ...]) -> PerReplica:
             message(
                 'outputs="all" joins values of one shape.',
                 received={"shapes": sorted({shape for shape, _ in forms}), "steps": sum(steps)},
-                fix='Take outputs="last", return what does not depend on the rows of a batch, or '
-                "iterate over strategy.loop, which gives the results of each launch.",
+                fix='Take outputs="last", return values that do not depend on the rows of a '
+                "batch, or iterate over strategy.loop, which returns the results of every launch.",
             )
         )
     first, single = values[0], tuple(n == 1 for n in steps)

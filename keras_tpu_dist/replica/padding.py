@@ -1,4 +1,4 @@
-"""The effect of padding on a replica program: which results have it, and the cut to true sizes."""
+"""The effect of padding on a replica program: which results it changes, and how to cut them."""
 
 import contextlib
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
         leaf: The array or number.
     """
     array = jnp.asarray(leaf) if isinstance(leaf, (int, float, complex)) else leaf
-    # JAX 0.11 and newer warn of a dtype of 64 bits that becomes one of 32.
+    # JAX 0.11 and newer warn if a 64-bit dtype becomes a 32-bit one.
     return jax.ShapeDtypeStruct(np.shape(array), jax.dtypes.canonicalize_dtype(array.dtype))
 
 
@@ -42,7 +42,7 @@ def of_one_replica(array: Any, place: Leaf, number: int) -> jax.ShapeDtypeStruct
 
     Args:
         array: The array for all replicas, or a number.
-        place: How it is given to the replicas.
+        place: How the replicas get it.
         number: The number of replicas.
     """
     whole = shape_of(array)
@@ -55,11 +55,11 @@ def of_one_replica(array: Any, place: Leaf, number: int) -> jax.ShapeDtypeStruct
 
 
 def size_at(arrays: list, places: list[Leaf], kind: str) -> int | None:
-    """The size, padding included, of the dimension that holds the rows or the length.
+    """The padded size of the dimension that holds the rows or the length.
 
     Args:
-        arrays: The arguments as one replica has them.
-        places: How each of them is given to the replicas.
+        arrays: The arguments of one replica.
+        places: How the replicas get them.
         kind: `"rows"` or `"length"`.
     """
     for array, place in zip(arrays, places, strict=True):
@@ -71,7 +71,7 @@ def size_at(arrays: list, places: list[Leaf], kind: str) -> int | None:
 
 @contextlib.contextmanager
 def takes_any(kind: str, size: int) -> Iterator[None]:
-    """Within it a function is traced with twice as many rows, or twice the length.
+    """A context in which a function is traced with twice as many rows, or twice the length.
 
     Args:
         kind: `"rows"` or `"length"`.
@@ -85,10 +85,10 @@ def takes_any(kind: str, size: int) -> Iterator[None]:
     except Exception as error:
         raise ValueError(
             message(
-                f"A function whose {kind} vary is traced with twice as many as well, to see which "
-                "dimensions of its results they are.",
+                f"If the number of {kind} varies, the function is also traced with twice as many, "
+                "to see which dimensions of its results follow.",
                 received=f"padded {kind}={size}; with {2 * size}: {type(error).__name__}: {error}",
-                fix="Let the function, and models in it, take any number: keras.Input((None,)), "
+                fix="Let the function, and models in it, accept any number: keras.Input((None,)), "
                 "reshape(-1, n); or pad the arrays to the one size yourself.",
             )
         ) from error
@@ -99,7 +99,7 @@ def dimensions_that_follow(kind: str, size: int, first: tuple, second: tuple) ->
 
     Args:
         kind: `"rows"` or `"length"`.
-        size: The padded number of them.
+        size: Their padded number.
         first: The result's shape.
         second: Its shape with twice as many.
 
@@ -113,11 +113,11 @@ def dimensions_that_follow(kind: str, size: int, first: tuple, second: tuple) ->
         if (a, b) != (size, 2 * size):
             raise ValueError(
                 message(
-                    f"A result's dimension that depends on the padded {kind} must be equal to it, "
-                    "to be cut back.",
+                    f"If a dimension of a result depends on the padded {kind}, it must be equal "
+                    "to it, so that it can be cut back.",
                     received={f"padded {kind}": size, "result's shape": first, "dimension": axis},
-                    fix="Return what does not depend on it (a masked sum), or pad and cut in your "
-                    "own code without this option.",
+                    fix="Return a value that does not depend on it (a masked sum), or pad and "
+                    "cut in your own code without this option.",
                 )
             )
         axes.append(axis)
@@ -125,7 +125,7 @@ def dimensions_that_follow(kind: str, size: int, first: tuple, second: tuple) ->
 
 
 def same_numbers(a: Any, b: Any) -> bool:
-    """Whether two arrays are equal but for rounding.
+    """Whether two arrays are equal up to rounding.
 
     Args:
         a: An array.

@@ -50,14 +50,14 @@ from keras_tpu_dist.training.protocol import Strategy
 
 # A trace may create variables, and read others once these exist.
 _MOST_TRACES = 8
-# On a variable: that all processes were found to hold the same values.
+# On a variable: whether all processes were found to hold the same values.
 _compared = _keras.Mark("_keras_tpu_dist_compared")
 _FIX = "Call strategy.run in all processes, with the same function and arguments."
 
 
 @dataclass
 class _Record:
-    """The variables and results that one trace of the function met."""
+    """The variables and results of one trace of the function."""
 
     treedef: Any = None
     unknown: dict[int, Any] = field(default_factory=dict)
@@ -84,9 +84,9 @@ class _Scan:
     """Several steps in one launch.
 
     Attributes:
-        steps: How many.
-        stepped: For each array of the arguments, whether each step has its own.
-        every: Whether the results of all steps leave the program, or those of the last one.
+        steps: The number of steps.
+        stepped: For every array of the arguments, whether it differs from step to step.
+        every: Whether to return the results of all steps, or of the last one.
     """
 
     steps: int
@@ -96,7 +96,7 @@ class _Scan:
 
 @dataclass
 class _Attempt:
-    """One way to compile the function: with these variables as inputs, these combined."""
+    """One way to compile the function: its variables as inputs, and which of them are combined."""
 
     known: _Known
     combine: set[int]
@@ -108,20 +108,20 @@ class _Attempt:
 class ReplicaProgram:
     """The compiled form of a function for arguments of given shapes.
 
-    The function is traced once if it uses no Keras variables, and at least twice if it does:
-    first to find out which it reads and updates, then with their values as inputs. After that it
-    is not called again.
+    The function is traced once if it uses no Keras variables. Otherwise it is traced at least
+    twice: first to find out which variables it reads and updates, then with their values as inputs.
+    After that it is not called again.
 
     Args:
-        function: Returns the user's function. Programs are cached for as long as that lives, so
+        function: Returns the user's function. Programs are cached as long as the function lives, so
             they must not keep it alive.
         call: The arguments of the first call.
         strategy: The strategy.
         buffers: The arrays that the strategy's programs consume.
 
     Raises:
-        ValueError: If the function returns something that is no array, or an update of a variable
-            cannot be combined; or if processes give it different arguments or variables.
+        ValueError: If the function returns something other than arrays, if an update of a variable
+            cannot be combined, or if processes have different arguments or variables.
         PeerError: If not all processes run it.
     """
 
@@ -135,7 +135,7 @@ class ReplicaProgram:
         self._function = function
         self._strategy = strategy
         self._buffers = buffers
-        # One replica exchanges nothing, and nothing can differ.
+        # A single replica exchanges nothing, and nothing can differ.
         self._axes = tuple(strategy.data_axes) if strategy.num_replicas_in_sync > 1 else ()
         self._checked_padding = False
         self._launched: set[Any] = set()
@@ -159,8 +159,8 @@ class ReplicaProgram:
 
         Args:
             call: The arguments, with the same `key` as those of the first call.
-            steps: How many steps are made, one after the other.
-            every: Whether the results of several steps are those of each, stacked, or of the last.
+            steps: The number of steps.
+            every: Whether to return the results of all steps, stacked, or of the last one.
 
         Returns:
             The function's results, each a `PerReplica`.
@@ -194,12 +194,12 @@ class ReplicaProgram:
 
     @property
     def outdated(self) -> bool:
-        """Whether a variable was moved since: to another strategy, or to another layout."""
+        """Whether a variable has since moved to another strategy or another layout."""
         now = _keras.variable_layouts(self._known.every)
         return not all(map(operator.is_, now, self._layouts))
 
     def _scanned(self, call: Call, scan: _Scan) -> Any:
-        """The program that makes several steps."""
+        """The program that runs several steps."""
         if scan not in self._scans:
             _check_call(f"{self._name} with {scan.steps} steps a launch", call, self._strategy)
             attempt = self._attempt
@@ -209,7 +209,7 @@ class ReplicaProgram:
     def _outputs(self, run: Any, inputs: dict, consumed: list) -> dict:
         if self._strategy.placer.is_local:
             return run(inputs, consumed)
-        # In the first launch processes compile, some for long, so one that is late is not stuck.
+        # In the first launch, processes compile, some for long, so a late one is not stuck.
         with watch.during(self._name, watch.LAUNCH if run in self._launched else watch.OUTSIDE):
             outputs = run(inputs, consumed)
         self._launched.add(run)
@@ -217,7 +217,7 @@ class ReplicaProgram:
         return outputs
 
     def _settle(self, call: Call) -> _Attempt:
-        """Traces until every variable the function uses is an input, and combined as it must."""
+        """Traces until all variables of the function are inputs, and combined as they must be."""
         membership.adopt_all(self._strategy)
         known: list[Any] = []
         combine: set[int] = set()
@@ -232,8 +232,8 @@ class ReplicaProgram:
                 values = _keras.values_of(inputs.consumed)
                 traced = attempt.function.trace(self._inputs(call, inputs), values)
             finally:
-                # Leaving a stateless scope outside of a trace initializes the variables that were
-                # created in it, also those created before an exception.
+                # If code leaves a stateless scope outside of a trace, it initializes the variables
+                # that were created in it, even after an exception.
                 with keras.StatelessScope():
                     pass
             if record.unknown:
@@ -248,14 +248,15 @@ class ReplicaProgram:
                 return attempt
         raise RuntimeError(
             message(
-                "A replica function must use the same variables each time it is traced.",
-                received=f"new variables in each of {_MOST_TRACES} traces.",
+                "A replica function must use the same variables every time it is traced.",
+                received=f"new variables in every one of {_MOST_TRACES} traces.",
                 fix="Create models, optimizers and metrics outside of the function.",
             )
         )
 
     def _to_consume(self, record: _Record) -> set[int]:
-        """The `id`s of the variables that are updated in place: all or none, as fit decides."""
+        """The `id`s of the variables to update in place: all or none, by the same rule as in
+        fit."""
         shared, _ = apart(record.updated.values())
         setting = self._strategy.options.donate_state
         if _keras.stateless_scope() is not None or states_to_keep(setting, shared):
@@ -306,7 +307,7 @@ class ReplicaProgram:
             replica_function,
             self._strategy.mesh,
             layouts,
-            # A ReplicaProgram is for arguments of one form.
+            # A ReplicaProgram has arguments of one form only.
             kind_of=lambda inputs, consumed: None,
             donate_argnums=(1,) if known.consumed else (),
             out_shardings=placed,
@@ -336,7 +337,7 @@ class ReplicaProgram:
     def _body(
         self, record: _Record, known: _Known, combine: set[int], scan: _Scan | None, inputs: dict
     ) -> dict:
-        """What one replica computes in a launch."""
+        """The program of one replica in a launch."""
         values = {id(v): x for v, x in zip(known.consumed, inputs["consumed"], strict=True)}
         values |= {id(v): x for v, x in zip(known.shared, inputs["mirrored"], strict=True)}
         values |= {id(v): x[0] for v, x in zip(known.own, inputs["own"], strict=True)}
@@ -372,7 +373,7 @@ class ReplicaProgram:
             return ([] if scan.every else outs, updated), (outs if scan.every else [])
 
         zeros = [jnp.zeros(result.shape, result.dtype) for result in self._attempt.results]
-        # A list: sorted by `id`, the program would be another one in each process.
+        # In a list: sorted by `id`, the programs of the processes would differ.
         keys = list(self._attempt.record.updated)
         begin = ([] if scan.every else zeros, [values[key] for key in keys])
         (last, updated), every = jax.lax.scan(body, begin, own, length=scan.steps)
@@ -445,7 +446,7 @@ class ReplicaProgram:
     def _find_cuts(self, call: Call, attempt: _Attempt) -> list[dict[str, list[int]]]:
         """For every result, its dimensions that are the padded rows, and the padded length.
 
-        Those are the ones that double in a second trace with twice the rows, or twice the length.
+        These dimensions double in a second trace with twice the rows, or twice the length.
         """
         first = [result.shape for result in attempt.results]
         cuts: list[dict[str, list[int]]] = [{} for _ in first]
@@ -494,7 +495,7 @@ class ReplicaProgram:
         return wrapped
 
     def _once(self, call: Call) -> dict:
-        """The outputs for other arguments, of which nothing is assigned and nothing consumed."""
+        """The outputs for other arguments, without assigning or consuming anything."""
         with self._buffers.lock:
             copies = copies_apart(_keras.values_of(self._known.consumed))
             return self._outputs(self._run, self._inputs(call, self._known), copies)
@@ -521,7 +522,7 @@ class ReplicaProgram:
                 f"with zeros{'' if same else ' in a returned value'}; nothing was assigned.",
                 fix="Mask before reducing: jnp.where(mask, x, 0).sum() with mask from "
                 "get_replica_context().batch_mask or .length_mask, and divide by .batch_size or "
-                ".length; RunOptions(check_padding=False) takes this check away.",
+                ".length; to skip this check, write RunOptions(check_padding=False).",
             )
         )
 
@@ -544,22 +545,22 @@ def _as_output(leaf) -> jax.Array:
                 "A function run by strategy.run returns arrays, numbers, None, or a structure of "
                 "those.",
                 received=f"a {type(leaf).__name__}: {leaf!r}.",
-                fix="Return only arrays, of a key jax.random.key_data(key); keep other objects "
-                "outside of the function.",
+                fix="Return only arrays (for a key, jax.random.key_data(key)), and handle other "
+                "objects outside of the function.",
             )
         )
     return jnp.asarray(leaf)
 
 
 def _name_of(function: Callable) -> str:
-    """The name of a replica function's run in errors."""
+    """The name of a run of a replica function, for errors."""
     return f"strategy.run of {getattr(function, '__name__', type(function).__name__)!r}"
 
 
 def _check_call(what: str, call: Call, strategy: Strategy) -> None:
     """Checks that all processes run the same function with the same shared arguments.
 
-    Once for every program, since agreeing takes as long as a small step.
+    Checked once for every program, since agreeing takes as long as a small step.
 
     Raises:
         PeerError: On all processes, if they do not run the same function.
@@ -575,10 +576,10 @@ def _check_call(what: str, call: Call, strategy: Strategy) -> None:
             number, (here, there) = next((n, p) for n, p in enumerate(pairs) if p[0] != p[1])
             raise ValueError(
                 message(
-                    "All processes run a function with the same arguments.",
+                    "All processes must run a function with the same arguments.",
                     received=f"{what}: leaf {number} of (args, kwargs) is {here} in process "
                     f"{jax.process_index()} and {there} in process {i}.",
-                    fix="Give what differs to the replicas as a per-replica value: "
+                    fix="Pass values that differ as a per-replica value: "
                     "strategy.distribute_values_from_function or a distributed dataset.",
                 )
             )
@@ -595,7 +596,7 @@ def _check_variables(what: str, variables: list, strategy: Strategy) -> None:
 
 
 def _all_the_same(what: str, pairs: list[tuple[Any, Any]], strategy: Strategy) -> bool:
-    """Whether the two arrays of every pair are equal but for rounding, in all processes."""
+    """Whether the two arrays of every pair are equal up to rounding, in all processes."""
     same = all(
         same_numbers(*parts) for pair in pairs for parts in zip(*map(_own_parts, pair), strict=True)
     )

@@ -1,6 +1,6 @@
-"""Reductions over replicas and dimensions: the dtypes they are computed in and result in.
+"""Reductions over replicas and dimensions: the dtypes of the computation and the result.
 
-`strategy.reduce` and the replica context's `all_reduce` both use it, so that they agree.
+`strategy.reduce` and the replica context's `all_reduce` both use this module, so that they agree.
 """
 
 from collections.abc import Sequence
@@ -58,10 +58,10 @@ def reduced(op: str, array: Any, axes: Sequence[int] = (), replicas: tuple[str, 
         op: A name of `REDUCTIONS`.
         array: The array.
         axes: The dimensions, counted from the front.
-        replicas: Within code for each replica, the mesh axes over which the replicas lie.
+        replicas: Within replica code, the mesh axes of the replicas.
 
     Raises:
-        ValueError: For the largest or smallest of no values, or of complex numbers.
+        ValueError: For the maximum or minimum of no values, or of complex numbers.
     """
     array = jnp.asarray(array)
     wide, result = dtypes_of(op, array.dtype)
@@ -69,7 +69,7 @@ def reduced(op: str, array: Any, axes: Sequence[int] = (), replicas: tuple[str, 
     if axes:
         check_not_empty(op, array.shape, axes)
         array = _OVER_DIMENSIONS[op](array, axis=tuple(axes))
-    # XLA does not always compile a collective over no elements.
+    # XLA does not always compile a collective over empty arrays.
     if replicas and array.size:
         array = _OVER_REPLICAS[op](array, replicas)
     return array.astype(result)
@@ -78,16 +78,16 @@ def reduced(op: str, array: Any, axes: Sequence[int] = (), replicas: tuple[str, 
 def dtypes_of(op: str, dtype: Any) -> tuple[Any, Any]:
     """The dtype in which a reduction is computed, and that of its result.
 
-    A sum of whole numbers, or of `bool`, has at least 32 bits, and their mean is a floating-point
-    number. Floating-point numbers keep their dtype, and those of less than 32 bits are added up in
-    float32. The largest and the smallest value have the dtype of the values.
+    A sum of integers, or of `bool`, has at least 32 bits, and their mean is a floating-point
+    number. Floating-point numbers keep their dtype; those with fewer than 32 bits are added up in
+    float32. The maximum and the minimum have the dtype of the values.
 
     Args:
         op: A name of `REDUCTIONS`.
-        dtype: That of the values.
+        dtype: The dtype of the values.
 
     Raises:
-        ValueError: For the largest or smallest of complex numbers.
+        ValueError: For the maximum or minimum of complex numbers.
     """
     dtype = jnp.dtype(dtype)
     if op in ("max", "min"):
@@ -107,7 +107,7 @@ def dtypes_of(op: str, dtype: Any) -> tuple[Any, Any]:
 
 
 def check_not_empty(op: str, shape: Sequence[int], axes: Sequence[int]) -> None:
-    """Raises a `ValueError` for the largest or smallest of no values.
+    """Raises a `ValueError` for the maximum or minimum of no values.
 
     Args:
         op: A name of `REDUCTIONS`.
@@ -125,7 +125,7 @@ def check_not_empty(op: str, shape: Sequence[int], axes: Sequence[int]) -> None:
 
 
 def _sent_as(dtype: Any) -> Any:
-    """A dtype that holds the values, and sums of them, and that devices can reduce."""
+    """A dtype that can hold the values and sums of them, and that devices can reduce."""
     if jnp.issubdtype(dtype, jnp.bool_):
         return jnp.dtype("uint8")
     if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
@@ -134,7 +134,7 @@ def _sent_as(dtype: Any) -> Any:
 
 
 def _whole_bytes(dtype: Any) -> Any:
-    """A dtype of whole numbers of at least 8 bits; other dtypes as they are."""
+    """The dtype with at least 8 bits if it is an integer one; other dtypes as they are."""
     if jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8:
         return jnp.dtype("int8" if jnp.issubdtype(dtype, jnp.signedinteger) else "uint8")
     return dtype

@@ -1,4 +1,4 @@
-"""What `TPUStrategy` offers for custom loops: run, loop, local_results, reduce, gather."""
+"""The methods of `TPUStrategy` for custom loops: run, loop, local_results, reduce, gather."""
 
 import functools
 import inspect
@@ -16,7 +16,7 @@ from keras_tpu_dist.common.checks import is_count
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.tensorflow_names import of_value
 from keras_tpu_dist.processes.arrays import put
-from keras_tpu_dist.replica import hooks as hooks  # declares what it replaces in Keras
+from keras_tpu_dist.replica import hooks as hooks  # registers its replacements in Keras
 from keras_tpu_dist.replica import values
 from keras_tpu_dist.replica.blocks import every_block
 from keras_tpu_dist.replica.buffers import ReplicaBuffers
@@ -52,13 +52,13 @@ from keras_tpu_dist.training.protocol import Strategy
 
 logger = logging.getLogger("keras_tpu_dist")
 
-# With so many function objects of one code, the function is probably defined in a loop.
+# With so many function objects of the same code, the function is probably defined in a loop.
 _FUNCTIONS_OF_ONE_CODE = 3
 _NOTHING_VARIES = RunOptions()
 
 
 class ReplicaCode(DistributedInput):
-    """The part of `TPUStrategy` that runs a user's own code once per replica."""
+    """The part of `TPUStrategy` that runs custom code once per replica."""
 
     def run(
         self,
@@ -72,62 +72,63 @@ class ReplicaCode(DistributedInput):
     ) -> Any:
         """Runs a function once per replica, as one compiled program.
 
-        Each replica gets its own part of per-replica arguments (from `distribute_dataset`,
-        `distribute_values_from_function` or an earlier `run`) and all other arrays and numbers
-        whole; `True`, strings and other objects are constants of the program. Within the function
-        `get_replica_context()` tells the replica's number and talks to the others.
+        Every replica gets its own part of per-replica arguments (from `distribute_dataset`,
+        `distribute_values_from_function` or an earlier `run`), and all other arrays and numbers
+        whole. `True`, strings and other objects are constants of the program. Within the function,
+        `get_replica_context()` has the replica's number and the collectives.
 
-        With `steps=N` the function runs N times, one after the other, in one launch: with the next
-        N batches of a distributed dataset if an argument is an iterator over one, else with the
-        same arguments. Variables, seeds and metrics go from step to step, so that the results are
-        those of N calls. Batches are transferred together, and the next N while the devices work.
-        If fewer are left, or they differ in shape, they are launched one by one; so are those of
+        With `steps=N` the function runs N times in one launch. If an argument is an iterator over a
+        distributed dataset, the steps use its next N batches; otherwise they use the same
+        arguments. Variables, seeds and metrics go from step to step, so the results are those of N
+        calls. Batches are transferred together, and the next N while the devices work. If fewer
+        batches are left, or they differ in shape, they are launched one by one, as are those with
         `RunOptions(buckets=...)`. `strategy.loop` does the same for a whole dataset.
 
-        Keras variables, layers, models, optimizers and metrics that the function finds in its
-        closure or among its arguments can be read and updated. An update is combined by the
-        variable's `aggregation`: `"mean"`, `"sum"`, `"only_first_replica"`; with `"none"`, Keras's
-        default, an update that is the same on all replicas is taken as it is, a floating-point
-        one that differs (moving statistics) is averaged, and a trainable weight that would differ
-        is an error: reduce the gradients first. Metrics (`synchronization="on_read"`) keep each
-        replica's own value and are combined for who reads them outside. Seed generators draw
-        differently on each replica and advance once a step. If anything raises before the program
-        is launched, no variable is assigned. Whether a launch overwrites updated variables, or
-        keeps the old values and needs memory for both, is the strategy's `donate_state`, as in
-        `fit`; arrays that you keep, such as `variable.value`, are never overwritten.
-        Within the function a variable is whole, also one that lies split over the data axes
-        ("fsdp"); splits over other axes stay.
+        The function can read and update Keras variables, layers, models, optimizers and metrics
+        from its closure or its arguments. An update is combined by the variable's `aggregation`:
+        `"mean"`, `"sum"`, `"only_first_replica"`. With `"none"`, Keras's default, an update that is
+        the same on all replicas is assigned as it is, a floating-point update that differs (moving
+        statistics) is averaged, and it is an error if a trainable weight would differ: reduce the
+        gradients first. Metrics (`synchronization="on_read"`) have a separate value on every
+        replica, which are combined when you read them outside. Seed generators draw different
+        numbers on every replica and advance once a step. If anything raises before the program is
+        launched, no variable is assigned. The strategy's `donate_state` decides, as in `fit`,
+        whether a launch overwrites updated variables, or keeps the old values and needs memory for
+        both. Arrays that you keep, such as `variable.value`, are never overwritten. Within the
+        function a variable is whole, even if it is split over the data axes ("fsdp"); splits over
+        other axes remain.
 
-        The function is traced at its first call and for new shapes, then not called again: pass
-        the same function object each time. A lambda written in the loop is a new function each
-        time, traced and compiled anew, which the log warns of.
+        The function is traced at its first call and for new shapes, and not called again, so pass
+        the same function object every time. A lambda written in the loop is a new function every
+        time, and is traced and compiled again; a warning says so.
 
-        Where the mesh spans several processes, all of them call `run` with the same function and
-        the same arguments; what differs comes as a per-replica value. That is checked at the
-        first call of each program, as are the values of the variables.
+        If the mesh spans several processes, all of them call `run` with the same function and the
+        same arguments; pass values that differ as per-replica values. This is checked at the first
+        call of every program, as are the values of the variables.
 
         Args:
             fn: The function. It returns arrays, numbers, `None` or a structure of them.
             args: Its positional arguments: arrays, `keras.Variable`s, structures of them, and
-                constants; or an iterator over a distributed dataset, in whose place each step
-                gets the next batch.
+                constants; or an iterator over a distributed dataset, which every step replaces by
+                the next batch.
             kwargs: Its keyword arguments.
             options: `RunOptions` for inputs of varying sizes.
-            steps: How many steps the launch makes; fewer if the iterator has fewer left.
-            outputs: Which results of several steps to return: `"last"`, or `"all"`, with the
-                steps along a new first dimension of each replica's values.
+            steps: The number of steps in the launch; fewer if the iterator has fewer batches left.
+            outputs: Which results of several steps to return: `"last"`, or `"all"`, with the steps
+                along a new first dimension of every replica's values.
 
         Returns:
-            The structure that `fn` returned, with a `PerReplica` in place of each array.
+            The structure that `fn` returned, with a `PerReplica` instead of every array.
 
         Raises:
             ValueError: If `fn` returns something else, a per-replica argument belongs to another
                 strategy or is uneven, or an update cannot be combined; on all processes, if their
-                arguments or variables differ; if `outputs="all"` and steps give several shapes.
+                arguments or variables differ; if `outputs="all"` and steps have results of
+                different shapes.
             StopIteration: If the iterator among the arguments has no batch left.
             PeerError: If other processes run something else.
-            RuntimeError: Inside of another `run`.
-            TypeError: If an argument is of a wrong kind.
+            RuntimeError: Inside another `run`.
+            TypeError: If an argument has the wrong type.
             NotImplementedError: If `fn` calls `merge_call`.
 
         Example:
@@ -167,34 +168,34 @@ class ReplicaCode(DistributedInput):
         options: RunOptions | None = None,
         outputs: str = "last",
     ) -> Launches:
-        """Runs a function for each batch of a dataset, many in one launch.
+        """Runs a function for every batch of a dataset, many in one launch.
 
-        It is `strategy.run(fn, (batch, *args))` for one batch after the other, and gives the same
-        numbers, at the speed of `fit` with `steps_per_execution`: `steps_per_launch` batches of
-        one shape are one program with a loop on the devices, the next ones are read and
-        transferred meanwhile. What is left at the end, and batches of another shape, are launched
-        one by one.
+        It is `strategy.run(fn, (batch, *args))` for one batch after the other, with the same
+        numbers, at the speed of `fit` with `steps_per_execution`. `steps_per_launch` batches of one
+        shape are one program with a loop on the devices, while the next ones are read and
+        transferred. Remaining batches at the end, and batches of another shape, are launched one by
+        one.
 
-        Steps are made while you iterate, so between two launches you may print, save, evaluate or
-        leave. `keras.utils.Progbar` and Keras's callbacks fit in there.
+        Steps run while you iterate, so between two launches you can print, save, evaluate or leave
+        the loop. You can use `keras.utils.Progbar` and Keras's callbacks there.
 
         Args:
             fn: The function of a batch. See `run`.
-            dataset: What `distribute_dataset` or `distribute_datasets_from_function` returned; or
-                an iterator over it, which goes on.
-            steps_per_launch: How many steps a launch makes.
-            args: More arguments, the same in all steps, behind the batch.
+            dataset: The result of `distribute_dataset` or `distribute_datasets_from_function`, or
+                an iterator over it, which continues.
+            steps_per_launch: The number of steps in a launch.
+            args: More arguments after the batch, the same in all steps.
             options: `RunOptions` for batches of varying sizes.
-            outputs: Which results to give: `"last"`, those of a launch's last step; or `"all"`,
-                with the steps along a new first dimension of each replica's values.
+            outputs: Which results to return: `"last"`, those of a launch's last step; or `"all"`,
+                with the steps along a new first dimension of every replica's values.
 
         Returns:
-            An iterator that makes the next launch and gives the number of steps made so far, and
-            the results: the structure that `fn` returned, with a `PerReplica` for each array.
+            An iterator. It runs the next launch, and yields the number of steps so far and the
+            results: the structure that `fn` returned, with a `PerReplica` for every array.
 
         Raises:
-            ValueError: Where `run` raises it.
-            TypeError: If `dataset` is none of those, or an argument is of a wrong kind.
+            ValueError: If `run` raises it.
+            TypeError: If `dataset` is neither, or an argument has the wrong type.
 
         Example:
 
@@ -223,13 +224,14 @@ class ReplicaCode(DistributedInput):
     def local_results(self, value: Any) -> tuple:
         """The values of all replicas of this process.
 
-        With several processes each gets the values of its own replicas, as in `tf.distribute`: of
-        those that have a device there (`PerReplica.replica_ids`), one that spans processes in
-        each of them. They are this process's own arrays.
+        With several processes, every process gets the values of its own replicas, as in
+        `tf.distribute`: of the replicas that have a device there (`PerReplica.replica_ids`). A
+        replica that spans processes is in all of them. The values are local arrays of this process.
 
         Args:
-            value: What `run` returned or a distributed dataset gave: a `PerReplica` or a structure
-                with some; or an `"on_read"` variable, for each replica's own value.
+            value: A result of `run` or a batch of a distributed dataset: a `PerReplica` or a
+                structure with some; or an `"on_read"` variable, for the separate values of the
+                replicas.
 
         Returns:
             A tuple with one structure per replica; `(value,)` for anything without a `PerReplica`.
@@ -243,27 +245,27 @@ class ReplicaCode(DistributedInput):
         return values.local_results(value, self)
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
-        """Combines values over replicas, and over a dimension of each.
+        """Combines values over replicas, and optionally over a dimension of the values.
 
         Args:
             reduce_op: `"sum"`, `"mean"`, `"max"`, `"min"`, in any case, or an enum with such names.
-            value: A `PerReplica` or a structure of them. A value that all replicas share is its
-                own mean, maximum and minimum.
-            axis: The dimension, or several, of each replica's value to reduce as well, usually 0,
+            value: A `PerReplica` or a structure of them. The mean, maximum and minimum of a value
+                that all replicas share is the value itself.
+            axis: The dimension of the replicas' values, or several, to reduce as well, usually 0,
                 the batch; `None`: only over replicas. A mean over uneven batches counts rows, not
                 replicas.
 
-        A sum of whole numbers or of `bool` has at least 32 bits, their mean is a floating-point
-        number, everything else keeps its dtype; numbers of less than 32 bits are added up in
-        float32. `all_reduce` of the replica context does the same.
+        A sum of integers or of `bool` has at least 32 bits, their mean is a floating-point number,
+        everything else keeps its dtype; numbers with fewer than 32 bits are added up in float32.
+        `all_reduce` of the replica context does the same.
 
         Returns:
-            Arrays, the same on all devices and in all processes, which all call it.
+            Arrays, the same on all devices and in all processes. All processes must call it.
 
         Raises:
             ValueError: For a sum of a value that all replicas share; for values of different sizes
-                without the axis in which they differ; for the largest or smallest of no values or
-                of complex numbers; if a value belongs to another strategy.
+                without the axis in which they differ; for the maximum or minimum of no values or of
+                complex numbers; if a value belongs to another strategy.
         """
         self._check_outside("reduce", "get_replica_context().all_reduce")
         return _reduce(reduce_op, value, axis, self)
@@ -276,7 +278,7 @@ class ReplicaCode(DistributedInput):
             axis: The dimension.
 
         Returns:
-            Arrays, the same on all devices and in all processes, which all call it.
+            Arrays, the same on all devices and in all processes. All processes must call it.
 
         Raises:
             ValueError: If a value is a scalar or lacks the dimension, or values differ in another
@@ -296,7 +298,8 @@ class ReplicaCode(DistributedInput):
     experimental_local_results = local_results
 
     def _launch_of(self, fn: Callable, options: RunOptions | None) -> Launch:
-        """Runs the function with arguments: so many steps, the results of the last or of all."""
+        """Runs the function with arguments and a number of steps; returns the last results or
+        all."""
         fn = _without_jit(fn)
 
         def launch(args: tuple, kwargs: Mapping, steps: int, every: bool) -> Any:
@@ -330,8 +333,8 @@ class ReplicaCode(DistributedInput):
         except TypeError as error:
             raise TypeError(
                 message(
-                    "strategy.run keeps programs for as long as their function lives, so that it "
-                    "must be hashable and weakly referable.",
+                    "strategy.run caches programs as long as their function lives, so the "
+                    "function must be hashable and weakly referable.",
                     received={"fn": type(owner).__name__},
                     fix="Pass a plain function that calls it.",
                 )
@@ -348,8 +351,9 @@ class ReplicaCode(DistributedInput):
         count = self._functions_of_code[code] = self._functions_of_code.get(code, 0) + 1
         if count == _FUNCTIONS_OF_ONE_CODE:
             logger.warning(
-                "strategy.run was given the function %s of %s:%d as %d different objects: each is "
-                "traced and compiled anew; define it once, outside of the loop",
+                "strategy.run was given the function %s of %s:%d as %d different objects, and "
+                "every one is traced and compiled again; define the function once, outside of the "
+                "loop",
                 code.co_name,
                 code.co_filename,
                 code.co_firstlineno,
@@ -377,7 +381,7 @@ class ReplicaCode(DistributedInput):
             raise RuntimeError(
                 message(
                     f"strategy.{name} is for code outside of strategy.run.",
-                    received=f"strategy.{name} inside of a function run by strategy.run.",
+                    received=f"strategy.{name} inside a function run by strategy.run.",
                     fix=f"There, call {inside}.",
                 )
             )
@@ -396,7 +400,7 @@ def _weakly(fn) -> Callable[[], Any]:
 
 
 def _without_jit(fn):
-    """The function under `jax.jit`: the program is compiled as a whole."""
+    """The function without its `jax.jit`: the program is compiled as a whole."""
     jitted = hasattr(fn, "lower") and hasattr(fn, "trace") and hasattr(fn, "__wrapped__")
     return fn.__wrapped__ if jitted else fn
 
@@ -407,13 +411,13 @@ def _reduce(op: Any, value: Any, axis: Any, strategy: Strategy) -> Any:
     Args:
         op: The reduction, as `checked_reduction` takes it.
         value: A `PerReplica`, a value that all replicas share, or a structure of those.
-        axis: The dimension, or several, of each replica's value to reduce as well, or `None`.
-        strategy: The strategy that made the values.
+        axis: The dimension of the replicas' values, or several, to reduce as well, or `None`.
+        strategy: The strategy of the values.
 
     Raises:
-        ValueError: For an unknown reduction or a dimension that is not there; for a sum of a value
-            that all replicas share; for values of different sizes without the axis in which they
-            differ; if a value belongs to another strategy.
+        ValueError: For an unknown reduction or a missing dimension; for a sum of a value that all
+            replicas share; for values of different sizes without the axis in which they differ; if
+            a value belongs to another strategy.
     """
     op = checked_reduction(op)
     return jax.tree.map(lambda leaf: _reduce_leaf(op, leaf, axis, strategy), value)
@@ -424,8 +428,8 @@ def _gather(value: Any, axis: int, strategy: Strategy) -> Any:
 
     Args:
         value: A `PerReplica` or a structure of them; other leaves are returned as they are.
-        axis: The dimension of each replica's value along which to join.
-        strategy: The strategy that made the values.
+        axis: The dimension of the replicas' values along which to join.
+        strategy: The strategy of the values.
 
     Raises:
         ValueError: If a value is a scalar or lacks the dimension, or values differ in another
@@ -478,7 +482,8 @@ def _reduce_ragged(op: str, parts: list, axes: tuple[int, ...]):
         if not filled:
             check_not_empty(op, parts[0].shape, axes)
         return reduced(op, jnp.stack([reduced(op, part, axes) for part in filled]), (0,))
-    # In the dtype of one reduction over all values: partial sums in the values' own could overflow.
+    # In the dtype of one reduction over all values: partial sums in the values' dtype could
+    # overflow.
     wide, result = dtypes_of(op, jnp.asarray(parts[0]).dtype)
     total = sum(jnp.sum(jnp.asarray(part), axis=axes, dtype=wide) for part in parts)
     if op == "mean":
@@ -493,11 +498,11 @@ def _reduce_common(op: str, value, axis, strategy):
     if op == "sum" and not single and not zero:
         raise ValueError(
             message(
-                "A sum over replicas needs a value for each replica.",
+                "A sum over replicas needs a value for every replica.",
                 received=f"one {type(value).__name__} of shape {np.shape(value)} for "
                 f"{strategy.num_replicas_in_sync} replicas.",
-                fix="Reduce what strategy.run returned; for a value that is the same on all "
-                "replicas multiply by strategy.num_replicas_in_sync.",
+                fix="Reduce a result of strategy.run. If a value is the same on all replicas, "
+                "multiply it by strategy.num_replicas_in_sync.",
             )
         )
     axes = _checked_axes(axis, np.ndim(value))

@@ -17,7 +17,7 @@ from keras_tpu_dist.replica.values import PerReplica
 
 logger = logging.getLogger("keras_tpu_dist")
 
-# Length 1 shares the program of length 2.
+# Length 1 uses the program of length 2.
 _SMALLEST_BUCKET = 2
 _NOT_PADDED = -1
 
@@ -27,23 +27,23 @@ _NOT_PADDED = -1
 class RunOptions(TensorFlowNames):
     """How `strategy.run` treats inputs of varying sizes.
 
-    A compiled program has fixed shapes. Where sizes vary, inputs are padded with zeros; the
-    function learns the true sizes from the replica context (`batch_size`, `batch_mask`, `length`,
-    `length_mask`) and must not let padding into its results: mask before reducing. Dimensions of
-    results that are the padded ones are cut back to the true size. Whether padding changes a
-    result or an updated variable is checked at the first padded call of each program, by running
-    it a second time with ones as padding; a difference is an error and nothing is assigned.
+    A compiled program has fixed shapes. If sizes vary, inputs are padded with zeros. The function
+    reads the true sizes from the replica context (`batch_size`, `batch_mask`, `length`,
+    `length_mask`) and must not let padding into its results: mask before you reduce. Padded
+    dimensions of results are cut back to the true size. At the first padded call of every program,
+    a second run with ones as padding checks whether padding changes a result or an updated
+    variable. If it does, an error is raised and nothing is assigned.
 
     Args:
-        dynamic_batch: Whether replicas may have different numbers of rows, as the last batch of a
-            dataset gives them: each is padded to the largest. Without it such a batch is an error.
-        buckets: `"power_of_two"`: lengths are padded to the next power of two (at least 2), so
-            that lengths 1 to 100 need 7 programs; or the sorted lengths to pad to. `None`: one
-            program for each length.
-        axis: The dimension of each replica's value whose length varies: an integer for all arrays
-            that have it, or a structure of integers and `None` (do not pad) that is a prefix of
-            `args`, each for the arrays below it that have it.
-        check_padding: Whether to make the check.
+        dynamic_batch: Whether replicas may have different numbers of rows, as in the last batch of
+            a dataset: they are padded to the largest number. Without it such a batch is an error.
+        buckets: `"power_of_two"`: lengths are padded to the next power of two (at least 2), so that
+            lengths 1 to 100 need 7 programs; or the sorted lengths to pad to. `None`: one program
+            for every length.
+        axis: The dimension of a replica's value whose length varies: an integer for all arrays that
+            have it, or a structure of integers and `None` (do not pad) that is a prefix of `args`;
+            an entry applies to the arrays below it that have this dimension.
+        check_padding: Whether to check the effect of padding.
 
     Raises:
         ValueError: If an option is malformed.
@@ -115,28 +115,28 @@ class RunOptions(TensorFlowNames):
                 return int(size)
         raise ValueError(
             message(
-                "A length must fit the largest bucket.",
+                "A length must not exceed the largest bucket.",
                 received={"length": length, "buckets": self.buckets},
                 fix='Add a larger bucket, or use buckets="power_of_two".',
             )
         )
 
     def axes(self, args: Sequence[Any], ranks: Sequence[int | None]) -> list[int | None]:
-        """The varying dimension of each leaf of `args`, `None` where there is none.
+        """The varying dimension of every leaf of `args`, or `None`.
 
         Args:
             args: The positional arguments of a call.
-            ranks: For each of their leaves the rank of one replica's value, `None` for a constant.
+            ranks: For every leaf of them, the rank of one replica's value, `None` for a constant.
 
         Raises:
-            ValueError: If the structure of `axis` is no prefix of `args`.
+            ValueError: If the structure of `axis` is not a prefix of `args`.
         """
         if self.buckets is None:
             return [None] * len(ranks)
         if is_count(self.axis):
             return [self.axis if r is not None and r > self.axis else None for r in ranks]
         prefix = self.axis if isinstance(self.axis, tuple) else (self.axis,)
-        # JAX takes None for a node without leaves: right in `args`, but in `axis` it stands for an
+        # For JAX, None is a node without leaves. That is right in `args`, but in `axis` it marks an
         # array that is not padded.
         prefix = jax.tree.map(
             lambda axis: _NOT_PADDED if axis is None else axis, prefix, is_leaf=_is_none
@@ -148,7 +148,7 @@ class RunOptions(TensorFlowNames):
                 message(
                     "The structure of RunOptions.axis must be a prefix of args.",
                     received={"axis": self.axis},
-                    fix="Give one entry for each argument, None for one that is not padded: "
+                    fix="Give one entry for every argument, and None for one that is not padded: "
                     "axis=(1, None).",
                 )
             ) from error
@@ -166,7 +166,7 @@ def pad_host(array: np.ndarray, axis: int, options: RunOptions, name: str) -> np
         array: The array.
         axis: The dimension whose length varies.
         options: The options, which have the buckets.
-        name: What the array is, for the error.
+        name: The input's name, for the error.
 
     Raises:
         ValueError: If the length is 0 or longer than the largest bucket.
@@ -179,13 +179,13 @@ def pad_value(value: PerReplica, axis: int, options: RunOptions) -> PerReplica:
     """A per-replica value padded to its bucket along a dimension of the replica's value.
 
     Args:
-        value: The value, padded already or not.
+        value: The value, padded or not.
         axis: The dimension, whose true length is the same on all replicas.
         options: The options, which have the buckets.
 
     Raises:
-        ValueError: If the length is 0 or longer than the largest bucket or differs by replica, or
-            the dimension is the one that is split over the replicas.
+        ValueError: If the length is 0, is longer than the largest bucket or differs by replica, or
+            if the dimension is the one that is split over the replicas.
     """
     check_no_rows(axis, None if value.stacked else value.axis, value.array.shape)
     if axis in value.sizes:
@@ -193,10 +193,11 @@ def pad_value(value: PerReplica, axis: int, options: RunOptions) -> PerReplica:
         if any(other != true for other in others):
             raise ValueError(
                 message(
-                    "A length that is padded to a bucket is the same on all replicas.",
+                    "A length that is padded to a bucket must be the same on all replicas.",
                     received={"lengths": value.sizes[axis], "axis": axis},
-                    fix="Pass RunOptions(dynamic_batch=True) for rows of which each replica has "
-                    "another number, and let RunOptions.axis name another dimension.",
+                    fix="If the replicas have different numbers of rows, pass "
+                    "RunOptions(dynamic_batch=True), and let RunOptions.axis name another "
+                    "dimension.",
                 )
             )
         if value.padded_shape[axis] == options.bucket(true):
@@ -224,8 +225,8 @@ def check_no_rows(axis: int, rows: int | None, shape: tuple[int, ...]) -> None:
     if axis == rows:
         raise ValueError(
             message(
-                "The rows of a replica are padded by RunOptions(dynamic_batch=True), not to "
-                "buckets.",
+                "RunOptions(dynamic_batch=True) pads the rows of a replica; they cannot be "
+                "padded to buckets.",
                 received={"axis": axis, "shape on all replicas": shape},
                 fix="Let RunOptions.axis name another dimension, or None for this argument.",
             )
@@ -248,7 +249,7 @@ def exact(value: PerReplica, axis: int) -> PerReplica:
 def refilled(value: PerReplica) -> PerReplica:
     """The value with ones in place of its padding.
 
-    Args:
+    value: The value, which does not change.
         value: The value, which stays as it is.
     """
 
@@ -259,8 +260,8 @@ def refilled(value: PerReplica) -> PerReplica:
             block[beyond] = 1
         return block
 
-    # With the same layout, split sequences too: another layout is another program, whose rounding
-    # differs.
+    # With the same layout, also for split sequences: another layout would be another program with
+    # different rounding.
     return value.replaced(_as_laid_out(value, with_ones), value.sizes)
 
 
@@ -272,13 +273,13 @@ def _changed(value: PerReplica, change: Callable[[int, np.ndarray], np.ndarray])
 
 
 def _as_laid_out(value: PerReplica, change: Callable[[int, np.ndarray], np.ndarray]) -> jax.Array:
-    """As `_changed`, for a change that keeps the shape and so the layout."""
+    """Like `_changed`, for a change that keeps the shape and therefore the layout."""
     array, axis, strategy = value.array, value.axis, value.strategy
     blocks = own_blocks(array, axis, strategy).items()
     changed = {replica: change(replica, np.asarray(block)) for replica, block in blocks}
     pieces = []
     for shard in array.addressable_shards:
-        # A shard has all rows of its replica's part, and may have a piece of other dimensions.
+        # A shard has all rows of its replica's part, and maybe only a piece of other dimensions.
         piece = (*shard.index[:axis], slice(None), *shard.index[axis + 1 :])
         block = changed[strategy.placer.own_parts[shard.device]]
         pieces.append(jax.device_put(block[piece], shard.device))

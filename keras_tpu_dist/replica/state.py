@@ -1,4 +1,4 @@
-"""Keras variables inside of per-replica code: read, updated, combined over the replicas."""
+"""Keras variables inside replica code: read, updated, and combined over the replicas."""
 
 import logging
 from collections.abc import Iterable, Sequence
@@ -18,25 +18,25 @@ from keras_tpu_dist.training.protocol import Strategy
 
 logger = logging.getLogger("keras_tpu_dist")
 
-# On an "on_read" variable: its combined value and the replicas' own values it was combined from.
+# On an "on_read" variable: its combined value, and the replicas' values it was combined from.
 _copies = _keras.Mark("_keras_tpu_dist_copies")
 
 
 class Recorder(keras.StatelessScope):
     """Reads and updates of variables while one replica's function is traced.
 
-    Variables that are not known yet read as zeros and are noted in `unknown`; the function is
-    then traced once more with their values as inputs of the program.
+    A variable that is not known yet reads as zeros and is added to `unknown`. The function is then
+    traced once more with the values of all of them as inputs of the program.
 
-    An update is combined by the variable's `aggregation`, as in `tf.distribute`: `"mean"` and
-    `"sum"` at once, so that a later read sees the combined value; `"only_first_replica"` and
-    `"none"` only where the replicas' values may differ (`combine`). A variable with
-    `synchronization="on_read"` stays each replica's own; its values are combined on exit.
+    An update is combined by the variable's `aggregation`, as in `tf.distribute`. `"mean"` and
+    `"sum"` are combined at once, so that a later read gets the combined value.
+    `"only_first_replica"` and `"none"` are combined only if the replicas' values may differ
+    (`combine`). A variable with `synchronization="on_read"` has separate values on the replicas,
+    which are combined on exit.
 
     Args:
         context: The replica's context.
-        values: Values of the known variables, by `id`: those that all replicas share, and the
-            replica's own.
+        values: Values of the known variables, by `id`: shared values, and the replica's own.
         combine: The `id`s of variables whose updates differ and must be combined.
     """
 
@@ -50,7 +50,7 @@ class Recorder(keras.StatelessScope):
         self.updated: dict[int, Any] = {}
 
     def get_current_value(self, variable: Any) -> Any:
-        """The value of a variable at this point of the function; Keras asks.
+        """The value of a variable at this point of the function; called by Keras.
 
         See `read`.
         """
@@ -66,7 +66,7 @@ class Recorder(keras.StatelessScope):
         if known is not None:
             return known
         self.unknown[id(variable)] = variable
-        # New zeros at every read, as a read may belong to an inner trace.
+        # New zeros at every read, because a read may belong to an inner trace.
         zeros = jnp.zeros(variable.shape, _own_dtype(variable))
         if is_own(variable):
             return zeros + jnp.zeros_like(zeros) * self._context.replica_id_in_sync_group.astype(
@@ -81,15 +81,15 @@ class Recorder(keras.StatelessScope):
             update: The variable and the value that this replica assigns.
 
         Raises:
-            ValueError: If a shared variable with `aggregation="mean"` gets no floating-point value;
-                or if it comes from a branch or a loop.
+            ValueError: If a shared variable with `aggregation="mean"` gets a value that is not
+                floating-point, or if the assignment comes from a branch or a loop.
         """
         variable, value = update
         self._check_place(variable)
         self._set(variable, self.combined(variable, value))
 
     def note_addition(self, variable: Any, value: Any, sign: int, stock: Any) -> Any:
-        """Takes `assign_add` or `assign_sub`: a sum adds up what was added, not the results.
+        """Handles `assign_add` or `assign_sub`: a sum adds up the additions, not the results.
 
         Args:
             variable: The variable.
@@ -98,7 +98,7 @@ class Recorder(keras.StatelessScope):
             stock: Keras's own method, called for a variable whose updates are not summed here.
 
         Returns:
-            What `stock` returns, or the variable's new value.
+            The result of `stock`, or the variable's new value.
         """
         if is_own(variable) or variable.aggregation != "sum":
             return stock(variable, value)
@@ -106,12 +106,12 @@ class Recorder(keras.StatelessScope):
         value = jnp.asarray(value, _own_dtype(variable))
         total = self.read(variable) + sign * self._context.all_reduce("sum", value)
         if total.shape != variable.shape:
-            return stock(variable, value)  # which says so
+            return stock(variable, value)  # raises the error for this
         self._set(variable, total)
         return self._values[id(variable)]
 
     def finish(self) -> dict[int, Any]:
-        """The new values of updated variables, by `id`; of "on_read" ones the replica's own."""
+        """The new values of updated variables, by `id`; for "on_read" ones the replica's own."""
         return {key: self._values[key] for key in self.updated}
 
     def _check_place(self, variable) -> None:
@@ -185,7 +185,7 @@ def is_own(variable: Any) -> bool:
 
 
 def apart(variables: Iterable[Any]) -> tuple[list, list]:
-    """Variables that all replicas share, and those of which each has its own value.
+    """Divides variables into shared ones, and those with separate values on the replicas.
 
     Args:
         variables: The variables.
@@ -208,8 +208,8 @@ def to_combine(differing: list[Any], already: set[int]) -> set[int]:
         The `id`s of all variables to combine.
 
     Raises:
-        ValueError: If there is no right way to combine one: a trainable weight (its gradients were
-            not reduced), an integer, or an `"on_read"` variable without aggregation.
+        ValueError: If one cannot be combined: a trainable weight (its gradients were not reduced),
+            an integer, or an `"on_read"` variable without aggregation.
     """
     for variable in sorted(differing, key=lambda v: not v.trainable):
         if variable.aggregation == "none":
@@ -217,8 +217,9 @@ def to_combine(differing: list[Any], already: set[int]) -> set[int]:
     for variable in differing:
         if variable.aggregation == "none" and id(variable) not in already:
             logger.info(
-                "variable %s is updated with different values by the replicas and has "
-                'aggregation="none": they are averaged; give it aggregation="mean" to say so',
+                "the replicas update variable %s with different values and it has "
+                'aggregation="none": the values are averaged; to silence this, set '
+                'aggregation="mean"',
                 variable.path,
             )
     return already | {id(variable) for variable in differing}
@@ -228,7 +229,7 @@ def adopt_variables(variables: list, strategy: Strategy) -> None:
     """Moves variables that were created outside of the strategy's scope onto its mesh.
 
     Args:
-        variables: The variables; those that are on the mesh already stay where they are.
+        variables: The variables; those that are on the mesh already do not move.
         strategy: The strategy.
 
     Raises:
@@ -236,7 +237,7 @@ def adopt_variables(variables: list, strategy: Strategy) -> None:
     """
     moved = []
     for variable in variables:
-        # Slots get their weight's layout from Keras, which does not ask the strategy for it.
+        # Keras gives slots their weight's layout and does not ask the strategy.
         _keras.claim(variable)
         layout = _keras.variable_layout(variable)
         if not strategy.layouts.owns(layout):
@@ -244,8 +245,8 @@ def adopt_variables(variables: list, strategy: Strategy) -> None:
             _keras.move_variable(variable, membership.choose_layout(variable, strategy))
         (value,) = _keras.full_values([variable])
         if value.weak_type:
-            # keras.Variable(1.0) holds a weakly typed array and an update a strong one, for which
-            # the program would be traced again.
+            # keras.Variable(1.0) has a weakly typed array and an update a strongly typed one, for
+            # which the program would be traced again.
             _keras.follow_state(([variable],), ([jnp.asarray(value, value.dtype)],))
     if moved:
         logger.info(
@@ -259,9 +260,9 @@ def adopt_variables(variables: list, strategy: Strategy) -> None:
 def copies_of(variables: list, strategy: Strategy) -> list[jax.Array]:
     """The replicas' own values of "on_read" variables, stacked along a new first dimension.
 
-    They are those of the last run, unless the variable was assigned since. Then, as in
-    `tf.distribute`, a `"sum"` is shared out evenly (an integer goes to the first replica) and
-    anything else is given to each replica.
+    They are those of the last run, unless the variable was assigned since. In that case, as in
+    `tf.distribute`, a `"sum"` is divided evenly (an integer goes to the first replica) and any
+    other value is copied to every replica.
 
     Args:
         variables: The variables.
@@ -290,12 +291,12 @@ def _shared_out(variable: Any, value: jax.Array, strategy: Strategy) -> jax.Arra
 
 
 def follow_copies(variables: list, combined: Sequence, copies: Sequence) -> None:
-    """Makes "on_read" variables hold the combined values, and remember the replicas' own.
+    """Assigns the combined values to "on_read" variables, and stores the replicas' own.
 
     Args:
         variables: The variables.
-        combined: The values for those who read them outside of replicas.
-        copies: The replicas' own values of each, `(replicas, ...)`.
+        combined: The values for reads outside of replica code.
+        copies: The replicas' own values of every variable, `(replicas, ...)`.
     """
     _keras.follow_state((variables,), (combined,))
     for variable, *values in zip(variables, combined, copies, strict=True):
@@ -303,7 +304,7 @@ def follow_copies(variables: list, combined: Sequence, copies: Sequence) -> None
 
 
 def _own_dtype(variable):
-    # Inside of a layer's call Variable.dtype would give the dtype that its policy casts to.
+    # Inside a layer's call, Variable.dtype would be the dtype that its policy casts to.
     with _keras.AutocastScope(None):
         return variable.dtype
 
@@ -312,7 +313,7 @@ def _check_float(variable, value) -> None:
     if not jnp.issubdtype(value.dtype, jnp.inexact):
         raise ValueError(
             message(
-                'A variable with aggregation="mean" holds floating-point numbers.',
+                'A variable with aggregation="mean" must hold floating-point numbers.',
                 received={"variable": variable.path, "dtype": str(value.dtype)},
                 fix='Give it a float dtype, or aggregation="sum" or "only_first_replica", or '
                 "assign it outside of strategy.run.",

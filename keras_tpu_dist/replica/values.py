@@ -1,4 +1,4 @@
-"""One value per replica: its layout on the mesh, reading it, and building it from host values."""
+"""One value per replica: its layout on the mesh, reading it, and creating it from host values."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,24 +23,23 @@ _VALUES = ListOf([int, str, ListOf([str, ListOf(int), str, int])])
 
 
 class PerReplica(TensorFlowNames):
-    """One array for each replica, from `strategy.run` or a distributed dataset.
+    """One array for every replica, from `strategy.run` or a distributed dataset.
 
     It is not an array itself: pass it to `strategy.run`, read it with `strategy.local_results`, or
     combine it with `strategy.reduce` or `strategy.gather`.
 
-    If several processes run the replicas, every process reads the values of its own replicas:
-    those that have a device there. `strategy.reduce` and `strategy.gather` give all processes the
-    same.
+    If several processes run the replicas, every process can read the values of its own replicas:
+    those that have a device there. `strategy.reduce` and `strategy.gather` return the same on all
+    processes.
 
     Args:
-        array: All replicas' values in one array that is split over the strategy's data axes along
-            `axis`.
+        array: The values of all replicas in one array, which is split over the strategy's data axes
+            along `axis`.
         strategy: The strategy.
         axis: The split dimension.
         stacked: Whether the split dimension only counts replicas and is not part of the values.
-        sizes: From a dimension of the values to each replica's true size in it, where the values
-            are padded.
-        rows: The dimension of the values that holds the rows of a dynamic batch they were made of.
+        sizes: For padded dimensions of the values, the replicas' true sizes.
+        rows: The dimension of the values that holds the rows of the dynamic batch they come from.
 
     Example:
 
@@ -98,8 +97,8 @@ class PerReplica(TensorFlowNames):
     def values(self) -> tuple:
         """One array per replica of this process, without padding.
 
-        Values of varying sizes are `numpy` arrays, others `jax` arrays on their devices. Each is
-        this process's own array, which it may read and compute with alone.
+        Values of varying sizes are `numpy` arrays, others `jax` arrays on their devices. They are
+        local arrays: this process can read them and compute with them alone.
         """
         blocks = own_blocks(self.array, self.axis, self.strategy)
         return tuple(self.cut(replica, block) for replica, block in blocks.items())
@@ -114,13 +113,13 @@ class PerReplica(TensorFlowNames):
 
         Args:
             array: The array.
-            sizes: As for a new value.
+            sizes: As in the constructor.
         """
         kept = {"axis": self.axis, "stacked": self.stacked, "rows": self.rows}
         return PerReplica(array, self.strategy, sizes=sizes, **kept)
 
     def block_until_ready(self) -> "PerReplica":
-        """Waits for the computation that makes the values."""
+        """Waits for the computation of the values."""
         self.array.block_until_ready()
         return self
 
@@ -133,7 +132,7 @@ class PerReplica(TensorFlowNames):
         """
         if not self.sizes:
             return block[0] if self.stacked else block
-        # On the host: on a device, a slice of every new length would be compiled.
+        # On the host: on a device, every new length would compile a new slice.
         host = np.asarray(block)[0] if self.stacked else np.asarray(block)
         cuts = [slice(None)] * host.ndim
         for axis, true in self.sizes.items():
@@ -148,14 +147,14 @@ class PerReplica(TensorFlowNames):
     def _refuse(self, *_):
         raise TypeError(
             message(
-                "A PerReplica holds a value for each replica, not one array.",
+                "A PerReplica holds a value for every replica; it is not one array.",
                 received={"shape of each": self.padded_shape, "dtype": str(self.dtype)},
                 fix="Combine it with strategy.reduce(...) or strategy.gather(...), read it with "
                 "strategy.local_results(...), or pass it to strategy.run as an argument.",
             )
         )
 
-    # An error for each: NumPy would take it for a scalar of dtype object.
+    # An error for all of these: NumPy would treat it as a scalar of dtype object.
     __array__ = __float__ = __int__ = __bool__ = __iter__ = __len__ = _refuse
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refuse
     __getitem__ = __rtruediv__ = __neg__ = __matmul__ = _refuse
@@ -171,9 +170,9 @@ def check_owner(value: PerReplica, strategy: Strategy) -> None:
     if value.strategy is not strategy:
         raise ValueError(
             message(
-                "A per-replica value can be used by the strategy that made it.",
+                "Only the strategy that created a per-replica value can use it.",
                 received={"its strategy": value.strategy, "used with": strategy},
-                fix="Make it with this strategy's run or distribute_*; or take the values out with "
+                fix="Create it with this strategy's run or distribute_*; or read the values with "
                 "local_results and distribute them again.",
             )
         )
@@ -183,7 +182,8 @@ def local_results(value: Any, strategy: Strategy) -> tuple:
     """A tuple with one structure per replica; see `TPUStrategy.local_results`.
 
     Args:
-        value: A `PerReplica`, or a structure with some; its other leaves go to each replica.
+        value: A `PerReplica`, or a structure with some; other leaves are the same for every
+            replica.
         strategy: The strategy that made the values.
 
     Returns:
@@ -216,7 +216,7 @@ class DescribedValue:
         kind: The name of its type.
         shape: Its shape.
         dtype: Its dtype.
-        checksum: Of its elements; `0` if no other process has this replica.
+        checksum: The checksum of its elements; `0` if no other process has this replica.
     """
 
     kind: str
@@ -242,8 +242,8 @@ class HostParts:
     """One array of a step on the host, before it goes to the replicas.
 
     Attributes:
-        blocks: The values by the number of their replica, of one shape, at least those of this
-            process's replicas.
+        blocks: The values by the number of their replica, all of one shape, at least for the
+            replicas of this process.
         axis: The dimension along which they are joined on the mesh.
         sizes: See `PerReplica`.
         stacked: See `PerReplica`.
@@ -256,7 +256,7 @@ class HostParts:
 
     @property
     def form(self) -> tuple:
-        """What is equal for steps that can be launched together."""
+        """A key that is equal for steps that can be launched together."""
         shapes = [(i, block.shape, block.dtype) for i, block in self.blocks.items()]
         return shapes, self.axis, self.sizes, self.stacked
 
@@ -269,7 +269,7 @@ class HostParts:
         return self.value(from_blocks(self.blocks, self.axis, strategy), strategy)
 
     def value(self, array: Any, strategy: Strategy) -> PerReplica:
-        """The value that an array on the mesh is of.
+        """The per-replica value for an array on the mesh.
 
         Args:
             array: The array.
@@ -279,11 +279,11 @@ class HostParts:
 
 
 class Steps:
-    """An array for each of several steps, stacked along a new first dimension.
+    """An array for every one of several steps, stacked along a new first dimension.
 
     Args:
         array: The stack, on the mesh.
-        form: From the array of one step to its value; `None` if that is the array itself.
+        form: Creates the value of one step from its array; `None` if the value is the array itself.
     """
 
     def __init__(self, array: jax.Array, form: Callable[[Any], PerReplica] | None = None):
@@ -314,7 +314,7 @@ def in_single_steps(batches: Any) -> Iterator[Any]:
     """The batches of several steps, one after the other.
 
     Args:
-        batches: The structure of a batch, with `Steps` in place of each array.
+        batches: The structure of a batch, with `Steps` instead of every array.
     """
     for number in range(len(jax.tree.leaves(batches)[0])):
         yield jax.tree.map(lambda steps, number=number: steps[number], batches)
@@ -324,7 +324,7 @@ def place_steps(steps: Sequence[HostParts], strategy: Strategy) -> Steps:
     """Transfers an array of several steps at once.
 
     Args:
-        steps: Its values for each step, all of one `form`.
+        steps: Its values for every step, all with the same `form`.
         strategy: The strategy.
     """
     first = steps[0]
@@ -337,12 +337,12 @@ def host_parts(own: Mapping[int, Any], every: Sequence[DescribedValue], name: st
     """One host value per replica, padded along the first dimension if need be.
 
     Args:
-        own: The values by the number of their replica, at least those of this process's replicas.
-        every: Those of all replicas.
-        name: The function that gave them, for errors.
+        own: The values by the number of their replica, at least for the replicas of this process.
+        every: The descriptions of all replicas' values.
+        name: The function that returned them, for errors.
 
     Raises:
-        ValueError: If they are no numbers, or differ in dtype or in more than the first dimension.
+        ValueError: If they are not numbers, or differ in dtype or in more than the first dimension.
     """
     _check_fit(every, name)
     lengths = [each.shape[0] for each in every if each.shape]
@@ -358,13 +358,13 @@ def stack_structures(own: Mapping[int, Any], strategy: Strategy, name: str) -> A
     """A structure of host values per replica as one structure of `PerReplica`.
 
     Args:
-        own: The structures by the number of their replica, those of this process's replicas.
+        own: The structures by the number of their replica, for the replicas of this process.
         strategy: The strategy.
-        name: The function that gave them, for errors.
+        name: The function that returned them, for errors.
 
     Raises:
         ValueError: On all processes, if the replicas' values do not fit together.
-        PeerError: If not all processes give theirs.
+        PeerError: If not all processes provide theirs.
     """
     flat = {replica: jax.tree.flatten(value) for replica, value in own.items()}
     structures, described = _described(flat, strategy, name)
@@ -373,7 +373,7 @@ def stack_structures(own: Mapping[int, Any], strategy: Strategy, name: str) -> A
             message(
                 f"{name} must return the same structure for all replicas.",
                 received={"structures": sorted(structures)},
-                fix="Return the same keys and lengths for each replica.",
+                fix="Return the same keys and lengths for every replica.",
             )
         )
     leaves = [
@@ -390,7 +390,7 @@ def _described(flat: Mapping[int, tuple], strategy: Strategy, name: str) -> tupl
         [i, str(treedef), [_plain(DescribedValue.of(leaf, several)) for leaf in leaves]]
         for i, (leaves, treedef) in flat.items()
     ]
-    fix = f"Call it in all processes: each calls {name} for its own replicas."
+    fix = f"Call it in all processes: every process calls {name} for its own replicas."
     what = f"making a value per replica by {name}"
     answers = agree(what, fix, mine, _VALUES) if several else [mine]
     found: dict[int, tuple] = {}
@@ -402,8 +402,8 @@ def _described(flat: Mapping[int, tuple], strategy: Strategy, name: str) -> tupl
             if found.setdefault(replica, here) != here:
                 raise ValueError(
                     message(
-                        "Processes that share a replica, because a model axis crosses hosts, give "
-                        "it the same value.",
+                        "If processes share a replica, because a model axis crosses hosts, they "
+                        "must give it the same value.",
                         received=f"another value of replica {replica} in process {process}.",
                         fix=f"Let {name} depend on the replica's number, not on the process.",
                     )
@@ -422,7 +422,7 @@ def _check_fit(every: Sequence[DescribedValue], name: str) -> None:
     if any(np.dtype(each.dtype).kind in "OSU" for each in every):
         raise ValueError(
             message(
-                f"{name} must give numbers.",
+                f"{name} must return numbers.",
                 received={"types": [each.kind for each in every]},
                 fix="Return an array or a number, or a structure of them.",
             )
@@ -435,8 +435,8 @@ def _check_fit(every: Sequence[DescribedValue], name: str) -> None:
     ):
         raise ValueError(
             message(
-                f"{name} must give all replicas one dtype and one shape behind the first "
-                "dimension.",
+                f"The values of {name} must have the same dtype on all replicas, and the same "
+                "shape apart from the first dimension.",
                 received={
                     "shapes": [each.shape for each in every],
                     "dtypes": [each.dtype for each in every],

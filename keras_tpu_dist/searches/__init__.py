@@ -1,1 +1,1 @@
-"""The fastest strategy, mesh or batch for a model on a slice, as the TPU compiler sees it."""
+"""Finds the fastest strategy, mesh or batch for a model on a slice, with the TPU compiler."""

@@ -1,9 +1,9 @@
-"""What a training step holds in memory between its operations, read off its trace, for any mesh.
+"""The memory that a training step holds between its operations, from its trace, for any mesh.
 
-The compiler writes the results of products and reductions, and computes what works element by
-element where it is used, so that of it only what it is made of is held. A mesh splits an activation
-as it splits the weights that made it: where its dimensions come from is read off the trace too,
-once, for meshes that are not yet known.
+The compiler writes results of products and reductions to memory. It computes element-wise results
+where they are used, so only their inputs are held. A mesh splits an activation as it splits the
+weights that produced it. So the trace is also read for the origin of every dimension, once, before
+any mesh is known.
 """
 
 import math
@@ -19,22 +19,22 @@ from keras_tpu_dist.trace.calls import Called, calls, rank
 from keras_tpu_dist.trace.dimensions import dimensions, regrouped
 from keras_tpu_dist.trace.jaxprs import opened
 
-# The batch, or a dimension of a weight: its number, and which one.
+# The origin of a dimension: the batch, or a weight's number and its dimension.
 Origin = tuple[int, int]
 BATCH: Origin = (-1, 0)
-# For each dimension of a value.
+# The origins of every dimension of a value.
 Origins = tuple[frozenset[Origin], ...]
 
 _NONE: frozenset[Origin] = frozenset()
 
 
 def origins_of(equation: Any, operands: Sequence[Origins | None], number: int) -> Origins:
-    """Where the dimensions of a result come from.
+    """The origins of a result's dimensions.
 
     Args:
         equation: The equation.
-        operands: Of each operand; `None` for constants.
-        number: Which result.
+        operands: The origins of the operands; `None` for constants.
+        number: The number of the result.
     """
     shape = tuple(getattr(equation.outvars[number].aval, "shape", ()))
     ndims = map(rank, equation.invars)
@@ -47,7 +47,7 @@ def origins_of(equation: Any, operands: Sequence[Origins | None], number: int) -
         if step.result == number:
             origins = known[step.operand][step.dimension]
             same = equation.invars[step.operand].aval.shape[step.dimension] == shape[step.to]
-            # Rows are rows, however many of them are taken.
+            # Rows stay rows, however many of them are taken.
             found[step.to] |= origins if same else origins & {BATCH}
     rule = _RULES.get(equation.primitive.name)
     if rule is not None:
@@ -56,11 +56,11 @@ def origins_of(equation: Any, operands: Sequence[Origins | None], number: int) -
 
 
 def origins_back(equation: Any, made: Sequence[Origins]) -> list[Origins]:
-    """What the dimensions of operands are, by the results that they become dimensions of.
+    """The origins of operands' dimensions, derived from those of the results.
 
     Args:
         equation: The equation.
-        made: The origins of each result.
+        made: The origins of the results.
     """
     shapes = [tuple(getattr(atom.aval, "shape", ())) for atom in equation.invars]
     asked = [tuple(frozenset([(-2 - n, d)]) for d in range(len(s))) for n, s in enumerate(shapes)]
@@ -75,21 +75,21 @@ def origins_back(equation: Any, made: Sequence[Origins]) -> list[Origins]:
 
 
 def weight_origins(number: int, ndim: int) -> Origins:
-    """A weight's own dimensions.
+    """The origins of a weight's own dimensions.
 
     Args:
-        number: Which weight.
-        ndim: How many they are.
+        number: The number of the weight.
+        ndim: The number of its dimensions.
     """
     return tuple(frozenset([(number, d)]) for d in range(ndim))
 
 
 def batch_origins(shape: Sequence[int], rows: int) -> Origins:
-    """Those of an input of the model.
+    """The origins of the dimensions of a model's input.
 
     Args:
         shape: Its shape.
-        rows: The batch's rows, which come first.
+        rows: The number of rows in the batch; they are the first dimension.
     """
     batch = frozenset([BATCH])
     return tuple(batch if d == 0 and size == rows else _NONE for d, size in enumerate(shape))
@@ -103,7 +103,8 @@ def _dot(equation: Any, operands: list[Origins], found: list[frozenset[Origin]])
 
 
 def _shared(left: Origins, right: Origins, a: int, b: int) -> frozenset[Origin]:
-    """Of a dimension that both have, such as experts: as the weight's, which lies where it lies."""
+    """The origin of a dimension of both operands, such as experts: that of the weight, which is
+    fixed."""
     rows = [any(BATCH in o for o in operand) for operand in (left, right)]
     if rows == [True, False] and right[b]:
         return right[b]
@@ -113,14 +114,14 @@ def _shared(left: Origins, right: Origins, a: int, b: int) -> frozenset[Origin]:
 
 
 def _convolution(equation: Any, operands: list[Origins], found: list[frozenset[Origin]]) -> None:
-    """Features are the kernel's, also those of groups, which are features of the image too."""
+    """Features are those of the kernel; with groups, features of the image too."""
     numbers = equation.params["dimension_numbers"]
     found[numbers.out_spec[0]] = operands[0][numbers.lhs_spec[0]]
     found[numbers.out_spec[1]] = operands[1][numbers.rhs_spec[0]]
 
 
 def _reshape(equation: Any, operands: list[Origins], found: list[frozenset[Origin]]) -> None:
-    """Of dimensions that are joined or divided, the first of the new ones is what is split."""
+    """If dimensions are joined or divided, the first of the new ones is the split one."""
     before, after = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
     found[:] = [_NONE] * len(after)
     for old, new in regrouped(before, after):
@@ -130,12 +131,13 @@ def _reshape(equation: Any, operands: list[Origins], found: list[frozenset[Origi
 
 def _squeeze(equation: Any, operands: list[Origins], found: list[frozenset[Origin]]) -> None:
     if found and any(BATCH in operands[0][d] for d in equation.params["dimensions"]):
-        # One row a device, of many devices.
+        # One row per device, on many devices.
         found[0] |= {BATCH}
 
 
 def _by_size(equation: Any, operands: list[Origins], shape: Sequence[int]) -> Origins:
-    """Of what is not known: what is as long in the same place, or wherever it is."""
+    """For unknown operations: origins of a dimension of the same size at the same place, or
+    anywhere."""
     known = [
         (tuple(atom.aval.shape), origins)
         for atom, origins in zip(equation.invars, operands)
@@ -157,7 +159,7 @@ def _by_size(equation: Any, operands: list[Origins], shape: Sequence[int]) -> Or
     return tuple(found)
 
 
-# What there is to say beside the dimensions that become those of the result.
+# Origins besides those of the dimensions that become dimensions of the result.
 _RULES = {
     "conv_general_dilated": _convolution,
     "dot_general": _dot,
@@ -166,7 +168,7 @@ _RULES = {
 }
 
 
-# The name of operations that hand a value on, into or out of what is called.
+# The name of operations that pass a value into or out of a called program.
 ENTER = "enter"
 
 
@@ -175,15 +177,15 @@ class Value:
     """A value of a trace.
 
     Attributes:
-        seen: Its shape there, within a `shard_map` that of one device.
+        seen: Its shape in the trace; within a `shard_map`, that on one device.
         itemsize: Bytes of an element.
-        parts: How many devices share what `seen` is a part of.
-        origins: What its dimensions are.
-        shape: Its shape, of all devices together.
+        parts: The number of devices that share the array of which `seen` is a part.
+        origins: The origins of its dimensions.
+        shape: Its global shape.
         readers: The operations that read it.
-        roots: What is held for it: itself, or what it is computed of where it is used.
+        roots: The values held for it: itself, or the values it is computed from where it is used.
         born: The operation that writes it.
-        dies: The last that reads it.
+        dies: The last operation that reads it.
     """
 
     seen: tuple[int, ...]
@@ -198,14 +200,14 @@ class Value:
 
     @property
     def size_bytes(self) -> int:
-        """Its bytes, of all devices together."""
+        """The bytes of the global array."""
         return math.prod(self.shape) * self.itemsize
 
     def comes_from(self, origins: Origins) -> None:
-        """Notes what its dimensions are.
+        """Adds origins to its dimensions.
 
         Args:
-            origins: Of each dimension.
+            origins: Those of every dimension.
         """
         self.origins, self.shape = origins, self.seen
         if self.parts > 1:
@@ -220,12 +222,12 @@ class Operation:
 
     Attributes:
         name: Its primitive's name, or `ENTER`.
-        equation: Its equation, or that which calls.
-        operands: What it reads; `None` for constants.
-        results: What it makes.
-        sliced: How many dimensions `ENTER` takes off in front, as a loop does.
-        body: What the body of a loop makes, for each result. Gradients are rather as the weights,
-            which the loop reads.
+        equation: Its equation, or the one that calls.
+        operands: The values that it reads; `None` for constants.
+        results: The values that it computes.
+        sliced: How many leading dimensions `ENTER` removes, as a loop does.
+        body: For every result, the value that the body of a loop computes. The origins of gradients
+            are rather those of the weights that the loop reads.
     """
 
     name: str
@@ -238,7 +240,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class TracedProgram:
-    """A trace taken apart.
+    """A trace divided into values and operations.
 
     Attributes:
         inputs: Its inputs.
@@ -252,12 +254,12 @@ class TracedProgram:
 
 
 def program_of(trace: Any, num_weights: int, rows: int) -> TracedProgram:
-    """Takes a trace apart.
+    """Divides a trace into values and operations.
 
     Args:
         trace: The trace; its first inputs are the weights.
-        num_weights: How many weights there are.
-        rows: The batch's rows.
+        num_weights: The number of weights.
+        rows: The number of rows in the batch.
     """
     jaxpr = opened(trace)
     names = {v: _value(v.aval, 1) for v in (*jaxpr.invars, *jaxpr.constvars)}
@@ -304,7 +306,7 @@ def _flat(jaxpr: Any, names: dict[Any, Value], parts: int) -> Iterator[Operation
         names.update(zip(equation.outvars, results))
         made = [] if call is None else [_of(inner, atom) for atom in call.jaxpr.outvars]
         if call is None or call.kind == "loop":
-            # A loop writes what it carries and what it stacks.
+            # A loop writes the values that it carries and stacks.
             yield Operation(name, equation, operands, results, body=made)
             continue
         for operand, result in zip(made, results):
@@ -316,14 +318,14 @@ def _of(names: dict[Any, Value], atom: Any) -> Value | None:
 
 
 def _only_call(equation: Any) -> Called | None:
-    """The program that an equation runs, if it runs one whose rounds are known."""
+    """The program that an equation runs, if it runs one with a known number of rounds."""
     called = calls(equation)
     runs = len(called) == 1 and called[0].kind in ("call", "loop")
     return called[0] if runs else None
 
 
 def _read_back(operation: Operation) -> None:
-    """Notes what operands are that come from nowhere, such as numbers that are counted off."""
+    """Derives the origins of operands without any, such as counters, from the results."""
     if operation.body or not any(
         v is not None and v.parts == 1 and not all(v.origins) for v in operation.operands
     ):
@@ -339,7 +341,7 @@ def _read_back(operation: Operation) -> None:
 
 
 def _read(operation: Operation) -> None:
-    """Notes where results come from, and who reads the operands."""
+    """Sets the origins of the results, and the readers of the operands."""
     origins = [None if v is None else v.origins for v in operation.operands]
     for number, value in enumerate(operation.results):
         made = operation.body[number] if number < len(operation.body) else None
@@ -349,14 +351,14 @@ def _read(operation: Operation) -> None:
         elif operation.name != ENTER:
             value.comes_from(origins_of(operation.equation, origins, number))
         elif origins[0] is not None and (value.parts == 1 or any(BATCH in o for o in origins[0])):
-            # Weights come whole into what is written for one device.
+            # Code for one device gets whole weights.
             value.comes_from(origins[0][operation.sliced :])
     for value in operation.operands:
         if value is not None:
             value.readers.append(operation)
 
 
-# What is written to memory; all else is computed where it is used.
+# Operations whose results are written to memory; all others are computed where they are used.
 # fmt: off
 _WRITTEN = frozenset(
     [
@@ -367,32 +369,33 @@ _WRITTEN = frozenset(
 )
 # fmt: on
 _WRITTEN_BEGIN = ("arg", "conv_", "cum", "dot_", "reduce_", "scatter", "select_and_", "fft")
-# What is added up by rows, as gradients of tables are, counts for nothing: counted, the memory of a
-# ranking model is forecast in a worse order (`python benchmarks/search.py --recorded`).
+# Gradients of tables, which add up rows, are not counted: with them, the forecast orders the memory
+# of a ranking model worse (`python benchmarks/search.py --recorded`).
 _NOT_COUNTED = "scatter-"
 _HANDED_ON = frozenset(["optimization_barrier", ENTER])
-# What reads operands that are computed while it runs, as reductions do.
+# Operations that compute their operands while they run, as reductions do.
 _COMPUTING = frozenset(["dot_general", "conv_general_dilated"])
-# What puts the weights of a loop together, or takes their gradients apart.
+# Operations that stack the weights of a loop, or take their gradients apart.
 _STACKING = frozenset(["scan", "stack", "unstack"])
-# What is made of several values is held itself if it is so much smaller. Without it ViT's memory
-# correlates with the compiler's by 0.73 instead of 0.94.
+# A result of several values is held itself if it is smaller than them by this factor. Without this
+# rule, the forecast of ViT's memory correlates with the compiler's by 0.73 instead of 0.94.
 _SMALLER = 0.6
 
 
 @dataclass(frozen=True)
 class HeldArray:
-    """An array that is held for a while.
+    """An array that is held for some time.
 
     Attributes:
-        shape: Its shape, of all devices together.
+        shape: Its global shape.
         itemsize: Bytes of an element.
-        origins: What its dimensions are.
+        origins: The origins of its dimensions.
         born: The operation that writes it.
-        dies: The last that reads it; of gradients, which the optimizer reads, the last of all.
-        gradient: Whose gradient it is, or the first of the weights that it is stacked of or for;
-            or `None`.
-        once_whole: Whether a gradient is whole when it is written, and scattered then.
+        dies: The last operation that reads it; for gradients, which the optimizer reads, the very
+            last one.
+        gradient: The weight that it is the gradient of, or the first of the weights that it is
+            stacked from or for; or `None`.
+        once_whole: Whether a gradient is whole when it is written, and scattered afterwards.
     """
 
     shape: tuple[int, ...]
@@ -405,17 +408,17 @@ class HeldArray:
 
 
 def buffers_of(trace: Any, num_weights: int, rows: int) -> tuple[HeldArray, ...]:
-    """What is held while a traced program runs, without its inputs.
+    """The arrays that are held while a traced program runs, without its inputs.
 
     Args:
-        trace: The program, such as one that returns gradients; its first inputs are the weights,
-            and its results the gradients of the first of them.
-        num_weights: How many weights there are.
-        rows: The batch's rows.
+        trace: The program, such as one that returns gradients. Its first inputs are the weights,
+            and its results are the gradients of the first of them.
+        num_weights: The number of weights.
+        rows: The number of rows in the batch.
     """
     program = program_of(trace, num_weights, rows)
     first = _held(program.operations, frozenset())
-    # Where all that a small result is made of is held as long in any case, it need not be.
+    # If all inputs of a small result are held as long in any case, the result need not be.
     needless = frozenset(
         id(v) for v, roots in first if roots and all(r.dies >= v.dies for r in roots)
     )
@@ -439,11 +442,11 @@ def buffers_of(trace: Any, num_weights: int, rows: int) -> tuple[HeldArray, ...]
 
 
 def _gradients(program: TracedProgram) -> dict[Value, int]:
-    """What is held for the results, until the optimizer has read it."""
+    """The values that are held for the results, until the optimizer has read them."""
     found: dict[Value, int] = {}
     for number, (weight, result) in enumerate(zip(program.inputs, program.outputs)):
         for root in () if result is None else result.roots:
-            # A product may have made it transposed.
+            # A product may have computed it transposed.
             if math.prod(root.shape) == math.prod(weight.shape):
                 found[root] = number
                 root.dies = len(program.operations)
@@ -453,7 +456,7 @@ def _gradients(program: TracedProgram) -> dict[Value, int]:
 
 
 def _stacked(operations: Sequence[Operation]) -> dict[Value, int]:
-    """What is stacked without rows of the batch, and the weight that it has the form of."""
+    """Stacked values without rows of the batch, and the weight with the same form."""
     found = {}
     for operation in operations:
         for value in operation.results if operation.name in _STACKING else ():
@@ -469,12 +472,12 @@ def peak_bytes(
     parts: Callable[[frozenset[Origin]], float],
     scattered: Callable[[int], float],
 ) -> float:
-    """The most that is held at a time on one device.
+    """The largest number of bytes that are held at one time on one device.
 
     Args:
-        buffers: What is held.
-        parts: In how many parts a mesh splits a dimension.
-        scattered: In how many parts more the gradient of a weight is held.
+        buffers: The arrays that are held.
+        parts: The number of parts into which a mesh splits a dimension.
+        scattered: The additional number of parts in which the gradient of a weight is held.
     """
     changes = [0.0] * (max((b.dies for b in buffers), default=0) + 2)
     sizes: dict[tuple, float] = {}
@@ -500,9 +503,9 @@ def peak_bytes(
 
 
 def _tiled(dims: Sequence[float]) -> float:
-    """Elements of an array as it lies in memory, in tiles of 8 times 128.
+    """Elements of an array in memory, including the padding of its tiles of 8 times 128.
 
-    The compiler chooses which two dimensions those are.
+    The compiler chooses the two dimensions of the tiles.
 
     References:
         - https://openxla.org/xla/tiled_layout
@@ -519,7 +522,7 @@ def _tiled(dims: Sequence[float]) -> float:
 def _held(
     operations: Sequence[Operation], needless: frozenset[int]
 ) -> list[tuple[Value, tuple[Value, ...]]]:
-    """The values that are held, each with what it would be computed of where it is used."""
+    """The values that are held, with the values they would be computed from where they are used."""
     held: list[tuple[Value, tuple[Value, ...]]] = []
     for place, operation in enumerate(operations):
         if _is_written(operation.name):
@@ -546,7 +549,7 @@ def _is_written(name: str) -> bool:
 
 
 def _roots(operation: Operation, number: int) -> tuple[Value, ...] | None:
-    """What a result is computed of where it is used, `None` for one that is written."""
+    """The values that a result is computed from where it is used; `None` if it is written."""
     if _is_written(operation.name):
         return None
     operands = [] if operation.name.startswith(_NOT_COUNTED) else operation.operands
@@ -562,7 +565,7 @@ def _is_held(operation: Operation, value: Value, roots: tuple[Value, ...]) -> bo
 
 
 def _write_out(operation: Operation, value: Value | None, place: int, held: list) -> None:
-    """Operands of kernels and loops are written, where they are more than what they are of."""
+    """Operands of kernels and loops are written, if they are larger than their inputs."""
     if value is None or not value.roots or value.roots == (value,):
         return
     if operation.name in _COMPUTING or operation.name.startswith("reduce"):
@@ -573,7 +576,7 @@ def _write_out(operation: Operation, value: Value | None, place: int, held: list
 
 
 def _narrow(operation: Operation, value: Value) -> None:
-    """A result that is only converted is written converted."""
+    """A result that is only used after a conversion is written converted."""
     if not _is_written(operation.name) or len(value.readers) != 1:
         return
     (reader,) = value.readers

@@ -1,4 +1,4 @@
-"""Strategies worth a thought for a slice: meshes, plans, split optimizers, remat policies."""
+"""Strategies to consider for a slice: meshes, plans, split optimizers, remat policies."""
 
 import json
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from keras_tpu_dist.training.protocol import Strategy
 
 # Splitting a weight further than this makes products too thin for the matrix units.
 _MOST_MODEL_WAYS = 16
-# No device has so little memory that "auto" would leave anything whole.
+# With so little memory, "auto" splits everything.
 _BOTH = Planner("auto", memory_bytes=1)
 
 POLICIES = (None, "dots", "full")
@@ -28,7 +28,7 @@ class Candidate(Printed):
 
     Attributes:
         mesh: Axis names and sizes.
-        layout: What `TPUStrategy` takes: `None`, the name of a plan, rules.
+        layout: The `layout` of `TPUStrategy`: `None`, the name of a plan, rules.
         shard_optimizer: Whether slots are split over the data axes.
         remat: A policy, or `None`.
     """
@@ -40,30 +40,30 @@ class Candidate(Printed):
 
     @property
     def mesh_text(self) -> str:
-        """The mesh in a line."""
+        """The mesh in one line."""
         return " x ".join(f"{name} {n}" for name, n in self.mesh)
 
     @property
     def layout_text(self) -> str:
-        """The layout in at most 40 letters."""
+        """The layout in at most 40 characters."""
         text = "replicated" if self.layout is None else str(self.layout)
         return text if len(text) <= 40 else f"{text[:37]}..."
 
     @property
     def way(self) -> tuple[Any, ...]:
-        """The mesh and the layout, without what may be chosen besides."""
+        """The mesh and the layout, without the other choices."""
         return self.mesh, self.layout
 
     @property
     def whatever_order(self) -> tuple[Any, ...]:
-        """All but the order of the mesh's axes."""
+        """Everything except the order of the mesh's axes."""
         return tuple(sorted(self.mesh)), self.layout, self.shard_optimizer, self.remat
 
     def strategy(self, topology: Topology | None = None) -> TPUStrategy:
         """The strategy.
 
         Args:
-            topology: The slice, for one that nobody has to own; `None` for the devices here.
+            topology: The slice, if you don't have it; `None` for the attached devices.
         """
         return TPUStrategy(
             dict(self.mesh),
@@ -75,7 +75,7 @@ class Candidate(Printed):
 
     @classmethod
     def of(cls, strategy: Strategy) -> "Candidate":
-        """The arguments of a strategy that there is.
+        """The arguments of an existing strategy.
 
         Args:
             strategy: The strategy.
@@ -108,7 +108,7 @@ class Candidate(Printed):
 
 
 def _layout_code(layout: Any) -> str:
-    """A layout as Python; one that no expression gives is the variable `layout` of the program."""
+    """A layout as Python; a layout without an expression becomes the variable `layout`."""
     if isinstance(layout, str):
         return json.dumps(layout)
     if isinstance(layout, LayoutRules):
@@ -123,15 +123,16 @@ def _layout_code(layout: Any) -> str:
 
 
 def candidates(devices: int, topology: Topology | None = None) -> Iterator[Candidate]:
-    """All candidates for so many devices.
+    """All candidates for a number of devices.
 
     Args:
         devices: The number of devices.
-        topology: The slice, for orders of axes that its links tell apart; `None` for one of each.
+        topology: The slice, to distinguish orders of axes by its links; `None` for one order of
+            each.
     """
     for mesh, layout in _layouts(devices, topology):
         axes = tuple(mesh.items())
-        # Where weights are split over the data axes, so are their slots already.
+        # If weights are split over the data axes, so are their slots.
         slots = (False,) if layout not in (None, "tensor_parallel") or devices == 1 else (0, 1)
         for shard_optimizer in map(bool, slots):
             if shard_optimizer and mesh.get("data", 1) == 1:
@@ -151,7 +152,7 @@ def _layouts(
 
 
 def _seconds(mesh: dict[str, int], topology: Topology) -> list[float]:
-    """How long a collective takes along each axis, where the mesh lies on the torus."""
+    """The time of a collective along every axis, by the mesh's place on the torus."""
     placed = build_mesh(mesh, topology.devices())
     wire = Wire.of(mesh, list(placed.devices.flat), topology)
     return [seconds_over(wire, "all-reduce", 2**30, (axis,)) for axis in sorted(mesh)]

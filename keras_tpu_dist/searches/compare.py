@@ -1,4 +1,4 @@
-"""Meshes and layouts compared: each dry-run under a strategy of its own, and ranked."""
+"""Compares meshes and layouts: dry-runs every pair under its own strategy, and ranks them."""
 
 import logging
 import time
@@ -37,25 +37,25 @@ def compare(
     """Dry-runs every mesh with every layout and ranks those that fit by estimated step time.
 
     Args:
-        build: As in `dry_run`.
+        build: See `dry_run`.
         topology: The slice.
         meshes: Dicts of axis sizes.
-        layouts: What `TPUStrategy` takes as `layout`.
-        x: As in `dry_run`.
-        y: As in `dry_run`.
-        sample_weight: As in `dry_run`.
-        sequence_length: As in `dry_run`.
+        layouts: Values for the `layout` of `TPUStrategy`.
+        x: See `dry_run`.
+        y: See `dry_run`.
+        sample_weight: See `dry_run`.
+        sequence_length: See `dry_run`.
         batch_size: Rows of all devices together.
-        mode: As in `dry_run`.
-        timeout: As in `dry_run`.
-        progress: As in `dry_run`.
+        mode: See `dry_run`.
+        timeout: See `dry_run`.
+        progress: See `dry_run`.
 
     Returns:
-        A `Ranking`. A candidate that cannot be built, because its mesh or layout does not fit the
-        slice or the model, stands last with its error.
+        A `Ranking`. If a candidate cannot be built, because its mesh or layout does not fit the
+        slice or the model, it comes last, with its error.
 
     Raises:
-        ValueError: If meshes or layouts are one alone instead of a list.
+        ValueError: If `meshes` or `layouts` is a single one instead of a list.
 
     Example:
 
@@ -71,7 +71,7 @@ def compare(
     {'data': 8}
     """
     meshes, layouts = _listed(meshes, layouts)
-    # Before it is tried on each of them, to say it once.
+    # Parsed here, so that an error comes once and not for every mesh.
     topology = Topology.parse(topology)
     check_callable("compare", build=build)
     check_counts("compare", 1, batch_size=batch_size)
@@ -107,7 +107,7 @@ def compare(
 
 
 def _listed(meshes: Any, layouts: Any) -> tuple[list, list]:
-    """Meshes and layouts as lists; one alone would be taken apart instead."""
+    """Meshes and layouts as lists; a single one would be taken apart instead."""
     several = all(
         isinstance(given, Iterable) and not isinstance(given, (str, Mapping))
         for given in (meshes, layouts)
@@ -121,7 +121,7 @@ def _listed(meshes: Any, layouts: Any) -> tuple[list, list]:
     ):
         raise ValueError(
             message(
-                "A comparison is of a list of meshes, each a dict of axis sizes, and a list of "
+                "compare needs a list of meshes, which are dicts of axis sizes, and a list of "
                 "layouts.",
                 received={"meshes": listed or meshes, "layouts": layouts},
                 fix='Write for example meshes=[{"data": 8}], layouts=[None, "fsdp"].',

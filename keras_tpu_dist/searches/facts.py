@@ -1,4 +1,4 @@
-"""What a model asks of any mesh: its products, its weights, and what it keeps for the gradients."""
+"""Facts about a model on any mesh: its products, its weights, and its activations."""
 
 import contextlib
 import math
@@ -19,7 +19,7 @@ from keras_tpu_dist.strategy import TPUStrategy
 from keras_tpu_dist.trace.products import Lookup, MatrixProduct, lookups_of, products_of
 from keras_tpu_dist.training.flops import count_tokens, forward_pass
 
-# Axes of each dimension of a weight.
+# The axes of every dimension of a weight.
 Spec = tuple[tuple[str, ...], ...]
 
 
@@ -29,7 +29,7 @@ class Weight:
 
     Attributes:
         shape: Its shape.
-        itemsize: Bytes of an element as it is stored.
+        itemsize: Bytes of a stored element.
         trainable: Whether it has a gradient.
         slot_bytes: Bytes of the optimizer's slots for it.
     """
@@ -47,11 +47,11 @@ class Weight:
 
 @dataclass(frozen=True)
 class Kept:
-    """What a step holds and computes under a remat policy.
+    """The memory and the operations of a step under a remat policy.
 
     Attributes:
-        flops: Operations of all products of a step, those that are computed again included.
-        buffers: All that is held for a while.
+        flops: Operations of all products of a step, including recomputation.
+        buffers: All arrays that are held for some time.
     """
 
     flops: float
@@ -60,18 +60,18 @@ class Kept:
 
 @dataclass(frozen=True)
 class Facts:
-    """A model's step before any mesh.
+    """A model's step, independent of a mesh.
 
     Attributes:
-        rows: The rows of the batch that was traced.
-        tokens: Tokens in it, 0 if the model reads none.
+        rows: The number of rows in the traced batch.
+        tokens: The number of tokens in it, 0 if the model reads none.
         weights: The weights, trainable ones first.
         products: The products of the forward pass.
         lookups: Its look-ups in weights.
-        kept: By remat policy.
+        kept: Memory and operations, by remat policy.
         output_bytes: Bytes of the model's outputs.
         input_bytes: Bytes of the batch.
-        variables: How many variables a step reads or writes.
+        variables: The number of variables that a step reads or writes.
     """
 
     rows: int
@@ -86,7 +86,7 @@ class Facts:
 
 
 class DescribedModel:
-    """A model without memory, to be asked for facts and for layouts.
+    """A model without memory, from which facts and layouts are derived.
 
     Args:
         model: The model.
@@ -103,7 +103,7 @@ class DescribedModel:
         """Traces the forward pass.
 
         Args:
-            rows: The rows of the batch.
+            rows: The number of rows in the batch.
             policies: The remat policies to trace.
         """
         with plain_operations():
@@ -159,7 +159,7 @@ class DescribedModel:
 
             own_trace = jax.make_jaxpr(gradients)(trainable, rest, outputs)
             buffers = buffers_of(own_trace, len(self._weights), rows)
-            with plain_operations():  # whose products are not within kernels
+            with plain_operations():  # so that no product is inside a kernel
                 trace = jax.make_jaxpr(gradients)(trainable, rest, outputs)
         finally:
             self._strategy.remat = own
@@ -183,10 +183,10 @@ def describing(
     """The model of a build function, without memory.
 
     Args:
-        build: As in `keras_tpu_dist.dry_run`.
+        build: See `keras_tpu_dist.dry_run`.
         strategy: The strategy to build it under.
-        given: `x`, `y`, `sample_weight` and `sequence_length`, as there.
-        rows: The rows of the batch.
+        given: `x`, `y`, `sample_weight` and `sequence_length`; see there.
+        rows: The number of rows in the batch.
     """
     with described(build, strategy, given, rows, "train", []) as (model, batch):
         yield DescribedModel(model, batch, strategy)

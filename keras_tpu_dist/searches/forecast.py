@@ -1,7 +1,8 @@
-"""Memory and time of a step on a mesh, in closed form: what is worth compiling, and what is not.
+"""Forecasts memory and time of a step on a mesh, in closed form, to decide what to compile.
 
-A forecast ranks; it does not replace the compiler. It knows the products, where their weights lie,
-and what must cross the links for them; not the kernels that the compiler makes, nor its schedule.
+A forecast ranks candidates; it does not replace the compiler. It knows the products, how their
+weights are split, and what must cross the links for them. It does not know the compiler's kernels
+or its schedule.
 """
 
 import functools
@@ -20,13 +21,13 @@ from keras_tpu_dist.training.guard import states_that_fit
 
 @dataclass(frozen=True)
 class Ground:
-    """A mesh, as a forecast sees it.
+    """The mesh of a forecast.
 
     Attributes:
         wire: Its devices and links.
         topology: The slice.
         data_axes: The axes that split the batch.
-        shard_optimizer: Whether slots are split over them.
+        shard_optimizer: Whether optimizer slots are split over them.
     """
 
     wire: Wire
@@ -35,7 +36,7 @@ class Ground:
     shard_optimizer: bool
 
     def ways(self, axes: Sequence[str]) -> int:
-        """Into how many parts axes split something.
+        """The number of parts into which axes split something.
 
         Args:
             axes: The axes.
@@ -60,7 +61,7 @@ class Side:
 
     Attributes:
         size: Their product on one device.
-        ways: In how many parts they are.
+        ways: The number of parts they are split into.
     """
 
     size: float
@@ -72,10 +73,10 @@ class Placed:
     """A model on a mesh.
 
     Attributes:
-        facts: What the model asks.
-        specs: The axes of each weight's dimensions.
+        facts: The facts about the model.
+        specs: The axes of every weight's dimensions.
         ground: The mesh.
-        batches: Its rows over those that were traced.
+        batches: The number of rows, relative to the traced batch.
     """
 
     facts: Facts
@@ -85,18 +86,18 @@ class Placed:
 
     @property
     def share(self) -> float:
-        """One device's rows over those that were traced."""
+        """One device's rows, relative to the traced batch."""
         return self.batches / self.ground.ways(self.ground.data_axes)
 
     def weights(self) -> list[tuple[int, Weight, Spec]]:
-        """The number, the weight and its axes of each."""
+        """The number of every weight, the weight, and its axes."""
         return [(i, w, s) for i, (w, s) in enumerate(zip(self.facts.weights, self.specs))]
 
     def split(self, index: int) -> list[tuple[str, ...]]:
-        """The axes of each dimension that stay split while a weight is used: those of no batch.
+        """The axes of every dimension that stay split while a weight is used: the model axes.
 
         Args:
-            index: Which weight.
+            index: The number of the weight.
         """
         return self._splits[index]
 
@@ -110,51 +111,51 @@ class Placed:
 
     @functools.cached_property
     def most_split(self) -> int:
-        """In how many parts the most finely split dimension of a weight is."""
+        """The number of parts of the most finely split dimension of a weight."""
         every = (axes for spec in self._splits for axes in spec)
         return max(map(self.ground.ways, every), default=1)
 
     def stored(self, index: int) -> tuple[str, ...]:
-        """The axes of the batch that split a weight where it is stored.
+        """The data axes that split a stored weight.
 
         Args:
-            index: Which weight.
+            index: The number of the weight.
         """
         data = self.ground.data_axes
         return tuple(axis for axes in self.specs[index] for axis in axes if axis in data)
 
     def ways(self, index: int) -> int:
-        """In how many parts a weight is stored.
+        """The number of parts in which a weight is stored.
 
         Args:
-            index: Which weight.
+            index: The number of the weight.
         """
         return math.prod(map(self.ground.ways, self.specs[index]))
 
     def used_ways(self, index: int) -> int:
-        """In how many parts a weight is used.
+        """The number of parts in which a weight is used.
 
         Args:
-            index: Which weight.
+            index: The number of the weight.
         """
         return math.prod(map(self.ground.ways, self.split(index)))
 
     @functools.cached_property
     def tables(self) -> frozenset[int]:
-        """The weights in which rows are looked up."""
+        """The weights that rows are looked up in."""
         return frozenset(lookup.weight for lookup in self.facts.lookups)
 
     def columns(self, index: int) -> float:
         """The columns of a table's rows on one device; 0 for a vector, which has none.
 
         Args:
-            index: Which weight.
+            index: The number of the weight.
         """
         shape, axes = self.facts.weights[index].shape, self.specs[index]
         return shape[-1] / self.ground.ways(axes[-1]) if len(shape) > 1 else 0.0
 
     def in_a_loop(self, product: MatrixProduct) -> bool:
-        """Whether a product runs in a loop, not once on each device.
+        """Whether a product runs in a loop instead of once on every device.
 
         Args:
             product: The product.
@@ -162,7 +163,7 @@ class Placed:
         return product.times > self.ground.wire.size
 
     def sides(self, product: MatrixProduct, weight: int) -> tuple[Side, Side]:
-        """What a product sums over, and the features that it makes.
+        """The dimensions that a product sums over, and the features that it computes.
 
         Args:
             product: The product.
@@ -179,9 +180,9 @@ class Placed:
 
     @functools.cached_property
     def gradient_itemsizes(self) -> tuple[float, ...]:
-        """Bytes of an element of each gradient: as wide as the product's that makes it.
+        """Bytes of an element of every gradient: as wide as the product that computes it.
 
-        Those of loops are summed in float32.
+        Gradients from loops are summed in float32.
         """
         weights = self.facts.weights
         sizes = {
@@ -194,40 +195,41 @@ class Placed:
         return tuple(sizes.get(i, float(w.itemsize)) for i, w in enumerate(weights))
 
 
-# The step time rests on two numbers that were fitted, and on what the chip is: every other one that
-# was tried changed no rank correlation of seven models by more than 0.01
-# (`python benchmarks/search.py --without`).
+# The step time depends on two fitted numbers, and on the chip. Every other number that was tried
+# changed no rank correlation for seven models by more than 0.01 (`python benchmarks/search.py
+# --without`).
 #
-# The compiler's cycles of effort "quick", by which a search decides, over what the chip needs at
-# its peak rates. A search compares them with time on the links, which counts in full. At 1 the
-# mixture of experts' steps correlate by 0.72 instead of 0.92.
+# The first is the ratio of the compiler's cycles for effort "quick", by which a search decides, to
+# the chip's cycles at its peak rates. A search compares the cycles with time on the links, which
+# counts in full. With a value of 1, the steps of the mixture of experts correlate by 0.72 instead
+# of 0.92.
 _QUICK = 2.5
-# What a round of pieces of a gradient takes at least, however small the piece. At 0 ViT's steps
-# correlate by 0.80 instead of 0.97.
+# The minimal time of a round for pieces of a gradient, however small the piece. With a value of 0,
+# ViT's steps correlate by 0.80 instead of 0.97.
 _ROUND_S = 2e-5
 # An array is written once and read once.
 _PASSES = 2
-# The matrix units and the vectors have 128 columns; fewer take as long. Without it the CNN's steps
-# correlate by 0.81 instead of 0.95, its memory not at all instead of by 0.61.
+# The matrix units and the vectors have 128 columns; fewer take as long. Without this, the CNN's
+# steps correlate by 0.81 instead of 0.95, and its memory not at all instead of by 0.61.
 _COLUMNS = 128
 
 
 def padding(size: float) -> float:
-    """How much more the chip does for so many columns.
+    """The factor by which padding to full columns increases the chip's work.
 
     Args:
-        size: The columns.
+        size: The number of columns.
     """
     return math.ceil(size / _COLUMNS) * _COLUMNS / size if size else 1.0
 
 
 @dataclass(frozen=True)
 class Part:
-    """One device's part of a product; its gradients are two more of the same size.
+    """One device's part of a product. Its gradients are two more products of the same size.
 
     Attributes:
         forward_s: Seconds of the matrix units at their peak rate.
-        moved_bytes: Its operands and its result.
+        moved_bytes: Bytes of its operands and its result.
     """
 
     forward_s: float
@@ -246,16 +248,16 @@ def part_of(placed: Placed, product: MatrixProduct) -> Part:
     read, written = product.read_bytes * often, product.written_bytes * often
     weight = product.weight
     if weight is None:
-        # Attention's own products are split as the heads around them are.
+        # Attention's own products are split as the heads around them.
         ways = placed.most_split
         return Part(whole / ways, (read + written) / ways)
     if product.times > 1:
-        # Within a loop, such as a recurrence's, weights are whole.
+        # Within a loop, such as a recurrence, weights are whole.
         return Part(whole, read + written + product.weight_bytes)
     summed, made = placed.sides(product, weight)
     columns = padding(summed.size) * padding(made.size)
     if product.taps > 1:
-        # Convolutions may have the batch where others have features.
+        # Convolutions may have the batch in place of features.
         batch = padding(placed.facts.rows * placed.share)
         columns = min(columns, batch * min(padding(summed.size), padding(made.size)))
     one = whole * columns / summed.ways / made.ways
@@ -265,12 +267,12 @@ def part_of(placed: Placed, product: MatrixProduct) -> Part:
 
 @dataclass(frozen=True)
 class Ring:
-    """A gradient that is made piece by piece.
+    """A gradient that is computed piece by piece.
 
     Attributes:
-        seconds: The least that the rounds take.
-        moved_bytes: What they move.
-        laid_out_bytes: An operand that is laid out anew for them.
+        seconds: The minimal time of the rounds.
+        moved_bytes: The bytes that they move.
+        laid_out_bytes: Bytes of an operand that is copied to another layout for them.
     """
 
     seconds: float = 0.0
@@ -279,16 +281,17 @@ class Ring:
 
 
 def ring_of(placed: Placed, product: MatrixProduct, again: float = 0.0) -> Ring:
-    """A product's gradient that is made piece by piece, each sent on when it is ready.
+    """A product's gradient that is computed piece by piece; every piece is sent when it is ready.
 
-    XLA does so with gradients that end split over the batch's axes, unless an option keeps products
-    whole, and if a row of the batch has many rows, of a time or an image; other gradients are
-    summed and scattered. An operand is laid out anew, with the columns of one piece at a time.
+    XLA does this for gradients that end up split over the data axes, unless an option keeps
+    products whole, and if a row of the batch has many rows of its own (a time or an image). Other
+    gradients are summed and scattered. An operand is copied to another layout, with the columns of
+    one piece at a time.
 
     Args:
         placed: The model on its mesh.
         product: The product.
-        again: Of the forward pass, how much is computed twice.
+        again: The share of the forward pass that is recomputed.
     """
     ground, weight = placed.ground, product.weight
     if weight is None or product.times > 1 or not uses_rings(ground.wire.size):
@@ -298,7 +301,7 @@ def ring_of(placed: Placed, product: MatrixProduct, again: float = 0.0) -> Ring:
         return Ring()
     stored = placed.stored(weight)
     ways = ground.ways(stored or ground.data_axes)
-    # Pieces go both ways round, so that two devices need no ring.
+    # Pieces go both ways around the ring, so two devices need no ring.
     rounds = ways // 2 - 1
     if rounds < 1 or not (stored or ground.shard_optimizer):
         return Ring()
@@ -310,14 +313,14 @@ def ring_of(placed: Placed, product: MatrixProduct, again: float = 0.0) -> Ring:
     laid_out = operand * placed.share / cut.ways * padding(cut.size / ways)
     uses = 1.0
     if stored and (again or product.taps > 1):
-        # The gathered weight of a convolution too, and of what is computed again.
+        # A convolution also uses the gathered weight once more, and so does recomputation.
         uses = 3 + again if product.taps > 1 else 2
     moved = pieces + laid_out * uses
     return Ring(_ROUND_S * rounds * uses, moved * rounds, laid_out)
 
 
 def table_bytes(placed: Placed) -> float:
-    """Bytes moved for tables, laid out anew: with 128 columns even if they have fewer.
+    """Bytes moved for tables in another layout: with at least 128 columns.
 
     Args:
         placed: The model on its mesh.
@@ -330,7 +333,7 @@ def table_bytes(placed: Placed) -> float:
 
 
 def output_bytes(placed: Placed) -> float:
-    """The model's outputs on one device, split as the last product's features are.
+    """Bytes of the model's outputs on one device, split as the last product's features.
 
     Args:
         placed: The model on its mesh.
@@ -347,7 +350,7 @@ def links(placed: Placed, again: float) -> float:
 
     Args:
         placed: The model on its mesh.
-        again: Of the forward pass, how much is computed twice.
+        again: The share of the forward pass that is recomputed.
     """
     seconds = 0.0
     last: tuple | None = None
@@ -364,14 +367,15 @@ def links(placed: Placed, again: float) -> float:
     for lookup in placed.facts.lookups:
         seconds += _taken(placed, lookup.taken_bytes, lookup.weight)
     for index, weight, _ in placed.weights():
-        # Of a table that is stored split, each device adds up what is of its part.
+        # If a table is stored split, every device adds up the rows of its own part.
         if weight.trainable and not (index in placed.tables and placed.stored(index)):
             seconds += _gradient(placed, index, weight)
     return seconds
 
 
 def _partial_sums(placed: Placed, product: MatrixProduct, weight: int) -> tuple[float, float]:
-    """Seconds for partial sums forwards, and for partial gradients of the input backwards."""
+    """Seconds for partial sums in the forward pass, and for partial input gradients in the
+    backward."""
     if product.times > 1:
         return 0.0, 0.0
     forwards = backwards = 0.0
@@ -385,7 +389,7 @@ def _partial_sums(placed: Placed, product: MatrixProduct, weight: int) -> tuple[
 
 
 def _gathers(placed: Placed, product: MatrixProduct, weight: int) -> float:
-    """Seconds to bring a weight together: for a loop once, else forwards and backwards."""
+    """Seconds to gather a weight: once for a loop, else in the forward and the backward pass."""
     if product.times > 1:
         axes = [axis for axes in placed.specs[weight] for axis in axes]
         return placed.ground.seconds("all-gather", product.weight_bytes, axes)
@@ -394,10 +398,10 @@ def _gathers(placed: Placed, product: MatrixProduct, weight: int) -> float:
 
 
 def _taken(placed: Placed, taken: float, weight: int) -> float:
-    """Seconds for rows of a table that is split: each device has some, and they are summed."""
+    """Seconds for rows of a split table: every device has some of them, and they are summed."""
     seconds = 0.0
-    # Where an axis of the batch splits the table, of the whole batch; then each device gets what is
-    # of its own, and backwards the gradients go the other way.
+    # If a data axis splits the table, this covers the whole batch. Then every device gets the rows
+    # of its own batch, and in the backward pass the gradients go the other way.
     whole, data = taken * placed.batches, placed.ground.data_axes
     first, *others = placed.specs[weight]
     rows = [axis for axis in first if axis in data]
@@ -412,7 +416,7 @@ def _taken(placed: Placed, taken: float, weight: int) -> float:
 
 
 def _gradient(placed: Placed, index: int, weight: Weight) -> float:
-    """Seconds to sum a gradient over the axes of the batch, and to gather updated weights."""
+    """Seconds to sum a gradient over the data axes, and to gather updated weights."""
     ground = placed.ground
     whole = weight.size / placed.used_ways(index)
     summed = whole * placed.gradient_itemsizes[index]
@@ -426,30 +430,30 @@ def _gradient(placed: Placed, index: int, weight: Weight) -> float:
     return scattered + updated
 
 
-# The program itself, and small things: read from `python benchmarks/search.py --recorded`, as the
-# other numbers here are. It ranks nothing; without it ViT's memory is forecast at 0.6 of what the
-# compiler needs.
+# The program itself, and small arrays. Like the other numbers here, from `python
+# benchmarks/search.py --recorded`. It does not affect the ranking; without it, ViT's memory is
+# forecast at 0.6 of the compiler's.
 _PROGRAM = 50 * 2**20
-# A loss holds the outputs and their gradient in float32. Without it the encoder-decoder's memory is
-# forecast at 0.8 of what the compiler needs.
+# A loss holds the outputs and their gradient in float32. Without this, the encoder-decoder's memory
+# is forecast at 0.8 of the compiler's.
 _OUTPUTS = 2
-# Operands that are laid out anew for gradients made piece by piece are held at the same time; of
-# weights that are whole, whose slots alone are split, only some. Without it the CNN's memory
-# correlates by 0.39 instead of 0.61.
+# Operands that are copied to another layout for piecewise gradients are held at the same time; if
+# the weights are whole and only their slots are split, only some are. Without this, the CNN's
+# memory correlates by 0.39 instead of 0.61.
 _LAID_OUT_OF_SPLIT_SLOTS = 0.3
-# A weight that is brought together, and the next one. Without it the ranking model's memory
-# correlates by 0.88 instead of 0.94.
+# A gathered weight, and the next one. Without this, the ranking model's memory correlates by 0.88
+# instead of 0.94.
 _GATHERED = 2
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What a step holds on one device.
+    """The memory of a step on one device.
 
     Attributes:
         state_bytes: Weights and the optimizer's slots.
-        held_bytes: The most that is held at a time between operations.
-        total_bytes: All together.
+        held_bytes: The maximum that is held at one time between operations.
+        total_bytes: All of it.
     """
 
     state_bytes: float
@@ -470,7 +474,7 @@ def memory_of(placed: Placed, policy: str | None) -> Memory:
         parts_on(placed),
         lambda weight: _scattered(placed, weight),
     )
-    # A new state beside the old is there when activations are no longer.
+    # When the new state exists beside the old one, the activations are no longer held.
     variables = placed.facts.variables
     sizes = [int(state / variables)] * variables
     kept = states_that_fit("auto", sizes, placed.ground.topology.hbm_bytes)
@@ -492,7 +496,8 @@ def _state_bytes(placed: Placed) -> float:
 
 
 def parts_on(placed: Placed) -> Callable[[frozenset[Origin]], float]:
-    """In how many parts a dimension of an activation is, of the batch that was traced.
+    """A function for the number of parts of an activation's dimension, relative to the traced
+    batch.
 
     Args:
         placed: The model on its mesh.
@@ -514,13 +519,13 @@ def parts_on(placed: Placed) -> Callable[[frozenset[Origin]], float]:
 
 
 def _scattered(placed: Placed, weight: int) -> int:
-    """In how many parts more than the weight its gradient is held."""
+    """The factor between the parts of a gradient and those of its weight."""
     ground, stored = placed.ground, placed.stored(weight)
     return ground.ways(stored or (ground.data_axes if ground.shard_optimizer else ()))
 
 
 def _laid_out_bytes(placed: Placed) -> float:
-    """Operands of gradients that are made piece by piece; two pieces go both ways at once."""
+    """Bytes of operands for piecewise gradients; two pieces go both ways at once."""
     total, ground = 0.0, placed.ground
     for product in placed.facts.products:
         laid_out = ring_of(placed, product).laid_out_bytes
@@ -536,7 +541,7 @@ def _laid_out_bytes(placed: Placed) -> float:
 
 
 def _together_bytes(placed: Placed) -> float:
-    """Weights that are brought together: the largest for its use, tables after an update."""
+    """Bytes of gathered weights: the largest one in use, and tables after an update."""
     largest = tables = 0.0
     for product in placed.facts.products:
         if product.weight is not None and placed.stored(product.weight):
@@ -552,14 +557,14 @@ def _together_bytes(placed: Placed) -> float:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a step is expected to take on one device.
+    """The expected time and memory of a step on one device.
 
     Attributes:
         state_bytes: Weights and the optimizer's slots.
-        held_bytes: The most that is held at a time between operations.
-        memory_bytes: All together.
-        compute_s: Products, as slow as the compiler's cycles of effort "quick" state them.
-        traffic_s: What is read and written, likewise.
+        held_bytes: The maximum that is held at one time between operations.
+        memory_bytes: All of it.
+        compute_s: Products, in the compiler's cycles for effort "quick".
+        traffic_s: Reads and writes, likewise.
         links_s: Collectives at full speed.
     """
 
@@ -582,8 +587,8 @@ def forecast(
     """Forecasts a train step.
 
     Args:
-        facts: What the model asks.
-        specs: The axes of each weight's dimensions.
+        facts: The facts about the model.
+        specs: The axes of every weight's dimensions.
         ground: The mesh.
         rows: Rows of all devices together.
         policy: The remat policy.
@@ -592,7 +597,7 @@ def forecast(
     again = _computed_again(facts, policy)
     memory = memory_of(placed, policy)
     compute = rounds = 0.0
-    # Activations; weights and slots; and weights whose updates are brought together.
+    # Activations; weights and slots; and weights whose updates are gathered.
     moved = _written_bytes(placed, policy) + memory.state_bytes + _gathered_bytes(placed)
     moved = _PASSES * moved + table_bytes(placed)
     for product in facts.products:
@@ -611,14 +616,14 @@ def forecast(
 
 
 def _computed_again(facts: Facts, policy: str | None) -> float:
-    """Of the forward pass, how much a policy computes twice."""
+    """The share of the forward pass that a policy recomputes."""
     forward = sum(p.flops * p.times for p in facts.products)
     again = facts.kept[policy].flops - facts.kept[None].flops
     return again / forward if forward else 0.0
 
 
 def _gathered_bytes(placed: Placed) -> float:
-    """Bytes of weights whose updates are made in parts, as their slots are split."""
+    """Bytes of weights whose updates are computed in parts, because their slots are split."""
     return sum(
         weight.size * weight.itemsize / placed.ways(index)
         for index, weight, _ in placed.weights()
@@ -627,7 +632,7 @@ def _gathered_bytes(placed: Placed) -> float:
 
 
 def _written_bytes(placed: Placed, policy: str | None) -> float:
-    """What is written on one device between the operations of a step, but for gradients."""
+    """Bytes written on one device between the operations of a step, without gradients."""
     parts = parts_on(placed)
     return sum(
         math.prod(size / parts(origins) for size, origins in zip(b.shape, b.origins)) * b.itemsize

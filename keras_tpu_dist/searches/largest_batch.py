@@ -1,4 +1,4 @@
-"""The largest batch that fits, found by asking the compiler."""
+"""Finds the largest batch that fits, with the compiler."""
 
 import contextlib
 import html
@@ -39,7 +39,7 @@ class LargestBatch(Page):
     strategy: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """The answer as plain data."""
+        """The result as plain data."""
         tried = [{"batch_size": b, "fits": ok, "bytes": n} for b, ok, n in self.tried]
         own = {"batch_size": self.batch_size, "strategy": self.strategy, "tried": tried}
         return {**own, "run": self.run.to_dict()}
@@ -57,7 +57,7 @@ class LargestBatch(Page):
         return [(str(b), "fits" if ok else "too large", size_text(n)) for b, ok, n in self.tried]
 
     def _line(self) -> list[str]:
-        """The choice, to copy."""
+        """The choice, as a line to copy."""
         fits = self.batch_size and self.strategy
         return [f"{self.strategy}  # batch_size={self.batch_size}"] if fits else []
 
@@ -65,7 +65,7 @@ class LargestBatch(Page):
         return [html_table(_HEADER, self._rows()), *map(code, self._line())]
 
     def _page(self) -> str:
-        """What was tried, then the dry run of the answer."""
+        """The batches that were tried, then the dry run of the result."""
         head = f"<h1>{html.escape(self._title())}</h1>"
         run = f"<h2>The step with a batch of {self.run.batch_size}</h2>"
         return document(self._title(), [head, *self._blocks(), run, *self.run._blocks()])
@@ -87,35 +87,35 @@ def largest_batch(
     timeout: float = 1800.0,
     progress: Progress | None = None,
 ) -> LargestBatch:
-    """Finds the largest batch whose step fits, by asking the compiler.
+    """Finds the largest batch whose step fits, with the compiler.
 
-    Memory grows almost in proportion to the batch, so two compilations predict the answer, a
-    third usually confirms it, and bisection closes what is left. Quick compilations state a peak
-    memory within 6 % of what training would need, but up to three times too much for recurrent
-    layers and convolutions: leave that much room, or ask for `effort="exact"`.
+    Memory grows almost in proportion to the batch. So two compilations predict the result, a third
+    one usually confirms it, and bisection closes the remaining gap. The peak memory of quick
+    compilations is within 6 % of that in training, but up to three times too high for recurrent
+    layers and convolutions: leave that much room, or set `effort="exact"`.
 
     Args:
-        build: As in `dry_run`.
+        build: See `dry_run`.
         strategy: A `TPUStrategy` with a `topology`.
-        x: As in `dry_run`.
-        y: As in `dry_run`.
-        sample_weight: As in `dry_run`.
-        sequence_length: As in `dry_run`.
-        mode: As in `dry_run`.
-        remat: Which activations are computed again instead of kept, as in `TPUStrategy(remat=)`,
-            in the place of the strategy's own: `"full"`, `{"block_*": "dots"}` and so on.
+        x: See `dry_run`.
+        y: See `dry_run`.
+        sample_weight: See `dry_run`.
+        sequence_length: See `dry_run`.
+        mode: See `dry_run`.
+        remat: Which activations to recompute, as in `TPUStrategy(remat=)`, instead of the
+            strategy's own setting: `"full"`, `{"block_*": "dots"}` and so on.
         effort: `"quick"` or `"exact"`, as in `dry_run`.
-        tolerance: Stop when a larger batch that was refused, or the memory that is left, is within
-            this fraction of the answer.
-        max_compiles: Stop after so many compilations in any case.
-        timeout: As in `dry_run`.
-        progress: As in `dry_run`.
+        tolerance: Stop if the result is within this fraction of a larger batch that was refused, or
+            of the memory that is left.
+        max_compiles: Stop after this number of compilations in any case.
+        timeout: See `dry_run`.
+        progress: See `dry_run`.
 
     Returns:
         A `LargestBatch`. Sizes are multiples of the number of parts that the batch is split into.
 
     Raises:
-        ValueError: If the strategy has no topology, or there is no such policy.
+        ValueError: If the strategy has no topology, or the policy does not exist.
         RuntimeError: If libtpu is not installed.
 
     Example:

@@ -1,4 +1,4 @@
-"""Several compilations at a time, each in a process of its own."""
+"""Runs several compilations in parallel, each in a separate process."""
 
 import contextlib
 import contextvars
@@ -31,14 +31,14 @@ def compiled_together(
 
     Args:
         chosen: The candidates, each with a `candidate`.
-        lower: Makes the program, in this thread; a candidate in its place is one that failed.
-        compile_: Compiles a candidate's program, in another.
-        begin: Called with the name of what begins.
-        until: When no other begins, by `time.monotonic()`.
-        first: Whether one begins in any case.
+        lower: Creates the program, in this thread; if that fails, it returns a candidate instead.
+        compile_: Compiles a candidate's program, in another thread.
+        begin: Called with the name of the stage that starts.
+        until: The time after which no other compilation starts, by `time.monotonic()`.
+        first: Whether one compilation starts in any case.
 
     Returns:
-        Those compiled, in the order given, and those for which there was no time.
+        The compiled candidates, in the order given, and those for which there was no time.
     """
     results: list[Any] = []
     number = at_once()
@@ -62,7 +62,7 @@ def compiled_together(
 
 @contextlib.contextmanager
 def _ending_together(results: list[Any]) -> Iterator[None]:
-    """An interrupt or an error ends what is being compiled, and what waits for its turn."""
+    """An interrupt or an error ends running compilations, and those that wait."""
     stop = threading.Event()
     token = worker.STOP.set(stop)
     try:
@@ -78,7 +78,7 @@ def _ending_together(results: list[Any]) -> Iterator[None]:
 
 
 def at_once() -> int:
-    """How many compilations this machine has processors and memory for, at least one."""
+    """The number of compilations that this machine has processors and memory for, at least one."""
     if hasattr(os, "sched_getaffinity"):
         processors = len(os.sched_getaffinity(0))
     else:
@@ -87,7 +87,7 @@ def at_once() -> int:
 
 
 def available_memory() -> int:
-    """Bytes that other programs leave, 0 where the system does not say."""
+    """Bytes that other programs leave free, 0 if the system does not report it."""
     try:
         with open("/proc/meminfo") as file:
             fields = dict(line.split(":", 1) for line in file)
@@ -97,7 +97,7 @@ def available_memory() -> int:
 
 
 def container_processors() -> int:
-    """Processors that a container may use at a time, as many as one likes where none is set.
+    """The number of processors that a container may use; infinite if there is no limit.
 
     References:
         - https://docs.kernel.org/admin-guide/cgroup-v2.html
@@ -111,7 +111,7 @@ def _container_memory() -> int:
     if limit == "max":
         return sys.maxsize
     fields = dict(line.split() for line in _said("memory.stat", "").splitlines())
-    # Files that were read a while ago make room.
+    # Files that have not been read for a while can be dropped.
     used = int(_said("memory.current", "0")) - int(fields.get("inactive_file", 0))
     return max(0, int(limit) - used)
 

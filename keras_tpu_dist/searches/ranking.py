@@ -1,4 +1,4 @@
-"""What `search` and `compare` find: candidates with what the compiler says of them, ranked."""
+"""The results of `search` and `compare`: candidates with the compiler's reports, ranked."""
 
 import html
 import math
@@ -18,7 +18,8 @@ from keras_tpu_dist.show.text import duration_text, html_table, size_text, span_
 from keras_tpu_dist.strategy import TPUStrategy
 
 _LONGEST_ERROR = 100
-# An HBM so many times what the largest candidate takes would press all points to one side.
+# If the HBM is so many times the memory of the largest candidate, it would press all points to one
+# side.
 _FAR = 4
 _VERDICT = {True: "fits", False: "too large", None: "limit unknown"}
 # The columns of the table, in their order.
@@ -45,10 +46,10 @@ class Tried:
     Attributes:
         candidate: The strategy's arguments.
         rows: Rows of all devices together.
-        forecast: In closed form, `None` where nothing was forecast.
-        run: The dry run, `None` for one that was not compiled; its `effort` is `"exact"` for those
-            that the end of a search looked at once more.
-        error: Why it could not be built or compiled.
+        forecast: The forecast in closed form, or `None`.
+        run: The dry run, or `None` if it was not compiled; its `effort` is `"exact"` if the search
+            compiled it again at its end.
+        error: The reason why it could not be built or compiled.
     """
 
     candidate: Candidate
@@ -69,14 +70,15 @@ class Tried:
 
     @property
     def seconds_a_row(self) -> float:
-        """Seconds of all devices for one row: the compiler's, or else the forecast's, or 0."""
+        """Seconds of all devices for one row: by the compiler, or else by the forecast, or 0."""
         if self.run is not None and self.run.estimate is not None:
             return self.run.estimate.step / self.rows
         return 0.0 if self.forecast is None else self.forecast.step_s / self.rows
 
     @property
     def memory_bytes(self) -> int:
-        """What the compiled program needs, of one that fits at one time where all is more."""
+        """The memory of the compiled program: the maximum at one time if it fits, else the
+        total."""
         run = self.run
         if run is None:
             return 0
@@ -85,10 +87,10 @@ class Tried:
 
 
 def rank(tried: Tried) -> tuple[float, ...]:
-    """What candidates are sorted by: those that fit, those too large, those that nothing ran.
+    """The sort key of candidates: those that fit, those too large, those that were not compiled.
 
-    Of those that fit, first those that were looked at twice, the faster for each row first; of
-    those too large the smallest first.
+    Among those that fit, the ones compiled twice come first, then the faster per row; among those
+    too large, the smallest comes first.
 
     Args:
         tried: The candidate.
@@ -107,12 +109,12 @@ class Ranking(Page):
 
     Attributes:
         topology: The slice.
-        compiled: What the compiler has seen, or refused: those that fit, the fastest first, then
-            those too large, then those that could not be built.
-        others: What it has not seen, by forecast.
-        seconds: How long it took to find them.
-        model: The model's name, where it is known.
-        calibration: What was measured on such chips and used here, in words; empty if nothing.
+        compiled: The candidates that the compiler compiled or refused: those that fit, the fastest
+            first, then those too large, then those that could not be built.
+        others: The candidates that were not compiled, by forecast.
+        seconds: The time of the search.
+        model: The model's name, if known.
+        calibration: The measurements on such chips that were used, in words; empty if none.
     """
 
     topology: str
@@ -137,7 +139,8 @@ class Ranking(Page):
         """The best strategy, ready to use.
 
         Args:
-            topology: A slice, for a strategy that is to be dry-run. Defaults to the devices here.
+            topology: A slice, if you want to dry-run the strategy. Defaults to the attached
+                devices.
 
         Raises:
             ValueError: If none fits.
@@ -146,7 +149,7 @@ class Ranking(Page):
         if best is None:
             raise ValueError(
                 message(
-                    "No strategy that was tried fits the model into the slice.",
+                    "No tried strategy fits the model into the slice.",
                     received={"model": self.model, "topology": self.topology},
                     fix="Search a larger slice, or give a smaller batch_size.",
                 )
@@ -157,7 +160,7 @@ class Ranking(Page):
 
     @property
     def limit(self) -> str:
-        """In words, what keeps the best from being faster."""
+        """The bottleneck of the best candidate, in words."""
         best = self.best
         if best is None or best.run is None or best.run.estimate is None:
             return "nothing fits: the slice has too little memory for this model and batch"
@@ -192,7 +195,7 @@ class Ranking(Page):
         return "\n".join([*lines, *self._line()])
 
     def _line(self) -> list[str]:
-        """The best strategy, to copy."""
+        """The best strategy, as a line to copy."""
         return [] if self.best is None else [self.best.candidate.line]
 
     def _blocks(self) -> list[str]:
@@ -201,7 +204,7 @@ class Ranking(Page):
         return [*self._drawing(), table, *map(code, self._line())]
 
     def _page(self) -> str:
-        """Step time drawn against memory, and a table."""
+        """A plot of step time against memory, and a table."""
         header, rows = self._table(numbered=True)
         for row, tried in zip(rows, self.candidates, strict=True):
             row.append(self._bar(tried))
@@ -236,7 +239,7 @@ class Ranking(Page):
         }
 
     def _table(self, numbered: bool = False) -> tuple[tuple[str, ...], list[list[TableCell]]]:
-        """Header and rows, without columns that say nothing."""
+        """Header and rows, without empty columns."""
         rows = [cells_of(tried) for tried in self.candidates]
         names = [name for name in _COLUMNS if any(row[name].text for row in rows)]
         if not rows:
@@ -250,7 +253,7 @@ class Ranking(Page):
         return tuple(names), table
 
     def _bar(self, tried: Tried) -> TableCell:
-        """The memory of a compiled candidate, drawn on one scale for all."""
+        """The memory of a compiled candidate as a bar, on one scale for all."""
         if tried.run is None:
             return TableCell("")
         whole = max(_scale(each.run) for each in self.candidates if each.run)
@@ -285,7 +288,7 @@ class Ranking(Page):
 
 
 def cells_of(tried: Tried) -> dict[str, TableCell]:
-    """What tables say of a candidate, by column.
+    """The cells of a candidate in tables, by column.
 
     Args:
         tried: The candidate.

@@ -1,4 +1,4 @@
-"""search: the fastest strategy for a model on a slice, as the compiler sees it."""
+"""search: finds the fastest strategy for a model on a slice, with the compiler."""
 
 import functools
 import logging
@@ -29,14 +29,14 @@ from keras_tpu_dist.strategy import TPUStrategy
 
 logger = logging.getLogger("keras_tpu_dist")
 
-# The part of all compilations that looks at another mesh or layout each time.
+# The share of compilations that try another mesh or layout every time.
 _OF_OTHER_WAYS = 0.6
-# A forecast of memory may be wrong by this much.
+# A forecast of memory may be wrong by this factor.
 _DOUBT = 1.3
 _MOST_ROWS_A_DEVICE = 1024
-# Rows that the device's memory is to be filled with are not filled to the brim.
+# If the batch size is chosen to fill the memory, it fills this share.
 _FILLED = 0.85
-# What says that a candidate is none.
+# Errors that mean that a candidate is not possible.
 _FAULTS = (ValueError, RuntimeError, NotImplementedError)
 
 
@@ -59,39 +59,41 @@ def search(
 ) -> Ranking:
     """Finds the fastest strategy for training a model on a slice.
 
-    Meshes, plans, split optimizer slots and remat policies are ranked by a closed-form forecast of
-    memory and time, which takes one trace of the model. The real TPU compiler then looks at the
-    most promising of each mesh and layout, and at others of the best of these, with effort
-    "quick", and once more, as training would compile them, at the fastest of all that fit; what it
-    says decides. The forecast may rank wrongly: more compilations make the answer surer. As many
-    run at a time as there are processors, and memory for; what is chosen does not depend on it.
+    A closed-form forecast of memory and time ranks meshes, plans, split optimizer slots and remat
+    policies; it needs one trace of the model. Then the real TPU compiler compiles the most
+    promising candidate for every mesh and layout, and others with the best mesh and layout, with
+    effort "quick". The fastest of all that fit are compiled again as in training (effort "exact");
+    that decides the ranking. The forecast may rank wrongly, so more compilations make the result
+    more reliable. They run in parallel, as processors and memory allow; this does not affect the
+    result.
 
     Args:
         build: A function without arguments that builds, compiles and returns a model; or a built
             model.
         topology: The slice, such as `"v5e:4x4"`.
-        batch_size: Rows of all devices together; `None` for as many as each candidate has memory
-            for, at most 1024 a device, where rows per second decide.
-        x: As in `dry_run`.
-        y: As in `dry_run`.
-        sample_weight: As in `dry_run`.
-        sequence_length: As in `dry_run`.
+        batch_size: The global batch size. With `None`, every candidate gets as many rows as it has
+            memory for, at most 1024 per device, and rows per second decide.
+        x: See `dry_run`.
+        y: See `dry_run`.
+        sample_weight: See `dry_run`.
+        sequence_length: See `dry_run`.
         compilations: How many candidates to compile.
-        exact: How many of them to compile once more, with effort "exact".
-        budget_s: Seconds after which no further compilation begins.
-        among: What to choose from. Defaults to all meshes of the axes "data", "fsdp" and "model",
-            in the orders that the links tell apart.
-        calibration: As in `dry_run`. Forecasts use its rates, too.
-        progress: Called with a line of text at each stage.
-        cache: A folder where compilations are kept and looked up, by program, options, slice and
-            versions; `True` for `~/.cache/keras_tpu_dist` (or in `$XDG_CACHE_HOME`), which is kept
-            within 1 GiB; `False` for none.
+        exact: How many of them to compile again, with effort "exact".
+        budget_s: Seconds after which no further compilation starts.
+        among: The candidates to choose from. Defaults to all meshes of the axes "data", "fsdp" and
+            "model", in all orders that differ on the links.
+        calibration: See `dry_run`. Forecasts use its rates, too.
+        progress: Called with a line of text at every stage.
+        cache: A folder for a cache of compilations, by program, options, slice and versions; `True`
+            for `~/.cache/keras_tpu_dist` (or in `$XDG_CACHE_HOME`), which is limited to 1 GiB;
+            `False` for none.
 
     Returns:
-        A `Ranking` with all candidates, what limits the best, and `strategy()`.
+        A `Ranking` with all candidates, the bottleneck of the best one, and `strategy()`.
 
     Raises:
-        ValueError: If an argument is of no such kind, or nothing fits the slice and the model.
+        ValueError: If an argument has the wrong type or value, or nothing fits the slice and the
+            model.
 
     Example:
 
@@ -156,14 +158,14 @@ def lowered_step(
     calibration: Calibration | None,
     tried: Tried,
 ) -> Lowered | Tried:
-    """A candidate's step, lowered; or the candidate, with why it has none.
+    """Lowers a candidate's step; returns the candidate with the reason if that is not possible.
 
     Args:
         build: The build function.
         topology: The slice.
         given: `x`, `y`, `sample_weight` and `sequence_length`.
-        cache: Where compilations are kept.
-        calibration: What was measured on such chips.
+        cache: The cache of compilations.
+        calibration: Measurements on such chips.
         tried: The candidate.
     """
     try:
@@ -182,13 +184,13 @@ def lowered_step(
 def compiled_step(
     cache: Cache | None, tried: Tried, lowered: Lowered, effort: str = "quick"
 ) -> Tried:
-    """A candidate with what the compiler says, or why it says nothing.
+    """A candidate with the compiler's report, or the reason why there is none.
 
     Args:
-        cache: Where compilations are kept.
+        cache: The cache of compilations.
         tried: The candidate.
         lowered: Its step.
-        effort: As in `dry_run`.
+        effort: See `dry_run`.
     """
     try:
         run = compile_once(
@@ -216,10 +218,10 @@ def _failed(tried: Tried, error: Exception) -> Tried:
 
 
 def _of_other_ways(ranked: list[Tried], number: int) -> list[Tried]:
-    """The most promising of each mesh and layout.
+    """The most promising candidate for every mesh and layout.
 
-    A forecast ranks candidates of one mesh better than it ranks meshes: it does not know the
-    kernels that the compiler makes for them.
+    A forecast ranks candidates on one mesh better than it ranks meshes, because it does not know
+    the compiler's kernels for them.
     """
     first = {}
     for tried in ranked:
@@ -228,7 +230,7 @@ def _of_other_ways(ranked: list[Tried], number: int) -> list[Tried]:
 
 
 def _like_the_best(ranked: list[Tried], compiled: list[Tried], number: int) -> list[Tried]:
-    """Others of the best one's mesh and layout, then any."""
+    """Others with the best one's mesh and layout, then any."""
     best = min(compiled, key=rank, default=None)
     way = None if best is None else best.candidate.way
     alike = [tried for tried in ranked if tried.candidate.way == way]
@@ -236,12 +238,12 @@ def _like_the_best(ranked: list[Tried], compiled: list[Tried], number: int) -> l
 
 
 def _fastest(compiled: list[Tried], number: int) -> tuple[list[Tried], list[Tried]]:
-    """Those to look at once more, and the others.
+    """The candidates to compile again, and the others.
 
-    The cycles of quick compilations come out two to three times too high, so that waiting for links
-    counts too little, and they do not show which programs full effort improves more than others:
-    {"fsdp": 128, "model": 2} was 2.8 times as fast as estimated, and "fsdp" alone 3.4 times. They
-    do rank orders of the same axes, so only the best of those is compiled again.
+    Quick compilation estimates two to three times too many cycles. So waiting for links counts too
+    little, and you cannot see which programs full effort improves more than others: {"fsdp": 128,
+    "model": 2} was 2.8 times as fast as estimated, and "fsdp" alone 3.4 times. Quick compilation
+    does rank orders of the same axes correctly, so only the best of those is compiled again.
     """
     ranked = sorted(compiled, key=rank)
     timed = [t for t in ranked if t.run is not None and t.run.fits and t.run.estimate]
@@ -263,7 +265,7 @@ def _forecasts(
     devices = topology.num_devices
     chosen = list(candidates(devices, topology) if among is None else among)
     rows = devices if batch_size is None else batch_size
-    # Two rows a device and more: a batch of one row is no dimension to what runs on it.
+    # At least two rows per device: operations cannot see a batch of one row as a dimension.
     most = max(1, rows // 2)
     parts = max(i for i in range(1, devices + 1) if devices % i == 0 and i <= most)
     base = TPUStrategy({"data": parts, "model": devices // parts}, topology=topology)
@@ -289,7 +291,7 @@ def _forecasts(
 
 
 def _promise(tried: Tried, limit: int) -> tuple[float, float]:
-    """What candidates are sorted by: the fastest, then those too large, the smallest first."""
+    """The sort key of forecasts: the fastest first, then those too large, the smallest first."""
     memory = 0.0 if tried.forecast is None else tried.forecast.memory_bytes
     return (memory if memory > _DOUBT * limit else 0.0), tried.seconds_a_row
 
@@ -333,9 +335,9 @@ def _check_others(among: Any, sequence_length: Any, progress: Any) -> None:
     if not listed or not all(isinstance(each, Candidate) for each in among):
         raise ValueError(
             message(
-                "among has candidates of a search.",
+                "among takes candidates of a search.",
                 received={"among": among},
-                fix="Pass some of those that another search ranked.",
+                fix="Pass candidates that another search has ranked.",
             )
         )
 

@@ -1,4 +1,4 @@
-"""Slices compared: what a model takes on each, in chips, seconds and money."""
+"""Compares slices: what a model needs on them, in chips, seconds and money."""
 
 import html
 import math
@@ -31,7 +31,7 @@ _COLUMNS = (
     "effort",
     "verdict",
 )
-# Columns that a page has, and a terminal no room for: they follow from others.
+# Columns of a page that a terminal has no room for; they follow from others.
 _WIDE = ("chips", "rows/s")
 _LONGEST_ERROR = 60
 
@@ -43,7 +43,7 @@ class OnSlice:
     Attributes:
         topology: The slice.
         tried: The candidate, with its dry run if there is one.
-        price: What a chip costs an hour, or `None`.
+        price: The price of a chip-hour, or `None`.
     """
 
     topology: Topology
@@ -63,17 +63,17 @@ class OnSlice:
 
     @property
     def chip_seconds_a_row(self) -> float:
-        """Chip-seconds for one row; infinite if no step's time is known."""
+        """Chip-seconds for one row; infinite if the step's time is not known."""
         return math.inf if self.chip_seconds is None else self.chip_seconds / self.tried.rows
 
     @property
     def price_a_row(self) -> float:
-        """What one row costs; its chip-seconds if there is no price."""
+        """The price of one row, or its chip-seconds if there is no price."""
         return self.chip_seconds_a_row * (1.0 if self.price is None else self.price / 3600)
 
     @property
     def fits(self) -> bool:
-        """Whether the compiler says that it fits."""
+        """Whether it fits, by the compiler."""
         return self.tried.run is not None and bool(self.tried.run.fits)
 
 
@@ -82,8 +82,8 @@ class SliceRanking(Page):
     """Candidates on several slices, the cheapest that fits first.
 
     Attributes:
-        rankings: One for each slice.
-        prices: What a chip costs an hour, by the chip's name; empty if nobody said.
+        rankings: One for every slice.
+        prices: The prices of a chip-hour, by the chip's name; empty if none was given.
     """
 
     rankings: tuple[Ranking, ...]
@@ -91,10 +91,10 @@ class SliceRanking(Page):
 
     @property
     def candidates(self) -> tuple[OnSlice, ...]:
-        """What the compiler has seen, of all slices.
+        """The compiled candidates of all slices.
 
-        First those that fit and were compiled as training would, then others that fit, then the
-        rest; within each, by the price of a row, or by its chip-seconds.
+        First come those that fit and were compiled as in training, then others that fit, then the
+        rest; within these groups, they are sorted by the price of a row, or by its chip-seconds.
         """
         prices = dict(self.prices)
         found = []
@@ -120,7 +120,8 @@ class SliceRanking(Page):
         """The cheapest strategy, ready to use.
 
         Args:
-            topology: A slice, for a strategy that is to be dry-run. Defaults to the devices here.
+            topology: A slice, if you want to dry-run the strategy. Defaults to the attached
+                devices.
 
         Raises:
             ValueError: If none fits.
@@ -129,7 +130,7 @@ class SliceRanking(Page):
         if best is None:
             raise ValueError(
                 message(
-                    "No strategy that was tried fits the model into one of the slices.",
+                    "No tried strategy fits the model into one of the slices.",
                     received={"topology": [ranking.topology for ranking in self.rankings]},
                     fix="Name larger slices, or give a smaller batch_size.",
                 )
@@ -170,7 +171,7 @@ class SliceRanking(Page):
         return f"{len(self.candidates)} candidates on {names}, ranked by {by}"
 
     def _lines(self) -> list[str]:
-        """The choices, to copy."""
+        """The choices, as lines to copy."""
         best, fastest = self.best, self.fastest
         if best is None:
             return []
@@ -183,7 +184,7 @@ class SliceRanking(Page):
         ]
 
     def _table(self, without: Sequence[str] = ()) -> tuple[tuple[str, ...], list[list[TableCell]]]:
-        """Header and rows, without columns that say nothing, or nothing more than others."""
+        """Header and rows, without columns that are empty or follow from others."""
         rows = [_cells(each) for each in self.candidates]
         if len({each.tried.rows for each in self.candidates}) == 1:
             without = (*without, "chip-s/1k rows")
@@ -197,7 +198,7 @@ class SliceRanking(Page):
         return [table, *map(code, self._lines())]
 
     def _page(self) -> str:
-        """The choices, all slices in one table, then each slice by itself."""
+        """The choices, all slices in one table, then every slice by itself."""
         header, rows = self._table()
         parts = [f"<h1>{html.escape(self._title())}</h1>", *map(code, self._lines())]
         parts.append(sortable(header, rows))
@@ -209,11 +210,12 @@ class SliceRanking(Page):
 def compare_slices(
     rankings: Sequence[Ranking], price: float | Mapping[str, float] | None = None
 ) -> SliceRanking:
-    """Ranks what `search` or `compare` found on several slices, by chips times seconds or by price.
+    """Ranks the results of `search` or `compare` for several slices, by chips times seconds or
+    price.
 
     Args:
-        rankings: What `ktd.search` or `ktd.compare` returned, for one slice each.
-        price: What a chip costs an hour, in any currency: one number, or one for each chip, such as
+        rankings: Results of `ktd.search` or `ktd.compare`, for one slice each.
+        price: The price of a chip-hour, in any currency: one number, or one for every chip, such as
             `{"v5e": 1.2, "v6e": 2.7}`. Without it, chips times seconds decide.
 
     Returns:

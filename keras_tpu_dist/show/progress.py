@@ -1,4 +1,4 @@
-"""How far long work has come: reported by what computes, shown by a listener."""
+"""Progress of long work: the code that computes reports it, a listener shows it."""
 
 import contextlib
 import contextvars
@@ -11,13 +11,13 @@ from keras_tpu_dist.common.setting import setting
 
 @dataclass(frozen=True)
 class Stage:
-    """Where a piece of work stands.
+    """The current stage of some work.
 
     Attributes:
         work: The work, such as `"dry run"`.
-        words: What it is at now; `None` once it has ended.
-        done: Stages behind it.
-        of: All its stages, as far as is known.
+        words: The current stage; `None` once the work has ended.
+        done: The number of completed stages.
+        of: The number of all stages, as far as known.
         depth: 0 for the outermost work, 1 for work that is a stage of it, and so on.
     """
 
@@ -33,7 +33,7 @@ Listener = Callable[[Stage], None]
 
 @dataclass(frozen=True)
 class _Hearing:
-    """Who listens, and within how many other works."""
+    """The listener, and the number of works around the current one."""
 
     listener: Listener | None = None
     depth: int = 0
@@ -45,10 +45,10 @@ _hearing: contextvars.ContextVar[_Hearing] = contextvars.ContextVar("hearing", d
 
 @contextlib.contextmanager
 def heard_by(listener: Listener) -> Iterator[None]:
-    """Within it a listener hears of every stage.
+    """A context in which a listener gets every stage.
 
     Args:
-        listener: Called with each `Stage`, in the thread that computes.
+        listener: Called with every `Stage`, in the thread that computes.
     """
     with setting(_hearing, replace(_hearing.get(), listener=listener)):
         yield
@@ -63,7 +63,7 @@ def stages(work: str, of: int) -> Iterator[Callable[[str], None]]:
         of: The number of its stages; more may come.
 
     Yields:
-        A function that is called with words at the begin of each stage.
+        A function to call at the start of every stage, with its words.
 
     Example:
 
@@ -94,10 +94,11 @@ def stages(work: str, of: int) -> Iterator[Callable[[str], None]]:
 
 @contextlib.contextmanager
 def show_progress() -> Iterator[None]:
-    """Within it long work shows a line with its stage and what is left, on standard error.
+    """A context in which long work shows its stage and the number of stages left.
 
-    Dry runs, `compare`, `search`, `largest_batch` and `restore` do. Nothing is shown where standard
-    error is no terminal, and nothing twice.
+    The line appears on standard error, for dry runs, `compare`, `search`, `largest_batch` and
+    `restore`. Nothing appears if standard error is not a terminal. Nested calls show the line only
+    once.
 
     Example:
 
@@ -118,7 +119,7 @@ def show_progress() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _line() -> Iterator[Listener]:
-    """A listener that draws one line for each depth of work."""
+    """A listener that draws one line for every depth of work."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -130,7 +131,7 @@ def _line() -> Iterator[Listener]:
         console=Console(stderr=True),
         transient=True,
         refresh_per_second=4,
-        # What a model's function prints stands above the line, or goes where it should.
+        # Output of a model's function appears above the line, or goes where it is redirected to.
         redirect_stdout=sys.stdout.isatty(),
     )
     with shown:

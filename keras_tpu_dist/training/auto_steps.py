@@ -1,4 +1,4 @@
-"""`steps_per_execution="auto"`: the number of steps of a launch, chosen for every epoch."""
+"""`steps_per_execution="auto"`: chooses the steps of a launch, for every epoch."""
 
 import contextlib
 import threading
@@ -10,25 +10,25 @@ import jax
 
 from keras_tpu_dist import _keras
 
-# By then a launch's own cost is small beside its steps, and callbacks on batches are called only
-# once in a launch.
+# With this many steps, the overhead of a launch is small. More would only make callbacks on
+# batches, which run once per launch, less frequent.
 MOST_STEPS = 32
 
-# The memory of a device that the batches of one launch may take; the bytes are for devices that do
-# not report theirs.
+# The share of a device's memory that the batches of one launch may take; the bytes are for devices
+# that do not report their memory.
 _FRACTION_OF_MEMORY = 0.05
 _BYTES_WHERE_MEMORY_IS_UNKNOWN = 256 * 2**20
 
 
 def steps_of_a_launch(num_batches: int | None, ragged: bool) -> int:
-    """The number of steps with which an epoch takes the fewest launches.
+    """The number of steps for which an epoch needs the fewest launches.
 
     Args:
         num_batches: The batches of an epoch, or `None` if that is not known.
         ragged: Whether the last batch is smaller; it is launched alone.
 
     Returns:
-        A number from 1 to 32. Steps that do not fill a launch are launches of their own.
+        A number from 1 to 32. Steps that do not fill a launch are launched one by one.
 
     Example:
 
@@ -46,11 +46,11 @@ def steps_that_fit(bytes_per_device: float, steps: int) -> int:
     """The largest divisor of `steps` whose batches leave the devices' memory to the model.
 
     Args:
-        bytes_per_device: What one batch takes on each device.
-        steps: The steps of a launch as they were chosen without regard to memory.
+        bytes_per_device: The bytes of one batch on one device.
+        steps: The steps of a launch, chosen without regard to memory.
 
     Returns:
-        At least 1. The batches of a launch get 5 % of the device's memory, or 256 MiB where that is
+        At least 1. The batches of a launch get 5 % of the device's memory, or 256 MiB if that is
         unknown.
     """
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
@@ -62,12 +62,12 @@ def steps_that_fit(bytes_per_device: float, steps: int) -> int:
 class _Chosen(int):
     """The `steps_per_execution` of a model that runs with `"auto"`.
 
-    A class of its own, to tell it from a number that a callback sets by compiling the model.
+    A separate class, to distinguish it from a number that a callback sets by compiling the model.
     """
 
 
 _CHOSEN = _Chosen(MOST_STEPS)
-# For models with "auto", the number of running calls: nested ones, and in any thread.
+# For models with "auto", the number of running calls, including nested ones and other threads.
 _chosen_for: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
@@ -75,8 +75,9 @@ _lock = threading.Lock()
 class AutoSteps:
     """Gives `steps_per_execution="auto"` a number while a call runs a model.
 
-    Every call has its own number, as another thread may run the model with other batches. Keras
-    requires that the model has one too; it is the largest, and nothing counts by it.
+    Every call has a number of its own, because another thread may run the model with other batches.
+    Keras requires that the model has a number too; it is the largest one, and nothing depends on
+    it.
     """
 
     def __init__(self):
@@ -110,7 +111,7 @@ class AutoSteps:
                     model.steps_per_execution = "auto"
 
     def of(self, model: Any) -> int | None:
-        """The steps of a launch of a model, or `None` if its user has set them.
+        """The steps in a launch of a model, or `None` if the user has set them.
 
         Args:
             model: The model.
@@ -118,7 +119,7 @@ class AutoSteps:
         return self._steps if self._model is model else None
 
     def choose(self, epoch_iterator: Any) -> None:
-        """Sets the number for an epoch that is about to begin; Keras counts its steps by it.
+        """Sets the number for an epoch that is about to begin; Keras counts steps by it.
 
         Args:
             epoch_iterator: Keras's `EpochIterator` over the epoch.

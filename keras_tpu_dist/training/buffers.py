@@ -1,4 +1,4 @@
-"""Which arrays a step may consume: outputs of a launch that nothing else refers to."""
+"""Which arrays a step may consume: outputs of a launch without any other reference."""
 
 import operator
 import weakref
@@ -10,18 +10,18 @@ import numpy as np
 
 from keras_tpu_dist import _keras
 
-# A state that fills the memory cannot be there twice, so it is copied in groups of this size.
+# A state that fills the memory cannot exist twice, so it is copied in groups of this size.
 _GROUP_BYTES = 64 * 2**20
 
 
 class Buffers:
     """The arrays of one model's training state, if launches consume them.
 
-    XLA overwrites a donated array even if something else refers to it: another variable, since
-    `assign` between variables of one layout shares the array; the averages of an optimizer; a user
-    with `variable.value`, a shard of it, or an array that was assigned. A buffer has no count of
-    references that could be asked. So a launch consumes only outputs of the launch before that
-    nothing has read from the variable since; any other array is copied first, once.
+    XLA overwrites a donated array even if something else refers to it: another variable, because
+    `assign` between variables with the same layout shares the array; the averages of an optimizer;
+    a user who has `variable.value`, a shard of it, or an array that was assigned. A buffer has no
+    reference count that we could read. So a launch only consumes outputs of the previous launch
+    that nothing has read from the variable since. Any other array is copied first, once.
 
     Args:
         lock: Held while a launch consumes the arrays and until the variables have the new ones.
@@ -36,10 +36,10 @@ class Buffers:
         self._handed_out: set[int] = set()
 
     def to_consume(self, variables: list) -> list:
-        """The values of variables, which nothing else refers to. The caller holds the lock.
+        """The values of variables, without any other reference. The caller holds the lock.
 
         Args:
-            variables: Those of the training state, always in the same order.
+            variables: The variables of the training state, always in the same order.
         """
         values = _keras.values_of(variables)
         if self._left:
@@ -61,7 +61,7 @@ class Buffers:
         return values
 
     def made(self, values: list) -> None:
-        """Takes note of a launch's outputs, which the variables hold now.
+        """Records a launch's outputs, which the variables now hold.
 
         Args:
             values: The outputs, in the order of the variables.
@@ -69,12 +69,12 @@ class Buffers:
         self._made = values
 
     def rest(self) -> None:
-        """Keeps only weak references at the end of a call, to know the arrays at the next."""
+        """Keeps only weak references at the end of a call, to recognize the arrays at the next."""
         if self._made:
             self._left, self._made = [weakref.ref(value) for value in self._made], []
 
     def others_hold(self) -> None:
-        """Takes note that anything may refer to any of the arrays."""
+        """Records that anything may refer to any of the arrays."""
         self._made, self._left = [], []
 
     def hand_out(self, variable: Any, stock: Callable) -> Any:
@@ -98,8 +98,8 @@ def copy_apart(variables: list, values: list, which: list[int]) -> None:
 
     Args:
         variables: The variables.
-        values: What they hold; updated.
-        which: The positions of those that something else may hold too.
+        values: Their values; updated.
+        which: The positions of values that something else may hold too.
     """
     size = {i: _bytes_per_device(values[i]) for i in which}
     several = sum(size.values()) > _GROUP_BYTES
@@ -118,14 +118,14 @@ def copy_apart(variables: list, values: list, which: list[int]) -> None:
 
 
 def copies_apart(arrays: list) -> list:
-    """Copies of arrays, that lie as they do.
+    """Copies of arrays, with the same layouts.
 
     Args:
         arrays: The arrays.
     """
     if all(array.is_fully_addressable for array in arrays):
         return jax.device_put(arrays, [array.sharding for array in arrays], may_alias=False)
-    # A `device_put` of what spans processes may be a collective, and others have nothing to copy.
+    # A `device_put` of an array that spans processes may be a collective, which others do not join.
     return [
         jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
         for array in arrays

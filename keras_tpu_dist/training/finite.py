@@ -1,4 +1,4 @@
-"""Train steps that change nothing more once the loss or a variable is not finite."""
+"""Train steps that change nothing once the loss or a variable is not finite."""
 
 from collections import deque
 from collections.abc import Callable
@@ -19,8 +19,8 @@ from keras_tpu_dist.input.batch_axis import element_names, flatten
 from keras_tpu_dist.input.batches import PlacedBatch
 from keras_tpu_dist.processes.arrays import put
 
-# The newest reports, which are not read yet: reading one waits for its launch. Nothing is lost
-# meanwhile, as the launches after a bad one change nothing.
+# The newest reports, which are not read yet, because reading one waits for its launch. Nothing is
+# lost: the launches after a bad one change nothing.
 _UNREAD_REPORTS = 2
 
 
@@ -31,7 +31,7 @@ class NonFinite(Printed):
     Attributes:
         step: The step, counted from 1 at the start of the fit.
         launch: The first and last step of the launch it was in.
-        iterations: How many steps the optimizer had made before the fit.
+        iterations: The number of optimizer steps before the fit.
         losses: The losses that were not finite, with their values.
         variables: Paths of the variables that would have become NaN or infinite.
         inputs: The arrays of the step's batch that were not finite already.
@@ -64,9 +64,10 @@ class NonFinite(Printed):
 class FiniteWatch:
     """Finds the first step of a fit that is not finite.
 
-    The check is part of the compiled step: a step whose loss or variables are not finite, and every
-    step after it, leaves the state as it was. So the state is that of the last finite step however
-    late the host reads the report, also within a launch of several steps and with donated state.
+    The check is part of the compiled step. If the loss or a variable is not finite, that step and
+    all steps after it leave the state unchanged. So the state is that of the last finite step,
+    however late the host reads the report, even within a launch of several steps and with donated
+    state.
 
     Args:
         trainer: The model, before its first step.
@@ -74,9 +75,10 @@ class FiniteWatch:
 
     Attributes:
         found: The first step that was not finite, once the host knows.
-        mask: Which variables are checked, in the order of the training state without metrics; what
-            is infinite before training, such as a mask of an attention layer, is not.
-        health: What the steps pass on beside the state; `None` before the first.
+        mask: Which variables are checked, in the order of the training state without metrics.
+            Variables that are infinite before training, such as masks of attention layers, are not
+            checked.
+        health: The flags that the steps pass on beside the state; `None` before the first.
 
     Raises:
         ValueError: If a trainable variable is not finite already.
@@ -91,7 +93,7 @@ class FiniteWatch:
                     "NameNaN finds the first step that is not finite, so training must begin with "
                     "finite weights.",
                     received=f"NaN or infinity in {', '.join(bad[:3])} before the first step.",
-                    fix="Load or initialize these weights anew.",
+                    fix="Load or initialize these weights again.",
                 )
             )
         variables = [*trainable, *non_trainable, *slots]
@@ -121,7 +123,7 @@ class FiniteWatch:
         Args:
             outputs: `(outputs of the step, report)`.
             batch: The batch of the launch.
-            steps: How many steps it made.
+            steps: The number of its steps.
 
         Returns:
             The outputs of the step.
@@ -135,7 +137,7 @@ class FiniteWatch:
         return outputs
 
     def read(self, all_of_them: bool = True) -> None:
-        """Reads the reports of launches that have ended, or of all of them, waiting.
+        """Reads the reports of launches that have ended, or waits for all of them.
 
         Args:
             all_of_them: Whether to wait for every launch; else the newest 2 are read only if ended.
@@ -217,7 +219,7 @@ def first_bad(reports: Any) -> Any:
 
 
 def _losses(outputs) -> list[tuple[str, Any]]:
-    """The losses among what a train step returns, or all of it if nothing is named so."""
+    """The losses in the outputs of a train step, or all outputs if none has such a name."""
     leaves = jax.tree_util.tree_flatten_with_path(outputs)[0]
     named = [(_name(path), leaf) for path, leaf in leaves]
     return [(name, leaf) for name, leaf in named if "loss" in name.lower()] or named
@@ -228,7 +230,7 @@ def _name(path) -> str:
 
 
 def _flags(values: list) -> jax.Array:
-    """Whether each of the values holds NaN or infinity; `None` never does."""
+    """For every value, whether it has NaN or infinity; `None` never does."""
     return _stacked([_is_bad(value) for value in values], bool)
 
 

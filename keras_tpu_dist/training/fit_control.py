@@ -1,4 +1,4 @@
-"""Requests of callbacks to the running fit: where it begins, when it ends, calls after launches."""
+"""Requests of callbacks to the running fit: its start, its end, calls after launches."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,22 +15,22 @@ class FitControl:
 
     Attributes:
         steps_left: How many more train steps may run, or `None` for all; `StopAtStep` sets it.
-        more_steps: Called when none is left, for the number of further steps.
+        more_steps: Called when no step is left, for the number of further steps.
         watch: Looks for values that are not finite; `NameNaN` sets it.
-        batches_to_skip: How many batches of the epoch were trained on before the interruption;
+        batches_to_skip: How many batches of the epoch were trained before the interruption;
             `Checkpoint` sets it.
-        made_before: Whether the last launch was made before the interruption, when callbacks saw
-            its end.
-        begin_at: Where their input began.
+        made_before: Whether the last launch ran before the interruption, when callbacks saw its
+            end.
+        begin_at: The position at which the interrupted run's input began.
         after_launch: Called after every launch with its number of steps; `Checkpoint` sets it.
-        after_other_launch: Called after each launch that the thread makes within the fit, beside
-            the fit's own: of its validation, and of what its callbacks run; `Checkpoint` sets it.
-        input: The input of the launches before, or `None`.
-        on_launch: Called after every launch as `told(step, steps, batch, outputs)`, by callbacks
-            that only look.
-        outputs: What the last launch returned.
-        step: The train steps of the model's life, if somebody looks.
-        at_end: Called when the fit ends, by an exception, too; `Profile` adds to it.
+        after_other_launch: Called after launches in this thread that are not the fit's own: those
+            of its validation and of its callbacks; `Checkpoint` sets it.
+        input: The input of the last launches, or `None`.
+        on_launch: Called after every launch as `on_launch(step, steps, batch, outputs)`, for
+            callbacks that only observe.
+        outputs: The outputs of the last launch.
+        step: The train steps in the model's life, if a callback observes.
+        at_end: Called when the fit ends, also by an exception; `Profile` adds to it.
     """
 
     def __init__(self):
@@ -58,25 +58,25 @@ class FitControl:
 
     @property
     def is_watched(self) -> bool:
-        """Whether somebody looks at launches."""
+        """Whether a callback observes launches."""
         return bool(self.on_launch) or phases.steps_are_told()
 
     def counts_from(self, step: int) -> None:
-        """Notes how many train steps were made in the model's life, before the first launch.
+        """Records the number of train steps in the model's life, before the first launch.
 
         Args:
-            step: How many.
+            step: The number.
         """
         self.step = step
         phases.at_step(step)
 
     def launched(self, steps: int, batch: Any, outputs: Any) -> None:
-        """Tells those who look that a launch was made.
+        """Calls the callbacks that observe launches.
 
         Args:
-            steps: Its number of steps.
+            steps: The number of steps in the launch.
             batch: Its batch, or several.
-            outputs: What it returned.
+            outputs: Its outputs.
         """
         self.outputs = outputs
         if self.step is not None:
@@ -86,13 +86,13 @@ class FitControl:
                 told(self.step, steps, batch, outputs)
 
     def begin_epoch(self) -> None:
-        """Notes the random numbers with which workers of a `PyDataset` draw the epoch's order."""
+        """Records the random numbers with which workers of a `PyDataset` draw the epoch's order."""
         iterator: Any = _keras.epoch_iterator_of_fit()
         ahead = iterator is not None and _keras.orders_ahead(iterator.data_adapter)
         self._drawn_with = random_numbers() if ahead else None
 
     def reads(self, iterator: DeviceIterator) -> None:
-        """Takes note of the input of the next launch, and moves it to where training goes on.
+        """Records the input of the next launch, and moves it to where training resumes.
 
         Args:
             iterator: The input.
@@ -110,26 +110,26 @@ class FitControl:
         """The position in the input, or `None` before the first step.
 
         Args:
-            done: The steps made of the running epoch.
+            done: The number of steps that ran in the current epoch.
         """
         return None if self.input is None else self.input.progress.position(done)
 
     def within(self, steps: int) -> int:
-        """The number of steps that a launch may make.
+        """The number of steps that a launch may have.
 
         Args:
-            steps: How many a launch would make.
+            steps: The number it would have.
         """
         return steps if self.steps_left is None else min(steps, self.steps_left)
 
     def skip(self, most: int) -> int:
-        """Counts batches that are skipped, as they were trained on before.
+        """Counts batches that are skipped because they were trained before.
 
         Args:
-            most: How many a launch would take.
+            most: The number of batches in a launch.
 
         Returns:
-            How many of those to skip.
+            How many of them to skip.
         """
         steps = min(most, self.batches_to_skip)
         self.batches_to_skip -= steps
@@ -139,14 +139,14 @@ class FitControl:
 
     @property
     def stops_before_more(self) -> bool:
-        """Whether all steps that may run were made before the interruption, and are skipped."""
+        """Whether all allowed steps ran before the interruption and are skipped."""
         return self.batches_to_skip == 0 and self.steps_left == 0
 
     def spend(self, steps: int) -> bool:
-        """Counts train steps; whether the last that may run has run.
+        """Counts train steps; returns whether the last allowed step has run.
 
         Args:
-            steps: How many steps the launch that was just made had.
+            steps: The number of steps in the launch that has just run.
         """
         if self.steps_left is None:
             return False

@@ -1,4 +1,4 @@
-"""What a step of a model takes by its formula: operations, tokens."""
+"""The operations and tokens of a model's step, by its formula."""
 
 import math
 from collections.abc import Callable
@@ -31,7 +31,8 @@ def forward_pass(
         for group in (model.trainable_variables, model.non_trainable_variables)
     ]
 
-    # Keras gives a model's call what it takes; `stateless_call` gives it what it is given.
+    # Keras passes `training` if the model's call accepts it; `stateless_call` always passes its
+    # arguments.
     named = {"training": training} if _keras.call_takes(model, "training") else {}
 
     def forward(trainable, non_trainable, x):
@@ -41,7 +42,7 @@ def forward_pass(
 
 
 def model_flops(model: keras.Model, batch: tuple, mode: str) -> float:
-    """Operations of a step's matrix products by the model's formula, whatever runs in the end.
+    """Operations of a step's matrix products by the model's formula, without recomputation.
 
     Args:
         model: The model, built.
@@ -51,7 +52,7 @@ def model_flops(model: keras.Model, batch: tuple, mode: str) -> float:
     with plain_operations():
         forward, arguments = forward_pass(model, batch, mode == "train")
         trace = jax.make_jaxpr(forward)(*arguments)
-    # The gradients take two products of the same size for each.
+    # The gradients need two more products of the same size.
     return operations(products_of(trace, 0)) * (3 if mode == "train" else 1)
 
 
@@ -59,7 +60,7 @@ def count_tokens(x: Any) -> int:
     """The tokens of an input of `(batch, time)` whole numbers; 0 for any other, such as pixels.
 
     Args:
-        x: Arrays or their shapes, in any structure. The first such array counts, no further one.
+        x: Arrays or their shapes, in any structure. Only the first such array counts.
     """
     for leaf in jax.tree.leaves(x):
         if np.dtype(leaf.dtype).kind in "iu" and leaf.dtype != np.uint8 and leaf.ndim == 2:

@@ -29,7 +29,7 @@ class Generation:
         self._variables = _state_variables(model)
 
     def serves(self, strategy: Strategy) -> bool:
-        """Whether it was made for a strategy, and for the variables that the model has now.
+        """Whether it was created for this strategy and for the model's current variables.
 
         Args:
             strategy: The model's strategy.
@@ -41,10 +41,10 @@ class Generation:
         )
 
     def __call__(self, inputs: Any, stop_token_ids: Any = None) -> Any:
-        """Generates tokens after each prompt.
+        """Generates tokens after every prompt.
 
         Args:
-            inputs: What `generate_step` takes, such as `token_ids` and `padding_mask` of shape
+            inputs: The inputs of `generate_step`, such as `token_ids` and `padding_mask` of shape
                 `(batch, time)`; any number of rows.
             stop_token_ids: Tokens that end a row, or `None`.
         """
@@ -105,9 +105,9 @@ def generate_program(
     """The program of `generate`: `generate_step` with its caches in place.
 
     Args:
-        model: As in `generate_step`.
-        placer: As there.
-        stop_token_ids: As there.
+        model: See `generate_step`.
+        placer: See `generate_step`.
+        stop_token_ids: See `generate_step`.
         compiler_options: Options for XLA; `None` for its defaults.
     """
     replicated = named_sharding(placer.mesh)
@@ -127,5 +127,5 @@ def _state_variables(model: Any) -> tuple[list, list]:
 
 
 def _on_host(leaf: Any) -> Any:
-    """What `generate` has made an array of devices of already, as the host's."""
+    """Converts an array that `generate` has put on the devices back to a host array."""
     return np.asarray(leaf) if leaf is not None else None

@@ -1,4 +1,4 @@
-"""The guard of a training state: after any failure the model gets it back."""
+"""Guards a training state: after any failure the model gets it back."""
 
 import contextlib
 import logging
@@ -18,14 +18,14 @@ from keras_tpu_dist import _keras
 
 logger = logging.getLogger("keras_tpu_dist")
 
-# If a launch does not consume its input state, the inputs of the launches under way stay alive: at
-# least two, which keep the devices busy, and no more than help the host to run ahead. On CPU, where
-# host and devices share cores, waiting for the launch 4 or 8 before cost 3 % of a small CNN's
-# steps; JAX itself waits for the launch 32 before.
+# If a launch does not consume its input state, the inputs of running launches stay alive. At least
+# two keep the devices busy, and there should be no more than help the host to run ahead. On CPU,
+# where host and devices share cores, waiting for the 4th or 8th last launch cost 3 % of a small
+# CNN's steps; JAX itself waits for the 32nd last.
 _FEWEST_KEPT, _MOST_KEPT, _MOST_KEPT_ON_CPU = 2, 4, 32
 
-# What the kept states may take of the device's memory; the bytes are for CPU, where it is unknown:
-# there, states beyond the cache made a step of an MLP of 670,000 weights 1.2 times as long.
+# The share of the device's memory for kept states; the bytes are for CPU, where it is unknown.
+# There, states larger than the cache made a step of an MLP with 670,000 weights 1.2 times as long.
 _KEEP_FRACTION_OF_MEMORY = 0.1
 _KEEP_BYTES_WHERE_MEMORY_IS_UNKNOWN = 8 * 2**20
 
@@ -33,16 +33,16 @@ _KEEP_BYTES_WHERE_MEMORY_IS_UNKNOWN = 8 * 2**20
 # that took a tenth of a step of 40 ms.
 _MOST_VARIABLES_KEPT = 64
 
-# A copy of the whole state takes as long as many steps.
+# Copying the whole state takes as long as many steps.
 _COPY_EVERY_S = 60.0
 
 
 class HostCopy:
-    """A training state in host memory; replicated shards are there once.
+    """A training state in host memory; replicated shards are stored once.
 
-    Every process copies the shards of its own devices, one by one: a `device_put` of a whole array
+    Every process copies the shards of its own devices, one by one. A `device_put` of a whole array
     to other memory is a program over all processes, which jax 0.10.1 cannot compile for CPU and
-    which one process alone cannot start.
+    which a single process cannot start.
 
     Args:
         state: The state on the devices.
@@ -56,7 +56,7 @@ class HostCopy:
         away = [data for each in shards for data in each.values() if not _is_in_host_memory(data)]
         places = [data.sharding.with_memory_kind("pinned_host") for data in away]
         moved = iter(jax.device_put(away, places))
-        # NumPy copies what is in host memory already: 490 small arrays took 1 ms, and 24 ms by
+        # NumPy is faster for arrays in host memory: 490 small arrays took 1 ms, and 24 ms with
         # `device_put`.
         self._shards = [
             {
@@ -68,7 +68,7 @@ class HostCopy:
 
     @property
     def age_s(self) -> float:
-        """Seconds since it was taken."""
+        """Seconds since the copy."""
         return time.monotonic() - self._taken_s
 
     def on_devices(self) -> Any:
@@ -102,9 +102,9 @@ def _is_in_host_memory(shard: jax.Array) -> bool:
 def _spread(
     shards: dict[_Bounds, jax.Array | np.ndarray], shape: tuple[int, ...], sharding: Sharding
 ) -> jax.Array:
-    # Shard by shard: one `device_put` of all compares values between processes, by a collective.
-    # With the memory kind: given the device alone, JAX takes a shard in host memory for one in that
-    # device's own.
+    # Shard by shard: a single `device_put` compares values between processes, with a collective.
+    # With the memory kind: given the device alone, JAX assumes that a shard in host memory is in
+    # that device's own memory.
     each = [
         jax.device_put(
             shards[_bounds(index)],
@@ -118,15 +118,16 @@ def _spread(
 class StateGuard:
     """Keeps enough of a training state to restore it if a launch fails.
 
-    Kept states (`kept` of 2 or more): the inputs of the launches under way stay alive, so the state
-    before the failing step still exists, whatever went wrong. Donated state: XLA overwrites the
+    With kept states (`kept` of 2 or more), the inputs of running launches stay alive, so the state
+    before the failing step still exists, whatever failed. With a donated state, XLA overwrites the
     inputs, which saves memory. A failure before the launch (input, tracing, compilation) loses
-    nothing then either. For a failure within it, a copy in host memory is taken whenever the state
-    is read from the model, at the start of every epoch. `train_on_batch` reads it at every call, so
-    its copy may be a minute old, unless something else has changed the weights.
+    nothing in that case either. For a failure within the launch there is a copy in host memory,
+    made whenever the state is read from the model, at the start of every epoch. `train_on_batch`
+    reads it at every call, so its copy may be a minute old, unless something else has changed the
+    weights.
 
     Args:
-        kept: How many launches may be under way with their input states kept; 0 donates.
+        kept: How many launches may run with their input states kept; 0 donates.
     """
 
     def __init__(self, kept: int):
@@ -144,7 +145,7 @@ class StateGuard:
         return self.kept == 0
 
     def read(self, state: Any) -> None:
-        """Takes note of a state that was just read from the model's variables.
+        """Records a state that was just read from the model's variables.
 
         Args:
             state: The training state, as a train step takes it.
@@ -164,12 +165,12 @@ class StateGuard:
         )
 
     def launch(self, function: Callable, state: Any, batch: Any) -> tuple[Any, Any]:
-        """Runs `outputs, state = function(state, batch)` and keeps what a failure would need.
+        """Runs `outputs, state = function(state, batch)`, and keeps the state for a failure.
 
         Args:
             function: The compiled step, or several of them.
             state: The training state.
-            batch: What the steps consume.
+            batch: The batch of the steps.
 
         Returns:
             Outputs and new state.
@@ -191,7 +192,7 @@ class StateGuard:
         return outputs, state
 
     def last_whole(self) -> Any:
-        """The newest state that is neither consumed nor the result of a failed launch."""
+        """The newest state that was neither consumed nor returned by a failed launch."""
         for state in (self._newest, *(before for before, _ in reversed(self._flight))):
             if state is not None and _is_whole(state):
                 return state
@@ -200,7 +201,7 @@ class StateGuard:
             of = f"{age_s:.0f} seconds ago" if self.on_batch else "the start of the epoch"
             logger.error(
                 "the launch that failed had already consumed the donated training state: the "
-                "model is given back the state of %s; "
+                "model gets back the state of %s; "
                 "TPUStrategy(donate_state=False) keeps the state before every step",
                 of,
             )
@@ -222,14 +223,14 @@ class StateGuard:
 
 
 def _trained(state: Any) -> list:
-    """The trainable weights and slots: predict and evaluate change metrics and seeds alone."""
+    """The trainable weights and slots: predict and evaluate only change metrics and seeds."""
     return jax.tree.leaves((state[0], state[2]))
 
 
 def recover(trainer: Any, guard: StateGuard) -> None:
-    """Restores a model's variables after an exception, as of the last completed step.
+    """Restores a model's variables after an exception, to the last completed step.
 
-    The variables take the outputs of every launch, so they are right unless a launch consumed its
+    The variables get the outputs of every launch. So they are right unless a launch consumed its
     input and returned nothing, or its outputs turn out to have failed.
 
     Args:
@@ -245,10 +246,10 @@ def recover(trainer: Any, guard: StateGuard) -> None:
 
 @contextlib.contextmanager
 def interrupts_held(may_interrupt: Callable[[], bool]):
-    """Delays Ctrl-C while the only complete state is the result of a call that has not returned.
+    """Delays Ctrl-C while the only complete state is the result of an unfinished call.
 
     Args:
-        may_interrupt: Whether an interrupt now would lose nothing.
+        may_interrupt: Whether an interrupt would lose nothing now.
     """
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
@@ -276,8 +277,8 @@ def states_to_keep(setting: bool | str, variables: list) -> int:
 
     Args:
         setting: `True` (none), `False` (at least two), or `"auto"`: as many as fit in 10 % of the
-            device's memory (8 MiB where that is unknown), at most 4 (32 on CPU), and none if not
-            even two fit or there are more than 64 variables.
+            device's memory (8 MiB if that is unknown), at most 4 (32 on CPU), and none if not even
+            two fit or there are more than 64 variables.
         variables: The variables of the training state.
 
     Returns:
@@ -294,8 +295,8 @@ def states_that_fit(setting: bool | str, sizes: Sequence[int], memory_bytes: int
 
     Args:
         setting: `True`, `False` or `"auto"`.
-        sizes: The bytes of each variable on one device.
-        memory_bytes: The device's memory, or `None` if that is unknown.
+        sizes: The bytes of every variable on one device.
+        memory_bytes: The device's memory, or `None` if unknown.
 
     Returns:
         The number; 0 means that a train step consumes its input state.

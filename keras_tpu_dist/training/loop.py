@@ -1,4 +1,4 @@
-"""The functions that Keras's loops call: launches of one or several steps, as batches come."""
+"""The functions that Keras's loops call: they launch one or several steps."""
 
 import functools
 import itertools
@@ -25,22 +25,22 @@ from keras_tpu_dist.training.turns import Turns
 class StepLoop:
     """The function that Keras's loop calls: `(state, iterator) -> (outputs, state)`.
 
-    With `steps_per_execution=N` it runs N batches of one shape as one `jax.lax.scan`, prepares
-    the next N while the devices work, and runs what is left over (fewer batches, a ragged tail)
-    step by step: at most one program for the scan, one for the single step, one for each tail.
+    With `steps_per_execution=N` it runs N batches of one shape as one `jax.lax.scan`, and prepares
+    the next N while the devices work. It runs the remainder (fewer batches, a ragged tail) step by
+    step. So there is at most one program for the scan, one for the single step, and one for every
+    tail.
 
-    `Training`, `Evaluation` and `Prediction` say what a launch does.
+    `Training`, `Evaluation` and `Prediction` define a launch.
 
     Args:
         trainer: The model.
         turns: The threads that run the model, and the arrays of its state.
-        placer: Puts batches on the mesh and trims them in the program.
+        placer: Transfers batches to the mesh and trims them in the program.
         compiler_options: Options for XLA; `None` for its defaults.
 
     Attributes:
-        kind: Keras's word for the step: `"train"`, `"test"` or `"predict"`.
-        is_stale: Whether a variable's layout has changed since, so that the next call needs another
-            loop.
+        kind: Keras's name for the step: `"train"`, `"test"` or `"predict"`.
+        is_stale: Whether a variable's layout has changed, so that the next call needs another loop.
     """
 
     kind: str
@@ -64,8 +64,8 @@ class StepLoop:
         """Launches the next steps.
 
         Args:
-            state: Lists of values as Keras read them from the variables, or what the call before
-                returned, which is updated.
+            state: Lists of values that Keras read from the variables, or the result of the previous
+                call, which is updated.
             iterator: A `DeviceIterator`, or any iterator over host batches.
 
         Returns:
@@ -74,7 +74,7 @@ class StepLoop:
         Raises:
             StopIteration: At the end of the input.
         """
-        # Lists at first, and what this returned since.
+        # Lists at first, then the results of this function.
         groups = state if type(state[0]) is StateGroup else tuple(map(StateGroup, state))
         launched = []
         # *_on_batch: one batch, whatever the setting.
@@ -88,7 +88,7 @@ class StepLoop:
         return self._outputs(launched), groups
 
     def serves(self) -> bool:
-        """Whether the model's variables are those that the programs were made for."""
+        """Whether the model still has the variables that the programs were created for."""
         now = _keras.state_groups(self._trainer, self.kind)
         return not self.is_stale and all(
             len(group) == len(others) and all(a is b for a, b in zip(group, others, strict=True))
@@ -96,14 +96,14 @@ class StepLoop:
         )
 
     def _launch(self, groups: Any, batch: PlacedBatch, steps: int) -> Any:
-        """Runs the program; the groups and the variables then hold the new state."""
+        """Runs the program; afterwards the groups and the variables hold the new state."""
         state = tuple(group.values for group in groups)
         program = self._programs.get((steps > 1, None)) or self._made_program(steps > 1)
         outputs, changes = program(state, batch)
         changes = changed(state, changes)
         with self._turns.lock:
-            # A callback may run the model: what that changes, and what it leaves, counts from here
-            # on. A fit that another thread began meanwhile goes on from its own.
+            # A callback may run the model and change its variables; the fit continues from those.
+            # If another thread has started a fit meanwhile, that one continues from its own state.
             if _keras.stateless_scope() is not None or not self._turns.elsewhere:
                 _keras.follow_changes(self._variables, changes)
         for group, values in zip(groups, with_changes(state, changes), strict=True):
@@ -117,13 +117,13 @@ class StepLoop:
     def _launches(
         self, iterator: DeviceIterator, skipped: int = 0
     ) -> Iterable[tuple[PlacedBatch, int]]:
-        """Placed batches and their steps, to be launched one after the other.
+        """Yields placed batches and their steps, to launch one after the other.
 
         Args:
             iterator: The input.
-            skipped: How many steps of this call were made before training was interrupted.
+            skipped: How many steps of this call ran before training was interrupted.
         """
-        # Another thread's call may have other batches, and a number of its own.
+        # Another thread's call may have other batches, and its own number of steps.
         most = iterator.chosen_steps or self._trainer.steps_per_execution
         if skipped == most:
             return ()
@@ -134,24 +134,24 @@ class StepLoop:
         return iterator.launches(min(wanted(), most - skipped), self._place, several, wanted)
 
     def _wanted(self, most: int) -> int:
-        """How many of so many steps may be made."""
+        """How many of this number of steps may run."""
         return most
 
     def _several(self, most: int, chosen: bool, batches: list) -> Iterator[tuple[PlacedBatch, int]]:
-        """Places host batches, stacked if they fill scans and are alike."""
+        """Places host batches, stacked if they fill scans and have the same shapes."""
         length = most if self._compiled else 1
         if chosen:
             length = steps_that_fit(self._placer.bytes_per_device(batches[0]), length)
         return in_stacks(batches, length, self._place, self._placer.place_many)
 
     def _look(self) -> None:
-        """Lets the fit around this look for signals, if all of its processes make the launch."""
+        """Lets an outer fit look for signals, if all of its processes run this launch."""
         look = after_other_launch()
         if look is not None and (jax.process_count() == 1 or not self._placer.is_local):
             look()
 
     def _made_program(self, scanned: bool, mask: tuple[bool, ...] | None = None) -> Callable:
-        """The program for one step or several, which later launches use too."""
+        """The program for one step or several, which later launches reuse."""
         make = self._jitted if self._compiled else self._eager
         program = self._programs[scanned, mask] = make(scanned, mask)
         return program
@@ -187,7 +187,7 @@ class Evaluation(StepLoop):
 
 
 class Prediction(StepLoop):
-    """Predict steps, whose outputs are the rows that this process brought, or all."""
+    """Predict steps, whose outputs are the rows of this process, or all."""
 
     kind = "predict"
 
@@ -212,14 +212,14 @@ class Prediction(StepLoop):
 
 
 class Training(StepLoop):
-    """Train steps, with what callbacks ask of the fit, and a guard of the state.
+    """Train steps, with the requests of callbacks and a guard for the state.
 
     Args:
         trainer: The model.
         turns: The threads that run the model, and the arrays of its state.
-        placer: Puts batches on the mesh and trims them in the program.
+        placer: Transfers batches to the mesh and trims them in the program.
         guard: Keeps the training state.
-        fit: What callbacks ask of the fit.
+        fit: The requests of callbacks to the fit.
         compiler_options: Options for XLA; `None` for its defaults.
     """
 
@@ -260,7 +260,7 @@ class Training(StepLoop):
             raise
 
     def _steps_of_fit(self, groups: Any, iterator: DeviceIterator) -> Any:
-        """Makes the launches of one call of Keras's loop; the logs."""
+        """Runs the launches for one call of Keras's loop; returns the logs."""
         fit, skipped, ran = self._fit, 0, False
         if iterator is not fit.input or fit.begin_at is not None:
             fit.reads(iterator)
@@ -280,7 +280,7 @@ class Training(StepLoop):
             return logs
         if not skipped:
             raise StopIteration
-        # The logs of an epoch that is skipped to its end.
+        # The logs of an epoch that is skipped completely.
         return {} if fit.batches_to_skip else self._trainer.get_metrics_result()
 
     def _launch(self, groups, batch, steps):
@@ -306,7 +306,7 @@ class Training(StepLoop):
         return outputs
 
     def _newest(self, groups: Any) -> tuple[list, ...]:
-        """The variables' values now: a callback or another thread may have assigned some.
+        """The variables' current values: a callback or another thread may have assigned some.
 
         Args:
             groups: The state that Keras passes on. Its lists get these values too, so that they
@@ -322,7 +322,7 @@ class Training(StepLoop):
         return tuple([group.values for group in groups])
 
     def _skip(self, iterator: DeviceIterator) -> int:
-        """How many steps of this call were made before training was interrupted."""
+        """How many steps of this call ran before training was interrupted."""
         skipped = self._fit.skip(iterator.chosen_steps or self._trainer.steps_per_execution)
         iterator.skip(skipped)
         if self._fit.stops_before_more:

@@ -1,4 +1,4 @@
-"""The strategy that a model belongs to, and moving models that were built elsewhere."""
+"""The strategy of a model, and moving models that were built elsewhere."""
 
 import logging
 import threading
@@ -29,9 +29,9 @@ logger = logging.getLogger("keras_tpu_dist")
 
 @dataclass
 class Membership:
-    """A model's strategy, and its placement; once it trains the guard of its training state.
+    """A model's strategy and placement, and, once it trains, the guard of its state.
 
-    Beside the guard is what the callbacks of a fit ask of it.
+    It also has the requests of a fit's callbacks.
     """
 
     strategy: Strategy
@@ -45,15 +45,15 @@ class Membership:
     _versions: tuple[int, tuple[int, int]] | None = None
 
     def owns_slot(self, variable: Any) -> bool:
-        """Whether a variable is an optimizer's slot, whose layout is its weight's, not a user's.
+        """Whether a variable is an optimizer's slot, whose layout comes from its weight.
 
         Args:
-            variable: A state variable of the model; slots are known once `targets` was called.
+            variable: A state variable of the model; slots are known after a call of `targets`.
         """
         return self.placement is not None and self.placement.is_slot(variable)
 
     def has_weights_of(self, model: Any) -> bool:
-        """Whether weights that the model has were on the mesh when it ran last.
+        """Whether some of the model's weights were on the mesh when it ran last.
 
         Args:
             model: The model whose membership this is.
@@ -62,7 +62,7 @@ class Membership:
         return any(id(weight) in known for weight in model.weights)
 
     def targets(self, model: Any) -> list[tuple[Any, Any]]:
-        """The model's state variables, each with the layout it should have.
+        """The model's state variables, with the layouts that they should have.
 
         Args:
             model: The model whose membership this is.
@@ -98,7 +98,7 @@ class Membership:
 _members: "weakref.WeakKeyDictionary[Any, Membership]" = weakref.WeakKeyDictionary()
 
 
-# On a variable: the layout that a strategy chose, as opposed to one that its user gave it.
+# On a variable: the layout that a strategy chose, in contrast to one from the user.
 chosen_mark = _keras.Mark("_keras_tpu_dist_layout")
 
 
@@ -111,7 +111,7 @@ _scopes = _Scopes()
 
 
 class Scope:
-    """The context of `strategy.scope()`. Nests; each object can be entered once at a time."""
+    """The context of `strategy.scope()`. Scopes nest; an object can be entered once at a time."""
 
     def __init__(self, strategy: Strategy):
         self._strategy = strategy
@@ -124,7 +124,7 @@ class Scope:
                 message(
                     "A scope object can be entered only once.",
                     received=f"a second entry into a scope of {self._strategy!r}.",
-                    fix="Write `with strategy.scope():` each time; scopes may nest.",
+                    fix="Write `with strategy.scope():` every time; scopes may nest.",
                 )
             )
         self._entered = True
@@ -166,7 +166,7 @@ def current_strategy() -> Any:
 
 
 def created(model: Any) -> None:
-    """Notes that a model was created or compiled under the current strategy.
+    """Records that a model was created or compiled under the current strategy.
 
     Args:
         model: The model, built or not.
@@ -177,7 +177,7 @@ def created(model: Any) -> None:
 
 
 def find_strategy(model: Any) -> Any:
-    """The strategy to run a model under: the active one, else the one it was created in.
+    """The strategy to run a model under: the active one, or the one it was created in.
 
     Args:
         model: The model that is about to run.
@@ -186,8 +186,8 @@ def find_strategy(model: Any) -> Any:
         The strategy, or `None` for stock Keras.
 
     Raises:
-        ValueError: If the model has a strategy and a distribution that is not ours is active, or
-            if it has none and its layers lie on the meshes of several.
+        ValueError: If the model has a strategy and a different distribution is active, or if it has
+            none and its layers are on the meshes of several.
     """
     active = current_strategy()
     if active is not None:
@@ -207,14 +207,15 @@ def find_strategy(model: Any) -> Any:
                     "active distribution": other,
                 },
                 fix="Call it inside its strategy.scope() or outside of any scope; for another "
-                "distribution, build the model anew there and copy the weights.",
+                "distribution, build a new model there and copy the weights.",
             )
         )
     return member.strategy
 
 
 def _check_one_mesh(model: Any) -> None:
-    """Raises a `ValueError` if a model made outside of any scope has layers of two strategies."""
+    """Raises a `ValueError` if a model created outside of any scope has layers of two
+    strategies."""
     meshes: dict[Any, str] = {}
     for variable in _keras.state_variables(model):
         layout = chosen_mark.of(variable)
@@ -223,7 +224,7 @@ def _check_one_mesh(model: Any) -> None:
     if len(meshes) > 1:
         raise ValueError(
             message(
-                "All layers of a model train on one mesh.",
+                "All layers of a model must be on one mesh.",
                 received="; ".join(
                     f"{path!r} on {dict(mesh.shape)} of devices "
                     f"{[device.id for device in mesh.devices.flat]}"
@@ -237,7 +238,7 @@ def _check_one_mesh(model: Any) -> None:
 
 
 def of_model(model: Any) -> Membership | None:
-    """What is known of a model's strategy.
+    """The membership of a model.
 
     Args:
         model: A model.
@@ -252,7 +253,7 @@ def is_local(model: Any) -> bool:
     """Whether a model is on this process's devices alone, so that no other process takes part.
 
     Args:
-        model: A model; one without a strategy does.
+        model: A model; True for one without a strategy.
     """
     member = _members.get(model)
     return member is None or member.strategy.placer.is_local
@@ -265,18 +266,18 @@ def fit_in_training(model: Any) -> FitControl | None:
         model: The callback's model.
 
     Returns:
-        What to ask of the fit, or `None` if no strategy is active or the model does not train.
+        The controls of the fit, or `None` if no strategy is active or the model does not train.
     """
     member = None if _keras.active_strategy() is None else _members.get(model)
     return None if member is None or member.guard is None else member.fit
 
 
 def choose_layout(variable: Any, strategy: Strategy) -> Any:
-    """The layout of a variable under a strategy, keeping one that the user gave the variable.
+    """The layout of a variable under a strategy; a layout from the user is kept.
 
     Args:
         variable: A `keras.Variable`, also one without a value yet.
-        strategy: The strategy whose mesh and rules count.
+        strategy: The strategy whose mesh and rules apply.
 
     Raises:
         ValueError: If the layout does not fit the variable's shape or the mesh.
@@ -285,8 +286,8 @@ def choose_layout(variable: Any, strategy: Strategy) -> Any:
     if given is not None:
         return strategy.layouts.translated(variable, given)
     layout = strategy.layouts.by_rule(variable)
-    # Keras asks for a new variable, and gives it this layout. Others ask for one that has a layout:
-    # to note this one as chosen would make the variable's own count as its user's.
+    # Keras asks for a new variable and gives it this layout. Others ask for a variable that has a
+    # layout: recording this one as chosen would make the variable's own look like the user's.
     return layout if _keras.variable_layout(variable) is not None else chosen(variable, layout)
 
 
@@ -308,8 +309,8 @@ def layout_now(variable: Any, strategy: Strategy) -> tuple[Any, str]:
     """The layout of a variable once its model has run, which `explain` shows.
 
     Args:
-        variable: A `keras.Variable`; if it is in no model of the strategy, its layout is the one it
-            has, or the one it would get if it is not on the strategy's mesh.
+        variable: A `keras.Variable`. If it is in no model of the strategy, the result is its
+            current layout, or the one it would get if it is not on the strategy's mesh.
         strategy: The strategy.
 
     Returns:
@@ -359,14 +360,14 @@ def given_layout(variable: Any) -> Any:
     """The layout that the user gave a variable, or `None`.
 
     Args:
-        variable: A `keras.Variable`. A layout that a strategy chose for it does not count as given.
+        variable: A `keras.Variable`. A layout that a strategy chose does not count.
     """
     layout = _keras.variable_layout(variable)
     return None if layout is chosen_mark.of(variable) else layout
 
 
 def adopt(model: Any, strategy: Strategy) -> Membership:
-    """Moves whatever of a model is not on the strategy's mesh yet, and logs it once.
+    """Moves all variables of a model that are not on the strategy's mesh yet, and logs it once.
 
     Args:
         model: A model; also unbuilt.
@@ -420,7 +421,7 @@ def _log_foreign(model: Any, strategy: Strategy, foreign: list, knew_weights: bo
             foreign[0].path,
         )
     else:
-        # Those of a new optimizer and new metrics, of LoRA, of quantization.
+        # Variables of a new optimizer, of new metrics, of LoRA, of quantization.
         logger.info(
             "placed %d new variable(s) of model %r on the mesh %s (first: %s)",
             len(foreign),
@@ -434,7 +435,7 @@ def _check_same_strategy(model: Any, strategy: Strategy, other: Strategy) -> Non
     if strategy is not other:
         raise RuntimeError(
             message(
-                "A model that trains in one thread runs under the same strategy in the others.",
+                "A model that trains in one thread must run under the same strategy in the others.",
                 received={"model": model.name, "strategy": strategy, "here": other},
                 fix="Wait for the other thread's fit, or leave the scope of the other strategy.",
             )
@@ -456,7 +457,7 @@ def adopt_all(strategy: Strategy) -> None:
 
 
 def variables_changed(strategy: Strategy) -> None:
-    """Makes running fits continue from the variables, which code outside of them has updated.
+    """Makes running fits continue from the variables, which other code has updated.
 
     Args:
         strategy: The strategy of the fits' models.
@@ -481,11 +482,11 @@ def _join(model: Any, strategy: Strategy) -> Membership:
 
 
 def _generation(model: Any) -> Generation | None:
-    """The function of a model that generates; `None` for the one that it makes without us."""
+    """The `generate` function of a model; `None` if Keras's own one is to be used."""
     strategy = find_strategy(model)
     if strategy is None or model.run_eagerly:
         return None
-    # Moves what is not on the mesh yet, upon which functions are forgotten.
+    # Moves variables that are not on the mesh yet; that resets the model's functions.
     adopt(model, strategy)
     known = model.generate_function
     if isinstance(known, Generation) and known.serves(strategy):
@@ -499,7 +500,7 @@ def _strategy_of(model: Any) -> Strategy | None:
 
 
 def chosen(variable: Any, layout: Any) -> Any:
-    """Notes that a layout is a strategy's choice, not its user's.
+    """Records that a layout is a strategy's choice, and not the user's.
 
     Args:
         variable: A `keras.Variable`.

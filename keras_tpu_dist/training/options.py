@@ -1,4 +1,4 @@
-"""The options of a strategy: all that it takes beside its mesh and its layout."""
+"""The options of a strategy besides its mesh and its layout."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -16,7 +16,7 @@ from keras_tpu_dist.hardware.compiler_options import (
 )
 from keras_tpu_dist.input.clock import checked_timeout
 
-# Batches ahead take the devices' memory.
+# Prefetched batches take the devices' memory.
 _MOST_AHEAD = 10_000
 INPUTS = ("global", "per_process")
 TABLES = ("auto", "rows", "lazy", None)
@@ -24,27 +24,26 @@ TABLES = ("auto", "rows", "lazy", None)
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a `TPUStrategy`, which documents them; made once, and handed to its parts.
+    """The options of a `TPUStrategy`; see there. They are created once and passed to its parts.
 
-    What depends on the mesh (`data_axes`, `batch_axis`, `remat`) is checked by the part that it is
-    for; all else is checked here.
+    Options that depend on the mesh (`data_axes`, `batch_axis`, `remat`) are checked by the parts
+    that use them, all others here.
 
     Attributes:
         data_axes: The mesh axes that split the batch, or `None`.
-        batch_axis: The dimension of the batch in each input.
-        prefetch: Batches held ready on the devices ahead of the running step; `None` is 2, and 0
-            on CPU.
+        batch_axis: The batch dimension of the inputs.
+        prefetch: Batches transferred ahead of the running step; `None` is 2, and 0 on CPU.
         donate_state: Whether a train step overwrites its input state: `True`, `False`, `"auto"`.
         shard_optimizer: Whether optimizer slots are split over the data axes.
-        remat: Which activations are computed again.
+        remat: Which activations are recomputed.
         input_timeout_s: The most seconds that reading one batch may take, or `None`.
-        input: What several processes read: `"global"`, all of them the same, or `"per_process"`,
-            each its own rows.
+        input: The data of several processes: `"global"` if all read the same, `"per_process"` if
+            every process reads its own rows.
         compiler_options: Options for XLA: `"auto"`, `None`, or values by name.
-        tables: Which embedding tables go by their rows: `"auto"`, `"rows"`, `"lazy"`, `None`.
+        tables: How tables split by rows are looked up: `"auto"`, `"rows"`, `"lazy"`, `None`.
 
     Raises:
-        ValueError: If one of them is of no such kind.
+        ValueError: If one of them has the wrong type or value.
     """
 
     data_axes: str | Sequence[str] | None = None
@@ -69,7 +68,7 @@ class Options:
                     fix="Write for example prefetch=2.",
                 )
             )
-        # By type, as 1 == True.
+        # By type, because 1 == True.
         if not (isinstance(donate_state, bool) or donate_state == "auto"):
             raise ValueError(
                 message(
@@ -83,8 +82,8 @@ class Options:
         if self.input not in INPUTS:
             raise ValueError(
                 message(
-                    'input is "global" (all processes read the same) or "per_process" (each reads '
-                    "its own rows).",
+                    'input is "global" (all processes read the same) or "per_process" (every '
+                    "process reads its own rows).",
                     received={"input": self.input},
                     fix='Leave it out for "global".',
                     name=str(self.input),
@@ -108,10 +107,10 @@ class Options:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def batches_ahead(self, platform: str) -> int:
-        """How many batches to hold ready on devices of a platform.
+        """How many batches to transfer ahead, on devices of a platform.
 
         Args:
-            platform: The devices' platform, such as `"tpu"`; it counts where `prefetch` is `None`.
+            platform: The devices' platform, such as `"tpu"`; it matters if `prefetch` is `None`.
         """
         # On CPU, transfers and steps share the same cores.
         default = 0 if platform == "cpu" else 2
@@ -122,11 +121,11 @@ class Options:
 
         Args:
             mesh: The mesh.
-            only_described: Whether its devices are not attached. A dry run then finds out which
-                options its compiler takes.
+            only_described: Whether its devices are not attached. In that case a dry run finds out
+                which options its compiler accepts.
 
         Raises:
-            ValueError: If attached devices' compiler knows no such option or value.
+            ValueError: If the compiler of attached devices does not know an option or value.
         """
         if only_described:
             first = mesh.devices.flat[0]
@@ -134,7 +133,8 @@ class Options:
         return accepted(self.compiler_options, mesh)
 
     def optional_for_compiler(self, mesh: Mesh) -> tuple[str, ...]:
-        """The options of `for_compiler` that a dry run may leave out, since the user set none.
+        """The options of `for_compiler` that a dry run may leave out, because the user did not set
+        them.
 
         Args:
             mesh: The mesh.

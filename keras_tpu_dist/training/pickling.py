@@ -1,4 +1,4 @@
-"""Pickling and copying of strategies and of models that have one."""
+"""Pickles and copies strategies, and models that have one."""
 
 import copyreg
 import functools
@@ -22,7 +22,7 @@ logger = logging.getLogger("keras_tpu_dist")
 
 
 def mesh_recipe(mesh: Mesh, given: Any, topology: Any) -> Any:
-    """A mesh for pickling: device ids in place of devices, which exist in this process only.
+    """A mesh for pickling: device ids instead of devices, which only exist in this process.
 
     Args:
         mesh: The mesh.
@@ -45,7 +45,7 @@ def mesh_of(recipe: Any) -> Any:
     """The mesh of a recipe, on this process's devices.
 
     Args:
-        recipe: What `mesh_recipe` returned; without device ids it is returned as it is.
+        recipe: The result of `mesh_recipe`; without device ids it is returned unchanged.
 
     Raises:
         ValueError: If a device does not exist here.
@@ -68,10 +68,10 @@ def _devices_here(ids: list[int], of: str) -> list:
     if missing:
         raise ValueError(
             message(
-                "A strategy is unpickled on the devices that it was pickled on.",
+                "A strategy can only be unpickled if the devices it was pickled on are there.",
                 received=f"{of}, whose devices {missing} are not among the {len(here)} here.",
-                fix="Make a TPUStrategy for these devices, and load the model in its scope from a "
-                "file saved with model.save().",
+                fix="Create a TPUStrategy for these devices, and load the model in its scope "
+                "from a file saved with model.save().",
             )
         )
     return [here[number] for number in ids]
@@ -92,7 +92,7 @@ def layout_of(recipe: Any, mesh: Any, topology: Topology | None = None) -> Any:
     """The layout of a recipe, on a mesh.
 
     Args:
-        recipe: What `layout_recipe` returned.
+        recipe: The result of `layout_recipe`.
         mesh: A mesh, in any form that `TPUStrategy` takes.
         topology: The slice of the mesh, if it is not attached.
     """
@@ -129,17 +129,17 @@ def _belonging(make: Any, arguments: tuple) -> _Belonging:
 def carry_strategy(kind: type, strategy_of: Callable[[Any], Strategy | None]) -> None:
     """Makes copies and pickles of models of a class keep their strategy.
 
-    Python asks `copyreg` before it asks the class, so no method of Keras is replaced.
+    Python asks `copyreg` before the class, so no method of Keras is replaced.
 
     Args:
         kind: The class of a model; if it is registered already, nothing changes.
-        strategy_of: From a model to its strategy, or `None`.
+        strategy_of: Returns the strategy of a model, or `None`.
     """
     copyreg.dispatch_table.setdefault(kind, functools.partial(_reduce_model, strategy_of))
 
 
 def _reduce_model(strategy_of: Callable[[Any], Strategy | None], model: Any) -> Any:
-    # Protocol 4 is the one that `copy` asks for, too.
+    # `copy` uses protocol 4, too.
     reduced = model.__reduce_ex__(4)
     strategy = strategy_of(model)
     if strategy is None or not isinstance(reduced, tuple):

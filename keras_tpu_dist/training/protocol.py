@@ -1,4 +1,4 @@
-"""The part of a strategy that packages below it may use, as protocols."""
+"""The part of a strategy that lower packages may use, as protocols."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class ModelRunner(Protocol):
     """The part of a strategy's runner that other packages use.
 
     Attributes:
-        prefetch: The number of batches to hold ready on the devices.
-        compiler_options: Those of `jax.jit`.
+        prefetch: The number of batches to transfer ahead.
+        compiler_options: The `compiler_options` of `jax.jit`.
     """
 
     prefetch: int
@@ -33,7 +33,7 @@ class ModelRunner(Protocol):
 
     @property
     def own_input(self) -> OwnInput | None:
-        """The input of every process's own under `input="per_process"`, else `None`."""
+        """The separate input of every process with `input="per_process"`, else `None`."""
         ...
 
     def running(
@@ -45,7 +45,7 @@ class ModelRunner(Protocol):
             strategy: The distribution to be active.
             model: The model.
             name: The method that was called.
-            arguments: What it was called with, by name.
+            arguments: Its arguments, by name.
         """
         ...
 
@@ -59,11 +59,11 @@ class ModelRunner(Protocol):
         ...
 
     def call(self, member: Any, model: Any = None) -> AbstractContextManager:
-        """A context in which layers' outputs lie by the plan of a model.
+        """A context in which layer outputs have the layouts of a model's plan.
 
         Args:
             member: The model's membership.
-            model: The model that runs, if one does.
+            model: The model that runs, if there is one.
         """
         ...
 
@@ -72,10 +72,10 @@ class Strategy(Protocol):
     """The parts and properties of a `TPUStrategy`.
 
     Attributes:
-        options: What it was made with, beside mesh and layout.
-        layouts: Decides where variables and outputs lie.
-        placer: Puts batches on the mesh.
-        remat: Which layers are computed again for the gradients.
+        options: Its options besides mesh and layout.
+        layouts: Decides the layouts of variables and outputs.
+        placer: Transfers batches to the mesh.
+        remat: Which layers are recomputed in the backward pass.
         runner: Runs models.
     """
 
@@ -92,7 +92,7 @@ class Strategy(Protocol):
 
     @property
     def topology(self) -> Topology | None:
-        """The slice that is only named, or `None`."""
+        """The slice, if it has no chips attached, or `None`."""
         ...
 
     @property
@@ -115,10 +115,10 @@ class Strategy(Protocol):
         ...
 
     def placement(self, model: Any) -> Placement:
-        """What decides about each variable of a model.
+        """The decisions about every variable of a model.
 
         Args:
-            model: A model, built or with the variables it has so far.
+            model: A model. If it is not built yet, the variables it has so far are used.
         """
         ...
 
@@ -132,5 +132,5 @@ class Strategy(Protocol):
         ...
 
 
-# What a class that `TPUStrategy` inherits from may count on: checked, not there at run time.
+# The interface that base classes of `TPUStrategy` rely on: for type checkers, absent at run time.
 StrategyPart = Strategy if TYPE_CHECKING else object

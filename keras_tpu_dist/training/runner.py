@@ -1,4 +1,4 @@
-"""Runs a model's fit, evaluate and predict under a strategy: what Keras's trainer asks for."""
+"""Runs a model's fit, evaluate and predict under a strategy, for Keras's trainer."""
 
 import contextlib
 import math
@@ -44,8 +44,8 @@ class Runner:
 
     Args:
         layouts: The strategy's layouts.
-        placer: Puts batches on the mesh.
-        options: How models are fed and run.
+        placer: Transfers batches to the mesh.
+        options: The options of the strategy.
         only_described: The name of the slice if it is not attached, so that nothing can run.
     """
 
@@ -77,7 +77,7 @@ class Runner:
             strategy: The distribution to be active.
             model: The model.
             name: `"fit"`, `"evaluate"`, and so on.
-            arguments: What it is called with, by name; `"callbacks"` as a flat list.
+            arguments: The arguments, by name; `"callbacks"` as a flat list.
 
         Raises:
             RuntimeError: On a slice that is not attached.
@@ -86,10 +86,10 @@ class Runner:
         if self._only_described is not None:
             raise RuntimeError(
                 message(
-                    "A strategy for a slice that is only named can compile a model, not run it.",
+                    "A strategy for a slice without its chips can compile a model, not run it.",
                     received=f"{name} with topology={self._only_described!r}.",
-                    fix="Leave `topology` out to run on the devices that are here; to see what "
-                    "the slice would do, use keras_tpu_dist.dry_run.",
+                    fix="Leave `topology` out to run on the attached devices; to see what the "
+                    "slice would do, use keras_tpu_dist.dry_run.",
                 )
             )
         _check_input(name, arguments.get("x"), may_be_empty=self.own_input is not None)
@@ -104,11 +104,11 @@ class Runner:
 
     @contextlib.contextmanager
     def _beside(self, strategy: Strategy, model: Any, name: str) -> Iterator[None]:
-        """The context of a call that another thread's call of the model must not notice."""
+        """The context of a call that a call in another thread must not notice."""
         if not self._is_local:
             raise NotImplementedError(
                 message(
-                    "On a mesh of several processes, a model runs in one thread at a time.",
+                    "On a mesh of several processes, a model can run in only one thread at a time.",
                     received=f"{name} of model {model.name!r} while another thread runs it.",
                     fix="Call it in a callback, or after the other call.",
                 )
@@ -129,8 +129,8 @@ class Runner:
         if member.guard is not None and not turns.elsewhere:
             member.guard.on_batch = name == "train_on_batch"
         if _keras.has_state(model):
-            # Called within a fit, from a callback: the variables hold that fit's newest
-            # state, and the fit reads it from there when it goes on.
+            # Called by a callback within a fit: the variables hold that fit's newest state, and the
+            # fit reads it from there when it continues.
             _keras.forget_state(model)
         try:
             with self.call(member, model, name) as call, call.auto_steps.chosen_for(model):
@@ -150,7 +150,8 @@ class Runner:
                 if isinstance(model.train_function, Recompiled):
                     model.train_function = None
                 if running_call() is not None:
-                    # From a callback of another model's fit, which may share layers with this one.
+                    # Called by a callback of another model's fit, which may share layers with this
+                    # one.
                     membership.variables_changed(strategy)
 
     @contextlib.contextmanager
@@ -164,11 +165,11 @@ class Runner:
     def call(
         self, member: membership.Membership, model: Any = None, name: str = ""
     ) -> contextlib.AbstractContextManager[RunningCall]:
-        """A context in which layers' outputs lie by this model's plan and annotations.
+        """A context in which layer outputs have the layouts of this model's plan and annotations.
 
         Args:
             member: The model's membership.
-            model: The model that runs, if one does.
+            model: The model that runs, if there is one.
             name: The method of the model that was called.
         """
         return as_running(RunningCall(self, member, AutoSteps(), model, name, running_call()))
@@ -178,7 +179,7 @@ class Runner:
 
         Args:
             strategy: The strategy whose runner this is.
-            model: The model; what of it is not on the mesh yet is moved there.
+            model: The model; its variables that are not on the mesh yet are moved there.
             kind: `"train"`, `"test"` or `"predict"`.
         """
         member = membership.adopt(model, strategy)
@@ -201,15 +202,15 @@ class Runner:
         return forward(model, turns, self.placer, options)
 
     def serves(self, function: Any) -> bool:
-        """Whether a function that runs steps is still of the variables that its model has.
+        """Whether a step function still belongs to the model's current variables.
 
         Args:
-            function: What `make_function` made, or a user's own.
+            function: The result of `make_function`, or a custom function.
         """
         return not isinstance(function, StepLoop) or function.serves()
 
     def control(self, model: Any) -> FitControl | None:
-        """What callbacks ask of the fit of a model: how much is skipped, what was made before.
+        """The controls of a model's fit, for callbacks.
 
         Args:
             model: The model that trains.
@@ -218,7 +219,7 @@ class Runner:
         return None if member is None else member.fit
 
     def begins_again(self, model: Any) -> bool:
-        """Whether the train launch that begins here was made before training was interrupted.
+        """Whether the train launch that starts now ran before training was interrupted.
 
         Args:
             model: The model that trains.
@@ -250,7 +251,7 @@ class Runner:
         return state
 
     def epoch_ended(self) -> None:
-        """Called when all callbacks have seen an epoch's end.
+        """Called when all callbacks have seen the end of an epoch.
 
         Raises:
             ValueError: On all processes, if they assigned different values to variables.
@@ -266,7 +267,7 @@ class Runner:
             epoch_iterator: Keras's `EpochIterator` over the epoch.
 
         Raises:
-            ValueError: If the input is known to have none.
+            ValueError: If the input is known to have no batch.
         """
         if epoch_iterator.data_adapter.num_batches == 0:
             raise ValueError(_no_data("an input without any batch"))
@@ -276,7 +277,8 @@ class Runner:
         _keras.drop_what_is_left(epoch_iterator.data_adapter)
         batches = iter(epoch_iterator.data_adapter.get_jax_iterator())
         if _keras.is_users_code(epoch_iterator.data_adapter):
-            # Read ahead of the step, for a launch of several, or while the devices still read it.
+            # Batches are read ahead of the step, for a launch of several, or while devices still
+            # read them.
             batches = map(copied, batches)
         if self.options.input_timeout_s is not None:
             batches = TimedInput(batches, self.options.input_timeout_s)
@@ -306,25 +308,25 @@ class Runner:
             The batch as arrays, not yet placed.
 
         Raises:
-            ValueError: Where `BatchPlacer.place` raises it.
+            ValueError: If `BatchPlacer.place` raises it.
         """
         return self.placer.checked(data)
 
     def place_output(self, outputs: Any, layout: Any) -> Any:
-        """Lays what a layer returned.
+        """Applies a layout to a layer's outputs.
 
         See `keras_tpu_dist.layout.annotations.place_output`.
         """
         return place_output(outputs, layout, self.layouts.mesh)
 
     def output_layout(self, path: str) -> Any:
-        """The layout of a layer's output, by the model that is running here.
+        """The layout of a layer's output, by the running model.
 
         Args:
-            path: The layer's path and `/output`.
+            path: The layer's path followed by `/output`.
 
         Returns:
-            A `NamedSharding`, a list or dict of axes for an output that is a structure, or `None`.
+            A `NamedSharding`, a list or dict of axes if the output is a structure, or `None`.
         """
         call = running_call()
         if call is None or call.runner is not self:
@@ -333,7 +335,7 @@ class Runner:
 
     @property
     def own_input(self) -> OwnInput | None:
-        """The input of every process's own under `input="per_process"`, else `None`."""
+        """The separate input of every process with `input="per_process"`, else `None`."""
         return self.placer.own_input if isinstance(self.placer, OwnRowsPlacer) else None
 
     @staticmethod

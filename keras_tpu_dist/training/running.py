@@ -1,4 +1,4 @@
-"""The call of a model that runs in this thread, and the calls that it was made within."""
+"""The call of a model that runs in this thread, and the calls around it."""
 
 import contextlib
 import contextvars
@@ -19,9 +19,9 @@ class RunningCall:
         runner: The runner of its strategy.
         member: The membership of its model.
         auto_steps: Chooses its `steps_per_execution`.
-        model: Its model, `None` for code of which a model is only a part.
+        model: Its model, `None` for code in which a model is only a part.
         name: The method of the model, such as `"fit"`.
-        outer: The call that it was made within: validation within `fit`, or what a callback runs.
+        outer: The call around it: `fit` for its validation and its callbacks' calls.
     """
 
     runner: Any
@@ -32,7 +32,7 @@ class RunningCall:
     outer: "RunningCall | None" = None
 
 
-# A context variable, as threads share the strategy.
+# A context variable, because threads share the strategy.
 _running: contextvars.ContextVar[RunningCall | None] = contextvars.ContextVar(
     "running", default=None
 )
@@ -44,7 +44,7 @@ def running_call() -> RunningCall | None:
 
 
 def as_running(call: RunningCall) -> contextlib.AbstractContextManager[RunningCall]:
-    """Within it a call runs in this thread.
+    """A context in which a call runs in this thread.
 
     Args:
         call: The call.
@@ -53,7 +53,7 @@ def as_running(call: RunningCall) -> contextlib.AbstractContextManager[RunningCa
 
 
 def after_other_launch() -> Callable[[], None] | None:
-    """What the innermost fit that is under way in this thread has called after others' launches."""
+    """The function that the innermost fit in this thread wants called after others' launches."""
     call = _running.get()
     while call is not None:
         if call.name == "fit" and call.member.fit.after_other_launch is not None:

@@ -1,4 +1,4 @@
-"""Keras's steps as programs: the padding is cut off in them; a launch has one or many steps."""
+"""Keras's steps as programs, which cut the padding off; a launch has one or many steps."""
 
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ from keras_tpu_dist.training.finite import first_bad, watched_step
 
 
 class _Step:
-    """One of Keras's steps, and the programs of it.
+    """One of Keras's steps, and its programs.
 
     Args:
         trainer: The model.
@@ -32,7 +32,7 @@ class _Step:
         self._replicated = named_sharding(placer.mesh)
 
     def on_arrays(self, state: Any, data: Any) -> tuple[Any, Any]:
-        """The outputs and the new state, of a batch that is plain arrays."""
+        """The outputs and the new state, for a batch of plain arrays."""
         return self._of_user(state, data)
 
     def one(self, state: Any, batch: PlacedBatch) -> tuple[Any, Any]:
@@ -45,7 +45,7 @@ class _Step:
 
         def body(state, data):
             outputs, new_state = self.one(state, PlacedBatch(data, batches.slots))
-            # A scan's carry keeps its dtypes, which metrics need not.
+            # A scan's carry must keep its dtypes; metrics may change them.
             return jax.tree.map(lambda new, old: new.astype(old.dtype), new_state, state), outputs
 
         state, outputs = jax.lax.scan(body, state, batches.data)
@@ -73,7 +73,7 @@ class _Step:
         def layouts(state, batch: PlacedBatch):
             return shardings, self._placer.shardings(batch, stacked=scanned)
 
-        # What JAX's logs and profiles show.
+        # JAX's logs and profiles show this name.
         function.__name__ = f"{self.kind}_steps" if scanned else f"{self.kind}_step"
         mesh = self._placer.mesh
         return Jitted(function, mesh, layouts, kind_of=_kind_of_batch, **options)
@@ -179,19 +179,19 @@ def jitted_step(
         kind: `"train"`, `"test"` or `"predict"`.
         placer: Trims batches in the program.
         donate: Whether a train step consumes its input state.
-        scanned: Whether the batch is several, stacked, of which each is a step.
+        scanned: Whether the batch is a stack, with one batch for every step.
         mask: See `step_of`.
         compiler_options: Options for XLA; `None` for its defaults.
 
     Returns:
-        A function that is compiled for each shape of batch; a `Jitted`. After evaluation and
-        prediction the new state has `None` for values that they only read: see `with_changes`.
+        A function that is compiled for every shape of batch; a `Jitted`. After evaluation and
+        prediction the new state has `None` for values that they only read; see `with_changes`.
     """
     return step_of(trainer, kind, placer, donate, mask).program(scanned, compiler_options)
 
 
 def _kind_of_batch(state, batch: PlacedBatch) -> Hashable:
-    """The key of a step's program: its batch's shapes. Those of the state never change."""
+    """The key of a step's program: its batch's shapes. The shapes of the state never change."""
     leaves, structure = jax.tree.flatten(batch)
     return structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
 
@@ -206,7 +206,7 @@ def with_changes(state: Sequence[list], changes: Sequence[list]) -> tuple[list, 
 
     Args:
         state: The state before it.
-        changes: The new values, `None` for those that the step left alone.
+        changes: The new values, `None` for unchanged ones.
     """
     return tuple(
         [old if new is None else new for old, new in zip(before, after, strict=True)]
@@ -215,7 +215,7 @@ def with_changes(state: Sequence[list], changes: Sequence[list]) -> tuple[list, 
 
 
 def changed(state: Sequence[list], after: Sequence[list]) -> tuple[list, ...]:
-    """The values that evaluation or prediction changed, `None` for those that it left alone.
+    """The values that evaluation or prediction changed, `None` for the others.
 
     Args:
         state: The state before the step.

@@ -1,4 +1,4 @@
-"""One model in several threads: one trains it, others may evaluate or predict meanwhile."""
+"""One model in several threads: one trains it, while others may evaluate or predict."""
 
 import contextlib
 import logging
@@ -22,11 +22,11 @@ _WARN_AFTER_S = 10.0
 
 
 class Turns:
-    """Which threads run a model now.
+    """The threads that run a model now.
 
     Attributes:
-        lock: Held while a launch replaces the training state, and while several variables are read
-            that must be of one step.
+        lock: Held while a launch replaces the training state, and while several variables of the
+            same step are read.
         buffers: The arrays of the training state, if launches consume them.
     """
 
@@ -43,7 +43,7 @@ class Turns:
 
     @property
     def elsewhere(self) -> bool:
-        """Whether another thread than this one trains the model."""
+        """Whether another thread trains the model."""
         return self._trainer not in (None, threading.current_thread())
 
     @property
@@ -52,9 +52,9 @@ class Turns:
         return self._trainer is threading.current_thread()
 
     def ready(self, variables: list) -> None:
-        """Takes note that the model in training is built and has its step function.
+        """Records that the model in training is built and has its step function.
 
-        Calls in other threads wait for it: before, both would build the model.
+        Calls in other threads wait for it; otherwise both would build the model.
 
         Args:
             variables: The variables of its training state.
@@ -69,13 +69,13 @@ class Turns:
         return self.buffers.hand_out(variable, stock)
 
     def held_beside(self) -> None:
-        """Takes note that a call reads variables of the model, and keeps their arrays for long."""
+        """Records that a call reads variables of the model, and keeps their arrays for long."""
         with self.lock:
             if self.elsewhere:
                 self.buffers.others_hold()
 
     def __reduce__(self):
-        # A variable that is copied or pickled has an array of its own.
+        # A variable that is copied or pickled has its own array.
         return type(None), ()
 
     @contextlib.contextmanager
@@ -87,7 +87,7 @@ class Turns:
             model: The model.
 
         Yields:
-            Whether another thread's call runs too, so that this one must leave the model as it is.
+            Whether another thread's call runs too, so that this one must not change the model.
 
         Raises:
             RuntimeError: For a fit or train_on_batch while another thread trains the model.
@@ -98,7 +98,7 @@ class Turns:
             return
         me = threading.current_thread()
         with self._changed:
-            # Until the thread that trains has built the model: two threads cannot build it.
+            # Wait until the thread that trains has built the model: two threads cannot build it.
             while self.elsewhere and not self._ready:
                 self._changed.wait()
             measures = name in _WITH_METRICS
@@ -140,7 +140,7 @@ class Turns:
         """Raises a `RuntimeError` if another thread trains the model.
 
         Args:
-            name: What is to be done: `"fit"`, `"compile"`, and so on.
+            name: The operation: `"fit"`, `"compile"`, and so on.
             model: The model.
         """
         if self.elsewhere:

@@ -141,7 +141,7 @@ def test_models_of_several_outputs():
         assert_close(found["val_a_mae"], mae)
         assert_close(found["val_both"], both(None, predicted))
         assert_close(again.compute(model)["val_a_mae"], mae)
-        with pytest.raises(ValueError, match="by the output's name"):
+        with pytest.raises(ValueError, match="needs the name of that output"):
             HostMetrics({"c": {"mae": mean_absolute_error}}, (VX, y)).compute(model)
 
 
@@ -220,7 +220,7 @@ def test_what_is_refused(model):
         HostMetrics({"f1": _f1}, (VX,)).compute(model)
     with pytest.raises(ValueError, match=r"one number.*shape \(3,\)"):
         HostMetrics({"f1": lambda t, p: np.ones(3)}, (VX, VY)).compute(model)
-    with pytest.raises(ValueError, match="name of its own"):
+    with pytest.raises(ValueError, match="must not be in the logs already"):
         _fit(model, HostMetrics({"loss": _f1}, prefix=""), validation_data=(VX, VY))
 
 
@@ -263,5 +263,5 @@ def test_whose_values_a_callback_needs_is_told_by_whole_names(model, tmp_path):
 
 
 def test_two_metrics_of_one_name_are_refused():
-    with pytest.raises(ValueError, match=r"name of its own.*twice=\['a_b'\]"):
+    with pytest.raises(ValueError, match=r"different name in the logs.*twice=\['a_b'\]"):
         HostMetrics({"a_b": _f1, "a": {"b": _f1}})

@@ -266,7 +266,7 @@ def test_custom_train_steps(caplog):
     model = built(build(Twice), ktd.TPUStrategy())
     model.fit(X, targets, callbacks=[StopAtStep(20)], **fit)
     assert int(model.optimizer.iterations) == 38
-    assert "made 38 optimizer steps, as its train step applies" in caplog.text
+    assert "ran 38 optimizer steps, because its train step applies" in caplog.text
 
 
 @pytest.mark.parametrize("n", [0, -1, 1.5, True, None, "10"])

@@ -101,6 +101,6 @@ def test_another_input_is_read_from_its_start(tmp_path, caplog, reads):
     with caplog.at_level(logging.WARNING):
         again = made(ktd.TPUStrategy())
         fit(again, "loader", ktd.callbacks.Checkpoint(tmp_path))
-    assert "does not take the state that is in the checkpoint" in caplog.text
+    assert "does not accept the state in the checkpoint" in caplog.text
     assert len(reads) == 2 * (len(Source()) // BATCH + 2)
     assert np.isfinite(keras.ops.convert_to_numpy(again.get_weights()[0])).all()

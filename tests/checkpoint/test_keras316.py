@@ -91,10 +91,10 @@ def test_a_checkpoint_of_the_other_rules_goes_on_in_an_order_of_its_own(tmp_path
         with pytest.raises(resume.Stop):
             fit(epochs, resume.StopAfter(9))
     assert epochs.seen == [3] * 6 + [4] * 3
-    assert "the checkpoint is of another version of Keras" in caplog.text
+    assert "the checkpoint is from another version of Keras" in caplog.text
     caplog.clear()
     fit()
-    assert "the checkpoint is of another version of Keras" in caplog.text
+    assert "the checkpoint is from another version of Keras" in caplog.text
 
 
 @slow

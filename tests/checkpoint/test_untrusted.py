@@ -255,7 +255,7 @@ def test_a_small_file_does_not_become_a_large_one(tmp_path):
     keras_file(path)
     rezipped(path, zipfile.ZIP_DEFLATED, bytes(256 * 2**20))
     assert path.stat().st_size < 2**20
-    assert most_memory(lambda: fails(path, "once it is no more compressed")) < 32 * 2**20
+    assert most_memory(lambda: fails(path, "when uncompressed")) < 32 * 2**20
 
 
 def changed_h5(path, how):
@@ -313,7 +313,7 @@ def test_an_array_takes_what_its_weight_does(how, error, words, tmp_path):
 def test_what_is_no_file_is_not_waited_for(tmp_path):
     for name in ("a.keras", "a.weights.h5", "a.weights.json"):
         os.mkfifo(tmp_path / name)
-        fails(tmp_path / name, "no regular file")
+        fails(tmp_path / name, "not a regular file")
 
 
 def test_an_old_backup_of_another_form(tmp_path):

@@ -179,7 +179,7 @@ def test_a_folder_that_cannot_be_written_to(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     cache = Cache(tmp_path / "file")
     cache.put("a", {})
-    assert "compilations are not kept in" in caplog.text
+    assert "compilations are not cached in" in caplog.text
     assert cache.get("a") is None
 
 

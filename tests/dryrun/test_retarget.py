@@ -69,7 +69,9 @@ def test_options_go_along():
 
 def test_what_does_not_fit_a_slice_is_said():
     here = ktd.TPUStrategy({"data": 1, "model": 8})
-    with pytest.raises(ValueError, match=r"what the other axes leave.*4 devices of v5e:2x2.*mesh="):
+    with pytest.raises(
+        ValueError, match=r"the devices that the other axes leave.*4 devices of v5e:2x2.*mesh="
+    ):
         here.on_topology("v5e:2x2")
     with pytest.raises(ValueError, match=r"data axes \(\)"):
         ktd.TPUStrategy({"model": 8}, data_axes=()).on_topology("v5e:4x4")

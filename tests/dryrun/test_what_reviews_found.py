@@ -71,7 +71,7 @@ def test_a_comparison_says_sizes():
     ("meshes", "layouts"), [({"data": 8}, [None]), ([{"data": 8}], "fsdp"), ([8], [None])]
 )
 def test_a_comparison_is_of_lists(meshes, layouts):
-    with pytest.raises(ValueError, match=r"list of meshes, each a dict.*Received: meshes="):
+    with pytest.raises(ValueError, match=r"list of meshes, which are dicts.*Received: meshes="):
         compare(mlp, topology="v5e:2x4", meshes=meshes, layouts=layouts, batch_size=16)
 
 
@@ -140,8 +140,8 @@ def test_what_the_host_computes_is_zeros_in_a_dry_run():
     strategy = ktd.TPUStrategy({"data": 4, "model": 2}, "tensor_parallel")
     run = dry_run(lambda: build(doubled), strategy, batch_size=13)
     assert run.cost.flops > 0
-    assert any("pure_callback computes on the host is taken to be zeros" in n for n in run.notes)
-    with pytest.raises(ValueError, match=r"cannot be called.*its effects, as jax\.debug\.print"):
+    assert any("results of jax.pure_callback are taken to be zeros" in n for n in run.notes)
+    with pytest.raises(ValueError, match=r"cannot call.*its effects, as jax\.debug\.print"):
         dry_run(lambda: build(printed), strategy, batch_size=13)
 
 

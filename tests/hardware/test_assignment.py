@@ -172,17 +172,19 @@ def test_other_mistakes(devices):
         two.coordinates(2, 0)
     with pytest.raises(ValueError, match=r"logical_core=-1"):
         two.tpu_device(0, -1)
-    with pytest.raises(ValueError, match=r"already holds its devices"):
+    with pytest.raises(ValueError, match=r"already has its devices"):
         ktd.TPUStrategy(two, devices=devices)
-    with pytest.raises(ValueError, match=r"of one slice.*on v5e:2x2.*topology='v5e:2x4'"):
+    with pytest.raises(ValueError, match=r"belongs to one slice.*on v5e:2x2.*topology='v5e:2x4'"):
         ktd.TPUStrategy(two, topology="v5e:2x4")
-    with pytest.raises(ValueError, match=r"nobody has attached.*cpu:8, which is attached"):
+    with pytest.raises(ValueError, match=r"not attached to this machine.*cpu:8, which is attached"):
         ktd.TPUStrategy(topology=Topology.attached())
     with pytest.raises(ValueError, match=r"as many as the slice has.*'v5e:2x2', of=4, got=8"):
         Topology.parse("v5e:2x2").stood_in_by(devices)
-    with pytest.raises(ValueError, match=r"devices of whole slices only"):
+    with pytest.raises(ValueError, match=r"only known from the devices of whole slices"):
         Topology.attached(Topology.parse("v5e:2x4").devices()[1:])
-    with pytest.raises(ValueError, match=r"whole slices only.*devices=\[\]"):
+    with pytest.raises(
+        ValueError, match=r"only known from the devices of whole slices.*devices=\[\]"
+    ):
         DeviceAssignment.build([])
     with pytest.raises(ValueError, match=r"A computation shape on .*computation_shape=2\."):
         DeviceAssignment.build("v5e:2x4", 2)

@@ -76,7 +76,7 @@ def test_impossible_devices(devices):
             build_mesh(None, given)
     assert build_mesh(None, iter(devices)).shape == (8,)
     finished = keras.distribution.DeviceMesh((8,), ("data",))
-    with pytest.raises(ValueError, match="already holds its devices"):
+    with pytest.raises(ValueError, match="already has its devices"):
         build_mesh(finished, devices)
 
 
@@ -123,4 +123,4 @@ def test_devices_that_are_no_block_keep_their_order_and_say_so(devices, monkeypa
     monkeypatch.setattr(mesh_utils, "create_device_mesh", refuse)
     mesh = build_mesh({"data": 2}, [devices[3], devices[1]])
     assert [d.id for d in mesh.devices.flat] == [3, 1]
-    assert "cannot be laid on the torus as (2,) (no block)" in caplog.text
+    assert "cannot be arranged on the torus as (2,) (no block)" in caplog.text

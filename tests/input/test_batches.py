@@ -86,7 +86,7 @@ def test_batch_axis(mesh, batch_axis, batch, axes):
         ((0, 1), (X, Y), r"must have its batch axis: dimension 1.*element='y', shape=\(29,\)"),
         (0, (X, Y[:28]), r"same number of rows.*x with 29 rows and y with 28.*None in its place"),
         (0, (X[:0], Y[:0]), r"at least one row.*element='x', shape=\(0, 6\)"),
-        (0, ({"t": np.array(["a", "b"])},), r"holds numbers.*element=\"x\['t'\]\".*StringLookup"),
+        (0, ({"t": np.array(["a", "b"])},), r"must be numeric.*element=\"x\['t'\]\".*StringLookup"),
     ],
 )
 def test_batches_that_do_not_fit(mesh, batch_axis, batch, words):

@@ -227,7 +227,7 @@ def test_a_split_that_no_gate_can_follow_takes_the_path_of_keras(
 
 def test_the_place_is_read_from_any_distribution():
     assert place.find() == place.Place(recurrence.Split(), alone=False, device=jax.devices()[0])
-    assert place.find().core == "arrays may lie on several devices"
+    assert place.find().core == "arrays may be on several devices"
     parallel = keras.distribution.DataParallel(auto_shard_dataset=False)
     with parallel.scope():
         found = place.find()

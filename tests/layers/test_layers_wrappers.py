@@ -385,7 +385,9 @@ def test_convert_says_what_it_cannot_copy():
         def call(self, y, p):
             return keras.ops.mean(y - p, axis=-1)
 
-    with pytest.raises(ValueError, match=r"What a model is compiled with.*Register your classes"):
+    with pytest.raises(
+        ValueError, match=r"the arguments that the model is compiled with.*Register your classes"
+    ):
         fast.convert(compiled_with(loss=[Unknown(), "mse"]))
 
 

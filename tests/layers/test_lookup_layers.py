@@ -107,7 +107,7 @@ def test_in_replica_code():
 def test_what_cannot_be_in_a_program_says_what_to_do(layer, said):
     with pytest.raises(Exception, match=said) as caught:
         predicted(layer(), VALUES, ktd.TPUStrategy())
-    assert re.search(r"Received: layer=.+ Put the layer into the input", str(caught.value))
+    assert re.search(r"Received: layer=.+ Apply the layer in the input", str(caught.value))
 
 
 def test_hashing_says_to_go_into_the_input():

@@ -24,7 +24,7 @@ def test_every_variable_with_its_layout_bytes_and_reason():
     assert (hidden.shape, hidden.dtype, hidden.axes) == ((6, 16), "float32", (None, "model"))
     assert (hidden.bytes, hidden.bytes_per_device) == (384, 192)
     assert hidden.reason == "rule 0 'hidden/kernel'"
-    assert hidden.alternatives == ("rule 1 'kernel' also matches, but stands later",)
+    assert hidden.alternatives == ("rule 1 'kernel' also matches, but comes later",)
     assert out.reason == "rule 1 'kernel'"
     assert rows["out/bias"].reason == "no rule matches: replicated"
     assert hidden.slot_bytes == 0  # the optimizer is not built yet
@@ -215,7 +215,7 @@ def test_one_variable_with_the_alternatives():
     assert row.axes == (None, "data")
     assert row.reason == "fsdp: dimension 1, the largest that divides"
     assert "not: dimension 0 over 'data': not larger" in str(row)
-    with pytest.raises(ValueError, match=r"speaks of one variable.*2 variables"):
+    with pytest.raises(ValueError, match=r"explains one variable.*2 variables"):
         strategy.explain(built(mlp, strategy), "kernel")
     with pytest.raises(ValueError, match=r"0 variables.*The nearest is '.*/kernel'"):
         strategy.explain(model, "kernell")

@@ -386,7 +386,7 @@ def test_auto_asks_no_device_of_another_process():
 
 
 def test_what_is_no_plan():
-    with pytest.raises(ValueError, match=r"in one word.*layout='fdsp'.*Did you mean 'fsdp'"):
+    with pytest.raises(ValueError, match=r"A plan is.*layout='fdsp'.*Did you mean 'fsdp'"):
         Planner("fdsp")
 
 

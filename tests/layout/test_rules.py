@@ -108,7 +108,7 @@ def test_unknown_axis_has_a_did_you_mean():
 
 def test_logical_beside_one_of_its_sub_axes(devices):
     assignment = ktd.DeviceAssignment.build(devices, computation_shape=(4,))
-    with pytest.raises(ValueError, match=r"all of a mesh's logical sub-axes.*'kernel'"):
+    with pytest.raises(ValueError, match=r"all logical sub-axes of the mesh.*'kernel'"):
         ktd.TPUStrategy(assignment, [("kernel", ("logical", "logical_0"))])
 
 

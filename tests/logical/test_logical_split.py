@@ -103,14 +103,14 @@ def test_plain_meshes_express_what_their_axes_can():
 
 
 STRATEGY_ERRORS = [
-    ((2, 8), [1, 4, 1], r"one number for each dimension of the tensor.*\(2, 8\).*Give 2 numbers"),
-    ((2, 6), [1, 4], r"Dimension 1 must divide.*\(2, 6\).*\[1, 4\].*Pad it to 8"),
+    ((2, 8), [1, 4, 1], r"one number for every dimension of the tensor.*\(2, 8\).*Give 2 numbers"),
+    ((2, 6), [1, 4], r"Dimension 1 must be divisible.*\(2, 6\).*\[1, 4\].*Pad it to 8"),
     ((2, 8), [1, 2], r"product of partition_dimensions must be.*replica, 4\..*product=2"),
     ((2, 8), [1, 8], r"product=8.*replicas of 8 with mesh=DeviceAssignment"),
     ((2, 8), [2, -2], r"list of positive integers.*\[2, -2\]"),
     ((2, 8), [1.0, 4], r"list of positive integers"),
     ((2, 8), 4, r"list of positive integers.*partition_dimensions=4"),
-    ((3, 8), [1, 4], r"Outside of compiled code the batch must divide.*multiple of 2 rows"),
+    ((3, 8), [1, 4], r"Outside of compiled code, the batch must be divisible.*multiple of 2 rows"),
 ]
 
 
@@ -140,7 +140,7 @@ def test_a_batch_axis_that_is_none():
 
 def test_arrays_on_a_slice_that_is_only_named():
     strategy = ktd.TPUStrategy(ktd.DeviceAssignment.build("v5e:2x4", (1, 2)))
-    with pytest.raises(ValueError, match=r"only named.*topology='v5e:2x4'.*compiled"):
+    with pytest.raises(ValueError, match=r"cannot hold arrays.*topology='v5e:2x4'.*compiled"):
         strategy.split_to_logical_devices(np.ones((4, 2)), [1, 2])
 
 
@@ -306,7 +306,7 @@ def test_a_layer_that_splits_uneven_rows_outside_of_compiled_code_says_so():
         model.build((None, 4))
         model.compile("sgd", "mse", run_eagerly=True)
     x = np.ones((13, 4), "float32")
-    with pytest.raises(ValueError, match="Outside of compiled code the batch must divide"):
+    with pytest.raises(ValueError, match="Outside of compiled code, the batch must be divisible"):
         model.fit(x, x[:, :1], batch_size=13, verbose=0)
 
 

@@ -38,13 +38,13 @@ def stack(*names, around=lambda layer: layer):
         ),
         ("dot", "Did you mean 'dots'"),
         ([], "policy=\\[\\]"),
-        (3, "list of the names of what is kept"),
+        (3, "list of the names of layers whose outputs are kept"),
         (
             {"blok_*": "full"},
             r"must match the path of a layer.*'blok_\*'.*Did you mean 'block_\d'\?",
         ),
         ({"block_*": "ful"}, "Did you mean 'full'"),
-        ({}, "map patterns of layers' paths to policies"),
+        ({}, "map patterns of layer paths to policies"),
     ],
 )
 def test_what_is_no_policy_or_layer_is_said_once(policy, said):
@@ -62,7 +62,7 @@ def test_only_layers_are_computed_again():
 def test_a_name_that_nothing_has_is_said():
     layer = ktd.remat(block("block"), ["downn"])
     layer.build((None, 4))
-    said = r"names of a remat policy.*name='downn'.*Use names among: down, up\. Did you mean 'down'"
+    said = r"names in a remat policy.*name='downn'.*Use names among: down, up\. Did you mean 'down'"
     with pytest.raises(ValueError, match=said):
         jax.jit(layer)(np.ones((2, 4), "float32"))
     ktd.remat(layer, None)
@@ -159,7 +159,7 @@ def test_what_one_word_chose_is_said(caplog):
     once.forget()
     with caplog.at_level(logging.INFO, "keras_tpu_dist"):
         LayerPolicies("full").choose(stack("block_0", "block_1"))
-    assert "2 layer(s) of model 'model' are computed again, from 'model/block_0' to" in caplog.text
+    assert "2 layer(s) of model 'model' are recomputed, from 'model/block_0' to" in caplog.text
 
 
 def policies(model):

@@ -84,7 +84,7 @@ class Looping(keras.Model):
 def test_a_loop_over_blocks_in_a_subclassed_model_is_seen():
     model = Looping()
     model.build((None, WIDTH))
-    with pytest.raises(ValueError, match="are not known: give what it is called with"):
+    with pytest.raises(ValueError, match="are not known: give them with"):
         ktd.scan_blocks(model)
     assert len(ktd.scan_blocks(model, inputs=rows()).runs[0].paths) == 4
     assert loops(model, rows()) == 1
@@ -236,7 +236,7 @@ def test_models_that_cannot_be_looked_into():
         ktd.scan_blocks(3)
     model = Looping()
     model.build((None, WIDTH))
-    with pytest.raises(ValueError, match=r"Give what the model is called with"):
+    with pytest.raises(ValueError, match=r"Give the model's inputs"):
         ktd.scan_blocks(model, inputs=np.zeros((2, WIDTH + 1), "float32"))
 
 
@@ -249,7 +249,7 @@ def test_calls_that_are_not_compiled_run_block_by_block(caplog):
         assert_close(model(rows()), before, 0.0)
         model(rows())
     assert [r.message for r in caplog.records if "outside of compiled code" in r.message] == [
-        "scan_blocks: model 'model' is called outside of compiled code, where its blocks run one "
+        "scan_blocks: model 'model' is called outside of compiled code, so its blocks run one "
         "by one"
     ]
 

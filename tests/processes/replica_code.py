@@ -304,13 +304,21 @@ def mistakes(strategy, found, folder):
     value, make = strategy.run(one), strategy.distribute_values_from_function
     lengths = [np.ones((4, 3 + me), "float32")]
     for kind, words, call in (
-        (ValueError, "All processes run a function", lambda: strategy.run(one, (np.ones(me),))),
+        (
+            ValueError,
+            "All processes must run a function",
+            lambda: strategy.run(one, (np.ones(me),)),
+        ),
         (ValueError, "'apart', which differs", lambda: strategy.run(two)),
         (PeerError, "strategy.run of 'two'", lambda: strategy.run(two if me else three)),
         (TypeError, "not one array", lambda: np.asarray(value)),
         (ValueError, "the same structure", lambda: make(lambda c: [1.0] if me else 1.0)),
-        (ValueError, "one dtype and one shape", lambda: make(lambda c: np.ones((2, 2 + me)))),
-        (ValueError, "must give numbers", lambda: make(lambda c: "a")),
+        (
+            ValueError,
+            "same dtype on all replicas, and the same shape",
+            lambda: make(lambda c: np.ones((2, 2 + me))),
+        ),
+        (ValueError, "must return numbers", lambda: make(lambda c: "a")),
         (ValueError, "fit together", lambda: list(other.distribute_dataset(lengths, BUCKETS))),
         (ValueError, "same batches", lambda: list(strategy.distribute_dataset([np.full(8, me)]))),
     ):
@@ -345,7 +353,7 @@ def checkpoints_alone(strategy, folder, given, weights):
     assert ktd.restore(model, os.path.join(folder, "all")).step == 3
     for kept, value in zip(weights, model.get_weights()):
         np.testing.assert_array_equal(kept, value)
-    with pytest.raises(NotImplementedError, match="lies on the devices of one of them alone"):
+    with pytest.raises(NotImplementedError, match="on the devices of one of them alone"):
         model.fit(**given, callbacks=[ktd.callbacks.Checkpoint(folder, every_steps=2)])
     path = os.path.join(folder, "kept.keras")
     model.fit(**given, callbacks=[keras.callbacks.ModelCheckpoint(path)])

@@ -343,7 +343,7 @@ def test_nothing_given_and_nothing_found_is_one_process():
 @pytest.mark.slow
 def test_some_arguments_are_not_enough():
     done = run("import keras_tpu_dist as ktd; ktd.initialize('localhost:1234')")
-    assert "all of coordinator, num_processes and process_id are given, or none" in done.stderr
+    assert "give all of coordinator, num_processes and process_id, or none" in done.stderr
     assert "coordinator='localhost:1234', num_processes=None" in done.stderr
 
 
@@ -354,7 +354,7 @@ def test_a_second_call_as_another_process():
         "ktd.initialize(); ktd.initialize('localhost:29417', 1, 0);"
         "ktd.initialize('localhost:29417', 4, 0)"
     )
-    assert "A process is initialized once. Received:" in done.stderr
+    assert "A process can be initialized only once. Received:" in done.stderr
     assert "num_processes=4" in done.stderr
 
 
@@ -499,7 +499,7 @@ def test_certificates_need_a_jax_that_takes_them():
 
 @pytest.mark.skipif(not HAS_TLS, reason="this JAX takes no certificates")
 def test_certificates_that_are_not_there():
-    with pytest.raises(ValueError, match=r"files of certificates.*mtls_key_file='nowhere\.pem'"):
+    with pytest.raises(ValueError, match=r"files with certificates.*mtls_key_file='nowhere\.pem'"):
         ktd.initialize("localhost:1234", 2, 0, mtls_key_file="nowhere.pem")
 
 

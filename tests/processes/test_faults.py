@@ -104,7 +104,7 @@ FAULTS = {
         "process 1 failed ",
         r"process 0: still (in|after) strategy.run of 'step' after 6 s; process 1: strategy.run of",
     ),
-    "missing": (69, "All processes must come to ktd.initialize()", ""),
+    "missing": (69, "All processes must call ktd.initialize()", ""),
 }
 # Start of the processes, and what they may take after a fault can be noticed.
 MOST_S = 90

@@ -367,7 +367,7 @@ def test_what_fails(four):
         (lambda: four.loop(fails, [1.0]), TypeError, "strategy.loop(fn, strategy.distribute_data"),
         (lambda: four.loop(fails, dataset, 0), ValueError, "steps_per_launch of loop"),
         (lambda: four.run(fails, (iterator, iter(dataset))), ValueError, "zip(a, b)"),
-        (lambda: four.run(fails, ([iterator],)), TypeError, "an argument of its own"),
+        (lambda: four.run(fails, ([iterator],)), TypeError, "an argument by itself"),
     ):
         with pytest.raises(kind, match=re.escape(words)):
             call()
@@ -377,7 +377,7 @@ def test_a_loop_that_nobody_goes_through_says_so(four, caplog):
     dataset = four.distribute_dataset(np.arange(8.0), batch_size=4)
     four.loop(lambda x: x, dataset)
     gc.collect()
-    assert "strategy.loop made no step" in caplog.text
+    assert "strategy.loop ran no step" in caplog.text
     caplog.clear()
     for _ in four.loop(lambda x: x, dataset):
         break

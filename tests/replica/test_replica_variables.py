@@ -83,13 +83,13 @@ def test_without_aggregation(four, caplog):
     with caplog.at_level(logging.INFO, "keras_tpu_dist"):
         four.run(lambda: statistic.assign(replica_id()))
     assert float(statistic.value) == 1.5
-    assert 'aggregation="none": they are averaged' in caplog.text
+    assert 'aggregation="none": the values are averaged' in caplog.text
     with pytest.raises(ValueError, match=r"trainable weight.*Reduce the gradients.*all_reduce"):
         four.run(lambda: weight.assign(replica_id()))
     with pytest.raises(ValueError, match=r"needs an aggregation.*only_first_replica"):
         four.run(lambda: count.assign(context().replica_id_in_sync_group))
     whole = variable(four, 1, dtype="int32", aggregation="mean")
-    with pytest.raises(ValueError, match="holds floating-point numbers"):
+    with pytest.raises(ValueError, match="hold floating-point numbers"):
         four.run(lambda: whole.assign(context().replica_id_in_sync_group))
     assert [float(v.value) for v in (weight, count, whole)] == [12, 2, 1]
 
@@ -231,7 +231,7 @@ def test_what_is_built_inside_gets_its_values_outside(four):
 
 
 def test_a_layer_made_anew_in_each_trace_is_an_error(four):
-    with pytest.raises(RuntimeError, match=r"same variables each time.*outside of the function"):
+    with pytest.raises(RuntimeError, match=r"same variables every time.*outside of the function"):
         four.run(lambda: keras.layers.Dense(1)(jnp.ones((1, 1))))
 
 

@@ -82,7 +82,7 @@ def test_what_does_not_fit_is_no_best():
     found = ktd.search(large, "v5e:2x2", batch_size=8, among=[whole], cache=False)
     assert found.best is None
     assert "none fits" in str(found)
-    with pytest.raises(ValueError, match="No strategy that was tried fits the model"):
+    with pytest.raises(ValueError, match="No tried strategy fits the model"):
         found.strategy()
 
 

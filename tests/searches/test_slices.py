@@ -69,7 +69,7 @@ def test_nothing_fits():
     assert found.fastest is None
     assert "nothing fits" in str(found)
     assert "strategy = " not in str(found)
-    with pytest.raises(ValueError, match="No strategy that was tried fits"):
+    with pytest.raises(ValueError, match="No tried strategy fits"):
         found.strategy()
 
 

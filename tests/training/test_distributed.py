@@ -59,7 +59,9 @@ def test_values_that_do_not_fit_together(two):
     bad = {
         "number": lambda c: "text",
         "same structure": lambda c: [1] * (c.replica_id_in_sync_group + 1),
-        "one dtype and one shape": lambda c: np.ones((2, c.replica_id_in_sync_group + 1)),
+        "same dtype on all replicas, and the same shape": lambda c: np.ones(
+            (2, c.replica_id_in_sync_group + 1)
+        ),
     }
     for words, value_fn in bad.items():
         with pytest.raises(ValueError, match=words):
@@ -136,7 +138,7 @@ def test_arrays_are_cut_along_their_batch_axis(devices):
     found = [strategy.gather(x["time"], 1) for x, _ in batches]
     assert np.concatenate(found, axis=1).tolist() == time.tolist()
     assert [strategy.gather(y, 0).tolist() for _, y in batches] == [[0, 1, 2, 3], [4, 5, 6]]
-    with pytest.raises(ValueError, match="one number of rows"):
+    with pytest.raises(ValueError, match="same number of rows"):
         strategy.distribute_dataset(({"time": time, "table": table}, time), batch_size=4)
 
 
@@ -183,9 +185,9 @@ def test_bad_datasets(four):
     ):
         with pytest.raises(ValueError, match=r"iterable of global batches.*batch_size=32"):
             use()
-    with pytest.raises(TypeError, match=r"those of run.*prefetch"):
+    with pytest.raises(TypeError, match=r"same options as run.*prefetch"):
         four.distribute_dataset([x], 2)  # pyright: ignore
-    with pytest.raises(ValueError, match="one number of rows"):
+    with pytest.raises(ValueError, match="same number of rows"):
         four.distribute_dataset((x, x[:3]), batch_size=4)
     with pytest.raises(ValueError, match="positive integer"):
         four.distribute_dataset(x, batch_size=0)
@@ -194,7 +196,7 @@ def test_bad_datasets(four):
     with pytest.raises(ValueError, match="at least one row"):
         next(iter(four.distribute_dataset([x[:0]])))
     for other in (x.astype("float32"), x[:, None], x.reshape(4, 2)):
-        with pytest.raises(ValueError, match="one dtype, and one shape but for their rows"):
+        with pytest.raises(ValueError, match="one dtype, and one shape apart from their rows"):
             next(iter(four.distribute_datasets_from_function(lambda c, o=other: [x, o, x, x])))
     with pytest.raises(ValueError, match="one structure"):
         next(iter(four.distribute_datasets_from_function(lambda c: [x, (x, x), x, x])))

@@ -449,7 +449,7 @@ def test_a_batch_of_objects_of_a_known_shape_is_named():
             yield x.astype(object) if i == 2 else x, Y[8 * i : 8 * i + 8]
 
     model = built(in_launches(2), _strategy(donate_state=True))
-    with pytest.raises(ValueError, match=r"A batch holds numbers.*element='x'.*object"):
+    with pytest.raises(ValueError, match=r"A batch must be numeric.*element='x'.*object"):
         model.fit(batches(), shuffle=False, verbose=0)
     assert_close(model.get_weights(), _weights_after(2))
 

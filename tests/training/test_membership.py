@@ -161,7 +161,7 @@ def test_a_scope_is_left_after_an_exception():
 
 def test_one_scope_object_cannot_be_entered_twice():
     scope = ktd.TPUStrategy().scope()
-    words = r"can be entered only once.*Write `with strategy.scope\(\):` each time"
+    words = r"can be entered only once.*Write `with strategy.scope\(\):` every time"
     with scope, pytest.raises(RuntimeError, match=words):
         scope.__enter__()
     assert keras.distribution.distribution() is None

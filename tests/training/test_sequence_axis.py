@@ -212,8 +212,8 @@ def test_a_batch_without_a_time_that_divides_is_whole_and_said(caplog):
     assert placed.data[0].sharding.spec == P("data")
     assert [record.getMessage() for record in caplog.records] == [
         "the 4 devices of the mesh axis 'sequence' compute the same: no array of the batch has a "
-        "time that they divide, as (batch, time, features) or as integers (batch, time): "
-        "x (4, 6), y (4, 8)"
+        "time that is divisible by their number, as (batch, time, features) or as integers "
+        "(batch, time): x (4, 6), y (4, 8)"
     ]
 
 
