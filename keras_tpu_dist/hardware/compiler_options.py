@@ -19,6 +19,10 @@ from keras_tpu_dist.hardware.option_trial import first_line, refused_options
 OVERLAP: dict[str, Any] = {
     "xla_enable_async_all_reduce": True,
     "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": True,
+    # Small gradients are summed together, large ones one by one: a hundred megabytes in one
+    # all-reduce, which is the compiler's choice, have nothing to run beside
+    # (`python benchmarks/fsdp.py`).
+    "xla_jf_crs_combiner_threshold_in_bytes": 4 * 2**20,
 }
 # Products stay whole; without this, XLA cuts them into rings of small ones. It is MaxText's
 # DISABLE_COLLECTIVE_MATMUL. On more than 8 chips the rings take longer than the transfers they
