@@ -18,6 +18,7 @@ from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.partitioner import in_compiled_code
 from keras_tpu_dist.tables.exchange import NOBODY, Lookups, Route, TableSplit, Updates
 from keras_tpu_dist.tables.reading import Reading, RowLookup, number_of, on_rows, read
+from keras_tpu_dist.tables.width import ByWidth, ids_of, is_shorter, trouble, used_otherwise
 from keras_tpu_dist.trace.graph import Atom, Equation, Graph, graph_of
 
 # Smaller tables are updated as fast as they are read.
@@ -29,6 +30,7 @@ BY_ROWS = "by rows: ids and rows are exchanged, and the rows that were used are 
 LAZY = f"{BY_ROWS}; rows that no id asks for stay as they are, with their slots"
 EVERY_ROW = "every row is updated"
 LOOKED_UP = "by rows: ids and rows are exchanged"
+BY_WIDTH = "by width: all ids are looked up in a part of each row, and features exchanged"
 # On a model: for each table how its last step uses it, and why.
 uses = _keras.Mark("_keras_tpu_dist_tables")
 
@@ -178,7 +180,7 @@ def _is_worth(variable: Any, split: TableSplit, option: str) -> bool:
     if option != "auto":
         return True
     size = math.prod(split.shape) * jnp.dtype(variable.dtype).itemsize
-    return bool(split.exchanged) and size >= _LEAST_BYTES
+    return bool(split.exchanged or split.traded) and size >= _LEAST_BYTES
 
 
 class _Step:
@@ -195,15 +197,14 @@ class _Step:
         if self._kind == "train" and len(jax.tree.leaves(shapes[1])) == count:
             first = len(graph.outputs) - count
             outputs = {first + i: i for i in range(count)}
-        used = []
-        for table in self._tables:
-            reading = self._read(graph, table, outputs)
-            if reading is not None:
-                used.append(_Used(table, reading, graph))
+        used = [each for t in self._tables if (each := self._used(graph, t, outputs)) is not None]
         results = _evaluate(graph, inputs, used)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
-    def _read(self, graph: Graph, table: RowTable, outputs: Mapping[int, int]) -> Reading | None:
+    def _used(
+        self, graph: Graph, table: RowTable, outputs: Mapping[int, int]
+    ) -> "_Used | ByWidth | None":
+        """How the step uses a table, or `None` if it is left to the compiler."""
         lazy = self._option == "lazy"
         reading = read(graph, table.place, table.alike, outputs, lazy)
         path, asked = table.variable.path, self._option != "auto"
@@ -212,25 +213,41 @@ class _Step:
                 why = "its lookup is within remat, a loop or an assigned layer, or there is none"
                 self._note(path, f"{EVERY_ROW}: {why}", warn=True)
             return None
-        ids = sum(math.prod(each.indices.shape) for each in reading.lookups)
-        if not asked and (ids > _MOST_IDS * table.split.shape[0] or reading.dense):
-            why = reading.dense or f"{ids} ids a step for {table.split.shape[0]} rows"
-            self._note(path, f"{EVERY_ROW}: {why}")
-            return None
-        trains = bool(outputs) and table.variable.trainable
+        ids, trains = ids_of(reading), bool(outputs) and table.variable.trainable
+        many = ids > _MOST_IDS * table.split.shape[0] or not table.split.exchanged
+        if not asked and (many or reading.dense):
+            return self._by_width(graph, table, reading, trains)
         if reading.dense and trains:
             self._note(path, f"{LOOKED_UP}, but {EVERY_ROW}: {reading.dense}", warn=True)
         elif trains and reading.changed:
             self._note(path, LAZY if lazy else BY_ROWS)
         else:
             self._note(path, LOOKED_UP)
-        return reading
+        return _Used(table, reading, graph)
+
+    def _by_width(
+        self, graph: Graph, table: RowTable, reading: Reading, trains: bool
+    ) -> ByWidth | None:
+        """The table by its width, if that is shorter than gathering it."""
+        split, path, ids = table.split, table.variable.path, ids_of(reading)
+        why = reading.dense or f"{ids} ids a step for {split.shape[0]} rows"
+        found = [each.gather for each in reading.lookups if each.gather is not None]
+        item_bytes = found[0].results[0].aval.dtype.itemsize if found else 0
+        if (
+            trouble(split)
+            or used_otherwise(graph, table.place, reading)
+            or not is_shorter(split, ids, item_bytes, trains)
+        ):
+            self._note(path, f"{EVERY_ROW}: {why}")
+            return None
+        self._note(path, BY_WIDTH)
+        return ByWidth(split, path, reading)
 
     def _note(self, path: str, words: str, warn: bool = False) -> None:
         _note(self._model, self._kind, path, words, warn)
 
 
-def _evaluate(graph: Graph, inputs: Sequence[Any], used: list["_Used"]) -> list[Any]:
+def _evaluate(graph: Graph, inputs: Sequence[Any], used: Sequence["_Used | ByWidth"]) -> list[Any]:
     """The outputs of a step whose tables are computed otherwise."""
     instead: dict[Equation, list[Atom]] = {}
     run: dict[Equation, Callable[[Callable], Any]] = {}

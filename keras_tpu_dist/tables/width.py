@@ -1,0 +1,188 @@
+"""Tables by their width: a step looks all its ids up in a part of each row, and exchanges features.
+
+A plan splits a table over the axes of the batch. To look rows up in it, the compiler gathers the
+whole table on each device, and sums up its whole gradient, however few rows a step uses. Here the
+table is used by its width instead: each device looks the ids of all devices up in its columns, and
+sends each other device the columns of that one's ids. Gradients come back the same way, and are
+added up on the device that has their columns. This serves any optimizer, as the gradient is whole.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from keras_tpu_dist.common.axes import axis_size, named_sharding
+from keras_tpu_dist.partitioner import constrained
+from keras_tpu_dist.tables.exchange import TableSplit
+from keras_tpu_dist.tables.reading import Reading, RowLookup
+from keras_tpu_dist.trace.graph import Atom, Equation, Graph
+
+# How many bytes links gather while a device looks up one row or adds to it, and how much longer
+# they take to exchange a byte than to gather one. Chosen so that of the TPU compiler's estimates
+# for v5e, v5p and v6e the clear gains are taken: `python benchmarks/lookups.py`.
+_BYTES_PER_ROW = 1250
+_EXCHANGE_FACTOR = 3
+
+
+def is_shorter(split: TableSplit, ids: int, item_bytes: int, trains: bool) -> bool:
+    """Whether an exchange of features takes less time than what the compiler does.
+
+    For many ids it gathers the table, and sums up its whole gradient; for few it looks each up on
+    all devices, and sums up what they find.
+
+    Args:
+        split: The table's layout.
+        ids: The number of ids of a step, on all devices.
+        item_bytes: Bytes of a number of the table as it is looked up.
+        trains: Whether the table gets a gradient.
+
+    Example:
+
+    >>> import jax
+    >>> from keras_tpu_dist.tables.exchange import TableSplit
+    >>> mesh = jax.make_mesh((8,), ("data",))
+    >>> split = TableSplit(mesh, ("data",), (), ("data",), (128_256, 4096))
+    >>> [is_shorter(split, ids, 2, trains=True) for ids in (8192, 131_072, 4_194_304)]
+    [False, True, False]
+    """
+    rows, width = split.shape
+    ways = axis_size(split.mesh, _axes(split))
+    exchanged = (ids * width + (rows * width if split.exchanged else 0)) * item_bytes / ways
+    by_width = (1 + trains) * (_BYTES_PER_ROW * ids + _EXCHANGE_FACTOR * exchanged)
+    # A sum sends what it sums twice.
+    gathered, looked_up = (1 + 2 * trains) * rows, (2 + trains) * ids
+    return by_width < min(gathered, looked_up) * width * item_bytes
+
+
+def trouble(split: TableSplit) -> str:
+    """Why a table cannot be used by its width, or `""`.
+
+    Args:
+        split: The table's layout.
+    """
+    others = [name for name in (*split.rows, *split.columns) if name not in split.batch]
+    if others:
+        return f"it is split over {others}, which do not split the batch"
+    ways = axis_size(split.mesh, _axes(split))
+    if ways == 1:
+        return "it is whole on every device"
+    if split.shape[1] % ways:
+        return f"its width of {split.shape[1]} does not divide by {ways}"
+    return ""
+
+
+def used_otherwise(graph: Graph, table: int, reading: Reading) -> str:
+    """What but lookups and an optimizer's update reads a table, or `""`.
+
+    Args:
+        graph: The step.
+        table: The place of the table among its inputs.
+        reading: How the step uses it.
+    """
+    values, gathers = {id(graph.inputs[table])}, {each.gather for each in reading.lookups}
+    shape = graph.inputs[table].shape
+    for operation in graph.needed({}):
+        if operation in gathers or not any(id(each) in values for each in operation.operands):
+            continue
+        if [each.shape for each in operation.results] != [shape]:
+            return operation.name
+        if len(operation.operands) == 1:
+            values.add(id(operation.results[0]))
+    return ""
+
+
+class ByWidth:
+    """A table in a step that is being computed, which is used by its width.
+
+    Args:
+        split: The table's layout.
+        path: The table's path, for profiles.
+        reading: How the step uses it.
+    """
+
+    def __init__(self, split: TableSplit, path: str, reading: Reading):
+        self._split, self._reading = split, reading
+        self._scope = path.rpartition("/")[0] or "table"
+        self._width = _axes(split)
+        self._rows = tuple(name for name in split.batch if name not in self._width)
+
+    def replaced(self) -> list[tuple[Equation, list[Atom], Callable]]:
+        """Operations, what they read, and what computes them from the function of values."""
+        found = []
+        for each in self._reading.lookups:
+            if each.gather is not None:
+                found.append((each.gather, each.gather.operands, self._looking_up(each)))
+            if each.scatter is not None:
+                found.append((each.scatter, [each.indices, each.updates], self._adding_up(each)))
+        return found
+
+    def updated(self, value: Callable) -> dict[int, Any]:
+        """Nothing: the step's own update has a whole gradient."""
+        return {}
+
+    def _features(self, array: Any) -> Any:
+        """Features of all rows of the batch, each device with its columns."""
+        return constrained(array, self._split.mesh, {0: self._rows, array.ndim - 1: self._width})
+
+    def _by_rows(self, array: Any) -> Any:
+        """An array of which each device has its own rows of the batch."""
+        return constrained(array, self._split.mesh, {0: self._split.batch, array.ndim - 1: ()})
+
+    def _ids(self, indices: Any) -> Any:
+        return constrained(indices, self._split.mesh, {0: self._rows})
+
+    def _looking_up(self, lookup: RowLookup) -> Callable:
+        def compute(value: Callable) -> list:
+            with jax.named_scope(self._scope):
+                table = constrained(
+                    value(lookup.gather.operands[0]), self._split.mesh, {0: (), 1: self._width}
+                )
+                found = lookup.gather.equation.primitive.bind(
+                    table, self._ids(value(lookup.indices)), **lookup.gather.equation.params
+                )
+                return [self._by_rows(self._features(found))]
+
+        return compute
+
+    def _adding_up(self, lookup: RowLookup) -> Callable:
+        params = lookup.scatter.equation.params
+
+        def compute(value: Callable) -> list:
+            with jax.named_scope(self._scope):
+                updates = self._features(self._by_rows(value(lookup.updates)))
+                # One device adds up the gradients of all: in bfloat16 a frequent row would stop
+                # to grow.
+                sums = jnp.promote_types(updates.dtype, "float32")
+                total = lax.scatter_add(
+                    jnp.zeros(self._split.shape, sums),
+                    self._ids(value(lookup.indices)),
+                    updates.astype(sums),
+                    params["dimension_numbers"],
+                    indices_are_sorted=params["indices_are_sorted"],
+                    unique_indices=params["unique_indices"],
+                    mode=params["mode"],
+                ).astype(updates.dtype)
+                total = constrained(total, self._split.mesh, {0: (), 1: self._width})
+                layout = tuple(self._split.layout)
+                return [
+                    lax.with_sharding_constraint(total, named_sharding(self._split.mesh, layout))
+                ]
+
+        return compute
+
+
+def ids_of(reading: Reading) -> int:
+    """The number of ids that a step looks up in a table.
+
+    Args:
+        reading: How the step uses it.
+    """
+    return sum(math.prod(each.indices.shape) for each in reading.lookups)
+
+
+def _axes(split: TableSplit) -> tuple[str, ...]:
+    return (*split.rows, *split.columns)
