@@ -70,13 +70,14 @@ def main():
     arguments.add_argument("models", nargs="*", default=[*ROWS])
     arguments.add_argument("--effort", default="exact")
     arguments.add_argument("--slices", nargs="+", help="rows of these slices only")
+    arguments.add_argument("--auto-only", action="store_true", help="not the compiler's defaults")
     asked = arguments.parse_args()
     print("| " + " | ".join(HEADER) + " |\n|" + " --- |" * len(HEADER))
     for name in asked.models:
         for row in ROWS[name]:
             if asked.slices and row[1] not in asked.slices:
                 continue
-            for options in (None, "auto"):
+            for options in ("auto",) if asked.auto_only else (None, "auto"):
                 run = measured(*row, options, asked.effort)
                 times = run.estimate
                 mesh = " x ".join(f"{axis} {n}" for axis, n in run.mesh)
