@@ -95,7 +95,8 @@ class TPUStrategy(
             exchange ids and rows. Only the rows that a step used are updated, if the optimizer
             would not change the others (SGD, Adagrad). `"lazy"`: only those rows are updated with
             any optimizer, which changes the results of Adam and momentum. `"auto"`: `"rows"` for
-            large tables if a step uses few of their rows. `None`: the compiler decides.
+            large tables if a step uses few of their rows; other large tables are used by their
+            width if gathering them would take longer. `None`: the compiler decides.
 
     Raises:
         ValueError: If the mesh does not fit the devices, a name is not an axis of the mesh, or a

@@ -18,7 +18,7 @@ from jax import lax
 from keras_tpu_dist.common.axes import axis_size, named_sharding
 from keras_tpu_dist.partitioner import constrained
 from keras_tpu_dist.tables.exchange import TableSplit
-from keras_tpu_dist.tables.reading import Reading, RowLookup
+from keras_tpu_dist.tables.reading import Reading
 from keras_tpu_dist.trace.graph import Atom, Equation, Graph
 
 # How many bytes links gather while a device looks up one row or adds to it, and how much longer
@@ -88,10 +88,12 @@ def used_otherwise(graph: Graph, table: int, reading: Reading) -> str:
     for operation in graph.needed({}):
         if operation in gathers or not any(id(each) in values for each in operation.operands):
             continue
-        if [each.shape for each in operation.results] != [shape]:
+        alike = [each for each in operation.results if each.shape == shape]
+        # Numbers such as an optimizer's norms are made where the parts lie.
+        if not alike and not operation.name.startswith("reduce_"):
             return operation.name
         if len(operation.operands) == 1:
-            values.add(id(operation.results[0]))
+            values.update(map(id, alike))
     return ""
 
 
@@ -114,14 +116,19 @@ class ByWidth:
         """Operations, what they read, and what computes them from the function of values."""
         found = []
         for each in self._reading.lookups:
-            if each.gather is not None:
-                found.append((each.gather, each.gather.operands, self._looking_up(each)))
-            if each.scatter is not None:
-                found.append((each.scatter, [each.indices, each.updates], self._adding_up(each)))
+            if (gather := each.gather) is not None:
+                found.append((gather, gather.operands, self._looking_up(gather, each.indices)))
+            if (scatter := each.scatter) is not None and each.updates is not None:
+                adding_up = self._adding_up(scatter, each.indices, each.updates)
+                found.append((scatter, [each.indices, each.updates], adding_up))
         return found
 
     def updated(self, value: Callable) -> dict[int, Any]:
-        """Nothing: the step's own update has a whole gradient."""
+        """Nothing: the step's own update has a whole gradient.
+
+        Args:
+            value: As for tables by rows.
+        """
         return {}
 
     def _features(self, array: Any) -> Any:
@@ -135,31 +142,31 @@ class ByWidth:
     def _ids(self, indices: Any) -> Any:
         return constrained(indices, self._split.mesh, {0: self._rows})
 
-    def _looking_up(self, lookup: RowLookup) -> Callable:
+    def _looking_up(self, gather: Equation, indices: Atom) -> Callable:
         def compute(value: Callable) -> list:
             with jax.named_scope(self._scope):
                 table = constrained(
-                    value(lookup.gather.operands[0]), self._split.mesh, {0: (), 1: self._width}
+                    value(gather.operands[0]), self._split.mesh, {0: (), 1: self._width}
                 )
-                found = lookup.gather.equation.primitive.bind(
-                    table, self._ids(value(lookup.indices)), **lookup.gather.equation.params
+                found = gather.equation.primitive.bind(
+                    table, self._ids(value(indices)), **gather.equation.params
                 )
                 return [self._by_rows(self._features(found))]
 
         return compute
 
-    def _adding_up(self, lookup: RowLookup) -> Callable:
-        params = lookup.scatter.equation.params
+    def _adding_up(self, scatter: Equation, indices: Atom, gradients: Atom) -> Callable:
+        params = scatter.equation.params
 
         def compute(value: Callable) -> list:
             with jax.named_scope(self._scope):
-                updates = self._features(self._by_rows(value(lookup.updates)))
+                updates = self._features(self._by_rows(value(gradients)))
                 # One device adds up the gradients of all: in bfloat16 a frequent row would stop
                 # to grow.
                 sums = jnp.promote_types(updates.dtype, "float32")
                 total = lax.scatter_add(
                     jnp.zeros(self._split.shape, sums),
-                    self._ids(value(lookup.indices)),
+                    self._ids(value(indices)),
                     updates.astype(sums),
                     params["dimension_numbers"],
                     indices_are_sorted=params["indices_are_sorted"],
