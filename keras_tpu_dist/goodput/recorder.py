@@ -3,7 +3,6 @@
 import atexit
 import logging
 import os
-import socket
 import threading
 import time
 from pathlib import Path
@@ -40,7 +39,7 @@ class GoodputRecorder:
         self._written: dict[str, float] = {}
         self._ends = threading.Event()
         self._lock = threading.Lock()
-        records.append(self.path, records.START, since=round(since, 3), host=socket.gethostname())
+        records.append(self.path, records.START, since=round(since, 3))
 
     def _before(self) -> list[dict]:
         if not os.path.exists(self.path):

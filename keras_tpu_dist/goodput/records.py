@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import os
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -32,6 +33,8 @@ def append(path: str, what: str, at: float | None = None, **fields: Any) -> None
         at: When it was, in seconds since 1970; by default now.
         **fields: Plain data, `None` for what is unknown.
     """
+    if what != SPENT:
+        fields = {"host": socket.gethostname(), **fields}
     known = {name: value for name, value in fields.items() if value is not None}
     record = {"what": what, "at": round(time.time() if at is None else at, 3), **known}
     line = json.dumps(record).encode() + b"\n"

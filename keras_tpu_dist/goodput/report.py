@@ -184,9 +184,12 @@ def goodput_of(path: str | os.PathLike) -> GoodputReport:
         raise ValueError(_no_file(path, str(error))) from error
     if not found:
         raise ValueError(_no_file(path, f"{left_out} line(s) of another form"))
+    # Of several launchers, one a host, that of process 0 tells of the run.
+    hosts = {record.get("host") for record in found if record["what"] == records.START}
     run = _Run()
     for record in found:
-        run.take(record)
+        if record.get("host") in {None, *hosts} or not hosts:
+            run.take(record)
     run.close()
     seconds = {name: max(0.0, run.seconds[name]) for name in WORDS}
     wall = 0.0 if run.first is None else run.clock - run.first
@@ -296,5 +299,7 @@ class _Run:
 def _time_text(seconds: float) -> str:
     if seconds < 120:
         return duration_text(seconds)
-    hours, rest = divmod(seconds, 3600)
-    return f"{hours:.0f} h {rest / 60:.0f} min" if hours else f"{seconds / 60:.1f} min"
+    if seconds < 3600 - 3:
+        return f"{seconds / 60:.1f} min"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes} min"

@@ -35,6 +35,8 @@ _GRACE_AFTER_KILL_S = 1.0
 # What a machine that is taken away has from SIGTERM on, less a reserve.
 _TO_SAVE_S = 25.0
 _LOOK_S = 0.05
+# For what the processes printed last, once all have ended.
+_TO_READ_S = 5.0
 # Errors that one process's failure makes in others.
 _OF_OTHERS = ("JaxRuntimeError", "XlaRuntimeError", "PeerError")
 # On Linux the kernel ends the program with the launcher (PR_SET_PDEATHSIG); elsewhere `initialize`
@@ -81,8 +83,12 @@ def launch(
         The exit code: 0, or that of the first process that failed, as a shell has it: 128 and the
         signal's number for one that was killed, or if this process was to end.
     """
-    folder = Path(logs) if logs is not None else Path(tempfile.mkdtemp(prefix="ktd-launch-"))
+    # Absolute: a process may change to another directory before it reports.
+    named = tempfile.mkdtemp(prefix="ktd-launch-") if logs is None else logs
+    folder = Path(named).absolute()
     folder.mkdir(parents=True, exist_ok=True)
+    # What a launcher left that was killed.
+    shutil.rmtree(folder / _REPORTS, ignore_errors=True)
     file = None if goodput is None else os.path.abspath(goodput)
     code = 1
     limits = restarts or Restarts()
@@ -217,8 +223,10 @@ class _Start:
             raise
         finally:
             _end(self._processes, last_s)
+            # Something that a process started may hold its output open.
+            until = time.monotonic() + _TO_READ_S
             for reader in self._readers:
-                reader.join(timeout_s=5)
+                reader.join(max(0.0, until - time.monotonic()))
         return self._outcome(time.monotonic() - began)
 
     def _name(self, number: int) -> str:
@@ -305,7 +313,7 @@ class _Start:
 def _named(end: _End, reader: Reader) -> tuple[str, str]:
     """The name of what ended a process, and in words."""
     if end.code < 0:
-        name = signal.Signals(-end.code).name
+        name = _signal_name(-end.code)
         return name, f"killed by {name}"
     if end.code == EXIT_TERMINATED:
         return "SIGTERM", f"preempted (SIGTERM, exit code {EXIT_TERMINATED})"
@@ -314,6 +322,13 @@ def _named(end: _End, reader: Reader) -> tuple[str, str]:
     if end.code == 1 and reader.folded.error is not None:
         return reader.folded.error
     return f"exit code {end.code}", f"exit code {end.code}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
 
 
 def _write(text: str) -> None:

@@ -1,6 +1,7 @@
 """What several processes print: passed on line by line, tracebacks folded, all of it in files."""
 
 import re
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -116,13 +117,18 @@ def _of_others(left: Counter[str]) -> list[str]:
 class KeptOutput:
     """The output of one process in a file of bounded size.
 
+    If it cannot be written, as on a full disk, that is printed once and the run goes on.
+
     Args:
         path: The file; what is older than the last 32 MiB moves to a second one, `.1`.
+        number: Which process.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, number: int):
         self.path = path
-        self._file: IO[str] = path.open("a", encoding="utf-8")
+        self._number = number
+        self._file: IO[bytes] | None = None
+        self._try(self._open)
 
     def write(self, line: str) -> None:
         """Adds a line.
@@ -130,16 +136,34 @@ class KeptOutput:
         Args:
             line: The line with its end.
         """
-        self._file.write(line)
-        self._file.flush()
-        if self._file.tell() > _MOST_BYTES:
-            self._file.close()
-            self.path.replace(f"{self.path}.1")
-            self._file = self.path.open("a", encoding="utf-8")
+        self._try(lambda: self._add(line.encode(errors="replace")))
 
     def close(self) -> None:
         """Closes the file."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
+
+    def _open(self) -> None:
+        # Unbuffered: a process that hangs is looked at while it does.
+        self._file = self.path.open("ab", buffering=0)
+
+    def _add(self, line: bytes) -> None:
+        if self._file is None:
+            return
+        self._file.write(line)
+        if self._file.tell() > _MOST_BYTES:
+            self._file.close()
+            self.path.replace(f"{self.path}.1")
+            self._open()
+
+    def _try(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except OSError as error:
+            self.close()
+            self._file = None
+            said = f"launch: what process {self._number} prints is no longer kept: {error}"
+            print(said, file=sys.stderr, flush=True)
 
 
 class Reader:
@@ -172,7 +196,7 @@ class Reader:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        kept = KeptOutput(self.path)
+        kept = KeptOutput(self.path, self._number)
         with self._lines as lines:
             for line in lines:
                 kept.write(line)

@@ -177,7 +177,9 @@ def started_again(
     while True:
         attempt = loop.made + 1
         if goodput is not None:
-            records.append(goodput, records.LAUNCH, processes=num_processes, number=attempt)
+            # A file that cannot be written is an error before the run, and no end of one.
+            add = records.append if attempt == 1 else records.try_append
+            add(goodput, records.LAUNCH, processes=num_processes, number=attempt)
         outcome = start(num_processes, attempt)
         if not outcome.code:
             if goodput is not None:

@@ -1,7 +1,8 @@
-"""This process's report to its launcher: the current step, and the error that ends it."""
+"""What this process lets its launcher know: the step it is at, and the error that ends it."""
 
 import contextlib
 import json
+import logging
 import os
 import sys
 import time
@@ -12,19 +13,32 @@ from keras_tpu_dist.common import phases
 from keras_tpu_dist.launcher.names import REPORT
 from keras_tpu_dist.launcher.reports import ERROR, STEP, WIDTH
 
+logger = logging.getLogger("keras_tpu_dist")
+
 _MOST_WORDS = 2000
 
 
 def begin() -> None:
-    """Starts to report, if a launcher has named a file."""
+    """Begins to write, if a launcher has named a file."""
     path = os.environ.pop(REPORT, "")
     if not path:
         return
-    file = os.open(path + STEP, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        file = os.open(path + STEP, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        _say_unwritten(path, error)
+        return
+    writes = True
 
-    # A write to the page cache, which outlives the process, however it ends.
+    # A write to the page cache, which outlives the process however it ends.
     def write(step: int) -> None:
-        os.pwrite(file, b"%*d" % (WIDTH, step), 0)
+        nonlocal writes
+        if writes:
+            try:
+                os.pwrite(file, b"%*d" % (WIDTH, step), 0)
+            except OSError as error:
+                writes = False
+                _say_unwritten(path, error)
 
     phases.tell_of_steps(write)
     before = sys.excepthook
@@ -35,6 +49,11 @@ def begin() -> None:
         before(kind, error, trace)
 
     sys.excepthook = hook
+
+
+def _say_unwritten(path: str, error: OSError) -> None:
+    """What the launcher learns less of must not end a run."""
+    logger.warning("the launcher does not see at which step this is: %s: %s", path, error)
 
 
 def _write_error(path: str, kind: type[BaseException], error: BaseException) -> None:

@@ -11,7 +11,7 @@ import keras_tpu_dist as ktd
 from keras_tpu_dist.common import phases
 from keras_tpu_dist.common.phases import BUILD, INPUT, OTHER, REPLAY, START, TRAIN, VALIDATE
 from keras_tpu_dist.goodput import recorder, records
-from keras_tpu_dist.goodput.report import IDLE, goodput_of
+from keras_tpu_dist.goodput.report import IDLE, _time_text, goodput_of
 from keras_tpu_dist.shell.main import main
 
 X = np.random.default_rng(0).normal(size=(45, 4)).astype("float32")
@@ -161,6 +161,31 @@ ODD = (
     b"[" * 4000 + b"\n",
     b'{"what": "spent", "at": 3',
 )
+
+
+def test_of_several_launchers_that_of_process_0_tells_of_the_run(tmp_path):
+    """With `launch --here --goodput` on a shared disk each host's launcher adds lines."""
+    path = str(tmp_path / "goodput.jsonl")
+    lines = [
+        (records.LAUNCH, 100, {"processes": 1, "host": "a"}),
+        (records.START, 101, {"since": 100.5, "host": "a"}),
+        (records.LAUNCH, 102, {"processes": 1, "host": "b"}),
+        (records.SPENT, 110, {"seconds": {TRAIN: 9.5}, "now": TRAIN, "step": 9}),
+        (records.FAILED, 110.2, {"code": 75, "host": "b"}),
+        (records.FAILED, 110.5, {"code": 1, "host": "a"}),
+    ]
+    for what, at, fields in lines:
+        records.append(path, what, at=at, **fields)
+    report = goodput_of(path)
+    assert report.seconds[TRAIN] == pytest.approx(10.0)
+    assert [start.ended for start in report.starts] == ["failed"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(3599, "1 h 0 min"), (7199, "2 h 0 min"), (5400, "1 h 30 min")]
+)
+def test_minutes_are_less_than_an_hour(seconds, text):
+    assert _time_text(seconds) == text
 
 
 def test_lines_of_another_form_are_left_out(tmp_path, capsys):

@@ -9,9 +9,11 @@ import time
 
 import pytest
 
+from keras_tpu_dist.common import phases
 from keras_tpu_dist.launcher.launch import launch
-from keras_tpu_dist.launcher.output import Folded
+from keras_tpu_dist.launcher.output import Folded, Reader
 from keras_tpu_dist.launcher.restart import Restarts
+from keras_tpu_dist.processes import report
 
 # Does in each start what the argument says. A process writes its step and its error where
 # `initialize` would, which takes seconds to import.
@@ -168,6 +170,107 @@ def test_what_failed_first_is_said_once_with_the_users_frames(started, tmp_path)
     path = lines[-1].rpartition(" ")[2]
     assert "Traceback (most recent call last):" in pathlib.Path(path).read_text()
     assert "Traceback (most recent call last):" not in out
+
+
+ODD = """
+import os, pathlib, signal, subprocess, sys
+act, start = sys.argv[1], int(pathlib.Path(os.environ["KTD_REPORT"]).parent.name)
+if act == "prints":
+    for number in range(20_000):
+        print("line", number)
+if act == "signal":
+    os.kill(os.getpid(), signal.SIGRTMIN + 3)
+if act == "goodput" and start == 1:
+    os.remove("goodput.jsonl")
+    os.mkdir("goodput.jsonl")
+    os._exit(3)
+if act == "child" and start == 1:
+    subprocess.Popen(["sleep", "40"])
+    os._exit(3)
+"""
+
+
+@pytest.fixture
+def odd(tmp_path, monkeypatch, capfd):
+    """Launches two processes that do something odd; the exit code, and what was said."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "odd.py").write_text(ODD)
+
+    def run(act, limit=0, **options):
+        command = [sys.executable, "odd.py", act]
+        restarts = Restarts(limit, 0.0)
+        options = {"logs": tmp_path / "logs", "restarts": restarts} | options
+        code = launch(command, 2, 1, 0.3, **options)
+        return code, *capfd.readouterr()
+
+    return run
+
+
+def test_a_full_disk_under_the_logs_does_not_end_the_run(odd, tmp_path):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "1.log").symlink_to("/dev/full")
+    code, out, said = odd("prints")
+    assert code == 0
+    assert out.count("[1] line ") == out.count("[0] line ") == 20_000
+    assert said.count("launch: what process 1 prints is no longer kept") == 1
+    assert "No space left on device" in said
+
+
+def test_a_full_disk_under_goodput_does_not_end_the_run(odd):
+    code, _, said = odd("goodput", limit=3, goodput="goodput.jsonl")
+    assert code == 0
+    assert "restart 1 of 3" in said
+
+
+def test_a_signal_without_a_name(odd):
+    code, _, said = odd("signal")
+    assert code == 128 + signal.SIGRTMIN + 3
+    assert f"killed by signal {signal.SIGRTMIN + 3}" in said
+
+
+def test_a_folder_that_a_killed_launcher_left(odd, tmp_path):
+    (tmp_path / "logs" / ".reports" / "1").mkdir(parents=True)
+    (tmp_path / "logs" / ".reports" / "1" / "0.step").write_text("77".rjust(20))
+    code, _, said = odd("signal")
+    assert code == 128 + signal.SIGRTMIN + 3
+    assert "before its first step" in said
+
+
+def test_a_childs_child_that_holds_the_output_costs_seconds_once(odd, monkeypatch):
+    waits, join = [], Reader.join
+
+    def joined(reader, timeout_s):
+        began = time.monotonic()
+        join(reader, timeout_s)
+        waits.append(time.monotonic() - began)
+
+    monkeypatch.setattr(Reader, "join", joined)
+    assert odd("child", limit=1)[0] == 0
+    # Two processes started one each.
+    assert len(waits) == 4
+    assert 4 < sum(waits) < 8
+
+
+def test_a_step_that_cannot_be_noted_does_not_end_the_run(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(phases, "_listeners", [])
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    (tmp_path / "0.step").symlink_to("/dev/full")
+    monkeypatch.setenv("KTD_REPORT", str(tmp_path / "0"))
+    report.begin()
+    for step in range(3):
+        phases.at_step(step)
+    monkeypatch.setenv("KTD_REPORT", str(tmp_path / "nowhere" / "0"))
+    report.begin()
+    words = [each.getMessage() for each in caplog.records]
+    assert [each.partition(":")[0] for each in words] == [
+        "the launcher does not see at which step this is"
+    ] * 2
+
+
+def test_a_process_may_change_its_directory(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    code = "import os; os.chdir('/'); open(os.environ['KTD_REPORT'] + '.step', 'w')"
+    assert launch([sys.executable, "-c", code], 1, 1, logs="logs") == 0
 
 
 HERE = """
