@@ -131,6 +131,15 @@ class ByWidth:
         """
         return {}
 
+    def _stored(self, table: Any) -> Any:
+        """The table, or its gradient, as it is stored."""
+        layout = named_sharding(self._split.mesh, tuple(self._split.layout))
+        return lax.with_sharding_constraint(table, layout)
+
+    def _used(self, table: Any) -> Any:
+        """The table, or its gradient, by its width."""
+        return constrained(table, self._split.mesh, {0: (), 1: self._width})
+
     def _features(self, array: Any) -> Any:
         """Features of all rows of the batch, each device with its columns."""
         return constrained(array, self._split.mesh, {0: self._rows, array.ndim - 1: self._width})
@@ -145,9 +154,8 @@ class ByWidth:
     def _looking_up(self, gather: Equation, indices: Atom) -> Callable:
         def compute(value: Callable) -> list:
             with jax.named_scope(self._scope):
-                table = constrained(
-                    value(gather.operands[0]), self._split.mesh, {0: (), 1: self._width}
-                )
+                # Stored first: what is exchanged is then what its layer rounded it to.
+                table = self._used(self._stored(value(gather.operands[0])))
                 found = gather.equation.primitive.bind(
                     table, self._ids(value(indices)), **gather.equation.params
                 )
@@ -173,11 +181,7 @@ class ByWidth:
                     unique_indices=params["unique_indices"],
                     mode=params["mode"],
                 ).astype(updates.dtype)
-                total = constrained(total, self._split.mesh, {0: (), 1: self._width})
-                layout = tuple(self._split.layout)
-                return [
-                    lax.with_sharding_constraint(total, named_sharding(self._split.mesh, layout))
-                ]
+                return [self._stored(self._used(total))]
 
         return compute
 
