@@ -1,4 +1,4 @@
-"""What this process lets its launcher know: the step it is at, and the error that ends it."""
+"""This process's report to its launcher: the current step, and the error that ends it."""
 
 import contextlib
 import json
@@ -19,7 +19,7 @@ _MOST_WORDS = 2000
 
 
 def begin() -> None:
-    """Begins to write, if a launcher has named a file."""
+    """Starts to report, if a launcher has named a file."""
     path = os.environ.pop(REPORT, "")
     if not path:
         return
@@ -30,7 +30,7 @@ def begin() -> None:
         return
     writes = True
 
-    # A write to the page cache, which outlives the process however it ends.
+    # A write to the page cache, which outlives the process, however it ends.
     def write(step: int) -> None:
         nonlocal writes
         if writes:

@@ -33,13 +33,13 @@ _alone = False
 # Seconds of silence after which a process counts as dead.
 PEER_TIMEOUT_S = 30.0
 _NOBODY_WATCHES = (
-    "JAX has several processes but no coordinator, so they can compare nothing, and one that fails "
-    "leaves the others waiting: call ktd.initialize() first in the program"
+    "JAX has several processes but no coordinator. They cannot compare anything, and if one fails, "
+    "the others wait for ever: call ktd.initialize() first in the program"
 )
-# JAX's own heartbeats end a process without a reason, so they come later than the watch.
+# JAX's own heartbeats end a process without a reason, so they come later than ours.
 _LATER_S = 10
 _LOOK_FOR_LAUNCHER_S = 0.5
-# A coordinator at one of these serves this host alone.
+# A coordinator at one of these addresses serves this host alone.
 _LOOPBACK = ("localhost", "::1", "[::1]")
 _ARGUMENTS = ("coordinator", "num_processes", "process_id")
 _NOTHING = (None, None, None)
@@ -59,36 +59,37 @@ def initialize(
     mtls_peer_uri_prefix: str | None = None,
     verify_secure_credentials: bool | None = None,
 ) -> None:
-    """Makes this process one of those that train together, each on its host's devices.
+    """Joins this process to the others that train together, each on the devices of its host.
 
-    Call it first in the program, the same line in each process. On TPU VMs, GKE, SLURM and Open
-    MPI, and under `python -m keras_tpu_dist launch`, no argument is needed. Without arguments and
-    without a cluster, the program runs as one process, and a WARNING says so. A second call with
-    the same arguments does nothing. If something else has called `jax.distributed.initialize`
-    (a SLURM or Ray wrapper, `keras.distribution.initialize`), the call only starts to watch the
-    other processes; else the first strategy over several processes does.
+    Call it first in the program, the same line in every process. On TPU VMs, GKE, SLURM and Open
+    MPI, and under `python -m keras_tpu_dist launch`, you need no argument. Without arguments and
+    without a cluster, the program runs as one process, with a warning. A second call with the same
+    arguments does nothing. If something else has already called `jax.distributed.initialize` (a
+    SLURM or Ray wrapper, `keras.distribution.initialize`), this call only starts to watch the other
+    processes. If you do not call it then, the first strategy over several processes starts the
+    watch.
 
     Args:
         coordinator: The address of process 0, `"10.0.0.1:8476"`.
         num_processes: The number of processes.
-        process_id: The number of this one, from 0.
-        timeout_s: The most seconds to wait until all have come. After that the process ends with
-            exit code 69.
-        peer_timeout_s: The seconds of silence after which a process counts as dead, and all
-            others end.
-        mtls_cert_file: As `jax.distributed.initialize` takes it, from JAX 0.12 on: the file of
-            this process's certificate. With it, the coordinator and its clients authenticate each
-            other and encrypt their messages.
-        mtls_key_file: The file of its private key.
-        mtls_ca_file: The file of the certificates that others' are checked against.
-        mtls_peer_uri_prefix: What a URI of the others' certificates must begin with, if they name
-            no host.
-        verify_secure_credentials: Whether it is an error to have no certificates.
+        process_id: The number of this process, from 0.
+        timeout_s: The most seconds to wait until all processes have joined. After that the process
+            ends with exit code 69.
+        peer_timeout_s: The seconds of silence after which a process counts as dead, and all others
+            end.
+        mtls_cert_file: The file with this process's certificate, as in
+            `jax.distributed.initialize`, from JAX 0.12 on. With it, the coordinator and its clients
+            authenticate one another and encrypt their messages.
+        mtls_key_file: The file with its private key.
+        mtls_ca_file: The file with the certificates to check those of the other processes against.
+        mtls_peer_uri_prefix: The prefix that a URI in the others' certificates must have, if they
+            name no host.
+        verify_secure_credentials: Whether missing certificates are an error.
 
     Raises:
-        ValueError: If only some of the first three are known, one is malformed, or this JAX has
-            no certificates.
-        RuntimeError: If JAX has started already, or as another process.
+        ValueError: If only some of the first three are known, one is malformed, or this JAX does
+            not support certificates.
+        RuntimeError: If JAX has already started, or was initialized as another process.
 
     Example:
 
@@ -145,7 +146,7 @@ def initialize(
 
 
 def _count_time() -> None:
-    """Has process 0 write what its time goes to, if a launcher has named a file."""
+    """Lets process 0 record how its time is spent, if a launcher has named a file."""
     path = os.environ.pop(records.GOODPUT, None)
     if path and _keras.started_as()[2] in (None, 0):
         try:
@@ -158,13 +159,13 @@ def _count_time() -> None:
 def watch_peers(peer_timeout_s: float | None = None, *, together: bool = False) -> None:
     """Opens the host channel and starts the watch, unless they run already.
 
-    Called by `initialize`, and by the first strategy over several processes, so that a process
-    that fails ends the others even if something else started JAX's distributed runtime.
+    `initialize` and the first strategy over several processes call it. So a process that fails ends
+    the others, even if something else started JAX's distributed runtime.
 
     Args:
         peer_timeout_s: See `initialize`; `None` for its default.
-        together: Whether all processes call it at the same time, so that one that stays silent is
-            dead, not late.
+        together: Whether all processes call it at the same time. If so, a silent process is dead,
+            not late.
     """
     if is_open():
         return
@@ -193,30 +194,30 @@ def _no_cluster(given: tuple, error: ValueError) -> None:
     if given != _NOTHING:
         raise ValueError(
             message(
-                "Outside of a cluster that JAX knows (TPU VM, GKE, SLURM, Open MPI), all of "
-                "coordinator, num_processes and process_id are given, or none.",
+                "Outside of a cluster that JAX knows (TPU VM, GKE, SLURM, Open MPI), give all of "
+                "coordinator, num_processes and process_id, or none.",
                 received=dict(zip(_ARGUMENTS, given)),
                 fix=_FIX,
             )
         ) from error
     _alone = True
     log_once(
-        "ktd.initialize() found no cluster (TPU VM, GKE, SLURM, Open MPI) and was given no "
+        "ktd.initialize() found no cluster (TPU VM, GKE, SLURM, Open MPI) and got no "
         "coordinator: this program runs as one process",
         logging.WARNING,
     )
 
 
 class _Deadline:
-    """Ends the process if others do not come: JAX would abort it without a reason."""
+    """Ends the process if others do not join: JAX would abort it without a reason."""
 
     def __init__(self, timeout_s: float, given: tuple):
         self._text = message(
-            "All processes must come to ktd.initialize().",
+            "All processes must call ktd.initialize().",
             received={**dict(zip(_ARGUMENTS, given)), "waited_s": timeout_s},
-            fix="Start all of them with the same coordinator and num_processes, each with a "
-            "process_id of its own, on hosts that reach the coordinator's port; raise timeout_s "
-            "if they start slowly.",
+            fix="Start all of them with the same coordinator and num_processes and with different "
+            "values of process_id, on hosts that can reach the coordinator's port; raise "
+            "timeout_s if they start slowly.",
         )
         self._timer = threading.Timer(timeout_s, self._end)
         self._timer.daemon = True
@@ -233,7 +234,7 @@ class _Deadline:
 
 
 def _checked(certificates: dict[str, Any]) -> dict[str, Any]:
-    """Arguments for JAX's mutual TLS, if this JAX takes them and can read what they name."""
+    """Arguments for JAX's mutual TLS, if this JAX has them and their files are readable."""
     known = inspect.signature(jax.distributed.initialize).parameters
     if not certificates.keys() <= known.keys():
         raise ValueError(
@@ -247,23 +248,23 @@ def _checked(certificates: dict[str, Any]) -> dict[str, Any]:
         if name.endswith("_file") and not os.access(path, os.R_OK):
             raise ValueError(
                 message(
-                    "The files of certificates can be read.",
+                    "The files with certificates must be readable.",
                     received={name: path},
-                    fix="Correct the path, or who may read the file.",
+                    fix="Correct the path, or the permissions of the file.",
                 )
             )
     return certificates
 
 
 def _bind_address(coordinator: str | None) -> str | None:
-    """Where the coordinator listens, or `None` for JAX's default, which is on every address."""
+    """The address that the coordinator binds to, or `None` for JAX's default, which is any."""
     host = (coordinator or "").rpartition(":")[0]
     local = host in _LOOPBACK or host.startswith("127.")
     return coordinator if local and "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ else None
 
 
 def end_with_launcher() -> None:
-    """Ends this process when the launcher that started it is gone, if one did."""
+    """Ends this process when the launcher that started it is gone, if there was one."""
     launcher = int(os.environ.pop(LAUNCHER, 0))
     if launcher and os.name == "posix":
         look = threading.Thread(target=_look_for, args=(launcher,), name="ktd-launcher")
@@ -320,7 +321,7 @@ def _check_same(given: tuple) -> None:
     if any(new not in (None, old) for new, old in zip(given, started)):
         raise RuntimeError(
             message(
-                "A process is initialized once.",
+                "A process can be initialized only once.",
                 received={
                     **dict(zip(_ARGUMENTS, given)),
                     "initialized as": dict(zip(_ARGUMENTS, started)),
