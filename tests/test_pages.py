@@ -98,6 +98,32 @@ def test_the_readme_is_short_and_has_pictures():
     assert len(re.findall(r"!\[[^]]+\]\(docs/pictures/", text)) >= 2
 
 
+def test_the_picture_of_the_first_screen_is_drawn_from_the_table():
+    pictures = of_docs("pictures")
+    found = pictures.sizes()
+    assert pictures.PICTURE.read_text() == pictures.svg(found), "run python docs/pictures.py"
+    assert found == sorted(found, reverse=True)
+
+
+REPORTS = of_docs("reports")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REPORTS.PAGES)
+def test_a_report_that_the_site_shows_is_as_it_is_written_now(name):
+    """`python docs/reports.py` writes it anew."""
+    keras.backend.clear_session()
+    assert (REPORTS.REPORTS / name).read_text() == REPORTS.PAGES[name]()
+
+
+def test_the_site_shows_every_report():
+    text = "".join(page.read_text() for page in PAGES)
+    assert {path.name for path in REPORTS.REPORTS.iterdir()} == {*REPORTS.PAGES}
+    for name in REPORTS.PAGES:
+        assert f'<iframe class="report" src="reports/{name}"' in text
+        assert f"](reports/{name})" in text
+
+
 @pytest.mark.parametrize("rule", reader.RULES)
 def test_pages_read_well(rule):
     assert reader.problems(rule) == []
