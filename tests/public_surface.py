@@ -421,6 +421,8 @@ ROWS: dict[str, Row] = {
             "overwrite": FLAG,
             "grace_s": SECONDS,
             "keep_every_hours": SECONDS_OR_NONE,
+            "local": PATH[1:],
+            "local_every_steps": COUNT_OR_NONE,
         },
     ),
     "BackupAndRestore": Row(

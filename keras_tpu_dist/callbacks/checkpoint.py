@@ -57,6 +57,10 @@ class Checkpoint(keras.callbacks.Callback):
             first wait for the checkpoint too; a later one ends the process at once, without saving.
         keep_every_hours: In addition, keep one checkpoint for every so many hours: the first one,
             and then every one that is this much newer than the last of them.
+        local: A directory of this run on each host's own disk, for checkpoints beside those in
+            `directory` that are written faster and more often. A fit resumes from the newest one
+            of which its processes can read all parts together, otherwise from `directory`.
+        local_every_steps: Train steps between two of them; needs a `TPUStrategy`.
 
     Raises:
         ValueError: If an argument has the wrong type or value; in `fit`, if the directory has
@@ -95,6 +99,8 @@ class Checkpoint(keras.callbacks.Callback):
         overwrite: bool = False,
         grace_s: float = GRACE_S,
         keep_every_hours: float | None = None,
+        local: str | os.PathLike | None = None,
+        local_every_steps: int | None = None,
     ):
         super().__init__()
         _keras.install()  # for `before_fit` and `after_fit`, also without a strategy
@@ -111,6 +117,8 @@ class Checkpoint(keras.callbacks.Callback):
             overwrite=overwrite,
             grace_s=grace_s,
             keep_every_hours=keep_every_hours,
+            local=local,
+            local_every_steps=local_every_steps,
         )
         self.directory = self._options.path
         # The running fit, from its start to its end.
@@ -193,7 +201,7 @@ class Checkpoint(keras.callbacks.Callback):
         # With several Checkpoints in one fit, the one that has the newest checkpoint loads it for
         # all.
         leader = next((each for each in self._all if each.has_loaded), None)
-        newer = leader is None or (there and own.store.steps[-1] > leader.place.step)
+        newer = leader is None or (there and own.newest > leader.place.step)
         if there and self._options.resume and newer:
             leader = own
             own.go_on()
@@ -311,6 +319,5 @@ class Checkpoint(keras.callbacks.Callback):
         # one.
         if sigterm.comes() and all(each.is_known for each in self._all):
             for each in self._all:
-                each.save_place()
-                each.wait()
+                each.save_last()
             sigterm.end()

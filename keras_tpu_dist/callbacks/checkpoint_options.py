@@ -30,6 +30,8 @@ class CheckpointOptions:
     overwrite: bool = False
     grace_s: float = GRACE_S
     keep_every_hours: float | None = None
+    local: Any = None
+    local_every_steps: int | None = None
 
     def __post_init__(self):
         _check_intervals(self)
@@ -43,6 +45,7 @@ class CheckpointOptions:
         _check_hours(self.keep_every_hours)
         check_seconds("Checkpoint", grace_s=self.grace_s)
         _check_directory(self.directory)
+        _check_local(self.local, self.local_every_steps)
 
     @property
     def path(self) -> str:
@@ -133,6 +136,23 @@ def _check_directory(directory: Any) -> None:
                 "Checkpoint needs a directory.",
                 received={"directory": directory},
                 fix='Write for example Checkpoint("checkpoints", every_steps=500).',
+            )
+        )
+
+
+def _check_local(local: Any, every_steps: Any) -> None:
+    if local is None and every_steps is None:
+        return
+    path = os.fspath(local) if isinstance(local, (str, os.PathLike)) else None
+    is_here = isinstance(path, str) and path != "" and "://" not in path
+    if not is_here or not is_count(every_steps, 1):
+        raise ValueError(
+            message(
+                "local is a directory on the host's own disk, and local_every_steps a number of "
+                "steps of at least 1; both are given or neither.",
+                received={"local": local, "local_every_steps": every_steps},
+                fix='Write for example Checkpoint(directory, every_steps=1000, local="/ssd/run7", '
+                "local_every_steps=50).",
             )
         )
 

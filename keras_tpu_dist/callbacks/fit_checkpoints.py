@@ -1,5 +1,6 @@
 """The checkpoints of one fit: finding, resuming and saving them."""
 
+import contextlib
 import logging
 import time
 import uuid
@@ -21,8 +22,11 @@ from keras_tpu_dist.callbacks.states import (
     standing_of,
 )
 from keras_tpu_dist.callbacks.stop_at_step import goes_beyond, reached_by
+from keras_tpu_dist.checkpoint.keeping import written_at_s
+from keras_tpu_dist.checkpoint.local import LocalTier
 from keras_tpu_dist.checkpoint.manifest import OF_FIT, CheckpointError, Manifest
-from keras_tpu_dist.checkpoint.restore import load_newest
+from keras_tpu_dist.checkpoint.restore import load, load_newest
+from keras_tpu_dist.checkpoint.restored import Restored
 from keras_tpu_dist.checkpoint.snapshot import extra_of, snapshot
 from keras_tpu_dist.checkpoint.store import Store
 from keras_tpu_dist.common import phases
@@ -102,12 +106,14 @@ class Due:
     Attributes:
         options: The options of the `Checkpoint`.
         steps: Train steps since the last checkpoint.
+        local_steps: Train steps since the last checkpoint on the hosts' own disks.
         launches: Launches of the fit.
         saved_at_s: When the last checkpoint was saved, or the fit started.
     """
 
     options: CheckpointOptions
     steps: int = 0
+    local_steps: int = 0
     launches: int = 0
     saved_at_s: float = field(default_factory=time.monotonic)
 
@@ -118,11 +124,17 @@ class Due:
             steps: Its train steps.
         """
         self.steps += steps
+        self.local_steps += steps
         self.launches += 1
 
     def saved(self) -> None:
         """Notes that a checkpoint is being saved."""
         self.steps, self.saved_at_s = 0, time.monotonic()
+
+    def locally(self) -> bool:
+        """Whether one on the hosts' own disks is due after the launch."""
+        every_steps = self.options.local_every_steps
+        return every_steps is not None and self.local_steps >= every_steps
 
     def within_epoch(self) -> bool:
         """Whether a checkpoint is due after this launch, the same in all processes."""
@@ -177,6 +189,7 @@ class FitCheckpoints:
 
     Attributes:
         store: The directory.
+        local: Checkpoints on the hosts' own disks, if there are any.
         place: The current position of training.
         due: When the next checkpoint is due.
         resumed: The state that the fit resumes from, until its first epoch has started.
@@ -195,17 +208,26 @@ class FitCheckpoints:
             "save every_epochs=1",
             every_steps=options.every_steps,
             every_minutes=options.every_minutes,
+            local_every_steps=options.local_every_steps,
         )
         _check_processes(fit.trainer)
         self.options, self.fit, self.preemption = options, fit, preemption
+        # Without a failure hook, nobody would wait for the last checkpoint of a fit that fails.
+        asynchronous = options.asynchronous and _keras.failure_is_seen()
         self.store = Store(
             options.path,
             keep=options.keep,
             best=options.best,
             every_s=options.seconds_kept,
-            # Without a failure hook, nobody would wait for the last checkpoint of a fit that fails.
-            asynchronous=options.asynchronous and _keras.failure_is_seen(),
+            asynchronous=asynchronous,
         )
+        self.local: LocalTier | None = None
+        if options.local is not None:
+            try:
+                self.local = LocalTier(options.local, asynchronous)
+            except BaseException:
+                self.store.close()
+                raise
         self.place = TrainingPlace()
         self.due = Due(options)
         self.resumed: Resumed | None = None
@@ -249,7 +271,35 @@ class FitCheckpoints:
                     fix="Give a directory on storage that all processes share.",
                 )
             )
-        return bool(steps)
+        if self.local is not None:
+            self._look_for_local(self.local, steps)
+        return bool(steps or self._found_locally)
+
+    def _look_for_local(self, local: LocalTier, steps: list[int]) -> None:
+        """Looks for newer checkpoints of the same run on the hosts' own disks."""
+        run, step, at_s = None, -1, 0.0
+        for step_here in reversed(steps):
+            with contextlib.suppress(CheckpointError):
+                manifest = self.store.manifest(step_here)
+                run, step = manifest.training.get("run"), step_here
+                at_s = written_at_s(manifest.written) or 0.0
+                break
+        if not steps:
+            run = self.store.noted_run
+        run = run if isinstance(run, str) else None
+        what = f"looking for the run of {self.options.path}"
+        # Process 0 decides: the directory may just have changed.
+        run, step, at_s = agree(what, FIX, [run, step, at_s], [(None, str), int, float])[0]
+        local.look_for(run, step, at_s)
+
+    @property
+    def _found_locally(self) -> list[int]:
+        return [] if self.local is None else self.local.steps
+
+    @property
+    def newest(self) -> int:
+        """The step of the newest checkpoint that was found."""
+        return max([*self.store.steps[-1:], *self._found_locally], default=-1)
 
     def take_place_of_others(self) -> None:
         """Lets the first checkpoint of this run replace the existing ones.
@@ -262,7 +312,7 @@ class FitCheckpoints:
                 message(
                     "A directory holds the checkpoints of one run.",
                     received=f"resume=False and {self.options.path!r}, which has checkpoints of "
-                    f"steps {self.store.steps}.",
+                    f"steps {[*self.store.steps, *self._found_locally]}.",
                     fix="Give this run its own directory, leave resume=False out to resume, or "
                     "write overwrite=True: old checkpoints are deleted once this run has saved.",
                 )
@@ -273,12 +323,29 @@ class FitCheckpoints:
         """Names the run, the same in all processes; a resumed run keeps its name."""
         self.run = agree("naming the run", FIX, uuid.uuid4().hex[:12], str)[0]
 
+    def _loaded(self) -> tuple[Restored, Manifest, Store | LocalTier]:
+        """Loads the newest checkpoint; where it was."""
+        while self.local is not None and self.local.found is not None:
+            local, step = self.local, self.local.found.step
+            try:
+                report, manifest = load(self.fit.trainer, local, step, True, (), (), OF_FIT)
+            except CheckpointError as error:
+                logger.warning("%s Another one is tried.", error)
+                self._look_for_local(local, self.store.steps)
+                continue
+            local.goes_on()
+            return report, manifest, local
+        report, manifest = load_newest(self.fit.trainer, self.store, needs=OF_FIT)
+        return report, manifest, self.store
+
     def go_on(self) -> None:
         """Loads the newest checkpoint and resumes the fit from there."""
         fit, place = self.fit, self.place
-        report, manifest = load_newest(fit.trainer, self.store, needs=OF_FIT)
+        report, manifest, store = self._loaded()
         training = manifest.training
-        place.step = place.saved_step = training["step"]
+        place.step = training["step"]
+        # What lies on the hosts' own disks alone is still to be saved.
+        place.saved_step = place.step if store is self.store else None
         # If a callback stopped training, nothing is left to do.
         reached = training.get("reached")
         stopped = (training["stopped"] and not training["done"]) or reached is not None
@@ -290,7 +357,7 @@ class FitCheckpoints:
             _keras.begin_at_epoch(fit.trainer, fit.epochs)
         resumed.manifest = manifest
         saved = extra_of(manifest, fit.trainer, len(fit.callbacks))
-        values = self.store.load(report.step, [(each, None, each.entry.dtype) for each in saved])
+        values = store.load(report.step, [(each, None, each.entry.dtype) for each in saved])
         resumed.arrays = {each.entry.path: value for each, value in zip(saved, values)}
         resumed.variables = [(v, v.value) for v in _keras.state_variables(fit.trainer)]
         resumed.position = own_position(training["positions"])
@@ -300,8 +367,8 @@ class FitCheckpoints:
             fit.control.begin_at = resumed.position
         self.run = training.get("run", self.run)
         if resumed.epoch < fit.epochs:
-            self._try(lambda: self.store.go_on(report.step))
-        self._log(manifest, resumed)
+            self._try(self.store.go_on)
+        self._log(manifest, resumed, store.directory)
 
     def begin_after(self, epoch: int, done: int) -> Resumed:
         """Lets the fit start where training stopped.
@@ -401,14 +468,30 @@ class FitCheckpoints:
         place.done += steps
         self.due.launched(steps)
         # If a callback stops training here, `save_end` saves, which also records that it stopped.
-        if ends or (not fit.trainer.stop_training and self.due.within_epoch()):
-            self.save_place()
         if ends:
-            self.wait()
+            self.save_last()
+        elif not fit.trainer.stop_training:
+            shared, local = self.due.within_epoch(), self.due.locally()
+            if shared or local:
+                self.save_place(shared=shared, local=local)
 
-    def save_place(self) -> None:
-        """Saves the position after the last launch."""
-        self.save(self.place.epoch, self.place.done, self.place.standing)
+    def save_last(self) -> None:
+        """Saves the position after the last launch on all tiers, and waits."""
+        if self.local is not None:
+            # A local checkpoint that is still being written would be in the way.
+            _finish(self.local.wait)
+        self.save_place(shared=True, local=True)
+        self.wait()
+
+    def save_place(self, *, shared: bool, local: bool) -> None:
+        """Saves the position after the last launch.
+
+        Args:
+            shared: Whether to save in the directory that all hosts see.
+            local: Whether to save on the hosts' own disks, if they are used.
+        """
+        place = self.place
+        self.save(place.epoch, place.done, place.standing, shared=shared, local=local)
 
     def before_train_end(self) -> None:
         """Notes the current state, if a later run resumes from there.
@@ -437,6 +520,9 @@ class FitCheckpoints:
         done: int,
         standing: Standing | None = None,
         reached: int | None = None,
+        *,
+        shared: bool = True,
+        local: bool = False,
     ) -> None:
         """Saves a checkpoint, unless this step has one.
 
@@ -445,28 +531,56 @@ class FitCheckpoints:
             done: How many batches of it are done.
             standing: The state to save; by default the current one.
             reached: The optimizer step at which `StopAtStep` ended the fit.
+            shared: Whether for all hosts.
+            local: Whether on the hosts' own disks, if they are used.
         """
         place = self.place
         metrics = {} if done and reached is None else self._monitored()
-        if place.saved_step == place.step:
+        if shared and place.saved_step == place.step:
             # A run that resumes from the step before the epoch's end repeats that end.
             if metrics:
                 self._try(lambda: self.store.judge(place.step, metrics))
+            shared = False
+        tier = self.local if local else None
+        if tier is not None and tier.saved_step == place.step:
+            tier = None
+        if not shared and tier is None:
             return
         model = self.fit.trainer
         self._sync()
-        self.due.saved()
+        if shared:
+            self.due.saved()
+        if tier is not None:
+            self.due.local_steps = 0
         standing_now = standing or standing_of(model, self.fit.callbacks)
         training = self._described(epoch, done, standing_now) | {
             "reached": reached,
             "metrics": metrics,
         }
+        if tier is not None and tier.is_busy:
+            logger.info("no local checkpoint %d: the one before is being written", place.step)
+            tier = None
         if done and reached is not None:
             training["history_at_end"] = history_of(model.history)
-        with standing_now.in_variables():
-            arrays, manifest = snapshot(model, training, standing_now.arrays)
-        if self._try(lambda: self.store.save(place.step, arrays, manifest)):
-            place.saved_step = place.step
+        if shared or tier is not None:
+            with standing_now.in_variables():
+                arrays, manifest = snapshot(model, training, standing_now.arrays)
+            self._write(arrays, manifest, tier, shared)
+
+    def _write(
+        self,
+        arrays: dict[str, Any],
+        manifest: Callable[[], Manifest],
+        tier: LocalTier | None,
+        shared: bool,
+    ) -> None:
+        step = self.place.step
+        if tier is not None:
+            # Else what a host has on its own disk could be of another run.
+            self._try(lambda: self.store.note_run(self.run))
+            self._try(lambda: tier.save(step, arrays, manifest))
+        if shared and self._try(lambda: self.store.save(step, arrays, manifest)):
+            self.place.saved_step = step
 
     def _sync(self) -> None:
         if self.fit.control is None:
@@ -477,6 +591,8 @@ class FitCheckpoints:
     @phases.phase(phases.SAVE)
     def wait(self) -> None:
         """Waits for the newest checkpoint."""
+        if self.local is not None:
+            _finish(self.local.wait)
         _finish(self.store.wait)
 
     def after_train_begin(self) -> None:
@@ -503,6 +619,8 @@ class FitCheckpoints:
     @phases.phase(phases.SAVE)
     def close(self) -> None:
         """Waits for the last checkpoint, however the fit ended."""
+        if self.local is not None:
+            _finish(self.local.close)
         _finish(lambda: self.store.close(run_has_ended=self.has_ended))
 
     def _described(self, epoch: int, done: int, standing: Standing) -> dict[str, Any]:
@@ -511,11 +629,15 @@ class FitCheckpoints:
         position = position_between_epochs() if control is None else control.input_position(done)
         what = f"checkpoint of model {self.fit.trainer.name!r} after {place.step} steps"
         own = None if position is None else position.to_dict()
+        standings = "" if self.local is None else self.local.standing
+        told = agree(what, FIX, [own, standings], [(None, DictOf(ANYTHING)), str])
+        if self.local is not None:
+            self.local.hear([each for _, each in told])
         return {
             "epoch": epoch,
             "done": done,
             "step": place.step,
-            "positions": agree(what, FIX, own, (None, DictOf(ANYTHING))),
+            "positions": [each for each, _ in told],
             "stopped": standing.stopped,
             "callbacks": standing.states,
             "history": standing.history,
@@ -541,8 +663,8 @@ class FitCheckpoints:
             return False
         return True
 
-    def _log(self, manifest: Manifest, resumed: Resumed) -> None:
-        place, directory = self.place, self.options.path
+    def _log(self, manifest: Manifest, resumed: Resumed, directory: str) -> None:
+        place = self.place
         who = (manifest.written.get("model"), manifest.written.get("at"), place.step)
         if resumed.epoch < self.fit.epochs:
             logger.warning(

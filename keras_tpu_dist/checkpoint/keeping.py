@@ -22,9 +22,12 @@ logger = logging.getLogger("keras_tpu_dist")
 MANIFEST_FILE = ("manifest", "metadata")
 _METRICS_FILE = ("metrics", "metrics")
 _ENDED_FILE = ("metrics", "ended")
-_HALF = ".orbax-checkpoint-tmp"
+HALF = ".orbax-checkpoint-tmp"
 _REMOVED, _REPLACED, _OTHER_RUNS = ".removed", ".replaced", "replaced_run"
 _LOCK = ".in_use"
+# Whose checkpoints hosts may have on their own disks.
+_RUN = "run_id"
+_MOST_OF_A_RUN = 100
 
 
 @dataclass(frozen=True)
@@ -236,7 +239,7 @@ def settle(root: Any) -> None:
                 remove(path)
             else:
                 path.rename(step)
-        elif path.name.endswith(_REMOVED) or _HALF in path.name:
+        elif path.name.endswith(_REMOVED) or HALF in path.name:
             path.rmtree()
 
 
@@ -247,6 +250,7 @@ def set_runs_aside(root: Any, steps: Iterable[int]) -> None:
         root: The directory of checkpoints.
         steps: Their steps.
     """
+    (root / _RUN).unlink(missing_ok=True)
     aside = root / _OTHER_RUNS
     aside.mkdir(exist_ok=True)
     for step in steps:
@@ -261,6 +265,31 @@ def drop_other_runs(root: Any) -> None:
     """
     if (root / _OTHER_RUNS).exists():
         remove(root / _OTHER_RUNS)
+
+
+def note_run(root: Any, run: str) -> None:
+    """Notes which run this is, before it has a checkpoint here.
+
+    Args:
+        root: The directory of checkpoints.
+        run: Its name.
+    """
+    if noted_run(root) != run:
+        half = root / f"{_RUN}.half"
+        half.write_text(run)
+        half.replace(root / _RUN)
+
+
+def noted_run(root: Any) -> str | None:
+    """The run that `note_run` noted, if any.
+
+    Args:
+        root: The directory of checkpoints.
+    """
+    file = root / _RUN
+    if not file.exists() or file.stat().length > _MOST_OF_A_RUN:
+        return None
+    return file.read_bytes().decode(errors="replace")
 
 
 class Lock:

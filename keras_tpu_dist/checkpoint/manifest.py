@@ -75,11 +75,14 @@ class Manifest:
         arrays: The arrays, by kind: `"weights"`, `"slots"`, `"optimizer"`, `"metrics"`, `"extra"`.
         training: Where training stood: epoch, batches, history, callbacks, random numbers.
         written: By what, and on which mesh.
+        parts: Which parts of the arrays are beside it, of a checkpoint that each host wrote for
+            itself. See `keras_tpu_dist.checkpoint.parts`.
     """
 
     arrays: dict[str, tuple[Saved, ...]]
     training: dict[str, Any] = field(default_factory=dict)
     written: dict[str, Any] = field(default_factory=dict)
+    parts: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, with a checksum."""
@@ -89,6 +92,8 @@ class Manifest:
             "training": self.training,
             "arrays": {kind: [_row(row) for row in rows] for kind, rows in self.arrays.items()},
         }
+        if self.parts:
+            content["parts"] = self.parts
         return {"crc32": _crc32(content), **content}
 
     def lacks(self, names: Iterable[str]) -> list[str]:
@@ -138,7 +143,7 @@ def from_json(data: Any, where: str) -> Manifest:
             )
         ) from error
     arrays = {kind: tuple(_saved(row) for row in rows) for kind, rows in data["arrays"].items()}
-    return Manifest(arrays, data["training"], data["written"])
+    return Manifest(arrays, data["training"], data["written"], data.get("parts", {}))
 
 
 def _check_version(data: Mapping, where: str) -> None:
@@ -200,6 +205,7 @@ def _check(data: Mapping) -> None:
         _expect(isinstance(rows, list), f"arrays.{kind}", rows)
         for row in rows:
             _check_row(row)
+    _expect(isinstance(data.get("parts", {}), dict), "parts", data.get("parts"))
     written = data["written"]
     mesh = written.get("mesh", {})
     _expect(isinstance(mesh, dict) and all(map(_is_count, mesh.values())), "written.mesh", mesh)

@@ -17,6 +17,7 @@ from keras_tpu_dist.checkpoint.keras_files import (
     is_file_of_keras,
     load_file,
 )
+from keras_tpu_dist.checkpoint.local import LocalTier
 from keras_tpu_dist.checkpoint.manifest import CheckpointError, Manifest, Saved
 from keras_tpu_dist.checkpoint.names import (
     METRICS,
@@ -150,7 +151,7 @@ def load_newest(
 
 def load(
     model: Any,
-    store: Store | KerasDirectory,
+    store: Store | KerasDirectory | LocalTier,
     step: int,
     strict: bool,
     exclude: tuple[str, ...],
@@ -221,7 +222,9 @@ def load(
     return report, manifest
 
 
-def assign_saved(store: Store | KerasDirectory, step: int, chosen: list[tuple[Saved, Any]]) -> None:
+def assign_saved(
+    store: Store | KerasDirectory | LocalTier, step: int, chosen: list[tuple[Saved, Any]]
+) -> None:
     """Loads arrays in groups: a state that fills the memory leaves no space for a second one.
 
     Args:
@@ -309,7 +312,7 @@ def _pairs(state: dict, manifest: Manifest, kind: str, pairs: dict[int, int]) ->
     return [(saved[j], state[kind][i][1]) for i, j in pairs.items()]
 
 
-def _misfit(store: Store | KerasDirectory, step: int, weights: Matching) -> str:
+def _misfit(store: Store | KerasDirectory | LocalTier, step: int, weights: Matching) -> str:
     parts = [
         *unmatched_text(weights.missing, weights.unexpected),
         *(f"of another shape or dtype: {words}" for words in weights.reshaped),

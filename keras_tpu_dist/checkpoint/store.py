@@ -22,6 +22,8 @@ from keras_tpu_dist.checkpoint.keeping import (
     note_ended,
     note_goes_on,
     note_metrics,
+    note_run,
+    noted_run,
     remove,
     set_aside,
     set_runs_aside,
@@ -96,6 +98,7 @@ class Store:
         self._completing: threading.Thread | None = None
         self._failed: BaseException | None = None
         self._known: dict[int, Known] = {}
+        self._noted: str | None = None
         if not read_only and self._is_first:
             with checkpoint_errors(self.directory, "opened"):
                 self._lock_and_settle()
@@ -264,6 +267,26 @@ class Store:
             with checkpoint_errors(self.directory, "written"):
                 set_runs_aside(self._root, self.steps)
 
+    def note_run(self, run: str) -> None:
+        """Notes which run writes here, before it has a checkpoint.
+
+        Args:
+            run: Its name.
+
+        Raises:
+            CheckpointError: If it cannot be written.
+        """
+        if self._is_first and self._noted != run:
+            with checkpoint_errors(self.directory, "written"):
+                note_run(self._root, run)
+            self._noted = run
+
+    @property
+    def noted_run(self) -> str | None:
+        """The run that `note_run` noted, if any."""
+        with checkpoint_errors(self.directory, "read"):
+            return noted_run(self._root)
+
     def manifest(self, step: int) -> Manifest:
         """What the checkpoint of a step holds.
 
@@ -275,7 +298,7 @@ class Store:
         """
         where = f"Checkpoint {step} of {self.directory!r}"
         with checkpoint_errors(self.directory, "read", step):
-            _check_files(self.directory, step)
+            check_files(self.directory, step)
             text = (self._root / str(step)).joinpath(*MANIFEST_FILE).read_text()
             content = json.loads(text)
         return from_json(content, where)
@@ -331,16 +354,15 @@ class Store:
             with checkpoint_errors(self.directory, "written"):
                 raise failed
 
-    def go_on(self, step: int) -> None:
+    def go_on(self) -> None:
         """Removes the note of `close` that the run has ended.
-
-        Args:
-            step: The checkpoint from which the run goes on.
 
         Raises:
             CheckpointError: If it cannot be taken back.
         """
-        if self._is_first:
+        if not self._is_first:
+            return
+        for step in self.steps[-1:]:
             with checkpoint_errors(self.directory, "written", step):
                 note_goes_on(self._root / str(step))
 
@@ -475,8 +497,16 @@ def check_stored(stored: Mapping[str, Any], wanted: Sequence[Saved]) -> None:
             )
 
 
-def _check_files(directory: str, step: int) -> None:
-    """Checks files that Orbax reads at once, before it does: all but the arrays' chunks."""
+def check_files(directory: str, step: int) -> None:
+    """Checks files that are read at once, before they are: all but the arrays' values.
+
+    Args:
+        directory: The directory of checkpoints.
+        step: The checkpoint.
+
+    Raises:
+        ValueError: If one is too large, or no file.
+    """
     if not _is_local(directory):
         return
     for path, folders, names in os.walk(os.path.join(directory, str(step))):

@@ -16,6 +16,8 @@ from keras_tpu_dist.processes.encoding import ListOf, check_array
 
 # The number of elements to compare: another seed or order already shows in the first ones.
 _SAMPLE = 4096
+# How much of what one process sends to all travels at once.
+_WINDOW_BYTES = 64 * 2**20
 
 
 def checksum(array: Any) -> int:
@@ -122,6 +124,32 @@ def joined_rows(array: np.ndarray, groups: Sequence[Sequence[int]]) -> np.ndarra
     return np.concatenate(
         [part.reshape(raw.shape)[: answers[i][0][0]] for i, part in zip(first, parts)]
     )
+
+
+def sent(source: int, size: int, flat: np.ndarray | None = None) -> np.ndarray:
+    """Bytes of one process, in all of them; they travel as arrays do, not over the host channel.
+
+    All processes call it at the same place of the same code: nothing checks that they do.
+
+    Args:
+        source: The process that has them.
+        size: How many there are.
+        flat: The bytes; other processes need give none.
+    """
+    if jax.process_count() == 1:
+        assert flat is not None
+        return flat
+    is_source = jax.process_index() == source
+    result = np.empty(size, np.uint8)
+    for start in range(0, size, _WINDOW_BYTES):
+        part = result[start : start + _WINDOW_BYTES]
+        # Few sizes, so that few programs are compiled.
+        window = np.zeros(max(1024, 1 << (len(part) - 1).bit_length()), np.uint8)
+        if is_source and flat is not None:
+            window[: len(part)] = flat[start : start + len(part)]
+        window = multihost_utils.broadcast_one_to_all(window, is_source=is_source)
+        part[:] = np.asarray(window)[: len(part)]
+    return result
 
 
 def _own_parts(array: Any, sharding: Any) -> jax.Array:
