@@ -1,4 +1,4 @@
-"""Which attention runs, and on which share of the arrays each device runs it."""
+"""Chooses the attention to run, and the share of the arrays for every device."""
 
 import contextvars
 import functools
@@ -36,8 +36,8 @@ def xla_attention(
     """Attention by two einsums and a softmax in float32.
 
     `jax.nn.dot_product_attention` is the same computation, but has no soft cap and refuses values
-    that are wider or narrower than the keys. A row whose mask hides every key weighs all keys
-    alike, as there and in Keras.
+    that are wider or narrower than the keys. If a row's mask hides every key, the row weighs all
+    keys equally, as there and in Keras.
 
     Args:
         query: `(batch, time, heads, width)`.
@@ -81,8 +81,8 @@ def xla_attention(
     return output.reshape(batch, time, heads, value.shape[-1]).astype(query.dtype)
 
 
-# How often the layer that is called repeats each head of its keys and values: Keras's grouped-query
-# attention repeats them before it calls attention, and the kernel reads each head once.
+# How often the called layer repeats the heads of its keys and values: Keras's grouped-query
+# attention repeats them before it calls attention, and the kernel reads every head once.
 _repeats: contextvars.ContextVar[int] = contextvars.ContextVar("repeats", default=1)
 # Of fewer scores than those of so many queries and keys, or no more keys than one block has, XLA
 # takes fewer cycles, forward and gradients, by the compiler's schedules: `python
@@ -90,7 +90,7 @@ _repeats: contextvars.ContextVar[int] = contextvars.ContextVar("repeats", defaul
 _FEWEST_TOKENS = {"v4": 384, "v5e": 256, "v5p": 384, "v6e": 384, "tpu7x": 512}
 _FEWEST_ELSEWHERE = 256
 _BLOCK = 128
-# Of a single query, or a few, blocks of 128 x 128 are mostly padding.
+# With a single query, or a few, blocks of 128 x 128 are mostly padding.
 _MOST_PADDING = 4
 
 
@@ -112,17 +112,17 @@ def dot_product_attention(
     platform: str | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Attention on a mesh: a flash kernel on each TPU's share, XLA's attention elsewhere.
+    """Attention on a mesh: a flash kernel for the share of every TPU, otherwise XLA's attention.
 
-    The batch is split over `data_axes` and padded inside where it does not divide; heads are
-    split over `head_axes`. Where there are fewer key/value heads than devices on the head axes,
-    each device gets the one it needs. Queries may be split along time besides; keys and values are
-    then gathered. The kernel has no bias (JAX's other flash kernel has, but
-    takes it, and returns its gradient, as `(batch, heads, time, source)`, the buffer that a flash
-    kernel is there to avoid), needs float32 or bfloat16 and TPU v4 or later, and computes whole
-    blocks of 128: what it cannot do, or does worse, as short sequences, goes to XLA, logged
-    once with the reason. It
-    has first derivatives in reverse only; `keras.config.disable_flash_attention()` gives the rest.
+    The batch is split over `data_axes`, and padded inside if it is not divisible; heads are split
+    over `head_axes`. If there are fewer key/value heads than devices on the head axes, every device
+    gets the one it needs. Queries may also be split along time; keys and values are then gathered.
+    The kernel has no bias. (JAX's other flash kernel has one, but takes it, and returns its
+    gradient, as `(batch, heads, time, source)`, the very buffer that a flash kernel avoids.) It
+    needs float32 or bfloat16 and TPU v4 or later, and computes whole blocks of 128. XLA computes
+    everything that the kernel cannot do, or does worse, such as short sequences; the reason is
+    logged once. The kernel has only first derivatives, in reverse mode; for others, call
+    `keras.config.disable_flash_attention()`.
 
     Args:
         query: `(batch, time, heads, width)`.
@@ -130,15 +130,15 @@ def dot_product_attention(
         value: `(batch, source, kv_heads, value_width)`.
         mesh: The mesh of the computation.
         data_axes: Mesh axes that split the batch; may be empty.
-        head_axes: Mesh axes that may split the heads; default: all that are not in `data_axes`.
+        head_axes: Mesh axes that may split the heads; by default all that are not in `data_axes`.
             Axes that do not divide the number of heads are left out.
-        time_axis: The mesh axis that splits queries along time where it divides them, or `None`.
+        time_axis: The mesh axis that splits queries along time if it divides them, or `None`.
         bias: Added to the logits; broadcastable to `(batch, heads, time, source)`.
-        mask: True where a query may see a key; broadcastable to `(batch, heads, time, source)`,
-            or `(batch, time, source)`.
+        mask: True if a query may see a key; broadcastable to `(batch, heads, time, source)`, or
+            `(batch, time, source)`.
         scale: Factor of the logits; default `1 / sqrt(width)`.
         is_causal: Whether query `i` sees only keys `0..i`; combines with `mask`.
-        flash_attention: True: the kernel or an error. False: XLA. None: the kernel where it can,
+        flash_attention: True: the kernel, or an error. False: XLA. None: the kernel if possible,
             unless `keras.config.disable_flash_attention()` was called.
         attn_logits_soft_cap: `cap * tanh(logits / cap)`, after the scale, before the bias.
         platform: Platform to compute for; default: that of the mesh's devices.
@@ -182,7 +182,8 @@ def dot_product_attention(
 
 
 def _takes_kernel(flash_attention, query, key, bias, mesh: Mesh, platform: str | None) -> bool:
-    """Decides, says why not, and refuses an order that cannot be carried out."""
+    """Whether the kernel runs; logs the reason if not, and raises if it was explicitly
+    requested."""
     if only_plain_operations():
         return False
     if flash_attention is None:
@@ -209,7 +210,8 @@ def _takes_kernel(flash_attention, query, key, bias, mesh: Mesh, platform: str |
 
 
 def _platform(mesh: Mesh) -> str:
-    """The mesh's, not the process's: a dry run compiles for TPUs that are not here."""
+    """The platform of the mesh, not of the process: a dry run compiles for TPUs that you don't
+    have."""
     return mesh.devices.flat[0].platform
 
 
@@ -323,7 +325,7 @@ def _under_strategy(
 
 
 def _own_heads(query: jax.Array, array: jax.Array) -> jax.Array:
-    """Keys or values without what Keras repeated of them for the query heads that share them."""
+    """Keys or values without the repetition by Keras for the query heads that share them."""
     repeats = _repeats.get()
     if repeats == 1 or array.ndim != 4 or array.shape[2] != query.shape[2]:
         return array

@@ -1,7 +1,8 @@
-"""Flash attention on one device's share: JAX's splash kernel, with every mask made exact.
+"""Flash attention on one device's share: JAX's splash kernel, exact for every mask.
 
 References:
-    - The kernel: https://github.com/jax-ml/jax/tree/main/jax/experimental/pallas/ops/tpu/splash_attention
+    - The kernel:
+      https://github.com/jax-ml/jax/tree/main/jax/experimental/pallas/ops/tpu/splash_attention
     - FlashAttention-2, https://arxiv.org/abs/2307.08691
 """
 
@@ -15,14 +16,14 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
 LANES = 128  # a block of keys must fill whole vector registers
 _BLOCKS = (512, 384, 256, 128)
-# Setting up one more block is taken to cost as much as this many rows. An estimate: it only
-# weighs padding against small blocks, and has not been measured on a chip.
+# One more block is assumed to cost as much as this many rows. This is an estimate, not measured on
+# a chip; it only weighs padding against small blocks.
 _ROWS_PER_STEP = 64
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """How one sequence is cut: its length after padding, and the block size that divides it."""
+    """How a sequence is divided: its padded length, and the block size, which divides it."""
 
     padded: int
     block: int
@@ -30,7 +31,7 @@ class Tiling:
 
 @functools.lru_cache(maxsize=256)
 def tiling(length: int) -> Tiling:
-    """Chooses the block size that wastes least on padding and on many small blocks.
+    """Chooses the block size with the least cost for padding and for many small blocks.
 
     Args:
         length: Sequence length, at least 1.
@@ -54,7 +55,7 @@ class _StaticMask(splash.Mask):
     """Causality and padded keys, computed inside the kernel instead of read from memory.
 
     The kernel skips blocks that this mask empties, and calls `mask_function` with the row and
-    column numbers of the others. Equal masks must hash alike: the kernel caches by mask.
+    column numbers of the others. Equal masks must have equal hashes: the kernel caches by mask.
     """
 
     rows: int
@@ -141,7 +142,7 @@ def _static_kernel(make, heads: int, time: int, source: int, is_causal: bool):
 
 
 def blocks_computed(time: int, source: int, is_causal: bool) -> tuple[int, int]:
-    """The blocks that a mask of padding and causality leaves to compute, and all of them.
+    """The number of blocks that a mask of padding and causality leaves, and that of all blocks.
 
     Args:
         time: Number of queries, before padding.
@@ -163,7 +164,7 @@ def blocks_computed(time: int, source: int, is_causal: bool) -> tuple[int, int]:
 
 
 def blocks_scope(computed: int, blocks: int) -> str:
-    """The scope that tells profiles and dry runs how much of attention a kernel computes.
+    """The scope from which profiles and dry runs know how many blocks a kernel computes.
 
     Args:
         computed: Number of blocks that the kernel computes.
@@ -173,10 +174,10 @@ def blocks_scope(computed: int, blocks: int) -> str:
 
 
 def _pad_dense(mask: jax.Array, rows: int, columns: int) -> jax.Array:
-    """Pads a mask and lets every row that sees nothing see the first key.
+    """Pads a mask, and lets every row that sees nothing see the first key.
 
-    The kernel skips blocks that a mask empties; a row that never runs divides by zero, and its
-    NaN would reach the gradients of keys and values. What such rows compute is replaced.
+    The kernel skips blocks that a mask empties. A row that never runs divides by zero, and its NaN
+    would reach the gradients of keys and values. The results of such rows are replaced.
     """
     mask = jnp.pad(mask, ((0, 0), (0, 0), (0, rows - mask.shape[2]), (0, columns - mask.shape[3])))
     blind = ~jnp.any(mask, axis=-1, keepdims=True)
@@ -207,12 +208,12 @@ def flash_attention(
     soft_cap: float | None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Attention without a `(time, source)` buffer per head, for arrays that lie on one device.
+    """Attention without a `(time, source)` buffer per head, for arrays on one device.
 
-    Lengths are padded to whole blocks inside. The mask is passed in the cheapest form that its
-    shape allows: a mask of keys only (`time` is 1) as segment ids, a mask of queries only
-    (`source` is 1) not at all, any other as one boolean matrix per batch row, shared by the heads
-    that share it. A row that sees no key gets the mean of all values, as from XLA attention.
+    Lengths are padded to whole blocks inside. The mask is passed in the cheapest form for its
+    shape: a mask of keys only (`time` is 1) as segment ids, a mask of queries only (`source` is 1)
+    not at all, any other as one boolean matrix per batch row, shared by the heads that share it. A
+    row that sees no key gets the mean of all values, as in XLA attention.
 
     Args:
         query: `(batch, time, heads, width)`, float32 or bfloat16, already scaled.
@@ -270,7 +271,7 @@ def mean_where_blind(output: jax.Array, sees: jax.Array, value: jax.Array) -> ja
 
 
 def _with_key_mask(make, arrays, valid: jax.Array, time: int, is_causal: bool):
-    """Keys of another segment than every query's are those that the mask hides."""
+    """A mask of keys by segments: hidden keys are in another segment than all queries."""
     query, key = arrays[0], arrays[1]
     valid = jnp.broadcast_to(valid, (query.shape[0], valid.shape[1]))
     segments = segment_ids(valid, query, key.shape[2])
@@ -309,7 +310,8 @@ def _with_dense_mask(make, arrays, mask: jax.Array, is_causal: bool):
 
     def one_row(mask, query, key, value):
         kernel = make(mask)
-        # The kernel's maker turns this flag into an array, which is not readable inside a jit.
+        # The kernel's constructor converts this flag to an array, which cannot be read inside a
+        # jit.
         info = kernel.fwd_mask_info._replace(is_dynamic_mask=True)
         if info.block_mask.shape[1:] != (1, 1):
             kernel.fwd_mask_info = info

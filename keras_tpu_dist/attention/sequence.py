@@ -1,12 +1,12 @@
-"""Flash attention whose queries are split along time: keys are gathered, causal work is balanced.
+"""Flash attention with queries split along time: gathers keys, and balances causal work.
 
-A device that has the last queries of a causal sequence sees all keys, one that has the first sees
-few. So each computes an early and a late piece, `i` and `2 n - 1 - i` of `2 n`, which two
-permutations bring there and back.
+With a causal mask, late positions cost more than early ones. To balance the load, every device gets
+one early and one late piece, `i` and `2 n - 1 - i` of `2 n`; two permutations exchange the pieces
+before and after.
 
 References:
     - Pieces from both ends: https://arxiv.org/abs/2407.21783, section 3.3.2
-    - Keys gathered rather than passed on in a ring: the same place
+    - Keys gathered instead of passed on in a ring: the same place
 """
 
 import dataclasses
@@ -32,19 +32,19 @@ from keras_tpu_dist.attention.kernel import (
     tiling,
 )
 
-# Of a decoder of 131,072 tokens on v5e:4x4 a quarter of the gathers is overlapped with four groups
-# and none with one (benchmarks/sequence.py --effort exact).
+# For a decoder of 131,072 tokens on v5e:4x4, a quarter of the gathers is overlapped with four
+# groups and none with one (benchmarks/sequence.py --effort exact).
 _GROUPS = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Pieces:
-    """Which queries each device of an axis computes.
+    """The queries that every device of an axis computes.
 
     Attributes:
         devices: The number of devices.
-        time: The number of queries of all of them together.
-        balanced: Whether each has an early and a late piece, else they follow each other.
+        time: The global number of queries.
+        balanced: Whether every device has an early and a late piece; otherwise pieces are in order.
     """
 
     devices: int
@@ -53,7 +53,7 @@ class Pieces:
 
     @classmethod
     def of(cls, devices: int, time: int) -> "Pieces":
-        """The pieces of a sequence: balanced where they fill the kernel's smallest block.
+        """The pieces of a sequence: balanced if they fill the kernel's smallest block.
 
         Args:
             devices: The number of devices, which divides `time`.
@@ -84,7 +84,7 @@ class Pieces:
         return [(i, min(p, 2 * self.devices - 1 - p)) for i, p in pieces]
 
     def brought(self, x: jax.Array, axis: str) -> jax.Array:
-        """A device's queries as it computes them, from those that it holds.
+        """A device's queries in the order of its computation, from those that it holds.
 
         Args:
             x: `(batch, rows, ...)`, within a `shard_map`.
@@ -93,7 +93,7 @@ class Pieces:
         return self._moved(x, axis, [self._destinations(i) for i in (0, 1)])
 
     def returned(self, x: jax.Array, axis: str) -> jax.Array:
-        """What `brought` undoes.
+        """Undoes `brought`.
 
         Args:
             x: `(batch, rows, ...)`, within a `shard_map`.
@@ -110,9 +110,9 @@ class Pieces:
 
 @dataclasses.dataclass(frozen=True)
 class _Causal(splash.Mask):
-    """The causal mask of all devices' queries, each device's padded to whole blocks.
+    """The causal mask for the queries of all devices, padded to whole blocks on every device.
 
-    Equal masks must hash alike: the kernel caches by mask.
+    Equal masks must have equal hashes: the kernel caches by mask.
     """
 
     pieces: Pieces
@@ -124,7 +124,7 @@ class _Causal(splash.Mask):
 
     @functools.cached_property
     def q_sequence(self) -> np.ndarray:
-        # What is padded sees the first key alone.
+        # Padded rows only see the first key.
         padding = (0, tiling(self.pieces.rows).padded - self.pieces.rows)
         every = (self.pieces.positions(i) for i in range(self.pieces.devices))
         return np.concatenate([np.pad(each, padding) for each in every])
@@ -139,7 +139,8 @@ class _Causal(splash.Mask):
 
 
 def blocks_computed(pieces: Pieces, source: int) -> tuple[int, int]:
-    """The blocks that the busiest device computes of a causal sequence, and all that it has.
+    """The number of blocks that the busiest device computes for a causal sequence, and of all its
+    blocks.
 
     Args:
         pieces: Which queries each device computes.
@@ -163,7 +164,8 @@ def blocks_computed(pieces: Pieces, source: int) -> tuple[int, int]:
 
 
 def groups_of_heads(kv_heads: int) -> int:
-    """In how many groups of heads keys are gathered, so that one is on its way as one is computed.
+    """The number of groups of heads for gathering keys, so that one is sent while another is
+    computed.
 
     Args:
         kv_heads: Number of heads of the keys on one device.
@@ -174,7 +176,7 @@ def groups_of_heads(kv_heads: int) -> int:
 def gathered(local: Callable[..., jax.Array], axis: str) -> Callable[..., jax.Array]:
     """Attention within a `shard_map` that gathers keys and values, some heads at a time.
 
-    Their gradients are summed into each device's part.
+    Their gradients are reduce-scattered.
 
     Args:
         local: `(query, key, value, mask)`, with all keys and values.
@@ -196,7 +198,7 @@ def gathered(local: Callable[..., jax.Array], axis: str) -> Callable[..., jax.Ar
 
 
 def all_of(x: jax.Array, axis: str) -> jax.Array:
-    """What all devices of an axis hold, one after the other in time.
+    """Gathers the parts of all devices of an axis, in the order of time.
 
     Args:
         x: `(batch, time, ...)`, within a `shard_map`.

@@ -1,4 +1,4 @@
-"""New checkpoints as they come, for what runs beside training."""
+"""New checkpoints as they are written, for programs that run beside training."""
 
 import os
 import time
@@ -16,20 +16,21 @@ _FIX = "Iterate over ktd.checkpoints in all processes."
 def checkpoints(directory: str | os.PathLike, timeout_s: float | None = None) -> Iterator[int]:
     """Yields the steps of new checkpoints as training writes them, for evaluation beside it.
 
-    First the newest existing one, then every time the newest that is newer: a loop that takes
-    longer than training from one to the next skips some, and always gets the last one. The
-    directory need not exist yet. It ends when the run has ended, or nothing new came for
-    `timeout_s`. All processes get the steps that process 0 sees.
+    First it yields the newest existing checkpoint, and then, every time, the newest one that is
+    newer. If your loop takes longer than training needs for the next checkpoint, it skips some, and
+    always gets the last one. The directory need not exist yet. The iteration ends when the run has
+    ended, or when nothing new came for `timeout_s`. All processes get the steps that process 0
+    sees.
 
     Args:
-        directory: That of `keras_tpu_dist.callbacks.Checkpoint`.
+        directory: The directory of `keras_tpu_dist.callbacks.Checkpoint`.
         timeout_s: The most seconds to wait for a new one; `None` for as long as the run lasts.
 
     Returns:
         An iterator over steps, for `keras_tpu_dist.restore(model, directory, step=step)`.
 
     Raises:
-        ValueError: If an argument is of no such kind.
+        ValueError: If an argument has the wrong type or value.
 
     Example:
 

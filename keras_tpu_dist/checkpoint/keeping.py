@@ -32,13 +32,13 @@ _MOST_OF_A_RUN = 100
 
 @dataclass(frozen=True)
 class Known:
-    """What decides whether a checkpoint stays.
+    """The facts that decide whether a checkpoint is kept.
 
     Attributes:
         whole: Whether its manifest can be read.
-        finite: Whether all numbers of its weights are; unknown, and so true, for version 0.2 and
-            before.
-        metrics: Numbers by which the best is chosen.
+        finite: Whether all numbers of its weights are finite; unknown, and therefore true, for
+            version 0.2 and before.
+        metrics: Numbers by which the best one is chosen.
         at_s: When it was written, in seconds since 1970, if known.
     """
 
@@ -66,13 +66,14 @@ def staying(
     best: tuple[str, str] | None,
     every_s: float | None = None,
 ) -> set[int]:
-    """The steps whose checkpoints stay.
+    """The steps whose checkpoints are kept.
 
     Args:
-        known: What is known of each checkpoint.
-        keep: How many of the newest whole ones stay; `None` for all.
-        best: `(name, mode)` of a metric whose best one stays as well, or `None`.
-        every_s: Seconds; the first stays, and each that is so much newer than the last that does.
+        known: The facts about every checkpoint.
+        keep: How many of the newest complete ones are kept; `None` for all.
+        best: `(name, mode)` of a metric; the best checkpoint is kept as well. Or `None`.
+        every_s: Seconds; the first checkpoint is kept, and every one that is so much newer than the
+            last of them.
 
     Example:
 
@@ -331,7 +332,7 @@ class Lock:
                 message(
                     "One fit at a time writes into a directory of checkpoints.",
                     received=f"{os.path.dirname(self._path)!r}, where {who or 'another'} writes.",
-                    fix="Give each run, and each Checkpoint of a fit, a directory of its own, or "
+                    fix="Give every run, and every Checkpoint of a fit, a directory of its own, or "
                     "wait for the other to end.",
                 )
             ) from None

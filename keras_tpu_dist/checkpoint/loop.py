@@ -1,4 +1,4 @@
-"""A loop of one's own, saved and resumed: models, optimizers, metrics, the place in the input."""
+"""Saves and resumes custom loops: models, optimizers, metrics, the position in the input."""
 
 import contextlib
 import logging
@@ -43,23 +43,24 @@ _Plain = (bool, int, float, str)
 
 
 class LoopCheckpoint:
-    """Saves and resumes a loop of your own over `strategy.run`, in the files of `Checkpoint`.
+    """Saves and resumes a custom loop over `strategy.run`, in the files of `Checkpoint`.
 
-    Give it everything that changes: models, optimizers, metrics, `keras.Variable`s, seed
-    generators, and the dataset that you iterate over. `restore` puts all of it back, on any mesh;
-    the next iteration over the dataset then goes on with the next batch, under the conditions that
-    hold for the inputs of `fit`. `keras_tpu_dist.restore(model, directory)` reads the model. On a
-    machine that may be taken away, look at `preempted` after each step.
+    Pass everything that changes: models, optimizers, metrics, `keras.Variable`s, seed generators,
+    and the dataset that you iterate over. `restore` restores all of it, on any mesh. The next
+    iteration over the dataset then continues with the next batch, under the same conditions as for
+    the inputs of `fit`. `keras_tpu_dist.restore(model, directory)` loads the model alone. If your
+    machine may be preempted, check `preempted` after every step.
 
     Args:
-        directory: Where the checkpoints are; one loop each, the same for all processes.
-        *objects: What changes.
-        keep: How many of the newest to keep; `None` for all.
-        asynchronous: Whether the loop goes on while a checkpoint is written; use it in a `with`
-            block then, whose end waits for the last one.
+        directory: The directory for the checkpoints; one loop per directory, the same for all
+            processes.
+        *objects: The objects that change.
+        keep: How many of the newest checkpoints to keep; `None` for all.
+        asynchronous: Whether the loop continues while a checkpoint is written. If so, use it in a
+            `with` block, whose end waits for the last one.
 
     Raises:
-        ValueError: If an argument is of no such kind.
+        ValueError: If an argument has the wrong type or value.
         CheckpointError: If another process writes into the directory.
 
     Example:
@@ -101,9 +102,10 @@ class LoopCheckpoint:
     def preempted(self) -> bool:
         """Whether to save and leave the loop: SIGTERM came to this process or another one.
 
-        Look after each step, in all processes: they learn of it after the same one. From the first
-        look on, the signal waits for `close`, or the end of the `with` block, which passes it on.
-        Until then it is left to who had it; of several processes, to JAX, which says nothing.
+        Check it after every step, in all processes: they all see it after the same step. From the
+        first check on, the signal waits for `close`, or for the end of the `with` block, which
+        passes it on. Before that, the previous handler gets it; with several processes, JAX does,
+        and nothing reports it.
         """
         if self._preemption is None:
             self._preemption = Preemption()
@@ -112,19 +114,20 @@ class LoopCheckpoint:
 
     @property
     def steps(self) -> list[int]:
-        """The steps of which there is a whole checkpoint, the newest last."""
+        """The steps that have a complete checkpoint, the newest last."""
         return self._store.steps
 
     def save(self, step: int, **numbers: bool | int | float | str) -> None:
-        """Saves everything as it is now.
+        """Saves the current state of everything.
 
         Args:
-            step: How many steps were made; the checkpoint's name.
-            **numbers: What else `restore` is to return, such as `epoch=3`.
+            step: The number of steps so far; the checkpoint's name.
+            **numbers: Further values for `restore` to return, such as `epoch=3`.
 
         Raises:
-            ValueError: If `step` is no whole number, or one of `numbers` no number or text.
-            CheckpointError: If it could not be written; of an asynchronous one, the next call.
+            ValueError: If `step` is not a whole number, or one of `numbers` is not a number or
+                text.
+            CheckpointError: If it could not be written; if `asynchronous`, from the next call.
         """
         check_counts("LoopCheckpoint.save", 0, step=step)
         step = int(step)
@@ -132,10 +135,10 @@ class LoopCheckpoint:
         if wrong:
             raise ValueError(
                 message(
-                    "What is saved beside the objects are numbers and texts.",
+                    "Only numbers and texts can be saved besides the objects.",
                     received=wrong,
-                    fix="Write for example save(step, epoch=3); arrays go into a keras.Variable "
-                    "that is given to LoopCheckpoint.",
+                    fix="Write for example save(step, epoch=3); for arrays, pass a keras.Variable "
+                    "to LoopCheckpoint.",
                 )
             )
         positions = agree(f"saving checkpoint {step} of a loop", _FIX, self._parts.positions())
@@ -148,13 +151,14 @@ class LoopCheckpoint:
         self._store.save(step, *snapshot(self._parts, training, {}, _Parts.state))
 
     def restore(self) -> dict[str, Any]:
-        """Loads the newest checkpoint that is whole, if there is one.
+        """Loads the newest complete checkpoint, if there is one.
 
         Returns:
-            A dict of the "step" and the numbers that `save` was given, empty if nothing is there.
+            A dict with the "step" and the numbers passed to `save`, empty if there is no
+            checkpoint.
 
         Raises:
-            ValueError: If it is of other objects.
+            ValueError: If it was saved with other objects.
             CheckpointError: If there are checkpoints and none can be read.
         """
         found = agree("looking for checkpoints of a loop", _FIX, self._store.steps, ListOf(int))
@@ -204,7 +208,7 @@ class LoopCheckpoint:
 
 
 class _Parts:
-    """The objects of a loop, as a snapshot takes a model."""
+    """The objects of a loop, with a model's interface for snapshots."""
 
     def __init__(self, objects: tuple):
         self.models = [item for item in objects if isinstance(item, keras.Layer)]
@@ -238,7 +242,7 @@ class _Parts:
         return [None if item is None else item.to_dict() for item in found]
 
     def state(self) -> dict[str, list[tuple[Entry, Any]]]:
-        """The variables by kind, each with its entry. See `names.named_state`."""
+        """The variables by kind, with their entries. See `names.named_state`."""
         of_models = _once(v for m in self.models for v in m.variables)
         nth = {id(v): n for v, (_, n) in zip(of_models, numbered(v.path for v in of_models))}
         of_optimizers = _once(v for one in self.optimizers for v in one.variables)
@@ -258,7 +262,7 @@ class _Parts:
         }
 
     def chosen(self, manifest: Manifest, step: int) -> list:
-        """What was saved, and the variable that it is for; all of it, or an error."""
+        """The saved arrays, and the variables they are for; all of them, or an error."""
         state = self.state()
         matching = {
             kind: match([entry for entry, _ in state[kind]], manifest.entries(kind))
@@ -281,14 +285,14 @@ class _Parts:
         ]
 
     def build_optimizer(self) -> None:
-        """Makes an optimizer its slots, where it has not trained yet."""
+        """Creates the slots of an optimizer that has not trained yet."""
         unbuilt = [optimizer for optimizer in self.optimizers if not optimizer.built]
         if not unbuilt:
             return
         if len(self.optimizers) > 1 or len(self.models) != 1:
             raise ValueError(
                 message(
-                    "An optimizer is loaded once it knows its weights.",
+                    "An optimizer must know its weights before it is loaded.",
                     received=f"{len(unbuilt)} optimizers that are not built, and "
                     f"{len(self.models)} models.",
                     fix="Call optimizer.build(model.trainable_variables) in strategy.scope().",
@@ -319,7 +323,7 @@ def _of_slot(slot: Any, name: str, weight: Any, nth: Mapping[int, int]) -> Entry
 
 
 def _noted(manifest: Manifest, step: int, directory: str) -> tuple[dict[str, Any], list[list]]:
-    """The numbers and positions that `save` noted, checked: a stranger may have written them."""
+    """The numbers and positions of `save`, checked: anybody may have written the file."""
     training = manifest.training
     numbers, positions = training.get("loop"), training.get("loop_positions")
     plain = isinstance(numbers, dict) and all(isinstance(v, _Plain) for v in numbers.values())
@@ -331,7 +335,7 @@ def _noted(manifest: Manifest, step: int, directory: str) -> tuple[dict[str, Any
         return numbers, positions
     raise CheckpointError(
         message(
-            f"Checkpoint {step} of {directory!r} does not say where a loop stood.",
+            f"Checkpoint {step} of {directory!r} has no position of a loop.",
             received=f"a manifest with {sorted(training)}.",
             fix="Load the weights alone: ktd.restore(model, directory).",
         )
@@ -347,8 +351,8 @@ def _misfit(step: int, matching: Mapping, state: Mapping, manifest: Manifest) ->
     slots = len(state[SLOTS]), len(manifest.entries(SLOTS))
     parts = parts or [f"{slots[0]} slots of optimizers here, {slots[1]} there"]
     return message(
-        f"Checkpoint {step} is loaded into the objects that it was saved from.",
+        f"Checkpoint {step} can only be loaded into the objects it was saved from.",
         received=f"{'; '.join(parts)}.",
-        fix="Give LoopCheckpoint the same objects as in the program that saved; for a model alone "
+        fix="Give LoopCheckpoint the same objects as the program that saved it; for a model alone "
         "use ktd.restore.",
     )

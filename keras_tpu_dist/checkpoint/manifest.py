@@ -35,7 +35,7 @@ OF_FIT = (
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written or read, or is not whole.
+    """A checkpoint cannot be written or read, or is not complete.
 
     Example:
 

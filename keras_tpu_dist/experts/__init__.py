@@ -1,1 +1,1 @@
-"""Mixtures of experts that compute only the experts that a token has chosen."""
+"""Mixtures of experts that only compute the chosen experts of a token."""

@@ -1,9 +1,9 @@
-"""Finds where a program computes all experts for every token and adds up those that are chosen.
+"""Finds programs that compute all experts for every token and add up the chosen ones.
 
-Such a sum over experts is one of a product with weights that are zero but for the chosen ones: they
-are made of `one_hot` of what `top_k` chose. Whatever lies between the experts' kernels and that
-sum, activations, gates, biases, is computed row by row, so it can be computed for rows of a token
-and one of its experts instead.
+Such a sum over experts multiplies by weights that are zero except for the chosen experts; the
+weights come from a `one_hot` of a `top_k`. All operations between the experts' kernels and that sum
+(activations, gates, biases) work row by row. So they can be computed for rows that consist of a
+token and one of its experts instead.
 """
 
 import math
@@ -19,7 +19,7 @@ from keras_tpu_dist.experts.routed import Group, Where, routed
 from keras_tpu_dist.trace.dimensions import ELEMENTWISE, dimensions
 from keras_tpu_dist.trace.graph import Atom, Equation, Graph, Instead, graph_of
 
-# What a dimension of a value stands for: that of experts, the number of one of tokens, or `None`.
+# The meaning of a dimension: experts, the number of a token dimension, or `None`.
 _EXPERTS = -1
 Labels = tuple[int | None, ...]
 
@@ -36,19 +36,19 @@ _BY_ROW = (
 
 
 class _NotByRow(Exception):
-    """What a program computes of a token and an expert depends on others."""
+    """The result for a token and an expert depends on other tokens or experts."""
 
 
 @dataclass(frozen=True)
 class ChosenSum:
-    """A sum over experts of which only the chosen ones count.
+    """A sum over experts in which only the chosen ones count.
 
     Attributes:
-        operation: The operation that adds up.
-        indices: The chosen experts of each token; the last dimension is that of the choices.
+        operation: The operation that computes the sum.
+        indices: The chosen experts of every token; the last dimension is that of the choices.
         count: The number of experts.
-        rows: How what is summed is computed for a token and an expert.
-        labels: What the dimensions of the result stand for.
+        rows: How the summands for a token and an expert are computed.
+        labels: The meaning of the result's dimensions.
     """
 
     operation: Equation
@@ -59,13 +59,13 @@ class ChosenSum:
 
     @property
     def operands(self) -> list[Atom]:
-        """What is read to compute it from the chosen experts."""
+        """The values needed to compute it from the chosen experts."""
         rows = self.rows
         leaves = [*rows.tokens, *rows.experts, *rows.whole]
         return [*(value for value, _ in leaves), self.indices]
 
     def replaced(self, where: Where) -> Instead:
-        """What computes the sum from the chosen experts alone.
+        """The replacement that computes the sum from the chosen experts alone.
 
         Args:
             where: Which mesh axes split tokens and experts.
@@ -97,7 +97,7 @@ class ChosenSum:
 
 
 def chosen_sums(graph: Graph) -> list[ChosenSum]:
-    """The sums over experts of a program of which only the chosen ones count.
+    """The sums over experts of a program in which only the chosen ones count.
 
     Args:
         graph: The program.
@@ -116,12 +116,12 @@ def chosen_sums(graph: Graph) -> list[ChosenSum]:
 
 
 def computed(jaxpr: Any, inputs: Sequence[Any], where_of: Any) -> list[Any] | None:
-    """Runs a program, of whose experts only the chosen ones.
+    """Runs a program, but only the chosen experts in it.
 
     Args:
         jaxpr: The program, a `ClosedJaxpr`.
         inputs: Its inputs.
-        where_of: From the number of experts to the `Where` of their kernels.
+        where_of: Returns the `Where` of the kernels, for a number of experts.
 
     Returns:
         Its outputs, or `None` if it has no experts of which only the chosen ones count.
@@ -283,17 +283,17 @@ class _Product:
 
 @dataclass
 class _Rows:
-    """How what is summed is computed for rows of a token and one of its experts.
+    """How the summands are computed for rows of a token and one of its experts.
 
-    In a row the dimensions of tokens and of experts have size one.
+    In a row, the dimensions of tokens and of experts have size one.
 
     Attributes:
         count: The number of experts.
-        sizes: The sizes of the dimensions of tokens.
+        sizes: The sizes of the token dimensions.
         tokens: Values of tokens that rows read, with their labels; likewise those of experts, and
             others.
         products: The products with the experts' kernels.
-        end: What computes the result.
+        end: The step that computes the result.
         features: The dimensions of the result that are neither of tokens nor of experts.
     """
 

@@ -1,10 +1,10 @@
-"""Layers whose experts lie over the batch's axes: tokens go to the experts, not kernels to tokens.
+"""Layers whose experts are split over the data axes: tokens go to the experts.
 
-A layer that sends tokens to experts by products with one-hot tensors, as GShard does, has values of
-experts and rows of the batch at once. One mesh axis can split only one of the two. Left to itself
-the compiler keeps the rows split and gathers every expert's kernel. Here such values are split by
-rows until the first product with experts' kernels, by experts from there to the last one, and by
-rows again: the compiler changes one into the other by an all-to-all.
+If a layer sends tokens to experts by products with one-hot tensors, as GShard does, some values
+have both experts and rows of the batch. One mesh axis can only split one of the two. By default the
+compiler keeps the rows split and gathers every expert's kernel. Here such values are split by rows
+until the first product with experts' kernels, by experts until the last one, and by rows again. The
+compiler converts one into the other by an all-to-all.
 
 References:
     - https://arxiv.org/abs/2006.16668
@@ -36,7 +36,7 @@ _RANK = 3
 def exchange_tokens(
     model: Any, axes_of: Callable[[Any], Sequence], data_axes: Sequence[str]
 ) -> None:
-    """Has tokens exchanged in the layers of a model whose experts lie over the batch's axes.
+    """Exchanges tokens in the layers of a model whose experts are split over the data axes.
 
     Args:
         model: A built model; before its step is traced.
@@ -57,7 +57,7 @@ def _kernels(layer: Any) -> list:
 
 
 def _around(stock: Callable, layer: Any, args: tuple, kwargs: dict) -> Any:
-    """A call of a layer of a class of which some have experts over the batch's axes."""
+    """Wraps the call of a layer class of which some layers have experts over the data axes."""
     running, strategy = _tracing.get(), _keras.active_strategy()
     if (
         strategy is None

@@ -1,4 +1,4 @@
-"""Rows of tokens, each computed by the experts that it has chosen, on the devices that have them.
+"""Computes rows of tokens by their chosen experts, on the devices that have these experts.
 
 References:
     - Grouped products of sorted rows, dropless: https://arxiv.org/abs/2211.15841
@@ -69,8 +69,8 @@ class Group:
             kernels: `(experts, features, units)`.
             **options: Those of `jax.lax.ragged_dot`.
         """
-        # On TPU what is left in rows of other devices, and in their gradients, is any number or
-        # none. Nothing reads it: not sums of tokens, nor the kernel for gradients of kernels.
+        # On TPU, rows of other devices, and their gradients, contain arbitrary numbers or NaN.
+        # Nothing reads them: neither the sums of tokens, nor the kernel for gradients of kernels.
         return lax.ragged_dot(rows, kernels, self.sizes, **options)
 
     def of_experts(self, values: Any) -> Any:
@@ -100,22 +100,23 @@ def routed(
     where: Where,
     dtype: Any,
 ) -> Any:
-    """For each token, the sum of what its experts compute of it. No token is dropped.
+    """For every token, the sum of its experts' results. No token is dropped.
 
-    Rows, a token and one of its experts each, are sorted by expert, so that each expert multiplies
-    rows that lie side by side. If a mesh axis splits the experts, each device computes the rows of
-    its own ones. Tokens that are split over that axis too are gathered along it, and their sums
-    are scattered: each token is sent once to each device, not once for each expert.
+    Rows, which consist of a token and one of its experts, are sorted by expert, so that every
+    expert multiplies adjacent rows. If a mesh axis splits the experts, every device computes the
+    rows of its own experts. Tokens that are split over that axis too are gathered along it, and
+    their sums are scattered. So a token is sent once to every device, and not once for every
+    expert.
 
     Args:
-        compute: From the rows of a device to `(rows, ...)`.
+        compute: Takes the rows of a device, and returns `(rows, ...)`.
         tokens: Values of tokens, `(tokens, ...)`.
         experts: Values of experts, `(experts, ...)`.
         whole: Other values that are read.
-        indices: `(tokens, chosen)`, different experts for each token.
+        indices: `(tokens, chosen)`, different experts for every token.
         count: The number of experts.
-        where: What is split over which mesh axes; they divide the number of experts.
-        dtype: That in which rows are summed, and of the result.
+        where: The mesh axes that split tokens and experts; they divide the number of experts.
+        dtype: The dtype of the sum and of the result.
 
     Returns:
         `(tokens, ...)`.

@@ -1,8 +1,8 @@
-"""Caches of keys and values that a loop over tokens stacks anew, written in place instead.
+"""Writes caches of keys and values in place, instead of stacking them again in a loop over tokens.
 
-A decoder takes its layer's part out of the cache, writes one position of it, and stacks the parts
-to the next cache: all of it is copied for each token. Here each write goes into the cache itself,
-and what attention reads is a slice of that; such a loop needs no second cache.
+A decoder takes its layer's part out of the cache, writes one position, and stacks the parts to the
+next cache. That copies all of it for every token. Here every write goes into the cache itself, and
+attention reads a slice of that. Such a loop needs no second cache.
 """
 
 import operator
@@ -53,7 +53,7 @@ class _Part:
 
 @dataclass
 class _Plan:
-    """What becomes of one cache of a loop.
+    """The replacement of one cache in a loop.
 
     Attributes:
         cache: Its variable in the loop's body.

@@ -1,7 +1,8 @@
-"""What a loop computes of its weights alone, computed once before it.
+"""Computes values that only depend on a loop's weights once, before the loop.
 
-XLA takes cheap operations out of loops, but no collectives, and nothing that it would have to keep.
-A loop over tokens casts its weights and moves them to the layout of its products for each token.
+XLA moves cheap operations out of loops, but no collectives, and no values that it would have to
+keep. Without this, a loop over tokens casts its weights, and moves them to the layout of its
+products, for every token.
 """
 
 import math
@@ -19,10 +20,10 @@ _LEAST_BYTES = 2**16
 
 
 def weights_before(loop: Any) -> list:
-    """A loop, with equations before it that compute what is the same in each of its rounds.
+    """A loop, preceded by the equations whose results are the same in all of its rounds.
 
-    Only large arrays, and none larger than what it is made of: the loop keeps them from the first
-    round to the last.
+    Only large arrays are moved, and none that is larger than its operands, because the loop keeps
+    them from the first round to the last.
 
     Args:
         loop: The equation of a `while`.

@@ -1,4 +1,4 @@
-"""A compiled program as data: operations, bytes, cycles and collectives by Keras layer."""
+"""Analyses a compiled program: operations, bytes, cycles and collectives by Keras layer."""
 
 from keras_tpu_dist.hlo.analysis import Buffer as Buffer
 from keras_tpu_dist.hlo.analysis import LayerCost as LayerCost

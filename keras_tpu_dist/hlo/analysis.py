@@ -12,7 +12,7 @@ from keras_tpu_dist.hlo.loops import Execution, executions
 from keras_tpu_dist.hlo.parse import Computation, Instruction, Program, Shape, check, parse
 from keras_tpu_dist.hlo.wire import Wire
 
-# What reading a text raises that is no program, or one of another form than compilers write.
+# Errors from reading a text that is not a program, or not in a compiler's form.
 _OF_ANOTHER_FORM = (
     LookupError,
     ValueError,
@@ -21,16 +21,16 @@ _OF_ANOTHER_FORM = (
     ArithmeticError,
     RecursionError,
 )
-# Instructions that name a buffer which another instruction made.
+# Instructions that only name another instruction's buffer.
 _VIEWS = {"tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "constant"}
 
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What one layer costs one device in one step.
+    """The cost of one layer on one device in one step.
 
     Args:
-        layer: Path of the layer; `"(other)"` for what has no name.
+        layer: Path of the layer; `"(other)"` for operations without a layer.
         flops: Operations of its matrix products.
         hbm_bytes: Bytes read from and written to HBM.
         cycles: Estimated cycles of its kernels, as in `ProgramCost`.
@@ -65,35 +65,34 @@ class Buffer:
 
 @dataclass(frozen=True)
 class ProgramCost:
-    """What a compiled program costs one device in one step.
+    """The cost of a compiled program on one device in one step.
 
-    Operations are those that run: what a backward pass computes again counts again, and flash
-    attention counts the blocks that its mask leaves (see `kernels.flops`), so that causal
-    attention over many blocks costs little more than half of full attention.
+    Operations are those that run: recomputation in the backward pass counts again, and flash
+    attention counts the blocks that its mask leaves (see `kernels.flops`), so that causal attention
+    over many blocks costs little more than half of full attention.
 
     Args:
         flops: Operations of matrix products (two per multiply-add).
-        flops_by_rate: The same by the dtype whose peak rate applies, times the passes that
-            higher precisions need.
+        flops_by_rate: The same by the dtype whose peak rate applies, times the passes that higher
+            precisions need.
         hbm_bytes: Bytes read from and written to HBM. Slices and updates in place count with the
             tiles that they move, see `traffic.hbm_bytes`.
-        cycles: Sum of the compiler's cycle estimates and of `silent_cycles`; 0 if it states none
+        cycles: Sum of the compiler's cycle estimates and of `silent_cycles`; 0 if it reports none
             (CPU).
-        layers: Per layer, most cycles first (most operations first without cycles).
-        collectives: Every collective.
+        layers: The layers, most cycles first (most operations first without cycles).
+        collectives: All collectives.
         largest_buffers: The largest arrays in HBM.
-        kernel_flops: Operations of hand-written (Pallas) kernels, for which the compiler states no
+        kernel_flops: Operations of hand-written (Pallas) kernels, for which the compiler reports no
             cycles; part of `flops`.
-        kernel_bytes: Their HBM traffic; part of `hbm_bytes`. Of an array that a kernel updates in
-            place, and of which its author states nothing, it counts as much as its other arrays
-            hold.
-        silent_cycles: The part of `cycles` that is estimated here, as the compiler states none:
-            scatters, gathers, slices and sorts (see `silent.cycles`). 0 without a slice.
-        unknown_loops: Loops whose trip count the program does not say, counted once.
-        unestimated_kernels: Hand-written kernels whose authors state no cost: their operations
-            are missing above.
-        whole_kernels: Flash attention with a mask that only data decides: counted as if no block
-            were skipped.
+        kernel_bytes: Their HBM traffic; part of `hbm_bytes`. If a kernel updates an array in place
+            and its author states no traffic, the array counts as much as the kernel's other arrays.
+        silent_cycles: The part of `cycles` that is estimated here, because the compiler reports
+            none: scatters, gathers, slices and sorts (see `silent.cycles`). 0 without a slice.
+        unknown_loops: Loops whose trip count is not in the program, counted once.
+        unestimated_kernels: Hand-written kernels whose authors state no cost: their operations are
+            missing above.
+        whole_kernels: Flash attention with a mask that depends on data: counted as if no block were
+            skipped.
     """
 
     flops: int
@@ -157,19 +156,19 @@ def analyze(
 ) -> ProgramCost:
     """Reads a compiled program's cost from its text.
 
-    Unlike XLA's own `cost_analysis()` a loop's body counts as often as it runs.
+    In contrast to XLA's own `cost_analysis()`, a loop's body counts as often as it runs.
 
     Args:
         text: `compiled.as_text()` of the TPU or the CPU compiler.
-        wire: The mesh the program was compiled for; without it collectives have no axes and
-            no times, and kernels for which the compiler states no cycles have none.
+        wire: The mesh the program was compiled for. Without it, collectives have no axes and no
+            times, and kernels for which the compiler reports no cycles have none.
         layer_names: Names of the model's layers.
 
     Returns:
         A `ProgramCost`, per device and call of the program.
 
     Raises:
-        ValueError: If the text is no compiled program.
+        ValueError: If the text is not a compiled program.
 
     Example:
 
@@ -184,7 +183,7 @@ def analyze(
 
 @dataclass(frozen=True)
 class LoopCost:
-    """A program that is little but a loop of which only data decides how often it runs.
+    """The cost of a program that is mainly a loop whose trip count depends on data.
 
     Args:
         outside: What the program costs outside of the loop.
@@ -203,18 +202,18 @@ def analyze_loop(
     wire: Wire | None = None,
     layer_names: Iterable[str] = (),
 ) -> LoopCost | None:
-    """Reads a program's cost in the largest loop of unknown length, and outside of it.
+    """Reads a program's cost inside and outside of its largest loop of unknown length.
 
     Args:
-        text: As in `analyze`.
-        wire: As there.
-        layer_names: As there.
+        text: See `analyze`.
+        wire: See `analyze`.
+        layer_names: See `analyze`.
 
     Returns:
         A `LoopCost`, or `None` for a program without such a loop.
 
     Raises:
-        ValueError: If the text is no compiled program.
+        ValueError: If the text is not a compiled program.
     """
 
     def split(program: Program) -> LoopCost | None:
@@ -242,9 +241,9 @@ def _analyzed(text: str, read: Callable[[Program], Any]) -> Any:
     except _OF_ANOTHER_FORM as error:
         raise ValueError(
             message(
-                "The text must be a compiled program, as compiled.as_text() gives it.",
+                "The text must be a compiled program, from compiled.as_text().",
                 received=f"one that cannot be read ({type(error).__name__}: {error}).",
-                fix="Pass the text whole and as it is; report it if it is.",
+                fix="Pass the whole text, unchanged; if that fails, report it.",
             )
         ) from error
 
@@ -255,7 +254,7 @@ def _cost(
     layer_names: Iterable[str],
     part: list[Execution] | None = None,
 ) -> ProgramCost:
-    """The cost of a program, or of a part of what it runs."""
+    """The cost of a program, or of a part of its instructions."""
     wire, attribution = wire or Wire(()), Attribution(layer_names)
     unknown: tuple[str, ...] = ()
     if part is None:
@@ -360,10 +359,10 @@ def _count_collective(
 
 
 def _identity(collective: Instruction, run: Instruction) -> str:
-    """What tells a collective from the others of its kind in a computation.
+    """A key that distinguishes a collective from the others of its kind in a computation.
 
-    Copies of one collective in the kernels that overlap with it share a channel, and so do all
-    that a `shard_map` asks for by name. Sends to other slices count their channels for themselves.
+    Copies of one collective in the kernels that overlap with it share a channel, and so do all that
+    a `shard_map` requests by name. Sends to other slices have a separate numbering of channels.
     """
     channel = collective.attribute("channel_id") or collective.name
     if collective.opcode == "send":
@@ -371,19 +370,19 @@ def _identity(collective: Instruction, run: Instruction) -> str:
     if collective is run:
         return collective.name
     groups = collective.attribute("replica_groups") or ""
-    # Copies may lie in different memories.
+    # Copies may be in different memories.
     arrays = [(shape.dtype, shape.dims) for shape in collective.shapes]
     return " ".join((channel, groups, str(arrays), collective.op_name))
 
 
 def _largest_part(program: Program, computation: Computation, collective: Instruction) -> str:
-    """The name stack of a collective; of one that combines several, that of the largest array."""
+    """The name stack of a collective; if it combines several, that of the largest array."""
     parts = computation.operands(collective)
     if len(parts) < 2:
         return collective.op_name
     part = max(parts, key=lambda i: sum(s.bytes for s in i.shapes))
     while part.opcode in ("get-tuple-element", "bitcast", "copy", "convert") and not part.op_name:
-        part = computation.operands(part)[0]  # which stands before it
+        part = computation.operands(part)[0]  # the instruction before it
     return _origin(program, part) or collective.op_name
 
 

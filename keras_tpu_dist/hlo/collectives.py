@@ -1,4 +1,4 @@
-"""Collectives of a compiled program: which devices talk, how much, over which links."""
+"""Collectives of a compiled program: which devices exchange how many bytes over which links."""
 
 import math
 import re
@@ -18,7 +18,7 @@ KINDS = (
     "collective-permute",
     "collective-broadcast",
 )
-# The others hand a computation to a SparseCore: until libtpu 0.0.50, and from 0.0.52 on.
+# The last two pass a computation to a SparseCore: until libtpu 0.0.50, and from 0.0.52 on.
 _ASYNCHRONOUS = ("async-start", "call-start", "custom-call-start")
 _MOST_DEVICES = 2**20
 _MEGASCALE = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
@@ -31,16 +31,16 @@ class Collective:
     Args:
         kind: `"all-reduce"` and so on.
         name: Its name in the program.
-        layer: The Keras layer it came from.
+        layer: The Keras layer it comes from.
         phase: `"forward"` or `"backward"`.
         axes: Mesh axes that it crosses.
         group_size: Devices that take part together.
-        bytes: Bytes of the whole array: what is reduced, or what is gathered.
+        bytes: Bytes of the whole array that is reduced or gathered.
         times: How often it runs per step.
         asynchronous: Whether the compiler overlaps it with other work.
         network: `"ICI"` within a slice, `"DCN"` between slices.
-        sent_bytes: Bytes one device sends, once.
-        seconds: Least time of one run by what its links carry; 0 where they are unknown.
+        sent_bytes: Bytes that one device sends in one run.
+        seconds: Minimal time of one run by the speed of its links; 0 if they are unknown.
     """
 
     kind: str
@@ -75,7 +75,7 @@ def kind_of(instruction: Instruction) -> str | None:
 def find(
     program: Program, computation: Computation, instruction: Instruction
 ) -> tuple[Computation, Instruction, str, bool] | None:
-    """The collective in an instruction, fusions looked into.
+    """The collective in an instruction, including those within fusions.
 
     The TPU compiler fuses a collective into the kernels it overlaps with, one copy in each; all
     copies have one channel, so the caller counts each channel once.
@@ -90,13 +90,14 @@ def find(
         `None` if there is none.
     """
     if transfer := _MEGASCALE.search(instruction.attributes):
-        # between slices the hosts carry what "send" hands them
+        # between slices, the hosts carry the data of "send"
         kind = transfer[1].lower().replace("_", "-")
         return (computation, instruction, kind, True) if instruction.opcode == "send" else None
     kind = kind_of(instruction)
     if kind is not None:
-        # The compiler first makes every large one asynchronous; what it then finds nothing to
-        # overlap with is one operation again, of which an `async_collective_name` is left.
+        # The compiler first makes every large collective asynchronous. If it finds nothing to
+        # overlap with, it becomes a single operation again, which still has an
+        # `async_collective_name`.
         return computation, instruction, kind, instruction.opcode.endswith("-start")
     if instruction.opcode not in ("fusion", *_ASYNCHRONOUS):
         return None
@@ -106,7 +107,7 @@ def find(
             found = find(program, inner, i)
             if found is None:
                 continue
-            # a reduction of which each device keeps its own part, fused into one kernel
+            # a reduction fused into one kernel, in which every device keeps its own part
             if found[2] == "all-reduce" and name.startswith("all-reduce-scatter"):
                 return inner, found[1], "reduce-scatter", False
             fused = name.startswith("async_collective") or any(
@@ -156,7 +157,7 @@ def _mesh_groups(text: str) -> Groups:
     if order := re.search(r"device_ids=\(([\d,]+)\)", text):
         ids = np.array([int(n) for n in order[1].split(",")])
     used = re.sub(r"device_ids=\([\d,]*\)", "", used)
-    # "'x':(2)4" is the sub-axis of x of size 4 that has 2 before it
+    # "'x':(2)4" is the sub-axis of x with size 4 that has 2 before it
     kept: list[int] = []
     split: list[int] = []
     chosen = {n: (p, s) for n, p, s in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", used)}
@@ -208,7 +209,7 @@ def mesh_axes(groups: Groups, axes: tuple[tuple[str, int], ...]) -> tuple[str, .
 
 
 def groups_of(instruction: Instruction, num_devices: int) -> Groups:
-    """Who takes part together; for a permute, each pair that is not a device with itself.
+    """The groups of devices that take part together; for a permute, the pairs of different devices.
 
     Args:
         instruction: The collective.
@@ -239,7 +240,7 @@ def describe(
         instruction: The collective, or the `send` of one between slices.
         kind: Its kind, as `find` tells it.
         wire: The mesh that the program was compiled for.
-        layer: The Keras layer it came from.
+        layer: The Keras layer it comes from.
         phase: `"forward"` or `"backward"`.
         times: How often it runs per step.
         asynchronous: Whether the compiler overlaps it with other work.

@@ -1,4 +1,4 @@
-"""What one instruction computes: matrix operations, and the compiler's estimate of its cycles."""
+"""The computations of one instruction: matrix operations, and the compiler's cycle estimate."""
 
 import functools
 import re
@@ -16,10 +16,10 @@ _PRECISION_PASSES = {"highest": 6, "high": 3}
 def matrix_flops(
     program: Program, computation: Computation, instruction: Instruction
 ) -> Iterator[tuple[Instruction, str, int, int]]:
-    """Multiply-adds times two of the matrix products in an instruction, fusions looked into.
+    """Multiply-adds times two for the matrix products in an instruction, including fusions.
 
-    Additions of zero padding and dilation are not counted, so a transposed convolution costs
-    what its forward one does.
+    Additions of zero padding and dilation do not count, so a transposed convolution costs the same
+    as its forward one.
 
     Args:
         program: The program, to look up the computations that are called.
@@ -46,7 +46,7 @@ def matrix_flops(
         operands = computation.operands(instruction)
         estimate = kernels.flops(instruction, operands)
         if estimate:
-            # A kernel's first operands may be what tells it which blocks to compute.
+            # A kernel's first operands may select the blocks to compute.
             numbers = [o for o in operands if o.shapes and _is_floating(o.shapes[0].dtype)]
             yield instruction, _rate(*(numbers or operands[:2])), estimate, 1
         elif "matmul" in (instruction.attribute("custom_call_target") or ""):
@@ -57,13 +57,13 @@ def matrix_flops(
 
 
 def estimated_cycles(instruction: Instruction) -> int:
-    """The compiler's cycle estimate of one run, 0 where it states none.
+    """The compiler's cycle estimate for one run, 0 if it reports none.
 
     Args:
         instruction: Any instruction.
     """
     cycles = instruction.number("estimated_cycles") or 0
-    # The compiler writes 2^63-1 where it could not tell.
+    # The compiler writes 2^63-1 if it has no estimate.
     return cycles if cycles < 2**60 else 0
 
 
@@ -72,7 +72,7 @@ def _is_floating(dtype: str) -> bool:
 
 
 def _rate(*operands: Instruction) -> str:
-    """The dtype whose peak rate a product of these operands runs at."""
+    """The dtype whose peak rate applies to a product of these operands."""
     dtypes = {o.shapes[0].dtype for o in operands if o.shapes}
     if dtypes <= {"s8", "u8"}:
         return "int8"
@@ -131,7 +131,7 @@ def _window(text: str | None, rank: int) -> list[tuple[int, int, int, int]]:
 def _positions(
     size: int, kernel: int, out: int, stride: int, low: int, lhs_dilate: int, rhs_dilate: int
 ) -> int:
-    """Pairs of output and kernel position that meet an element of the input, not padding."""
+    """Pairs of output and kernel positions that read an element of the input, and not padding."""
     few, many = sorted((("out", out, stride), ("kernel", kernel, rhs_dilate)), key=lambda p: p[1])
     if few[1] * many[1] > _MOST_POSITIONS:
         raise ValueError(f"a convolution of {size} by {kernel} gives {out}")

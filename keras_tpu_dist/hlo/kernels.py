@@ -1,16 +1,16 @@
-"""Hand-written TPU kernels in a compiled program: the operations that the compiler cannot see."""
+"""Hand-written TPU kernels in a compiled program: operations that the compiler cannot see."""
 
 import re
 
 from keras_tpu_dist.hlo.parse import Instruction, Shape
 
 _SPLASH = re.compile(r"\bsplash_m[hq]a_(fwd|dq|dkv)(?:_segmented)?_(?:no_)?residuals\b")
-# What attention.kernel writes into the name stack: the blocks that a mask leaves to compute.
+# attention.kernel writes this into the name stack: the blocks that a mask leaves to compute.
 _BLOCKS = re.compile(r"\bblocks_(\d+)_of_(\d+)\b")
 # JAX's splash kernels name the layouts of their operands; 2 is the transposed one.
 _TRANSPOSED = re.compile(r'[qkv]_layout\\*": 2')
-# Products of `width` and of `value_width` over each pair of query and key. The backward kernels
-# recompute the logits, and each of them the gradient of the weights.
+# Products of `width` and of `value_width` for every pair of query and key. Both backward kernels
+# recompute the logits and the gradient of the weights.
 _PRODUCTS = {"fwd": (1, 1), "dq": (2, 1), "dkv": (2, 2)}
 # dkv: two accumulators and two gradients; a fused one also returns dq.
 _DKV_RESULTS = 4
@@ -26,7 +26,7 @@ def is_kernel(instruction: Instruction) -> bool:
 
 
 def stated(instruction: Instruction, key: str) -> int | None:
-    """What a Pallas kernel's author says it costs; `None` without a statement.
+    """The cost that a Pallas kernel's author states; `None` without a statement.
 
     Args:
         instruction: The kernel.
@@ -42,17 +42,17 @@ def stated(instruction: Instruction, key: str) -> int | None:
 def flops(instruction: Instruction, operands: list[Instruction]) -> int | None:
     """Operations of a kernel: as its author states, or by its shapes if it is flash attention.
 
-    JAX's splash attention states no cost. Counted is what it computes: products over the blocks
-    that the mask does not empty (all blocks, if the name stack does not say how many), at the
-    padded lengths, in the forward kernel two, in that of dq three and in that of dk and dv four,
-    because both backward kernels recompute the logits.
+    JAX's splash attention states no cost. Its products count over the blocks that the mask does not
+    empty (all blocks, if the name stack does not have the number), at the padded lengths. The
+    forward kernel has two products, that of dq three and that of dk and dv four, because both
+    backward kernels recompute the logits.
 
     Args:
         instruction: The kernel.
         operands: The instructions that it reads, in order.
 
     Returns:
-        Two per multiply-add, or `None` for a kernel that says nothing.
+        Two per multiply-add, or `None` for a kernel without such information.
 
     References:
         - The kernels: https://github.com/jax-ml/jax/tree/main/jax/experimental/pallas/ops/tpu/splash_attention
@@ -70,12 +70,12 @@ def flops(instruction: Instruction, operands: list[Instruction]) -> int | None:
         of_width += 1
     width = of_width * query.dims[-1] + of_value_width * value.dims[-1]
     computed, blocks = _blocks(instruction) or (1, 1)
-    rows = query.size // query.dims[-1]  # of all heads and batch rows
+    rows = query.size // query.dims[-1]  # for all heads and batch rows
     return 2 * rows * key.dims[-2] * width * computed // blocks
 
 
 def counted_whole(instruction: Instruction) -> bool:
-    """Whether `flops` took all blocks of flash attention because the program does not say.
+    """Whether `flops` counted all blocks of flash attention because their number is not known.
 
     Args:
         instruction: The kernel.
@@ -97,7 +97,7 @@ def _blocks(instruction: Instruction) -> tuple[int, int] | None:
 
 
 def _attention_arrays(operands: list[Instruction]) -> tuple[Shape, Shape, Shape] | None:
-    """Query, key and value: the first floats, after the integers that say which blocks run."""
+    """Query, key and value: the first floats, after the integers that select the blocks."""
     floats = [s for o in operands for s in o.shapes[:1] if s.dtype in ("f32", "bf16")]
     found = floats[:3]
     if len(found) < 3 or any(len(s.dims) < 2 for s in found):

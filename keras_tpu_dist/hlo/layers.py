@@ -1,10 +1,10 @@
-"""Which Keras layer an instruction came from, read from its name stack."""
+"""The Keras layer that an instruction comes from, by its name stack."""
 
 import functools
 import re
 from collections.abc import Collection, Iterable
 
-# What JAX and XLA put into a name stack around the names that Keras gives.
+# Words that JAX and XLA put around the names from Keras in a name stack.
 _WRAPPED = re.compile(r"(?:jvp|vmap|remat|checkpoint|custom_jvp|custom_vjp)\(([^()]*)\)")
 # The backward pass of what is computed again: its scopes stand twice, transposed and as they were.
 _AGAIN = re.compile(r"(transpose\(jvp\(([^()]*)\)\)((?:/[^/]+)*?))/jvp\(\2\)\3(?=/checkpoint/)")

@@ -1,4 +1,4 @@
-"""The commands: each gives an answer, which prints itself, and an exit code."""
+"""The commands; every one returns an answer, which can be printed, and an exit code."""
 
 import logging
 import os
@@ -122,7 +122,7 @@ def _compare(options: Namespace) -> Answered:
 
 
 def _ranked(options: Namespace, work: str, one: Callable[[Topology], Ranking]) -> Answered:
-    """The ranking of one slice, or of several, or of one with a price."""
+    """The ranking for one slice, for several, or for one with a price."""
     check_page(options)
     price = given.price_of(options.price)
     topologies = given.topologies_of(options.topology)
@@ -184,12 +184,12 @@ def _convert(options: Namespace) -> Answered:
     if not options.output.endswith(".keras"):
         raise ValueError(
             message(
-                "A converted model is written to a .keras file.",
+                "convert writes a .keras file.",
                 received={"output": options.output},
-                fix="Give the file that ending.",
+                fix="Give the file this ending.",
             )
         )
-    file_of(options.output)  # not only behind the work
+    file_of(options.output)  # before the work, not only after it
     with show_progress(), stages("convert", 3) as begin:
         begin("reading")
         of_file = options.model.endswith(".keras")
@@ -210,7 +210,7 @@ def _built(name: str) -> Any:
 
 
 def _converted_layers(model: Any, faster: Any) -> list[tuple[str, str]]:
-    """Paths and classes of the layers that are others now."""
+    """Paths and classes of the layers that were replaced."""
     pairs = zip(_keras.flatten_layers(model), _keras.flatten_layers(faster), strict=True)
     return [
         (after.path or after.name, f"{type(after).__module__}.{type(after).__qualname__}")
@@ -231,7 +231,7 @@ def _checkpoint(options: Namespace) -> Answered:
 
 
 def _as_keras_file(options: Namespace) -> Any:
-    """Writes a checkpoint as a file of Keras's, and gives back what was loaded."""
+    """Writes a checkpoint as a Keras file, and returns the loaded weights."""
     file_of(options.to_keras)
     with show_progress(), stages("checkpoint", 3) as begin:
         begin("building")
@@ -245,7 +245,7 @@ def _as_keras_file(options: Namespace) -> Any:
 
 
 def _warn_of_unused_axes(runs: Iterable[DryRun | None]) -> None:
-    """Says once what a dry run's own report says of mesh axes over which nothing is split."""
+    """Warns once about mesh axes over which nothing is split, as in the dry run's own report."""
     findings = {f for run in runs if run is not None for f in run.findings}
     for finding in sorted(findings, key=str):
         if finding.code == "unused-axis":

@@ -1,4 +1,4 @@
-"""What the words of a command mean: functions, meshes, layouts, inputs, slices, prices."""
+"""Parses the arguments of commands: functions, meshes, layouts, inputs, slices, prices."""
 
 import argparse
 import importlib
@@ -20,20 +20,21 @@ from keras_tpu_dist.strategy import TPUStrategy
 
 
 def build_function(name: str) -> Callable:
-    """The function that a word names.
+    """The function for an argument.
 
     Args:
         name: `module:function` or `FILE.py:function`; `.py` may be left out of a path.
 
     Raises:
-        ValueError: If the word names no function.
+        ValueError: If the argument names no function.
         ImportError: If its module cannot be imported.
     """
     module, colon, attribute = name.rpartition(":")
     if not colon or module.startswith(".") or not module:
         raise ValueError(
             message(
-                "The function that builds is named as module:function or FILE.py:function.",
+                "The function that builds the model is given as module:function or "
+                "FILE.py:function.",
                 received={"build": name},
                 fix="Write for example models:build or path/to/models.py:build.",
             )
@@ -66,7 +67,7 @@ def _module_of_file(file: str) -> Any:
             )
         )
     module = importlib.util.module_from_spec(spec)
-    # A model's pickles and dataclasses look their module up.
+    # Pickles and dataclasses of a model look up their module.
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
     return module
@@ -106,8 +107,8 @@ def model_and_strategy(options: argparse.Namespace) -> tuple[Any, TPUStrategy]:
             return built[0], built[1]
         raise ValueError(
             message(
-                f"A function to {options.command} returns (model, strategy), unless the strategy "
-                "is given here.",
+                f"A function for {options.command} returns (model, strategy), unless you give the "
+                "strategy in the command.",
                 received={"build": options.build, "which returned": type(built).__name__},
                 fix="Add --mesh data=4,model=2, --layout fsdp or --topology v5e:4x4.",
             )
@@ -119,7 +120,7 @@ def model_and_strategy(options: argparse.Namespace) -> tuple[Any, TPUStrategy]:
     if not isinstance(model, keras.Model):
         raise ValueError(
             message(
-                f"A function to {options.command} returns a model, or a model and a strategy.",
+                f"A function for {options.command} returns a model, or a model and a strategy.",
                 received={"build": options.build, "which returned": type(model).__name__},
                 fix="End it with `return model`.",
             )
@@ -128,13 +129,13 @@ def model_and_strategy(options: argparse.Namespace) -> tuple[Any, TPUStrategy]:
 
 
 def simulate_devices(options: argparse.Namespace) -> None:
-    """Splits the CPU into as many devices as `--devices` says.
+    """Splits the CPU into the number of devices in `--devices`.
 
     Args:
         options: The options of a command that has `--devices` and `--topology`.
 
     Raises:
-        ValueError: If the number is none, or a slice is named, too.
+        ValueError: If the number is invalid, or a slice is given too.
     """
     if options.devices is None:
         return
@@ -147,7 +148,7 @@ def simulate_devices(options: argparse.Namespace) -> None:
             )
         )
     simulate(options.devices)
-    jax.devices()  # so that a module that simulates another number says so
+    jax.devices()  # so that a module that simulates another number raises an error
 
 
 def mesh_of(text: str | None) -> dict[str, int] | None:
@@ -157,7 +158,7 @@ def mesh_of(text: str | None) -> dict[str, int] | None:
         text: The word, or `None`.
 
     Raises:
-        ValueError: If an axis has no size, or stands twice.
+        ValueError: If an axis has no size, or occurs twice.
     """
     if text is None:
         return None
@@ -169,7 +170,7 @@ def mesh_of(text: str | None) -> dict[str, int] | None:
     if not sizes or len(sizes) < len(pairs) or not all(sizes):
         raise ValueError(
             message(
-                "--mesh has axes with their sizes, each axis once.",
+                "--mesh has axes with their sizes, every axis once.",
                 received={"mesh": text},
                 fix="Write --mesh as data=64,model=4.",
             )
@@ -205,7 +206,7 @@ def remat_of(text: str | None) -> str | dict[str, str] | None:
     if not all(equals for _, equals, _ in pairs):
         raise ValueError(
             message(
-                "--remat is a policy, or patterns with one each.",
+                "--remat is a policy, or patterns with their policies.",
                 received={"remat": text},
                 fix="Write --remat as full, or as block_*=dots,head=full.",
             )
@@ -247,19 +248,19 @@ def _array(text: str | None) -> Any:
 
 
 def topologies_of(text: str) -> list[Topology]:
-    """The slices of `v5e-8,v6e-8`, each once.
+    """The slices in `v5e-8,v6e-8`, every one once.
 
     Args:
-        text: The word.
+        text: The argument.
 
     Raises:
-        ValueError: If one is no slice, or stands twice.
+        ValueError: If one is not a slice, or occurs twice.
     """
     found = [Topology.parse(name.strip()) for name in text.split(",")]
     if len({topology.name for topology in found}) < len(found):
         raise ValueError(
             message(
-                "--topology names each slice once.",
+                "--topology names every slice once.",
                 received={"topology": text},
                 fix="Write for example --topology v5e-8,v6e-8.",
             )
@@ -268,7 +269,7 @@ def topologies_of(text: str) -> list[Topology]:
 
 
 def price_of(text: str | None) -> float | dict[str, float] | None:
-    """What a chip costs an hour, from `1.20` or `v5e=1.20,v6e=2.70`.
+    """The price of a chip-hour, from `1.20` or `v5e=1.20,v6e=2.70`.
 
     Args:
         text: The word, or `None`.
@@ -286,7 +287,7 @@ def price_of(text: str | None) -> float | dict[str, float] | None:
     except ValueError:
         raise ValueError(
             message(
-                "--price is what a chip costs an hour: one number, or one for each chip.",
+                "--price is the price of a chip-hour: one number, or one for every chip.",
                 received={"price": text},
                 fix="Write --price 1.20, or --price v5e=1.20,v6e=2.70.",
             )

@@ -16,20 +16,20 @@ Answered = tuple[Any, int]
 
 
 def check_page(options: Namespace) -> None:
-    """Refuses a page that cannot be written before minutes of work, not behind them.
+    """Refuses a page that cannot be written before minutes of work, and not after them.
 
     Args:
-        options: Those of a command with `--html`.
+        options: The options of a command with `--html`.
     """
     if options.html is not None:
         file_of(options.html)
 
 
 def with_page(options: Namespace, answer: Any) -> Any:
-    """An answer, written as a page too if that is asked for.
+    """An answer, also written as a page if that is requested.
 
     Args:
-        options: Those of a command with `--html`.
+        options: The options of a command with `--html`.
         answer: The answer.
     """
     if options.html is not None:
@@ -41,7 +41,7 @@ def _launch(options: Namespace) -> Answered:
     if options.processes < 1 or options.devices < 1:
         raise ValueError(
             message(
-                "There is at least one process, with at least one device.",
+                "There must be at least one process, with at least one device.",
                 received={"processes": options.processes, "devices": options.devices},
                 fix="Write --processes 2 --devices 4.",
             )

@@ -1,4 +1,4 @@
-"""From words to a command: parses them, imports what the command needs, prints its answer."""
+"""Runs a command: parses its arguments, imports what it needs, and prints its answer."""
 
 import contextlib
 import dataclasses
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return _INTERRUPTED
     except BrokenPipeError:
-        # Nobody reads any more: what is left to be written goes nowhere.
+        # Nobody reads any more: further output is dropped.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _NO_READER
     except (ValueError, ImportError, RuntimeError, OSError) as error:
@@ -69,7 +69,7 @@ def _run(options: Any) -> int:
         importlib.import_module("keras_tpu_dist.hardware.libtpu").start_without_tpu()
         commands = importlib.import_module("keras_tpu_dist.shell.commands")
     as_json = getattr(options, "json", False)
-    # What a model's function prints is no JSON.
+    # Output of a model's function is not JSON.
     elsewhere = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
     with _warnings_on_stderr(), elsewhere:
         answer, code = commands.COMMANDS[options.command](options)
@@ -86,8 +86,8 @@ def _json_text(answer: Any) -> str:
 def _make_quiet() -> None:
     """Lets the C++ code of XLA and libtpu print fatal errors only, unless the user asks for more.
 
-    Both read their environment when they are loaded, and so does TensorFlow, which Keras imports
-    with a model's config if it is installed: it speaks of its CPU kernels.
+    Both read their environment when they are loaded. So does TensorFlow, which Keras imports with a
+    model's config if it is installed; it would print messages about its CPU kernels.
     """
     if "jax" in sys.modules:
         return

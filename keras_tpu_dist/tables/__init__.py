@@ -1,1 +1,1 @@
-"""Embedding tables by their rows: ids and rows exchanged, rows that were used updated alone."""
+"""Embedding tables split by rows: exchanges ids and rows, and updates only the used rows."""

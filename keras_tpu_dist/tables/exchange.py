@@ -1,9 +1,9 @@
-"""Rows of a table of which each device owns a part: looked up, and updated, where they lie.
+"""Looks up and updates the rows of a table on the devices that own them.
 
-Each device sorts its ids by owner, sends every owner the ids that it owns, each once, and gets
-their rows; the gradients of the rows go the same way back. What a device sends to another has a
-bound, as programs have fixed shapes: some deviations above what ids at random need. Steps that need
-more take rounds: ids are dealt into 2, 4, 8, ... rounds by a hash, until each round fits.
+Every device sorts its ids by owner, sends every owner its ids, each once, and gets their rows. The
+gradients of the rows go the same way back. Programs have fixed shapes, so there is a limit for the
+ids that a device sends to another: some deviations above the number that random ids need. Steps
+that need more use rounds: a hash divides the ids into 2, 4, 8, ... rounds, until every round fits.
 """
 
 import functools
@@ -23,7 +23,7 @@ from keras_tpu_dist.common.scopes import RARE_LOOP
 
 # An id that no device owns.
 NOBODY = np.iinfo("int32").max
-# Of a count of ids at random, above its mean.
+# For a count of random ids, above its mean.
 _DEVIATIONS = 5
 # Odd, so that no two rows have one hash.
 _MULTIPLIER = np.uint32(2654435769)

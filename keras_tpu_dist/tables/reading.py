@@ -1,8 +1,8 @@
-"""A traced step read for its tables: where rows are looked up, and how the tables are updated.
+"""Analyses a traced step for its tables: where rows are looked up, and how they are updated.
 
-A table goes by its rows if its gradient is made of nothing but rows that were looked up, and if its
-new value, and those of its optimizer's slots, are computed number by number in such a way that a
-gradient of zero changes nothing. That is read off the step, not off the optimizer's name.
+The exchange of rows applies to a table if its gradient only consists of looked-up rows, and if its
+new value, and those of its optimizer's slots, are computed element by element so that a zero
+gradient changes nothing. This is derived from the step, and not from the optimizer's name.
 """
 
 import math
@@ -80,7 +80,7 @@ class Reading:
 
 
 class Refused(Exception):
-    """Why the rows that were used cannot be updated alone."""
+    """The reason why the used rows cannot be updated alone."""
 
 
 def read(

@@ -1,4 +1,4 @@
-"""Train, test and predict steps whose tables go by their rows."""
+"""Train, test and predict steps whose tables are looked up and updated by rows."""
 
 import logging
 import math
@@ -53,7 +53,7 @@ class RowTable:
 
 
 def step_by_rows(model: Any, kind: str, step: Callable, mesh: Mesh, batch: Sequence[str]) -> Any:
-    """A step in which tables go by their rows, where the strategy's option says so.
+    """A step in which tables are handled by rows, if the strategy's option requires it.
 
     Args:
         model: The model.
@@ -79,7 +79,7 @@ def step_by_rows(model: Any, kind: str, step: Callable, mesh: Mesh, batch: Seque
 
 
 def described(model: Any, strategy: Any) -> dict[str, str]:
-    """For the tables of a model whether they go by their rows, as far as that is known.
+    """For the tables of a model, whether they are handled by rows, as far as known.
 
     Args:
         model: The model.
@@ -97,7 +97,7 @@ def described(model: Any, strategy: Any) -> dict[str, str]:
 
 
 def refused(model: Any, strategy: Any) -> dict[str, str]:
-    """The tables that were asked for by rows of which every row is updated, and why.
+    """The tables for which rows were requested but every row is updated, with the reasons.
 
     Args:
         model: The model.
@@ -110,7 +110,7 @@ def refused(model: Any, strategy: Any) -> dict[str, str]:
 
 
 def _troubles(model: Any, mesh: Mesh, batch: Sequence[str], option: str) -> dict[str, str]:
-    """Why tables that are asked for by rows cannot be, by where they lie."""
+    """The reasons from their layouts why tables cannot be handled by rows, as requested."""
     if option == "auto":
         return {}
     found = {}

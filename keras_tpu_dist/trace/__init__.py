@@ -1,1 +1,1 @@
-"""Traced programs read: what an equation calls, and which dimension becomes which."""
+"""Analyses traced programs: which programs an equation calls, and how dimensions correspond."""

@@ -8,7 +8,7 @@ from typing import Any
 from keras_tpu_dist.common.axes import names_in
 from keras_tpu_dist.trace.jaxprs import inner_jaxprs, opened
 
-# They are given a program that computes one number of two, not one of their operands.
+# They take a program that computes one number from two, and not from one of their operands.
 # fmt: off
 _OF_NUMBERS = frozenset(
     [
@@ -25,18 +25,18 @@ class Called:
 
     Attributes:
         jaxpr: The program, a `Jaxpr`.
-        kind: "call" of a program that runs once; "loop" of a loop's body, "condition" of the
-            program that ends a `while`; "branch" of one of several, of which one runs; "part" of
-            one of several that run as the operation likes, as for a linear system; "unknown" of a
-            program whose inputs are not the equation's operands, such as a kernel's.
-        operands: For each input, which operand of the equation it is; a scan's body has a
-            dimension less of those it takes apart. Empty if unknown.
-        results: For each output, which result of the equation it is, likewise. Empty if unknown,
-            and for a condition.
-        carried: For each of the first outputs of a loop's body, the operand in whose place the
-            next round takes it.
+        kind: "call": it runs once; "loop": the body of a loop; "condition": the program that ends a
+            `while`; "branch": one of several, of which one runs; "part": one of several that run in
+            any order, as for a linear system; "unknown": its inputs are not the equation's
+            operands, as for a kernel.
+        operands: For every input, the equation's operand; the operands that a scan takes apart have
+            one dimension more. Empty if unknown.
+        results: For every output, the equation's result, likewise. Empty if unknown, and for a
+            condition.
+        carried: For the first outputs of a loop's body, the operand that they replace in the next
+            round.
         rounds: How often it runs, `None` if the program decides.
-        devices: How many devices share what it is written for one of.
+        devices: If the program is written for one of several devices, their number.
     """
 
     jaxpr: Any

@@ -1,4 +1,4 @@
-"""Which dimension of an operand becomes which of a result: one table for all readers."""
+"""How dimensions of operands correspond to those of results: one table for all analyses."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,13 +15,13 @@ class Mapped(NamedTuple):
     """A dimension of an operand that becomes one of a result.
 
     Attributes:
-        operand: Which operand.
-        dimension: Which of its dimensions.
-        result: Which result.
-        to: Which of its dimensions.
-        parts: If both are cut into so many equal parts, then along this dimension a part of the
-            result depends on no other part of the operand: the size for what works position by
-            position, 1 if values move to other positions. Of a reshape's dimensions, those that
+        operand: The operand's number.
+        dimension: The number of its dimension.
+        result: The result's number.
+        to: The number of its dimension.
+        parts: If both are cut into so many equal parts, a part of the result only depends on the
+            same part of the operand along this dimension. It is the size for position-wise
+            operations, and 1 if values move to other positions. For a reshape, the dimensions that
             come first in both are equal part by part.
     """
 
@@ -36,13 +36,13 @@ class Mapped(NamedTuple):
 class Dimensions:
     """What becomes of the dimensions of an equation's operands.
 
-    A dimension that is not among them is summed over, reduced, indexed, or of size one.
+    All other dimensions are summed over, reduced, indexed, or of size one.
 
     Attributes:
-        mapped: Those that become dimensions of results; of a reshape in order of the dimensions.
-        together: Pairs of dimensions of operands that run together: both are summed over, or are
-            one dimension of the result.
-        indexed: Dimensions of operands in which indices name places.
+        mapped: The dimensions that become dimensions of results; for a reshape in order.
+        together: Pairs of dimensions of operands that correspond: both are summed over, or are one
+            dimension of the result.
+        indexed: Dimensions of operands that are indexed.
     """
 
     mapped: tuple[Mapped, ...] = ()

@@ -1,4 +1,4 @@
-"""A traced program as values and operations, with the calls within it opened."""
+"""A traced program as values and operations; the programs that it calls are inlined."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ class Atom:
 
     Attributes:
         aval: Its shape and dtype.
-        operation: The operation that makes it, `None` for an input or a constant.
+        operation: The operation that computes it, `None` for an input or a constant.
         constant: Its array, if it is a constant or a literal.
     """
 
@@ -59,7 +59,7 @@ class Equation:
             operands: Arrays.
             params: Parameters of the equation to replace.
         """
-        # Evaluated as a program, so that the names of layers stay on what it computes.
+        # Evaluated as a program, so that its operations keep the names of layers.
         inputs = [core.Var(atom.aval) for atom in self.equation.invars]
         given = {**self.equation.params, **(params or {})}
         equation = self.equation.replace(invars=inputs, params=given)
@@ -94,8 +94,8 @@ class Graph:
 
         Args:
             inputs: Arrays.
-            instead: What is computed in the place of operations.
-            run: From an operation and its operands to its results.
+            instead: Replacements of operations.
+            run: Computes the results of an operation from its operands.
         """
         values = dict(zip(map(id, self.inputs), inputs, strict=True))
 
@@ -115,7 +115,7 @@ class Graph:
         """The operations that the outputs need, in order.
 
         Args:
-            instead: For operations that are computed in another way, what is read for that.
+            instead: For replaced operations, the values that the replacement reads.
         """
         values, found = {id(each) for each in self.outputs}, []
         for operation in reversed(self.operations):
@@ -128,11 +128,11 @@ class Graph:
 
 @dataclass(frozen=True)
 class Instead:
-    """What is computed in the place of an operation.
+    """The replacement of an operation.
 
     Attributes:
-        operands: What it reads.
-        compute: From their arrays to the results.
+        operands: The values that it reads.
+        compute: A function from their arrays to the results.
     """
 
     operands: list[Atom]

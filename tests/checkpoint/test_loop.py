@@ -180,7 +180,7 @@ def test_the_model_is_read_by_restore_and_compared_with_what_is_there(tmp_path):
     # Other objects are one error, and leave what is there as it is.
     before = other.model.get_weights()
     with ktd.LoopCheckpoint(tmp_path, other.model, other.optimizer) as saved:
-        with pytest.raises(ValueError, match=r"objects that it was saved from.*unexpected"):
+        with pytest.raises(ValueError, match=r"objects it was saved from.*unexpected"):
             saved.restore()
     assert_close(other.model.get_weights(), before)
     # A fit does not take it for one of its own.
@@ -204,7 +204,7 @@ def test_a_checkpoint_of_a_fit_is_none_of_a_loop(tmp_path):
     loop.model.compile("sgd", "mse")
     loop.model.fit(X, Y, verbose=0, callbacks=[ktd.callbacks.Checkpoint(tmp_path)])
     with ktd.LoopCheckpoint(tmp_path, loop.model) as saved:
-        with pytest.raises(ktd.CheckpointError, match="does not say where a loop stood"):
+        with pytest.raises(ktd.CheckpointError, match="has no position of a loop"):
             saved.restore()
     store = Store(tmp_path, read_only=True)
     assert store.steps == [2]

@@ -327,12 +327,12 @@ def test_compare(model, made, capsys):
     assert (made[1][2]["meshes"], made[1][2]["layouts"]) == ([{"data": -1}], [None])
     capsys.readouterr()
     for wrong, error in (
-        (["--price", "x"], "--price is what a chip costs"),
+        (["--price", "x"], "--price is the price of a chip-hour"),
         (["--price", "0"], "a number above 0"),
         (["--price", "v6e=2"], 'Add "v5e" to it'),
         (["--price", "v5f=2"], "Did you mean 'v5"),
         (["--mesh", "data"], "--mesh has axes with their sizes"),
-        (["--topology", "v5e-8,v5e-8"], "names each slice once"),
+        (["--topology", "v5e-8,v5e-8"], "names every slice once"),
         (["--html", "no/page.html"], "in a folder that exists"),
     ):
         assert main([*words, *wrong]) == 2, wrong
