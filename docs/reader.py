@@ -57,6 +57,12 @@ PRIVATE_WORDS = {
     r"nobody here owns": "you don't have",
     r"lies otherwise": "is laid out differently",
     r"who has none left": "a process that runs out",
+    r"nobody has to own|nobody has attached": "you don't have, that is not attached",
+    r"only named": "without its chips",
+    r"of no such kind": "has the wrong type or value",
+    r"where there is none|where there are none": "if there is none",
+    r"as it lies": "in its layout",
+    r"gives back|given back": "returns, restores, gets back",
 }
 # What promises a line in the log, in a page. The comment that follows in the same line,
 # <!-- log: text -->, has a piece of the message: its level in the source is at least WARNING. A

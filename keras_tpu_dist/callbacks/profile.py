@@ -1,4 +1,4 @@
-"""A trace of some steps of a fit, by JAX's profiler."""
+"""A callback that traces some steps of a fit with JAX's profiler."""
 
 import contextlib
 import json
@@ -30,29 +30,29 @@ _SAFE = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ012345678
 class Profile(keras.callbacks.Callback):
     """Traces exactly the train steps from the first to the last, with JAX's profiler.
 
-    Steps count from 1 over the run: a fit that a `Checkpoint` resumes at step 700 goes on with 701.
-    With several steps a launch (`steps_per_execution`), the launches that hold them are traced
-    whole, and a line in the log says which steps those are. Before and after each trace the devices
-    are waited for, so that it holds nothing else; validation, if it comes between the steps, is
-    left out. What the steps take is measured by a clock, too, their input included.
+    Steps count from 1 over the whole run: a fit that a `Checkpoint` resumes at step 700 continues
+    with 701. With several steps in a launch (`steps_per_execution`), the launches with these steps
+    are traced completely, and a line in the log gives the traced steps. Before and after a trace it
+    waits for the devices, so that the trace contains nothing else; validation between the steps is
+    left out. A clock also measures the time of the steps, including their input.
 
-    The trace is stopped however the fit ends. If JAX's profiler is on already, or the steps never
-    run, a WARNING says so and training goes on. Below the directory, each process has a folder with
-    its traces (open it with `xprof --logdir`), the text of the programs that ran, and what
-    `read_profile` and `DryRun.compare` need.
+    The trace stops however the fit ends. If JAX's profiler is already on, or the steps never run,
+    you get a warning and training continues. In the directory, every process has a folder with its
+    traces (open it with `xprof --logdir`), the text of the programs that ran, and the data for
+    `read_profile` and `DryRun.compare`.
 
-    Works under a `TPUStrategy`.
+    It needs a `TPUStrategy`.
 
     Args:
         steps: The first and the last step.
-        directory: Where traces are written. An earlier profile of it is replaced.
-        all_processes: Whether every process traces its devices, or the first alone.
+        directory: The directory for the traces. It replaces an earlier profile there.
+        all_processes: Whether every process traces its devices, or only the first one.
 
     Attributes:
-        traced: The first and last step of each trace, of this fit or of one that it goes on with.
+        traced: The first and last step of every trace, of this fit or of the one that it resumes.
 
     Raises:
-        ValueError: If an argument is of no such kind; in `fit`, without a `TPUStrategy`.
+        ValueError: If an argument has the wrong type or value; in `fit`, without a `TPUStrategy`.
 
     Example:
 
@@ -88,14 +88,14 @@ class Profile(keras.callbacks.Callback):
         self._gave_up = False
 
     def state_dict(self) -> dict[str, Any]:
-        """The steps made and traced, for a fit that goes on."""
+        """The steps that ran and were traced, for a fit that resumes."""
         return {"made": self._made, "traced": [list(each) for each in self.traced]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on counting from a state.
+        """Continues to count from a state.
 
         Args:
-            state: What `state_dict` returned.
+            state: A result of `state_dict`.
         """
         made, traced = state.get("made"), state.get("traced")
         if is_count(made, 0):
@@ -105,7 +105,7 @@ class Profile(keras.callbacks.Callback):
             self.traced = [(a, b) for a, b in pairs if is_count(a, 1) and is_count(b, 1)]
 
     def set_model(self, model):
-        """Notes the model; a fit counts from its first step unless it resumes."""
+        """Stores the model; a fit counts from its first step unless it resumes."""
         super().set_model(model)
         # Not `self.model`: reading that makes the trainer copy its state to the variables.
         self._trainer = model
@@ -113,32 +113,32 @@ class Profile(keras.callbacks.Callback):
         self.traced, self._gave_up = [], False
 
     def on_train_begin(self, logs=None):
-        """Asks the fit to say when it ends."""
+        """Asks to be called when the fit ends."""
         self._fit = fit_in_training(self._trainer)
         if self._fit is None:
             raise ValueError(
                 message(
                     "Profile traces the launches of a TPUStrategy.",
-                    received="a fit without one.",
+                    received="a fit without a TPUStrategy.",
                     fix="Build the model in TPUStrategy().scope(), or use jax.profiler.trace.",
                 )
             )
         self._fit.at_end.append(self._stop)
 
     def on_epoch_begin(self, epoch, logs=None):
-        """Notes how many steps were made before."""
+        """Stores the number of earlier steps."""
         self._before_epoch = self._made
 
     def on_train_batch_begin(self, batch, logs=None):
-        """Starts a trace in front of a launch that may hold one of the steps."""
-        # Within an epoch that was resumed, Keras counts the batches before, too.
+        """Starts a trace before a launch that may have one of the steps."""
+        # In a resumed epoch, Keras also counts the earlier batches.
         first = self._made + 1
         wanted = first <= self.steps[1] and first + self._most_steps() > self.steps[0]
         if self._trace is None and wanted and self._is_traced_here() and not self._gave_up:
             self._start(first)
 
     def on_train_batch_end(self, batch, logs=None):
-        """Counts the launch's steps, and ends a trace behind the last step."""
+        """Counts the launch's steps, and ends a trace after the last step."""
         self._made = max(self._made, self._steps_made(batch))
         if self._trace is not None and self._made >= self.steps[1]:
             self._stop()
@@ -148,11 +148,11 @@ class Profile(keras.callbacks.Callback):
         self._stop()
 
     def on_epoch_end(self, epoch, logs=None):
-        """Leaves what other callbacks do at the end of an epoch out."""
+        """Leaves out the work of other callbacks at the end of an epoch."""
         self._stop()
 
     def on_train_end(self, logs=None):
-        """Says what was not traced."""
+        """Warns if nothing was traced."""
         self._stop()
         if self._is_traced_here() and not self._gave_up and not self.traced:
             logger.warning(
@@ -197,7 +197,7 @@ class Profile(keras.callbacks.Callback):
             logger.warning("Profile(steps=%s): the trace is not whole: %s", self.steps, error)
             return
         if last < max(trace.first, self.steps[0]):
-            # A launch that was shorter than most, or one that failed, held none of the steps.
+            # A shorter launch, or one that failed, had none of the steps.
             _removed(trace.folder)
             return
         self.traced.append((trace.first, last))
@@ -212,7 +212,7 @@ class Profile(keras.callbacks.Callback):
 
 
 class _Trace:
-    """A trace that runs.
+    """A running trace.
 
     Args:
         folder: Where it is written.
@@ -231,13 +231,13 @@ class _Trace:
         self._seconds = 0.0
 
     def stop(self) -> None:
-        """Waits for what was launched, and writes the trace."""
+        """Waits for the devices, and writes the trace."""
         _wait_for_devices()
         self._seconds = time.perf_counter() - self._started
         jax.profiler.stop_trace()
 
     def describe(self, last: int, asked: tuple[int, int], model: Any) -> None:
-        """Writes what is to be known beside the trace.
+        """Writes the data that belongs to the trace.
 
         Args:
             last: The last step of it.
@@ -276,16 +276,16 @@ def _programs() -> list[tuple[str, str]]:
 
 
 def _wait_for_devices() -> None:
-    """Waits until nothing that was launched runs any more."""
+    """Waits until the devices have finished all launches."""
     for array in jax.live_arrays():
-        # Another thread, such as the one that brings batches, may delete some.
+        # Another thread, such as the one that transfers batches, may delete some arrays.
         with contextlib.suppress(RuntimeError, ValueError):
             if not array.is_deleted():
                 array.block_until_ready()
 
 
 def _removed(folder: Path) -> None:
-    """Removes what an earlier profile wrote there."""
+    """Removes the files of an earlier profile."""
     for trace in folder.glob("from_step_*"):
         if (trace / MANIFEST).is_file() and not trace.is_symlink():
             shutil.rmtree(trace, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""How fast training is, in the logs of each epoch."""
+"""A callback that adds the speed of training to the logs of every epoch."""
 
 import math
 from collections.abc import Mapping
@@ -44,23 +44,23 @@ class _Counts:
 
 
 class Rates(keras.callbacks.Callback):
-    """Adds to the logs of each epoch how fast it was trained.
+    """Adds the speed of training to the logs of every epoch.
 
-    `CSVLogger`, `TensorBoard` and the history get them, wherever in the list of callbacks this one
-    stands:
+    `CSVLogger`, `TensorBoard` and the history get these values, wherever this callback is in the
+    list:
 
-    - `steps_per_second`, `rows_per_second`, and `tokens_per_second` for a model whose input is
-      `(batch, time)` of whole numbers: of all devices together;
+    - `steps_per_second`, `rows_per_second`, and `tokens_per_second` if the model's input is
+      `(batch, time)` of integers: for all devices together;
     - `mfu`: model FLOPs utilisation, by the formula of `DryRun.mfu`: the operations of the step's
-      matrix products over what all devices could do in that time. Only on chips that
-      `Topology` knows;
+      matrix products over what all devices could do in that time. Only on chips that `Topology`
+      knows;
     - `input_wait`: the share of the time in which devices waited for input;
-    - `peak_memory_gib`: the most memory that was in use on one device of this host since the
-      process began. Only where JAX knows, on TPU and GPU.
+    - `peak_memory_gib`: the maximal memory in use on one device of this host since the process
+      began. Only if JAX reports it, on TPU and GPU.
 
     The time is that of the epoch's steps, without compiling, validation and saving. With several
-    processes they are process 0's. A run that goes on within an epoch counts the steps and the time
-    from before the interruption too.
+    processes, the values are those of process 0. If a run resumes within an epoch, the steps and
+    the time before the interruption count too.
 
     Raises:
         ValueError: In `fit`, without a `TPUStrategy`.
@@ -77,7 +77,7 @@ class Rates(keras.callbacks.Callback):
     ['input_wait', 'loss', 'rows_per_second', 'steps_per_second']
     """
 
-    # It does nothing after a batch; the strategy's loop counts.
+    # It does nothing after a batch, because the strategy's loop counts.
     async_safe = True
 
     def __init__(self):
@@ -91,22 +91,22 @@ class Rates(keras.callbacks.Callback):
         self._devices = 1
 
     def set_model(self, model):
-        """Notes the model."""
+        """Stores the model."""
         super().set_model(model)
         # Not `self.model`: reading that makes the trainer copy its state to the variables.
         self._trainer = model
 
     def before_fit(self, arguments: Mapping[str, Any]) -> None:
-        """Begins to count time.
+        """Starts to measure time.
 
         Args:
-            arguments: Those of `fit`.
+            arguments: The arguments of `fit`.
         """
         self._timeline = Timeline(OTHER)
         phases.count(self._timeline)
 
     def after_fit(self) -> None:
-        """Ends counting."""
+        """Stops measuring."""
         phases.stop(self._timeline)
 
     def on_train_begin(self, logs=None):
@@ -125,7 +125,7 @@ class Rates(keras.callbacks.Callback):
         self._peak = _peak_flops()
 
     def on_epoch_begin(self, epoch, logs=None):
-        """Counts anew."""
+        """Resets the counts."""
         self._counts, self._before = _Counts(), self._spent()
 
     def before_epoch_end(self, epoch, logs=None) -> None:
@@ -144,24 +144,24 @@ class Rates(keras.callbacks.Callback):
         logs.update(rates)
 
     def state_dict(self) -> dict[str, Any]:
-        """What was made of the running epoch."""
+        """The counts of the running epoch."""
         return asdict(self._now())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on with what was made of the epoch before an interruption.
+        """Continues with the counts of the epoch before an interruption.
 
         Args:
-            state: What `state_dict` returned. Names and values of another kind are left out.
+            state: A result of `state_dict`. Names and values of another kind are left out.
 
         Raises:
-            ValueError: If it is no dict.
+            ValueError: If it is not a dict.
         """
         if not isinstance(state, Mapping):
             raise ValueError(
                 message(
-                    "The state of Rates is a dict.",
+                    "The state of Rates must be a dict.",
                     received={"state": state},
-                    fix="Give what state_dict() returned.",
+                    fix="Pass a result of state_dict().",
                 )
             )
         known = {field.name: field.type for field in fields(_Counts)}

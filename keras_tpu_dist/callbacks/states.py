@@ -1,4 +1,4 @@
-"""What callbacks know besides the model, so that they go on deciding as they would have."""
+"""The states of callbacks, saved so that they continue to decide as they would have."""
 
 import contextlib
 import logging
@@ -25,22 +25,22 @@ def swapped(callbacks: Sequence[Any]) -> bool:
 
 
 def note_swapped(callbacks: Sequence[Any], now: bool) -> None:
-    """Tells callbacks what the weights are that were loaded.
+    """Tells callbacks whether the loaded weights are averages.
 
-    Of a checkpoint that says it of all together, as those of version 0.2 and before do; newer ones
-    hold what each of them knows.
+    Checkpoints of version 0.2 and before only have one flag for all callbacks together; newer ones
+    have the state of every callback.
 
     Args:
-        callbacks: The callbacks of the fit that goes on.
-        now: What `swapped` returned for those of the fit that ended.
+        callbacks: The callbacks of the fit that resumes.
+        now: The result of `swapped` for the callbacks of the fit that ended.
     """
     that_swap = _that_swap(callbacks)
     for each in that_swap:
         _keras.note_averages(each, now)
     if now and not that_swap:
         logger.warning(
-            "the checkpoint has averages in the place of the weights, and no SwapEMAWeights of "
-            "this fit swaps them back: training goes on with the averages"
+            "the checkpoint has averages in place of the weights, and this fit has no "
+            "SwapEMAWeights to swap them back: training goes on with the averages"
         )
 
 
@@ -52,10 +52,11 @@ logger = logging.getLogger("keras_tpu_dist")
 
 
 def states_of(callbacks: Sequence[Any]) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
-    """What callbacks know: as plain data, and arrays by name.
+    """The states of callbacks: as plain data, and arrays by name.
 
-    What Keras's own change is listed in `keras_tpu_dist._keras.callback_states`; any callback with
-    `state_dict()` and `load_state_dict(state)` says itself, in plain data.
+    For Keras's own callbacks, the saved attributes are listed in
+    `keras_tpu_dist._keras.callback_states`. Any callback with `state_dict()` and
+    `load_state_dict(state)` provides its own, in plain data.
 
     Args:
         callbacks: The callbacks of a fit.
@@ -82,11 +83,12 @@ def give_back(
     arrays: Mapping[str, np.ndarray],
     say: bool = True,
 ) -> None:
-    """Gives callbacks what they knew: of each class the first gets what the first knew, and so on.
+    """Restores the states of callbacks: for every class, the first gets the first's state, and so
+    on.
 
     Args:
-        callbacks: The callbacks of the fit that goes on.
-        states: What `states_of` returned for those of the fit that ended.
+        callbacks: The callbacks of the fit that resumes.
+        states: The result of `states_of` for the callbacks of the fit that ended.
         arrays: The arrays that it returned.
         say: Whether to log which callbacks get nothing.
     """
@@ -94,7 +96,7 @@ def give_back(
     there = _numbered([state["class"] for state in states])
     if say and set(here) - set(there):
         logger.warning(
-            "the checkpoint has what %s knew, the callbacks of this fit are %s: %s begin anew",
+            "the checkpoint has the state of %s, the callbacks of this fit are %s: %s begin anew",
             [name for name, _ in there],
             [name for name, _ in here],
             [key[0] for key in here if key not in there],
@@ -121,7 +123,7 @@ def _load(callback: Any, state: Mapping[str, Any], arrays: Mapping[str, np.ndarr
 
 
 def _give_attributes(callback: Any, saved: Mapping[str, Any]) -> None:
-    """Sets what changes while a callback runs; a file's names and values decide nothing else."""
+    """Sets only attributes that change while a callback runs, whatever names the file has."""
     names = _keras.changing(callback, _keras.CHANGING)
     for name in names:
         if name in saved and _fits(saved[name], getattr(callback, name)):
@@ -130,7 +132,7 @@ def _give_attributes(callback: Any, saved: Mapping[str, Any]) -> None:
     left += [n for n in names if n in saved and not _fits(saved[n], getattr(callback, n))]
     if left:
         logger.warning(
-            "the checkpoint has %s for %s, which are not among what that callback counts (%s): "
+            "the checkpoint has %s for %s, which are not among the attributes that change (%s): "
             "they are left out",
             left[:3],
             type(callback).__name__,
@@ -161,11 +163,11 @@ def history_of(history: Any) -> dict[str, Any]:
 
 
 def give_back_history(history: Any, record: dict[str, Any]) -> None:
-    """Puts a record in front of what a History callback has.
+    """Puts a record before that of a History callback.
 
     Args:
         history: The callback, or `None`.
-        record: What `history_of` returned.
+        record: A result of `history_of`.
     """
     if history is None:
         return
@@ -183,7 +185,7 @@ def _that_know(callbacks: Sequence[Any]) -> list:
 
 
 def _numbered(names: Sequence[str]) -> list[tuple[str, int]]:
-    """Each name with how often it came before."""
+    """The names, numbered by their earlier occurrences."""
     seen: Counter[str] = Counter()
     numbered = []
     for name in names:
@@ -199,25 +201,25 @@ def _is_plain(value: Any) -> bool:
 def _plain(value: Any) -> Any:
     if isinstance(value, (str, bool, int)) or value is None:
         return value
-    # Python's JSON has NaN and infinity.
+    # Python's JSON supports NaN and infinity.
     return np.asarray(value).tolist()
 
 
 @dataclass(frozen=True)
 class Standing:
-    """The state of a moment, to be saved then or later; arrays are referred to, not copied.
+    """The state at one moment, to be saved then or later; arrays are referenced, not copied.
 
-    Validation and the end of an epoch change metrics, history and what callbacks know; callbacks
-    may change weights. A run that is cut there is saved as its last launch left it, and makes the
-    end of the epoch again.
+    Validation and the end of an epoch change metrics, history and callbacks' states; callbacks may
+    change weights. If a run is stopped there, the state after its last launch is saved, and a later
+    run repeats the end of the epoch.
 
     Attributes:
-        states: What callbacks know. See `states_of`.
-        arrays: The arrays among it.
+        states: The states of callbacks. See `states_of`.
+        arrays: The arrays in them.
         history: The record of the epochs that have ended.
-        global_seed: Keras's.
+        global_seed: Keras's global random state.
         stopped: Whether training stops here.
-        swapped: Whether averages are in the place of weights.
+        swapped: Whether averages have replaced the weights.
     """
 
     states: list[dict[str, Any]]
@@ -231,7 +233,7 @@ class Standing:
 
     @contextlib.contextmanager
     def in_variables(self) -> Iterator[None]:
-        """A context in which variables have the values of that moment."""
+        """A context in which variables have their values of that moment."""
         changed = [
             (variable, value)
             for variable, value, now in zip(
@@ -249,13 +251,14 @@ def standing_of(
     history: dict[str, Any] | None = None,
     variables: Sequence[Any] = (),
 ) -> Standing:
-    """Where training stands now.
+    """The current state of training.
 
     Args:
         model: The model that trains.
-        callbacks: Those of the fit whose states are saved.
-        history: The record of the epochs that have ended, if that is known already.
-        variables: Those of the training state, if callbacks may change them before they are saved.
+        callbacks: The callbacks whose states are saved.
+        history: The record of the epochs that have ended, if already known.
+        variables: Variables of the training state, if callbacks may change them before they are
+            saved.
     """
     states, arrays = states_of(callbacks)
     return Standing(

@@ -1,1 +1,1 @@
-"""What share of a run's time trained, over all of its restarts, and what the rest went to."""
+"""The share of a run's time that trained, over all its restarts, and how the rest was spent."""

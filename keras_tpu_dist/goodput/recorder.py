@@ -1,4 +1,4 @@
-"""Writes what the time of this process goes to: every second at first, later less often."""
+"""Records how this process spends its time: every second at first, later less often."""
 
 import atexit
 import logging

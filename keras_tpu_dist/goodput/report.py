@@ -1,4 +1,4 @@
-"""The file of a run as an answer: what share of its time trained, and what the rest went to."""
+"""Reads the file of a run: the share of its time that trained, and how the rest was spent."""
 
 import os
 from collections import defaultdict
@@ -62,7 +62,7 @@ class StartOfRun:
 
 @dataclass(frozen=True, repr=False)
 class GoodputReport(Page):
-    """What the time of a run went to, over all its starts.
+    """How the time of a run was spent, over all its starts.
 
     Attributes:
         path: The file.
@@ -80,12 +80,12 @@ class GoodputReport(Page):
 
     @property
     def trained(self) -> float:
-        """The share of the time in which steps were trained that count, from 0 to 1."""
+        """The share of the time in which steps that count were trained, from 0 to 1."""
         return self.seconds[TRAIN] / self.wall if self.wall else 0.0
 
     @property
     def unaccounted(self) -> float:
-        """The seconds that the file says nothing of; less than 0 if it counts some twice."""
+        """The seconds that are not in the file; less than 0 if it counts some twice."""
         return self.wall - sum(self.seconds.values())
 
     def to_dict(self) -> dict[str, Any]:
@@ -176,7 +176,7 @@ def goodput_of(path: str | os.PathLike) -> GoodputReport:
         path: The file that `launch --goodput` or `callbacks.Goodput` wrote.
 
     Raises:
-        ValueError: If it cannot be read, or nothing in it is understood.
+        ValueError: If it cannot be read, or has no valid line.
     """
     try:
         found, left_out = records.read(os.fspath(path))

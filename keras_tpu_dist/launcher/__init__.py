@@ -1,1 +1,1 @@
-"""Starts processes, passes on what they print, and starts them again. Imports no JAX."""
+"""Starts processes, passes on their output, and restarts them. Imports no JAX."""

@@ -1,4 +1,4 @@
-"""What the launcher and its processes know each other by."""
+"""Names shared by the launcher and its processes: environment variables, exit codes."""
 
 # What `launch` passes to the processes that it starts, in their environment.
 COORDINATOR, NUM_PROCESSES, PROCESS_ID = "KTD_COORDINATOR", "KTD_NUM_PROCESSES", "KTD_PROCESS_ID"

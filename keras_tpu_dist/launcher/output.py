@@ -1,4 +1,4 @@
-"""What several processes print: passed on line by line, tracebacks folded, all of it in files."""
+"""The output of several processes: passed on by line, with folded tracebacks, and in files."""
 
 import re
 import sys

@@ -1,4 +1,4 @@
-"""Starts all processes again once one has failed: on what is left, within limits."""
+"""Restarts all processes once one has failed, with the remaining ones and within limits."""
 
 import os
 import socket

@@ -310,7 +310,7 @@ def _slices(parser: Parser) -> None:
 def _here(parser: Parser) -> None:
     parser.add_argument(
         "--topology",
-        help="a slice that nobody has to own, such as v5e:16x16; default: what is here",
+        help="a slice that you need not have, such as v5e:16x16; default: what is here",
     )
     parser.add_argument(
         "--devices", type=int, metavar="N", help="simulate N devices on this machine's CPU"
@@ -405,7 +405,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[Any], None]]] = {
     "search": ("the fastest strategy for a model on a slice, or on several slices", _search),
     "compare": ("slices, meshes and layouts that you name, ranked", _compare),
     "dry-run": (
-        "compile a model for a slice that nobody has to own; exit code 1 if it does not fit",
+        "compile a model for a slice that you need not have; exit code 1 if it does not fit",
         _dry_run,
     ),
     "largest-batch": ("the largest batch that fits on a slice", _largest_batch),

@@ -236,7 +236,7 @@ def code(line: str) -> str:
 
 
 def delivered(text: str, path: str | os.PathLike | None) -> str | None:
-    """A page given back, or written to a file.
+    """Returns a page, or writes it to a file.
 
     Args:
         text: The page.

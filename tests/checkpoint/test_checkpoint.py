@@ -315,7 +315,7 @@ def test_averages_that_nothing_swaps_back_are_said(tmp_path, caplog):
         verbose=0,
         callbacks=[ktd.callbacks.Checkpoint(tmp_path)],
     )
-    assert "no SwapEMAWeights of this fit swaps them back" in caplog.text
+    assert "this fit has no SwapEMAWeights to swap them back" in caplog.text
 
 
 class Terminate(keras.callbacks.Callback):
