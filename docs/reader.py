@@ -427,6 +427,16 @@ def dead_links() -> Iterator[tuple[str, str]]:
                 yield page.name, f"{page.name}: {target}: there is no such heading"
 
 
+def torn_tables() -> Iterator[tuple[str, str]]:
+    """Rows of tables without a head above them, as an empty line leaves them."""
+    for page in PAGES:
+        lines = [*prose(page), (0, "")]
+        for (_, before), (line, text), (_, after) in zip([(0, ""), *lines], lines, lines[1:]):
+            row = text.startswith("|") and not before.startswith("|")
+            if row and not re.match(r"\|[ :|-]+$", after):
+                yield page.name, f"{page.name}:{line}: a row of a table that has no head"
+
+
 @functools.cache
 def anchors(page: pathlib.Path) -> set[str]:
     """The anchors of a page's headings.
@@ -459,6 +469,7 @@ RULES = {
     "words": private_words,
     "promises": promises,
     "links": dead_links,
+    "tables": torn_tables,
 }
 
 

@@ -141,6 +141,7 @@ FAULTS = {
     "promises of info": ("The log says so.<!-- log: simulating -->\n", "no WARNING has"),
     "links": ("[there](nowhere.md)\n", "no such file"),
     "links to headings": ("[there](#nowhere)\n", "no such heading"),
+    "tables": ("| a | b |\n|---|---|\n| 1 | 2 |\n\n| 3 | 4 |\n", "page.md:5: a row"),
 }
 
 
