@@ -1,30 +1,22 @@
 """A callback that traces some steps of a fit with JAX's profiler."""
 
-import contextlib
-import json
 import logging
 import os
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.extend
 import keras
 
-from keras_tpu_dist import _keras
 from keras_tpu_dist.common.checks import check_flags, checked_path, is_count
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.training.auto_steps import MOST_STEPS
 from keras_tpu_dist.training.fit_control import FitControl
 from keras_tpu_dist.training.membership import fit_in_training
+from keras_tpu_dist.training.profiles import MANIFEST, Trace
 
 logger = logging.getLogger("keras_tpu_dist")
-
-MANIFEST = "profile.json"
-# Names of programs become names of files.
-_SAFE = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.")
 
 
 class Profile(keras.callbacks.Callback):
@@ -82,7 +74,7 @@ class Profile(keras.callbacks.Callback):
         self.traced: list[tuple[int, int]] = []
         self._trainer: Any = None
         self._fit: FitControl | None = None
-        self._trace: _Trace | None = None
+        self._trace: Trace | None = None
         self._made = 0
         self._before_epoch = 0
         self._gave_up = False
@@ -176,7 +168,7 @@ class Profile(keras.callbacks.Callback):
         if not self.traced:
             _removed(folder)
         try:
-            self._trace = _Trace(folder / f"from_step_{first}", first)
+            self._trace = Trace(folder / f"from_step_{first}", first)
         except (RuntimeError, OSError) as error:
             self._gave_up = True
             logger.warning(
@@ -209,79 +201,6 @@ class Profile(keras.callbacks.Callback):
                 last,
             )
         trace.describe(last, self.steps, self._trainer)
-
-
-class _Trace:
-    """A running trace.
-
-    Args:
-        folder: Where it is written.
-        first: The first step of it.
-    """
-
-    def __init__(self, folder: Path, first: int):
-        self.folder, self.first = folder, first
-        folder.mkdir(parents=True, exist_ok=True)
-        _wait_for_devices()
-        options = jax.profiler.ProfileOptions()
-        # Python's calls would make most of the file.
-        options.python_tracer_level = 0
-        jax.profiler.start_trace(str(folder), profiler_options=options)
-        self._started = time.perf_counter()
-        self._seconds = 0.0
-
-    def stop(self) -> None:
-        """Waits for the devices, and writes the trace."""
-        _wait_for_devices()
-        self._seconds = time.perf_counter() - self._started
-        jax.profiler.stop_trace()
-
-    def describe(self, last: int, asked: tuple[int, int], model: Any) -> None:
-        """Writes the data that belongs to the trace.
-
-        Args:
-            last: The last step of it.
-            asked: The steps that were asked for.
-            model: The model.
-        """
-        programs = {}
-        for name, text in _programs():
-            file = f"program_{len(programs)}.txt"
-            (self.folder / file).write_text(text)
-            programs[file] = name
-        devices = jax.local_devices()
-        described = {
-            "steps": [self.first, last],
-            "asked": list(asked),
-            "seconds": self._seconds,
-            "devices": len(devices),
-            "platform": devices[0].platform,
-            "device_kind": devices[0].device_kind,
-            "layers": sorted(_keras.layer_names(model)),
-            "programs": programs,
-            "jax": jax.__version__,
-        }
-        (self.folder / MANIFEST).write_text(json.dumps(described, indent=1))
-
-
-def _programs() -> list[tuple[str, str]]:
-    """Names and texts of the compiled train steps of this process."""
-    found = []
-    for executable in jax.extend.backend.get_backend().live_executables():
-        for module in executable.hlo_modules():
-            # One step, or several in a launch.
-            if module.name.startswith("jit_train_step"):
-                found.append((module.name, module.to_string()))
-    return found
-
-
-def _wait_for_devices() -> None:
-    """Waits until the devices have finished all launches."""
-    for array in jax.live_arrays():
-        # Another thread, such as the one that transfers batches, may delete some arrays.
-        with contextlib.suppress(RuntimeError, ValueError):
-            if not array.is_deleted():
-                array.block_until_ready()
 
 
 def _removed(folder: Path) -> None:

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,7 +67,7 @@ class Launcher:
         return self._waited(job, program(*args))
 
     def seconds(self, job: Job, program: Callable[..., Any], *args: Any) -> float:
-        """How long a program takes that ran before.
+        """How long a program takes that `run` has run before, which waits for it with patience.
 
         Args:
             job: What it is for.
@@ -105,11 +105,15 @@ class Bench:
         strategy: The strategy.
         launches: Starts programs.
         minutes: The time that there is.
+
+    Attributes:
+        figures: What the parts that ran have measured, by their names.
     """
 
     strategy: Strategy
     launches: Launcher
     minutes: float
+    figures: dict[str, dict[str, Any]] = field(default_factory=dict)
     began: float = field(default_factory=time.monotonic)
 
     @property
@@ -147,17 +151,6 @@ class Bench:
         """Seconds that are left."""
         return 60.0 * self.minutes - (time.monotonic() - self.began)
 
-    def named(self, device: Any) -> str:
-        """A device in words that find it: its number, and on a TPU its place.
-
-        Args:
-            device: A `jax.Device`.
-        """
-        where = [f"process {device.process_index}"] if jax.process_count() > 1 else []
-        if self.platform == "tpu":
-            where.append(f"at {tuple(getattr(device, 'coords', ()))}")
-        return f"device {device.id}" + (f" ({', '.join(where)})" if where else "")
-
     def agreed(
         self, what: str, value: Any, reduce: Callable[[list[Any]], Any] | None = None
     ) -> Any:
@@ -173,7 +166,18 @@ class Bench:
         fix = "Call strategy.check() in all processes, with the same arguments."
         return agree(f"check: {what}", fix, value, reduce=reduce)
 
-    def by_device(self, what: str, mine: dict[int, Any]) -> dict[int, Any]:
+    def by_name(self, what: str, mine: Mapping[str, Any]) -> dict[str, Any]:
+        """What all processes found, by names that no two of them share.
+
+        Args:
+            what: What it is, the same words in all processes.
+            mine: What this process found.
+        """
+        return self.agreed(
+            what, dict(mine), lambda every: {k: v for one in every for k, v in one.items()}
+        )
+
+    def by_device(self, what: str, mine: Mapping[int, Any]) -> dict[int, Any]:
         """What all processes found of their devices, by the devices' numbers.
 
         Args:
@@ -181,10 +185,16 @@ class Bench:
             mine: What this process found.
         """
         plain = {str(number): value for number, value in mine.items()}
-        every = self.agreed(
-            what, plain, lambda all_of: {k: v for one in all_of for k, v in one.items()}
-        )
-        return {int(number): value for number, value in every.items()}
+        return {int(number): value for number, value in self.by_name(what, plain).items()}
+
+    def some(self, what: str, mine: Iterable[int]) -> list[int]:
+        """The numbers of devices of all processes, in order.
+
+        Args:
+            what: What they are, the same words in all processes.
+            mine: This process's.
+        """
+        return sorted(self.by_device(what, dict.fromkeys(mine, True)))
 
 
 def spread(mesh: Mesh, array: Callable[[int], np.ndarray]) -> jax.Array:
@@ -225,20 +235,26 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def odd_ones(marks: dict[int, Any]) -> list[int]:
-    """The devices whose mark is not that of most of them.
+    """The devices whose mark is not that of most of them; all of them if most agree on none.
 
     Args:
         marks: A mark for each device.
+
+    Example:
+
+    >>> odd_ones({0: "a", 1: "b", 2: "a"}), odd_ones({0: "a", 1: "b"}), odd_ones({0: "a", 1: "a"})
+    ([1], [0, 1], [])
     """
     values = list(marks.values())
-    usual = max(values, key=values.count)
-    return sorted(number for number, mark in marks.items() if mark != usual)
+    usual = max(values, key=values.count, default=None)
+    known = 2 * values.count(usual) > len(values)
+    return sorted(number for number, mark in marks.items() if not known or mark != usual)
 
 
-def median(values: Sequence[float]) -> float:
+def median(values: Iterable[float]) -> float:
     """The middle one of some numbers.
 
     Args:
         values: The numbers.
     """
-    return float(np.median(np.asarray(values)))
+    return float(np.median(list(values)))

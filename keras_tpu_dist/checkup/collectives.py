@@ -1,8 +1,8 @@
 """Every collective over every mesh axis, with values that name their sender."""
 
 from collections import defaultdict
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -35,46 +35,51 @@ def collectives(bench: Bench) -> CheckPart:
     return CheckPart("collectives", RIGHT, f"{kinds} over {', '.join(axes)}{end}", tuple(problems))
 
 
+class Wrong(NamedTuple):
+    """What a device lacks or has too much.
+
+    Args:
+        sender: The number of the device whose values are missing or other, if it is known.
+        words: What the device got.
+        itself: Whether the device may have made it of what it got.
+    """
+
+    sender: int | None
+    words: str
+    itself: bool = False
+
+
 def _over(bench: Bench, kind: str, axis: str) -> list[Problem]:
     mesh = bench.mesh
     size, positions = mesh.shape[axis], _peers(mesh, axis)
-    dtype = "float32" if kind in SUMS else "int32"
     sent = spread(mesh, lambda i: _sent(kind, i, size, mesh.size))
-    job = Job(kind, axis, dtype)
-    found = rows_of(bench.launches.run(job, _program(kind, mesh, axis), sent))
+    job = Job(kind, axis, "float32" if kind in SUMS else "int32")
+    got = rows_of(bench.launches.run(job, _program(kind, mesh, axis), sent))
     ids = [device.id for device in bench.devices]
-    wrong: dict[str, list] = defaultdict(list)
-    for position, number in enumerate(ids):
-        if number not in found:
-            continue
-        row, peers = found[number][0], positions[position]
-        for text in _differences(kind, row, peers, peers.index(position), ids):
-            wrong[text].append(number)
-    every = bench.agreed(str(job), wrong, _merged)
-    return [_problem(job, text, numbers) for text, numbers in every.items()]
+    mine = [
+        [number, *wrong]
+        for position, number in enumerate(ids)
+        if number in got
+        for wrong in _wrong(kind, got[number][0], positions[position], position, ids)
+    ]
+    every = bench.agreed(str(job), mine, lambda of_all: [each for one in of_all for each in one])
+    by_wrong: dict[Wrong, list[int]] = defaultdict(list)
+    for number, *wrong in every:
+        by_wrong[Wrong(*wrong)].append(number)
+    return [_problem(job, wrong, numbers) for wrong, numbers in by_wrong.items()]
 
 
-def _merged(every: list[dict[str, list[int]]]) -> dict[str, list[int]]:
-    merged: dict[str, list[int]] = defaultdict(list)
-    for one in every:
-        for text, numbers in one.items():
-            merged[text] += numbers
-    return dict(merged)
-
-
-def _problem(job: Job, text: str, numbers: list[int]) -> Problem:
-    blamed, words = text.split("|")
+def _problem(job: Job, wrong: Wrong, numbers: list[int]) -> Problem:
     # What only one device got wrong, it may itself have made of it.
-    itself = not blamed or ("in the place of" in words and len(numbers) == 1)
-    senders = [int(blamed)] if blamed else []
-    to_blame: tuple[int, ...] = tuple(sorted(set(senders + (numbers if itself else []))))
+    itself = wrong.sender is None or (wrong.itself and len(numbers) == 1)
+    senders = [] if wrong.sender is None else [wrong.sender]
     return Problem(
-        f"{job}: {numbered(numbers)} {words}",
+        f"{job}: {numbered(numbers)} {wrong.words}",
         "What devices send each other does not arrive as it should: gradients and activations "
         "over this axis are wrong.",
         "Check the order of the devices, if you gave one. If it is right, ask your cloud provider "
         "for another slice: a link or a chip is faulty.",
-        to_blame,
+        tuple(sorted({*senders, *(numbers if itself else [])})),
         job.axis,
     )
 
@@ -122,15 +127,15 @@ def _program(kind: str, mesh: Mesh, axis: str) -> Any:
     return jax.jit(exchanged)
 
 
-def _differences(
-    kind: str, row: np.ndarray, peers: list[int], place: int, ids: list[int]
-) -> Iterator[str]:
-    """What a device lacks or has too much: the sender to blame or nothing, a bar, and words."""
+def _wrong(
+    kind: str, row: np.ndarray, peers: list[int], position: int, ids: list[int]
+) -> Iterator[Wrong]:
+    """What the device at a position lacks or has too much."""
+    size, place = len(peers), peers.index(position)
     if kind in SUMS:
-        pieces = np.arange(1, len(peers) + 1) if kind == "all-reduce" else [place + 1]
+        pieces = range(1, size + 1) if kind == "all-reduce" else [place + 1]
         yield from _of_sum(np.atleast_2d(row), pieces, peers, ids)
         return
-    size = len(peers)
     if kind == "permute":
         expected = [peers[place - 1] * size + 1]
     elif kind == "all-gather":
@@ -143,32 +148,39 @@ def _differences(
             yield _of_move(int(other[0]), value, size, ids)
 
 
-def _of_sum(rows: np.ndarray, pieces: Any, peers: list[int], ids: list[int]) -> Iterator[str]:
+def _of_sum(
+    rows: np.ndarray, pieces: Sequence[int], peers: list[int], ids: list[int]
+) -> Iterator[Wrong]:
     expected = np.zeros_like(rows)
     expected[:, peers] = np.asarray(pieces)[:, None]
     for slot in sorted({int(n) for n in np.nonzero(rows != expected)[1]}):
         if slot >= len(ids):
-            yield "|got values that no device sent"
+            yield Wrong(None, "got values that no device sent")
             continue
         row = int(np.nonzero(rows[:, slot] != expected[:, slot])[0][0])
         found, wanted, who = rows[row, slot], expected[row, slot], ids[slot]
         if wanted == 0:
-            yield f"{who}|got {found:g} in the place of nothing from device {who}, not on this axis"
+            words = f"got {found:g} in the place of nothing from device {who}, not on this axis"
+            yield Wrong(who, words, itself=True)
         elif found == 0:
-            yield f"{who}|lacks the part of device {who}"
+            yield Wrong(who, f"lacks the part of device {who}")
         elif found == 2 * wanted:
-            yield f"{who}|got the part of device {who} twice"
+            yield Wrong(who, f"got the part of device {who} twice")
         else:
-            yield f"{who}|got {found:g} in the place of {wanted:g} from device {who}"
+            words = f"got {found:g} in the place of {wanted:g} from device {who}"
+            yield Wrong(who, words, itself=True)
 
 
-def _of_move(found: int, expected: int, size: int, ids: list[int]) -> str:
+def _of_move(found: int, expected: int, size: int, ids: list[int]) -> Wrong:
     wanted, piece = ids[(expected - 1) // size], (expected - 1) % size
     if found == 0:
-        return f"{wanted}|got nothing from device {wanted}"
+        return Wrong(wanted, f"got nothing from device {wanted}")
     if not 0 < found <= size * len(ids):
-        return f"|got {found}, which no device sent, in the place of what device {wanted} sent"
+        words = f"got {found}, which no device sent, in the place of what device {wanted} sent"
+        return Wrong(None, words)
     sender, other = ids[(found - 1) // size], (found - 1) % size
-    if sender == wanted:
-        return f"{wanted}|got piece {other} of device {wanted} in the place of its piece {piece}"
-    return f"|got what device {sender} sent in the place of what device {wanted} sent"
+    if sender != wanted:
+        words = f"got what device {sender} sent in the place of what device {wanted} sent"
+        return Wrong(None, words)
+    words = f"got piece {other} of device {wanted} in the place of its piece {piece}"
+    return Wrong(wanted, words, itself=True)

@@ -1,8 +1,6 @@
 """Small fits: rows that do not divide, donation, prefetch, and errors in the middle."""
 
-import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -10,10 +8,10 @@ import keras
 import numpy as np
 
 from keras_tpu_dist import _keras
+from keras_tpu_dist.checkup.aside import aside, on_one
 from keras_tpu_dist.checkup.bench import Bench
 from keras_tpu_dist.checkup.bounds import gap, tolerance
 from keras_tpu_dist.checkup.report import RIGHT, CheckPart, Problem
-from keras_tpu_dist.input.position import random_numbers, set_random_numbers
 from keras_tpu_dist.processes.arrays import whole
 
 _FEATURES, _CLASSES = 12, 4
@@ -31,33 +29,25 @@ def training(bench: Bench) -> CheckPart:
     rng = np.random.default_rng(0)
     x = rng.normal(size=(3 * parts + 1, _FEATURES)).astype(np.float32)
     y = rng.integers(0, _CLASSES, len(x))
-    problems: list[Problem] = []
-    worst = 0.0
-    with _aside(), jax.default_matmul_precision("highest"):
+    rows = parts + 1
+    with aside(), jax.default_matmul_precision("highest"):
         allowed = tolerance(bench.platform)
-        expected = _trained(bench, None, x, y, parts + 1)
-        for name, options in _WAYS.items():
-            strategy = _like(bench, options)
-            off = max(map(gap, _trained(bench, strategy, x, y, parts + 1), expected))
-            worst = max(worst, off)
-            every = bench.agreed(f"fit with {name}", off, max)
-            if every > allowed:
-                problems.append(_problem(name, every, allowed))
-        problems += _after_an_error(bench, x, y, parts + 1, expected, allowed)
-    words = ", ".join(_WAYS)
-    words = f"fits with {words}: as on one device within {worst:.0e}; an error loses no weight"
-    if problems:
-        words = f"fits with {', '.join(_WAYS)}, and after an error"
-    return CheckPart("training", RIGHT, words, tuple(problems), {"largest difference": worst})
+        expected = _trained(bench, None, x, y, rows)
+        strategy = _like(bench, donate_state=True, prefetch=2)
+        mine = max(map(gap, _trained(bench, strategy, x, y, rows), expected))
+        off = bench.agreed("a small fit", mine, max)
+        problems = [_problem(off, allowed)] if off > allowed else []
+        problems += _after_an_error(bench, x, y, rows, expected, allowed)
+    words = "fits with donation and prefetch, and after an error"
+    if not problems:
+        words = (
+            f"fits with donation and prefetch: as on one device within {off:.0e}; an error loses "
+            "no weight"
+        )
+    return CheckPart("training", RIGHT, words, tuple(problems), {"largest difference": off})
 
 
-# The fit after an error donates nothing.
-_WAYS: dict[str, dict[str, Any]] = {
-    "donation and prefetch": {"donate_state": True, "prefetch": 2},
-}
-
-
-def _like(bench: Bench, options: dict[str, Any]) -> Any:
+def _like(bench: Bench, **options: Any) -> Any:
     """A strategy on the same mesh with other options."""
     strategy: Any = bench.strategy
     return type(strategy)(bench.mesh, data_axes=strategy.data_axes, **options)
@@ -82,7 +72,7 @@ def _model() -> keras.Model:
 
 def _trained(bench: Bench, strategy: Any, x: Any, y: Any, rows: int) -> list[np.ndarray]:
     """Weights and loss after an epoch of three batches, the last of them smaller."""
-    with _on(bench, strategy):
+    with on_one(bench.local[0]) if strategy is None else strategy.scope():
         model = _model()
         history = model.fit(x, y, batch_size=rows, shuffle=False, verbose=_SILENT).history
     return [*_weights(model), np.asarray(history["loss"])]
@@ -92,29 +82,14 @@ def _weights(model: keras.Model) -> list[np.ndarray]:
     return [np.array(whole(value)) for value in _keras.full_values(model.weights)]
 
 
-@contextmanager
-def _on(bench: Bench, strategy: Any) -> Iterator[None]:
-    if strategy is not None:
-        with strategy.scope():
-            yield
-        return
-    own = keras.distribution.distribution()
-    keras.distribution.set_distribution(None)
-    try:
-        with jax.default_device(bench.local[0]):
-            yield
-    finally:
-        keras.distribution.set_distribution(own)
-
-
 def _after_an_error(
     bench: Bench, x: Any, y: Any, rows: int, expected: list, allowed: float
 ) -> Iterator[Problem]:
     """A fit whose second batch cannot be computed; then the rest, as if nothing had been."""
     if not bench.strategy.placer.is_local:
         return  # an error of one process ends the others, which is tested there
-    strategy = _like(bench, {"donate_state": False})
-    with _on(bench, strategy):
+    strategy = _like(bench, donate_state=False)
+    with strategy.scope():
         model = _model()
 
         def batches() -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -141,25 +116,11 @@ def _after_an_error(
         )
 
 
-def _problem(name: str, off: float, allowed: float) -> Problem:
+def _problem(off: float, allowed: float) -> Problem:
     return Problem(
-        f"weights after a small fit with {name} are {off:.1e} off those of one device, where "
+        f"weights after a small fit are {off:.1e} off those of one device, where "
         f"rounding explains {allowed:.0e}",
         "Training on this mesh is not what it is on one device.",
         "Look at the other problems first; without any, report it with the output of "
         "`ktd --version`.",
     )
-
-
-@contextmanager
-def _aside() -> Iterator[None]:
-    """Models made within leave neither names nor random numbers of the program changed."""
-    numbers, logger = random_numbers(), logging.getLogger("keras_tpu_dist")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with _keras.fresh_names():
-            yield
-    finally:
-        logger.setLevel(level)
-        set_random_numbers(numbers)

@@ -1,8 +1,6 @@
 """Recurrent layers and attention against their references, forward and gradient."""
 
-import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -10,17 +8,19 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from keras_tpu_dist import _keras, layers
+from keras_tpu_dist import layers
 from keras_tpu_dist.attention.dispatch import dot_product_attention
+from keras_tpu_dist.checkup.aside import aside
 from keras_tpu_dist.checkup.bench import Bench, Job
-from keras_tpu_dist.checkup.bounds import gap, largest, tolerance
-from keras_tpu_dist.checkup.report import RIGHT, CheckPart, Problem, numbered
+from keras_tpu_dist.checkup.bounds import gap, is_exact, largest, tolerance
+from keras_tpu_dist.checkup.report import LEAVE_OUT, RIGHT, CheckPart, Problem, numbered
 from keras_tpu_dist.common.axes import named_sharding
-from keras_tpu_dist.input.position import random_numbers, set_random_numbers
 from keras_tpu_dist.partitioner import Jitted
 from keras_tpu_dist.processes.arrays import put
 
 _LAYERS = ("LSTM", "GRU", "SimpleRNN")
+# Where products are rounded, a kernel may be off so many times what the reference itself is.
+_TIMES = 4.0
 
 
 def recurrent(bench: Bench) -> CheckPart:
@@ -32,7 +32,7 @@ def recurrent(bench: Bench) -> CheckPart:
     problems: list[Problem] = []
     gaps: dict[str, float] = {}
     for name in _LAYERS:
-        with _aside():
+        with aside():
             found = _recurrent(bench, name)
         problems += _judged(bench, f"{name} layer", found, gaps)
     words = _words("LSTM, GRU, SimpleRNN, forward and gradient", "Keras's", gaps, problems)
@@ -53,13 +53,13 @@ def attention(bench: Bench) -> CheckPart:
     return CheckPart("attention", RIGHT, words, tuple(problems), gaps)
 
 
-Found = Iterator[tuple[str, jax.Array, np.ndarray]]
+# What a result is, the result, what it should be, and how far that itself is off by rounding.
+Found = Iterator[tuple[str, jax.Array, np.ndarray, float]]
 
 
 def _recurrent(bench: Bench, name: str) -> Found:
     """Results of a layer and of Keras's own with the same weights."""
-    on_tpu = bench.platform == "tpu"
-    units, rows = (128, 8) if on_tpu else (16, 2)
+    units, rows = (128, 8) if bench.platform == "tpu" else (16, 2)
     shape = (rows * bench.strategy.num_replicas_in_sync, 7, 12)
     rng = np.random.default_rng(0)
     x = rng.normal(size=shape).astype(np.float32)
@@ -69,11 +69,10 @@ def _recurrent(bench: Bench, name: str) -> Found:
     with bench.strategy.scope():
         ours = getattr(layers, name)(units, return_sequences=True, dtype="float32")
         ours.build(shape)
-        run, rest = _with_gradient(ours)
-        layout = bench.strategy.placer.sharding(0)
-        found = _on_mesh(bench, name, run, (weights, rest, x), layout)
-    run, rest = _with_gradient(stock)
-    return zip(_results(ours), found, _alone(bench, run, weights, rest, x), strict=True)
+        run, rest = _layer_with_gradient(ours)
+        found = _on_mesh(bench, name, run, (weights, rest, x), split=(False, False, True))
+    run, rest = _layer_with_gradient(stock)
+    return zip(_results(ours), found, *_alone(bench, run, weights, rest, x), strict=True)
 
 
 def _results(layer: Any) -> list[str]:
@@ -84,14 +83,14 @@ def _results(layer: Any) -> list[str]:
     ]
 
 
-def _with_gradient(layer: Any) -> tuple[Callable, list]:
+def _layer_with_gradient(layer: Any) -> tuple[Callable, list]:
     """A function of weights, other variables and input that returns all that is compared."""
     rest = [np.asarray(v) for v in layer.non_trainable_variables]
 
     def run(weights, rest, x):
         def loss(weights, x):
             y, _ = layer.stateless_call(weights, rest, x)
-            return jnp.sum(y * jnp.cos(jnp.arange(y.size, dtype=y.dtype).reshape(y.shape))), y
+            return _weighted(y), y
 
         (_, y), (of_weights, of_x) = jax.value_and_grad(loss, (0, 1), has_aux=True)(weights, x)
         return (y, *of_weights, of_x)
@@ -99,10 +98,14 @@ def _with_gradient(layer: Any) -> tuple[Callable, list]:
     return run, rest
 
 
+def _weighted(y: jax.Array) -> jax.Array:
+    """A sum in which each value counts otherwise."""
+    return jnp.sum(y * jnp.cos(jnp.arange(y.size, dtype=y.dtype).reshape(y.shape)))
+
+
 def _attention(bench: Bench, words: str, causal: bool) -> Found:
-    on_tpu = bench.platform == "tpu"
     replicas = bench.strategy.num_replicas_in_sync
-    time, width = (512, 64) if on_tpu else (24, 8)
+    time, width = (512, 64) if bench.platform == "tpu" else (24, 8)
     rng = np.random.default_rng(1)
     arrays = [rng.normal(size=(replicas, time, 2, width)).astype(np.float32) for _ in range(3)]
     mask = rng.uniform(size=(replicas, 1, 1, time)) < 0.8
@@ -125,46 +128,56 @@ def _attention(bench: Bench, words: str, causal: bool) -> Found:
         weights = jax.nn.softmax(jnp.where(seen, logits, -1e30), axis=-1)
         return jnp.einsum("bhts,bshd->bthd", weights, value)
 
-    def with_gradient(attend):
-        def loss(arrays, mask):
-            y = attend(*arrays, mask)
-            return jnp.sum(y * jnp.cos(jnp.arange(y.size, dtype=y.dtype).reshape(y.shape))), y
-
-        def run(arrays, mask):
-            (_, y), grads = jax.value_and_grad(loss, has_aux=True)(arrays, mask)
-            return (y, *grads)
-
-        return run
-
-    layout = bench.strategy.placer.sharding(0)
-    with _quiet():
-        found = _on_mesh(bench, words, with_gradient(ours), (arrays, mask), layout, split=True)
+    args = (arrays, mask)
+    with aside():
+        found = _on_mesh(bench, words, _attention_with_gradient(ours), args, split=(True, True))
     names = ["the output", *(f"the gradient of the {n}" for n in ("query", "key", "value"))]
-    return zip(names, found, _alone(bench, with_gradient(formula), arrays, mask), strict=True)
+    return zip(names, found, *_alone(bench, _attention_with_gradient(formula), *args), strict=True)
+
+
+def _attention_with_gradient(attend: Callable) -> Callable:
+    def loss(arrays, mask):
+        y = attend(*arrays, mask)
+        return _weighted(y), y
+
+    def run(arrays, mask):
+        (_, y), grads = jax.value_and_grad(loss, has_aux=True)(arrays, mask)
+        return (y, *grads)
+
+    return run
 
 
 def _on_mesh(
-    bench: Bench, words: str, run: Callable, args: tuple, layout: Any, split: bool = False
+    bench: Bench, words: str, run: Callable, args: tuple, split: tuple[bool, ...]
 ) -> tuple:
-    """The results of a function on the mesh; its last argument, or all, split by rows."""
-    whole = named_sharding(bench.mesh)
-    layouts = [jax.tree.map(lambda _: layout if split else whole, each) for each in args[:-1]]
-    layouts.append(jax.tree.map(lambda _: layout, args[-1]))
+    """The results of a function on the mesh, some of whose arguments are split by rows."""
+    rows, whole = bench.strategy.placer.sharding(0), named_sharding(bench.mesh)
+    layouts = tuple(
+        jax.tree.map(lambda _, of=rows if by_rows else whole: of, arg)
+        for arg, by_rows in zip(args, split, strict=True)
+    )
     leaves, structure = jax.tree.flatten(args)
     placed = jax.tree.unflatten(structure, put(leaves, jax.tree.leaves(layouts)))
-    program = Jitted(run, bench.mesh, lambda *_: tuple(layouts), out_shardings=whole)
+    program = Jitted(run, bench.mesh, lambda *_: layouts, out_shardings=whole)
     return bench.launches.run(Job(words), program, *placed)
 
 
-def _alone(bench: Bench, run: Callable, *args: Any) -> list[np.ndarray]:
-    """The same on one device, in full precision."""
-    with jax.default_device(bench.local[0]), jax.default_matmul_precision("highest"):
-        return [np.asarray(each) for each in jax.jit(run)(*args)]
+def _alone(bench: Bench, run: Callable, *args: Any) -> tuple[list[np.ndarray], list[float]]:
+    """The same on one device in full precision, and how far off it is in the usual one."""
+
+    def results(precision: str | None) -> list[np.ndarray]:
+        with jax.default_device(bench.local[0]), jax.default_matmul_precision(precision):
+            return [np.asarray(each) for each in jax.jit(run)(*args)]
+
+    exact = results("highest")
+    if bench.platform == "cpu" or is_exact():
+        return exact, [0.0] * len(exact)
+    usual = results(jax.config.jax_default_matmul_precision)
+    return exact, list(map(gap, usual, exact))
 
 
 def _judged(bench: Bench, words: str, results: Found, gaps: dict[str, float]) -> Iterator[Problem]:
-    allowed = tolerance(bench.platform)
-    for name, found, expected in results:
+    for name, found, expected, own in results:
         scale = largest(expected)
         mine = {
             part.device.id: gap(part.data, expected[part.index], scale)
@@ -172,47 +185,34 @@ def _judged(bench: Bench, words: str, results: Found, gaps: dict[str, float]) ->
         }
         every = bench.by_device(f"{words}, {name}", mine)
         gaps[words] = max(gaps.get(words, 0.0), *every.values())
-        wrong = sorted(n for n, off in every.items() if off > allowed)
+        allowed = max(tolerance(bench.platform), _TIMES * own)
+        wrong = {n: off for n, off in every.items() if off > allowed}
         if wrong:
-            worst = max(every[n] for n in wrong)
-            yield Problem(
-                f"{numbered(wrong)}: {name} of the {words} is {worst:.1e} off the reference, where "
-                f"rounding explains {allowed:.0e}",
-                "The kernel, or the compiler's program for it, is wrong for this chip."
-                if len(wrong) == len(every)
-                else "These devices compute wrongly, or got what belongs to others.",
-                "Use Keras's own: keras.layers, or keras.config.disable_flash_attention(); and "
-                "report it with the output of `ktd --version`."
-                if len(wrong) == len(every)
-                else "Leave them out, TPUStrategy(devices=[...]), and ask for another host.",
-                tuple(wrong),
+            what = (
+                f"{numbered(wrong)}: {name} of the {words} is {max(wrong.values()):.1e} off the "
+                f"reference, where rounding explains {allowed:.0e}"
             )
+            yield _problem(what, sorted(wrong), everywhere=len(wrong) == len(every))
+
+
+def _problem(what: str, devices: list[int], everywhere: bool) -> Problem:
+    if everywhere:
+        return Problem(
+            what,
+            "The kernel, or the compiler's program for it, is wrong for this chip.",
+            "Use Keras's own: keras.layers, or keras.config.disable_flash_attention(); and report "
+            "it with the output of `ktd --version`.",
+            tuple(devices),
+        )
+    return Problem(
+        what,
+        "These devices compute wrongly, or got what belongs to others.",
+        LEAVE_OUT,
+        tuple(devices),
+    )
 
 
 def _words(what: str, reference: str, gaps: dict[str, float], problems: list) -> str:
     if problems or not gaps:
         return f"{what}, against {reference}"
     return f"{what}: as {reference} within {max(gaps.values()):.0e}"
-
-
-@contextmanager
-def _aside() -> Iterator[None]:
-    """Layers made within leave neither names nor random numbers of the program changed."""
-    numbers = random_numbers()
-    with _keras.fresh_names(), _quiet():
-        try:
-            yield
-        finally:
-            set_random_numbers(numbers)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Notices of which path a layer takes are for the user's own layers."""
-    logger = logging.getLogger("keras_tpu_dist")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

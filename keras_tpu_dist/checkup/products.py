@@ -11,7 +11,14 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from keras_tpu_dist.checkup.bench import Bench, Job, odd_ones, rows_of, same_bits, spread
-from keras_tpu_dist.checkup.report import RIGHT, CheckPart, Problem, numbered
+from keras_tpu_dist.checkup.report import (
+    LEAVE_OUT,
+    RIGHT,
+    CheckPart,
+    Problem,
+    corrupts,
+    numbered,
+)
 
 # Unit roundoffs: half of the distance between neighbours, relative.
 _U16, _U32 = 2.0**-8, 2.0**-24
@@ -132,12 +139,7 @@ def _of_kind(bench: Bench, kind: Kind, size: int) -> tuple[float, list[Problem]]
     unsteady = [n for n, row in first.items() if not same_bits(row, second[n])]
     errors = bench.by_device(f"errors in {kind.words}", errors)
     marks = bench.by_device(f"bits in {kind.words}", marks)
-    unsteady = [
-        n
-        for n, _ in bench.by_device(
-            f"repeats in {kind.words}", dict.fromkeys(unsteady, True)
-        ).items()
-    ]
+    unsteady = bench.some(f"repeats in {kind.words}", unsteady)
     return max(errors.values()), list(_problems(kind, kind.allowed(size), errors, marks, unsteady))
 
 
@@ -213,21 +215,6 @@ def _imprecise(
     return Problem(
         what,
         "Its arithmetic is wrong: what it computes spoils all weights within a step.",
-        "Leave it out, TPUStrategy(devices=[...]), and ask your cloud provider for another host.",
+        LEAVE_OUT,
         tuple(wrong),
-    )
-
-
-def corrupts(what: str, devices: list[int]) -> Problem:
-    """Silent data corruption: a device gives other bits when it computes again.
-
-    Args:
-        what: What it computed.
-        devices: The numbers of the devices.
-    """
-    return Problem(
-        f"{numbered(devices)}: {what}, computed twice, has different bits",
-        "Silent data corruption: the chip or its memory is faulty.",
-        "Leave it out, TPUStrategy(devices=[...]), and ask your cloud provider for another host.",
-        tuple(devices),
     )

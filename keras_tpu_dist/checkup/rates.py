@@ -1,11 +1,10 @@
-"""How fast: matrix units, memory, transfers, launches, links, and the user's step.
+"""How fast: matrix units, memory, transfers, launches and links.
 
 Measured on each device by itself, then compared with the chip's table and with the other devices.
 What is slow is measured again, so that a busy moment is no alarm.
 """
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,9 +26,19 @@ _REPEATS, _AGAIN = 3, 4
 # load changes; only what is far off, again and again, is no noise.
 _SHARE = {"tpu": 0.8}
 _SHARE_ELSEWHERE = 0.35
+# Links and transfers from the host differ more, as some of them are shared; elsewhere than on a TPU
+# transfers are copies within the host's memory, or none.
+_SHARE_OF_LINKS, _SHARE_OF_TRANSFERS = 0.5, {"tpu": 0.5}
 # All devices are slow below this share of the chip's table. Never measured on a TPU, so they are
 # wide: a plain program should reach 0.8 and more of the first two.
 _OF_TABLE = {"matrix units": 0.5, "memory": 0.5, "links": 0.3}
+# The chip's table of operations, and what products take and give.
+_DTYPES = {
+    "bfloat16": (jnp.bfloat16, jnp.float32),
+    "int8": (jnp.int8, jnp.int32),
+    "float8": (jnp.float8_e4m3fn, jnp.float32),
+}
+_EXCHANGES = ("all-reduce", "all-gather")
 
 
 @dataclass(frozen=True)
@@ -37,18 +46,16 @@ class Load:
     """Work whose time is measured on one device.
 
     Args:
-        name: What is measured.
-        unit: The unit of the rate, such as `"GB/s"`.
-        scale: What of the work a unit is.
+        job: What is measured.
+        unit: The unit of the rate, a billion of what `work` counts in a second.
         work: The work of one run: operations or bytes.
         program: The work.
         args: From a device to the program's arguments there.
         peak: What the chip's table says for a second, or 0.
     """
 
-    name: str
+    job: Job
     unit: str
-    scale: float
     work: float
     program: Callable[..., Any]
     args: Callable[[Any], tuple]
@@ -56,28 +63,39 @@ class Load:
 
 
 def matrix_units(bench: Bench) -> CheckPart:
-    """Operations per second of products.
+    """Operations per second of products, in each dtype of the chip's table.
 
     Args:
         bench: What parts share.
     """
-    size, times = (4096, 20) if bench.platform == "tpu" else (256, 4)
-    dtype = jnp.bfloat16 if bench.platform == "tpu" else jnp.float32
-    ones = np.ones((size, size), dtype) / np.asarray(size, dtype)
+    chip = bench.chip
+    if chip is None:
+        load = _product("float32", (jnp.float32, jnp.float32), 256, 4, 0.0)
+        return _measured(bench, "matrix units", {"float32": load})
+    loads = {
+        name: _product(name, _DTYPES[name], 4096, 20, flops / chip.devices)
+        for name, flops in chip.flops
+    }
+    return _measured(bench, "matrix units", loads)
+
+
+def _product(name: str, dtypes: tuple[Any, Any], size: int, times: int, peak: float) -> Load:
+    operands, result = dtypes
+    values = np.random.default_rng(0).normal(size=(size, size)) / size**0.5
+    matrix = (values * 127 if name == "int8" else values).astype(operands)
+    dimensions = (((1,), (0,)), ((), ()))
 
     def multiply(a, b):
-        return lax.fori_loop(0, times, lambda _, c: (c @ b).astype(c.dtype), a)
+        def once(_, c):
+            return lax.dot_general(c, b, dimensions, preferred_element_type=result).astype(c.dtype)
 
-    chip = bench.chip
-    peak = dict(chip.flops)["bfloat16"] / chip.devices if chip else 0.0
-    work = 2.0 * size**3 * times
-    name = f"matrix units, {np.dtype(dtype).name}"
+        return lax.fori_loop(0, times, once, a)
 
     def args(device: Any) -> tuple:
-        return tuple(jax.device_put(ones, device) for _ in range(2))
+        return tuple(jax.device_put(matrix, device) for _ in range(2))
 
-    load = Load(name, "GFLOP/s", 1e9, work, jax.jit(multiply), args, peak)
-    return _measured(bench, "matrix units", load)
+    work = 2.0 * size**3 * times
+    return Load(Job("matrix units", dtype=name), "GFLOP/s", work, jax.jit(multiply), args, peak)
 
 
 def memory(bench: Bench) -> CheckPart:
@@ -96,8 +114,91 @@ def memory(bench: Bench) -> CheckPart:
 
     chip = bench.chip
     peak = chip.hbm_bandwidth / chip.devices if chip else 0.0
-    load = Load("memory", "GB/s", 1e9, 8.0 * number * times, jax.jit(move), args, peak)
-    return _measured(bench, "memory", load)
+    load = Load(Job("memory"), "GB/s", 8.0 * number * times, jax.jit(move), args, peak)
+    return _measured(bench, "memory", {"memory": load})
+
+
+def _measured(bench: Bench, name: str, loads: Mapping[str, Load]) -> CheckPart:
+    figures: dict[str, Any] = {}
+    words: list[str] = []
+    problems: list[Problem] = []
+    share = _SHARE.get(bench.platform, _SHARE_ELSEWHERE)
+    for kind, load in loads.items():
+        once = {
+            str(device.id): lambda of=load, on=device: (
+                of.work / _best(bench, of.job, of.program, *of.args(on))
+            )
+            for device in bench.local
+        }
+        every, slow = _rates(bench, f"rates of {load.job}", once, share)
+        middle = median(every.values())
+        figures[kind] = every
+        words.append(_rate_words(load, every, middle))
+        if slow:
+            devices = {int(number): of_median for number, of_median in slow.items()}
+            problems.append(_slow(f"{numbered(devices)}: {load.job}", slow, share, devices))
+        if middle < _OF_TABLE[name] * load.peak:
+            problems.append(_all_slow(load, middle))
+    return CheckPart(name, FAST, "; ".join(words), tuple(problems), figures)
+
+
+def _rates(
+    bench: Bench, what: str, once: Mapping[str, Callable[[], float]], share: float
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Rates of all processes by name, and of those that stay slow the share of the median.
+
+    Args:
+        bench: What parts share.
+        what: What is measured, the same words in all processes.
+        once: By name, what measures a rate of this process.
+        share: What is slow, as a share of the median.
+    """
+    mine = {name: measure() for name, measure in once.items()}
+    every = bench.by_name(what, mine)
+    # Rounds are as many in all processes, whoever has something slow.
+    for number in range(_AGAIN):
+        middle = median(every.values()) if every else 0.0
+        if all(rate >= share * middle for rate in every.values()):
+            break
+        for name, rate in mine.items():
+            if rate < share * middle:
+                mine[name] = max(rate, once[name]())
+        every = bench.by_name(f"{what}, again {number}", mine)
+    middle = median(every.values()) if every else 0.0
+    return every, {n: rate / middle for n, rate in every.items() if rate < share * middle}
+
+
+def _rate_words(load: Load, every: Mapping[str, float], middle: float) -> str:
+    digits = 0 if middle > 1e10 else 1
+    least, most = (f"{f(every.values()) / 1e9:,.{digits}f}" for f in (min, max))
+    of = f" in {load.job.dtype}" if load.job.dtype else ""
+    words = f"{middle / 1e9:,.{digits}f} {load.unit} a device{of}, {least} to {most}"
+    if load.peak:
+        words += f", {middle / load.peak:.0%} of the chip's {load.peak / 1e9:,.0f}"
+    return words
+
+
+def _slow(
+    what: str, slow: Mapping[str, float], share: float, devices: Any, link: bool = False
+) -> Problem:
+    return Problem(
+        f"{what} at {min(slow.values()):.0%} of the median of all, each time it was measured; "
+        f"below {share:.0%} is slow",
+        "The link between them is slow, or one of them is busy: collectives wait for it."
+        if link
+        else "Every step waits for the slowest device.",
+        "See whether something else runs there; if not, leave it out, TPUStrategy(devices=[...]), "
+        "or ask your cloud provider for another host.",
+        tuple(sorted(devices)),
+    )
+
+
+def _all_slow(load: Load, middle: float) -> Problem:
+    return Problem(
+        f"all devices: {load.job} at {middle / load.peak:.0%} of what the chip's table says",
+        "Another program uses the chips, they are throttled, or this is another chip than it says.",
+        "Look whether another process runs on this machine, and measure again.",
+    )
 
 
 def transfers(bench: Bench) -> CheckPart:
@@ -108,24 +209,30 @@ def transfers(bench: Bench) -> CheckPart:
     """
     number = 2**24 if bench.platform == "tpu" else 2**20
     host = np.ones(number, np.float32)
-    figures: dict[str, Any] = {}
-    for name in ("to", "from"):
-        rates = {}
-        for device in bench.local:
-            placed = jax.device_put(host, device)
+    share = _SHARE_OF_TRANSFERS.get(bench.platform, 0.0)
 
-            def go(placed: Any, to: Any = device, name: str = name) -> Any:
-                return jax.device_put(host, to) if name == "to" else np.array(placed + 0)
+    def to_device(on: Any) -> float:
+        return 4.0 * number / _best(bench, Job("transfer to"), lambda: jax.device_put(host, on))
 
-            rates[device.id] = 4.0 * number / _best(bench, Job("transfer"), go, placed)
-        figures[name] = bench.by_device(f"transfers {name}", rates)
-    middle = {name: median(list(rates.values())) / 1e9 for name, rates in figures.items()}
-    words = f"{middle['to']:.1f} GB/s to a device, {middle['from']:.1f} GB/s back"
-    return CheckPart("host transfer", FAST, words, figures=_plain(figures))
+    def from_device(on: Any) -> float:
+        placed = jax.device_put(host, on)
+        # A new array each time, since JAX keeps what it has read of one.
+        return 4.0 * number / _best(bench, Job("transfer from"), lambda x: np.array(x + 0), placed)
+
+    figures, words, problems = {}, [], []
+    for name, measure in (("to a device", to_device), ("back", from_device)):
+        once = {str(device.id): lambda of=measure, on=device: of(on) for device in bench.local}
+        every, slow = _rates(bench, f"transfers {name}", once, share)
+        figures[name] = every
+        words.append(f"{median(every.values()) / 1e9:.1f} GB/s {name}")
+        if slow:
+            devices = list(map(int, slow))
+            problems.append(_slow(f"{numbered(devices)}: transfers {name}", slow, share, devices))
+    return CheckPart("host transfer", FAST, ", ".join(words), tuple(problems), figures)
 
 
 def launches(bench: Bench) -> CheckPart:
-    """Time of a launch that computes next to nothing, and whether launches wait.
+    """Time of a launch that computes next to nothing.
 
     Args:
         bench: What parts share.
@@ -146,7 +253,7 @@ def launches(bench: Bench) -> CheckPart:
 
 
 def links(bench: Bench) -> CheckPart:
-    """Bytes per second over each mesh axis.
+    """Bytes per second over each mesh axis, and between neighbours.
 
     Args:
         bench: What parts share.
@@ -154,24 +261,42 @@ def links(bench: Bench) -> CheckPart:
     axes = [name for name, size in bench.mesh.shape.items() if size > 1]
     if not axes:
         return CheckPart("links", FAST, left_out="one device has none")
-    number = 2**23 if bench.platform == "tpu" else 2**16
     topology = of_devices(bench.mesh.devices) if bench.platform == "tpu" else None
     wire = Wire.of(dict(bench.mesh.shape), tuple(bench.devices) if topology else (), topology)
-    figures: dict[str, Any] = {}
-    problems, words = [], []
-    for axis in axes:
-        size, rates = bench.mesh.shape[axis], {}
-        for kind in ("all-reduce", "all-gather"):
-            moved = 4.0 * number * (size if kind == "all-gather" else 1)
-            seconds = _collective(bench, kind, axis, number)
-            rates[kind] = sent_bytes(kind, int(moved), size) / seconds
-            wanted = seconds_over(wire, kind, moved, (axis,))
-            if wanted and wanted / seconds < _OF_TABLE["links"]:
-                problems.append(_slow_links(kind, axis, wanted / seconds))
-        figures[axis] = rates
-        shown = ", ".join(f"{kind} {rate / 1e9:.2g} GB/s" for kind, rate in rates.items())
+    over = {axis: _over(bench, wire, axis) for axis in axes}
+    problems = [
+        _slow_axis(kind, axis, share)
+        for axis, found in over.items()
+        for kind, share in found["of the table"].items()
+        if share < _OF_TABLE["links"]
+    ]
+    words = []
+    for axis, found in over.items():
+        shown = ", ".join(f"{kind} {found[kind] / 1e9:.2g} GB/s" for kind in _EXCHANGES)
         words.append(f"{axis}: {shown}")
+    between, slow = _between(bench)
+    problems += slow
+    if between:
+        least, middle = min(between.values()) / 1e9, median(between.values()) / 1e9
+        words.append(f"copies to a neighbour {middle:.2g} GB/s, the slowest {least:.2g}")
+    figures = {"axes": over, "neighbours": between}
     return CheckPart("links", FAST, "; ".join(words), tuple(problems), figures)
+
+
+def _over(bench: Bench, wire: Wire, axis: str) -> dict[str, Any]:
+    """Rates of collectives over an axis, and their shares of what the chip's links carry."""
+    number, size = 2**23 if bench.platform == "tpu" else 2**16, bench.mesh.shape[axis]
+    found: dict[str, Any] = {"of the table": {}}
+    if wire.devices:
+        found["network"] = "DCN" if axis in wire.crossing_axes() else "ICI"
+    for kind in _EXCHANGES:
+        moved = 4.0 * number * (size if kind == "all-gather" else 1)
+        seconds = _collective(bench, kind, axis, number)
+        found[kind] = sent_bytes(kind, int(moved), size) / seconds
+        wanted = seconds_over(wire, kind, moved, (axis,))
+        if wanted:
+            found["of the table"][kind] = wanted / seconds
+    return found
 
 
 def _collective(bench: Bench, kind: str, axis: str, number: int) -> float:
@@ -186,7 +311,40 @@ def _collective(bench: Bench, kind: str, axis: str, number: int) -> float:
     return bench.agreed(f"time of {job}", _best(bench, job, jax.jit(over), sent), max)
 
 
-def _slow_links(kind: str, axis: str, share: float) -> Problem:
+def _between(bench: Bench) -> tuple[dict[str, float], list[Problem]]:
+    """Rates of copies from each device to the next along each axis, within a process."""
+    number = 2**24 if bench.platform == "tpu" else 2**20
+    once = {
+        f"{one.id} to {other.id}": lambda a=one, b=other: _copied(bench, a, b, number)
+        for one, other in _neighbours(bench)
+    }
+    share = _SHARE_OF_LINKS if bench.platform == "tpu" else _SHARE_ELSEWHERE
+    every, slow = _rates(bench, "copies between neighbours", once, share)
+    if not slow:
+        return every, []
+    devices = {int(number) for name in slow for number in name.split(" to ")}
+    what = f"copies from device {', '.join(slow)}"
+    return every, [_slow(what, slow, share, devices, link=True)]
+
+
+def _neighbours(bench: Bench) -> list[tuple[Any, Any]]:
+    """Each of this process's devices with the next one along each axis, if that is its own, too."""
+    grid, local, found = bench.mesh.devices, set(bench.local), {}
+    for axis in range(grid.ndim):
+        following = np.roll(grid, -1, axis)
+        for one, other in zip(grid.flat, following.flat, strict=True):
+            if one is not other and {one, other} <= local:
+                found[one.id, other.id] = (one, other)
+    return list(found.values())
+
+
+def _copied(bench: Bench, one: Any, other: Any, number: int) -> float:
+    placed = jax.device_put(np.ones(number, np.float32), one)
+    job = Job(f"copy from {one.id} to {other.id}")
+    return 4.0 * number / _best(bench, job, lambda x: jax.device_put(x, other), placed)
+
+
+def _slow_axis(kind: str, axis: str, share: float) -> Problem:
     return Problem(
         f"{kind} over {axis!r} reaches {share:.0%} of what the chip's links should carry",
         "A link is slow or down, or the devices along this axis are not neighbours.",
@@ -198,74 +356,5 @@ def _slow_links(kind: str, axis: str, share: float) -> Problem:
 
 def _best(bench: Bench, job: Job, program: Callable, *args: Any, repeats: int = _REPEATS) -> float:
     """The shortest time, after one run that does not count."""
-    jax.block_until_ready(program(*args))
+    bench.launches.run(job, program, *args)
     return min(bench.launches.seconds(job, program, *args) for _ in range(repeats))
-
-
-def _measured(bench: Bench, name: str, load: Load) -> CheckPart:
-    job = Job(name)
-
-    def best(device: Any) -> float:
-        return load.work / _best(bench, job, load.program, *load.args(device))
-
-    rates = {device.id: best(device) for device in bench.local}
-    every = bench.by_device(f"rates of {name}", rates)
-    share = _SHARE.get(bench.platform, _SHARE_ELSEWHERE)
-    # Rounds are as many in all processes, whoever has a slow device.
-    for round in range(_AGAIN):
-        middle = median(list(every.values()))
-        if min(every.values()) >= share * middle:
-            break
-        for device in bench.local:
-            if rates[device.id] < share * middle:
-                rates[device.id] = max(rates[device.id], best(device))
-        every = bench.by_device(f"rates of {name}, again {round}", rates)
-    middle = median(list(every.values()))
-    slow = {n: rate / middle for n, rate in every.items() if rate < share * middle}
-    problems = [_slow(load, slow, share)] if slow else []
-    if load.peak and middle < _OF_TABLE[name] * load.peak:
-        problems.append(_all_slow(load, middle))
-    return CheckPart(
-        name, FAST, _words(load, every, middle), tuple(problems), _plain({name: every})
-    )
-
-
-def _words(load: Load, every: dict[int, float], middle: float) -> str:
-    least, most = (f(every.values()) / load.scale for f in (min, max))
-    digits = 0 if middle > 10 * load.scale else 1
-    of_peak = ""
-    if load.peak:
-        of_peak = f", {middle / load.peak:.0%} of the chip's {load.peak / load.scale:,.0f}"
-    kind = load.name.partition(", ")[2]
-    return (
-        f"{middle / load.scale:,.{digits}f} {load.unit} a device"
-        f"{f' in {kind}' if kind else ''}, {least:,.{digits}f} to {most:,.{digits}f}"
-        f"{of_peak}"
-    )
-
-
-def _slow(load: Load, slow: dict[int, float], share: float) -> Problem:
-    worst = min(slow.values())
-    return Problem(
-        f"{numbered(slow)}: {load.name} at {worst:.0%} of the others' median, each time it was "
-        f"measured; {share:.0%} is slow",
-        "Every step waits for the slowest device.",
-        "See whether something else runs there; if not, leave it out, TPUStrategy(devices=[...]), "
-        "or ask your cloud provider for another host.",
-        tuple(sorted(slow)),
-    )
-
-
-def _all_slow(load: Load, middle: float) -> Problem:
-    return Problem(
-        f"all devices: {load.name} at {middle / load.peak:.0%} of what the chip's table says",
-        "Another program uses the chips, they are throttled, or this is another chip than it says.",
-        "Look whether another process runs on this machine, and measure again.",
-    )
-
-
-def _plain(figures: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: {str(number): float(rate) for number, rate in each.items() if math.isfinite(rate)}
-        for name, each in figures.items()
-    }

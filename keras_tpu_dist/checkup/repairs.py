@@ -18,6 +18,7 @@ from keras_tpu_dist.checkup.bench import Bench, Job
 from keras_tpu_dist.checkup.report import RIGHT, CheckPart, Problem, numbered
 from keras_tpu_dist.partitioner import Jitted
 from keras_tpu_dist.partitioner.table import FAULTS, Fault
+from keras_tpu_dist.processes.arrays import put
 
 _ROWS = PartitionSpec("data")
 
@@ -56,54 +57,87 @@ def partitioner(bench: Bench) -> CheckPart:
     if number < 4 or number % 4:
         why = f"its programs need 4, 8, 12, ... devices, and there are {number}"
         return CheckPart("partitioner", RIGHT, left_out=why)
-    problems, still, skipped = [], [], []
+    problems: list[Problem] = []
+    ran, unrepaired = 0, {}
     for fault in FAULTS:
         case = _CASES[fault.name](number)
         if case is None:
-            skipped.append(fault.name)
             continue
-        wrong, unrepaired = _run(bench, fault, case)
-        if wrong:
-            problems.append(_problem(fault, wrong))
-        still += [fault.name] if unrepaired else []
-    ran = len(FAULTS) - len(skipped)
-    found = f"{ran - len(problems)} of {ran} known faults of XLA right here"
-    words = f"{found}; unrepaired, this XLA has {len(still)} of them wrong"
+        ran += 1
+        ready = _placed(bench, case)
+        wrong = bench.some(fault.name, _repaired(bench, fault, ready))
+        problems += [_problem(fault, wrong)] if wrong else []
+        if case.runs and bench.platform == "cpu":
+            unrepaired[fault.name] = bool(bench.some(f"{fault.name}, unrepaired", _plain(ready)))
+    still = [name for name, wrong in unrepaired.items() if wrong]
+    words = f"{ran - len(problems)} of {ran} known faults of XLA right here"
+    if unrepaired:
+        words += f"; unrepaired, this XLA has {len(still)} of {len(unrepaired)} wrong"
     return CheckPart("partitioner", RIGHT, words, tuple(problems), {"still wrong in XLA": still})
 
 
-def _run(bench: Bench, fault: Fault, case: Case) -> tuple[list[int], bool]:
-    """The devices with a wrong result, and whether XLA alone gets it wrong."""
+@dataclass(frozen=True)
+class _Ready:
+    """A program with its arguments on the mesh, and what it should give.
+
+    Args:
+        function: The program; its result is a tuple of one array.
+        arrays: Its arguments.
+        mesh: The mesh.
+        layouts: Where the arguments lie.
+        result: Where the result lies, or `()` to leave it to the compiler.
+        expected: What one device gives.
+    """
+
+    function: Callable[..., Any]
+    arrays: list[jax.Array]
+    mesh: Mesh
+    layouts: tuple[NamedSharding, ...]
+    result: tuple[NamedSharding, ...]
+    expected: np.ndarray
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Those of `jax.jit`."""
+        return {"out_shardings": self.result} if self.result else {}
+
+
+def _placed(bench: Bench, case: Case) -> _Ready:
     names, sizes = tuple(case.mesh), tuple(case.mesh.values())
     grid = np.asarray(bench.devices, dtype=object).reshape(sizes)
     mesh = Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
     layouts = tuple(NamedSharding(mesh, spec) for spec in case.specs)
-    function = case.function(mesh) if case.expected is not None else case.function
-    alone = case.expected or case.function
+    function = case.function if case.expected is None else case.function(mesh)
     with jax.default_device(bench.local[0]), jax.default_matmul_precision("highest"):
-        expected = np.asarray(jax.jit(alone)(*case.args))
-    arrays = [
-        jax.make_array_from_callback(a.shape, layout, lambda index, a=a: a[index])
-        for a, layout in zip(case.args, layouts, strict=True)
-    ]
-    out = None if case.result is None else (NamedSharding(mesh, case.result),)
-    options: dict[str, Any] = {} if out is None else {"outputs": out, "out_shardings": out}
+        expected = np.asarray(jax.jit(case.expected or case.function)(*case.args))
 
     def as_tuple(*args):
         return (function(*args),)
 
+    result = () if case.result is None else (NamedSharding(mesh, case.result),)
+    return _Ready(as_tuple, put(case.args, layouts), mesh, layouts, result, expected)
+
+
+def _repaired(bench: Bench, fault: Fault, ready: _Ready) -> list[int]:
+    """This process's devices with a wrong result of the program as this package compiles it."""
     job = Job(f"partitioner, {fault.name.lower()}")
     with jax.default_matmul_precision("highest"):
-        repaired = Jitted(as_tuple, mesh, lambda *args: layouts, **options)
-        (found,) = bench.launches.run(job, repaired, *arrays)
-        wrong = _wrong(found, expected)
-        alone_wrong = fault.present
-        if case.runs and bench.platform == "cpu":
-            options.pop("outputs", None)
-            (plain,) = jax.block_until_ready(jax.jit(as_tuple, **options)(*arrays))
-            alone_wrong = bool(_wrong(plain, expected))
-    every = bench.by_device(f"{fault.name}", dict.fromkeys(wrong, True))
-    return sorted(every), alone_wrong
+        program = Jitted(
+            ready.function,
+            ready.mesh,
+            lambda *args: ready.layouts,
+            outputs=ready.result,
+            **ready.options,
+        )
+        (found,) = bench.launches.run(job, program, *ready.arrays)
+    return _wrong(found, ready.expected)
+
+
+def _plain(ready: _Ready) -> list[int]:
+    """This process's devices with a wrong result of XLA's own program."""
+    with jax.default_matmul_precision("highest"):
+        (found,) = jax.jit(ready.function, **ready.options)(*ready.arrays)
+        return _wrong(found, ready.expected)
 
 
 def _wrong(array: jax.Array, expected: np.ndarray) -> list[int]:

@@ -1,17 +1,24 @@
 """The result of a check: what is right, what is wrong and what to do, what was measured."""
 
 import html
+import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+from keras_tpu_dist.checkup.calibrated import calibration_of, chip_of
 from keras_tpu_dist.common.printed import Printed
+from keras_tpu_dist.hardware.calibration import Calibration
 from keras_tpu_dist.show.page import Page, document
 from keras_tpu_dist.show.text import duration_text, html_table, text_table
 
 RIGHT, FAST = "right", "fast"
 # Problems of one part that are shown; the others are counted.
 _MOST_SHOWN = 4
+# What to do about a device that is to blame.
+LEAVE_OUT = (
+    "Leave it out, TPUStrategy(devices=[...]), and ask your cloud provider for another host."
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -52,6 +59,7 @@ class CheckPart(Printed):
         figures: What was measured, as plain data.
         left_out: Why the part did not run, or `""`.
         seconds: How long it took.
+        hangs: Whether it did not end, so that nothing can run after it.
     """
 
     name: str
@@ -61,6 +69,7 @@ class CheckPart(Printed):
     figures: dict[str, Any] = field(default_factory=dict)
     left_out: str = ""
     seconds: float = 0.0
+    hangs: bool = False
 
     @property
     def ok(self) -> bool:
@@ -139,6 +148,37 @@ class Check(Page):
         """
         return {part.name: part for part in self.parts}[name]
 
+    def calibration(self, *others: "Check", source: str = "") -> Calibration:
+        """What was measured here, for `dry_run(calibration=)` and `search(calibration=)`.
+
+        The rates are those of one device, the median of all. The factors of efforts "quick" and
+        "exact" are the measured step of the model that was checked over what a dry run with these
+        rates estimates for it; without a model there are none.
+
+        Args:
+            others: Checks of other models on the same chips: with them, the factors are the
+                smallest and the largest.
+            source: Where and when it was measured, in a few words. Defaults to what was checked,
+                without a time.
+
+        Returns:
+            A `Calibration`; its `save` writes it to a file.
+
+        Raises:
+            ValueError: If this is no TPU that is known here, or another check is of another chip.
+
+        Example:
+
+        >>> check = ktd.TPUStrategy().check(model)  # doctest: +SKIP
+        >>> check.calibration().save("v5e.json")  # doctest: +SKIP
+        """
+        return calibration_of(
+            chip_of([each.device_kind for each in (self, *others)]),
+            _figures(self),
+            [_figures(other) for other in others],
+            source or f"a check of {self._devices()}",
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain data, to keep and to send."""
         return {
@@ -160,15 +200,15 @@ class Check(Page):
         return "\n".join([*lines, *self._rest()])
 
     def _title(self) -> str:
-        mesh = " x ".join(f"{name} {size}" for name, size in self.mesh)
         several = f", {self.processes} processes" if self.processes > 1 else ""
         count = len(self.problems)
         verdict = "right" if self.ok else f"{count} problem{'s' if count > 1 else ''}"
-        number = 1
-        for _, size in self.mesh:
-            number *= size
         took = f"{duration_text(self.seconds)} of {self.minutes:g} min"
-        return f"check of {number} {self.device_kind} ({mesh}){several}: {verdict}, {took}"
+        return f"check of {self._devices()}{several}: {verdict}, {took}"
+
+    def _devices(self) -> str:
+        mesh = " x ".join(f"{name} {size}" for name, size in self.mesh)
+        return f"{math.prod(size for _, size in self.mesh)} {self.device_kind} ({mesh})"
 
     def _rows(self, kind: str) -> list[tuple[str, str]]:
         ran = [part for part in self.parts if part.kind == kind and not part.left_out]
@@ -199,6 +239,10 @@ class Check(Page):
 _HEADS = {RIGHT: "is it right?", FAST: "is it fast?"}
 
 
+def _figures(check: Check) -> dict[str, dict[str, Any]]:
+    return {part.name: part.figures for part in check.parts}
+
+
 def _problem_lines(part: CheckPart) -> list[str]:
     lines = [f"{part.name}: {problem}" for problem in part.problems[:_MOST_SHOWN]]
     more = len(part.problems) - _MOST_SHOWN
@@ -211,17 +255,42 @@ def joined(parts: Sequence[CheckPart]) -> CheckPart:
     Args:
         parts: That of each process.
     """
-    problems = tuple(dict.fromkeys(p for part in parts for p in part.problems))
-    left_out = next((part.left_out for part in parts if part.left_out), "")
+    found: dict[Problem, list[int]] = {}
+    for process, part in enumerate(parts):
+        for problem in part.problems:
+            found.setdefault(problem, []).append(process)
+    everywhere = len(parts)
+    problems = tuple(
+        problem if len(who) == everywhere else _of_processes(problem, who)
+        for problem, who in found.items()
+    )
     first = next((part for part in parts if part.problems), parts[0])
-    return CheckPart(
-        first.name,
-        first.kind,
-        first.words,
-        problems,
-        first.figures,
-        left_out,
-        max(part.seconds for part in parts),
+    return replace(
+        first,
+        problems=problems,
+        left_out=next((part.left_out for part in parts if part.left_out), ""),
+        seconds=max(part.seconds for part in parts),
+        hangs=any(part.hangs for part in parts),
+    )
+
+
+def _of_processes(problem: Problem, who: list[int]) -> Problem:
+    """A problem that only some processes have, such as an error there."""
+    return replace(problem, what=f"{counted('process', 'processes', who)}: {problem.what}")
+
+
+def corrupts(what: str, devices: list[int]) -> Problem:
+    """Silent data corruption: a device gives other bits when it computes again.
+
+    Args:
+        what: What it computed.
+        devices: The numbers of the devices.
+    """
+    return Problem(
+        f"{numbered(devices)}: {what}, computed twice, has different bits",
+        "Silent data corruption: the chip or its memory is faulty.",
+        LEAVE_OUT,
+        tuple(devices),
     )
 
 
@@ -237,7 +306,24 @@ def numbered(ids: Iterable[int], most: int = 8) -> str:
     >>> numbered([3]), numbered([5, 1])
     ('device 3', 'devices 1, 5')
     """
+    return counted("device", "devices", ids, most)
+
+
+def counted(one: str, several: str, ids: Iterable[int], most: int = 8) -> str:
+    """Things by their numbers, in words.
+
+    Args:
+        one: What one of them is called.
+        several: What several are called.
+        ids: The numbers.
+        most: How many of them are named.
+
+    Example:
+
+    >>> counted("process", "processes", [2, 0, 1], most=2)
+    'processes 0, 1 and 1 more'
+    """
     every = sorted(ids)
     named = ", ".join(map(str, every[:most]))
     more = f" and {len(every) - most} more" if len(every) > most else ""
-    return f"device{'s' if len(every) > 1 else ''} {named}{more}"
+    return f"{several if len(every) > 1 else one} {named}{more}"

@@ -12,6 +12,7 @@ import jax
 from keras_tpu_dist.checkup.batch import NOTHING, Given
 from keras_tpu_dist.checkup.bench import Bench, HangError, Launcher
 from keras_tpu_dist.checkup.collectives import collectives
+from keras_tpu_dist.checkup.dispatch import async_dispatch
 from keras_tpu_dist.checkup.fits import training
 from keras_tpu_dist.checkup.kernels import attention, recurrent
 from keras_tpu_dist.checkup.products import products
@@ -20,7 +21,7 @@ from keras_tpu_dist.checkup.rates import launches, links, matrix_units, memory, 
 from keras_tpu_dist.checkup.repairs import partitioner
 from keras_tpu_dist.checkup.report import FAST, RIGHT, Check, CheckPart, Problem, joined
 from keras_tpu_dist.checkup.step import own_step
-from keras_tpu_dist.checkup.step_time import own_step_time
+from keras_tpu_dist.checkup.timing import own_step_time
 from keras_tpu_dist.processes.encoding import PeerError
 from keras_tpu_dist.show.progress import stages
 from keras_tpu_dist.training.protocol import Strategy
@@ -63,6 +64,7 @@ def steps(model: Any = None, given: Given = NOTHING) -> list[Planned]:
         Planned("attention", RIGHT, attention, 10.0),
         Planned("partitioner", RIGHT, partitioner, 20.0),
         Planned("training", RIGHT, training, 20.0),
+        Planned("async dispatch", RIGHT, async_dispatch, 5.0),
         Planned("matrix units", FAST, matrix_units, 5.0),
         Planned("memory", FAST, memory, 5.0),
         Planned("host transfer", FAST, transfers, 5.0),
@@ -91,12 +93,14 @@ def run_check(
     bench = Bench(strategy, launches or Launcher(), minutes)
     wanted = [step for step in todo if only is None or step.name in set(only)]
     parts: list[CheckPart] = []
-    hangs = ""
+    hung = ""
     with stages("check", len(wanted)) as begin:
         for step in wanted:
             begin(step.name)
-            part = _left_out(step, hangs) if hangs else _run(bench, step)
-            hangs = hangs or _hang_of(part)
+            part = _left_out(step, hung) if hung else _run(bench, step)
+            if part.hangs:
+                hung = f"{part.name} hangs, and so would everything after it"
+            bench.figures[part.name] = part.figures
             parts.append(part)
     return Check(
         device_kind=bench.devices[0].device_kind,
@@ -117,31 +121,43 @@ def _run(bench: Bench, step: Planned) -> CheckPart:
         return _left_out(
             step, f"it may take {step.seconds:.0f} s, and {max(left, 0):.0f} s were left"
         )
-    begin = time.monotonic()
+    begin, part = time.monotonic(), CheckPart(step.name, step.kind)
     try:
-        part = step.run(bench)
+        part = _ran(bench, step)
+        part = _of_all(bench, f"the result of {step.name}", part)
+    except PeerError:
+        # A process that fails within the part is behind it when others wait for it there. Now all
+        # are here, unless it has ended.
+        part = _of_all(bench, f"how {step.name} ended", part)
+        if part.ok:
+            raise
+    return replace(part, seconds=bench.agreed("seconds", time.monotonic() - begin, max))
+
+
+def _ran(bench: Bench, step: Planned) -> CheckPart:
+    """A part as this process found it."""
+    try:
+        return step.run(bench)
     except PeerError:
         raise
     except Exception as error:
-        part = CheckPart(step.name, step.kind, "ended with an error", (_raised(step, error),))
-    part = replace(part, seconds=time.monotonic() - begin)
+        problem, hangs = _raised(step, error), isinstance(error, HangError)
+        return CheckPart(step.name, step.kind, "ended with an error", (problem,), hangs=hangs)
+
+
+def _of_all(bench: Bench, what: str, part: CheckPart) -> CheckPart:
+    """What all processes found, as one."""
     if bench.strategy.placer.is_local:
         return part
 
-    def one_of(every: list[dict[str, Any]]) -> dict[str, Any]:
+    def as_one(every: list[dict[str, Any]]) -> dict[str, Any]:
         return joined([CheckPart.of_dict(each) for each in every]).to_dict()
 
-    return CheckPart.of_dict(bench.agreed(f"the result of {step.name}", part.to_dict(), one_of))
+    return CheckPart.of_dict(bench.agreed(what, part.to_dict(), as_one))
 
 
 def _left_out(step: Planned, why: str) -> CheckPart:
     return CheckPart(step.name, step.kind, left_out=why)
-
-
-def _hang_of(part: CheckPart) -> str:
-    """Why nothing can run after a part, or `""`."""
-    hangs = any("did not end" in problem.what for problem in part.problems)
-    return f"{part.name} hangs, and so would everything after it" if hangs else ""
 
 
 def _raised(step: Planned, error: Exception) -> Problem:

@@ -11,15 +11,20 @@ import keras
 import numpy as np
 
 from keras_tpu_dist import _keras
-from keras_tpu_dist.checkup.batch import Given, values
+from keras_tpu_dist.checkup.aside import aside, on_one
+from keras_tpu_dist.checkup.batch import Given
 from keras_tpu_dist.checkup.bench import Bench, Job, odd_ones, same_bits
 from keras_tpu_dist.checkup.bounds import gap, largest, tolerance
-from keras_tpu_dist.checkup.products import corrupts
-from keras_tpu_dist.checkup.report import RIGHT, CheckPart, Problem, numbered
-from keras_tpu_dist.dryrun.build import described
-from keras_tpu_dist.input.position import random_numbers, set_random_numbers
-from keras_tpu_dist.processes.arrays import put, whole
-from keras_tpu_dist.training.step import jitted_step
+from keras_tpu_dist.checkup.prepared import Prepared, State, prepared, why_not
+from keras_tpu_dist.checkup.report import (
+    LEAVE_OUT,
+    RIGHT,
+    CheckPart,
+    Problem,
+    corrupts,
+    counted,
+    numbered,
+)
 
 # Rounding of the model's own: how much its results move if weights and inputs do by an ulp or two,
 # measured so often, and how many times that a mesh may be off.
@@ -48,39 +53,22 @@ class _Gradients(keras.optimizers.Optimizer):
 
 
 @dataclass(frozen=True)
-class _Run:
-    """A step on the mesh and what it gave.
+class _Ran:
+    """A step that ran on the mesh, and what it gave.
 
     Args:
+        step: The step.
         names: What each result is.
         first: The results.
         second: Those of the same step, run again.
-        again: Runs the step on one device: from host values to results.
-        state: The values before the step, on the host.
-        data: The batch, on the host.
+        alone: Runs the step on one device: from host values to results.
     """
 
+    step: Prepared
     names: list[str]
     first: list[jax.Array]
     second: list[jax.Array]
-    again: Callable[[list, Any], list[np.ndarray]]
-    state: list[list[np.ndarray]]
-    data: Any
-
-
-def why_not(model: keras.Model) -> str:
-    """Why a model's step is not checked, or `""`.
-
-    Args:
-        model: The model.
-    """
-    if not model.compiled or getattr(model, "optimizer", None) is None:
-        return "the model is not compiled"
-    if not _keras.is_built(model):
-        return "the model is not built: call it on data first, or give x= to build it"
-    if model.run_eagerly:
-        return "run_eagerly=True has no step that is compiled"
-    return ""
+    alone: Callable[[State, Any], list[np.ndarray]]
 
 
 def own_step(bench: Bench, model: keras.Model, given: Given) -> CheckPart:
@@ -94,54 +82,43 @@ def own_step(bench: Bench, model: keras.Model, given: Given) -> CheckPart:
     why = why_not(model)
     if why:
         return CheckPart("step", RIGHT, left_out=why)
-    with aside(), _run(bench, model, given) as run:
-        problems = list(_different(bench, run)) or list(_unsteady(bench, run))
+    with aside(), _run(bench, model, given) as ran:
+        problems = list(_different(bench, ran.step)) or list(_unsteady(bench, ran))
         if problems:
             return CheckPart("step", RIGHT, "the same step, twice", tuple(problems))
-        expected, allowed, why = _expected(bench, model, run)
+        expected, allowed, why = _expected(bench, model, ran)
         if why:
-            return CheckPart(
-                "step", RIGHT, f"twice the same bits; not compared with one device: {why}"
-            )
-        wrong, worst = _compared(bench, run, expected, allowed)
-    rows = given.rows(bench.strategy)
-    what = f"{model.name}, {rows} rows: loss and {len(model.trainable_variables)} gradients"
-    words = f"{what} as on one device within {worst:.0e}, twice the same bits"
-    return CheckPart(
-        "step", RIGHT, what if wrong else words, tuple(wrong), {"largest difference": worst}
-    )
+            words = f"twice the same bits; not compared with one device: {why}"
+            return CheckPart("step", RIGHT, words)
+        wrong, worst = _compared(bench, ran, expected, allowed)
+    rows, count = given.rows(bench.strategy), len(model.trainable_variables)
+    words = f"{model.name}, {rows} rows: loss and {count} gradients"
+    if not wrong:
+        words += f" as on one device within {worst:.0e}, twice the same bits"
+    return CheckPart("step", RIGHT, words, tuple(wrong), {"largest difference": worst})
 
 
 @contextlib.contextmanager
-def _run(bench: Bench, model: keras.Model, given: Given) -> Iterator[_Run]:
+def _run(bench: Bench, model: keras.Model, given: Given) -> Iterator[_Ran]:
     """The step on the mesh, twice, and what repeats it on one device."""
-    strategy, rows = bench.strategy, given.rows(bench.strategy)
+    # A step of the model's own class may do anything with its optimizer.
     own = type(model).train_step is not keras.Model.train_step
-    with contextlib.ExitStack() as stack:
-        if not own:
-            reader = _Gradients()
-            reader.build(model.trainable_variables)
-            stack.enter_context(optimized_by(model, reader))
-        given_names = given.by_name()
-        prepared = described(model, strategy, given_names, rows, "train", [])
-        _, shapes = stack.enter_context(prepared)
-        data = values(model, shapes, given, strategy.placer)
-        state = host_state(model)
-        placed = placed_state(model, state)
-        options = strategy.runner.compiler_options
-        program = jitted_step(model, "train", strategy.placer, False, compiler_options=options)
-        batch = strategy.placer.place(data)
-        job = Job("step")
-        keep = _kept(model, own)
-        first, second = (keep(*bench.launches.run(job, program, placed, batch)) for _ in range(2))
-        alone = jax.jit(model.train_step)
+    reader = None if own else _Gradients()
+    if reader is not None:
+        reader.build(model.trainable_variables)
+    with prepared(bench, model, given, reader) as step:
+        keep, job = _kept(model, own), Job("step")
+        args = step.placed_state, step.placed_batch
+        results = [keep(*bench.launches.run(job, step.program, *args)) for _ in range(2)]
+        on_host = jax.jit(model.train_step)
 
-        def again(state: list, data: Any) -> list[np.ndarray]:
-            with _no_distribution(), jax.default_device(bench.local[0]):
-                outputs, after = alone(tuple(state), data)
+        def alone(state: State, batch: Any) -> list[np.ndarray]:
+            with on_one(bench.local[0]):
+                outputs, after = on_host(tuple(state), batch)
             return [np.asarray(each) for each in keep(outputs, after)[1]]
 
-        yield _Run(first[0], first[1], second[1], again, state, data)
+        (names, first), (_, second) = results
+        yield _Ran(step, names, first, second, alone)
 
 
 def _kept(model: keras.Model, own: bool) -> Callable[[Any, Any], tuple[list[str], list]]:
@@ -178,50 +155,14 @@ def _slots(model: keras.Model, variables: list, arrays: list) -> list[tuple[Any,
     ]
 
 
-@contextlib.contextmanager
-def optimized_by(model: keras.Model, optimizer: Any) -> Iterator[None]:
-    """A model with another optimizer.
-
-    Args:
-        model: The model.
-        optimizer: Its optimizer within.
-    """
-    own = model.optimizer
-    model.optimizer = optimizer
-    try:
-        yield
-    finally:
-        model.optimizer = own
-
-
-def host_state(model: keras.Model) -> list[list[np.ndarray]]:
-    """The values of a model's training state, on the host.
-
-    Args:
-        model: The model.
-    """
-    groups = _keras.state_groups(model)
-    return [[np.array(whole(v)) for v in _keras.full_values(group)] for group in groups]
-
-
-def placed_state(model: keras.Model, state: list[list[np.ndarray]]) -> tuple[list, ...]:
-    """A training state on the mesh, as the model's step takes it; within `described`.
-
-    Args:
-        model: The model.
-        state: The values.
-    """
-    layouts = _keras.state_shardings(model, "train")
-    return tuple(put(group, of) for group, of in zip(state, layouts, strict=True))
-
-
 def _expected(
-    bench: Bench, model: keras.Model, run: _Run
+    bench: Bench, model: keras.Model, ran: _Ran
 ) -> tuple[list[np.ndarray], list[float], str]:
     """What one device gives, how far each result may be off, and why it is not known."""
+    half = _is_half(model)
     try:
-        expected = run.again(run.state, run.data)
-        moved = [run.again(*_nudged(model, run, seed)) for seed in range(_DRAWS)]
+        expected = ran.alone(ran.step.state, ran.step.batch)
+        moved = [ran.alone(*_nudged(ran.step, half, seed)) for seed in range(_DRAWS)]
     except Exception as error:
         if "RESOURCE_EXHAUSTED" in str(error):
             return [], [], "it does not fit on one"
@@ -229,7 +170,6 @@ def _expected(
     floats = [each for each in expected if each.dtype.kind not in "iub"]
     if not all(np.all(np.isfinite(np.asarray(each, np.float32))) for each in floats):
         return [], [], "its results are not finite there; give x= and y="
-    half = any(d in ("bfloat16", "float16") for d in _dtypes(model))
     least = tolerance(bench.platform, "bfloat16" if half else "float32")
     allowed = [
         max(least, *(_TIMES * gap(other[n], one) for other in moved))
@@ -238,35 +178,37 @@ def _expected(
     return expected, allowed, ""
 
 
-def _dtypes(model: keras.Model) -> set[str]:
-    return {layer.compute_dtype for layer in _keras.flatten_layers(model)}
+def _is_half(model: keras.Model) -> bool:
+    dtypes = {layer.compute_dtype for layer in _keras.flatten_layers(model)}
+    return not dtypes.isdisjoint(("bfloat16", "float16"))
 
 
-def _nudged(model: keras.Model, run: _Run, seed: int) -> tuple[list, Any]:
+def _nudged(step: Prepared, half: bool, seed: int) -> tuple[State, Any]:
     """Weights and inputs that differ by rounding."""
     rng = np.random.default_rng(seed)
-    half = any(d in ("bfloat16", "float16") for d in _dtypes(model))
     size = 2.0**-10 if half else 2.0**-22
 
     def nudge(leaf: np.ndarray) -> np.ndarray:
-        if not np.issubdtype(leaf.dtype, np.floating) and leaf.dtype != jax.numpy.bfloat16:
+        if not jax.numpy.issubdtype(leaf.dtype, np.floating):
             return leaf
         wide = np.asarray(leaf, np.float64)
         return (wide * (1 + size * rng.choice([-1.0, 1.0], wide.shape))).astype(leaf.dtype)
 
-    x, *rest = run.data if isinstance(run.data, tuple) else (run.data,)
-    data = (jax.tree.map(nudge, x), *rest)
-    weights = [nudge(leaf) for leaf in run.state[0]]
-    return [weights, *run.state[1:]], data if isinstance(run.data, tuple) else data[0]
+    weights = [nudge(leaf) for leaf in step.state[0]]
+    state = [weights, *step.state[1:]]
+    if not isinstance(step.batch, tuple):
+        return state, jax.tree.map(nudge, step.batch)
+    x, *rest = step.batch
+    return state, (jax.tree.map(nudge, x), *rest)
 
 
 def _compared(
-    bench: Bench, run: _Run, expected: list[np.ndarray], allowed: list[float]
+    bench: Bench, ran: _Ran, expected: list[np.ndarray], allowed: list[float]
 ) -> tuple[list[Problem], float]:
     """Devices whose results are off, and the largest difference there is."""
     mine: dict[int, list] = {}
     worst = 0.0
-    for name, found, one, limit in zip(run.names, run.first, expected, allowed, strict=True):
+    for name, found, one, limit in zip(ran.names, ran.first, expected, allowed, strict=True):
         scale = largest(one)
         for part in found.addressable_shards:
             off = gap(part.data, one[part.index], scale)
@@ -299,49 +241,33 @@ def _differs(bench: Bench, every: dict[int, list]) -> Problem:
     return Problem(
         what,
         "These devices compute wrongly, or got what belongs to others.",
-        "Leave them out, TPUStrategy(devices=[...]), and ask your cloud provider for another host.",
+        LEAVE_OUT,
         tuple(sorted(every)),
     )
 
 
-def _different(bench: Bench, run: _Run) -> Iterator[Problem]:
+def _different(bench: Bench, step: Prepared) -> Iterator[Problem]:
     """Processes that hold other weights than the first one."""
     mark = 0
-    for value in (each for group in run.state for each in group):
-        mark = zlib.crc32(np.ascontiguousarray(value).tobytes(), mark)
+    for value in (each for group in step.state for each in group):
+        mark = _mark(value, mark)
     marks = bench.agreed("the model's weights", mark)
     others = [number for number, each in enumerate(marks) if each != marks[0]]
     if others:
         yield Problem(
-            f"process{'es' if len(others) > 1 else ''} {', '.join(map(str, others[:8]))}: the "
-            "model's weights are not those of process 0",
+            f"{counted('process', 'processes', others)}: the model's weights are not those of "
+            "process 0",
             "Each process drew its own, so that no two devices train the same model.",
             "Call keras.utils.set_random_seed(0) in all processes, before the model is built.",
         )
 
 
-def _unsteady(bench: Bench, run: _Run) -> Iterator[Problem]:
+def _unsteady(bench: Bench, ran: _Ran) -> Iterator[Problem]:
     """Devices that gave other bits at the second time, or than those that hold the same."""
-    again: dict[int, str] = {}
-    odd: dict[int, str] = {}
-    whole_marks: dict[int, int] = {}
-    for name, one, other in zip(run.names, run.first, run.second, strict=True):
-        held: dict[str, dict[int, int]] = {}
-        for a, b in zip(one.addressable_shards, other.addressable_shards, strict=True):
-            number, bits = a.device.id, np.asarray(a.data)
-            if not same_bits(bits, np.asarray(b.data)):
-                again.setdefault(number, name)
-            mark = zlib.crc32(bits.tobytes())
-            held.setdefault(str(a.index), {})[number] = mark
-            if one.is_fully_replicated:
-                whole_marks[number] = zlib.crc32(bits.tobytes(), whole_marks.get(number, 0))
-        for marks in held.values():
-            for number in odd_ones(marks):
-                odd.setdefault(number, name)
-    again = bench.by_device("repeats of the step", again)
-    odd = bench.by_device("copies of results", odd)
-    for number in odd_ones(bench.by_device("replicated results", whole_marks)):
-        odd.setdefault(number, "what all devices hold")
+    again = bench.by_device("repeats of the step", _unlike_before(ran))
+    odd = bench.by_device("copies of results", _unlike_others(ran))
+    for number in _odd_copies(bench, ran):
+        odd.setdefault(number, "what several devices hold")
     if again:
         names = ", ".join(dict.fromkeys(again.values()))
         yield corrupts(f"the same training step ({names})", sorted(again))
@@ -352,28 +278,53 @@ def _unsteady(bench: Bench, run: _Run) -> Iterator[Problem]:
             f"{numbered(alone)}: after the step, {names} is not what the other devices hold of it",
             "Copies that must be equal are not: the device computes or receives wrongly, and "
             "weights drift apart.",
-            "Leave it out, TPUStrategy(devices=[...]), and ask your cloud provider for another "
-            "host.",
+            LEAVE_OUT,
             tuple(alone),
         )
 
 
-@contextlib.contextmanager
-def _no_distribution() -> Iterator[None]:
-    own = keras.distribution.distribution()
-    keras.distribution.set_distribution(None)
-    try:
-        yield
-    finally:
-        keras.distribution.set_distribution(own)
+def _unlike_before(ran: _Ran) -> dict[int, str]:
+    """Devices of this process with other bits at the second time, and of which result first."""
+    found: dict[int, str] = {}
+    for name, one, other in zip(ran.names, ran.first, ran.second, strict=True):
+        for a, b in zip(one.addressable_shards, other.addressable_shards, strict=True):
+            if not same_bits(np.asarray(a.data), np.asarray(b.data)):
+                found.setdefault(a.device.id, name)
+    return found
 
 
-@contextlib.contextmanager
-def aside() -> Iterator[None]:
-    """A context that leaves names and random numbers of the program as before."""
-    numbers = random_numbers()
-    try:
-        with _keras.fresh_names():
-            yield
-    finally:
-        set_random_numbers(numbers)
+def _unlike_others(ran: _Ran) -> dict[int, str]:
+    """Devices of this process that hold other bits than others here do of the same part."""
+    found: dict[int, str] = {}
+    for name, array in zip(ran.names, ran.first, strict=True):
+        held: dict[str, dict[int, int]] = {}
+        for part in array.addressable_shards:
+            held.setdefault(str(part.index), {})[part.device.id] = _mark(part.data)
+        for marks in held.values():
+            for number in odd_ones(marks):
+                found.setdefault(number, name)
+    return found
+
+
+def _odd_copies(bench: Bench, ran: _Ran) -> list[int]:
+    """Devices that hold other bits than those of all processes that should hold the same."""
+    marks: dict[str, dict[int, int]] = {}
+    for array in ran.first:
+        places = array.sharding.devices_indices_map(array.shape)
+        parts = {str(index): n for n, index in enumerate(places.values())}
+        # One mark for all arrays of which the same devices hold the same part.
+        of = marks.setdefault(",".join(str(parts[str(index)]) for index in places.values()), {})
+        for part in array.addressable_shards:
+            of[part.device.id] = _mark(part.data, of.get(part.device.id, 0))
+    odd: set[int] = set()
+    ids = [device.id for device in bench.devices]
+    for layout in sorted(marks):
+        every = bench.by_device(f"copies by layout {layout}", marks[layout])
+        for part in set(layout.split(",")):
+            same = [n for n, own in zip(ids, layout.split(","), strict=True) if own == part]
+            odd.update(odd_ones({number: every[number] for number in same}))
+    return sorted(odd)
+
+
+def _mark(array: Any, start: int = 0) -> int:
+    return zlib.crc32(np.ascontiguousarray(array).tobytes(), start)

@@ -1,6 +1,8 @@
 """Messages that are logged only once in a process."""
 
+import contextlib
 import logging
+from collections.abc import Iterator
 
 _logger = logging.getLogger("keras_tpu_dist")
 _logged: set[str] = set()
@@ -16,6 +18,16 @@ def log_once(text: str, level: int = logging.INFO) -> None:
     if text not in _logged:
         _logged.add(text)
         _logger.log(level, "%s", text)
+
+
+@contextlib.contextmanager
+def forgotten() -> Iterator[None]:
+    """What is logged within may be logged once more behind it."""
+    before = set(_logged)
+    try:
+        yield
+    finally:
+        _logged.intersection_update(before)
 
 
 def forget() -> None:

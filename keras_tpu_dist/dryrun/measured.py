@@ -22,11 +22,11 @@ from keras_tpu_dist.hlo.parse import Computation, Instruction, Program, parse
 from keras_tpu_dist.show.colours import BACKWARD, FORWARD
 from keras_tpu_dist.show.page import Page, TableCell, bar, document, legend, sortable
 from keras_tpu_dist.show.text import duration_text, html_table, text_table
+from keras_tpu_dist.training.profiles import MANIFEST
 
 if TYPE_CHECKING:
     from keras_tpu_dist.dryrun.report import DryRun
 
-_MANIFEST = "profile.json"
 _MOST_MANIFEST_BYTES = 16 * 2**20
 # Planes and lines of a trace: "XProf" documents them, github.com/openxla/xprof, docs/.
 _TPU_PLANE = re.compile(r"/device:TPU:(\d+)$")
@@ -295,7 +295,7 @@ def read_profile(directory: str | os.PathLike[str]) -> MeasuredSteps:
                 fix='Pass it, as in ktd.read_profile("profile").',
             )
         )
-    folders = sorted(path.parent for path in Path(given).glob(f"process_*/*/{_MANIFEST}"))
+    folders = sorted(path.parent for path in Path(given).glob(f"process_*/*/{MANIFEST}"))
     if not folders:
         raise ValueError(
             message(
@@ -369,7 +369,7 @@ class _Traced:
     """
 
     def __init__(self, folder: Path):
-        described = _manifest(folder / _MANIFEST)
+        described = _manifest(folder / MANIFEST)
         self.steps = tuple(described["steps"])
         self.seconds = float(described["seconds"])
         self.platform = str(described["platform"])

@@ -36,8 +36,9 @@ class Calibration(Printed):
         hbm_bandwidth: Measured HBM bytes per second of one JAX device.
         link_bandwidth: Measured bytes per second of one inter-chip link in one direction.
         dcn_bandwidth: Measured bytes per second that one JAX device sends to other slices.
-        quick: The measured time of a step over the estimate of a dry run with effort "quick": the
-            smallest and the largest ratio of several models, or one number.
+        quick: A measured step divided by what a dry run of effort "quick", with the rates above,
+            adds up to for it (`run.estimate.step`): the smallest and the largest of several
+            models, or one number.
         exact: Likewise for effort "exact".
         source: Where and when you measured, in a few words, for the reports.
 

@@ -14,6 +14,7 @@ from keras_tpu_dist import _keras
 from keras_tpu_dist.checkpoint import CheckpointError, restore
 from keras_tpu_dist.checkpoint.contents import contents, difference
 from keras_tpu_dist.checkpoint.restored import build_optimizer
+from keras_tpu_dist.checkup.calibrated import chip_of
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.dryrun import run as dryrun
 from keras_tpu_dist.dryrun.report import DryRun
@@ -143,8 +144,14 @@ def _check(options: Namespace) -> Answered:
         initialize()
     given.simulate_devices(options)
     strategy = given.strategy_of(options)
+    if options.calibration is not None:
+        file_of(options.calibration)
+        chip_of([strategy.mesh.devices.flat[0].device_kind])
     model = None
     if options.build is not None:
+        if options.pod:
+            # Each process would draw other weights, which a check finds.
+            keras.utils.set_random_seed(0)
         with strategy.scope():
             model = given.build_function(options.build)()
     with show_progress():
@@ -154,7 +161,12 @@ def _check(options: Namespace) -> Answered:
             batch_size=options.batch_size,
             minutes=options.minutes,
         )
-    return with_page(options, found), 0 if found.ok else 1
+    code = 0 if found.ok else 1
+    if jax.process_index() > 0:
+        return None, code  # all processes found the same
+    if options.calibration is not None:
+        found.calibration().save(options.calibration)
+    return with_page(options, found), code
 
 
 def _lint(options: Namespace) -> Answered:

@@ -208,6 +208,11 @@ def _check(parser: Parser) -> None:
     _strategy(parser)
     parser.add_argument("--batch-size", type=int, help="rows of the step, of all devices together")
     _inputs(parser)
+    parser.add_argument(
+        "--calibration",
+        metavar="FILE",
+        help="write what was measured on a TPU as JSON, for dry-run and search",
+    )
     _written(parser)
     parser.set_defaults(topology=None)
 
