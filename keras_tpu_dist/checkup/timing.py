@@ -171,7 +171,7 @@ def _by_layer(bench: Bench, timed: _Timed, run: DryRun | None, figures: dict[str
     times = {**every.get("layers", {}), **every.get("collectives", {})}
     if not times:
         return f"by layer: no profile could be read{f', {timed.why}' if timed.why else ''}"
-    estimated: dict[str, float | None] = {}
+    estimated: dict[str, tuple[float, float] | None] = {}
     if run is not None and profile is not None:
         beside = compare(run, profile)
         estimated = {each.name: each.estimated for each in (*beside.layers, *beside.collectives)}

@@ -72,13 +72,15 @@ def diff(a: DryRun, b: DryRun) -> Diff:
         ),
     ]
     if a.estimate and b.estimate:
-        spans = [span_text(*each.span, duration_text) for each in (a.estimate, b.estimate)]
-        ratio = f"{b.estimate.step / a.estimate.step:.2f}" if a.estimate.step else ""
-        rows.append(("step", spans[0], spans[1], ratio))
-        for name in ("compute", "hbm", "link", "exposed_link", "kernels"):
+        same, pair = a.effort == b.effort, (a.estimate, b.estimate)
+        rows.append(_of_ranges("step", *(e.span for e in pair), same))
+        for name in ("compute", "hbm", "link", "exposed_link"):
             times = getattr(a.estimate, name), getattr(b.estimate, name)
             rows.append(_row(name.replace("_", " "), *times, duration_text))
+        rows.append(_of_ranges("kernels", *(e.kernels_span for e in pair), same))
         rows.append(("bound by", a.estimate.bound, b.estimate.bound, ""))
+    if a.calibration or b.calibration:
+        rows.append(("calibration", a.calibration, b.calibration, ""))
     if a.cost and b.cost:
         rows.append(_row("operations", a.cost.flops, b.cost.flops, lambda n: f"{n / 1e9:,.3f} G"))
         counts = [sum(c.times for c in cost.collectives) for cost in (a.cost, b.cost)]
@@ -108,3 +110,14 @@ def _axes(run: DryRun) -> str:
 
 def _row(name: str, a: float, b: float, text: Any) -> tuple[str, str, str, str]:
     return name, text(a), text(b), f"{b / a:.2f}" if a else ""
+
+
+def _of_ranges(
+    name: str, a: tuple[float, float], b: tuple[float, float], same_effort: bool
+) -> tuple[str, str, str, str]:
+    """Two ranges of time; their ratio is one number if both are too high by the same."""
+    ratio = ""
+    if a[0]:
+        ends = (b[1] / a[1],) * 2 if same_effort else (b[0] / a[1], b[1] / a[0])
+        ratio = span_text(*ends, "{:.2f}".format)
+    return name, span_text(*a, duration_text), span_text(*b, duration_text), ratio

@@ -21,7 +21,7 @@ from keras_tpu_dist.hlo.layers import OTHER, Attribution
 from keras_tpu_dist.hlo.parse import Computation, Instruction, Program, parse
 from keras_tpu_dist.show.colours import BACKWARD, FORWARD
 from keras_tpu_dist.show.page import Page, TableCell, bar, document, legend, sortable
-from keras_tpu_dist.show.text import duration_text, html_table, text_table
+from keras_tpu_dist.show.text import duration_text, html_table, span_text, text_table
 from keras_tpu_dist.training.profiles import MANIFEST
 
 if TYPE_CHECKING:
@@ -126,13 +126,13 @@ class Beside:
     Attributes:
         name: The layer, or the kind.
         measured: What was measured.
-        estimated: What the dry run says, or `None` where it has no times.
+        estimated: What the dry run says, at least and at most, or `None` where it has no times.
         operations: The share of the program's operations, where it has none.
     """
 
     name: str
     measured: float
-    estimated: float | None
+    estimated: tuple[float, float] | None
     operations: float = 0.0
 
 
@@ -187,7 +187,12 @@ class Comparison(Page):
     def _notes(self) -> list[str]:
         notes = self.profile._notes()
         if self.step_range is not None and self.effort == "quick":
-            notes.append("the dry run's times by layer are of effort quick, about twice too high")
+            notes.append("effort quick: the dry run's times are ranges")
+        if self.step_range is not None:
+            notes.append(
+                "ratio: measured over estimated; a collective that others wait for, or that runs "
+                "beside a layer, takes longer than over its links alone"
+            )
         if self.profile.platform == "cpu" and self.compiled_for != "CPU":
             notes.append("the dry run is for another kind of device than the profile is of")
         if self.calibration:
@@ -226,34 +231,43 @@ def _shares(found: Iterable[Beside]) -> list[tuple[float, float]]:
     """Of each its share of all that was measured, and of all that was estimated."""
     found = list(found)
     measured = sum(each.measured for each in found) or 1.0
-    estimated = sum(each.estimated or 0.0 for each in found)
+    most = [each.estimated[1] if each.estimated else 0.0 for each in found]
     return [
-        (
-            each.measured / measured,
-            (each.estimated or 0.0) / estimated if estimated else each.operations,
-        )
-        for each in found
+        (each.measured / measured, high / sum(most) if sum(most) else each.operations)
+        for each, high in zip(found, most, strict=True)
     ]
 
 
 def _table(found: tuple[Beside, ...]) -> tuple[tuple[str, ...], list[list[TableCell]]]:
     rows = []
     for each, (share, other) in zip(found, _shares(found), strict=True):
-        estimated = each.estimated
-        ratio = each.measured / estimated if estimated else None
         rows.append(
             [
                 TableCell(each.name),
                 TableCell(duration_text(each.measured), each.measured),
                 TableCell(f"{share:.1%}", share),
-                TableCell("-" if estimated is None else duration_text(estimated), estimated),
+                _estimated(each),
                 TableCell(f"{other:.1%}", other),
-                TableCell("-" if ratio is None else f"{ratio:.2f}", ratio),
+                _ratio(each),
             ]
         )
     timed = any(each.estimated is not None for each in found)
     share = "share" if timed else "operations"
     return ("", "measured", "share", "estimated", share, "ratio"), rows
+
+
+def _estimated(each: Beside) -> TableCell:
+    if each.estimated is None:
+        return TableCell("-")
+    return TableCell(span_text(*each.estimated, duration_text), each.estimated[1])
+
+
+def _ratio(each: Beside) -> TableCell:
+    low, high = each.estimated or (0.0, 0.0)
+    if not low:
+        return TableCell("-")
+    ends = each.measured / high, each.measured / low
+    return TableCell(span_text(*ends, "{:.2f}".format), ends[0])
 
 
 def _bars(found: tuple[Beside, ...]) -> list[TableCell]:
@@ -330,7 +344,7 @@ def _layers_beside(run: "DryRun", measured: MeasuredSteps) -> Iterator[Beside]:
     cost = run.cost
     costs = {} if cost is None else {c.layer: c for c in cost.layers}
     cycles = sum(c.cycles for c in costs.values())
-    kernels = 0.0 if run.estimate is None else run.estimate.kernels
+    kernels = (0.0, 0.0) if run.estimate is None else run.estimate.kernels_span
     flops = sum(c.flops for c in costs.values()) or 1
     found = dict(measured.layers)
     for name in [
@@ -340,7 +354,8 @@ def _layers_beside(run: "DryRun", measured: MeasuredSteps) -> Iterator[Beside]:
         cost_of = costs.get(name)
         estimated, operations = None, 0.0
         if run.estimate is not None and cycles:
-            estimated = kernels * (cost_of.cycles / cycles) if cost_of else 0.0
+            part = cost_of.cycles / cycles if cost_of else 0.0
+            estimated = kernels[0] * part, kernels[1] * part
         if cost_of is not None:
             operations = cost_of.flops / flops
         yield Beside(name, found.get(name, 0.0), estimated, operations)
@@ -354,7 +369,7 @@ def _collectives_beside(run: "DryRun", measured: MeasuredSteps) -> Iterator[Besi
         moved[c.kind] += c.bytes * c.times
     found, everything = dict(measured.collectives), sum(moved.values()) or 1
     for kind in [*found, *(k for k in moved if k not in found)]:
-        seconds = estimated.get(kind, 0.0) if run.estimate is not None else None
+        seconds = (estimated.get(kind, 0.0),) * 2 if run.estimate is not None else None
         yield Beside(kind, found.get(kind, 0.0), seconds, moved.get(kind, 0.0) / everything)
 
 

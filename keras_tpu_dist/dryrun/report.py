@@ -13,7 +13,14 @@ from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.hardware.torus import Torus
 from keras_tpu_dist.hlo import Buffer, ProgramCost
 from keras_tpu_dist.layout.lint import Finding
-from keras_tpu_dist.show.colours import BACKWARD, FORWARD, MEMORY, NONE, colours_left_out
+from keras_tpu_dist.show.colours import (
+    BACKWARD,
+    FAINT,
+    FORWARD,
+    MEMORY,
+    NONE,
+    colours_left_out,
+)
 from keras_tpu_dist.show.page import Page, TableCell, bar, document, legend, sortable
 from keras_tpu_dist.show.text import duration_text, html_table, size_text, span_text, text_table
 from keras_tpu_dist.show.torus import shown_sides, torus_svg
@@ -73,6 +80,8 @@ class Estimate:
             any of `compute`, `hbm`, `link`.
         low: The lower end of the range; see `Estimate.span`.
         high: The upper end.
+        kernels_low: The lower end of the range of `kernels`; see `Estimate.kernels_span`.
+        kernels_high: The upper end.
         bound: What takes most of the step: `"compute"`, `"HBM"`, `"links"`, or `"kernels"` if the
             compiler's cycles are far more than arithmetic and traffic explain, as in loops over
             many small steps.
@@ -93,11 +102,19 @@ class Estimate:
     dcn: float = 0.0
     low: float = 0.0
     high: float = 0.0
+    kernels_low: float = 0.0
+    kernels_high: float = 0.0
 
     @property
     def span(self) -> tuple[float, float]:
         """From `low` to `high`; `step` twice if no range is known."""
         return (self.low, self.high) if self.high else (self.step, self.step)
+
+    @property
+    def kernels_span(self) -> tuple[float, float]:
+        """The range of `kernels`; itself twice where none is known."""
+        low, high = self.kernels_low, self.kernels_high
+        return (low, high) if high else (self.kernels, self.kernels)
 
 
 def estimate(
@@ -134,17 +151,32 @@ def estimate(
     step = max(kernels + exposed, *bounds.values())
     dcn = sum(c.total_seconds for c in cost.collectives if c.network == "DCN")
     factor = None if calibration is None else calibration.factor(effort)
+    least = most = kernels
+    if effort == "quick":
+        least, most = ((kernels - by_hand) / share + by_hand for share in reversed(_QUICK_OVER))
     if factor is not None:
         low, high = (step * end for end in factor)
     elif effort == "quick":
-        least, most = ((kernels - by_hand) / share + by_hand for share in reversed(_QUICK_OVER))
         # An "exact" program has less traffic, so the traffic of this one is no lower bound; and it
         # may overlap collectives.
         low = max(least, compute, link)
         high = max(most + exposed, *bounds.values())
     else:
         low = high = step
-    return Estimate(compute, hbm, link, kernels, exposed, step, bound, dcn, low, high)
+    return Estimate(
+        compute,
+        hbm,
+        link,
+        kernels,
+        exposed,
+        step,
+        bound,
+        dcn,
+        low=low,
+        high=high,
+        kernels_low=least,
+        kernels_high=most,
+    )
 
 
 @dataclass(frozen=True, repr=False)
@@ -192,6 +224,7 @@ class DryRun(Page):
         peak_flops: Operations per second of one device at its fastest, in bfloat16; `None` without
             a TPU compiler.
         prompt_s: Seconds for the prompts, before the first token; in mode `"generate"`.
+        prompt_range: The range of `prompt_s`, like `step_range`.
         token_limit_s: Seconds to read the weights and the whole cache once, the minimum for a
             token; in mode `"generate"`.
         calibration: The measurements on such chips that were used, in words; empty if none.
@@ -232,6 +265,7 @@ class DryRun(Page):
     model_flops: float = 0.0
     peak_flops: float | None = None
     prompt_s: float | None = None
+    prompt_range: tuple[float, float] | None = None
     token_limit_s: float | None = None
     calibration: str = ""
 
@@ -313,6 +347,7 @@ class DryRun(Page):
         data["tokens_per_second"] = self.tokens_per_second
         data["mfu"] = self.mfu
         data["step_range"] = self.step_range
+        data["ranges"] = _ranges(self)
         return data
 
     def to_json(self) -> str:
@@ -447,7 +482,7 @@ class DryRun(Page):
             ("collectives at full speed", duration_text(e.link)),
             ("of them not overlapped", duration_text(e.exposed_link)),
             *([("of them between slices", duration_text(e.dcn))] if e.dcn else []),
-            ("compiler's cycles at the clock", duration_text(e.kernels)),
+            ("compiler's cycles at the clock", span_text(*e.kernels_span, duration_text)),
             (
                 f"{self._of}, estimate",
                 f"{_step_text(e)}, effort {self.effort}, bound by {e.bound}",
@@ -460,6 +495,26 @@ def _step_text(e: Estimate) -> str:
     return span_text(*e.span, duration_text)
 
 
+def _over(e: Estimate, amount: float) -> tuple[float, float]:
+    """An amount of a step in each second, at least and at most."""
+    return amount / e.span[1], amount / e.span[0]
+
+
+def _ranges(run: DryRun) -> dict[str, tuple[float, float]]:
+    """The least and the most of what follows from the time of a step, for JSON."""
+    e = run.estimate
+    if e is None:
+        return {}
+    found = {"kernels": e.kernels_span, "step": e.span}
+    for name in ("mfu", "samples_per_second", "tokens_per_second"):
+        value = getattr(run, name)
+        if value is not None:
+            found[name] = _over(e, value * e.step)
+    if run.prompt_range is not None:
+        found["prompt_s"] = run.prompt_range
+    return found
+
+
 def _rates(run: DryRun) -> Iterator[tuple[str, str]]:
     """Numbers derived from the time of a step, as ranges like the time itself."""
     e = run.estimate
@@ -467,18 +522,17 @@ def _rates(run: DryRun) -> Iterator[tuple[str, str]]:
         return
 
     def over(amount: float, text: Callable[[float], str]) -> str:
-        fewest, most = (amount / seconds for seconds in reversed(e.span))
-        return span_text(fewest, most, text)
+        return span_text(*_over(e, amount), text)
 
     yield "matrix units busy", over(e.compute, _percent)
     if run.mfu:
         yield "model FLOPs utilisation", over(run.mfu * e.step, _percent)
-    if run.prompt_s is not None:
-        yield "prompts, before the first token", duration_text(run.prompt_s)
+    if run.prompt_range is not None:
+        yield "prompts, before the first token", span_text(*run.prompt_range, duration_text)
     if run.token_limit_s is not None:
         low, high = (end / run.token_limit_s for end in e.span)
         times = span_text(low, high, "{:.2f}".format)
-        limit = f"{duration_text(run.token_limit_s)}; the step takes {times} times as long"
+        limit = f"{duration_text(run.token_limit_s)}; the {run._of} takes {times} times as long"
         yield "weights and cache read once", limit
     if run.samples_per_second is not None:
         yield "samples per second", over(run.samples_per_second * e.step, _whole)
@@ -690,29 +744,33 @@ def _times(run: DryRun) -> Iterator[str]:
     e = run.estimate
     if e is None:
         return
-    times = [
+    one = [
         ("matrix operations at peak", e.compute),
         ("HBM traffic at full speed", e.hbm),
         ("collectives at full speed", e.link),
         ("of them not overlapped", e.exposed_link),
         ("of them between slices", e.dcn),
-        ("compiler's cycles at the clock", e.kernels),
-        (f"the sum for this program, effort {run.effort}", e.step),
     ]
-    ends = () if e.low == e.high else (("step, at least", e.low), ("step, at most", e.high))
-    times += ends
-    longest = max(seconds for _, seconds in times)
+    times = [(name, s, s) for name, s in one if s or name != "of them between slices"]
+    times.append(("compiler's cycles at the clock", *e.kernels_span))
+    times.append((f"{run._of}, estimate of effort {run.effort}", *e.span))
+    longest = max(high for _, _, high in times) or 1.0
     rows = [
         (
             name,
-            TableCell(duration_text(s), s),
-            TableCell("", s, bar([(s / longest, NONE, name)])),
+            TableCell(span_text(low, high, duration_text), high),
+            TableCell("", high, bar(_range_bar(name, low / longest, high / longest))),
         )
-        for name, s in times
-        if s or name != "of them between slices"
+        for name, low, high in times
     ]
     yield sortable(("what", "time", "against the longest"), rows)
     yield from _explained(run)
+
+
+def _range_bar(name: str, low: float, high: float) -> list[tuple[float, str, str]]:
+    """A bar up to the least, and lighter from there to the most."""
+    rest = [(high - low, FAINT, f"{name}, at most")] if high > low else []
+    return [(low, NONE, f"{name}, at least" if rest else name), *rest]
 
 
 def _explained(run: DryRun) -> Iterator[str]:

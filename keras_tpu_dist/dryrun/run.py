@@ -359,6 +359,7 @@ def _report(
         prompt = loop.outside
         limit_bytes = lowered.tokens_loop.read_bytes(loop.carried) if lowered.tokens_loop else 0
     times = _estimated(lowered, cost, verdict)
+    of_prompt = None if times is None else _estimated(lowered, prompt, verdict)
     stated = bytes_in_message(verdict.error or "", argument_bytes=lowered.state.arguments)
     total = stated[0] if stated else measured.total_bytes if measured.memory else 0
     fits = None if topology is None else verdict.error is None
@@ -399,7 +400,8 @@ def _report(
         model_flops=lowered.model_flops,
         peak_flops=published(topology).peak_flops() if topology else None,
         calibration="" if lowered.calibration is None else str(lowered.calibration),
-        prompt_s=estimate(prompt, topology).step if topology and prompt and times else None,
+        prompt_s=None if of_prompt is None else of_prompt.step,
+        prompt_range=None if of_prompt is None else of_prompt.span,
         token_limit_s=limit_bytes / topology.hbm_bandwidth if topology and limit_bytes else None,
     )
 

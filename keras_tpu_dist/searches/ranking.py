@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.dryrun.report import Estimate
 from keras_tpu_dist.dryrun.run import DryRun
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.searches.candidates import Candidate
@@ -165,11 +166,14 @@ class Ranking(Page):
         if best is None or best.run is None or best.run.estimate is None:
             return "nothing fits: the slice has too little memory for this model and batch"
         e, run = best.run.estimate, best.run
-        exposed, used = e.exposed_link / e.step, best.memory_bytes / (run.limit_bytes or math.inf)
-        busy = span_text(e.compute / e.span[1], e.compute / e.span[0], lambda share: f"{share:.0%}")
-        parts = [f"the matrix units are busy {busy} of the step, estimate of effort {run.effort}"]
-        if exposed > 0.1:
-            parts.append(f"collectives that nothing overlaps take {exposed:.0%}")
+        used = best.memory_bytes / (run.limit_bytes or math.inf)
+        parts = [
+            f"the matrix units are busy {_shares(e, e.compute)} of the step, estimate of effort "
+            f"{run.effort}"
+        ]
+        if e.exposed_link > 0.1 * e.step:
+            shares = _shares(e, e.exposed_link)
+            parts.append(f"collectives that nothing overlaps take {shares}")
         parts.append(f"{used:.0%} of the memory is used")
         return f"bound by {e.bound}: {', '.join(parts)}"
 
@@ -265,7 +269,7 @@ class Ranking(Page):
     def _points(self) -> Iterator[Point]:
         for number, tried in enumerate(self.candidates, 1):
             if tried.run is not None:
-                seconds = tried.run.estimate.step if tried.run.estimate else None
+                seconds = tried.run.step_range
                 words, fits = (
                     f"{tried.candidate.mesh_text}, {tried.layout}",
                     tried.run.fits is not False,
@@ -285,6 +289,12 @@ class Ranking(Page):
         beside = [f"<p>{shared}: see the numbers</p>"] if shared else []
         beside += [f"<p>the HBM, {size_text(limit or 0)}, is far to the right</p>"] if far else []
         return [scatter_svg(points, None if far else limit), legend(keys), *beside]
+
+
+def _shares(e: Estimate, seconds: float) -> str:
+    """A part of a step in percent of it, as the range that the step has."""
+    low, high = (min(1.0, seconds / end) for end in reversed(e.span))
+    return span_text(low, high, lambda share: f"{share:.0%}")
 
 
 def cells_of(tried: Tried) -> dict[str, TableCell]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from keras_tpu_dist.show.colours import EMPTY, NONE, ON_COLOUR, apart
 from keras_tpu_dist.show.svg import svg_document, svg_line, svg_text
-from keras_tpu_dist.show.text import duration_text, size_text
+from keras_tpu_dist.show.text import duration_text, size_text, span_text
 
 _WIDTH, _HEIGHT = 740, 380
 _LEFT, _RIGHT, _TOP, _BELOW = 84, 36, 16, 46
@@ -23,7 +23,7 @@ class Point:
         words: What it is.
         group: What gives it its colour.
         bytes: Memory on one device.
-        seconds: Its step, or `None` where no time is known.
+        seconds: The least and the most of its step, or `None` where no time is known.
         fits: Whether it fits.
     """
 
@@ -31,7 +31,7 @@ class Point:
     words: str
     group: str
     bytes: int
-    seconds: float | None
+    seconds: tuple[float, float] | None
     fits: bool
 
 
@@ -48,6 +48,8 @@ def colours_of(points: Sequence[Point]) -> dict[str, str]:
 def scatter_svg(points: Sequence[Point], limit: int | None) -> str:
     """Step time upwards, memory to the right; what does not fit is hollow, in a row of its own.
 
+    A time that is a range is a line, with the point in its middle.
+
     Args:
         points: The points; at least one has a time.
         limit: HBM of one device, or `None`.
@@ -56,7 +58,7 @@ def scatter_svg(points: Sequence[Point], limit: int | None) -> str:
         An SVG.
     """
     most_bytes = _above(1.06 * max([*(p.bytes for p in points), limit or 0]), 1024.0)
-    most_seconds = _above(1.06 * max(p.seconds or 0.0 for p in points))
+    most_seconds = _above(1.06 * max(p.seconds[1] if p.seconds else 0.0 for p in points))
     colours = colours_of(points)
 
     def x(size: float) -> float:
@@ -74,20 +76,24 @@ def scatter_svg(points: Sequence[Point], limit: int | None) -> str:
         line = svg_line((x(limit), _TOP), (x(limit), _HEIGHT - _BELOW), "currentColor", 1.5)
         parts += [line, svg_text(x(limit) - 5, _HEIGHT - _BELOW - 6, "HBM", "end")]
     for point in points:
-        place = f'cx="{x(point.bytes):.1f}" cy="{y(point.seconds):.1f}" r="10"'
-        colour = colours[point.group]
+        colour, middle = colours[point.group], None
+        if point.seconds is not None:
+            low, high = point.seconds
+            middle = (low + high) / 2
+            if low < high:
+                across = x(point.bytes)
+                parts.append(svg_line((across, y(low)), (across, y(high)), colour, 3))
+        place = f'cx="{x(point.bytes):.1f}" cy="{y(middle):.1f}" r="10"'
         paint = f'fill="{colour}"' if point.fits else f'fill="{EMPTY}" stroke="{colour}"'
         parts.append(f'<circle {place} {paint} stroke-width="2">{_title(point)}</circle>')
         ink = ON_COLOUR if point.fits else "currentColor"
-        number = svg_text(
-            x(point.bytes), y(point.seconds) + 4, str(point.number), "middle", True, ink
-        )
+        number = svg_text(x(point.bytes), y(middle) + 4, str(point.number), "middle", True, ink)
         parts.append(number.replace("<text ", '<text pointer-events="none" ', 1))
     return svg_document(_WIDTH, _HEIGHT, parts)
 
 
 def _title(point: Point) -> str:
-    time = "no time" if point.seconds is None else duration_text(point.seconds)
+    time = "no time" if point.seconds is None else span_text(*point.seconds, duration_text)
     fits = "" if point.fits else ", too large"
     words = f"{point.number}: {point.words}: {time}, {size_text(point.bytes)}{fits}"
     return f"<title>{html.escape(words)}</title>"

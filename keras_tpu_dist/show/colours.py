@@ -8,6 +8,8 @@ AXES = ("#e69f00", "#56b4e9", "#009e73", "#cc79a7", "#dd6610", "#f0e442")
 FURTHER_AXES = "#7f95ab"
 # Not split over any axis; a link that is no group's; memory whose kind is unknown.
 NONE = "#999999"
+# From the least of a range to its most.
+FAINT = "rgba(153,153,153,.45)"
 # What is empty: seen on white and on black; and in figures of matplotlib.
 EMPTY, EMPTY_FIGURE = "rgba(128,128,128,.22)", "#e3e3e3"
 # What a device's memory holds.

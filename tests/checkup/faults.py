@@ -171,6 +171,25 @@ class Slow(Faulty):
         return found
 
 
+@dataclass
+class SlowLink(Slow):
+    """A link over which copies take several times as long.
+
+    Args:
+        ends: The numbers of the devices that it joins.
+    """
+
+    ends: tuple[int, int] = (0, 1)
+
+    def seconds(self, job, program, *args):
+        one, other = self.ends
+        kinds = f"copy from {one} to {other}", f"copy from {other} to {one}"
+        found = Launcher.seconds(self, job, program, *args)
+        if job.kind in kinds:
+            found += sum(Launcher.seconds(self, job, program, *args) for _ in range(self.times))
+        return found
+
+
 class Never:
     """An array that never comes."""
 

@@ -14,6 +14,7 @@ from checkup.faults import FlipsABit
 import keras_tpu_dist as ktd
 from keras_tpu_dist.checkup import run
 from keras_tpu_dist.checkup.batch import Given
+from keras_tpu_dist.checkup.bench import Launcher
 
 PARTS = ("products", "collectives", "random numbers", "step")
 
@@ -26,16 +27,27 @@ def built(strategy, seed):
     return model
 
 
+class RaisesInOne(Launcher):
+    """Of two processes the second fails in the middle of a part."""
+
+    def run(self, job, program, *args):
+        if job.kind == "product" and jax.process_index() == 1:
+            raise RuntimeError("INTERNAL: broken")
+        return super().run(job, program, *args)
+
+
 def main(folder):
     strategy = ktd.TPUStrategy({"data": 4, "model": 2})
     todo = run.steps(built(strategy, 0), Given())
-    more = (*PARTS, "matrix units", "links", "step time")
+    more = (*PARTS, "async dispatch", "matrix units", "links", "step time")
     right = run.run_check(strategy, todo, 60.0, None, more)
     device = jax.devices()[-2].id
     faulty = run.run_check(strategy, todo, 60.0, FlipsABit(device=device), PARTS)
     unlike = run.steps(built(strategy, jax.process_index()), Given())
     drew = run.run_check(strategy, unlike, 60.0, None, ["step"])
-    found = {"right": right.to_dict(), "faulty": faulty.to_dict(), "drew": drew.to_dict()}
+    raised = run.run_check(strategy, todo, 60.0, RaisesInOne(), ["products", "random numbers"])
+    checks = {"right": right, "faulty": faulty, "drew": drew, "raised": raised}
+    found = {name: check.to_dict() for name, check in checks.items()}
     (folder / f"{jax.process_index()}.json").write_text(json.dumps(found))
     (folder / "device").write_text(str(device))
 

@@ -1,9 +1,11 @@
 """A check of the devices: right is said to be right, and each fault is named."""
 
 import json
+import logging
 import pathlib
 import subprocess
 import sys
+import tempfile
 
 import jax
 import keras
@@ -16,15 +18,18 @@ from checkup.faults import (
     Hangs,
     RoundsOperands,
     Slow,
+    SlowLink,
     SwapsTwo,
 )
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.checkup import bounds, products, run
+from keras_tpu_dist.checkup.aside import aside
 from keras_tpu_dist.checkup.batch import Given
-from keras_tpu_dist.checkup.bench import Job, Launcher
+from keras_tpu_dist.checkup.bench import Job, Launcher, odd_ones
 from keras_tpu_dist.checkup.collectives import MOVES, SUMS
 from keras_tpu_dist.checkup.repairs import programs
+from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.partitioner.table import FAULTS
 
 MESHES = [{"data": 8}, {"data": 4, "model": 2}, {"data": 2, "fsdp": 2, "model": 2}]
@@ -310,6 +315,46 @@ def test_a_slow_device_is_named(name):
     assert "Every step waits" in problem.means
 
 
+def test_a_slow_link_is_named():
+    check = checked({"data": 8}, "links", launches=SlowLink(ends=(5, 4), times=20))
+    (problem,) = check.problems
+    assert problem.devices == (4, 5)
+    assert problem.what.startswith("copies from device 4 to 5 at ")
+    assert "The link between them is slow" in problem.means
+
+
+@pytest.mark.parametrize(
+    ("faulty", "devices"),
+    [
+        (FlipsABit(kinds=("launches in flight",), device=3), (3,)),
+        (SwapsTwo(kinds=("launches in flight",), devices=(1, 6)), (1, 6)),
+    ],
+)
+def test_launches_in_flight_that_go_wrong(faulty, devices):
+    check = checked({"data": 4, "model": 2}, "async dispatch", launches=faulty)
+    (problem,) = check.problems
+    assert problem.devices == devices
+    assert "8 launches in flight" in problem.what
+    assert "donate_state=False" in problem.fix
+
+
+def test_launches_in_flight():
+    part = checked({"data": 2, "fsdp": 2, "model": 2}, "async dispatch").part("async dispatch")
+    assert part.ok
+    assert part.figures["donated"]
+    assert "each with the buffers of the one before: as on the host" in part.words
+
+
+def test_no_profile_of_a_step():
+    with ktd.TPUStrategy({"data": 8}).scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+        model.compile("adam", "mse")
+    with tempfile.TemporaryDirectory() as folder, jax.profiler.trace(folder):
+        part = checked({"data": 8}, "step time", model=model).part("step time")
+    assert part.ok
+    assert "by layer: no profile could be read, " in part.words
+
+
 def test_rates_of_right_devices():
     with ktd.TPUStrategy({"data": 4, "model": 2}).scope():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
@@ -319,7 +364,13 @@ def test_rates_of_right_devices():
     check = checked({"data": 4, "model": 2}, *names, model=model)
     assert check.ok, str(check)
     assert not check.left_out
-    assert set(check.part("links").figures) == {"data", "model"}
+    links = check.part("links").figures
+    assert set(links["axes"]) == {"data", "model"}
+    # Each device has a next one along both axes; of two, each is the next of the other.
+    assert len(links["neighbours"]) == 16
+    times = check.part("step time").figures["by layer"]
+    assert {"dense", "adam", "all-reduce"} <= {row["name"] for row in times}
+    assert "by layer: " in check.part("step time").words
     assert len(check.part("memory").figures["memory"]) == 8
     assert check.part("step time").figures["step"] < check.part("step time").figures["first"]
     assert not model.optimizer.built
@@ -355,6 +406,12 @@ def test_two_processes_end_with_the_same_verdict(tmp_path):
     assert {part["name"] for part in one["faulty"]["parts"] if part["problems"]} == {
         *("products", "collectives", "random numbers", "step")
     }
+    # An error in one process is known in both, and what follows runs.
+    products, numbers = one["raised"]["parts"]
+    assert [p["what"] for p in products["problems"]] == [
+        "process 1: RuntimeError: INTERNAL: broken"
+    ]
+    assert numbers["ok"]
     # The fault is on a device of process 1, and process 0 knows of it.
     (drew,) = one["drew"]["parts"][0]["problems"]
     assert drew["what"].startswith("process 1: the model's weights are not those of process 0")
@@ -419,6 +476,22 @@ def test_precisions_of_a_tpu():
 
 def test_every_known_fault_has_a_program():
     assert list(programs()) == [fault.name for fault in FAULTS]
+
+
+def test_who_is_odd():
+    assert odd_ones({3: 1, 4: 1, 5: 2}) == [5]
+    assert odd_ones({3: 1, 4: 2}) == [3, 4]
+    assert odd_ones({3: 1, 4: 1, 5: 2, 6: 2}) == [3, 4, 5, 6]
+    assert odd_ones({}) == []
+
+
+def test_a_notice_is_still_given_of_the_users_own_layers(caplog):
+    caplog.set_level(logging.INFO, "keras_tpu_dist")
+    with aside():
+        log_once("a notice of no model of the user's")
+    assert "notice" not in caplog.text
+    log_once("a notice of no model of the user's")
+    assert "notice" in caplog.text
 
 
 def test_words_of_a_job():

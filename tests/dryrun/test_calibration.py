@@ -7,9 +7,13 @@ import pytest
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.dryrun.diff import diff
+from keras_tpu_dist.dryrun.measured import MeasuredSteps
 from keras_tpu_dist.dryrun.report import estimate
 from keras_tpu_dist.hardware.calibration import Calibration, published
 from keras_tpu_dist.hardware.topology import Topology
+from keras_tpu_dist.searches.candidates import Candidate
+from keras_tpu_dist.searches.ranking import Ranking, Tried
+from keras_tpu_dist.show.text import duration_text, span_text
 from tests.dryrun.made import EVIL, made_run
 
 # What `python benchmarks/dry_run.py` printed, docs/numbers.md: the step of quick, and of exact.
@@ -48,11 +52,27 @@ def test_what_exact_effort_says_is_in_the_range_of_quick(model):
 
 def test_no_number_of_quick_effort_stands_without_its_range():
     quick, _ = _quick()
-    run = made_run(estimate=quick, model_flops=1e15, peak_flops=V5E.peak_flops(), tokens=2048)
+    run = made_run(
+        estimate=quick,
+        model_flops=1e15,
+        peak_flops=V5E.peak_flops(),
+        tokens=2048,
+        prompt_s=2e-3,
+        prompt_range=(5e-4, 1e-3),
+        token_limit_s=1e-6,
+    )
     low, high = run.step_range
     text = str(run)
     assert "effort quick" in text
-    for name in ("step, estimate", "matrix units busy", "model FLOPs utilisation", "per second"):
+    for name in (
+        "step, estimate",
+        "matrix units busy",
+        "model FLOPs utilisation",
+        "per second",
+        "compiler's cycles at the clock",
+        "prompts, before the first token",
+        "weights and cache read once",
+    ):
         lines = [line for line in text.splitlines() if name in line]
         assert lines, name
         assert all(" to " in line for line in lines), lines
@@ -60,11 +80,49 @@ def test_no_number_of_quick_effort_stands_without_its_range():
     for word in ("step, estimate of effort quick", f"bound by {quick.bound}", "not overlapped"):
         assert word in page
     assert "matrix units busy</dt>" in page
-    assert run.to_dict()["step_range"] == (low, high)
+    # The raw sum of a program of effort quick stands nowhere.
+    raw = duration_text(quick.step)
+    assert raw not in text
+    assert raw not in page
+    assert duration_text(quick.kernels) not in text
+    plain = run.to_dict()
+    assert plain["step_range"] == plain["ranges"]["step"] == (low, high)
+    assert plain["ranges"]["prompt_s"] == (5e-4, 1e-3)
+    for name in ("mfu", "samples_per_second", "tokens_per_second", "kernels"):
+        assert plain["ranges"][name][0] < plain["ranges"][name][1], name
     exact = made_run(estimate=estimate(run.cost, V5E), effort="exact")
     assert " to " not in "".join(v for k, v in exact._time_rows())
-    ranges = [line for line in str(diff(run, exact)).splitlines() if line.startswith("  step ")]
-    assert " to " in ranges[0]
+    for name in ("  step ", "  kernels "):
+        (line,) = (line for line in str(diff(run, exact)).splitlines() if line.startswith(name))
+        # The first, which is of effort quick, and the ratio.
+        assert line.count(" to ") == 2
+
+
+def test_rankings_of_quick_effort_have_ranges():
+    quick, _ = _quick()
+    candidate = Candidate((("data", 16),))
+    ranking = Ranking("v5e:4x4", (Tried(candidate, 1024, run=made_run(estimate=quick)),))
+    raw = duration_text(quick.step)
+    assert " to " in ranking.limit
+    for text in (str(ranking), ranking._page()):
+        assert raw not in text
+        assert span_text(*quick.span, duration_text) in text
+
+
+def test_a_profile_beside_a_run_of_quick_effort():
+    quick, _ = _quick()
+    run = made_run(estimate=quick)
+    found = {each.layer: 1e-3 for each in run.cost.layers}
+    profile = MeasuredSteps(
+        ((1, 2),), "tpu", "TPU v5 lite", 16, 1e-2, 1e-2, tuple(found.items()), ()
+    )
+    beside = run.compare(profile)
+    for each in beside.layers:
+        low, high = each.estimated
+        assert high == pytest.approx(low * 3.5 / 1.5)
+    rows = [line for line in str(beside).splitlines() if "block_1/dense" in line]
+    assert rows
+    assert all(line.count(" to ") == 2 for line in rows)
 
 
 def test_a_calibration_replaces_rates_and_range():

@@ -164,8 +164,8 @@ def test_simulated_devices_have_no_torus(devices):
 
 def test_points_stand_where_their_numbers_say():
     points = [
-        Point(1, "a", "fsdp", 2 * GIB, 1e-3, True),
-        Point(2, "b", "auto", 4 * GIB, 2e-3, True),
+        Point(1, "a", "fsdp", 2 * GIB, (1e-3, 1e-3), True),
+        Point(2, "b", "auto", 4 * GIB, (2e-3, 3e-3), True),
         Point(3, "c", "auto", 20 * GIB, None, False),
     ]
     svg = scatter_svg(points, 16 * GIB)
