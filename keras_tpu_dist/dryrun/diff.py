@@ -72,12 +72,13 @@ def diff(a: DryRun, b: DryRun) -> Diff:
         ),
     ]
     if a.estimate and b.estimate:
-        same, pair = a.effort == b.effort, (a.estimate, b.estimate)
-        rows.append(_of_ranges("step", *(e.span for e in pair), same))
+        same = a.effort == b.effort
+        rows.append(_of_ranges("step", a.estimate.span, b.estimate.span, same))
         for name in ("compute", "hbm", "link", "exposed_link"):
             times = getattr(a.estimate, name), getattr(b.estimate, name)
             rows.append(_row(name.replace("_", " "), *times, duration_text))
-        rows.append(_of_ranges("kernels", *(e.kernels_span for e in pair), same))
+        kernels = a.estimate.kernels_span, b.estimate.kernels_span
+        rows.append(_of_ranges("kernels", kernels[0], kernels[1], same))
         rows.append(("bound by", a.estimate.bound, b.estimate.bound, ""))
     if a.calibration or b.calibration:
         rows.append(("calibration", a.calibration, b.calibration, ""))
@@ -118,6 +119,6 @@ def _of_ranges(
     """Two ranges of time; their ratio is one number if both are too high by the same."""
     ratio = ""
     if a[0]:
-        ends = (b[1] / a[1],) * 2 if same_effort else (b[0] / a[1], b[1] / a[0])
-        ratio = span_text(*ends, "{:.2f}".format)
+        low, high = (b[1] / a[1], b[1] / a[1]) if same_effort else (b[0] / a[1], b[1] / a[0])
+        ratio = span_text(low, high, "{:.2f}".format)
     return name, span_text(*a, duration_text), span_text(*b, duration_text), ratio

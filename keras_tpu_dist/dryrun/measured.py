@@ -369,8 +369,9 @@ def _collectives_beside(run: "DryRun", measured: MeasuredSteps) -> Iterator[Besi
         moved[c.kind] += c.bytes * c.times
     found, everything = dict(measured.collectives), sum(moved.values()) or 1
     for kind in [*found, *(k for k in moved if k not in found)]:
-        seconds = (estimated.get(kind, 0.0),) * 2 if run.estimate is not None else None
-        yield Beside(kind, found.get(kind, 0.0), seconds, moved.get(kind, 0.0) / everything)
+        seconds = estimated.get(kind, 0.0)
+        span = None if run.estimate is None else (seconds, seconds)
+        yield Beside(kind, found.get(kind, 0.0), span, moved.get(kind, 0.0) / everything)
 
 
 class _Traced:

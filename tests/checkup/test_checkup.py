@@ -311,7 +311,7 @@ def test_a_slow_device_is_named(name):
     (problem,) = check.problems
     assert problem.devices == (3,)
     assert f"device 3: {name}" in problem.what
-    assert "of the others' median" in problem.what
+    assert "of the median of all" in problem.what
     assert "Every step waits" in problem.means
 
 
