@@ -26,9 +26,10 @@ _REPEATS, _AGAIN = 3, 4
 # load changes; only what is far off, again and again, is no noise.
 _SHARE = {"tpu": 0.8}
 _SHARE_ELSEWHERE = 0.35
-# Links and transfers from the host differ more, as some of them are shared; elsewhere than on a TPU
-# transfers are copies within the host's memory, or none.
-_SHARE_OF_LINKS, _SHARE_OF_TRANSFERS = 0.5, {"tpu": 0.5}
+# Links and transfers from the host differ more, as some of them are shared. Elsewhere than on a TPU
+# they are copies within the host's memory, or none: only a link that is as good as down is named.
+_SHARE_OF_LINKS, _SHARE_OF_TRANSFERS = {"tpu": 0.5}, {"tpu": 0.5}
+_SHARE_OF_COPIES = 0.1
 # All devices are slow below this share of the chip's table. Never measured on a TPU, so they are
 # wide: a plain program should reach 0.8 and more of the first two.
 _OF_TABLE = {"matrix units": 0.5, "memory": 0.5, "links": 0.3}
@@ -318,7 +319,7 @@ def _between(bench: Bench) -> tuple[dict[str, float], list[Problem]]:
         f"{one.id} to {other.id}": lambda a=one, b=other: _copied(bench, a, b, number)
         for one, other in _neighbours(bench)
     }
-    share = _SHARE_OF_LINKS if bench.platform == "tpu" else _SHARE_ELSEWHERE
+    share = _SHARE_OF_LINKS.get(bench.platform, _SHARE_OF_COPIES)
     every, slow = _rates(bench, "copies between neighbours", once, share)
     if not slow:
         return every, []

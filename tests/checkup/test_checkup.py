@@ -316,7 +316,7 @@ def test_a_slow_device_is_named(name):
 
 
 def test_a_slow_link_is_named():
-    check = checked({"data": 8}, "links", launches=SlowLink(ends=(5, 4), times=20))
+    check = checked({"data": 8}, "links", launches=SlowLink(ends=(5, 4), times=60))
     (problem,) = check.problems
     assert problem.devices == (4, 5)
     assert problem.what.startswith("copies from device 4 to 5 at ")
