@@ -2,15 +2,16 @@
 
 import html
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from keras_tpu_dist.checkup.calibrated import calibration_of, chip_of
 from keras_tpu_dist.common.printed import Printed
 from keras_tpu_dist.hardware.calibration import Calibration
-from keras_tpu_dist.show.page import Page, document
-from keras_tpu_dist.show.text import duration_text, html_table, text_table
+from keras_tpu_dist.show.colours import NONE
+from keras_tpu_dist.show.page import Page, TableCell, bar, definitions, document, sortable
+from keras_tpu_dist.show.text import duration_text, html_table, span_text, text_table
 
 RIGHT, FAST = "right", "fast"
 # Problems of one part that are shown; the others are counted.
@@ -200,15 +201,19 @@ class Check(Page):
         return "\n".join([*lines, *self._rest()])
 
     def _title(self) -> str:
-        several = f", {self.processes} processes" if self.processes > 1 else ""
+        return f"check of {self._devices()}: {self._verdict()}, {self._took()}"
+
+    def _verdict(self) -> str:
         count = len(self.problems)
-        verdict = "right" if self.ok else f"{count} problem{'s' if count > 1 else ''}"
-        took = f"{duration_text(self.seconds)} of {self.minutes:g} min"
-        return f"check of {self._devices()}{several}: {verdict}, {took}"
+        return "right" if self.ok else f"{count} problem{'s' if count > 1 else ''}"
+
+    def _took(self) -> str:
+        return f"{duration_text(self.seconds)} of {self.minutes:g} min"
 
     def _devices(self) -> str:
         mesh = " x ".join(f"{name} {size}" for name, size in self.mesh)
-        return f"{math.prod(size for _, size in self.mesh)} {self.device_kind} ({mesh})"
+        several = f", {self.processes} processes" if self.processes > 1 else ""
+        return f"{math.prod(size for _, size in self.mesh)} {self.device_kind} ({mesh}){several}"
 
     def _rows(self, kind: str) -> list[tuple[str, str]]:
         ran = [part for part in self.parts if part.kind == kind and not part.left_out]
@@ -226,14 +231,33 @@ class Check(Page):
             html_table((_HEADS[k], ""), self._rows(k)) for k in (RIGHT, FAST) if self._rows(k)
         ]
         if self.problems:
-            rows = [(p.what, p.means, p.fix) for p in self.problems]
-            blocks.insert(0, html_table(("what is wrong", "what it means", "what to do"), rows))
+            blocks.insert(0, html_table((), self._problem_rows()))
         return blocks + [f"<p>{html.escape(line)}</p>" for line in self._rest()]
+
+    def _problem_rows(self) -> list[str | tuple[str, str]]:
+        rows: list[str | tuple[str, str]] = []
+        for part in self.parts:
+            for problem in part.problems:
+                rows += [
+                    part.name,
+                    ("what is wrong", problem.what),
+                    ("what it means", problem.means),
+                    ("what to do", problem.fix),
+                ]
+        return rows
 
     def _page(self) -> str:
         versions = ", ".join(f"{name} {version}" for name, version in self.versions)
-        head = f"<h1>{html.escape(self._title())}</h1><p>{html.escape(versions)}</p>"
-        return document(self._title(), [head, *self._blocks()])
+        style = "good" if self.ok else "bad"
+        verdict = f'<span class="{style}">{html.escape(self._verdict())}</span>'
+        parts = [
+            f"<h1>check of {html.escape(self._devices())}: {verdict}</h1>",
+            f'<p class="muted">{html.escape(f"{self._took()}; {versions}")}</p>',
+            *self._blocks(),
+            *_by_device(self),
+            *_by_layer(self),
+        ]
+        return document(self._title(), parts)
 
 
 _HEADS = {RIGHT: "is it right?", FAST: "is it fast?"}
@@ -241,6 +265,64 @@ _HEADS = {RIGHT: "is it right?", FAST: "is it fast?"}
 
 def _figures(check: Check) -> dict[str, dict[str, Any]]:
     return {part.name: part.figures for part in check.parts}
+
+
+# Parts that measure each device, with the unit of a billion.
+_BY_DEVICE = {"matrix units": "GFLOP/s", "memory": "GB/s", "host transfer": "GB/s"}
+
+
+def _by_device(check: Check) -> Iterator[str]:
+    """What was measured of each device, for a page."""
+    rates = {
+        f"{name}{'' if kind == name else f', {kind}'} ({unit})": every
+        for name, unit in _BY_DEVICE.items()
+        for kind, every in _figures(check).get(name, {}).items()
+    }
+    if not rates:
+        return
+    numbers = sorted({int(number) for every in rates.values() for number in every})
+    most = {name: max(every.values()) for name, every in rates.items()}
+    rows = [
+        [
+            TableCell(str(number), number),
+            *(_rate_cell(every.get(str(number)), most[name]) for name, every in rates.items()),
+        ]
+        for number in numbers
+    ]
+    yield f"<h2>Each device</h2>{sortable(('device', *rates), rows)}"
+
+
+def _rate_cell(rate: float | None, most: float) -> TableCell:
+    if rate is None:
+        return TableCell("-")
+    text = f"{rate / 1e9:,.1f}"
+    return TableCell(text, rate, f"{text}{bar([(rate / most, NONE, text)])}")
+
+
+def _by_layer(check: Check) -> Iterator[str]:
+    """Where the time of the user's step goes, for a page."""
+    found = _figures(check).get("step time", {}).get("by layer", [])
+    if not found:
+        return
+    total = sum(row["measured"] for row in found) or 1.0
+    rows = [
+        [
+            row["name"],
+            TableCell(duration_text(row["measured"]), row["measured"]),
+            TableCell("", row["measured"], bar([(row["measured"] / total, NONE, row["name"])])),
+            "-" if row["estimated"] is None else span_text(*row["estimated"], duration_text),
+        ]
+        for row in sorted(found, key=lambda row: -row["measured"])
+    ]
+    head = ("layer or collective", "measured", "of the step", "estimate, effort exact")
+    yield f"<h2>Your step</h2>{sortable(head, rows)}"
+    yield definitions([_IN_A_PROFILE])
+
+
+_IN_A_PROFILE = (
+    "measured",
+    "by JAX's profiler, on average over the devices; collectives include waiting for others",
+)
 
 
 def _problem_lines(part: CheckPart) -> list[str]:

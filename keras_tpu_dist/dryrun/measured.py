@@ -202,7 +202,7 @@ class Comparison(Page):
     def _tables(self) -> Iterator[tuple[str, tuple[str, ...], list[list[TableCell]]]]:
         for title, found in (("layers", self.layers), ("collectives", self.collectives)):
             if found:
-                yield title, *_table(found)
+                yield title, *_table(title.removesuffix("s"), found)
 
     def _blocks(self) -> list[str]:
         blocks = []
@@ -238,7 +238,7 @@ def _shares(found: Iterable[Beside]) -> list[tuple[float, float]]:
     ]
 
 
-def _table(found: tuple[Beside, ...]) -> tuple[tuple[str, ...], list[list[TableCell]]]:
+def _table(what: str, found: tuple[Beside, ...]) -> tuple[tuple[str, ...], list[list[TableCell]]]:
     rows = []
     for each, (share, other) in zip(found, _shares(found), strict=True):
         rows.append(
@@ -253,7 +253,7 @@ def _table(found: tuple[Beside, ...]) -> tuple[tuple[str, ...], list[list[TableC
         )
     timed = any(each.estimated is not None for each in found)
     share = "share" if timed else "operations"
-    return ("", "measured", "share", "estimated", share, "ratio"), rows
+    return (what, "measured", "share", "estimated", share, "ratio"), rows
 
 
 def _estimated(each: Beside) -> TableCell:

@@ -3,7 +3,7 @@
 import html
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,15 @@ from keras_tpu_dist.show.colours import (
     NONE,
     colours_left_out,
 )
-from keras_tpu_dist.show.page import Page, TableCell, bar, document, legend, sortable
+from keras_tpu_dist.show.page import (
+    Page,
+    TableCell,
+    bar,
+    definitions,
+    document,
+    legend,
+    sortable,
+)
 from keras_tpu_dist.show.text import duration_text, html_table, size_text, span_text, text_table
 from keras_tpu_dist.show.torus import shown_sides, torus_svg
 
@@ -35,22 +43,32 @@ _KERNEL_FACTOR = 3.0
 # The cycles of effort "quick" are so many times those of "exact", at least and at most. For the
 # measured factors (1.9 to 2.7, and 3.4 in one search) run `python benchmarks/dry_run.py --fit`.
 _QUICK_OVER = (1.5, 3.5)
-# The bounds of a step, in words.
-_BOUNDS = {
+# What bounds a step, in words.
+BOUNDS = {
     "compute": "multiplying at the chip's peak takes longest",
     "HBM": "reading and writing the chip's memory takes longest",
     "links": "what chips send to each other takes longest",
     "kernels": "many small operations: their cycles are over 3 times what arithmetic and memory "
     "explain",
 }
-_WORDS = (
-    ("estimate", "computed from the compiled program by the compiler's cycles, not measured"),
+# What efforts mean for the times.
+EFFORTS = {
+    "quick": "the compiler tried less hard than for training, which makes its cycles come out too "
+    "high: times are ranges, in which those of effort exact were found",
+    "exact": "the compiler tried as hard as for training",
+}
+_ESTIMATE = "computed from the compiled program by the compiler's cycles, not measured"
+_WORDS_OF_TILES = (
     ("matrix units busy", "the time of the matrix products at the chip's peak, over the step"),
     (
         "model FLOPs utilisation",
         "the operations of the model's formula, over what all chips could do in the step",
     ),
+)
+_WORDS_OF_TIMES = (
+    ("at peak, at full speed", "as fast as the chip's specification says"),
     ("not overlapped", "collectives for which the chips wait, as nothing else runs meanwhile"),
+    ("compiler's cycles", "what the compiler says that each kernel takes, one after the other"),
 )
 # The class in the page's style, and the words.
 _VERDICT = {
@@ -704,6 +722,7 @@ def _head(run: DryRun) -> Iterator[str]:
         ]
     inner = "".join(f"<div><b>{html.escape(b)}</b>{html.escape(a)}</div>" for a, b in tiles)
     yield f'<div class="tiles">{inner}</div>'
+    yield _explained(run, (name for name, _ in tiles))
 
 
 def _sections(run: DryRun) -> Iterator[str]:
@@ -764,7 +783,7 @@ def _times(run: DryRun) -> Iterator[str]:
         for name, low, high in times
     ]
     yield sortable(("what", "time", "against the longest"), rows)
-    yield from _explained(run)
+    yield definitions(_WORDS_OF_TIMES)
 
 
 def _range_bar(name: str, low: float, high: float) -> list[tuple[float, str, str]]:
@@ -773,22 +792,20 @@ def _range_bar(name: str, low: float, high: float) -> list[tuple[float, str, str
     return [(low, NONE, f"{name}, at least" if rest else name), *rest]
 
 
-def _explained(run: DryRun) -> Iterator[str]:
-    """Explanations of the words for times."""
-    e = run.estimate
+def _explained(run: DryRun, tiles: Iterable[str]) -> str:
+    """What the words of the tiles mean."""
+    e, shown = run.estimate, set(tiles)
     if e is None:
-        return
-    words = [(f"bound by {e.bound}", _BOUNDS[e.bound]), *_WORDS]
-    effort = {
-        "quick": "the compiler tried less hard than for training, which makes its cycles come out "
-        "too high: the step is a range",
-        "exact": "the compiler tried as hard as for training",
-    }[run.effort]
-    words.append((f"effort {run.effort}", effort))
+        return ""
+    words = [
+        (f"effort {run.effort}", EFFORTS[run.effort]),
+        ("estimate", _ESTIMATE),
+        (f"bound by {e.bound}", BOUNDS[e.bound]),
+        *((word, meaning) for word, meaning in _WORDS_OF_TILES if word in shown),
+    ]
     if run.calibration:
         words.append(("calibration", f"rates and factors that were measured: {run.calibration}"))
-    items = "".join(f"<dt>{html.escape(w)}</dt><dd>{html.escape(m)}</dd>" for w, m in words)
-    yield f'<dl class="muted">{items}</dl>'
+    return definitions(words)
 
 
 def _layers(run: DryRun) -> Iterator[str]:

@@ -353,13 +353,12 @@ def _report(
     measured = compiled[-1] if sized_on else verdict
     topology = lowered.topology
     sized = Topology.parse(sized_on) if sized_on else topology
-    loop, prompt, limit_bytes = _loop_cost(lowered, measured, sized), None, 0
+    loop, limit_bytes = _loop_cost(lowered, measured, sized), 0
     cost = _cost(lowered, measured, sized) if loop is None else loop.round
+    times, of_prompt = _estimated(lowered, cost, verdict), None
     if loop is not None:
-        prompt = loop.outside
+        of_prompt = _estimated(lowered, loop.outside, verdict)
         limit_bytes = lowered.tokens_loop.read_bytes(loop.carried) if lowered.tokens_loop else 0
-    times = _estimated(lowered, cost, verdict)
-    of_prompt = None if times is None else _estimated(lowered, prompt, verdict)
     stated = bytes_in_message(verdict.error or "", argument_bytes=lowered.state.arguments)
     total = stated[0] if stated else measured.total_bytes if measured.memory else 0
     fits = None if topology is None else verdict.error is None

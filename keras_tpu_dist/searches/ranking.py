@@ -7,14 +7,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from keras_tpu_dist.common.errors import message
-from keras_tpu_dist.dryrun.report import Estimate
+from keras_tpu_dist.dryrun.report import BOUNDS, EFFORTS, Estimate
 from keras_tpu_dist.dryrun.run import DryRun
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.searches.candidates import Candidate
 from keras_tpu_dist.searches.forecast import Forecast
 from keras_tpu_dist.show.chart import Point, colours_of, scatter_svg
 from keras_tpu_dist.show.colours import NONE, colours_left_out
-from keras_tpu_dist.show.page import Page, TableCell, bar, code, document, legend, sortable
+from keras_tpu_dist.show.page import (
+    Page,
+    TableCell,
+    bar,
+    code,
+    definitions,
+    document,
+    legend,
+    sortable,
+)
 from keras_tpu_dist.show.text import duration_text, html_table, size_text, span_text, text_table
 from keras_tpu_dist.strategy import TPUStrategy
 
@@ -215,8 +224,19 @@ class Ranking(Page):
         head = f"<h1>{len(self.candidates)} candidates, the fastest that fits first</h1>"
         table = sortable((*header, "of the HBM"), rows)
         by = [f"<p>calibrated by {html.escape(self.calibration)}</p>"] if self.calibration else []
-        parts = [head, *by, *map(code, self._line()), *self._drawing(), table]
+        parts = [head, *by, *map(code, self._line()), *self._drawing(), table, self._words()]
         return document(f"{len(self.candidates)} candidates", parts)
+
+    def _words(self) -> str:
+        """What the words of the table mean."""
+        runs = [tried.run for tried in self.candidates if tried.run and tried.run.estimate]
+        bounds = {run.estimate.bound: None for run in runs if run.estimate}
+        efforts = {run.effort: None for run in runs}
+        words = [
+            *((f"bound by {name}", BOUNDS[name]) for name in bounds),
+            *((f"effort {name}", EFFORTS[name]) for name in efforts),
+        ]
+        return definitions(words) if words else ""
 
     def to_dict(self) -> dict[str, Any]:
         """The ranking as plain data."""

@@ -62,6 +62,9 @@ _PAGE_STYLE = (
     "cursor:pointer;text-align:inherit}th button:after{content:' \\2195';opacity:.4}"
     "th[aria-sort=ascending] button:after{content:' \\2191';opacity:1}"
     "th[aria-sort=descending] button:after{content:' \\2193';opacity:1}"
+    "dl{display:grid;grid-template-columns:max-content 1fr;gap:.1em 1.2em;margin:.6em 0;"
+    "font-size:13px}"
+    "dd{margin:0}@media(max-width:40em){dl{display:block}dd{margin:0 0 .3em 1.2em}}"
     "svg.others [data-group]{opacity:.15}svg.others [data-group].same{opacity:1}"
 )
 # Tables sort by the column whose head is clicked; chips that exchange with the one under the mouse
@@ -224,6 +227,16 @@ def legend(entries: Iterable[tuple[str, str]]) -> str:
         for colour, words in entries
     )
     return f"<p>{' '.join(keys)}</p>"
+
+
+def definitions(words: Iterable[tuple[str, str]]) -> str:
+    """What words mean, where they stand.
+
+    Args:
+        words: Each with its meaning, as plain text.
+    """
+    items = (f"<dt>{html.escape(w)}</dt><dd>{html.escape(m)}</dd>" for w, m in words)
+    return f'<dl class="muted">{"".join(items)}</dl>'
 
 
 def code(line: str) -> str:
