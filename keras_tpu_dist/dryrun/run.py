@@ -353,12 +353,11 @@ def _report(
     measured = compiled[-1] if sized_on else verdict
     topology = lowered.topology
     sized = Topology.parse(sized_on) if sized_on else topology
-    loop, limit_bytes = _loop_cost(lowered, measured, sized), 0
+    loop = _loop_cost(lowered, measured, sized)
     cost = _cost(lowered, measured, sized) if loop is None else loop.round
-    times, of_prompt = _estimated(lowered, cost, verdict), None
-    if loop is not None:
-        of_prompt = _estimated(lowered, loop.outside, verdict)
-        limit_bytes = lowered.tokens_loop.read_bytes(loop.carried) if lowered.tokens_loop else 0
+    times = _estimated(lowered, cost, verdict)
+    of_prompt = None if loop is None else _estimated(lowered, loop.outside, verdict)
+    limit_bytes = 0 if loop is None else _read_bytes(lowered, loop)
     stated = bytes_in_message(verdict.error or "", argument_bytes=lowered.state.arguments)
     total = stated[0] if stated else measured.total_bytes if measured.memory else 0
     fits = None if topology is None else verdict.error is None
@@ -449,6 +448,11 @@ def _loop_cost(lowered: Lowered, compiled: Compiled, topology: Topology | None) 
         return None
     wire = _wire(lowered, topology)
     return analyze_loop(compiled.text, wire=wire, layer_names=lowered.layer_names)
+
+
+def _read_bytes(lowered: Lowered, loop: LoopCost) -> int:
+    """Bytes that a device reads for a token if it reads weights and caches once."""
+    return lowered.tokens_loop.read_bytes(loop.carried) if lowered.tokens_loop else 0
 
 
 def _wire(lowered: Lowered, topology: Topology | None) -> Wire:
