@@ -692,18 +692,18 @@ def _written_at_s(copy: Copy) -> float:
     return written_at_s(copy.manifest.written) or 0.0
 
 
-def _candidates(told: list[list[list[Any]]]) -> list[list[Any]]:
+def _candidates(reported: list[list[list[Any]]]) -> list[list[Any]]:
     """Checkpoints of which there are copies, the newest first, with who can read whose.
 
     Args:
-        told: For each process the step, time, mark and writers of the copies that it can read.
+        reported: For each process the step, time, mark and writers of the copies that it can read.
     """
     found: dict[tuple[int, str], list[list[int]]] = {}
     times: dict[tuple[int, str], float] = {}
-    for process, copies in enumerate(told):
+    for process, copies in enumerate(reported):
         for step, at, mark, writers in copies:
             key = step, mark
-            found.setdefault(key, [[] for _ in told])[process] = writers
+            found.setdefault(key, [[] for _ in reported])[process] = writers
             times[key] = max(at, times.get(key, at))
     newest = sorted(found, key=lambda key: (key[0], times[key]), reverse=True)[:_MOST_TOLD]
     return [[step, times[step, mark], mark, _short(found[step, mark])] for step, mark in newest]
@@ -727,8 +727,8 @@ def _is_whole(found: Found, copies: Mapping[int, Copy]) -> bool | None:
     return None
 
 
-def _any_of_each(told: list[list[bool | None]]) -> list[bool]:
-    return [any(each) for each in zip(*told)]
+def _any_of_each(reported: list[list[bool | None]]) -> list[bool]:
+    return [any(each) for each in zip(*reported)]
 
 
 def _first_of(reasons: list[str | None]) -> str | None:

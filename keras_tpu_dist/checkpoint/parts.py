@@ -73,7 +73,7 @@ def _row_major(places: Iterable[int], pieces: Iterable[int]) -> int:
 
 
 def layout_of(array: Any) -> Layout:
-    """How an array lies on the processes; all hold what lies on the devices of one alone.
+    """How an array is split over processes. An array on the devices of one process counts as whole.
 
     Args:
         array: An array of JAX or NumPy.

@@ -249,8 +249,8 @@ def exact(value: PerReplica, axis: int) -> PerReplica:
 def refilled(value: PerReplica) -> PerReplica:
     """The value with ones in place of its padding.
 
-    value: The value, which does not change.
-        value: The value, which stays as it is.
+    Args:
+        value: The value, which does not change.
     """
 
     def with_ones(replica: int, block: np.ndarray) -> np.ndarray:

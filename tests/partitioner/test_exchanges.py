@@ -89,7 +89,7 @@ def test_what_would_hang_is_refused_before_it_is_launched(monkeypatch):
     monkeypatch.setattr(ours, seen)
     again: list[str] = ["%p = f32[2]{0} collective-permute(%q)"]
     with pytest.raises(
-        ValueError, match=r"(?s)exchange nothing.*collective-permute.*assign\(layer"
+        ValueError, match=r"(?s)must not exchange data.*collective-permute.*assign\(layer"
     ):
         model.predict(np.ones((8, 3)), verbose=0)
     assert len(read) == 2

@@ -189,7 +189,7 @@ def test_devices_or_a_slice(command, model, capsys):
     assert main([command, model, "--devices", "0", "--mesh", "data=8"]) == 2
     assert "must be a positive integer" in capsys.readouterr().err
     assert main([command, model]) == 2
-    assert f"A function to {command} returns (model, strategy)" in capsys.readouterr().err
+    assert f"A function for {command} returns (model, strategy)" in capsys.readouterr().err
 
 
 def test_an_axis_that_nothing_uses(model, capsys):

@@ -1,6 +1,6 @@
 """Checkpoints on each host's own disk: what the processes can read together, or the shared ones.
 
-`python tests/processes/test_local.py [CASE ...]` prints where each case, or some, went on.
+`python tests/processes/test_local_tier.py [CASE ...]` prints where each case, or some, went on.
 """
 
 import functools
