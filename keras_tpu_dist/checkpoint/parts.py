@@ -73,7 +73,9 @@ def _row_major(places: Iterable[int], pieces: Iterable[int]) -> int:
 
 
 def layout_of(array: Any) -> Layout:
-    """How an array is split over processes. An array on the devices of one process counts as whole.
+    """How an array is split over processes.
+
+    An array on the devices of this process alone counts as one that all processes have.
 
     Args:
         array: An array of JAX or NumPy.

@@ -27,8 +27,10 @@ from keras_tpu_dist.checkup.report import (
 )
 
 # Rounding of the model's own: how much its results move if weights and inputs do by an ulp or two,
-# measured so often, and how many times that a mesh may be off.
-_DRAWS, _TIMES = 2, 8.0
+# measured so often, and how many times that a mesh may be off. In half precision a mesh also rounds
+# the sum of each device before it adds them up, which one device does not do: of 200 random models
+# the gradients of two biases were 10 and 12 times off.
+_DRAWS, _TIMES, _TIMES_OF_HALF = 2, 8.0, 16.0
 _MOST_NAMED = 3
 
 
@@ -171,8 +173,9 @@ def _expected(
     if not all(np.all(np.isfinite(np.asarray(each, np.float32))) for each in floats):
         return [], [], "its results are not finite there; give x= and y="
     least = tolerance(bench.platform, "bfloat16" if half else "float32")
+    times = _TIMES_OF_HALF if half else _TIMES
     allowed = [
-        max(least, *(_TIMES * gap(other[n], one) for other in moved))
+        max(least, *(times * gap(other[n], one) for other in moved))
         for n, one in enumerate(expected)
     ]
     return expected, allowed, ""
