@@ -17,6 +17,7 @@ from keras_tpu_dist.hardware.mesh import DATA_AXIS_NAMES, LOGICAL_AXIS, SEQUENCE
 from keras_tpu_dist.layout.annotations import layouts_in
 from keras_tpu_dist.layout.placement import UNDECIDED, Placement, Setting, bytes_of
 from keras_tpu_dist.layout.rules import dead_patterns, matching, nearest_path
+from keras_tpu_dist.layout.unpaired import Unpaired, unpaired
 from keras_tpu_dist.show.page import Shown
 from keras_tpu_dist.show.text import html_table, size_text
 
@@ -129,6 +130,7 @@ def lint_model(
         found += _overlaps(model, setting)
         found += _giants(model, placement, setting)
         found += _siblings(model, placement)
+        found += _unpaired(model, placement, setting, batch_size)
         found += _unused_axes(model, placement, setting)
         found += _no_data_axis(setting)
         found += _batch(batch_size, setting)
@@ -270,6 +272,42 @@ def _fallbacks(model, placement: Placement) -> list[Finding]:
         )
         for variable, decision in whole[:_GIANTS_SHOWN]
     ]
+
+
+def _unpaired(
+    model, placement: Placement, setting: Setting, batch_size: int | None
+) -> list[Finding]:
+    """What a plan could not pair, that which costs most first; weights that are alike once."""
+    replicas = math.prod(setting.mesh.shape[name] for name in setting.data_axes)
+    rows = None if batch_size is None else -(-batch_size // replicas)
+    groups: dict[tuple, list[Unpaired]] = {}
+    for each in unpaired(model, placement, setting):
+        groups.setdefault(each.like, []).append(each)
+    found = []
+    for alike in groups.values():
+        sent = _sent(alike, rows)
+        more = f" The same holds for {len(alike) - 1} more like it." if len(alike) > 1 else ""
+        words = f"{alike[0].words}{more}{_sent_text(alike, rows)}"
+        found.append((sent, Finding("info", "unpaired", alike[0].path, words, alike[0].fix)))
+    return [finding for _, finding in sorted(found, key=lambda each: -each[0])]
+
+
+def _sent(alike: Sequence[Unpaired], rows: int | None) -> float:
+    """Bytes that a device sends in a step, as far as they are known."""
+    return sum((each.by_row or 0) * (rows or 1) + (each.by_step or 0) for each in alike)
+
+
+def _sent_text(alike: Sequence[Unpaired], rows: int | None) -> str:
+    if any(each.by_row is None or each.by_step is None for each in alike):
+        return " What that sends shows in a dry run."
+    by_row = sum(each.by_row or 0 for each in alike)
+    by_step = sum(each.by_step or 0 for each in alike)
+    if not by_row and not by_step:
+        return ""
+    if not by_row or rows is not None:
+        return f" Each device sends {size_text(round(by_row * (rows or 0) + by_step))} a step."
+    besides = f", and {size_text(round(by_step))} besides" if by_step else ""
+    return f" Each device sends {size_text(round(by_row))} a step for each row it has{besides}."
 
 
 def _giants(model, placement: Placement, setting: Setting) -> list[Finding]:

@@ -256,3 +256,22 @@ def test_shell_command(tmp_path, capsys):
         assert words in capsys.readouterr().err
     assert main(["lint", f"{file}:nothing", "--mesh", "data=8"]) == 2
     assert "returns a model, or a model and a strategy" in capsys.readouterr().err
+
+
+def test_what_is_not_paired_is_named_with_its_bytes():
+    def build():
+        dense = [keras.layers.Dense(512, name=f"head_{i}") for i in range(2)]
+        x = keras.Input((4, 256))
+        y = keras.layers.LayerNormalization()(x)
+        return keras.Model(x, [each(y) for each in dense])
+
+    model, strategy = outside("tensor_parallel", build)
+    by_row = finding(strategy.lint(model), "unpaired")
+    assert by_row.severity == "info"
+    assert "No kernel follows it: its features stay in parts" in by_row.words
+    assert (
+        "The same holds for 1 more like it. Each device sends 8.0 KiB a step for each row"
+        in by_row.words
+    )
+    found = finding(strategy.lint(model, batch_size=30), "unpaired")
+    assert "Each device sends 64.0 KiB a step." in found.words
