@@ -97,7 +97,7 @@ def test_a_second_fit_goes_on_from_the_first(undisturbed):
     # The loop counts: nobody asks for the logs of each step.
     assert not _keras.listens([stop], "train")
     assert_close(model.get_weights(), undisturbed[0][29][0])
-    with pytest.raises(ValueError, match=r"has made 30 steps.*iterations is 30.*larger n"):
+    with pytest.raises(ValueError, match=r"has run 30 steps.*iterations is 30.*larger n"):
         _fit(model, stop)
     # Neither the error nor a stop outlasts its fit.
     assert membership.of_model(model).fit.steps_left is None
