@@ -299,6 +299,10 @@ def _rate_cell(rate: float | None, most: float) -> TableCell:
     return TableCell(text, rate, f"{text}{bar([(rate / most, NONE, text)])}")
 
 
+def _span(seconds: tuple[float, float] | None) -> str:
+    return "-" if seconds is None else span_text(seconds[0], seconds[1], duration_text)
+
+
 def _by_layer(check: Check) -> Iterator[str]:
     """Where the time of the user's step goes, for a page."""
     found = _figures(check).get("step time", {}).get("by layer", [])
@@ -310,7 +314,7 @@ def _by_layer(check: Check) -> Iterator[str]:
             row["name"],
             TableCell(duration_text(row["measured"]), row["measured"]),
             TableCell("", row["measured"], bar([(row["measured"] / total, NONE, row["name"])])),
-            "-" if row["estimated"] is None else span_text(*row["estimated"], duration_text),
+            _span(row["estimated"]),
         ]
         for row in sorted(found, key=lambda row: -row["measured"])
     ]
