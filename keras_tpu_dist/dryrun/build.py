@@ -169,9 +169,7 @@ def lower(
         model, batch = stack.enter_context(
             described(build, strategy, given, batch_size, mode, notes)
         )
-        found = strategy.lint(model, batch_size=batch_size).findings
-        # A dry run counts the transfers itself.
-        findings = tuple(each for each in found if each.code != "unpaired")
+        findings = _findings(strategy, model, batch_size)
         # In the form that fit passes it to a step: a custom step may unpack `x, y`.
         placed = placer.describe(keras.utils.pack_x_y_sample_weight(*batch))
         state = _state(model, kind)
@@ -431,6 +429,12 @@ def _laid_out(model: keras.Model, strategy: Strategy) -> Iterator[None]:
         _keras.set_layout(variable, layout if given else membership.chosen(variable, layout))
     with strategy.runner.call(member):
         yield
+
+
+def _findings(strategy: Strategy, model: keras.Model, batch_size: int | None) -> tuple:
+    """What lint says, but for transfers, which a dry run counts itself."""
+    found = strategy.lint(model, batch_size=batch_size).findings
+    return tuple(each for each in found if each.code != "unpaired")
 
 
 def _state(model: keras.Model, kind: str) -> tuple[list, ...]:
