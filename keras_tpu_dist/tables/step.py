@@ -235,8 +235,8 @@ class _Step:
         item_bytes = found[0].results[0].aval.dtype.itemsize if found else 0
         if (
             trouble(split)
-            or used_otherwise(graph, table.place, reading)
             or not is_shorter(split, ids, item_bytes, trains)
+            or used_otherwise(graph, table.place, reading)  # last, as it reads the whole step
         ):
             self._note(path, f"{EVERY_ROW}: {why}")
             return None

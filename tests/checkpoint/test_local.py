@@ -228,7 +228,7 @@ def test_a_full_disk_is_one_error_and_training_goes_on(tmp_path, expected, said,
 def test_one_that_is_still_being_written_is_not_waited_for(tmp_path, expected, said, monkeypatch):
     import threading
 
-    may_write, real = threading.Event(), local_tier._flush
+    may_write, real, started = threading.Event(), local_tier._flush, []
 
     def slow(file):
         may_write.wait(60)
@@ -237,11 +237,16 @@ def test_one_that_is_still_being_written_is_not_waited_for(tmp_path, expected, s
     class LetWrite(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             if self.model.optimizer.iterations == 9:
+                begun = os.listdir(tmp_path / "local" / "process_0")
+                started.extend(name for name in begun if name[0].isdigit())
                 may_write.set()
 
     monkeypatch.setattr(local_tier, "_flush", slow)
     ends_as(expected, fit(tmp_path, LetWrite()))
     assert "no local checkpoint 4: the one before is being written" in said.text
+    # At step 9 none but the first had begun, and that one was not complete.
+    assert [name.partition(".")[0] for name in started] == ["2"]
+    assert started != ["2"]
 
 
 def test_one_fit_at_a_time_writes_there(tmp_path):
