@@ -49,10 +49,12 @@ def _fail_if_missing(report):
 def pytest_addoption(parser):
     parser.addoption(
         "--sample",
-        type=int,
+        type=float,
         metavar="N",
-        help="of each slow test at most N cases, drawn with a fixed seed; of the docs all",
+        help="of each slow test at most N cases, below 1 one case of this share of them; of the "
+        "docs all",
     )
+    parser.addoption("--sample-seed", default="", metavar="WORD", help="what --sample draws with")
 
 
 @functools.cache
@@ -70,7 +72,7 @@ def pytest_itemcollected(item):
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    """Leaves out what `--sample` does not draw, the same on every worker and in every run."""
+    """Leaves out what `--sample` does not draw, the same on every worker."""
     most = config.getoption("sample")
     if most is None:
         return
@@ -83,7 +85,9 @@ def pytest_collection_modifyitems(config, items):
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     dropped = []
     for name, several in cases.items():
-        drawn = random.Random(name).sample(several, min(most, len(several)))
+        dice = random.Random(config.getoption("sample_seed") + name)
+        number = int(most) if most >= 1 else int(dice.random() < most)
+        drawn = dice.sample(several, min(number, len(several)))
         dropped += [item for item in several if item not in drawn]
     config.hook.pytest_deselected(items=dropped)
     items[:] = [item for item in items if item not in dropped]
