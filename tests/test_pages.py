@@ -260,3 +260,27 @@ def test_what_troubleshooting_quotes_is_in_the_source():
     for quote in quotes:
         for piece in quote.split("…"):
             assert piece.strip(" :") in source, piece
+
+
+wrapping = of_docs("wrapping")
+
+
+def test_long_names_of_tables_may_break():
+    name = "keras.src.trainers.epoch_iterator.EpochIterator.__init__"
+    cell = "<table><td><code>{}</code> a/short_name</td></table>"
+    assert wrapping.on_page_content(cell.format(name)) == cell.format(
+        "keras.<wbr>src.<wbr>trainers.<wbr>epoch<wbr>_iterator.<wbr>EpochIterator.<wbr>__init__"
+    )
+    outside = f"<p><code>{name}</code></p>"
+    assert wrapping.on_page_content(outside) == outside
+
+
+def test_sentences_of_output_wrap_and_its_tables_do_not():
+    block = '<pre><span></span><code><span class="go">{}</span>\n{}</code></pre>'
+    sentence, table = "word &amp; " * 20 + "end", "left" + " " * 100 + "right"
+    assert wrapping.on_page_content(block.format("short", table)) == block.format("short", table)
+    shown = wrapping.on_page_content(block.format(sentence, "x"))
+    assert shown == block.format(sentence, "x").replace(
+        f'<span class="go">{sentence}</span>',
+        f'<span class="sentence"><span class="go">{sentence}</span></span>',
+    )
