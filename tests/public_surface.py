@@ -121,8 +121,8 @@ def in_replicas(do: Callable) -> Any:
     return strategy().run(lambda: do(ktd.get_replica_context()))
 
 
-def loop_checkpoint() -> ktd.LoopCheckpoint:
-    return ktd.LoopCheckpoint(tempfile.mkdtemp(), made())
+def loop_checkpoint(local: str | None = None) -> ktd.LoopCheckpoint:
+    return ktd.LoopCheckpoint(tempfile.mkdtemp(), made(), local=local)
 
 
 DIRECTORY: list[str] = []  # of one checkpoint; the test makes it
@@ -179,10 +179,15 @@ ROWS: dict[str, Row] = {
     "LoopCheckpoint": Row(
         lambda directory, **k: ktd.LoopCheckpoint(directory, made(), **k).close(),
         lambda: {"directory": directory()},
-        {"directory": PATH, "keep": COUNT_OR_NONE, "asynchronous": FLAG},
+        {"directory": PATH, "keep": COUNT_OR_NONE, "asynchronous": FLAG, "local": PATH[1:]},
     ),
     "LoopCheckpoint.save": Row(
         lambda **k: loop_checkpoint().save(**k), lambda: {"step": 1}, {"step": INDEX}
+    ),
+    "LoopCheckpoint.save_local": Row(
+        lambda **k: loop_checkpoint(tempfile.mkdtemp()).save_local(**k),
+        lambda: {"step": 1},
+        {"step": INDEX},
     ),
     "diff": Row(ktd.diff, lambda: {"a": None, "b": None}, {"a": MODEL, "b": MODEL}),
     "convert": Row(ktd.convert, lambda: {"model": made()}, {"model": MODEL}),

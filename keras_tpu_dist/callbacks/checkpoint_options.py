@@ -5,6 +5,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from keras_tpu_dist.checkpoint.tiers import is_on_this_host
 from keras_tpu_dist.common.checks import check_flags, check_seconds, is_count
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.processes.preemption import GRACE_S
@@ -143,9 +144,7 @@ def _check_directory(directory: Any) -> None:
 def _check_local(local: Any, every_steps: Any) -> None:
     if local is None and every_steps is None:
         return
-    path = os.fspath(local) if isinstance(local, (str, os.PathLike)) else None
-    is_here = isinstance(path, str) and path != "" and "://" not in path
-    if not is_here or not is_count(every_steps, 1):
+    if not is_on_this_host(local) or not is_count(every_steps, 1):
         raise ValueError(
             message(
                 "local is a directory on the host's own disk, and local_every_steps a number of "

@@ -1,10 +1,8 @@
 """The checkpoints of one fit: finding, resuming and saving them."""
 
-import contextlib
 import logging
 import time
-import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,13 +20,13 @@ from keras_tpu_dist.callbacks.states import (
     standing_of,
 )
 from keras_tpu_dist.callbacks.stop_at_step import goes_beyond, reached_by
-from keras_tpu_dist.checkpoint.keeping import written_at_s
 from keras_tpu_dist.checkpoint.local import LocalTier
-from keras_tpu_dist.checkpoint.manifest import OF_FIT, CheckpointError, Manifest
+from keras_tpu_dist.checkpoint.manifest import OF_FIT, Manifest
 from keras_tpu_dist.checkpoint.restore import load, load_newest
 from keras_tpu_dist.checkpoint.restored import Restored
 from keras_tpu_dist.checkpoint.snapshot import extra_of, snapshot
 from keras_tpu_dist.checkpoint.store import Store
+from keras_tpu_dist.checkpoint.tiers import Tiers, finish, logged
 from keras_tpu_dist.common import phases
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.input.position import (
@@ -188,12 +186,10 @@ class FitCheckpoints:
         preemption: Notices SIGTERM.
 
     Attributes:
-        store: The directory.
-        local: Checkpoints on the hosts' own disks, if there are any.
+        tiers: Where it saves.
         place: The current position of training.
         due: When the next checkpoint is due.
         resumed: The state that the fit resumes from, until its first epoch has started.
-        run: The name of the run.
         has_ended: Whether the fit ran to its end.
 
     Raises:
@@ -214,24 +210,17 @@ class FitCheckpoints:
         self.options, self.fit, self.preemption = options, fit, preemption
         # Without a failure hook, nobody would wait for the last checkpoint of a fit that fails.
         asynchronous = options.asynchronous and _keras.failure_is_seen()
-        self.store = Store(
+        store = Store(
             options.path,
             keep=options.keep,
             best=options.best,
             every_s=options.seconds_kept,
             asynchronous=asynchronous,
         )
-        self.local: LocalTier | None = None
-        if options.local is not None:
-            try:
-                self.local = LocalTier(options.local, asynchronous)
-            except BaseException:
-                self.store.close()
-                raise
+        self.tiers = Tiers(store, options.local, asynchronous, FIX)
         self.place = TrainingPlace()
         self.due = Due(options)
         self.resumed: Resumed | None = None
-        self.run = ""
         self.has_ended = False
         # Complete once the first launch has created the optimizer's variables.
         self._variables: list = []
@@ -260,7 +249,7 @@ class FitCheckpoints:
         directory = self.options.path
         # The first process may still be deleting checkpoints of the previous fit.
         agree(f"opening {directory}", FIX, None)
-        steps = self.store.steps
+        steps = self.tiers.store.steps
         of_all = agree(f"looking for checkpoints in {directory}", FIX, steps, ListOf(int))
         if any(each != of_all[0] for each in of_all):
             raise ValueError(
@@ -271,35 +260,13 @@ class FitCheckpoints:
                     fix="Give a directory on storage that all processes share.",
                 )
             )
-        if self.local is not None:
-            self._look_for_local(self.local, steps)
-        return bool(steps or self._found_locally)
-
-    def _look_for_local(self, local: LocalTier, steps: list[int]) -> None:
-        """Looks for newer checkpoints of the same run on the hosts' own disks."""
-        run, step, at_s = None, -1, 0.0
-        for step_here in reversed(steps):
-            with contextlib.suppress(CheckpointError):
-                manifest = self.store.manifest(step_here)
-                run, step = manifest.training.get("run"), step_here
-                at_s = written_at_s(manifest.written) or 0.0
-                break
-        if not steps:
-            run = self.store.noted_run
-        run = run if isinstance(run, str) else None
-        what = f"looking for the run of {self.options.path}"
-        # Process 0 decides: the directory may just have changed.
-        run, step, at_s = agree(what, FIX, [run, step, at_s], [(None, str), int, float])[0]
-        local.look_for(run, step, at_s)
-
-    @property
-    def _found_locally(self) -> list[int]:
-        return [] if self.local is None else self.local.steps
+        self.tiers.look_for_local()
+        return bool(steps or self.tiers.found_locally)
 
     @property
     def newest(self) -> int:
         """The step of the newest checkpoint that was found."""
-        return max([*self.store.steps[-1:], *self._found_locally], default=-1)
+        return max([*self.tiers.store.steps[-1:], *self.tiers.found_locally], default=-1)
 
     def take_place_of_others(self) -> None:
         """Lets the first checkpoint of this run replace the existing ones.
@@ -312,31 +279,26 @@ class FitCheckpoints:
                 message(
                     "A directory holds the checkpoints of one run.",
                     received=f"resume=False and {self.options.path!r}, which has checkpoints of "
-                    f"steps {[*self.store.steps, *self._found_locally]}.",
+                    f"steps {[*self.tiers.store.steps, *self.tiers.found_locally]}.",
                     fix="Give this run its own directory, leave resume=False out to resume, or "
                     "write overwrite=True: old checkpoints are deleted once this run has saved.",
                 )
             )
-        self.store.replace_runs()
+        self.tiers.store.replace_runs()
 
     def name_run(self) -> None:
         """Names the run, the same in all processes; a resumed run keeps its name."""
-        self.run = agree("naming the run", FIX, uuid.uuid4().hex[:12], str)[0]
+        self.tiers.name_run()
 
     def _loaded(self) -> tuple[Restored, Manifest, Store | LocalTier]:
         """Loads the newest checkpoint; where it was."""
-        while self.local is not None and self.local.found is not None:
-            local, step = self.local, self.local.found.step
-            try:
-                report, manifest = load(self.fit.trainer, local, step, True, (), (), OF_FIT)
-            except CheckpointError as error:
-                logger.warning("%s Another one is tried.", error)
-                self._look_for_local(local, self.store.steps)
-                continue
-            local.goes_on()
-            return report, manifest, local
-        report, manifest = load_newest(self.fit.trainer, self.store, needs=OF_FIT)
-        return report, manifest, self.store
+        trainer, tiers = self.fit.trainer, self.tiers
+
+        def load_local(tier: LocalTier, step: int) -> tuple[Restored, Manifest, LocalTier]:
+            return *load(trainer, tier, step, True, (), (), OF_FIT), tier
+
+        found = tiers.load_local(load_local)
+        return found or (*load_newest(trainer, tiers.store, needs=OF_FIT), tiers.store)
 
     def go_on(self) -> None:
         """Loads the newest checkpoint and resumes the fit from there."""
@@ -345,7 +307,7 @@ class FitCheckpoints:
         training = manifest.training
         place.step = training["step"]
         # What lies on the hosts' own disks alone is still to be saved.
-        place.saved_step = place.step if store is self.store else None
+        place.saved_step = place.step if store is self.tiers.store else None
         # If a callback stopped training, nothing is left to do.
         reached = training.get("reached")
         stopped = (training["stopped"] and not training["done"]) or reached is not None
@@ -365,9 +327,9 @@ class FitCheckpoints:
             shuffle_from(resumed.position, place.epoch)
         if fit.control is not None:
             fit.control.begin_at = resumed.position
-        self.run = training.get("run", self.run)
+        self.tiers.run = training.get("run", self.tiers.run)
         if resumed.epoch < fit.epochs:
-            self._try(self.store.go_on)
+            logged(self.tiers.store.go_on)
         self._log(manifest, resumed, store.directory)
 
     def begin_after(self, epoch: int, done: int) -> Resumed:
@@ -397,7 +359,7 @@ class FitCheckpoints:
         """
         place, theirs = self.place, leader.place
         place.step, place.epoch, place.resumed_at = theirs.step, theirs.epoch, theirs.resumed_at
-        self.run = leader.run
+        self.tiers.run = leader.tiers.run
         self.resumed = Resumed(theirs.epoch)
 
     def put_back(self, *, log: bool) -> None:
@@ -477,9 +439,8 @@ class FitCheckpoints:
 
     def save_last(self) -> None:
         """Saves the position after the last launch on all tiers, and waits."""
-        if self.local is not None:
-            # A local checkpoint that is still being written would be in the way.
-            _finish(self.local.wait)
+        # A local checkpoint that is still being written would be in the way.
+        self.tiers.wait_locally()
         self.save_place(shared=True, local=True)
         self.wait()
 
@@ -539,9 +500,9 @@ class FitCheckpoints:
         if shared and place.saved_step == place.step:
             # A run that resumes from the step before the epoch's end repeats that end.
             if metrics:
-                self._try(lambda: self.store.judge(place.step, metrics))
+                logged(lambda: self.tiers.store.judge(place.step, metrics))
             shared = False
-        tier = self.local if local else None
+        tier = self.tiers.local if local else None
         if tier is not None and tier.saved_step == place.step:
             tier = None
         if not shared and tier is None:
@@ -565,22 +526,11 @@ class FitCheckpoints:
         if shared or tier is not None:
             with standing_now.in_variables():
                 arrays, manifest = snapshot(model, training, standing_now.arrays)
-            self._write(arrays, manifest, tier, shared)
-
-    def _write(
-        self,
-        arrays: dict[str, Any],
-        manifest: Callable[[], Manifest],
-        tier: LocalTier | None,
-        shared: bool,
-    ) -> None:
-        step = self.place.step
-        if tier is not None:
-            # Else what a host has on its own disk could be of another run.
-            self._try(lambda: self.store.note_run(self.run))
-            self._try(lambda: tier.save(step, arrays, manifest))
-        if shared and self._try(lambda: self.store.save(step, arrays, manifest)):
-            self.place.saved_step = step
+            if tier is not None:
+                self.tiers.save_locally(place.step, arrays, manifest)
+            store = self.tiers.store
+            if shared and logged(lambda: store.save(place.step, arrays, manifest)):
+                place.saved_step = place.step
 
     def _sync(self) -> None:
         if self.fit.control is None:
@@ -591,9 +541,7 @@ class FitCheckpoints:
     @phases.phase(phases.SAVE)
     def wait(self) -> None:
         """Waits for the newest checkpoint."""
-        if self.local is not None:
-            _finish(self.local.wait)
-        _finish(self.store.wait)
+        finish(self.tiers.wait)
 
     def after_train_begin(self) -> None:
         """Restores the callbacks' state: all of them have started, which reset them."""
@@ -619,9 +567,7 @@ class FitCheckpoints:
     @phases.phase(phases.SAVE)
     def close(self) -> None:
         """Waits for the last checkpoint, however the fit ended."""
-        if self.local is not None:
-            _finish(self.local.close)
-        _finish(lambda: self.store.close(run_has_ended=self.has_ended))
+        finish(lambda: self.tiers.close(run_has_ended=self.has_ended))
 
     def _described(self, epoch: int, done: int, standing: Standing) -> dict[str, Any]:
         """The contents of a checkpoint besides arrays."""
@@ -629,10 +575,8 @@ class FitCheckpoints:
         position = position_between_epochs() if control is None else control.input_position(done)
         what = f"checkpoint of model {self.fit.trainer.name!r} after {place.step} steps"
         own = None if position is None else position.to_dict()
-        standings = "" if self.local is None else self.local.standing
-        told = agree(what, FIX, [own, standings], [(None, DictOf(ANYTHING)), str])
-        if self.local is not None:
-            self.local.hear([each for _, each in told])
+        told = agree(what, FIX, [own, self.tiers.standing], [(None, DictOf(ANYTHING)), str])
+        self.tiers.hear([standing for _, standing in told])
         return {
             "epoch": epoch,
             "done": done,
@@ -643,7 +587,7 @@ class FitCheckpoints:
             "history": standing.history,
             "global_seed": standing.global_seed,
             "swapped": standing.swapped,
-            "run": self.run,
+            "run": self.tiers.run,
         }
 
     def _monitored(self) -> dict[str, float]:
@@ -654,14 +598,6 @@ class FitCheckpoints:
         validated = is_validated(place.epoch, self.fit.validation_freq)
         value = worth(*best, place.logs, may_lack=not validated)
         return {} if value is None else {best[0]: value}
-
-    def _try(self, write: Callable[[], None]) -> bool:
-        try:
-            write()
-        except CheckpointError as error:
-            logger.error("training goes on without this checkpoint. %s", error)
-            return False
-        return True
 
     def _log(self, manifest: Manifest, resumed: Resumed, directory: str) -> None:
         place = self.place
@@ -687,13 +623,6 @@ class FitCheckpoints:
                 "directory, step=...), then fit with Checkpoint(another directory)",
                 place.step,
             )
-
-
-def _finish(write: Callable[[], None]) -> None:
-    try:
-        write()
-    except CheckpointError as error:
-        logger.error("the last checkpoint is missing. %s", error)
 
 
 def _check_loop(control: FitControl | None, rule: str, fix: str, **asked: Any) -> None:

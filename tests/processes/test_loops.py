@@ -16,9 +16,30 @@ launched = loaded(HERE / "test_processes.py", "process_test_processes").launched
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["raise", "SIGKILL", "SIGTERM"])
 def test_a_loop_of_two_processes_goes_on_where_it_was_saved(end, tmp_path):
+    first, steps = cut_and_resumed(end, tmp_path)
+    if end == "SIGTERM":
+        assert first > 3
+    else:  # of 18 steps every fourth is saved
+        assert (first, steps) == (9, [8, 12, 16])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["SIGKILL", "SIGTERM"])
+def test_a_loop_goes_on_from_the_disks_of_its_hosts(end, tmp_path):
+    first, steps = cut_and_resumed(end, tmp_path, "local")
+    if end == "SIGKILL":  # every second is saved there
+        assert (first, steps) == (11, [8, 12, 16])
+    for process in range(2):
+        found = [path.name for path in (tmp_path / f"host{process}").glob("process_*/[0-9]*")]
+        assert sorted(map(int, found)) == [16, 18]
+
+
+def cut_and_resumed(end, tmp_path, *local):
+    """Cuts a loop, resumes it on another mesh, and compares; its first step, and what is saved."""
+
     def run(mesh, layout, end, after):
-        script = HERE / "loop.py"
-        return launched(script, tmp_path, mesh, layout, end, after, processes=2, devices=4)
+        words = (HERE / "loop.py", tmp_path, mesh, layout, end, after, *local)
+        return launched(*words, processes=2, devices=4)
 
     # JAX tells of a signal some steps later, by its clock.
     ended = run("4x2", "tensor_parallel", end, 2 if end == "SIGTERM" else 10)
@@ -30,11 +51,8 @@ def test_a_loop_of_two_processes_goes_on_where_it_was_saved(end, tmp_path):
     assert again.returncode == 0, again.stdout[-6000:] + again.stderr[-3000:]
     found = dict(np.load(tmp_path / "state.npz"))
     first, steps = found.pop("first"), list(found.pop("steps"))
-    if end == "SIGTERM":
-        assert first > 3
-    else:  # of 18 steps every fourth is saved
-        assert (first, steps) == (9, [8, 12, 16])
     whole = loop.test_loop.Loop().run()
     for number, value in enumerate(whole.state()):
         # A running sum is of hundreds, and JAX's clock decides from which step another mesh adds.
         np.testing.assert_allclose(found[str(number)], value, rtol=1e-5, atol=1e-5)
+    return first, steps

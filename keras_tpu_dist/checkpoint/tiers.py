@@ -1,0 +1,198 @@
+"""The checkpoints of a run: in the directory that all hosts see, and on each host's own disk."""
+
+import contextlib
+import logging
+import os
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from keras_tpu_dist.checkpoint.keeping import written_at_s
+from keras_tpu_dist.checkpoint.local import LocalTier
+from keras_tpu_dist.checkpoint.manifest import CheckpointError, Manifest
+from keras_tpu_dist.checkpoint.store import Store
+from keras_tpu_dist.processes.channel import agree
+
+logger = logging.getLogger("keras_tpu_dist")
+
+_Loaded = TypeVar("_Loaded")
+
+
+def is_on_this_host(path: Any) -> bool:
+    """Whether an argument names a directory of this host, and no bucket.
+
+    Args:
+        path: The argument.
+
+    Example:
+
+    >>> [is_on_this_host(path) for path in ("/ssd/run7", "gs://bucket/run7", "", 3)]
+    [True, False, False, False]
+    """
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
+    return isinstance(text, str) and text != "" and "://" not in text
+
+
+class Tiers:
+    """Where a fit or a loop saves, and what it resumes from.
+
+    Args:
+        store: The directory that all hosts see.
+        local: A directory of this host's own disk, or `None`. `store` is closed if it cannot be
+            used.
+        asynchronous: Whether training goes on while the local one is written.
+        fix: What to write if processes do not do the same, for the error.
+
+    Attributes:
+        store: As given.
+        local: The checkpoints on the hosts' own disks, if there are any.
+        run: The name of the run, once it has one.
+
+    Raises:
+        CheckpointError: If `local` cannot be used.
+    """
+
+    def __init__(self, store: Store, local: str | os.PathLike | None, asynchronous: bool, fix: str):
+        self.store, self.run, self._fix = store, "", fix
+        self.local: LocalTier | None = None
+        if local is not None:
+            try:
+                self.local = LocalTier(local, asynchronous)
+            except BaseException:
+                store.close()
+                raise
+
+    @property
+    def found_locally(self) -> list[int]:
+        """The step of the local checkpoint that was found, if one was."""
+        return [] if self.local is None else self.local.steps
+
+    def name_run(self) -> None:
+        """Gives the run a new name, the same in all processes."""
+        self.run = agree("naming the run", self._fix, uuid.uuid4().hex[:12], str)[0]
+
+    def look_for_local(self) -> None:
+        """Looks for newer checkpoints of the same run on the hosts' own disks."""
+        if self.local is None:
+            return
+        run, step, at_s = None, -1, 0.0
+        steps = self.store.steps
+        for step_here in reversed(steps):
+            with contextlib.suppress(CheckpointError):
+                manifest = self.store.manifest(step_here)
+                run, step = manifest.training.get("run"), step_here
+                at_s = written_at_s(manifest.written) or 0.0
+                break
+        if not steps:
+            run = self.store.noted_run
+        run = run if isinstance(run, str) else None
+        what = f"looking for the run of {self.store.directory}"
+        # Process 0 decides: the directory may just have changed.
+        found = agree(what, self._fix, [run, step, at_s], [(None, str), int, float])
+        self.local.look_for(*found[0])
+
+    def load_local(self, load: Callable[[LocalTier, int], _Loaded]) -> _Loaded | None:
+        """Loads the local checkpoint that was found, or the next one if it cannot be read.
+
+        Args:
+            load: Loads the checkpoint of a step, or raises a `CheckpointError` in all processes.
+
+        Returns:
+            What `load` returned; `None` if there is none.
+        """
+        while self.local is not None and self.local.found is not None:
+            try:
+                result = load(self.local, self.local.found.step)
+            except CheckpointError as error:
+                logger.warning("%s Another one is tried.", error)
+                self.look_for_local()
+                continue
+            self.local.goes_on()
+            return result
+        return None
+
+    @property
+    def standing(self) -> str:
+        """How the newest local checkpoint of this process stands, for the others to hear."""
+        return "" if self.local is None else self.local.standing
+
+    def hear(self, standings: Sequence[str]) -> None:
+        """Notes how the newest local checkpoint of every process stands.
+
+        Args:
+            standings: Of each process.
+        """
+        if self.local is not None:
+            self.local.hear(standings)
+
+    def save_locally(
+        self, step: int, arrays: Mapping[str, Any], manifest: Callable[[], Manifest]
+    ) -> None:
+        """Saves on the hosts' own disks. What fails is logged: each process decides by itself.
+
+        Args:
+            step: The checkpoint's number.
+            arrays: The arrays by key.
+            manifest: Returns their description; called in the background.
+        """
+        tier = self.local
+        assert tier is not None
+        # Else what a host has on its own disk could be of another run.
+        logged(lambda: self.store.note_run(self.run))
+        logged(lambda: tier.save(step, arrays, manifest))
+
+    def wait(self) -> None:
+        """Waits for the newest checkpoint of both tiers.
+
+        Raises:
+            CheckpointError: If the shared one could not be written.
+        """
+        self.wait_locally()
+        self.store.wait()
+
+    def wait_locally(self) -> None:
+        """Waits for the newest local checkpoint."""
+        if self.local is not None:
+            finish(self.local.wait)
+
+    def close(self, run_has_ended: bool = False) -> None:
+        """Waits, and lets others write.
+
+        Args:
+            run_has_ended: See `Store.close`.
+
+        Raises:
+            CheckpointError: If the last shared checkpoint could not be written.
+        """
+        if self.local is not None:
+            finish(self.local.close)
+        self.store.close(run_has_ended)
+
+
+def logged(write: Callable[[], None]) -> bool:
+    """Writes; a failure is an ERROR in the log.
+
+    Args:
+        write: Raises a `CheckpointError` if it fails.
+
+    Returns:
+        Whether it was written.
+    """
+    try:
+        write()
+    except CheckpointError as error:
+        logger.error("training goes on without this checkpoint. %s", error)
+        return False
+    return True
+
+
+def finish(write: Callable[[], None]) -> None:
+    """As `logged`, for the last checkpoint.
+
+    Args:
+        write: Raises a `CheckpointError` if it fails.
+    """
+    try:
+        write()
+    except CheckpointError as error:
+        logger.error("the last checkpoint is missing. %s", error)
