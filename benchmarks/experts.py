@@ -1,11 +1,12 @@
 """Mixtures of experts: what the TPU compiler estimates of a train step; nothing runs on a chip.
 
-    python benchmarks/experts.py [--effort exact] [chosen] [gshard]
+    python benchmarks/experts.py [--effort exact] [chosen] [gshard] [sizes]
 
 `chosen`: layers as KerasHub has them, which compute every expert for every token (top 8 of 64),
 as they are and converted by `ktd.convert`. `gshard`: two layers that send tokens to experts by
-one-hot products, with experts over the batch's axis: as the compiler partitions them, as the plan
-has them exchanged, and with `all_to_all` by hand.
+one-hot products, with experts over the batch's axis: with their kernels gathered, with the tokens
+exchanged, with `all_to_all` by hand, and as "fsdp" chooses. `sizes`: which is faster for how many
+tokens, and what is chosen.
 """
 
 import keras_tpu_dist as ktd  # first: it selects Keras's JAX backend
@@ -179,6 +180,37 @@ def gshard_model(strategy, by_hand, layers=2, time=1024, width=1024, count=8, hi
     return model
 
 
+# What is done with tokens, whatever their number.
+CHOICES = {"gathered": False, "exchanged": True}
+
+
+def gshard_run(layout, by_hand, exchanged, effort, rows=64, **sizes):
+    """A dry run; `exchanged` decides whether tokens are, and `None` leaves that to the plan."""
+    strategy = ktd.TPUStrategy({"data": 8}, layout, topology=TOPOLOGY)
+    decide = mock.patch.object(exchange, "is_shorter", return_value=exchanged)
+    with contextlib.nullcontext() if exchanged is None else decide:
+        return ktd.dry_run(
+            lambda: gshard_model(strategy, by_hand, **sizes),
+            strategy,
+            batch_size=rows,
+            effort=effort,
+        )
+
+
+def sizes(effort):
+    """Prints which is faster for how many tokens, and what is chosen."""
+    print("| rows | experts | gathered | exchanged | chosen |\n| - | - | - | - | - |")
+    for rows, count in ((32, 8), (128, 8), (128, 32)):
+        runs = [
+            gshard_run("fsdp", False, each, effort, rows, count=count)
+            for each in (False, True, None)
+        ]
+        times = [duration_text(each.estimate.step) for each in runs]
+        chosen = any(each.kind == "all-to-all" for each in runs[2].cost.collectives)
+        print(f"| {rows} | {count} | {times[0]} | {times[1]} | "
+              f"{'exchanged' if chosen else 'gathered'} |", flush=True)  # fmt: skip
+
+
 def gshard(effort):
     """Prints what an exchange of tokens by the plan costs, beside that of kernels, and by hand."""
     rules = ktd.LayoutRules([("g_shard.*/(up|down)", ("data",))])
@@ -186,15 +218,7 @@ def gshard(effort):
     rows += (("fsdp", "fsdp", False),)
     print("| tokens | cycles at the clock | step | collectives | memory |\n| - | - | - | - | - |")
     for name, layout, by_hand in rows:
-        strategy = ktd.TPUStrategy({"data": 8}, layout, topology=TOPOLOGY)
-        without = mock.patch.object(exchange, "exchange_axes", return_value={})
-        with without if name == "gathered" else contextlib.nullcontext():
-            run = ktd.dry_run(
-                lambda strategy=strategy, by_hand=by_hand: gshard_model(strategy, by_hand),
-                strategy,
-                batch_size=64,
-                effort=effort,
-            )
+        run = gshard_run(layout, by_hand, CHOICES.get(name), effort)
         times, sent = run.estimate, {}
         for each in run.cost.collectives:
             sent[each.kind] = sent.get(each.kind, 0) + each.bytes * each.times
@@ -207,13 +231,15 @@ def gshard(effort):
 def main():
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("tables", nargs="*", choices=["chosen", "gshard", []], default=[])
+    parser.add_argument("tables", nargs="*", choices=["chosen", "gshard", "sizes", []], default=[])
     parser.add_argument("--effort", default="exact", choices=["quick", "exact"])
     options = parser.parse_args()
     if not options.tables or "chosen" in options.tables:
         chosen(options.effort)
     if not options.tables or "gshard" in options.tables:
         gshard(options.effort)
+    if not options.tables or "sizes" in options.tables:
+        sizes(options.effort)
 
 
 if __name__ == "__main__":

@@ -4,13 +4,15 @@ If a layer sends tokens to experts by products with one-hot tensors, as GShard d
 have both experts and rows of the batch. One mesh axis can only split one of the two. By default the
 compiler keeps the rows split and gathers every expert's kernel. Here such values are split by rows
 until the first product with experts' kernels, by experts until the last one, and by rows again. The
-compiler converts one into the other by an all-to-all.
+compiler converts one into the other by an all-to-all. If there are so many tokens that gathering
+the kernels takes less time, the program is left as it is.
 
 References:
     - https://arxiv.org/abs/2006.16668
 """
 
 import contextvars
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +25,7 @@ from keras_tpu_dist.common.axes import axis_size, entry_names
 from keras_tpu_dist.common.setting import setting
 from keras_tpu_dist.partitioner.places import constrained, in_compiled_code
 from keras_tpu_dist.trace.dimensions import Dimensions, dimensions
-from keras_tpu_dist.trace.graph import Equation, Graph, graph_of
+from keras_tpu_dist.trace.graph import Atom, Equation, Graph, graph_of
 
 # The layers whose call is being traced, by their ids.
 _tracing: contextvars.ContextVar[frozenset[int]] = contextvars.ContextVar(
@@ -31,6 +33,9 @@ _tracing: contextvars.ContextVar[frozenset[int]] = contextvars.ContextVar(
 )
 # (experts, features, units)
 _RANK = 3
+# How much longer links take to exchange a byte of tokens, twice in each direction, than to gather a
+# byte of kernels twice and to sum it up: `python benchmarks/experts.py sizes`.
+_EXCHANGE_FACTOR = 2
 
 
 def exchange_tokens(
@@ -73,7 +78,7 @@ def _around(stock: Callable, layer: Any, args: tuple, kwargs: dict) -> Any:
 
     def exchanged(jaxpr: Any, inputs: list) -> list:
         exchange = _Exchange(graph_of(jaxpr), strategy.mesh, tuple(strategy.data_axes), axes)
-        if exchange.is_by_expert:
+        if exchange.is_by_expert and exchange.is_shorter():
             return exchange.evaluate(inputs)
         return core.jaxpr_as_fun(jaxpr)(*inputs)
 
@@ -96,6 +101,16 @@ def exchange_axes(layer: Any, strategy: Any) -> dict[int, tuple[str, ...]]:
             if set(names) & set(strategy.data_axes):
                 found[id(_keras.full_precision(kernel))] = names
     return found
+
+
+def is_shorter(tokens_bytes: float, kernels_bytes: float) -> bool:
+    """Whether exchanging tokens takes less time than gathering kernels.
+
+    Args:
+        tokens_bytes: Bytes that each device sends to experts, and gets back.
+        kernels_bytes: Bytes of all experts' kernels.
+    """
+    return _EXCHANGE_FACTOR * tokens_bytes < kernels_bytes
 
 
 class _Exchange:
@@ -129,6 +144,9 @@ class _Exchange:
         self._by_rows: dict[int, int] = {}
         self._kernels: dict[int, tuple[int, int]] = {}
         self._axes, met = kernels, set()
+        # Other axes that split experts, as tensor parallelism does, split them throughout.
+        every = dict.fromkeys(name for axes in kernels.values() for name in axes)
+        self._stay = tuple(name for name in every if name not in rows)
         first = next((v for v in graph.inputs if v.shape), None)
         for value in graph.inputs:
             if first is not None and value.shape[:1] == first.shape[:1]:
@@ -186,6 +204,21 @@ class _Exchange:
         """
         return self._graph.evaluate(inputs, {}, self._run)
 
+    def is_shorter(self) -> bool:
+        """Whether exchanging the tokens takes less time than gathering the kernels."""
+        sent: dict[int, Atom] = {}
+        kernels: dict[int, Atom] = {}
+        for operation, (side, _) in self.products.items():
+            kernel, tokens = operation.operands[side], operation.operands[1 - side]
+            kernels[id(kernel)] = kernel
+            if id(tokens) not in self._experts:
+                sent[id(tokens)] = tokens
+        for operation in self._graph.operations:
+            if not any(id(each) in self._experts for each in operation.results):
+                sent |= {id(v): v for v in operation.operands if id(v) in self._experts}
+        tokens_bytes = sum(map(_bytes, sent.values())) / axis_size(self._mesh, self._rows)
+        return is_shorter(tokens_bytes, sum(map(_bytes, kernels.values())))
+
     def _run(self, operation: Equation, arrays: list[Any]) -> list[Any]:
         if operation not in self.products:
             return operation.run(self._back(operation, arrays))
@@ -194,14 +227,14 @@ class _Exchange:
         _, shared = operation.equation.params["dimension_numbers"]
         dim, _ = self._kernels[id(kernel)]
         place = shared[1 - side][list(shared[side]).index(dim)]
-        rows = self._by_rows.get(id(tokens))
+        rows = self._rows_of(tokens, place)
         given = arrays[1 - side]
         if id(tokens) not in self._experts:
             given = self._split_rows(given, rows, place)
         arrays[1 - side] = self._split_experts(given, rows, place, axes)
         (result,) = operation.run(arrays)
-        rows = self._by_rows.get(id(operation.results[0]))
         place = self._experts[id(operation.results[0])]
+        rows = self._rows_of(operation.results[0], place)
         return [self._split_experts(result, rows, place, axes)]
 
     def _back(self, operation: Equation, arrays: list[Any]) -> list[Any]:
@@ -209,16 +242,21 @@ class _Exchange:
         if any(id(each) in self._experts for each in operation.results):
             return arrays
         return [
-            self._split_rows(array, self._by_rows.get(id(value)), self._experts[id(value)])
-            if id(value) in self._experts
+            self._split_rows(array, self._rows_of(value, place), place)
+            if (place := self._experts.get(id(value))) is not None
             else array
             for value, array in zip(operation.operands, arrays, strict=True)
         ]
 
+    def _rows_of(self, value: Atom, experts: int) -> int | None:
+        """The dimension of rows; `None` if the layer is given tokens by expert."""
+        rows = self._by_rows.get(id(value))
+        return None if rows == experts else rows
+
     def _split_rows(self, array: Any, rows: int | None, experts: int) -> Any:
         if rows is None or array.shape[rows] % axis_size(self._mesh, self._rows):
             return array
-        return constrained(array, self._mesh, {rows: self._rows, experts: ()})
+        return constrained(array, self._mesh, {rows: self._rows, experts: self._stay})
 
     def _split_experts(self, array: Any, rows: int | None, experts: int, axes: Any) -> Any:
         dims = {experts: axes}
@@ -226,3 +264,7 @@ class _Exchange:
         if rows is not None and array.shape[rows] % axis_size(self._mesh, left or None) == 0:
             dims[rows] = left
         return constrained(array, self._mesh, dims)
+
+
+def _bytes(value: Atom) -> int:
+    return math.prod(value.shape) * value.aval.dtype.itemsize

@@ -90,6 +90,7 @@ class _Product(NamedTuple):
     weights: frozenset[int]
     summed: tuple[int, ...]
     free: tuple[int, ...]
+    shared: tuple[int, ...]
     operand: tuple[int, ...]
     operand_bytes: int
     result_bytes: int
@@ -242,6 +243,18 @@ class Flow:
         made = [p for p in self.products if weight in p.weights]
         return any(root[node] == root[each] for product in made for each in product.free)
 
+    def multiplies_by(self, weight: int, dim: int) -> bool:
+        """Whether each part of a weight multiplies its own part of values, as an expert its tokens.
+
+        Args:
+            weight: The number of the weight.
+            dim: The dimension that has the parts.
+        """
+        node = self.weights[weight][dim]
+        root = self._together(self.sizes[node])
+        made = [p for p in self.products if weight in p.weights]
+        return bool(made) and all(root[node] in map(root.__getitem__, p.shared) for p in made)
+
     def elements(self, weight: int) -> int:
         """The number of elements of a weight.
 
@@ -329,7 +342,10 @@ class _Reader:
         result_bytes = sum(result.bytes for result in results)
         name = equation.primitive.name
         if name in ("dot_general", "conv_general_dilated"):
-            return self._product(given[:2], gone, results[0])
+            shared: tuple = ((), ())
+            if name == "dot_general":
+                _, shared = equation.params["dimension_numbers"]
+            return self._product(given[:2], gone, shared, results[0])
         if name.startswith(("reduce_", "arg")):
             self.flow.sums += [(node, result_bytes) for node in gone[0]]
         elif name == "gather":
@@ -340,7 +356,7 @@ class _Reader:
         return None
 
     def _product(
-        self, given: list[_Value], gone: list[list[int]], result: _Value
+        self, given: list[_Value], gone: list[list[int]], shared: tuple, result: _Value
     ) -> _Product | None:
         kernels = [i for i in (0, 1) if given[i].weights]
         if len(kernels) != 1:
@@ -356,6 +372,7 @@ class _Reader:
             weights=kernel.weights or frozenset(),
             summed=summed,
             free=free,
+            shared=tuple(kernel.nodes[dim] for dim in shared[kernels[0]]),
             operand=operand.nodes,
             operand_bytes=operand.bytes,
             result_bytes=result.bytes,

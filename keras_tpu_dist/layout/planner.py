@@ -24,6 +24,7 @@ from keras_tpu_dist.hardware.chips import of_kind
 from keras_tpu_dist.hardware.compile_only import CompileOnlyDevice
 from keras_tpu_dist.hardware.mesh import sequence_axis, state_axes
 from keras_tpu_dist.layout.activations import block_outputs
+from keras_tpu_dist.layout.banks import tokens_are_sent_to
 from keras_tpu_dist.layout.rules import Decision, LayoutRules
 from keras_tpu_dist.layout.tensor import TensorPlan
 from keras_tpu_dist.show.folding import merged, relative, shapes_text, short_rows
@@ -145,11 +146,12 @@ class Planner:
 
     Args:
         kind: `"fsdp"`: splits every variable with at least `min_size` elements over the data axes,
-            along its largest divisible dimension. `"tensor_parallel"`: splits kernels in column and
-            row pairs, attention by heads, embeddings by vocabulary or width, convolutions by
-            channels, experts by expert, recurrent kernels by gates, over the axes that do not split
-            the batch. `"auto"`: uses tensor_parallel on the model axes, if the mesh has any; adds
-            fsdp over the data axes if the training state would not fit in memory.
+            along its largest divisible dimension, or by expert if tokens are sent to experts.
+            `"tensor_parallel"`: splits kernels in column and row pairs, attention by heads,
+            embeddings by vocabulary or width, convolutions by channels, experts by expert,
+            recurrent kernels by gates, over the axes that do not split the batch. `"auto"`: uses
+            tensor_parallel on the model axes, if the mesh has any; adds fsdp over the data axes if
+            the training state would not fit in memory.
         min_size: The number of elements from which a variable is split.
         memory_bytes: Memory of a device, for `"auto"`. Defaults to the device's memory, or to that
             of a v5e chip if that is unknown.
@@ -236,12 +238,14 @@ class Planner:
         if self.kind != "fsdp" and model_axes:
             tensor = TensorPlan(model, mesh, model_axes, self.min_size).decisions
         chosen, name = self._chosen(variables, tensor, mesh, stored)
+        experts = tokens_are_sent_to(model) if "fsdp" in chosen else frozenset()
         by_id = {}
         for variable in variables:
             decision = tensor.get(id(variable))
             if "fsdp" in chosen:
                 before = decision or _UNPLANNED
-                decision = self._spread(variable.shape, decision, mesh, stored)
+                sent = id(variable) in experts
+                decision = self._spread(variable.shape, decision, mesh, stored, sent)
                 decision = replace(
                     decision,
                     used=before.used,
@@ -289,14 +293,32 @@ class Planner:
         needs = f"state of {state / 1e9:.3g} GB{already}, {room / 1e9:.3g} GB of room per device"
         return tuple(plans), f"auto, {' and '.join(plans) or 'replicated'} ({needs})"
 
-    def _spread(self, shape, decision: Decision | None, mesh, data_axes) -> Decision:
-        """Adds the data axes to the largest dimension that is divisible by them."""
+    def _spread(
+        self, shape, decision: Decision | None, mesh, data_axes, experts: bool = False
+    ) -> Decision:
+        """Adds the data axes to the largest dimension that is divisible by them.
+
+        If tokens are sent to experts, kernels lie by expert, so that tokens can go where they lie.
+        """
         before = decision.reason + "; " if decision is not None else ""
         taken = decision.axes if decision is not None else ()
         if math.prod(shape) < self.min_size:
             few = f"{math.prod(shape)} elements are below min_size={self.min_size}"
             return Decision(taken, f"{before}fsdp: not split: {few}")
+        if experts and (found := _by_expert(shape, taken, mesh, data_axes, before)) is not None:
+            return found
         return split_largest(shape, taken, mesh, data_axes, before)
+
+
+def _by_expert(shape, taken: Axes, mesh, data_axes, before: str) -> Decision | None:
+    """Adds all data axes to the first dimension, if they divide it."""
+    first, *rest = *taken, *(None,) * (len(shape) - len(taken))
+    entry = dividing_axes(shape[0] // axis_size(mesh, first), data_axes, mesh)
+    if axis_size(mesh, entry) < axis_size(mesh, tuple(data_axes)):
+        return None
+    names = (*entry_names(first), *entry_names(entry))
+    own = names[0] if len(names) == 1 else names
+    return Decision((own, *rest), f"{before}fsdp: by expert, to which tokens are sent")
 
 
 def split_largest(

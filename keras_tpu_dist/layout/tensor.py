@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from keras_tpu_dist import _keras
 from keras_tpu_dist.common.axes import Axes, axis_size, dividing_axes, splitting_entries
+from keras_tpu_dist.layout.banks import banks_of, biases_of
 from keras_tpu_dist.layout.flow import Arguments, Cut, NotTraced, flow_of
 from keras_tpu_dist.layout.rules import Decision, Gathered, View
 
@@ -446,7 +447,7 @@ class TensorPlan:
                 found.update(id(variable) for variable in layer.variables)
             elif (
                 _keras.stored_weight(layer, "embeddings") is not None
-                or _banks(layer)
+                or banks_of(layer)
                 or (projection is not None and projection.experts)
             ):
                 found.update(id(variable) for variable in _keras.own_variables(layer))
@@ -685,18 +686,15 @@ class TensorPlan:
 
         Biases of shape `(experts, features)` belong to them; a router does not.
         """
-        banks = _banks(layer)
+        banks = banks_of(layer)
         if not banks:
             return
-        weights = [w for w in _keras.own_variables(layer) if w.trainable]
         count = banks[0].shape[0]
-        features = {w.shape[2] for w in banks}
         entry = dividing_axes(count, self._axes, self._mesh)
         if entry is None:
             self._keep(layer, f"experts: {count} do not divide by {self._ways()}")
             return
-        biases = [w for w in weights if len(w.shape) == 2 and w.shape[0] == count]
-        for weight in (*banks, *(w for w in biases if w.shape[1] in features)):
+        for weight in (*banks, *biases_of(layer, banks)):
             axes = (entry, *(None,) * (len(weight.shape) - 1))
             self._put(weight, axes, "experts, one group per shard")
 
@@ -781,14 +779,6 @@ class TensorPlan:
 
     def _ways(self) -> str:
         return f"{ {name: self._mesh.shape[name] for name in self._axes} }"
-
-
-def _banks(layer) -> list:
-    """The kernels of experts, if a layer has some."""
-    banks = [w for w in _keras.own_variables(layer) if w.trainable and len(w.shape) == 3]
-    sizes = {w.shape[0] for w in banks}
-    # A first dimension of 1 is only there for broadcasting, as in a table of positions.
-    return banks if len(banks) > 1 and len(sizes) == 1 and sizes != {1} else []
 
 
 def _multiplies(layer, weight) -> bool:

@@ -11,9 +11,10 @@ from keras import ops
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.experts import exchange
+from keras_tpu_dist.layout.planner import Planner
 
 L = keras.layers
-COUNT, WIDTH, HIDDEN, TIME = 8, 6, 10, 16
+COUNT, WIDTH, HIDDEN, TIME = 8, 6, 64, 16
 
 
 class GShard(L.Layer):
@@ -23,16 +24,16 @@ class GShard(L.Layer):
         https://arxiv.org/abs/2006.16668
     """
 
-    def __init__(self, gated=False, **kwargs):
+    def __init__(self, gated=False, hidden=HIDDEN, **kwargs):
         super().__init__(**kwargs)
-        self.gated = gated
+        self.gated, self.hidden = gated, hidden
 
     def build(self, shape):
         self.router = self.add_weight(shape=(WIDTH, COUNT), name="router")
-        self.up = self.add_weight(shape=(COUNT, WIDTH, HIDDEN), name="up")
+        self.up = self.add_weight(shape=(COUNT, WIDTH, self.hidden), name="up")
         if self.gated:
-            self.gate = self.add_weight(shape=(COUNT, WIDTH, HIDDEN), name="gate")
-        self.down = self.add_weight(shape=(COUNT, HIDDEN, WIDTH), name="down")
+            self.gate = self.add_weight(shape=(COUNT, WIDTH, self.hidden), name="gate")
+        self.down = self.add_weight(shape=(COUNT, self.hidden, WIDTH), name="down")
 
     def call(self, x):
         gates = ops.softmax(ops.cast(x @ self.router, "float32"))
@@ -58,10 +59,10 @@ MESHES = {
 }
 
 
-def model_of(gated):
+def model_of(gated, hidden=HIDDEN):
     x = inputs = keras.Input((TIME, WIDTH))
     for number in range(2):
-        x = x + GShard(gated, name=f"mixture_{number}")(L.LayerNormalization()(x))
+        x = x + GShard(gated, hidden, name=f"mixture_{number}")(L.LayerNormalization()(x))
     model = keras.Model(inputs, L.Dense(3)(x))
     rng = np.random.default_rng(0)
     model.set_weights([rng.normal(size=w.shape) * 0.4 for w in model.weights])
@@ -96,10 +97,9 @@ def test_meshes_equal_one_device(mesh, gated):
     assert_close(trained(model), trained(built(lambda: model_of(gated), None)))
 
 
-def compiled_step(mesh):
+def compiled_step(strategy, hidden=HIDDEN):
     """The text of a train step, as the CPU compiler partitions it."""
-    strategy = strategy_of(mesh)
-    model = built(lambda: model_of(True), strategy)
+    model = built(lambda: model_of(True, hidden), strategy)
     model.predict(np.zeros((16, TIME, WIDTH), "float32"), verbose=0)
 
     def loss(trained, rest, x):
@@ -116,12 +116,109 @@ def compiled_step(mesh):
         return step.lower(weights, rest, x).compile().as_text()
 
 
+def gathered_kernels(text, hidden=HIDDEN):
+    """The shapes of gathered kernels: of all experts, or of those of one part of an axis."""
+    gathered = re.findall(r"= f32\[([\d,]+)\]\S* all-gather", text)
+    shapes = [tuple(map(int, each.split(","))) for each in gathered]
+    return [each for each in shapes if sorted(each[1:]) == sorted((WIDTH, hidden))]
+
+
 @pytest.mark.parametrize("mesh", ["data8", "data4_model2", "expert"])
 def test_tokens_are_exchanged_and_no_kernel_is_gathered(mesh):
-    text = compiled_step(mesh)
+    text = compiled_step(strategy_of(mesh))
     assert " all-to-all(" in text
-    gathered = re.findall(r"= f32\[([\d,]+)\]\S* all-gather", text)
-    assert not [shape for shape in gathered if shape in ("8,6,10", "8,10,6")]
+    assert not gathered_kernels(text)
+
+
+def test_kernels_are_gathered_if_that_is_less():
+    text = compiled_step(strategy_of("data8"), hidden=4)
+    assert " all-to-all(" not in text
+    assert gathered_kernels(text, 4)
+
+
+PLANNED = {
+    "data8": ({"data": 8}, "fsdp", ("data",)),
+    "data4_model2": ({"data": 4, "model": 2}, "auto", (("model", "data"),)),
+    "data2_fsdp2_model2": (
+        {"data": 2, "fsdp": 2, "model": 2},
+        "auto",
+        (("model", "data", "fsdp"),),
+    ),
+}
+
+
+def planned(mesh):
+    axes, kind, _ = PLANNED[mesh]
+    return ktd.TPUStrategy(axes, Planner(kind, min_size=64, memory_bytes=1))
+
+
+@pytest.mark.parametrize(
+    "mesh", [n if n == "data8" else pytest.param(n, marks=pytest.mark.slow) for n in PLANNED]
+)
+def test_a_plan_stores_experts_where_their_tokens_go(mesh):
+    strategy = planned(mesh)
+    rows = strategy.explain(built(lambda: model_of(True), strategy)).rows
+    kernels = {row.path: row.axes for row in rows if re.search("/(up|gate|down)$", row.path)}
+    assert len(kernels) == 6
+    assert set(kernels.values()) == {(*PLANNED[mesh][2], None, None)}
+    text = compiled_step(strategy)
+    assert " all-to-all(" in text
+    assert not gathered_kernels(text)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hidden", [HIDDEN, 4])
+@pytest.mark.parametrize("mesh", PLANNED)
+def test_plans_equal_one_device(mesh, hidden):
+    model = built(lambda: model_of(True, hidden), planned(mesh))
+    assert_close(trained(model), trained(built(lambda: model_of(True, hidden), None)))
+
+
+class Bank(L.Layer):
+    """The experts of a mixture, as a layer of their own, which is given tokens by expert."""
+
+    def build(self, shape):
+        self.up = self.add_weight(shape=(COUNT, WIDTH, HIDDEN), name="up")
+        self.down = self.add_weight(shape=(COUNT, HIDDEN, WIDTH), name="down")
+
+    def call(self, inner):
+        hidden = ops.gelu(ops.einsum("ebcd,edf->ebcf", inner, self.up))
+        return ops.einsum("ebcf,efd->ebcd", hidden, self.down)
+
+
+class Around(L.Layer):
+    """A mixture that routes tokens to a bank."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.bank = Bank(name="bank")
+
+    def build(self, shape):
+        self.router = self.add_weight(shape=(WIDTH, COUNT), name="router")
+        self.bank.build((COUNT, shape[0], 2 * shape[1] // COUNT, WIDTH))
+
+    def call(self, x):
+        chosen = ops.one_hot(ops.argmax(x @ self.router, -1), COUNT)
+        place = ops.cumsum(chosen, 1) * chosen - 1
+        sent = ops.one_hot(ops.cast(place, "int32"), 2 * x.shape[1] // COUNT)
+        return ops.einsum("ebcd,btec->btd", self.bank(ops.einsum("btec,btd->ebcd", sent, x)), sent)
+
+
+@pytest.mark.slow
+def test_a_bank_of_its_own_is_sent_tokens_too():
+    def build():
+        x = inputs = keras.Input((TIME, WIDTH))
+        model = keras.Model(inputs, L.Dense(3)(x + Around()(x)))
+        rng = np.random.default_rng(0)
+        model.set_weights([rng.normal(size=w.shape) * 0.4 for w in model.weights])
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        return model
+
+    strategy = planned("data8")
+    model = built(build, strategy)
+    rows = strategy.explain(model).rows
+    assert {row.axes for row in rows if "bank" in row.path} == {("data", None, None)}
+    assert_close(trained(model), trained(built(build, None)))
 
 
 def test_a_layer_that_computes_all_experts_is_left(monkeypatch):
