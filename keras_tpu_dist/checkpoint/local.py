@@ -27,6 +27,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from keras_tpu_dist.checkpoint.barriers import first_reason
 from keras_tpu_dist.checkpoint.fingerprint import fingerprints
 from keras_tpu_dist.checkpoint.keeping import (
     HALF,
@@ -466,7 +467,7 @@ class LocalTier:
                     error = caught
         reason = None if error is None else f"{type(error).__name__}: {error}"[:300]
         what = f"reading local checkpoint {step}"
-        failed = agree(what, _FIX, reason, (None, str), reduce=_first_of)
+        failed = agree(what, _FIX, reason, (None, str), reduce=first_reason)
         if failed is not None:
             raise _damaged(step, self.directory, str(failed))
         self._exchange(wanted, plans, cells)
@@ -729,11 +730,6 @@ def _is_whole(found: Found, copies: Mapping[int, Copy]) -> bool | None:
 
 def _any_of_each(reported: list[list[bool | None]]) -> list[bool]:
     return [any(each) for each in zip(*reported)]
-
-
-def _first_of(reasons: list[str | None]) -> str | None:
-    failed = [f"process {i}: {reason}" for i, reason in enumerate(reasons) if reason is not None]
-    return failed[0] if failed else None
 
 
 def _damaged(step: int, directory: str, received: str) -> CheckpointError:

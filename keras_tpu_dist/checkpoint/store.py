@@ -12,8 +12,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from keras_tpu_dist.checkpoint.barriers import barriers_of, first_reason
 from keras_tpu_dist.checkpoint.fingerprint import fingerprints
 from keras_tpu_dist.checkpoint.keeping import (
+    HALF,
     MANIFEST_FILE,
     Known,
     Lock,
@@ -35,14 +37,17 @@ from keras_tpu_dist.checkpoint.keeping import (
 from keras_tpu_dist.checkpoint.manifest import CheckpointError, Manifest, Saved, from_json
 from keras_tpu_dist.checkpoint.names import named_state
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.processes.channel import agree
 
 logger = logging.getLogger("keras_tpu_dist")
 
 _ARRAYS, _MANIFEST = "arrays", "manifest"
+_FIX = "Save the same checkpoints in all processes."
 # Characters of an error's text: TensorStore's have the whole specification of what it read.
 _MOST_WORDS = 300
 # 1000 processes that save 10,000 arrays write 20 MB.
 _MOST_BYTES_OF_A_DESCRIPTION = 64 * 2**20
+_LOOK = "Look at its place, its rights and its space."
 _OTHER = "Load another checkpoint: ktd.restore(model, directory, step=...)."
 
 
@@ -99,6 +104,7 @@ class Store:
         self._failed: BaseException | None = None
         self._known: dict[int, Known] = {}
         self._noted: str | None = None
+        self._barriers = None if read_only or alone else barriers_of(self.directory)
         if not read_only and self._is_first:
             with checkpoint_errors(self.directory, "opened"):
                 self._lock_and_settle()
@@ -139,7 +145,9 @@ class Store:
             logging.getLogger("absl").addFilter(_is_not_raised_too)
             # If a directory cannot be created in the background, Orbax's threads wait ten minutes
             # for it, and the process with them.
-            here = ocp.options.AsyncOptions(create_directories_asynchronously=False)
+            here = ocp.options.AsyncOptions(
+                create_directories_asynchronously=False, barrier_sync_fn=self._barriers
+            )
             self._saver = ocp.AsyncCheckpointer(
                 handler, async_options=here, multiprocessing_options=processes
             )
@@ -162,7 +170,8 @@ class Store:
             manifest: Returns their description; called in the background, when it is written.
 
         Raises:
-            CheckpointError: If it could not be written.
+            CheckpointError: If it could not be written; in all processes, also if one of them has
+                failed.
         """
         args = orbax().args
         items = {
@@ -175,35 +184,73 @@ class Store:
         except CheckpointError as error:
             logger.error("training went on without a checkpoint. %s", error)
         path = self._root / str(step)
-        with checkpoint_errors(self.directory, "written", step):
-            try:
-                if self._is_first and path.exists():
-                    set_aside(path)
-                self._checkpointer.save(path, args=args.Composite(**items))
-            except BaseException:
-                self._clear_up()
-                raise
-        if not self._asynchronous:
-            self._complete(step)
-            self._join()
-            return
-        # A daemon, so that a process can end: at exit Orbax's own thread finishes the writing.
-        self._completing = threading.Thread(
-            target=self._complete, args=(step,), name=f"checkpoint {step}", daemon=True
-        )
-        self._completing.start()
+        if self._is_first:
+            self._try(lambda: self._make_place(path))
+        self._agree(step)
+        if self._barriers is not None:
+            self._barriers.begin()
+        self._try(lambda: self._checkpointer.save(path, args=args.Composite(**items)))
+        if self._failed is None:
+            # A daemon, so that a process can end: at exit Orbax's own thread finishes the writing.
+            self._completing = threading.Thread(
+                target=self._try,
+                args=(lambda: self._complete(step),),
+                name=f"checkpoint {step}",
+                daemon=True,
+            )
+            self._completing.start()
+        if not self._asynchronous and self._completing is not None:
+            self._completing.join()
+            self._completing = None
+        self._agree(step)
+
+    def _make_place(self, path: Any) -> None:
+        """Moves an older checkpoint of this step aside.
+
+        Orbax has the others wait, on their devices, until process 0 has made a directory. If that
+        fails, they wait for ever, so it is tried before.
+        """
+        if path.exists():
+            set_aside(path)
+        if _is_local(self.directory) and self._barriers is not None:
+            trial = path.parent / f"{path.name}{HALF}.trial"
+            trial.mkdir()
+            trial.rmdir()
 
     def _complete(self, step: int) -> None:
         """Waits until a checkpoint is complete, reads it back, and only then deletes others."""
+        self._checkpointer.wait_until_finished()
+        if self._is_first:
+            self._known.pop(step, None)
+            self.manifest(step)
+            self._delete_others()
+
+    def _try(self, act: Callable[[], None]) -> None:
+        """Does a part of saving. A failure is noted, and the other processes fail as well."""
         try:
-            self._checkpointer.wait_until_finished()
-            if self._is_first:
-                self._known.pop(step, None)
-                self.manifest(step)
-                self._delete_others()
+            act()
         except BaseException as error:
             self._failed = error
-            self._clear_up()
+            try:
+                if self._barriers is not None:
+                    self._barriers.give_up(error)
+            finally:
+                self._clear_up()
+
+    def _agree(self, step: int) -> None:
+        """Raises in all processes what has failed in one: they decide by it what to do together."""
+        own, reason = self._failed, None
+        if self._barriers is not None:
+            what = f"writing checkpoint {step} of {self.directory}"
+            told = None if own is None else _reason(own)
+            reason = agree(what, _FIX, told, (None, str), reduce=first_reason)
+        if own is not None:
+            self._failed = None
+            with checkpoint_errors(self.directory, "written", step):
+                raise own
+        if reason is not None:
+            rule = f"Checkpoint {step} of {self.directory!r} cannot be written."
+            raise CheckpointError(message(rule, received=f"{reason}.", fix=_LOOK))
 
     def _delete_others(self) -> None:
         steps = self.steps
@@ -448,7 +495,7 @@ def checkpoint_errors(directory: str, what: str, step: int | None = None) -> Ite
             message(
                 f"{which} of {directory!r} cannot be {what}.",
                 received=f"{_reason(error)}.",
-                fix=_OTHER if what == "read" else "Look at its place, its rights and its space.",
+                fix=_OTHER if what == "read" else _LOOK,
             )
         ) from error
 

@@ -39,7 +39,8 @@ class GoodputRecorder:
         self._written: dict[str, float] = {}
         self._ends = threading.Event()
         self._lock = threading.Lock()
-        records.append(self.path, records.START, since=round(since, 3))
+        if not records.append(self.path, records.START, since=round(since, 3)):
+            self._ends.set()
 
     def _before(self) -> list[dict]:
         if not os.path.exists(self.path):

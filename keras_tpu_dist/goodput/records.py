@@ -10,13 +10,16 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from keras_tpu_dist.common.once import log_once
+
 logger = logging.getLogger("keras_tpu_dist")
 
 # What `launch --goodput FILE` passes to the processes that it starts.
 GOODPUT = "KTD_GOODPUT"
 LAUNCH, START, SPENT, FAILED, ENDED = "launch", "start", "spent", "failed", "ended"
 _KINDS = (LAUNCH, START, SPENT, FAILED, ENDED)
-# A run of a year writes some 5 MB: see `GoodputRecorder`.
+# A run of a month writes some 4 MB, of a year 5 MB (see `GoodputRecorder`): what reaches this has
+# other lines, or 100,000 restarts.
 MOST_BYTES = 64 * 2**20
 _MOST_OF_A_LINE = 4096
 _MOST_NAMES, _MOST_LETTERS = 32, 300
@@ -24,14 +27,20 @@ _MOST_NAMES, _MOST_LETTERS = 32, 300
 _LATEST_S = 1e11
 
 
-def append(path: str, what: str, at: float | None = None, **fields: Any) -> None:
-    """Adds one line, whole or not at all.
+def append(path: str, what: str, at: float | None = None, **fields: Any) -> bool:
+    """Adds one line, whole or not at all. A file that is full is one WARNING.
 
     Args:
         path: The file, which is created if it is not there.
         what: The kind of line.
         at: When it was, in seconds since 1970; by default now.
         **fields: Plain data, `None` for what is unknown.
+
+    Returns:
+        Whether the file had room for it.
+
+    Raises:
+        OSError: If it cannot be written.
     """
     if what != SPENT:
         fields = {"host": socket.gethostname(), **fields}
@@ -41,12 +50,20 @@ def append(path: str, what: str, at: float | None = None, **fields: Any) -> None
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     try:
         size = os.fstat(file).st_size
-        if len(line) > _MOST_OF_A_LINE or size > MOST_BYTES:
-            return
+        if size > MOST_BYTES:
+            log_once(
+                f"goodput is no longer counted: {path} has {MOST_BYTES:,} bytes, the most that it "
+                "may have. Give another file; `ktd goodput` reads this one until now",
+                logging.WARNING,
+            )
+            return False
+        if len(line) > _MOST_OF_A_LINE:
+            return True  # none of ours is so long, and a reader would leave it out
         # A machine that lost its power may have left a part of a line.
         if size and os.pread(file, 1, size - 1) != b"\n":
             line = b"\n" + line
         os.write(file, line)
+        return True
     finally:
         os.close(file)
 
@@ -64,11 +81,22 @@ def try_append(path: str, what: str, at: float | None = None, **fields: Any) -> 
         Whether it was written.
     """
     try:
-        append(path, what, at, **fields)
+        return append(path, what, at, **fields)
     except OSError as error:
         logger.warning("goodput is no longer counted: %s cannot be written: %s", path, error)
         return False
-    return True
+
+
+def is_full(path: str) -> bool:
+    """Whether no further line is added to a file.
+
+    Args:
+        path: The file.
+
+    Raises:
+        OSError: If it is not there.
+    """
+    return os.stat(path).st_size > MOST_BYTES
 
 
 def read(path: str) -> tuple[list[dict[str, Any]], int]:

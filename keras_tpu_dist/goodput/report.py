@@ -70,6 +70,7 @@ class GoodputReport(Page):
         seconds: Seconds by what they went to, see `WORDS`.
         starts: The starts of the run.
         left_out: Lines of the file that were not understood.
+        full: Whether the file had reached its largest size, so that what came later is not in it.
     """
 
     path: str
@@ -77,6 +78,7 @@ class GoodputReport(Page):
     seconds: Mapping[str, float]
     starts: tuple[StartOfRun, ...]
     left_out: int = 0
+    full: bool = False
 
     @property
     def trained(self) -> float:
@@ -98,6 +100,7 @@ class GoodputReport(Page):
             "unaccounted": self.unaccounted,
             "starts": [asdict(start) for start in self.starts],
             "left_out": self.left_out,
+            "full": self.full,
         }
 
     def __str__(self) -> str:
@@ -140,9 +143,16 @@ class GoodputReport(Page):
         )
 
     def _remarks(self) -> list[str]:
-        if not self.left_out:
-            return []
-        return [f"note: {self.left_out} line(s) of the file have another form and are left out"]
+        remarks = []
+        if self.full:
+            remarks.append(
+                f"note: the file is full ({records.MOST_BYTES:,} bytes): what came later is missing"
+            )
+        if self.left_out:
+            remarks.append(
+                f"note: {self.left_out} line(s) of the file have another form and are left out"
+            )
+        return remarks
 
     def _blocks(self) -> list[str]:
         return [self._bar(), self._table()]
@@ -165,7 +175,8 @@ class GoodputReport(Page):
     def _page(self) -> str:
         header = ("start", "processes", "time", "until step", "how it ended")
         rows = [self._start_row(n, start) for n, start in enumerate(self.starts, 1)]
-        parts = [f"<h1>{self._title()}</h1>", *self._blocks(), "<h2>Starts</h2>"]
+        remarks = [f"<p>{remark}</p>" for remark in self._remarks()]
+        parts = [f"<h1>{self._title()}</h1>", *remarks, *self._blocks(), "<h2>Starts</h2>"]
         return document("Goodput", [*parts, sortable(header, rows)])
 
 
@@ -180,6 +191,7 @@ def goodput_of(path: str | os.PathLike) -> GoodputReport:
     """
     try:
         found, left_out = records.read(os.fspath(path))
+        full = records.is_full(os.fspath(path))
     except OSError as error:
         raise ValueError(_no_file(path, str(error))) from error
     if not found:
@@ -193,7 +205,7 @@ def goodput_of(path: str | os.PathLike) -> GoodputReport:
     run.close()
     seconds = {name: max(0.0, run.seconds[name]) for name in WORDS}
     wall = 0.0 if run.first is None else run.clock - run.first
-    return GoodputReport(os.fspath(path), wall, seconds, tuple(run.starts), left_out)
+    return GoodputReport(os.fspath(path), wall, seconds, tuple(run.starts), left_out, full)
 
 
 def _no_file(path: Any, found: str) -> str:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.common import phases
+from keras_tpu_dist.common import once, phases
 from keras_tpu_dist.common.phases import BUILD, INPUT, OTHER, REPLAY, START, TRAIN, VALIDATE
 from keras_tpu_dist.goodput import recorder, records
 from keras_tpu_dist.goodput.report import IDLE, _time_text, goodput_of
@@ -206,12 +206,30 @@ def test_lines_of_another_form_are_left_out(tmp_path, capsys):
     assert [len(records.read(str(path))[0]), records.read(str(path))[1]] == [3, 1]
 
 
-def test_a_file_has_a_bound(tmp_path, monkeypatch):
+def test_a_full_file_is_one_warning_and_a_remark(counting, tmp_path, monkeypatch, caplog, capsys):
+    once.forget()
+    path = tmp_path / "goodput.jsonl"
+    one = counting()
+    one.write()
+    assert "full" not in str(goodput_of(path))
     monkeypatch.setattr(records, "MOST_BYTES", 200)
-    path = str(tmp_path / "goodput.jsonl")
     for _ in range(20):
-        records.append(path, records.LAUNCH, processes=2)
-    assert len(records.read(path)[0]) < 6
+        records.append(str(path), records.LAUNCH, processes=2)
+        one.write()
+    assert len(records.read(str(path))[0]) < 6
+    said = [each for each in caplog.records if "no longer counted" in each.getMessage()]
+    assert [each.levelname for each in said] == ["WARNING"]
+    assert one._ends.is_set()
+    # A run that starts again trains, and says it as well.
+    once.forget()
+    monkeypatch.setattr(recorder, "_recorder", None)
+    trained(goodput := ktd.callbacks.Goodput(path))
+    assert len([each for each in caplog.records if "no longer counted" in each.getMessage()]) == 2
+    assert goodput.report().full
+    assert main(["goodput", str(path), "--html", str(tmp_path / "page.html")]) == 0
+    words = "note: the file is full (200 bytes): what came later is missing"
+    assert words in capsys.readouterr().out
+    assert words in (tmp_path / "page.html").read_text()
 
 
 def test_the_command(tmp_path, capsys):
