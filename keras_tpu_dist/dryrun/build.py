@@ -299,7 +299,8 @@ def _model(build: Build, strategy: Strategy, mode: str) -> Iterator[keras.Model]
         try:
             model = build()
         except Exception as error:
-            error.add_note(f"raised by {build!r}, the build function given to dry_run")
+            name = getattr(build, "__qualname__", repr(build))
+            error.add_note(f"raised by {name}, the build function given to dry_run")
             raise
         finally:
             set_random_numbers(numbers)
@@ -365,9 +366,27 @@ def _check_built(model: keras.Model) -> None:
         )
 
 
+class NoModel(ValueError):
+    """The function that builds the model returned something else."""
+
+
+def fails_anywhere(error: BaseException) -> bool:
+    """Whether a dry run failed in the user's code, so that no mesh and no layout would help.
+
+    Args:
+        error: What the dry run raised.
+    """
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    module = "" if frame is None else frame.tb_frame.f_globals.get("__name__", "")
+    own = frame is None or module.partition(".")[0] in ("keras_tpu_dist", "keras", "jax", "jaxlib")
+    return isinstance(error, NoModel) or not own
+
+
 def _check_model(model: Any, mode: str) -> None:
     if not isinstance(model, keras.Model):
-        raise ValueError(
+        raise NoModel(
             message(
                 "build() must return a keras.Model.",
                 received={"build()": model},

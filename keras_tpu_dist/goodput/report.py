@@ -195,7 +195,8 @@ def goodput_of(path: str | os.PathLike) -> GoodputReport:
     except OSError as error:
         raise ValueError(_no_file(path, str(error))) from error
     if not found:
-        raise ValueError(_no_file(path, f"{left_out} line(s) of another form"))
+        lines = f"{left_out} line(s) of another form" if left_out else "no line"
+        raise ValueError(_no_file(path, lines))
     # Of several launchers, one a host, that of process 0 tells of the run.
     hosts = {record.get("host") for record in found if record["what"] == records.START}
     run = _Run()

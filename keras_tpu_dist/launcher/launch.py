@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.goodput import records
 from keras_tpu_dist.hardware.environment import simulated_environment
 from keras_tpu_dist.launcher.names import (
@@ -86,7 +87,16 @@ def launch(
     # Absolute: a process may change to another directory before it reports.
     named = tempfile.mkdtemp(prefix="ktd-launch-") if logs is None else logs
     folder = Path(named).absolute()
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ValueError(
+            message(
+                "The output of the processes is written into a folder.",
+                received=f"logs={named!r}, which is a file or lies in one.",
+                fix="Give the path of a folder.",
+            )
+        ) from None
     # What a launcher left that was killed.
     shutil.rmtree(folder / _REPORTS, ignore_errors=True)
     file = None if goodput is None else os.path.abspath(goodput)

@@ -91,7 +91,9 @@ class Folded:
             return "keras_tpu_dist"
         if package is not None:
             return package["name"]
-        return "python" if _OF_PYTHON.match(path) else None
+        # Python writes the constructor of a dataclass.
+        made = path == "<string>" and found["function"] == "__init__"
+        return "python" if made or _OF_PYTHON.match(path) else None
 
 
 def _frames(lines: Iterable[str]) -> Iterator[list[str]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from keras_tpu_dist.common.checks import check_callable, check_counts
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.dryrun.build import fails_anywhere
 from keras_tpu_dist.dryrun.inputs import given_inputs
 from keras_tpu_dist.dryrun.open_sizes import check_length
 from keras_tpu_dist.dryrun.run import Build, Progress, check_how, run_once
@@ -100,6 +101,8 @@ def compare(
                     thorough=False,
                 )
             except (ValueError, RuntimeError, NotImplementedError) as reason:
+                if fails_anywhere(reason):
+                    raise
                 error = str(reason)
                 logger.info("mesh %s with layout %s: %s", mesh, layout, error)
             found.append(Tried(candidate, batch_size, run=run, error=error))

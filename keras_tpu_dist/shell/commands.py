@@ -153,7 +153,7 @@ def _check(options: Namespace) -> Answered:
             # Each process would draw other weights, which a check finds.
             keras.utils.set_random_seed(0)
         with strategy.scope():
-            model = given.build_function(options.build)()
+            model = given.model_of(options.build, options.command)
     with show_progress():
         found = strategy.check(
             model,
@@ -205,8 +205,11 @@ def _convert(options: Namespace) -> Answered:
     with show_progress(), stages("convert", 3) as begin:
         begin("reading")
         of_file = options.model.endswith(".keras")
-        load = keras.saving.load_model if of_file else _built
-        model: Any = load(options.model)
+        model: Any = (
+            keras.saving.load_model(options.model)
+            if of_file
+            else given.model_of(options.model, options.command)
+        )
         begin("converting")
         faster = convert(model)
         layers = tuple(_converted_layers(model, faster))
@@ -215,10 +218,6 @@ def _convert(options: Namespace) -> Answered:
             build_optimizer(faster)  # Keras looks for its slots when it loads the file
             _write_whole(options.output, faster.save)
     return Converted(model.name, layers, options.output if layers else None), 0 if layers else 1
-
-
-def _built(name: str) -> Any:
-    return given.build_function(name)()
 
 
 def _converted_layers(model: Any, faster: Any) -> list[tuple[str, str]]:
@@ -247,7 +246,7 @@ def _as_keras_file(options: Namespace) -> Any:
     file_of(options.to_keras)
     with show_progress(), stages("checkpoint", 3) as begin:
         begin("building")
-        model = given.build_function(options.build or "")()
+        model = given.model_of(options.build or "", options.command)
         begin("reading")
         report = restore(model, options.directory, options.step)
         begin(f"writing {options.to_keras}")

@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from keras_tpu_dist.hardware.simulation import simulate
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.layout.rules import LayoutRules
 from keras_tpu_dist.strategy import TPUStrategy
+
+_MODEL_OR_PAIR = "a model, or (model, strategy)"
 
 
 def build_function(name: str) -> Callable:
@@ -52,7 +55,26 @@ def build_function(name: str) -> Callable:
                 choices=[n for n, value in vars(found).items() if callable(value)],
             )
         )
-    return getattr(found, attribute)
+    function = getattr(found, attribute)
+    _check_takes_nothing(function, name)
+    return function
+
+
+def _check_takes_nothing(function: Callable, name: str) -> None:
+    try:
+        needed = inspect.signature(function)
+    except (ValueError, TypeError):  # of a class or function in C
+        return
+    try:
+        needed.bind()
+    except TypeError:
+        raise ValueError(
+            message(
+                "The function that builds the model takes no arguments.",
+                received={"build": name, "arguments": str(needed)},
+                fix="Write one that calls it, or give the arguments default values.",
+            )
+        ) from None
 
 
 def _module_of_file(file: str) -> Any:
@@ -105,6 +127,9 @@ def model_and_strategy(options: argparse.Namespace) -> tuple[Any, TPUStrategy]:
         pair = isinstance(built, (tuple, list)) and len(built) == 2
         if pair and isinstance(built[0], keras.Model) and isinstance(built[1], TPUStrategy):
             return built[0], built[1]
+        _check_model(
+            built[0] if pair else built, built, options.build, options.command, _MODEL_OR_PAIR
+        )
         raise ValueError(
             message(
                 f"A function for {options.command} returns (model, strategy), unless you give the "
@@ -117,15 +142,36 @@ def model_and_strategy(options: argparse.Namespace) -> tuple[Any, TPUStrategy]:
     with strategy.scope():
         built = build()
     model = built[0] if isinstance(built, (tuple, list)) and built else built
+    _check_model(model, built, options.build, options.command, _MODEL_OR_PAIR)
+    return model, strategy
+
+
+def model_of(name: str, command: str) -> keras.Model:
+    """The model that a function makes.
+
+    Args:
+        name: `module:function` or `FILE.py:function`.
+        command: The command, for errors.
+
+    Raises:
+        ValueError: If the function returns no model.
+    """
+    model = build_function(name)()
+    _check_model(model, model, name, command)
+    return model
+
+
+def _check_model(
+    model: Any, returned: Any, name: str, command: str, wanted: str = "a model"
+) -> None:
     if not isinstance(model, keras.Model):
         raise ValueError(
             message(
-                f"A function for {options.command} returns a model, or a model and a strategy.",
-                received={"build": options.build, "which returned": type(model).__name__},
+                f"A function for {command} returns {wanted}.",
+                received={"build": name, "which returned": type(returned).__name__},
                 fix="End it with `return model`.",
             )
         )
-    return model, strategy
 
 
 def simulate_devices(options: argparse.Namespace) -> None:

@@ -37,15 +37,43 @@ def with_page(options: Namespace, answer: Any) -> Any:
     return answer
 
 
-def _launch(options: Namespace) -> Answered:
-    if options.processes < 1 or options.devices < 1:
+def _numbers(options: Namespace) -> tuple[int, int | None]:
+    """How many processes there are, and how many devices each simulates."""
+    given = {"processes": options.processes, "devices": options.devices}
+    given["processes_from"] = options.processes_from
+    if options.here:
+        if any(each is not None for each in given.values()):
+            raise ValueError(
+                message(
+                    "--here starts one process with the devices of this host.",
+                    received={name: each for name, each in given.items() if each is not None},
+                    fix="Leave --here out to simulate several hosts on this machine.",
+                )
+            )
+        return 1, None
+    processes = 2 if options.processes is None else options.processes
+    devices = 4 if options.devices is None else options.devices
+    if processes < 1 or devices < 1:
         raise ValueError(
             message(
                 "There must be at least one process, with at least one device.",
-                received={"processes": options.processes, "devices": options.devices},
+                received={"processes": processes, "devices": devices},
                 fix="Write --processes 2 --devices 4.",
             )
         )
+    if options.processes_from is not None and not options.restart:
+        raise ValueError(
+            message(
+                "--processes-from is read before each restart.",
+                received={"processes_from": options.processes_from, "restart": options.restart},
+                fix="Add --restart 10.",
+            )
+        )
+    return processes, devices
+
+
+def _launch(options: Namespace) -> Answered:
+    processes, devices = _numbers(options)
     for name in ("backoff", "longest_backoff"):
         if not 0 <= getattr(options, name) < threading.TIMEOUT_MAX:
             raise ValueError(
@@ -69,8 +97,8 @@ def _launch(options: Namespace) -> Answered:
     command: Sequence[str] = [sys.executable, *as_module, options.script, *options.arguments]
     return None, launch(
         command,
-        1 if options.here else options.processes,
-        None if options.here else options.devices,
+        processes,
+        devices,
         restarts=Restarts(
             options.restart, options.backoff, options.longest_backoff, options.processes_from
         ),

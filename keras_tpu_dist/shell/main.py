@@ -9,16 +9,21 @@ import logging
 import os
 import platform
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras_tpu_dist
 from keras_tpu_dist.common.version import __version__
+from keras_tpu_dist.launcher.output import Folded
 from keras_tpu_dist.shell.parser import parser_of, program_name
 
 _INTERRUPTED, _NO_READER = 130, 141  # as a shell has them: 128 and the number of the signal
 # Commands that import neither Keras nor JAX, in `shell.light`.
 _LIGHT = ("launch", "goodput")
+# What this package raises with a text of its own.
+_FORESEEN = (ValueError, ImportError, RuntimeError, OSError)
+_OWN_FRAME = '  File "'
 _VERSIONS = ("keras", "jax", "jaxlib", "libtpu")
 
 
@@ -55,8 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Nobody reads any more: further output is dropped.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _NO_READER
-    except (ValueError, ImportError, RuntimeError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (Exception, SystemExit) as error:
+        _print_error(error)
         return 2
 
 
@@ -76,6 +81,26 @@ def _run(options: Any) -> int:
     if answer is not None:
         print(_json_text(answer) if as_json else answer, flush=True)
     return code
+
+
+def _print_error(error: BaseException) -> None:
+    """Prints an error, and where in the user's own code it was raised, if it was.
+
+    An error of another kind that this package raises is printed with all its frames.
+    """
+    lines = "".join(traceback.format_exception(error)).splitlines()
+    folded = Folded(os.path.dirname(keras_tpu_dist.__file__))
+    shown = [each for line in lines for each in folded.take(line)]
+    if any(each.startswith(_OWN_FRAME) for each in shown) and folded.error is not None:
+        first = len(shown) - 1 - shown[::-1].index(folded.error[1])
+        shown[first] = f"error: {shown[first]}"
+    elif isinstance(error, _FORESEEN):
+        shown = [f"error: {error}"]
+    elif isinstance(error, SystemExit):
+        raise error
+    else:
+        shown = lines
+    print(*shown, sep="\n", file=sys.stderr)
 
 
 def _json_text(answer: Any) -> str:

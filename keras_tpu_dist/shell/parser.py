@@ -235,8 +235,8 @@ def _checkpoint(parser: Parser) -> None:
 
 
 def _launch(parser: Parser) -> None:
-    parser.add_argument("--processes", type=int, default=2, help="how many; default: 2")
-    parser.add_argument("--devices", type=int, default=4, help="CPU devices of each; default: 4")
+    parser.add_argument("--processes", type=int, help="how many; default: 2")
+    parser.add_argument("--devices", type=int, help="CPU devices of each; default: 4")
     parser.add_argument(
         "--here",
         action="store_true",

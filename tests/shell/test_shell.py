@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -44,6 +45,18 @@ def both():
         return build(), strategy
 def other_devices():
     ktd.simulate(2)
+def raises():
+    raise RuntimeError("no labels")
+def misses_a_key():
+    return {}["labels"]
+def fails_in_keras():
+    return keras.layers.Dense(-1)
+def ends():
+    raise SystemExit
+def of_a_width(width):
+    return build()
+def no_model():
+    build()
 """
 SLICE = ["--topology", "v5e:2x4"]
 
@@ -167,6 +180,102 @@ def test_the_nearest_slice_comes_first(model, capsys):
     error = capsys.readouterr().err
     assert error.startswith("error: Did you mean 'v5")
     assert len(error) < 400
+
+
+@pytest.mark.parametrize("options", [["--layout", "fsdp"], []])
+@pytest.mark.parametrize(
+    ("function", "error"),
+    [
+        ("raises", "RuntimeError: no labels"),
+        ("misses_a_key", "KeyError: 'labels'"),
+        ("fails_in_keras", "ValueError: Received an invalid value for `units`"),
+        ("ends", "SystemExit"),
+    ],
+)
+def test_an_error_in_a_function_says_where(function, error, options, model, capsys):
+    assert main(["explain", f"model.py:{function}", *options]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert any(f", in {function}" in line for line in lines)
+    assert any(line.startswith(f"error: {error}") for line in lines)
+    assert not any("shell/main.py" in line or "keras/src" in line for line in lines)
+
+
+def test_an_error_in_a_file_says_where(model, tmp_path, capsys):
+    (tmp_path / "wrong.py").write_text("import keras\ndef build(:\n")
+    (tmp_path / "misses.py").write_text("import keras, no_such_module\n")
+    assert main(["explain", "wrong.py:build"]) == 2
+    error = capsys.readouterr().err
+    assert 'wrong.py", line 2' in error
+    assert "error: SyntaxError: " in error
+    assert main(["explain", "misses.py:build"]) == 2
+    error = capsys.readouterr().err
+    assert 'misses.py", line 1' in error
+    assert "error: ModuleNotFoundError: No module named 'no_such_module'" in error
+
+
+@pytest.mark.parametrize("options", [["--layout", "fsdp"], []])
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("of_a_width", "takes no arguments. Received: build='model.py:of_a_width', arguments='(w"),
+        ("no_model", "returns a model, or (model, strategy). Received: build='model.py:no_model'"),
+    ],
+)
+def test_a_function_that_is_none_for_a_command(function, words, options, model, capsys):
+    assert main(["explain", f"model.py:{function}", *options]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert words in error
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["check", "--model", "model.py:no_model"],
+        ["convert", "model.py:no_model", "fast.keras"],
+        ["checkpoint", "run", "--to-keras", "x.keras", "--build", "model.py:no_model"],
+        ["dry-run", "model.py:no_model", *SLICE, "--batch-size", "8"],
+        ["compare", "model.py:no_model", *SLICE, "--batch-size", "8"],
+        ["search", "model.py:no_model", *SLICE, "--batch-size", "8"],
+        ["largest-batch", "model.py:no_model", *SLICE],
+    ],
+)
+def test_a_function_that_returns_no_model(words, model, tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    assert main(words) == 2
+    assert re.search("error: .* returns? a (keras.Model|model)", capsys.readouterr().err)
+
+
+def test_compare_does_not_take_a_failed_function_for_a_layout_that_fails(model, capsys):
+    assert main(["compare", "model.py:raises", *SLICE, "--batch-size", "8"]) == 2
+    assert "error: RuntimeError: no labels" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--here", "--processes", "2"], "Received: processes=2. Leave --here out"),
+        (["--here", "--devices", "4"], "Received: devices=4. Leave --here out"),
+        (["--here", "--processes-from", "model.py"], "Received: processes_from='model.py'. Leave"),
+        (["--processes", "0"], "Received: processes=0, devices=4."),
+        (["--processes-from", "model.py"], "is read before each restart"),
+        (["--processes-from", "none", "--restart", "1"], "Received: processes_from='none'"),
+        (["--logs", "model.py"], "is written into a folder. Received: logs='model.py', which"),
+        (["--logs", "model.py/logs"], "is written into a folder. Received: logs='model.py/logs'"),
+    ],
+)
+def test_launch_ignores_no_word(words, error, model, capsys):
+    assert main(["launch", *words, "script.py"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert error in said
+    assert said.count("\n") == 1
+
+
+def test_an_empty_file_of_goodput(tmp_path, capsys):
+    (tmp_path / "empty").touch()
+    assert main(["goodput", str(tmp_path / "empty")]) == 2
+    assert "found='no line'" in capsys.readouterr().err
 
 
 # --- commands that look at a model here ----------------------------------------------------------
