@@ -29,6 +29,8 @@ PLANS = {
     "tensor": ({"data": -1, "model": 2}, "tensor_parallel"),
 }
 EPOCHS, SHARED_EVERY, LOCAL_EVERY, KILLED_AT = 3, 6, 2, 11
+# JAX tells of a signal some steps later, by its clock.
+TERMINATED_AT, SLOW_S = 3, 0.5
 
 
 class KillAt(keras.callbacks.Callback):
@@ -36,10 +38,13 @@ class KillAt(keras.callbacks.Callback):
 
     def __init__(self, how):
         super().__init__()
-        self.how, self.left = how, KILLED_AT
+        self.how = how
+        self.left = TERMINATED_AT if how == "SIGTERM" else KILLED_AT
 
     def on_train_batch_end(self, batch, logs=None):
         self.left -= 1
+        if self.how == "SIGTERM":
+            time.sleep(SLOW_S)
         if self.left or self.how == "none":
             return
         time.sleep(3)

@@ -18,7 +18,9 @@ sys.path.append(str(HERE.parent))
 
 from helpers import loaded  # noqa: E402
 
-JOB = HERE / "local_job.py"
+from keras_tpu_dist.launcher.names import EXIT_TERMINATED  # noqa: E402
+
+JOB, TERMINATED_AT = HERE / "local_job.py", 3
 launched = loaded(HERE / "test_processes.py", "local_test_processes").launched
 
 
@@ -121,6 +123,52 @@ def went_on(processes):
     code, said = run("none", cases, processes)
     assert code == 0, said
     return folder
+
+
+@functools.cache
+def terminated():
+    """The directories of a run of two hosts, one of which got SIGTERM, and the step it saved."""
+    folder = pathlib.Path(tempfile.mkdtemp())
+    code, said = run("SIGTERM", [(folder, "fsdp", "host0", "host1")], 2)
+    assert code == EXIT_TERMINATED, said
+    tiers = [folder / "shared", *(folder / f"host{i}" / f"process_{i}" for i in range(2))]
+    newest = {steps(tier)[-1] for tier in tiers}
+    assert len(newest) == 1, (newest, said)
+    return folder, newest.pop()
+
+
+@functools.cache
+def after_sigterm():
+    """Goes on from both tiers, and from each alone, and trains a whole run."""
+    before, step = terminated()
+    folder, cases = pathlib.Path(tempfile.mkdtemp()), []
+    for name in ("both", "local", "shared"):
+        shutil.copytree(before, folder / name)
+        cases.append((folder / name, "tensor", *TWO))
+    shutil.rmtree(folder / "local" / "shared" / str(step))
+    for disk in TWO:
+        shutil.rmtree(folder / "shared" / disk)
+    (folder / WHOLE).mkdir()
+    code, said = run("none", [*cases, (folder / WHOLE, "data", *TWO)], 2)
+    assert code == 0, said
+    return folder, step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "tier"), [("both", "shared"), ("local", ""), ("shared", "shared")]
+)
+def test_after_sigterm_both_tiers_have_the_last_step(case, tier):
+    folder, step = after_sigterm()
+    found, whole = (
+        json.loads((folder / name / "result.json").read_text()) for name in (case, WHOLE)
+    )
+    assert step >= TERMINATED_AT
+    assert found["from"] == [step, tier or "host0"]
+    for a, b in zip(found["weights"], whole["weights"], strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    for key, values in whole["history"].items():
+        np.testing.assert_allclose(found["history"][key], values, rtol=1e-5, atol=1e-5)
 
 
 def result(processes, case):
