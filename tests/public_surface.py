@@ -622,6 +622,7 @@ ROWS: dict[str, Row] = {
             "meshes": (None, 3, True, "data", [], [3]),
             "layouts": (None, 3, True, "fsdq", []),
             **OF_DRY_RUNS,
+            "calibration": CALIBRATION,
             "batch_size": COUNT,
             # What a function returns is said of each candidate.
             "build": BUILD[:-2],
@@ -644,6 +645,7 @@ ROWS: dict[str, Row] = {
             "effort": word("quik"),
             "tolerance": (None, "", True, -1, NAN, []),
             "max_compiles": COUNT,
+            "calibration": CALIBRATION,
             **{name: values for name, values in OF_DRY_RUNS.items() if name != "batch_size"},
         },
     ),

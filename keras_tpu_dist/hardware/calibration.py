@@ -208,6 +208,20 @@ def checked_calibration(calibration: Any) -> Calibration | None:
     )
 
 
+def calibrated(topology: str | Topology, calibration: Any) -> tuple[Topology, Calibration | None]:
+    """A slice with measured rates, and the measurements, if there are any.
+
+    Args:
+        topology: The slice.
+        calibration: See `checked_calibration`.
+
+    Raises:
+        ValueError: If `calibration` is none, or of another chip.
+    """
+    measured, named = checked_calibration(calibration), Topology.parse(topology)
+    return (named if measured is None else measured.applied(named)), measured
+
+
 def published(topology: Topology) -> Topology:
     """A slice whose chip has the rates of its specification, without measurements.
 

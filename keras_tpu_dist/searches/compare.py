@@ -1,6 +1,7 @@
 """Compares meshes and layouts: dry-runs every pair under its own strategy, and ranks them."""
 
 import logging
+import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from keras_tpu_dist.dryrun.build import fails_anywhere
 from keras_tpu_dist.dryrun.inputs import given_inputs
 from keras_tpu_dist.dryrun.open_sizes import check_length
 from keras_tpu_dist.dryrun.run import Build, Progress, check_how, run_once
+from keras_tpu_dist.hardware.calibration import Calibration, calibrated
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.searches.candidates import Candidate
 from keras_tpu_dist.searches.ranking import Ranking, Tried, rank
@@ -34,6 +36,7 @@ def compare(
     mode: str = "train",
     timeout: float = 1800.0,
     progress: Progress | None = None,
+    calibration: Calibration | str | os.PathLike[str] | None = None,
 ) -> Ranking:
     """Dry-runs every mesh with every layout and ranks those that fit by estimated step time.
 
@@ -50,13 +53,15 @@ def compare(
         mode: See `dry_run`.
         timeout: See `dry_run`.
         progress: See `dry_run`.
+        calibration: See `dry_run`.
 
     Returns:
         A `Ranking`. If a candidate cannot be built, because its mesh or layout does not fit the
         slice or the model, it comes last, with its error.
 
     Raises:
-        ValueError: If `meshes` or `layouts` is a single one instead of a list.
+        ValueError: If `meshes` or `layouts` is a single one instead of a list, or `calibration` is
+            of another chip.
 
     Example:
 
@@ -74,6 +79,7 @@ def compare(
     meshes, layouts = _listed(meshes, layouts)
     # Parsed here, so that an error comes once and not for every mesh.
     topology = Topology.parse(topology)
+    _, measured = calibrated(topology, calibration)
     check_callable("compare", build=build)
     check_counts("compare", 1, batch_size=batch_size)
     check_how(mode, timeout, progress)
@@ -99,6 +105,7 @@ def compare(
                     timeout=timeout,
                     progress=progress,
                     thorough=False,
+                    calibration=measured,
                 )
             except (ValueError, RuntimeError, NotImplementedError) as reason:
                 if fails_anywhere(reason):
@@ -106,7 +113,12 @@ def compare(
                 error = str(reason)
                 logger.info("mesh %s with layout %s: %s", mesh, layout, error)
             found.append(Tried(candidate, batch_size, run=run, error=error))
-    return Ranking(topology.name, tuple(sorted(found, key=rank)), seconds=time.monotonic() - start)
+    return Ranking(
+        topology=topology.name,
+        compiled=tuple(sorted(found, key=rank)),
+        seconds=time.monotonic() - start,
+        calibration="" if measured is None else str(measured),
+    )
 
 
 def _listed(meshes: Any, layouts: Any) -> tuple[list, list]:

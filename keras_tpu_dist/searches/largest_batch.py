@@ -2,6 +2,7 @@
 
 import contextlib
 import html
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,6 +13,7 @@ from keras_tpu_dist.dryrun.inputs import given_inputs
 from keras_tpu_dist.dryrun.largest import MOST_COMPILES, TOLERANCE, find_largest
 from keras_tpu_dist.dryrun.open_sizes import check_length
 from keras_tpu_dist.dryrun.run import Build, DryRun, Progress, check_how, run_once
+from keras_tpu_dist.hardware.calibration import Calibration, calibrated
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.memory.remat import LayerPolicies
 from keras_tpu_dist.searches.candidates import Candidate
@@ -50,8 +52,11 @@ class LargestBatch(Page):
     def _title(self) -> str:
         return (
             f"largest batch on {self.run.compiled_for}: {self.batch_size}, "
-            f"found with {len(self.tried)} compilation(s)"
+            f"found with {len(self.tried)} compilation(s)" + self._by()
         )
+
+    def _by(self) -> str:
+        return f", calibrated by {self.run.calibration}" if self.run.calibration else ""
 
     def _rows(self) -> list[tuple[str, str, str]]:
         return [(str(b), "fits" if ok else "too large", size_text(n)) for b, ok, n in self.tried]
@@ -86,6 +91,7 @@ def largest_batch(
     max_compiles: int = MOST_COMPILES,
     timeout: float = 1800.0,
     progress: Progress | None = None,
+    calibration: Calibration | str | os.PathLike[str] | None = None,
 ) -> LargestBatch:
     """Finds the largest batch whose step fits, with the compiler.
 
@@ -110,12 +116,14 @@ def largest_batch(
         max_compiles: Stop after this number of compilations in any case.
         timeout: See `dry_run`.
         progress: See `dry_run`.
+        calibration: See `dry_run`. It decides the times in the report, not the batch.
 
     Returns:
         A `LargestBatch`. Sizes are multiples of the number of parts that the batch is split into.
 
     Raises:
-        ValueError: If the strategy has no topology, or the policy does not exist.
+        ValueError: If the strategy has no topology, the policy does not exist, or `calibration` is
+            of another chip.
         RuntimeError: If libtpu is not installed.
 
     Example:
@@ -129,7 +137,8 @@ def largest_batch(
     >>> strategy = ktd.TPUStrategy(topology="v5e:2x4")
     >>> print(largest_batch(build, strategy))  # doctest: +SKIP
     """
-    limit = _checked_topology(strategy).hbm_bytes
+    topology = _checked_topology(strategy)
+    limit, (_, measured) = topology.hbm_bytes, calibrated(topology, calibration)
     _check_compiles(max_compiles)
     check_how(mode, timeout, progress)
     check_length("largest_batch", sequence_length)
@@ -155,6 +164,7 @@ def largest_batch(
                 timeout=timeout,
                 progress=progress,
                 thorough=False,
+                calibration=measured,
             )
 
     unit = strategy.num_replicas_in_sync

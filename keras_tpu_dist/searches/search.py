@@ -16,7 +16,7 @@ from keras_tpu_dist.dryrun.cache import Cache
 from keras_tpu_dist.dryrun.inputs import given_inputs
 from keras_tpu_dist.dryrun.open_sizes import check_length
 from keras_tpu_dist.dryrun.run import Progress, check_progress, compile_once, lower_once
-from keras_tpu_dist.hardware.calibration import Calibration, checked_calibration
+from keras_tpu_dist.hardware.calibration import Calibration, calibrated
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.hlo import Wire
 from keras_tpu_dist.searches.candidates import POLICIES, Candidate, candidates
@@ -110,7 +110,7 @@ def search(
     _check(build, batch_size, compilations, exact)
     _check_others(among, sequence_length, progress)
     given, kept = given_inputs(x, y, sample_weight, sequence_length), Cache.of(cache)
-    topology, measured = _calibrated(topology, calibration)
+    topology, measured = calibrated(topology, calibration)
     compiled: list[Tried] = []
     with stages("search", 1 + compilations + exact) as begin:
         begin("reading the model")
@@ -205,11 +205,6 @@ def compiled_step(
     except _FAULTS as error:
         return _failed(tried, error)
     return replace(tried, run=run)
-
-
-def _calibrated(topology: str | Topology, calibration: Any) -> tuple[Topology, Calibration | None]:
-    measured, named = checked_calibration(calibration), Topology.parse(topology)
-    return (named if measured is None else measured.applied(named)), measured
 
 
 def _failed(tried: Tried, error: Exception) -> Tried:

@@ -168,7 +168,10 @@ class SliceRanking(Page):
         if self.best is None:
             return f"{names}: nothing fits"
         by = "the price of a million rows" if self.prices else "chips x step"
-        return f"{len(self.candidates)} candidates on {names}, ranked by {by}"
+        used = dict.fromkeys(ranking.calibration for ranking in self.rankings)
+        measured = [f"calibrated by {words}" for words in used if words]
+        ranked = f"{len(self.candidates)} candidates on {names}, ranked by {by}"
+        return ", ".join([ranked, *measured])
 
     def _lines(self) -> list[str]:
         """The choices, as lines to copy."""

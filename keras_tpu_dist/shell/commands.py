@@ -77,6 +77,7 @@ def _largest_batch(options: Namespace) -> Answered:
             tolerance=options.tolerance,
             max_compiles=options.max_compiles,
             timeout=options.timeout,
+            calibration=options.calibration,
         )
     _warn_of_unused_axes([found.run])
     return with_page(options, found), 0 if found.batch_size else 1
@@ -117,6 +118,7 @@ def _compare(options: Namespace) -> Answered:
             batch_size=options.batch_size,
             mode=options.mode,
             timeout=options.timeout,
+            calibration=options.calibration,
         )
 
     return _ranked(options, "compare", one)

@@ -121,6 +121,7 @@ def _compare(parser: Parser) -> None:
     _batch_size(parser)
     _inputs(parser)
     _how(parser)
+    _calibration(parser)
     _price(parser)
     _written(parser)
 
@@ -141,6 +142,7 @@ def _largest_batch(parser: Parser) -> None:
     parser.add_argument(
         "--max-compiles", type=int, default=8, help="stop after so many compilations; default: 8"
     )
+    _calibration(parser)
     _written(parser)
 
 

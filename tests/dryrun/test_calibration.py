@@ -3,6 +3,7 @@
 import json
 import re
 
+import keras
 import pytest
 
 import keras_tpu_dist as ktd
@@ -241,8 +242,42 @@ def test_another_chip_is_refused():
     with pytest.raises(ValueError, match="measurements on a chip"):
         ktd.search(build, "v5e:4x4", 16, calibration=3)
     strategy = ktd.TPUStrategy(topology="v5e:4x4")
+    one = {"topology": "v5e:4x4", "meshes": [{"data": 16}], "batch_size": 16}
+    for other, expected in ((Calibration("v6e"), words), (3, "measurements on a chip")):
+        with pytest.raises(ValueError, match=expected):
+            ktd.compare(build, **one, calibration=other)
+        with pytest.raises(ValueError, match=expected):
+            ktd.largest_batch(build, strategy, calibration=other)
     with pytest.raises(ValueError, match="measurements on a chip"):
         ktd.dry_run(build, strategy, batch_size=16, calibration={"chip": "v5e"})
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_compiler
+def test_compare_and_largest_batch_are_calibrated(tmp_path):
+    def build():
+        model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(256, name="dense")])
+        model.compile("adam", "mse")
+        return model
+
+    # A hundredth of the specification, so that the step is bound by it.
+    measured = Calibration("v5e", hbm_bandwidth=8.2e9, quick=(0.5, 0.6), source="ours")
+    measured.save(path := tmp_path / "v5e.json")
+    words = "calibrated by ours (v5e: hbm_bandwidth, quick)"
+    one = {"topology": "v5e:2x2", "meshes": [{"data": 4}], "batch_size": 4096}
+    plain, found = (ktd.compare(build, **one, calibration=each) for each in (None, path))
+    assert words in str(found)
+    assert words in found._page()
+    assert found.to_dict()["calibration"] == str(measured)
+    assert words in ktd.compare_slices([found])._title()
+    assert "calibrated" not in str(plain)
+    before, after = plain.best.run.estimate, found.best.run.estimate
+    assert after.step > 2 * before.step
+    assert after.span == pytest.approx((0.5 * after.step, 0.6 * after.step))
+    strategy = ktd.TPUStrategy(topology="v5e:2x2")
+    largest = ktd.largest_batch(build, strategy, max_compiles=1, calibration=measured)
+    assert words in str(largest)
+    assert words in largest._page()
 
 
 def test_a_file_is_taken_for_a_calibration(tmp_path):

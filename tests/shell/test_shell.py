@@ -431,7 +431,9 @@ def test_compare(model, made, capsys):
     assert main([*words, "--mesh", "data=16", "--mesh", "data=8,model=2", "--layout", "fsdp"]) == 0
     asked = made[0][2]
     assert asked["meshes"] == [{"data": 16}, {"data": 8, "model": 2}]
-    assert asked["layouts"] == ["fsdp"]
+    assert (asked["layouts"], asked["calibration"]) == (["fsdp"], None)
+    assert main([*words, "--calibration", "v5e.json"]) == 0
+    assert made.pop()[2]["calibration"] == "v5e.json"
     assert main(words) == 0
     assert (made[1][2]["meshes"], made[1][2]["layouts"]) == ([{"data": -1}], [None])
     capsys.readouterr()
@@ -454,6 +456,10 @@ def test_largest_batch(model, made, capsys, tmp_path):
     assert capsys.readouterr().out.splitlines()[-1] == "strategy = 1  # batch_size=64"
     strategy, _, options = made[0]
     assert (strategy.options.remat, options["max_compiles"]) == ("full", 3)
+    assert options["calibration"] is None
+    assert main([*words, "--calibration", "v5e.json"]) == 0
+    assert made[-1][2]["calibration"] == "v5e.json"
+    capsys.readouterr()
     assert "strategy = 1" in (tmp_path / "batch.html").read_text()
     assert main([*words, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["batch_size"] == 64
