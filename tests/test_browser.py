@@ -13,6 +13,7 @@ from dryrun.made import made_comparison, made_run
 from helpers import built, mlp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from show.every_page import fragments, pages
 
 import keras_tpu_dist as ktd
 
@@ -154,3 +155,56 @@ def test_nothing_of_a_model_is_cut_off(tmp_path, width):
     assert [box.times for box in boxes] == [4, 1]  # a column and a row
     share = float(re.search(r'data-share="([^"]*)"', dom)[1])
     assert share == pytest.approx(boxes[1].bytes / boxes[0].bytes, abs=0.01)
+
+
+# What a reader cannot see: text that leaves the window or its box where nothing scrolls. Tables,
+# drawings and lines to copy scroll by themselves, a page as a whole does not.
+CUT_OFF = """
+  const scrolls = each => /auto|scroll/.test(getComputedStyle(each).overflowX);
+  const hides = each => /hidden|clip/.test(getComputedStyle(each).overflowX);
+  const seen = (place, box) => place.top < box.bottom - 2 && place.bottom > box.top + 2;
+  for (const frame of document.querySelectorAll("iframe")) {
+    const inside = frame.contentDocument, width = frame.clientWidth;
+    const wrong = what => said.push(`${frame.title} at ${width}: ${what}`);
+    for (const each of [inside.documentElement, ...inside.querySelectorAll(".ktd")])
+      if (each.scrollWidth > each.clientWidth) wrong(`scrolls as a whole, ${each.scrollWidth}`);
+    for (const svg of inside.querySelectorAll("svg")) {
+      const labels = [...svg.querySelectorAll("text:not([pointer-events])")];
+      const placed = labels.map(each => each.getBoundingClientRect());
+      const whole = svg.getBoundingClientRect();
+      placed.forEach((one, n) => {
+        if (one.right > whole.right + 1 || one.left < whole.left - 1) wrong(labels[n].textContent);
+        for (const other of placed.slice(n + 1))
+          if (one.right > other.left + 1 && other.right > one.left + 1 && seen(one, other))
+            wrong(`over another: ${labels[n].textContent}`);
+      });
+    }
+    const texts = inside.createTreeWalker(inside.body, NodeFilter.SHOW_TEXT);
+    while (texts.nextNode()) {
+      const text = texts.currentNode, range = inside.createRange();
+      if (!text.data.trim() || text.parentElement.closest("style, script")) continue;
+      range.selectNodeContents(text);
+      const place = range.getBoundingClientRect();
+      let each = text.parentElement;
+      for (; each && !scrolls(each); each = each.parentElement) {
+        const box = each.getBoundingClientRect();
+        if (hides(each) && place.right > box.right + 1 && seen(place, box)) wrong(text.data);
+      }
+      if (each?.className === "ktd" && place.right > width + 1) wrong(text.data);
+    }
+  }
+"""
+
+
+def test_nothing_of_any_page_is_cut_off(tmp_path):
+    """On a telephone and on a screen, whatever names and numbers of devices there are."""
+    shown = [(case, page.to_html()) for case, page in pages()]
+    shown += [(case, f"<body>{each._repr_html_()}") for case, each in [*pages(), *fragments()]]
+    frames = [
+        f'<iframe title="{case}" style="width:{width}px;border:0" srcdoc="{html.escape(page)}">'
+        "</iframe>"
+        for case, page in shown
+        for width in (390, 1280)
+    ]
+    whole = f"<!doctype html><html><head></head><body>{''.join(frames)}</body></html>"
+    opened(whole, tmp_path, CUT_OFF)

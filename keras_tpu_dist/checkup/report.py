@@ -299,8 +299,10 @@ def _rate_cell(rate: float | None, most: float) -> TableCell:
     return TableCell(text, rate, f"{text}{bar([(rate / most, NONE, text)])}")
 
 
-def _span(seconds: tuple[float, float] | None) -> str:
-    return "-" if seconds is None else span_text(seconds[0], seconds[1], duration_text)
+def _span(seconds: tuple[float, float] | None) -> TableCell:
+    if seconds is None:
+        return TableCell("-")
+    return TableCell(span_text(seconds[0], seconds[1], duration_text), seconds[1])
 
 
 def _by_layer(check: Check) -> Iterator[str]:
@@ -318,8 +320,10 @@ def _by_layer(check: Check) -> Iterator[str]:
         ]
         for row in sorted(found, key=lambda row: -row["measured"])
     ]
-    head = ("layer or collective", "measured", "of the step", "estimate, effort exact")
-    yield f"<h2>Your step</h2>{sortable(head, rows)}"
+    head = ["layer or collective", "measured", "of the step"]
+    if any(row["estimated"] for row in found):
+        head.append("estimate, effort exact")
+    yield f"<h2>Your step</h2>{sortable(head, [row[: len(head)] for row in rows])}"
     yield definitions([_IN_A_PROFILE])
 
 

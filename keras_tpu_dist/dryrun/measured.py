@@ -103,7 +103,8 @@ class MeasuredSteps(Page):
         yield "times", [(name, duration_text(s)) for name, s in times]
         if self.collectives:
             yield "collectives", [(name, duration_text(s)) for name, s in self.collectives]
-        yield "layers", [(name, duration_text(s)) for name, s in self.layers]
+        if self.layers:
+            yield "layers", [(name, duration_text(s)) for name, s in self.layers]
 
     def _notes(self) -> list[str]:
         return [_SIMULATED if self.platform == "cpu" else _NO_TPU]
@@ -267,7 +268,11 @@ def _ratio(each: Beside) -> TableCell:
     if not low:
         return TableCell("-")
     ends = each.measured / high, each.measured / low
-    return TableCell(span_text(*ends, "{:.2f}".format), ends[0])
+    return TableCell(span_text(*ends, _ratio_text), ends[0])
+
+
+def _ratio_text(ratio: float) -> str:
+    return f"{ratio:,.0f}" if ratio >= 100 else f"{ratio:.2f}"
 
 
 def _bars(found: tuple[Beside, ...]) -> list[TableCell]:

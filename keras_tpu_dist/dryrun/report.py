@@ -739,7 +739,7 @@ def _sections(run: DryRun) -> Iterator[str]:
         yield from _collectives(run)
     for title, header, rows in run._tables():
         if title.startswith(("largest", "gathered")) or title.endswith("hosts"):
-            yield f"<h2>{html.escape(title.capitalize())}</h2>{html_table(header, rows)}"
+            yield f"<h2>{html.escape(title[:1].upper() + title[1:])}</h2>{html_table(header, rows)}"
     yield from ["<h2>Notes</h2>", *_remarks(run)] if run._remarks() else []
 
 

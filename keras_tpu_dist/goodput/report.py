@@ -142,6 +142,10 @@ class GoodputReport(Page):
             start.ended,
         )
 
+    def _start_cells(self, number: int, start: StartOfRun) -> list[TableCell]:
+        values = (number, start.processes, start.seconds, start.step, None)
+        return [TableCell(words, v) for words, v in zip(self._start_row(number, start), values)]
+
     def _remarks(self) -> list[str]:
         remarks = []
         if self.full:
@@ -174,7 +178,7 @@ class GoodputReport(Page):
 
     def _page(self) -> str:
         header = ("start", "processes", "time", "until step", "how it ended")
-        rows = [self._start_row(n, start) for n, start in enumerate(self.starts, 1)]
+        rows = [self._start_cells(n, start) for n, start in enumerate(self.starts, 1)]
         remarks = [f"<p>{remark}</p>" for remark in self._remarks()]
         parts = [f"<h1>{self._title()}</h1>", *remarks, *self._blocks(), "<h2>Starts</h2>"]
         return document("Goodput", [*parts, sortable(header, rows)])

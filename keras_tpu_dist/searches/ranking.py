@@ -189,10 +189,9 @@ class Ranking(Page):
     def _title(self) -> str:
         of = f" for model {self.model!r}" if self.model else ""
         compiled = sum(tried.run is not None for tried in self.compiled)
-        number = len(self.candidates)
         by = f", calibrated by {self.calibration}" if self.calibration else ""
         return (
-            f"{number} candidate{'' if number == 1 else 's'}{of} on {self.topology}, {compiled} "
+            f"{_counted(len(self.candidates))}{of} on {self.topology}, {compiled} "
             f"compiled in {duration_text(self.seconds)}{by}"
         )
 
@@ -221,11 +220,13 @@ class Ranking(Page):
         header, rows = self._table(numbered=True)
         for row, tried in zip(rows, self.candidates, strict=True):
             row.append(self._bar(tried))
-        head = f"<h1>{len(self.candidates)} candidates, the fastest that fits first</h1>"
+        of = f" for model {self.model!r}" if self.model else ""
+        title = f"{_counted(len(self.candidates))}{of} on {self.topology}"
+        head = f"<h1>{html.escape(title)}, the fastest that fits first</h1>"
         table = sortable((*header, "of the HBM"), rows)
         by = [f"<p>calibrated by {html.escape(self.calibration)}</p>"] if self.calibration else []
         parts = [head, *by, *map(code, self._line()), *self._drawing(), table, self._words()]
-        return document(f"{len(self.candidates)} candidates", parts)
+        return document(title, parts)
 
     def _words(self) -> str:
         """What the words of the table mean."""
@@ -308,7 +309,12 @@ class Ranking(Page):
         shared = colours_left_out(len(keys), "layouts")
         beside = [f"<p>{shared}: see the numbers</p>"] if shared else []
         beside += [f"<p>the HBM, {size_text(limit or 0)}, is far to the right</p>"] if far else []
-        return [scatter_svg(points, None if far else limit), legend(keys), *beside]
+        drawing = scatter_svg(points, None if far else limit)
+        return [f'<div class="drawing">{drawing}</div>', legend(keys), *beside]
+
+
+def _counted(number: int) -> str:
+    return f"{number} candidate{'' if number == 1 else 's'}"
 
 
 def _shares(e: Estimate, seconds: float) -> str:

@@ -11,16 +11,20 @@ from pathlib import Path
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.printed import Printed
 from keras_tpu_dist.show.colours import EMPTY, ON_COLOUR
+from keras_tpu_dist.show.text import cell_html
 
 # Colours of the page around are taken over, so that it reads in a notebook of any theme; the name
 # stands twice to count for more than the notebook's own rules.
 _STYLE = (
-    ".ktd{font:14px/1.45 system-ui,sans-serif;overflow-x:auto}"
-    ".ktd table{border-collapse:collapse;margin:.3em 0 1em;border:0;font-size:13px}"
+    ".ktd{font:14px/1.45 system-ui,sans-serif;overflow-x:auto;overflow-wrap:anywhere}"
+    # A table that is too wide scrolls by itself.
+    ".ktd table{display:block;max-width:100%;overflow-x:auto;border-collapse:collapse;"
+    "margin:.3em 0 1em;border:0;font-size:13px}"
     ".ktd.ktd th,.ktd.ktd td{padding:.25em .8em;border:0;"
     "border-bottom:1px solid rgba(128,128,128,.3);text-align:left;vertical-align:top;"
     "background:none;max-width:44em;overflow-wrap:break-word}"
     ".ktd.ktd th{overflow-wrap:normal;white-space:nowrap}"
+    ".ktd.ktd :is(th,td):first-child{padding-left:0}"
     ".ktd.ktd .n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}"
     ".ktd p{margin:.6em 0 .2em}.ktd svg{max-width:100%;height:auto}"
     ".ktd .bar{display:flex;position:relative;height:1.1em;min-width:10em;margin:.15em 0;"
@@ -30,14 +34,22 @@ _STYLE = (
     ".ktd .box{display:flex;height:2.2em;margin:.1em 0 .9em;border-radius:3px;overflow:hidden}"
     f".ktd .box.again{{overflow:visible;box-shadow:4px 4px 0 {EMPTY},8px 8px 0 {EMPTY}}}"
     ".ktd .boxes{padding-right:10px}"
+    # A label that is wider than its box goes to a second line, which nobody sees.
     f".ktd .box i{{font:12px/2.2em system-ui,sans-serif;font-style:normal;color:{ON_COLOUR};"
-    "min-width:2px;overflow:hidden;white-space:nowrap;text-overflow:ellipsis;text-align:center;"
+    "display:flex;flex-wrap:wrap;justify-content:center;height:100%;"
+    "min-width:2px;overflow:hidden;white-space:nowrap;"
     "border-right:1px solid rgba(255,255,255,.6);box-sizing:border-box}"
-    "@media(max-width:600px){.ktd .below tr{display:flex;flex-wrap:wrap}"
-    ".ktd.ktd .below td,.ktd.ktd .below th{border:0;padding:.1em .5em .1em 0}"
+    ".ktd .box i:before{content:'';width:1px;height:100%}"
+    ".ktd .drawing{overflow-x:auto}"
+    "@media(max-width:600px){.ktd.ktd :is(th,td){padding:.25em .5em}"
+    ".ktd.ktd th{white-space:normal}.ktd .bar{min-width:5em}.ktd .drawing svg{min-width:46em}"
+    ".ktd.ktd td{max-width:20em}.ktd.ktd td:first-child:not([colspan]){max-width:12em}"
+    ".ktd .below tr{display:flex;flex-wrap:wrap}"
+    ".ktd.ktd .below :is(th,td){border:0;padding:.1em .5em .1em 0;max-width:100%;"
+    "box-sizing:border-box;overflow-wrap:anywhere}"
     ".ktd.ktd .below tr{border-bottom:1px solid rgba(128,128,128,.3)}"
     ".ktd.ktd .below td:last-child{flex-basis:100%}"
-    ".ktd.ktd .below td:first-child{font-weight:bold}}"
+    ".ktd.ktd .below td:first-child:not([colspan]){max-width:100%;font-weight:bold}}"
     ".ktd pre{white-space:pre-wrap;overflow-wrap:anywhere;margin:.6em 0}"
     ".ktd .key{white-space:nowrap;margin-right:1.2em}"
     ".ktd .key i{display:inline-block;width:.8em;height:.8em;margin-right:.4em;border-radius:2px}"
@@ -49,6 +61,7 @@ _PAGE_STYLE = (
     "--good:#3ddc97;--bad:#ff8a5c;--panel:#1d2127}}"
     "body{margin:0;background:var(--ground);color:var(--ink)}"
     "main.ktd{max-width:76em;margin:0 auto;padding:1.5em}"
+    "@media(max-width:600px){main.ktd{padding:1em}}main>.muted{margin-bottom:1em}"
     "h1{font-size:1.5em;margin:0 0 .2em;overflow-wrap:anywhere}h1 span{white-space:nowrap}"
     "h2{font-size:1.15em;margin:1.8em 0 .4em}"
     ".muted{color:var(--muted)}.good{color:var(--good)}.bad{color:var(--bad)}"
@@ -57,11 +70,12 @@ _PAGE_STYLE = (
     ".tiles b{display:block;font-size:1.25em}"
     ".panels{display:flex;flex-wrap:wrap;gap:1.5em;margin:.8em 0 1.5em}"
     "figure{margin:0;background:var(--panel);border-radius:6px;padding:1em;max-width:100%;"
-    "box-sizing:border-box}"
+    "box-sizing:border-box;overflow-x:auto}"
+    "@media(max-width:600px){.ktd figure svg{max-width:none}}"
     "th button{font:inherit;font-weight:bold;color:inherit;background:none;border:0;padding:0;"
-    "cursor:pointer;text-align:inherit}th button:after{content:' \\2195';opacity:.4}"
-    "th[aria-sort=ascending] button:after{content:' \\2191';opacity:1}"
-    "th[aria-sort=descending] button:after{content:' \\2193';opacity:1}"
+    "cursor:pointer;text-align:inherit}th button:after{content:'\\a0\\2195';opacity:.4}"
+    "th[aria-sort=ascending] button:after{content:'\\a0\\2191';opacity:1}"
+    "th[aria-sort=descending] button:after{content:'\\a0\\2193';opacity:1}"
     "dl{display:grid;grid-template-columns:max-content 1fr;gap:.1em 1.2em;margin:.6em 0;"
     "font-size:13px}"
     "dd{margin:0}@media(max-width:40em){dl{display:block}dd{margin:0 0 .3em 1.2em}}"
@@ -196,7 +210,7 @@ def sortable(header: Sequence[str], rows: Iterable[Sequence[TableCell | str]]) -
         f'<th scope="col"{_numeric(n)}><button type="button">{html.escape(name)}</button></th>'
         for name, n in zip(header, numeric, strict=True)
     )
-    body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in cells)
+    body = "".join(f"<tr>{''.join(map(_cell, row, numeric))}</tr>" for row in cells)
     return f'<table class="sortable"><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>'
 
 
@@ -309,10 +323,10 @@ def file_of(path: str | os.PathLike) -> Path:
     )
 
 
-def _cell(cell: TableCell) -> str:
+def _cell(cell: TableCell, numeric: bool) -> str:
     value = "" if cell.value is None else f' data-value="{float(cell.value)!r}"'
-    inner = cell.markup or html.escape(cell.text)
-    return f"<td{value}{_numeric(_is_number(cell))}>{inner}</td>"
+    inner = cell.markup or cell_html(cell.text)
+    return f"<td{value}{_numeric(numeric and not cell.markup)}>{inner}</td>"
 
 
 def _is_number(cell: TableCell) -> bool:

@@ -260,7 +260,10 @@ class TensorPicture(Picture):
         panels, colours = self.panels()[:PANELS_SHOWN], self._colours()
         wide = max(len(grid[0]) for _, grid in panels)
         tall = max(len(grid) for _, grid in panels)
-        cell_w, cell_h, margin = 110, 34, 100
+        heads = max(len(self._label(piece, self.columns)) for piece in self.pieces)
+        held = max(len(devices_text(piece)) for piece in self.pieces)
+        beside = max(len(self._label(piece, self.rows)) for piece in self.pieces)
+        cell_w, cell_h, margin = _cell_width(110, max(heads, held)), 34, _cell_width(100, beside)
         panel_w, panel_h = margin + wide * cell_w + 20, tall * cell_h + 56
         across = max(1, min(len(panels), 1000 // panel_w))
         parts = []
@@ -276,14 +279,16 @@ class TensorPicture(Picture):
                 parts += svg_label(x0 + 4, y + 7, margin - 10, label, colour)
                 for c, piece in enumerate(line):
                     x = x0 + margin + c * cell_w
-                    held = f"{self._index(piece)} on devices {', '.join(map(str, piece.devices))}"
-                    box = svg_box(x, y, cell_w - 2, cell_h - 2, colours[piece], held)
+                    title = f"{self._index(piece)} on devices {', '.join(map(str, piece.devices))}"
+                    box = svg_box(x, y, cell_w - 2, cell_h - 2, colours[piece], title)
                     words = devices_text(piece)
                     text = svg_text(x + cell_w / 2, y + 21, words, "middle", colour=ON_COLOUR)
                     parts += [box, text]
         height = -(-len(panels) // across) * panel_h
         below = svg_below(height, self._axis_keys(), self._left_out())
-        return svg_document(max(across * panel_w, 320), height + below[0], [*parts, *below[1]])
+        room = _room_below(self._axis_keys(), self._left_out())
+        width = max(across * panel_w, 320, room)
+        return svg_document(width, height + below[0], [*parts, *below[1]])
 
     def figure(self, kind: Any) -> Any:
         """See `Picture`."""
@@ -354,7 +359,9 @@ class MeshPicture(Picture):
         panels = self.panels()[:PANELS_SHOWN]
         rows, columns = len(panels[0][1]), len(panels[0][1][0])
         names, colours = list(self.axes), axis_colours(list(self.axes))
-        cell_w, cell_h, margin = 120, 34, 12 + (0 if len(names) < 2 else 8 * (len(names[-2]) + 4))
+        longest = max(len(label) for _, grid in panels for line in grid for label in line)
+        cell_w, cell_h = _cell_width(120, longest), 34
+        margin = 12 + (0 if len(names) < 2 else 8 * (len(names[-2]) + 4))
         tall = rows * cell_h + 62
         parts = []
         for n, (caption, grid) in enumerate(panels):
@@ -375,13 +382,18 @@ class MeshPicture(Picture):
         height = len(panels) * tall
         further = [key for name in names[:-2] for key in _key(name, self.axes)]
         below = svg_below(height, further, self._left_out())
-        width = max(margin + columns * cell_w + 8, 320)
+        width = max(margin + columns * cell_w + 8, 320, _room_below(further, self._left_out()))
         return svg_document(width, height + below[0], [*parts, *below[1]])
 
     def figure(self, kind: Any) -> Any:
         """See `Picture`."""
         title = "\n".join([self._title(), *self._left_out()])
         return _grids(kind, self.panels()[:PANELS_SHOWN], title, str, lambda _: EMPTY_FIGURE)
+
+
+def _cell_width(least: int, letters: int) -> int:
+    """The width of cells, in pixels, in which as many letters have room."""
+    return max(least, 7 * letters + 16)
 
 
 def _key(name: str, mesh: dict[str, int]) -> list[tuple[str, str]]:
@@ -428,6 +440,11 @@ def svg_below(
     for n, line in enumerate(lines):
         parts.append(svg_text(4, y + 12 + 18 * n, line))
     return y + 18 * len(lines) - top, parts
+
+
+def _room_below(keys: Sequence[tuple[str, str]], lines: Sequence[str]) -> float:
+    """The width that `svg_below` takes, in pixels."""
+    return max(sum(34 + 7 * len(words) for _, words in keys), *(8 + 7 * len(w) for w in lines), 0)
 
 
 def picture_of_mesh(mesh: Mesh) -> MeshPicture:

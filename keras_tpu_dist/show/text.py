@@ -21,6 +21,8 @@ _BYTE_UNITS = (
 _NARROWEST, _LEAST_WORDS, _LEAST_CELL = 60, 30, 14
 # Tables of no more columns fit on a narrow screen.
 _FEW_COLUMNS = 3
+# A path that is long enough to break on a page.
+_LONG_WORD = re.compile(r"(\S{25,})")
 # What stands before words that go below their row.
 _BELOW = "    "
 
@@ -237,16 +239,33 @@ def html_table(header: Sequence[str], rows: Sequence[Sequence[str] | str]) -> st
     columns = zip(*(row for row in rows if not isinstance(row, str)), strict=True)
     marks = [' class="n"' if _is_numeric(column) else "" for column in columns]
     marks = marks or [""] * len(header)
-    head = "".join(f"<th{m}>{html.escape(cell)}</th>" for cell, m in zip(header, marks))
+    head = "".join(f"<th{m}>{cell_html(cell)}</th>" for cell, m in zip(header, marks))
     lines = [
-        f'<td colspan="{len(marks)}"><b>{html.escape(row)}</b></td>'
+        f'<td colspan="{len(marks)}"><b>{cell_html(row)}</b></td>'
         if isinstance(row, str)
-        else "".join(f"<td{m}>{html.escape(c)}</td>" for c, m in zip(row, marks))
+        else "".join(f"<td{m}>{cell_html(c)}</td>" for c, m in zip(row, marks))
         for row in rows
     ]
     body = "".join(f"<tr>{line}</tr>" for line in lines)
     below = ' class="below"' if len(marks) > _FEW_COLUMNS and not marks[-1] else ""
     return f"<table{below}>{f'<tr>{head}</tr>' if head else ''}{body}</table>"
+
+
+def cell_html(text: str) -> str:
+    """The text of a cell, in which a long path may break behind a slash.
+
+    Args:
+        text: The words, as plain text.
+
+    Example:
+
+    >>> cell_html("decoder/block_0/attention/query")
+    'decoder/<wbr>block_0/<wbr>attention/<wbr>query'
+    >>> cell_html("a/short <name>")
+    'a/short &lt;name&gt;'
+    """
+    pieces = map(html.escape, _LONG_WORD.split(text))
+    return "".join(p.replace("/", "/<wbr>") if n % 2 else p for n, p in enumerate(pieces))
 
 
 def _is_numeric(cells: Sequence[str]) -> bool:

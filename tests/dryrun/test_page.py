@@ -27,7 +27,7 @@ class Seen(html.parser.HTMLParser):
     def handle_starttag(self, tag, attributes):
         self.tags.append(tag)
         self.loads += [v for k, v in attributes if k in ("src", "href", "srcset", "action")]
-        if tag not in ("meta", "br", "img"):
+        if tag not in ("meta", "br", "img", "wbr"):
             self.open.append(tag)
 
     def handle_endtag(self, tag):
