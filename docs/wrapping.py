@@ -1,16 +1,22 @@
 """A hook of MkDocs: long names in tables and long lines of output wrap where they may.
 
-A table of output scrolls sideways as one piece; a sentence in it wraps, as in a terminal.
+A table of output scrolls sideways as one piece; a sentence in it wraps, as in a terminal. Short
+names and numbers with their units stay whole.
 """
 
 import re
 
-# Longer names in a table may break behind a dot or a slash, or before an underscore.
+# Longer names in a table may break behind a dot, a slash or a parenthesis, or before an underscore.
 _LONGEST_NAME = 24
 # Lines of code and of reports are no longer than this.
 _LONGEST_LINE = 100
+# Sentences in a table of more columns need room.
+_MANY_COLUMNS = 5
+_SENTENCE_CELL = re.compile(r"<td>(?=[^<]{40})")
 _TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
-_BREAK = re.compile(r"([./]+)(?=\w)|(?<=[a-z])(?=_+[a-z])")
+_SHORT_CODE = re.compile(r"<code>(?=[^\s<]{1,16}</code>)")
+_QUANTITY = re.compile(r"(?<=\d) (?=(?:s|ms|us|[kKMGT]i?B)\b)")
+_BREAK = re.compile(r"([./(]+)(?=[\w&\[])|(?<=[a-z])(?=_+[a-z])")
 _BLOCK = re.compile(r"(<pre>.*?<code>)(.*?)(</code></pre>)", re.DOTALL)
 _ENTITY = re.compile(r"&#?\w+;")
 _TAG = re.compile(r"<[^>]*>")
@@ -29,8 +35,15 @@ def on_page_content(html: str, **_) -> str:
 
 
 def _with_breaks(table: re.Match) -> str:
-    pieces = re.split(r"(<[^>]*>)", table[0])
-    return "".join(p if p.startswith("<") else re.sub(r"\S+", _word, p) for p in pieces)
+    whole = _SHORT_CODE.sub('<code class="whole">', table[0])
+    if whole.count("</th>") > _MANY_COLUMNS:
+        whole = _SENTENCE_CELL.sub('<td class="words">', whole)
+    pieces = re.split(r"(<[^>]*>)", whole)
+    return "".join(p if p.startswith("<") else _text(p) for p in pieces)
+
+
+def _text(text: str) -> str:
+    return re.sub(r"\S+", _word, _QUANTITY.sub("&nbsp;", text))
 
 
 def _word(word: re.Match) -> str:
