@@ -46,8 +46,8 @@ class Checks(StrategyPart):
             A `Check`: `print` it, or look at `check.ok` and `check.problems`.
 
         Raises:
-            ValueError: If an argument is wrong, or the strategy is for a slice that is not
-                attached.
+            ValueError: If an argument is wrong, the model has no step that can be compared, or the
+                strategy is for a slice that is not attached.
 
         Example:
 
@@ -73,8 +73,17 @@ class Checks(StrategyPart):
             check_counts("check", sequence_length=sequence_length)
         # Who only trains does not load what checks.
         from keras_tpu_dist.checkup.batch import Given
+        from keras_tpu_dist.checkup.prepared import why_not
         from keras_tpu_dist.checkup.run import run_check, steps
 
+        if model is not None and (why := why_not(model)):
+            raise ValueError(
+                message(
+                    "A check of a model compares one of its training steps.",
+                    received=f"model {model.name!r}: {why}.",
+                    fix="Build the model, compile it without run_eagerly, or leave it out.",
+                )
+            )
         given = Given(x, y, sample_weight, batch_size, sequence_length)
         return run_check(self, steps(model, given), minutes)
 

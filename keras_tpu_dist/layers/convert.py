@@ -27,11 +27,12 @@ def convert(model):
     Layers that compute every expert for every token, and weight the results by `top_k`, then
     compute the chosen experts only. This works for layers of any class.
 
-    The clone has the weights and random states of the model, and its compiled optimizer with slots,
-    loss and metrics. It keeps the names of layers if Keras keeps them in a config (functional and
-    Sequential models, at any depth), and the marks of `split`, `replicate`, `assign`, `remat` and
-    `scan_blocks`. A subclassed model needs a `get_config` that can rebuild it. The original is not
-    changed. `RNN(cell)`, `ConvLSTM` and subclasses of Keras's layers are not replaced.
+    The clone has the weights and random states of the model, what trains of it, LoRA, and its
+    compiled optimizer with slots, loss and metrics. It keeps the names of layers if Keras keeps
+    them in a config (functional and Sequential models, at any depth), and the marks of `split`,
+    `replicate`, `assign`, `remat` and `scan_blocks`. A subclassed model needs a `get_config` that
+    can rebuild it. The original is not changed. `RNN(cell)`, `ConvLSTM` and subclasses of Keras's
+    layers are not replaced.
 
     Args:
         model: A built `keras.Model`.
@@ -67,6 +68,7 @@ def convert(model):
             layer.__class__ = _REPLACED[type(layer)]
     if not clone.built:
         clone.build_from_config(build)
+    _repeat_changes(model, clone)
     _copy(model.weights, clone.weights, model)
     _copy(_random_states(model), _random_states(clone), model)
     _copy_what_is_written(model, clone)
@@ -96,6 +98,22 @@ def _make_again(model):
                 "use ktd.layers.LSTM and its siblings when you build it.",
             )
         ) from error
+
+
+def _repeat_changes(model, clone):
+    """Repeats what was done to layers since they were made, which no config of a layer that holds
+    them knows: LoRA, and what trains.
+    """
+    pairs = list(zip(_keras.flatten_layers(model), _keras.flatten_layers(clone)))
+    for before, after in pairs:
+        if getattr(before, "lora_enabled", False) and not getattr(after, "lora_enabled", True):
+            after.enable_lora(before.lora_rank, lora_alpha=before.lora_alpha)
+    for before, after in pairs:  # a layer before the layers in it, as its flag is theirs too
+        if after.trainable != before.trainable:
+            after.trainable = before.trainable
+    for before, after in zip(model.variables, clone.variables):
+        if after.trainable != before.trainable:
+            after.trainable = before.trainable
 
 
 def _random_states(layer):

@@ -293,6 +293,23 @@ def test_what_keeps_a_step_from_being_checked():
     assert "not built" in why(model)
 
 
+@pytest.mark.parametrize(
+    ("layers", "options", "why"),
+    [
+        ([keras.Input((4,))], None, "not compiled"),
+        ([keras.Input((4,))], {"run_eagerly": True}, "run_eagerly"),
+        ([], {}, "not built"),
+    ],
+)
+def test_a_model_that_cannot_be_checked_is_an_error_at_once(layers, options, why):
+    """Otherwise all is "right" after minutes, and its step was left out."""
+    model = keras.Sequential([*layers, keras.layers.Dense(2)])
+    if options is not None:
+        model.compile("sgd", "mse", **options)
+    with pytest.raises(ValueError, match=why):
+        ktd.TPUStrategy().check(model)
+
+
 def test_a_step_that_is_not_finite_is_not_compared():
     with ktd.TPUStrategy({"data": 8}).scope():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
