@@ -1,4 +1,4 @@
-"""The state of training on disk: written from the shards, loaded onto any mesh."""
+"""Checkpoints: the state of training on disk, written from shards, loaded onto any mesh."""
 
 from keras_tpu_dist.checkpoint.follow import checkpoints as checkpoints
 from keras_tpu_dist.checkpoint.loop import LoopCheckpoint as LoopCheckpoint

@@ -20,12 +20,12 @@ class CheckpointRow:
 
     Attributes:
         step: Its step.
-        epoch: The epoch in which training goes on, from 1.
-        batches: The batches of that epoch that are done.
-        parameters: Numbers in its weights.
-        bytes: Of weights and optimizer.
-        written: When, by what, on which mesh.
-        problem: Why it cannot be read; `""` if it can.
+        epoch: The epoch in which training resumes, from 1.
+        batches: The completed batches of that epoch.
+        parameters: The number of elements in its weights.
+        bytes: The bytes of the weights and the optimizer's state.
+        written: The time, program versions and mesh of its writing.
+        problem: Why it cannot be read, or `""`.
     """
 
     step: int
@@ -39,11 +39,11 @@ class CheckpointRow:
 
 @dataclass(frozen=True, repr=False)
 class Contents(Printed):
-    """What a directory of checkpoints holds.
+    """The contents of a directory of checkpoints.
 
     Attributes:
         directory: The directory.
-        rows: One for each checkpoint, the newest last.
+        rows: One row per checkpoint, the newest last.
     """
 
     directory: str
@@ -65,10 +65,10 @@ class Difference(Printed):
     """How two checkpoints differ.
 
     Attributes:
-        only_first: Paths that the second lacks.
-        only_second: Paths that the first lacks.
-        changed: Paths of other values, with what differs.
-        same: The number of arrays that are equal.
+        only_first: Paths that are missing in the second checkpoint.
+        only_second: Paths that are missing in the first checkpoint.
+        changed: Paths of arrays that differ, with the difference.
+        same: The number of equal arrays.
     """
 
     only_first: tuple[str, ...]
@@ -89,13 +89,13 @@ class Difference(Printed):
 
 
 def contents(directory: str | os.PathLike) -> Contents:
-    """What a directory of checkpoints holds; the values are not read.
+    """Lists the contents of a directory of checkpoints, without reading values.
 
     Args:
         directory: The directory.
 
     Raises:
-        CheckpointError: If there is none.
+        CheckpointError: If it does not exist.
     """
     store = Store(directory, read_only=True)
     try:
@@ -105,14 +105,14 @@ def contents(directory: str | os.PathLike) -> Contents:
 
 
 def difference(first: str | os.PathLike, second: str | os.PathLike) -> Difference:
-    """Compares the newest checkpoints of two directories by what their manifests say.
+    """Compares the newest checkpoints of two directories by their manifests.
 
     Args:
         first: A directory.
-        second: Another.
+        second: Another directory.
 
     Raises:
-        CheckpointError: If one has no checkpoint that can be read.
+        CheckpointError: If one of them has no readable checkpoint.
     """
     one, other = _arrays(first), _arrays(second)
     both = [name for name in one if name in other]
@@ -157,7 +157,7 @@ def _cells(row: CheckpointRow) -> tuple[str, ...]:
 
 
 def _bytes(manifest: Manifest, kind: str) -> int:
-    # NumPy knows bfloat16 and its like once JAX is imported.
+    # NumPy knows bfloat16 and similar dtypes after JAX is imported.
     return sum(
         int(np.prod(entry.shape)) * np.dtype(entry.dtype).itemsize
         for entry in manifest.entries(kind)
@@ -177,7 +177,7 @@ def _arrays(directory: str | os.PathLike) -> dict[str, Saved]:
     seen: Counter[str] = Counter()
     for kind in (WEIGHTS, SLOTS, OPTIMIZER, METRICS):
         for saved in manifest.arrays.get(kind, ()):
-            # Without Keras's numbers, which differ between processes; equal names are numbered.
+            # Without Keras's numbers, which differ between processes; equal names get a number.
             name = "/".join(filter(None, (kind, saved.entry.slot, canonical(saved.entry.path))))
             seen[name] += 1
             found[f"{name} ({seen[name]})" if seen[name] > 1 else name] = saved
@@ -190,4 +190,4 @@ def _change(one: Saved, other: Saved) -> str:
         return f"shape {a.shape} and {b.shape}"
     if a.dtype != b.dtype:
         return f"{a.dtype} and {b.dtype}"
-    return "" if one.fingerprint == other.fingerprint else "other values"
+    return "" if one.fingerprint == other.fingerprint else "different values"

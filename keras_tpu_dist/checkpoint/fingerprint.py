@@ -1,4 +1,4 @@
-"""Fingerprints of arrays that are the same on every mesh."""
+"""Fingerprints of arrays, which are the same on every mesh."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,19 +7,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Odd, so that whatever single bit differs, the sum does (Knuth's multiplicative hashing).
+# Odd, so that every flipped bit changes the sum (Knuth's multiplicative hashing).
 _FACTOR = 2654435761
 _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
 
 
 def fingerprints(arrays: Sequence[Any]) -> list[int]:
-    """A 32-bit number of every array: its bits, weighted by odd numbers and summed modulo 2**32.
+    """A 32-bit number for every array: its bits, weighted by odd numbers and summed modulo 2**32.
 
     Integers modulo 2**32 have the same sum in any order, so an array has the same number on any
-    mesh, and one flipped bit always changes it. It is computed where the array is.
+    mesh, and a flipped bit always changes it. The devices of the array compute it.
 
     Args:
-        arrays: Arrays of JAX or NumPy, of any dtype that JAX has.
+        arrays: JAX or NumPy arrays, with any dtype of JAX.
 
     Returns:
         The numbers.

@@ -9,7 +9,7 @@ from keras_tpu_dist.checkpoint.store import Store, checkpoint_errors, folder
 from keras_tpu_dist.common.checks import check_seconds, checked_path
 from keras_tpu_dist.processes.channel import agree
 
-_LOOK_EVERY_S = 1.0
+_POLL_S = 1.0
 _FIX = "Iterate over ktd.checkpoints in all processes."
 
 
@@ -24,7 +24,7 @@ def checkpoints(directory: str | os.PathLike, timeout_s: float | None = None) ->
 
     Args:
         directory: The directory of `keras_tpu_dist.callbacks.Checkpoint`.
-        timeout_s: The most seconds to wait for a new one; `None` for as long as the run lasts.
+        timeout_s: The seconds to wait for a new checkpoint; `None` to wait until the run ends.
 
     Returns:
         An iterator over steps, for `keras_tpu_dist.restore(model, directory, step=step)`.
@@ -53,7 +53,7 @@ def checkpoints(directory: str | os.PathLike, timeout_s: float | None = None) ->
 def _followed(directory: str, timeout_s: float | None) -> Iterator[int]:
     last, since_s = -1, time.monotonic()
     while True:
-        # Read before the time and the agreement: a run that ends meanwhile has one more.
+        # Read before the time and the agreement: a run that ends meanwhile has one more checkpoint.
         newest, ended = _newest(directory)
         late = timeout_s is not None and time.monotonic() - since_s > timeout_s
         newest, ended, late = agree(
@@ -65,7 +65,7 @@ def _followed(directory: str, timeout_s: float | None) -> Iterator[int]:
         elif ended or late:
             return
         else:
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(_POLL_S)
 
 
 def _newest(directory: str) -> tuple[int, bool]:

@@ -1,7 +1,8 @@
-"""Which checkpoints are kept, the lock of a directory, and how its contents change.
+"""Chooses the checkpoints to keep, locks a directory, and changes its contents.
 
-Nothing is deleted before its successor is complete and read back. A directory is renamed before it
-is deleted, so that one with the name of a step is always a complete checkpoint.
+A checkpoint is only deleted after its successor is complete and was read back. A directory is
+renamed before it is deleted, so a directory with the name of a step is always a complete
+checkpoint.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ _ENDED_FILE = ("metrics", "ended")
 HALF = ".orbax-checkpoint-tmp"
 _REMOVED, _REPLACED, _OTHER_RUNS = ".removed", ".replaced", "replaced_run"
 _LOCK = ".in_use"
-# Whose checkpoints hosts may have on their own disks.
+# The file with the id of the run, whose checkpoints may be on the hosts' own disks.
 _RUN = "run_id"
 _MOST_OF_A_RUN = 100
 
@@ -38,8 +39,8 @@ class Known:
         whole: Whether its manifest can be read.
         finite: Whether all numbers of its weights are finite; unknown, and therefore true, for
             version 0.2 and before.
-        metrics: Numbers by which the best one is chosen.
-        at_s: When it was written, in seconds since 1970, if known.
+        metrics: Metrics to choose the best checkpoint by.
+        at_s: The time of its writing, in seconds since 1970, if known.
     """
 
     whole: bool
@@ -49,7 +50,7 @@ class Known:
 
 
 def written_at_s(written: Mapping[str, Any]) -> float | None:
-    """When a checkpoint was written, in seconds since 1970, or `None` if unknown.
+    """The time of a checkpoint's writing, in seconds since 1970, or `None` if unknown.
 
     Args:
         written: The manifest's `written`.
@@ -66,14 +67,14 @@ def staying(
     best: tuple[str, str] | None,
     every_s: float | None = None,
 ) -> set[int]:
-    """The steps whose checkpoints are kept.
+    """The steps of the checkpoints to keep.
 
     Args:
-        known: The facts about every checkpoint.
-        keep: How many of the newest complete ones are kept; `None` for all.
-        best: `(name, mode)` of a metric; the best checkpoint is kept as well. Or `None`.
-        every_s: Seconds; the first checkpoint is kept, and every one that is so much newer than the
-            last of them.
+        known: The facts about all checkpoints.
+        keep: The number of the newest complete checkpoints to keep; `None` for all.
+        best: `(name, mode)` of a metric, to keep its best checkpoint, too; or `None`.
+        every_s: An interval in seconds, to keep the first checkpoint and then one per interval,
+            too; or `None`.
 
     Example:
 
@@ -96,13 +97,14 @@ def staying(
         stay |= {step for _, step in sorted(judged)[-1:]}
     if every_s is not None:
         stay |= _spaced({step: known[step].at_s for step in whole}, every_s)
-    # An unreadable one may be a passing fault of the disk: kept until newer ones replace it.
+    # An unreadable checkpoint may be a temporary fault of the disk, so it stays until newer ones
+    # replace it.
     return stay | {step for step in known if step > min(stay)} - set(whole)
 
 
 def _spaced(at_s: Mapping[int, float | None], every_s: float) -> set[int]:
-    # Counted from the first checkpoint, which stays too: counted from the oldest that happens to
-    # exist, the kept ones would shift with every deletion.
+    # Counted from the first checkpoint, which stays, too. If we counted from the oldest existing
+    # one, the choice would shift with every deletion.
     stay: set[int] = set()
     last_s = -float("inf")
     for step in sorted(at_s):
@@ -140,7 +142,7 @@ def has_parts(path: Any) -> bool:
 
 
 def metrics_of(path: Any, training: Mapping[str, Any]) -> dict[str, Any]:
-    """The metrics of a checkpoint: those in its manifest, and those that came later.
+    """The metrics of a checkpoint: those in its manifest, and those added later.
 
     Args:
         path: The directory of one checkpoint.
@@ -164,14 +166,14 @@ def note_metrics(path: Any, metrics: Mapping[str, float]) -> None:
     """
     file = path.joinpath(*_METRICS_FILE)
     file.parent.mkdir(exist_ok=True)
-    # Renamed when complete: a process may be killed while it writes.
+    # Renamed when complete, because a process may be killed while it writes.
     half = file.parent / "half"
     half.write_text(json.dumps(dict(metrics)))
     half.replace(file)
 
 
 def note_ended(path: Any) -> None:
-    """Notes that the run whose newest checkpoint this is has ended.
+    """Notes in a run's newest checkpoint that the run has ended.
 
     Args:
         path: The directory of one checkpoint.
@@ -259,7 +261,7 @@ def set_runs_aside(root: Any, steps: Iterable[int]) -> None:
 
 
 def drop_other_runs(root: Any) -> None:
-    """Deletes what `set_runs_aside` moved, once the new run has a checkpoint.
+    """Deletes the checkpoints that `set_runs_aside` moved, after the new run has one.
 
     Args:
         root: The directory of checkpoints.
@@ -269,11 +271,11 @@ def drop_other_runs(root: Any) -> None:
 
 
 def note_run(root: Any, run: str) -> None:
-    """Notes which run this is, before it has a checkpoint here.
+    """Notes the run's name in the directory, before it has a checkpoint.
 
     Args:
         root: The directory of checkpoints.
-        run: Its name.
+        run: The run's name.
     """
     if noted_run(root) != run:
         half = root / f"{_RUN}.half"
@@ -282,7 +284,7 @@ def note_run(root: Any, run: str) -> None:
 
 
 def noted_run(root: Any) -> str | None:
-    """The run that `note_run` noted, if any.
+    """The run's name from `note_run`, or `None`.
 
     Args:
         root: The directory of checkpoints.
@@ -300,7 +302,7 @@ class Lock:
         directory: The directory, which is local.
 
     Raises:
-        CheckpointError: If another writes there.
+        CheckpointError: If another process writes there.
     """
 
     def __init__(self, directory: str):
@@ -310,7 +312,7 @@ class Lock:
             self._file = self._locked()
 
     def release(self) -> None:
-        """Lets others write."""
+        """Lets other processes write."""
         if self._file is None:
             return
         # The user may have deleted the directory.
@@ -330,21 +332,21 @@ class Lock:
             os.close(file)
             raise CheckpointError(
                 message(
-                    "One fit at a time writes into a directory of checkpoints.",
+                    "Only one fit at a time can write into a directory of checkpoints.",
                     received=f"{os.path.dirname(self._path)!r}, where {who or 'another'} writes.",
-                    fix="Give every run, and every Checkpoint of a fit, a directory of its own, or "
+                    fix="Use a different directory for every run and every Checkpoint of a fit, or "
                     "wait for the other to end.",
                 )
             ) from None
         except OSError as error:
             logger.warning(
-                "%s cannot be locked (%s): two runs that write there at once are not noticed",
+                "%s cannot be locked (%s): if two runs write there at once, nothing reports it",
                 self._path,
                 error,
             )
             return file
         here = os.path.exists(self._path) and os.stat(self._path).st_ino == os.fstat(file).st_ino
-        if not here:  # its holder released it meanwhile, and deleted the file
+        if not here:  # the other process has released the lock and deleted the file
             os.close(file)
             return None
         os.ftruncate(file, 0)

@@ -1,4 +1,4 @@
-"""Files and directories that Keras saved, loaded like checkpoints: all of it, or one error."""
+"""Loads files and directories that Keras saved: all of it, or one error."""
 
 import contextlib
 import logging
@@ -36,15 +36,15 @@ from keras_tpu_dist.common.patterns import matches
 logger = logging.getLogger("keras_tpu_dist")
 
 SUFFIXES = (".keras", ".weights.h5", ".weights.json")
-# What HDF5 needs beside the arrays, for names and the tree of groups.
+# Space in HDF5 files besides the arrays, for names and the tree of groups.
 _SLACK_BYTES = 16 * 2**20
 _OPTIMIZER = "optimizer/"
-# A wrapping optimizer (LossScaleOptimizer) is saved with the inner one's variables again below it.
+# A wrapping optimizer (LossScaleOptimizer) saves the inner optimizer's variables again below it.
 _OPTIMIZER_VARIABLES = "optimizer/vars/"
 
 
 def is_file_of_keras(path: str | os.PathLike) -> bool:
-    """Whether a path names a file that Keras saves weights in.
+    """Whether a path has the suffix of a file with weights that Keras saves.
 
     Args:
         path: The path.
@@ -55,16 +55,16 @@ def is_file_of_keras(path: str | os.PathLike) -> bool:
 def load_file(
     model: Any, path: str | os.PathLike, strict: bool, exclude: tuple[str, ...]
 ) -> Restored:
-    """Loads a file of Keras's into a model, array by array.
+    """Loads a Keras file into a model, array by array.
 
-    Keras's files know variables by the model's structure, not by their names, so there is nothing
-    to rename.
+    Keras's files identify variables by the model's structure and not by their names, so there is
+    nothing to rename.
 
     Args:
         model: A built model.
         path: The file.
         strict: See `restore`.
-        exclude: See `restore`; patterns of the model's paths.
+        exclude: See `restore`; the patterns are for the model's paths.
 
     Raises:
         ValueError: If the file does not fit.
@@ -80,7 +80,7 @@ def load_file(
 
 
 def _most_bytes(model: Any) -> int:
-    """The most that a file may take: every weight with three slots, 8 bytes each."""
+    """The largest valid size of a file: every weight with three slots, 8 bytes per element."""
     numbers = sum(math.prod(variable.shape) for variable in model.variables)
     return _SLACK_BYTES + 4 * 8 * numbers
 
@@ -111,7 +111,7 @@ def _load(model: Any, file: Any, name: str, strict: bool, exclude: tuple[str, ..
         ]
         raise ValueError(
             message(
-                f"The file {name!r} must hold the weights of this model, no more and no fewer.",
+                f"The file {name!r} must have exactly the weights of this model.",
                 received="; ".join(
                     [
                         *unmatched_text([weights[n].path for n in missing], unexpected),
@@ -119,8 +119,8 @@ def _load(model: Any, file: Any, name: str, strict: bool, exclude: tuple[str, ..
                     ]
                 )
                 + ".",
-                fix="Pass exclude=[...] for what is to stay as it is, or strict=False to load "
-                "what fits.",
+                fix="Pass exclude=[...] to leave weights unchanged, or strict=False to load only "
+                "matching weights.",
             )
         )
     whole = not (missing or reshaped or kept)
@@ -142,7 +142,7 @@ def _load(model: Any, file: Any, name: str, strict: bool, exclude: tuple[str, ..
 
 
 def _optimizer_that_fits(model: Any, saved: dict[str, tuple[int, ...]], name: str) -> dict:
-    """The optimizer's variables by name, if the file has the same ones; else none."""
+    """The optimizer's variables by name, if the file has exactly these; else an empty dict."""
     shapes = {n: shape for n, shape in saved.items() if n.startswith(_OPTIMIZER_VARIABLES)}
     if not shapes:
         return {}
@@ -150,7 +150,7 @@ def _optimizer_that_fits(model: Any, saved: dict[str, tuple[int, ...]], name: st
     here = _keras.names_in_files(model)
     found = {n: v for n, v in here.items() if n.startswith(_OPTIMIZER_VARIABLES)}
     if found and shapes != {n: tuple(v.shape) for n, v in found.items()}:
-        logger.warning("the optimizer's state is left as it is: that in %r does not fit", name)
+        logger.warning("the optimizer's state is not loaded: that in %r does not fit", name)
         return {}
     return found
 
@@ -166,8 +166,8 @@ def _file_errors(name: str) -> Iterator[None]:
 
 
 _ARRAYS = "pytree"
-# The groups of Keras's `get_state_tree`. Both kinds of weights are one here: what is frozen now may
-# have trained when it was saved.
+# The groups of Keras's `get_state_tree`. Both kinds of weights are one kind here, because a frozen
+# weight may have been trainable when it was saved.
 _KINDS = {
     "trainable_variables": WEIGHTS,
     "non_trainable_variables": WEIGHTS,
@@ -191,13 +191,13 @@ def is_directory_of_keras(directory: str | os.PathLike) -> bool:
 
 
 class KerasDirectory:
-    """The checkpoints that `keras.callbacks.OrbaxCheckpoint` wrote; see `Store`.
+    """The checkpoints of `keras.callbacks.OrbaxCheckpoint`; see `Store`.
 
-    Keras saves arrays by the paths of variables, without checksums, so damage within an array is
-    not found.
+    Keras saves arrays by the paths of variables, without checksums, so damaged values are not
+    detected.
 
     Args:
-        directory: That of the callback, or one of the checkpoints in it.
+        directory: The callback's directory, or one of the checkpoints in it.
     """
 
     def __init__(self, directory: str | os.PathLike):
@@ -213,7 +213,7 @@ class KerasDirectory:
             return sorted(orbax().utils.checkpoint_steps(self._path))
 
     def manifest(self, step: int) -> Manifest:
-        """What the checkpoint of a step holds.
+        """The manifest of a step's checkpoint.
 
         Args:
             step: The step.
@@ -260,11 +260,11 @@ class KerasDirectory:
         return [found[saved.key].astype(dtype) for saved, _, dtype in wanted]
 
     def close(self) -> None:
-        """Does nothing; `Store` has something to close."""
+        """Does nothing; `Store` has the same method."""
 
     @staticmethod
     def state_of(model: Any) -> dict[str, list[tuple[Entry, Any]]]:
-        """The model's state with slots under the names that Keras saves, in the manifest's order.
+        """The model's state, with Keras's names for slots, in the manifest's order.
 
         Args:
             model: The model.
@@ -288,7 +288,7 @@ class KerasDirectory:
 
 
 def _slots_apart(arrays: Mapping[str, list[Saved]]) -> dict[str, list[Saved]]:
-    """Keras names a slot by its weight's path, joined with underscores, and by its own name."""
+    """Separates slots: Keras names a slot by its weight's path, with underscores, and its name."""
     by_name = {saved.entry.path.replace("/", "_"): saved.entry.path for saved in arrays[WEIGHTS]}
     slots, rest = [], []
     for saved in arrays[OPTIMIZER]:

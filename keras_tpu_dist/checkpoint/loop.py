@@ -228,7 +228,7 @@ class LoopCheckpoint:
                 return self._load(self._store, step)
             except CheckpointError as error:
                 errors.append(str(error))
-                logger.warning("%s The one before it is tried.", error)
+                logger.warning("%s Trying the previous checkpoint.", error)
         if errors:
             raise CheckpointError(" ".join(errors))
         return {}

@@ -21,7 +21,7 @@ _MOST = 2**53
 _LONGEST_NAME = 2**12
 _MOST_DIMENSIONS = 64
 _DTYPE = re.compile(r"[a-z][a-z0-9_]{2,30}")
-# The entries that `callbacks.Checkpoint` needs to go on.
+# The entries that `callbacks.Checkpoint` needs to resume.
 OF_FIT = (
     "epoch",
     "done",
@@ -55,10 +55,10 @@ class Saved:
     """One array of a checkpoint.
 
     Attributes:
-        entry: What it is.
+        entry: Its description.
         key: Its name in the store.
-        fingerprint: Of its values. See `keras_tpu_dist.checkpoint.fingerprint`.
-        axes: The mesh axes that split each dimension where it was written.
+        fingerprint: The fingerprint of its values. See `keras_tpu_dist.checkpoint.fingerprint`.
+        axes: For every dimension, the mesh axes that split it when it was written.
     """
 
     entry: Entry
@@ -69,14 +69,14 @@ class Saved:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds.
+    """The description of a checkpoint.
 
     Attributes:
         arrays: The arrays, by kind: `"weights"`, `"slots"`, `"optimizer"`, `"metrics"`, `"extra"`.
-        training: Where training stood: epoch, batches, history, callbacks, random numbers.
-        written: By what, and on which mesh.
-        parts: Which parts of the arrays are beside it, of a checkpoint that each host wrote for
-            itself. See `keras_tpu_dist.checkpoint.parts`.
+        training: The state of training: epoch, batches, history, callbacks, random numbers.
+        written: The versions and the mesh of the program that wrote it.
+        parts: If every host wrote its own checkpoint, the parts of the arrays in this one. See
+            `keras_tpu_dist.checkpoint.parts`.
     """
 
     arrays: dict[str, tuple[Saved, ...]]
@@ -97,10 +97,10 @@ class Manifest:
         return {"crc32": _crc32(content), **content}
 
     def lacks(self, names: Iterable[str]) -> list[str]:
-        """The names that `training` lacks.
+        """The names that are missing in `training`.
 
         Args:
-            names: Such as `OF_FIT`.
+            names: The names to look for, such as `OF_FIT`.
         """
         return [name for name in names if name not in self.training]
 
@@ -114,14 +114,14 @@ class Manifest:
 
 
 def from_json(data: Any, where: str) -> Manifest:
-    """The manifest of plain data.
+    """Restores a manifest from plain data.
 
     Args:
-        data: What `Manifest.to_json` gave.
+        data: The result of `Manifest.to_json`.
         where: The checkpoint, for errors.
 
     Raises:
-        CheckpointError: If it is of a newer version, or was changed since.
+        CheckpointError: If it has a newer version, or was changed since it was written.
     """
     if not isinstance(data, Mapping) or "arrays" not in data:
         raise CheckpointError(
@@ -134,10 +134,10 @@ def from_json(data: Any, where: str) -> Manifest:
     try:
         _check_version(data, where)
         _check(data)
-    except (_OtherForm, RecursionError, OverflowError) as error:
+    except (_InvalidError, RecursionError, OverflowError) as error:
         raise CheckpointError(
             message(
-                f"{where} is damaged: its manifest has another form than keras_tpu_dist writes.",
+                f"{where} is damaged: its manifest is invalid.",
                 received=f"{error}.",
                 fix=_OTHER,
             )
@@ -180,13 +180,13 @@ def _saved(row: Mapping[str, Any]) -> Saved:
     return Saved(entry, row["key"], row["fingerprint"], tuple(row["axes"]))
 
 
-class _OtherForm(ValueError):
-    """Something in a manifest has another form than `Manifest.to_json` gives it."""
+class _InvalidError(ValueError):
+    """A manifest has an invalid value."""
 
 
 def _expect(right: bool, what: str, value: Any) -> None:
     if not right:
-        raise _OtherForm(f"{what}={value!r:.80}")
+        raise _InvalidError(f"{what}={value!r:.80}")
 
 
 def _is_count(value: Any) -> bool:
@@ -279,7 +279,7 @@ def _listed(training: Mapping, name: str) -> Iterator[Any]:
 
 
 def _crc32(content: Mapping) -> int:
-    # Once through JSON, which turns tuples into lists and keys into strings: the content has the
-    # same checksum before it is written and after it is read.
+    # Converted to JSON and back, because JSON turns tuples into lists and keys into strings: so the
+    # content has the same checksum before it is written and after it is read.
     text = json.dumps(json.loads(json.dumps(content)), sort_keys=True)
     return zlib.crc32(text.encode())

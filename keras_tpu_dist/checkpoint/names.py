@@ -1,4 +1,4 @@
-"""Names of a training state's arrays, and the match of saved ones with the model's."""
+"""Names the arrays of a training state, and matches saved arrays with a model's variables."""
 
 import re
 from collections import Counter, defaultdict
@@ -21,12 +21,12 @@ class Entry:
     """An array of a training state.
 
     Attributes:
-        path: The variable's path; of an optimizer's slot, that of its weight.
+        path: The variable's path; for an optimizer's slot, the path of its weight.
         shape: Its shape.
         dtype: Its dtype.
         slot: The name of the optimizer's slot, else `""`.
-        nth: How many weights of the same path the model has before it, whether they train or not;
-            of a slot, that of its weight.
+        nth: The number of weights with the same path before it in the model, trainable or not; for
+            a slot, the number of its weight.
     """
 
     path: str
@@ -41,13 +41,13 @@ class Matching:
     """Which saved arrays belong to which variables.
 
     Attributes:
-        pairs: From the index of a variable to that of a saved array.
-        missing: Paths of variables for which nothing was saved.
-        unexpected: Saved paths for which there is no variable.
-        reshaped: Pairs of the same name whose shapes differ, or of which only one holds integers,
-            as a quantized kernel does; as text.
-        renamed: From the saved path to the model's, if only Keras's numbers differ.
-        kept: Paths of variables that were left out on purpose.
+        pairs: A dict from the index of a variable to the index of its saved array.
+        missing: Paths of variables without a saved array.
+        unexpected: Saved paths without a variable.
+        reshaped: Pairs with the same name and different shapes, or with integers on one side only,
+            such as a quantized kernel; as text.
+        renamed: A dict from the saved path to the model's, if only Keras's numbers differ.
+        kept: Paths of excluded variables.
     """
 
     pairs: dict[int, int] = field(default_factory=dict)
@@ -94,16 +94,16 @@ def entry_of(variable: Any) -> Entry:
 
 
 def check_excluded(exclude: Iterable[str], paths: Iterable[str]) -> None:
-    """Raises a `ValueError` if a pattern of what is not restored matches nothing.
+    """Raises a `ValueError` if a pattern of `exclude` matches nothing.
 
     Args:
         exclude: The patterns.
-        paths: Those of the model's variables and of the saved ones.
+        paths: The paths of the model's variables and of the saved arrays.
     """
     check_matched(
         exclude,
         paths,
-        "Each pattern of exclude names weights of the model or of the checkpoint.",
+        "Every pattern of exclude must match weights of the model or of the checkpoint.",
         "See the paths with [weight.path for weight in model.weights].",
     )
 
@@ -118,14 +118,14 @@ def match(
     """Finds the saved array of every variable: by path, or by order if only numbers differ.
 
     Keras numbers layers without a name, from the start in every process: the second model of a
-    process has `dense_2` for the first one's `dense`. So if paths that differ in such numbers alone
-    are not the same in the checkpoint and the model, they are paired in the order of the numbers.
+    process has `dense_2` instead of the first model's `dense`. So if the paths in the checkpoint
+    and the model differ only in such numbers, they are paired in the order of the numbers.
 
     Args:
         here: The entries of the variables.
-        saved: Those of the saved arrays.
+        saved: The entries of the saved arrays.
         exclude: Patterns (`fnmatch`) of paths to leave out, in the model and the checkpoint.
-        rename: Pairs of a regular expression and what replaces it in saved paths.
+        rename: Pairs of a regular expression and its replacement in saved paths.
     """
     wanted = {i: entry for i, entry in enumerate(here) if not matches(entry.path, exclude)}
     kept = tuple(entry.path for i, entry in enumerate(here) if i not in wanted)
@@ -163,10 +163,11 @@ def follow(
     Args:
         here: The entries of the slots.
         saved: The entries of the saved slots.
-        weights: From a weight of the model to the saved one, both by path and `nth`.
+        weights: A dict from a weight of the model to the saved one, both by path and `nth`.
 
     Returns:
-        From the index of a slot to that of the saved one; slots without one are missing.
+        A dict from the index of a slot to the index of the saved one; slots without one are left
+        out.
     """
     by_name = {(entry.slot, entry.path, entry.nth): j for j, entry in enumerate(saved)}
     pairs = {}
@@ -178,7 +179,7 @@ def follow(
 
 
 def numbered(names: Iterable[T]) -> list[tuple[T, int]]:
-    """Names with the number of equal ones before them: Keras lets weights share a path.
+    """Names with the number of equal names before them, because weights may share a path.
 
     Args:
         names: The names.
@@ -211,11 +212,11 @@ def canonical(path: str) -> str:
 
 
 def in_order_of_numbers(items: Iterable[T], path: Callable[[T], str]) -> list[T]:
-    """Items in the order of the numbers in their paths, in which Keras created the layers.
+    """Items in the order of the numbers in their paths, which is the order of their creation.
 
     Args:
         items: Anything that has a path.
-        path: Returns the path of an item.
+        path: A function from an item to its path.
 
     Example:
 
@@ -234,8 +235,8 @@ def unmatched_text(missing: Sequence[str], unexpected: Sequence[str]) -> list[st
     """Missing and unexpected paths for an error, with the nearest path of the other side.
 
     Args:
-        missing: Paths of variables for which nothing was saved.
-        unexpected: Saved paths for which there is no variable.
+        missing: Paths of variables without a saved array.
+        unexpected: Saved paths without a variable.
     """
     return [
         *(f"missing {path!r}{did_you_mean(path, unexpected)}" for path in missing),
@@ -252,11 +253,11 @@ def _slot_entry(variable: Any, name: str, weight: Any, nth: Mapping[int, int]) -
 
 
 def same_kind(one: Any, other: Any) -> bool:
-    """Whether both of two dtypes are integers, or neither: a float kernel as `int8` is zeros.
+    """Whether both dtypes are integers, or neither: a float kernel cast to `int8` would be zeros.
 
     Args:
         one: A dtype, or its name.
-        other: Another.
+        other: Another dtype, or its name.
 
     Example:
 
@@ -298,8 +299,8 @@ def _paired(
     candidates = sorted(candidates, key=lambda j: saved[j].nth)
     mine, theirs = [here[i].path for i in indices], [paths[j] for j in candidates]
     if Counter(mine) == Counter(theirs) or len(mine) != len(theirs):
-        # By name, and in order among equal names. With unequal numbers of arrays an order would
-        # pair the wrong ones.
+        # By name, and in order among equal names. With different numbers of arrays, pairs by order
+        # would be wrong.
         left = defaultdict(list)
         for j in candidates:
             left[paths[j]].append(j)

@@ -1,4 +1,4 @@
-"""Which parts of each array lie on which host, if every host writes its own checkpoint."""
+"""The parts of arrays on every host, if every host writes its own checkpoint."""
 
 import functools
 import itertools
@@ -17,11 +17,11 @@ Index = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Layout:
-    """How an array is cut into a grid of cells, and who holds each of them.
+    """The split of an array into a grid of cells, and the processes that hold them.
 
     Attributes:
-        pieces: How many pieces each dimension is cut into.
-        holders: The processes that hold each cell, in row-major order.
+        pieces: The number of pieces in every dimension.
+        holders: For every cell, in row-major order, the processes that hold it.
     """
 
     pieces: tuple[int, ...]
@@ -36,7 +36,7 @@ class Layout:
         return [cell for cell, holders in enumerate(self.holders) if process in holders]
 
     def index(self, cell: int, shape: Sequence[int]) -> Index:
-        """Where a cell begins and ends in each dimension.
+        """The start and end of a cell in every dimension.
 
         Args:
             cell: The cell.
@@ -73,12 +73,12 @@ def _row_major(places: Iterable[int], pieces: Iterable[int]) -> int:
 
 
 def layout_of(array: Any) -> Layout:
-    """How an array is split over processes.
+    """The layout of an array over processes.
 
-    An array on the devices of this process alone counts as one that all processes have.
+    An array on the devices of only this process counts as an array that all processes hold.
 
     Args:
-        array: An array of JAX or NumPy.
+        array: A JAX or NumPy array.
     """
     if not isinstance(array, jax.Array) or array.is_fully_addressable:
         return Layout((1,) * array.ndim, (tuple(range(jax.process_count())),))
@@ -97,10 +97,10 @@ def _layout(sharding: Any, shape: tuple[int, ...]) -> Layout:
 
 @functools.lru_cache(maxsize=4096)
 def indices_by_process(sharding: Any, shape: tuple[int, ...]) -> dict[int, frozenset[Index]]:
-    """The parts of an array that each process has on its devices.
+    """The parts of an array on the devices of every process.
 
     Args:
-        sharding: The array's.
+        sharding: The array's sharding.
         shape: Its shape.
     """
     found: dict[int, set[Index]] = {}
@@ -110,21 +110,21 @@ def indices_by_process(sharding: Any, shape: tuple[int, ...]) -> dict[int, froze
 
 
 def bounds(index: Sequence[slice], shape: Sequence[int]) -> Index:
-    """Slices of JAX as pairs of numbers.
+    """Converts JAX's slices to pairs of numbers.
 
     Args:
-        index: A slice for each dimension.
+        index: A slice for every dimension.
         shape: The array's shape.
     """
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape))
 
 
 def own_shards(array: Any, layout: Layout) -> list[Any]:
-    """The cells of an array that this process holds, in their order, as they lie on a device.
+    """The cells of an array that this process holds, in order, as arrays on a device.
 
     Args:
         array: The array.
-        layout: How it lies.
+        layout: Its layout.
     """
     if not isinstance(array, jax.Array) or array.is_fully_addressable:
         return [array]
@@ -135,14 +135,14 @@ def own_shards(array: Any, layout: Layout) -> list[Any]:
 
 @dataclass(frozen=True)
 class Parts:
-    """What one process wrote of a checkpoint.
+    """The parts of a checkpoint that one process wrote.
 
     Attributes:
         process: The process.
-        processes: How many there were.
+        processes: The number of processes.
         layouts: The layouts of arrays.
-        of: For each array, by key, the number of its layout.
-        crc32: For each array, by key, the checksums of the cells that the process holds.
+        of: For every array, by key, the number of its layout.
+        crc32: For every array, by key, the checksums of the cells that the process holds.
     """
 
     process: int
@@ -160,7 +160,7 @@ class Parts:
         return self.layouts[self.of[key]]
 
     def own_cells(self, key: str) -> Mapping[int, int]:
-        """The cells of an array that the process holds, each with its place among them.
+        """The cells of an array that the process holds, with their positions among them.
 
         Args:
             key: The array's key.
@@ -173,17 +173,17 @@ class Parts:
         return [{cell: place for place, cell in enumerate(cells)} for cells in held]
 
     def covered_without(self, missing: Iterable[int]) -> bool:
-        """Whether every cell is held by another process than some that are missing.
+        """Whether the remaining processes hold all cells.
 
         Args:
-            missing: The processes that are not here.
+            missing: The missing processes.
         """
         gone = set(missing)
         sets = {holders for layout in self.layouts for holders in layout.holders}
         return all(not gone.issuperset(holders) for holders in sets)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; each set of processes stands in it once."""
+        """Plain data, in which every set of processes appears once."""
         sets = list(dict.fromkeys(held for layout in self.layouts for held in layout.holders))
         number = {holders: i for i, holders in enumerate(sets)}
         return {
@@ -200,13 +200,13 @@ class Parts:
 
 
 def parts_of(manifest: Manifest) -> Parts:
-    """What a manifest says of the parts beside it, checked: a stranger may have written it.
+    """The parts in a manifest, checked: anybody may have written it.
 
     Args:
         manifest: The manifest.
 
     Raises:
-        ValueError: If it has another form than `Parts.to_json` gives it.
+        ValueError: If they are not valid data of `Parts.to_json`.
     """
     data = manifest.parts
     try:
@@ -222,16 +222,16 @@ def parts_of(manifest: Manifest) -> Parts:
         for each in saved:
             _check_array(found, each)
     except (KeyError, TypeError, IndexError, AttributeError) as error:
-        raise ValueError(f"{_OTHER_FORM}: {error!r:.80}") from error
+        raise ValueError(f"{_INVALID}: {error!r:.80}") from error
     return found
 
 
-_OTHER_FORM = "its parts have another form than keras_tpu_dist writes"
+_INVALID = "its description of parts is invalid"
 
 
 def _expect(right: bool, what: Any) -> None:
     if not right:
-        raise ValueError(f"{_OTHER_FORM}: {what!r:.80}")
+        raise ValueError(f"{_INVALID}: {what!r:.80}")
 
 
 def _count(value: Any) -> int:
@@ -242,7 +242,7 @@ def _count(value: Any) -> int:
 def _checked_layout(data: Mapping[str, Any], sets: Sequence[tuple[int, ...]]) -> Layout:
     pieces = tuple(map(_count, data["pieces"]))
     holders = tuple(sets[_count(number)] for number in data["holders"])
-    # As many cells as the file lists: no number in it asks for more work than its size.
+    # The list in the file limits the number of cells, so a small file cannot cause much work.
     _expect(all(pieces) and math.prod(pieces) == len(holders) and all(holders), pieces)
     return Layout(pieces, holders)
 

@@ -1,4 +1,4 @@
-"""Loading a checkpoint into a model on any mesh: all of it, or one clear error."""
+"""Loads a checkpoint into a model on any mesh: all of it, or one clear error."""
 
 import contextlib
 import ctypes
@@ -40,8 +40,8 @@ from keras_tpu_dist.training import membership
 logger = logging.getLogger("keras_tpu_dist")
 
 _WHERE = 'Write for example ktd.restore(model, "checkpoints").'
-# Up to so many bytes, a state is read and compared before anything changes. A larger one may not
-# fit in memory beside the state that it replaces, so it is read in groups.
+# Up to this size, a state is read and compared before anything changes. A larger one may not fit in
+# memory next to the current state, so it is read in groups.
 _AT_ONCE_BYTES, _GROUP_BYTES = 128 * 2**20, 64 * 2**20
 
 
@@ -55,27 +55,26 @@ def restore(
 ) -> Restored:
     """Loads a checkpoint into a model, straight into the shards of its mesh.
 
-    It does not matter on which mesh, by how many processes and under which plan the checkpoint was
-    written. Values are compared with what was saved: up to 128 MiB before anything in the model
-    changes, larger states in groups of 64 MiB. The optimizer's state is loaded too if all weights
-    are.
+    The checkpoint may come from any mesh, any number of processes and any layout. The checksums of
+    all values are checked: for up to 128 MiB before anything in the model changes, for larger
+    states in groups of 64 MiB. The optimizer's state is loaded, too, if all weights are.
 
     Args:
         model: A built model.
-        directory: That of `keras_tpu_dist.callbacks.Checkpoint` or of
+        directory: The directory of `keras_tpu_dist.callbacks.Checkpoint` or of
             `keras.callbacks.OrbaxCheckpoint`; or a file that Keras saved: a `.keras`, `.weights.h5`
             or sharded `.weights.json`.
         step: The checkpoint's step. Defaults to the newest complete one.
         strict: Whether the model and the checkpoint must have exactly the same weights.
-        exclude: Patterns of paths to leave as they are, such as `"*/head/*"`.
+        exclude: Patterns of paths to leave unchanged, such as `"*/head/*"`.
         rename: Pairs `(regular expression, replacement)` for saved paths, or a dict of them.
 
     Returns:
-        A report of what was loaded and what was not; print it.
+        A report of the loaded and the unchanged variables; print it.
 
     Raises:
         ValueError: If the model is not built, or the checkpoint does not fit: one error with every
-            path that is missing, unexpected, or of another shape or kind of dtype.
+            path that is missing, unexpected, or has another shape or kind of dtype.
         CheckpointError: If there is no such checkpoint, or it is not complete.
 
     Example:
@@ -145,7 +144,7 @@ def load_newest(
         except CheckpointError as error:
             errors.append(str(error))
             if step is None:
-                logger.warning("%s The one before it is tried.", error)
+                logger.warning("%s Trying the previous checkpoint.", error)
     raise CheckpointError(" ".join(errors)) if errors else none_in(store.directory)
 
 
@@ -177,7 +176,7 @@ def load(
     if lacking := manifest.lacks(needs):
         raise CheckpointError(
             message(
-                f"Checkpoint {step} of {store.directory!r} does not say where a fit stood.",
+                f"Checkpoint {step} of {store.directory!r} has no state of a fit.",
                 received=f"a manifest without {', '.join(lacking)}.",
                 fix="Load the weights alone: ktd.restore(model, directory).",
             )
@@ -202,8 +201,8 @@ def load(
     _keras.forget_state(model)
     if weights.renamed:
         logger.info(
-            "%d variables of %s have other numbers in their names than when they were saved, and "
-            "were matched in their order (first: %s)",
+            "%d variables of %s were saved with other numbers in their names, and were matched in "
+            "order (the first: %s)",
             len(weights.renamed),
             model.name,
             " is ".join(next(iter(weights.renamed.items()))),
@@ -248,9 +247,9 @@ def assign_saved(
                     raise
                 raise CheckpointError(
                     message(
-                        "A state above 128 MiB is loaded by groups, and one of them failed.",
+                        "A state above 128 MiB is loaded in groups, and one of them failed.",
                         received=f"{error!s} {done} of {len(chosen)} variables were loaded before.",
-                        fix="Load another checkpoint before the model is used.",
+                        fix="Load another checkpoint before you use the model.",
                     )
                 ) from error
             for (_, variable), value in zip(group, values):
@@ -285,7 +284,7 @@ def _return_freed_memory() -> None:
 
 
 def _others(state: dict, manifest: Manifest, weights: Matching) -> list[tuple[Saved, Any]]:
-    """Slots, the optimizer's other variables, and metrics, if all of a kind fit."""
+    """Pairs for slots, the optimizer's other variables, and metrics, if all of a kind fit."""
     saved = manifest.entries(WEIGHTS)
     names = [(entry.path, entry.nth) for entry, _ in state[WEIGHTS]]
     sources = {names[i]: (saved[j].path, saved[j].nth) for i, j in weights.pairs.items()}
@@ -299,7 +298,7 @@ def _others(state: dict, manifest: Manifest, weights: Matching) -> list[tuple[Sa
         found += _pairs(state, manifest, OPTIMIZER, rest.pairs)
     elif here[OPTIMIZER] and manifest.arrays.get(OPTIMIZER):
         logger.warning(
-            "the optimizer's state is left as it is: %s saved it, and it does not fit",
+            "the optimizer's state is not loaded: %s saved it, and it does not fit",
             manifest.written.get("optimizer"),
         )
     if metrics.complete:
@@ -318,11 +317,10 @@ def _misfit(store: Store | KerasDirectory | LocalTier, step: int, weights: Match
         *(f"of another shape or dtype: {words}" for words in weights.reshaped),
     ]
     return message(
-        f"Checkpoint {step} of {store.directory!r} must hold the weights of this model, no more "
-        "and no fewer.",
+        f"Checkpoint {step} of {store.directory!r} must have exactly the weights of this model.",
         received=f"{'; '.join(parts)}.",
-        fix="Pass rename=[(pattern, replacement)] for other names, exclude=[...] for what is to "
-        "stay as it is, or strict=False to load what fits.",
+        fix="Pass rename=[(pattern, replacement)] for other names, exclude=[...] to leave weights "
+        "unchanged, or strict=False to load only matching weights.",
     )
 
 
@@ -336,7 +334,7 @@ def _checked_pairs(
         if not _is_renaming(pair):
             raise ValueError(
                 message(
-                    "rename has pairs of a regular expression and what stands for it.",
+                    "rename needs pairs of a regular expression and its replacement.",
                     received={"rename": rename},
                     fix='Write for example rename=[("^old/", "new/")].',
                 )
@@ -359,7 +357,7 @@ def _check_of_files(step: int | None, rename: tuple) -> None:
     if step is not None or rename:
         raise ValueError(
             message(
-                "A file of Keras's has one state, and knows variables by the model's structure.",
+                "A Keras file has one state, and identifies variables by the model's structure.",
                 received={"step": step, "rename": rename},
                 fix="Leave both out.",
             )
@@ -370,9 +368,9 @@ def _check_built(model: Any) -> None:
     if not _keras.is_built(model):
         raise ValueError(
             message(
-                "A checkpoint is loaded into a model that is built.",
-                received=f"{model.name!r}, which is not.",
-                fix="Give it a keras.Input, or call model.build(input_shape).",
+                "restore needs a built model.",
+                received=f"{model.name!r}, which is not built.",
+                fix="Add a keras.Input, or call model.build(input_shape).",
             )
         )
 

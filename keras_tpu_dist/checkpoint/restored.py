@@ -1,4 +1,4 @@
-"""What loading from any kind of file needs: the report, and an optimizer with slots."""
+"""Shared by all kinds of files: the report of loading, and the slots of an optimizer."""
 
 import contextlib
 from dataclasses import asdict, dataclass
@@ -16,10 +16,10 @@ class Restored(Printed):
         directory: The directory of the checkpoint.
         step: Its step.
         loaded: Paths of the variables that were loaded.
-        kept: Paths of the variables that stayed as they were: excluded, or not in the checkpoint.
-        unused: Paths in the checkpoint that no variable took.
-        renamed: From a saved path to the model's path, if they differ.
-        optimizer: Whether the optimizer's state was loaded as well.
+        kept: Paths of the unchanged variables: excluded, or not in the checkpoint.
+        unused: Paths in the checkpoint without a variable.
+        renamed: A dict from a saved path to the model's path, if they differ.
+        optimizer: Whether the optimizer's state was loaded, too.
     """
 
     directory: str

@@ -33,13 +33,13 @@ def snapshot(
     Args:
         model: A built model.
         training: The state of training; plain data.
-        extra: Host arrays that belong to it, by name.
-        state_of: Returns the variables with their entries, by kind.
+        extra: Further host arrays of the state, by name.
+        state_of: A function from the model to its variables with their entries, by kind.
 
     Returns:
-        The arrays by key, and a function that returns the manifest. It waits for the devices, which
-        compute the fingerprints meanwhile, and describes the state of now, whatever is trained
-        until it is called.
+        The arrays by key, and a function that returns the manifest. The function waits for the
+        devices, which compute the fingerprints. It describes the state at the time of this call,
+        even if training continues.
     """
     state = state_of(model)
     rows = [(kind, entry, v.value) for kind, pairs in state.items() for entry, v in pairs]
@@ -69,12 +69,12 @@ def snapshot(
 
 
 def extra_of(manifest: Manifest, model: Any, callbacks: int) -> tuple[Saved, ...]:
-    """The arrays that callbacks saved, if they take no more memory than the model for each.
+    """The arrays that callbacks saved, if they need at most the model's memory per callback.
 
     Args:
-        manifest: That of the checkpoint.
+        manifest: The checkpoint's manifest.
         model: The model that it was loaded into.
-        callbacks: How many there are.
+        callbacks: The number of callbacks.
     """
     saved = manifest.arrays.get(EXTRA, ())
     numbers = sum(math.prod(array.entry.shape) for array in saved)
@@ -82,8 +82,8 @@ def extra_of(manifest: Manifest, model: Any, callbacks: int) -> tuple[Saved, ...
     if numbers <= most:
         return saved
     logger.warning(
-        "the checkpoint has %d numbers for %d callbacks, more than the model has for each: they "
-        "are left out",
+        "the checkpoint has %d numbers for %d callbacks, more than the size of the model per "
+        "callback: they are not loaded",
         numbers,
         callbacks,
     )

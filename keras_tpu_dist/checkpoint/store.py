@@ -43,11 +43,11 @@ logger = logging.getLogger("keras_tpu_dist")
 
 _ARRAYS, _MANIFEST = "arrays", "manifest"
 _FIX = "Save the same checkpoints in all processes."
-# Characters of an error's text: TensorStore's have the whole specification of what it read.
+# Characters of an error's text: TensorStore's errors contain its whole specification.
 _MOST_WORDS = 300
-# 1000 processes that save 10,000 arrays write 20 MB.
+# If 1000 processes save 10,000 arrays, they write 20 MB.
 _MOST_BYTES_OF_A_DESCRIPTION = 64 * 2**20
-_LOOK = "Look at its place, its rights and its space."
+_LOOK = "Check its path, permissions and free space."
 _OTHER = "Load another checkpoint: ktd.restore(model, directory, step=...)."
 
 
@@ -56,13 +56,13 @@ class Store:
 
     Args:
         directory: The directory; it is created unless `read_only`.
-        keep: How many of the newest to keep; `None` for all.
-        best: `(name, mode)` of a metric whose best checkpoint is kept as well, or `None`.
-        every_s: Seconds; one checkpoint per so many is kept as well. `None` for none.
-        asynchronous: Whether `save` returns once the values are copied from the devices.
-        read_only: Whether nothing is written.
-        alone: Whether this process, of several, reads without the others. Orbax's barriers wait
-            for all processes otherwise.
+        keep: How many of the newest checkpoints to keep; `None` for all.
+        best: `(name, mode)` of a metric, to keep its best checkpoint, too; or `None`.
+        every_s: An interval in seconds, to keep one checkpoint per interval, too; or `None`.
+        asynchronous: Whether `save` returns as soon as the values are copied from the devices.
+        read_only: Whether to write nothing.
+        alone: Whether this process reads without the others, if there are several. If not, Orbax's
+            barriers wait for all of them.
 
     Raises:
         ImportError: If Orbax is not installed.
@@ -88,7 +88,7 @@ class Store:
                     message(
                         f"There is no directory {self.directory!r}.",
                         received={"directory": os.fspath(directory)},
-                        fix="Give the directory that callbacks.Checkpoint saved in.",
+                        fix="Pass the directory of callbacks.Checkpoint.",
                     )
                 )
             with checkpoint_errors(self.directory, "opened"):
@@ -109,7 +109,7 @@ class Store:
             with checkpoint_errors(self.directory, "opened"):
                 self._lock_and_settle()
 
-    # `KerasDirectory` has another one, with Keras's names of slots.
+    # `KerasDirectory` has a different one, with Keras's names for slots.
     state_of = staticmethod(named_state)
 
     def _lock_and_settle(self) -> None:
@@ -129,12 +129,12 @@ class Store:
 
     @property
     def _is_first(self) -> bool:
-        """Whether this process is the one that renames and deletes."""
+        """Whether this is the process that renames and deletes."""
         return self._alone or jax.process_index() == 0
 
     @property
     def _checkpointer(self) -> Any:
-        # Created when first needed, and again after a failure, which leaves its state unknown.
+        # Created on first use, and again after a failure, which leaves its state unknown.
         if self._saver is None:
             ocp, processes = orbax(), _processes(self._alone)
             of_items = {
@@ -165,13 +165,13 @@ class Store:
         """Saves a checkpoint; see `asynchronous`.
 
         Args:
-            step: Its number; an older one of this number is deleted once this one is complete.
+            step: Its number; an older checkpoint with this number is deleted when this one is
+                complete.
             arrays: The arrays by key.
-            manifest: Returns their description; called in the background, when it is written.
+            manifest: A function that returns their description; called in the background.
 
         Raises:
-            CheckpointError: If it could not be written; in all processes, also if one of them has
-                failed.
+            CheckpointError: If it could not be written; if one process fails, all raise it.
         """
         args = orbax().args
         items = {
@@ -182,7 +182,7 @@ class Store:
         try:
             self._join()
         except CheckpointError as error:
-            logger.error("training went on without a checkpoint. %s", error)
+            logger.error("training continued without a checkpoint. %s", error)
         path = self._root / str(step)
         if self._is_first:
             self._try(lambda: self._make_place(path))
@@ -191,7 +191,8 @@ class Store:
             self._barriers.begin()
         self._try(lambda: self._checkpointer.save(path, args=args.Composite(**items)))
         if self._failed is None:
-            # A daemon, so that a process can end: at exit Orbax's own thread finishes the writing.
+            # A daemon, so that the process can end: at exit, Orbax's own thread finishes the
+            # writing.
             self._completing = threading.Thread(
                 target=self._try,
                 args=(lambda: self._complete(step),),
@@ -207,8 +208,8 @@ class Store:
     def _make_place(self, path: Any) -> None:
         """Moves an older checkpoint of this step aside.
 
-        Orbax has the others wait, on their devices, until process 0 has made a directory. If that
-        fails, they wait for ever, so it is tried before.
+        In Orbax, the other processes wait, on their devices, until process 0 has created a
+        directory. If that fails, they wait for ever, so it is tried before.
         """
         if path.exists():
             set_aside(path)
@@ -270,7 +271,7 @@ class Store:
             manifest = self.manifest(step)
             metrics = metrics_of(self._root / str(step), manifest.training)
         except (CheckpointError, OSError, ValueError) as error:
-            logger.error("checkpoint %d does not count. %s", step, error)
+            logger.error("checkpoint %d is ignored. %s", step, error)
             return Known(whole=False)
         finite = manifest.written.get("finite") is not False
         return Known(True, finite, metrics, written_at_s(manifest.written))
@@ -283,12 +284,12 @@ class Store:
         try:
             settle(self._root)
         except OSError as error:
-            logger.warning("%s cannot be cleared up: %s", self.directory, error)
+            logger.warning("%s cannot be cleaned up: %s", self.directory, error)
 
     def judge(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Adds metrics to a checkpoint, by which the best one is chosen.
+        """Adds metrics to a checkpoint, to choose the best one by.
 
-        Validation may end after the checkpoint was written.
+        They come later because validation may end after the checkpoint was written.
 
         Args:
             step: Its number.
@@ -315,10 +316,10 @@ class Store:
                 set_runs_aside(self._root, self.steps)
 
     def note_run(self, run: str) -> None:
-        """Notes which run writes here, before it has a checkpoint.
+        """Notes the name of the run in the directory, before it has a checkpoint.
 
         Args:
-            run: Its name.
+            run: The run's name.
 
         Raises:
             CheckpointError: If it cannot be written.
@@ -330,12 +331,12 @@ class Store:
 
     @property
     def noted_run(self) -> str | None:
-        """The run that `note_run` noted, if any."""
+        """The run's name from `note_run`, or `None`."""
         with checkpoint_errors(self.directory, "read"):
             return noted_run(self._root)
 
     def manifest(self, step: int) -> Manifest:
-        """What the checkpoint of a step holds.
+        """The manifest of a step's checkpoint.
 
         Args:
             step: The step.
@@ -351,15 +352,15 @@ class Store:
         return from_json(content, where)
 
     def load(self, step: int, wanted: Sequence[tuple[Saved, Any, Any]]) -> list[jax.Array]:
-        """Reads arrays straight into their shards, and compares them with what was saved.
+        """Reads arrays directly into their shards, and checks their values.
 
         Args:
             step: The step.
-            wanted: For every array its saved description, the sharding it gets (`None` for a host
+            wanted: For every array its saved description, its new sharding (`None` for a host
                 array), and its dtype.
 
         Raises:
-            CheckpointError: If one cannot be read, or has other values than were saved.
+            CheckpointError: If one cannot be read, or its values differ from the saved ones.
         """
         if not wanted:
             return []
@@ -385,7 +386,7 @@ class Store:
         return [array.astype(dtype) for array, (_, _, dtype) in zip(arrays, wanted)]
 
     def wait(self) -> None:
-        """Waits until what was saved is on disk.
+        """Waits until the last checkpoint is on disk.
 
         Raises:
             CheckpointError: If it could not be written.
@@ -405,7 +406,7 @@ class Store:
         """Removes the note of `close` that the run has ended.
 
         Raises:
-            CheckpointError: If it cannot be taken back.
+            CheckpointError: If it cannot be removed.
         """
         if not self._is_first:
             return
@@ -417,7 +418,8 @@ class Store:
         """Waits, and releases the directory.
 
         Args:
-            run_has_ended: Whether to note that in the newest checkpoint, for those who follow it.
+            run_has_ended: Whether to note that in the newest checkpoint, for programs that follow
+                the run.
 
         Raises:
             CheckpointError: If the last checkpoint could not be written.
@@ -438,7 +440,7 @@ class Store:
             if steps:
                 note_ended(self._root / str(steps[-1]))
         except (CheckpointError, OSError) as error:
-            logger.error("who follows the run does not see that it has ended. %s", error)
+            logger.error("programs that follow the run cannot see that it has ended. %s", error)
 
     def _check(self, step: int, saved: Sequence[Saved], arrays: list) -> None:
         found = fingerprints(arrays)
@@ -447,7 +449,7 @@ class Store:
             raise CheckpointError(
                 message(
                     f"Checkpoint {step} of {self.directory!r} is damaged.",
-                    received="other values than were saved for "
+                    received="values that differ from the saved ones for "
                     f"{', '.join(wrong[:3])}{' and others' if len(wrong) > 3 else ''}.",
                     fix=_OTHER,
                 )
@@ -455,14 +457,14 @@ class Store:
 
 
 def _is_not_raised_too(record: logging.LogRecord) -> bool:
-    """Drops Orbax's log entry, with a stack, of a failure that it also raises."""
+    """Drops Orbax's log entry for a failure that it also raises."""
     return "Commit operations or the Commit callback" not in record.getMessage()
 
 
 class _WhenWritten(dict):
     """Plain data that is computed when Orbax turns it into JSON, in the background.
 
-    Fingerprints are then awaited there, and not by the train loop.
+    So the background thread waits for the fingerprints, and not the train loop.
     """
 
     def __init__(self, make: Callable[[], dict[str, Any]]):
@@ -481,15 +483,16 @@ def checkpoint_errors(directory: str, what: str, step: int | None = None) -> Ite
 
     Args:
         directory: The directory of checkpoints.
-        what: What is done to it, for the error: `"read"`, `"written"`, `"opened"`.
-        step: The checkpoint, if it is one.
+        what: The action, for the error: `"read"`, `"written"`, `"opened"`.
+        step: The step of the checkpoint, if there is one.
     """
     try:
         yield
     except CheckpointError:
         raise
     except (Exception, BaseExceptionGroup) as error:
-        # A group, as Orbax reads arrays concurrently: the first error has cancelled the others.
+        # It may be a group, because Orbax reads arrays concurrently; the first error has cancelled
+        # the others.
         which = "A checkpoint" if step is None else f"Checkpoint {step}"
         raise CheckpointError(
             message(
@@ -510,7 +513,7 @@ def none_in(directory: str) -> CheckpointError:
         message(
             f"There is no checkpoint in {directory!r}.",
             received={"directory": directory},
-            fix="Give the directory that callbacks.Checkpoint saved in.",
+            fix="Pass the directory of callbacks.Checkpoint.",
         )
     )
 
@@ -518,15 +521,15 @@ def none_in(directory: str) -> CheckpointError:
 def check_stored(stored: Mapping[str, Any], wanted: Sequence[Saved]) -> None:
     """Checks that arrays are stored as the manifest says, so that reading allocates no more.
 
-    Orbax gives arrays the shape that they have in the store, and TensorStore decompresses whole
-    chunks, which may be larger than what they are chunks of.
+    Orbax allocates arrays with their shapes in the store, and TensorStore decompresses whole
+    chunks, which may be larger than their arrays.
 
     Args:
         stored: Orbax's metadata by key.
-        wanted: What the manifest says.
+        wanted: The arrays in the manifest.
 
     Raises:
-        ValueError: If an array is stored otherwise.
+        ValueError: If the store differs from the manifest.
     """
     for saved in wanted:
         found, entry = stored.get(saved.key), saved.entry
@@ -536,7 +539,7 @@ def check_stored(stored: Mapping[str, Any], wanted: Sequence[Saved]) -> None:
         if shape != entry.shape or str(getattr(found, "dtype", "")) != entry.dtype or not fits:
             raise ValueError(
                 message(
-                    "An array is stored as the manifest says, in chunks no larger than itself.",
+                    "Arrays must be stored as in the manifest, in chunks no larger than the array.",
                     received={"path": entry.path, "manifest": entry.shape, "stored": shape}
                     | {"chunks": chunk, "dtype": str(getattr(found, "dtype", None))},
                     fix="Load another checkpoint.",
@@ -545,14 +548,14 @@ def check_stored(stored: Mapping[str, Any], wanted: Sequence[Saved]) -> None:
 
 
 def check_files(directory: str, step: int) -> None:
-    """Checks files that are read at once, before they are: all but the arrays' values.
+    """Checks the sizes of files before they are read whole: all except the arrays' values.
 
     Args:
         directory: The directory of checkpoints.
         step: The checkpoint.
 
     Raises:
-        ValueError: If one is too large, or no file.
+        ValueError: If one is too large, or not a regular file.
     """
     if not _is_local(directory):
         return
@@ -564,7 +567,7 @@ def check_files(directory: str, step: int) -> None:
             if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_BYTES_OF_A_DESCRIPTION:
                 raise ValueError(
                     message(
-                        "What describes a checkpoint is in files of at most 64 MiB.",
+                        "The files that describe a checkpoint must have at most 64 MiB.",
                         received={"file": os.path.join(path, name), "bytes": status.st_size},
                         fix="Load another checkpoint.",
                     )
@@ -574,7 +577,7 @@ def check_files(directory: str, step: int) -> None:
 def restore_request(
     wanted: Sequence[tuple[Saved, Any, Any]],
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Orbax's arguments for reading arrays: shapes by key, and how every one is read.
+    """Orbax's arguments for reading arrays: shapes and restore options by key.
 
     Args:
         wanted: See `Store.load`.
@@ -607,15 +610,15 @@ def _reason(error: BaseException) -> str:
 
 
 def _check_path(directory: str) -> None:
-    # Orbax finds the parts of a checkpoint by glob patterns; in such a path it finds none.
+    # Orbax finds the parts of a checkpoint by glob patterns, which would fail with such a path.
     found = sorted(set("[]*?") & set(directory))
     if found:
         raise CheckpointError(
             message(
-                "A directory of checkpoints has none of [ ] * ? in its path: Orbax takes them for "
-                "a pattern, and what it writes there cannot be read.",
+                "The path of a checkpoint directory must not contain [ ] * ?: Orbax takes them for "
+                "a pattern, and cannot read its own files there.",
                 received={"directory": directory},
-                fix="Give it another name.",
+                fix="Use another name.",
             )
         )
 
@@ -625,7 +628,7 @@ def _is_local(directory: str) -> bool:
 
 
 def absolute(directory: str) -> str:
-    """A directory's absolute path; that of a bucket already is.
+    """A directory's absolute path; a bucket's path is absolute already.
 
     Args:
         directory: The path.
@@ -646,13 +649,13 @@ def folder(directory: str | os.PathLike) -> Any:
 
 
 def orbax() -> Any:
-    """Orbax, imported when checkpoints are first used, as it is optional."""
+    """Orbax, imported on first use because it is optional."""
     try:
         import orbax.checkpoint as ocp
     except ImportError as error:
         raise ImportError(
             message(
-                "Checkpoints are written by Orbax.",
+                "Checkpoints need Orbax.",
                 received=f"{error}.",
                 fix='Install it: pip install "orbax-checkpoint>=0.11".',
             )
@@ -661,7 +664,7 @@ def orbax() -> Any:
 
 
 def _processes(alone: bool) -> Any:
-    """Which processes take part in Orbax's barriers."""
+    """Orbax's options: the processes that take part in its barriers."""
     options = orbax().options.MultiprocessingOptions
     if not alone or jax.process_count() == 1:
         return options()

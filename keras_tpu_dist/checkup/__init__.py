@@ -1,1 +1,1 @@
-"""The first minute on a machine: does it compute right, and as fast as it should?"""
+"""Checks a machine: are its results correct, and is it as fast as it should be?"""

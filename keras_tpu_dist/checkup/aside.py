@@ -1,4 +1,4 @@
-"""What a check makes and runs leaves nothing behind in the program that asks for it."""
+"""Contexts in which a check runs models without side effects on your program."""
 
 import contextlib
 import logging
@@ -15,10 +15,10 @@ from keras_tpu_dist.input.position import random_numbers, set_random_numbers
 
 @contextlib.contextmanager
 def aside() -> Iterator[None]:
-    """A context that leaves names, random numbers and notices of the program as before."""
+    """A context that restores the program's layer names, random numbers and log at its end."""
     numbers, logger = random_numbers(), logging.getLogger("keras_tpu_dist")
     level = logger.level
-    # Which path a layer takes is said of the user's own layers.
+    # Log lines about the check's own layers would confuse users.
     logger.setLevel(logging.ERROR)
     try:
         with once.forgotten(), _keras.fresh_names():

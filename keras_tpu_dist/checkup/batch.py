@@ -1,4 +1,4 @@
-"""The batch that a user's step is checked with: what was given, or drawn."""
+"""The batch for checking a user's step: the user's data, or random data."""
 
 import math
 from dataclasses import dataclass
@@ -17,13 +17,13 @@ from keras_tpu_dist.training.protocol import Strategy
 
 @dataclass(frozen=True)
 class Given:
-    """What the caller says of the batch.
+    """The caller's description of the batch.
 
     Args:
-        x: Inputs, or their shapes, or `None` for what the model declares.
-        y: Targets, likewise.
+        x: Inputs, or their shapes, or `None` for the shapes that the model declares.
+        y: Targets, or their shapes, or `None`.
         sample_weight: Sample weights.
-        batch_size: Rows of all devices together, or `None`.
+        batch_size: Rows for all devices together, or `None`.
         sequence_length: The size of every open time axis of the inputs, or `None`.
     """
 
@@ -34,7 +34,7 @@ class Given:
     sequence_length: int | None = None
 
     def rows(self, strategy: Strategy) -> int:
-        """Rows of the batch: one more than two for each part, so that they do not divide.
+        """Rows of the batch: by default two for each part and one more, an uneven batch.
 
         Args:
             strategy: The strategy.
@@ -50,7 +50,7 @@ class Given:
         return max(min([2 * parts + (parts > 1), *few]), parts)
 
     def by_name(self) -> dict[str, Any]:
-        """As dry runs take it."""
+        """The arguments of a dry run, by name."""
         return given_inputs(self.x, self.y, self.sample_weight, self.sequence_length)
 
 
@@ -58,21 +58,21 @@ NOTHING = Given()
 
 
 def values(model: keras.Model, described: tuple, given: Given, placer: BatchPlacer) -> Any:
-    """A batch on the host, `(x, y, sample_weight)` or shorter, as a step gets it.
+    """A step's batch on the host, `(x, y, sample_weight)` or shorter.
 
     Args:
         model: The model.
-        described: The batch as `jax.ShapeDtypeStruct`, by `dryrun.inputs.described_batch`.
-        given: What the caller gave; what is missing is drawn.
-        placer: Knows which dimension is the batch.
+        described: The batch as `jax.ShapeDtypeStruct`, from `dryrun.inputs.described_batch`.
+        given: The caller's data; random numbers replace missing parts.
+        placer: Finds the batch dimension.
     """
     rng = np.random.default_rng(0)
     classes = _classes(model, described)
     wanted = keras.utils.pack_x_y_sample_weight(*described)
     own = (given.x, given.y, given.sample_weight)
     drawn = _drawn(rng, model, described, classes)
-    kept = [g if _has_values(g) else d for g, d in zip(own, drawn, strict=True)]
-    parts = keras.utils.pack_x_y_sample_weight(*kept)
+    chosen = [g if _has_values(g) else d for g, d in zip(own, drawn, strict=True)]
+    parts = keras.utils.pack_x_y_sample_weight(*chosen)
     shapes, structure = flatten(wanted)
     leaves = [
         _cut(leaf, shape, axis)
@@ -124,7 +124,7 @@ def _target(rng: Any, leaf: jax.ShapeDtypeStruct, classes: int) -> np.ndarray:
 
 
 def _tokens(model: keras.Model) -> int:
-    """Tokens that every embedding of a model has."""
+    """The number of tokens in the model's smallest embedding."""
     sizes = [
         layer.input_dim
         for layer in _keras.flatten_layers(model)

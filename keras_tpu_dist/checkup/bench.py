@@ -1,4 +1,4 @@
-"""What every part of a check uses: devices, launches, the time left, other processes."""
+"""Shared by all parts of a check: devices, launches, the remaining time, other processes."""
 
 import threading
 import time
@@ -15,18 +15,18 @@ from keras_tpu_dist.hardware.chips import Chip, of_kind
 from keras_tpu_dist.processes.channel import agree
 from keras_tpu_dist.training.protocol import Strategy
 
-# A launch that takes longer waits for a device that does not come.
+# A longer launch counts as hanging: it waits for a device that never joins.
 HANGS_AFTER_S = 60.0
 
 
 @dataclass(frozen=True, repr=False)
 class Job(Printed):
-    """What a launch is for.
+    """The purpose of a launch.
 
     Args:
         kind: `"product"`, `"all-reduce"`, `"step"`, `"matrix units"`, and so on.
-        axis: The mesh axis that it goes over, or `""`.
-        dtype: The dtype that it computes in, or `""`.
+        axis: The mesh axis of a collective, or `""`.
+        dtype: The dtype of the computation, or `""`.
     """
 
     kind: str
@@ -40,37 +40,37 @@ class Job(Printed):
 
 
 class HangError(RuntimeError):
-    """A launch did not end."""
+    """A launch did not finish in time."""
 
 
 class Launcher:
-    """Starts programs, and waits for them. Tests put faulty devices in its place.
+    """Starts programs and waits for their results. Tests replace it to simulate faulty devices.
 
     Args:
-        patience_s: Seconds after which a launch counts as one that never ends.
+        patience_s: Seconds after which a launch counts as hanging.
     """
 
     def __init__(self, patience_s: float = HANGS_AFTER_S):
         self.patience_s = patience_s
 
     def run(self, job: Job, program: Callable[..., Any], *args: Any) -> Any:
-        """The outputs of a program, once they are there.
+        """Runs a program, and returns its outputs when they are ready.
 
         Args:
-            job: What it is for.
+            job: The purpose of the launch.
             program: A compiled function.
             *args: Its arguments.
 
         Raises:
-            HangError: If it takes too long, compiling not counted.
+            HangError: If it takes longer than `patience_s`, without its compilation.
         """
         return self._waited(job, program(*args))
 
     def seconds(self, job: Job, program: Callable[..., Any], *args: Any) -> float:
-        """How long a program takes that `run` has run before, which waits for it with patience.
+        """The seconds that a program takes. Call `run` first: it compiles, and detects hangs.
 
         Args:
-            job: What it is for.
+            job: The purpose of the launch.
             program: A compiled function.
             *args: Its arguments.
         """
@@ -91,7 +91,7 @@ class Launcher:
         waiting.start()
         waiting.join(self.patience_s)
         if waiting.is_alive():
-            raise HangError(f"{job} did not end within {self.patience_s:.0f} s")
+            raise HangError(f"{job} did not finish within {self.patience_s:.0f} s")
         if failed:
             raise failed[0]
         return outputs
@@ -99,15 +99,15 @@ class Launcher:
 
 @dataclass
 class Bench:
-    """What the parts of one check share.
+    """The state that the parts of one check share.
 
     Args:
         strategy: The strategy.
         launches: Starts programs.
-        minutes: The time that there is.
+        minutes: The time limit.
 
     Attributes:
-        figures: What the parts that ran have measured, by their names.
+        figures: The measurements so far, by the name of the part.
     """
 
     strategy: Strategy
@@ -128,7 +128,7 @@ class Bench:
 
     @property
     def local(self) -> list:
-        """This process's devices among them."""
+        """The devices of this process."""
         return [d for d in self.devices if d.process_index == jax.process_index()]
 
     @property
@@ -138,7 +138,7 @@ class Bench:
 
     @property
     def chip(self) -> Chip | None:
-        """The numbers of the TPU that this is, or `None`."""
+        """The specification of this TPU, or `None` if these are other devices."""
         return of_kind(self.devices[0].device_kind) if self.platform == "tpu" else None
 
     @property
@@ -148,18 +148,18 @@ class Bench:
 
     @property
     def left_s(self) -> float:
-        """Seconds that are left."""
+        """The remaining seconds."""
         return 60.0 * self.minutes - (time.monotonic() - self.began)
 
     def agreed(
         self, what: str, value: Any, reduce: Callable[[list[Any]], Any] | None = None
     ) -> Any:
-        """The values of all processes, or what `reduce` makes of them, which all get.
+        """Exchanges a value between all processes. All of them get the same result.
 
         Args:
-            what: What they are, the same words in all processes.
-            value: This process's, plain data.
-            reduce: From the list of them to plain data.
+            what: A description of the value, the same words in all processes.
+            value: The value of this process, plain data.
+            reduce: A function from the list of values to plain data; by default the list itself.
         """
         if self.strategy.placer.is_local:
             return [value] if reduce is None else reduce([value])
@@ -167,42 +167,42 @@ class Bench:
         return agree(f"check: {what}", fix, value, reduce=reduce)
 
     def by_name(self, what: str, mine: Mapping[str, Any]) -> dict[str, Any]:
-        """What all processes found, by names that no two of them share.
+        """Joins the results of all processes. No two of them may use the same name.
 
         Args:
-            what: What it is, the same words in all processes.
-            mine: What this process found.
+            what: A description of the results, the same words in all processes.
+            mine: The results of this process by name.
         """
         return self.agreed(
             what, dict(mine), lambda every: {k: v for one in every for k, v in one.items()}
         )
 
     def by_device(self, what: str, mine: Mapping[int, Any]) -> dict[int, Any]:
-        """What all processes found of their devices, by the devices' numbers.
+        """Joins the results of all processes for their devices.
 
         Args:
-            what: What it is, the same words in all processes.
-            mine: What this process found.
+            what: A description of the results, the same words in all processes.
+            mine: The results of this process by device id.
         """
         plain = {str(number): value for number, value in mine.items()}
         return {int(number): value for number, value in self.by_name(what, plain).items()}
 
     def some(self, what: str, mine: Iterable[int]) -> list[int]:
-        """The numbers of devices of all processes, in order.
+        """Joins the device ids that the processes report, sorted.
 
         Args:
-            what: What they are, the same words in all processes.
-            mine: This process's.
+            what: A description of the devices, the same words in all processes.
+            mine: The ids that this process reports.
         """
         return sorted(self.by_device(what, dict.fromkeys(mine, True)))
 
 
 def spread(mesh: Mesh, array: Callable[[int], np.ndarray]) -> jax.Array:
-    """An array of which each device holds one row, its own.
+    """An array with one row on every device.
 
     Args:
         mesh: The mesh.
-        array: From a device's position in the mesh to its row.
+        array: A function from a device's position in the mesh to its row.
     """
     first = array(0)
     sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
@@ -216,16 +216,16 @@ def _first(index: Any) -> int:
 
 
 def rows_of(array: jax.Array) -> dict[int, np.ndarray]:
-    """What each of this process's devices holds, by the device's number.
+    """The parts of an array on the devices of this process, by device id.
 
     Args:
-        array: An array of any layout.
+        array: An array in any layout.
     """
     return {part.device.id: np.asarray(part.data) for part in array.addressable_shards}
 
 
 def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
-    """Whether two arrays are equal bit by bit, NaN and signs of zero included.
+    """Whether two arrays are equal bit by bit, including NaN and the sign of zero.
 
     Args:
         a: An array.
@@ -235,10 +235,10 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def odd_ones(marks: dict[int, Any]) -> list[int]:
-    """The devices whose mark is not that of most of them; all of them if most agree on none.
+    """The devices whose mark differs from the majority; all of them if there is no majority.
 
     Args:
-        marks: A mark for each device.
+        marks: A mark, such as a checksum, for every device.
 
     Example:
 
@@ -252,7 +252,7 @@ def odd_ones(marks: dict[int, Any]) -> list[int]:
 
 
 def median(values: Iterable[float]) -> float:
-    """The middle one of some numbers.
+    """The median of some numbers.
 
     Args:
         values: The numbers.

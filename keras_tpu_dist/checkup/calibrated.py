@@ -1,4 +1,4 @@
-"""What a check measured, as dry runs and searches take it."""
+"""Turns the measurements of a check into a calibration for dry runs and searches."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -8,10 +8,10 @@ from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.hardware.calibration import Calibration
 from keras_tpu_dist.hardware.chips import Chip, of_kind
 
-# What each part of a check measured, by the part's name.
+# The measurements of a check, by the name of the part.
 Figures = Mapping[str, Mapping[str, Any]]
 
-# The name of what the part "step time" has: the measured step over what is estimated, by effort.
+# In the part "step time": the measured time divided by the estimate, by effort.
 FACTORS = "measured over estimate"
 
 
@@ -19,20 +19,20 @@ def chip_of(device_kinds: Sequence[str]) -> Chip:
     """The chip that was checked.
 
     Args:
-        device_kinds: What the devices of each check call themselves.
+        device_kinds: The `device_kind` of the devices, for every check.
 
     Raises:
-        ValueError: If it is none that is known, or there are several.
+        ValueError: If it is not a known TPU, or the checks ran on different chips.
     """
     chip = of_kind(device_kinds[0])
     if chip is not None and len(set(device_kinds)) == 1:
         return chip
     raise ValueError(
         message(
-            "A calibration is of one kind of TPU.",
+            "A calibration needs checks of one kind of TPU.",
             received={"device_kind": list(dict.fromkeys(device_kinds))},
-            fix="Check the chips that you train on, each kind by itself: what simulated devices "
-            "measure says nothing of a TPU.",
+            fix="Check the TPU that you train on, one kind at a time. Measurements on simulated "
+            "devices say nothing about a TPU.",
         )
     )
 
@@ -40,13 +40,13 @@ def chip_of(device_kinds: Sequence[str]) -> Chip:
 def calibration_of(
     chip: Chip, figures: Figures, others: Iterable[Figures] = (), source: str = ""
 ) -> Calibration:
-    """A calibration with what was measured; what was not stays as in the chip's table.
+    """A calibration with the measured rates; the others stay as in the chip's specification.
 
     Args:
         chip: The chip.
-        figures: What a check measured.
-        others: What checks of other models on the same chips measured: with them the factors are
-            the smallest and the largest.
+        figures: The measurements of a check.
+        others: The measurements of checks of other models on the same chips. With them, the
+            factors are the smallest and the largest of all.
         source: See `Calibration`.
     """
     found: dict[str, list[float]] = {}
@@ -72,7 +72,7 @@ def _of_memory(figures: Figures) -> float | None:
 
 
 def _of_links(figures: Figures, network: str, in_table: float) -> float | None:
-    """What links carry: as much more or less than in the table as the best collective reached."""
+    """The bandwidth of links: the table's, times the share that the best collective reached."""
     axes = figures.get("links", {}).get("axes", {}).values()
     shares = [
         share

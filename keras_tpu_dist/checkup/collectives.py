@@ -1,4 +1,4 @@
-"""Every collective over every mesh axis, with values that name their sender."""
+"""Tests every collective over every mesh axis, with values that identify their sender."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -13,15 +13,15 @@ from keras_tpu_dist.checkup.bench import Bench, Job, rows_of, spread
 from keras_tpu_dist.checkup.report import RIGHT, CheckPart, Problem, numbered
 
 SUMS, MOVES = ("all-reduce", "reduce-scatter"), ("all-gather", "all-to-all", "permute")
-# Values of each piece that is sent, so that links carry more than one packet.
+# The number of values per piece, so that links carry more than one packet.
 _WIDTH = 256
 
 
 def collectives(bench: Bench) -> CheckPart:
-    """Checks who receives what from whom.
+    """Checks that every device receives the right pieces from the right devices.
 
     Args:
-        bench: What parts share.
+        bench: The check's shared state.
     """
     axes = [name for name, size in bench.mesh.shape.items() if size > 1]
     if not axes:
@@ -36,12 +36,12 @@ def collectives(bench: Bench) -> CheckPart:
 
 
 class Wrong(NamedTuple):
-    """What a device lacks or has too much.
+    """A difference between the values that a device got and those it should get.
 
     Args:
-        sender: The number of the device whose values are missing or other, if it is known.
+        sender: The id of the device whose values are missing or wrong, if known.
         words: What the device got.
-        itself: Whether the device may have made it of what it got.
+        itself: Whether the receiving device itself may have changed the values.
     """
 
     sender: int | None
@@ -70,22 +70,22 @@ def _over(bench: Bench, kind: str, axis: str) -> list[Problem]:
 
 
 def _problem(job: Job, wrong: Wrong, numbers: list[int]) -> Problem:
-    # What only one device got wrong, it may itself have made of it.
+    # If only one device has wrong values, it may have changed them itself.
     itself = wrong.sender is None or (wrong.itself and len(numbers) == 1)
     senders = [] if wrong.sender is None else [wrong.sender]
     return Problem(
         f"{job}: {numbered(numbers)} {wrong.words}",
-        "What devices send each other does not arrive as it should: gradients and activations "
-        "over this axis are wrong.",
-        "Check the order of the devices, if you gave one. If it is right, ask your cloud provider "
-        "for another slice: a link or a chip is faulty.",
+        "Devices do not receive what others send: gradients and activations over this axis are "
+        "wrong.",
+        "If you chose the order of the devices, check it. If it is right, a link or a chip is "
+        "faulty: ask your cloud provider for another slice.",
         tuple(sorted({*senders, *(numbers if itself else [])})),
         job.axis,
     )
 
 
 def _peers(mesh: Mesh, axis: str) -> list[list[int]]:
-    """For each position of the mesh, those along an axis through it, in their order."""
+    """For every position in the mesh, the positions along an axis through it, in order."""
     places = np.arange(mesh.size).reshape(mesh.devices.shape)
     groups = np.moveaxis(places, mesh.axis_names.index(axis), -1)
     of = {int(i): list(map(int, g)) for g in groups.reshape(-1, mesh.shape[axis]) for i in g}
@@ -93,10 +93,10 @@ def _peers(mesh: Mesh, axis: str) -> list[list[int]]:
 
 
 def _sent(kind: str, position: int, size: int, number: int) -> np.ndarray:
-    """What a device sends: `size` pieces.
+    """The `size` pieces that a device sends.
 
-    To sums a device adds 1, 2, ... for its pieces, at its own place of those of all devices. What
-    is moved has the number of its sender and piece; 0 is nobody's.
+    For sums, a device contributes 1, 2, ... for its pieces, in a column of its own. Other
+    collectives move the number of the sender and piece; no piece has the number 0.
     """
     if kind in SUMS:
         row = np.zeros((size, max(number, _WIDTH)), np.float32)
@@ -130,7 +130,7 @@ def _program(kind: str, mesh: Mesh, axis: str) -> Any:
 def _wrong(
     kind: str, row: np.ndarray, peers: list[int], position: int, ids: list[int]
 ) -> Iterator[Wrong]:
-    """What the device at a position lacks or has too much."""
+    """The differences of the device at a position."""
     size, place = len(peers), peers.index(position)
     if kind in SUMS:
         pieces = range(1, size + 1) if kind == "all-reduce" else [place + 1]
@@ -160,14 +160,14 @@ def _of_sum(
         row = int(np.nonzero(rows[:, slot] != expected[:, slot])[0][0])
         found, wanted, who = rows[row, slot], expected[row, slot], ids[slot]
         if wanted == 0:
-            words = f"got {found:g} in the place of nothing from device {who}, not on this axis"
+            words = f"got {found:g} from device {who}, which is not on this axis"
             yield Wrong(who, words, itself=True)
         elif found == 0:
             yield Wrong(who, f"lacks the part of device {who}")
         elif found == 2 * wanted:
             yield Wrong(who, f"got the part of device {who} twice")
         else:
-            words = f"got {found:g} in the place of {wanted:g} from device {who}"
+            words = f"got {found:g} instead of {wanted:g} from device {who}"
             yield Wrong(who, words, itself=True)
 
 
@@ -176,11 +176,11 @@ def _of_move(found: int, expected: int, size: int, ids: list[int]) -> Wrong:
     if found == 0:
         return Wrong(wanted, f"got nothing from device {wanted}")
     if not 0 < found <= size * len(ids):
-        words = f"got {found}, which no device sent, in the place of what device {wanted} sent"
+        words = f"got {found}, which no device sent, instead of the values of device {wanted}"
         return Wrong(None, words)
     sender, other = ids[(found - 1) // size], (found - 1) % size
     if sender != wanted:
-        words = f"got what device {sender} sent in the place of what device {wanted} sent"
+        words = f"got the values of device {sender} instead of those of device {wanted}"
         return Wrong(None, words)
-    words = f"got piece {other} of device {wanted} in the place of its piece {piece}"
+    words = f"got piece {other} of device {wanted} instead of its piece {piece}"
     return Wrong(wanted, words, itself=True)

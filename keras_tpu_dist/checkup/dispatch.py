@@ -1,4 +1,4 @@
-"""Launches that nobody waits for: in their order, with the buffers of the one before."""
+"""Tests asynchronous launches: their order, donated buffers, and whether they return early."""
 
 import time
 from typing import Any
@@ -12,19 +12,19 @@ from keras_tpu_dist.checkup.bench import Bench, Job, rows_of, same_bits, spread
 from keras_tpu_dist.checkup.report import LEAVE_OUT, RIGHT, CheckPart, Problem, numbered
 from keras_tpu_dist.show.text import duration_text
 
-# So many launches are in flight at once.
+# Launches in flight at once.
 _IN_FLIGHT = 8
 _WIDTH = 4096
 _TRIES = 3
-# A launch that returns after this share of its time has waited for its end.
+# A launch that returns only after this share of its time was not asynchronous.
 _WAITED = 0.8
 
 
 def async_dispatch(bench: Bench) -> CheckPart:
-    """Starts launches that each take the buffers of the one before, and waits for the last alone.
+    """Chains launches with donated buffers, and waits only for the last one.
 
     Args:
-        bench: What parts share.
+        bench: The check's shared state.
     """
     wrong, donated = _chained(bench)
     problems = [_wrong_order(wrong)] if wrong else []
@@ -32,8 +32,8 @@ def async_dispatch(bench: Bench) -> CheckPart:
     if bench.platform == "tpu" and returned > _WAITED * ended:
         problems.append(_waits(returned, ended))
     words = (
-        f"{_IN_FLIGHT} launches in flight, each {'with the' if donated else 'without the'} buffers "
-        f"of the one before{'' if wrong else ': as on the host'}; one of {duration_text(ended)} "
+        f"{_IN_FLIGHT} launches in flight, {'with' if donated else 'without'} donated buffers"
+        f"{'' if wrong else ': same results as on the host'}; a launch of {duration_text(ended)} "
         f"returned after {duration_text(returned)}"
     )
     figures = {"returned": returned, "ended": ended, "donated": donated}
@@ -41,7 +41,7 @@ def async_dispatch(bench: Bench) -> CheckPart:
 
 
 def _chained(bench: Bench) -> tuple[list[int], bool]:
-    """Devices with other results than the host's, and whether buffers were taken over."""
+    """The devices whose results differ from the host's, and whether buffers were donated."""
     row = bench.row
     size = row.size
     around = [(i, (i + 1) % size) for i in range(size)]
@@ -74,7 +74,7 @@ def _chained(bench: Bench) -> tuple[list[int], bool]:
 
 
 def _times(bench: Bench) -> tuple[float, float]:
-    """When a launch of some milliseconds returned, and when it had ended."""
+    """After how long a launch of some milliseconds returned, and after how long it ended."""
     size, times = (4096, 20) if bench.platform == "tpu" else (256, 20)
     matrix = jax.device_put(np.eye(size, dtype=np.float32), bench.local[0])
     program = jax.jit(lambda a: lax.fori_loop(0, times, lambda _, c: c @ a, a))
@@ -93,9 +93,10 @@ def _time(program: Any, matrix: jax.Array) -> tuple[float, float]:
 
 def _wrong_order(devices: list[int]) -> Problem:
     return Problem(
-        f"{numbered(devices)}: {_IN_FLIGHT} launches in flight, each with the buffers of the one "
-        "before, do not give what the host computes",
-        "A launch reads what another one has not written yet, or writes over it.",
+        f"{numbered(devices)}: {_IN_FLIGHT} launches in flight with donated buffers differ from "
+        "the host's result",
+        "A launch reads a buffer before the previous launch has written it, or overwrites a buffer "
+        "that is still in use.",
         LEAVE_OUT + " Until then, TPUStrategy(donate_state=False) keeps the old buffers.",
         tuple(devices),
     )
@@ -104,6 +105,6 @@ def _wrong_order(devices: list[int]) -> Problem:
 def _waits(returned: float, ended: float) -> Problem:
     return Problem(
         f"a launch of {duration_text(ended)} returns after {duration_text(returned)}",
-        "The host waits for each launch, so that devices idle while it prepares the next one.",
-        "Look for jax_debug_nans, jax_log_compiles and a profiler that is on; unset them.",
+        "The host waits for every launch, so the devices are idle while it prepares the next one.",
+        "Turn off jax_debug_nans, jax_log_compiles and profilers.",
     )

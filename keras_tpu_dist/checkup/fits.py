@@ -1,4 +1,4 @@
-"""Small fits: rows that do not divide, donation, prefetch, and errors in the middle."""
+"""Tests small fits: uneven batches, donation, prefetch, and an error in the middle."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +15,7 @@ from keras_tpu_dist.checkup.report import RIGHT, CheckPart, Problem
 from keras_tpu_dist.processes.arrays import whole
 
 _FEATURES, _CLASSES = 12, 4
-# Keras declares a text and takes a number.
+# Keras declares a string here, but accepts a number.
 _SILENT: Any = 0
 
 
@@ -23,7 +23,7 @@ def training(bench: Bench) -> CheckPart:
     """Compares small fits with stock Keras on one device.
 
     Args:
-        bench: What parts share.
+        bench: The check's shared state.
     """
     parts = bench.strategy.num_replicas_in_sync
     rng = np.random.default_rng(0)
@@ -41,8 +41,8 @@ def training(bench: Bench) -> CheckPart:
     words = "fits with donation and prefetch, and after an error"
     if not problems:
         words = (
-            f"fits with donation and prefetch: as on one device within {off:.0e}; an error loses "
-            "no weight"
+            f"fits with donation and prefetch: same as on one device within {off:.0e}; an error "
+            "loses no weights"
         )
     return CheckPart("training", RIGHT, words, tuple(problems), {"largest difference": off})
 
@@ -85,9 +85,9 @@ def _weights(model: keras.Model) -> list[np.ndarray]:
 def _after_an_error(
     bench: Bench, x: Any, y: Any, rows: int, expected: list, allowed: float
 ) -> Iterator[Problem]:
-    """A fit whose second batch cannot be computed; then the rest, as if nothing had been."""
+    """Runs a fit that fails at its second batch, then the rest; the weights must be the same."""
     if not bench.strategy.placer.is_local:
-        return  # an error of one process ends the others, which is tested there
+        return  # with several processes, an error in one of them ends the others
     strategy = _like(bench, donate_state=False)
     with strategy.scope():
         model = _model()
@@ -102,15 +102,15 @@ def _after_an_error(
             pass
         else:
             yield Problem(
-                "a fit whose second batch lacks a feature ended without an error",
-                "Batches are not what the step is given.",
+                "a fit whose second batch has a feature too few ended without an error",
+                "The step does not get the batches of its input.",
                 "Report it with the output of `ktd --version`.",
             )
         model.fit(x[rows:], y[rows:], batch_size=rows, shuffle=False, verbose=_SILENT)
     off = max(map(gap, _weights(model), expected[:-1]))
     if off > allowed:
         yield Problem(
-            f"after an error in a launch, weights are {off:.1e} off",
+            f"after an error in a launch, the weights are off by {off:.1e}",
             "A failed launch loses or changes weights.",
             "Save often (callbacks.Checkpoint), and report it with the output of `ktd --version`.",
         )
@@ -118,9 +118,9 @@ def _after_an_error(
 
 def _problem(off: float, allowed: float) -> Problem:
     return Problem(
-        f"weights after a small fit are {off:.1e} off those of one device, where "
-        f"rounding explains {allowed:.0e}",
-        "Training on this mesh is not what it is on one device.",
-        "Look at the other problems first; without any, report it with the output of "
+        f"the weights after a small fit differ from one device by {off:.1e}; rounding explains "
+        f"{allowed:.0e}",
+        "Training on this mesh gives other results than on one device.",
+        "Solve the other problems first; if there are none, report it with the output of "
         "`ktd --version`.",
     )

@@ -1,4 +1,4 @@
-"""Recurrent layers and attention against their references, forward and gradient."""
+"""Compares recurrent layers and attention with references, forward and backward."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,7 +19,7 @@ from keras_tpu_dist.partitioner import Jitted
 from keras_tpu_dist.processes.arrays import put
 
 _LAYERS = ("LSTM", "GRU", "SimpleRNN")
-# Where products are rounded, a kernel may be off so many times what the reference itself is.
+# If products are rounded, a kernel may be off this many times as much as the reference itself.
 _TIMES = 4.0
 
 
@@ -27,7 +27,7 @@ def recurrent(bench: Bench) -> CheckPart:
     """Compares this package's recurrent layers with Keras's, on one device.
 
     Args:
-        bench: What parts share.
+        bench: The check's shared state.
     """
     problems: list[Problem] = []
     gaps: dict[str, float] = {}
@@ -43,7 +43,7 @@ def attention(bench: Bench) -> CheckPart:
     """Compares this package's attention with the formula, on one device.
 
     Args:
-        bench: What parts share.
+        bench: The check's shared state.
     """
     problems: list[Problem] = []
     gaps: dict[str, float] = {}
@@ -53,12 +53,12 @@ def attention(bench: Bench) -> CheckPart:
     return CheckPart("attention", RIGHT, words, tuple(problems), gaps)
 
 
-# What a result is, the result, what it should be, and how far that itself is off by rounding.
-Found = Iterator[tuple[str, jax.Array, np.ndarray, float]]
+# The name of a result, the result, the expected one, and the expected one's own rounding error.
+Results = Iterator[tuple[str, jax.Array, np.ndarray, float]]
 
 
-def _recurrent(bench: Bench, name: str) -> Found:
-    """Results of a layer and of Keras's own with the same weights."""
+def _recurrent(bench: Bench, name: str) -> Results:
+    """Results of our layer and of Keras's layer with the same weights."""
     units, rows = (128, 8) if bench.platform == "tpu" else (16, 2)
     shape = (rows * bench.strategy.num_replicas_in_sync, 7, 12)
     rng = np.random.default_rng(0)
@@ -79,12 +79,12 @@ def _results(layer: Any) -> list[str]:
     return [
         "the output",
         *(f"the gradient of {v.name}" for v in layer.weights),
-        "that of the input",
+        "the gradient of the input",
     ]
 
 
 def _layer_with_gradient(layer: Any) -> tuple[Callable, list]:
-    """A function of weights, other variables and input that returns all that is compared."""
+    """A function of weights, other variables and input that returns the output and gradients."""
     rest = [np.asarray(v) for v in layer.non_trainable_variables]
 
     def run(weights, rest, x):
@@ -99,11 +99,11 @@ def _layer_with_gradient(layer: Any) -> tuple[Callable, list]:
 
 
 def _weighted(y: jax.Array) -> jax.Array:
-    """A sum in which each value counts otherwise."""
+    """A sum with a different factor for every value."""
     return jnp.sum(y * jnp.cos(jnp.arange(y.size, dtype=y.dtype).reshape(y.shape)))
 
 
-def _attention(bench: Bench, words: str, causal: bool) -> Found:
+def _attention(bench: Bench, words: str, causal: bool) -> Results:
     replicas = bench.strategy.num_replicas_in_sync
     time, width = (512, 64) if bench.platform == "tpu" else (24, 8)
     rng = np.random.default_rng(1)
@@ -150,7 +150,7 @@ def _attention_with_gradient(attend: Callable) -> Callable:
 def _on_mesh(
     bench: Bench, words: str, run: Callable, args: tuple, split: tuple[bool, ...]
 ) -> tuple:
-    """The results of a function on the mesh, some of whose arguments are split by rows."""
+    """The results of a function on the mesh; `split` says which arguments are split by rows."""
     rows, whole = bench.strategy.placer.sharding(0), named_sharding(bench.mesh)
     layouts = tuple(
         jax.tree.map(lambda _, of=rows if by_rows else whole: of, arg)
@@ -163,7 +163,7 @@ def _on_mesh(
 
 
 def _alone(bench: Bench, run: Callable, *args: Any) -> tuple[list[np.ndarray], list[float]]:
-    """The same on one device in full precision, and how far off it is in the usual one."""
+    """The results on one device in full precision, and the error in the configured precision."""
 
     def results(precision: str | None) -> list[np.ndarray]:
         with jax.default_device(bench.local[0]), jax.default_matmul_precision(precision):
@@ -176,7 +176,9 @@ def _alone(bench: Bench, run: Callable, *args: Any) -> tuple[list[np.ndarray], l
     return exact, list(map(gap, usual, exact))
 
 
-def _judged(bench: Bench, words: str, results: Found, gaps: dict[str, float]) -> Iterator[Problem]:
+def _judged(
+    bench: Bench, words: str, results: Results, gaps: dict[str, float]
+) -> Iterator[Problem]:
     for name, found, expected, own in results:
         scale = largest(expected)
         mine = {
@@ -189,8 +191,8 @@ def _judged(bench: Bench, words: str, results: Found, gaps: dict[str, float]) ->
         wrong = {n: off for n, off in every.items() if off > allowed}
         if wrong:
             what = (
-                f"{numbered(wrong)}: {name} of the {words} is {max(wrong.values()):.1e} off the "
-                f"reference, where rounding explains {allowed:.0e}"
+                f"{numbered(wrong)}: {name} of the {words} differs from the reference by "
+                f"{max(wrong.values()):.1e}; rounding explains {allowed:.0e}"
             )
             yield _problem(what, sorted(wrong), everywhere=len(wrong) == len(every))
 
@@ -199,14 +201,14 @@ def _problem(what: str, devices: list[int], everywhere: bool) -> Problem:
     if everywhere:
         return Problem(
             what,
-            "The kernel, or the compiler's program for it, is wrong for this chip.",
-            "Use Keras's own: keras.layers, or keras.config.disable_flash_attention(); and report "
-            "it with the output of `ktd --version`.",
+            "The kernel, or the compiler's program for it, is wrong on this chip.",
+            "Use Keras's layers, or keras.config.disable_flash_attention(), and report it with the "
+            "output of `ktd --version`.",
             tuple(devices),
         )
     return Problem(
         what,
-        "These devices compute wrongly, or got what belongs to others.",
+        "These devices compute wrong results, or got the data of other devices.",
         LEAVE_OUT,
         tuple(devices),
     )
@@ -215,4 +217,4 @@ def _problem(what: str, devices: list[int], everywhere: bool) -> Problem:
 def _words(what: str, reference: str, gaps: dict[str, float], problems: list) -> str:
     if problems or not gaps:
         return f"{what}, against {reference}"
-    return f"{what}: as {reference} within {max(gaps.values()):.0e}"
+    return f"{what}: same as {reference} within {max(gaps.values()):.0e}"

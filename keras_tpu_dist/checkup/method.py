@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Checks(StrategyPart):
-    """What a strategy finds out about the devices that it has."""
+    """The method `check` of a strategy."""
 
     def check(
         self,
@@ -24,23 +24,23 @@ class Checks(StrategyPart):
         sequence_length: int | None = None,
         minutes: float = 3.0,
     ) -> "Check":
-        """Whether the devices compute right, and how fast.
+        """Checks whether the devices compute correct results, and how fast they are.
 
-        Products, collectives, random numbers, kernels and what XLA is known to get wrong are
-        compared with references; with a model, one training step of it on all devices with one
-        device. Of several processes all call it. What does not fit into the time is left out, and
-        listed.
+        It compares products, collectives, random numbers, kernels and known errors of XLA with
+        references. If you pass a model, it also compares a training step on all devices with the
+        step on one device. With several processes, call it in all of them. Parts that do not fit
+        into the time limit are left out, and listed.
 
         Args:
-            model: A built and compiled model, which is left as it is.
-            x: Its input: arrays, or `jax.ShapeDtypeStruct`, whose values are drawn. Defaults to
-                what the model declares.
-            y: The target, likewise.
+            model: A built and compiled model. The check does not change it.
+            x: Its input: arrays, or `jax.ShapeDtypeStruct` for random values. Defaults to the
+                inputs that the model declares.
+            y: The target: arrays or `jax.ShapeDtypeStruct`, too.
             sample_weight: Sample weights.
-            batch_size: Rows of the step, of all devices together. Defaults to two for each part
-                of the batch and one more, which do not divide.
-            sequence_length: The size of every open time axis of its inputs.
-            minutes: The time that it may take, about.
+            batch_size: Rows of the step, for all devices together. The default is an uneven
+                batch: two rows for each part and one more.
+            sequence_length: The size of every open time axis of the inputs.
+            minutes: The approximate time limit.
 
         Returns:
             A `Check`: `print` it, or look at `check.ok` and `check.problems`.
@@ -59,9 +59,9 @@ class Checks(StrategyPart):
         if self.topology is not None:
             raise ValueError(
                 message(
-                    "Only devices that are attached can be checked.",
+                    "Only attached devices can be checked.",
                     received={"topology": self.topology.name},
-                    fix="Leave `topology` out; a slice that you don't have can be dry-run.",
+                    fix="Leave `topology` out; for a slice that you don't have, use dry_run.",
                 )
             )
         if model is not None:
@@ -71,7 +71,7 @@ class Checks(StrategyPart):
             check_counts("check", self.num_replicas_in_sync, batch_size=batch_size)
         if sequence_length is not None:
             check_counts("check", sequence_length=sequence_length)
-        # Who only trains does not load what checks.
+        # Imported here so that `import keras_tpu_dist` stays fast.
         from keras_tpu_dist.checkup.batch import Given
         from keras_tpu_dist.checkup.prepared import why_not
         from keras_tpu_dist.checkup.run import run_check, steps
@@ -93,7 +93,7 @@ def _check_minutes(minutes: Any) -> None:
     if not number or not 0 < minutes < float("inf"):
         raise ValueError(
             message(
-                "minutes is the time that a check may take, a number above 0.",
+                "minutes is the time limit of a check, a number above 0.",
                 received={"minutes": minutes},
                 fix="Write for example minutes=3.",
             )

@@ -1,4 +1,4 @@
-"""A training step of the user's model, ready to run on the mesh; the model is left as it is."""
+"""Prepares a training step of the user's model for the mesh, without changing the model."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -23,11 +23,12 @@ class Prepared:
     """A step that is ready to run: `program(placed_state, placed_batch)`.
 
     Args:
-        program: The compiled step, which donates nothing.
-        state: The values before it, on the host: weights, others, optimizer, metrics.
+        program: The compiled step; it does not donate its arguments.
+        state: The values before the step, on the host: weights, other variables of the model,
+            optimizer, metrics.
         batch: `(x, y, sample_weight)` on the host, or shorter.
-        placed_state: The same on the mesh.
-        placed_batch: Likewise.
+        placed_state: `state` on the mesh.
+        placed_batch: `batch` on the mesh.
     """
 
     program: Callable[..., Any]
@@ -38,7 +39,7 @@ class Prepared:
 
 
 def why_not(model: keras.Model) -> str:
-    """Why a model's step is not checked, or `""`.
+    """Why a model's step cannot be checked, or `""`.
 
     Args:
         model: The model.
@@ -48,7 +49,7 @@ def why_not(model: keras.Model) -> str:
     if not _keras.is_built(model):
         return "the model is not built: call it on data first"
     if model.run_eagerly:
-        return "run_eagerly=True has no step that is compiled"
+        return "with run_eagerly=True there is no compiled step"
     return ""
 
 
@@ -56,13 +57,13 @@ def why_not(model: keras.Model) -> str:
 def prepared(
     bench: Bench, model: keras.Model, given: Given, optimizer: Any = None
 ) -> Iterator[Prepared]:
-    """A step of a model on the mesh.
+    """Prepares a step of a model on the mesh.
 
     Args:
-        bench: What parts share.
-        model: A model for which `why_not` is `""`.
+        bench: The check's shared state.
+        model: A model for which `why_not` returns `""`.
         given: Its batch.
-        optimizer: A built one to use within; by default the model's own.
+        optimizer: A built optimizer to use in the step; by default the model's own.
     """
     strategy, own = bench.strategy, model.optimizer
     model.optimizer = own if optimizer is None else optimizer

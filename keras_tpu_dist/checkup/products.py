@@ -1,4 +1,4 @@
-"""Products of matrices: as precise as they should be, on each device, twice the same bits."""
+"""Tests matrix products on every device: their precision, and the same bits when repeated."""
 
 import zlib
 from collections.abc import Iterator
@@ -20,15 +20,16 @@ from keras_tpu_dist.checkup.report import (
     numbered,
 )
 
-# Unit roundoffs: half of the distance between neighbours, relative.
+# Unit roundoffs: half of the relative distance between neighbouring numbers.
 _U16, _U32 = 2.0**-8, 2.0**-24
-# What the operands of a float32 product lose, by platform and precision. On TPU a product is made
-# of bfloat16 ones: "default" rounds both operands once; "high" (three passes) keeps 16 bits of
-# each in two parts and leaves out the product of the small parts; "highest" ("float32",
-# six passes) keeps 24 in three parts. Sources: the documentation of `jax_default_matmul_precision`
-# and `jax.lax.Precision` ("On TPU ... bfloat16 ... three passes ... six passes"); Henry, Tang,
-# Heinecke, "Leveraging the bfloat16 artificial intelligence datatype for higher-precision
-# computations", 2019, for what is lost by parts. On GPU the default may be TF32, of 11 bits.
+# The relative error from rounding the operands of a float32 product, by platform and precision. A
+# TPU computes it by bfloat16 products: "default" rounds both operands once; "high" (three passes)
+# preserves 16 bits of an operand in two parts and leaves out the product of the small parts;
+# "highest" ("float32", six passes) preserves 24 bits in three parts. Sources: the documentation of
+# `jax_default_matmul_precision` and `jax.lax.Precision` ("On TPU ... bfloat16 ... three passes ...
+# six passes"); Henry, Tang, Heinecke, "Leveraging the bfloat16 artificial intelligence datatype for
+# higher-precision computations", 2019, for the error of splitting into parts. On GPU the default
+# may be TF32, with 11 bits.
 _LOST = {
     ("tpu", "default"): 2 * _U16 + _U16**2,
     ("tpu", "high"): 4 * _U16**2,
@@ -58,12 +59,12 @@ class Kind:
     """A kind of product.
 
     Args:
-        words: How it is called.
+        words: Its name in reports.
         dtype: The operands' dtype.
         result: The result's dtype.
-        precision: A `jax.lax.Precision`, or `None` for what is configured.
-        lost: What the operands lose, relative; 0 where they are taken as they are.
-        exact: Whether the result is exact, as that of whole numbers is.
+        precision: A `jax.lax.Precision`, or `None` for the configured one.
+        lost: The relative error from rounding operands; 0 if they are not rounded.
+        exact: Whether the result is exact, as for integers.
     """
 
     words: str
@@ -74,26 +75,26 @@ class Kind:
     exact: bool = False
 
     def allowed(self, terms: int) -> float:
-        """The most that a result may be off, relative to the product of absolute values.
+        """The largest error of a correct result, relative to the product of absolute values.
 
-        Sums of float32 are off by no more than their number times the unit roundoff, in whatever
-        order they are made: Higham, "Accuracy and stability of numerical algorithms", 3.1.
+        The error of a float32 sum is at most the number of terms times the unit roundoff, in any
+        order of summation: Higham, "Accuracy and stability of numerical algorithms", 3.1.
 
         Args:
-            terms: Terms of each sum.
+            terms: The number of terms of a sum.
         """
         return 0.0 if self.exact else self.lost + (terms + 2) * _U32
 
 
 def kinds(platform: str) -> list[Kind]:
-    """The products that are checked.
+    """The kinds of products to check.
 
     Args:
         platform: `"tpu"`, `"cpu"` or `"gpu"`.
     """
-    said = _WORDS.get(str(jax.config.jax_default_matmul_precision or "default"), "default")
-    lost = _LOST.get((platform, said), 0.0)
-    passes = {"default": "1 bfloat16 pass", "high": "3 passes", "highest": "6 passes"}[said]
+    precision = _WORDS.get(str(jax.config.jax_default_matmul_precision or "default"), "default")
+    lost = _LOST.get((platform, precision), 0.0)
+    passes = {"default": "1 bfloat16 pass", "high": "3 passes", "highest": "6 passes"}[precision]
     words = f"float32 ({passes})" if platform == "tpu" else "float32"
     found = [Kind(words, "float32", "float32", None, lost)]
     if platform != "cpu":
@@ -109,7 +110,7 @@ def products(bench: Bench) -> CheckPart:
     """Compares a product in each dtype, on each device, with float64 on the host.
 
     Args:
-        bench: What parts share.
+        bench: The check's shared state.
     """
     size = 512 if bench.platform == "tpu" else 192
     problems: list[Problem] = []
@@ -119,9 +120,9 @@ def products(bench: Bench) -> CheckPart:
         problems += found
         figures[kind.words] = {"largest error": worst, "allowed": kind.allowed(size)}
     names = ", ".join(figures)
-    words = f"{names}: as float64 within rounding, twice the same bits, and on all devices"
+    words = f"{names}: same as float64 within rounding, same bits when repeated and on all devices"
     if problems:
-        words = f"{names} against float64, twice, on every device"
+        words = f"{names}, compared with float64, twice on every device"
     return CheckPart("products", RIGHT, words, tuple(problems), figures)
 
 
@@ -184,9 +185,9 @@ def _problems(
     odd = [n for n in odd_ones(marks) if n not in wrong and n not in unsteady]
     if odd:
         yield Problem(
-            f"{numbered(odd)}: the product in {kind.words} has other bits than on the other "
+            f"{numbered(odd)}: the product in {kind.words} has different bits from the other "
             "devices, all within rounding",
-            "The devices do not compute alike: another chip, or a compiler that chose otherwise. "
+            "The devices do not compute in the same way: the chips or their programs differ. "
             "Replicated weights drift apart.",
             "Leave these devices out, TPUStrategy(devices=[...]), or report them.",
             tuple(odd),
@@ -197,24 +198,24 @@ def _imprecise(
     kind: Kind, allowed: float, wrong: list[int], worst: float, everywhere: bool
 ) -> Problem:
     lower = worst <= 2 * _U16 + _U16**2 and not kind.exact
-    like = ", which is what operands rounded to bfloat16 give" if lower else ""
-    off = "" if worst == float("inf") else f" {worst:.1e}"
+    like = ", as if operands were rounded to bfloat16" if lower else ""
+    off = "is not finite" if worst == float("inf") else f"differs from float64 by {worst:.1e}"
     what = (
-        f"{numbered(wrong)}: the product in {kind.words} is{off or ' not finite,'} off float64, "
-        f"where rounding explains {allowed:.1e}{like}"
+        f"{numbered(wrong)}: the product in {kind.words} {off}; rounding explains "
+        f"{allowed:.1e}{like}"
     )
     if everywhere:
         return Problem(
             what,
-            "All devices do: a setting or the compiler, not a chip."
-            + (" Products are computed in a lower precision than asked for." if lower else ""),
-            "Look for XLA_FLAGS, LIBTPU_INIT_ARGS and jax_default_matmul_precision; try another "
+            "All devices are affected: the cause is a setting or the compiler, not a chip."
+            + (" Products are computed in a lower precision than configured." if lower else ""),
+            "Check XLA_FLAGS, LIBTPU_INIT_ARGS and jax_default_matmul_precision; try another "
             "jaxlib or libtpu.",
             tuple(wrong),
         )
     return Problem(
         what,
-        "Its arithmetic is wrong: what it computes spoils all weights within a step.",
+        "Its arithmetic is wrong: its results spoil all weights within a step.",
         LEAVE_OUT,
         tuple(wrong),
     )

@@ -1,4 +1,4 @@
-"""Random numbers: the same whatever the layout."""
+"""Tests that random numbers do not depend on the layout."""
 
 from typing import Any
 
@@ -11,10 +11,10 @@ from keras_tpu_dist.checkup.report import RIGHT, CheckPart, Problem, numbered
 
 
 def random_numbers(bench: Bench) -> CheckPart:
-    """Draws the same numbers whole on one device, and split over each axis.
+    """Draws the same numbers on one device, replicated, and split over every axis.
 
     Args:
-        bench: What parts share.
+        bench: The check's shared state.
     """
     mesh = bench.mesh
     shape = (8 * mesh.size, 4 * mesh.size)
@@ -33,8 +33,8 @@ def random_numbers(bench: Bench) -> CheckPart:
         wrong = bench.some(f"random numbers {words}", _wrong(array, expected))
         if wrong:
             problems.append(_problem(words, wrong))
-    start = "drawn" if problems else "the same bits"
-    words = f"{start} {len(layouts)} ways: {', '.join(layouts)}"
+    start = "drawn" if problems else "the same bits in"
+    words = f"{start} {len(layouts)} layouts: {', '.join(layouts)}"
     return CheckPart("random numbers", RIGHT, words, tuple(problems))
 
 
@@ -52,9 +52,9 @@ def _wrong(array: jax.Array, expected: np.ndarray) -> list[int]:
 
 def _problem(words: str, devices: list[int]) -> Problem:
     return Problem(
-        f"{numbered(devices)}: random numbers {words} are not those of one device",
-        "Initial weights and dropout depend on the mesh, or the device computes wrongly.",
-        'Leave jax_default_prng_impl at "threefry2x32" and jax_threefry_partitionable on; if they '
-        "are, leave the device out: TPUStrategy(devices=[...]).",
+        f"{numbered(devices)}: random numbers {words} differ from those on one device",
+        "Initial weights and dropout depend on the mesh, or the device computes wrong results.",
+        'Set jax_default_prng_impl to "threefry2x32" and jax_threefry_partitionable to True. If '
+        "they are set so, leave the device out: TPUStrategy(devices=[...]).",
         tuple(devices),
     )

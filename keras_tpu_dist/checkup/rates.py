@@ -1,7 +1,7 @@
-"""How fast: matrix units, memory, transfers, launches and links.
+"""Measures speed: matrix units, memory, transfers, launches and links.
 
-Measured on each device by itself, then compared with the chip's table and with the other devices.
-What is slow is measured again, so that a busy moment is no alarm.
+Every device is measured alone, then compared with the chip's specification and with the other
+devices. Slow measurements are repeated, so that a busy moment does not raise an alarm.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,20 +20,20 @@ from keras_tpu_dist.hardware.topology import of_devices
 from keras_tpu_dist.hlo.wire import Wire, seconds_over, sent_bytes
 from keras_tpu_dist.show.text import duration_text
 
-# The best of so many counts.
+# The best of this many repeats counts; slow measurements get this many further rounds.
 _REPEATS, _AGAIN = 3, 4
-# A device is slow below this share of the median. Simulated devices share a machine's cores, whose
-# load changes; only what is far off, again and again, is no noise.
+# A device is slow below this share of the median. Simulated devices share a machine's cores, so
+# their rates vary: only large, repeated differences count.
 _SHARE = {"tpu": 0.8}
 _SHARE_ELSEWHERE = 0.35
-# Links and transfers from the host differ more, as some of them are shared. Elsewhere than on a TPU
-# they are copies within the host's memory, or none: only a link that is as good as down is named.
+# Rates of links and host transfers vary more, since devices share some of them. On other platforms
+# than TPU they are copies in the host's memory, so only a link that is almost down is reported.
 _SHARE_OF_LINKS, _SHARE_OF_TRANSFERS = {"tpu": 0.5}, {"tpu": 0.5}
 _SHARE_OF_COPIES = 0.1
-# All devices are slow below this share of the chip's table. Never measured on a TPU, so they are
-# wide: a plain program should reach 0.8 and more of the first two.
+# All devices are slow below this share of the chip's specification. The shares were never measured
+# on a TPU, so they are low: a plain program should reach 0.8 or more of the first two.
 _OF_TABLE = {"matrix units": 0.5, "memory": 0.5, "links": 0.3}
-# The chip's table of operations, and what products take and give.
+# By the names of the chip's specification: the dtypes of the operands and of the result.
 _DTYPES = {
     "bfloat16": (jnp.bfloat16, jnp.float32),
     "int8": (jnp.int8, jnp.int32),
@@ -44,15 +44,15 @@ _EXCHANGES = ("all-reduce", "all-gather")
 
 @dataclass(frozen=True)
 class Load:
-    """Work whose time is measured on one device.
+    """A program to time on one device.
 
     Args:
-        job: What is measured.
-        unit: The unit of the rate, a billion of what `work` counts in a second.
+        job: The measurement.
+        unit: The unit of the rate: a billion units of `work` per second.
         work: The work of one run: operations or bytes.
-        program: The work.
-        args: From a device to the program's arguments there.
-        peak: What the chip's table says for a second, or 0.
+        program: The program.
+        args: A function from a device to the program's arguments there.
+        peak: The work per second in the chip's specification, or 0.
     """
 
     job: Job
@@ -64,10 +64,10 @@ class Load:
 
 
 def matrix_units(bench: Bench) -> CheckPart:
-    """Operations per second of products, in each dtype of the chip's table.
+    """Measures operations per second of products, in every dtype of the chip's specification.
 
     Args:
-        bench: What parts share.
+        bench: The check's shared state.
     """
     chip = bench.chip
     if chip is None:
@@ -100,10 +100,10 @@ def _product(name: str, dtypes: tuple[Any, Any], size: int, times: int, peak: fl
 
 
 def memory(bench: Bench) -> CheckPart:
-    """Bytes per second of a device's memory.
+    """Measures the bandwidth of a device's memory.
 
     Args:
-        bench: What parts share.
+        bench: The check's shared state.
     """
     number, times = (2**26, 8) if bench.platform == "tpu" else (2**20, 4)
 
@@ -146,17 +146,21 @@ def _measured(bench: Bench, name: str, loads: Mapping[str, Load]) -> CheckPart:
 def _rates(
     bench: Bench, what: str, once: Mapping[str, Callable[[], float]], share: float
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Rates of all processes by name, and of those that stay slow the share of the median.
+    """Measures rates, and repeats slow ones.
 
     Args:
-        bench: What parts share.
-        what: What is measured, the same words in all processes.
-        once: By name, what measures a rate of this process.
-        share: What is slow, as a share of the median.
+        bench: The check's shared state.
+        what: A description of the rates, the same words in all processes.
+        once: The functions that measure a rate in this process, by name.
+        share: A rate below this share of the median is slow.
+
+    Returns:
+        The rates of all processes by name, and for those that stay slow, their share of the
+        median.
     """
     mine = {name: measure() for name, measure in once.items()}
     every = bench.by_name(what, mine)
-    # Rounds are as many in all processes, whoever has something slow.
+    # All processes run the same number of rounds, because every round is an exchange.
     for number in range(_AGAIN):
         middle = median(every.values()) if every else 0.0
         if all(rate >= share * middle for rate in every.values()):
@@ -175,7 +179,7 @@ def _rate_words(load: Load, every: Mapping[str, float], middle: float) -> str:
     of = f" in {load.job.dtype}" if load.job.dtype else ""
     words = f"{middle / 1e9:,.{digits}f} {load.unit} a device{of}, {least} to {most}"
     if load.peak:
-        words += f", {middle / load.peak:.0%} of the chip's {load.peak / 1e9:,.0f}"
+        words += f", {middle / load.peak:.0%} of the specified {load.peak / 1e9:,.0f}"
     return words
 
 
@@ -183,30 +187,31 @@ def _slow(
     what: str, slow: Mapping[str, float], share: float, devices: Any, link: bool = False
 ) -> Problem:
     return Problem(
-        f"{what} at {min(slow.values()):.0%} of the median of all, each time it was measured; "
-        f"below {share:.0%} is slow",
+        f"{what} at {min(slow.values()):.0%} of the median of all, in every round; below "
+        f"{share:.0%} is slow",
         "The link between them is slow, or one of them is busy: collectives wait for it."
         if link
         else "Every step waits for the slowest device.",
-        "See whether something else runs there; if not, leave it out, TPUStrategy(devices=[...]), "
-        "or ask your cloud provider for another host.",
+        "Check whether another program runs there. If not, leave the device out, "
+        "TPUStrategy(devices=[...]), or ask your cloud provider for another host.",
         tuple(sorted(devices)),
     )
 
 
 def _all_slow(load: Load, middle: float) -> Problem:
     return Problem(
-        f"all devices: {load.job} at {middle / load.peak:.0%} of what the chip's table says",
-        "Another program uses the chips, they are throttled, or this is another chip than it says.",
-        "Look whether another process runs on this machine, and measure again.",
+        f"all devices: {load.job} at {middle / load.peak:.0%} of the chip's specification",
+        "Another program uses the chips, they are throttled, or they are not the chips that they "
+        "report.",
+        "Check whether another process runs on this machine, and measure again.",
     )
 
 
 def transfers(bench: Bench) -> CheckPart:
-    """Bytes per second from the host to a device, and back.
+    """Measures the bandwidth from the host to a device, and back.
 
     Args:
-        bench: What parts share.
+        bench: The check's shared state.
     """
     number = 2**24 if bench.platform == "tpu" else 2**20
     host = np.ones(number, np.float32)
@@ -217,7 +222,7 @@ def transfers(bench: Bench) -> CheckPart:
 
     def from_device(on: Any) -> float:
         placed = jax.device_put(host, on)
-        # A new array each time, since JAX keeps what it has read of one.
+        # A new array every time, since JAX caches the host copy of an array.
         return 4.0 * number / _best(bench, Job("transfer from"), lambda x: np.array(x + 0), placed)
 
     figures, words, problems = {}, [], []
@@ -233,10 +238,10 @@ def transfers(bench: Bench) -> CheckPart:
 
 
 def launches(bench: Bench) -> CheckPart:
-    """Time of a launch that computes next to nothing.
+    """Measures the time of a launch that computes almost nothing.
 
     Args:
-        bench: What parts share.
+        bench: The check's shared state.
     """
     small = jax.jit(lambda x: x + 1)
     row = bench.row
@@ -254,10 +259,10 @@ def launches(bench: Bench) -> CheckPart:
 
 
 def links(bench: Bench) -> CheckPart:
-    """Bytes per second over each mesh axis, and between neighbours.
+    """Measures the bandwidth over every mesh axis, and between neighbours.
 
     Args:
-        bench: What parts share.
+        bench: The check's shared state.
     """
     axes = [name for name, size in bench.mesh.shape.items() if size > 1]
     if not axes:
@@ -285,7 +290,7 @@ def links(bench: Bench) -> CheckPart:
 
 
 def _over(bench: Bench, wire: Wire, axis: str) -> dict[str, Any]:
-    """Rates of collectives over an axis, and their shares of what the chip's links carry."""
+    """The rates of collectives over an axis, and their shares of the specified bandwidth."""
     number, size = 2**23 if bench.platform == "tpu" else 2**16, bench.mesh.shape[axis]
     found: dict[str, Any] = {"of the table": {}}
     if wire.devices:
@@ -313,7 +318,7 @@ def _collective(bench: Bench, kind: str, axis: str, number: int) -> float:
 
 
 def _between(bench: Bench) -> tuple[dict[str, float], list[Problem]]:
-    """Rates of copies from each device to the next along each axis, within a process."""
+    """The rates of copies from every device to the next along every axis, within a process."""
     number = 2**24 if bench.platform == "tpu" else 2**20
     once = {
         f"{one.id} to {other.id}": lambda a=one, b=other: _copied(bench, a, b, number)
@@ -329,7 +334,7 @@ def _between(bench: Bench) -> tuple[dict[str, float], list[Problem]]:
 
 
 def _neighbours(bench: Bench) -> list[tuple[Any, Any]]:
-    """Each of this process's devices with the next one along each axis, if that is its own, too."""
+    """Pairs of this process's devices that are neighbours along an axis."""
     grid, local, found = bench.mesh.devices, set(bench.local), {}
     for axis in range(grid.ndim):
         following = np.roll(grid, -1, axis)
@@ -347,15 +352,15 @@ def _copied(bench: Bench, one: Any, other: Any, number: int) -> float:
 
 def _slow_axis(kind: str, axis: str, share: float) -> Problem:
     return Problem(
-        f"{kind} over {axis!r} reaches {share:.0%} of what the chip's links should carry",
+        f"{kind} over {axis!r} reaches {share:.0%} of the bandwidth of the chip's links",
         "A link is slow or down, or the devices along this axis are not neighbours.",
-        "Look at the order of the devices with strategy.show(); leave it to TPUStrategy. If it is "
-        "its own, ask your cloud provider for another slice.",
+        "If you chose the order of the devices, let TPUStrategy choose it; strategy.show() draws "
+        "it. If TPUStrategy chose it, ask your cloud provider for another slice.",
         axis=axis,
     )
 
 
 def _best(bench: Bench, job: Job, program: Callable, *args: Any, repeats: int = _REPEATS) -> float:
-    """The shortest time, after one run that does not count."""
+    """The shortest time of `repeats` runs, after a run that does not count."""
     bench.launches.run(job, program, *args)
     return min(bench.launches.seconds(job, program, *args) for _ in range(repeats))

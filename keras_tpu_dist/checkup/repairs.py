@@ -1,7 +1,7 @@
-"""The programs that XLA partitions wrongly: are they right here, as this package compiles them?
+"""Tests the programs that XLA partitions wrongly, as this package compiles them.
 
-A program for each entry of `keras_tpu_dist.partitioner.table`; docs/xla_partitioner.md has them as
-reports. Those that abort the compiler, or hang, run repaired only, and on TPU all.
+There is one program for every entry of `keras_tpu_dist.partitioner.table`; docs/xla_partitioner.md
+describes them. On CPU, those that neither abort nor hang also run without the repair.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,17 +25,17 @@ _ROWS = PartitionSpec("data")
 
 @dataclass(frozen=True)
 class Case:
-    """A program that XLA may get wrong.
+    """A program that XLA may partition wrongly.
 
     Args:
-        function: The program.
+        function: The program; a function of the mesh that returns it if `expected` is given.
         args: Its arguments, on the host.
-        specs: Where they lie.
+        specs: The layouts of the arguments.
         mesh: The sizes of the axes.
-        expected: The same on one device, or `None` if `function` is.
-        result: Where the result lies, or `None` to leave it to the compiler.
-        runs: Whether it can run unrepaired on CPU, rather than abort or hang. Elsewhere nobody
-            has tried, and an abort would end the program that asks for a check.
+        expected: The program for one device, or `None` to use `function`.
+        result: The layout of the result, or `None` to leave it to the compiler.
+        runs: Whether it can run without the repair on CPU, without aborting or hanging. On other
+            platforms this was not tried, and an abort would end the user's program.
     """
 
     function: Callable[..., Any]
@@ -48,14 +48,14 @@ class Case:
 
 
 def partitioner(bench: Bench) -> CheckPart:
-    """Compares each program with one device, repaired, and says which XLA still gets wrong.
+    """Compares every repaired program with one device, and lists those XLA still gets wrong.
 
     Args:
-        bench: What parts share.
+        bench: The check's shared state.
     """
     number = len(bench.devices)
     if number < 4 or number % 4:
-        why = f"its programs need 4, 8, 12, ... devices, and there are {number}"
+        why = f"its programs need 4, 8, 12, ... devices, and you have {number}"
         return CheckPart("partitioner", RIGHT, left_out=why)
     problems: list[Problem] = []
     ran, unrepaired = 0, {}
@@ -70,23 +70,23 @@ def partitioner(bench: Bench) -> CheckPart:
         if case.runs and bench.platform == "cpu":
             unrepaired[fault.name] = bool(bench.some(f"{fault.name}, unrepaired", _plain(ready)))
     still = [name for name, wrong in unrepaired.items() if wrong]
-    words = f"{ran - len(problems)} of {ran} known faults of XLA right here"
+    words = f"{ran - len(problems)} of {ran} known faults of XLA repaired"
     if unrepaired:
-        words += f"; unrepaired, this XLA has {len(still)} of {len(unrepaired)} wrong"
+        words += f"; without the repairs, this XLA gets {len(still)} of {len(unrepaired)} wrong"
     return CheckPart("partitioner", RIGHT, words, tuple(problems), {"still wrong in XLA": still})
 
 
 @dataclass(frozen=True)
 class _Ready:
-    """A program with its arguments on the mesh, and what it should give.
+    """A program with its arguments on the mesh, and its expected result.
 
     Args:
         function: The program; its result is a tuple of one array.
         arrays: Its arguments.
         mesh: The mesh.
-        layouts: Where the arguments lie.
-        result: Where the result lies, or `()` to leave it to the compiler.
-        expected: What one device gives.
+        layouts: The layouts of the arguments.
+        result: The layout of the result, or `()` to leave it to the compiler.
+        expected: The result on one device.
     """
 
     function: Callable[..., Any]
@@ -98,7 +98,7 @@ class _Ready:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Those of `jax.jit`."""
+        """Options for `jax.jit`."""
         return {"out_shardings": self.result} if self.result else {}
 
 
@@ -119,7 +119,7 @@ def _placed(bench: Bench, case: Case) -> _Ready:
 
 
 def _repaired(bench: Bench, fault: Fault, ready: _Ready) -> list[int]:
-    """This process's devices with a wrong result of the program as this package compiles it."""
+    """The devices of this process with a wrong result if this package compiles the program."""
     job = Job(f"partitioner, {fault.name.lower()}")
     with jax.default_matmul_precision("highest"):
         program = Jitted(
@@ -134,7 +134,7 @@ def _repaired(bench: Bench, fault: Fault, ready: _Ready) -> list[int]:
 
 
 def _plain(ready: _Ready) -> list[int]:
-    """This process's devices with a wrong result of XLA's own program."""
+    """The devices of this process with a wrong result if XLA partitions the program alone."""
     with jax.default_matmul_precision("highest"):
         (found,) = jax.jit(ready.function, **ready.options)(*ready.arrays)
         return _wrong(found, ready.expected)
@@ -150,8 +150,8 @@ def _wrong(array: jax.Array, expected: np.ndarray) -> list[int]:
 
 def _problem(fault: Fault, devices: list[int]) -> Problem:
     return Problem(
-        f"{fault.name}: wrong on {numbered(devices)}, although it is replaced ({fault.instead})",
-        f"XLA: {fault.wrong}. The repair does not hold for this compiler.",
+        f"{fault.name}: wrong on {numbered(devices)} in spite of the repair ({fault.instead})",
+        f"XLA: {fault.wrong}. The repair does not work with this compiler.",
         "Train on a mesh of one axis, or with the versions in docs/versions.md, and report it "
         "with the output of `ktd --version`.",
         tuple(devices),

@@ -1,4 +1,4 @@
-"""The result of a check: what is right, what is wrong and what to do, what was measured."""
+"""The result of a check: correct parts, problems and their fixes, measurements."""
 
 import html
 import math
@@ -14,9 +14,9 @@ from keras_tpu_dist.show.page import Page, TableCell, bar, definitions, document
 from keras_tpu_dist.show.text import duration_text, html_table, span_text, text_table
 
 RIGHT, FAST = "right", "fast"
-# Problems of one part that are shown; the others are counted.
+# The number of problems to show for one part; the others are counted.
 _MOST_SHOWN = 4
-# What to do about a device that is to blame.
+# The fix for a faulty device.
 LEAVE_OUT = (
     "Leave it out, TPUStrategy(devices=[...]), and ask your cloud provider for another host."
 )
@@ -24,13 +24,13 @@ LEAVE_OUT = (
 
 @dataclass(frozen=True, repr=False)
 class Problem(Printed):
-    """Something that is wrong here.
+    """A problem that a check found.
 
     Args:
-        what: What was found; it names the device, mesh axis, collective and dtype.
+        what: A description that names the device, mesh axis, collective and dtype.
         means: What it means.
         fix: What to do about it.
-        devices: The numbers of the devices that are to blame, if that is known.
+        devices: The ids of the faulty devices, if known.
         axis: The mesh axis, or `""`.
     """
 
@@ -55,12 +55,12 @@ class CheckPart(Printed):
     Args:
         name: Its name, such as `"products"`.
         kind: `"right"` or `"fast"`.
-        words: What was found, in a line.
-        problems: What is wrong.
-        figures: What was measured, as plain data.
+        words: The result in a line.
+        problems: The problems.
+        figures: The measurements, as plain data.
         left_out: Why the part did not run, or `""`.
         seconds: How long it took.
-        hangs: Whether it did not end, so that nothing can run after it.
+        hangs: Whether it did not finish, so that no other part can run after it.
     """
 
     name: str
@@ -74,7 +74,7 @@ class CheckPart(Printed):
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong; a part that did not run found nothing."""
+        """Whether there are no problems; also true if the part did not run."""
         return not self.problems
 
     def to_dict(self) -> dict[str, Any]:
@@ -83,10 +83,10 @@ class CheckPart(Printed):
 
     @classmethod
     def of_dict(cls, plain: dict[str, Any]) -> "CheckPart":
-        """The part that `to_dict` made plain.
+        """Restores a part from its `to_dict`.
 
         Args:
-            plain: What it gave.
+            plain: The dict.
         """
         problems = tuple(
             Problem(**(p | {"devices": tuple(p["devices"])})) for p in plain["problems"]
@@ -101,17 +101,17 @@ class CheckPart(Printed):
 
 @dataclass(frozen=True, repr=False)
 class Check(Page):
-    """What `strategy.check` found.
+    """The result of `strategy.check`.
 
     Args:
-        device_kind: What the devices call themselves, such as `"TPU v5 lite"` or `"cpu"`.
+        device_kind: The name that the devices report, such as `"TPU v5 lite"` or `"cpu"`.
         platform: `"tpu"`, `"cpu"` or `"gpu"`.
         mesh: Mesh axes and their sizes.
-        processes: How many processes took part.
-        minutes: The time that was given.
-        seconds: The time that it took.
+        processes: The number of processes.
+        minutes: The time limit.
+        seconds: How long it took.
         parts: The parts, in the order in which they ran.
-        versions: Versions of what computes, by name.
+        versions: The versions of Keras, JAX and so on, by name.
     """
 
     device_kind: str
@@ -125,12 +125,12 @@ class Check(Page):
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong in what ran."""
+        """Whether the parts that ran found no problems."""
         return all(part.ok for part in self.parts)
 
     @property
     def problems(self) -> tuple[Problem, ...]:
-        """Everything that is wrong."""
+        """All problems."""
         return tuple(problem for part in self.parts for problem in part.problems)
 
     @property
@@ -150,23 +150,23 @@ class Check(Page):
         return {part.name: part for part in self.parts}[name]
 
     def calibration(self, *others: "Check", source: str = "") -> Calibration:
-        """What was measured here, for `dry_run(calibration=)` and `search(calibration=)`.
+        """The measurements, for `dry_run(calibration=)` and `search(calibration=)`.
 
-        The rates are those of one device, the median of all. The factors of efforts "quick" and
-        "exact" are the measured step of the model that was checked over what a dry run with these
-        rates estimates for it; without a model there are none.
+        The rates are those of one device, the median of all devices. If you checked a model, the
+        factors of efforts "quick" and "exact" are the time of its step, divided by the estimate of
+        a dry run with these rates. Without a model there are no factors.
 
         Args:
-            others: Checks of other models on the same chips: with them, the factors are the
-                smallest and the largest.
-            source: Where and when it was measured, in a few words. Defaults to what was checked,
-                without a time.
+            others: Checks of other models on the same chips. With them, the factors are the
+                smallest and the largest of all.
+            source: Where and when you measured, in a few words. Defaults to the devices, without a
+                time.
 
         Returns:
             A `Calibration`; its `save` writes it to a file.
 
         Raises:
-            ValueError: If this is no TPU that is known here, or another check is of another chip.
+            ValueError: If this is not a known TPU, or another check ran on another chip.
 
         Example:
 
@@ -181,7 +181,7 @@ class Check(Page):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain data, to keep and to send."""
+        """The whole result as plain data, to store or send."""
         return {
             "ok": self.ok,
             "device_kind": self.device_kind,
@@ -205,7 +205,7 @@ class Check(Page):
 
     def _verdict(self) -> str:
         count = len(self.problems)
-        return "right" if self.ok else f"{count} problem{'s' if count > 1 else ''}"
+        return "all correct" if self.ok else f"{count} problem{'s' if count > 1 else ''}"
 
     def _took(self) -> str:
         return f"{duration_text(self.seconds)} of {self.minutes:g} min"
@@ -260,7 +260,7 @@ class Check(Page):
         return document(self._title(), parts)
 
 
-_HEADS = {RIGHT: "is it right?", FAST: "is it fast?"}
+_HEADS = {RIGHT: "is it correct?", FAST: "is it fast?"}
 
 
 def _figures(check: Check) -> dict[str, dict[str, Any]]:
@@ -272,7 +272,7 @@ _BY_DEVICE = {"matrix units": "GFLOP/s", "memory": "GB/s", "host transfer": "GB/
 
 
 def _by_device(check: Check) -> Iterator[str]:
-    """What was measured of each device, for a page."""
+    """The measurements of every device, for a page."""
     rates = {
         f"{name}{'' if kind == name else f', {kind}'} ({unit})": every
         for name, unit in _BY_DEVICE.items()
@@ -289,7 +289,7 @@ def _by_device(check: Check) -> Iterator[str]:
         ]
         for number in numbers
     ]
-    yield f"<h2>Each device</h2>{sortable(('device', *rates), rows)}"
+    yield f"<h2>Every device</h2>{sortable(('device', *rates), rows)}"
 
 
 def _rate_cell(rate: float | None, most: float) -> TableCell:
@@ -306,7 +306,7 @@ def _span(seconds: tuple[float, float] | None) -> TableCell:
 
 
 def _by_layer(check: Check) -> Iterator[str]:
-    """Where the time of the user's step goes, for a page."""
+    """The times of the user's step by layer, for a page."""
     found = _figures(check).get("step time", {}).get("by layer", [])
     if not found:
         return
@@ -340,10 +340,10 @@ def _problem_lines(part: CheckPart) -> list[str]:
 
 
 def joined(parts: Sequence[CheckPart]) -> CheckPart:
-    """The same part as several processes found it, as one.
+    """Joins the results of one part from several processes.
 
     Args:
-        parts: That of each process.
+        parts: The results, by process.
     """
     found: dict[Problem, list[int]] = {}
     for process, part in enumerate(parts):
@@ -365,16 +365,16 @@ def joined(parts: Sequence[CheckPart]) -> CheckPart:
 
 
 def _of_processes(problem: Problem, who: list[int]) -> Problem:
-    """A problem that only some processes have, such as an error there."""
+    """A problem that only some processes have, with their numbers."""
     return replace(problem, what=f"{counted('process', 'processes', who)}: {problem.what}")
 
 
 def corrupts(what: str, devices: list[int]) -> Problem:
-    """Silent data corruption: a device gives other bits when it computes again.
+    """The problem of silent data corruption: a repeated computation gives different bits.
 
     Args:
-        what: What it computed.
-        devices: The numbers of the devices.
+        what: The computation.
+        devices: The ids of the devices.
     """
     return Problem(
         f"{numbered(devices)}: {what}, computed twice, has different bits",
@@ -385,11 +385,11 @@ def corrupts(what: str, devices: list[int]) -> Problem:
 
 
 def numbered(ids: Iterable[int], most: int = 8) -> str:
-    """Devices by their numbers, in words.
+    """Names devices by their ids.
 
     Args:
-        ids: The numbers.
-        most: How many of them are named.
+        ids: The ids.
+        most: The largest number of ids to list.
 
     Example:
 
@@ -400,13 +400,13 @@ def numbered(ids: Iterable[int], most: int = 8) -> str:
 
 
 def counted(one: str, several: str, ids: Iterable[int], most: int = 8) -> str:
-    """Things by their numbers, in words.
+    """Names things by their numbers.
 
     Args:
-        one: What one of them is called.
-        several: What several are called.
+        one: The singular.
+        several: The plural.
         ids: The numbers.
-        most: How many of them are named.
+        most: The largest number of numbers to list.
 
     Example:
 

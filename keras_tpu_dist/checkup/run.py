@@ -1,4 +1,4 @@
-"""Runs the parts of a check one after the other, within a time, the same in all processes."""
+"""Runs the parts of a check in order, within a time limit, the same parts in all processes."""
 
 import importlib.metadata
 import time
@@ -31,13 +31,13 @@ _VERSIONS = ("keras_tpu_dist", "keras", "jax", "jaxlib", "libtpu")
 
 @dataclass(frozen=True)
 class Planned:
-    """A part that is to run.
+    """A part to run.
 
     Args:
         name: Its name.
         kind: `"right"` or `"fast"`.
-        run: Runs it.
-        seconds: What it takes at most, about; it is left out if less is left.
+        run: The function that runs it.
+        seconds: Approximately the longest time it takes; it is left out if less time remains.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Planned:
 
 
 def steps(model: Any = None, given: Given = NOTHING) -> list[Planned]:
-    """The parts, in their order.
+    """All parts, in order.
 
     Args:
         model: The user's model, or `None`.
@@ -86,9 +86,9 @@ def run_check(
     Args:
         strategy: The strategy.
         todo: The parts.
-        minutes: The time that there is.
-        launches: Starts programs; tests give one with faulty devices.
-        only: Names of parts that are to run; by default all.
+        minutes: The time limit.
+        launches: Starts programs; tests pass one with faulty devices.
+        only: The names of the parts to run; by default all.
     """
     bench = Bench(strategy, launches or Launcher(), minutes)
     wanted = [step for step in todo if only is None or step.name in set(only)]
@@ -99,7 +99,7 @@ def run_check(
             begin(step.name)
             part = _left_out(step, hung) if hung else _run(bench, step)
             if part.hangs:
-                hung = f"{part.name} hangs, and so would everything after it"
+                hung = f"{part.name} hangs, and so would all later parts"
             bench.figures[part.name] = part.figures
             parts.append(part)
     return Check(
@@ -115,19 +115,19 @@ def run_check(
 
 
 def _run(bench: Bench, step: Planned) -> CheckPart:
-    """A part as all processes found it, or left out in all of them."""
+    """Runs a part in all processes, or leaves it out in all of them."""
     left = bench.agreed(f"time for {step.name}", bench.left_s, min)
     if left < step.seconds:
         return _left_out(
-            step, f"it may take {step.seconds:.0f} s, and {max(left, 0):.0f} s were left"
+            step, f"it may take {step.seconds:.0f} s, and {max(left, 0):.0f} s remained"
         )
     begin, part = time.monotonic(), CheckPart(step.name, step.kind)
     try:
         part = _ran(bench, step)
         part = _of_all(bench, f"the result of {step.name}", part)
     except PeerError:
-        # A process that fails within the part is behind it when others wait for it there. Now all
-        # are here, unless it has ended.
+        # Another process failed within the part while this one waited for it there. Now all
+        # processes are at this point, unless one has ended.
         part = _of_all(bench, f"how {step.name} ended", part)
         if part.ok:
             raise
@@ -135,7 +135,7 @@ def _run(bench: Bench, step: Planned) -> CheckPart:
 
 
 def _ran(bench: Bench, step: Planned) -> CheckPart:
-    """A part as this process found it."""
+    """The result of a part in this process."""
     try:
         return step.run(bench)
     except PeerError:
@@ -146,7 +146,7 @@ def _ran(bench: Bench, step: Planned) -> CheckPart:
 
 
 def _of_all(bench: Bench, what: str, part: CheckPart) -> CheckPart:
-    """What all processes found, as one."""
+    """The joined result of all processes."""
     if bench.strategy.placer.is_local:
         return part
 
@@ -165,14 +165,14 @@ def _raised(step: Planned, error: Exception) -> Problem:
     if isinstance(error, HangError):
         return Problem(
             lines[0],
-            "Devices wait for one that does not come: a link or a chip is down, or a process runs "
-            "another program.",
-            "End this process. Look whether all processes of the pod run; restart the slice.",
+            "Devices wait for a device that never joins: a link or a chip is down, or a process "
+            "runs another program.",
+            "End this process. Check whether all processes of the pod run; restart the slice.",
         )
     return Problem(
         f"{type(error).__name__}: {lines[0][:300]}",
         f"{step.name} cannot run here.",
-        "If the error names no mistake of yours, report it with the output of `ktd --version`.",
+        "If the error is not caused by your code, report it with the output of `ktd --version`.",
     )
 
 

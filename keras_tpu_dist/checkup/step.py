@@ -1,4 +1,4 @@
-"""One step of the user's own model: all devices against one, and twice the same bits."""
+"""Tests a step of the user's model: equal to one device, and the same bits when repeated."""
 
 import contextlib
 import zlib
@@ -26,20 +26,20 @@ from keras_tpu_dist.checkup.report import (
     numbered,
 )
 
-# Rounding of the model's own: how much its results move if weights and inputs do by an ulp or two,
-# measured so often, and how many times that a mesh may be off. In half precision a mesh also rounds
-# the sum of each device before it adds them up, which one device does not do: of 200 random models
-# the gradients of two biases were 10 and 12 times off.
+# The model's own rounding error: how much its results change if weights and inputs change by an ulp
+# or two, in this many draws. The mesh may be off by this many times that. In half precision, a mesh
+# also rounds the sum of every device before adding them up, and one device does not: among 200
+# random models, the gradients of two biases were off by 10 and 12 times.
 _DRAWS, _TIMES, _TIMES_OF_HALF = 2, 8.0, 16.0
 _MOST_NAMED = 3
 
 
 class _Gradients(keras.optimizers.Optimizer):
-    """Keeps gradients, and leaves weights as they are."""
+    """Stores the gradients, and does not change the weights."""
 
     def __init__(self):
         super().__init__(learning_rate=0.0, name="gradients")
-        self.kept: dict[int, Any] = {}
+        self.stored: dict[int, Any] = {}
 
     def build(self, variables):
         """See `keras.optimizers.Optimizer`."""
@@ -47,23 +47,23 @@ class _Gradients(keras.optimizers.Optimizer):
             return
         super().build(variables)
         for variable in variables:
-            self.kept[id(variable)] = self.add_variable_from_reference(variable, "gradient")
+            self.stored[id(variable)] = self.add_variable_from_reference(variable, "gradient")
 
     def update_step(self, gradient, variable, learning_rate):
         """See `keras.optimizers.Optimizer`."""
-        self.assign(self.kept[id(variable)], gradient)
+        self.assign(self.stored[id(variable)], gradient)
 
 
 @dataclass(frozen=True)
 class _Ran:
-    """A step that ran on the mesh, and what it gave.
+    """A step that ran on the mesh, and its results.
 
     Args:
         step: The step.
-        names: What each result is.
+        names: The names of the results.
         first: The results.
-        second: Those of the same step, run again.
-        alone: Runs the step on one device: from host values to results.
+        second: The results of running the same step again.
+        alone: Runs the step on one device: a function from host values to results.
     """
 
     step: Prepared
@@ -74,11 +74,11 @@ class _Ran:
 
 
 def own_step(bench: Bench, model: keras.Model, given: Given) -> CheckPart:
-    """Compares one training step on the mesh with one on a single device.
+    """Compares a training step on the mesh with the same step on one device.
 
     Args:
-        bench: What parts share.
-        model: The user's model, which is left as it is.
+        bench: The check's shared state.
+        model: The user's model; it does not change.
         given: The batch.
     """
     why = why_not(model)
@@ -87,47 +87,47 @@ def own_step(bench: Bench, model: keras.Model, given: Given) -> CheckPart:
     with aside(), _run(bench, model, given) as ran:
         problems = list(_different(bench, ran.step)) or list(_unsteady(bench, ran))
         if problems:
-            return CheckPart("step", RIGHT, "the same step, twice", tuple(problems))
+            return CheckPart("step", RIGHT, "the same step, run twice", tuple(problems))
         expected, allowed, why = _expected(bench, model, ran)
         if why:
-            words = f"twice the same bits; not compared with one device: {why}"
+            words = f"same bits when repeated; not compared with one device: {why}"
             return CheckPart("step", RIGHT, words)
         wrong, worst = _compared(bench, ran, expected, allowed)
     rows, count = given.rows(bench.strategy), len(model.trainable_variables)
     words = f"{model.name}, {rows} rows: loss and {count} gradients"
     if not wrong:
-        words += f" as on one device within {worst:.0e}, twice the same bits"
+        words += f" the same as on one device within {worst:.0e}, same bits when repeated"
     return CheckPart("step", RIGHT, words, tuple(wrong), {"largest difference": worst})
 
 
 @contextlib.contextmanager
 def _run(bench: Bench, model: keras.Model, given: Given) -> Iterator[_Ran]:
-    """The step on the mesh, twice, and what repeats it on one device."""
-    # A step of the model's own class may do anything with its optimizer.
+    """Runs the step on the mesh twice, with a function that repeats it on one device."""
+    # A `train_step` of the model's own class may use its optimizer in any way.
     own = type(model).train_step is not keras.Model.train_step
     reader = None if own else _Gradients()
     if reader is not None:
         reader.build(model.trainable_variables)
     with prepared(bench, model, given, reader) as step:
-        keep, job = _kept(model, own), Job("step")
+        select, job = _selection(model, own), Job("step")
         args = step.placed_state, step.placed_batch
-        results = [keep(*bench.launches.run(job, step.program, *args)) for _ in range(2)]
+        results = [select(*bench.launches.run(job, step.program, *args)) for _ in range(2)]
         on_host = jax.jit(model.train_step)
 
         def alone(state: State, batch: Any) -> list[np.ndarray]:
             with on_one(bench.local[0]):
                 outputs, after = on_host(tuple(state), batch)
-            return [np.asarray(each) for each in keep(outputs, after)[1]]
+            return [np.asarray(each) for each in select(outputs, after)[1]]
 
         (names, first), (_, second) = results
         yield _Ran(step, names, first, second, alone)
 
 
-def _kept(model: keras.Model, own: bool) -> Callable[[Any, Any], tuple[list[str], list]]:
-    """What of a step's results is compared, with names."""
+def _selection(model: keras.Model, own: bool) -> Callable[[Any, Any], tuple[list[str], list]]:
+    """A function that selects the results of a step to compare, with their names."""
     groups = _keras.state_groups(model)
 
-    def keep(outputs: Any, after: Any) -> tuple[list[str], list]:
+    def select(outputs: Any, after: Any) -> tuple[list[str], list]:
         logs = outputs if isinstance(outputs, dict) else {}
         names, found = [], []
         if "loss" in logs:
@@ -143,31 +143,31 @@ def _kept(model: keras.Model, own: bool) -> Callable[[Any, Any], tuple[list[str]
             found += list(arrays)
         return names, found
 
-    return keep
+    return select
 
 
 def _slots(model: keras.Model, variables: list, arrays: list) -> list[tuple[Any, Any]]:
-    """Each weight with the array of its gradient."""
+    """The weights with the arrays of their gradients."""
     reader: Any = model.optimizer
     places = {id(variable): n for n, variable in enumerate(variables)}
     return [
-        (weight, arrays[places[id(reader.kept[id(weight)])]])
+        (weight, arrays[places[id(reader.stored[id(weight)])]])
         for weight in model.trainable_variables
-        if id(weight) in reader.kept
+        if id(weight) in reader.stored
     ]
 
 
 def _expected(
     bench: Bench, model: keras.Model, ran: _Ran
 ) -> tuple[list[np.ndarray], list[float], str]:
-    """What one device gives, how far each result may be off, and why it is not known."""
+    """The results on one device, their tolerances, and why they are unknown, or `""`."""
     half = _is_half(model)
     try:
         expected = ran.alone(ran.step.state, ran.step.batch)
         moved = [ran.alone(*_nudged(ran.step, half, seed)) for seed in range(_DRAWS)]
     except Exception as error:
         if "RESOURCE_EXHAUSTED" in str(error):
-            return [], [], "it does not fit on one"
+            return [], [], "it does not fit in its memory"
         raise
     floats = [each for each in expected if each.dtype.kind not in "iub"]
     if not all(np.all(np.isfinite(np.asarray(each, np.float32))) for each in floats):
@@ -187,7 +187,7 @@ def _is_half(model: keras.Model) -> bool:
 
 
 def _nudged(step: Prepared, half: bool, seed: int) -> tuple[State, Any]:
-    """Weights and inputs that differ by rounding."""
+    """The weights and inputs, changed by rounding."""
     rng = np.random.default_rng(seed)
     size = 2.0**-10 if half else 2.0**-22
 
@@ -208,7 +208,7 @@ def _nudged(step: Prepared, half: bool, seed: int) -> tuple[State, Any]:
 def _compared(
     bench: Bench, ran: _Ran, expected: list[np.ndarray], allowed: list[float]
 ) -> tuple[list[Problem], float]:
-    """Devices whose results are off, and the largest difference there is."""
+    """The devices with wrong results, and the largest difference."""
     mine: dict[int, list] = {}
     worst = 0.0
     for name, found, one, limit in zip(ran.names, ran.first, expected, allowed, strict=True):
@@ -230,27 +230,27 @@ def _differs(bench: Bench, every: dict[int, list]) -> Problem:
     everywhere = len(every) == len(bench.devices)
     where = "all devices" if everywhere else numbered(every)
     what = (
-        f"{where}: {name} is {off:.1e} off what one device gives, where rounding explains "
+        f"{where}: {name} differs from one device by {off:.1e}; rounding explains "
         f"{limit:.1e}{others}"
     )
     if everywhere:
         return Problem(
             what,
-            "The program for the mesh computes something else than the model does.",
+            "The program for the mesh does not compute what the model computes.",
             "Try layout=None and a mesh of one axis; report it with the model and the output of "
             "`ktd --version`.",
             tuple(sorted(every)),
         )
     return Problem(
         what,
-        "These devices compute wrongly, or got what belongs to others.",
+        "These devices compute wrong results, or got the data of other devices.",
         LEAVE_OUT,
         tuple(sorted(every)),
     )
 
 
 def _different(bench: Bench, step: Prepared) -> Iterator[Problem]:
-    """Processes that hold other weights than the first one."""
+    """The problem of processes whose weights differ from those of process 0."""
     mark = 0
     for value in (each for group in step.state for each in group):
         mark = _mark(value, mark)
@@ -258,19 +258,19 @@ def _different(bench: Bench, step: Prepared) -> Iterator[Problem]:
     others = [number for number, each in enumerate(marks) if each != marks[0]]
     if others:
         yield Problem(
-            f"{counted('process', 'processes', others)}: the model's weights are not those of "
+            f"{counted('process', 'processes', others)}: the model's weights differ from those of "
             "process 0",
-            "Each process drew its own, so that no two devices train the same model.",
-            "Call keras.utils.set_random_seed(0) in all processes, before the model is built.",
+            "The processes drew different weights, so they do not train the same model.",
+            "Call keras.utils.set_random_seed(0) in all processes before you build the model.",
         )
 
 
 def _unsteady(bench: Bench, ran: _Ran) -> Iterator[Problem]:
-    """Devices that gave other bits at the second time, or than those that hold the same."""
+    """The problems of devices with different bits: when repeated, or from equal copies."""
     again = bench.by_device("repeats of the step", _unlike_before(ran))
     odd = bench.by_device("copies of results", _unlike_others(ran))
     for number in _odd_copies(bench, ran):
-        odd.setdefault(number, "what several devices hold")
+        odd.setdefault(number, "a result that several devices hold")
     if again:
         names = ", ".join(dict.fromkeys(again.values()))
         yield corrupts(f"the same training step ({names})", sorted(again))
@@ -278,8 +278,9 @@ def _unsteady(bench: Bench, ran: _Ran) -> Iterator[Problem]:
     if alone:
         names = ", ".join(list(dict.fromkeys(odd[n] for n in alone))[:_MOST_NAMED])
         yield Problem(
-            f"{numbered(alone)}: after the step, {names} is not what the other devices hold of it",
-            "Copies that must be equal are not: the device computes or receives wrongly, and "
+            f"{numbered(alone)}: after the step, the copy of {names} differs from the copies on "
+            "the other devices",
+            "Copies that must be equal are not: the device computes or receives wrong values, and "
             "weights drift apart.",
             LEAVE_OUT,
             tuple(alone),
@@ -287,7 +288,7 @@ def _unsteady(bench: Bench, ran: _Ran) -> Iterator[Problem]:
 
 
 def _unlike_before(ran: _Ran) -> dict[int, str]:
-    """Devices of this process with other bits at the second time, and of which result first."""
+    """The devices of this process with different bits when repeated, and the first such result."""
     found: dict[int, str] = {}
     for name, one, other in zip(ran.names, ran.first, ran.second, strict=True):
         for a, b in zip(one.addressable_shards, other.addressable_shards, strict=True):
@@ -297,7 +298,7 @@ def _unlike_before(ran: _Ran) -> dict[int, str]:
 
 
 def _unlike_others(ran: _Ran) -> dict[int, str]:
-    """Devices of this process that hold other bits than others here do of the same part."""
+    """The devices of this process whose copy differs from others in this process, and of what."""
     found: dict[int, str] = {}
     for name, array in zip(ran.names, ran.first, strict=True):
         held: dict[str, dict[int, int]] = {}
@@ -310,12 +311,12 @@ def _unlike_others(ran: _Ran) -> dict[int, str]:
 
 
 def _odd_copies(bench: Bench, ran: _Ran) -> list[int]:
-    """Devices that hold other bits than those of all processes that should hold the same."""
+    """The devices whose copy differs from the copies in all processes."""
     marks: dict[str, dict[int, int]] = {}
     for array in ran.first:
         places = array.sharding.devices_indices_map(array.shape)
         parts = {str(index): n for n, index in enumerate(places.values())}
-        # One mark for all arrays of which the same devices hold the same part.
+        # One checksum for all arrays that have the same copies on the same devices.
         of = marks.setdefault(",".join(str(parts[str(index)]) for index in places.values()), {})
         for part in array.addressable_shards:
             of[part.device.id] = _mark(part.data, of.get(part.device.id, 0))

@@ -1,4 +1,4 @@
-"""How long a step of the user's model takes, where, and the memory that it needs."""
+"""Measures a step of the user's model: its time, the time by layer, and its memory."""
 
 import tempfile
 import time
@@ -24,20 +24,20 @@ from keras_tpu_dist.show.text import duration_text, size_text, span_text
 from keras_tpu_dist.training.profiles import Trace
 
 _STEPS, _TRACED = 10, 3
-# An estimate takes the compiler a minute or more.
+# The compiler needs a minute or more for an estimate.
 _FOR_ESTIMATE_S = 60.0
 _MOST_NAMED = 3
 
 
 @dataclass(frozen=True)
 class _Timed:
-    """What was measured of a step in this process.
+    """The measurements of a step in this process.
 
     Args:
-        first: Seconds of the first launch, which compiles.
-        later: Seconds of the fastest of those that follow.
-        profile: Where the time goes, or `None`.
-        why: Why that is not known, or `""`.
+        first: Seconds of the first launch, with its compilation.
+        later: Seconds of the fastest later launch.
+        profile: The times by layer, or `None`.
+        why: Why there is no profile, or `""`.
     """
 
     first: float
@@ -50,8 +50,8 @@ def own_step_time(bench: Bench, model: keras.Model, given: Given) -> CheckPart:
     """Times the step with the model's own optimizer, without its input.
 
     Args:
-        bench: What parts share.
-        model: The user's model, which is left as it is.
+        bench: The check's shared state.
+        model: The user's model; it does not change.
         given: The batch.
     """
     why = why_not(model)
@@ -64,11 +64,11 @@ def own_step_time(bench: Bench, model: keras.Model, given: Given) -> CheckPart:
     figures: dict[str, Any] = {"first": timed.first, "step": step_s, "rows": rows}
     words = [
         f"{duration_text(step_s)} for {rows} rows, without input",
-        f"the first, which compiles, {duration_text(timed.first)}",
+        f"the first, with compilation, {duration_text(timed.first)}",
         *_memory(bench, figures),
     ]
-    runs, said = _estimates(bench, model, given, step_s, figures)
-    words += [*said, _by_layer(bench, timed, runs.get("exact"), figures)]
+    runs, estimates = _estimates(bench, model, given, step_s, figures)
+    words += [*estimates, _by_layer(bench, timed, runs.get("exact"), figures)]
     return CheckPart("step time", FAST, "; ".join(words), (), figures)
 
 
@@ -91,12 +91,12 @@ def _timed(bench: Bench, model: keras.Model, given: Given) -> _Timed:
 
 
 def _profile(model: keras.Model, step: Prepared) -> MeasuredSteps:
-    """Where the time of some steps goes.
+    """The times of some steps by layer.
 
     Raises:
-        RuntimeError: If JAX's profiler is on already.
+        RuntimeError: If JAX's profiler is already on.
         OSError: If its files cannot be written.
-        ValueError: If they cannot be read.
+        ValueError: If its files cannot be read.
     """
     args = step.placed_state, step.placed_batch
     text = step.program.lower(*args).compile().as_text()
@@ -124,11 +124,11 @@ def _memory(bench: Bench, figures: dict[str, Any]) -> list[str]:
 def _estimates(
     bench: Bench, model: keras.Model, given: Given, step_s: float, figures: dict[str, Any]
 ) -> tuple[dict[str, DryRun], list[str]]:
-    """Dry runs of the step with the rates that were measured here, by effort, and in words."""
+    """Dry runs of the step with the measured rates, by effort, and their results in words."""
     if bench.chip is None:
         return {}, []
     if jax.process_count() > 1:
-        return {}, ["no estimate: the compiler takes a minute, and others would wait for it"]
+        return {}, ["no estimate: it takes a minute, and other processes would wait"]
     rates = calibration_of(bench.chip, bench.figures, source="this check")
     runs: dict[str, DryRun] = {}
     words = []
@@ -149,7 +149,7 @@ def _estimates(
         except (ValueError, RuntimeError) as error:
             return runs, [*words, f"no estimate: {str(error).partition(chr(10))[0][:120]}"]
         if run.estimate is not None and run.step_range is not None:
-            # Near the memory limit a quick one becomes exact.
+            # Near the memory limit, a dry run of effort "quick" becomes "exact".
             runs[run.effort] = run
             span = span_text(*run.step_range, duration_text)
             words.append(f"the dry run estimates {span}, effort {run.effort}")
@@ -162,7 +162,7 @@ def _estimates(
 
 
 def _by_layer(bench: Bench, timed: _Timed, run: DryRun | None, figures: dict[str, Any]) -> str:
-    """Where the time goes, in words; by layer and kind of collective in the figures."""
+    """The times by layer in words; `figures` gets them by layer and kind of collective."""
     profile = timed.profile
     mine: dict[str, Any] = {}
     if profile is not None:
@@ -185,7 +185,7 @@ def _by_layer(bench: Bench, timed: _Timed, run: DryRun | None, figures: dict[str
 
 
 def _averaged(every: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
-    """Times by name, on average over the processes that could read a profile."""
+    """The times by name, averaged over the processes that could read a profile."""
     known = [each for each in every if each]
     found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for each in known:

@@ -182,7 +182,7 @@ def waited_for_input(seconds: float) -> None:
         each.waited(seconds)
 
 
-def tell_of_steps(listener: Callable[[int], None]) -> None:
+def on_step(listener: Callable[[int], None]) -> None:
     """Sets a function that is called after every launch of a fit, and before its first.
 
     Args:
@@ -191,7 +191,7 @@ def tell_of_steps(listener: Callable[[int], None]) -> None:
     _listeners.append(listener)
 
 
-def steps_are_told() -> bool:
+def has_step_listener() -> bool:
     """Whether such a function is set."""
     return bool(_listeners)
 

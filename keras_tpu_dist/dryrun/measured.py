@@ -1,4 +1,4 @@
-"""What a profile measured, by Keras layer and kind of collective, and a dry run beside it."""
+"""Reads a profile by Keras layer and kind of collective, and compares it with a dry run."""
 
 import html
 import json
@@ -28,26 +28,23 @@ if TYPE_CHECKING:
     from keras_tpu_dist.dryrun.report import DryRun
 
 _MOST_MANIFEST_BYTES = 16 * 2**20
-# Planes and lines of a trace: "XProf" documents them, github.com/openxla/xprof, docs/.
+# The planes and lines of a trace, as XProf documents them: github.com/openxla/xprof, docs/.
 _TPU_PLANE = re.compile(r"/device:TPU:(\d+)$")
 _TPU_LINE = "XLA Ops"
 _HOST_PLANE = "/host:CPU"
 _NAME = re.compile(r"%?([\w.\-]+)")
-# What they run has events of its own.
+# The instructions within them have their own events.
 _CONTAINERS = frozenset(("while", "conditional", "call"))
-_NO_TPU = (
-    "no trace of a TPU was seen yet by those who made this: how one is read follows its "
-    "documentation"
-)
+_NO_TPU = "this was never tried with a trace of a TPU: it follows XProf's documentation"
 _SIMULATED = (
-    "these times are of simulated devices, which share processors: compare the shares, not the "
+    "these are times of simulated devices, which share processors: compare the shares, not the "
     "times"
 )
 
 
 @dataclass(frozen=True)
 class _Instruction:
-    """What a compiled program says of one instruction."""
+    """An instruction of a compiled program."""
 
     opcode: str
     op_name: str
@@ -56,17 +53,17 @@ class _Instruction:
 
 @dataclass(frozen=True, repr=False)
 class MeasuredSteps(Page):
-    """What a profile measured; every time is of one step on one device, on average.
+    """The times in a profile: averages for one step on one device.
 
     Args:
-        steps: The first and the last step of each trace.
+        steps: The first and the last step of every trace.
         platform: `"cpu"` or `"tpu"`.
         device_kind: The chip.
-        devices: The devices that were traced.
-        step_s: Seconds of a step by a clock, the input and the profiler's own work included.
+        devices: The number of devices in the traces.
+        step_s: Seconds of a step by the clock, including the input and the profiler's own work.
         busy_s: Seconds in which a device computed or waited in a collective.
         layers: The Keras layers and their seconds without collectives, the longest first.
-        collectives: The kinds of collectives and their seconds, waiting for others included.
+        collectives: The kinds of collectives and their seconds, including waiting for others.
     """
 
     steps: tuple[tuple[int, int], ...]
@@ -80,11 +77,11 @@ class MeasuredSteps(Page):
 
     @property
     def num_steps(self) -> int:
-        """How many steps were traced."""
+        """The number of steps in the traces."""
         return sum(last - first + 1 for first, last in self.steps)
 
     def to_dict(self) -> dict[str, Any]:
-        """What was measured, as plain data."""
+        """The times as plain data."""
         return asdict(self) | {"layers": dict(self.layers), "collectives": dict(self.collectives)}
 
     def __str__(self) -> str:
@@ -99,7 +96,7 @@ class MeasuredSteps(Page):
         return f"measured on {where}, steps {steps}: {duration_text(self.step_s)} a step"
 
     def _tables(self) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-        times = (("step, by the clock", self.step_s), ("a device was busy for", self.busy_s))
+        times = (("step, by the clock", self.step_s), ("a device was busy", self.busy_s))
         yield "times", [(name, duration_text(s)) for name, s in times]
         if self.collectives:
             yield "collectives", [(name, duration_text(s)) for name, s in self.collectives]
@@ -125,10 +122,10 @@ class Beside:
     """A layer, or a kind of collective, measured and estimated, in seconds of a step.
 
     Attributes:
-        name: The layer, or the kind.
-        measured: What was measured.
-        estimated: What the dry run says, at least and at most, or `None` where it has no times.
-        operations: The share of the program's operations, where it has none.
+        name: The layer, or the kind of collective.
+        measured: The measured seconds.
+        estimated: The range of the dry run's estimate, or `None` if it has no times.
+        operations: The share of the program's operations, if it has no times.
     """
 
     name: str
@@ -139,16 +136,16 @@ class Beside:
 
 @dataclass(frozen=True, repr=False)
 class Comparison(Page):
-    """A profile beside a dry run.
+    """A profile compared with a dry run.
 
     Attributes:
-        profile: What was measured.
+        profile: The measured times.
         compiled_for: The dry run's slice, or `"CPU"`.
         effort: The dry run's effort.
-        step_range: The least and the most seconds of a step that it estimates, or `None`.
+        step_range: The range of the dry run's estimate, in seconds of a step, or `None`.
         layers: By Keras layer, the longest first.
         collectives: By kind.
-        calibration: What the dry run was calibrated by, in words.
+        calibration: The source of the dry run's calibration, or `""`.
     """
 
     profile: MeasuredSteps
@@ -161,7 +158,7 @@ class Comparison(Page):
 
     @property
     def ratio(self) -> tuple[float, float] | None:
-        """The measured step over the estimated one, at least and at most; `None` without times."""
+        """The range of the measured step over the estimated one; `None` without an estimate."""
         if self.step_range is None:
             return None
         low, high = self.step_range
@@ -180,7 +177,7 @@ class Comparison(Page):
     def _title(self) -> str:
         title = f"{self.profile._title()}; dry run for {self.compiled_for}"
         if self.step_range is None:
-            return f"{title}, which has no times"
+            return f"{title}, without times"
         low, high = map(duration_text, self.step_range)
         span = low if low == high else f"{low} to {high}"
         return f"{title}, effort {self.effort}: {span}, estimate"
@@ -188,14 +185,14 @@ class Comparison(Page):
     def _notes(self) -> list[str]:
         notes = self.profile._notes()
         if self.step_range is not None and self.effort == "quick":
-            notes.append("effort quick: the dry run's times are ranges")
+            notes.append("with effort quick, the dry run's times are ranges")
         if self.step_range is not None:
             notes.append(
-                "ratio: measured over estimated; a collective that others wait for, or that runs "
-                "beside a layer, takes longer than over its links alone"
+                "ratio: measured over estimated; a collective takes longer than its links need if "
+                "it waits for other devices or runs beside a layer"
             )
         if self.profile.platform == "cpu" and self.compiled_for != "CPU":
-            notes.append("the dry run is for another kind of device than the profile is of")
+            notes.append("the dry run and the profile are for different kinds of devices")
         if self.calibration:
             notes.append(f"the dry run is calibrated by {self.calibration}")
         return notes
@@ -229,7 +226,7 @@ class Comparison(Page):
 
 
 def _shares(found: Iterable[Beside]) -> list[tuple[float, float]]:
-    """Of each its share of all that was measured, and of all that was estimated."""
+    """The shares of the measured total and of the estimated total."""
     found = list(found)
     measured = sum(each.measured for each in found) or 1.0
     most = [each.estimated[1] if each.estimated else 0.0 for each in found]
@@ -287,16 +284,16 @@ def _bars(found: tuple[Beside, ...]) -> list[TableCell]:
 
 
 def read_profile(directory: str | os.PathLike[str]) -> MeasuredSteps:
-    """Reads what `callbacks.Profile` wrote: times by Keras layer and kind of collective.
+    """Reads a profile of `callbacks.Profile`: times by Keras layer and kind of collective.
 
     Args:
         directory: Its directory, or the callback itself.
 
     Returns:
-        A `MeasuredSteps`, of all processes whose folders are there.
+        A `MeasuredSteps` with all processes that have a folder in the directory.
 
     Raises:
-        ValueError: If there is no profile, or not a whole one.
+        ValueError: If there is no profile, or it is incomplete.
 
     Example:
 
@@ -309,25 +306,25 @@ def read_profile(directory: str | os.PathLike[str]) -> MeasuredSteps:
     if not isinstance(given, (str, os.PathLike)) or not str(given):
         raise ValueError(
             message(
-                "A profile is read from the directory that callbacks.Profile wrote.",
+                "read_profile needs a directory that callbacks.Profile wrote.",
                 received={"directory": directory},
-                fix='Pass it, as in ktd.read_profile("profile").',
+                fix='Write for example ktd.read_profile("profile").',
             )
         )
     folders = sorted(path.parent for path in Path(given).glob(f"process_*/*/{MANIFEST}"))
     if not folders:
         raise ValueError(
             message(
-                "A profile is read from the directory that callbacks.Profile wrote.",
-                received=f"{os.fspath(given)!r}, in which there is none.",
-                fix="See the log for a WARNING of Profile: its steps may never have run.",
+                "read_profile needs a directory that callbacks.Profile wrote.",
+                received=f"{os.fspath(given)!r}, which has no profile.",
+                fix="Look for a WARNING of Profile in the log: its steps may never have run.",
             )
         )
     return _added([_Traced(folder) for folder in folders])
 
 
 def compare(run: "DryRun", profile: Any) -> Comparison:
-    """Sets a profile beside a dry run. See `DryRun.compare`.
+    """Compares a profile with a dry run. See `DryRun.compare`.
 
     Args:
         run: The dry run.
@@ -386,7 +383,7 @@ class _Traced:
         folder: Its folder.
 
     Raises:
-        ValueError: If it is not whole.
+        ValueError: If it is incomplete.
     """
 
     def __init__(self, folder: Path):
@@ -407,7 +404,7 @@ class _Traced:
 
     def _read(self, data: Any) -> None:
         for device, name, stats, seconds in device_events(data):
-            # Names of instructions are those of one program.
+            # Names of instructions are only unique within a program.
             ours = stats.get("hlo_module") is None or stats["hlo_module"] in self._programs
             known = (self._instructions.get(name) if ours else None) or _named(name)
             if known.opcode in _CONTAINERS:
@@ -422,8 +419,8 @@ class _Traced:
 
 def _trace(file: Path) -> Any:
     """The `jax.profiler.ProfileData` of a file."""
-    # Its types are made when they are first asked for, of which newer Pythons warn: where warnings
-    # are errors, that would end the process.
+    # JAX creates the types on first use, and newer Pythons warn about it. If warnings are errors,
+    # that would end the process.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         data = jax.profiler.ProfileData.from_file(str(file))
@@ -433,13 +430,13 @@ def _trace(file: Path) -> Any:
 
 
 def device_events(data: Any) -> Iterator[tuple[int, str, dict[str, Any], float]]:
-    """The operations in a trace, each with the time in which no inner one ran.
+    """The operations in a trace, with their times without inner operations.
 
-    On a TPU they are the line "XLA Ops" of the planes "/device:TPU:0" and so on; of CPU devices the
-    host's events that have the statistic "hlo_op".
+    On a TPU they are in the line "XLA Ops" of the planes "/device:TPU:0" and so on. For CPU devices
+    they are the host's events with the statistic "hlo_op".
 
     Args:
-        data: A `jax.profiler.ProfileData`, or what has its planes, lines and events.
+        data: A `jax.profiler.ProfileData`, or an object with its planes, lines and events.
 
     Yields:
         The device's number, the instruction's name, the event's statistics, seconds.
@@ -464,7 +461,7 @@ def device_events(data: Any) -> Iterator[tuple[int, str, dict[str, Any], float]]
 
 
 def _own_times(events: list[tuple]) -> Iterator[tuple[int, str, dict[str, Any], float]]:
-    """Events of one line without what runs within them."""
+    """The events of a line, with their times without inner events."""
     open_: list[list] = []
     for start, took, device, name, stats in sorted(events, key=lambda e: (e[0], -e[1])):
         while open_ and open_[-1][0] <= start:
@@ -477,7 +474,7 @@ def _own_times(events: list[tuple]) -> Iterator[tuple[int, str, dict[str, Any], 
 
 
 def _named(name: str) -> _Instruction:
-    """What the name of an instruction alone says."""
+    """An instruction from its name alone."""
     opcode = re.sub(r"(\.\d+)+$", "", name).removesuffix("-start").removesuffix("-done")
     return _Instruction(opcode, "", opcode if opcode in KINDS else None)
 
@@ -495,17 +492,17 @@ def _instructions(folder: Path) -> dict[str, _Instruction]:
 
 
 def _collective(program: Program, computation: Computation, i: Instruction) -> str | None:
-    """The kind of collective that an instruction is, or waits for the end of."""
+    """The kind of collective that an instruction runs or waits for, or `None`."""
     ended = i.opcode.removesuffix("-done")
     if ended in KINDS:
         return ended
     inner = find(program, computation, i)
-    # A kernel that computes beside a collective counts for the layer that it computes.
+    # A kernel that also runs a collective counts for its layer.
     return None if inner is None or (i.opcode == "fusion" and inner[3]) else inner[2]
 
 
 def _manifest(path: Path) -> dict[str, Any]:
-    """What `callbacks.Profile` wrote beside a trace, checked."""
+    """The manifest of a trace, checked."""
     try:
         small = path.stat().st_size <= _MOST_MANIFEST_BYTES
         data = json.loads(path.read_text()) if small else None
@@ -530,16 +527,16 @@ def _manifest(path: Path) -> dict[str, Any]:
         return {"platform": "", "device_kind": "", **data}
     raise ValueError(
         message(
-            "A profile has a file that says what was traced.",
-            received=f"{str(path)!r}, which is not as callbacks.Profile writes it.",
+            "A profile needs a valid manifest.",
+            received=f"{str(path)!r}, which callbacks.Profile did not write in this form.",
             fix="Profile again: the run may have been killed in the middle of a trace.",
         )
     )
 
 
 def _added(traces: list[_Traced]) -> MeasuredSteps:
-    """Several traces as one: of all steps, per step and device."""
-    # Each device of each process traced each of its steps.
+    """Averages several traces over their steps and devices."""
+    # Every device of every process traced all of its steps.
     weight = sum(len(t.seen) * (t.steps[1] - t.steps[0] + 1) for t in traces) or 1
     layers: dict[str, float] = defaultdict(float)
     collectives: dict[str, float] = defaultdict(float)
@@ -547,15 +544,15 @@ def _added(traces: list[_Traced]) -> MeasuredSteps:
         for total, part in ((layers, t.layers), (collectives, t.collectives)):
             for name, seconds in part.items():
                 total[name] += seconds / weight
-    made = sum(t.steps[1] - t.steps[0] + 1 for t in traces)
+    steps = sum(t.steps[1] - t.steps[0] + 1 for t in traces)
     first = traces[0]
-    of_processes = {t.steps: t for t in traces}
+    by_steps = {t.steps: t for t in traces}
     return MeasuredSteps(
-        steps=tuple(sorted(of_processes)),
+        steps=tuple(sorted(by_steps)),
         platform=first.platform,
         device_kind=first.device_kind,
-        devices=max(1, sum(len(t.seen) for t in traces) // len(of_processes)),
-        step_s=sum(t.seconds for t in traces) / made,
+        devices=max(1, sum(len(t.seen) for t in traces) // len(by_steps)),
+        step_s=sum(t.seconds for t in traces) / steps,
         busy_s=sum(layers.values()) + sum(collectives.values()),
         layers=_longest(layers),
         collectives=_longest(collectives),

@@ -1,4 +1,4 @@
-"""Records how this process spends its time: every second at first, later less often."""
+"""Records how this process spends its time, every second at first, later less often."""
 
 import atexit
 import logging
@@ -14,17 +14,17 @@ from keras_tpu_dist.goodput import records
 
 logger = logging.getLogger("keras_tpu_dist")
 
-# Lines are a second apart in the first hour, later as far as this share of the run's age: a month
-# has some 30,000, a year some 40,000.
+# In the first hour there is a line every second; later the interval is this share of the run's age.
+# A month has some 30,000 lines, a year some 40,000.
 _LEAST_S, _SHARE = 1.0, 1 / 3600
 
 
 class GoodputRecorder:
-    """Counts the phases of this thread, and writes them from another one.
+    """Measures the phases of this thread, and writes them from another thread.
 
     Args:
-        path: The file, which other starts of the run may have written to.
-        since: When this process began, in seconds since 1970.
+        path: The file; earlier starts of the run may have written to it.
+        since: The start of this process, in seconds since 1970.
     """
 
     def __init__(self, path: str, since: float):
@@ -47,18 +47,18 @@ class GoodputRecorder:
             return []
         found, others = records.read(self.path)
         if others:
-            logger.warning("%s has %d line(s) of another form, left out", self.path, others)
+            logger.warning("%s has %d invalid line(s), which are ignored", self.path, others)
         return found
 
     def start(self) -> None:
-        """Begins to count."""
+        """Starts to measure."""
         phases.count(self._timeline)
-        phases.tell_of_steps(self._at_step)
+        phases.on_step(self._at_step)
         threading.Thread(target=self._run, name="ktd-goodput", daemon=True).start()
         atexit.register(self.write)
 
     def write(self) -> None:
-        """Adds what was not written yet."""
+        """Writes the seconds since the last write."""
         with self._lock:
             seconds = self._timeline.read()
             new = {
@@ -87,13 +87,13 @@ _recorder: GoodputRecorder | None = None
 
 
 def begin(path: str) -> None:
-    """Begins to write, in a process that does not do so yet.
+    """Starts the recorder of this process, unless it has started.
 
     Args:
         path: The file.
 
     Raises:
-        ValueError: If it writes to another file.
+        ValueError: If the recorder writes to another file.
         OSError: If the file cannot be written.
     """
     global _recorder
@@ -103,21 +103,21 @@ def begin(path: str) -> None:
     elif _recorder.path != os.path.abspath(path):
         raise ValueError(
             message(
-                "A run has one file for its goodput.",
+                "A run has only one goodput file.",
                 received={"path": path, "the run's": _recorder.path},
-                fix="Give the same path, or leave the callback out under `launch --goodput`.",
+                fix="Use the same path, or leave the callback out with `launch --goodput`.",
             )
         )
 
 
 def write_rest() -> None:
-    """Writes what is not written, before a process ends without Python's own end."""
+    """Writes the rest, before a process ends without Python's exit handlers."""
     if _recorder is not None:
         _recorder.write()
 
 
 def process_began() -> float:
-    """When this process began, in seconds since 1970; without /proc, now."""
+    """The start of this process, in seconds since 1970; without /proc, the current time."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         age = float(Path("/proc/uptime").read_text().split()[0])

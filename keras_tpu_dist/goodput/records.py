@@ -1,4 +1,4 @@
-"""The file of a run: JSON lines, appended by its launcher and by process 0, read with care."""
+"""The goodput file of a run: JSON lines from its launcher and from process 0."""
 
 import contextlib
 import json
@@ -14,7 +14,7 @@ from keras_tpu_dist.common.once import log_once
 
 logger = logging.getLogger("keras_tpu_dist")
 
-# What `launch --goodput FILE` passes to the processes that it starts.
+# The environment variable by which `launch --goodput FILE` passes the file to its processes.
 GOODPUT = "KTD_GOODPUT"
 LAUNCH, START, SPENT, FAILED, ENDED = "launch", "start", "spent", "failed", "ended"
 _KINDS = (LAUNCH, START, SPENT, FAILED, ENDED)
@@ -28,16 +28,16 @@ _LATEST_S = 1e11
 
 
 def append(path: str, what: str, at: float | None = None, **fields: Any) -> bool:
-    """Adds one line, whole or not at all. A file that is full is one WARNING.
+    """Adds one line atomically. If the file is full, it logs one WARNING.
 
     Args:
-        path: The file, which is created if it is not there.
+        path: The file; it is created if missing.
         what: The kind of line.
-        at: When it was, in seconds since 1970; by default now.
-        **fields: Plain data, `None` for what is unknown.
+        at: The time, in seconds since 1970; by default now.
+        **fields: Plain data; `None` for unknown values.
 
     Returns:
-        Whether the file had room for it.
+        Whether the file had space for it.
 
     Raises:
         OSError: If it cannot be written.
@@ -52,14 +52,14 @@ def append(path: str, what: str, at: float | None = None, **fields: Any) -> bool
         size = os.fstat(file).st_size
         if size > MOST_BYTES:
             log_once(
-                f"goodput is no longer counted: {path} has {MOST_BYTES:,} bytes, the most that it "
-                "may have. Give another file; `ktd goodput` reads this one until now",
+                f"goodput is no longer recorded: {path} has reached its largest size, "
+                f"{MOST_BYTES:,} bytes. Use another file; `ktd goodput` still reads this one",
                 logging.WARNING,
             )
             return False
         if len(line) > _MOST_OF_A_LINE:
-            return True  # none of ours is so long, and a reader would leave it out
-        # A machine that lost its power may have left a part of a line.
+            return True  # we write no such lines, and readers ignore them
+        # A power failure may have left an incomplete line.
         if size and os.pread(file, 1, size - 1) != b"\n":
             line = b"\n" + line
         os.write(file, line)
@@ -69,7 +69,7 @@ def append(path: str, what: str, at: float | None = None, **fields: Any) -> bool
 
 
 def try_append(path: str, what: str, at: float | None = None, **fields: Any) -> bool:
-    """As `append`, but a file that cannot be written is a WARNING: it must not end a run.
+    """Like `append`, but logs a WARNING if the file cannot be written, so that the run continues.
 
     Args:
         path: See `append`.
@@ -83,7 +83,7 @@ def try_append(path: str, what: str, at: float | None = None, **fields: Any) -> 
     try:
         return append(path, what, at, **fields)
     except OSError as error:
-        logger.warning("goodput is no longer counted: %s cannot be written: %s", path, error)
+        logger.warning("goodput is no longer recorded: %s cannot be written: %s", path, error)
         return False
 
 
@@ -100,13 +100,16 @@ def is_full(path: str) -> bool:
 
 
 def read(path: str) -> tuple[list[dict[str, Any]], int]:
-    """The lines of a file, and how many others there are, which are left out.
+    """Reads the valid lines of a file, and counts the invalid ones.
 
     Args:
         path: The file.
 
+    Returns:
+        The valid lines, and the number of invalid lines.
+
     Raises:
-        OSError: If it cannot be read.
+        OSError: If the file cannot be read.
     """
     found, others = [], 0
     for line in _lines(path):
@@ -128,7 +131,7 @@ def _lines(path: str) -> Iterator[bytes]:
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
-    """A line as plain data of the form that is written here; `None` for any other."""
+    """A valid line as plain data; `None` for an invalid one."""
     if not line.endswith(b"\n"):
         return None
     with contextlib.suppress(ValueError, RecursionError):
@@ -147,7 +150,7 @@ def _fits(name: str, value: Any) -> bool:
         return (
             isinstance(value, Mapping)
             and len(value) <= _MOST_NAMES
-            # Less than 0 takes back what the line before had counted otherwise.
+            # A negative number corrects an earlier line.
             and all(_is_number(each) and abs(each) < _LATEST_S for each in value.values())
         )
     return isinstance(value, str) and len(value) <= _MOST_LETTERS
@@ -158,7 +161,7 @@ def _is_number(value: Any) -> bool:
 
 
 def reached(records: list[dict[str, Any]]) -> int:
-    """The last step that was made by starts that did not come to their end.
+    """The last step of starts that did not end successfully.
 
     Args:
         records: The lines of a file.

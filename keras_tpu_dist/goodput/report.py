@@ -1,4 +1,4 @@
-"""Reads the file of a run: the share of its time that trained, and how the rest was spent."""
+"""Reads a goodput file: the share of the time that trained, and where the rest went."""
 
 import os
 from collections import defaultdict
@@ -19,25 +19,25 @@ from keras_tpu_dist.common.phases import (
     VALIDATE,
 )
 from keras_tpu_dist.goodput import records
-from keras_tpu_dist.show.colours import APART, AXES, NONE
+from keras_tpu_dist.show.colours import AXES, DISTINCT, NONE
 from keras_tpu_dist.show.page import Page, TableCell, bar, document, legend, sortable
 from keras_tpu_dist.show.text import duration_text, text_table
 
 IDLE = "idle"
-# What the time goes to, in the order in which it is shown.
+# The phases of a run, in the order of the report.
 WORDS = {
-    TRAIN: "steps that count",
-    REPLAY: "steps made again after a restart",
+    TRAIN: "useful steps",
+    REPLAY: "steps repeated after a restart",
     INPUT: "devices waited for input",
     BUILD: "building the model in fit, tracing and compiling",
     RESTORE: "finding and loading a checkpoint",
     SAVE: "waiting for checkpoints and files",
     VALIDATE: "evaluate and predict, also within fit",
-    START: "from the start of a process to its first fit: imports, joining the others",
+    START: "from the start of a process to its first fit: imports, joining other processes",
     IDLE: "from a failure to the next start",
-    OTHER: "between epochs and fits: callbacks, the program's own code",
+    OTHER: "between epochs and fits: callbacks, your own code",
 }
-_COLOURS = dict(zip(WORDS, (AXES[2], *APART, NONE), strict=True))
+_COLOURS = dict(zip(WORDS, (AXES[2], *DISTINCT, NONE), strict=True))
 _MOST_STARTS = 20
 
 
@@ -46,10 +46,10 @@ class StartOfRun:
     """One start of a run.
 
     Attributes:
-        at: When, in seconds since 1970.
+        at: The time of the start, in seconds since 1970.
         seconds: How long it lasted.
-        processes: How many processes were started, if a launcher noted it.
-        step: The last train step that was made, if it is known.
+        processes: The number of processes, if there was a launcher.
+        step: The last train step, if known.
         ended: How it ended: `"ended"`, `"failed"`, or `"unknown"`.
     """
 
@@ -62,15 +62,15 @@ class StartOfRun:
 
 @dataclass(frozen=True, repr=False)
 class GoodputReport(Page):
-    """How the time of a run was spent, over all its starts.
+    """How a run spent its time, over all its starts.
 
     Attributes:
         path: The file.
         wall: Seconds from the first line to the last.
-        seconds: Seconds by what they went to, see `WORDS`.
+        seconds: Seconds by phase, see `WORDS`.
         starts: The starts of the run.
-        left_out: Lines of the file that were not understood.
-        full: Whether the file had reached its largest size, so that what came later is not in it.
+        left_out: The number of invalid lines in the file.
+        full: Whether the file has reached its largest size, so that later lines are missing.
     """
 
     path: str
@@ -82,16 +82,16 @@ class GoodputReport(Page):
 
     @property
     def trained(self) -> float:
-        """The share of the time in which steps that count were trained, from 0 to 1."""
+        """The share of the time in useful train steps, from 0 to 1."""
         return self.seconds[TRAIN] / self.wall if self.wall else 0.0
 
     @property
     def unaccounted(self) -> float:
-        """The seconds that are not in the file; less than 0 if it counts some twice."""
+        """The seconds that are not in the file; negative if it counts some twice."""
         return self.wall - sum(self.seconds.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """The attributes, and what follows from them, as plain data."""
+        """The attributes and properties as plain data."""
         return {
             "path": self.path,
             "wall": self.wall,
@@ -150,12 +150,10 @@ class GoodputReport(Page):
         remarks = []
         if self.full:
             remarks.append(
-                f"note: the file is full ({records.MOST_BYTES:,} bytes): what came later is missing"
+                f"note: the file is full ({records.MOST_BYTES:,} bytes): later lines are missing"
             )
         if self.left_out:
-            remarks.append(
-                f"note: {self.left_out} line(s) of the file have another form and are left out"
-            )
+            remarks.append(f"note: {self.left_out} invalid line(s) of the file are ignored")
         return remarks
 
     def _blocks(self) -> list[str]:
@@ -185,10 +183,10 @@ class GoodputReport(Page):
 
 
 def goodput_of(path: str | os.PathLike) -> GoodputReport:
-    """Reads the file of a run.
+    """Reads a goodput file.
 
     Args:
-        path: The file that `launch --goodput` or `callbacks.Goodput` wrote.
+        path: A file that `launch --goodput` or `callbacks.Goodput` wrote.
 
     Raises:
         ValueError: If it cannot be read, or has no valid line.
@@ -199,9 +197,9 @@ def goodput_of(path: str | os.PathLike) -> GoodputReport:
     except OSError as error:
         raise ValueError(_no_file(path, str(error))) from error
     if not found:
-        lines = f"{left_out} line(s) of another form" if left_out else "no line"
+        lines = f"{left_out} invalid line(s)" if left_out else "no line"
         raise ValueError(_no_file(path, lines))
-    # Of several launchers, one a host, that of process 0 tells of the run.
+    # If every host has its launcher, only the one of process 0 counts.
     hosts = {record.get("host") for record in found if record["what"] == records.START}
     run = _Run()
     for record in found:
@@ -215,9 +213,9 @@ def goodput_of(path: str | os.PathLike) -> GoodputReport:
 
 def _no_file(path: Any, found: str) -> str:
     return message(
-        "Goodput is read from a file of `launch --goodput FILE` or callbacks.Goodput.",
+        "The goodput report needs a file of `launch --goodput FILE` or callbacks.Goodput.",
         received={"path": os.fspath(path), "found": found},
-        fix="Give the path of such a file.",
+        fix="Pass the path of such a file.",
     )
 
 
@@ -225,9 +223,9 @@ class _Run:
     """Adds up the lines of a file.
 
     Attributes:
-        seconds: By what they went to.
-        clock: Until when all is counted, in seconds since 1970.
-        first: When the run began.
+        seconds: The seconds by phase.
+        clock: The end of the counted time, in seconds since 1970.
+        first: The start of the run.
         starts: The starts that have ended.
     """
 
@@ -239,19 +237,19 @@ class _Run:
         self._began: float | None = None
         self._processes: int | None = None
         self._step: int | None = None
-        # What the process did when it wrote last; `None` while none runs.
+        # The phase of the process at its last line; `None` while no process runs.
         self._now: str | None = None
 
     def take(self, record: Mapping[str, Any]) -> None:
-        """Counts a line.
+        """Adds a line.
 
         Args:
-            record: One of `records.read`.
+            record: A line from `records.read`.
         """
         getattr(self, f"_{record['what']}")(record, record["at"])
 
     def close(self) -> None:
-        """Counts the last start, of whose end the file does not tell."""
+        """Adds the last start, if the file does not contain its end."""
         if self._began is not None:
             self._end("unknown")
 
@@ -263,17 +261,17 @@ class _Run:
     def _start(self, record: Mapping[str, Any], at: float) -> None:
         since = min(record.get("since", at), at)
         if self._began is None or self._now is not None:
-            # Without a launcher: what was before has ended at some time after its last line.
+            # Without a launcher, the previous start ended at some time after its last line.
             self.close()
             self._begin(since)
         else:
-            # From the launcher's start of the process.
+            # The time since the launcher started the process.
             self._until(since, START)
         self._now = START
 
     def _spent(self, record: Mapping[str, Any], at: float) -> None:
         if self._now is None:
-            return  # of a process that was ending while the launcher had seen the failure
+            return  # a process was still ending after the launcher had recorded its failure
         for name, seconds in record.get("seconds", {}).items():
             self.seconds[name if name in WORDS else OTHER] += seconds
         self.clock = max(self.clock, at)
@@ -290,7 +288,7 @@ class _Run:
         if self._began is None:
             self._until(at, IDLE)
             return
-        # What was not written: what the process did then, or what it takes to start one.
+        # The time after the last line counts for the process's phase, or for its start.
         self._until(at, START if self._now is None else self._now)
         self._step = record.get("step", self._step)
         self._end(how)

@@ -1,4 +1,4 @@
-"""Several processes on one machine, each with simulated devices: a pod on a laptop."""
+"""Starts several processes on one machine with simulated devices: a pod on a laptop."""
 
 import contextlib
 import os
@@ -31,17 +31,18 @@ from keras_tpu_dist.launcher.reports import Failure, failure_of, step_of
 from keras_tpu_dist.launcher.restart import Interrupted, Outcome, Restarts, started_again
 
 _GRACE_S = 10.0
-# Once a process was killed, the others have nothing to say that the launcher does not know.
+# If a process was killed, the errors of the others explain nothing, so there is no need to wait.
 _GRACE_AFTER_KILL_S = 1.0
-# What a machine that is taken away has from SIGTERM on, less a reserve.
+# The time from SIGTERM until a preempted machine goes away, less a reserve.
 _TO_SAVE_S = 25.0
-_LOOK_S = 0.05
-# For what the processes printed last, once all have ended.
+_POLL_S = 0.05
+# For reading the last output of the processes after all have ended.
 _TO_READ_S = 5.0
-# Errors that one process's failure makes in others.
+# Errors in other processes that follow from the failure of one.
 _OF_OTHERS = ("JaxRuntimeError", "XlaRuntimeError", "PeerError")
-# On Linux the kernel ends the program with the launcher (PR_SET_PDEATHSIG); elsewhere `initialize`
-# checks. A process of its own calls `exec`: `preexec_fn` is not safe in a process with threads.
+# On Linux the kernel ends the program with the launcher (PR_SET_PDEATHSIG); on other systems
+# `initialize` checks. A separate process calls `exec`, because `preexec_fn` is not safe in a
+# process with threads.
 _WITH_LAUNCHER = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -62,29 +63,28 @@ def launch(
 ) -> int:
     """Runs a command as several processes that `ktd.initialize()` joins.
 
-    Every line that a process prints is passed on with the process's number in front, except those
-    of the library that connects them, and tracebacks with the user's own frames alone; the whole
-    output goes to files. The first process that fails ends all others, and so do Ctrl-C and
-    SIGTERM. If the launcher itself is killed, they end too. They listen on the loopback address
-    only.
+    It prints every line of a process with the process's number in front, except lines of the
+    library that connects them. Tracebacks contain only the user's frames; the full output goes to
+    files. The first process that fails ends all others; Ctrl-C, SIGTERM and the death of the
+    launcher end all of them. They listen only on the loopback address.
 
     Args:
         command: The program and its arguments.
-        num_processes: How often to start it.
-        devices: Simulated CPU devices of every process; `None` for one process that is as the
-            launcher was started, with the devices that are here.
-        grace_s: Seconds for the others to end by themselves once one has failed, and again between
-            SIGTERM and SIGKILL.
-        restarts: Whether and how all are started again; by default they are not.
-        logs: The folder for the whole output; by default one for temporary files, deleted if
-            nothing fails.
-        goodput: The file that says what the time went to.
+        num_processes: The number of processes.
+        devices: Simulated CPU devices per process; `None` for one process with the environment of
+            the launcher and the devices of this machine.
+        grace_s: Seconds for the others to end by themselves after one has failed, and again
+            between SIGTERM and SIGKILL.
+        restarts: Whether and how to restart all processes; by default, they are not restarted.
+        logs: The folder for the full output; by default a temporary folder, deleted if nothing
+            fails.
+        goodput: The goodput file.
 
     Returns:
-        The exit code: 0, or that of the first process that failed, as a shell has it: 128 and the
-        signal's number for one that was killed, or if this process was to end.
+        The exit code: 0, or that of the first process that failed, in a shell's form: 128 plus the
+        number of the signal if it was killed, or if the launcher got a signal.
     """
-    # Absolute: a process may change to another directory before it reports.
+    # Absolute, because a process may change its directory before it reports.
     named = tempfile.mkdtemp(prefix="ktd-launch-") if logs is None else logs
     folder = Path(named).absolute()
     try:
@@ -92,12 +92,12 @@ def launch(
     except (FileExistsError, NotADirectoryError):
         raise ValueError(
             message(
-                "The output of the processes is written into a folder.",
-                received=f"logs={named!r}, which is a file or lies in one.",
-                fix="Give the path of a folder.",
+                "The logs of the processes need a folder.",
+                received=f"logs={named!r}, which is a file or in a file.",
+                fix="Pass the path of a folder.",
             )
         ) from None
-    # What a launcher left that was killed.
+    # A killed launcher may have left files.
     shutil.rmtree(folder / _REPORTS, ignore_errors=True)
     file = None if goodput is None else os.path.abspath(goodput)
     code = 1
@@ -120,7 +120,7 @@ def launch(
     finally:
         with contextlib.suppress(OSError):
             shutil.rmtree(folder / _REPORTS, ignore_errors=True)
-            # What was said of a failure names a file in it.
+            # Messages about a failure name a file in the folder.
             if logs is None and not code and not any(codes):
                 shutil.rmtree(folder, ignore_errors=True)
     return code
@@ -130,12 +130,12 @@ _REPORTS = ".reports"
 
 
 class _Terminated(Interrupted):
-    """SIGTERM has come to the launcher alone: it has to end the processes that it started."""
+    """The launcher got SIGTERM, and must end its processes."""
 
 
 @contextlib.contextmanager
 def _sigterm_raises() -> Iterator[None]:
-    """The context within which the first SIGTERM raises, and later ones do nothing."""
+    """A context in which the first SIGTERM raises, and later ones do nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -156,10 +156,10 @@ class _End:
     """How a process ended.
 
     Attributes:
-        number: Which.
-        code: As `subprocess` has it.
-        at: When that was seen, in seconds of `time.monotonic()`.
-        failure: What it wrote itself.
+        number: The process's number.
+        code: Its `returncode` in `subprocess`.
+        at: The time of detection, in seconds of `time.monotonic()`.
+        failure: The process's own report, or `None`.
     """
 
     number: int
@@ -169,11 +169,11 @@ class _End:
 
     @property
     def rank(self) -> tuple[int, float]:
-        """Orders failures: what others' failures make comes behind, then what was later."""
+        """Sorts failures: consequences of other failures last, then by time."""
         if self.code == EXIT_PEER:
             return 2, self.at
         if self.failure is None:
-            return 0, self.at - _LOOK_S
+            return 0, self.at - _POLL_S
         return int(self.failure.error in _OF_OTHERS), self.failure.at
 
 
@@ -182,12 +182,13 @@ class _Start:
 
     Args:
         command: The program and its arguments.
-        num_processes: How often to start it.
-        devices: Simulated devices of each; `None` for those that are here.
-        folder: Where the whole output goes.
-        attempt: Which start this is, from 1.
-        goodput: The file that says what the time went to, or `None`.
-        again: Whether there may be another start, which need not wait for what others say.
+        num_processes: The number of processes.
+        devices: Simulated devices per process; `None` for the devices of this machine.
+        folder: The folder for the full output.
+        attempt: The number of this start, from 1.
+        goodput: The goodput file, or `None`.
+        again: Whether there may be another start, so that it need not wait for the errors of all
+            processes.
     """
 
     def __init__(
@@ -209,7 +210,7 @@ class _Start:
         self._ends: dict[int, _End] = {}
 
     def run(self, grace_s: float) -> Outcome:
-        """Starts all, and waits until all have ended.
+        """Starts all processes, and waits until all have ended.
 
         Args:
             grace_s: See `launch`.
@@ -226,14 +227,14 @@ class _Start:
                 self._readers.append(Reader(output, number, path, _write))
             self._wait(grace_s)
             if self._again and len(self._ends) < self._number:
-                # Nothing that they could save is newer than what all have saved.
+                # They cannot save anything newer than the last common checkpoint.
                 last_s = 0.0
         except BaseException as error:
             last_s = _TO_SAVE_S if isinstance(error, _Terminated) else grace_s
             raise
         finally:
             _end(self._processes, last_s)
-            # Something that a process started may hold its output open.
+            # A child of a process may hold its output open.
             until = time.monotonic() + _TO_READ_S
             for reader in self._readers:
                 reader.join(max(0.0, until - time.monotonic()))
@@ -262,8 +263,8 @@ class _Start:
         return found
 
     def _wait(self, grace_s: float) -> None:
-        while not self._look():
-            time.sleep(_LOOK_S)
+        while not self._poll():
+            time.sleep(_POLL_S)
         failed = [end for end in self._ends.values() if end.code]
         if not failed:
             return
@@ -275,11 +276,11 @@ class _Start:
         killed = self._again and any(end.code < 0 for end in failed)
         end = time.monotonic() + (min(grace_s, _GRACE_AFTER_KILL_S) if killed else grace_s)
         while time.monotonic() < end and len(self._ends) < self._number:
-            self._look()
-            time.sleep(_LOOK_S)
+            self._poll()
+            time.sleep(_POLL_S)
 
-    def _look(self) -> bool:
-        """Notes who has ended; whether one has failed, or all have come to their end."""
+    def _poll(self) -> bool:
+        """Records ended processes; returns whether one has failed, or all have ended."""
         for number, process in enumerate(self._processes):
             code = process.poll()
             if code is not None and number not in self._ends:
@@ -294,7 +295,7 @@ class _Start:
 
     def _outcome(self, seconds: float) -> Outcome:
         reports = [failure_of(self._reports / str(number)) for number in range(self._number)]
-        # Who has written why it fails, and was ended while it waited for others to read it.
+        # Processes that reported an error, and were ended while they waited for the others.
         late = [
             _End(number, 1, failure.at, failure)
             for number, failure in enumerate(reports)
@@ -321,7 +322,7 @@ class _Start:
 
 
 def _named(end: _End, reader: Reader) -> tuple[str, str]:
-    """The name of what ended a process, and in words."""
+    """The name of the cause that ended a process, and a description."""
     if end.code < 0:
         name = _signal_name(-end.code)
         return name, f"killed by {name}"
@@ -376,4 +377,4 @@ def _end(processes: list[subprocess.Popen], grace_s: float) -> None:
                 ask(process)
         end = time.monotonic() + seconds
         while time.monotonic() < end and any(p.poll() is None for p in processes):
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)

@@ -1,4 +1,4 @@
-"""The output of several processes: passed on by line, with folded tracebacks, and in files."""
+"""Prints the output of several processes with short tracebacks, and writes all of it to files."""
 
 import re
 import sys
@@ -8,29 +8,29 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
-# What the library that joins the processes prints of each group of devices that it connects.
+# Gloo, the library that connects the processes, prints this for every group of devices.
 _OF_GLOO = re.compile(r"\[Gloo\] Rank \d+ is connected to \d+ peer ranks")
 _BEGIN = "Traceback (most recent call last):"
 _FRAME = re.compile(r'  File "(?P<path>.*)", line (?P<line>\d+)(?:, in (?P<function>.*))?$')
 # The last line of a traceback: the error's class, and its text if it has one.
 _ERROR = re.compile(r"(?:[A-Za-z_]\w*\.)*(?P<name>[A-Za-z_]\w*)(?::.*)?$")
 _MOST_LINES = 20_000
-# Two files of a process's output; what is older than both is dropped.
+# The size of a log file; a process has two of them, and older output is deleted.
 _MOST_BYTES = 32 * 2**20
-# Where installed packages lie, and Python's own modules.
+# The folders of installed packages and of Python's own modules.
 _PACKAGE = re.compile(r".*[/\\](?:site|dist)-packages[/\\](?P<name>[\w-]+)")
 _OF_PYTHON = re.compile(r"<frozen .*>|.*[/\\]lib[/\\]python3\.\d+[/\\](?!site-|dist-)")
 
 
 class Folded:
-    """Lines with each traceback cut to the user's own frames.
+    """Shortens tracebacks in lines of output to the user's own frames.
 
     Args:
-        package: The folder of this package, whose frames are no user's.
+        package: The folder of this package, whose frames are left out.
 
     Attributes:
-        error: The class of the error of the last traceback, and the whole line.
-        frames: The user's frames of the last traceback, and what was folded.
+        error: The error class of the last traceback, and the full line.
+        frames: The lines of the last traceback: the user's frames, and the numbers of others.
     """
 
     def __init__(self, package: str):
@@ -40,7 +40,7 @@ class Folded:
         self.frames: list[str] = []
 
     def take(self, line: str) -> Iterator[str]:
-        """What to print once a line has come.
+        """Takes a line, and yields the lines to print now.
 
         Args:
             line: The line, without its end.
@@ -56,7 +56,7 @@ class Folded:
             return
         found = _ERROR.match(line)
         if found is None and len(self._held) < _MOST_LINES:
-            yield line  # of another thread
+            yield line  # from another thread
             return
         self.frames = list(self._folded())
         self.error = (found["name"], line) if found else None
@@ -64,7 +64,7 @@ class Folded:
         yield from [*self.frames, line]
 
     def rest(self) -> Iterator[str]:
-        """What to print at the end of the output."""
+        """Yields the remaining lines at the end of the output."""
         yield from self._held
         self._held = []
 
@@ -116,14 +116,14 @@ def _of_others(left: Counter[str]) -> list[str]:
     return [f"  … {frames} in {', '.join(left)} …"]
 
 
-class KeptOutput:
+class LogFile:
     """The output of one process in a file of bounded size.
 
-    If it cannot be written, as on a full disk, that is printed once and the run goes on.
+    If it cannot be written, as on a full disk, a message says so once and the run continues.
 
     Args:
-        path: The file; what is older than the last 32 MiB moves to a second one, `.1`.
-        number: Which process.
+        path: The file; output older than the last 32 MiB moves to a second file, `.1`.
+        number: The process's number.
     """
 
     def __init__(self, path: Path, number: int):
@@ -146,7 +146,7 @@ class KeptOutput:
             self._file.close()
 
     def _open(self) -> None:
-        # Unbuffered: a process that hangs is looked at while it does.
+        # Unbuffered, so that the log of a hanging process is complete.
         self._file = self.path.open("ab", buffering=0)
 
     def _add(self, line: bytes) -> None:
@@ -164,22 +164,22 @@ class KeptOutput:
         except OSError as error:
             self.close()
             self._file = None
-            said = f"launch: what process {self._number} prints is no longer kept: {error}"
-            print(said, file=sys.stderr, flush=True)
+            words = f"launch: the output of process {self._number} is no longer logged: {error}"
+            print(words, file=sys.stderr, flush=True)
 
 
 class Reader:
-    """Passes on what one process prints, with the process's number in front.
+    """Reads the output of one process, and prints it with the process's number in front.
 
     Args:
         lines: Its output.
-        number: Which process.
-        path: The file that gets all of it.
-        write: Prints a text.
+        number: The process's number.
+        path: The log file.
+        write: A function that prints a text.
 
     Attributes:
-        folded: What its tracebacks were.
-        path: As given.
+        folded: Its shortened tracebacks.
+        path: The log file.
     """
 
     def __init__(self, lines: IO[str], number: int, path: Path, write: Callable[[str], object]):
@@ -193,20 +193,20 @@ class Reader:
         """Waits for the end of the output.
 
         Args:
-            timeout_s: The most seconds.
+            timeout_s: The longest time to wait, in seconds.
         """
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        kept = KeptOutput(self.path, self._number)
+        log = LogFile(self.path, self._number)
         with self._lines as lines:
             for line in lines:
-                kept.write(line)
+                log.write(line)
                 if not _OF_GLOO.match(line):
-                    self._pass_on(self.folded.take(line.removesuffix("\n")))
-        self._pass_on(self.folded.rest())
-        kept.close()
+                    self._print(self.folded.take(line.removesuffix("\n")))
+        self._print(self.folded.rest())
+        log.close()
 
-    def _pass_on(self, lines: Iterable[str]) -> None:
+    def _print(self, lines: Iterable[str]) -> None:
         for line in lines:
             self._write(f"[{self._number}] {line}\n")

@@ -1,4 +1,4 @@
-"""What processes let their launcher know, read with care."""
+"""Reads and checks the reports of processes to their launcher."""
 
 import json
 import math
@@ -12,12 +12,13 @@ _MOST_BYTES = 64 * 1024
 
 @dataclass(frozen=True)
 class Failure:
-    """How a process failed, as it wrote itself.
+    """A process's report of its failure.
 
     Attributes:
-        at: When, in seconds of `time.monotonic()`, which processes of a host share.
+        at: The time in seconds of `time.monotonic()`, which is the same for all processes of a
+            host.
         error: The class of the error.
-        words: Its text, with the class.
+        words: Its class and message.
     """
 
     at: float
@@ -26,20 +27,20 @@ class Failure:
 
 
 def step_of(path: Path) -> int | None:
-    """The last step that a process has made, if it has written one.
+    """The last step that a process reported, or `None`.
 
     Args:
-        path: The file, without the ending.
+        path: The file, without its ending.
     """
     text = _text(path, STEP).strip()
     return int(text) if text.isascii() and text.isdigit() and len(text) <= WIDTH else None
 
 
 def failure_of(path: Path) -> Failure | None:
-    """The error that has ended a process, if it has written any.
+    """The error that a process reported, or `None`.
 
     Args:
-        path: The file, without the ending.
+        path: The file, without its ending.
     """
     try:
         found = json.loads(_text(path, ERROR))

@@ -1,4 +1,4 @@
-"""Restarts all processes once one has failed, with the remaining ones and within limits."""
+"""Restarts all processes after a failure, within limits."""
 
 import os
 import socket
@@ -12,31 +12,31 @@ from pathlib import Path
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.goodput import records
 
-# What ends a process from outside; it may come again at the same step by chance.
+# Causes from outside of the program; they may repeat at the same step by chance.
 _FROM_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "exit code 75", "exit code 137")
 _MOST_PROCESSES = 4096
-# Seconds that a program which says how many processes there are may take, and between two looks
-# while there are none.
-_LONGEST_PROGRAM_S, _LOOK_S = 60.0, 5.0
+# The time limit for the program that prints the number of processes, and the interval between two
+# calls while the number is 0.
+_LONGEST_PROGRAM_S, _POLL_S = 60.0, 5.0
 
 
 class Interrupted(BaseException):
-    """The launcher itself is to end."""
+    """The launcher must end."""
 
 
 @dataclass(frozen=True)
 class Restarts:
-    """Whether and how processes are started again.
+    """Whether and how to restart processes.
 
     Attributes:
-        limit: The most restarts.
-        backoff_s: Seconds before a restart; twice as many after each that made no step.
-        longest_backoff_s: The most of them.
-        processes_from: A file with the number of processes to start, or if it is executable a
-            program that prints it, looked at before each restart; `None` for as many as before.
+        limit: The largest number of restarts.
+        backoff_s: Seconds before a restart; doubled after every start without progress.
+        longest_backoff_s: The largest number of seconds.
+        processes_from: A file with the number of processes to start, or an executable file that
+            prints it, read before every restart; `None` to start the same number again.
 
     Raises:
-        ValueError: If `processes_from` is no file.
+        ValueError: If `processes_from` is not a file.
     """
 
     limit: int = 0
@@ -49,9 +49,10 @@ class Restarts:
         if path is not None and not Path(path).is_file():
             raise ValueError(
                 message(
-                    "The number of processes is read from a file, or printed by a program.",
+                    "processes_from must be a file with the number of processes, or a program "
+                    "that prints it.",
                     received={"processes_from": path},
-                    fix="Give the path of one that exists.",
+                    fix="Pass the path of an existing file.",
                 )
             )
 
@@ -61,15 +62,15 @@ class Outcome:
     """How one start ended.
 
     Attributes:
-        code: The exit code, as a shell has it.
-        processes: How many were started.
+        code: The exit code, in a shell's form.
+        processes: The number of processes.
         seconds: How long it took.
-        step: The last train step that was made, if that is known.
+        step: The last train step, if known.
         first: The process that failed first.
-        error: What ended it: the class of an exception, a signal, an exit code.
-        words: The same in words.
+        error: The cause: the class of an exception, a signal, or an exit code.
+        words: A description of the cause.
         frames: The user's frames of its traceback.
-        log: The file with all of its output.
+        log: The file with its full output.
     """
 
     code: int
@@ -84,28 +85,28 @@ class Outcome:
 
     @property
     def from_outside(self) -> bool:
-        """Whether something outside of the program ended it."""
+        """Whether the cause is outside of the program."""
         return self.error in _FROM_OUTSIDE
 
 
 @dataclass
 class _Loop:
-    """What is known of the starts before.
+    """The state of the restart loop.
 
     Attributes:
-        restarts: As the user gave it.
-        made: How many restarts were made.
+        restarts: The user's limits.
+        done: The number of restarts so far.
         best: The last step of all starts.
-        fruitless: How many starts in a row went no further.
-        last: How the start before ended.
+        fruitless: The number of consecutive starts without progress.
+        last: How the previous start ended.
     """
 
     restarts: Restarts
-    made: int = 0
+    done: int = 0
     best: int = -1
     fruitless: int = 0
     last: Outcome | None = None
-    _said: set[str] = field(default_factory=set)
+    _announced: set[str] = field(default_factory=set)
 
     def why_not(self, outcome: Outcome) -> str | None:
         """Why there is no restart, or `None`.
@@ -116,9 +117,9 @@ class _Loop:
         last, self.last = self.last, outcome
         same = last is not None and (last.error, last.step) == (outcome.error, outcome.step)
         if same and not outcome.from_outside and self.restarts.limit:
-            return f"{outcome.error} came again {_at(outcome.step)}: a restart does not mend that"
-        if self.made >= self.restarts.limit:
-            return f"{self.made} of {self.restarts.limit} restarts were made"
+            return f"{outcome.error} again {_at(outcome.step)}: a restart would not help"
+        if self.done >= self.restarts.limit:
+            return f"{self.done} of {self.restarts.limit} restarts are used up"
         return None
 
     def wait_s(self, outcome: Outcome) -> float:
@@ -134,10 +135,10 @@ class _Loop:
         return min(wait_s, self.restarts.longest_backoff_s)
 
     def processes(self, before: int) -> int:
-        """How many processes to start next.
+        """The number of processes to start next.
 
         Args:
-            before: How many there were.
+            before: The previous number.
         """
         path = self.restarts.processes_from
         if path is None:
@@ -146,14 +147,14 @@ class _Loop:
             try:
                 number = _number_in(path)
             except (OSError, ValueError, subprocess.SubprocessError) as error:
-                _say(f"{path} says no number of processes ({error}): {before}, as before")
+                _print(f"no number of processes from {path} ({error}): starting {before} again")
                 return before
             if number:
                 return number
-            if path not in self._said:
-                self._said.add(path)
-                _say(f"waiting until {path} says that there is a process to start")
-            time.sleep(max(self.restarts.backoff_s, _LOOK_S))
+            if path not in self._announced:
+                self._announced.add(path)
+                _print(f"waiting until {path} has a number of processes above 0")
+            time.sleep(max(self.restarts.backoff_s, _POLL_S))
 
 
 def started_again(
@@ -162,22 +163,23 @@ def started_again(
     restarts: Restarts,
     goodput: str | None = None,
 ) -> int:
-    """Starts processes until they come to their end, or a limit is reached.
+    """Starts processes until they end successfully, or a limit is reached.
 
     Args:
-        start: From the number of processes, and which start it is from 1, to how it ended.
-        num_processes: How many to start first.
+        start: A function from the number of processes and the number of the start, from 1, to its
+            outcome.
+        num_processes: The number of processes for the first start.
         restarts: The limits.
-        goodput: The file that says what the time went to.
+        goodput: The goodput file.
 
     Returns:
         The exit code of the last start.
     """
     loop = _Loop(restarts)
     while True:
-        attempt = loop.made + 1
+        attempt = loop.done + 1
         if goodput is not None:
-            # A file that cannot be written is an error before the run, and no end of one.
+            # If the file cannot be written, that is an error before the run, but does not end it.
             add = records.append if attempt == 1 else records.try_append
             add(goodput, records.LAUNCH, processes=num_processes, number=attempt)
         outcome = start(num_processes, attempt)
@@ -185,33 +187,33 @@ def started_again(
             if goodput is not None:
                 records.try_append(goodput, records.ENDED, code=0, step=outcome.step)
             return 0
-        _say_what_failed(outcome)
+        _print_failure(outcome)
         why_not = loop.why_not(outcome)
         if why_not is not None:
             if restarts.limit:
-                _say(f"no restart: {why_not}")
+                _print(f"no restart: {why_not}")
             return outcome.code
         wait_s = loop.wait_s(outcome)
         time.sleep(wait_s)
         before, num_processes = num_processes, loop.processes(num_processes)
-        loop.made += 1
+        loop.done += 1
         changed = "" if before == num_processes else f" ({before} before)"
-        _say(
-            f"restart {loop.made} of {restarts.limit} after {wait_s:g} s, with "
+        _print(
+            f"restart {loop.done} of {restarts.limit} after {wait_s:g} s, with "
             f"{_counted(num_processes)}{changed}: process {outcome.first} failed "
             f"{_at(outcome.step)}: {_first_line(outcome.words)}"
         )
 
 
-def _say_what_failed(outcome: Outcome) -> None:
+def _print_failure(outcome: Outcome) -> None:
     text = (
         f"process {outcome.first} of {outcome.processes} on {socket.gethostname()} failed first, "
         f"{_at(outcome.step)}, {outcome.seconds:.0f} s after its start: {outcome.words}"
     )
-    _say("\n".join([text, *outcome.frames, f"  all that it printed: {outcome.log}"]))
+    _print("\n".join([text, *outcome.frames, f"  full output: {outcome.log}"]))
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(f"launch: {text}", file=sys.stderr, flush=True)
 
 
@@ -229,7 +231,7 @@ def _first_line(words: str) -> str:
 
 
 def _number_in(path: str) -> int:
-    """The number that a file holds, or that it prints."""
+    """The number in a file, or the number that it prints if it is executable."""
     if os.access(path, os.X_OK):
         command = [os.path.abspath(path)]
         done = subprocess.run(

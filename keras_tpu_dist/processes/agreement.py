@@ -89,7 +89,6 @@ def files_of_one(callbacks: Iterable) -> Iterator[None]:
 
     Args:
         callbacks: The callbacks of the call.
-        callbacks: Those of the call.
 
     Raises:
         NotImplementedError: On all processes, for a backup.
@@ -114,7 +113,7 @@ def _check_no_backup(callback: Any) -> None:
     if isinstance(callback, keras.callbacks.BackupAndRestore):
         raise NotImplementedError(
             message(
-                "Keras's BackupAndRestore writes in one process.",
+                "Keras's BackupAndRestore does not support several processes.",
                 received=f"{type(callback).__name__} in a fit of {jax.process_count()} processes.",
                 fix="Use BackupAndRestore or Checkpoint of keras_tpu_dist.callbacks.",
             )
@@ -133,7 +132,7 @@ def compare_changes(model: Any) -> None:
     """
     fix = "Let all processes run the same callbacks and the same number of epochs."
     variables = _keras.state_variables(model)
-    what = f"comparing what was assigned to variables of model {model.name!r}"
+    what = f"comparing assigned values of model {model.name!r}"
     mine = assignments(variables)
     _check_changes(model, variables, agree(what, fix, mine, DictOf(int), reduce=differ))
 
@@ -214,9 +213,9 @@ def compare_variables(owner: str, variables: list, *, after: bool = False) -> No
             if len(set(checksums.values())) > 1:
                 raise ValueError(
                     message(
-                        "All processes hold the same values in their variables."
+                        "All processes must have the same values in their variables."
                         if after
-                        else "All processes hold the same weights.",
+                        else "All processes must have the same weights.",
                         received=f"variable {variable.path!r}, which differs between processes "
                         f"{sorted(checksums)}.",
                         fix=fix,
@@ -236,7 +235,7 @@ def _marks(named: list[str], parts: list[dict[str, int]]) -> dict[str, str]:
         layout = name.partition(" ")[2]
         for place, mark in of_one.items():
             places.setdefault(f"{layout} {place}", []).extend((n, mark))
-    marks |= {place: zlib.crc32(encoded(told).encode()) for place, told in places.items()}
+    marks |= {place: zlib.crc32(encoded(items).encode()) for place, items in places.items()}
     return {f"{zlib.crc32(place.encode()):08x}": f"{mark:08x}" for place, mark in marks.items()}
 
 
@@ -253,10 +252,10 @@ def _check_same_variables(mine: list[str], answers: list[list[str]]) -> None:
         if different is not None:
             raise ValueError(
                 message(
-                    "All processes build the same model.",
+                    "All processes must build the same model.",
                     received=f"{different[0]} in process {jax.process_index()}, {different[1]} in "
                     f"process {i}.",
-                    fix="Let nothing in the build depend on the process.",
+                    fix="Build the model in the same way in all processes.",
                 )
             )
 

@@ -16,7 +16,7 @@ from keras_tpu_dist.processes.encoding import ListOf, check_array
 
 # The number of elements to compare: another seed or order already shows in the first ones.
 _SAMPLE = 4096
-# How much of what one process sends to all travels at once.
+# The largest number of bytes to broadcast at once.
 _WINDOW_BYTES = 64 * 2**20
 
 
@@ -61,9 +61,9 @@ def whole(array: jax.Array) -> np.ndarray:
     if array.is_fully_addressable or array.is_fully_replicated:
         return np.asarray(array)
     agree(
-        f"reading an array of shape {array.shape} that lies on several hosts",
-        fix="Read weights, save and predict in all processes, not in one of them alone; "
-        "jax.process_index() == 0 may decide who prints or writes what was read.",
+        f"reading an array of shape {array.shape} on several hosts",
+        fix="Read weights, save and predict in all processes, not in one of them alone; then "
+        "print or write the result under `if jax.process_index() == 0`.",
     )
     return np.asarray(_to_everywhere(array.sharding)(array))
 
@@ -71,7 +71,7 @@ def whole(array: jax.Array) -> np.ndarray:
 def on_every_host(arrays: Any) -> Any:
     """Gathers arrays with a part on other hosts; others are returned unchanged.
 
-    All processes must call it at the same place in the same code: nothing checks that they do.
+    All processes must call it at the same place in the same code; there is no check.
 
     Args:
         arrays: A structure of arrays.
@@ -86,17 +86,17 @@ def on_every_host(arrays: Any) -> Any:
 
 
 def joined_rows(array: np.ndarray, groups: Sequence[Sequence[int]]) -> np.ndarray:
-    """The rows of host arrays of several processes, unchanged, in all of them.
+    """Joins the rows of host arrays of several processes, unchanged, in all of them.
 
     Args:
-        array: This process's array; the others may have other numbers of rows.
+        array: This process's array; the others may have different numbers of rows.
         groups: Processes with the same rows, in the order in which the rows are joined.
 
     Raises:
         PeerError: If not all processes join rows.
         ValueError: If the arrays differ in more than their number of rows.
     """
-    fix = "Give all processes arrays of one kind."
+    fix = "Use arrays of the same shape and dtype in all processes."
     mine = [list(array.shape), str(array.dtype)]
     answers = agree("joining the rows of all processes", fix, mine, [ListOf(int), str])
     for i, (shape, dtype) in enumerate(answers):
@@ -105,7 +105,7 @@ def joined_rows(array: np.ndarray, groups: Sequence[Sequence[int]]) -> np.ndarra
     if any([dtype, len(shape), shape[1:]] != alike for shape, dtype in answers):
         raise ValueError(
             message(
-                "Rows that are joined have one shape and dtype.",
+                "Rows to join must have the same shape and dtype.",
                 received="; ".join(
                     f"{tuple(answer)} in process {i}" for i, answer in enumerate(answers)
                 )
@@ -127,14 +127,14 @@ def joined_rows(array: np.ndarray, groups: Sequence[Sequence[int]]) -> np.ndarra
 
 
 def sent(source: int, size: int, flat: np.ndarray | None = None) -> np.ndarray:
-    """Bytes of one process, in all of them; they travel as arrays do, not over the host channel.
+    """Broadcasts the bytes of one process to all, over the devices and not the host channel.
 
-    All processes call it at the same place of the same code: nothing checks that they do.
+    All processes must call it at the same place in the same code; there is no check.
 
     Args:
-        source: The process that has them.
-        size: How many there are.
-        flat: The bytes; other processes need give none.
+        source: The process that has the bytes.
+        size: The number of bytes.
+        flat: The bytes; `None` in other processes.
     """
     if jax.process_count() == 1:
         assert flat is not None
@@ -143,7 +143,7 @@ def sent(source: int, size: int, flat: np.ndarray | None = None) -> np.ndarray:
     result = np.empty(size, np.uint8)
     for start in range(0, size, _WINDOW_BYTES):
         part = result[start : start + _WINDOW_BYTES]
-        # Few sizes, so that few programs are compiled.
+        # Powers of two, so that few programs are compiled.
         window = np.zeros(max(1024, 1 << (len(part) - 1).bit_length()), np.uint8)
         if is_source and flat is not None:
             window[: len(part)] = flat[start : start + len(part)]

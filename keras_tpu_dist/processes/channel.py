@@ -1,8 +1,8 @@
 """The host channel: messages between processes through JAX's coordinator, without the devices.
 
-If some process does not launch a collective, the others cannot be interrupted. So before the host
-starts one (a fit, reading a weight that is split over hosts, saving), all processes write what they
-are about to do, and all raise an error if it is not the same.
+If one process does not launch a collective, the others cannot be interrupted. So before the host
+starts one (a fit, reading a weight that is split over hosts, saving), all processes write their
+next action, and all raise an error if the actions differ.
 """
 
 import hashlib
@@ -10,7 +10,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -33,10 +33,25 @@ _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 2.0
 _PROCESSES_PER_SECOND = 256
 # A value with at most so many characters is written at once, whether others have the same or not.
 _SHORT = 256
-# Kinds of verdicts: all values are the same; they differ; write yours; this call has failed.
-_SAME, _GIVEN, _TELL, _FAILED = "same", "given", "tell", "failed"
-# How many processes of a kind an error names.
+# Kinds of verdicts: all values are equal; they differ; write yours; this call has failed.
+_SAME, _GIVEN, _SEND, _INVALID = "same", "given", "send", "invalid"
+# The largest number of processes of a kind to name in an error.
 _MOST_NAMED = 8
+
+# Kinds of `Absence`: an error, the normal end of the program, silence, an unfinished call.
+FAILED, ENDED, SILENT, STUCK = "failed", "ended", "silent", "stuck"
+
+
+class Absence(NamedTuple):
+    """Why a process will not come to an agreement.
+
+    Attributes:
+        kind: `FAILED`, `ENDED`, `SILENT` or `STUCK`.
+        words: The reason in words, for errors.
+    """
+
+    kind: str
+    words: str
 
 
 class Channel:
@@ -55,7 +70,7 @@ class Channel:
         client: Any,
         process_id: int,
         num_processes: int,
-        why_not: Callable[[list[int], float], str | None] = lambda missing, waited_s: None,
+        why_not: Callable[[list[int], float], Absence | None] = lambda missing, waited_s: None,
     ):
         self._client = client
         self._process_id = process_id
@@ -135,8 +150,8 @@ class Channel:
         value is only written if the others have a different one.
 
         Args:
-            what: The action, in words that are the same everywhere: `"fit of model 'a'"`.
-            fix: What to write if it is not the same, for the error.
+            what: The action, in the same words in all processes: `"fit of model 'a'"`.
+            fix: The fix for the error if the actions differ.
             value: Plain data for the others.
             form: The form of their values. See `encoding.decoded`.
             reduce: Combines the values of all processes to plain data, in process 0. Without it,
@@ -147,7 +162,7 @@ class Channel:
 
         Raises:
             PeerError: On every process, if one does something else, has ended, does not come, or
-                has a value of another form.
+                has an invalid value.
         """
         self._calls += 1
         agreement = _Agreement(self, self._calls, what, fix, form, reduce)
@@ -159,7 +174,7 @@ class Channel:
         Args:
             topic: A name.
             number: The process.
-            timeout_s: How long to wait.
+            timeout_s: The longest time to wait, in seconds.
         """
         key, timeout_ms = f"{_PREFIX}/{topic}/{number}", max(1, round(1000 * timeout_s))
         try:
@@ -194,10 +209,10 @@ class _Agreement:
     Args:
         channel: The channel.
         number: The number of the agreement on the channel.
-        what: See `Channel.agree`, as for all further ones.
-        fix: What to write if processes differ.
-        form: The form of the values.
-        reduce: How the writer combines the values.
+        what: See `Channel.agree`.
+        fix: See `Channel.agree`.
+        form: See `Channel.agree`.
+        reduce: See `Channel.agree`.
     """
 
     def __init__(
@@ -216,24 +231,26 @@ class _Agreement:
     def as_reader(self, value: Any) -> Any:
         """The part of a process that reads the verdict."""
         self._enter(value)
-        kind, told = self._verdict("verdict")
-        if kind == _TELL:
+        kind, content = self._verdict("verdict")
+        if kind == _SEND:
             self._channel.write(self._topic("values"), [value])
-            kind, told = self._verdict("last")
-        if kind == _FAILED:
-            rule, received = told if fits(told, [str, str]) else ("", str(told))
-            raise _error(rule, received, self._fix)
+            kind, content = self._verdict("last")
+        if kind == _INVALID:
+            if fits(content, [bool, str]):
+                failed, received = content
+                raise _error(failed, received, self._fix)
+            raise PeerError(str(content))
         if self._reduce is not None:
-            return told
+            return content
         number = self._channel.num_processes
-        return [value] * number if kind == _SAME else self._expanded(told, number)
+        return [value] * number if kind == _SAME else self._expanded(content, number)
 
-    def _expanded(self, told: Any, number: int) -> list[Any]:
+    def _expanded(self, content: Any, number: int) -> list[Any]:
         form = [ListOf(self._form), [int] * number]
-        check_form(told, form, where=self._topic("verdict"))
-        values, which = told
+        check_form(content, form, where=self._topic("verdict"))
+        values, which = content
         if not all(0 <= i < len(values) for i in which):
-            check_form(told, None, where=self._topic("verdict"))
+            check_form(content, None, where=self._topic("verdict"))
         return [values[i] for i in which]
 
     def as_writer(self, value: Any) -> Any:
@@ -242,22 +259,22 @@ class _Agreement:
         try:
             kind, every = self._values(value)
         except _Disagreement as found:
-            self._tell_failure([found.rule, found.received])
-            raise _error(found.rule, found.received, self._fix) from None
+            self._write_failure([found.failed, found.received])
+            raise _error(found.failed, found.received, self._fix) from None
         except PeerError as error:
-            self._tell_failure(str(error))
+            self._write_failure(str(error))
             raise
         if self._reduce is not None:
-            result = told = self._reduce(every)
+            result = content = self._reduce(every)
         else:
-            result, told = every, None if kind == _SAME else _compact(every)
-        topic = self._topic("last" if kind == _TELL else "verdict")
-        self._channel.write(topic, [kind, told])
+            result, content = every, None if kind == _SAME else _compact(every)
+        topic = self._topic("last" if kind == _SEND else "verdict")
+        self._channel.write(topic, [kind, content])
         return result
 
-    def _tell_failure(self, told: Any) -> None:
+    def _write_failure(self, content: Any) -> None:
         for topic in ("verdict", "last"):
-            self._channel.write(self._topic(topic), [_FAILED, told])
+            self._channel.write(self._topic(topic), [_INVALID, content])
 
     def _topic(self, name: str) -> str:
         return f"agree/{self._number}/{name}"
@@ -287,16 +304,16 @@ class _Agreement:
             channel.forget(f"agree/{self._number - 1}")
         plans = {i: entry[0] for i, entry in entries.items()}
         if len(set(plans.values())) > 1:
-            raise _Disagreement(_MISMATCH, _by_process(plans))
+            raise _Disagreement(failed=False, received=_by_process(plans))
         if len({entry[1] for entry in entries.values()}) == 1:
             kind, every = _SAME, [value] * number
         elif all(entry[2] for entry in entries.values()):
             kind, every = _GIVEN, [entries[i][2][0] for i in range(number)]
         else:
-            channel.write(self._topic("verdict"), [_TELL, None])
+            channel.write(self._topic("verdict"), [_SEND, None])
             channel.write(self._topic("values"), [value])
-            told = self._gathered(self._topic("values"), [ANYTHING])
-            kind, every = _TELL, [told[i][0] for i in range(number)]
+            values = self._gathered(self._topic("values"), [ANYTHING])
+            kind, every = _SEND, [values[i][0] for i in range(number)]
         for i, given in enumerate(every):
             check_form(given, self._form, where=f"{self._topic('values')}/{i}")
         return kind, every
@@ -322,19 +339,25 @@ class _Agreement:
     def _missing(self, here: dict[int, Any]) -> list[int]:
         return [i for i in range(self._channel.num_processes) if i not in here]
 
-    def _hopeless(self, here: dict[int, Any], missing: list[int], why: str) -> tuple[str, str]:
+    def _hopeless(self, here: dict[int, Any], missing: list[int], why: Absence) -> tuple[bool, str]:
+        """Whether a process failed, and what all processes do, in words."""
         mine = {self._channel.process_id: self._what}
         plans = {**mine, **{i: entry[0] for i, entry in here.items() if len(entry) == 3}}
-        rule = _FAILURE if why.startswith("failed ") else _MISMATCH
-        return rule, _by_process({**plans, **dict.fromkeys(missing, why)})
+        plans.update(dict.fromkeys(missing, why.words))
+        return why.kind == FAILED, _by_process(plans)
 
 
 class _Disagreement(Exception):
-    """Process 0 found that processes are not doing the same."""
+    """Process 0 found that the processes do not do the same.
 
-    def __init__(self, rule: str, received: str):
-        super().__init__(rule, received)
-        self.rule, self.received = rule, received
+    Args:
+        failed: Whether a process failed.
+        received: What all processes do, in words.
+    """
+
+    def __init__(self, failed: bool, received: str):
+        super().__init__(failed, received)
+        self.failed, self.received = failed, received
 
 
 def _compact(every: list[Any]) -> list[list]:
@@ -352,12 +375,12 @@ class _Wait:
         self._channel = channel
         self._began = time.monotonic()
         self._asked: list[int] = []
-        self._why: str | None = None
+        self._why: Absence | None = None
         longer_s = channel.num_processes / _PROCESSES_PER_SECOND
         self.seconds = max(_FIRST_WAIT_S, longer_s)
         self._longest_s = max(_LONGEST_WAIT_S, longer_s)
 
-    def reason(self, missing: list[int]) -> str | None:
+    def reason(self, missing: list[int]) -> Absence | None:
         """The reason why processes that are still missing will not come, or `None`.
 
         Args:
@@ -373,16 +396,25 @@ class _Wait:
         return None
 
 
-_MISMATCH = "All processes call what needs all of them, in the same order."
-_FAILURE = "A process that fails ends the others, which wait for it."
-_MEND = "Mend what failed there; its own output has the traceback."
+def _error(failed: bool, received: str, fix: str) -> PeerError:
+    """The error for a process.
 
-
-def _error(rule: str, received: str, fix: str) -> PeerError:
-    """The error for a process, with its own fix; for another rule the text as it is."""
-    if rule not in (_MISMATCH, _FAILURE):
-        return PeerError(received)
-    return PeerError(message(rule, received=received, fix=fix if rule == _MISMATCH else _MEND))
+    Args:
+        failed: Whether another process failed.
+        received: What all processes do, in words.
+        fix: The fix of this process's call, for processes that do not do the same.
+    """
+    if failed:
+        rule = "If one process fails, the others end, too, because they would wait for it."
+        return PeerError(
+            message(
+                rule,
+                received=received,
+                fix="Fix the error in that process; its own output has the traceback.",
+            )
+        )
+    rule = "All processes must make the same calls in the same order."
+    return PeerError(message(rule, received=received, fix=fix))
 
 
 def _by_process(plans: dict[int, str]) -> str:

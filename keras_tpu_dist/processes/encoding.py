@@ -1,7 +1,7 @@
 """Messages between processes as text: plain data of a known form and a limited size.
 
-Without certificates, JAX's coordinator does not authenticate anybody, so whoever can reach its port
-can write there. Messages are only numbers, strings, lists and dicts, and become nothing else.
+Without certificates, JAX's coordinator does not authenticate anybody, so anybody who can reach its
+port can write there. Messages are only numbers, strings, lists and dicts, and no code.
 """
 
 import json
@@ -97,7 +97,7 @@ def decoded(text: str, form: Any = ANYTHING, *, where: str = "a message") -> Any
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
-        raise _malformed(where, text, "no plain data") from None
+        raise _malformed(where, text, "no JSON") from None
     check_form(value, form, where=where)
     return value
 
@@ -114,7 +114,7 @@ def check_form(value: Any, form: Any, *, where: str) -> None:
         PeerError: If it has another form.
     """
     if not fits(value, form):
-        raise _malformed(where, encoded(value), "another form")
+        raise _malformed(where, encoded(value), "an invalid value")
 
 
 def check_array(shape: Sequence[int], dtype: str, *, where: str) -> None:
@@ -134,7 +134,7 @@ def check_array(shape: Sequence[int], dtype: str, *, where: str) -> None:
         each = np.dtype(dtype).itemsize if dtype in _NUMBERS else 1
         if plain and math.prod(sizes) * each <= _MOST_BYTES_OF_AN_ARRAY:
             return
-    raise _malformed(where, encoded([sizes, dtype]), "no array that could be")
+    raise _malformed(where, encoded([sizes, dtype]), "an impossible array")
 
 
 def fits(value: Any, form: Any, depth: int = 0) -> bool:
@@ -170,9 +170,9 @@ def fits(value: Any, form: Any, depth: int = 0) -> bool:
 def _malformed(where: str, text: str, what: str) -> PeerError:
     return PeerError(
         message(
-            "What processes send each other is plain data of a known form.",
+            "Messages between processes must be plain data of a known form.",
             received=f"{what} in {where}: {text[:80]!r}.",
-            fix="Let nobody but the processes of this run reach the coordinator's port: see "
+            fix="Allow only the processes of this run to reach the coordinator's port: see "
             "SECURITY.md.",
         )
     )

@@ -65,8 +65,8 @@ class Preemption:
             self.noted = False
             if jax.process_count() > 1:
                 logger.warning(
-                    "SIGTERM came to one of the processes: all of them have saved, and end with "
-                    "exit code %d",
+                    "one of the processes got SIGTERM: all of them have saved, and end with exit "
+                    "code %d",
                     EXIT_TERMINATED,
                 )
                 raise SystemExit(EXIT_TERMINATED)

@@ -26,7 +26,7 @@ def begin() -> None:
     try:
         file = os.open(path + STEP, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        _say_unwritten(path, error)
+        _warn(path, error)
         return
     writes = True
 
@@ -38,9 +38,9 @@ def begin() -> None:
                 os.pwrite(file, b"%*d" % (WIDTH, step), 0)
             except OSError as error:
                 writes = False
-                _say_unwritten(path, error)
+                _warn(path, error)
 
-    phases.tell_of_steps(write)
+    phases.on_step(write)
     before = sys.excepthook
 
     def hook(kind, error, trace):
@@ -51,9 +51,9 @@ def begin() -> None:
     sys.excepthook = hook
 
 
-def _say_unwritten(path: str, error: OSError) -> None:
-    """What the launcher learns less of must not end a run."""
-    logger.warning("the launcher does not see at which step this is: %s: %s", path, error)
+def _warn(path: str, error: OSError) -> None:
+    """Logs a warning: a missing report must not end a run."""
+    logger.warning("the launcher cannot see the current step of this process: %s: %s", path, error)
 
 
 def _write_error(path: str, kind: type[BaseException], error: BaseException) -> None:

@@ -52,7 +52,7 @@ def written_once(stock: Callable, model: Any, filepath: Any, *args, **kwargs) ->
         raise error
     failed = [f"process {i}: {reason}" for i, reason in enumerate(answers) if reason]
     if failed:
-        raise PeerError(f"Saving failed elsewhere. {'; '.join(failed)}")
+        raise PeerError(f"Saving failed in another process. {'; '.join(failed)}")
 
 
 def _on_several_hosts(variable: Any) -> bool:

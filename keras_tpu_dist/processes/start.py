@@ -32,13 +32,13 @@ _alone = False
 
 # Seconds of silence after which a process counts as dead.
 PEER_TIMEOUT_S = 30.0
-_NOBODY_WATCHES = (
+_NO_COORDINATOR = (
     "JAX has several processes but no coordinator. They cannot compare anything, and if one fails, "
     "the others wait for ever: call ktd.initialize() first in the program"
 )
 # JAX's own heartbeats end a process without a reason, so they come later than ours.
 _LATER_S = 10
-_LOOK_FOR_LAUNCHER_S = 0.5
+_POLL_LAUNCHER_S = 0.5
 # A coordinator at one of these addresses serves this host alone.
 _LOOPBACK = ("localhost", "::1", "[::1]")
 _ARGUMENTS = ("coordinator", "num_processes", "process_id")
@@ -73,8 +73,8 @@ def initialize(
         coordinator: The address of process 0, `"10.0.0.1:8476"`.
         num_processes: The number of processes.
         process_id: The number of this process, from 0.
-        timeout_s: The most seconds to wait until all processes have joined. After that the process
-            ends with exit code 69.
+        timeout_s: The seconds to wait until all processes have joined. After that the process ends
+            with exit code 69.
         peer_timeout_s: The seconds of silence after which a process counts as dead, and all others
             end.
         mtls_cert_file: The file with this process's certificate, as in
@@ -113,7 +113,7 @@ def initialize(
     if jax.distributed.is_initialized():
         _check_same(given)
         watch_peers(peer_timeout_s)
-        _count_time()
+        _record_goodput()
         return
     if _alone and given == _NOTHING:
         return
@@ -139,21 +139,21 @@ def initialize(
             )
         except ValueError as error:
             _no_cluster(given, error)
-            _count_time()
+            _record_goodput()
             return
     watch_peers(peer_timeout_s, together=True)
-    _count_time()
+    _record_goodput()
 
 
-def _count_time() -> None:
+def _record_goodput() -> None:
     """Lets process 0 record how its time is spent, if a launcher has named a file."""
     path = os.environ.pop(records.GOODPUT, None)
     if path and _keras.started_as()[2] in (None, 0):
         try:
             recorder.begin(path)
         except OSError as error:
-            # The launcher could write it when the run began.
-            logger.warning("goodput is not counted: %s cannot be written: %s", path, error)
+            # The launcher could write the file at the start of the run.
+            logger.warning("goodput is not recorded: %s cannot be written: %s", path, error)
 
 
 def watch_peers(peer_timeout_s: float | None = None, *, together: bool = False) -> None:
@@ -171,7 +171,7 @@ def watch_peers(peer_timeout_s: float | None = None, *, together: bool = False) 
         return
     if _keras.coordination_client() is None:
         if jax.process_count() > 1:
-            log_once(_NOBODY_WATCHES, logging.WARNING)
+            log_once(_NO_COORDINATOR, logging.WARNING)
         return
     _, number, own = _keras.started_as()
     if number == 1:
@@ -267,16 +267,16 @@ def end_with_launcher() -> None:
     """Ends this process when the launcher that started it is gone, if there was one."""
     launcher = int(os.environ.pop(LAUNCHER, 0))
     if launcher and os.name == "posix":
-        look = threading.Thread(target=_look_for, args=(launcher,), name="ktd-launcher")
-        look.daemon = True
-        look.start()
+        thread = threading.Thread(target=_end_with, args=(launcher,), name="ktd-launcher")
+        thread.daemon = True
+        thread.start()
 
 
-def _look_for(launcher: int) -> None:
+def _end_with(launcher: int) -> None:
     # The launcher is the parent, unless its command is a shell that starts this program.
     is_parent = os.getppid() == launcher
     while os.getppid() == launcher if is_parent else _lives(launcher):
-        time.sleep(_LOOK_FOR_LAUNCHER_S)
+        time.sleep(_POLL_LAUNCHER_S)
     logger.critical("the launcher, process %d, is gone: this process ends", launcher)
     os._exit(watch.EXIT_PEER)
 

@@ -19,7 +19,7 @@ import jax
 
 from keras_tpu_dist.goodput import recorder
 from keras_tpu_dist.launcher.names import EXIT_PEER as EXIT_PEER
-from keras_tpu_dist.processes.channel import Channel
+from keras_tpu_dist.processes.channel import ENDED, FAILED, SILENT, STUCK, Absence, Channel
 from keras_tpu_dist.processes.encoding import DictOf, ListOf
 
 logger = logging.getLogger("keras_tpu_dist")
@@ -31,14 +31,13 @@ _GRACE_S = 3.0
 _MOST_BEATS_PER_SECOND = 64
 # For a process that may start its watch later than this one; JAX's heartbeats notice if it is dead.
 _LONGEST_UNHEARD_S = 300.0
-_ENDED = "has ended its program"
 OUTSIDE, INSIDE, LAUNCH = 0, 1, 2
-# The form of a process's entries: [number of entries, its position, the level]; how it ended; the
-# numbers of the processes whose end it has read. Process 0 adds who is gone.
-_ALIVE, _GONE, _READ = [int, str, (int, bool)], str, ListOf(int)
-_BOARD = [*_ALIVE, DictOf(str)]
-# How many gone processes process 0 reports; the first ones are the cause for the others.
-_MOST_TOLD = 8
+# The form of a process's entries: [number of entries, its position, the level]; its end, as an
+# `Absence`; the numbers of the processes whose end it has read. Process 0 adds the ends of others.
+_ALIVE, _GONE, _READ = [int, str, (int, bool)], [str, str], ListOf(int)
+_BOARD = [*_ALIVE, DictOf(_GONE)]
+# How many ended processes process 0 reports; the first ones are the cause for the others.
+_MOST_REPORTED = 8
 # Characters of an error's text; the process's own output has all of it.
 _MOST_WORDS = 4000
 
@@ -78,8 +77,8 @@ class Watch:
         self._output: Any = None
         self._heard: dict[int, tuple[int, float]] = {}
         self._unheard = set(range(num_processes)) - {process_id}
-        self._gone: dict[int, str] = {}
-        self._told: dict[int, str] = {}
+        self._gone: dict[int, Absence] = {}
+        self._reported: dict[int, Absence] = {}
         self._beat_s = max(_BEAT_S, num_processes / _MOST_BEATS_PER_SECOND)
         self._gone_since: dict[int, float] = {}
         self._positions: dict[int, tuple[str, int]] = {}
@@ -110,7 +109,6 @@ class Watch:
             where: The position, in words.
             inside: Whether it may be waiting for others there: `OUTSIDE`, `INSIDE` a call that all
                 make, at `LAUNCH` of a program that all run.
-                all make, at `LAUNCH` of a program that all run.
         """
         before = self._where, self._inside
         self._where, self._inside = where, inside
@@ -136,7 +134,7 @@ class Watch:
         done = output is None or output.is_deleted() or output.is_ready()
         return self._inside if done else LAUNCH
 
-    def why_not(self, missing: list[int], waited_s: float) -> str | None:
+    def why_not(self, missing: list[int], waited_s: float) -> Absence | None:
         """The reason why some of the processes will not come, or `None`.
 
         A live process that is on its way is waited for, however long that takes. A process is not
@@ -150,14 +148,15 @@ class Watch:
         gone = {**self._read_ends(), **self._gone}
         reason = next((gone[i] for i in missing if i in gone), None)
         if waited_s > _LONGEST_UNHEARD_S and any(i in self._unheard for i in missing):
-            reason = reason or f"not heard from within {_LONGEST_UNHEARD_S:g} s"
+            words = f"not heard from within {_LONGEST_UNHEARD_S:g} s"
+            reason = reason or Absence(SILENT, words)
         own = self._level
         stuck = {OUTSIDE: False, INSIDE: own >= INSIDE, LAUNCH: own != LAUNCH}
         places = [self._positions.get(i, ("", OUTSIDE)) for i in missing]
         waiting = [where for where, level in places if stuck[level]]
         if reason or waited_s < self._peer_timeout_s or not waiting:
             return reason
-        return f"still {waiting[0]} after {self._peer_timeout_s:g} s"
+        return Absence(STUCK, f"still {waiting[0]} after {self._peer_timeout_s:g} s")
 
     def failed(self, error: str) -> None:
         """Writes for the others that this process ends by an error, and ends it.
@@ -166,20 +165,20 @@ class Watch:
             error: The error's text.
         """
         self._end_watch()
-        self._write_end(f"failed {self._where} with {error[:_MOST_WORDS]}")
+        self._write_end(Absence(FAILED, f"failed {self._where} with {error[:_MOST_WORDS]}"))
         self._wait_for_readers(self._num_processes - 1)
         _exit(1)
 
     def ended(self) -> None:
-        """Writes for the others that this program came to its end."""
+        """Writes for the others that this program reached its normal end."""
         if not self._ends.is_set():
             self._end_watch()
-            self._write_end(f"{_ENDED} {self._where}")
+            self._write_end(Absence(ENDED, f"has ended its program {self._where}"))
 
-    def _write_end(self, how: str) -> None:
-        self._channel.write("gone", how)
+    def _write_end(self, end: Absence) -> None:
+        self._channel.write("gone", end)
         if not self._process_id:
-            self._gone[0] = how
+            self._gone[0] = end
             self._write_board()
 
     def _wait_for_readers(self, others: int) -> None:
@@ -201,8 +200,8 @@ class Watch:
         end = time.monotonic() + self._peer_timeout_s + 2 * _BEAT_S
         while time.monotonic() < end and not self._gone:
             time.sleep(_BEAT_S / 4)
-        for i, why in sorted(self._gone.items()):
-            logger.critical("process %d %s", i, why)
+        for i, end in sorted(self._gone.items()):
+            logger.critical("process %d %s", i, end.words)
 
     def _run(self) -> None:
         while True:
@@ -225,21 +224,21 @@ class Watch:
             self._listen(self._channel.read_valid("alive", _ALIVE), self._others)
         else:
             self._listen(*self._board())
-        self._gone.update(self._read_ends() if self._reads_all else self._told_of_others())
+        self._gone.update(self._read_ends() if self._reads_all else self._ends_of_others())
         now = time.monotonic()
         for i in self._gone:
             self._gone_since.setdefault(i, now)
         if not self._process_id:
             self._write_board()
-        fatal = {i: why for i, why in self._gone.items() if self._is_fatal(i, now)}
+        fatal = {i: end.words for i, end in self._gone.items() if self._is_fatal(i, now)}
         if fatal:
             self._end(fatal)
 
     def _write_board(self) -> None:
         # Processes that have reached their normal end are not a reason yet.
-        gone = sorted(self._gone.items(), key=lambda item: item[1].startswith(_ENDED))
-        told = {str(i): why for i, why in gone[:_MOST_TOLD]}
-        self._channel.write("board", [self._beats, self._where, self._level, told])
+        gone = sorted(self._gone.items(), key=lambda item: item[1].kind == ENDED)
+        ends = {str(i): end for i, end in gone[:_MOST_REPORTED]}
+        self._channel.write("board", [self._beats, self._where, self._level, ends])
 
     @property
     def _reads_all(self) -> bool:
@@ -251,24 +250,23 @@ class Watch:
         return [i for i in range(1, self._num_processes) if i != self._process_id]
 
     def _board(self) -> tuple[dict[int, Any], list[int]]:
-        """The last entry of process 0 about itself; who is gone is recorded."""
+        """The last entry of process 0 about itself; also records the ends of other processes."""
         board = self._channel.read_valid("board", _BOARD)
         entry = board.get(0, [0, "", OUTSIDE, {}])
         numbers = {str(i): i for i in range(self._num_processes)}
-        self._told = {numbers[i]: why for i, why in entry[3].items() if i in numbers}
+        self._reported = {numbers[i]: Absence(*end) for i, end in entry[3].items() if i in numbers}
         return {i: entry[:3] for i in board if i == 0}, [0]
 
-    def _read_ends(self) -> dict[int, str]:
+    def _read_ends(self) -> dict[int, Absence]:
         """How processes ended: by their own entries, or by the report of process 0."""
         if not self._reads_all:
             self._board()
-            return self._told_of_others()
+            return self._ends_of_others()
         gone = self._channel.read_valid("gone", _GONE)
-        gone.pop(self._process_id, None)
-        return gone
+        return {i: Absence(*end) for i, end in gone.items() if i != self._process_id}
 
-    def _told_of_others(self) -> dict[int, str]:
-        return {i: why for i, why in self._told.items() if i != self._process_id}
+    def _ends_of_others(self) -> dict[int, Absence]:
+        return {i: end for i, end in self._reported.items() if i != self._process_id}
 
     def _listen(self, alive: dict[int, Any], of: Iterable[int]) -> None:
         """Records the entries of processes, and which of them are silent."""
@@ -283,10 +281,11 @@ class Watch:
                 self._heard[i] = beats, now
                 self._positions[i] = where, inside
             elif now - self._heard[i][1] > self._peer_timeout_s:
-                self._gone[i] = f"silent for {self._peer_timeout_s:g} s, last heard {where}"
+                words = f"silent for {self._peer_timeout_s:g} s, last heard {where}"
+                self._gone[i] = Absence(SILENT, words)
 
     def _is_fatal(self, number: int, now: float) -> bool:
-        if not self._gone[number].startswith(_ENDED):
+        if self._gone[number].kind != ENDED:
             return True
         # It reached its normal end: only processes that still wait for it in a collective are lost.
         return bool(self._level) and now - self._gone_since[number] > self._peer_timeout_s
@@ -294,7 +293,7 @@ class Watch:
     def _end(self, fatal: dict[int, str]) -> None:
         """Ends this process, unless it ends by itself within a few seconds."""
         self._channel.write("read", sorted(fatal))
-        words = "; ".join(f"process {i} {why}" for i, why in sorted(fatal.items()))
+        words = "; ".join(f"process {i} {end}" for i, end in sorted(fatal.items()))
         logger.critical("process %d ends (%s): %s", self._process_id, self._where, words)
         # Processes that read it from process 0 end a beat later; its coordinator must live until
         # then.

@@ -1,11 +1,11 @@
-"""Dry runs as points: step time against memory."""
+"""A chart of dry runs: step time against memory."""
 
 import html
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from keras_tpu_dist.show.colours import EMPTY, NONE, ON_COLOUR, apart
+from keras_tpu_dist.show.colours import EMPTY, NONE, ON_COLOUR, distinct
 from keras_tpu_dist.show.svg import svg_document, svg_line, svg_text
 from keras_tpu_dist.show.text import duration_text, size_text, span_text
 
@@ -19,12 +19,12 @@ class Point:
     """One dry run.
 
     Args:
-        number: What stands beside it in the table.
-        words: What it is.
-        group: What gives it its colour.
+        number: Its number in the table.
+        words: Its description.
+        group: Its group; every group has a colour.
         bytes: Memory on one device.
-        seconds: The least and the most of its step, or `None` where no time is known.
-        fits: Whether it fits.
+        seconds: The range of the step time, or `None` if unknown.
+        fits: Whether it fits in memory.
     """
 
     number: int
@@ -36,19 +36,20 @@ class Point:
 
 
 def colours_of(points: Sequence[Point]) -> dict[str, str]:
-    """The colour of each group.
+    """The colours of the groups.
 
     Args:
         points: The points.
     """
     groups = dict.fromkeys(point.group for point in points)
-    return {group: apart(n) for n, group in enumerate(groups)}
+    return {group: distinct(n) for n, group in enumerate(groups)}
 
 
 def scatter_svg(points: Sequence[Point], limit: int | None) -> str:
-    """Step time upwards, memory to the right; what does not fit is hollow, in a row of its own.
+    """Draws step time upwards and memory to the right.
 
-    A time that is a range is a line, with the point in its middle.
+    A range of times is a line with the point in its middle. Points that do not fit in memory are
+    hollow; points without a time have a row of their own.
 
     Args:
         points: The points; at least one has a time.
@@ -113,7 +114,7 @@ def _axes(x, y, most_bytes: float, most_seconds: float) -> list[str]:
 
 
 def _above(value: float, base: float = 10.0) -> float:
-    """The next round number, so that a fifth of it is round too."""
+    """The next larger number such that it and a fifth of it are round."""
     if value <= 0:
         return 1.0
     unit = 1.0

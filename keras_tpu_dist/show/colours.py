@@ -1,18 +1,18 @@
-"""The colours of all pictures: each has one meaning, wherever it is drawn."""
+"""The colours of all pictures. A colour has the same meaning in every picture."""
 
 from collections.abc import Iterable, Sequence
 
-# A mesh axis, by its place in the mesh (six of Okabe and Ito, which colour-blind readers
-# tell apart, in an order that stays apart side by side; then the axes after them, all in one).
+# Mesh axes in the order of the mesh: six colours of Okabe and Ito, which colour-blind readers can
+# distinguish, ordered so that neighbours differ; then one colour for all further axes.
 AXES = ("#e69f00", "#56b4e9", "#009e73", "#cc79a7", "#dd6610", "#f0e442")
 FURTHER_AXES = "#7f95ab"
-# Not split over any axis; a link that is no group's; memory whose kind is unknown.
+# Not split over any axis; a link outside of all groups; memory of unknown kind.
 NONE = "#999999"
-# From the least of a range to its most.
+# From the lower end of a range to its upper end.
 FAINT = "rgba(153,153,153,.45)"
-# What is empty: seen on white and on black; and in figures of matplotlib.
+# Empty parts: visible on white and on black; and in matplotlib figures.
 EMPTY, EMPTY_FIGURE = "rgba(128,128,128,.22)", "#e3e3e3"
-# What a device's memory holds.
+# The contents of a device's memory.
 MEMORY = {
     "weights": "#5b5bd6",
     "optimizer": "#9a98f2",
@@ -22,17 +22,20 @@ MEMORY = {
     "new state and outputs": "#cfe3a0",
     "program": "#7a6f64",
 }
-# When a step spends its time.
+# The passes of a step.
 FORWARD, BACKWARD = "#a9bcd6", "#6583ad"
-# Things of one picture that are told apart, with words beside them: pieces of a tensor, groups of
-# chips, layouts in a chart. They come again from the start if there are more.
-APART = ("#f2a69e", "#8fc7c2", "#c9b1e8", "#b9cf8b", "#9db8f0", "#e8c48a", "#e6a3cf", "#b8b2a7")
-# Text on any of these, whatever the ground around it.
+# To distinguish items within a picture, with labels: pieces of a tensor, groups of chips, layouts
+# in a chart. With more items, the colours repeat.
+DISTINCT = (
+    *("#f2a69e", "#8fc7c2", "#c9b1e8", "#b9cf8b"),
+    *("#9db8f0", "#e8c48a", "#e6a3cf", "#b8b2a7"),
+)
+# Text on any of these colours, on every background.
 ON_COLOUR = "#1a1a1a"
 
 
 def axis_colours(names: Sequence[str]) -> dict[str, str]:
-    """The colour of each axis of a mesh.
+    """The colours of a mesh's axes.
 
     Args:
         names: The mesh axes, in the order of the mesh.
@@ -46,25 +49,25 @@ def axis_colours(names: Sequence[str]) -> dict[str, str]:
 
 
 def axis_colour(axes: Iterable[str], names: Sequence[str]) -> str:
-    """The colour of what some axes split: that of the first of them.
+    """The colour for an array: that of the first axis that splits it.
 
     Args:
         axes: The axes that split it; none if it is replicated.
-        names: The mesh axes, in the order of the mesh; an axis that is none of them has no colour.
+        names: The mesh axes, in the order of the mesh; other axes have no colour.
     """
     colours = axis_colours(names)
     return next((colours[each] for each in axes if each in colours), NONE)
 
 
 def axis_legend(mesh: dict[str, int]) -> list[tuple[str, str]]:
-    """What the colours of axes mean.
+    """A legend for the colours of axes.
 
     Args:
         mesh: Axis names and sizes.
 
     Returns:
-        Colours with their words: each axis, those without a colour of their own together, and what
-        is replicated.
+        Colours with their words: the axes, one entry for all axes without a colour of their own,
+        and one for replicated arrays.
     """
     named = [(AXES[n], f"{name} {mesh[name]}") for n, name in enumerate(list(mesh)[: len(AXES)])]
     rest = ", ".join(f"{name} {mesh[name]}" for name in list(mesh)[len(AXES) :])
@@ -72,22 +75,22 @@ def axis_legend(mesh: dict[str, int]) -> list[tuple[str, str]]:
     return [*named, *further, (NONE, "replicated: whole on every device")]
 
 
-def apart(number: int) -> str:
-    """The colour of one of the things that a picture tells apart.
+def distinct(number: int) -> str:
+    """The colour of an item that a picture distinguishes from others.
 
     Args:
         number: Its number, from 0.
     """
-    return APART[number % len(APART)]
+    return DISTINCT[number % len(DISTINCT)]
 
 
 def colours_left_out(count: int, what: str) -> str:
-    """What to say if things share a colour, or `""`.
+    """A note if items share a colour, or `""`.
 
     Args:
-        count: How many things there are.
-        what: What they are, in the plural.
+        count: The number of items.
+        what: Their name, in the plural.
     """
-    if count <= len(APART):
+    if count <= len(DISTINCT):
         return ""
-    return f"{count} {what} share {len(APART)} colours"
+    return f"{count} {what} share {len(DISTINCT)} colours"

@@ -1,4 +1,4 @@
-"""Equal blocks of a model shown once: what repeats in a list of paths."""
+"""Shows equal blocks of a model once: finds repetitions in a list of paths."""
 
 import dataclasses
 import math
@@ -9,26 +9,26 @@ from typing import Any
 
 from keras_tpu_dist.show.text import text_table, text_width
 
-# A table of more lines than this is not read: rows that are alike share one.
+# Nobody reads longer tables; beyond this number of lines, similar rows share a line.
 MOST_LINES = 48
-# Fewer lines saved are not worth a reader's second look.
+# Repetitions are folded only if this saves at least so many lines.
 _LEAST_SAVED = 4
-# The most layers of a block that is looked for among layers side by side.
+# The largest number of layers in a repeated block.
 _LONGEST_BLOCK = 200
-# The most names in braces.
+# The largest number of names in braces.
 _MOST_NAMES = 6
 
 
 @dataclass(frozen=True)
 class Repeated:
-    """Layers that follow one another, once or again and again with equal rows.
+    """A block of consecutive layers, repeated with equal rows.
 
     Attributes:
-        first: The path of the first of its layers.
-        last: The path of the last one, of the last repetition.
-        times: How often it repeats; 1 for what does not.
+        first: The path of its first layer.
+        last: The path of the last layer in the last repetition.
+        times: The number of repetitions.
         rows: All rows of the first repetition.
-        entries: The same, with what repeats within it folded in turn.
+        entries: The same rows, with repetitions within the block folded in turn.
     """
 
     first: str
@@ -39,7 +39,7 @@ class Repeated:
 
     @property
     def words(self) -> str:
-        """Which layers it stands for."""
+        """The layers that it represents."""
         if self.first == self.last:
             return self.first
         return f"{self.first} .. {self.last}"
@@ -51,19 +51,19 @@ class Alike:
 
     Attributes:
         rows: The rows.
-        pattern: What all of their paths match, with `*` for what differs, if they are from
-            anywhere in the model; `""` if they follow one another in one layer.
+        pattern: A pattern that all of their paths match, with `*` for the parts that differ, if
+            they come from anywhere in the model; `""` if they are consecutive in one layer.
     """
 
     rows: tuple[Any, ...]
     pattern: str = ""
 
     def name(self, path: Callable[[Any], str], within: str = "") -> str:
-        """The paths of its rows in few words.
+        """A short form of the paths of its rows.
 
         Args:
-            path: From a row to its path.
-            within: What all paths start with, which is left out.
+            path: A function from a row to its path.
+            within: The common start of all paths, which is left out.
 
         Example:
 
@@ -83,20 +83,20 @@ def short_rows(
     cells: Callable[[Sequence[Any], str, str], tuple[str, ...]],
     size: Callable[[Sequence[Any]], str] = lambda rows: "",
 ) -> list[tuple[str, ...] | str]:
-    """Rows for `text_table` and `html_table`, no more than a reader looks through.
+    """Rows for `text_table` and `html_table`, few enough to read.
 
-    First equal blocks are folded. If `MOST_LINES` are not enough, rows share a line from anywhere
-    in the model: those of one kind of layer whose numbers differ, then those with the same last
-    name, then all with one layout.
+    It folds equal blocks. If there are still more than `MOST_LINES` lines, rows from anywhere in
+    the model share a line: those of layers that differ only in numbers; if that is not enough,
+    those with the same last name; then all with the same layout.
 
     Args:
         rows: The rows.
-        path: From a row to its path, with `/` between names.
-        key: From a row to what has to be equal in equal blocks.
-        alike: From a row to what has to be equal in a shared line, and to a sentence in which
-            numbers and quoted names may differ.
-        cells: From rows that share a line to its cells, given their name and the path above them.
-        size: From the rows of a block to what is said of one of them.
+        path: A function from a row to its path, with `/` between names.
+        key: A function from a row to the data that must be equal in equal blocks.
+        alike: A function from a row to the data that must be equal in a shared line, and to a
+            sentence in which numbers and quoted names may differ.
+        cells: A function from the rows of a line, their name and the path above them to the cells.
+        size: A function from the rows of a block to a text about one block.
     """
     found: list[tuple[str, ...] | str] = []
     for entries in _shorter_and_shorter(rows, path, key, alike):
@@ -108,7 +108,7 @@ def short_rows(
 
 def _shorter_and_shorter(rows, path, key, alike) -> Iterator[tuple[Any, ...]]:
     yield _joined(folded(rows, path, key), path, key)
-    # What does not train stands with its layer.
+    # Weights that do not train are listed with their layer.
     layers = children_of(rows, lambda row: path(row).rpartition("/")[0] + "/")
     ordered = [row for those in layers.values() for row in those]
     yield _of_one_kind(families(ordered, path, alike, kind_of), path, key)
@@ -122,14 +122,14 @@ def families(
     alike: Callable[[Any], tuple[Any, str]],
     label: Callable[[str], str],
 ) -> tuple[Alike, ...]:
-    """Rows that are alike, from anywhere in the model, in the order of the first of each.
+    """Groups similar rows from anywhere in the model, in the order of their first rows.
 
     Args:
         rows: The rows.
-        path: From a row to its path.
-        alike: From a row to what has to be equal, and to a sentence in which numbers and quoted
-            names may differ.
-        label: From a path to what has to be equal of it.
+        path: A function from a row to its path.
+        alike: A function from a row to the data that must be equal, and to a sentence in which
+            numbers and quoted names may differ.
+        label: A function from a path to the part of it that must be equal.
 
     Example:
 
@@ -146,7 +146,7 @@ def families(
 
 
 def _of_one_kind(those: Iterable[Alike], path, key) -> tuple[Alike, ...]:
-    """Neighbours that are equal, weight by weight, in the same layers as one."""
+    """Joins neighbours that are equal, weight by weight, in layers of the same kind."""
     found: list[Alike] = []
     for each in those:
         last = found[-1] if found else each
@@ -162,7 +162,7 @@ def _of_one_kind(those: Iterable[Alike], path, key) -> tuple[Alike, ...]:
 
 
 def kind_of(name: str) -> str:
-    """A path with `#` for the numbers, and numbers with a letter, that tell its layers apart.
+    """A path with `#` for the numbers, and for numbers with a letter, that distinguish layers.
 
     Args:
         name: The path.
@@ -176,7 +176,7 @@ def kind_of(name: str) -> str:
 
 
 def pattern_of(paths: Iterable[str]) -> str:
-    """What paths match, with `*` for numbers, layers or names that differ.
+    """A pattern that paths match, with `*` for numbers, layers or names that differ.
 
     Args:
         paths: The paths, at least one.
@@ -195,7 +195,7 @@ def pattern_of(paths: Iterable[str]) -> str:
         numbers = [re.split(r"(\d+[a-z]?(?![a-z0-9])|\d+)", each) for each in known]
         if len({len(each) for each in numbers}) == 1:
             return "".join(each[0] if len({*each}) == 1 else "*" for each in zip(*numbers))
-        # Of automatic names, the first has no number.
+        # The first of Keras's automatic names has no number.
         return kind_of(known[0]).replace("#", "*").replace("/", "*/")
     layers, names = zip(*(each.rpartition("/")[::2] for each in known))
     above = pattern_of(layers) if len({*map(kind_of, layers)}) == 1 else "*"
@@ -203,7 +203,7 @@ def pattern_of(paths: Iterable[str]) -> str:
 
 
 def shapes_text(shapes: Sequence[tuple[int, ...]]) -> str:
-    """Shapes in few words: how many, and the smallest and the largest if they differ.
+    """A short form of shapes: their number, and the smallest and the largest if they differ.
 
     Args:
         shapes: The shapes, at least one.
@@ -219,7 +219,7 @@ def shapes_text(shapes: Sequence[tuple[int, ...]]) -> str:
 
 
 def merged(texts: Iterable[str]) -> str:
-    """Sentences that differ in numbers and quoted names, as one.
+    """Joins sentences that differ in numbers and quoted names.
 
     Args:
         texts: The sentences, at least one.
@@ -256,7 +256,7 @@ def _braced(names: Sequence[str]) -> str:
 
 
 def _choice(names: Iterable[str]) -> str:
-    """Names in braces, without what all of them start and end with."""
+    """Names in braces, with their common start and end outside of the braces."""
     kinds: dict[str, list[str]] = {}
     for name in dict.fromkeys(names):
         kinds.setdefault(kind_of(name), []).append(name)
@@ -281,7 +281,7 @@ def _choice(names: Iterable[str]) -> str:
 
 
 def _shared(parts: Sequence[Sequence[str]]) -> int:
-    """How many parts all start with."""
+    """The length of the common start."""
     count = 0
     for level in zip(*parts):
         if len({*level}) > 1:
@@ -291,7 +291,7 @@ def _shared(parts: Sequence[Sequence[str]]) -> int:
 
 
 def _joined(entries: Iterable[Any], path, key) -> tuple[Any, ...]:
-    """Entries in which neighbours of one layer that are equal but for one name share a line."""
+    """Joins neighbours in a layer into one line if they are equal except for one name."""
     found: list[Any] = []
     for entry in entries:
         if isinstance(entry, Repeated):
@@ -310,7 +310,7 @@ def _joins(those: Alike, row: Any, path, key) -> bool:
     if len({*map(len, names)}) > 1:
         return False
     differ = [n for n, level in enumerate(zip(*names)) if len({*level}) > 1]
-    # Layers side by side have lines of their own, parts of one layer share one.
+    # Parts of a layer share a line; layers side by side do not.
     return len(differ) == 1 and differ[0] > 0
 
 
@@ -320,19 +320,19 @@ def folded(
     key: Callable[[Any], Any],
     within: str = "",
 ) -> tuple[Any, ...]:
-    """Rows in the order of their layers, with equal ones that repeat as one `Repeated`.
+    """Folds rows: returns them in the order of their layers, with a `Repeated` for equal blocks.
 
-    Blocks are equal if their rows are, but for numbers in names: `decoder_0/up/kernel` is the same
-    weight as `decoder_1/up/kernel` if its key is the same.
+    Blocks are equal if their rows are equal except for numbers in names: `decoder_0/up/kernel`
+    equals `decoder_1/up/kernel` if both have the same key.
 
     Args:
         rows: The rows.
-        path: From a row to its path, with `/` between names.
-        key: From a row to what has to be equal; numbers in texts are left out of it.
+        path: A function from a row to its path, with `/` between names.
+        key: A function from a row to the data that must be equal; numbers in strings may differ.
         within: The path above all rows.
 
     Returns:
-        Rows, and blocks that repeat.
+        Rows, and repeated blocks.
 
     Example:
 
@@ -370,21 +370,21 @@ def table_rows(
     within: str = "",
     indent: str = "",
 ) -> Iterator[tuple[str, ...] | str]:
-    """Folded rows for `text_table` and `html_table`: a line for each block, its rows below it.
+    """Folded rows for `text_table` and `html_table`: a line for every block, its rows below it.
 
     Args:
         entries: `Alike` and `Repeated`.
-        path: From a row to its path.
-        cells: From rows that share a line to its cells, given their name and the path above them.
-        size: From the rows of a block to what is said of one of them.
+        path: A function from a row to its path.
+        cells: A function from the rows of a line, their name and the path above them to the cells.
+        size: A function from the rows of a block to a text about one block.
         within: The path above all entries, with a slash at its end, or `""`.
-        indent: What the first cells start with.
+        indent: The indentation of the first cells.
     """
     for entry in entries:
         if isinstance(entry, Alike):
             yield cells(entry.rows, f"{indent}{entry.name(path, within)}", within)
             continue
-        # Of a block of one layer, paths are relative to it.
+        # In a block of one layer, paths are relative to the layer.
         alone = all(path(row).startswith(f"{entry.first}/") for row in entry.rows)
         name = entry.words if alone else f"from {entry.first} to {entry.last}"
         each = size(entry.rows)
@@ -397,7 +397,7 @@ def table_rows(
 
 
 def relative(text: str, within: str) -> str:
-    """A sentence whose quoted paths are relative to a layer.
+    """Makes the quoted paths in a sentence relative to a layer.
 
     Args:
         text: The sentence.
@@ -414,11 +414,11 @@ def relative(text: str, within: str) -> str:
 def children_of(
     rows: Iterable[Any], path: Callable[[Any], str], within: str = ""
 ) -> dict[str, list[Any]]:
-    """Rows by the next name of their paths, in the order in which names first come.
+    """Groups rows by the next name in their paths, in the order of their first rows.
 
     Args:
         rows: The rows.
-        path: From a row to its path.
+        path: A function from a row to its path.
         within: The path above all rows, with a slash at its end, or `""`.
     """
     children: dict[str, list[Any]] = {}
@@ -429,7 +429,7 @@ def children_of(
 
 
 def unnumbered(text: str) -> str:
-    """A path or a sentence without the numbers that tell equal layers apart.
+    """A path or a sentence without the numbers that distinguish equal layers.
 
     Args:
         text: The text.
@@ -443,7 +443,7 @@ def unnumbered(text: str) -> str:
 
 
 def _inner(rows, path, key, within, name) -> Iterator[Any]:
-    """What one layer shows: its row, or its rows folded."""
+    """The entries of one layer: its own rows, and the folded rows below it."""
     below = [row for row in rows if path(row) != f"{within}{name}"]
     yield from (row for row in rows if path(row) == f"{within}{name}")
     if below:
@@ -457,7 +457,7 @@ def _masked(key: Any) -> Any:
 
 
 def _repetitions(keys: Sequence[Any]) -> Iterator[tuple[int, int, int]]:
-    """Start, period and times of each repetition, of which the longest is taken at each place."""
+    """Start, period and times of the repetitions; at every position, the longest one."""
     numbers: dict[Any, int] = {}
     ids = [numbers.setdefault(key, len(numbers)) for key in keys]
     start = 0

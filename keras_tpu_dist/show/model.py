@@ -1,4 +1,4 @@
-"""A drawing of a model: a box for each block, as wide as its bytes, coloured by mesh axes."""
+"""Draws a model: a box for every block, its width by bytes, its colours by mesh axes."""
 
 import html
 import math
@@ -34,11 +34,11 @@ from keras_tpu_dist.show.text import size_text, text_table, text_width, wrapped
 
 _WIDTH, _BAR = 760, 16
 _COLUMNS = ("weight", "shape", "layout", "bytes", "a device", "")
-# A letter's width in pixels; and the narrowest segment.
+# The width of a letter in pixels, and of the narrowest segment.
 _LETTER, _THIN = 6.6, 2.0
-# The least share of the widest box that has room for a label on a page.
+# On a page, a segment has a label if it is at least this share of the widest box.
 _LABELLED = 0.03
-# With more boxes, layers of one kind share one; a box of more weights lists them by kind.
+# With more boxes, layers of one kind share a box; a box with more weights lists them by kind.
 _MOST_BOXES, _MOST_WEIGHTS = 24, 12
 
 
@@ -47,11 +47,11 @@ class Box:
     """A block of the drawing.
 
     Attributes:
-        words: Which layers it stands for.
-        times: How often the model has it.
-        rows: The weights of one of them.
-        within: What all of their paths start with.
-        layers: How many layers of one kind share the box, with all of their weights in `rows`.
+        words: The layers that it represents.
+        times: How often the block repeats in the model.
+        rows: The weights of one repetition.
+        within: The common start of their paths.
+        layers: The number of layers of one kind that share the box; `rows` has all their weights.
     """
 
     words: str
@@ -62,12 +62,12 @@ class Box:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the weights of one block, whole."""
+        """Bytes of the weights of one repetition."""
         return sum(row.bytes for row in self.rows)
 
     @property
     def bytes_per_device(self) -> int:
-        """The same on each device."""
+        """Bytes of the weights of one repetition on one device."""
         return sum(row.bytes_per_device for row in self.rows)
 
     @property
@@ -83,16 +83,16 @@ class Box:
 
 @dataclass(frozen=True, repr=False)
 class ModelPicture(Picture):
-    """A model as boxes: one for each block, as wide as its bytes, coloured by mesh axes.
+    """A model as boxes: one for every block, its width by bytes, its colours by mesh axes.
 
     Attributes:
-        explanation: The `Explanation` of `strategy.explain` that is drawn.
+        explanation: The `Explanation` from `strategy.explain` to draw.
     """
 
     explanation: Any
 
     def boxes(self) -> list[Box]:
-        """The blocks in order, equal ones that repeat as one; of many, those of one kind as one."""
+        """The boxes in order, one for equal repeated blocks; if many, one for a kind of layer."""
         e = self.explanation
         above = _common(row.path for row in e.rows)
         found: list[Box] = []
@@ -114,14 +114,14 @@ class ModelPicture(Picture):
         return self.explanation.to_dict()
 
     def legend_entries(self) -> list[tuple[str, str]]:
-        """What colours mean: of each axis its name and size, and of what no axis splits."""
+        """The legend of colours: the axes with their names and sizes, and replicated weights."""
         return axis_legend(self.explanation.mesh)
 
     def _title(self) -> str:
         return self.explanation.title
 
     def _colours(self, row: Any) -> list[str]:
-        """The colours of the axes that split a weight; those of the mesh alone are drawn."""
+        """The colours of the axes that split a weight."""
         known = axis_colours(list(self.explanation.mesh))
         colours = [known.get(name, FURTHER_AXES) for name in dict.fromkeys(names_in(row.axes))]
         return colours or [NONE]
@@ -130,13 +130,13 @@ class ModelPicture(Picture):
         keys = Text()
         for colour, words in self.legend_entries():
             keys.append("  ", style=f"on {colour}").append(f" {words}  ")
-        bars = Text("█ on one device, █░ in all")
+        bars = Text("█ on one device, █░ in total")
         head = [*map(Text, wrapped(self._title(), text_width()))]
         head += map(Text, wrapped(self.explanation.summary, text_width()))
         return Group(*head, self._text_table(), keys, bars)
 
     def _text_table(self) -> Text:
-        """The weights by block, each with a bar in the colour of its axis."""
+        """The weights by block, with bars in the colours of their axes."""
         lines = [(box, _text_lines(box)) for box in self.boxes()]
         largest = max((_sum(those) for _, found in lines for _, those in found), default=1)
         rows: list[tuple[str, ...] | str] = []
@@ -166,7 +166,7 @@ class ModelPicture(Picture):
         ]
 
     def _html_totals(self) -> list[str]:
-        """What all weights take, and what those of one device take, by axes."""
+        """Bars of the bytes of all weights and of those on one device, by axes."""
         rows = self.explanation.rows
         whole = sum(row.bytes for row in rows) or 1
         parts: dict[str, list[int]] = {}
@@ -276,7 +276,7 @@ class ModelPicture(Picture):
 
 
 def _layers(rows: Sequence[Any], above: str) -> list[Box]:
-    """A box for each layer below a path, and one for the weights that lie there themselves."""
+    """A box for every layer below a path, and one for the weights directly below it."""
     own = [row for row in rows if "/" not in row.path.removeprefix(above)]
     rest = [row for row in rows if row not in own]
     boxes = [Box(above.rstrip("/") or own[0].path, 1, tuple(own), above)] if own else []
@@ -286,7 +286,7 @@ def _layers(rows: Sequence[Any], above: str) -> list[Box]:
 
 
 def _common(paths: Iterable[str]) -> str:
-    """The layers in which all paths lie, with a slash at the end, or `""`."""
+    """The layers that contain all paths, with a slash at the end, or `""`."""
     names: Sequence[Sequence[str]] = [path.split("/")[:-1] for path in paths]
     shared = []
     for level in zip(*names):
@@ -297,7 +297,7 @@ def _common(paths: Iterable[str]) -> str:
 
 
 def _by_kind(boxes: Sequence[Box]) -> list[Box]:
-    """One box for the layers whose names differ in numbers alone."""
+    """Joins the boxes of layers whose names differ only in numbers."""
     kinds: dict[str, list[Box]] = {}
     for box in boxes:
         kinds.setdefault(kind_of(box.words), []).append(box)
@@ -311,7 +311,7 @@ def _by_kind(boxes: Sequence[Box]) -> list[Box]:
 
 
 def _text_lines(box: Box) -> list[tuple[str, tuple[Any, ...]]]:
-    """The weights of a box with their name; of many, those of one name and layout together."""
+    """The weights of a box by name; if many, those with the same name and layout share a line."""
     if len(box.rows) <= _MOST_WEIGHTS:
         return [(row.path.removeprefix(box.within), (row,)) for row in box.rows]
     alike = families(box.rows, _path, lambda row: (row.layout, ""), _last)
@@ -331,7 +331,7 @@ def _path(row: Any) -> str:
 
 
 def _text_bar(size: int, here: int, largest: int) -> str:
-    """As long as its bytes; what one device holds is full."""
+    """A bar whose length shows the bytes; the part on one device is full."""
     whole = max(1, round(_BAR * size / max(largest, 1)))
     if whole == 1 and here < size:
         return "▏"
@@ -340,6 +340,6 @@ def _text_bar(size: int, here: int, largest: int) -> str:
 
 
 def _words(row: Any) -> str:
-    """What one weight is, where the mouse rests on it."""
+    """The description of a weight, for a tooltip."""
     sizes = f"{size_text(row.bytes)}, {size_text(row.bytes_per_device)} a device"
     return f"{row.path} {row.shape} {row.layout}: {sizes}; {row.problem or row.reason}"

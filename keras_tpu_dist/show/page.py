@@ -1,4 +1,4 @@
-"""Pages that need nothing beside themselves: tables that sort, bars, and how they look."""
+"""Self-contained HTML pages: sortable tables, bars, styles."""
 
 import contextlib
 import html
@@ -13,8 +13,8 @@ from keras_tpu_dist.common.printed import Printed
 from keras_tpu_dist.show.colours import EMPTY, ON_COLOUR
 from keras_tpu_dist.show.text import cell_html
 
-# Colours of the page around are taken over, so that it reads in a notebook of any theme; the name
-# stands twice to count for more than the notebook's own rules.
+# It inherits the colours of the page around it, so it is readable in a notebook of any theme. The
+# class name is doubled to override the notebook's own rules.
 _STYLE = (
     ".ktd{font:14px/1.45 system-ui,sans-serif;overflow-x:auto;overflow-wrap:anywhere}"
     # A table that is too wide scrolls by itself.
@@ -81,8 +81,8 @@ _PAGE_STYLE = (
     "dd{margin:0}@media(max-width:40em){dl{display:block}dd{margin:0 0 .3em 1.2em}}"
     "svg.others [data-group]{opacity:.15}svg.others [data-group].same{opacity:1}"
 )
-# Tables sort by the column whose head is clicked; chips that exchange with the one under the mouse
-# stand out.
+# A click on a column's head sorts the table; chips that exchange data with the chip under the mouse
+# are highlighted.
 _SCRIPT = """
 for (const table of document.querySelectorAll("table.sortable")) {
   const heads = [...table.tHead.rows[0].cells], body = table.tBodies[0];
@@ -108,7 +108,7 @@ for (const svg of document.querySelectorAll("svg")) {
   svg.addEventListener("mouseleave", () => mark(undefined));
 }
 """
-# Whatever a model's names may hold, the page loads nothing and sends nothing.
+# The page loads and sends nothing, whatever the names in a model contain.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
 
@@ -117,9 +117,9 @@ class TableCell:
     """A cell of a table.
 
     Attributes:
-        text: What it says, as plain text.
-        value: The number that it is sorted by; without one, its text is.
-        markup: HTML in the place of the text, such as a bar.
+        text: Its plain text.
+        value: The number to sort by; without one, the table sorts by the text.
+        markup: HTML instead of the text, such as a bar.
     """
 
     text: str
@@ -128,7 +128,7 @@ class TableCell:
 
 
 class Shown(Printed):
-    """A result that a notebook shows below its cell: a title, and HTML below that."""
+    """A result with an HTML form for notebooks: a title and HTML below it."""
 
     def _repr_html_(self) -> str:
         return fragment(self._title(), *self._blocks())
@@ -141,20 +141,20 @@ class Shown(Printed):
 
 
 class Page(Shown):
-    """A result that can be shown as a page of its own, too."""
+    """A result that also has a page of its own."""
 
     def to_html(self, path: str | os.PathLike | None = None) -> str | None:
-        """The whole of it as a page, to open in a browser and to send to others.
+        """The full report as an HTML page.
 
-        Drawings, and tables that sort by the column that is clicked. It is one file that loads
-        nothing else, and follows the browser's light or dark colours.
+        It has drawings, and tables that you sort by a click on a column. It is one file that loads
+        nothing else, and uses the browser's light or dark colours.
 
         Args:
-            path: The file to write, which is replaced as a whole; by default the text is given
-                back.
+            path: The file to write. An existing file is replaced atomically. By default, the text
+                is returned.
 
         Returns:
-            The page, or `None` where it was written.
+            The page, or `None` if it was written to a file.
 
         Raises:
             ValueError: If the file's folder is missing.
@@ -171,7 +171,7 @@ class Page(Shown):
 
 
 def document(title: str, parts: Iterable[str]) -> str:
-    """A whole page, with its style and its script.
+    """A complete page, with its style and its script.
 
     Args:
         title: The page's title, as plain text.
@@ -187,7 +187,7 @@ def document(title: str, parts: Iterable[str]) -> str:
 
 
 def fragment(title: str, *parts: str) -> str:
-    """A part of a page, as a notebook shows it below a cell.
+    """A part of a page, for the output of a notebook cell.
 
     Args:
         title: Its first line, as plain text, or `""`.
@@ -198,11 +198,11 @@ def fragment(title: str, *parts: str) -> str:
 
 
 def sortable(header: Sequence[str], rows: Iterable[Sequence[TableCell | str]]) -> str:
-    """A table that sorts by the column whose head is clicked.
+    """A table that sorts by a click on the head of a column.
 
     Args:
         header: The heads of its columns, as plain text.
-        rows: Its other rows; what is text alone is escaped here.
+        rows: Its other rows; plain text is escaped here.
     """
     cells = [[c if isinstance(c, TableCell) else TableCell(c) for c in row] for row in rows]
     numeric = [any(_is_number(row[n]) for row in cells) for n in range(len(header))]
@@ -218,8 +218,9 @@ def bar(parts: Iterable[tuple[float, str, str]], mark: float | None = None) -> s
     """A bar of coloured parts.
 
     Args:
-        parts: Of each its share of the bar's whole length, its colour, and its words as plain text.
-        mark: Where a line crosses the bar, as a share of its length.
+        parts: For every part, its share of the bar's length, its colour, and its words as plain
+            text.
+        mark: The position of a line across the bar, as a share of its length.
     """
     inner = "".join(
         f'<i style="width:{100 * share:.2f}%;background:{colour}" title="{html.escape(words)}"></i>'
@@ -231,7 +232,7 @@ def bar(parts: Iterable[tuple[float, str, str]], mark: float | None = None) -> s
 
 
 def legend(entries: Iterable[tuple[str, str]]) -> str:
-    """What colours mean.
+    """A legend of colours.
 
     Args:
         entries: Colours with their words, as plain text.
@@ -244,10 +245,10 @@ def legend(entries: Iterable[tuple[str, str]]) -> str:
 
 
 def definitions(words: Iterable[tuple[str, str]]) -> str:
-    """What words mean, where they stand.
+    """A list of terms with their meanings.
 
     Args:
-        words: Each with its meaning, as plain text.
+        words: Terms and meanings, as plain text.
     """
     items = (f"<dt>{html.escape(w)}</dt><dd>{html.escape(m)}</dd>" for w, m in words)
     return f'<dl class="muted">{"".join(items)}</dl>'
@@ -267,10 +268,10 @@ def delivered(text: str, path: str | os.PathLike | None) -> str | None:
 
     Args:
         text: The page.
-        path: The file, which is replaced as a whole; `None` to have the text.
+        path: The file; an existing file is replaced atomically. `None` to get the text.
 
     Returns:
-        The text, or `None` where it was written.
+        The text, or `None` if it was written to a file.
 
     Raises:
         ValueError: If the file's folder is missing, or it is a folder itself.
@@ -278,7 +279,7 @@ def delivered(text: str, path: str | os.PathLike | None) -> str | None:
     if path is None:
         return text
     file = file_of(path)
-    # A name that nobody can have put a link at.
+    # A random name, so that nobody can place a link there beforehand.
     part = file.with_name(f".{file.name[:100]}.{secrets.token_hex(8)}.part")
     opened = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
@@ -292,10 +293,10 @@ def delivered(text: str, path: str | os.PathLike | None) -> str | None:
 
 
 def file_of(path: str | os.PathLike) -> Path:
-    """The file that a page, a picture or a model is written to.
+    """The file for a page, a picture or a model, checked.
 
     Args:
-        path: What the user named.
+        path: The user's path.
 
     Raises:
         ValueError: If its folder is missing, or it is a folder itself.
@@ -304,7 +305,7 @@ def file_of(path: str | os.PathLike) -> Path:
     if not named:
         raise ValueError(
             message(
-                "A page is written to a file, which has a path.",
+                "A page needs the path of a file.",
                 received={"path": path},
                 fix='Write for example "report.html".',
             )
@@ -316,9 +317,9 @@ def file_of(path: str | os.PathLike) -> Path:
         message(
             "The file to write must be in a folder that exists.",
             received={"path": os.fspath(path)},
-            fix="Give the name of a file in it."
+            fix="Add the name of a file."
             if file.is_dir()
-            else f"Make the folder {str(file.parent)!r} first.",
+            else f"Create the folder {str(file.parent)!r} first.",
         )
     )
 

@@ -20,10 +20,10 @@ from keras_tpu_dist.show.colours import (
     EMPTY_FIGURE,
     NONE,
     ON_COLOUR,
-    apart,
     axis_colour,
     axis_colours,
     colours_left_out,
+    distinct,
 )
 from keras_tpu_dist.show.page import Shown, delivered, file_of
 from keras_tpu_dist.show.svg import svg_box, svg_document, svg_text
@@ -33,10 +33,10 @@ PANELS_SHOWN = 64
 
 
 def panels_left_out(panels: Sequence[tuple[str, Any]]) -> str:
-    """What to say if there are more panels than a picture has room for, or `""`.
+    """A note if there are more panels than a picture has room for, or `""`.
 
     Args:
-        panels: All panels, each with its title.
+        panels: All panels with their titles.
     """
     if len(panels) <= PANELS_SHOWN:
         return ""
@@ -45,7 +45,7 @@ def panels_left_out(panels: Sequence[tuple[str, Any]]) -> str:
 
 
 def slice_text(index: tuple[int, int], size: int) -> str:
-    """A slice as Python writes it; the whole dimension as `:`.
+    """A slice in Python's notation, with `:` for the whole dimension.
 
     Args:
         index: `(start, stop)` in one dimension.
@@ -55,7 +55,7 @@ def slice_text(index: tuple[int, int], size: int) -> str:
 
 
 def as_plain_text(renderable) -> str:
-    """What rich would print, without colours.
+    """The output of rich, without colours.
 
     Args:
         renderable: A picture, or anything else that rich can print.
@@ -68,7 +68,7 @@ def as_plain_text(renderable) -> str:
 
 
 def devices_text(piece: Any) -> str:
-    """The devices that hold a piece, in few words.
+    """A short form of the devices that hold a piece.
 
     Args:
         piece: A `Piece`, its device ids in ascending order.
@@ -81,19 +81,19 @@ def devices_text(piece: Any) -> str:
 
 
 def device_label(device_id: int, process: int, coords) -> str:
-    """A device with its place on the torus and its host.
+    """The label of a device: its id, its coordinates on the torus and its host.
 
     Args:
-        device_id: The id that JAX gives the device.
-        process: The index of the process that drives it; the host is not named for process 0.
-        coords: Its coordinates on the torus, or `None` for a device without them.
+        device_id: JAX's id of the device.
+        process: The index of its process; the label has no host for process 0.
+        coords: Its coordinates on the torus, or `None` for a device without coordinates.
     """
     place = "" if coords is None else f" @{','.join(map(str, coords))}"
     return f"{device_id}{place}" + (f" host {process}" if process else "")
 
 
 class Picture(Shown):
-    """What pictures have in common: one title, as text, HTML, SVG and figures of matplotlib."""
+    """The base class of pictures, as text, HTML, SVG and matplotlib figures."""
 
     def __str__(self) -> str:
         return as_plain_text(self)
@@ -114,14 +114,14 @@ class Picture(Shown):
         raise NotImplementedError
 
     def save(self, path: str) -> None:
-        """Writes a PNG (needs matplotlib), or an SVG by that ending.
+        """Writes the picture to a file: an SVG, or a PNG (which needs matplotlib).
 
         Args:
-            path: The file to write; any ending but `.svg` is left to matplotlib.
+            path: The file to write. If it does not end with `.svg`, matplotlib writes it.
 
         Raises:
-            ValueError: If its folder is missing, or its ending names no format.
-            ImportError: If the file is no `.svg` and matplotlib is not installed.
+            ValueError: If its folder is missing, or its ending is not a known format.
+            ImportError: If it is not an `.svg` and matplotlib is not installed.
         """
         file = file_of(path)
         if file.suffix.lower() == ".svg":
@@ -132,7 +132,7 @@ class Picture(Shown):
         except ImportError as error:
             raise ImportError(
                 message(
-                    "Pictures other than .svg are drawn by matplotlib, which is not installed.",
+                    "Pictures other than .svg need matplotlib, which is not installed.",
                     received={"path": str(path)},
                     fix="Install it with pip install matplotlib, or save an .svg.",
                 )
@@ -142,9 +142,9 @@ class Picture(Shown):
         except ValueError as error:
             raise ValueError(
                 message(
-                    "A picture is written in a format that matplotlib knows.",
+                    "The file's ending must be a format that matplotlib knows.",
                     received=f"path={os.fspath(path)!r}: {error}.",
-                    fix="Give the file the ending .png or .svg.",
+                    fix="Use the ending .png or .svg.",
                 )
             ) from error
 
@@ -164,10 +164,11 @@ class Piece:
 
 @dataclass(frozen=True, repr=False)
 class TensorPicture(Picture):
-    """Which device holds which slice of a tensor.
+    """A picture of the slices of a tensor, and the devices that hold them.
 
-    The last two dimensions that are split (or the last two) make a grid, as rows and columns; each
-    combination of pieces of the other dimensions is a grid of its own, with its slice as title.
+    The last two split dimensions (or the last two dimensions) are the rows and columns of a grid.
+    There is one grid for every combination of pieces of the other dimensions, with its slice as
+    title.
 
     Attributes:
         name: The tensor's name.
@@ -178,7 +179,7 @@ class TensorPicture(Picture):
         columns: The dimension drawn to the right, or `None`.
         axes: One entry per dimension: the mesh axes that split it.
         mesh: Axis names and sizes.
-        note: What is uncertain about the layout, or `""`.
+        note: A warning about the layout, or `""`.
     """
 
     name: str
@@ -237,10 +238,10 @@ class TensorPicture(Picture):
         return [words for words in known if words]
 
     def _colours(self) -> dict[Piece, str]:
-        return {piece: apart(n) for n, piece in enumerate(self.pieces)}
+        return {piece: distinct(n) for n, piece in enumerate(self.pieces)}
 
     def _axis_keys(self) -> list[tuple[str, str]]:
-        """The colours of the axes that split it, with their words."""
+        """The colours of the axes that split the tensor, with their words."""
         used = names_in(self.axes)
         return [key for name in self.mesh if name in used for key in _key(name, self.mesh)]
 
@@ -248,7 +249,7 @@ class TensorPicture(Picture):
         return "" if dim is None else slice_text(piece.index[dim], self.shape[dim])
 
     def _axis_colour(self, dim: int | None) -> str:
-        """The colour of what splits a dimension."""
+        """The colour of the axis that splits a dimension."""
         entry = self.axes[dim] if dim is not None and dim < len(self.axes) else None
         return axis_colour(entry_names(entry), list(self.mesh))
 
@@ -304,11 +305,12 @@ class TensorPicture(Picture):
 
 @dataclass(frozen=True, repr=False)
 class MeshPicture(Picture):
-    """The devices of a mesh at their places.
+    """A picture of a mesh's devices at their positions.
 
     Attributes:
         axes: Axis sizes.
-        devices: `(index on each axis, device id, process, chip coordinates or None)` of each.
+        devices: `(indices on the axes, device id, process, chip coordinates or None)` for every
+            device.
     """
 
     axes: dict[str, int]
@@ -407,8 +409,8 @@ def svg_label(x: float, y: float, width: float, words: str, colour: str) -> list
         x: Its left side, in pixels.
         y: Its top.
         width: Its width.
-        words: What it says; nothing is drawn without.
-        colour: The colour of the axis; `NONE` if no axis splits what it names.
+        words: Its text; without text, nothing is drawn.
+        colour: The colour of the axis; `NONE` if no axis splits the dimension.
     """
     if not words:
         return []
@@ -422,15 +424,15 @@ def svg_label(x: float, y: float, width: float, words: str, colour: str) -> list
 def svg_below(
     top: float, keys: Sequence[tuple[str, str]], lines: Sequence[str]
 ) -> tuple[float, list[str]]:
-    """What stands below a picture: what its colours mean, and what was left out.
+    """The legend and the notes below a picture.
 
     Args:
-        top: Where the picture ends, in pixels.
+        top: The lower edge of the picture, in pixels.
         keys: Colours with their words.
-        lines: Sentences.
+        lines: Notes.
 
     Returns:
-        The height that it takes, and its parts.
+        The height of the legend and notes, and their SVG elements.
     """
     parts, x, y = [], 4.0, top + 8
     for colour, words in keys:
@@ -448,10 +450,10 @@ def _room_below(keys: Sequence[tuple[str, str]], lines: Sequence[str]) -> float:
 
 
 def picture_of_mesh(mesh: Mesh) -> MeshPicture:
-    """Draws a mesh: which chip, with its coordinates on the torus, stands where.
+    """Draws a mesh: the position of every chip, with its coordinates on the torus.
 
     Args:
-        mesh: The mesh; coordinates that its devices do not tell are left out.
+        mesh: The mesh; devices without coordinates are drawn without them.
     """
     devices = tuple(
         (index, device.id, device.process_index, _coords(device))
@@ -461,7 +463,7 @@ def picture_of_mesh(mesh: Mesh) -> MeshPicture:
 
 
 def picture_of_tensor(name: str, shape: Sequence[int], sharding: NamedSharding) -> TensorPicture:
-    """Draws which device holds which slice of a tensor.
+    """Draws the slices of a tensor, and the devices that hold them.
 
     Args:
         name: The tensor's name.

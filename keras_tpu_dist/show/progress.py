@@ -1,4 +1,4 @@
-"""Progress of long work: the code that computes reports it, a listener shows it."""
+"""Progress of long work: code reports its stages, and a listener shows them."""
 
 import contextlib
 import contextvars
@@ -32,25 +32,25 @@ Listener = Callable[[Stage], None]
 
 
 @dataclass(frozen=True)
-class _Hearing:
+class _Current:
     """The listener, and the number of works around the current one."""
 
     listener: Listener | None = None
     depth: int = 0
 
 
-_NOBODY = _Hearing()
-_hearing: contextvars.ContextVar[_Hearing] = contextvars.ContextVar("hearing", default=_NOBODY)
+_NONE = _Current()
+_current: contextvars.ContextVar[_Current] = contextvars.ContextVar("progress", default=_NONE)
 
 
 @contextlib.contextmanager
-def heard_by(listener: Listener) -> Iterator[None]:
+def listening(listener: Listener) -> Iterator[None]:
     """A context in which a listener gets every stage.
 
     Args:
         listener: Called with every `Stage`, in the thread that computes.
     """
-    with setting(_hearing, replace(_hearing.get(), listener=listener)):
+    with setting(_current, replace(_current.get(), listener=listener)):
         yield
 
 
@@ -67,15 +67,15 @@ def stages(work: str, of: int) -> Iterator[Callable[[str], None]]:
 
     Example:
 
-    >>> heard = []
-    >>> with heard_by(heard.append), stages("dry run", 2) as begin:
+    >>> seen = []
+    >>> with listening(seen.append), stages("dry run", 2) as begin:
     ...     begin("building")
     ...     begin("compiling")
-    >>> [(stage.words, stage.done) for stage in heard]
+    >>> [(stage.words, stage.done) for stage in seen]
     [('building', 0), ('compiling', 1), (None, 2)]
     """
-    hearing, begun = _hearing.get(), 0
-    listener, depth = hearing.listener, hearing.depth
+    current, begun = _current.get(), 0
+    listener, depth = current.listener, current.depth
     if listener is None:
         yield lambda words: None
         return
@@ -86,7 +86,7 @@ def stages(work: str, of: int) -> Iterator[Callable[[str], None]]:
         listener(Stage(work, words, begun - 1, max(of, begun), depth))
 
     try:
-        with setting(_hearing, replace(hearing, depth=depth + 1)):
+        with setting(_current, replace(current, depth=depth + 1)):
             yield begin
     finally:
         listener(Stage(work, None, begun, max(of, begun), depth))
@@ -110,10 +110,10 @@ def show_progress() -> Iterator[None]:
     >>> run.batch_size
     64
     """
-    if not sys.stderr.isatty() or _hearing.get().listener is not None:
+    if not sys.stderr.isatty() or _current.get().listener is not None:
         yield
         return
-    with _line() as listener, heard_by(listener):
+    with _line() as listener, listening(listener):
         yield
 
 
@@ -131,7 +131,7 @@ def _line() -> Iterator[Listener]:
         console=Console(stderr=True),
         transient=True,
         refresh_per_second=4,
-        # Output of a model's function appears above the line, or goes where it is redirected to.
+        # Output of a model's function appears above the line, or goes to its redirection.
         redirect_stdout=sys.stdout.isatty(),
     )
     with shown:

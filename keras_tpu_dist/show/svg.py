@@ -1,4 +1,4 @@
-"""Drawings as SVG that read on light and on dark grounds alike."""
+"""SVG drawings that are readable on light and dark backgrounds."""
 
 import html
 from collections.abc import Sequence
@@ -30,10 +30,10 @@ def svg_text(
     """A line of text in an SVG.
 
     Args:
-        x: Where the text is anchored, in pixels from the left.
-        y: Its base line, in pixels from the top.
+        x: The position of the anchor, in pixels from the left.
+        y: Its baseline, in pixels from the top.
         text: The line as plain text; it is escaped here.
-        anchor: The part of the text that stands at `x`: `"start"`, `"middle"` or `"end"`.
+        anchor: The part of the text at `x`: `"start"`, `"middle"` or `"end"`.
         bold: Whether it is bold.
         colour: Its colour; by default that of the text around the picture.
     """
@@ -53,8 +53,8 @@ def svg_box(
         width: Its width.
         height: Its height.
         fill: Its colour.
-        title: What is shown where the mouse rests on it, as plain text; it is escaped here.
-        more: Further attributes, as SVG has them.
+        title: The tooltip, as plain text; it is escaped here.
+        more: Further SVG attributes.
     """
     place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
     inner = f"<title>{html.escape(title)}</title>" if title else ""
@@ -67,11 +67,11 @@ def svg_line(
     """A straight line in an SVG.
 
     Args:
-        start: Where it begins, in pixels.
-        end: Where it ends.
+        start: Its start, in pixels.
+        end: Its end, in pixels.
         colour: Its colour.
-        width: Its width.
-        more: Further attributes, as SVG has them.
+        width: Its width, in pixels.
+        more: Further SVG attributes.
     """
     (x1, y1), (x2, y2) = start, end
     place = f'x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"'

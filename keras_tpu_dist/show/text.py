@@ -1,15 +1,15 @@
-"""How results read: sizes, durations and tables, for terminals and notebooks."""
+"""Texts for results: sizes, durations and tables, for terminals and notebooks."""
 
 import html
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 
-# A number with a unit or sign behind it, such as "1.5 KiB", "12%", "1,024".
+# A number with or without a unit or sign, such as "1.5 KiB", "12%", "1,024".
 _NUMBER = re.compile(r"-?[\d.,]+(?: ?(?:[KMGT]i?)?B| ?[mu]?s|%)?")
 
 
-# Unit, its bytes, digits behind the point, and half of the last digit of the next smaller unit.
+# Unit, its bytes, digits after the point, and half of the last digit of the next smaller unit.
 _BYTE_UNITS = (
     ("TiB", 2**40, 2, 0.005 * 2**30),
     ("GiB", 2**30, 2, 0.05 * 2**20),
@@ -17,18 +17,18 @@ _BYTE_UNITS = (
     ("KiB", 2**10, 1, 0.5),
 )
 
-# The least columns of a terminal, of words that wrap beside other columns, and of any cell.
+# The smallest widths: of a line, of wrapped words beside other columns, and of a cell.
 _NARROWEST, _LEAST_WORDS, _LEAST_CELL = 60, 30, 14
-# Tables of no more columns fit on a narrow screen.
+# Tables with at most this many columns fit on a narrow screen.
 _FEW_COLUMNS = 3
-# A path that is long enough to break on a page.
+# A word that is long enough to break on a page.
 _LONG_WORD = re.compile(r"(\S{25,})")
-# What stands before words that go below their row.
+# The indentation of words below their row.
 _BELOW = "    "
 
 
 def size_text(count: float) -> str:
-    """Bytes as people read them, in the compiler's units (1 GiB is 2^30).
+    """Bytes in readable units, those of the compiler (1 GiB is 2^30).
 
     Args:
         count: The number of bytes; a negative one keeps its sign.
@@ -39,14 +39,14 @@ def size_text(count: float) -> str:
     ('1.5 KiB', '15.75 GiB')
     """
     for unit, scale, digits, rounding in _BYTE_UNITS:
-        # What would round up to 1024 of the smaller unit is one of this.
+        # A size that would round up to 1024 of the smaller unit uses this unit.
         if abs(count) >= scale - rounding:
             return f"{count / scale:.{digits}f} {unit}"
     return f"{count:.0f} B"
 
 
 def duration_text(seconds: float) -> str:
-    """Seconds as people read them.
+    """Seconds in readable units.
 
     Args:
         seconds: The duration in seconds, not negative.
@@ -65,12 +65,12 @@ def duration_text(seconds: float) -> str:
 
 
 def span_text(low: float, high: float, text: Callable[[float], str]) -> str:
-    """A range as people read it; one number if both ends read the same.
+    """A range in words; one number if both ends have the same text.
 
     Args:
         low: The lower end.
         high: The upper end.
-        text: Writes a number.
+        text: A function from a number to its text.
 
     Example:
 
@@ -86,7 +86,7 @@ def span_text(low: float, high: float, text: Callable[[float], str]) -> str:
 
 
 def text_width() -> int:
-    """The columns of a line of text: those of the terminal, at least 60, or 100 without one."""
+    """The width of a line of text: the terminal's, at least 60, or 100 without a terminal."""
     return max(_NARROWEST, shutil.get_terminal_size((100, 24)).columns)
 
 
@@ -96,17 +96,17 @@ def text_table(
     indent: str = "  ",
     width: int | None = None,
 ) -> str:
-    """A table of aligned columns, numbers to the right, no wider than the terminal.
+    """A table of aligned columns, no wider than the terminal; numbers are aligned to the right.
 
-    Words wrap, numbers never do, and the widest column of words wraps first. If that is the last,
-    and the room that the others leave is too little to read in, it goes below its row, indented;
-    rows that follow one another with the same words share them. A path breaks behind a slash.
+    Words wrap, numbers do not, and the widest column of words wraps first. If that is the last
+    column, and the others leave too little space, its words go below the row, indented;
+    consecutive rows with the same words share them. A path breaks after a slash.
 
     Args:
         header: Its first line, or `()` for none.
-        rows: Its other lines, each of as many cells; a `str` is a line of its own across the table.
-        indent: What each line starts with.
-        width: The most columns of a line. Defaults to `text_width()`.
+        rows: Its other lines, with the same number of cells; a `str` is a line across the table.
+        indent: The start of every line.
+        width: The largest width of a line. Defaults to `text_width()`.
 
     Example:
 
@@ -142,14 +142,14 @@ def text_table(
 
 
 def wrapped(text: str, width: int) -> list[str]:
-    """Words in lines, each indented as the first; a word that is too long breaks within.
+    """Wraps words into lines, all indented like the first; words that are too long break.
 
     Args:
         text: The words.
-        width: The most letters of a line.
+        width: The largest number of letters in a line.
 
     Returns:
-        The lines. Long words break behind a slash or an underscore, or anywhere if they must.
+        The lines. Long words break after a slash or an underscore, or anywhere if necessary.
 
     Example:
 
@@ -177,7 +177,7 @@ def wrapped(text: str, width: int) -> list[str]:
 
 
 def _broken(word: str, width: int) -> Iterator[str]:
-    """A word in parts no longer than a line."""
+    """Breaks a word into parts no longer than a line."""
     part = ""
     for piece in re.findall(r"[^/_]*[/_]+|[^/_]+", word):
         if part and len(part + piece) > width:
@@ -192,7 +192,7 @@ def _broken(word: str, width: int) -> Iterator[str]:
 
 
 def _fitted(widths: list[int], numeric: list[bool], room: int) -> tuple[list[int], bool]:
-    """The widths of columns in a room, and whether the last goes below its row."""
+    """The widths of the columns, and whether the last column goes below its row."""
 
     def needed(of: list[int]) -> int:
         return sum(of) + 2 * max(0, len(of) - 1)
@@ -211,7 +211,7 @@ def _fitted(widths: list[int], numeric: list[bool], room: int) -> tuple[list[int
 
 
 def _drawn(line: Sequence[str], widths: list[int], numeric: list[bool]) -> list[str]:
-    """One row: as many lines as its longest cell takes."""
+    """One row: as many lines as its longest cell needs."""
     cells = [
         [cell] if right else wrapped(cell, width)
         for cell, width, right in zip(line, widths, numeric)
@@ -227,9 +227,9 @@ def _drawn(line: Sequence[str], widths: list[int], numeric: list[bool]) -> list[
 
 
 def html_table(header: Sequence[str], rows: Sequence[Sequence[str] | str]) -> str:
-    """The same as an HTML table, columns of numbers with the class `n`.
+    """An HTML table; columns of numbers have the class `n`.
 
-    On a narrow screen a last column of words goes below its row, as in text.
+    On a narrow screen, a last column of words goes below its row, as in `text_table`.
 
     Args:
         header: The cells of its first line, or `()` for none.

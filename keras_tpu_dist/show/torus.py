@@ -1,13 +1,13 @@
-"""Collectives drawn over the torus: chips that exchange, and the links that they use."""
+"""Draws collectives on the torus: the groups of chips that exchange data, and their links."""
 
 import math
 from collections.abc import Sequence
 
 from keras_tpu_dist.hardware.torus import Link, Place, Torus
-from keras_tpu_dist.show.colours import NONE, apart
+from keras_tpu_dist.show.colours import NONE, distinct
 from keras_tpu_dist.show.svg import svg_box, svg_document, svg_line, svg_text
 
-# With more chips than these a drawing cannot be read; a part of the torus stands for the rest.
+# A drawing of more chips would be unreadable, so only a part of a larger torus is drawn.
 MOST_CHIPS = 1024
 _NARROWEST, _WIDEST, _WIDTH = 26, 64, 450
 
@@ -15,17 +15,17 @@ _NARROWEST, _WIDEST, _WIDTH = 26, 64, 450
 def torus_svg(
     torus: Torus, mesh: Sequence[tuple[str, int]], axes: Sequence[str], weight: float
 ) -> str:
-    """The chips of one slice, those that exchange in one colour, with the links they use.
+    """Draws the chips of a slice and the links they use; a group of chips has one colour.
 
     Args:
-        torus: The torus and the mesh's places on it.
+        torus: The torus, with the places of the mesh's devices.
         mesh: Axis names and sizes.
-        axes: The mesh axes along which they exchange.
-        weight: Their bytes as a share of the most that any axes have: how thick links are drawn.
+        axes: The mesh axes along which chips exchange data.
+        weight: Their bytes as a share of the largest of all axes: the thickness of the links.
 
     Returns:
-        An SVG. Planes of a torus of three dimensions stand behind each other; links that lead
-        through chips of other groups are grey.
+        An SVG. The planes of a torus of three dimensions are drawn behind each other; links that
+        lead through chips of other groups are grey.
     """
     plan = _Paper(shown_sides(torus.sides))
     idle = [plan.link(each, NONE, 1.0, ' opacity=".45"') for each in torus.all_links()]
@@ -33,7 +33,7 @@ def torus_svg(
     thick = (2.0 + 4.0 * weight) * (0.5 if plan.behind else 1.0)
     shared, own, chips = [], [], []
     for number, group in enumerate(torus.groups(mesh, axes)):
-        colour, mark = apart(number), f' data-group="{number}"'
+        colour, mark = distinct(number), f' data-group="{number}"'
         members = {torus.places[i][1:4] for i in group}
         for each in torus.links(group):
             if members.issuperset(each[:2]):
@@ -51,7 +51,7 @@ def torus_svg(
 
 
 def shown_sides(sides: Place) -> Place:
-    """The sides of the part of a torus that is drawn.
+    """The sides of the drawn part of a torus.
 
     Args:
         sides: Chips along x, y and z.
@@ -75,7 +75,7 @@ def _words(torus: Torus, mesh: Sequence[tuple[str, int]], number: int) -> str:
 
 
 class _Paper:
-    """Where chips stand on paper: x to the right, y downwards, z behind."""
+    """The positions of chips in the drawing: x to the right, y downwards, z backwards."""
 
     def __init__(self, sides: Place):
         self.sides = sides
@@ -105,7 +105,7 @@ class _Paper:
             return ""
         if not closes:
             return svg_line(self.at(one), self.at(other), colour, width, more)
-        # What closes a ring leaves the drawing on both sides.
+        # A link that closes a ring leaves the drawing on both sides.
         side = next(d for d in range(3) if one[d] != other[d])
         reach = 0.3 * self.step if side < 2 else 8.0
         way = ((1.0, 0.0), (0.0, 1.0), (0.7, -0.7))[side]

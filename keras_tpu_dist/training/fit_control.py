@@ -59,7 +59,7 @@ class FitControl:
     @property
     def is_watched(self) -> bool:
         """Whether a callback observes launches."""
-        return bool(self.on_launch) or phases.steps_are_told()
+        return bool(self.on_launch) or phases.has_step_listener()
 
     def counts_from(self, step: int) -> None:
         """Records the number of train steps in the model's life, before the first launch.

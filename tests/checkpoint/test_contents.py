@@ -10,7 +10,7 @@ from helpers import assert_close
 import keras_tpu_dist as ktd
 from keras_tpu_dist.shell import given
 from keras_tpu_dist.shell.main import main
-from keras_tpu_dist.show.progress import heard_by
+from keras_tpu_dist.show.progress import listening
 
 X, Y = np.ones((16, 4), "float32"), np.ones((16, 2), "float32")
 
@@ -63,7 +63,7 @@ def test_the_difference(tmp_path, capsys):
     assert "0 differ" in capsys.readouterr().out
     assert command(tmp_path / "a", "--diff", tmp_path / "c") == 0
     text = capsys.readouterr().out
-    assert "weights/small/head/kernel: other values" in text
+    assert "weights/small/head/kernel: different values" in text
     assert "optimizer/adam/learning_rate" not in text
 
 
@@ -73,7 +73,7 @@ def test_to_keras(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(given, "build_function", lambda name: build)
     for file in ("plain.keras", "plain.weights.h5"):
         heard = []
-        with heard_by(heard.append):
+        with listening(heard.append):
             arguments = ("--to-keras", tmp_path / file, "--build", "x:build")
             assert command(tmp_path / "a", *arguments) == 0
         assert [s.words for s in heard if s.depth == 0][:2] == ["building", "reading"]

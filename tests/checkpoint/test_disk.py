@@ -132,7 +132,7 @@ def test_a_checkpoint_without_a_run_is_gone_on_with(tmp_path, monkeypatch, said)
 
 def test_two_at_once_are_refused(tmp_path):
     two = [ktd.callbacks.Checkpoint(tmp_path), ktd.callbacks.Checkpoint(tmp_path)]
-    words = rf"One fit at a time writes.*process {os.getpid()} of .*directory of its own"
+    words = rf"Only one fit at a time.*process {os.getpid()} of .*different directory"
     with pytest.raises(ktd.CheckpointError, match=words):
         fit(*two)
     fit(two[0])  # which the error let go of
@@ -153,7 +153,7 @@ def test_the_directory_goes_while_training(tmp_path, said):
 
 
 def test_a_path_that_orbax_takes_for_a_pattern_is_refused(tmp_path):
-    with pytest.raises(ktd.CheckpointError, match=r"none of \[ \] \* \? in its path.*another name"):
+    with pytest.raises(ktd.CheckpointError, match=r"must not contain \[ \] \* \?.*another name"):
         fit(ktd.callbacks.Checkpoint(tmp_path / "run[1]"))
 
 

@@ -77,7 +77,7 @@ class Waits(keras.callbacks.Callback):
 
 def test_checkpoints_as_they_come(tmp_path, monkeypatch):
     """Evaluation beside training sees each, and ends with the run."""
-    monkeypatch.setattr("keras_tpu_dist.checkpoint.follow._LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("keras_tpu_dist.checkpoint.follow._POLL_S", 0.01)
     directory, seen = tmp_path / "run", threading.Semaphore(0)
     model, beside = made(), made()
     train = threading.Thread(target=fit, args=(model, Waits(seen), Checkpoint(directory)))
@@ -96,7 +96,7 @@ def test_checkpoints_as_they_come(tmp_path, monkeypatch):
 
 
 def test_it_ends_after_a_while(tmp_path, monkeypatch):
-    monkeypatch.setattr("keras_tpu_dist.checkpoint.follow._LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("keras_tpu_dist.checkpoint.follow._POLL_S", 0.01)
     began = time.monotonic()
     assert list(ktd.checkpoints(tmp_path / "none", timeout_s=0.2)) == []
     assert 0.2 < time.monotonic() - began < 5
@@ -114,7 +114,7 @@ def test_it_ends_after_a_while(tmp_path, monkeypatch):
 
 
 def test_a_run_that_goes_on_has_not_ended(tmp_path, monkeypatch):
-    monkeypatch.setattr("keras_tpu_dist.checkpoint.follow._LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("keras_tpu_dist.checkpoint.follow._POLL_S", 0.01)
     fit(made(), Checkpoint(tmp_path), epochs=1)
     ends = []
 

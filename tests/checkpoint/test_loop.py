@@ -267,7 +267,7 @@ def test_what_local_is(tmp_path):
         with pytest.raises(ValueError, match=r"save_local needs a directory.*local=None"):
             saved.save_local(2)
     with two_tiers(tmp_path, loop):
-        with pytest.raises(ktd.CheckpointError, match="One fit at a time"):
+        with pytest.raises(ktd.CheckpointError, match="Only one fit at a time"):
             ktd.LoopCheckpoint(tmp_path / "other", *loop.objects(), local=tmp_path / "local")
     # Nothing was left locked.
     ktd.LoopCheckpoint(tmp_path / "other", *loop.objects()).close()
@@ -306,7 +306,7 @@ def test_the_model_is_read_by_restore_and_compared_with_what_is_there(tmp_path):
             saved.restore()
     assert_close(other.model.get_weights(), before)
     # A fit does not take it for one of its own.
-    with pytest.raises(ktd.CheckpointError, match="does not say where a fit stood"):
+    with pytest.raises(ktd.CheckpointError, match="has no state of a fit"):
         other.model.fit(X, Y, verbose=0, callbacks=[ktd.callbacks.Checkpoint(tmp_path)])
 
 
@@ -318,7 +318,7 @@ def test_a_damaged_one_is_left_out(tmp_path, caplog):
     manifest.write_text(manifest.read_text().replace('"step"', '"stop"'))
     with ktd.LoopCheckpoint(tmp_path, *Loop().objects()) as saved:
         assert saved.restore() == {"step": 2, "epoch": 0}
-    assert "The one before it is tried" in caplog.text
+    assert "Trying the previous checkpoint" in caplog.text
 
 
 def test_a_checkpoint_of_a_fit_is_none_of_a_loop(tmp_path):

@@ -71,7 +71,7 @@ def test_checks_of_several_models_widen_the_factors():
 
 
 def test_no_calibration_of_simulated_devices():
-    with pytest.raises(ValueError, match=r"one kind of TPU.*device_kind=\['cpu'\].*says nothing"):
+    with pytest.raises(ValueError, match=r"one kind of TPU.*device_kind=\['cpu'\].*say nothing"):
         made_check("cpu").calibration()
     with pytest.raises(ValueError, match=r"one kind of TPU.*TPU v5 lite.*TPU v4"):
         made_check().calibration(made_check("TPU v4"))
@@ -80,7 +80,7 @@ def test_no_calibration_of_simulated_devices():
 def test_the_shell_writes_a_calibration(tmp_path, monkeypatch, capsys):
     words = ["check", "--calibration", str(tmp_path / "v5e.json")]
     assert main(words) == 2
-    assert "A calibration is of one kind of TPU." in capsys.readouterr().err
+    assert "A calibration needs checks of one kind of TPU." in capsys.readouterr().err
     assert main(["check", "--calibration", str(tmp_path / "no" / "v5e.json")]) == 2
     assert "folder that exists" in capsys.readouterr().err
     monkeypatch.setattr("keras_tpu_dist.shell.commands.chip_of", lambda kinds: None)

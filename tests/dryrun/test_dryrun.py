@@ -27,7 +27,7 @@ from keras_tpu_dist.searches import largest_batch as largest_batch_module
 from keras_tpu_dist.searches.compare import compare
 from keras_tpu_dist.searches.largest_batch import largest_batch
 from keras_tpu_dist.shell.main import main
-from keras_tpu_dist.show.progress import heard_by, stages
+from keras_tpu_dist.show.progress import listening, stages
 from keras_tpu_dist.training import guard
 from keras_tpu_dist.training.step import jitted_step
 
@@ -1053,7 +1053,7 @@ def test_largest_batch_takes_few_compilations(template, monkeypatch, fixed, per_
 def test_nothing_fits(template, monkeypatch):
     monkeypatch.setattr(largest_batch_module, "run_once", _Compiler(template, 2**40, 1))
     heard = []
-    with heard_by(heard.append):
+    with listening(heard.append):
         found = largest_batch(mlp, _slice())
     assert [(s.words, s.done, s.of) for s in heard] == [("does 4 fit?", 0, 8), (None, 1, 8)]
     assert found.batch_size == 0
@@ -1090,7 +1090,7 @@ def test_candidates_are_ranked(template, monkeypatch, on_tpu):
     monkeypatch.setattr(comparison, "run_once", run_once)
     meshes = [{"data": d, "model": 8 // d} for d in (1, 2, 4, 8)] + [{"data": 3}]
     heard = []
-    with heard_by(heard.append):
+    with listening(heard.append):
         ranked = compare(mlp, topology="v5e:2x4", meshes=meshes, batch_size=8)
     assert [(s.words, s.done, s.of) for s in heard[3:]] == [
         ("data 8 x model 1, replicated", 3, 5),

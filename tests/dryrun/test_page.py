@@ -60,9 +60,9 @@ def test_a_page_is_written_as_a_whole(tmp_path):
     assert run.to_html(file) is None
     assert file.read_text() == run.to_html()
     assert list(tmp_path.iterdir()) == [file]
-    with pytest.raises(ValueError, match=r"in a folder that exists.*no/report.*Make the folder"):
+    with pytest.raises(ValueError, match=r"in a folder that exists.*no/report.*Create the folder"):
         run.to_html(tmp_path / "no" / "report.html")
-    with pytest.raises(ValueError, match=r"Give the name of a file in it"):
+    with pytest.raises(ValueError, match=r"Add the name of a file"):
         run.to_html(tmp_path)
 
 
@@ -224,7 +224,7 @@ def test_a_page_does_not_follow_links_beside_it(tmp_path, monkeypatch):
 
 def test_a_page_needs_a_path(tmp_path):
     for wrong in ("", 3, True):
-        with pytest.raises(ValueError, match=r"which has a path\. Received: path="):
+        with pytest.raises(ValueError, match=r"needs the path of a file\. Received: path="):
             made_run().to_html(wrong)
     with pytest.raises(ValueError, match="a folder that exists"):
         ktd.TPUStrategy().show().save(tmp_path / "no" / "a.svg")

@@ -197,9 +197,7 @@ def test_lines_of_another_form_are_left_out(tmp_path, capsys):
         assert (len(found), left >= 1) == (1, True), odd
     path.write_bytes(b"".join(ODD[:5]) + good)
     assert main(["goodput", str(path)]) == 0
-    assert (
-        "note: 5 line(s) of the file have another form and are left out" in capsys.readouterr().out
-    )
+    assert "note: 5 invalid line(s) of the file are ignored" in capsys.readouterr().out
     # A part of a line, as a machine that lost its power leaves it, spoils no other.
     path.write_bytes(good + ODD[-1])
     records.append(str(path), records.ENDED, code=0)
@@ -217,17 +215,17 @@ def test_a_full_file_is_one_warning_and_a_remark(counting, tmp_path, monkeypatch
         records.append(str(path), records.LAUNCH, processes=2)
         one.write()
     assert len(records.read(str(path))[0]) < 6
-    said = [each for each in caplog.records if "no longer counted" in each.getMessage()]
+    said = [each for each in caplog.records if "no longer recorded" in each.getMessage()]
     assert [each.levelname for each in said] == ["WARNING"]
     assert one._ends.is_set()
     # A run that starts again trains, and says it as well.
     once.forget()
     monkeypatch.setattr(recorder, "_recorder", None)
     trained(goodput := ktd.callbacks.Goodput(path))
-    assert len([each for each in caplog.records if "no longer counted" in each.getMessage()]) == 2
+    assert len([each for each in caplog.records if "no longer recorded" in each.getMessage()]) == 2
     assert goodput.report().full
     assert main(["goodput", str(path), "--html", str(tmp_path / "page.html")]) == 0
-    words = "note: the file is full (200 bytes): what came later is missing"
+    words = "note: the file is full (200 bytes): later lines are missing"
     assert words in capsys.readouterr().out
     assert words in (tmp_path / "page.html").read_text()
 
@@ -242,13 +240,13 @@ def test_the_command(tmp_path, capsys):
     assert main(["goodput", path, "--html", str(tmp_path / "page.html")]) == 0
     text = capsys.readouterr().out
     assert text.splitlines()[0] == "75.0% of 40.00 s trained, in 1 start"
-    assert "steps that count" in text
+    assert "useful steps" in text
     assert "75.0%" in (tmp_path / "page.html").read_text()
     assert main(["goodput", path, "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert (answer["trained"], answer["seconds"][TRAIN], answer["wall"]) == (0.75, 30, 40)
     assert main(["goodput", str(tmp_path / "none")]) == 2
-    assert "Goodput is read from a file of" in capsys.readouterr().err
+    assert "The goodput report needs a file of" in capsys.readouterr().err
 
 
 def test_the_callback(counting, tmp_path):
@@ -258,7 +256,7 @@ def test_the_callback(counting, tmp_path):
     report = goodput.report()
     assert report.seconds[TRAIN] > 0
     assert report.starts[0].step == 12
-    with pytest.raises(ValueError, match="A run has one file for its goodput"):
+    with pytest.raises(ValueError, match="A run has only one goodput file"):
         trained(ktd.callbacks.Goodput(tmp_path / "another.jsonl"))
 
 

@@ -18,7 +18,15 @@ from coordinator import Counting, Store
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.launcher.launch import launch
-from keras_tpu_dist.processes.channel import Channel, PeerError, _Agreement, agree
+from keras_tpu_dist.processes.channel import (
+    ENDED,
+    FAILED,
+    Absence,
+    Channel,
+    PeerError,
+    _Agreement,
+    agree,
+)
 from keras_tpu_dist.processes.encoding import ANYTHING, ListOf
 from keras_tpu_dist.processes.start import _bind_address, watch_peers
 from keras_tpu_dist.processes.watch import Watch
@@ -49,14 +57,14 @@ def enter(store, number, what, value):
 
 
 def test_a_failure_is_no_matter_of_order():
-    why = "failed in fit of model 'a' with OSError: full"
+    why = Absence(FAILED, "failed in fit of model 'a' with OSError: full")
     channel = Channel(Store(), 0, 2, lambda missing, waited_s: why)
     with pytest.raises(PeerError) as error:
         channel.agree("the first batch of an epoch", "Seed what shuffles it.")
     assert str(error.value) == (
-        "A process that fails ends the others, which wait for it. Received: process 0: the first "
-        "batch of an epoch; process 1: failed in fit of model 'a' with OSError: full. Mend what "
-        "failed there; its own output has the traceback."
+        "If one process fails, the others end, too, because they would wait for it. Received: "
+        "process 0: the first batch of an epoch; process 1: failed in fit of model 'a' with "
+        "OSError: full. Fix the error in that process; its own output has the traceback."
     )
 
 
@@ -66,7 +74,7 @@ def test_who_comes_and_then_ends_has_come():
     def why_not(missing, waited_s):
         # Between this process's look at who has come and its look at who has ended.
         enter(store, 1, "the rows of the next batches", 7)
-        return "has ended its program"
+        return Absence(ENDED, "has ended its program")
 
     channel = Channel(store, 0, 2, why_not)
     assert channel.agree("the rows of the next batches", "", 5) == [5, 7]
@@ -83,8 +91,8 @@ def test_different_words_raise_everywhere():
     for error in results.values():
         assert isinstance(error, PeerError)
         assert str(error) == (
-            "All processes call what needs all of them, in the same order. Received: process 0: "
-            "fit; process 1: fit; process 2: save. Do the same."
+            "All processes must make the same calls in the same order. Received: process 0: fit; "
+            "process 1: fit; process 2: save. Do the same."
         )
 
 
@@ -152,7 +160,7 @@ def test_a_value_of_another_form_is_everybodys_error(bad, size):
 
     with ThreadPoolExecutor(3) as pool:
         found = list(pool.map(work, range(3), timeout=20))
-    assert all("is plain data of a known form" in words for words in found)
+    assert all("must be plain data of a known form" in words for words in found)
 
 
 def test_many_processes_in_an_error_are_counted():
@@ -201,24 +209,25 @@ def test_the_others_hear_of_an_end_from_process_0():
     watches = [Watch(Channel(store, i, 4), i, 4, 60.0, together=False) for i in range(4)]
     for watch in watches:
         watch._look()
-    Channel(store, 2, 4).write("gone", "has ended its program after fit")
+    Channel(store, 2, 4).write("gone", Absence(ENDED, "has ended its program after fit"))
     watches[3]._look()
     assert not watches[3]._gone
     watches[0]._look()
     watches[3]._look()
-    assert watches[3]._gone == {2: "has ended its program after fit"}
-    assert watches[3].why_not([2], 0.0) == "has ended its program after fit"
+    assert watches[3]._gone == {2: (ENDED, "has ended its program after fit")}
+    assert watches[3].why_not([2], 0.0).words == "has ended its program after fit"
     # Process 0 ends: each hears of all by itself.
     watches[0].ended()
     watches[3]._look()
     assert 0 in watches[3]._gone
-    Channel(store, 1, 4).write("gone", "has ended its program after save")
+    Channel(store, 1, 4).write("gone", Absence(ENDED, "has ended its program after save"))
     watches[3]._look()
-    assert watches[3]._gone[1] == "has ended its program after save"
+    assert watches[3]._gone[1].words == "has ended its program after save"
 
 
 def test_whoever_does_not_come_is_named():
-    gone = lambda missing, waited_s: "has ended" if missing == [1] else None  # noqa: E731
+    end = Absence(ENDED, "has ended")
+    gone = lambda missing, waited_s: end if missing == [1] else None  # noqa: E731
     channel = Channel(Store(), 0, 2, gone)
     with pytest.raises(PeerError, match=r"process 0: fit; process 1: has ended\. Do the same\."):
         channel.agree("fit", "Do the same.")
@@ -237,7 +246,7 @@ def test_a_watch_knows_who_lives_and_who_is_late():
     channel.write("alive", [1, "in fit", True])
     watches[0]._listen(channel.read("alive"), [1])
     assert watches[0].why_not([1], waited_s=1.0) is None
-    assert watches[0].why_not([1], waited_s=6.0) == "still in fit after 5 s"
+    assert watches[0].why_not([1], waited_s=6.0).words == "still in fit after 5 s"
     watches[0].at("after fit", inside=False)
     assert watches[0].why_not([1], waited_s=600.0) is None  # it lives and is on its way
     # At a launch, it is not, unless this one is at a launch too.
@@ -246,11 +255,11 @@ def test_a_watch_knows_who_lives_and_who_is_late():
     watches[1]._beats = 1  # the one after that above
     watches[1]._look()
     watches[0]._listen(channel.read("alive"), [1])
-    assert watches[0].why_not([1], waited_s=600.0) == "still in fit after 5 s"
+    assert watches[0].why_not([1], waited_s=600.0).words == "still in fit after 5 s"
     watches[0].launched(output)
     assert watches[0].why_not([1], waited_s=600.0) is None
-    channel.write("gone", "failed in fit with OSError: full")
-    assert watches[0].why_not([1], waited_s=0.0) == "failed in fit with OSError: full"
+    channel.write("gone", Absence(FAILED, "failed in fit with OSError: full"))
+    assert watches[0].why_not([1], waited_s=0.0) == (FAILED, "failed in fit with OSError: full")
     assert watches[0].why_not([0], waited_s=0.0) is None
 
 
@@ -262,13 +271,13 @@ def test_who_may_start_later_is_waited_for():
         time.sleep(0.02)
     assert not watch._gone
     assert watch.why_not([1], waited_s=200.0) is None
-    assert watch.why_not([1], waited_s=301.0) == "not heard from within 300 s"
+    assert watch.why_not([1], waited_s=301.0).words == "not heard from within 300 s"
     Channel(store, 1, 2).write("alive", [1, "in fit", 0])
     watch._listen(watch._channel.read("alive"), [1])
     assert watch.why_not([1], waited_s=301.0) is None
     time.sleep(0.02)
     watch._listen(watch._channel.read("alive"), [1])
-    assert watch._gone == {1: "silent for 0.01 s, last heard in fit"}
+    assert watch._gone[1].words == "silent for 0.01 s, last heard in fit"
 
 
 def test_processes_without_a_coordinator_are_told_so(monkeypatch, caplog):

@@ -152,28 +152,29 @@ def test_a_strange_batch_is_our_error(shape, dtype, rows):
 def test_numbers_of_every_kind_are_known():
     for dtype in ("bool", "int4", "uint64", "bfloat16", "float8_e4m3fn", "complex64", "object"):
         check_array([3, 4], dtype, where="here")
-    with pytest.raises(PeerError, match=r"no array that could be in here: '\[\[-1\], \"bool\"\]'"):
+    with pytest.raises(PeerError, match=r"an impossible array in here: '\[\[-1\], \"bool\"\]'"):
         check_array([-1], "bool", where="here")
 
 
 def test_a_strangers_value_is_our_error():
     store = Store(**{"agree/1/entries/1": '["fit", "7", [[[1], "float32", 7]]]'})
-    with pytest.raises(PeerError, match=r"another form in agree/1/values/1"):
+    with pytest.raises(PeerError, match=r"an invalid value in agree/1/values/1"):
         Channel(store, 0, 2).agree("fit", "Do the same.", [[1], "float32"], [ListOf(int), str])
 
 
 def test_a_strangers_entries_are_left_out(caplog):
-    strange = {f"gone/{name}": '"failed"' for name in ("7", "-1", "x", "01", "1/2")}
+    strange = {f"gone/{name}": '["failed", "failed"]' for name in ("7", "-1", "x", "01", "1/2")}
     store = Store(**strange, **{"gone/1": '{"failed": 1}', "alive/1": "[[[["})
     looks = watch.Watch(Channel(store, 0, 2), 0, 2, peer_timeout_s=5.0)
     looks._look()
     assert not looks._gone
-    # What process 0 tells of processes that there are none of.
-    board = '[1, "in fit", 0, {"0": "a", "x": "b", "-1": "c", "9": "d"}]'
+    # Process 0 reports processes that do not exist.
+    ends = {name: ["failed", "a"] for name in ("0", "x", "-1", "9")}
+    board = encoding.encoded([1, "in fit", 0, ends])
     store = Store(**{"board/0": board, "board/1": board})
     looks = watch.Watch(Channel(store, 1, 2), 1, 2, peer_timeout_s=5.0)
     looks._board()
-    assert looks._told == {0: "a"}
+    assert looks._reported == {0: ("failed", "a")}
     said = " ".join(record.getMessage() for record in caplog.records)
     assert "entries that no process of this run wrote" in said
     assert "a malformed entry 'alive' of the host channel is ignored" in said

@@ -25,7 +25,7 @@ from keras_tpu_dist.checkpoint.store import Store
 SCRIPT = pathlib.Path(__file__).parent / "fault.py"
 FIT = "fit of model 'sequential'"
 _TERMINATED = "all of them have saved, and end with exit code 143"
-_DRIFTED = r"All processes hold the same values in their variables\. Received: variable "
+_DRIFTED = r"All processes must have the same values in their variables\. Received: variable "
 # What each fault ends with: the exit code, and what each process says.
 FAULTS = {
     "none": (0, "came to its end", "came to its end"),
@@ -70,19 +70,19 @@ FAULTS = {
         1,
         # Process 0 may be at the next epoch's first batch, or wait for process 1 before.
         r"process 1(:| failed in fit .*PeerError.* process 1:) saving model 'sequential' to",
-        r"process 0: (still in fit|the first|comparing what).*; process 1: saving model 'seq",
+        r"process 0: (still in fit|the first|comparing).*; process 1: saving model 'seq",
     ),
     "fit alone": (1, f"process 1: {FIT}", "process 0: evaluate of model 'sequential'"),
     "seed": (
         1,
-        *["All processes hold the same weights. Received: variable 'sequential/dense/k"] * 2,
+        *["All processes must have the same weights. Received: variable 'sequential/dense/k"] * 2,
     ),
     "data": (
         1,
         *["All processes read the same batches. Received: x of an epoch's first batch"] * 2,
     ),
     "model": (1, *[f"process 0: {FIT}; process 1: fit of model 'other'"] * 2),
-    "layers": (1, *["All processes build the same model. Received: sequential/dense"] * 2),
+    "layers": (1, *["All processes must build the same model. Received: sequential/dense"] * 2),
     "plan": (
         1,
         *[r"same model. Received: sequential/dense/bias \(8,\) float32.* P\(.model.,\)"] * 2,

@@ -84,13 +84,13 @@ def test_no_restart_unless_asked(started):
 def test_the_number_of_restarts_has_a_limit(started):
     code, starts, said, _ = started("kill@1,kill@2,kill@3", limit=2)
     assert (code, starts) == (137, 3)
-    assert "no restart: 2 of 2 restarts were made" in said
+    assert "no restart: 2 of 2 restarts are used up" in said
 
 
 def test_an_error_that_comes_again_at_the_same_step_ends_the_run(started):
     code, starts, said, _ = started("OSError@5")
     assert (code, starts) == (1, 2)
-    assert "no restart: OSError came again at step 5: a restart does not mend that" in said
+    assert "no restart: OSError again at step 5: a restart would not help" in said
     assert "OSError: the disk is full" in said
 
 
@@ -102,7 +102,7 @@ def test_another_error_or_another_step_is_no_reason(acts, started):
 def test_an_exit_code_that_comes_again_ends_the_run_and_a_kill_does_not(started):
     code, starts, said, _ = started("kill@5,kill@5,exit3@5", limit=9)
     assert (code, starts) == (3, 4)
-    assert "exit code 3 came again at step 5" in said
+    assert "exit code 3 again at step 5" in said
 
 
 def test_the_wait_doubles_until_a_step_is_made(started, monkeypatch):
@@ -135,12 +135,12 @@ def test_a_program_says_the_number_of_processes(started, tmp_path):
     assert "with 1 process (2 before)" in said
     program.write_text("#!/bin/sh\necho many\n")
     code, starts, said, _ = started("kill@1,ends", processes_from="available")
-    assert "says no number of processes" in said
+    assert "no number of processes from" in said
     assert "with 2 processes:" in said
 
 
 def test_a_file_that_is_not_there(tmp_path):
-    with pytest.raises(ValueError, match="The number of processes is read from a file"):
+    with pytest.raises(ValueError, match="processes_from must be a file"):
         Restarts(3, processes_from=str(tmp_path / "none"))
 
 
@@ -212,7 +212,7 @@ def test_a_full_disk_under_the_logs_does_not_end_the_run(odd, tmp_path):
     code, out, said = odd("prints")
     assert code == 0
     assert out.count("[1] line ") == out.count("[0] line ") == 20_000
-    assert said.count("launch: what process 1 prints is no longer kept") == 1
+    assert said.count("launch: the output of process 1 is no longer logged") == 1
     assert "No space left on device" in said
 
 
@@ -263,7 +263,7 @@ def test_a_step_that_cannot_be_noted_does_not_end_the_run(tmp_path, monkeypatch,
     report.begin()
     words = [each.getMessage() for each in caplog.records]
     assert [each.partition(":")[0] for each in words] == [
-        "the launcher does not see at which step this is"
+        "the launcher cannot see the current step of this process"
     ] * 2
 
 

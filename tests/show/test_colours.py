@@ -16,7 +16,7 @@ from keras_tpu_dist.show.pictures import MeshPicture, picture_of_mesh, picture_o
 
 ALL = (
     *(*colours.AXES, colours.FURTHER_AXES, colours.NONE, *colours.MEMORY.values()),
-    *(colours.FORWARD, colours.BACKWARD, *colours.APART),
+    *(colours.FORWARD, colours.BACKWARD, *colours.DISTINCT),
 )
 PACKAGE = pathlib.Path(ktd.__file__).parent
 
@@ -37,7 +37,7 @@ def test_no_colour_has_two_meanings():
 
 
 @pytest.mark.parametrize(
-    "colour", [*colours.AXES, colours.FURTHER_AXES, colours.NONE, *colours.APART]
+    "colour", [*colours.AXES, colours.FURTHER_AXES, colours.NONE, *colours.DISTINCT]
 )
 def test_text_on_a_colour_can_be_read(colour):
     assert (light(colour) + 0.05) / (light(colours.ON_COLOUR) + 0.05) >= 4.5

@@ -1,6 +1,6 @@
 import io
 
-from keras_tpu_dist.show.progress import Stage, heard_by, show_progress, stages
+from keras_tpu_dist.show.progress import Stage, listening, show_progress, stages
 
 
 class Terminal(io.StringIO):
@@ -10,7 +10,7 @@ class Terminal(io.StringIO):
 
 def test_stages_within_stages():
     heard = []
-    with heard_by(heard.append), stages("comparing", 2) as begin:
+    with listening(heard.append), stages("comparing", 2) as begin:
         begin("data 8")
         with stages("dry run", 1) as inner:
             inner("compiling")
@@ -29,7 +29,7 @@ def test_stages_within_stages():
 def test_work_that_fails_ends_too():
     heard = []
     try:
-        with heard_by(heard.append), stages("dry run", 2) as begin:
+        with listening(heard.append), stages("dry run", 2) as begin:
             begin("building")
             raise KeyError("no")
     except KeyError:
