@@ -1,5 +1,7 @@
 """Kernels of 8 and of 4 bits, two of which lie in a byte, are split as those of floats are."""
 
+import functools
+import itertools
 import math
 import warnings
 
@@ -203,14 +205,24 @@ def results(strategy, name, mode, lora):
     return [history["loss"], model.predict(X[:5], verbose=0), model.get_weights()]
 
 
-@slow
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", MODELS)
-def test_equal_to_one_device(name, mode):
+def every_case():
+    """Every model, mode and mesh; one is fast."""
+    for case in itertools.product(MODELS, MODES, range(len(MESHES))):
+        name, mode, mesh = case
+        marks = () if case == ("grouped", "int4", 0) else slow
+        words = "_".join(MESHES[mesh])
+        yield pytest.param(name, mode, MESHES[mesh], marks=marks, id=f"{name}-{mode}-{words}")
+
+
+@functools.cache
+def on_one_device(name, mode, lora):
+    return results(None, name, mode, lora)
+
+
+@pytest.mark.parametrize(("name", "mode", "mesh"), list(every_case()))
+def test_equal_to_one_device(name, mode, mesh):
     lora = name in ("multi-head", "by hand, einsum")
-    expected = results(None, name, mode, lora)
-    for mesh in MESHES:
-        assert_close(results(strategy_of(mesh), name, mode, lora), expected)
+    assert_close(results(strategy_of(mesh), name, mode, lora), on_one_device(name, mode, lora))
 
 
 @slow
