@@ -71,7 +71,7 @@ PACKAGES["checkup"] = {
     "processes",
 }
 PACKAGES["strategy"] = {*PACKAGES} - {"recurrence", "layers", "callbacks", "checkpoint", "freezing"}
-PACKAGES["searches"] = {*PACKAGES["dryrun"], "dryrun", "memory", "strategy"}
+PACKAGES["searches"] = {*PACKAGES["dryrun"], "dryrun", "memory", "strategy", "tables"}
 PACKAGES["shell"] = {*PACKAGES}
 PACKAGES["__main__"] = {"shell"}
 MOST_LINES_OF_A_FUNCTION = 60

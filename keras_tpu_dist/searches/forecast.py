@@ -15,7 +15,8 @@ from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.hlo import Wire, seconds_over
 from keras_tpu_dist.searches.activations import BATCH, Origin, peak_bytes
 from keras_tpu_dist.searches.facts import Facts, Spec, Weight
-from keras_tpu_dist.trace.products import MatrixProduct
+from keras_tpu_dist.tables import width
+from keras_tpu_dist.trace.products import Lookup, MatrixProduct
 from keras_tpu_dist.training.guard import states_that_fit
 
 
@@ -153,6 +154,30 @@ class Placed:
         """
         shape, axes = self.facts.weights[index].shape, self.specs[index]
         return shape[-1] / self.ground.ways(axes[-1]) if len(shape) > 1 else 0.0
+
+    @functools.cached_property
+    def by_width(self) -> frozenset[int]:
+        """The tables that a step uses by their width, as `keras_tpu_dist.tables.width` decides."""
+        products = {product.weight for product in self.facts.products}
+        return frozenset(
+            lookup.weight
+            for lookup in self.facts.lookups
+            if lookup.weight not in products and self._is_by_width(lookup)
+        )
+
+    def _is_by_width(self, lookup: Lookup) -> bool:
+        index, weight = lookup.weight, self.facts.weights[lookup.weight]
+        if len(weight.shape) != 2 or weight.size * weight.itemsize < width.LEAST_BYTES:
+            return False
+        ways, stored = self.ways(index), self.stored(index)
+        if ways == 1 or self.used_ways(index) > 1 or weight.shape[1] % ways:
+            return False
+        every = [each for each in self.facts.lookups if each.weight == index]
+        ids = sum(each.ids for each in every)
+        item = lookup.taken_bytes // (lookup.ids * weight.shape[1])
+        by_rows = bool(set(self.specs[index][0]) & set(stored))
+        lookups = width.StepLookups(ids * self.batches, item, weight.trainable)
+        return width.is_shorter_for(weight.shape, ways, by_rows, lookups)
 
     def in_a_loop(self, product: MatrixProduct) -> bool:
         """Whether a product runs in a loop instead of once on every device.
@@ -320,7 +345,7 @@ def ring_of(placed: Placed, product: MatrixProduct, again: float = 0.0) -> Ring:
 
 
 def table_bytes(placed: Placed) -> float:
-    """Bytes moved for tables in another layout: with at least 128 columns.
+    """Bytes moved for tables in another layout: with at least 128 columns, or by their width.
 
     Args:
         placed: The model on its mesh.
@@ -329,6 +354,14 @@ def table_bytes(placed: Placed) -> float:
     for index in placed.tables:
         weight, wide = placed.facts.weights[index], padding(placed.columns(index))
         moved += _PASSES * wide * weight.size * weight.itemsize / placed.ways(index)
+    for index in placed.by_width:
+        # As it is used, its gradient as it is summed up, and as it is exchanged.
+        item, summed = placed.gradient_itemsizes[index], 4
+        copies = (2 * item + summed) * placed.facts.weights[index].size / placed.ways(index)
+        moved += _PASSES * copies
+    for lookup in placed.facts.lookups:
+        if lookup.weight in placed.by_width:
+            moved += 2 * _PASSES * _columns_bytes(placed, lookup)
     return moved
 
 
@@ -365,7 +398,11 @@ def links(placed: Placed, again: float) -> float:
         last = alike
         seconds += _gathers(placed, product, product.weight)
     for lookup in placed.facts.lookups:
-        seconds += _taken(placed, lookup.taken_bytes, lookup.weight)
+        if lookup.weight in placed.by_width:
+            seconds += _exchanged(placed, lookup)
+        else:
+            seconds += _taken(placed, lookup.taken_bytes, lookup.weight)
+    seconds += sum(_laid_by_width(placed, index) for index in placed.by_width)
     for index, weight, _ in placed.weights():
         # If a table is stored split, every device adds up the rows of its own part.
         if weight.trainable and not (index in placed.tables and placed.stored(index)):
@@ -413,6 +450,41 @@ def _taken(placed: Placed, taken: float, weight: int) -> float:
     for axes in placed.split(weight):
         seconds += placed.ground.seconds("all-reduce", taken * placed.share, axes)
     return seconds
+
+
+def _exchanged(placed: Placed, lookup: Lookup) -> float:
+    """Seconds to exchange features of a table by its width, and their gradients."""
+    stored = placed.stored(lookup.weight)
+    return 2 * placed.ground.seconds("all-to-all", _columns_bytes(placed, lookup), stored)
+
+
+def _columns_bytes(placed: Placed, lookup: Lookup) -> float:
+    """Bytes that a device looks up for the whole batch in a table by its width: its columns."""
+    return lookup.taken_bytes * placed.batches / placed.ground.ways(placed.stored(lookup.weight))
+
+
+def looked_up(placed: Placed) -> float:
+    """Seconds to look all ids up in tables by their width, and to add up their gradients.
+
+    Args:
+        placed: The model on its mesh.
+    """
+    return sum(
+        # A row takes as long as gathering some bytes.
+        2 * placed.ground.seconds("all-gather", width.BYTES_PER_ROW * each.ids * placed.batches, s)
+        for each in placed.facts.lookups
+        if each.weight in placed.by_width
+        for s in [placed.stored(each.weight)]
+    )
+
+
+def _laid_by_width(placed: Placed, index: int) -> float:
+    """Seconds to exchange rows of a table for columns, and columns of its gradient for rows."""
+    stored, weight = placed.stored(index), placed.facts.weights[index]
+    if not set(placed.specs[index][0]) & set(stored):
+        return 0.0
+    used = weight.size * placed.gradient_itemsizes[index] / placed.ground.ways(stored)
+    return 2 * placed.ground.seconds("all-to-all", used, stored)
 
 
 def _gradient(placed: Placed, index: int, weight: Weight) -> float:
@@ -609,7 +681,7 @@ def forecast(
         state_bytes=memory.state_bytes,
         held_bytes=memory.held_bytes,
         memory_bytes=memory.total_bytes,
-        compute_s=_QUICK * compute + rounds,
+        compute_s=_QUICK * compute + rounds + looked_up(placed),
         traffic_s=_QUICK * moved / ground.topology.hbm_bandwidth,
         links_s=links(placed, again),
     )

@@ -18,11 +18,16 @@ from keras_tpu_dist.common.once import log_once
 from keras_tpu_dist.partitioner import in_compiled_code
 from keras_tpu_dist.tables.exchange import NOBODY, Lookups, Route, TableSplit, Updates
 from keras_tpu_dist.tables.reading import Reading, RowLookup, number_of, on_rows, read
-from keras_tpu_dist.tables.width import ByWidth, ids_of, is_shorter, trouble, used_otherwise
+from keras_tpu_dist.tables.width import (
+    LEAST_BYTES,
+    ByWidth,
+    ids_of,
+    is_shorter,
+    trouble,
+    used_otherwise,
+)
 from keras_tpu_dist.trace.graph import Atom, Equation, Graph, graph_of
 
-# Smaller tables are updated as fast as they are read.
-_LEAST_BYTES = 64 * 2**20
 # Ids of a step for each row of the table, above which most rows change anyway.
 _MOST_IDS = 1 / 8
 
@@ -180,7 +185,7 @@ def _is_worth(variable: Any, split: TableSplit, option: str) -> bool:
     if option != "auto":
         return True
     size = math.prod(split.shape) * jnp.dtype(variable.dtype).itemsize
-    return bool(split.exchanged or split.traded) and size >= _LEAST_BYTES
+    return bool(split.exchanged or split.traded) and size >= LEAST_BYTES
 
 
 class _Step:

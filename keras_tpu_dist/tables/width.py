@@ -9,7 +9,7 @@ added up on the device that has their columns. This serves any optimizer, as the
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +21,12 @@ from keras_tpu_dist.tables.exchange import TableSplit
 from keras_tpu_dist.tables.reading import Reading
 from keras_tpu_dist.trace.graph import Atom, Equation, Graph
 
+# Smaller tables are updated as fast as they are read, and left to the compiler.
+LEAST_BYTES = 64 * 2**20
 # How many bytes links gather while a device looks up one row or adds to it, and how much longer
 # they take to exchange a byte than to gather one. Chosen so that of the TPU compiler's estimates
 # for v5e, v5p and v6e the clear gains are taken: `python benchmarks/lookups.py`.
-_BYTES_PER_ROW = 1250
+BYTES_PER_ROW = 1250
 _EXCHANGE_FACTOR = 3
 
 
@@ -49,10 +51,40 @@ def is_shorter(split: TableSplit, ids: int, item_bytes: int, trains: bool) -> bo
     >>> [is_shorter(split, ids, 2, trains=True) for ids in (8192, 131_072, 4_194_304)]
     [False, True, False]
     """
-    rows, width = split.shape
-    ways = axis_size(split.mesh, _axes(split))
-    exchanged = (ids * width + (rows * width if split.exchanged else 0)) * item_bytes / ways
-    by_width = (1 + trains) * (_BYTES_PER_ROW * ids + _EXCHANGE_FACTOR * exchanged)
+    return is_shorter_for(
+        split.shape,
+        axis_size(split.mesh, _axes(split)),
+        bool(split.exchanged),
+        StepLookups(ids, item_bytes, trains),
+    )
+
+
+class StepLookups(NamedTuple):
+    """What a step looks up in a table.
+
+    Attributes:
+        ids: The number of ids of a step, on all devices.
+        item_bytes: Bytes of a number of the table as it is looked up.
+        trains: Whether the table gets a gradient.
+    """
+
+    ids: float
+    item_bytes: float
+    trains: bool
+
+
+def is_shorter_for(shape: tuple[int, ...], ways: int, by_rows: bool, lookups: StepLookups) -> bool:
+    """Whether an exchange of features takes less time, for a table on any mesh.
+
+    Args:
+        shape: The table's rows and width.
+        ways: Into how many parts it is split.
+        by_rows: Whether its rows are split.
+        lookups: What a step looks up in it.
+    """
+    (rows, width), (ids, item_bytes, trains) = shape, lookups
+    exchanged = (ids * width + (rows * width if by_rows else 0)) * item_bytes / ways
+    by_width = (1 + trains) * (BYTES_PER_ROW * ids + _EXCHANGE_FACTOR * exchanged)
     # A sum sends what it sums twice.
     gathered, looked_up = (1 + 2 * trains) * rows, (2 + trains) * ids
     return by_width < min(gathered, looked_up) * width * item_bytes

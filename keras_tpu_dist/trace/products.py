@@ -63,10 +63,12 @@ class Lookup:
     Attributes:
         weight: Which weight, by number.
         taken_bytes: Bytes of the rows.
+        ids: How many rows are taken.
     """
 
     weight: int
     taken_bytes: int
+    ids: int
 
 
 def products_of(jaxpr: Any, num_weights: int) -> tuple[MatrixProduct, ...]:
@@ -116,7 +118,8 @@ def _read(
         elif name == "conv_general_dilated":
             found.append(_convolution(equation, sources, times))
         elif name == "gather" and sources[0] is not None:
-            found.append(Lookup(sources[0][0], _bytes(equation.outvars[0].aval) * times))
+            taken, ids = equation.outvars[0].aval, equation.invars[1].aval.shape[:-1]
+            found.append(Lookup(sources[0][0], _bytes(taken) * times, math.prod(ids) * times))
         elif name in _HANDING_ON:
             names.update(_handed_on(equation, sources))
         else:

@@ -227,6 +227,53 @@ def test_rows_of_a_table_that_is_split_over_the_batch():
     assert whole_forecast(both).links_s == pytest.approx(2 * there + summed)
 
 
+def decoder_table(rows, features, time=512):
+    def build():
+        keras.config.set_dtype_policy("mixed_bfloat16")
+        ids = keras.Input((time,), dtype="int32")
+        model = keras.Model(ids, L.Dense(8)(L.Embedding(rows, features, name="table")(ids)))
+        model.compile("adam", "mse")
+        return model
+
+    return build
+
+
+@pytest.fixture
+def policy():
+    yield
+    keras.config.set_dtype_policy("float32")
+
+
+def test_a_table_by_its_width_exchanges_features(policy):
+    """Its rows become columns, its features go to and fro; few ids are left to the compiler."""
+    rows, features, batch = 64_000, 2048, 128
+    placed = of_model(decoder_table(rows, features), FSDP, batch)
+    assert placed.specs[0] == (("fsdp",), ())
+    assert placed.by_width == {0}
+    ground, ids = placed.ground, 512 * batch
+
+    def seconds(kind, whole):
+        return 2 * ground.seconds(kind, whole, ("fsdp",))
+
+    exchanged = seconds("all-to-all", 2 * features * (ids + rows) / 8)
+    found = whole_forecast(placed)
+    assert found.links_s == pytest.approx(exchanged, rel=0.01)
+    assert found.compute_s > seconds("all-gather", 1250 * ids)
+    assert not of_model(decoder_table(rows, features, 4), FSDP, 8).by_width
+    assert not of_model(decoder_table(rows, features), WHOLE, batch).by_width
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rows", "features"), [(64_000, 2048), (64_000, 4096)])
+def test_a_table_by_its_width_takes_what_the_compiler_says(rows, features, policy):
+    build, batch = decoder_table(rows, features), 128
+    found = whole_forecast(of_model(build, FSDP, batch))
+    run = ktd.dry_run(build, FSDP.strategy(SLICE), batch_size=batch)
+    assert any(each.kind == "all-to-all" for each in run.cost.collectives)
+    assert found.links_s == pytest.approx(run.estimate.exposed_link, rel=0.1)
+    assert found.step_s == pytest.approx(run.estimate.step, rel=0.2)
+
+
 def test_features_are_split_alike_whether_weights_are_also_split_over_the_batch():
     whole, both = of_model(pair, HALVES), of_model(pair, BOTH)
     for product in whole.facts.products:

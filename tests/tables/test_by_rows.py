@@ -350,7 +350,7 @@ def test_tables_are_chosen_by_size_and_ids(monkeypatch):
     x, y = data()
     plain, _ = trained(ranking(), strategy_of("data8", "auto"), x, y)
     assert not uses.of(plain)
-    monkeypatch.setattr(tables_step, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(tables_step, "LEAST_BYTES", 1)
     few, _ = trained(ranking(), strategy_of("data8", "auto"), x, y)
     assert uses.of(few)["table/embeddings"] == (
         f"every row is updated: {BATCH * IDS} ids a step for {ROWS} rows"

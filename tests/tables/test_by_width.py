@@ -42,8 +42,8 @@ ALL = {**OPTIMIZERS, **DENSE}
 
 @pytest.fixture(autouse=True)
 def _small_tables_too(monkeypatch):
-    monkeypatch.setattr(tables_step, "_LEAST_BYTES", 1)
-    monkeypatch.setattr(width, "_BYTES_PER_ROW", 0)
+    monkeypatch.setattr(tables_step, "LEAST_BYTES", 1)
+    monkeypatch.setattr(width, "BYTES_PER_ROW", 0)
     monkeypatch.setattr(width, "_EXCHANGE_FACTOR", 0)
 
 

@@ -147,6 +147,6 @@ def test_look_ups_and_windows():
     shapes = (((100, 8), "float32"), ((4, 3, 5, 5), "float32"), ((6, 2), "int32"))
     arguments = [jax.ShapeDtypeStruct(*s) for s in (*shapes, ((7, 3, 9, 9), "float32"))]
     trace = jax.make_jaxpr(forward)(*arguments)
-    assert lookups_of(trace, 2) == (Lookup(weight=0, taken_bytes=2 * 6 * 2 * 8),)
+    assert lookups_of(trace, 2) == (Lookup(weight=0, taken_bytes=2 * 6 * 2 * 8, ids=2 * 6),)
     (product,) = products_of(trace, 2)
     assert (product.weight, product.taps) == (1, 25)
