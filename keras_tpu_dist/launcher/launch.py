@@ -269,7 +269,7 @@ class _Start:
         if not failed:
             return
         if self._goodput is not None:
-            first = min(failed, key=lambda end: end.rank)
+            first = min(failed, key=self._rank)
             step = self._step()
             fields = {"process": first.number, "code": first.code, "step": step}
             records.try_append(self._goodput, records.FAILED, **fields)
@@ -289,6 +289,11 @@ class _Start:
         failed = any(end.code for end in self._ends.values())
         return failed or len(self._ends) == self._number
 
+    def _rank(self, end: _End) -> tuple[int, float]:
+        # JAX aborts a process after another one, with the coordinator, has ended.
+        aborted = end.code == -signal.SIGABRT and self._readers[end.number].ended_by_jax
+        return (3, end.at) if aborted else end.rank
+
     def _step(self) -> int | None:
         steps = [step_of(self._reports / str(number)) for number in range(self._number)]
         return max((step for step in steps if step is not None), default=None)
@@ -304,7 +309,7 @@ class _Start:
         failed = [end for end in (*self._ends.values(), *late) if end.code]
         if not failed:
             return Outcome(0, self._number, seconds, self._step())
-        first = min(failed, key=lambda end: end.rank)
+        first = min(failed, key=self._rank)
         reader = self._readers[first.number]
         error, words = _named(first, reader)
         of_this = reader.folded.error is not None and reader.folded.error[0] == error

@@ -10,6 +10,8 @@ from typing import IO
 
 # Gloo, the library that connects the processes, prints this for every group of devices.
 _OF_GLOO = re.compile(r"\[Gloo\] Rank \d+ is connected to \d+ peer ranks")
+# JAX prints this before it aborts a process because the coordinator, or another process, is gone.
+_BY_JAX = "the JAX distributed service detected fatal errors"
 _BEGIN = "Traceback (most recent call last):"
 _FRAME = re.compile(r'  File "(?P<path>.*)", line (?P<line>\d+)(?:, in (?P<function>.*))?$')
 # The last line of a traceback: the error's class, and its text if it has one.
@@ -180,11 +182,13 @@ class Reader:
     Attributes:
         folded: Its shortened tracebacks.
         path: The log file.
+        ended_by_jax: Whether JAX aborted the process because another one is gone.
     """
 
     def __init__(self, lines: IO[str], number: int, path: Path, write: Callable[[str], object]):
         self.folded = Folded(str(Path(__file__).parents[1]))
         self.path = path
+        self.ended_by_jax = False
         self._lines, self._number, self._write = lines, number, write
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -202,6 +206,7 @@ class Reader:
         with self._lines as lines:
             for line in lines:
                 log.write(line)
+                self.ended_by_jax |= _BY_JAX in line
                 if not _OF_GLOO.match(line):
                     self._print(self.folded.take(line.removesuffix("\n")))
         self._print(self.folded.rest())

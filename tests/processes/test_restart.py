@@ -173,7 +173,7 @@ def test_what_failed_first_is_said_once_with_the_users_frames(started, tmp_path)
 
 
 ODD = """
-import os, pathlib, signal, subprocess, sys
+import os, pathlib, signal, subprocess, sys, time
 act, start = sys.argv[1], int(pathlib.Path(os.environ["KTD_REPORT"]).parent.name)
 if act == "prints":
     for number in range(20_000):
@@ -184,6 +184,14 @@ if act == "goodput" and start == 1:
     os.remove("goodput.jsonl")
     os.mkdir("goodput.jsonl")
     os._exit(3)
+if act in ("aborted", "aborts"):
+    if os.environ["KTD_PROCESS_ID"] == "0":
+        time.sleep(0.2)
+        os._exit(75)
+    if act == "aborted":
+        print("F0000 client.h:80] Terminating process because the JAX distributed service detected "
+              "fatal errors. This most likely indicates that another task died", file=sys.stderr)
+    os.abort()
 if act == "child" and start == 1:
     subprocess.Popen(["sleep", "40"])
     os._exit(3)
@@ -226,6 +234,13 @@ def test_a_signal_without_a_name(odd):
     code, _, said = odd("signal")
     assert code == 128 + signal.SIGRTMIN + 3
     assert f"killed by signal {signal.SIGRTMIN + 3}" in said
+
+
+@pytest.mark.parametrize(("act", "code", "first"), [("aborted", 75, 0), ("aborts", 134, 1)])
+def test_a_process_that_jax_aborts_is_not_the_first_that_failed(act, code, first, odd):
+    received, _, said = odd(act)
+    assert received == code
+    assert f"launch: process {first} of 2 " in said
 
 
 def test_a_folder_that_a_killed_launcher_left(odd, tmp_path):

@@ -260,8 +260,14 @@ def test_compare_does_not_take_a_failed_function_for_a_layout_that_fails(model, 
         (["--processes", "0"], "Received: processes=0, devices=4."),
         (["--processes-from", "model.py"], "is read before each restart"),
         (["--processes-from", "none", "--restart", "1"], "Received: processes_from='none'"),
-        (["--logs", "model.py"], "of the processes need a folder. Received: logs='model.py', which"),
-        (["--logs", "model.py/logs"], "of the processes need a folder. Received: logs='model.py/logs'"),
+        (
+            ["--logs", "model.py"],
+            "processes need a folder. Received: logs='model.py', which",
+        ),
+        (
+            ["--logs", "model.py/logs"],
+            "processes need a folder. Received: logs='model.py/logs'",
+        ),
     ],
 )
 def test_launch_ignores_no_word(words, error, model, capsys):
