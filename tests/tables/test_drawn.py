@@ -1,28 +1,18 @@
-"""Models with tables drawn at random, some of every run, and seeds that once failed."""
+"""Models with tables drawn at random, a few of them."""
 
 import pytest
 import table_programs
 from drawn import run_all
 from table_options import OPTIONS, drawn, is_legal
 
-# What failed before it was mended, by the options that matter.
-FAILED: dict[str, dict] = {}
-
 
 @pytest.mark.slow
 def test_drawn_models_equal_one_device():
     """`python tests/tables/drawn.py` draws others."""
-    programs = [drawn(seed) for seed in range(100, 108)]
-    found = run_all(programs, timeout=300)
+    programs = [drawn(seed) for seed in (1, 2, 100, 101)]
+    found = run_all(programs, timeout=600)
     assert [str(each) for each in found if each.outcome != "right"] == []
     assert len(found) == len(programs)
-
-
-@pytest.mark.slow
-def test_what_failed_before():
-    programs = [drawn(seed, given) for seed, given in enumerate(FAILED.values())]
-    found = run_all(programs, timeout=300)
-    assert [str(each) for each in found if each.outcome != "right"] == []
 
 
 def test_a_seed_is_one_program():
