@@ -70,6 +70,13 @@ def dry_run_page() -> str:
     return made_here(ktd.dry_run(larger, strategy, batch_size=64))
 
 
+def search_page() -> str:
+    """A search over two slices."""
+    few = {"batch_size": 512, "compilations": 2, "exact": 0, "cache": False, "budget_s": 3600.0}
+    found = [ktd.search(decoder, name, **few) for name in ("v5e-8", "v6e-8")]
+    return made_here(ktd.compare_slices(found))
+
+
 def check_page() -> str:
     """A check of eight simulated devices, with a step of the small decoder."""
     strategy = ktd.TPUStrategy(MESH)
@@ -97,6 +104,7 @@ def profile_page() -> str:
 PAGES = {
     "model.html": model_page,
     "dry_run.html": dry_run_page,
+    "search.html": search_page,
     "check.html": check_page,
     "profile.html": profile_page,
 }

@@ -60,7 +60,7 @@ _PAGE_STYLE = (
     "@media(prefers-color-scheme:dark){:root{--ground:#14171b;--ink:#e4e7eb;--muted:#9aa4af;"
     "--good:#3ddc97;--bad:#ff8a5c;--panel:#1d2127}}"
     "body{margin:0;background:var(--ground);color:var(--ink)}"
-    "main.ktd{max-width:76em;margin:0 auto;padding:1.5em}"
+    "main.ktd{max-width:88em;margin:0 auto;padding:1.5em}"
     "@media(max-width:600px){main.ktd{padding:1em}}main>.muted{margin-bottom:1em}"
     "h1{font-size:1.5em;margin:0 0 .2em;overflow-wrap:anywhere}h1 span{white-space:nowrap}"
     "h2{font-size:1.15em;margin:1.8em 0 .4em}"
