@@ -1,7 +1,8 @@
-"""The barriers of a checkpoint that several processes write: one that fails lets the others pass.
+"""Barriers for a checkpoint that several processes write: if one fails, the others do not hang.
 
-Orbax has each process wait for all others once its arrays are written, and again until process 0
-has renamed the directory. A process that fails does not come, and the others wait for 20 minutes.
+In Orbax, every process waits for all others after it has written its arrays, and again until
+process 0 has renamed the directory. If a process fails, it does not reach the barrier, and the
+others wait for 20 minutes.
 """
 
 import collections
@@ -12,7 +13,7 @@ import jax
 
 from keras_tpu_dist import _keras
 
-# Orbax's barriers of one checkpoint, and how long it lets processes wait.
+# The number of Orbax's barriers per checkpoint, and their timeout.
 _STAGES, _LONGEST_S = 2, 1200
 _MOST_LETTERS = 300
 _opened: collections.Counter[str] = collections.Counter()
@@ -23,7 +24,7 @@ class Barriers:
 
     Args:
         client: JAX's client of the coordination service.
-        name: The same in all processes, and another one for each `Store` of a run.
+        name: A name that is the same in all processes and different for every `Store` of a run.
     """
 
     def __init__(self, client: Any, name: str):
@@ -37,11 +38,11 @@ class Barriers:
         self._stage = 0
 
     def __call__(self, *, key: str, timeout_ms: int) -> None:
-        """Waits for all processes, as Orbax calls it.
+        """Waits for all processes; Orbax calls it.
 
         Args:
-            key: Orbax's name of the barrier, which a process that failed does not know.
-            timeout_ms: How long to wait.
+            key: Orbax's name for the barrier; not used, because a failed process does not know it.
+            timeout_ms: The longest time to wait, in milliseconds.
 
         Raises:
             OSError: If one of them has failed.
@@ -52,10 +53,10 @@ class Barriers:
             raise OSError(failed[0][1])
 
     def give_up(self, error: BaseException) -> None:
-        """Lets the others pass; they fail as well.
+        """Passes the remaining barriers for the others, which then fail, too.
 
         Args:
-            error: What failed in this process.
+            error: The error of this process.
         """
         if self._stage < _STAGES:
             own = jax.process_index()
@@ -88,10 +89,10 @@ def barriers_of(directory: str) -> Barriers | None:
 
 
 def first_reason(reasons: list[str | None]) -> str | None:
-    """The first reason of a process that failed, with its number; `None` if none did.
+    """The reason of the first failed process, with its number; `None` if none failed.
 
     Args:
-        reasons: Of each process.
+        reasons: The reason of every process, `None` if it did not fail.
 
     Example:
 

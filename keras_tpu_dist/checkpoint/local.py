@@ -1,12 +1,12 @@
-"""Checkpoints on each host's own disk: every process writes the parts that it holds.
+"""Checkpoints on the hosts' own disks: every process writes the parts that it holds.
 
-Each process has a directory of its own, in which a checkpoint is complete or absent, as in a
-`Store`. On a resume the processes agree on the newest one of which they can read all parts
-together: any process may read any part that lies on its host, and sends it to those that lack it.
+Every process has its own directory, in which a checkpoint is complete or absent, as in a `Store`.
+To resume, the processes agree on the newest checkpoint for which they can read all parts together:
+a process reads the parts on its host, and sends them to processes that lack them.
 
-Orbax does not do this. Its emergency manager needs two slices that are replicas of one another, and
-its handlers write host arrays in process 0 only. So the parts are the bytes of one file, which the
-manifest describes.
+Orbax cannot do this. Its emergency manager needs two slices that are replicas of one another, and
+its handlers write host arrays only in process 0. So all parts are in one file, which the manifest
+describes.
 """
 
 import contextlib
@@ -60,25 +60,26 @@ from keras_tpu_dist.processes.encoding import ListOf, check_form
 
 logger = logging.getLogger("keras_tpu_dist")
 
-_FIX = "Give the same Checkpoint callback to fit in all processes."
-_OTHER = "Another one is tried."
+_FIX = "Pass the same Checkpoint callback to fit in all processes."
+_OTHER = "The next one is tried."
 _OF_PROCESS = re.compile(r"process_(0|[1-9]\d{0,9})")
-# `store.check_files` leaves directories called "d" out: this file may be large.
+# This file may be large, and `store.check_files` skips directories called "d".
 _PARTS_FILE = ("arrays", "d", "parts")
-# How the newest checkpoint of a process stands.
+# The states of a process's newest checkpoint.
 NONE, BUSY, FAILED, WHOLE = "none", "busy", "failed", "whole"
-_MOST_TOLD = 16
+# The largest number of checkpoints that a process reports.
+_MOST_REPORTED = 16
 _MOST_BYTES_OF_A_MANIFEST = 64 * 2**20
 
 
 @dataclass(frozen=True)
 class Copy:
-    """What one process has written of one checkpoint.
+    """The parts of a checkpoint that one process wrote.
 
     Attributes:
-        directory: Where that process wrote.
+        directory: The process's directory.
         manifest: Its manifest.
-        parts: Which parts are there.
+        parts: The description of its parts.
     """
 
     directory: str
@@ -86,7 +87,7 @@ class Copy:
     parts: Parts
 
     def read(self, step: int, saved: Saved, cell: int) -> np.ndarray:
-        """A part of an array.
+        """Reads a part of an array.
 
         Args:
             step: The checkpoint.
@@ -94,7 +95,7 @@ class Copy:
             cell: The part; see `parts.Layout`.
 
         Raises:
-            ValueError: If it is not what was written.
+            ValueError: If its values differ from the saved ones.
             OSError: If it cannot be read.
         """
         layout, dtype = self.parts.layout(saved.key), np.dtype(saved.entry.dtype)
@@ -106,12 +107,12 @@ class Copy:
             file.seek(self._offsets[saved.key] + number * size)
             done = file.readinto(flat.data) if size else 0
         if done != size or zlib.crc32(flat.data) != self.parts.crc32[saved.key][number]:
-            raise ValueError(f"other values than were saved for {saved.entry.path}")
+            raise ValueError(f"values that differ from the saved ones for {saved.entry.path}")
         return flat.view(dtype).reshape(shape)
 
     @functools.cached_property
     def _offsets(self) -> dict[str, int]:
-        """Where the parts of each array begin, and at "" where all end."""
+        """The offsets of the arrays' parts in the file, and the end of all parts under ""."""
         found, total = {}, 0
         for saved in _in_order(self.manifest):
             found[saved.key] = total
@@ -128,12 +129,12 @@ class Copy:
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint of which the processes can read all parts together.
+    """A checkpoint for which the processes can read all parts together.
 
     Attributes:
         step: Its step.
-        mark: What its copies have in common.
-        writers: For each process the writers whose parts it can read.
+        mark: The mark that its copies have in common.
+        writers: For every process, the writers whose parts it can read.
     """
 
     step: int
@@ -145,20 +146,20 @@ class LocalTier:
     """The checkpoints of a fit on the disks of its hosts.
 
     Args:
-        directory: A directory of this host's disk; each process has a subdirectory.
-        asynchronous: Whether `save` returns once values are copied from the devices.
+        directory: A directory on this host's disk; every process has a subdirectory.
+        asynchronous: Whether `save` returns as soon as the values are copied from the devices.
 
     Attributes:
-        directory: As given, absolute.
-        found: What the fit can go on from, if anything.
+        directory: The absolute path of the directory.
+        found: The checkpoint to resume from, or `None`.
         saved_step: The step of the newest checkpoint of this fit, also if it could not be written.
-        is_busy: Whether a process was still writing one when `hear` was called.
+        is_busy: Whether a process was still writing a checkpoint when `hear` was called.
 
     Raises:
         CheckpointError: If the directory cannot be used.
     """
 
-    # As a `Store` has it: `restore.load` reads from either.
+    # The same as in `Store`, because `restore.load` reads from both.
     state_of = staticmethod(named_state)
 
     def __init__(self, directory: str | os.PathLike, asynchronous: bool):
@@ -169,16 +170,16 @@ class LocalTier:
         self._asynchronous = asynchronous
         self._writing: threading.Thread | None = None
         self._failed: BaseException | None = None
-        # The newest checkpoint, until all processes know that it is whole everywhere.
+        # The newest checkpoint, until all processes know that it is complete everywhere.
         self._pending: int | None = None
         self._is_finite = True
-        # Those that are whole in all processes.
+        # The checkpoints that are complete in all processes.
         self._known: dict[int, Known] = {}
         self.is_busy, self._is_confirmed = False, False
         self._copies: dict[int, Copy] = {}
         self._manifest: Manifest | None = None
         self._parts: Parts | None = None
-        # Copies that turned out to be damaged: step, mark, writer.
+        # Damaged copies: step, mark, writer.
         self._bad: set[tuple[int, str, int]] = set()
         with checkpoint_errors(self._own, "opened"):
             os.makedirs(self._own, exist_ok=True)
@@ -197,7 +198,7 @@ class LocalTier:
 
     @property
     def standing(self) -> str:
-        """How the newest checkpoint of this process stands, for the others to hear."""
+        """The state of this process's newest checkpoint, to send to the others."""
         if self._writing is not None and self._writing.is_alive():
             return BUSY
         if self._pending is None:
@@ -205,10 +206,11 @@ class LocalTier:
         return WHOLE if self._failed is None else FAILED
 
     def hear(self, standings: Sequence[str]) -> None:
-        """Notes how all processes stand; what is whole everywhere may replace older ones.
+        """Notes the states of all processes: a checkpoint that is complete everywhere replaces
+        older ones.
 
         Args:
-            standings: Of each process.
+            standings: The state of every process.
         """
         self.is_busy = BUSY in standings
         if set(standings) == {WHOLE} and self._pending is not None:
@@ -221,17 +223,18 @@ class LocalTier:
         Args:
             step: Its number.
             arrays: The arrays by key.
-            manifest: Returns their description; called in the background.
+            manifest: A function that returns their description; called in the background.
 
         Raises:
             CheckpointError: If it could not be written.
         """
-        # The same in all processes, also where it fails: they decide by it what to do together.
+        # Equal in all processes, even if saving fails, because their next common action depends on
+        # it.
         self.saved_step = step
         try:
             self.wait()
         except CheckpointError as error:
-            logger.error("training went on without a local checkpoint. %s", error)
+            logger.error("training continued without a local checkpoint. %s", error)
         self._pending = None
         with checkpoint_errors(self._own, "written", step):
             layouts = {key: layout_of(array) for key, array in arrays.items()}
@@ -242,7 +245,7 @@ class LocalTier:
             target=self._write,
             args=(step, layouts, cells, manifest),
             name=f"local checkpoint {step}",
-            # A process waits for it at exit, as it does for Orbax's.
+            # At exit, the process waits for this thread, as for Orbax's.
             daemon=False,
         )
         self._writing.start()
@@ -250,7 +253,7 @@ class LocalTier:
             self.wait()
 
     def wait(self) -> None:
-        """Waits until what was saved is on disk.
+        """Waits until the last checkpoint is on disk.
 
         Raises:
             CheckpointError: If it could not be written.
@@ -306,10 +309,10 @@ class LocalTier:
             try:
                 settle(self._root)
             except OSError as another:
-                logger.warning("%s cannot be cleared up: %s", self._own, another)
+                logger.warning("%s cannot be cleaned up: %s", self._own, another)
 
     def _delete_older(self, step: int) -> None:
-        """Deletes what a checkpoint replaces that is whole in all processes."""
+        """Deletes checkpoints older than the newest one that is complete in all processes."""
         if not self._known:
             return
         stay = staying(self._known, keep=1, best=None) | {step}
@@ -321,12 +324,12 @@ class LocalTier:
             self._delete_of_others()
 
     def _delete_of_others(self) -> None:
-        """Deletes what processes wrote on this disk that are here no longer."""
+        """Deletes the directories on this disk of processes that are gone."""
         for name in os.listdir(self.directory):
             path = os.path.join(self.directory, name)
             if not _OF_PROCESS.fullmatch(name) or path == self._own:
                 continue
-            # Who is here holds the lock.
+            # A running process holds the lock.
             with contextlib.suppress(CheckpointError, OSError):
                 lock = Lock(path)
                 try:
@@ -335,7 +338,7 @@ class LocalTier:
                     lock.release()
 
     def close(self) -> None:
-        """Waits, and lets others write.
+        """Waits for the last checkpoint, and lets other processes write.
 
         Raises:
             CheckpointError: If the last checkpoint could not be written.
@@ -345,25 +348,25 @@ class LocalTier:
         finally:
             self._lock.release()
 
-    # Going on.
+    # Resuming.
 
     def look_for(self, run: str | None, step: int, at_s: float) -> None:
-        """Agrees on the newest checkpoint of a run of which all parts can be read.
+        """Agrees on a run's newest checkpoint for which all parts can be read.
 
         Args:
-            run: The run; `None` for none.
-            step: Only newer ones than this count,
-            at_s: and no older ones: seconds since 1970.
+            run: The run, or `None`.
+            step: Only checkpoints with a larger step count.
+            at_s: Only checkpoints that are not older count, in seconds since 1970.
         """
         self.found = None
         here = {} if run is None else self._copies_of(run)
-        told = [
+        reported = [
             [number, max(map(_written_at_s, copies.values())), mark, sorted(copies)]
             for (number, mark), copies in here.items()
         ]
         what = "looking for local checkpoints"
         form = ListOf([int, float, str, ListOf(int)])
-        found = agree(what, _FIX, told[-_MOST_TOLD:], form, reduce=_candidates)
+        found = agree(what, _FIX, reported[-_MOST_REPORTED:], form, reduce=_candidates)
         check_form(found, ListOf([int, float, str, ListOf(ListOf(int))]), where=what)
         newer = [
             Found(number, mark, _expanded(writers))
@@ -391,7 +394,7 @@ class LocalTier:
                 try:
                     copy = _copy(directory, step)
                 except CheckpointError as error:
-                    logger.warning("local checkpoint %d does not count. %s", step, error)
+                    logger.warning("local checkpoint %d is ignored. %s", step, error)
                     continue
                 mark, writer = _mark(copy), copy.parts.process
                 if copy.manifest.training.get("run") != run:
@@ -401,7 +404,7 @@ class LocalTier:
         return dict(sorted(found.items()))
 
     def _share_manifest(self, found: Found) -> None:
-        """Gives the manifest to processes that have no copy."""
+        """Sends the manifest to processes without a copy."""
         have = [process for process, writers in enumerate(found.writers) if writers]
         mine = next(iter(self._copies.values()), None)
         if len(have) == len(found.writers):
@@ -423,11 +426,11 @@ class LocalTier:
 
     @property
     def steps(self) -> list[int]:
-        """The step that was found, if one was."""
+        """The step of `found`, if any."""
         return [] if self.found is None else [self.found.step]
 
     def manifest(self, step: int) -> Manifest:
-        """What the checkpoint holds that was found.
+        """The manifest of the checkpoint in `found`.
 
         Args:
             step: Its step.
@@ -436,7 +439,7 @@ class LocalTier:
         return self._manifest
 
     def goes_on(self) -> None:
-        """Notes that the fit goes on from what was found: it stays until a newer one is whole."""
+        """Notes that the fit resumes from `found`: it stays until a newer one is complete."""
         assert self.found is not None
         assert self._manifest is not None
         finite = self._manifest.written.get("finite") is not False
@@ -444,15 +447,15 @@ class LocalTier:
         self.saved_step = self.found.step
 
     def load(self, step: int, wanted: Sequence[tuple[Saved, Any, Any]]) -> list[Any]:
-        """Reads arrays, each part from a host that has it, and compares them with what was saved.
+        """Reads arrays, every part from a host that has it, and checks their values.
 
         Args:
-            step: The step that was found.
-            wanted: As `Store.load` has it.
+            step: The step of `found`.
+            wanted: See `Store.load`.
 
         Raises:
-            CheckpointError: In all processes, if one cannot read what it has, or values are others
-                than were saved. What is damaged is left out by the next `look_for`.
+            CheckpointError: In all processes, if one cannot read its parts, or values differ from
+                the saved ones. The next `look_for` leaves damaged copies out.
         """
         if not wanted:
             return []
@@ -479,7 +482,8 @@ class LocalTier:
         wrong = [each.entry.path for (each, *_), n in zip(wanted, numbers) if each.fingerprint != n]
         if wrong:
             self._leave_out(step, range(self._whole_parts.processes))
-            raise _damaged(step, self.directory, f"other values than were saved for {wrong[0]}")
+            received = f"values that differ from the saved ones for {wrong[0]}"
+            raise _damaged(step, self.directory, received)
         return [array.astype(dtype) for array, (_, _, dtype) in zip(arrays, wanted)]
 
     @property
@@ -488,7 +492,7 @@ class LocalTier:
         return self._parts
 
     def _read(self, step: int, saved: Saved, cell: int) -> np.ndarray:
-        """A part, from any copy on this disk that has it undamaged."""
+        """Reads a part from any undamaged copy on this disk."""
         holders = self._whole_parts.layout(saved.key).holders[cell]
         error: Exception = ValueError(f"no copy of {saved.entry.path}")
         for writer in [each for each in holders if each in self._copies]:
@@ -514,7 +518,7 @@ class LocalTier:
         plans: Sequence["_Plan"],
         cells: dict[tuple[int, int], np.ndarray],
     ) -> None:
-        """Sends parts to processes that need them and lack them."""
+        """Sends parts to processes that need them and do not have them."""
         moved: dict[int, list[tuple[int, int]]] = {}
         for number, plan in enumerate(plans):
             for cell, source in plan.moved:
@@ -556,12 +560,12 @@ class LocalTier:
 
 @dataclass(frozen=True)
 class _Plan:
-    """How the parts of an array come to where they are needed.
+    """The transfers of an array's parts.
 
     Attributes:
-        needed: Those that this process needs,
-        read: those that it reads from its disk,
-        moved: and those that are sent to all, with the process that sends them.
+        needed: The parts that this process needs.
+        read: The parts that it reads from its disk.
+        moved: The parts that are sent to all, with the process that sends them.
     """
 
     needed: frozenset[int]
@@ -576,7 +580,7 @@ def _plan_of(
     sharding: Any,
     writers: tuple[tuple[int, ...], ...],
 ) -> _Plan:
-    """The same in all processes but for what is this one's own."""
+    """The plan for an array; only `needed` and `read` differ between processes."""
     readers: dict[int, list[int]] = {}
     for process, those in enumerate(writers):
         for writer in those:
@@ -590,7 +594,7 @@ def _plan_of(
     for cell, holders in enumerate(layout.holders):
         have = {process for writer in holders for process in readers.get(writer, ())}
         lacks = not have.issuperset(needed_by.get(cell, ()))
-        # Those who have it send in turn.
+        # The processes that have parts take turns at sending.
         source = sorted(have)[cell % len(have)] if lacks else -1
         if lacks:
             moved.append((cell, source))
@@ -602,7 +606,7 @@ def _plan_of(
 def _needs(
     layout: Layout, shape: tuple[int, ...], sharding: Any, processes: int
 ) -> dict[int, frozenset[int]]:
-    """The parts that each process needs."""
+    """The parts that every process needs."""
     if sharding is None or sharding.is_fully_addressable:
         return dict.fromkeys(range(processes), frozenset(range(len(layout.holders))))
     places = indices_by_process(sharding, shape)
@@ -624,12 +628,12 @@ def _paste(result: np.ndarray, box: Any, part: np.ndarray, place: Any) -> None:
 
 
 def _on_host(shards: Mapping[str, Sequence[Any]]) -> dict[str, list[np.ndarray]]:
-    """Copies of arrays in host memory; all transfers are begun before one is waited for."""
+    """Copies arrays to host memory; it starts all transfers before it waits for one."""
     for each in shards.values():
         for shard in each:
             if isinstance(shard, jax.Array):
                 shard.copy_to_host_async()
-    # Copies: on CPU devices NumPy would see memory that the next step overwrites.
+    # Copies, because on CPU devices NumPy would share memory that the next step overwrites.
     return {key: [np.array(shard) for shard in each] for key, each in shards.items()}
 
 
@@ -664,10 +668,10 @@ def _read_manifest(directory: str, step: int) -> Manifest:
 
 
 def _copy(directory: str, step: int) -> Copy:
-    """What a process has written of a checkpoint.
+    """The parts of a checkpoint that a process wrote.
 
     Raises:
-        CheckpointError: If it is not whole.
+        CheckpointError: If they are incomplete.
     """
     manifest = _read_manifest(directory, step)
     with checkpoint_errors(directory, "read", step):
@@ -679,7 +683,7 @@ def _copy(directory: str, step: int) -> Copy:
 
 
 def _mark(copy: Copy) -> str:
-    """What the copies of one checkpoint have in common: equal marks are parts of one state."""
+    """A checksum that is equal for the copies of one checkpoint."""
     training, parts = copy.manifest.training, copy.parts.to_json()
     content = [
         [asdict(saved) for saved in _in_order(copy.manifest)],
@@ -694,10 +698,10 @@ def _written_at_s(copy: Copy) -> float:
 
 
 def _candidates(reported: list[list[list[Any]]]) -> list[list[Any]]:
-    """Checkpoints of which there are copies, the newest first, with who can read whose.
+    """The checkpoints with copies, the newest first, with the writers that every process can read.
 
     Args:
-        reported: For each process the step, time, mark and writers of the copies that it can read.
+        reported: For every process, the step, time, mark and writers of the copies it can read.
     """
     found: dict[tuple[int, str], list[list[int]]] = {}
     times: dict[tuple[int, str], float] = {}
@@ -706,12 +710,12 @@ def _candidates(reported: list[list[list[Any]]]) -> list[list[Any]]:
             key = step, mark
             found.setdefault(key, [[] for _ in reported])[process] = writers
             times[key] = max(at, times.get(key, at))
-    newest = sorted(found, key=lambda key: (key[0], times[key]), reverse=True)[:_MOST_TOLD]
+    newest = sorted(found, key=lambda key: (key[0], times[key]), reverse=True)[:_MOST_REPORTED]
     return [[step, times[step, mark], mark, _short(found[step, mark])] for step, mark in newest]
 
 
 def _short(writers: list[list[int]]) -> list[list[int]]:
-    """Who can read whose copies; left out are processes that can read their own alone, as usual."""
+    """The writers by process, without processes that can read only their own copy, the usual case."""
     return [[process, *each] for process, each in enumerate(writers) if each != [process]]
 
 
@@ -721,7 +725,7 @@ def _expanded(short: list[list[int]]) -> tuple[tuple[int, ...], ...]:
 
 
 def _is_whole(found: Found, copies: Mapping[int, Copy]) -> bool | None:
-    """Whether all parts are there, if this process knows which there are."""
+    """Whether all parts exist; `None` if this process has no copy to find out from."""
     here = {writer for writers in found.writers for writer in writers}
     for copy in copies.values():
         return copy.parts.covered_without(set(range(copy.parts.processes)) - here)

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: in the directory that all hosts see, and on each host's own disk."""
+"""The checkpoints of a run in two tiers: a directory that all hosts share, and their own disks."""
 
 import contextlib
 import logging
@@ -19,7 +19,7 @@ _Loaded = TypeVar("_Loaded")
 
 
 def is_on_this_host(path: Any) -> bool:
-    """Whether an argument names a directory of this host, and no bucket.
+    """Whether an argument is a directory of this host and not a bucket.
 
     Args:
         path: The argument.
@@ -34,19 +34,19 @@ def is_on_this_host(path: Any) -> bool:
 
 
 class Tiers:
-    """Where a fit or a loop saves, and what it resumes from.
+    """The two tiers of checkpoints that a fit or a loop saves to and resumes from.
 
     Args:
-        store: The directory that all hosts see.
-        local: A directory of this host's own disk, or `None`. `store` is closed if it cannot be
-            used.
-        asynchronous: Whether training goes on while the local one is written.
-        fix: What to write if processes do not do the same, for the error.
+        store: The directory that all hosts share.
+        local: A directory on this host's own disk, or `None`. If it cannot be used, `store` is
+            closed.
+        asynchronous: Whether training continues while a local checkpoint is written.
+        fix: The fix for the error if the processes do not do the same.
 
     Attributes:
-        store: As given.
-        local: The checkpoints on the hosts' own disks, if there are any.
-        run: The name of the run, once it has one.
+        store: The directory that all hosts share.
+        local: The checkpoints on the hosts' own disks, or `None`.
+        run: The name of the run, or `""` before it has one.
 
     Raises:
         CheckpointError: If `local` cannot be used.
@@ -64,7 +64,7 @@ class Tiers:
 
     @property
     def found_locally(self) -> list[int]:
-        """The step of the local checkpoint that was found, if one was."""
+        """The step of the local checkpoint to resume from, if any."""
         return [] if self.local is None else self.local.steps
 
     def name_run(self) -> None:
@@ -87,24 +87,25 @@ class Tiers:
             run = self.store.noted_run
         run = run if isinstance(run, str) else None
         what = f"looking for the run of {self.store.directory}"
-        # Process 0 decides: the directory may just have changed.
+        # Process 0 decides, because the directory may have just changed.
         found = agree(what, self._fix, [run, step, at_s], [(None, str), int, float])
         self.local.look_for(*found[0])
 
     def load_local(self, load: Callable[[LocalTier, int], _Loaded]) -> _Loaded | None:
-        """Loads the local checkpoint that was found, or the next one if it cannot be read.
+        """Loads the local checkpoint to resume from, or the next one if it cannot be read.
 
         Args:
-            load: Loads the checkpoint of a step, or raises a `CheckpointError` in all processes.
+            load: A function that loads the checkpoint of a step, or raises a `CheckpointError` in
+                all processes.
 
         Returns:
-            What `load` returned; `None` if there is none.
+            The result of `load`; `None` if there is no checkpoint.
         """
         while self.local is not None and self.local.found is not None:
             try:
                 result = load(self.local, self.local.found.step)
             except CheckpointError as error:
-                logger.warning("%s Another one is tried.", error)
+                logger.warning("%s Trying the next one.", error)
                 self.look_for_local()
                 continue
             self.local.goes_on()
@@ -113,14 +114,14 @@ class Tiers:
 
     @property
     def standing(self) -> str:
-        """How the newest local checkpoint of this process stands, for the others to hear."""
+        """The state of this process's newest local checkpoint, to send to the others."""
         return "" if self.local is None else self.local.standing
 
     def hear(self, standings: Sequence[str]) -> None:
-        """Notes how the newest local checkpoint of every process stands.
+        """Notes the states of all processes' newest local checkpoints.
 
         Args:
-            standings: Of each process.
+            standings: The state of every process.
         """
         if self.local is not None:
             self.local.hear(standings)
@@ -128,16 +129,16 @@ class Tiers:
     def save_locally(
         self, step: int, arrays: Mapping[str, Any], manifest: Callable[[], Manifest]
     ) -> None:
-        """Saves on the hosts' own disks. What fails is logged: each process decides by itself.
+        """Saves on the hosts' own disks. A failure in one process is only logged.
 
         Args:
             step: The checkpoint's number.
             arrays: The arrays by key.
-            manifest: Returns their description; called in the background.
+            manifest: A function that returns their description; called in the background.
         """
         tier = self.local
         assert tier is not None
-        # Else what a host has on its own disk could be of another run.
+        # Without this note, a checkpoint on a host's own disk could belong to another run.
         logged(lambda: self.store.note_run(self.run))
         logged(lambda: tier.save(step, arrays, manifest))
 
@@ -145,7 +146,7 @@ class Tiers:
         """Waits for the newest checkpoint of both tiers.
 
         Raises:
-            CheckpointError: If the shared one could not be written.
+            CheckpointError: If the shared checkpoint could not be written.
         """
         self.wait_locally()
         self.store.wait()
@@ -156,7 +157,7 @@ class Tiers:
             finish(self.local.wait)
 
     def close(self, run_has_ended: bool = False) -> None:
-        """Waits, and lets others write.
+        """Waits for the last checkpoints, and lets other processes write.
 
         Args:
             run_has_ended: See `Store.close`.
@@ -170,10 +171,10 @@ class Tiers:
 
 
 def logged(write: Callable[[], None]) -> bool:
-    """Writes; a failure is an ERROR in the log.
+    """Calls a function that writes, and logs a failure as an ERROR.
 
     Args:
-        write: Raises a `CheckpointError` if it fails.
+        write: The function; it raises a `CheckpointError` if it fails.
 
     Returns:
         Whether it was written.
@@ -187,10 +188,10 @@ def logged(write: Callable[[], None]) -> bool:
 
 
 def finish(write: Callable[[], None]) -> None:
-    """As `logged`, for the last checkpoint.
+    """Like `logged`, for the last checkpoint.
 
     Args:
-        write: Raises a `CheckpointError` if it fails.
+        write: The function; it raises a `CheckpointError` if it fails.
     """
     try:
         write()
