@@ -715,7 +715,7 @@ def _candidates(reported: list[list[list[Any]]]) -> list[list[Any]]:
 
 
 def _short(writers: list[list[int]]) -> list[list[int]]:
-    """The writers by process, without processes that can read only their own copy, the usual case."""
+    """The writers by process, without processes that read only their own copy, as is usual."""
     return [[process, *each] for process, each in enumerate(writers) if each != [process]]
 
 
