@@ -61,8 +61,8 @@ class LoopCheckpoint:
         keep: How many of the newest checkpoints to keep; `None` for all.
         asynchronous: Whether the loop continues while a checkpoint is written. If so, use it in a
             `with` block, whose end waits for the last one.
-        local: A directory of this loop on each host's own disk; `save_local` writes there, faster
-            and therefore more often than `save`.
+        local: A directory for this loop on every host's own disk. `save_local` writes there; it is
+            faster than `save`, so you can call it more often.
 
     Raises:
         ValueError: If an argument has the wrong type or value.
@@ -150,14 +150,14 @@ class LoopCheckpoint:
     def save_local(self, step: int, **numbers: bool | int | float | str) -> None:
         """Saves the current state of everything on the hosts' own disks, in the directory `local`.
 
-        Each process writes what its devices hold, faster than `save`. `restore` takes the newest
-        checkpoint of which the processes can read all parts together, otherwise that of the last
-        `save`. A disk that is full is an error in the log, and the loop goes on. If `asynchronous`
-        and a process is still writing the one before, this one is left out.
+        Every process writes the parts on its own devices, which is faster than `save`. `restore`
+        loads the newest checkpoint for which the processes can read all parts together, otherwise
+        that of the last `save`. If a disk is full, an error is logged, and the loop continues. If
+        `asynchronous` and a process is still writing the previous checkpoint, this one is skipped.
 
         Args:
             step: The number of steps so far.
-            **numbers: As `save` takes them.
+            **numbers: See `save`.
 
         Raises:
             ValueError: Without `local`; or as in `save`.
@@ -195,12 +195,12 @@ class LoopCheckpoint:
         if not self._tiers.run:
             self._tiers.name_run()
         own = [self._parts.positions(), self._tiers.standing]
-        told = agree(f"{where} of step {step}", _FIX, own, [ANYTHING, str])
-        self._tiers.hear([standing for _, standing in told])
+        answers = agree(f"{where} of step {step}", _FIX, own, [ANYTHING, str])
+        self._tiers.hear([standing for _, standing in answers])
         training = {
             "step": int(step),
             "loop": dict(numbers),
-            "loop_positions": [positions for positions, _ in told],
+            "loop_positions": [positions for positions, _ in answers],
             "global_seed": _keras.global_seed(),
             "run": self._tiers.run,
         }

@@ -239,12 +239,12 @@ class Store:
                 self._clear_up()
 
     def _agree(self, step: int) -> None:
-        """Raises in all processes what has failed in one: they decide by it what to do together."""
+        """Raises an error in all processes if one has failed, so that they continue together."""
         own, reason = self._failed, None
         if self._barriers is not None:
             what = f"writing checkpoint {step} of {self.directory}"
-            told = None if own is None else _reason(own)
-            reason = agree(what, _FIX, told, (None, str), reduce=first_reason)
+            own_reason = None if own is None else _reason(own)
+            reason = agree(what, _FIX, own_reason, (None, str), reduce=first_reason)
         if own is not None:
             self._failed = None
             with checkpoint_errors(self.directory, "written", step):
