@@ -286,7 +286,7 @@ def test_what_a_manifest_says_of_parts_is_checked(change, copied, said):
     rewrite(copied / "local" / "process_0", 8, lambda data: change(data) and None)
     fit(copied, epochs=2)
     assert goes_on_from(said) == (6, "local")
-    assert "local checkpoint 8 does not count" in said.text
+    assert "local checkpoint 8 is ignored" in said.text
 
 
 def test_a_link_to_a_device_is_no_file_of_parts(copied, said):
