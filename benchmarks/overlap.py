@@ -54,6 +54,7 @@ ROWS = {
         (decoder, "2*v5e:16x16", None, "fsdp", 2),
     ],
     "vit": [(small("vit"), "v5e:4x4", None, None, 32)],
+    "small decoder": [(small("decoder"), "v5e:4x4", None, None, 4)],
     "conv": [(small("conv"), "v5e:4x4", None, None, 32)],
 }
 

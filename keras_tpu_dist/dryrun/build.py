@@ -477,9 +477,10 @@ def _compiler_options(strategy: Strategy, platform: str) -> dict[str, Any]:
     """The strategy's options; none if CPU devices replace a slice."""
     if strategy.mesh.devices.flat[0].platform != platform:
         return {}
+    optional = strategy.options.optional_for_compiler(strategy.mesh, strategy.layouts.layout)
     return {
         "compiler_options": strategy.runner.compiler_options,
-        "optional_options": strategy.options.optional_for_compiler(strategy.mesh),
+        "optional_options": optional,
     }
 
 

@@ -26,7 +26,8 @@ OVERLAP: dict[str, Any] = {
 }
 # Products stay whole; without this, XLA cuts them into rings of small ones. It is MaxText's
 # DISABLE_COLLECTIVE_MATMUL. On more than 8 chips the rings take longer than the transfers they
-# hide; on 8 chips, where they do overlap, they save 5 % (`python benchmarks/overlap.py`).
+# hide; on 8 chips, where they do overlap, they save 5 %. If every device has whole weights, a step
+# takes 6 to 8 % longer with this option (`python benchmarks/overlap.py`).
 WHOLE_PRODUCTS: dict[str, Any] = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000}
 _MOST_IN_RINGS = 8
 _BY_KIND: dict[str, dict[str, Any]] = {"TPU v5 lite": OVERLAP}
@@ -57,22 +58,26 @@ def checked_compiler_options(options: Any) -> Any:
     return options if options is None or options == "auto" else dict(options)
 
 
-def uses_rings(devices: int) -> bool:
+def uses_rings(devices: int, split: bool = True) -> bool:
     """Whether `"auto"` leaves matrix products on a TPU to be cut into rings.
 
     Args:
         devices: The number of devices of the mesh.
+        split: Whether weights or slots may be split over them.
     """
-    return devices <= _MOST_IN_RINGS
+    return devices <= _MOST_IN_RINGS or not split
 
 
-def options_for(options: Any, device: Any, devices: int) -> dict[str, Any] | None:
+def options_for(
+    options: Any, device: Any, devices: int, split: bool = True
+) -> dict[str, Any] | None:
     """What to give `jax.jit` as `compiler_options`.
 
     Args:
         options: As `checked_compiler_options` gives them.
         device: A device of the mesh, attached or described.
         devices: The number of devices of the mesh.
+        split: Whether weights or slots may be split over them.
 
     Returns:
         The options given, and with them those chosen for this generation of chips; `None` for the
@@ -83,23 +88,26 @@ def options_for(options: Any, device: Any, devices: int) -> dict[str, Any] | Non
     """
     if options is None:
         return None
-    return {**_chosen_for(device, devices), **_given(options)} or None
+    return {**_chosen_for(device, devices, split), **_given(options)} or None
 
 
-def chosen_names(options: Any, device: Any, devices: int) -> tuple[str, ...]:
+def chosen_names(options: Any, device: Any, devices: int, split: bool = True) -> tuple[str, ...]:
     """The options of `options_for` that nobody asked for, so that a compiler may go without them.
 
     Args:
         options: As `checked_compiler_options` gives them.
         device: A device of the mesh, attached or described.
         devices: The number of devices of the mesh.
+        split: Whether weights or slots may be split over them.
     """
     if options is None:
         return ()
-    return tuple(name for name in _chosen_for(device, devices) if name not in _given(options))
+    return tuple(
+        name for name in _chosen_for(device, devices, split) if name not in _given(options)
+    )
 
 
-def accepted(options: Any, mesh: Mesh) -> dict[str, Any] | None:
+def accepted(options: Any, mesh: Mesh, split: bool = True) -> dict[str, Any] | None:
     """`options_for` attached devices, less what their compiler refuses.
 
     What was chosen and is refused is left out, with one WARNING for each option. It takes one
@@ -108,6 +116,7 @@ def accepted(options: Any, mesh: Mesh) -> dict[str, Any] | None:
     Args:
         options: As `checked_compiler_options` gives them.
         mesh: A mesh of attached devices.
+        split: Whether weights or slots may be split over them.
 
     Returns:
         The options, or `None` for the compiler's own defaults.
@@ -116,12 +125,12 @@ def accepted(options: Any, mesh: Mesh) -> dict[str, Any] | None:
         ValueError: If an option that was given is none of this compiler's, or has no such value.
     """
     first = mesh.devices.flat[0]
-    wanted = options_for(options, first, mesh.size)
+    wanted = options_for(options, first, mesh.size, split)
     if wanted is None or not mesh.local_devices:
         return wanted
     try:
         refused = refused_options(
-            wanted, chosen_names(options, first, mesh.size), mesh.local_devices
+            wanted, chosen_names(options, first, mesh.size, split), mesh.local_devices
         )
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(
@@ -155,8 +164,8 @@ def _given(options: Any) -> dict[str, Any]:
     return {} if options == "auto" else dict(options)
 
 
-def _chosen_for(device: Any, devices: int) -> dict[str, Any]:
+def _chosen_for(device: Any, devices: int, split: bool) -> dict[str, Any]:
     if device.platform != "tpu":
         return {}
-    whole = {} if uses_rings(devices) else WHOLE_PRODUCTS
+    whole = {} if uses_rings(devices, split) else WHOLE_PRODUCTS
     return {**_BY_KIND.get(device.device_kind, {}), **whole}

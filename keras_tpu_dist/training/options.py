@@ -116,11 +116,14 @@ class Options:
         default = 0 if platform == "cpu" else 2
         return default if self.prefetch is None else self.prefetch
 
-    def for_compiler(self, mesh: Mesh, *, only_described: bool) -> dict[str, Any] | None:
+    def for_compiler(
+        self, mesh: Mesh, layout: Any, *, only_described: bool
+    ) -> dict[str, Any] | None:
         """The `compiler_options` of `jax.jit` for the programs of a mesh.
 
         Args:
             mesh: The mesh.
+            layout: The strategy's layout, or `None`.
             only_described: Whether its devices are not attached. In that case a dry run finds out
                 which options its compiler accepts.
 
@@ -129,14 +132,19 @@ class Options:
         """
         if only_described:
             first = mesh.devices.flat[0]
-            return options_for(self.compiler_options, first, mesh.size)
-        return accepted(self.compiler_options, mesh)
+            return options_for(self.compiler_options, first, mesh.size, self._splits(layout))
+        return accepted(self.compiler_options, mesh, self._splits(layout))
 
-    def optional_for_compiler(self, mesh: Mesh) -> tuple[str, ...]:
+    def optional_for_compiler(self, mesh: Mesh, layout: Any) -> tuple[str, ...]:
         """The options of `for_compiler` that a dry run may leave out, because the user did not set
         them.
 
         Args:
             mesh: The mesh.
+            layout: The strategy's layout, or `None`.
         """
-        return chosen_names(self.compiler_options, mesh.devices.flat[0], mesh.size)
+        first = mesh.devices.flat[0]
+        return chosen_names(self.compiler_options, first, mesh.size, self._splits(layout))
+
+    def _splits(self, layout: Any) -> bool:
+        return layout is not None or bool(self.shard_optimizer)

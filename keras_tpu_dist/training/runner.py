@@ -61,7 +61,7 @@ class Runner:
         self.options = options
         self.prefetch = options.batches_ahead(layouts.mesh.devices.flat[0].platform)
         self.compiler_options = options.for_compiler(
-            layouts.mesh, only_described=only_described is not None
+            layouts.mesh, layouts.layout, only_described=only_described is not None
         )
         self.reports = InputReports()
         self._only_described = only_described

@@ -48,6 +48,24 @@ def test_what_is_given_comes_on_top_of_what_is_chosen(given, device, devices, ex
     assert [*chosen_names(given, device, devices)] == optional
 
 
+@pytest.mark.parametrize(
+    ("mesh", "options", "whole"),
+    [
+        ({"data": 16}, {}, False),
+        ({"data": 16}, {"shard_optimizer": True}, True),
+        ({"data": 16}, {"layout": "fsdp"}, True),
+        ({"data": 4, "model": 4}, {"layout": "tensor_parallel"}, True),
+        ({"data": 8}, {"topology": "v6e:2x4", "layout": "fsdp"}, False),
+    ],
+)
+def test_products_stay_whole_if_weights_may_be_split(mesh, options, whole):
+    strategy = ktd.TPUStrategy(mesh, **{"topology": "v6e:4x4"} | options)
+    chosen = strategy.runner.compiler_options or {}
+    optional = strategy.options.optional_for_compiler(strategy.mesh, strategy.layouts.layout)
+    assert (WHOLE_PRODUCTS.keys() <= chosen.keys()) == whole
+    assert {*optional} == chosen.keys()
+
+
 @pytest.mark.parametrize("chip", CHIPS)
 def test_only_v5e_fuses_all_reduces(chip):
     """libtpu refuses it elsewhere: "incorrect results, hang, SDC"."""
@@ -59,7 +77,7 @@ def test_only_v5e_fuses_all_reduces(chip):
 def test_what_a_compiler_refuses_is_left_out_one_by_one(monkeypatch, caplog):
     """CPU's compiler stands for a TPU's that knows two of five options."""
     chosen = {"xla_none_such": 1, **FAST, "xla_nor_this": True}
-    monkeypatch.setattr(compiler_options, "_chosen_for", lambda device, devices: chosen)
+    monkeypatch.setattr(compiler_options, "_chosen_for", lambda device, devices, split: chosen)
     strategy = ktd.TPUStrategy({"data": 8}, compiler_options={"xla_cpu_enable_fast_min_max": True})
     assert strategy.runner.compiler_options == {**FAST, "xla_cpu_enable_fast_min_max": True}
     for name in ("xla_none_such", "xla_nor_this"):
