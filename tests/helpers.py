@@ -2,6 +2,8 @@
 
 import contextlib
 import importlib.util
+import pathlib
+import sys
 
 import keras
 import numpy as np
@@ -109,5 +111,15 @@ def loaded(path, name):
     """
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def of_docs(name):
+    """A script of docs/ as a module."""
+    spec = importlib.util.spec_from_file_location(
+        name, pathlib.Path(__file__).parents[1] / "docs" / f"{name}.py"
+    )
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -7,24 +7,15 @@ import inspect
 import pathlib
 import re
 import runpy
-import sys
 import types
 
 import keras
 import pytest
+from helpers import of_docs
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.show.page import document
 
 ROOT = pathlib.Path(__file__).parents[1]
-
-
-def of_docs(name):
-    """A script of docs/ as a module."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 reader = of_docs("reader")
@@ -104,62 +95,6 @@ def test_the_picture_of_the_first_screen_is_drawn_from_the_table():
     found = pictures.sizes()
     assert pictures.PICTURE.read_text() == pictures.svg(found), "run python docs/pictures.py"
     assert found == sorted(found, reverse=True)
-
-
-REPORTS = of_docs("reports")
-
-
-@pytest.mark.slow
-def test_the_drawing_of_a_model_that_the_site_shows_is_as_it_is_drawn_now():
-    """`python docs/reports.py model.html` writes it anew."""
-    keras.backend.clear_session()
-    assert (REPORTS.REPORTS / "model.html").read_text() == REPORTS.PAGES["model.html"]()
-
-
-@pytest.mark.slow
-@pytest.mark.tpu_compiler
-@pytest.mark.parametrize("name", ["dry_run.html", "search.html", "profile.html"])
-def test_a_report_that_the_site_shows_says_what_it_says_now(name):
-    """But for numbers: `python docs/reports.py NAME` writes it anew."""
-    pytest.importorskip("libtpu", reason="libtpu is not installed")
-    keras.backend.clear_session()
-    shown = (REPORTS.REPORTS / name).read_text()
-    assert REPORTS.structure(shown) == REPORTS.structure(REPORTS.PAGES[name]())
-
-
-@pytest.mark.slow
-def test_the_check_that_the_site_shows_names_what_it_names_now():
-    """`python docs/reports.py check.html` writes it anew."""
-    keras.backend.clear_session()
-    shown = REPORTS.names((REPORTS.REPORTS / "check.html").read_text())
-    assert {"is it correct?", "products", "links", "step time", "logits"} <= shown
-    assert shown <= REPORTS.names(REPORTS.PAGES["check.html"]())
-
-
-@pytest.mark.parametrize("path", sorted(REPORTS.REPORTS.iterdir()), ids=lambda path: path.name)
-def test_a_report_that_the_site_shows_has_the_style_of_now(path):
-    """Each is small, loads nothing, and has the style and the script of `show.page`."""
-    text = path.read_text()
-    assert len(text) < 150_000
-    assert not re.search(r'(?:src|href)="|url\(', text)
-    now = document("", [])
-    for part in ("style", "script"):
-        assert re.findall(f"<{part}>.*?</{part}>", now, re.DOTALL)[0] in text
-
-
-def test_the_structure_of_a_report_has_no_numbers_and_no_order():
-    one = "<style>p{top:1px}</style><td>1.5 GiB</td><td>step 3</td><p>within 1e-07, 2,000 us</p>"
-    other = "<p>within 6.2e-08, 1.21 ms</p><td>17.2 MiB</td><td>step 12</td>"
-    assert REPORTS.structure(one) == REPORTS.structure(other) == {"#", "step #", "within #, #"}
-    assert REPORTS.structure(one) != REPORTS.structure(other.replace("step", "stop"))
-
-
-def test_the_site_shows_every_report():
-    text = "".join(page.read_text() for page in PAGES)
-    assert {path.name for path in REPORTS.REPORTS.iterdir()} == {*REPORTS.PAGES}
-    for name in REPORTS.PAGES:
-        assert f'<iframe class="report" src="reports/{name}"' in text
-        assert f"](reports/{name})" in text
 
 
 @pytest.mark.parametrize("rule", reader.RULES)
