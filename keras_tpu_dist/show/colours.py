@@ -27,8 +27,14 @@ FORWARD, BACKWARD = "#a9bcd6", "#6583ad"
 # To distinguish items within a picture, with labels: pieces of a tensor, groups of chips, layouts
 # in a chart. With more items, the colours repeat.
 DISTINCT = (
-    *("#f2a69e", "#8fc7c2", "#c9b1e8", "#b9cf8b"),
-    *("#9db8f0", "#e8c48a", "#e6a3cf", "#b8b2a7"),
+    "#f2a69e",
+    "#8fc7c2",
+    "#c9b1e8",
+    "#b9cf8b",
+    "#9db8f0",
+    "#e8c48a",
+    "#e6a3cf",
+    "#b8b2a7",
 )
 # Text on any of these colours, on every background.
 ON_COLOUR = "#1a1a1a"
