@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_tpu_dist.checkup.bench import Bench, Job, odd_ones, rows_of, same_bits, spread
 from keras_tpu_dist.checkup.report import (
@@ -22,6 +22,8 @@ from keras_tpu_dist.checkup.report import (
 
 # Unit roundoffs: half of the relative distance between neighbouring numbers.
 _U16, _U32 = 2.0**-8, 2.0**-24
+# Characters shown of the reason why a backend does not support a dtype.
+_MOST_LETTERS = 80
 # The relative error from rounding the operands of a float32 product, by platform and precision. A
 # TPU computes it by bfloat16 products: "default" rounds both operands once; "high" (three passes)
 # preserves 16 bits of an operand in two parts and leaves out the product of the small parts;
@@ -37,6 +39,20 @@ _LOST = {
     ("gpu", "default"): 2 * 2.0**-11,
     ("gpu", "high"): 2 * 2.0**-11,
 }
+# The relative error of float8 products on a GPU, which keeps about 14 bits in their sums: DeepSeek-V3
+# technical report, 3.3.2, on Hopper. On a TPU, operands of float8 are used as they are, or as
+# bfloat16; either way, each term is exact in float32.
+_LOST_FLOAT8_GPU = 2.0**-10
+# The next shorter dtype, and the relative error from rounding an operand to it.
+_SHORTER = {
+    "float32": ("bfloat16", _U16),
+    "float16": ("bfloat16", _U16),
+    "bfloat16": ("float8_e4m3fn", 2.0**-4),
+    "float8_e4m3fn": ("float8_e5m2", 2.0**-3),
+    "float8_e5m2": ("two bits", 2.0**-2),
+}
+# Smaller numbers of float8_e4m3fn have fewer bits, or count as 0.
+_LEAST_FLOAT8 = 2.0**-6
 # Names that `jax.default_matmul_precision` takes.
 _WORDS = {
     "default": "default",
@@ -65,6 +81,7 @@ class Kind:
         precision: A `jax.lax.Precision`, or `None` for the configured one.
         lost: The relative error from rounding operands; 0 if they are not rounded.
         exact: Whether the result is exact, as for integers.
+        may_lack: Whether a backend may not support it.
     """
 
     words: str
@@ -73,6 +90,7 @@ class Kind:
     precision: Any = None
     lost: float = 0.0
     exact: bool = False
+    may_lack: bool = False
 
     def allowed(self, terms: int) -> float:
         """The largest error of a correct result, relative to the product of absolute values.
@@ -102,6 +120,12 @@ def kinds(platform: str) -> list[Kind]:
         exact = lax.Precision.HIGHEST
         found.append(Kind("float32 (highest)", "float32", "float32", exact, highest))
     found.append(Kind("bfloat16", "bfloat16", "float32"))
+    # A TPU has no units for float16, and computes as for float32.
+    lost = lost if platform == "tpu" else 0.0
+    found.append(Kind("float16", "float16", "float32", None, lost, may_lack=True))
+    lost = _LOST_FLOAT8_GPU if platform == "gpu" else 0.0
+    for dtype, name in (("float8_e4m3fn", "float8 e4m3"), ("float8_e5m2", "float8 e5m2")):
+        found.append(Kind(name, dtype, "float32", None, lost, may_lack=True))
     found.append(Kind("int8", "int8", "int32", exact=True))
     return found
 
@@ -115,7 +139,12 @@ def products(bench: Bench) -> CheckPart:
     size = 512 if bench.platform == "tpu" else 192
     problems: list[Problem] = []
     figures: dict[str, Any] = {}
+    lacks: dict[str, str] = {}
     for kind in kinds(bench.platform):
+        why = _refused(bench, kind, size) if kind.may_lack else ""
+        if why:
+            lacks[kind.words] = why
+            continue
         worst, found = _of_kind(bench, kind, size)
         problems += found
         figures[kind.words] = {"largest error": worst, "allowed": kind.allowed(size)}
@@ -123,7 +152,24 @@ def products(bench: Bench) -> CheckPart:
     words = f"{names}: same as float64 within rounding, same bits when repeated and on all devices"
     if problems:
         words = f"{names}, compared with float64, twice on every device"
+    for name, why in lacks.items():
+        words += f"; {name} is not supported by this backend ({why})"
+        figures[name] = {"refused": why}
     return CheckPart("products", RIGHT, words, tuple(problems), figures)
+
+
+def _refused(bench: Bench, kind: Kind, size: int) -> str:
+    """Why this backend does not compile a kind of product; `""` if it does."""
+    row = PartitionSpec("device")
+    array = jax.ShapeDtypeStruct(
+        (bench.row.size, size, size), kind.dtype, sharding=NamedSharding(bench.row, row)
+    )
+    why = ""
+    try:
+        _program(bench.row, kind).lower(array, array).compile()
+    except Exception as error:
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:_MOST_LETTERS]
+    return bench.agreed(f"compiling {kind.words}", why, lambda every: next(filter(None, every), ""))
 
 
 def _of_kind(bench: Bench, kind: Kind, size: int) -> tuple[float, list[Problem]]:
@@ -152,7 +198,10 @@ def _error(found: np.ndarray, exact: np.ndarray, scale: np.ndarray) -> float:
 def _drawn(rng: np.random.Generator, dtype: str, size: int) -> np.ndarray:
     if dtype == "int8":
         return rng.integers(-127, 128, (size, size)).astype(np.int8)
-    return rng.normal(size=(size, size)).astype(jax.numpy.dtype(dtype))
+    values = rng.normal(size=(size, size))
+    if dtype.startswith("float8"):
+        values = np.copysign(np.maximum(np.abs(values), _LEAST_FLOAT8), values)
+    return values.astype(jax.numpy.dtype(dtype))
 
 
 def _program(mesh: Any, kind: Kind) -> Any:
@@ -197,8 +246,9 @@ def _problems(
 def _imprecise(
     kind: Kind, allowed: float, wrong: list[int], worst: float, everywhere: bool
 ) -> Problem:
-    lower = worst <= 2 * _U16 + _U16**2 and not kind.exact
-    like = ", as if operands were rounded to bfloat16" if lower else ""
+    name, lost = _SHORTER.get(kind.dtype, ("", 0.0))
+    lower = worst <= 2 * lost + lost**2
+    like = f", as if operands were rounded to {name}" if lower else ""
     off = "is not finite" if worst == float("inf") else f"differs from float64 by {worst:.1e}"
     what = (
         f"{numbered(wrong)}: the product in {kind.words} {off}; rounding explains "

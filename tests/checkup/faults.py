@@ -134,19 +134,25 @@ class SwapsTwo(Faulty):
 
 @dataclass
 class RoundsOperands(Faulty):
-    """Devices multiply in bfloat16 what is float32.
+    """Devices multiply in a shorter dtype: in bfloat16 what is float32, unless told otherwise.
 
     Args:
         devices: Their numbers.
+        dtype: What they should multiply in,
+        bits: and how many bits of it they take.
     """
 
     devices: Iterable[int] = (0,)
+    dtype: str = "float32"
+    bits: int = 8
 
     def before(self, args):
         def rounded(part: np.ndarray) -> np.ndarray:
-            if part.dtype != np.float32:
+            if part.dtype != jax.numpy.dtype(self.dtype):
                 return part
-            return np.asarray(part.astype(jax.numpy.bfloat16), np.float32)
+            fraction, exponent = np.frexp(part.astype(np.float64))
+            short = np.round(fraction * 2**self.bits) / 2**self.bits
+            return np.ldexp(short, exponent).astype(part.dtype)
 
         return tuple(_several(list(args), dict.fromkeys(self.devices, rounded)))
 
