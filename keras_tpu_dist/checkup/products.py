@@ -39,7 +39,7 @@ _LOST = {
     ("gpu", "default"): 2 * 2.0**-11,
     ("gpu", "high"): 2 * 2.0**-11,
 }
-# The relative error of float8 products on a GPU, which keeps about 14 bits in their sums: DeepSeek-V3
+# The relative error of float8 products on a GPU, whose sums have about 14 bits: DeepSeek-V3
 # technical report, 3.3.2, on Hopper. On a TPU, operands of float8 are used as they are, or as
 # bfloat16; either way, each term is exact in float32.
 _LOST_FLOAT8_GPU = 2.0**-10

@@ -13,6 +13,7 @@ from keras_tpu_dist.checkup.batch import NOTHING, Given
 from keras_tpu_dist.checkup.bench import Bench, HangError, Launcher
 from keras_tpu_dist.checkup.collectives import collectives
 from keras_tpu_dist.checkup.dispatch import async_dispatch
+from keras_tpu_dist.checkup.errors import launch_errors
 from keras_tpu_dist.checkup.fits import training
 from keras_tpu_dist.checkup.kernels import attention, recurrent
 from keras_tpu_dist.checkup.products import products
@@ -65,6 +66,7 @@ def steps(model: Any = None, given: Given = NOTHING) -> list[Planned]:
         Planned("partitioner", RIGHT, partitioner, 20.0),
         Planned("training", RIGHT, training, 20.0),
         Planned("async dispatch", RIGHT, async_dispatch, 5.0),
+        Planned("errors", RIGHT, launch_errors, 5.0),
         Planned("matrix units", FAST, matrix_units, 5.0),
         Planned("memory", FAST, memory, 5.0),
         Planned("host transfer", FAST, transfers, 5.0),

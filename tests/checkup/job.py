@@ -39,7 +39,7 @@ class RaisesInOne(Launcher):
 def main(folder):
     strategy = ktd.TPUStrategy({"data": 4, "model": 2})
     todo = run.steps(built(strategy, 0), Given())
-    more = (*PARTS, "async dispatch", "matrix units", "links", "step time")
+    more = (*PARTS, "async dispatch", "errors", "matrix units", "links", "step time")
     right = run.run_check(strategy, todo, 60.0, None, more)
     device = jax.devices()[-2].id
     faulty = run.run_check(strategy, todo, 60.0, FlipsABit(device=device), PARTS)

@@ -16,6 +16,7 @@ from checkup.faults import (
     DropsItsBatch,
     FlipsABit,
     Hangs,
+    LosesErrors,
     RoundsOperands,
     Slow,
     SlowLink,
@@ -23,7 +24,7 @@ from checkup.faults import (
 )
 
 import keras_tpu_dist as ktd
-from keras_tpu_dist.checkup import bounds, products, run
+from keras_tpu_dist.checkup import bench, bounds, products, run
 from keras_tpu_dist.checkup.aside import aside
 from keras_tpu_dist.checkup.batch import Given
 from keras_tpu_dist.checkup.bench import Job, Launcher, odd_ones
@@ -127,7 +128,7 @@ def test_a_shorter_product_in_the_wrong_precision(dtype, bits, name, like):
     faulty = RoundsOperands(kinds=("product",), devices=[3], dtype=dtype, bits=bits)
     check = checked({"data": 4, "model": 2}, "products", launches=faulty)
     (problem,) = check.problems
-    assert f"device 3: the product in {name} is " in problem.what
+    assert f"device 3: the product in {name} differs from float64" in problem.what
     assert f"as if operands were rounded to {like}" in problem.what
     assert problem.devices == (3,)
 
@@ -206,6 +207,45 @@ def test_a_launch_that_hangs_ends_the_check():
     (problem,) = check.problems
     assert problem.what == "all-gather over 'model' in int32 did not finish within 0 s"
     assert "collectives hangs" in check.part("random numbers").left_out
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_errors_in_a_launch_are_reported_and_devices_go_on(mesh, capfd):
+    check = checked(mesh, "errors", "random numbers")
+    assert check.ok, str(check)
+    words = check.part("errors").words
+    assert words == (
+        "a NaN under jax_debug_nans and an exception of a callback: each is raised, and every "
+        "device works afterwards"
+    )
+    # JAX prints and logs a traceback of each.
+    printed = capfd.readouterr()
+    assert "nan" not in printed.out
+    assert "Traceback" not in printed.err
+
+
+@pytest.mark.parametrize("kind", ["callback", "nan"])
+def test_an_error_that_is_lost(kind):
+    faulty = LosesErrors(kinds=(kind,), device=5)
+    (problem,) = checked({"data": 4, "model": 2}, "errors", launches=faulty).problems
+    assert problem.devices == (5,)
+    named = {"callback": "an exception of a callback", "nan": "a NaN under jax_debug_nans"}[kind]
+    assert problem.what == f"device 5: {named} in a launch raised no error in the program"
+
+
+def test_a_device_that_an_error_spoils():
+    faulty = FlipsABit(kinds=("after an error",), device=2)
+    problems = checked({"data": 8}, "errors", launches=faulty).problems
+    assert [p.devices for p in problems] == [(2,), (2,)]
+    assert "the results of the next launch differ from the host's" in problems[0].what
+
+
+def test_no_callback_raises_on_a_tpu(monkeypatch):
+    monkeypatch.setattr(bench.Bench, "platform", "tpu")
+    part = checked({"data": 8}, "errors").part("errors")
+    assert part.ok
+    assert "a callback:" not in part.words
+    assert part.words.endswith("a callback that raises is not tried on a TPU, because it may hang")
 
 
 def test_an_error_is_a_problem_and_the_rest_runs():
