@@ -1,8 +1,8 @@
 """Two towers on the two logical devices of a replica, by the TPU compiler: no chip is needed.
 
-Prints, for towers that every device computes and for towers assigned to one device each, the
-compiler's cycles of the busiest device without collectives, and the bytes of the collectives.
-Many rows per weight are where assigning pays; the second line is where it does not.
+Prints the compiler's cycles of the busiest device without collectives, and the bytes of the
+collectives, for towers that every device computes and for towers assigned to one device each.
+Assignment pays with many rows per weight (first command), and not with few (second command).
 
     python benchmarks/assign.py --width 2048 --rows 32768
     python benchmarks/assign.py --width 4096 --rows 4096

@@ -1,15 +1,15 @@
-"""The TPU compiler's account of attention, the flash kernel against XLA's own.
+"""The TPU compiler's estimates for attention: the flash kernel against XLA's own.
 
-Compiles forward and gradients for a v5e slice that nobody has attached:
+Compiles the forward and backward pass for a v5e slice; you need no TPU:
 
     python benchmarks/attention.py [--time 4096] [--heads 16] [--width 128] [--rows 4]
     python benchmarks/attention.py --short [--chips v4 v6e] [--lengths 196 4096x77] [--causal]
         [--heads 12] [--width 64] [--rows 64]
 
-With `--short` the table from which `attention.dispatch` has the lengths that it leaves to XLA: for
-each chip the cycles of all kernels in the compiler's final schedule, their loops counted, or those
-in which HBM can move their bytes, whichever is more; beside them XLA's by the compiler's estimate,
-which was made before arrays were placed in on-chip memory.
+`--short` prints the table behind the lengths that `attention.dispatch` leaves to XLA. For each chip
+it has the cycles of all kernels in the compiler's final schedule, loops included, or the cycles in
+which HBM can move their bytes, whichever is more. Beside them is the compiler's estimate for XLA,
+which it makes before arrays are placed in on-chip memory.
 
 Needs libtpu (pip install 'jax[tpu]'); no TPU.
 """
@@ -37,7 +37,7 @@ jax.config.update("jax_platforms", "cpu")
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What the compiler says of one program, per device.
+    """The compiler's numbers for one program, per device.
 
     `cycles` sums the compiler's own estimates; it makes none for a kernel, and what a loop does
     for each batch row (only with a mask per row) counts once. `kernels` is how many
@@ -112,7 +112,7 @@ SHORT = ("64", "128", "196", "256", "384", "512", "768", "4096x77", "4096x200", 
 
 
 def scheduled(text, dump, chip):
-    """Cycles of a program by its schedule, and by the compiler's estimate where it has one."""
+    """Cycles of a program by its schedule, and by the compiler's estimate if it has one."""
     from tpu_schedule import scheduled_kernels
 
     from keras_tpu_dist.hlo import cost, traffic

@@ -1,16 +1,16 @@
-"""How much Python stands between a user's call and a launch: calls, and switches between modules.
+"""How much Python runs between a user's call and a launch: calls, and switches between modules.
 
     python benchmarks/calls.py [--list]
     PYTHONPATH=/path/to/another/tree python benchmarks/calls.py
 
-Of one further step of `fit` (one step a launch: what a fit of 11 steps makes more than one of 10)
-and of a second `strategy.run` of the same shapes (the step of docs/custom_loops.md), on 8
-simulated devices, once everything is compiled.
+Counts one step of `fit` with one step per launch (a fit of 11 steps minus one of 10), and a second
+`strategy.run` with the same shapes (the step of docs/custom_loops.md), on 8 simulated devices,
+after everything is compiled.
 
-A call is one that enters Python code of the package: a function, method, property, lambda, or a
-generator each time that it goes on. Comprehensions are part of the function they stand in, as they
-are to Python 3.12. A switch is a call into another module than the call before it was into; the
-first is one. What Keras, JAX and NumPy call within themselves is not counted, and no other thread.
+A call enters Python code of the package: a function, method, property, lambda, or a generator each
+time that it resumes. Comprehensions are part of their function, as in Python 3.12. A switch is a
+call into another module than the previous call; the first call is a switch. Calls within Keras, JAX
+and NumPy are not counted, nor are other threads.
 """
 
 import argparse
@@ -116,7 +116,7 @@ def traced(function: Callable[[], Any]) -> list[tuple[str, str]]:
 
 
 def switches(modules: list[str]) -> int:
-    """How often a call is into another module than the one before it."""
+    """The number of calls into another module than the previous call."""
     return sum(a != b for a, b in zip([None, *modules], modules))
 
 

@@ -1,11 +1,11 @@
-"""What the control plane costs alone: N clients of one coordinator of JAX, without devices.
+"""The cost of the control plane alone: N clients of one JAX coordinator, without devices.
 
     python benchmarks/channel.py [--processes 16 64 256 1024]
 
-Each client is a thread with a `Channel` of its own; they share one connection to a coordinator in
-this process. Counted are requests and the bytes of keys and values, sent and received; printed are
-those of all clients together, the seconds until the last one is done, and how both grow with N
-(the exponent: 1 is linear). Beats are what the watch does in one round of all processes.
+Each client is a thread with its own `Channel`; they share one connection to a coordinator in this
+process. Prints the requests and the bytes of keys and values of all clients together, the seconds
+until the last one is done, and how both grow with N (the exponent: 1 is linear). Beats are the
+requests of the watch in one round of all processes.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from keras_tpu_dist.processes.watch import Watch
 
 
 class Counted:
-    """A client of the coordinator that counts what it asks and is told."""
+    """A client of the coordinator that counts its requests and the bytes in both directions."""
 
     def __init__(self, client):
         self._client, self._lock = client, threading.Lock()
@@ -66,11 +66,11 @@ class Counted:
 
 @dataclass(frozen=True)
 class Case:
-    """Something that all processes do.
+    """An operation that all processes perform.
 
     Args:
-        name: What it is.
-        work: From a channel, the watch of its process, and the process's number.
+        name: Its name.
+        work: A function of a channel, the watch of its process, and the process's number.
     """
 
     name: str
@@ -78,12 +78,12 @@ class Case:
 
 
 def value_of(number, size, same):
-    """Plain data of about so many bytes."""
+    """Plain data of about this many bytes."""
     return {f"weight {i}": 0 if same else number for i in range(max(1, size // 16))}
 
 
 def start_of_fit(variables=2000, shards=4, shapes=20):
-    """What processes tell of their weights as a fit begins, by the part that each holds."""
+    """The messages about weights at the start of a fit, by the part that each process holds."""
     layouts = [f"({n + 1}, 512) float32 ('model',)" for n in range(shapes)]
     named = [f"weight{n} {layouts[n % shapes]}" for n in range(variables)]
     return [
@@ -93,14 +93,14 @@ def start_of_fit(variables=2000, shards=4, shapes=20):
 
 
 def rows_of_batches(number):
-    """What processes tell of their next 16 batches, the last of which is smaller in some."""
+    """The messages about the next 16 batches, of which the last is smaller in some processes."""
     batches = [{"rows": 32, "leaves": [[[512], "int32"], [[], "int32"]]} for _ in range(16)]
     batches[-1] = {**batches[-1], "rows": 32 - number % 4}
     return {"ended": False, "batches": batches, "checksums": []}
 
 
 def cases():
-    """What is measured."""
+    """The measured operations."""
     marks = start_of_fit()
 
     def agreed(size, same, reduce=None):
@@ -110,7 +110,7 @@ def cases():
         return work
 
     return [
-        Case("agreement, nothing told", lambda c, w, i: c.agree("a call", "")),
+        Case("agreement, empty message", lambda c, w, i: c.agree("a call", "")),
         Case("agreement, 1 kB, the same", agreed(1024, True)),
         Case("agreement, 20 kB, the same", agreed(20480, True)),
         Case("agreement, 20 kB, one verdict", agreed(20480, False, reduce=lambda every: True)),
@@ -128,7 +128,7 @@ def cases():
 
 
 def measured(client, number, case):
-    """Requests, bytes and seconds of a case by so many processes, after one round of it."""
+    """Requests, bytes and seconds of a case with a number of processes, after a warm-up round."""
     counted = Counted(client)
     channels = [Channel(counted, i, number) for i in range(number)]
     watches = [Watch(channel, i, number, 60.0) for i, channel in enumerate(channels)]
@@ -147,7 +147,7 @@ def measured(client, number, case):
 
 
 def exponent(numbers, amounts):
-    """How an amount grows with a number, between its first and last."""
+    """The exponent of growth between the first and the last amount."""
     return math.log(amounts[-1] / amounts[0]) / math.log(numbers[-1] / numbers[0])
 
 

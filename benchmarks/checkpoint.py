@@ -2,9 +2,9 @@
 
     python benchmarks/checkpoint.py [--megabytes 1024]
 
-One process saves, another restores: memory is what the process peaks at above what it held before,
-with its "devices" (which are host memory here, a copy of the model) filled already. `stalled` is
-how long the training thread waits for a save, against the same save made synchronously.
+One process saves, another restores. Memory is the peak of the process above its memory before; the
+copy of the model on its simulated devices, which is host memory too, exists already. `stalled` is
+the time that the training thread waits for a save, compared with a synchronous save.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def model_of(megabytes):
 
 
 class Peak:
-    """The most memory this process holds above what it held before, looked at every millisecond."""
+    """The peak memory of this process above its memory before, sampled every millisecond."""
 
     def __enter__(self):
         self._before = self.bytes = self._now()

@@ -2,10 +2,11 @@
 
     python benchmarks/custom_loop.py [--rounds 15] [--steps 256] [--devices 8]
 
-The same model, data, optimizer, metric and mesh (8 simulated devices), in one process, in random
-turns: an epoch of `steps` steps in each. The ratio is the median over the rounds of what the two
-took in one round, as the machine's speed changes from round to round. `run` is a launch for each
-step. The last columns: how far training moved a weight, and how far the two are apart.
+Both train the same model with the same data, optimizer, metric and mesh (8 simulated devices) in
+one process, in random order: an epoch of `steps` steps each. The ratio is the median over rounds of
+the ratio in a round, since the machine's speed varies between rounds. `run` launches each step. The
+last columns are the largest change of a weight by training, and the largest difference between
+both.
 """
 
 import argparse

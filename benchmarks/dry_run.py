@@ -5,10 +5,10 @@
     python benchmarks/dry_run.py --effort exact ktd.LSTM  # at full effort
     python benchmarks/dry_run.py --json rows.jsonl        # also append each row to a file
     python benchmarks/dry_run.py --table rows.jsonl       # print the tables of such a file
-    python benchmarks/dry_run.py --fit rows.jsonl         # does exact lie in quick's range?
+    python benchmarks/dry_run.py --fit rows.jsonl         # is exact within quick's range?
 
-Each model runs in a process of its own, and its row is printed as soon as it is known. Seconds are
-noisy on a shared machine; HBM, cycles and collectives are the compiler's and are not.
+Each model runs in its own process, and its row is printed as soon as it is known. Seconds vary on a
+shared machine; HBM, cycles and collectives come from the compiler and do not.
 """
 
 import argparse
@@ -142,7 +142,7 @@ def transformer(width=768, depth=12, heads=12, length=512, vocabulary=32_000):
 
 
 class Blocks(keras.layers.Layer):
-    """The same blocks as in `transformer`, one program for all: a scan over stacked weights."""
+    """The blocks of `transformer` as one program: a scan over stacked weights."""
 
     def __init__(self, block, depth):
         super().__init__(name="blocks")
@@ -179,7 +179,7 @@ def cases():
 
 
 def measure(name: str, effort: str, timeout: float) -> dict:
-    """Dry-runs one model; the row as plain data."""
+    """Dry-runs one model, and returns the row as plain data."""
     build, x, y, batch_size = cases()[name]
     strategy = ktd.TPUStrategy({"data": 8}, topology="v5e:2x4", compiler_options=None)
     started = time.perf_counter()
@@ -205,23 +205,23 @@ def measure(name: str, effort: str, timeout: float) -> dict:
 
 
 def apart(name: str, options: argparse.Namespace) -> dict:
-    """The same in a fresh process, so that its peak memory is this model's alone."""
+    """The same in a new process, so that the peak memory is only that of this model."""
     command = [sys.executable, __file__, "--one", name, "--effort", options.effort]
     command += ["--timeout", str(options.timeout)]
     command += [f"--option={option}" for option in options.option]
     started = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        said = [text for text in done.stderr.splitlines() if "Error: " in text] or ["died"]
+        errors = [text for text in done.stderr.splitlines() if "Error: " in text] or ["died"]
         seconds = time.perf_counter() - started
-        return {"model": name, "effort": options.effort, "seconds": seconds, "error": said[-1]}
+        return {"model": name, "effort": options.effort, "seconds": seconds, "error": errors[-1]}
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def cells(row: dict) -> tuple[str, ...]:
     if "error" in row:
-        said = (row["model"], "", row["effort"], f"{row['seconds']:.0f}", row["error"][:120])
-        return said + ("",) * (len(HEADER) - len(said))
+        cells = (row["model"], "", row["effort"], f"{row['seconds']:.0f}", row["error"][:120])
+        return cells + ("",) * (len(HEADER) - len(cells))
     return (
         row["model"],
         f"{row['parameters']:,}",
@@ -247,7 +247,7 @@ def header(texts) -> None:
 
 
 def print_tables(path: pathlib.Path) -> None:
-    """The last row of each model and effort, and quick against exact where there are both."""
+    """Prints the last row of each model and effort, and quick against exact if there are both."""
     rows = {}
     for text in path.read_text().splitlines():
         row = json.loads(text)
@@ -268,7 +268,7 @@ def print_tables(path: pathlib.Path) -> None:
 
 
 def print_fit(path: pathlib.Path) -> bool:
-    """Whether the step of effort "exact" lies in the range of "quick", for all models with both."""
+    """Prints whether the step of effort "exact" is within the range of "quick"."""
     rows = {}
     for text in path.read_text().splitlines():
         row = json.loads(text)

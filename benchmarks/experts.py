@@ -1,12 +1,12 @@
-"""Mixtures of experts: what the TPU compiler estimates of a train step; nothing runs on a chip.
+"""Mixtures of experts: the TPU compiler's estimates for a train step; nothing runs on a chip.
 
     python benchmarks/experts.py [--effort exact] [chosen] [gshard] [sizes]
 
-`chosen`: layers as KerasHub has them, which compute every expert for every token (top 8 of 64),
-as they are and converted by `ktd.convert`. `gshard`: two layers that send tokens to experts by
-one-hot products, with experts over the batch's axis: with their kernels gathered, with the tokens
-exchanged, with `all_to_all` by hand, and as "fsdp" chooses. `sizes`: which is faster for how many
-tokens, and what is chosen.
+`chosen`: layers like KerasHub's, which compute every expert for every token (top 8 of 64),
+unchanged and converted by `ktd.convert`. `gshard`: two layers that assign tokens to experts by
+one-hot products, with experts over the data axis: with gathered kernels, with exchanged tokens, with
+`all_to_all` by hand, and with the choice of "fsdp". `sizes`: which is faster for several numbers of
+tokens, and the choice.
 """
 
 import keras_tpu_dist as ktd  # first: it selects Keras's JAX backend
@@ -90,7 +90,7 @@ def mixtures(convert, layers=1, time=1024, width=2048, count=64, hidden=1024, to
 
 
 def chosen(effort):
-    """Prints what computing only the chosen experts saves."""
+    """Prints the savings of computing only the chosen experts."""
     print("| mesh | experts | cycles at the clock | step | memory |\n| - | - | - | - | - |")
     plans = ({"data": 8}, "fsdp"), ({"data": 4, "model": 2}, "tensor_parallel")
     for mesh, plan in plans:
@@ -127,7 +127,7 @@ class GShard(L.Layer):
         return shape
 
     def routes(self, x, gate):
-        """Where each token goes, and its weight there: `(rows, time, experts, places)`."""
+        """The expert and place of each token, with its weight: `(rows, time, experts, places)`."""
         capacity = 2 * x.shape[1] // self.count
         gates = ops.softmax(ops.cast(x @ gate, "float32"))
         chosen = ops.one_hot(ops.argmax(gates, -1), self.count)
@@ -212,7 +212,7 @@ def sizes(effort):
 
 
 def gshard(effort):
-    """Prints what an exchange of tokens by the plan costs, beside that of kernels, and by hand."""
+    """Prints the cost of exchanging tokens by the plan, of gathering kernels, and by hand."""
     rules = ktd.LayoutRules([("g_shard.*/(up|down)", ("data",))])
     rows = ("gathered", rules, False), ("exchanged", rules, False), ("by hand", rules, True)
     rows += (("fsdp", "fsdp", False),)

@@ -1,15 +1,15 @@
-"""KerasHub's families: what the plans leave on a device, and what one block sends over "model".
+"""KerasHub's families: the bytes that plans leave on a device, and what one block sends.
 
     python benchmarks/families.py [--families llama2 whisper ...] [--no-check]
 
-Bytes are those of the preset named, in bfloat16: whole, and on each of eight devices. Its model is
-built without values. Collectives are counted in compiled training steps, on eight simulated CPU
-devices as {"data": 2, "model": 4}, of narrow models of the same class with one and two blocks: the
-difference is one block's. The narrow models' predictions, and weights after a step of SGD with 13
-rows, are compared with those of one device, and their layouts with those of the preset.
+Bytes are those of the named preset in bfloat16, in total and on each of eight devices; the model is
+built without values. Collectives are counted in compiled training steps of narrow models of the
+same class with one and two blocks, on eight simulated CPU devices as {"data": 2, "model": 4}; the
+difference is one block's. The predictions of the narrow models, and their weights after a step of
+SGD with 13 rows, are compared with one device, and their layouts with those of the preset.
 
-Needs KerasHub, which Keras TPU Dist does not: `pip install --no-deps --target DIR keras-hub regex
-tokenizers sentencepiece` and DIR on PYTHONPATH will do. No tensorflow-text, and no presets' files.
+This needs KerasHub: `pip install --no-deps --target DIR keras-hub regex tokenizers sentencepiece`,
+and DIR on PYTHONPATH. tensorflow-text and the files of presets are not needed.
 """
 
 import argparse
@@ -64,15 +64,15 @@ CHIP_BYTES = 16 * 2**30  # of a v5e
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A family of KerasHub's.
+    """A family of KerasHub.
 
     Attributes:
-        preset: What is measured whole.
-        params: The parameters that KerasHub states for it, if it does.
-        whole: Builds that model.
-        narrow: Builds a narrow one with so many blocks.
-        sums: The all-reduces forward of a block, as Megatron would have them; so many backward.
-        why: The reason for what differs.
+        preset: The preset whose bytes are measured.
+        params: The number of parameters that KerasHub states for it, if any.
+        whole: Builds the preset's model.
+        narrow: Builds a narrow model with a number of blocks.
+        sums: Megatron's all-reduces of a block in the forward pass; the backward pass has as many.
+        why: The reason for a difference.
     """
 
     preset: str
@@ -256,7 +256,7 @@ def flux(single):
 
     why = TWO_STREAMS
     if single:
-        why = "attention and feed-forward lie in one kernel in unequal parts: they are gathered"
+        why = "one kernel has unequal parts for attention and feed-forward: they are gathered"
 
     def narrow(blocks):
         depth = (1, blocks) if single else (blocks, 1)
@@ -486,7 +486,7 @@ def difference(a, b) -> float:
 
 
 def compared(family: Family, checked: bool) -> dict:
-    """What a block sends, and how far two blocks are from one device's."""
+    """The collectives of a block, and the difference of two blocks from one device."""
     tensor = Planner("tensor_parallel", min_size=MIN_SIZE)
     strategy = ktd.TPUStrategy(MESHES["tensor_parallel"], tensor)
     _, one, _ = run(family, 1, strategy, True)
@@ -503,7 +503,7 @@ def compared(family: Family, checked: bool) -> dict:
 
 
 def differing(whole: dict, narrow: dict) -> list[str]:
-    """Weights of both that lie otherwise in the narrow model, blocks taken together."""
+    """Weights whose layout differs in the narrow model, equal blocks once."""
     return sorted(
         re.sub(r"\d+", "*", path)
         for path in whole.keys() & narrow.keys()
@@ -512,7 +512,7 @@ def differing(whole: dict, narrow: dict) -> list[str]:
 
 
 def sums(sent, phase: str) -> str:
-    """What a block sends in a pass: its sums, and what else."""
+    """The collectives of a block in a pass: its sums, and others."""
     kinds = {"all-reduce": "", "all-gather": " gather", "all-to-all": " all-to-all"}
     counts = {kind: sent[kind, each] for kind, each in sent if each == phase and sent[kind, each]}
     texts = [str(counts.pop("all-reduce", 0))]

@@ -3,10 +3,10 @@
     python benchmarks/fit_overhead.py [--builds 5] [--rounds 4] [--steps 100]
     python benchmarks/fit_overhead.py --call predict --model wide   # or evaluate; without the loop
 
-All three run the same model, data and mesh (8 simulated devices) in one process, in random turns;
-the table gives the median over rounds of steps per second, and of the ratio of TPUStrategy to each
-of the others within a round. Where a program's buffers happen to lie makes it some percent faster
-or slower for as long as it lives, so everything is built and compiled anew several times.
+All three train the same model with the same data and mesh (8 simulated devices) in one process, in
+random order. The table has the median over rounds of steps per second, and of the ratio of
+TPUStrategy to the others within a round. The addresses of a program's buffers make it some percent
+faster or slower while it exists, so everything is built and compiled several times.
 """
 
 import argparse
@@ -96,7 +96,7 @@ def run_under(strategy, call, build, x, y, batch_size):
 
 
 def by_hand(build, mesh, x, y, batch_size):
-    """Keras's stateless API in a plain `jax.jit` loop, as its guide to JAX training writes it."""
+    """Keras's stateless API in a plain `jax.jit` loop, as in its guide to JAX training."""
     import jax
     import keras
     from jax.sharding import NamedSharding, PartitionSpec

@@ -5,10 +5,10 @@
 
 Compiles a train step of each for the same slice under the same options: bfloat16, splash
 attention, Adam, 2048 tokens a row, layers one by one without recomputation. By hand: weights and
-Adam's means lie split over all chips; a layer's weights are gathered in bfloat16, as MaxText does
-by constraints; gradients are summed into the same parts; the loss is taken of logits in float32.
-What is printed are estimates of the TPU compiler: cycles at the clock, and the time in which
-chips wait for collectives.
+Adam's means are split over all chips; a layer's weights are gathered in bfloat16, as in MaxText, by
+constraints; gradients are reduce-scattered to the same layout; the loss uses logits in float32.
+Prints estimates of the TPU compiler: cycles at the clock, and the time that chips wait for
+collectives.
 
 Needs libtpu (pip install 'jax[tpu]'); no TPU.
 """
@@ -150,7 +150,7 @@ def step(mesh, state, tokens, targets):
 
 
 def layout(shape):
-    """Split by its largest dimension; norms lie whole."""
+    """Splits the largest dimension; norms are replicated."""
     if len(shape) == 1:
         return P()
     return P(AXIS, None) if shape[0] > shape[1] else P(None, AXIS)

@@ -1,10 +1,10 @@
-"""What a token takes that a KerasHub model generates, beside reading weights and cache once.
+"""The time per generated token of KerasHub models, beside that of reading weights and cache once.
 
     python benchmarks/generate.py [--effort exact] [--topology v5e:2x4] [--rows 8] [--length 1024]
 
-Dry runs of `generate` for language models without values, bfloat16, on "data" 2 and "model" the
-rest: the loop as KerasHub writes it, which stacks the whole cache anew for each token and repeats
-keys and values for the heads that share them, and as this package compiles it. Needs keras_hub.
+Dry-runs `generate` for language models without values, in bfloat16, with 2 devices on "data" and
+the rest on "model". Compares KerasHub's loop, which restacks the whole cache for each token and
+repeats keys and values for the heads that share them, with this package's. Needs keras_hub.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from keras_tpu_dist.training import generation
 
 
 def models():
-    """Names, and functions that build: two or four layers at the width of a known model."""
+    """Names and build functions: two or four layers with the width of a known model."""
     from keras_hub import models as hub
 
     def llama():

@@ -1,11 +1,11 @@
-"""Lookups in a table that the batch's axes split, as XLA has them and by width, without a chip.
+"""Lookups in a table split over the data axes, by XLA and by width, without a chip.
 
     python benchmarks/lookups.py [--effort exact]
 
 One train step (bfloat16, Adam) of a table and a Dense layer of 8 features, for slices and sizes of
-decoders, with `tables=None` and `"auto"`, `"auto"` taking the table by its width in every row, also
-where it would not choose to. Printed are the TPU compiler's estimates, and what "auto" chooses.
-Needs libtpu (pip install 'jax[tpu]'); no TPU.
+decoders, with `tables=None` and with the table by its width, even if `"auto"` would not choose
+that. Prints the TPU compiler's estimates, and what "auto" chooses. Needs libtpu (pip install
+'jax[tpu]'); no TPU.
 """
 
 import keras_tpu_dist as ktd  # first: it selects Keras's JAX backend

@@ -3,13 +3,13 @@
     python benchmarks/maxtext.py                       # 16B, 32B, 64B and 128B
     python benchmarks/maxtext.py 16B --effort quick
     python benchmarks/maxtext.py 16B --rows 4 --remat dots
-    python benchmarks/maxtext.py 16B --search          # under what `ktd.search` chooses
+    python benchmarks/maxtext.py 16B --search          # with the choice of `ktd.search`
 
 The whole train step, all layers, mixed_bfloat16, Adam, 2048 tokens a row, on v5e:16x16. Shapes and
 recomputation are those of MaxText's scripts, whose `global_parameter_scale` doubles heads and MLP,
-width, layers in turn; so are rows a chip, but for 32B, where 3 take less of the memory than its 4.
-Here are no rotary embeddings. The model FLOPs utilisation is counted as MaxText counts it, of an
-estimated step: nothing is measured on a chip. The published figures were measured, by MaxText.
+width, and layers in turn. So are rows per chip, except 3 instead of 4 for 32B, to save memory.
+There are no rotary embeddings. Model FLOPs utilisation is defined as in MaxText, with an estimated
+step: nothing is measured on a chip. MaxText measured the published figures.
 
 References:
     https://github.com/AI-Hypercomputer/maxtext/tree/main/MaxText/configs/v5e
@@ -111,9 +111,9 @@ def decoder(shape: Shape, layers: int):
 
 
 def chosen(shape: Shape, layers: int, rows: int, compilations: int) -> Tried:
-    """What `ktd.search` chooses of all meshes, plans and policies, having said what it tried.
+    """The choice of `ktd.search` among all meshes, plans and policies; prints what it tried.
 
-    The fastest two are compiled as training compiles them, and that decides.
+    The fastest two are compiled as for training, which decides.
     """
     found = ktd.search(
         lambda: decoder(shape, layers),

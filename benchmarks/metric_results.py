@@ -1,4 +1,4 @@
-"""What replacing `get_metrics_result` saves: a loss and an accuracy on 8 simulated devices.
+"""The savings of replacing `get_metrics_result`, for a loss and an accuracy on 8 simulated devices.
 
 python benchmarks/metric_results.py
 """
@@ -20,7 +20,7 @@ TRAINER = "keras.src.trainers.trainer:Trainer"
 
 
 def main() -> None:
-    """Prints milliseconds for one result, with what the package puts there and Keras's own."""
+    """Prints the milliseconds for one result, with this package's function and with Keras's."""
     with ktd.TPUStrategy().scope():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, activation="softmax")])
         model.compile("sgd", "sparse_categorical_crossentropy", metrics=["accuracy"])
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def read_all(result: Callable[[], dict]) -> list[float]:
-    """The numbers of one result, once they are here."""
+    """Waits for the numbers of one result, and returns them."""
     return [float(value) for value in result().values()]
 
 

@@ -1,10 +1,10 @@
-"""What `compiler_options="auto"` changes, by the TPU compiler: no chip is needed.
+"""The effect of `compiler_options="auto"`, by the TPU compiler: no chip is needed.
 
     python benchmarks/overlap.py                   # all rows
     python benchmarks/overlap.py decoder --effort quick
 
-One train step under the compiler's own defaults, and with what a strategy chooses: estimated step,
-and the part of it in which chips wait for collectives. Nothing is measured on a chip.
+One train step with the compiler's defaults, and with a strategy's options: the estimated step, and
+the part of it in which chips wait for collectives. Nothing is measured on a chip.
 """
 
 import argparse

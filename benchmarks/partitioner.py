@@ -1,8 +1,8 @@
-"""What it costs to make programs right that XLA partitions wrongly: the right against the wrong.
+"""The cost of repairing programs that XLA partitions wrongly: repaired against unrepaired.
 
     python benchmarks/partitioner.py [speed] [ragged] [tracing] [--rounds 7] [--steps 20]
 
-8 simulated devices, one process, in random turns; medians over rounds. `speed`: a step of a
+8 simulated devices, one process, in random order; medians over rounds. `speed`: a step of a
 MobileNetV3 and of an embedding classifier with and without the repairs of
 `keras_tpu_dist.partitioner`, and the collectives of both programs. `ragged`: steps per second with
 batches of 30 rows against 32. `tracing`: the step of a 12-layer transformer.
@@ -77,7 +77,7 @@ def transformer(rows, blocks=12):
 
 @contextlib.contextmanager
 def as_xla_makes_it():
-    """Without the repairs."""
+    """A context without the repairs."""
     from keras_tpu_dist.partitioner import rewrite
 
     rewritten = rewrite.rewritten

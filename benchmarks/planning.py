@@ -3,8 +3,8 @@
     python benchmarks/planning.py [--variables 10000]
 
 Three models without values: a chain of Dense layers, residual blocks in a functional model, and
-blocks that are layers of their own with attention written by hand, whose calls are traced (equal
-ones once). The exponent is of seconds over variables, from a quarter of the size to the whole.
+custom layers with attention by hand, whose calls are traced (once for equal layers). The exponent
+is that of seconds over variables, from a quarter of the size to the full size.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def decoder(variables):
 
 
 def planned(build, variables):
-    """CPU seconds of a plan, the least of two; the first one traces."""
+    """CPU seconds of a plan, the minimum of two; the first one traces."""
     import keras
 
     from keras_tpu_dist.layout.planner import Planner

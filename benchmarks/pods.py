@@ -1,11 +1,11 @@
-"""What a strategy, a plan, explain, lint, a dry run and a search take for thousands of chips.
+"""The time of a strategy, a plan, explain, lint, a dry run and a search for thousands of chips.
 
     python benchmarks/pods.py [--topology v5p:4x4x4 v5p:8x8x8 v5p:16x16x24 tpu7x:16x16x36]
 
-Each topology in a process of its own: wall and CPU seconds of each part, and the most memory up to
-there. A decoder of four blocks without values, "tensor_parallel" on "data" x 4; sixteen rows a
-device. The search compiles two of its candidates. The exponent is of CPU seconds over chips, from
-the first topology to the last.
+Each topology runs in its own process. Prints wall and CPU seconds of each part, and the peak memory
+so far, for a decoder of four blocks without values, "tensor_parallel" on "data" x 4, with sixteen
+rows per device. The search compiles two candidates. The exponent is that of CPU seconds over chips,
+from the first topology to the last.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def decoder(compiled=True):
 
 
 def seconds():
-    """Wall and CPU seconds, those of ended children too."""
+    """Wall and CPU seconds, including those of ended child processes."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.perf_counter(), time.process_time() + children.ru_utime + children.ru_stime
 

@@ -2,9 +2,9 @@
 
     python -m keras_tpu_dist launch --processes 2 --devices 4 benchmarks/processes.py
 
-Both train the same model on the same data in the same processes, taking turns. The hand-written
-loop agrees with nobody: it is `jax.jit` of Keras's own stateless step on batches that each process
-puts on its devices. Also counts the bytes of a batch that this process transfers.
+Both train the same model on the same data in the same processes, in turns. The hand-written loop
+exchanges no messages between processes: it is `jax.jit` of Keras's stateless step on batches that
+each process puts on its devices. Also counts the bytes of a batch that this process transfers.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def data(model):
 
 
 def ours(make):
-    """A function that makes `STEPS` steps by fit."""
+    """A function that trains `STEPS` steps by fit."""
     with ktd.TPUStrategy().scope():
         model = compiled(make)
     x, y = data(model)
@@ -63,7 +63,7 @@ def ours(make):
 
 
 def by_hand(make):
-    """The same steps by a loop of one's own."""
+    """The same steps by a hand-written loop."""
     mesh = jax.sharding.Mesh(np.asarray(jax.devices()), ("data",))
     rows, everywhere = (
         NamedSharding(mesh, PartitionSpec("data")),

@@ -10,12 +10,12 @@
     python benchmarks/recurrent.py segments         # memory and time at T = 8192
     python benchmarks/recurrent.py time-distributed # compile time and program size against T
 
-Every program is one train step of one layer of U units on (B, T, U) inputs, as it stands in the
-middle of a network: loss, gradients of all weights and of the input, gradient descent; with
-`--unrolled` it is the step of `fit` of a model with one layer, and 1024 rows of all chips. All that
-are compared by wall time run in one process, in turn. "Products alone" is what the step's matrix
-products would take at the rate of one large product on the same CPU: no layer can be faster.
-A program that needs more memory than is installed is left out, and the line says so.
+Every program is one train step of one layer of U units on (B, T, U) inputs, as in the middle of a
+network: loss, gradients of all weights and of the input, gradient descent. With `--unrolled` it is
+the step of `fit` for a model with one layer, and 1024 rows on all chips. Programs that are compared
+by wall time run in one process, in turn. "Products alone" is the time of the step's matrix products
+at the rate of one large product on the same CPU: no layer can be faster. A program that needs more
+memory than the machine has is left out, with a note.
 """
 
 import argparse
@@ -65,7 +65,7 @@ def parse():
 
 
 class OnMesh:
-    """What a layer asks a distribution for, on devices nobody has attached."""
+    """The part of a distribution that layers use, for devices that are not attached."""
 
     def __init__(self, mesh, data_axes):
         self.mesh, self.data_axes = mesh, data_axes
@@ -333,7 +333,7 @@ def report_tpu(cell, size, rows):
 
 
 def race(programs, seconds):
-    """Median seconds of each program, in turn, so that a busy machine is busy for all."""
+    """Median seconds of each program; they run in turn, so that load affects all of them."""
     import jax
     import numpy as np
 
@@ -379,15 +379,15 @@ def wall(args):
 
 
 def leave_out(programs, devices):
-    """Removes programs that need more memory than is installed, and says which."""
+    """Removes programs that need more memory than the machine has. Returns a note about them."""
     installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    said = ""
+    note = ""
     for kind, (run, _) in list(programs.items()):
         needed = devices * run.memory_analysis().temp_size_in_bytes
         if needed > installed:
             del programs[kind]
-            said += f", {kind} needs {needed / 1e9:.0f} GB (left out)"
-    return said
+            note += f", {kind} needs {needed / 1e9:.0f} GB (left out)"
+    return note
 
 
 def one_product():
@@ -450,7 +450,7 @@ def order(args):
 
 
 def product_in_loop(rows, units, gates, way, weight_first):
-    """`LOOPED` floating-point operations in a loop of products, each reading what the last left."""
+    """`LOOPED` floating-point operations in a loop of products, each on the previous result."""
     import jax
     import jax.numpy as jnp
     import numpy as np

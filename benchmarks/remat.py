@@ -1,12 +1,12 @@
-"""What each remat policy costs and saves, by the TPU compiler: no chip is needed.
+"""The costs and savings of remat policies, by the TPU compiler: no chip is needed.
 
     python benchmarks/remat.py                          # three models, all policies
     python benchmarks/remat.py decoder --policies full  # some
     python benchmarks/remat.py --effort exact
 
 One train step under `TPUStrategy(remat=policy)` on v5e:2x2, data-parallel, mixed_bfloat16, Adam.
-Memory is what the compiler's program takes on one device beside weights and optimizer; cycles are
-its estimates of one step.
+Memory is that of the compiled program on one device, without weights and optimizer. Cycles are the
+compiler's estimates for one step.
 """
 
 import argparse
@@ -24,7 +24,7 @@ HEADER = ("model", "policy", "activations", "of none", "cycles", "of none")
 
 
 class TransformerBlock(L.Layer):
-    """Norm, attention, norm, feed-forward, as KerasHub's decoders and ViTs have them."""
+    """Norm, attention, norm, feed-forward, as in KerasHub's decoders and ViTs."""
 
     def __init__(self, heads, width, causal, **kwargs):
         super().__init__(**kwargs)
@@ -48,7 +48,7 @@ class TransformerBlock(L.Layer):
 
 
 class ConvBlock(L.Layer):
-    """Two convolutions with batch normalisation around a residual, as ResNets have them."""
+    """Two convolutions with batch normalisation and a residual, as in ResNets."""
 
     def __init__(self, channels, **kwargs):
         super().__init__(**kwargs)

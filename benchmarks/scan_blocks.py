@@ -1,13 +1,13 @@
-"""What `ktd.scan_blocks` saves and costs, by the TPU compiler: no chip is needed.
+"""The savings and costs of `ktd.scan_blocks`, by the TPU compiler: no chip is needed.
 
     python benchmarks/scan_blocks.py                          # 2, 12 and 48 layers, four variants
     python benchmarks/scan_blocks.py --layers 12 --variants unrolled scanned
     python benchmarks/scan_blocks.py --effort exact --rows 16
 
 One train step of a decoder of GroupQueryAttention blocks under "fsdp" on v5e:4x4, mixed_bfloat16,
-Adam. Compile seconds are CPU seconds of the compiler, lowering those of tracing and lowering in
-Python; memory is what the program needs on one device; collectives are counted as often as they
-run; cycles are the compiler's estimates of one step. Nothing is measured on a chip.
+Adam. Compile seconds are CPU seconds of the compiler, lowering seconds those of tracing and
+lowering in Python. Memory is that of the program on one device. Collectives in loops count once per
+round. Cycles are the compiler's estimates for one step. Nothing is measured on a chip.
 """
 
 import argparse
@@ -83,7 +83,7 @@ def compiled(layers, scan):
 def measured(layers, variant, given):
     """The dry run of a variant."""
     scan, remat = VARIANTS[variant]
-    # What is compared are programs, whatever the compiler is told beside them.
+    # Only the programs are compared, with the same compiler options.
     options = {"remat": remat, "compiler_options": None}
     strategy = ktd.TPUStrategy(topology="v5e:4x4", layout="fsdp", **options)
     return ktd.dry_run(

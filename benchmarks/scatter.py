@@ -1,11 +1,11 @@
-"""Gradients of "fsdp" summed by all-reduces, against reduce-scatters made by hand.
+"""Gradients under "fsdp": all-reduces by the compiler against reduce-scatters by hand.
 
     python benchmarks/scatter.py [--way 0 --way 3]
 
-On a torus of 16 by 16 chips the compiler sums each large gradient whole, and computes meanwhile.
-`jax.shard_map` makes it scatter instead: along one side of the torus and then along the other, or
-half of the gradient in each order, so that all links are used, or in rings of permutations, which
-the compiler knows how to overlap. What the TPU compiler estimates of a step of three wide residual
+On a torus of 16 by 16 chips the compiler all-reduces each large gradient and computes meanwhile.
+With `jax.shard_map` it scatters instead: along one side of the torus and then along the other; or
+half of the gradient in each order, so that all links are used; or in rings of permutations, which
+the compiler can overlap. Prints the TPU compiler's estimates for a step of three wide residual
 blocks; nothing is measured on a chip.
 """
 
@@ -31,7 +31,7 @@ WAYS = (
 
 
 def gathered(weight, order):
-    """A weight of parts that lie along both axes, whole; its gradient is scattered."""
+    """Gathers a weight that is split over both axes; its gradient is scattered."""
     for axis in reversed(order):
         weight = jax.lax.all_gather(weight, axis, axis=0, tiled=True)
     return weight
@@ -39,7 +39,7 @@ def gathered(weight, order):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def gathered_for_rings(weight, order):
-    """The same, but each side's gradient goes round in two rings, one a direction."""
+    """The same, with the gradient of each side in two rings, one per direction."""
     return gathered(weight, order)
 
 
@@ -55,7 +55,7 @@ gathered_for_rings.defvjp(lambda weight, order: (gathered(weight, order), None),
 
 
 def ring(partial, axis, way):
-    """Sums over an axis: what each device keeps has come by all others, in steps of `way`."""
+    """Reduce-scatters over an axis: sums travel from device to device in steps of `way`."""
     size, here = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
     rows = partial.shape[0] // size
 

@@ -6,24 +6,24 @@
     python benchmarks/search.py --without [--model NAME ...]
     python benchmarks/search.py --cycles [--model NAME ...]
 
-For each model some candidates of `ktd.search`, the first by forecast and others drawn at random,
-are compiled; prints Spearman's correlation of forecast and compiled step time and memory, where the
-compiler's best stood in the forecast, and the time that forecasting and compiling took. What the
-compiler has within 2 % of each other counts as equal. `--all` compiles every candidate, `--record`
-writes what it said to `tests/searches/compiled.json`.
+For each model, compiles some candidates of `ktd.search`: the first by forecast, and others at
+random. Prints Spearman's correlation of forecast and compiled step time and memory, the rank of the
+compiler's best in the forecast, and the time of forecasts and compilations. Compiled times within 2
+percent of each other count as equal. `--all` compiles every candidate, `--record` writes the
+results to `tests/searches/compiled.json`.
 
 `--against-list` compiles 30 strategies written by hand, the fastest four at full effort too, and
 prints the fastest and what a search chooses, with an empty cache. `--cycles` prints the compiler's
 time of each layer next to that at the chip's peak rates.
 
-`--recorded` compiles nothing: it takes what the compiler said of most candidates on v5e:2x4 from
-`tests/searches/compiled.json` (libtpu 0.0.42.1), and also prints the least of 20 draws of ten, five
-of them the first by forecast.
+`--recorded` compiles nothing. It reads the results for most candidates on v5e:2x4 from
+`tests/searches/compiled.json` (libtpu 0.0.42.1), and also prints the minimum over 20 draws of ten
+candidates, five of them the first by forecast.
 
-`--without` prints the same correlations with each of the forecast's constants taken away in turn,
-which is how it was found out which of them are worth having.
+`--without` prints the same correlations without each of the forecast's constants in turn, which
+shows the constants that are worth having.
 
-Compilations are kept in `--cache`, so that a second run has only to lower.
+Compilations are cached in `--cache`, so that a second run only has to lower.
 """
 
 import argparse
@@ -203,7 +203,7 @@ RECORD = pathlib.Path(__file__).parents[1] / "tests" / "searches" / "compiled.js
 
 
 def ranks(values, alike=1.0):
-    """Ranks, the mean of all for those that differ by no more than `alike` from the first."""
+    """Ranks; values that differ by at most `alike` from the first share their mean rank."""
     order = sorted(range(len(values)), key=values.__getitem__)
     found, first = [0.0] * len(values), 0
     for place in range(1, len(order) + 1):
@@ -279,25 +279,25 @@ def correlation(measured, arguments):
 
 
 def record(name, runs):
-    said = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    recorded = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     found = sorted((str(t.candidate), t.run.estimate.step, t.run.total_bytes) for t in runs)
-    said[name] = {text: [round(1e3 * step, 3), size // 1024] for text, step, size in found}
-    RECORD.write_text(json.dumps(said, indent=0) + "\n")
+    recorded[name] = {text: [round(1e3 * step, 3), size // 1024] for text, step, size in found}
+    RECORD.write_text(json.dumps(recorded, indent=0) + "\n")
 
 
 def known_of(measured):
-    """The candidates whose compilation is on record, and the correlations of some of them."""
-    said = json.loads(RECORD.read_text())[measured.name]
+    """The candidates with a recorded compilation, and the correlations of some of them."""
+    recorded = json.loads(RECORD.read_text())[measured.name]
     found = measured.forecasts(list(candidates(measured.topology.num_devices)))
 
     def of(chosen):
-        steps, memory = zip(*(said[str(tried.candidate)] for tried in chosen))
+        steps, memory = zip(*(recorded[str(tried.candidate)] for tried in chosen))
         return (
             spearman([tried.forecast.step_s for tried in chosen], steps),
             spearman([tried.forecast.memory_bytes for tried in chosen], memory),
         )
 
-    return found, [tried for tried in found if str(tried.candidate) in said], of
+    return found, [tried for tried in found if str(tried.candidate) in recorded], of
 
 
 def recorded(measured, _):

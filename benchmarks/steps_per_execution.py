@@ -2,10 +2,10 @@
 
     python benchmarks/steps_per_execution.py [--rounds 5] [--steps 512]
 
-Same model, data and mesh (8 simulated devices), one process, in random turns; medians over rounds,
-an epoch of `steps` steps in each. Stock Keras dispatches its N steps one by one from Python. The
-memory is that of one device: all of a launch's program, and its N batches, of which the
-next N are made ready meanwhile.
+Both train the same model with the same data and mesh (8 simulated devices) in one process, in
+random order; medians over rounds of an epoch of `steps` steps. Stock Keras dispatches its N steps
+one by one from Python. Memory is that of one device: the program of a launch, and its N batches,
+while the next N are being prepared.
 """
 
 import argparse
@@ -82,7 +82,7 @@ def measure(name, build, ns, batch_size, steps, rounds):
 
 
 def launch_bytes(strategy, model, n, x, y, batch_size):
-    """The memory that the compiler gives a launch of N train steps, and its batches, by device."""
+    """Bytes of a device for a launch of N train steps by the compiler, and for its batches."""
     from keras_tpu_dist import _keras
     from keras_tpu_dist.training import loop
     from keras_tpu_dist.training.guard import states_to_keep

@@ -1,16 +1,17 @@
-"""A large embedding table over 16 chips: every row updated, by its rows, and by its rows by hand.
+"""A large embedding table over 16 chips: updating every row, only used rows, and the latter by
+hand.
 
     python benchmarks/tables.py [--rows 100000000] [--effort exact]
 
 Compiles the train step of a ranking model (16,384 rows of 16 ids, 32 features, Adagrad) for
 v5e:4x4, with tables=None and with tables="rows", and one of plain JAX by hand: each device sends
 its ids to the devices that own their rows, gets the rows, sends their gradients back, and the
-owners update the rows that were used, and no others. What is printed are estimates of cycles;
-nothing runs on a chip. Rounds for ids that have no room count nothing: ids at random need none.
+owners update only the used rows. Prints estimates of cycles; nothing runs on a chip. Rounds for ids
+that do not fit the buffer are not counted, since random ids need none.
 
-Left out by hand: a device may own more of a step's ids than the buffer holds, of which a real one
-must take care. Indices in order are not said to be: the compiler would stream the whole table
-through the chip.
+The version by hand does not handle more ids of one device than the buffer holds; a real program has
+to. Sorted indices are not marked as sorted: the compiler would stream the whole table through the
+chip.
 
 Needs libtpu (pip install 'jax[tpu]'); no TPU.
 """
@@ -51,7 +52,7 @@ def model(rows):
 
 
 def sorted_by_owner(ids, rows_each, capacity):
-    """Ids without repetitions for each owner, and the place of each id among them."""
+    """Distinct ids for each owner, and the place of each id among them."""
     ordered, order = jax.lax.sort((ids, jnp.arange(ids.size, dtype="int32")), num_keys=1)
     first = jnp.append(True, ordered[1:] != ordered[:-1])
     owner, number = ordered // rows_each, jnp.cumsum(first.astype("int32")) - 1
@@ -67,12 +68,12 @@ def sorted_by_owner(ids, rows_each, capacity):
 
 
 def exchanged(array):
-    """What each device has for each other one, in the place where that one has it."""
+    """Sends each device its part of an array, and receives a part from each."""
     return jax.lax.all_to_all(array, "data", 0, 0, tiled=True)
 
 
 def summed(ids, gradients):
-    """For each place the sum of gradients of all places with its id."""
+    """The sum of the gradients of all places with the same id, at each place."""
     places = jnp.arange(ids.size, dtype="int32")
     ordered, order = jax.lax.sort((ids, places), num_keys=1)
     first = jnp.append(True, ordered[1:] != ordered[:-1])

@@ -1,11 +1,11 @@
-"""Where two towers' weights can lie, one tower on each of two logical devices, by the TPU compiler.
+"""Layouts for the weights of two towers on two logical devices, by the TPU compiler.
 
     python benchmarks/towers.py --width 512 --hidden 1024 --rows 4096
     python benchmarks/towers.py --keras --width 5000 --hidden 10000 --rows 4096
 
 Compiles one Adam step of `tower0(x) + tower1(x)` in plain JAX for v5e:2x2 as
-`{"data": 2, "logical": 2}`; no chip is needed. Each form of the weights has a line: the bytes a
-device holds of weights and slots, those of temporaries, and the bytes a device sends.
+`{"data": 2, "logical": 2}`; no chip is needed. Each layout of the weights has a line: the bytes of
+weights and slots on a device, those of temporaries, and the bytes that a device sends.
 
 - copies: both towers' weights on all devices. A step sums their gradients over the logical axis.
 - union: one array of two slots, split over the logical axis; each device has its own tower's.
@@ -40,7 +40,7 @@ RATE = 1e-3
 
 @dataclass(frozen=True)
 class Form:
-    """How the weights of two towers lie.
+    """A layout of the weights of two towers.
 
     Args:
         weights: Their shapes, by name.

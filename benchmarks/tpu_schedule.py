@@ -2,12 +2,12 @@
 
 One VLIW bundle issues per cycle unless the core waits, so bundles times trip counts is the number
 of cycles the compiler scheduled. Two kinds of loops multiply it: `while` loops of the program and
-the window loop inside a fusion (`iteration_bounds`). What bundles do not say is how long a kernel
-waits for HBM; the compiler's own estimate says it, but it was made before arrays were placed in
-on-chip memory, and charges every kernel some 2000 cycles for memory that most no longer touch. So
-there is a third number: of every kernel the larger of its bundles and the cycles in which HBM can
-move its bytes. Of a hand-written kernel the compiler estimates nothing; there the third number
-stands in for its estimate. Its loop is multiplied by what the loop's exit test says.
+the window loop inside a fusion (`iteration_bounds`). Bundles do not include the time that a kernel
+waits for HBM. The compiler's own estimate does, but it is made before arrays are placed in on-chip
+memory, and adds some 2000 cycles to every kernel for memory that most no longer use. So there is a
+third number: for every kernel the larger of its bundles and the cycles in which HBM can move its
+bytes. The compiler has no estimate for hand-written kernels; the third number replaces it. Their
+loops are multiplied by the trip count in the loop's exit test.
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ class Schedule:
         bound_cycles: Of every kernel the larger of its scheduled cycles and the time HBM needs.
         hbm_bytes: Bytes read from and written to HBM, loops counted.
         collectives: Collective calls a step.
-        collectives_in_loops: Those that lie inside a loop.
+        collectives_in_loops: Collectives inside a loop.
     """
 
     scheduled_cycles: int

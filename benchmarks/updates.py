@@ -1,12 +1,12 @@
-"""What slices and updates in place cost, as a dry run reads it and as the compiler schedules it.
+"""The cost of slices and updates in place, by a dry run and by the compiler's schedule.
 
     python benchmarks/updates.py [--chip v5e --chip v6e --chip tpu7x] [--only scatter] [--kernels]
 
-Compiles small programs, one for each kind of slice and update, for chips that nobody has attached,
-and reads the compiler's final schedule: the bytes of all transfers between HBM and on-chip memory,
-and the instructions, both times the trips of their loops. Beside them stand the bytes that
-`hlo.traffic` reads off the program, and the cycles that `hlo.silent` estimates for kernels for
-which the compiler states none. A loop whose trips depend on the indices says neither ("data").
+Compiles a small program for each kind of slice and update; you need no chip. Reads the compiler's
+final schedule: the bytes of all transfers between HBM and on-chip memory, and the instructions,
+both times the trip counts of their loops. Beside them are the bytes that `hlo.traffic` computes
+from the program, and the cycles that `hlo.silent` estimates for kernels without the compiler's own
+estimate. A loop whose trip count depends on the indices has neither ("data").
 
 Needs libtpu (pip install 'jax[tpu]'); no TPU. A chip whose two cores act as one is left
 out: the schedule is of one core, which does all of some kernels and half of others.

@@ -21,12 +21,12 @@ import numpy as np
 from keras import layers
 
 CONTEXT, WIDTH, HEADS, BLOCKS, VOCABULARY = 128, 96, 4, 2, 128
-BATCH = 50  # does not divide over 4: no matter
+BATCH = 50  # need not be divisible by 4
 STEPS = 60
 
 
 def corpus(characters):
-    """The start of the standard library's top-level modules, as ASCII codes."""
+    """Sources of the standard library's top-level modules, as ASCII codes."""
     folder = pathlib.Path(sysconfig.get_paths()["stdlib"])
     text, size = [], 0
     for path in sorted(folder.glob("*.py")):
@@ -39,7 +39,7 @@ def corpus(characters):
 
 
 def windows(codes, count, seed):
-    """Random stretches of text and the same stretches one character on."""
+    """Random pieces of text, and the same pieces shifted by one character."""
     starts = np.random.default_rng(seed).integers(0, len(codes) - CONTEXT - 1, count)
     stretch = codes[starts[:, None] + np.arange(CONTEXT + 1)]
     return stretch[:, :-1], stretch[:, 1:]
@@ -47,7 +47,7 @@ def windows(codes, count, seed):
 
 @keras.saving.register_keras_serializable()
 class Positions(layers.Layer):
-    """Adds a learned vector for each place in the context."""
+    """Adds a learned vector for each position in the context."""
 
     def build(self, shape):
         self.table = self.add_weight(shape=shape[1:], initializer="normal", name="table")
@@ -76,7 +76,7 @@ def language_model():
     return model
 
 
-# As Megatron splits a transformer: one all-reduce per attention and one per dense pair.
+# Megatron's layout: one all-reduce per attention and one per pair of Dense layers.
 LAYOUT = [
     (".*/(query|key|value)/kernel", (None, "model", None)),
     (".*/(query|key|value)/bias", ("model", None)),
@@ -88,7 +88,7 @@ LAYOUT = [
 
 
 def train(model, codes, epochs):
-    """The loss of each epoch; each epoch sees new stretches."""
+    """The loss of each epoch; each epoch uses new pieces of text."""
     losses = []
     for epoch in range(epochs):
         x, y = windows(codes, BATCH * STEPS, seed=epoch)
@@ -104,7 +104,7 @@ def train(model, codes, epochs):
 
 
 def sample(model, prompt, length):
-    """Continues a prompt, one most likely character at a time."""
+    """Continues a prompt by the most likely character, one at a time."""
     codes = list(prompt.encode())
     for _ in range(length):
         context = np.zeros((1, CONTEXT), "int32")

@@ -24,7 +24,7 @@ def load():
 
 
 def train(x, y, epochs=30):
-    """A small model; the weights depend on the seed alone, not on the devices."""
+    """A small model; its weights depend only on the seed, not on the devices."""
     keras.utils.set_random_seed(0)
     model = keras.Sequential(
         [keras.Input((8, 8)), LSTM(64), keras.layers.Dense(10, activation="softmax")]

@@ -1,6 +1,6 @@
-"""A transformer of a billion parameters on 256 TPU chips that nobody here owns.
+"""A transformer of a billion parameters on 256 TPU chips that you need not have.
 
-    python examples/dry_run_pod.py            # all three questions, a few minutes on a laptop
+    python examples/dry_run_pod.py            # three dry runs, a few minutes on a laptop
 
 Needs libtpu (`pip install 'jax[tpu]'`), no TPU.
 """
@@ -46,7 +46,7 @@ def transformer(width: int, depth: int, heads: int):
     return build
 
 
-# Megatron's split: heads and the wide half of the feed-forward block over "model".
+# Megatron's layout: heads and the wide features of the feed-forward block over "model".
 TENSOR_PARALLEL = [
     (r"attention\d+/(query|key|value)/kernel", (None, "model", None)),
     (r"attention\d+/(query|key|value)/bias", ("model", None)),

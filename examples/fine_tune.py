@@ -1,14 +1,14 @@
-"""An encoder trained on some digits is fine-tuned to tell others, on another mesh.
+"""Trains an encoder on some digits, and fine-tunes it on others, on another mesh.
 
     python examples/fine_tune.py                             # train, fine-tune, loss of each epoch
     python examples/fine_tune.py --lora 4                    # the encoder by LoRA of rank 4
-    python examples/fine_tune.py --directory runs            # keep the checkpoints
-    python examples/fine_tune.py --directory runs --validate # only the loss of what is there
+    python examples/fine_tune.py --directory runs            # save the checkpoints there
+    python examples/fine_tune.py --directory runs --validate # evaluate these checkpoints
 
-The encoder learns 0 to 5 of scikit-learn's digits on eight devices that split its weights, and a
-checkpoint holds it. The new model tells 6 to 9, so it has a head of its own: the checkpoint is
-loaded without the old one, on a mesh of four replicas of two devices each. First the head trains
-alone, so that its first, random gradients leave the encoder as it is, then all of it.
+The encoder learns the digits 0 to 5 of scikit-learn on eight devices, which split its weights, and
+is saved in a checkpoint. The new model classifies 6 to 9 and has another head, so the checkpoint is
+loaded without the old head, on a mesh of four replicas of two devices each. First only the head
+trains, so that the gradients of its random weights do not change the encoder; then everything.
 """
 
 import argparse
@@ -24,7 +24,7 @@ BATCH = 50
 
 
 def load(digits):
-    """Images and classes of some of the digits: for training, and for validation."""
+    """Images and classes of some digits, for training and for validation."""
     from sklearn.datasets import load_digits
 
     images, target = load_digits(return_X_y=True)
@@ -35,7 +35,7 @@ def load(digits):
 
 
 def build(classes, lora=0):
-    """Dropout and BatchNormalization do one thing in training, another in validation."""
+    """An encoder with layers that differ between training and validation."""
     model = keras.Sequential(
         [
             keras.Input((64,)),
@@ -57,7 +57,7 @@ def build(classes, lora=0):
 
 
 def with_lora(model, rank):
-    """The encoder's kernels get a product of two small matrices to train in their place."""
+    """Adds LoRA to the encoder's kernels: two small matrices each, trained in their place."""
     for layer in model.get_layer("encoder").layers:
         if isinstance(layer, keras.layers.Dense):
             layer.enable_lora(rank)
@@ -65,7 +65,7 @@ def with_lora(model, rank):
 
 
 def compiled(model, rate):
-    """A model that is ready to train with what trains of it now."""
+    """Compiles a model; do this again after freezing or unfreezing weights."""
     model.compile(
         keras.optimizers.Adam(rate), "sparse_categorical_crossentropy", metrics=["accuracy"]
     )
@@ -73,7 +73,7 @@ def compiled(model, rate):
 
 
 def fit(model, digits, epochs, name, callbacks=()):
-    """Trains, says the loss of each epoch, and returns them."""
+    """Trains, prints the loss of each epoch, and returns the losses."""
     training, validation = load(digits)
     logs = model.fit(
         *training,
@@ -92,7 +92,7 @@ def fit(model, digits, epochs, name, callbacks=()):
 
 
 def pretrain(directory, epochs):
-    """The encoder and its first head."""
+    """Trains the encoder with its first head."""
     keras.utils.set_random_seed(0)
     with ktd.TPUStrategy({"fsdp": 8}, "fsdp").scope():
         model = compiled(build(len(OLD)), 1e-3)
@@ -100,7 +100,7 @@ def pretrain(directory, epochs):
 
 
 def fine_tune(source, directory, epochs, lora=0):
-    """The checkpoint without its head, with another one: its losses, head alone first."""
+    """Fine-tunes the checkpoint with another head, first only the head. Returns the losses."""
     keras.utils.set_random_seed(1)
     with ktd.TPUStrategy({"data": 4, "model": 2}, "tensor_parallel").scope():
         model = build(len(NEW))
@@ -116,7 +116,7 @@ def fine_tune(source, directory, epochs, lora=0):
 
 
 def validate(directory, lora=0):
-    """The loss of what was fine-tuned, on one device."""
+    """Evaluates the fine-tuned model on one device."""
     model = compiled(build(len(NEW), lora), 1e-3)
     ktd.restore(model, directory)
     loss, accuracy = model.evaluate(*load(NEW)[1], batch_size=BATCH, verbose=0)
@@ -126,10 +126,16 @@ def validate(directory, lora=0):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--epochs", type=int, default=10, help="of each of the three trainings")
-    parser.add_argument("--lora", type=int, default=0, help="rank; 0 for the weights themselves")
-    parser.add_argument("--directory", help="where the checkpoints are kept")
-    parser.add_argument("--validate", action="store_true", help="of a directory; trains nothing")
+    parser.add_argument(
+        "--epochs", type=int, default=10, help="epochs of each of the three trainings"
+    )
+    parser.add_argument(
+        "--lora", type=int, default=0, help="rank of LoRA; 0 trains the weights themselves"
+    )
+    parser.add_argument("--directory", help="directory of the checkpoints")
+    parser.add_argument(
+        "--validate", action="store_true", help="only evaluate the checkpoints in --directory"
+    )
     arguments = parser.parse_args()
     if arguments.validate and not arguments.directory:
         parser.error("--validate needs the --directory of an earlier run")

@@ -1,4 +1,4 @@
-"""One model, laid out by a plan: explained, linted, edited and drawn.
+"""A plan splits a model: explain it, lint it, edit it and draw it.
 
 Run it with `python examples/layouts.py [FOLDER]`; with a folder, it saves the
 pictures there (needs matplotlib).
@@ -36,7 +36,7 @@ print(strategy.explain(model))
 print(strategy.explain(model, "…/query/kernel"))
 print(strategy.lint(model, batch_size=30))
 
-# The same plan as plain rules, with one rule of our own before them.
+# The same plan as plain rules, with an additional rule before them.
 rules = ktd.LayoutRules([("up/bias", ()), *strategy.plan(model).rules().rules])
 edited = ktd.TPUStrategy({"data": 2, "model": 4}, rules)
 print(edited.explain(model, "up/bias"))

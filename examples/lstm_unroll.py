@@ -1,4 +1,4 @@
-"""The LSTM of TensorFlow issue 18102, whose time loop a TPU refused, rolled up or unrolled.
+"""The LSTM of TensorFlow issue 18102, whose time loop failed on a TPU: as a loop or unrolled.
 
     python examples/lstm_unroll.py                          # a compiled loop over time
     python examples/lstm_unroll.py --unroll_lstm true       # ten copies of the cell
@@ -20,7 +20,7 @@ ROWS, STEPS, FEATURES, UNITS = 1024, 10, 10, 10
 
 
 def load():
-    """1024 sequences of ten steps of ten features, and a target for each."""
+    """1024 sequences of ten steps with ten features, and their targets."""
     rng = np.random.default_rng(0)
     x = rng.random((ROWS, STEPS, FEATURES)).astype("float32")
     return x, rng.random((ROWS, UNITS)).astype("float32")
@@ -40,7 +40,7 @@ def builder(unroll: bool):
 
 
 def train(unroll: bool, epochs: int, strategy=None):
-    """The losses of each epoch, on the strategy's devices or on one."""
+    """The loss of each epoch, on the strategy's devices or on one."""
     x, y = load()
     if strategy is None:
         model = builder(unroll)()
@@ -51,7 +51,7 @@ def train(unroll: bool, epochs: int, strategy=None):
 
 
 def compiled(unroll: bool, topology: str):
-    """The train step, compiled for a slice."""
+    """A dry run of the train step for a slice."""
     strategy = ktd.TPUStrategy(topology=topology)
     return ktd.dry_run(builder(unroll), strategy, batch_size=ROWS)
 

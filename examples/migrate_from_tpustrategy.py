@@ -55,7 +55,7 @@ def custom_training_loop(steps=5):
             [v.value for v in model.trainable_variables],
             [v.value for v in model.non_trainable_variables],
         )
-        # TensorFlow's optimizer summed over replicas by itself; here you say it.
+        # TensorFlow's optimizer summed over replicas by itself; here you call all_reduce.
         gradients = ktd.get_replica_context().all_reduce("mean", gradients)
         optimizer.apply_gradients(zip(gradients, model.trainable_variables))
         mean_loss.update_state(loss)
@@ -83,7 +83,7 @@ def images_over_logical_devices():
     import keras
 
     # DeviceAssignment.build(topology, computation_shape=[1, 2, 2, 2], num_replicas=1); on a v5e
-    # computation_shape=(2, 4). Here the devices are taken as they come, for any kind of them.
+    # computation_shape=(2, 4). Here the devices are used in their order, whatever their kind.
     assignment = ktd.DeviceAssignment.from_order([jax.devices()[:8]])
     strategy = ktd.TPUStrategy(mesh=assignment)
     print(f"  {strategy.num_replicas_in_sync} replica of {strategy.num_logical_devices} devices")
@@ -138,7 +138,7 @@ def largest(a, b):
 
 
 def tpu_attached():
-    """Whether jax will find a TPU; asked without starting it, which would be final."""
+    """Whether JAX will find a TPU; without starting JAX, after which devices cannot change."""
     import glob
 
     chips = glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*")

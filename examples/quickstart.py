@@ -20,7 +20,9 @@ STEPS_COMPARED = 5
 def main():
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     arguments.add_argument("--epochs", type=int, default=12)
-    arguments.add_argument("--devices", type=int, default=8, help="simulated, without a TPU")
+    arguments.add_argument(
+        "--devices", type=int, default=8, help="simulated devices if there is no TPU"
+    )
     arguments = arguments.parse_args()
 
     if not tpu_attached():
@@ -33,14 +35,14 @@ def main():
     strategy = ktd.TPUStrategy()
     print(f"mesh: {strategy}")
     model = train(strategy, x_train, y_train, arguments.epochs, verbose=1)
-    print("\nwhere the variables lie:")
+    print("\nlayouts of the variables:")
     for variable in model.variables:
         print(f"  {variable.path:40} {variable.shape!s:16} {variable.value.sharding.spec}")
 
     accuracy = model.evaluate(x_test, y_test, batch_size=100, verbose=0)[1]
     print(f"\ntest accuracy: {accuracy:.4f}")
 
-    # A few steps: training itself amplifies the last bit, so that after an epoch two right runs on
+    # Only a few steps: training amplifies rounding errors. After an epoch, two correct runs on
     # different devices can differ in the second digit.
     alone = ktd.TPUStrategy(devices=jax.devices()[:1])
     rows = STEPS_COMPARED * BATCH
@@ -54,7 +56,7 @@ def main():
 
 
 def tpu_attached():
-    """Whether jax will find a TPU; asked without starting it, which would be final."""
+    """Whether JAX will find a TPU; without starting JAX, after which devices cannot change."""
     import glob
 
     chips = glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*")

@@ -21,7 +21,7 @@ ROWS, STEPS, SIDE, FEATURES = 1024, 10, 10, 10
 
 
 def load():
-    """1024 films, and a target for each frame of each."""
+    """1024 videos, and a target for each frame."""
     rng = np.random.default_rng(0)
     x = rng.random((ROWS, STEPS, SIDE, SIDE)).astype("float32")
     return x, rng.random((ROWS, STEPS, FEATURES)).astype("float32")
@@ -48,7 +48,7 @@ def builder(unroll: bool):
 
 
 def train(unroll: bool, epochs: int, strategy=None):
-    """The losses of each epoch, on the strategy's devices or on one."""
+    """The loss of each epoch, on the strategy's devices or on one."""
     x, y = load()
     if strategy is None:
         model = builder(unroll)()
@@ -59,7 +59,7 @@ def train(unroll: bool, epochs: int, strategy=None):
 
 
 def compiled(unroll: bool, topology: str):
-    """The train step, compiled for a slice."""
+    """A dry run of the train step for a slice."""
     strategy = ktd.TPUStrategy(topology=topology)
     return ktd.dry_run(builder(unroll), strategy, batch_size=ROWS)
 

@@ -1,1 +1,1 @@
-"""Mixtures of experts that only compute the chosen experts of a token."""
+"""Mixtures of experts that compute only the chosen experts of each token."""

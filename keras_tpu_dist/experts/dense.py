@@ -1,9 +1,9 @@
 """Finds programs that compute all experts for every token and add up the chosen ones.
 
 Such a sum over experts multiplies by weights that are zero except for the chosen experts; the
-weights come from a `one_hot` of a `top_k`. All operations between the experts' kernels and that sum
-(activations, gates, biases) work row by row. So they can be computed for rows that consist of a
-token and one of its experts instead.
+weights come from a `one_hot` of a `top_k`. All operations between the experts' kernels and the sum
+(activations, gates, biases) work row by row. So they can be computed for rows of a token and one of
+its chosen experts.
 """
 
 import math
@@ -47,7 +47,7 @@ class ChosenSum:
         operation: The operation that computes the sum.
         indices: The chosen experts of every token; the last dimension is that of the choices.
         count: The number of experts.
-        rows: How the summands for a token and an expert are computed.
+        rows: How to compute the summands for a token and an expert.
         labels: The meaning of the result's dimensions.
     """
 
@@ -65,7 +65,7 @@ class ChosenSum:
         return [*(value for value, _ in leaves), self.indices]
 
     def replaced(self, where: Where) -> Instead:
-        """The replacement that computes the sum from the chosen experts alone.
+        """The replacement that computes only the chosen experts.
 
         Args:
             where: Which mesh axes split tokens and experts.
@@ -87,7 +87,7 @@ class ChosenSum:
         return Instead(self.operands, compute)
 
     def _in_place(self, sums: Any) -> Any:
-        """Sums of tokens, one after another, with the dimensions of the program's result."""
+        """Sums of flattened tokens, in the dimensions of the program's result."""
         result = self.operation.results[0].shape
         of_tokens = sorted((i, d) for d, i in enumerate(self.labels) if i is not None)
         order = [d for _, d in of_tokens]
@@ -106,25 +106,25 @@ def chosen_sums(graph: Graph) -> list[ChosenSum]:
     for operation in graph.operations:
         for value, axis in _summed(operation):
             chosen = _chosen(value, axis)
-            made = None if chosen is None else _chosen_sum(operation, value, axis, *chosen)
-            if made is not None:
-                found.append(made)
+            total = None if chosen is None else _chosen_sum(operation, value, axis, *chosen)
+            if total is not None:
+                found.append(total)
                 break
-    # If all experts are computed in any case, nothing is saved.
+    # If other operations need all experts, nothing is saved.
     needed = set(graph.needed({each.operation: each.operands for each in found}))
     return [each for each in found if needed.isdisjoint(each.rows.products)]
 
 
 def computed(jaxpr: Any, inputs: Sequence[Any], where_of: Any) -> list[Any] | None:
-    """Runs a program, but only the chosen experts in it.
+    """Runs a program, computing only the chosen experts.
 
     Args:
         jaxpr: The program, a `ClosedJaxpr`.
         inputs: Its inputs.
-        where_of: Returns the `Where` of the kernels, for a number of experts.
+        where_of: A function from the number of experts to the `Where` of their kernels.
 
     Returns:
-        Its outputs, or `None` if it has no experts of which only the chosen ones count.
+        Its outputs, or `None` if the program has no sum over chosen experts.
     """
     graph = graph_of(jaxpr)
     sums = chosen_sums(graph)
@@ -135,7 +135,7 @@ def computed(jaxpr: Any, inputs: Sequence[Any], where_of: Any) -> list[Any] | No
 
 
 def _summed(operation: Equation) -> Iterator[tuple[Atom, int]]:
-    """Values of which an operation sums, and the dimensions that may be those of experts."""
+    """The values that an operation sums, and the dimensions that may be those of experts."""
     if operation.name == "reduce_sum" and len(operation.equation.params["axes"]) == 1:
         yield operation.operands[0], operation.equation.params["axes"][0]
     if operation.name == "dot_general":
@@ -147,9 +147,9 @@ def _summed(operation: Equation) -> Iterator[tuple[Atom, int]]:
 def _chosen_sum(
     operation: Equation, value: Atom, axis: int, indices: Atom, places: dict[int, int]
 ) -> ChosenSum | None:
-    """The sum, if its dimensions of tokens are known and each row can be computed by itself."""
+    """The sum, if its token dimensions are known and each row can be computed separately."""
     count, last = value.shape[axis], len(indices.shape) - 1
-    # Of one token alone there is nothing to sort, and a dimension of one is no dimension.
+    # A single token needs no sorting, and dimensions of size one are ignored.
     wanted = [i for i in range(last) if indices.shape[i] > 1]
     tokens = {d: i for d, i in places.items() if i in wanted}
     if not wanted or sorted(tokens.values()) != wanted or last in places.values():
@@ -160,7 +160,7 @@ def _chosen_sum(
     rows = _Rows(count, indices.shape[:-1])
     try:
         if operation.name == "reduce_sum":
-            # What is widened to be summed need not be before it is.
+            # Values that are widened for the sum can be widened after the products.
             rows.end = rows.pull(_before_widened(value), labels)
             after = tuple(label for d, label in enumerate(labels) if d != axis)
         else:
@@ -175,10 +175,10 @@ def _chosen_sum(
 
 
 def _chosen(value: Atom, axis: int) -> tuple[Atom, dict[int, int]] | None:
-    """What `top_k` chose along a dimension of a value that is zero but at what was chosen.
+    """The indices from `top_k`, if a value is zero along a dimension except at these indices.
 
     Returns:
-        The indices, and which dimensions of the value are which of theirs.
+        The indices, and from a dimension of the value to that of the indices.
     """
     operation = value.operation
     if operation is None:
@@ -199,7 +199,7 @@ def _chosen(value: Atom, axis: int) -> tuple[Atom, dict[int, int]] | None:
 
 
 def _places_before(operation: Equation, number: int) -> dict[int, int]:
-    """For dimensions of an operation's result, those of an operand that they are, in order."""
+    """From dimensions of an operation's result to the equal dimensions of an operand."""
     found = dimensions(operation.equation)
     return {
         each.to: each.dimension
@@ -224,7 +224,7 @@ def _counts(value: Atom, axis: int) -> bool:
 
 
 def _indices(value: Atom) -> tuple[Atom, dict[int, int]] | None:
-    """The indices that `top_k` gave, if a value is them, and which of its dimensions are which."""
+    """The indices from `top_k`, if a value equals them, and how their dimensions correspond."""
     operation = value.operation
     if operation is None:
         return None
@@ -243,7 +243,7 @@ def _indices(value: Atom) -> tuple[Atom, dict[int, int]] | None:
 
 @dataclass(frozen=True)
 class _Leaf:
-    """A value that rows read: of their token, of their expert, or the same for all."""
+    """A value that rows read: that of their token, that of their expert, or a common one."""
 
     kind: str
     number: int
@@ -266,10 +266,10 @@ class _Product:
 
     Attributes:
         operation: The product.
-        rows: What computes the rows.
-        row_dims: Their dimensions that are summed over.
+        rows: The computation of the rows.
+        row_dims: The dimensions of rows that are summed over.
         kernel: The number of the kernels among the values of experts.
-        kernel_dims: Their dimensions that are summed over, behind that of experts.
+        kernel_dims: The dimensions of kernels that are summed over, without that of experts.
         shape: The shape of one row of the result.
     """
 
@@ -283,18 +283,19 @@ class _Product:
 
 @dataclass
 class _Rows:
-    """How the summands are computed for rows of a token and one of its experts.
+    """How to compute the summands for rows of a token and one of its experts.
 
     In a row, the dimensions of tokens and of experts have size one.
 
     Attributes:
         count: The number of experts.
         sizes: The sizes of the token dimensions.
-        tokens: Values of tokens that rows read, with their labels; likewise those of experts, and
-            others.
+        tokens: The values of tokens that rows read, with their labels.
+        experts: The same for values of experts.
+        whole: The same for values that are common to all rows.
         products: The products with the experts' kernels.
         end: The step that computes the result.
-        features: The dimensions of the result that are neither of tokens nor of experts.
+        features: The sizes of the other dimensions of the result.
     """
 
     count: int
@@ -308,14 +309,14 @@ class _Rows:
     _known: dict[Any, Any] = field(default_factory=dict)
 
     def pull(self, value: Atom, labels: Labels) -> Any:
-        """What computes a value for rows.
+        """The computation of a value for rows.
 
         Args:
             value: The value.
-            labels: What its dimensions stand for.
+            labels: The meaning of its dimensions.
 
         Raises:
-            _NotByRow: If that depends on other rows.
+            _NotByRow: If the value depends on other rows.
         """
         key = (id(value), labels)
         if key not in self._known:
@@ -323,15 +324,15 @@ class _Rows:
         return self._known[key]
 
     def pull_sum(self, operation: Equation, value: Atom, labels: Labels) -> Labels:
-        """A product that sums over experts: what its rows are, before they are summed.
+        """Sets the computation of the rows of a product that sums over experts.
 
         Args:
             operation: The product.
-            value: The operand that is zero but for the chosen experts.
-            labels: What its dimensions stand for.
+            value: The operand that is zero except for the chosen experts.
+            labels: The meaning of its dimensions.
 
         Returns:
-            What the dimensions of the result stand for.
+            The meaning of the dimensions of the result.
         """
         side = next(i for i, each in enumerate(operation.operands) if each is value)
         places = _places_before(operation, side)
@@ -388,7 +389,7 @@ class _Rows:
         return _Leaf(kind, len(leaves) - 1, _of_one_row(value.shape, labels))
 
     def _before(self, operation: Equation, labels: Labels, result: int) -> list[Labels]:
-        """What the dimensions of an operation's operands stand for, if those of a result do."""
+        """The meaning of the dimensions of an operation's operands, from those of a result."""
         found = dimensions(operation.equation)
         if found is None:
             raise _NotByRow
@@ -403,7 +404,7 @@ class _Rows:
         return list(map(tuple, before))
 
     def _dot(self, operation: Equation, before: list[Labels], after: Labels) -> Any:
-        """A product of rows: with the kernels of experts, if one operand alone has tokens."""
+        """A product of rows; with the kernels of experts if only one operand has tokens."""
         of_token = [any(i not in (None, _EXPERTS) for i in labels) for labels in before]
         side = of_token.index(True)
         if not all(of_token) and _EXPERTS in before[1 - side]:
@@ -423,7 +424,7 @@ class _Rows:
         summed = {a for a, _ in pairs}
         own = (d for d, label in enumerate(labels) if label is None and d not in summed)
         if any(value.shape[d] > 1 for d in own):
-            raise _NotByRow  # features of its own beside those that are summed over
+            raise _NotByRow  # it has features that are not summed over
         self._check(weights, kernel)
         self.products.append(operation)
         expert = kernel.index(_EXPERTS)
@@ -437,7 +438,7 @@ class _Rows:
         )
 
     def _params(self, operation: Equation, labels: Labels) -> dict[str, Any]:
-        """The parameters of an operation that have sizes in them, for one row."""
+        """The parameters of an operation that contain sizes, for one row."""
         params = operation.equation.params
         if operation.name == "broadcast_in_dim":
             return {"shape": _of_one_row(params["shape"], labels)}
@@ -451,7 +452,7 @@ class _Rows:
         """The rows of a device.
 
         Args:
-            group: What they read.
+            group: The values that they read.
 
         Returns:
             `(rows, ...)`, without the dimensions of tokens and experts.
@@ -490,20 +491,20 @@ class _Rows:
 
     @staticmethod
     def _multiplied(node: _Product, group: Group, rows: Any) -> Any:
-        # Of the kernel given here, the first dimension is that of experts.
+        # The first dimension of this kernel is that of experts.
         kernel = group.experts[node.kernel]
         free = [d for d in range(1, kernel.ndim) if d not in node.kernel_dims]
         kernel = jnp.transpose(kernel, (0, *node.kernel_dims, *free))
         features = math.prod(kernel.shape[1 : 1 + len(node.kernel_dims)])
         flat = jnp.transpose(rows, (0, *node.row_dims, *_others(rows.ndim, (0, *node.row_dims))))
         params = node.operation.equation.params
-        made = group.product(
+        results = group.product(
             flat.reshape(len(flat), features),
             kernel.reshape(len(kernel), features, -1),
             precision=params["precision"],
             preferred_element_type=params["preferred_element_type"],
         )
-        return made.reshape(len(made), *node.shape)
+        return results.reshape(len(results), *node.shape)
 
 
 def _others(ndim: int, dims: Sequence[int]) -> list[int]:
@@ -511,7 +512,7 @@ def _others(ndim: int, dims: Sequence[int]) -> list[int]:
 
 
 def _by_token(array: Any, labels: Labels, sizes: Sequence[int]) -> Any:
-    """Values of tokens one after another: `(tokens, ...)`; those that are the same, repeated."""
+    """Values of flattened tokens, `(tokens, ...)`; values that tokens share are repeated."""
     missing = [i for i in range(len(sizes)) if i not in labels]
     array = jnp.expand_dims(array, tuple(range(len(missing))))
     labels = (*missing, *labels)
@@ -522,7 +523,7 @@ def _by_token(array: Any, labels: Labels, sizes: Sequence[int]) -> Any:
 
 
 def _before_widened(value: Atom) -> Atom:
-    """A value before it was converted to a wider float."""
+    """The value before its conversion to a wider float."""
     operation = value.operation
     if operation is None or operation.name != "convert_element_type":
         return value
@@ -532,7 +533,7 @@ def _before_widened(value: Atom) -> Atom:
 
 
 def _is_relu(operation: Equation) -> bool:
-    """Whether a function with a rule of its own for gradients is JAX's `relu`, of any shape."""
+    """Whether a function with a custom gradient rule is JAX's `relu`."""
     graph = graph_of(operation.equation.params["call_jaxpr"])
     if [each.name for each in graph.operations] != ["max"] or len(graph.inputs) != 1:
         return False

@@ -1,11 +1,11 @@
-"""Layers whose experts are split over the data axes: tokens go to the experts.
+"""Sends tokens to experts that are split over the data axes.
 
-If a layer sends tokens to experts by products with one-hot tensors, as GShard does, some values
-have both experts and rows of the batch. One mesh axis can only split one of the two. By default the
-compiler keeps the rows split and gathers every expert's kernel. Here such values are split by rows
-until the first product with experts' kernels, by experts until the last one, and by rows again. The
-compiler converts one into the other by an all-to-all. If there are so many tokens that gathering
-the kernels takes less time, the program is left as it is.
+If a layer assigns tokens to experts by products with one-hot tensors, as GShard does, some values
+have both a dimension of experts and rows of the batch. One mesh axis can split only one of the two.
+By default the compiler keeps the rows split and gathers every expert's kernel. Here these values
+are split by rows until the first product with experts' kernels, by experts until the last one, and
+then by rows again. The compiler changes the layout by an all-to-all. If there are so many tokens
+that gathering the kernels takes less time, the program does not change.
 
 References:
     - https://arxiv.org/abs/2006.16668
@@ -44,8 +44,8 @@ def exchange_tokens(
     """Exchanges tokens in the layers of a model whose experts are split over the data axes.
 
     Args:
-        model: A built model; before its step is traced.
-        axes_of: From a variable to its layout, one entry per dimension.
+        model: A built model whose step has not been traced yet.
+        axes_of: A function from a variable to its layout, one entry per dimension.
         data_axes: The mesh axes that split the batch.
     """
     for layer in _keras.flatten_layers(model):
@@ -56,13 +56,13 @@ def exchange_tokens(
 
 
 def _kernels(layer: Any) -> list:
-    """The weights of a layer itself that may be kernels of experts."""
+    """The layer's own weights that may be kernels of experts."""
     found = [v for v in _keras.own_variables(layer) if v.trainable and len(v.shape) >= _RANK]
     return found if len(found) > 1 else []
 
 
 def _around(stock: Callable, layer: Any, args: tuple, kwargs: dict) -> Any:
-    """Wraps the call of a layer class of which some layers have experts over the data axes."""
+    """Wraps the call of a layer class; some of its layers have experts over the data axes."""
     running, strategy = _tracing.get(), _keras.active_strategy()
     if (
         strategy is None
@@ -87,7 +87,9 @@ def _around(stock: Callable, layer: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def exchange_axes(layer: Any, strategy: Any) -> dict[int, tuple[str, ...]]:
-    """From the id of a kernel's array to the axes that split its experts, the batch's among them.
+    """The axes that split the experts of a layer's kernels, by the id of the kernel's array.
+
+    Only kernels for which these include a data axis.
 
     Args:
         layer: A layer.
@@ -114,7 +116,7 @@ def is_shorter(tokens_bytes: float, kernels_bytes: float) -> bool:
 
 
 class _Exchange:
-    """Where a program's values are split by rows, and where by experts.
+    """Decides which values of a program are split by rows, and which by experts.
 
     Args:
         graph: The program.
@@ -123,9 +125,9 @@ class _Exchange:
         kernels: From the id of a kernel's array to the axes that split its experts.
 
     Attributes:
-        products: For each product with kernels of experts, which operand the kernels are, and the
-            axes that split them.
-        is_by_expert: Whether tokens come to all kernels by expert. They do not where every expert
+        products: For each product with kernels of experts, the number of the operand with the
+            kernels and the axes that split them.
+        is_by_expert: Whether all kernels multiply tokens by expert; `False` if every expert
             computes every token.
     """
 
@@ -138,8 +140,8 @@ class _Exchange:
     ):
         self._graph, self._mesh, self._rows = graph, mesh, rows
         self.products: dict[Equation, tuple[int, tuple[str, ...]]] = {}
-        # For each value its dimension of experts, and that of rows; of values of kernels the
-        # dimension of experts, and which kernel it is.
+        # For each value its dimension of experts, and that of rows. For each value of a kernel its
+        # dimension of experts, and the kernel.
         self._experts: dict[int, int] = {}
         self._by_rows: dict[int, int] = {}
         self._kernels: dict[int, tuple[int, int]] = {}
@@ -177,7 +179,7 @@ class _Exchange:
                 self._kernels[id(result)] = each.to, kernel
 
     def _is_product(self, operation: Equation, found: Dimensions, met: set[int]) -> bool:
-        """Notes a product of tokens and kernels, each expert by itself."""
+        """Records a product of tokens and kernels that is batched over experts."""
         _, shared = operation.equation.params["dimension_numbers"]
         for side, operand in enumerate(operation.operands):
             dim, kernel = self._kernels.get(id(operand), (None, 0))
@@ -238,7 +240,7 @@ class _Exchange:
         return [self._split_experts(result, rows, place, axes)]
 
     def _back(self, operation: Equation, arrays: list[Any]) -> list[Any]:
-        """Operands of what mixes experts, split by rows."""
+        """The operands; split by rows if the operation mixes experts."""
         if any(id(each) in self._experts for each in operation.results):
             return arrays
         return [

@@ -1,4 +1,4 @@
-"""Computes rows of tokens by their chosen experts, on the devices that have these experts.
+"""Computes the chosen experts of tokens, on the devices that hold these experts.
 
 References:
     - Grouped products of sorted rows, dropless: https://arxiv.org/abs/2211.15841
@@ -23,9 +23,9 @@ class Where:
     """Which mesh axes split tokens and experts.
 
     Attributes:
-        mesh: The mesh, or `None` if all is on one device.
+        mesh: The mesh, or `None` for one device.
         tokens: The axes that split tokens.
-        experts: Those that split experts; they may be among those of the tokens.
+        experts: The axes that split experts; they may also split tokens.
     """
 
     mesh: Mesh | None = None
@@ -33,7 +33,7 @@ class Where:
     experts: tuple[str, ...] = ()
 
     def size(self, axes: Sequence[str]) -> int:
-        """The number of parts that axes make.
+        """The number of shards over some axes.
 
         Args:
             axes: Names of mesh axes.
@@ -43,15 +43,15 @@ class Where:
 
 @dataclass(frozen=True)
 class Group:
-    """The rows that one device computes: a token and one of its experts each, sorted by expert.
+    """The rows that one device computes: pairs of a token and an expert, sorted by expert.
 
     Attributes:
-        tokens: For each value of tokens, that of each row.
-        experts: For each value of experts, that of each expert of this device.
-        whole: Values that are the same for all rows.
+        tokens: The values of tokens, `(rows, ...)`.
+        experts: The values of this device's experts, `(experts, ...)`.
+        whole: Values that are common to all rows.
         sizes: The number of rows of each expert.
-        expert: For each row its expert, beyond the last one for rows of other devices.
-        real: For each row whether it is of this device; `None` if all are.
+        expert: The expert of each row; beyond the last one for rows of other devices.
+        real: Whether each row belongs to this device; `None` if all do.
     """
 
     tokens: list[Any]
@@ -67,21 +67,21 @@ class Group:
         Args:
             rows: `(rows, features)`.
             kernels: `(experts, features, units)`.
-            **options: Those of `jax.lax.ragged_dot`.
+            **options: Options of `jax.lax.ragged_dot`.
         """
-        # On TPU, rows of other devices, and their gradients, contain arbitrary numbers or NaN.
-        # Nothing reads them: neither the sums of tokens, nor the kernel for gradients of kernels.
+        # On TPU, rows of other devices and their gradients contain arbitrary numbers or NaN.
+        # Neither the sums of tokens nor the gradients of kernels read them.
         return lax.ragged_dot(rows, kernels, self.sizes, **options)
 
     def of_experts(self, values: Any) -> Any:
-        """For each row, the value of its expert.
+        """The value of each row's expert.
 
         Args:
             values: `(experts, ...)`.
         """
         if not jnp.issubdtype(values.dtype, jnp.inexact):
             return jnp.take(values, self.expert, axis=0, mode="clip")
-        # Its gradient is a product too, instead of row after row added to few experts.
+        # The gradient is a product too, which is faster than adding many rows to few experts.
         chosen = jax.nn.one_hot(self.expert, values.shape[0], dtype=values.dtype)
         flat = values.reshape(values.shape[0], -1)
         found = jnp.dot(chosen, flat, precision="highest")
@@ -100,22 +100,21 @@ def routed(
     where: Where,
     dtype: Any,
 ) -> Any:
-    """For every token, the sum of its experts' results. No token is dropped.
+    """The sum of its experts' results for every token. No token is dropped.
 
-    Rows, which consist of a token and one of its experts, are sorted by expert, so that every
-    expert multiplies adjacent rows. If a mesh axis splits the experts, every device computes the
-    rows of its own experts. Tokens that are split over that axis too are gathered along it, and
-    their sums are scattered. So a token is sent once to every device, and not once for every
-    expert.
+    A row is a token and one of its experts. Rows are sorted by expert, so that every expert
+    multiplies adjacent rows. If a mesh axis splits the experts, every device computes the rows of
+    its own experts. Tokens that are split over the same axis are gathered along it, and their sums
+    are scattered. So a token is sent once to every device, and not once for every expert.
 
     Args:
-        compute: Takes the rows of a device, and returns `(rows, ...)`.
+        compute: A function from a `Group` to `(rows, ...)`.
         tokens: Values of tokens, `(tokens, ...)`.
         experts: Values of experts, `(experts, ...)`.
-        whole: Other values that are read.
+        whole: Other values that rows read.
         indices: `(tokens, chosen)`, different experts for every token.
-        count: The number of experts.
-        where: The mesh axes that split tokens and experts; they divide the number of experts.
+        count: The number of experts, divisible by the axes that split experts.
+        where: The mesh axes that split tokens and experts.
         dtype: The dtype of the sum and of the result.
 
     Returns:
@@ -134,14 +133,14 @@ def routed(
         mesh=mesh_here(where.mesh),
         in_specs=(*specs, by_token),
         out_specs=by_token,
-        check_vma=False,  # operations of the program do not say over which axes their results vary
+        check_vma=False,  # operations do not record over which axes their results vary
     )
-    # Compiled also where operations run as they are met, as a `shard_map` of some kinds has to be.
+    # Compiled in eager mode too: some kinds of `shard_map` only run compiled.
     return jax.jit(mapped)(tokens, experts, whole, indices)[:rows]
 
 
 def _on_mesh(compute, count, where: Where, dtype, tokens, experts, whole, indices):
-    """The part of one device: `count` of the experts, and its tokens."""
+    """The part of one device: its tokens and `count` experts."""
     shared = tuple(name for name in where.experts if name in where.tokens)
     others = tuple(name for name in where.experts if name not in shared)
     first = lax.axis_index(where.experts) * count if where.experts else 0
@@ -156,10 +155,10 @@ def _on_mesh(compute, count, where: Where, dtype, tokens, experts, whole, indice
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _summed(array: Any, axes: tuple[str, ...]) -> Any:
-    """A sum over mesh axes, along which the result is not split.
+    """A sum over mesh axes that do not split the result.
 
-    `shard_map` divides such a result's gradient by the number of devices, and JAX's own rule sums
-    it over them again: an exchange for nothing.
+    `shard_map` divides the gradient of such a result by the number of devices, and JAX's own rule
+    sums it over them again. This rule avoids that exchange.
     """
     return lax.psum(array, axes)
 
@@ -176,9 +175,9 @@ _summed.defvjp(_summed_forward, _summed_backward)
 
 
 def _on_device(compute, tokens, experts, whole, indices, count, first, dtype):
-    """Sums for tokens over those of their experts that are among `count` from `first` on."""
+    """Sums for tokens over their experts with numbers from `first` to `first + count`."""
     copies = indices.shape[1]
-    # No token has more of them, wherever tokens go.
+    # The most rows that this device can get.
     most = indices.shape[0] * min(copies, count)
     own = indices.reshape(-1) - first
     own = jnp.where((own >= 0) & (own < count), own, count)
@@ -186,7 +185,7 @@ def _on_device(compute, tokens, experts, whole, indices, count, first, dtype):
     place = jnp.argsort(order)
     sizes = jnp.sum(own[:, None] == jnp.arange(count), axis=0, dtype=jnp.int32)
     total = jnp.sum(sizes)
-    # Without other devices' experts, all rows are of this one.
+    # If this device has all experts, it has all rows.
     kind = _Kind(copies, all_here=isinstance(first, int) and most == indices.size)
     if not kind.all_here:
         place = jnp.where(place < total, place, most)
@@ -199,12 +198,12 @@ def _on_device(compute, tokens, experts, whole, indices, count, first, dtype):
         expert=own[order],
         real=None if kind.all_here else jnp.arange(most) < total,
     )
-    return _brought(kind, dtype, compute(group), order, place)
+    return _combined(kind, dtype, compute(group), order, place)
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """How many rows a token has, and whether all of them are on this device."""
+    """The number of rows of a token, and whether all of them are on this device."""
 
     copies: int
     all_here: bool
@@ -212,13 +211,13 @@ class _Kind:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _spread(kind: _Kind, tokens: Any, order: Any, place: Any) -> Any:
-    """For each row its token. The gradient of one is the other, without adding row after row."""
+    """The token of each row. Its gradient is `_combined`, which adds no rows one by one."""
     return jnp.take(tokens, order // kind.copies, axis=0, mode="clip")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _brought(kind: _Kind, dtype: Any, rows: Any, order: Any, place: Any) -> Any:
-    """For each token the sum of its rows, in a dtype; rows beyond the last one are none."""
+def _combined(kind: _Kind, dtype: Any, rows: Any, order: Any, place: Any) -> Any:
+    """The sum of each token's rows, in a dtype; rows beyond the last one count as zero."""
     if kind.all_here:
         own = jnp.take(rows, place, axis=0, mode="clip")
     else:
@@ -231,18 +230,18 @@ def _spread_forward(kind, tokens, order, place):
 
 
 def _spread_backward(kind, residuals, gradient):
-    return _brought(kind, gradient.dtype, gradient, *residuals), None, None
+    return _combined(kind, gradient.dtype, gradient, *residuals), None, None
 
 
-def _brought_forward(kind, dtype, rows, order, place):
+def _combined_forward(kind, dtype, rows, order, place):
     like = jnp.zeros((), rows.dtype)
-    return _brought(kind, dtype, rows, order, place), (like, order, place)
+    return _combined(kind, dtype, rows, order, place), (like, order, place)
 
 
-def _brought_backward(kind, dtype, residuals, gradient):
+def _combined_backward(kind, dtype, residuals, gradient):
     like, *places = residuals
     return _spread(kind, gradient.astype(like.dtype), *places), None, None
 
 
 _spread.defvjp(_spread_forward, _spread_backward)
-_brought.defvjp(_brought_forward, _brought_backward)
+_combined.defvjp(_combined_forward, _combined_backward)

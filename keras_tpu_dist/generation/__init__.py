@@ -1,3 +1,3 @@
-"""Loops over tokens that write their caches in place."""
+"""Writes the caches of loops over tokens in place."""
 
 from keras_tpu_dist.generation.in_place import caches_in_place as caches_in_place

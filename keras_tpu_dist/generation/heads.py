@@ -1,4 +1,4 @@
-"""Products with keys or values that several heads share, without a copy of them for each head."""
+"""Multiplies by keys or values that several heads share, without a copy for each head."""
 
 import math
 import string
@@ -12,22 +12,21 @@ from jax.extend import core
 
 from keras_tpu_dist.trace.jaxprs import inserted, opened, with_equations
 
-# Rows that a matrix unit takes at once at no more cost than one.
+# A matrix unit multiplies so many rows in the time of one.
 _ROWS = 8
-# Keys from which a product is worth it.
+# With fewer keys, the change is not worth it.
 _MANY = 128
 
 
 @dataclass(frozen=True)
 class _Shared:
-    """An operand of a product that entries of the other one share.
+    """An operand of a product that is shared by several entries of the other operand.
 
     Attributes:
-        side: Which operand, 0 or 1.
-        source: What is shared: what the operand repeats along a dimension of the batch, or the
-            operand itself.
-        axis: The dimension.
-        constraint: The equation that gives the repeated array a layout, if one does.
+        side: The number of the operand, 0 or 1.
+        source: The array that the operand repeats along a batch dimension, or the operand itself.
+        axis: The batch dimension.
+        constraint: The equation that constrains the repeated array's layout, or `None`.
     """
 
     side: int
@@ -37,19 +36,18 @@ class _Shared:
 
 
 def with_grouped_heads(jaxpr: Any) -> Any:
-    """A program in which no array is repeated along a dimension only to be multiplied.
+    """A program without arrays that are only repeated for a product.
 
-    `keras.ops.repeat(key, groups, axis=2)` before attention makes an array with one entry for each
-    head of the queries out of one for each head of the keys. For one position the copy takes
-    longer than the product.
+    `keras.ops.repeat(key, groups, axis=2)` before attention copies the keys for each head of the
+    queries. For one position, the copy takes longer than the product.
 
     Args:
         jaxpr: The program.
     """
-    made = {v: equation for equation in opened(jaxpr).eqns for v in equation.outvars}
+    makers = {v: equation for equation in opened(jaxpr).eqns for v in equation.outvars}
     equations: list[Any] = []
     for equation in opened(jaxpr).eqns:
-        repeated = _repeated(equation, made) or _single(equation)
+        repeated = _repeated(equation, makers) or _single(equation)
         if repeated is None:
             equations.append(equation)
             continue
@@ -60,15 +58,15 @@ def with_grouped_heads(jaxpr: Any) -> Any:
     return with_equations(jaxpr, equations)
 
 
-def _repeated(equation: Any, made: dict) -> _Shared | None:
-    """A product with what `repeat` made, given a layout or not."""
+def _repeated(equation: Any, makers: dict) -> _Shared | None:
+    """A product with the result of `repeat`, with or without a constraint on its layout."""
     if equation.primitive.name != "dot_general":
         return None
     _, batch = equation.params["dimension_numbers"]
     for side, atom in enumerate(equation.invars):
-        constraint = _made(atom, "sharding_constraint", made)
-        merged = _made(atom if constraint is None else constraint.invars[0], "reshape", made)
-        spread = None if merged is None else _made(merged.invars[0], "broadcast_in_dim", made)
+        constraint = _origin(atom, "sharding_constraint", makers)
+        merged = _origin(atom if constraint is None else constraint.invars[0], "reshape", makers)
+        spread = None if merged is None else _origin(merged.invars[0], "broadcast_in_dim", makers)
         if merged is None or spread is None:
             continue
         axis, source = _axis(spread, merged.outvars[0].aval.shape), spread.invars[0]
@@ -80,7 +78,7 @@ def _repeated(equation: Any, made: dict) -> _Shared | None:
 
 
 def _single(equation: Any) -> _Shared | None:
-    """A product of many keys, or values, with one query for each head."""
+    """A product of many keys or values with one query per head."""
     if equation.primitive.name != "dot_general":
         return None
     (_, batch) = equation.params["dimension_numbers"]
@@ -92,20 +90,20 @@ def _single(equation: Any) -> _Shared | None:
 
 
 def _free(equation: Any, side: int) -> int:
-    """Entries of an operand for each of the batch and of what is summed."""
+    """The size of an operand without its batch and contracted dimensions."""
     contracted, batch = equation.params["dimension_numbers"]
     shape = equation.invars[side].aval.shape
-    taken = {*contracted[side], *batch[side]}
-    return math.prod(size for d, size in enumerate(shape) if d not in taken)
+    others = {*contracted[side], *batch[side]}
+    return math.prod(size for d, size in enumerate(shape) if d not in others)
 
 
-def _made(atom: Any, name: str, made: dict) -> Any:
-    equation = made.get(atom) if isinstance(atom, core.Var) else None
+def _origin(atom: Any, name: str, makers: dict) -> Any:
+    equation = makers.get(atom) if isinstance(atom, core.Var) else None
     return equation if equation is not None and equation.primitive.name == name else None
 
 
 def _axis(spread: Any, merged: tuple[int, ...]) -> int | None:
-    """The dimension along which a broadcast and a reshape repeat an array, if that is all."""
+    """The dimension along which a broadcast and a reshape repeat an array, or `None`."""
     before, shape = spread.invars[0].aval.shape, spread.params["shape"]
     new = sorted(set(range(len(shape))) - set(spread.params["broadcast_dimensions"]))
     if len(new) != 1 or new[0] == 0:
@@ -117,14 +115,14 @@ def _axis(spread: Any, merged: tuple[int, ...]) -> int | None:
 
 
 def _divides(constraint: Any, axis: int, heads: int) -> bool:
-    """Whether heads can be split as the heads that repeat them are."""
+    """Whether the heads can be split like the repeated ones."""
     shape = constraint.outvars[0].aval.shape
     parts = shape[axis] // constraint.params["sharding"].shard_shape(shape)[axis]
     return heads % parts == 0
 
 
 def _product(equation: Any, repeated: _Shared) -> Callable:
-    """The product, from what one operand repeats and the other operand."""
+    """The product of the array that one operand repeats and the other operand."""
     side, axis, constraint = repeated.side, repeated.axis, repeated.constraint
     position = equation.params["dimension_numbers"][1][side].index(axis)
     at = equation.params["dimension_numbers"][1][1 - side][position]

@@ -1,8 +1,8 @@
-"""Writes caches of keys and values in place, instead of stacking them again in a loop over tokens.
+"""Writes caches of keys and values in place, instead of restacking them for every token.
 
-A decoder takes its layer's part out of the cache, writes one position, and stacks the parts to the
-next cache. That copies all of it for every token. Here every write goes into the cache itself, and
-attention reads a slice of that. Such a loop needs no second cache.
+Each layer of a decoder slices its part out of the cache and writes one position; then the parts are
+stacked to the next cache. This copies the whole cache for every token. Here every write goes into
+the cache itself, and attention reads a slice of it. So the loop needs no second cache.
 """
 
 import operator
@@ -23,32 +23,32 @@ class _Part:
     """A part of a cache.
 
     Attributes:
-        begins: Where it begins, in each dimension of the cache.
-        ends: Where it ends.
-        kept: The dimensions of the cache that the part has, in order; of the others it is one
+        begins: The start in each dimension of the cache.
+        ends: The end in each dimension of the cache.
+        dims: The dimensions of the cache that the part has, in order. In the others it is one
             element.
     """
 
     begins: tuple[int, ...]
     ends: tuple[int, ...]
-    kept: tuple[int, ...]
+    dims: tuple[int, ...]
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> "_Part":
         return cls((0,) * len(shape), tuple(shape), tuple(range(len(shape))))
 
     def element(self, axis: int, place: int) -> "_Part":
-        """One element of the part along one of its dimensions, which is gone then."""
-        dimension = self.kept[axis]
+        """One element of the part along one of its dimensions, without this dimension."""
+        dimension = self.dims[axis]
         begins, ends = list(self.begins), list(self.ends)
         begins[dimension] += place
         ends[dimension] = begins[dimension] + 1
-        kept = tuple(d for d in self.kept if d != dimension)
-        return _Part(tuple(begins), tuple(ends), kept)
+        dims = tuple(d for d in self.dims if d != dimension)
+        return _Part(tuple(begins), tuple(ends), dims)
 
     def has_whole_dimensions(self, shape: tuple[int, ...]) -> bool:
-        """Whether the part's own dimensions are as long as the cache's."""
-        return all((self.begins[d], self.ends[d]) == (0, shape[d]) for d in self.kept)
+        """Whether the part's dimensions have the full sizes of the cache's."""
+        return all((self.begins[d], self.ends[d]) == (0, shape[d]) for d in self.dims)
 
 
 @dataclass
@@ -56,10 +56,10 @@ class _Plan:
     """The replacement of one cache in a loop.
 
     Attributes:
-        cache: Its variable in the loop's body.
-        result: The variable of the next one.
-        writes: By the variable that a write gives, the part of the cache that it is.
-        stacks: The variables in which parts are put together again.
+        cache: The cache's variable in the loop's body.
+        result: The variable of the next cache.
+        writes: From the result of a write to the part of the cache that it replaces.
+        stacks: The results of operations that stack parts.
     """
 
     cache: Any
@@ -69,7 +69,7 @@ class _Plan:
 
 
 def caches_in_place(function: Callable) -> Callable:
-    """A function in whose loops caches are written in place. Its results are the same.
+    """Rewrites the loops of a function so that they write caches in place; results are the same.
 
     Args:
         function: A function of arrays, in any structure.
@@ -100,7 +100,7 @@ def caches_in_place(function: Callable) -> Callable:
 
 
 def _with_loops_in_place(jaxpr: Any) -> Any:
-    """A program in which the loops, and those of what it calls, write caches in place."""
+    """A program whose loops, and those of its inner programs, write caches in place."""
     before = opened(jaxpr).eqns
     equations = []
     for equation in before:
@@ -119,61 +119,61 @@ def _with_loops_in_place(jaxpr: Any) -> Any:
 
 def _loop_in_place(body: Any, constants: int) -> Any:
     original, inner = body, opened(body)
-    made = {variable: equation for equation in inner.eqns for variable in equation.outvars}
+    makers = {variable: equation for equation in inner.eqns for variable in equation.outvars}
     for cache, result in zip(inner.invars[constants:], inner.outvars, strict=True):
         plan = _Plan(cache, result)
-        of_parts = _is_updated(result, _Part.whole(cache.aval.shape), plan, made)
+        of_parts = _is_updated(result, _Part.whole(cache.aval.shape), plan, makers)
         if of_parts and plan.writes and plan.stacks:
             body = _with_writes(body, plan)
     return body if body is original else with_grouped_heads(body)
 
 
-def _is_updated(atom: Any, part: _Part, plan: _Plan, made: dict) -> bool:
-    """Whether a value is a part of the cache but for writes into it, which the plan gets."""
-    if _part_of(atom, plan.cache, made) == part:
+def _is_updated(atom: Any, part: _Part, plan: _Plan, makers: dict) -> bool:
+    """Whether a value is a part of the cache, except for writes, which are added to the plan."""
+    if _part_of(atom, plan.cache, makers) == part:
         return True
-    equation = made.get(atom) if isinstance(atom, core.Var) else None
+    equation = makers.get(atom) if isinstance(atom, core.Var) else None
     if equation is None or atom in plan.writes:
         return False
     if equation.primitive.name == "stack":
         plan.stacks.add(atom)
         axis = equation.params["axis"]
         return all(
-            _is_updated(each, part.element(axis, place), plan, made)
+            _is_updated(each, part.element(axis, place), plan, makers)
             for place, each in enumerate(equation.invars)
         )
     if equation.primitive.name == "dynamic_update_slice":
         plan.writes[atom] = part
-        # A place beyond the end is moved to the last one that holds the update.
+        # A position beyond the end is clamped to the last one where the update fits.
         whole = part.has_whole_dimensions(plan.cache.aval.shape)
-        return whole and _part_of(equation.invars[0], plan.cache, made) == part
+        return whole and _part_of(equation.invars[0], plan.cache, makers) == part
     return False
 
 
-def _part_of(atom: Any, cache: Any, made: dict) -> _Part | None:
-    """Which part of the cache a value is, if slices of the cache are all that it is."""
+def _part_of(atom: Any, cache: Any, makers: dict) -> _Part | None:
+    """The part of the cache that a value is, or `None` if it is not a slice of the cache."""
     if atom is cache:
         return _Part.whole(cache.aval.shape)
-    equation = made.get(atom) if isinstance(atom, core.Var) else None
+    equation = makers.get(atom) if isinstance(atom, core.Var) else None
     if equation is None or equation.primitive.name not in ("slice", "squeeze"):
         return None
-    of = _part_of(equation.invars[0], cache, made)
+    of = _part_of(equation.invars[0], cache, makers)
     if of is None:
         return None
     if equation.primitive.name == "squeeze":
-        gone = {of.kept[d] for d in equation.params["dimensions"]}
-        return _Part(of.begins, of.ends, tuple(d for d in of.kept if d not in gone))
+        gone = {of.dims[d] for d in equation.params["dimensions"]}
+        return _Part(of.begins, of.ends, tuple(d for d in of.dims if d not in gone))
     if any(stride != 1 for stride in equation.params["strides"] or ()):
         return None
     begins, ends = list(of.begins), list(of.ends)
     starts, limits = equation.params["start_indices"], equation.params["limit_indices"]
-    for d, start, limit in zip(of.kept, starts, limits, strict=True):
+    for d, start, limit in zip(of.dims, starts, limits, strict=True):
         begins[d], ends[d] = of.begins[d] + start, of.begins[d] + limit
-    return _Part(tuple(begins), tuple(ends), of.kept)
+    return _Part(tuple(begins), tuple(ends), of.dims)
 
 
 def _with_writes(body: Any, plan: _Plan) -> Any:
-    """The body with the plan's writes into the cache itself."""
+    """The body, with the plan's writes into the cache itself."""
     inner = opened(body)
     newest, unread = plan.cache, {}
     equations: list[Any] = []
@@ -185,7 +185,7 @@ def _with_writes(body: Any, plan: _Plan) -> Any:
 
     equation = None
     for equation in _without_stacks(inner, plan):
-        # As late as can be: what is read before another write has to be kept beside the cache.
+        # As late as possible: a slice that is read before another write is a copy.
         read(equation.invars, equation)
         variable = equation.outvars[0]
         if variable not in plan.writes:
@@ -202,15 +202,15 @@ def _with_writes(body: Any, plan: _Plan) -> Any:
 
 
 def _without_stacks(inner: Any, plan: _Plan) -> list:
-    """The equations but for those that stack parts which nothing else takes."""
+    """The equations without stacks of parts that no other equation uses."""
     needed = {v for v in _variables(inner.outvars) if v is not plan.result}
-    kept = []
+    found = []
     for equation in reversed(inner.eqns):
         if equation.outvars[0] in plan.stacks and equation.outvars[0] not in needed:
             continue
         needed.update(_variables(equation.invars))
-        kept.append(equation)
-    return kept[::-1]
+        found.append(equation)
+    return found[::-1]
 
 
 def _variables(atoms: list) -> list:
@@ -220,9 +220,9 @@ def _variables(atoms: list) -> list:
 def _writer(part: _Part) -> Callable:
     def write(cache: Any, update: Any, *places: Any) -> Any:
         starts: list[Any] = list(part.begins)
-        for dimension, place in zip(part.kept, places, strict=True):
+        for dimension, place in zip(part.dims, places, strict=True):
             starts[dimension] = place
-        gone = [d for d in range(cache.ndim) if d not in part.kept]
+        gone = [d for d in range(cache.ndim) if d not in part.dims]
         return jax.lax.dynamic_update_slice(cache, jax.lax.expand_dims(update, gone), starts)
 
     return write
@@ -230,7 +230,7 @@ def _writer(part: _Part) -> Callable:
 
 def _reader(part: _Part) -> Callable:
     def read(cache: Any) -> Any:
-        gone = [d for d in range(cache.ndim) if d not in part.kept]
+        gone = [d for d in range(cache.ndim) if d not in part.dims]
         return jax.lax.squeeze(jax.lax.slice(cache, part.begins, part.ends), gone)
 
     return read

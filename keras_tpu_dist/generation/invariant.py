@@ -1,8 +1,8 @@
 """Computes values that only depend on a loop's weights once, before the loop.
 
-XLA moves cheap operations out of loops, but no collectives, and no values that it would have to
-keep. Without this, a loop over tokens casts its weights, and moves them to the layout of its
-products, for every token.
+XLA moves cheap operations out of loops, but no collectives, and no results that would take memory
+during the loop. Without this, a loop over tokens converts its weights, and changes their layout for
+its products, for every token.
 """
 
 import math
@@ -20,16 +20,16 @@ _LEAST_BYTES = 2**16
 
 
 def weights_before(loop: Any) -> list:
-    """A loop, preceded by the equations whose results are the same in all of its rounds.
+    """Moves equations whose results are the same in all rounds of a loop before the loop.
 
-    Only large arrays are moved, and none that is larger than its operands, because the loop keeps
-    them from the first round to the last.
+    Only large arrays are moved, and none that is larger than its operands, because it takes memory
+    until the loop ends.
 
     Args:
         loop: The equation of a `while`.
 
     Returns:
-        Equations in place of it, which end with the loop.
+        The equations that replace it; the last one is the loop.
     """
     body = opened(loop.params["body_jaxpr"])
     conditions, constants = loop.params["cond_nconsts"], loop.params["body_nconsts"]
@@ -49,20 +49,20 @@ def weights_before(loop: Any) -> list:
     if not moved:
         return [loop]
     gone = {id(equation) for equation in moved}
-    kept = [equation for equation in body.eqns if id(equation) not in gone]
-    used = {a for e in kept for a in e.invars if isinstance(a, core.Var)} | {
+    rest = [equation for equation in body.eqns if id(equation) not in gone]
+    used = {a for e in rest for a in e.invars if isinstance(a, core.Var)} | {
         a for a in body.outvars if isinstance(a, core.Var)
     }
     given = [v for equation in moved for v in equation.outvars if v in used]
-    return [*before, _with_constants(loop, kept, given, [outside[v] for v in given])]
+    return [*before, _with_constants(loop, rest, given, [outside[v] for v in given])]
 
 
 def _can_move(equation: Any, outside: dict) -> bool:
     variables = [atom for atom in equation.invars if isinstance(atom, core.Var)]
     if equation.effects or not variables or any(v not in outside for v in variables):
         return False
-    made = _bytes(equation.outvars)
-    return _LEAST_BYTES <= made <= max(_bytes([v]) for v in variables)
+    results = _bytes(equation.outvars)
+    return _LEAST_BYTES <= results <= max(_bytes([v]) for v in variables)
 
 
 def _bytes(variables: Iterable[Any]) -> int:
@@ -75,7 +75,7 @@ def _new_variables(like: list) -> list:
 
 
 def _with_constants(loop: Any, equations: list, inside: list, outside: list) -> Any:
-    """The loop with other equations, which are given more arrays."""
+    """The loop with other equations and more constant inputs."""
     parameters = dict(loop.params)
     body = opened(parameters["body_jaxpr"])
     constants = parameters["body_nconsts"]

@@ -98,11 +98,11 @@ class OutputRow:
 
 @dataclass(frozen=True)
 class LayerRow:
-    """A layer, or table, with its own way to handle its split weights.
+    """A layer or table that decides itself how to use its split weights.
 
     Attributes:
-        path: The layer's path, or the table's.
-        choice: How it handles them, and why.
+        path: The path of the layer or the table.
+        choice: Its decision, with the reason.
     """
 
     path: str
@@ -120,8 +120,8 @@ class Explanation(Shown):
         outputs: One per layer whose output has a layout.
         note: A note about missing variables, or `""`.
         logical_devices: `(layer path, logical device)` of every assigned layer.
-        layers: One per layer that chooses how to handle its split weights.
-        crossings: If the mesh has several hosts, which axes cross hosts or slices, in words.
+        layers: One per layer or table that decides itself how to use its split weights.
+        crossings: Which axes cross hosts or slices, in words; `""` on one host.
         data_axes: The axes that split the batch.
     """
 
@@ -137,7 +137,7 @@ class Explanation(Shown):
 
     @property
     def bytes(self) -> int:
-        """Bytes of weights and optimizer slots, whole."""
+        """Bytes of all weights and optimizer slots."""
         return sum(row.bytes + row.slot_bytes for row in self.rows)
 
     @property
@@ -147,7 +147,7 @@ class Explanation(Shown):
 
     @property
     def largest_replicated(self) -> tuple[VariableRow, ...]:
-        """The five largest weights that are whole on every device."""
+        """The five largest weights of which every device holds a full copy."""
         whole = [row for row in self.rows if row.bytes and row.bytes == row.bytes_per_device]
         return tuple(sorted(whole, key=lambda row: -row.bytes)[:_LARGEST_SHOWN])
 
@@ -157,7 +157,7 @@ class Explanation(Shown):
         return "; ".join([*self._sizes(), self._split(), self._batch(), *self._problems()])
 
     def entries(self) -> tuple[Any, ...]:
-        """The rows by layer, with equal blocks that repeat as one `Repeated`."""
+        """The rows by layer; equal blocks in a row are one `Repeated`."""
         return folded(self.rows, _path, _key)
 
     def table(self) -> str:
@@ -165,7 +165,7 @@ class Explanation(Shown):
         return text_table(_HEADER, [_cells([row]) for row in self.rows], indent="")
 
     def to_dict(self) -> dict[str, Any]:
-        """The explanation as plain dicts and lists, with the totals; every row is in it."""
+        """The explanation as plain dicts and lists, with every row and the totals."""
         totals = {"bytes": self.bytes, "bytes_per_device": self.bytes_per_device}
         return {**asdict(self), **totals, "summary": self.summary}
 
@@ -215,8 +215,8 @@ class Explanation(Shown):
             return f"all {of} replicated"
         if len(ways) == 1:
             return f"{split} of {of} split over {' and '.join(next(iter(ways)))}"
-        each = (f"{n} over {' and '.join(names)}" for names, n in ways.most_common())
-        return f"{split} of {of} split ({', '.join(each)})"
+        parts = (f"{n} over {' and '.join(names)}" for names, n in ways.most_common())
+        return f"{split} of {of} split ({', '.join(parts)})"
 
     def _batch(self) -> str:
         if not self.data_axes:
@@ -225,10 +225,10 @@ class Explanation(Shown):
 
     def _problems(self) -> list[str]:
         count = sum(bool(row.problem) for row in self.rows)
-        return [f"{count} not legal: explain(model) says why"] if count else []
+        return [f"{count} invalid: see PROBLEM in the table"] if count else []
 
     def _folded(self) -> tuple[list[str], list[tuple[str, ...] | str]]:
-        """The table to print: empty columns are left out, equal blocks are folded."""
+        """The table to print: without empty columns, equal blocks folded."""
         mixed = len({row.dtype for row in self.rows}) > 1
         slots = any(row.slot_bytes for row in self.rows)
         shown = [True, True, mixed, True, True, True, slots, True]
@@ -240,7 +240,7 @@ class Explanation(Shown):
         return [name for name, yes in zip(_HEADER, shown) if yes], rows
 
     def _fewer(self, rows: Sequence[Any]) -> bool:
-        """Whether a table for people shares lines among weights."""
+        """Whether weights share lines in the printed table."""
         return sum(not isinstance(row, str) for row in rows) < len(self.rows)
 
     def _remarks(self) -> list[str]:
@@ -269,11 +269,10 @@ def explain_model(
         model: A model; if it is not built, its existing variables are used.
         placement: Its placement.
         mesh: The mesh.
-        tables: For paths of tables, how they are looked up and updated.
+        tables: From the path of a table to how it is looked up and updated.
 
     Returns:
         The explanation. An invalid layout is reported in its row; no error is raised.
-        The explanation; an illegal layout is reported in its row, not raised.
     """
     slots: dict[int, list] = {}
     for slot, weight in placement.slots:
@@ -286,7 +285,7 @@ def explain_model(
     )
     note = ""
     if not model.built:
-        note = "the model is not built: variables that do not exist yet are not listed"
+        note = "the model is not built: only existing variables are listed"
     assigned = tuple(placement.annotations.logical_devices.items())
     by_rows = (LayerRow(path, words) for path, words in (tables or {}).items())
     layers = (*_layer_rows(model, placement, mesh), *by_rows)
@@ -311,8 +310,7 @@ def _reason_of_output(path: str, placement: Placement) -> str:
 
 
 def _layer_rows(model, placement: Placement, mesh: Mesh):
-    """Rows from layers that explain themselves: recurrent ones, which know what their loop
-    needs."""
+    """Rows from layers that decide themselves, such as recurrent ones."""
 
     def axes_of(variable) -> tuple:
         decision = placement.decisions.get(id(variable))
@@ -345,7 +343,7 @@ def one_row(explanation: Explanation, path: str) -> VariableRow:
         message(
             "explain(model, path) explains one variable.",
             received=f"path={path!r}, which {len(found)} variables of {explanation.model!r} have.",
-            fix="Give the whole path, or more of its end."
+            fix="Give the full path, or more of its last segments."
             + (f" The nearest is {near!r}." if near else ""),
         )
     )
@@ -389,7 +387,7 @@ def _ways(mesh, axes) -> int:
 
 
 def _cells(rows: Sequence[VariableRow], name: str = "", within: str = "") -> tuple[str, ...]:
-    """A line for rows that are alike; paths in its reason are relative to the block's."""
+    """A line for similar rows; paths in its reason are relative to the block's path."""
     reasons = [r.reason if not r.problem else f"PROBLEM: {r.problem}" for r in rows]
     return (
         name or rows[0].path,
@@ -404,24 +402,24 @@ def _cells(rows: Sequence[VariableRow], name: str = "", within: str = "") -> tup
 
 
 def _key(row: VariableRow) -> tuple:
-    """What is equal in blocks that are shown once."""
+    """The key that equal blocks share."""
     sizes = (row.bytes_per_device, row.slot_bytes, row.slot_bytes_per_device)
     return row.shape, row.dtype, row.axes, sizes, row.reason, row.problem
 
 
 def _alike(row: VariableRow) -> tuple[Any, str]:
-    """What is equal in rows of any size that share a line, and the reason, but for its numbers."""
+    """The key of rows of any size that share a line, and their reason, whose numbers may differ."""
     return (row.dtype, row.layout, bool(row.problem)), row.problem or row.reason
 
 
 def _amount(rows: Sequence[VariableRow]) -> str:
-    """The bytes of some weights, and those on a device."""
+    """The bytes of some weights, in total and on one device."""
     whole, here = sum(r.bytes for r in rows), sum(r.bytes_per_device for r in rows)
     return f"{size_text(whole)}, {size_text(here)} a device"
 
 
 def _folded_lines(pairs: Iterable[tuple[str, str]]) -> list[str]:
-    """`paths: words` for pairs with equal words; repeated layers are folded."""
+    """A line `paths: words` for all pairs with the same words; repeated layers are folded."""
     by_words: dict[str, list[str]] = {}
     for path, words in pairs:
         by_words.setdefault(words, []).append(path)

@@ -1,4 +1,4 @@
-"""Finds mistakes in layouts, with a fix for every one."""
+"""Finds mistakes in layouts, with a fix for each."""
 
 import functools
 import logging
@@ -16,7 +16,7 @@ from keras_tpu_dist.common.printed import Printed
 from keras_tpu_dist.hardware.mesh import DATA_AXIS_NAMES, LOGICAL_AXIS, SEQUENCE_AXIS, state_axes
 from keras_tpu_dist.layout.annotations import layouts_in
 from keras_tpu_dist.layout.placement import UNDECIDED, Placement, Setting, bytes_of
-from keras_tpu_dist.layout.rules import dead_patterns, matching, nearest_path
+from keras_tpu_dist.layout.rules import LayoutError, dead_patterns, matching, nearest_path
 from keras_tpu_dist.layout.unpaired import Unpaired, unpaired
 from keras_tpu_dist.show.page import Shown
 from keras_tpu_dist.show.text import html_table, size_text
@@ -32,14 +32,14 @@ _GIANTS_SHOWN = 5
 
 @dataclass(frozen=True, repr=False)
 class Finding(Printed):
-    """One mistake or doubt.
+    """One mistake, or one possible mistake.
 
     Attributes:
-        severity: `"error"` (fit would fail), `"warning"` (not what the layout says) or `"info"`.
-        code: A short stable name.
-        path: The variable, layer, pattern or axis that it concerns.
+        severity: `"error"` (fit would fail), `"warning"` (probably not what you want) or `"info"`.
+        code: A short name that does not change between versions.
+        path: The path of the variable or layer, or the pattern or axis.
         words: The description.
-        fix: What to write instead.
+        fix: The correction.
     """
 
     severity: str
@@ -78,7 +78,7 @@ class LintReport(Shown):
 
     def _blocks(self) -> list[str]:
         rows = [(f.severity, f.path, f.words, f.fix, f.code) for f in self.findings]
-        table = html_table(("severity", "where", "what", "fix", "code"), rows)
+        table = html_table(("severity", "path", "finding", "fix", "code"), rows)
         return [table if rows else "no findings"]
 
     def __str__(self):
@@ -93,7 +93,7 @@ class LintReport(Shown):
         bad = [str(f) for f in self.findings if f.severity != "info"]
         raise ValueError(
             message(
-                "lint(strict=True) allows neither errors nor warnings.",
+                "lint(strict=True) accepts no errors and no warnings.",
                 received="\n" + "\n".join(bad) + "\n",
                 fix="Apply the fixes above.",
             )
@@ -118,8 +118,9 @@ def lint_model(
         setting: The strategy's mesh and layout.
         batch_size: The global batch size, to compare with the mesh.
         foreign: Paths of variables that are not on the strategy's mesh.
-        tables: For paths of tables that `tables=` does not apply to, though requested, the reason.
-        cheap: Whether to make only the checks that fit makes by itself.
+        tables: The tables that cannot be used by rows although `tables=` asks for it: from path to
+            reason.
+        cheap: Whether to run only the checks that `fit` runs.
 
     Returns:
         The report.
@@ -153,14 +154,15 @@ def lint_model(
 
 def _table(path: str, words: str) -> Finding:
     fix = "Split its rows, and train it with SGD or Adagrad; or leave tables= out."
-    return Finding("warning", "table-of-every-row", path, f"tables= has it by rows; {words}.", fix)
+    words = f"tables= asks to use it by rows, but {words}."
+    return Finding("warning", "table-of-every-row", path, words, fix)
 
 
 def log_report(report: LintReport) -> None:
-    """Logs errors and warnings, as fit does once per model.
+    """Logs errors and warnings; `fit` does this once per model.
 
     Args:
-        report: The report; its findings of severity `"info"` are left out.
+        report: The report; findings of severity `"info"` are not logged.
     """
     for finding in report.findings:
         if finding.severity != "info":
@@ -201,20 +203,11 @@ def _illegal(model, placement: Placement) -> list[Finding]:
     for path, ask in asked:
         try:
             ask()
-        except ValueError as error:
-            if " Received: " not in str(error):
-                continue  # Keras's own error about overlapping keys is a separate finding
-            words, _, fix = str(error).partition(" Received: ")
-            received, _, fix = fix.rpartition(". ")
-            code = (
-                "too-long"
-                if "more entries" in words
-                else "indivisible"
-                if "divisible" in words
-                else "unknown-axis"
-            )
-            words = f"{words} Received: {received}."
-            found.append(Finding("error", code, path, words, fix))
+        except LayoutError as error:
+            words, _, fix = str(error).rpartition(". ")
+            found.append(Finding("error", error.code, path, f"{words}.", fix))
+        except ValueError:
+            continue  # Keras's own: several keys match, which is a finding of its own
     return found
 
 
@@ -245,7 +238,7 @@ def _overlaps(model, setting: Setting) -> list[Finding]:
             paths[0],
             f"{len(patterns)} rules match: {', '.join(map(repr, patterns))} "
             f"({len(paths)} variable(s)).",
-            "Keras allows one; narrow the patterns." if stock else "The first one decides.",
+            "Keras allows one; narrow the patterns." if stock else "The first one applies.",
         )
         for patterns, paths in hidden.items()
     ]
@@ -267,8 +260,8 @@ def _fallbacks(model, placement: Placement) -> list[Finding]:
             "warning",
             "plan-falls-back",
             variable.path,
-            f"{size_text(bytes_of(variable))} lie whole on every device: {decision.reason}.",
-            "Choose axis sizes that divide, or give rules.",
+            f"Every device holds all of it ({size_text(bytes_of(variable))}): {decision.reason}.",
+            "Choose axis sizes that divide its dimensions, or give rules.",
         )
         for variable, decision in whole[:_GIANTS_SHOWN]
     ]
@@ -277,7 +270,7 @@ def _fallbacks(model, placement: Placement) -> list[Finding]:
 def _unpaired(
     model, placement: Placement, setting: Setting, batch_size: int | None
 ) -> list[Finding]:
-    """What a plan could not pair, that which costs most first; weights that are alike once."""
+    """Weights that a plan could not pair, the most expensive first; equal ones share a finding."""
     replicas = math.prod(setting.mesh.shape[name] for name in setting.data_axes)
     rows = None if batch_size is None else -(-batch_size // replicas)
     groups: dict[tuple, list[Unpaired]] = {}
@@ -286,28 +279,28 @@ def _unpaired(
     found = []
     for alike in groups.values():
         sent = _sent(alike, rows)
-        more = f" The same holds for {len(alike) - 1} more like it." if len(alike) > 1 else ""
+        more = f" This holds for {len(alike)} weights like it." if len(alike) > 1 else ""
         words = f"{alike[0].words}{more}{_sent_text(alike, rows)}"
         found.append((sent, Finding("info", "unpaired", alike[0].path, words, alike[0].fix)))
     return [finding for _, finding in sorted(found, key=lambda each: -each[0])]
 
 
 def _sent(alike: Sequence[Unpaired], rows: int | None) -> float:
-    """Bytes that a device sends in a step, as far as they are known."""
+    """The known bytes that a device sends in a step."""
     return sum((each.by_row or 0) * (rows or 1) + (each.by_step or 0) for each in alike)
 
 
 def _sent_text(alike: Sequence[Unpaired], rows: int | None) -> str:
     if any(each.by_row is None or each.by_step is None for each in alike):
-        return " What that sends shows in a dry run."
+        return " A dry run shows how much it sends."
     by_row = sum(each.by_row or 0 for each in alike)
     by_step = sum(each.by_step or 0 for each in alike)
     if not by_row and not by_step:
         return ""
     if not by_row or rows is not None:
         return f" Each device sends {size_text(round(by_row * (rows or 0) + by_step))} a step."
-    besides = f", and {size_text(round(by_step))} besides" if by_step else ""
-    return f" Each device sends {size_text(round(by_row))} a step for each row it has{besides}."
+    besides = f", plus {size_text(round(by_step))}" if by_step else ""
+    return f" Each device sends {size_text(round(by_row))} a step per row of its batch{besides}."
 
 
 def _giants(model, placement: Placement, setting: Setting) -> list[Finding]:
@@ -330,8 +323,8 @@ def _giants(model, placement: Placement, setting: Setting) -> list[Finding]:
                 "warning" if setting.layout else "info",
                 "giant",
                 variable.path,
-                f"{size_text(bytes_of(variable))} lie whole on every device although dimension "
-                f"{dim} ({variable.shape[dim]}) divides.",
+                f"Every device holds all of it ({size_text(bytes_of(variable))}), although "
+                f"dimension {dim} ({variable.shape[dim]}) could be split.",
                 f'Add the rule ("{variable.path}", {rule}).',
             )
         )
@@ -339,9 +332,9 @@ def _giants(model, placement: Placement, setting: Setting) -> list[Finding]:
 
 
 def _siblings(model, placement: Placement) -> list[Finding]:
-    """Layers of one class with weights of one shape, one of which is split differently.
+    """Layers of one class with weights of one shape, of which one is split differently.
 
-    If a plan decided so, it has its reason; a rule may be too narrow.
+    A rule may be too narrow. The decisions of a plan are not reported: a plan has its reasons.
     """
     plan = placement.plan
     planned = set() if plan is None else {v.path for v in _weights(model) if plan.decision(v)}
@@ -364,9 +357,9 @@ def _siblings(model, placement: Placement) -> list[Finding]:
                     "info",
                     "siblings",
                     variable.path,
-                    f"It lies {text}, while {texts.count(usual)} other {kind.__name__} {name} of "
-                    f"shape {shape} lie {usual}.",
-                    "If that is not meant, widen the rule.",
+                    f"Its layout is {text}, but that of {texts.count(usual)} other "
+                    f"{kind.__name__} {name} of shape {shape} is {usual}.",
+                    "If you did not intend this, widen the rule.",
                 )
             )
     return found
@@ -402,14 +395,14 @@ def _unused_axes(model, placement: Placement, setting: Setting) -> list[Finding]
 
 
 def _nearest_axis(name: str, setting: Setting) -> str:
-    """The start of the fix: a question, if the name of a data axis is similar."""
+    """The start of the fix: a question if the axis is named almost like a data axis."""
     usual = {*DATA_AXIS_NAMES, SEQUENCE_AXIS} - {*setting.mesh.axis_names}
     hint = did_you_mean(name, sorted(usual)).strip()
     return f"{hint} Otherwise give" if hint else "Give"
 
 
 def _no_data_axis(setting: Setting) -> list[Finding]:
-    """An axis with a name similar to that of a data axis, if there is no data axis."""
+    """If there is no data axis: an axis that is named almost like one."""
     names = setting.mesh.axis_names
     near = [name for name in names if did_you_mean(name, DATA_AXIS_NAMES)]
     if setting.data_axes or not near:
@@ -431,12 +424,12 @@ def _batch(batch_size: int | None, setting: Setting) -> list[Finding]:
         return []
     ways = math.prod(setting.mesh.shape[name] for name in setting.data_axes)
     if batch_size < ways:
-        words = f"{batch_size} rows for {ways} parts: {ways - batch_size} devices have no row."
+        words = f"{batch_size} rows for {ways} shards: {ways - batch_size} shards have no row."
         fix = f"Use a batch of at least {ways}."
         return [Finding("warning", "small-batch", "batch_size", words, fix)]
     if batch_size % ways:
-        words = f"{batch_size} rows do not divide by {ways} parts: the last devices have fewer."
-        fix = f"{batch_size // ways * ways} or {(batch_size // ways + 1) * ways} keeps all busy."
+        words = f"{batch_size} rows are not divisible by {ways}: the last devices get fewer."
+        fix = f"Use {batch_size // ways * ways} or {(batch_size // ways + 1) * ways} rows."
         return [Finding("info", "uneven-batch", "batch_size", words, fix)]
     return []
 
@@ -454,9 +447,9 @@ def _heads(model, setting: Setting) -> list[Finding]:
                         "info",
                         "kv-heads",
                         layer.path or layer.name,
-                        f"{heads} key-value heads do not divide by {ways} model devices: keys and "
-                        "values are computed on each of them.",
-                        f"Use {ways} key-value heads or a model axis that divides {heads}.",
+                        f"{heads} key-value heads are not divisible by {ways}: every device on the "
+                        "model axis computes all keys and values.",
+                        f"Use {ways} key-value heads, or a model axis that divides {heads}.",
                     )
                 )
     return found
@@ -466,5 +459,5 @@ def _built_outside(foreign: Sequence[str], setting: Setting) -> list[Finding]:
     if not foreign:
         return []
     words = f"{len(foreign)} variable(s) are not on the mesh {dict(setting.mesh.shape)}."
-    fix = "Build and compile inside strategy.scope(); else they are moved at the first call."
+    fix = "Build and compile inside strategy.scope(). Otherwise the first call moves them."
     return [Finding("warning", "outside-scope", foreign[0], words, fix)]

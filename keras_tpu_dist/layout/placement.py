@@ -75,7 +75,8 @@ class Placement:
             variable: A variable of the model or its optimizer; an unknown one is replicated.
 
         Raises:
-            ValueError: If a rule or annotation does not fit the shape or the mesh.
+            LayoutError: If a rule or annotation does not fit the shape or the mesh.
+            ValueError: Keras's own, if several keys of a `LayoutMap` match.
         """
         found = self.decisions.get(id(variable), _REPLICATED)
         if found.reason.startswith(_AMBIGUOUS):

@@ -356,7 +356,7 @@ def split_largest(
         for c in choices[1:]
         for d, e in [(c[3], c[4])]
     )
-    reason = f"{before}fsdp: dimension {-dim}, the largest that divides"
+    reason = f"{before}fsdp: dimension {-dim}"
     return Decision(tuple(axes), reason, others)
 
 

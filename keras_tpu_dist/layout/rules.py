@@ -195,6 +195,28 @@ class LayoutRules:
         return f"LayoutRules({list(self._rules)!r})"
 
 
+class LayoutError(ValueError):
+    """A layout that the mesh or a variable cannot have.
+
+    Attributes:
+        code: The code of the finding of `lint`.
+    """
+
+    code = "unknown-axis"
+
+
+class TooManyEntriesError(LayoutError):
+    """A layout has more entries than its variable has dimensions."""
+
+    code = "too-long"
+
+
+class IndivisibleError(LayoutError):
+    """A dimension is not divisible by the mesh axes that split it."""
+
+    code = "indivisible"
+
+
 def check_axis_names(rules: LayoutRules, axis_names: Sequence[str]) -> None:
     """Raises a `ValueError` if a rule names an axis that the mesh does not have.
 
@@ -203,23 +225,22 @@ def check_axis_names(rules: LayoutRules, axis_names: Sequence[str]) -> None:
         axis_names: The mesh's axes.
 
     Raises:
-        ValueError: If there is such a rule; the error names the first one.
+        LayoutError: If there is such a rule; the error names the first one.
     """
     for pattern, axes in rules.rules:
         names = names_in(spell_out(axes, axis_names))
         if len(set(names)) != len(names):
-            raise ValueError(
+            raise LayoutError(
                 message(
                     'The axis "logical" means all logical sub-axes of the mesh, and a mesh axis '
-                    "can "
-                    "split only one dimension of a tensor.",
+                    "can split only one dimension of a tensor.",
                     received={"rule": (pattern, axes), "mesh axes": tuple(axis_names)},
                     fix="Use the sub-axes alone.",
                 )
             )
         for name in names:
             if name not in axis_names:
-                raise ValueError(
+                raise LayoutError(
                     message(
                         "A layout rule may only use axes of the mesh.",
                         received={"rule": (pattern, axes), "mesh axes": tuple(axis_names)},
@@ -335,7 +356,7 @@ def checked(decision: Decision, path: str, shape: Sequence[int], mesh: Mesh) -> 
         The decision, unchanged.
 
     Raises:
-        ValueError: If the layout has more entries than the shape, or a split dimension is not
+        LayoutError: If the layout has more entries than the shape, or a split dimension is not
             divisible.
     """
     received = {
@@ -346,7 +367,7 @@ def checked(decision: Decision, path: str, shape: Sequence[int], mesh: Mesh) -> 
         "mesh": dict(mesh.shape),
     }
     if len(decision.axes) > len(shape):
-        raise ValueError(
+        raise TooManyEntriesError(
             message(
                 "A layout cannot have more entries than the variable has dimensions.",
                 received=received,
@@ -357,7 +378,7 @@ def checked(decision: Decision, path: str, shape: Sequence[int], mesh: Mesh) -> 
     for dim, entry in enumerate(decision.axes):
         ways = axis_size(mesh, entry)
         if shape[dim] % ways:
-            raise ValueError(
+            raise IndivisibleError(
                 message(
                     f"A split dimension must be divisible by its mesh axes: dimension {dim} has "
                     f"{shape[dim]} elements for {ways} shards.",

@@ -460,7 +460,7 @@ class TensorPlan:
         first_column, first_row = (variables[g[0][0]] for g in (cut.columns, cut.rows))
         reasons = {
             f"column: feeds {_owner(first_row)!r}": cut.columns,
-            f"row: consumes the features of {_owner(first_column)!r}": cut.rows,
+            f"row: fed by {_owner(first_column)!r}": cut.rows,
             f"follows the features of {_owner(first_column)!r}": cut.follows,
         }
         for reason, members in reasons.items():
@@ -524,7 +524,7 @@ class TensorPlan:
         if p.experts:
             self._split_kernel(p, p.experts, "experts, one group per shard")
         elif row is not None:
-            self._split_kernel(p, p.ins, f"row: consumes the features of {row.path!r}{guess}")
+            self._split_kernel(p, p.ins, f"row: fed by {row.path!r}{guess}")
         elif partner is not None:
             self._split_kernel(p, p.outs, f"column: feeds {partner.path!r}{guess}")
         elif _elements(p.kernel) >= self._min_size:
@@ -710,7 +710,7 @@ class TensorPlan:
                 continue
             shape = weight.shape
             if max(shape) == _elements(weight):
-                self._put_whole([0], [weight], "one dimension, of features that are whole")
+                self._put_whole([0], [weight], "its features are not split")
                 continue
             dims = sorted(range(len(shape)), key=lambda d: (-shape[d], -d))
             reason = "no rule for this layer class: the largest dimension that divides"

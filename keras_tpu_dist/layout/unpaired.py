@@ -1,9 +1,9 @@
-"""What a plan could not pair, and what a step sends for it over the axes that split weights.
+"""Weights that tensor parallelism could not pair, and the bytes that a step sends for them.
 
-A kernel that opens a split of features and one that closes it are a pair: between them nothing is
-sent, and behind them one sum. All else costs more: features that are gathered, weights that are
-used in another layout than they are stored in, layers that every device computes whole. The bytes
-are those of the usual rings; whatever XLA joins or leaves out besides is not in them.
+A kernel that is split by its outputs (column) and a following one that is split by its inputs (row)
+are a pair: nothing is sent between them, and one sum follows. Everything else costs more: features
+that are gathered, weights whose layout in use differs from the stored one, layers that every device
+computes in full. The bytes are those of ring algorithms. XLA may combine or omit some of them.
 """
 
 import math
@@ -30,15 +30,15 @@ from keras_tpu_dist.layout.tensor import (
 
 @dataclass(frozen=True)
 class Unpaired:
-    """A weight, or a layer, without a pair.
+    """A weight without a pair.
 
     Attributes:
-        path: The path of the weight or the layer.
-        like: What is equal for those that are mentioned together.
-        words: What is done instead.
-        fix: What helps.
-        by_row: Bytes that a device sends in a step for each row of its batch; `None` if unknown.
-        by_step: Bytes that it sends in a step besides; `None` if unknown.
+        path: The path of the weight.
+        like: A key that is equal for weights that are reported together.
+        words: The description.
+        fix: The correction.
+        by_row: Bytes that a device sends in a step per row of its batch; `None` if unknown.
+        by_step: Other bytes that it sends in a step; `None` if unknown.
     """
 
     path: str
@@ -49,16 +49,16 @@ class Unpaired:
     by_step: float | None = 0.0
 
 
-_SIZES = "Choose sizes that divide by the model axis, or give rules."
-_SMALL = "If it is small, keep it whole with ktd.replicate."
+_SIZES = "Choose sizes that are divisible by the model axis, or give rules."
+_SMALL = "If it is small, replicate it with ktd.replicate."
 _PARTNER = (
-    "Have the next kernel sum over its features as they come, without an operation that mixes "
-    "them, or keep it whole with ktd.replicate."
+    "Let the next kernel sum over these features, without an operation in between that mixes them, "
+    "or replicate it with ktd.replicate."
 )
 
 
 def unpaired(model: Any, placement: Placement, setting: Setting) -> list[Unpaired]:
-    """Finds what a plan for tensor parallelism could not pair.
+    """Finds the weights that a plan for tensor parallelism could not pair.
 
     Args:
         model: A built model.
@@ -66,7 +66,7 @@ def unpaired(model: Any, placement: Placement, setting: Setting) -> list[Unpaire
         setting: The strategy's mesh and layout.
 
     Returns:
-        What it found, in the order of the layers.
+        The weights, in the order of the layers.
     """
     if placement.plan is None:
         return []
@@ -89,7 +89,7 @@ class _Reader:
         self._first = _fed_by_inputs(model)
 
     def of(self, layer: Any) -> Iterator[Unpaired]:
-        """What a layer has without a pair.
+        """The weights of a layer without a pair.
 
         Args:
             layer: The layer.
@@ -97,7 +97,7 @@ class _Reader:
         projection = projection_of(layer)
         for weight in _keras.own_variables(layer):
             decision = self._by_plan(weight)
-            # A bias is sent with its kernel, or lies whole with it.
+            # A bias is sent, or replicated, with its kernel.
             if decision is None or len(weight.shape) < 2 or _is_bias(projection, weight):
                 continue
             own = projection if projection and projection.kernel is weight else None
@@ -109,15 +109,15 @@ class _Reader:
                 yield Unpaired(
                     weight.path,
                     (type(layer), weight.name, tuple(weight.shape), "guessed"),
-                    f"Its partner is guessed from the order of layers{words}; if the guess is "
-                    "wrong, what lies between is gathered.",
-                    "Have the call take what build was given, or give rules.",
+                    f"Its partner is guessed from the order of layers{words}. If the guess is "
+                    "wrong, the features between the two are gathered.",
+                    "Pass the layer an input of the shape that it was built for, or give rules.",
                     None,
                     None,
                 )
 
     def _by_plan(self, weight: Any) -> Decision | None:
-        """The plan's decision for a weight, if it is the one that counts."""
+        """The plan's decision for a weight, unless a rule or an annotation overrides it."""
         assert self._plan is not None
         planned = self._plan.decision(weight)
         decided = self._placement.decisions.get(id(weight))
@@ -134,81 +134,81 @@ class _Reader:
         if decision.view is not None:
             sent = 2 * _exchanged(math.prod(weight.shape) * item, ways)
             words = (
-                "It makes features of several kinds in a row, and is used by heads: it is sent, "
-                "and so is its gradient."
+                "It computes several projections at once, such as queries, keys and values, and is "
+                "split by heads in use: it is sent, and so is its gradient."
             )
-            yield words, "Use one kernel for each kind to send nothing.", 0.0, sent
+            yield words, "Use one kernel per projection; then nothing is sent.", 0.0, sent
         elif decision.used and ways > 1:
             used = self._model_axes(decision.used)
             if any(used):
                 sent = 2 * _exchanged(size, ways)
                 words = (
-                    "It is stored by its width and used by what does not divide, padded: it is "
-                    "sent, and so is its gradient."
+                    "Its heads or units are not divisible by the model axis: it is stored split "
+                    "by width, and padded in use. It is sent, and so is its gradient."
                 )
             else:
-                sent, words = _gathered(size, ways), "It is used whole, and gathered."
+                sent, words = _gathered(size, ways), "Every device uses all of it: it is gathered."
             yield words, _SIZES, 0.0, sent
         if decision.alone and p is not None and ways > 1:
             yield self._alone(layer, p, decision, axes, ways, item)
         elif decision.alone and not decision.used and ways > 1:
-            words = "No rule knows its layer: it is split along its largest dimension."
-            yield words, "Give a rule for it, or ktd.replicate its layer.", None, None
+            words = "The plan has no rule for its layer: its largest dimension is split."
+            yield words, "Give a rule for it, or replicate it with ktd.replicate.", None, None
         elif decision.gathered is not None:
             features = self._elements(layer, decision.gathered.sizes)
-            words = "What is looked up in it by its width is gathered."
+            words = "It is split by width: the rows that are looked up are gathered."
             by_row = None if features is None else _gathered(features * item, ways)
             yield words, _SIZES, by_row, 0.0
 
     def _whole(self, weight, decision: Decision) -> tuple:
-        """What would be split, but for its size."""
+        """The description of a weight that is replicated because of its size."""
         why = decision.reason.rpartition("replicated: ")[2].partition("; fsdp")[0]
         if SHARED not in decision.reason and KEYS not in decision.reason:
-            words = f"It lies whole, and every device computes all of it: {why}. Nothing is sent."
+            words = f"It is replicated, so every device computes all of it: {why}. Nothing is sent."
             return words, _SIZES, 0.0, 0.0
-        words = f"It lies whole ({why}): its gradients are summed."
+        words = f"It is replicated ({why}): its gradients are summed."
         return words, _SIZES, None, None
 
     def _alone(self, layer, p: Projection, decision, axes: Axes, ways: int, item: int) -> tuple:
-        """A kernel that feeds no kernel that is cut as it is, nor is fed by one."""
-        made, taken = self._elements(layer, p.out_sizes), self._elements(layer, p.in_sizes, True)
+        """The description of a kernel that neither feeds a split kernel nor is fed by one."""
+        output, inputs = self._elements(layer, p.out_sizes), self._elements(layer, p.in_sizes, True)
         if layer in self._first:
-            taken = 0
+            inputs = 0
         column = any(axes[d] for d in p.outs)
         if decision.gathered is not None:
-            words, fix = "No kernel takes its features as they lie: they are gathered", _PARTNER
+            words, fix = "No kernel uses its features while split: they are gathered", _PARTNER
             shares = (_gathered, _summed)
         elif column or decision.used:
-            words, fix = "No kernel follows it: its features stay in parts", _SMALL
+            words, fix = "No kernel follows it: its features stay split", _SMALL
             shares = (None, _summed)
         else:
-            words, fix = "Its features do not divide: what it makes is summed", _SIZES
+            words, fix = "Its features are not divisible: its outputs are summed", _SIZES
             shares = (_summed, _gathered)
         backward = "summed" if shares[1] is _summed else "gathered"
-        words += f", and gradients of its inputs are {backward}." if taken != 0 else "."
-        if made is None or taken is None:
+        words += f", and the gradients of its inputs are {backward}." if inputs != 0 else "."
+        if output is None or inputs is None:
             return words, fix, None, 0.0
-        by_row = shares[1](taken * item, ways) + (shares[0](made * item, ways) if shares[0] else 0)
-        return words, fix, by_row, 0.0
+        forward = shares[0](output * item, ways) if shares[0] else 0
+        return words, fix, shares[1](inputs * item, ways) + forward, 0.0
 
     def _model_axes(self, axes: Axes) -> Axes:
-        """Without the axes that split the batch, over which every plan stores alike."""
+        """Axes without those that split the batch, which only affect storage."""
         data = set(self._setting.data_axes)
         return tuple(
             tuple(name for name in entry_names(entry) if name not in data) or None for entry in axes
         )
 
-    def _elements(self, layer: Any, features: tuple, taken: bool = False) -> int | None:
-        """Elements that a layer makes, or takes, for one row of the batch; `None` if unknown."""
+    def _elements(self, layer: Any, features: tuple, inputs: bool = False) -> int | None:
+        """Elements of a layer's output, or input, for one row of the batch; `None` if unknown."""
         shape = _built_for(layer)
         if shape is None:
             return None
-        if not taken and isinstance(layer, keras.layers.Embedding):
+        if not inputs and isinstance(layer, keras.layers.Embedding):
             shape = (*shape, *features)
-        elif not taken:
+        elif not inputs:
             try:
                 shape = layer.compute_output_shape(shape)
-            except Exception:  # of a user's layer
+            except Exception:  # raised by a user's layer
                 return None
         return None if None in shape[1:] else math.prod(shape[1:])
 
@@ -223,7 +223,7 @@ def _built_for(layer: Any) -> tuple | None:
 
 
 def _fed_by_inputs(model: Any) -> set:
-    """Layers of a graph that take nothing but the model's inputs, of which no gradient is made."""
+    """Layers of a graph that only read the model's inputs, whose gradients are not computed."""
     calls = _keras.graph(model) or ()
     inputs = {
         id(node) for node, operation, _ in calls if isinstance(operation, keras.layers.InputLayer)

@@ -2,7 +2,7 @@
 
 import html
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,15 +24,24 @@ from keras_tpu_dist.show.page import (
     legend,
     sortable,
 )
-from keras_tpu_dist.show.text import duration_text, html_table, size_text, span_text, text_table
+from keras_tpu_dist.show.text import (
+    duration_text,
+    fitting_columns,
+    html_table,
+    size_text,
+    span_text,
+    text_table,
+    text_width,
+    wrapped,
+)
 from keras_tpu_dist.strategy import TPUStrategy
 
-_LONGEST_ERROR = 100
+_LONGEST_ERROR = 300
 # If the HBM is so many times the memory of the largest candidate, it would press all points to one
 # side.
 _FAR = 4
 _VERDICT = {True: "fits", False: "too large", None: "limit unknown"}
-# The columns of the table, in their order.
+# The columns of a page's table, in their order.
 _COLUMNS = (
     "mesh",
     "layout",
@@ -47,6 +56,10 @@ _COLUMNS = (
     "verdict",
     "bound by",
 )
+# The columns of the text, and those to leave out if the terminal is too narrow. Lines across the
+# table have the effort and the verdict.
+_IN_TEXT = ("mesh", "layout", "slots", "remat", "rows", "memory", "step", "bound by")
+_LEAVE_OUT = ("bound by",)
 
 
 @dataclass(frozen=True)
@@ -177,38 +190,35 @@ class Ranking(Page):
         e, run = best.run.estimate, best.run
         used = best.memory_bytes / (run.limit_bytes or math.inf)
         parts = [
-            f"the matrix units are busy {_shares(e, e.compute)} of the step, estimate of effort "
-            f"{run.effort}"
+            f"the matrix units are busy {_shares(e, e.compute)} of the step (effort {run.effort})"
         ]
         if e.exposed_link > 0.1 * e.step:
-            shares = _shares(e, e.exposed_link)
-            parts.append(f"collectives that nothing overlaps take {shares}")
+            parts.append(f"collectives without overlap take {_shares(e, e.exposed_link)}")
         parts.append(f"{used:.0%} of the memory is used")
         return f"bound by {e.bound}: {', '.join(parts)}"
 
     def _title(self) -> str:
         of = f" for model {self.model!r}" if self.model else ""
         compiled = sum(tried.run is not None for tried in self.compiled)
+        batch = {tried.rows for tried in self.candidates}
+        of += f", batch {min(batch)}" if len(batch) == 1 else ""
         by = f", calibrated by {self.calibration}" if self.calibration else ""
         return (
             f"{_counted(len(self.candidates))}{of} on {self.topology}, {compiled} "
             f"compiled in {duration_text(self.seconds)}{by}"
         )
 
-    @property
-    def _first(self) -> str:
-        best = self.best
-        return "none fits" if best is None else f"{best.candidate}, {best.rows} rows: {self.limit}"
-
     def __str__(self) -> str:
-        header, rows = self._table()
-        short = [[cell.text[:_LONGEST_ERROR] for cell in row] for row in rows]
-        lines = [self._title(), self._first, text_table(header, short)]
+        first = "none fits" if self.best is None else f"the first is {self.limit}"
+        lines = [*wrapped(self._title(), text_width()), *wrapped(first, text_width())]
+        if self.candidates:
+            lines.append(grouped_table(self.candidates, _text_cells, _IN_TEXT, _LEAVE_OUT))
         return "\n".join([*lines, *self._line()])
 
     def _line(self) -> list[str]:
         """The best strategy, as a line to copy."""
-        return [] if self.best is None else [self.best.candidate.line]
+        best = self.best
+        return [] if best is None else [f"{best.candidate.line}  # batch_size={best.rows}"]
 
     def _blocks(self) -> list[str]:
         header, rows = self._table(numbered=True)
@@ -351,6 +361,58 @@ def cells_of(tried: Tried) -> dict[str, TableCell]:
         cells["step"] = TableCell(words, run.estimate.step)
         cells["bound by"] = TableCell(run.estimate.bound)
     return cells
+
+
+def _text_cells(tried: Tried) -> dict[str, str]:
+    """The cells of a candidate in text; forecasts if it was not compiled."""
+    cells = {name: cell.text for name, cell in cells_of(tried).items()}
+    if tried.run is None:
+        cells["memory"], cells["step"] = cells["memory forecast"], cells["step forecast"]
+    return {**cells, "slots": cells["optimizer"]}
+
+
+def grouped_table(
+    candidates: Sequence[Any],
+    cells_of_one: Callable[[Any], Mapping[str, str]],
+    columns: Sequence[str],
+    leave_out: Sequence[str],
+) -> str:
+    """A table of candidates in the order of their rank, with a line above each group.
+
+    Args:
+        candidates: `Tried`, or objects with one as `tried`; at least one.
+        cells_of_one: From a candidate to its cells, by column.
+        columns: The columns, in order; those without text are left out, and "rows" if all of them
+            have as many.
+        leave_out: The columns to leave out if the terminal is too narrow, in this order.
+    """
+    found = [cells_of_one(each) for each in candidates]
+    names = [name for name in columns if any(cells[name] for cells in found)]
+    if len({cells["rows"] for cells in found}) == 1 and "rows" in names:
+        names.remove("rows")
+    names = fitting_columns(names, [[cells[n] for n in names] for cells in found], leave_out)
+    rows: list[Sequence[str] | str] = []
+    group = ""
+    for each, cells in zip(candidates, found, strict=True):
+        tried = getattr(each, "tried", each)
+        if _group(tried) != group:
+            group = _group(tried)
+            rows.append(group)
+        first, *others = (cells[name] for name in names)
+        rows.append([f"  {first}", *others])
+        if tried.error:
+            short = len(tried.error) <= _LONGEST_ERROR
+            rows.append("    " + (tried.error if short else f"{tried.error[:_LONGEST_ERROR]}..."))
+    return text_table([f"  {names[0]}", *names[1:]], rows, indent="")
+
+
+def _group(tried: Tried) -> str:
+    """What candidates that stand together have in common."""
+    if tried.error:
+        return "cannot be compiled:"
+    if tried.run is None:
+        return "not compiled, forecasts:"
+    return f"{_VERDICT[tried.run.fits]}, effort {tried.run.effort}:"
 
 
 def _scale(run: DryRun) -> int:

@@ -8,9 +8,9 @@ from typing import Any
 
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.hardware.topology import CHIPS, Topology
-from keras_tpu_dist.searches.ranking import Ranking, Tried, cells_of, rank
+from keras_tpu_dist.searches.ranking import Ranking, Tried, cells_of, grouped_table, rank
 from keras_tpu_dist.show.page import Page, TableCell, code, document, sortable
-from keras_tpu_dist.show.text import duration_text, html_table, span_text, text_table
+from keras_tpu_dist.show.text import duration_text, html_table, span_text, text_width, wrapped
 from keras_tpu_dist.strategy import TPUStrategy
 
 _CHIP_OF = {name: chip.name for chip in CHIPS.values() for name in (chip.name, *chip.aliases)}
@@ -31,9 +31,13 @@ _COLUMNS = (
     "effort",
     "verdict",
 )
-# Columns of a page that a terminal has no room for; they follow from others.
-_WIDE = ("chips", "rows/s")
-_LONGEST_ERROR = 60
+# The columns of the text, which leaves out what follows from others, and those to leave out in turn
+# if the terminal is too narrow.
+_IN_TEXT = (
+    *("slice", "mesh", "layout", "slots", "remat", "rows", "memory", "step"),
+    *("chips x step", "chip-s/1k rows", "price/1M"),
+)
+_LEAVE_OUT = ("memory", "step")
 
 
 @dataclass(frozen=True)
@@ -159,9 +163,13 @@ class SliceRanking(Page):
         }
 
     def __str__(self) -> str:
-        header, rows = self._table(without=_WIDE)
-        texts = [[cell.text[:_LONGEST_ERROR] for cell in row] for row in rows]
-        return "\n".join([self._title(), text_table(header, texts), *self._lines()])
+        columns = list(_IN_TEXT)
+        if len({each.tried.rows for each in self.candidates}) == 1:
+            columns.remove("chip-s/1k rows")
+        # With prices, these follow from others.
+        first = ("chip-s/1k rows", "chips x step") if self.prices else ()
+        table = grouped_table(self.candidates, _text_cells, columns, (*first, *_LEAVE_OUT))
+        return "\n".join([*wrapped(self._title(), text_width()), table, *self._lines()])
 
     def _title(self) -> str:
         names = ", ".join(ranking.topology for ranking in self.rankings)
@@ -323,6 +331,11 @@ def _cells(each: OnSlice) -> dict[str, TableCell]:
     if price is not None:
         cells["price/1M"] = cell(price, _number_text)
     return cells
+
+
+def _text_cells(each: OnSlice) -> dict[str, str]:
+    cells = {name: cell.text for name, cell in _cells(each).items()}
+    return {**cells, "slots": cells["optimizer"]}
 
 
 def _number_text(value: float) -> str:

@@ -1,4 +1,4 @@
-"""The commands; every one returns an answer, which can be printed, and an exit code."""
+"""The commands. Each returns an answer, which can be printed, and an exit code."""
 
 import logging
 import os
@@ -152,7 +152,7 @@ def _check(options: Namespace) -> Answered:
     model = None
     if options.build is not None:
         if options.pod:
-            # Each process would draw other weights, which a check finds.
+            # Otherwise each process draws other weights, and the check reports it.
             keras.utils.set_random_seed(0)
         with strategy.scope():
             model = given.model_of(options.build, options.command)
@@ -164,7 +164,8 @@ def _check(options: Namespace) -> Answered:
             minutes=options.minutes,
         )
     if jax.process_index() > 0:
-        # All found the same. The first one says it; a failure of another would end it before that.
+        # All processes have the same result, and the first one prints it. If another process fails,
+        # the first one ends before this line.
         return None, 0
     if options.calibration is not None:
         found.calibration().save(options.calibration)
@@ -203,7 +204,7 @@ def _convert(options: Namespace) -> Answered:
                 fix="Give the file this ending.",
             )
         )
-    file_of(options.output)  # before the work, not only after it
+    file_of(options.output)  # so that a bad path is an error before the work, not after it
     with show_progress(), stages("convert", 3) as begin:
         begin("reading")
         of_file = options.model.endswith(".keras")
@@ -258,7 +259,7 @@ def _as_keras_file(options: Namespace) -> Any:
 
 
 def _warn_of_unused_axes(runs: Iterable[DryRun | None]) -> None:
-    """Warns once about mesh axes over which nothing is split, as in the dry run's own report."""
+    """Warns once about mesh axes over which nothing is split, like the report of a dry run."""
     findings = {f for run in runs if run is not None for f in run.findings}
     for finding in sorted(findings, key=str):
         if finding.code == "unused-axis":
@@ -266,7 +267,7 @@ def _warn_of_unused_axes(runs: Iterable[DryRun | None]) -> None:
 
 
 def _write_whole(path: str, save: Callable[[str], Any]) -> None:
-    """Replaces a file only once it is written, so that Ctrl-C leaves no part of it."""
+    """Writes a new file, then replaces the old one, so that Ctrl-C leaves no partial file."""
     file = file_of(path)
     part = file.with_name(f".{secrets.token_hex(8)}.{file.name}")
     try:

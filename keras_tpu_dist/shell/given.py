@@ -23,7 +23,7 @@ _MODEL_OR_PAIR = "a model, or (model, strategy)"
 
 
 def build_function(name: str) -> Callable:
-    """The function for an argument.
+    """The function that an argument names.
 
     Args:
         name: `module:function` or `FILE.py:function`; `.py` may be left out of a path.
@@ -36,8 +36,7 @@ def build_function(name: str) -> Callable:
     if not colon or module.startswith(".") or not module:
         raise ValueError(
             message(
-                "The function that builds the model is given as module:function or "
-                "FILE.py:function.",
+                "Name the function that builds the model as module:function or FILE.py:function.",
                 received={"build": name},
                 fix="Write for example models:build or path/to/models.py:build.",
             )
@@ -83,9 +82,9 @@ def _module_of_file(file: str) -> Any:
     if spec is None or spec.loader is None:
         raise ValueError(
             message(
-                "FILE.py:function names a Python file that exists.",
+                "FILE.py:function must name an existing Python file.",
                 received={"file": file},
-                fix="Give the path of one.",
+                fix="Check the path.",
             )
         )
     module = importlib.util.module_from_spec(spec)
@@ -114,7 +113,7 @@ def model_and_strategy(options: argparse.Namespace) -> tuple[Any, TPUStrategy]:
     """A model and its strategy: both from the function, or the strategy from the options.
 
     Args:
-        options: The options of a command that looks at a model here.
+        options: The options of a command that builds a model on this machine.
 
     Raises:
         ValueError: If the function returns no model, or no strategy is given.
@@ -132,8 +131,8 @@ def model_and_strategy(options: argparse.Namespace) -> tuple[Any, TPUStrategy]:
         )
         raise ValueError(
             message(
-                f"A function for {options.command} returns (model, strategy), unless you give the "
-                "strategy in the command.",
+                f"A function for {options.command} must return (model, strategy) if the command "
+                "has no options for the strategy.",
                 received={"build": options.build, "which returned": type(built).__name__},
                 fix="Add --mesh data=4,model=2, --layout fsdp or --topology v5e:4x4.",
             )
@@ -167,7 +166,7 @@ def _check_model(
     if not isinstance(model, keras.Model):
         raise ValueError(
             message(
-                f"A function for {command} returns {wanted}.",
+                f"A function for {command} must return {wanted}.",
                 received={"build": name, "which returned": type(returned).__name__},
                 fix="End it with `return model`.",
             )
@@ -188,9 +187,9 @@ def simulate_devices(options: argparse.Namespace) -> None:
     if options.topology is not None:
         raise ValueError(
             message(
-                "--devices simulates devices here; --topology names a slice instead.",
+                "--devices simulates devices on this machine; --topology names a slice.",
                 received={"devices": options.devices, "topology": options.topology},
-                fix="Leave one of them out.",
+                fix="Use only one of them.",
             )
         )
     simulate(options.devices)
@@ -216,7 +215,7 @@ def mesh_of(text: str | None) -> dict[str, int] | None:
     if not sizes or len(sizes) < len(pairs) or not all(sizes):
         raise ValueError(
             message(
-                "--mesh has axes with their sizes, every axis once.",
+                "--mesh is a list of axes with their sizes, without repetitions.",
                 received={"mesh": text},
                 fix="Write --mesh as data=64,model=4.",
             )
@@ -252,7 +251,7 @@ def remat_of(text: str | None) -> str | dict[str, str] | None:
     if not all(equals for _, equals, _ in pairs):
         raise ValueError(
             message(
-                "--remat is a policy, or patterns with their policies.",
+                "--remat is a policy, or a list of patterns with policies.",
                 received={"remat": text},
                 fix="Write --remat as full, or as block_*=dots,head=full.",
             )
@@ -261,7 +260,7 @@ def remat_of(text: str | None) -> str | dict[str, str] | None:
 
 
 def inputs_of(options: argparse.Namespace) -> dict[str, Any]:
-    """`x`, `y` and `sequence_length`, as a dry run takes them.
+    """The arguments `x`, `y` and `sequence_length` of a dry run.
 
     Args:
         options: The options of a command that has `--x`, `--y` and `--sequence-length`.
@@ -279,14 +278,14 @@ def _array(text: str | None) -> Any:
     dtype, _, dims = text.partition(":")
     try:
         shape = tuple(int(n) for n in dims.split(",") if n)
-        jax.numpy.empty(0, dtype)  # refuses strings and objects
+        jax.numpy.empty(0, dtype)  # raises an error for strings and objects
         if min(shape, default=1) < 1:
             raise ValueError(shape)
         return jax.ShapeDtypeStruct((1, *shape), dtype)
     except (ValueError, TypeError, OverflowError, SyntaxError):
         raise ValueError(
             message(
-                "An input is described as dtype:sizes.",
+                "An input is a dtype and sizes.",
                 received={"input": text},
                 fix="Write an input as dtype:sizes, such as int32:512.",
             )
@@ -294,7 +293,7 @@ def _array(text: str | None) -> Any:
 
 
 def topologies_of(text: str) -> list[Topology]:
-    """The slices in `v5e-8,v6e-8`, every one once.
+    """The slices in `v5e-8,v6e-8`.
 
     Args:
         text: The argument.
@@ -306,7 +305,7 @@ def topologies_of(text: str) -> list[Topology]:
     if len({topology.name for topology in found}) < len(found):
         raise ValueError(
             message(
-                "--topology names every slice once.",
+                "--topology is a list of slices without repetitions.",
                 received={"topology": text},
                 fix="Write for example --topology v5e-8,v6e-8.",
             )
@@ -321,7 +320,7 @@ def price_of(text: str | None) -> float | dict[str, float] | None:
         text: The word, or `None`.
 
     Raises:
-        ValueError: If it is no number.
+        ValueError: If it is not a number.
     """
     if text is None:
         return None
@@ -333,7 +332,7 @@ def price_of(text: str | None) -> float | dict[str, float] | None:
     except ValueError:
         raise ValueError(
             message(
-                "--price is the price of a chip-hour: one number, or one for every chip.",
+                "--price is the price of a chip-hour: one number, or one per chip.",
                 received={"price": text},
                 fix="Write --price 1.20, or --price v5e=1.20,v6e=2.70.",
             )

@@ -16,7 +16,7 @@ Answered = tuple[Any, int]
 
 
 def check_page(options: Namespace) -> None:
-    """Refuses a page that cannot be written before minutes of work, and not after them.
+    """Raises an error if the page cannot be written, before minutes of work.
 
     Args:
         options: The options of a command with `--html`.
@@ -26,7 +26,7 @@ def check_page(options: Namespace) -> None:
 
 
 def with_page(options: Namespace, answer: Any) -> Any:
-    """An answer, also written as a page if that is requested.
+    """Writes an answer as a page if `--html` is given, and returns it.
 
     Args:
         options: The options of a command with `--html`.
@@ -56,7 +56,7 @@ def _numbers(options: Namespace) -> tuple[int, int | None]:
     if processes < 1 or devices < 1:
         raise ValueError(
             message(
-                "There must be at least one process, with at least one device.",
+                "launch needs at least one process with at least one device.",
                 received={"processes": processes, "devices": devices},
                 fix="Write --processes 2 --devices 4.",
             )
@@ -78,7 +78,7 @@ def _launch(options: Namespace) -> Answered:
         if not 0 <= getattr(options, name) < threading.TIMEOUT_MAX:
             raise ValueError(
                 message(
-                    "Seconds to wait are a number of at least 0.",
+                    "Seconds to wait must be at least 0.",
                     received={name: getattr(options, name)},
                     fix="Write --backoff 1 --longest-backoff 300.",
                 )
@@ -86,7 +86,7 @@ def _launch(options: Namespace) -> Answered:
     if options.restart < 0:
         raise ValueError(
             message(
-                "The number of restarts is at least 0.",
+                "The number of restarts must be at least 0.",
                 received={"restart": options.restart},
                 fix="Write --restart 10.",
             )

@@ -18,7 +18,7 @@ from keras_tpu_dist.common.version import __version__
 from keras_tpu_dist.launcher.output import Folded
 from keras_tpu_dist.shell.parser import parser_of, program_name
 
-_INTERRUPTED, _NO_READER = 130, 141  # as a shell has them: 128 and the number of the signal
+_INTERRUPTED, _NO_READER = 130, 141  # as in a shell: 128 plus the number of the signal
 # Commands that import neither Keras nor JAX, in `shell.light`.
 _LIGHT = ("launch", "goodput")
 # What this package raises with a text of its own.
@@ -31,15 +31,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command.
 
     Args:
-        arguments: The words behind `ktd`; `None` takes those of this process.
+        arguments: The words after `ktd`. Defaults to those of this process.
 
     Returns:
-        The exit code: 0; 1 if nothing fits, lint or check finds something wrong, or there is
-        nothing to convert; 2 for wrong arguments; 130 after Ctrl-C; for `launch` that of its
-        processes.
+        The exit code. 0: success. 1: nothing fits, lint or check finds something wrong, or there is
+        nothing to convert. 2: wrong arguments. 130: Ctrl-C. `launch` returns that of its processes.
 
     Raises:
-        SystemExit: For words that are no command with its options (code 2), or ask for help (0).
+        SystemExit: For unknown commands or options (code 2), and for help (code 0).
     """
     parser = parser_of(program_name())
     options, unknown = parser.parse_known_args(arguments)
@@ -57,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return _INTERRUPTED
     except BrokenPipeError:
-        # Nobody reads any more: further output is dropped.
+        # The reader of the pipe is gone: drop further output.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _NO_READER
     except (Exception, SystemExit) as error:
@@ -109,10 +108,10 @@ def _json_text(answer: Any) -> str:
 
 
 def _make_quiet() -> None:
-    """Lets the C++ code of XLA and libtpu print fatal errors only, unless the user asks for more.
+    """Makes the C++ code of XLA and libtpu print only fatal errors, unless the user asks for more.
 
-    Both read their environment when they are loaded. So does TensorFlow, which Keras imports with a
-    model's config if it is installed; it would print messages about its CPU kernels.
+    Both read these variables when they are loaded. So does TensorFlow, which prints messages about
+    its CPU kernels; Keras imports it with a model's config if it is installed.
     """
     if "jax" in sys.modules:
         return
@@ -124,7 +123,7 @@ def _make_quiet() -> None:
 
 @contextlib.contextmanager
 def _warnings_on_stderr() -> Iterator[None]:
-    """Prints each warning of this package as one line that says so."""
+    """Prints each warning of this package as a line that starts with `warning:`."""
     logger, handler = logging.getLogger("keras_tpu_dist"), logging.StreamHandler()
     handler.setFormatter(logging.Formatter("warning: %(message)s"))
     handler.setLevel(logging.WARNING)

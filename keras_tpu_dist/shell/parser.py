@@ -1,4 +1,4 @@
-"""The words of the command line. Imports neither Keras nor JAX nor NumPy, so that help is fast."""
+"""The command line's parser. Imports neither Keras nor JAX nor NumPy, so that help is fast."""
 
 import argparse
 import os
@@ -12,18 +12,18 @@ from keras_tpu_dist.hardware.chips import CHIPS
 
 _EPILOG = (
     "BUILD is a function without arguments that returns a compiled model, as module:function or "
-    "FILE.py:function. `COMMAND --help` has the options of a command."
+    "FILE.py:function. `COMMAND --help` lists the options of a command."
 )
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors begin with the nearest word, if there is one."""
+    """A parser whose errors start with the nearest valid word, if there is one."""
 
     def error(self, message: str) -> NoReturn:
         """Prints the usage and the error, and exits with code 2.
 
         Args:
-            message: What `argparse` found.
+            message: The error from `argparse`.
         """
         hint = _nearest_choice(message) or _nearest_option(message, self.format_help())
         super().error(f"{hint.strip()} {message}" if hint else message)
@@ -80,24 +80,27 @@ def _search(parser: Parser) -> None:
     parser.add_argument(
         "--batch-size",
         type=int,
-        help="rows of all devices together; default: as many as fit each candidate's memory",
+        help="global batch size; default: as many rows as fit into each candidate's memory",
     )
     _inputs(parser)
     parser.add_argument(
         "--compilations", type=int, default=8, help="candidates to compile; default: 8"
     )
     parser.add_argument(
-        "--exact", type=int, default=4, help="of them to compile as training would; default: 4"
+        "--exact",
+        type=int,
+        default=4,
+        help="candidates to compile again, as for training; default: 4",
     )
     parser.add_argument(
         "--budget",
         type=float,
         default=900.0,
         metavar="SECONDS",
-        help="begin no compilation after so many seconds, for each slice; default: 900",
+        help="start no compilation after this time, for each slice; default: 900",
     )
     _calibration(parser)
-    parser.add_argument("--cache", metavar="FOLDER", help="keep compilations in this folder")
+    parser.add_argument("--cache", metavar="FOLDER", help="cache compilations in this folder")
     parser.add_argument("--no-cache", action="store_true", help="compile everything again")
     _price(parser)
     _written(parser)
@@ -137,10 +140,10 @@ def _largest_batch(parser: Parser) -> None:
         "--tolerance",
         type=float,
         default=0.05,
-        help="stop when the answer is known within this share of it; default: 0.05",
+        help="stop when the relative error of the answer is below this; default: 0.05",
     )
     parser.add_argument(
-        "--max-compiles", type=int, default=8, help="stop after so many compilations; default: 8"
+        "--max-compiles", type=int, default=8, help="the most compilations; default: 8"
     )
     _calibration(parser)
     _written(parser)
@@ -153,7 +156,7 @@ def _dry_run(parser: Parser) -> None:
     parser.add_argument(
         "--batch-size",
         type=int,
-        help="rows of all devices together; default: the largest that fits",
+        help="global batch size; default: the largest that fits",
     )
     _inputs(parser)
     _how(parser)
@@ -166,7 +169,7 @@ def _lint(parser: Parser) -> None:
     _build(parser, "; or one that returns (model, strategy)")
     _here(parser)
     _strategy(parser)
-    parser.add_argument("--batch-size", type=int, help="rows of all devices together")
+    parser.add_argument("--batch-size", type=int, help="global batch size")
     _json(parser)
 
 
@@ -174,7 +177,9 @@ def _explain(parser: Parser) -> None:
     _build(parser, "; or one that returns (model, strategy)")
     _here(parser)
     _strategy(parser)
-    parser.add_argument("--path", help="one variable, by the end of its path, with alternatives")
+    parser.add_argument(
+        "--path", help="explain one variable, by the end of its path, with alternatives"
+    )
     _json(parser)
 
 
@@ -196,24 +201,22 @@ def _check(parser: Parser) -> None:
     parser.add_argument(
         "--model", metavar="BUILD", dest="build", help="also check a training step of this model"
     )
-    parser.add_argument(
-        "--minutes", type=float, default=3.0, help="the time that it may take; default: 3"
-    )
+    parser.add_argument("--minutes", type=float, default=3.0, help="the time limit; default: 3")
     parser.add_argument(
         "--devices", type=int, metavar="N", help="simulate N devices on this machine's CPU"
     )
     parser.add_argument(
         "--pod",
         action="store_true",
-        help="one of several processes, which all run this command",
+        help="run as one of several processes, which all run this command",
     )
     _strategy(parser)
-    parser.add_argument("--batch-size", type=int, help="rows of the step, of all devices together")
+    parser.add_argument("--batch-size", type=int, help="global batch size of the step")
     _inputs(parser)
     parser.add_argument(
         "--calibration",
         metavar="FILE",
-        help="write what was measured on a TPU as JSON, for dry-run and search",
+        help="write the rates measured on a TPU as JSON, for dry-run and search",
     )
     _written(parser)
     parser.set_defaults(topology=None)
@@ -229,7 +232,11 @@ def _convert(parser: Parser) -> None:
 
 def _checkpoint(parser: Parser) -> None:
     parser.add_argument("directory", help="the directory of keras_tpu_dist.callbacks.Checkpoint")
-    parser.add_argument("--diff", metavar="DIRECTORY", help="compare the newest with another's")
+    parser.add_argument(
+        "--diff",
+        metavar="DIRECTORY",
+        help="compare the newest checkpoint with that of another directory",
+    )
     parser.add_argument("--to-keras", metavar="FILE", help="write .keras or .weights.h5")
     parser.add_argument("--build", help="BUILD for --to-keras: module:function or FILE.py:function")
     parser.add_argument("--step", type=int, help="which checkpoint; default: the newest")
@@ -237,59 +244,62 @@ def _checkpoint(parser: Parser) -> None:
 
 
 def _launch(parser: Parser) -> None:
-    parser.add_argument("--processes", type=int, help="how many; default: 2")
-    parser.add_argument("--devices", type=int, help="CPU devices of each; default: 4")
+    parser.add_argument("--processes", type=int, help="their number; default: 2")
+    parser.add_argument("--devices", type=int, help="CPU devices per process; default: 4")
     parser.add_argument(
         "--here",
         action="store_true",
-        help="one process with the devices of this host, as a scheduler has each host start it",
+        help="start one process with the devices of this host, for a scheduler that runs this on "
+        "each host",
     )
     parser.add_argument(
         "--restart",
         type=int,
         default=0,
         metavar="N",
-        help="start all again if one fails, up to N times; not if the same error comes again at "
-        "the same step; default: 0",
+        help="restart all processes if one fails, up to N times; not if the same error recurs "
+        "at the same step; default: 0",
     )
     parser.add_argument(
         "--backoff",
         type=float,
         default=1.0,
         metavar="SECONDS",
-        help="wait before a restart, twice as long after each that made no step; default: 1",
+        help="wait before a restart; twice as long after each run without a step; default: 1",
     )
     parser.add_argument(
         "--longest-backoff",
         type=float,
         default=300.0,
         metavar="SECONDS",
-        help="wait no longer than that; default: 300",
+        help="the longest wait; default: 300",
     )
     parser.add_argument(
         "--processes-from",
         metavar="FILE",
-        help="before a restart, a file that holds, or if it is executable a program that prints, "
-        "how many processes to start now; default: as many as before",
+        help="read the number of processes from this file before a restart, or run it and read its "
+        "output if it is executable; default: as many as before",
     )
     parser.add_argument(
         "--logs",
         metavar="FOLDER",
-        help="keep all output there, a file for each process; default: a temporary folder, deleted "
-        "if nothing fails",
+        help="write the output here, one file per process; default: a temporary folder, which is "
+        "deleted if nothing fails",
     )
     parser.add_argument(
         "--goodput",
         metavar="FILE",
-        help="add to this file what the time goes to, for the command goodput",
+        help="append to this file how the time is spent, for the command goodput",
     )
-    parser.add_argument("-m", action="store_true", dest="module", help="script names a module")
+    parser.add_argument(
+        "-m", action="store_true", dest="module", help="script is a module, as in python -m"
+    )
     parser.add_argument("script", help="a Python file, which calls ktd.initialize()")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
 
 
 def _goodput(parser: Parser) -> None:
-    parser.add_argument("file", metavar="FILE", help="what launch --goodput FILE wrote")
+    parser.add_argument("file", metavar="FILE", help="the file from launch --goodput FILE")
     _written(parser)
 
 
@@ -317,7 +327,7 @@ def _slices(parser: Parser) -> None:
 def _here(parser: Parser) -> None:
     parser.add_argument(
         "--topology",
-        help="a slice that you need not have, such as v5e:16x16; default: what is here",
+        help="a slice, which you need not have, such as v5e:16x16; default: this machine",
     )
     parser.add_argument(
         "--devices", type=int, metavar="N", help="simulate N devices on this machine's CPU"
@@ -340,9 +350,7 @@ def _strategy(parser: Parser) -> None:
 
 
 def _batch_size(parser: Parser) -> None:
-    parser.add_argument(
-        "--batch-size", type=int, required=True, help="rows of all devices together"
-    )
+    parser.add_argument("--batch-size", type=int, required=True, help="global batch size")
 
 
 def _inputs(parser: Parser) -> None:
@@ -354,7 +362,7 @@ def _inputs(parser: Parser) -> None:
         "--sequence-length",
         type=int,
         metavar="N",
-        help="the length of texts, for a model whose inputs leave it open",
+        help="the length of texts, for a model whose inputs have no fixed length",
     )
 
 
@@ -370,7 +378,7 @@ def _how(parser: Parser) -> None:
         type=float,
         default=1800.0,
         metavar="SECONDS",
-        help="stop a compilation after so many seconds; default: 1800",
+        help="stop a compilation after this time; default: 1800",
     )
 
 
@@ -379,26 +387,24 @@ def _effort(parser: Parser) -> None:
         "--effort",
         default="quick",
         choices=("quick", "exact"),
-        help="how hard the compiler tries; exact is what training runs; default: quick",
+        help="how hard the compiler tries; exact compiles as for training; default: quick",
     )
 
 
 def _calibration(parser: Parser) -> None:
-    parser.add_argument(
-        "--calibration", metavar="FILE", help="what was measured on such chips, as JSON"
-    )
+    parser.add_argument("--calibration", metavar="FILE", help="measurements on such chips, as JSON")
 
 
 def _price(parser: Parser) -> None:
     parser.add_argument(
         "--price",
-        help="what a chip costs an hour, in any currency: 1.20, or v5e=1.20,v6e=2.70; "
-        "ranks by price",
+        help="the price of a chip-hour in any currency, to rank by price: 1.20, or "
+        "v5e=1.20,v6e=2.70",
     )
 
 
 def _written(parser: Parser) -> None:
-    parser.add_argument("--html", metavar="FILE", help="write the report as a page, too")
+    parser.add_argument("--html", metavar="FILE", help="also write the report as an HTML page")
     _json(parser)
 
 
@@ -407,24 +413,30 @@ def _json(parser: Parser) -> None:
 
 
 _COMMANDS: dict[str, tuple[str, Callable[[Any], None]]] = {
-    "topologies": ("TPU slices by name, and what each has", _topologies),
-    "devices": ("the devices that JAX sees here", _devices),
-    "search": ("the fastest strategy for a model on a slice, or on several slices", _search),
-    "compare": ("slices, meshes and layouts that you name, ranked", _compare),
+    "topologies": ("list TPU slices, with their chips and memory", _topologies),
+    "devices": ("list the devices that JAX finds on this machine", _devices),
+    "search": ("find the fastest strategy for a model on one or several slices", _search),
+    "compare": ("rank slices, meshes and layouts that you name", _compare),
     "dry-run": (
-        "compile a model for a slice that you need not have; exit code 1 if it does not fit",
+        "compile a model for a slice, which you need not have; exit code 1 if it does not fit",
         _dry_run,
     ),
-    "largest-batch": ("the largest batch that fits on a slice", _largest_batch),
-    "check": ("whether the devices here compute right, and how fast; exit code 1 if not", _check),
-    "lint": ("mistakes in a model's layouts; exit code 1 if there are any", _lint),
-    "explain": ("where each variable of a model lies, and why", _explain),
-    "show": ("a picture of a model, or of a mesh, coloured by the axes that split it", _show),
-    "convert": ("write a model with faster recurrent layers and experts, weights kept", _convert),
-    "checkpoint": ("what a directory of checkpoints holds", _checkpoint),
+    "largest-batch": ("find the largest batch that fits on a slice", _largest_batch),
+    "check": (
+        "check that the devices here compute correctly, and how fast; exit code 1 if not",
+        _check,
+    ),
+    "lint": ("find mistakes in a model's layouts; exit code 1 if there are any", _lint),
+    "explain": ("show how each variable of a model is split, and why", _explain),
+    "show": ("draw a model or a mesh, coloured by the axes that split it", _show),
+    "convert": (
+        "write a model with faster recurrent layers and experts, and the same weights",
+        _convert,
+    ),
+    "checkpoint": ("list the checkpoints in a directory, compare or convert them", _checkpoint),
     "launch": (
         "run a script as several processes with simulated devices, as on several hosts",
         _launch,
     ),
-    "goodput": ("what share of a run's time trained, and what the rest went to", _goodput),
+    "goodput": ("show how much of a run's time was training, and how the rest was spent", _goodput),
 }

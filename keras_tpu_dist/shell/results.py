@@ -1,4 +1,4 @@
-"""Answers that only the shell gives."""
+"""The answers of commands that have no Python function."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -39,8 +39,8 @@ class SliceTable(Printed):
             for s in self.slices
         ]
         return (
-            f"{text_table(header, rows)}\n3D chips also take any sides that are multiples of 4; "
-            "'2*v5e:16x16' joins two slices."
+            f"{text_table(header, rows)}\nOn 3D chips, the sides may be any multiples of 4. "
+            "'2*v5e:16x16' is two slices."
         )
 
 
@@ -55,7 +55,7 @@ class DeviceTable(Printed):
     """The devices that JAX has.
 
     Attributes:
-        rows: Of each its id, platform, kind, coordinates on the torus (or `""`) and process.
+        rows: The id, platform, kind, coordinates on the torus (or `""`) and process of each.
     """
 
     rows: tuple[tuple[str, str, str, str, str], ...]
@@ -72,11 +72,11 @@ class DeviceTable(Printed):
 
 @dataclass(frozen=True, repr=False)
 class Converted(Printed):
-    """What `ktd convert` did.
+    """The result of `ktd convert`.
 
     Attributes:
         model: The model's name.
-        layers: `(path, class)` of each layer that became faster.
+        layers: `(path, class)` of each layer that was replaced.
         output: The file that was written; `None` if there was no such layer.
     """
 
@@ -90,7 +90,7 @@ class Converted(Printed):
 
     def __str__(self) -> str:
         if self.output is None:
-            return f"{self.model}: no layer has a faster one, so nothing was written"
+            return f"{self.model}: there is no faster version of any layer, so nothing was written"
         table = text_table(("layer", "now"), self.layers)
         load = f"import keras_tpu_dist, keras; model = keras.saving.load_model({self.output!r})"
         return f"{self.model}: {len(self.layers)} layer(s) converted\n{table}\n{load}"

@@ -405,8 +405,8 @@ def relative(text: str, within: str) -> str:
 
     Example:
 
-    >>> relative("row: consumes the features of 'decoder_0/gate'", "decoder_0/")
-    "row: consumes the features of 'gate'"
+    >>> relative("row: fed by 'decoder_0/gate'", "decoder_0/")
+    "row: fed by 'gate'"
     """
     return text.replace(f"'{within}", "'") if within else text
 

@@ -5,8 +5,9 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 
-# A number with or without a unit or sign, such as "1.5 KiB", "12%", "1,024".
-_NUMBER = re.compile(r"-?[\d.,]+(?: ?(?:[KMGT]i?)?B| ?[mu]?s|%)?")
+# A number with or without a unit or sign, such as "1.5 KiB", "12%", "1,024", or a range of numbers.
+_ONE = r"-?[\d.,]+(?: ?(?:[KMGT]i?)?B| ?[mu]?s|%)?"
+_NUMBER = re.compile(f"{_ONE}(?: to {_ONE})?")
 
 
 # Unit, its bytes, digits after the point, and half of the last digit of the next smaller unit.
@@ -23,8 +24,8 @@ _NARROWEST, _LEAST_WORDS, _LEAST_CELL = 60, 30, 14
 _FEW_COLUMNS = 3
 # A word that is long enough to break on a page.
 _LONG_WORD = re.compile(r"(\S{25,})")
-# The indentation of words below their row.
-_BELOW = "    "
+# The indentation of words below their row, and the spaces between columns.
+_BELOW, _GAP = "    ", 2
 
 
 def size_text(count: float) -> str:
@@ -100,7 +101,8 @@ def text_table(
 
     Words wrap, numbers do not, and the widest column of words wraps first. If that is the last
     column, and the others leave too little space, its words go below the row, indented;
-    consecutive rows with the same words share them. A path breaks after a slash.
+    consecutive rows with the same words share them. If other columns have to wrap even then, the
+    first goes above its row, if that takes fewer lines. A path breaks after a slash.
 
     Args:
         header: Its first line, or `()` for none.
@@ -114,31 +116,88 @@ def text_table(
     axis   size
     data     64
     model     4
-    >>> rows = [("up/kernel", "64 B", "row: consumes the features of 'down' in the same block")]
+    >>> rows = [("up/kernel", "64 B", "row: fed by 'down' in the same block, after the activation")]
     >>> print(text_table(("weight", "bytes", "reason"), rows, indent="", width=40))
     weight     bytes
         reason
     up/kernel   64 B
-        row: consumes the features of 'down'
-        in the same block
+        row: fed by 'down' in the same
+        block, after the activation
     """
     cells = [row for row in rows if not isinstance(row, str)]
     lines = [*([header] if header else []), *cells]
     columns = list(zip(*lines, strict=True))
     numeric = [_is_numeric(column[1 if header else 0 :]) for column in columns]
     room = (text_width() if width is None else width) - len(indent)
-    widths, below = _fitted([max(map(len, column)) for column in columns], numeric, room)
+    longest = [max(map(len, column)) for column in columns]
+    widths = _fitted(longest, numeric, room)
     order = [*([header] if header else []), *rows]
+    text = _text_lines(order, widths, numeric, room)
+    if len(widths) < len(longest) and widths != longest[:-1] and not numeric[0]:
+        # Cells begin where the words below do.
+        short = _fitted([len(_BELOW) - _GAP, *longest[1:]], numeric, room)
+        named = _text_lines(order, short, numeric, room, above=True)
+        text = min(text, named, key=len)
+    return "\n".join((indent + line).rstrip() for line in text)
+
+
+def _text_lines(
+    order: Sequence[Sequence[str] | str],
+    widths: list[int],
+    numeric: list[bool],
+    room: int,
+    above: bool = False,
+) -> list[str]:
+    """The lines of a table; without a width for its last column, that stands below its row."""
     text: list[str] = []
     for n, row in enumerate(order):
         if isinstance(row, str):
             text += wrapped(row, room)
             continue
-        text += _drawn(row, widths, numeric)
+        is_header = n == 0 and len(order) > 1
+        if above:
+            text += [] if is_header else wrapped(row[0], room)
+            text += _drawn(["", *row[1:]], widths, numeric)
+            if is_header:
+                continue
+        else:
+            text += _drawn(row, widths, numeric)
         following = order[n + 1] if n + 1 < len(order) else ""
-        if below and row[-1] and (isinstance(following, str) or following[-1] != row[-1]):
+        below = len(widths) < len(row) and row[-1]
+        if below and (isinstance(following, str) or following[-1] != row[-1]):
             text += (_BELOW + each for each in wrapped(row[-1], room - len(_BELOW)))
-    return "\n".join((indent + line).rstrip() for line in text)
+    return text
+
+
+def fitting_columns(
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    leave_out: Sequence[str],
+    indent: str = "  ",
+) -> list[str]:
+    """The columns of a table to print: some are left out, in order, until no cell has to wrap.
+
+    Args:
+        header: The names of the columns.
+        rows: Their cells.
+        leave_out: The columns that may be left out, the least important first.
+        indent: See `text_table`.
+
+    Example:
+
+    >>> rows = [("data 4 x model 2", "x" * 60, "links")]
+    >>> fitting_columns(("mesh", "step", "bound by"), rows, ("bound by", "step"))
+    ['mesh', 'step', 'bound by']
+    >>> fitting_columns(("mesh", "step", "bound by"), [("a", "x" * 95, "")], ("bound by", "step"))
+    ['mesh', 'step']
+    """
+    widths = dict(zip(header, [max(map(len, cells)) for cells in zip(header, *rows)], strict=True))
+    shown = list(header)
+    for name in leave_out:
+        if len(indent) + sum(widths[n] + _GAP for n in shown) - _GAP <= text_width():
+            break
+        shown = [each for each in shown if each != name]
+    return shown
 
 
 def wrapped(text: str, width: int) -> list[str]:
@@ -191,11 +250,11 @@ def _broken(word: str, width: int) -> Iterator[str]:
         yield part
 
 
-def _fitted(widths: list[int], numeric: list[bool], room: int) -> tuple[list[int], bool]:
-    """The widths of the columns, and whether the last column goes below its row."""
+def _fitted(widths: list[int], numeric: list[bool], room: int) -> list[int]:
+    """The widths of the columns; none for the last column if it goes below its row."""
 
     def needed(of: list[int]) -> int:
-        return sum(of) + 2 * max(0, len(of) - 1)
+        return sum(of) + _GAP * max(0, len(of) - 1)
 
     fitted, last = list(widths), len(widths) - 1
     while needed(fitted) > room:
@@ -203,11 +262,11 @@ def _fitted(widths: list[int], numeric: list[bool], room: int) -> tuple[list[int
         widest = max(words, key=lambda n: fitted[n], default=None)
         if widest is None or fitted[widest] <= _LEAST_CELL:
             break
-        if widest == last > 0 and room - needed(fitted[:-1]) - 2 < _LEAST_WORDS:
+        if widest == last > 0 and room - needed(fitted[:-1]) - _GAP < _LEAST_WORDS:
             fitted = list(widths[:-1])
         else:
             fitted[widest] -= 1
-    return fitted, len(fitted) < len(widths)
+    return fitted
 
 
 def _drawn(line: Sequence[str], widths: list[int], numeric: list[bool]) -> list[str]:
@@ -218,7 +277,7 @@ def _drawn(line: Sequence[str], widths: list[int], numeric: list[bool]) -> list[
     ]
     parts = [[c[n] if n < len(c) else "" for c in cells] for n in range(max(map(len, cells)))]
     return [
-        "  ".join(
+        (" " * _GAP).join(
             part.rjust(width) if right else part.ljust(width)
             for part, width, right in zip(each, widths, numeric)
         )

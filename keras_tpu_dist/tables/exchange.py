@@ -1,9 +1,9 @@
 """Looks up and updates the rows of a table on the devices that own them.
 
-Every device sorts its ids by owner, sends every owner its ids, each once, and gets their rows. The
-gradients of the rows go the same way back. Programs have fixed shapes, so there is a limit for the
-ids that a device sends to another: some deviations above the number that random ids need. Steps
-that need more use rounds: a hash divides the ids into 2, 4, 8, ... rounds, until every round fits.
+Every device sorts its ids by owner, sends each owner its distinct ids, and receives their rows. The
+gradients of the rows return by the same route. Programs have fixed shapes, so the number of ids
+that one device sends to another has a limit: five standard deviations above the mean of random ids.
+Steps that need more use rounds: a hash divides the ids into 2, 4, 8, ... rounds, until each fits.
 """
 
 import functools
@@ -23,15 +23,15 @@ from keras_tpu_dist.common.scopes import RARE_LOOP
 
 # An id that no device owns.
 NOBODY = np.iinfo("int32").max
-# For a count of random ids, above its mean.
+# Standard deviations between the mean count of random ids and the limit.
 _DEVIATIONS = 5
-# Odd, so that no two rows have one hash.
+# Odd, so that no two rows have the same hash.
 _MULTIPLIER = np.uint32(2654435769)
 
 
 @dataclass(frozen=True)
 class TableSplit:
-    """How a table is split, and the ids that ask for its rows.
+    """How a table and the ids that look it up are split.
 
     Attributes:
         mesh: The mesh.
@@ -49,7 +49,7 @@ class TableSplit:
 
     @functools.cached_property
     def rows_each(self) -> int:
-        """Rows of a device."""
+        """The rows of one device."""
         return self.shape[0] // axis_size(self.mesh, self.rows)
 
     @functools.cached_property
@@ -64,7 +64,7 @@ class TableSplit:
 
     @functools.cached_property
     def traded(self) -> tuple[str, ...]:
-        """The axes over which columns of all ids become all columns of a device's ids."""
+        """The axes over which devices exchange columns of all ids for all columns of their own."""
         return tuple(name for name in self.columns if name in self.batch)
 
     @functools.cached_property
@@ -74,12 +74,12 @@ class TableSplit:
 
     @functools.cached_property
     def left(self) -> tuple[str, ...]:
-        """The axes that split the columns of what is looked up."""
+        """The axes that split the columns of the result."""
         return tuple(name for name in self.columns if name not in self.batch)
 
     @property
     def ways(self) -> int:
-        """How many devices ids are exchanged with."""
+        """The number of devices that exchange ids."""
         return axis_size(self.mesh, self.exchanged)
 
     @property
@@ -95,16 +95,19 @@ class TableSplit:
     def trouble(self) -> str:
         """Why rows cannot be exchanged, or `""`."""
         if self.columns != (*self.left, *self.traded):
-            return f"its width is split over {self.columns}, of which the batch's are not the last"
+            return f"its width is split over {self.columns}, and the data axes are not the last"
         if not axis_size(self.mesh, (*self.rows, *self.columns)) > 1:
-            return "it is whole on every device"
+            return "it is replicated"
         if self.shape[0] >= NOBODY:
             return "it has more rows than 32-bit ids can name"
         return ""
 
 
 class Sorted(NamedTuple):
-    """The ids of a device by owner; the first three for each id, the others without repetitions."""
+    """The ids of a device by owner.
+
+    The first three fields have an entry for each id, the others one for each distinct id.
+    """
 
     number: Any
     owner: Any
@@ -115,13 +118,13 @@ class Sorted(NamedTuple):
 
 
 class Route(NamedTuple):
-    """Where a device's ids are in what is exchanged, and which rows the others asked it for.
+    """The places of a device's ids in an exchange, and the rows that others request from it.
 
     Attributes:
-        place: For each id its place in what the device gets; beyond the end for one of nobody.
-        own: The rows of this device that were asked for, its number of rows in free places.
-        level: One number: 0 if all ids are in it, `n` if they need `2**n` rounds.
-        rows: What was found there, `None` if nothing was looked up.
+        place: For each id its place in the result; beyond the end for an id without an owner.
+        own: The requested rows of this device; its number of rows in free places.
+        level: 0 if all ids fit, `n` if they need `2**n` rounds.
+        rows: The values of the requested rows, `None` without a lookup.
     """
 
     place: Any
@@ -131,16 +134,16 @@ class Route(NamedTuple):
 
 
 class Lookups:
-    """One lookup of a table, or the way back of its gradients.
+    """One lookup of a table, or the return of its gradients.
 
     Args:
         split: How table and ids are split.
-        count: Ids of a device.
+        count: The number of ids of one device.
     """
 
     def __init__(self, split: TableSplit, count: int):
         self.split = split
-        # Columns are traded: each device looks up the ids of all with which it trades.
+        # A device that exchanges columns looks up the ids of all its partners.
         self.count = count * axis_size(split.mesh, split.traded or None)
         self.capacity = self.count
         if split.exchanged:
@@ -148,25 +151,25 @@ class Lookups:
 
     @property
     def places(self) -> int:
-        """The number of places of what is exchanged."""
+        """The number of places in an exchange."""
         return self.split.ways * self.capacity
 
     @property
     def may_need_rounds(self) -> bool:
-        """Whether ids may need more places than there are."""
+        """Whether the ids may need more places than there are."""
         return self.capacity < self.count
 
     def ids(self, ids: Any) -> Any:
-        """The ids that a device looks up, in a row.
+        """The ids that a device looks up, as a vector.
 
         Args:
-            ids: Its own.
+            ids: Its own ids.
         """
         ids, traded = ids.ravel(), self.split.traded
         return lax.all_gather(ids, traded, tiled=True) if traded else ids
 
     def _owned(self, ids: Any) -> tuple[Any, Any]:
-        """For each id the number of its owner, and its row there."""
+        """For each id the number of its owner, and the row on that device."""
         split, owner, rest = self.split, jnp.zeros_like(ids), ids // self.split.rows_each
         local, valid, ways = ids - rest * split.rows_each, ids < NOBODY, 1
         for name in reversed(split.rows):
@@ -179,10 +182,10 @@ class Lookups:
         return jnp.where(valid, owner, ways), jnp.where(valid, local, split.rows_each)
 
     def sorted(self, ids: Any) -> Sorted:
-        """The ids of a device by owner.
+        """Sorts the ids of a device by owner.
 
         Args:
-            ids: The ids in a row.
+            ids: The ids, a vector.
         """
         owner, local = self._owned(ids)
         hashed, places = local.astype("uint32") * _MULTIPLIER, jnp.arange(ids.size, dtype="int32")
@@ -203,10 +206,10 @@ class Lookups:
         return Sorted(number, owner, hashed, rows, owners, hashes)
 
     def level(self, ids: Sorted) -> Any:
-        """How often rounds must be halved until all ids of each round fit.
+        """The number of times that rounds must be halved until the ids of each one fit.
 
         Args:
-            ids: Those of a device.
+            ids: The sorted ids of a device.
         """
         capacity = self.capacity
         if not self.may_need_rounds:
@@ -214,15 +217,15 @@ class Lookups:
         beyond = (ids.owners[:-capacity] == ids.owners[capacity:]) & (
             ids.owners[capacity:] < self.split.ways
         )
-        # Bits from the first on in which two hashes are equal: one more puts them apart.
+        # The number of leading bits that two hashes share: one more bit separates them.
         equal = lax.clz(ids.hashes[:-capacity] ^ ids.hashes[capacity:]).astype("int32")
         return jnp.max(jnp.where(beyond, equal + 1, 0))
 
     def round(self, ids: Sorted, level: Any, number: Any) -> tuple[Any, Any]:
-        """What is sent to each owner in a round, and each id's place in it.
+        """The rows to request from each owner in a round, and each id's place among them.
 
         Args:
-            ids: Those of a device.
+            ids: The sorted ids of a device.
             level: There are `2**level` rounds.
             number: The number of the round.
         """
@@ -242,10 +245,10 @@ class Lookups:
         return sent, jnp.where(here, place, self.places)
 
     def exchange(self, array: Any) -> Any:
-        """What a device has for each other one, in the place where that one has it.
+        """Sends each device its part of an array, and receives a part from each.
 
         Args:
-            array: One part for each device, in a row.
+            array: One part for each device, one after another.
         """
         axes = self.split.exchanged
         if not axes:
@@ -255,10 +258,10 @@ class Lookups:
         return lax.all_to_all(array, axes, 0, 0, tiled=True).reshape(shape)
 
     def route(self, ids: Any) -> Route:
-        """The way of a device's ids if one round is enough.
+        """The route of a device's ids if one round is enough.
 
         Args:
-            ids: The ids in a row.
+            ids: The ids, a vector.
         """
         if not self.split.exchanged:
             _, own = self._owned(ids)
@@ -272,16 +275,16 @@ class Lookups:
         return Route(place, self.exchange(sent.ravel()), level)
 
     def got(self, rows: Any, place: Any) -> Any:
-        """Rows for a device's ids; zeros for ids that have no place.
+        """Rows for a device's ids; zeros for ids without a place.
 
         Args:
-            rows: The rows that it was asked for.
+            rows: The values of the rows that others requested from it.
             place: The places of its own ids.
         """
         return self.exchange(rows).at[place].get(mode="fill", fill_value=0)
 
     def look_up(self, table: Any, ids: Any) -> tuple[Any, Route]:
-        """The rows for a device's ids, zeros for ids of nobody.
+        """The rows for a device's ids; zeros for ids without an owner.
 
         Args:
             table: The device's part of the table.
@@ -300,8 +303,8 @@ class Lookups:
         return rows, route._replace(rows=asked)
 
     def _in_rounds(self, table: Any, ids: Any, level: Any, rows: Any) -> Any:
-        # What is found leaves the loop as whole numbers: a conversion of it would else be made of
-        # the whole table, before the loop, whether that runs or not.
+        # Results leave the loop as integers. Otherwise XLA moves their conversion before the loop
+        # and converts the whole table, even if the loop does not run.
         bits = functools.partial(
             lax.bitcast_convert_type, new_dtype=f"uint{8 * table.dtype.itemsize}"
         )
@@ -315,10 +318,10 @@ class Lookups:
         return lax.bitcast_convert_type(found, table.dtype)
 
     def asked_in_round(self, ids: Any, level: Any, number: Any) -> tuple[Any, Any]:
-        """The rows that a device is asked for in a round, and the places of its own ids.
+        """The rows that others request from a device in a round, and the places of its own ids.
 
         Args:
-            ids: Its ids in a row.
+            ids: Its ids, a vector.
             level: There are `2**level` rounds.
             number: The number of the round.
         """
@@ -329,7 +332,7 @@ class Lookups:
         return self.exchange(sent.ravel()), place
 
     def columns(self, gradients: Any) -> Any:
-        """Gradients of a device's ids as those of its columns, for all ids that it looks up.
+        """Exchanges gradients of a device's ids for those of its columns, of all ids it looks up.
 
         Args:
             gradients: A row for each of its ids.
@@ -338,12 +341,15 @@ class Lookups:
         return lax.all_to_all(gradients, traded, 1, 0, tiled=True) if traded else gradients
 
     def back(self, gradients: Any, own: Any, place: Any) -> tuple[Any, Any]:
-        """Gradients at the owners, and the rows that they are of.
+        """Sends gradients to the owners of their rows.
 
         Args:
             gradients: A row for each id that the device looked up.
-            own: The rows that it was asked for.
+            own: The rows that others requested from it.
             place: The places of its own ids.
+
+        Returns:
+            The numbers of the device's rows, and their gradients.
         """
         if self.split.exchanged:
             gone = jnp.zeros((self.places, gradients.shape[1]), gradients.dtype)
@@ -359,7 +365,7 @@ class Lookups:
 
         Args:
             ids: Its ids.
-            route: Their way.
+            route: Their route.
             gradients: A row for each of them.
         """
         gradients, ids = self.columns(gradients), self.ids(ids)
@@ -381,12 +387,12 @@ class Lookups:
 
 
 def _round_of(hashes: Any, level: Any) -> Any:
-    """The round of each hash: its first bits, by two shifts, as 32 bits shift no number away."""
+    """The round of each hash: its first bits, by two shifts, since a shift by 32 is undefined."""
     return ((hashes >> 1) >> (31 - level).astype("uint32")).astype("int32")
 
 
 def rows_at(array: Any, rows: Any) -> Any:
-    """Some rows of an array, zeros for those beyond its end.
+    """Some rows of an array; zeros for those beyond its end.
 
     Args:
         array: The array.
@@ -396,17 +402,17 @@ def rows_at(array: Any, rows: Any) -> Any:
 
 
 def _bound(count: int, parts: int) -> int:
-    """How many of so many ids at random are in one of some equal parts, with a margin."""
+    """The most of `count` random ids that are in one of `parts` equal parts, with a margin."""
     mean = count / parts
     bound = mean + _DEVIATIONS * math.sqrt(mean)
     return min(count, math.ceil(bound / 32) * 32)
 
 
 def rarely(times: Any, body: Callable[[Any, Any], Any], state: Any) -> Any:
-    """A loop that seldom runs at all; estimates of cycles leave it out.
+    """A loop that rarely runs; estimates of cycles leave it out.
 
     Args:
-        times: How often it runs.
+        times: The number of rounds.
         body: From the number of the round and the state to the new state.
         state: The state.
     """
@@ -415,12 +421,12 @@ def rarely(times: Any, body: Callable[[Any, Any], Any], state: Any) -> Any:
 
 
 class Unique(NamedTuple):
-    """Rows without repetitions, and the place of each one's gradients among them.
+    """Distinct rows, and the place of each gradient among them.
 
     Attributes:
-        rows: The rows; the number of all rows in free places.
-        group: For each gradient its place; beyond the end for those of no row.
-        first: For each row the place of its first gradient.
+        rows: The numbers of the rows; that of all rows in free places.
+        group: The place of each gradient; beyond the end for one without a row.
+        first: The place of the first gradient of each row.
         fits: Whether there are enough places.
     """
 
@@ -431,12 +437,12 @@ class Unique(NamedTuple):
 
 
 def unique(own: Any, rows_each: int, bound: int) -> Unique:
-    """The rows among those that were asked for.
+    """The distinct rows among the requested ones.
 
     Args:
-        own: The rows, `rows_each` in free places.
+        own: The rows; `rows_each` in free places.
         rows_each: The number of rows of the device.
-        bound: Places for rows.
+        bound: The number of places for rows.
     """
     ordered, order = lax.sort((own, jnp.arange(own.size, dtype="int32")), num_keys=1)
     first = jnp.append(True, ordered[1:] != ordered[:-1]) & (ordered < rows_each)
@@ -448,12 +454,12 @@ def unique(own: Any, rows_each: int, bound: int) -> Unique:
 
 
 class Updates:
-    """The update of a table, and of its optimizer's slots, in the rows that were used.
+    """Updates the used rows of a table and of its optimizer's slots.
 
     Args:
-        lookups: The lookups whose gradients count.
-        rows: From a list of rows of the state, a list of gradients of these rows, and numbers, to
-            the new rows of the state.
+        lookups: The lookups that have gradients.
+        rows: A function from rows of the state, gradients of these rows, and scalars to the new
+            rows of the state.
     """
 
     def __init__(self, lookups: Sequence[Lookups], rows: Callable[[list, list, list], list]):
@@ -467,14 +473,14 @@ class Updates:
         self._bound, self._may_overflow = min(most, bound), bound < most
 
     def __call__(self, state: list, ids: list, routes: list, gradients: list, numbers: list):
-        """The new parts of a device.
+        """The new state of one device.
 
         Args:
             state: Its parts of the table and of the slots.
-            ids: Its ids of each lookup.
+            ids: Its ids, for each lookup.
             routes: The `Route` of each lookup.
-            gradients: Their gradients.
-            numbers: What the update reads beside, such as the learning rate.
+            gradients: The gradients of each lookup.
+            numbers: Other inputs of the update, such as the learning rate.
         """
         lookups, split = self._lookups, self._split
         gradients = [each.columns(g) for each, g in zip(lookups, gradients, strict=True)]
@@ -488,9 +494,9 @@ class Updates:
         fits = level == 0
         if self._may_overflow:
             fits &= lax.pmin(found.fits.astype("int32"), split.axes) > 0
-        # What does not fit changes nothing here, and all in the rounds.
+        # If the rows do not fit, nothing changes here, and everything in the rounds below.
         found = found._replace(rows=jnp.where(fits, found.rows, split.rows_each))
-        # The table's rows were read before, and are still here.
+        # The lookup has already read the table's rows.
         table = None
         if not split.gathered and all(route.rows is not None for route in routes):
             table = rows_at(jnp.concatenate([route.rows for route in routes]), found.first)
@@ -521,8 +527,8 @@ class Updates:
         Args:
             state: The device's parts of the table and of the slots.
             found: The rows.
-            gradients: Those of each lookup.
-            numbers: What the update reads beside.
+            gradients: The gradients of each lookup.
+            numbers: Other inputs of the update.
             table: The rows of the table, if they are known.
         """
         bound = found.rows.size

@@ -17,9 +17,9 @@ from jax import lax
 
 from keras_tpu_dist.trace.graph import Atom, Equation, Graph
 
-# What leaves each number as it is, or rounds it.
+# Operations that return each number unchanged or rounded.
 _UNCHANGED = {"sharding_constraint", "copy", "copy_p", "convert_element_type"}
-# Of zero, zero.
+# Operations that return zero for zero.
 _ZERO_OF_ZERO = _UNCHANGED | {"neg", "sign", "abs", "square", "sqrt", "reduce_precision", "tanh"}
 # fmt: off
 _ELEMENTWISE = _ZERO_OF_ZERO | {
@@ -42,10 +42,10 @@ class RowLookup:
     Attributes:
         indices: The ids.
         mode: Whether an id beyond the table's rows gives `fill`, or the first or last row.
-        fill: A number, `None` for NaN.
-        gather: The operation, `None` if only its gradient is found.
-        path: What comes before it: operations on the table that leave its numbers, or round them.
-        scatter: The operation that makes the table's gradient of the rows', or `None`.
+        fill: A number, or `None` for NaN.
+        gather: The operation, or `None` if only its gradient is found.
+        path: The operations on the table before it, which return its numbers unchanged or rounded.
+        scatter: The operation that computes the table's gradient from those of the rows, or `None`.
         updates: The gradients of the rows.
     """
 
@@ -64,11 +64,11 @@ class Reading:
 
     Attributes:
         lookups: Its lookups.
-        update: The operations that make new values of the table and of its slots.
-        state: The places in the state of the table and of its slots, the table first.
-        changed: The places in the state of what is computed anew, and the values of that.
-        numbers: What the update reads beside.
-        dense: Why the update is that of every row, or `""`.
+        update: The operations that compute the new values of the table and of its slots.
+        state: The positions of the table and its slots in the state, the table first.
+        changed: The new values, by their position in the state.
+        numbers: Other inputs of the update.
+        dense: Why every row is updated, or `""`.
     """
 
     lookups: list[RowLookup]
@@ -80,21 +80,21 @@ class Reading:
 
 
 class Refused(Exception):
-    """The reason why the used rows cannot be updated alone."""
+    """The reason why all rows have to be updated, not only the used ones."""
 
 
 def read(
     graph: Graph, table: int, state: Sequence[int], outputs: Mapping[int, int], lazy: bool
 ) -> Reading:
-    """Reads how a step uses a table.
+    """Analyses how a step uses a table.
 
     Args:
         graph: The step.
-        table: The place of the table among the inputs.
-        state: The places of inputs that lie as the table does, itself included.
-        outputs: From the place of an output to that of the input whose new value it is; empty if
+        table: The position of the table among the inputs.
+        state: The positions of inputs with the table's shape and layout, itself included.
+        outputs: From the position of an output to that of the input whose new value it is; empty if
             the step trains nothing.
-        lazy: Whether rows that were not used may stay behind.
+        lazy: Whether unused rows may remain unchanged, although the optimizer would change them.
     """
     operations = graph.needed({})
     lookups = _lookups(operations, graph.inputs[table])
@@ -117,7 +117,7 @@ def read(
             lookup.scatter, lookup.updates = scatter, scatter.operands[2]
             found.update.remove(scatter)
     if found.dense:
-        # The gradients of lookups that are seen are exchanged all the same.
+        # The gradients of known lookups are exchanged nevertheless.
         for scatter in scatters:
             lookup = by_indices.get(id(scatter.operands[1]))
             if lookup is not None and lookup.scatter is None and lookup.mode == _mode(scatter):
@@ -194,7 +194,7 @@ def _adds_rows(scatter: Equation) -> bool:
 
 
 def number_of(atom: Atom) -> Atom:
-    """The number of which an array is full, or the array itself.
+    """The scalar that an array is filled with, or the array itself.
 
     Args:
         atom: The array.
@@ -206,7 +206,7 @@ def number_of(atom: Atom) -> Atom:
 
 
 def is_number(atom: Atom, number: float) -> bool:
-    """Whether all of an array is one number that is known.
+    """Whether all elements of an array are one known number.
 
     Args:
         atom: The array.
@@ -217,12 +217,12 @@ def is_number(atom: Atom, number: float) -> bool:
 
 
 def _known(atom: Atom) -> Any:
-    """The number of which an array is full, if the program says it."""
+    """The number that an array is filled with, if it is a constant of the program."""
     number = number_of(atom)
     while number.operation is not None and number.operation.name == "convert_element_type":
         number = number.operation.operands[0]
     known = number.constant
-    # An array may be one of a program around this one, of which no number is known.
+    # An array may belong to a surrounding program; its values are unknown here.
     if known is None or isinstance(known, (jax.Array, jax.core.Tracer)) or np.ndim(known):
         return None
     return np.asarray(known).item()
@@ -230,14 +230,14 @@ def _known(atom: Atom) -> Any:
 
 @dataclass(frozen=True)
 class _Where:
-    """What a value is in the rows that were not looked up: zero, or an input as it was."""
+    """The content of a value in rows that were not looked up: zero, or that of an input."""
 
     zero: bool = False
     same: int | None = None
 
 
 class _Update:
-    """The part of a step that makes a table's new value, and those of its slots."""
+    """The part of a step that computes the new values of a table and its slots."""
 
     def __init__(self, graph, operations, table, state, outputs, lazy):
         self._graph, self._operations, self._lazy = graph, operations, lazy
@@ -270,7 +270,7 @@ class _Update:
         found.state = [self._table, *sorted(self._met - {self._table})]
 
     def _gradients(self, scatters: list[Equation]) -> set[Equation]:
-        """The scatters that make this table's gradient, and not that of one of the same shape."""
+        """The scatters of this table's gradient, not of another table of the same shape."""
         readers: dict[int, list[Equation]] = {}
         for operation in self._operations:
             for operand in operation.operands:
@@ -289,7 +289,7 @@ class _Update:
         return found
 
     def _leads_on(self, operation: Equation, gathers: set) -> bool:
-        """Whether what comes before a lookup is read by something else, too."""
+        """Whether other operations also read the results of one before a lookup."""
         results = {id(each) for each in operation.results}
         return any(
             other not in gathers and any(id(each) in results for each in other.operands)
@@ -312,18 +312,18 @@ class _Update:
                 self._met.add(self._inputs[id(operand)])
                 self._values[id(operand)] = _Where(same=self._inputs[id(operand)])
             else:
-                made = "an input" if operand.operation is None else operand.operation.name
-                raise Refused(f"its gradient is not of rows that are looked up alone ({made})")
+                source = "an input" if operand.operation is None else operand.operation.name
+                raise Refused(f"its gradient is not only that of looked-up rows ({source})")
         self._values[id(operation.results[0])] = self._of(operation)
 
     def _of(self, operation: Equation) -> _Where:
-        """What the result is where no row was looked up."""
+        """The content of the result in rows that were not looked up."""
         name = operation.name
         operands = [self._where(each) for each in operation.operands]
         zero = [each.zero for each in operands]
         if name in _UNCHANGED:
-            kept = operation.operands[0].aval.dtype == operation.results[0].aval.dtype
-            return operands[0] if kept or zero[0] else _Where()
+            same = operation.operands[0].aval.dtype == operation.results[0].aval.dtype
+            return operands[0] if same or zero[0] else _Where()
         if name in ("add", "add_any") and any(zero):
             return operands[zero.index(True) ^ 1]
         if name == "sub" and zero[1]:
@@ -359,17 +359,18 @@ class _Update:
             if own is not None and atom is self._graph.inputs[own]:
                 continue
             if own is None or own not in self._inputs.values():
-                raise Refused("the step returns it, or lays it otherwise")
+                raise Refused("the step returns it, or changes its layout")
             if not self._lazy and where.same != own:
                 raise Refused(
-                    "its optimizer also changes rows that no id asks for (by momentum, averages, "
-                    'decay or a constraint); tables="lazy" would not, which is not the same'
+                    "its optimizer also changes rows that are not looked up (by momentum, "
+                    'averages, decay or a constraint); tables="lazy" leaves these rows unchanged, '
+                    "which gives other results"
                 )
             self._met.add(own)
             found.changed[own] = atom
 
     def _check_readers(self, update: list, gathers: set, paths: set) -> None:
-        """Refuses if something else reads what the update writes."""
+        """Raises `Refused` if other operations read the state that the update writes."""
         known = {id(each) for each in update} | {id(each) for each in gathers} | paths
         own = {id(self._graph.inputs[i]) for i in self._met}
         for operation in self._operations:
@@ -379,7 +380,7 @@ class _Update:
         for place in returned:
             atom = self._graph.outputs[place]
             if id(atom) not in self._values:
-                raise Refused("its slots are made anew")
+                raise Refused("its slots are replaced by new values")
 
 
 def on_rows(reading: Reading, graph: Graph) -> Any:
@@ -390,8 +391,8 @@ def on_rows(reading: Reading, graph: Graph) -> Any:
         graph: The step.
 
     Returns:
-        From rows of the state, the gradients of these rows for each lookup that has some, and
-        numbers, to the new rows of the state.
+        A function from rows of the state, the gradients of these rows for each lookup that has
+        some, and scalars to the new rows of the state.
     """
     leaves = [each.scatter for each in reading.lookups if each.scatter is not None]
 

@@ -28,15 +28,15 @@ from keras_tpu_dist.tables.width import (
 )
 from keras_tpu_dist.trace.graph import Atom, Equation, Graph, graph_of
 
-# Ids of a step for each row of the table, above which most rows change anyway.
+# If a step has more ids per row of the table, most rows change anyway.
 _MOST_IDS = 1 / 8
 
-BY_ROWS = "by rows: ids and rows are exchanged, and the rows that were used are updated"
-LAZY = f"{BY_ROWS}; rows that no id asks for stay as they are, with their slots"
+BY_ROWS = "by rows: ids and rows are exchanged, and only the used rows are updated"
+LAZY = f"{BY_ROWS}; unused rows and their slots remain unchanged"
 EVERY_ROW = "every row is updated"
 LOOKED_UP = "by rows: ids and rows are exchanged"
-BY_WIDTH = "by width: all ids are looked up in a part of each row, and features exchanged"
-# On a model: for each table how its last step uses it, and why.
+BY_WIDTH = "by width: all ids are looked up in a part of each row, and features are exchanged"
+# On a model: how its last step uses each table, and why.
 uses = _keras.Mark("_keras_tpu_dist_tables")
 
 
@@ -46,9 +46,9 @@ class RowTable:
 
     Attributes:
         variable: The weight.
-        place: Its place in the state.
+        place: Its position in the state.
         split: How it is split.
-        alike: The places in the state of arrays with its shape and layout, itself included.
+        alike: The positions in the state of arrays with its shape and layout, itself included.
     """
 
     variable: Any
@@ -58,14 +58,14 @@ class RowTable:
 
 
 def step_by_rows(model: Any, kind: str, step: Callable, mesh: Mesh, batch: Sequence[str]) -> Any:
-    """A step in which tables are handled by rows, if the strategy's option requires it.
+    """A step that uses tables by rows, if the strategy's `tables=` option asks for it.
 
     Args:
         model: The model.
         kind: `"train"`, `"test"` or `"predict"`.
-        step: From state and data to outputs and the new state.
+        step: A function from state and data to outputs and the new state.
         mesh: The mesh.
-        batch: Its axes that split the batch.
+        batch: The mesh axes that split the batch.
     """
 
     def by_rows(state: Any, data: Any) -> Any:
@@ -84,7 +84,7 @@ def step_by_rows(model: Any, kind: str, step: Callable, mesh: Mesh, batch: Seque
 
 
 def described(model: Any, strategy: Any) -> dict[str, str]:
-    """For the tables of a model, whether they are handled by rows, as far as known.
+    """Whether the tables of a model are used by rows, as far as known: from path to words.
 
     Args:
         model: The model.
@@ -94,15 +94,16 @@ def described(model: Any, strategy: Any) -> dict[str, str]:
     if option is None or mesh.size == 1:
         return {}
     found = {
-        each.variable.path: "may go by its rows: the first step decides"
+        each.variable.path: "may be used by rows: the first step decides"
         for each in tables_of(model, "predict", mesh, batch, option)
+        if _is_of_embedding(each.variable)
     }
     refused = {p: f"{EVERY_ROW}: {w}" for p, w in _troubles(model, mesh, batch, option).items()}
     return {**found, **refused, **(uses.of(model) or {})}
 
 
 def refused(model: Any, strategy: Any) -> dict[str, str]:
-    """The tables for which rows were requested but every row is updated, with the reasons.
+    """The tables of which every row is updated although `tables=` asks for rows, with reasons.
 
     Args:
         model: The model.
@@ -115,14 +116,14 @@ def refused(model: Any, strategy: Any) -> dict[str, str]:
 
 
 def _troubles(model: Any, mesh: Mesh, batch: Sequence[str], option: str) -> dict[str, str]:
-    """The reasons from their layouts why tables cannot be handled by rows, as requested."""
+    """The tables whose layout prevents their use by rows, with reasons."""
     if option == "auto":
         return {}
     found = {}
     for variable in model.weights:
         if _is_of_embedding(variable):
             split = _split_of(variable, mesh, batch)
-            why = "it is no matrix of floats on this mesh" if split is None else split.trouble()
+            why = "it is not a matrix of floats on this mesh" if split is None else split.trouble()
             if why:
                 found[variable.path] = why
     return found
@@ -133,7 +134,7 @@ def _is_of_embedding(variable: Any) -> bool:
 
 
 def _note(model: Any, kind: str, path: str, words: str, warn: bool = False) -> None:
-    """Notes how a step uses a table; what a train step does counts more."""
+    """Records how a step uses a table; a train step overrides other steps."""
     known = uses.of(model) or {}
     if kind == "train" or path not in known:
         uses.write(model, {**known, path: words})
@@ -144,7 +145,7 @@ def _note(model: Any, kind: str, path: str, words: str, warn: bool = False) -> N
 def tables_of(
     model: Any, kind: str, mesh: Mesh, batch: Sequence[str], option: str
 ) -> list[RowTable]:
-    """The weights of a model that may be tables by rows.
+    """The weights of a model that may be used by rows.
 
     Args:
         model: The model, built.
@@ -189,7 +190,7 @@ def _is_worth(variable: Any, split: TableSplit, option: str) -> bool:
 
 
 class _Step:
-    """A step read once, and computed with its tables by rows."""
+    """A step that is analysed once and computed with its tables by rows."""
 
     def __init__(self, model: Any, kind: str, step: Callable, option: str, tables: list[RowTable]):
         self._model, self._kind, self._step = model, kind, step
@@ -215,7 +216,7 @@ class _Step:
         path, asked = table.variable.path, self._option != "auto"
         if not reading.lookups:
             if asked and _is_of_embedding(table.variable):
-                why = "its lookup is within remat, a loop or an assigned layer, or there is none"
+                why = "its lookup is inside remat, a loop or an assigned layer, or there is none"
                 self._note(path, f"{EVERY_ROW}: {why}", warn=True)
             return None
         ids, trains = ids_of(reading), bool(outputs) and table.variable.trainable
@@ -233,7 +234,7 @@ class _Step:
     def _by_width(
         self, graph: Graph, table: RowTable, reading: Reading, trains: bool
     ) -> ByWidth | None:
-        """The table by its width, if that is shorter than gathering it."""
+        """The table by its width, if that takes less time than gathering it."""
         split, path, ids = table.split, table.variable.path, ids_of(reading)
         why = reading.dense or f"{ids} ids a step for {split.shape[0]} rows"
         found = [each.gather for each in reading.lookups if each.gather is not None]
@@ -253,7 +254,7 @@ class _Step:
 
 
 def _evaluate(graph: Graph, inputs: Sequence[Any], used: Sequence["_Used | ByWidth"]) -> list[Any]:
-    """The outputs of a step whose tables are computed otherwise."""
+    """The outputs of a step, with its tables computed by rows or by width."""
     instead: dict[Equation, list[Atom]] = {}
     run: dict[Equation, Callable[[Callable], Any]] = {}
     for each in used:
@@ -281,11 +282,11 @@ class _Used:
     def __init__(self, table: RowTable, reading: Reading, graph: Graph):
         self._table, self._reading, self._graph = table, reading, graph
         self._split = table.split
-        # For each lookup its ids, and the way that they went.
-        self._ways: dict[RowLookup, tuple[Any, Route]] = {}
+        # The ids and the route of each lookup.
+        self._routes: dict[RowLookup, tuple[Any, Route]] = {}
 
     def replaced(self) -> list[tuple[Equation, list[Atom], Callable]]:
-        """Operations, what they read, and what computes them from the function of values."""
+        """Operations to replace, the values that they read, and their new computation."""
         reading, found = self._reading, []
         table = self._graph.inputs[self._table.place]
         for each in reading.lookups:
@@ -320,7 +321,7 @@ class _Used:
             (self._split.layout, batch),
             (PartitionSpec(self._split.batch or None, self._split.left or None), everywhere),
         )(table, ids)
-        self._ways[lookup] = ids, route
+        self._routes[lookup] = ids, route
         shape = indices.shape[:-1]
         rows = rows.reshape(*ids.shape, -1)[: shape[0]]
         if valid is None:
@@ -333,7 +334,7 @@ class _Used:
         return PartitionSpec(self._split.batch or None)
 
     def _placed(self, ids: Any) -> tuple[Any, Lookups]:
-        """Ids with as many rows on each device, and what exchanges them."""
+        """Ids padded to equal counts on all devices, and their `Lookups`."""
         ways = axis_size(self._split.mesh, self._split.batch or None)
         short = -ids.shape[0] % ways
         if short:
@@ -341,8 +342,8 @@ class _Used:
             ids = lax.pad(ids, np.int32(NOBODY), widths)
         return ids, Lookups(self._split, ids.size // ways)
 
-    def _way(self, lookup: RowLookup, value: Callable) -> tuple[Any, Route]:
-        if lookup not in self._ways:
+    def _route(self, lookup: RowLookup, value: Callable) -> tuple[Any, Route]:
+        if lookup not in self._routes:
             ids, _ = _ids(value(lookup.indices), lookup.mode, self._split.shape[0])
             ids, exchange = self._placed(ids)
             everywhere = PartitionSpec(self._split.mesh.axis_names)
@@ -351,12 +352,12 @@ class _Used:
                 (self._batch,),
                 everywhere,
             )(ids)
-            self._ways[lookup] = ids, route
-        return self._ways[lookup]
+            self._routes[lookup] = ids, route
+        return self._routes[lookup]
 
     def _gradients(self, lookup: RowLookup, value: Callable) -> Any:
-        """The gradients of a lookup's rows, as many as `_placed` made of its ids."""
-        ids, _ = self._way(lookup, value)
+        """The gradients of a lookup's rows, padded as `_placed` pads its ids."""
+        ids, _ = self._route(lookup, value)
         updates = value(lookup.updates)
         short = ids.shape[0] - updates.shape[0]
         if short:
@@ -366,7 +367,7 @@ class _Used:
 
     def _dense(self, lookup: RowLookup) -> Callable:
         def compute(value: Callable) -> list:
-            ids, route = self._way(lookup, value)
+            ids, route = self._route(lookup, value)
             _, exchange = self._placed(ids)
             everywhere = PartitionSpec(self._split.mesh.axis_names)
             rows = PartitionSpec(self._split.batch or None, self._split.left or None)
@@ -380,17 +381,19 @@ class _Used:
         return compute
 
     def updated(self, value: Callable) -> dict[int, Any]:
-        """The new values of the table and its slots, by the ids of what the step calls them.
+        """The new values of the table and its slots, by the `id` of their atoms in the step.
 
         Args:
-            value: From what is known of the step to its arrays.
+            value: A function from an atom of the step to its array.
         """
         reading, split = self._reading, self._split
         if not reading.changed:
             return {}
         trained = [each for each in reading.lookups if each.scatter is not None]
-        ways = [self._way(each, value) for each in trained]
-        updates = Updates([self._placed(ids)[1] for ids, _ in ways], on_rows(reading, self._graph))
+        routes = [self._route(each, value) for each in trained]
+        updates = Updates(
+            [self._placed(ids)[1] for ids, _ in routes], on_rows(reading, self._graph)
+        )
         everywhere = PartitionSpec(split.mesh.axis_names)
         rows = PartitionSpec(split.batch or None, split.left or None)
 
@@ -403,8 +406,8 @@ class _Used:
             split.layout,
         )(
             [value(self._graph.inputs[i]) for i in reading.state],
-            [ids for ids, _ in ways],
-            [route for _, route in ways],
+            [ids for ids, _ in routes],
+            [route for _, route in routes],
             [self._gradients(each, value) for each in trained],
             [value(each) for each in reading.numbers],
         )
@@ -416,17 +419,17 @@ class _Used:
 
     def _mapped(self, function: Callable, inputs: Any, outputs: Any) -> Callable:
         return jax.shard_map(
-            # What the table takes counts as its layer's.
+            # Profiles count the table's time for its layer.
             jax.named_scope(self._table.variable.path.rpartition("/")[0] or "table")(function),
             mesh=self._split.mesh,
             in_specs=inputs,
             out_specs=outputs,
-            check_vma=False,  # loops and sums do not say over which axes their results vary
+            check_vma=False,  # loops and sums do not record over which axes their results vary
         )
 
 
 def _read_of(atom: Atom) -> list[Atom]:
-    """What an update of rows reads in the place of an operand: of a full array its number."""
+    """What an update of rows reads instead of an operand: the scalar of a filled array."""
     number = number_of(atom)
     read = number if number.shape == () else atom
     return [] if read.constant is not None else [read]
@@ -450,9 +453,9 @@ def _unleveled(route: Route) -> Route:
 
 
 def _ids(indices: Any, mode: Any, rows: int) -> tuple[Any, Any]:
-    """The ids of a lookup, those of nobody in the place of those of no row, and which are of one.
+    """The ids of a lookup, with `NOBODY` for ids without a row, and a mask of the valid ones.
 
-    Where ids beyond the ends name the first and last rows, the second is `None`.
+    The mask is `None` if ids beyond the ends mean the first and the last row.
     """
     indices = indices[..., 0]
     last = np.asarray(rows - 1, indices.dtype) if rows - 1 <= np.iinfo(indices.dtype).max else None

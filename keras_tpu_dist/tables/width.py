@@ -1,10 +1,10 @@
-"""Tables by their width: a step looks all its ids up in a part of each row, and exchanges features.
+"""Uses tables by their width: each device looks up all ids in a part of each row.
 
-A plan splits a table over the axes of the batch. To look rows up in it, the compiler gathers the
-whole table on each device, and sums up its whole gradient, however few rows a step uses. Here the
-table is used by its width instead: each device looks the ids of all devices up in its columns, and
-sends each other device the columns of that one's ids. Gradients come back the same way, and are
-added up on the device that has their columns. This serves any optimizer, as the gradient is whole.
+A plan splits a table over the data axes. To look up rows, the compiler gathers the whole table on
+each device and sums its whole gradient, even if a step uses few rows. Here the table is used by its
+width instead: each device looks up the ids of all devices in its columns, and sends every device
+the columns of that device's ids. Gradients return by the same route, and the device that has their
+columns adds them up. This works with any optimizer, because the gradient is complete.
 """
 
 import math
@@ -23,23 +23,23 @@ from keras_tpu_dist.trace.graph import Atom, Equation, Graph
 
 # Smaller tables are updated as fast as they are read, and left to the compiler.
 LEAST_BYTES = 64 * 2**20
-# How many bytes links gather while a device looks up one row or adds to it, and how much longer
-# they take to exchange a byte than to gather one. Chosen so that of the TPU compiler's estimates
-# for v5e, v5p and v6e the clear gains are taken: `python benchmarks/lookups.py`.
+# The bytes that links gather while a device looks up one row or adds to it, and how much longer
+# they take to exchange a byte than to gather one. With these values, the clear gains in the TPU
+# compiler's estimates for v5e, v5p and v6e are used: `python benchmarks/lookups.py`.
 BYTES_PER_ROW = 1250
 _EXCHANGE_FACTOR = 3
 
 
 def is_shorter(split: TableSplit, ids: int, item_bytes: int, trains: bool) -> bool:
-    """Whether an exchange of features takes less time than what the compiler does.
+    """Whether an exchange of features takes less time than the compiler's own program.
 
-    For many ids it gathers the table, and sums up its whole gradient; for few it looks each up on
-    all devices, and sums up what they find.
+    For many ids the compiler gathers the table and sums its whole gradient. For few ids it looks up
+    each id on all devices and sums the results.
 
     Args:
         split: The table's layout.
         ids: The number of ids of a step, on all devices.
-        item_bytes: Bytes of a number of the table as it is looked up.
+        item_bytes: Bytes of one number in the dtype of the lookup.
         trains: Whether the table gets a gradient.
 
     Example:
@@ -60,11 +60,11 @@ def is_shorter(split: TableSplit, ids: int, item_bytes: int, trains: bool) -> bo
 
 
 class StepLookups(NamedTuple):
-    """What a step looks up in a table.
+    """The lookups of a step in a table.
 
     Attributes:
         ids: The number of ids of a step, on all devices.
-        item_bytes: Bytes of a number of the table as it is looked up.
+        item_bytes: Bytes of one number in the dtype of the lookup.
         trains: Whether the table gets a gradient.
     """
 
@@ -78,14 +78,14 @@ def is_shorter_for(shape: tuple[int, ...], ways: int, by_rows: bool, lookups: St
 
     Args:
         shape: The table's rows and width.
-        ways: Into how many parts it is split.
+        ways: The number of parts of the table.
         by_rows: Whether its rows are split.
-        lookups: What a step looks up in it.
+        lookups: The lookups of a step in it.
     """
     (rows, width), (ids, item_bytes, trains) = shape, lookups
     exchanged = (ids * width + (rows * width if by_rows else 0)) * item_bytes / ways
     by_width = (1 + trains) * (BYTES_PER_ROW * ids + _EXCHANGE_FACTOR * exchanged)
-    # A sum sends what it sums twice.
+    # An all-reduce sends its operand twice.
     gathered, looked_up = (1 + 2 * trains) * rows, (2 + trains) * ids
     return by_width < min(gathered, looked_up) * width * item_bytes
 
@@ -101,18 +101,18 @@ def trouble(split: TableSplit) -> str:
         return f"it is split over {others}, which do not split the batch"
     ways = axis_size(split.mesh, _axes(split))
     if ways == 1:
-        return "it is whole on every device"
+        return "it is replicated"
     if split.shape[1] % ways:
-        return f"its width of {split.shape[1]} does not divide by {ways}"
+        return f"its width of {split.shape[1]} is not divisible by {ways}"
     return ""
 
 
 def used_otherwise(graph: Graph, table: int, reading: Reading) -> str:
-    """What but lookups and an optimizer's update reads a table, or `""`.
+    """The operation that reads a table besides lookups and the optimizer's update, or `""`.
 
     Args:
         graph: The step.
-        table: The place of the table among its inputs.
+        table: The position of the table among its inputs.
         reading: How the step uses it.
     """
     values, gathers = {id(graph.inputs[table])}, {each.gather for each in reading.lookups}
@@ -121,7 +121,7 @@ def used_otherwise(graph: Graph, table: int, reading: Reading) -> str:
         if operation in gathers or not any(id(each) in values for each in operation.operands):
             continue
         alike = [each for each in operation.results if each.shape == shape]
-        # Numbers such as an optimizer's norms are made where the parts lie.
+        # Scalars such as an optimizer's norms are computed from the parts.
         if not alike and not operation.name.startswith("reduce_"):
             return operation.name
         if len(operation.operands) == 1:
@@ -130,7 +130,7 @@ def used_otherwise(graph: Graph, table: int, reading: Reading) -> str:
 
 
 class ByWidth:
-    """A table in a step that is being computed, which is used by its width.
+    """A table that a step uses by its width.
 
     Args:
         split: The table's layout.
@@ -145,7 +145,7 @@ class ByWidth:
         self._rows = tuple(name for name in split.batch if name not in self._width)
 
     def replaced(self) -> list[tuple[Equation, list[Atom], Callable]]:
-        """Operations, what they read, and what computes them from the function of values."""
+        """Operations to replace, the values that they read, and their new computation."""
         found = []
         for each in self._reading.lookups:
             if (gather := each.gather) is not None:
@@ -156,28 +156,28 @@ class ByWidth:
         return found
 
     def updated(self, value: Callable) -> dict[int, Any]:
-        """Nothing: the step's own update has a whole gradient.
+        """Nothing: the step's own update gets a complete gradient.
 
         Args:
-            value: As for tables by rows.
+            value: Not used.
         """
         return {}
 
     def _stored(self, table: Any) -> Any:
-        """The table, or its gradient, as it is stored."""
+        """The table, or its gradient, in the stored layout."""
         layout = named_sharding(self._split.mesh, tuple(self._split.layout))
         return lax.with_sharding_constraint(table, layout)
 
     def _used(self, table: Any) -> Any:
-        """The table, or its gradient, by its width."""
+        """The table, or its gradient, split by width."""
         return constrained(table, self._split.mesh, {0: (), 1: self._width})
 
     def _features(self, array: Any) -> Any:
-        """Features of all rows of the batch, each device with its columns."""
+        """Features of all rows of the batch, split by columns."""
         return constrained(array, self._split.mesh, {0: self._rows, array.ndim - 1: self._width})
 
     def _by_rows(self, array: Any) -> Any:
-        """An array of which each device has its own rows of the batch."""
+        """An array split by rows of the batch."""
         return constrained(array, self._split.mesh, {0: self._split.batch, array.ndim - 1: ()})
 
     def _ids(self, indices: Any) -> Any:
@@ -186,7 +186,7 @@ class ByWidth:
     def _looking_up(self, gather: Equation, indices: Atom) -> Callable:
         def compute(value: Callable) -> list:
             with jax.named_scope(self._scope):
-                # Stored first: what is exchanged is then what its layer rounded it to.
+                # In the stored layout first, so that the layer's rounded numbers are exchanged.
                 table = self._used(self._stored(value(gather.operands[0])))
                 found = gather.equation.primitive.bind(
                     table, self._ids(value(indices)), **gather.equation.params
@@ -201,8 +201,8 @@ class ByWidth:
         def compute(value: Callable) -> list:
             with jax.named_scope(self._scope):
                 updates = self._features(self._by_rows(value(gradients)))
-                # One device adds up the gradients of all: in bfloat16 a frequent row would stop
-                # to grow.
+                # One device adds up the gradients of all. In bfloat16, the sum of a frequent row
+                # would stop growing.
                 sums = jnp.promote_types(updates.dtype, "float32")
                 total = lax.scatter_add(
                     jnp.zeros(self._split.shape, sums),

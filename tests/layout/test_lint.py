@@ -108,7 +108,7 @@ def test_giants_left_whole():
     model, strategy = outside([("bias", ("model",))], wide)
     found = finding(strategy.lint(model), "giant")
     assert (found.severity, found.path) == ("warning", model.layers[0].kernel.path)
-    assert "2.0 MiB lie whole on every device although dimension" in found.words
+    assert "Every device holds all of it (2.0 MiB), although dimension" in found.words
     assert f'Add the rule ("{found.path}"' in found.fix
     # Replication by choice is no mistake.
     assert finding(strategy_of(None).lint(model), "giant").severity == "info"
@@ -128,7 +128,7 @@ def test_siblings_laid_out_differently():
     model, strategy = outside([(r"block_[0-2]/kernel", (None, "model"))], build)
     found = finding(strategy.lint(model), "siblings")
     assert found.path.endswith("block_3/kernel")
-    assert "It lies replicated, while 3 other Dense kernel" in found.words
+    assert "Its layout is replicated, but that of 3 other Dense kernel" in found.words
     assert "(None, 'model')" in found.words
 
 
@@ -173,7 +173,7 @@ def test_batch_against_the_data_axes():
     model, strategy = outside("fsdp", mesh={"data": 8})
     small = finding(strategy.lint(model, batch_size=5), "small-batch")
     assert small.severity == "warning"
-    assert "5 rows for 8 parts: 3 devices have no row" in small.words
+    assert "5 rows for 8 shards: 3 shards have no row" in small.words
     uneven = finding(strategy.lint(model, batch_size=30), "uneven-batch")
     assert "24 or 32" in uneven.fix
     assert not [f for f in strategy.lint(model, batch_size=32).findings if "batch" in f.code]
@@ -184,7 +184,7 @@ def test_fewer_key_value_heads_than_model_devices():
     layer = keras.layers.GroupQueryAttention(4, 4, 2)
     model = keras.Model(x, layer(x, x))
     found = finding(strategy_of("tensor_parallel", {"data": 2, "model": 4}).lint(model), "kv-heads")
-    assert "2 key-value heads do not divide by 4" in found.words
+    assert "2 key-value heads are not divisible by 4" in found.words
 
 
 def test_built_outside_the_scope():
@@ -208,7 +208,7 @@ def test_strict_raises_and_a_clean_model_is_clean():
     report = strategy.lint(model, batch_size=32, strict=True)
     assert report.ok
     assert str(report) == "sequential: no findings"
-    with pytest.raises(ValueError, match=r"(?s)neither errors nor warnings.*small-batch"):
+    with pytest.raises(ValueError, match=r"(?s)no errors and no warnings.*small-batch"):
         strategy.lint(model, batch_size=1, strict=True)
 
 
@@ -244,10 +244,10 @@ def test_shell_command(tmp_path, capsys):
     assert "[small-batch]" in capsys.readouterr().out
     wrong = {
         "nothing": "module:function or FILE.py:function",
-        "nowhere.py:good": "a Python file that exists. Received: file='nowhere.py'",
+        "nowhere.py:good": "an existing Python file. Received: file='nowhere.py'",
         f"{file}:god": "Did you mean 'good'?",
         f"{file}:alone": "which returned='Sequential'. Add --mesh",
-        f"{file}:swapped": "returns (model, strategy), unless",
+        f"{file}:swapped": "must return (model, strategy) if",
         f"{file}:NUMBER": "has no function 'NUMBER'",
         ".program:good": "module:function or FILE.py:function",
     }
@@ -255,7 +255,7 @@ def test_shell_command(tmp_path, capsys):
         assert main(["lint", target]) == 2
         assert words in capsys.readouterr().err
     assert main(["lint", f"{file}:nothing", "--mesh", "data=8"]) == 2
-    assert "returns a model, or a model and a strategy" in capsys.readouterr().err
+    assert "must return a model, or (model, strategy)" in capsys.readouterr().err
 
 
 def test_what_is_not_paired_is_named_with_its_bytes():
@@ -268,9 +268,9 @@ def test_what_is_not_paired_is_named_with_its_bytes():
     model, strategy = outside("tensor_parallel", build)
     by_row = finding(strategy.lint(model), "unpaired")
     assert by_row.severity == "info"
-    assert "No kernel follows it: its features stay in parts" in by_row.words
+    assert "No kernel follows it: its features stay split" in by_row.words
     assert (
-        "The same holds for 1 more like it. Each device sends 8.0 KiB a step for each row"
+        "This holds for 2 weights like it. Each device sends 8.0 KiB a step per row of its batch"
         in by_row.words
     )
     found = finding(strategy.lint(model, batch_size=30), "unpaired")

@@ -560,6 +560,6 @@ def test_launch_from_the_shell(tmp_path, capfd):
     arguments = ["--processes", "2", "--devices", "3", str(tmp_path / "script.py"), "0"]
     assert main(["launch", *arguments]) == 0
     assert main(["launch", "--processes", "0", "script.py"]) == 2
-    assert "There must be at least one process" in capfd.readouterr().err
+    assert "at least one process" in capfd.readouterr().err
     assert main(["launch", "--devices", "3", "-m", "keras_tpu_dist", "topologies"]) == 0
     assert "[1]" in capfd.readouterr().out

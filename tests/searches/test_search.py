@@ -51,7 +51,7 @@ def test_the_best_fits_and_trains_as_one_device(tmp_path):
     assert found.best.run.fits
     assert "candidates" in " ".join(lines)
     text = str(found)
-    assert str(found.best.candidate) in text
+    assert found.best.candidate.line in text
     assert "matrix units are busy" in text
     assert found.to_dict()["candidates"][0]["strategy"] == str(found.best.candidate)
     # As many rows as each has memory for.

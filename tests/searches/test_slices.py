@@ -8,6 +8,7 @@ from dryrun.made import made_comparison, made_run
 
 import keras_tpu_dist as ktd
 from keras_tpu_dist.searches.candidates import Candidate, candidates
+from keras_tpu_dist.searches.forecast import Forecast
 from keras_tpu_dist.searches.ranking import Ranking, Tried
 
 
@@ -104,5 +105,44 @@ def test_the_lines_of_a_search_make_strategies():
 
 def test_a_ranking_ends_in_its_best():
     found = made_comparison()
-    assert str(found).splitlines()[-1] == found.best.candidate.line
+    line = f"{found.best.candidate.line}  # batch_size={found.best.rows}"
+    assert str(found).splitlines()[-1] == line
+    assert str(found).count("TPUStrategy") == 1
     assert found.best.candidate.line.replace('"', "&quot;") in found.to_html()
+
+
+@pytest.mark.parametrize(
+    ("columns", "layout"), [(100, "fsdp and tensor_parallel"), (80, "tensor_parallel")]
+)
+def test_a_candidate_takes_one_line(columns, layout, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    run = made_run("v5e:2x4", batch_size=1024)
+    run = replace(run, estimate=replace(run.estimate, low=1.16e-2, high=3.63e-2))
+    candidate = Candidate((("data", 2), ("model", 4)), layout, remat="dots")
+    split = Candidate((("data", 8),), "tensor_parallel", shard_optimizer=True)
+    ahead = Forecast(2**33, 2**32, 2**34, 1e-3, 2e-3, 60e-3)
+    tried = (
+        Tried(candidate, 1024, ahead, replace(run, effort="exact")),
+        Tried(split, 1024, ahead, replace(run, effort="quick")),
+        Tried(split, 1024, ahead, replace(run, effort="quick", fits=False)),
+        Tried(split, 1024, ahead),
+        Tried(split, 1024, error="The mesh does not fit the slice."),
+    )
+    first = Ranking("v5e:2x4", tried)
+    lines = str(first).splitlines()
+    assert max(map(len, lines[:-1])) <= columns  # the last is to copy
+    header = next(n for n, line in enumerate(lines) if line.split()[0] == "mesh")
+    assert [line for line in lines[header + 1 :] if not line.startswith("  ")][:-1] == [
+        "fits, effort exact:",
+        "fits, effort quick:",
+        "too large, effort quick:",
+        "not compiled, forecasts:",
+        "cannot be compiled:",
+    ]
+    assert sum(line.startswith("  data") for line in lines) == len(tried)
+    both = ktd.compare_slices([first, first], price=1.0)
+    lines = str(both).splitlines()
+    table = lines[: next(n for n, line in enumerate(lines) if line.startswith("strategy"))]
+    assert max(map(len, table)) <= columns
+    assert sum(line.startswith("  v5e:2x4") for line in lines) == 2 * len(tried)
+    assert ("memory" in str(both)) == (columns == 100)

@@ -300,11 +300,11 @@ def test_a_file_that_simulates_other_devices_says_so(model, capsys):
 @pytest.mark.parametrize("command", ["lint", "explain", "show"])
 def test_devices_or_a_slice(command, model, capsys):
     assert main([command, model, "--devices", "8", *SLICE]) == 2
-    assert "Leave one of them out" in capsys.readouterr().err
+    assert "Use only one of them" in capsys.readouterr().err
     assert main([command, model, "--devices", "0", "--mesh", "data=8"]) == 2
     assert "must be a positive integer" in capsys.readouterr().err
     assert main([command, model]) == 2
-    assert f"A function for {command} returns (model, strategy)" in capsys.readouterr().err
+    assert f"A function for {command} must return (model, strategy)" in capsys.readouterr().err
 
 
 def test_an_axis_that_nothing_uses(model, capsys):
@@ -409,7 +409,8 @@ def test_search(model, made, capsys, tmp_path):
     words = ["search", model, "--topology", "v5e-16", "--batch-size", "64", "--x", "float32:64"]
     assert main([*words, "--compilations", "2", "--html", "found.html"]) == 0
     text = capsys.readouterr().out
-    assert text.splitlines()[-1] == made_comparison().best.candidate.line
+    best = made_comparison().best
+    assert text.splitlines()[-1] == f"{best.candidate.line}  # batch_size={best.rows}"
     name, args, options = made[0]
     assert (name, args, options["compilations"], options["cache"]) == ("v5e:4x4", (64,), 2, True)
     assert options["x"].shape == (1, 64)
@@ -448,8 +449,8 @@ def test_compare(model, made, capsys):
         (["--price", "0"], "a number above 0"),
         (["--price", "v6e=2"], 'Add "v5e" to it'),
         (["--price", "v5f=2"], "Did you mean 'v5"),
-        (["--mesh", "data"], "--mesh has axes with their sizes"),
-        (["--topology", "v5e-8,v5e-8"], "names every slice once"),
+        (["--mesh", "data"], "--mesh is a list of axes with their sizes"),
+        (["--topology", "v5e-8,v5e-8"], "slices without repetitions"),
         (["--html", "no/page.html"], "in a folder that exists"),
     ):
         assert main([*words, *wrong]) == 2, wrong

@@ -192,8 +192,8 @@ def test_what_cannot_be_used_by_its_width_is_said(monkeypatch):
     mesh = ktd.TPUStrategy({"data": 4, "model": 2}).mesh
     for rows, columns, shape, words in (
         (("model",), (), (64, 8), r"over \['model'\], which do not split the batch"),
-        ((), (), (64, 8), "whole on every device"),
-        (("data",), (), (64, 6), "6 does not divide by 4"),
+        ((), (), (64, 8), "it is replicated"),
+        (("data",), (), (64, 6), "6 is not divisible by 4"),
     ):
         split = TableSplit(mesh, rows, columns, ("data",), shape)
         assert re.search(words, width.trouble(split))
