@@ -4,9 +4,9 @@
 
 `chosen`: layers like KerasHub's, which compute every expert for every token (top 8 of 64),
 unchanged and converted by `ktd.convert`. `gshard`: two layers that assign tokens to experts by
-one-hot products, with experts over the data axis: with gathered kernels, with exchanged tokens, with
-`all_to_all` by hand, and with the choice of "fsdp". `sizes`: which is faster for several numbers of
-tokens, and the choice.
+one-hot products, with experts over the data axis: with gathered kernels, with exchanged tokens,
+with `all_to_all` by hand, and with the choice of "fsdp". `sizes`: which is faster for several
+numbers of tokens, and the choice.
 """
 
 import keras_tpu_dist as ktd  # first: it selects Keras's JAX backend

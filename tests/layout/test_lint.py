@@ -247,7 +247,7 @@ def test_shell_command(tmp_path, capsys):
         "nowhere.py:good": "an existing Python file. Received: file='nowhere.py'",
         f"{file}:god": "Did you mean 'good'?",
         f"{file}:alone": "which returned='Sequential'. Add --mesh",
-        f"{file}:swapped": "must return (model, strategy) if",
+        f"{file}:swapped": "must return a model, or (model, strategy)",
         f"{file}:NUMBER": "has no function 'NUMBER'",
         ".program:good": "module:function or FILE.py:function",
     }

@@ -218,7 +218,10 @@ def test_an_error_in_a_file_says_where(model, tmp_path, capsys):
     ("function", "words"),
     [
         ("of_a_width", "takes no arguments. Received: build='model.py:of_a_width', arguments='(w"),
-        ("no_model", "returns a model, or (model, strategy). Received: build='model.py:no_model'"),
+        (
+            "no_model",
+            "must return a model, or (model, strategy). Received: build='model.py:no_model'",
+        ),
     ],
 )
 def test_a_function_that_is_none_for_a_command(function, words, options, model, capsys):
