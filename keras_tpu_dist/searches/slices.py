@@ -34,8 +34,17 @@ _COLUMNS = (
 # The columns of the text, which leaves out what follows from others, and those to leave out in turn
 # if the terminal is too narrow.
 _IN_TEXT = (
-    *("slice", "mesh", "layout", "slots", "remat", "rows", "memory", "step"),
-    *("chips x step", "chip-s/1k rows", "price/1M"),
+    "slice",
+    "mesh",
+    "layout",
+    "slots",
+    "remat",
+    "rows",
+    "memory",
+    "step",
+    "chips x step",
+    "chip-s/1k rows",
+    "price/1M",
 )
 _LEAVE_OUT = ("memory", "step")
 
