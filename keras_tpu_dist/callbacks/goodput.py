@@ -12,6 +12,7 @@ from keras_tpu_dist.common import phases
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.phases import BUILD, START
 from keras_tpu_dist.goodput import recorder
+from keras_tpu_dist.goodput.records import check_ours
 from keras_tpu_dist.goodput.report import GoodputReport, goodput_of
 
 
@@ -32,7 +33,8 @@ class Goodput(keras.callbacks.Callback):
         path: The file; only process 0 writes it.
 
     Raises:
-        ValueError: If the path is empty; in `fit`, if this process already writes to another file.
+        ValueError: If the path is empty; in `fit`, if this process already writes to another file,
+            or the file is none of goodput.
         OSError: In `fit`, if the file cannot be written.
 
     Example:
@@ -70,6 +72,7 @@ class Goodput(keras.callbacks.Callback):
             arguments: The arguments of `fit`.
         """
         if jax.process_index() == 0:
+            check_ours(self.path)
             recorder.begin(self.path)
             phases.turn(BUILD, of=START)
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.once import log_once
 
 logger = logging.getLogger("keras_tpu_dist")
@@ -85,6 +86,30 @@ def try_append(path: str, what: str, at: float | None = None, **fields: Any) -> 
     except OSError as error:
         logger.warning("goodput is no longer recorded: %s cannot be written: %s", path, error)
         return False
+
+
+def check_ours(path: str) -> None:
+    """Checks that a file may be added to: it is missing, empty, or has lines of goodput.
+
+    Args:
+        path: The file.
+
+    Raises:
+        ValueError: If it is another file.
+        OSError: If it cannot be read.
+    """
+    try:
+        found, others = read(path)
+    except FileNotFoundError:
+        return
+    if others and not found:
+        raise ValueError(
+            message(
+                "Goodput is added to a new file, or to a goodput file.",
+                received=f"{path!r}, which has no line of goodput and {others} other(s).",
+                fix="Use another name, such as goodput.jsonl.",
+            )
+        )
 
 
 def is_full(path: str) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.goodput.records import check_ours
 from keras_tpu_dist.goodput.report import goodput_of
 from keras_tpu_dist.launcher.launch import launch
 from keras_tpu_dist.launcher.restart import Restarts
@@ -93,6 +94,7 @@ def _launch(options: Namespace) -> Answered:
         )
     if options.goodput is not None:
         file_of(options.goodput)
+        check_ours(options.goodput)
     as_module = ["-m"] if options.module else []
     command: Sequence[str] = [sys.executable, *as_module, options.script, *options.arguments]
     return None, launch(

@@ -230,6 +230,25 @@ def test_a_full_file_is_one_warning_and_a_remark(counting, tmp_path, monkeypatch
     assert words in (tmp_path / "page.html").read_text()
 
 
+@pytest.mark.parametrize("content", ["import keras\n", "\0\0\n", '{"what": "lunch", "at": 1}\n'])
+def test_another_file_is_not_added_to(content, tmp_path, capsys):
+    path = tmp_path / "model.py"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"which has no line of goodput and 1 other\(s\)"):
+        trained(ktd.callbacks.Goodput(path))
+    assert main(["launch", "--goodput", str(path), "--processes", "1", str(path)]) == 2
+    assert "Use another name, such as goodput.jsonl." in capsys.readouterr().err
+    assert path.read_text() == content
+
+
+def test_a_file_that_is_damaged_at_its_end_is_added_to(tmp_path):
+    path = tmp_path / "goodput.jsonl"
+    for content in ("", '{"what": "ended", "at": 1}\n{"wha'):
+        path.write_text(content)
+        records.check_ours(str(path))
+    records.check_ours(str(tmp_path / "missing.jsonl"))
+
+
 def test_the_command(tmp_path, capsys):
     path = str(tmp_path / "goodput.jsonl")
     records.append(path, records.LAUNCH, at=1000, processes=2, number=1)
