@@ -42,3 +42,16 @@ def on_one(device: Any) -> Iterator[None]:
             yield
     finally:
         keras.distribution.set_distribution(own)
+
+
+@contextlib.contextmanager
+def in_float32() -> Iterator[None]:
+    """A context in which Keras computes in float32, whatever the program has set for its models."""
+    policy, floatx = keras.config.dtype_policy(), keras.config.floatx()
+    keras.config.set_floatx("float32")
+    keras.config.set_dtype_policy("float32")
+    try:
+        yield
+    finally:
+        keras.config.set_floatx(floatx)
+        keras.config.set_dtype_policy(policy)

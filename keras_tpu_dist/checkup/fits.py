@@ -8,7 +8,7 @@ import keras
 import numpy as np
 
 from keras_tpu_dist import _keras
-from keras_tpu_dist.checkup.aside import aside, on_one
+from keras_tpu_dist.checkup.aside import aside, in_float32, on_one
 from keras_tpu_dist.checkup.bench import Bench
 from keras_tpu_dist.checkup.bounds import gap, tolerance
 from keras_tpu_dist.checkup.report import RIGHT, CheckPart, Problem
@@ -30,7 +30,7 @@ def training(bench: Bench) -> CheckPart:
     x = rng.normal(size=(3 * parts + 1, _FEATURES)).astype(np.float32)
     y = rng.integers(0, _CLASSES, len(x))
     rows = parts + 1
-    with aside(), jax.default_matmul_precision("highest"):
+    with aside(), in_float32(), jax.default_matmul_precision("highest"):
         allowed = tolerance(bench.platform)
         expected = _trained(bench, None, x, y, rows)
         strategy = _like(bench, donate_state=True, prefetch=2)

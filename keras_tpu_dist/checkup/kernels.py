@@ -10,7 +10,7 @@ import numpy as np
 
 from keras_tpu_dist import layers
 from keras_tpu_dist.attention.dispatch import dot_product_attention
-from keras_tpu_dist.checkup.aside import aside
+from keras_tpu_dist.checkup.aside import aside, in_float32
 from keras_tpu_dist.checkup.bench import Bench, Job
 from keras_tpu_dist.checkup.bounds import gap, is_exact, largest, tolerance
 from keras_tpu_dist.checkup.report import LEAVE_OUT, RIGHT, CheckPart, Problem, numbered
@@ -32,7 +32,7 @@ def recurrent(bench: Bench) -> CheckPart:
     problems: list[Problem] = []
     gaps: dict[str, float] = {}
     for name in _LAYERS:
-        with aside():
+        with aside(), in_float32():
             found = _recurrent(bench, name)
         problems += _judged(bench, f"{name} layer", found, gaps)
     words = _words("LSTM, GRU, SimpleRNN, forward and gradient", "Keras's", gaps, problems)
@@ -129,7 +129,7 @@ def _attention(bench: Bench, words: str, causal: bool) -> Results:
         return jnp.einsum("bhts,bshd->bthd", weights, value)
 
     args = (arrays, mask)
-    with aside():
+    with aside(), in_float32():
         found = _on_mesh(bench, words, _attention_with_gradient(ours), args, split=(True, True))
     names = ["the output", *(f"the gradient of the {n}" for n in ("query", "key", "value"))]
     return zip(names, found, *_alone(bench, _attention_with_gradient(formula), *args), strict=True)

@@ -75,6 +75,20 @@ def test_kernels_are_right(mesh):
     assert not check.left_out
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("policy", "floatx"), [("mixed_bfloat16", "float32"), ("float16",) * 2])
+def test_a_program_s_own_precision_is_no_problem(policy, floatx):
+    """The check's own models compute in float32."""
+    keras.config.set_floatx(floatx)
+    keras.config.set_dtype_policy(policy)
+    try:
+        check = checked({"data": 4, "model": 2}, "training", "recurrent", "attention")
+        assert check.ok, str(check)
+        assert (keras.config.dtype_policy().name, keras.config.floatx()) == (policy, floatx)
+    finally:
+        keras.config.set_floatx("float32")
+
+
 def test_one_device():
     check = run.run_check(
         ktd.TPUStrategy(devices=jax.devices()[:1]), run.steps(), 30.0, None, ["collectives"]
