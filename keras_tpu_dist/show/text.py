@@ -188,7 +188,7 @@ def fitting_columns(
     >>> rows = [("data 4 x model 2", "x" * 60, "links")]
     >>> fitting_columns(("mesh", "step", "bound by"), rows, ("bound by", "step"))
     ['mesh', 'step', 'bound by']
-    >>> fitting_columns(("mesh", "step", "bound by"), [("a", "x" * 95, "")], ("bound by", "step"))
+    >>> fitting_columns(("mesh", "step", "bound by"), [("a", "x" * 90, "")], ("bound by", "step"))
     ['mesh', 'step']
     """
     widths = dict(zip(header, [max(map(len, cells)) for cells in zip(header, *rows)], strict=True))
