@@ -154,6 +154,7 @@ def main() -> None:
     ktd.simulate(8)
     REPORTS.mkdir(exist_ok=True)
     for name in sys.argv[1:] or PAGES:
+        keras.backend.clear_session()  # names of layers count from one for each page
         (REPORTS / name).write_text(PAGES[name](), encoding="utf-8")
         print(f"docs/reports/{name}", flush=True)
 
