@@ -152,6 +152,8 @@ _NUMBER = re.compile(
 def main() -> None:
     """Runs the script."""
     ktd.simulate(8)
+    import keras  # after `ktd`, which selects its backend
+
     REPORTS.mkdir(exist_ok=True)
     for name in sys.argv[1:] or PAGES:
         keras.backend.clear_session()  # names of layers count from one for each page
