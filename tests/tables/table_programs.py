@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -93,14 +94,11 @@ _NAMES = ("x", "y", "sample_weight")
 @contextlib.contextmanager
 def _choice_of(program: TableProgram):
     """Small tables too; and by width, whatever takes longer."""
-    kept = tables_step._LEAST_BYTES, width._BYTES_PER_ROW, width._EXCHANGE_FACTOR
-    tables_step._LEAST_BYTES = 1
-    if program.choices["tables"] == "width":
-        width._BYTES_PER_ROW = width._EXCHANGE_FACTOR = 0
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(tables_step, "LEAST_BYTES", 1))
+        if program.choices["tables"] == "width":
+            stack.enter_context(mock.patch.multiple(width, BYTES_PER_ROW=0, _EXCHANGE_FACTOR=0))
         yield
-    finally:
-        tables_step._LEAST_BYTES, width._BYTES_PER_ROW, width._EXCHANGE_FACTOR = kept
 
 
 def _strategy(choices: dict[str, Any], place: str) -> ktd.TPUStrategy:
