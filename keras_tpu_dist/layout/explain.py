@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import keras
 from jax.sharding import Mesh
 
 from keras_tpu_dist import _keras
@@ -118,7 +119,7 @@ class Explanation(Shown):
         mesh: Axis sizes.
         rows: One per weight.
         outputs: One per layer whose output has a layout.
-        note: A note about missing variables, or `""`.
+        note: Why variables are missing, or `""`.
         logical_devices: `(layer path, logical device)` of every assigned layer.
         layers: One per layer or table that decides itself how to use its split weights.
         crossings: Which axes cross hosts or slices, in words; `""` on one host.
@@ -283,9 +284,6 @@ def explain_model(
         OutputRow(path, layout, _reason_of_output(path, placement))
         for path, layout in placement.layouts_of_outputs().items()
     )
-    note = ""
-    if not model.built:
-        note = "the model is not built: only existing variables are listed"
     assigned = tuple(placement.annotations.logical_devices.items())
     by_rows = (LayerRow(path, words) for path, words in (tables or {}).items())
     layers = (*_layer_rows(model, placement, mesh), *by_rows)
@@ -294,12 +292,20 @@ def explain_model(
         dict(mesh.shape),
         rows,
         outputs,
-        note,
+        _note(model, rows),
         assigned,
         layers,
         crossings_text(mesh),
         tuple(placement.data_axes),
     )
+
+
+def _note(model: keras.Model, rows: Sequence[VariableRow]) -> str:
+    """Why weights are missing, and how to get them, or `""`."""
+    if _keras.is_built(model):
+        return "" if rows else "the model has no weights"
+    missing = "only existing variables are listed" if rows else "it has no variables yet"
+    return f"the model is not built: {missing}; call model.build(input_shape) or fit first"
 
 
 def _reason_of_output(path: str, placement: Placement) -> str:

@@ -131,9 +131,14 @@ class ModelPicture(Picture):
         for colour, words in self.legend_entries():
             keys.append("  ", style=f"on {colour}").append(f" {words}  ")
         bars = Text("█ on one device, █░ in total")
-        head = [*map(Text, wrapped(self._title(), text_width()))]
-        head += map(Text, wrapped(self.explanation.summary, text_width()))
+        head = map(Text, self._head(text_width()))
         return Group(*head, self._text_table(), keys, bars)
+
+    def _head(self, width: int) -> list[str]:
+        """The lines above the drawing: the title, the sizes, and why weights are missing."""
+        e = self.explanation
+        parts = (self._title(), e.summary, e.note)
+        return [line for part in parts if part for line in wrapped(part, width)]
 
     def _text_table(self) -> Text:
         """The weights by block, with bars in the colours of their axes."""
@@ -159,7 +164,7 @@ class ModelPicture(Picture):
         largest = max((box.bytes for box in boxes), default=1)
         drawn = "".join(self._html_box(box, largest) for box in boxes)
         return [
-            f"<p>{html.escape(e.summary)}</p>",
+            *(f"<p>{html.escape(words)}</p>" for words in (e.summary, e.note) if words),
             *self._html_totals(),
             legend(self.legend_entries()),
             f'<div class="boxes">{drawn}</div>',
@@ -217,7 +222,7 @@ class ModelPicture(Picture):
         boxes, parts = self.boxes(), []
         largest = max((box.bytes for box in boxes), default=1)
         y = 18.0
-        for n, line in enumerate([self._title(), *wrapped(self.explanation.summary, 110)]):
+        for n, line in enumerate(self._head(110)):
             parts.append(svg_text(8, y, line, bold=not n))
             y += 18
         for box in boxes:
@@ -269,9 +274,7 @@ class ModelPicture(Picture):
         for colour, words in self.legend_entries():
             axes.fill([], [], color=colour, label=words)
         axes.legend(fontsize=6, loc="best")
-        axes.set_title(
-            "\n".join([self._title(), *wrapped(self.explanation.summary, 110)]), fontsize=8
-        )
+        axes.set_title("\n".join(self._head(110)), fontsize=8)
         return figure
 
 

@@ -346,6 +346,15 @@ def test_show(model, capsys, tmp_path):
     assert "in a folder that exists" in capsys.readouterr().err
 
 
+def test_show_says_why_a_model_that_is_not_built_has_no_boxes(model, capsys, tmp_path):
+    lazy = MODEL.replace("keras.Input((64,)), ", "")
+    (tmp_path / "lazy.py").write_text(lazy)
+    assert main(["show", "lazy.py:build", "--mesh", "data=8", "--save", "lazy.svg"]) == 0
+    words = "the model is not built: it has no variables yet; call model.build(input_shape)"
+    assert words in capsys.readouterr().out
+    assert words in (tmp_path / "lazy.svg").read_text()
+
+
 def test_convert(model, capsys, tmp_path):
     assert main(["convert", "model.py:sequence", "fast.keras"]) == 0
     out = capsys.readouterr().out

@@ -187,8 +187,22 @@ def test_a_model_of_one_layer_and_one_without_weights():
     picture = strategy.show(none)
     assert picture.boxes() == []
     assert "all 0 replicated" in str(picture)
+    assert "the model has no weights" in str(picture)
     assert picture.svg().startswith("<svg")
     assert picture._repr_html_()
+
+
+def test_a_model_that_is_not_built_says_why_it_has_no_boxes():
+    strategy = ktd.TPUStrategy({"data": 8})
+    model = keras.Sequential([keras.layers.Dense(3)], name="lazy")
+    words = "the model is not built: it has no variables yet; call model.build(input_shape) or fit"
+    picture = strategy.show(model)
+    for drawn in (str(picture), picture._repr_html_(), picture.svg(), str(strategy.explain(model))):
+        assert words in drawn
+    model.build((None, 4))
+    assert "not built" not in str(strategy.show(model))
+    partly = keras.Sequential([model.layers[0], keras.layers.Dense(2)], name="partly")
+    assert "only existing variables are listed; call model.build" in str(strategy.show(partly))
 
 
 def test_looking_at_a_weight_leaves_it_to_the_plan():
