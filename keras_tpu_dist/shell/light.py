@@ -11,6 +11,7 @@ from keras_tpu_dist.goodput.records import check_ours
 from keras_tpu_dist.goodput.report import goodput_of
 from keras_tpu_dist.launcher.launch import launch
 from keras_tpu_dist.launcher.restart import Restarts
+from keras_tpu_dist.shell.script import check_script
 from keras_tpu_dist.show.page import file_of
 
 Answered = tuple[Any, int]
@@ -75,6 +76,7 @@ def _numbers(options: Namespace) -> tuple[int, int | None]:
 
 def _launch(options: Namespace) -> Answered:
     processes, devices = _numbers(options)
+    check_script(options.script, options.module)
     for name in ("backoff", "longest_backoff"):
         if not 0 <= getattr(options, name) < threading.TIMEOUT_MAX:
             raise ValueError(

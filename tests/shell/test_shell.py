@@ -21,6 +21,7 @@ from keras_tpu_dist.searches import compare as comparison
 from keras_tpu_dist.searches import largest_batch as largest
 from keras_tpu_dist.searches import search as searching
 from keras_tpu_dist.searches.largest_batch import LargestBatch
+from keras_tpu_dist.shell import light
 from keras_tpu_dist.shell.commands import COMMANDS, _write_whole
 from keras_tpu_dist.shell.main import main
 from keras_tpu_dist.shell.parser import parser_of
@@ -273,12 +274,73 @@ def test_compare_does_not_take_a_failed_function_for_a_layout_that_fails(model, 
         ),
     ],
 )
-def test_launch_ignores_no_word(words, error, model, capsys):
+def test_launch_ignores_no_word(words, error, model, tmp_path, capsys):
+    (tmp_path / "script.py").touch()
     assert main(["launch", *words, "script.py"]) == 2
     said = capsys.readouterr().err
     assert said.startswith("error: ")
     assert error in said
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["trian.py"], "'trian.py', which does not exist. Check the path. Did you mean 'train.py'"),
+        (["train"], "'train', which does not exist. Check the path. Did you mean 'train.py'?"),
+        (["no/train.py"], "'no/train.py', which does not exist. Check the path."),
+        (["jobs"], "a folder without __main__.py. Name a file, such as jobs/long.py."),
+        (["empty"], "a folder without __main__.py. Check the path."),
+        (["jobs/lnog.py"], "Did you mean 'jobs/long.py'?"),
+        (["-m", "trian"], "'trian' does not exist. Check the name and the folder that you are in."),
+        (["-m", "train.py"], "not a file. Received: module='train.py'. Leave out -m"),
+        (["-m", "jobs.lnog"], "'jobs' contains no 'lnog'. Check the name"),
+        (["-m", "train.long"], "'train' contains no 'long'."),
+        (["-m", "jobs"], "the package has no __main__.py."),
+        (["-m", "json.decodre"], "Did you mean 'json.decoder'?"),
+    ],
+)
+def test_launch_of_no_program_starts_no_process(words, error, tmp_path, monkeypatch, capsys):
+    for name in ("jobs", "empty"):
+        (tmp_path / name).mkdir()
+    for name in ("train.py", "jobs/long.py"):
+        (tmp_path / name).write_text("raise AssertionError('it ran')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(light, "launch", None)
+    assert main(["launch", "--logs", "logs", *words]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert error in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train.py"],
+        ["runs"],
+        ["-m", "train"],
+        ["-m", "runs"],
+        ["-m", "spaces.of.names"],
+        ["-m", "chosen.elsewhere"],
+        ["-m", "json.tool"],
+        ["-m", "keras_tpu_dist", "topologies"],
+    ],
+)
+def test_launch_starts_what_python_runs(words, tmp_path, monkeypatch):
+    for name in ("runs", "chosen", "spaces/of"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("train.py", "runs/__main__.py", "runs/__init__.py", "spaces/of/names.py"):
+        (tmp_path / name).write_text("raise AssertionError('the launcher imported it')")
+    (tmp_path / "chosen/__init__.py").write_text("__path__.append('elsewhere')")
+    monkeypatch.chdir(tmp_path)
+    started = []
+    monkeypatch.setattr(light, "launch", lambda command, *_, **__: started.append(command) or 0)
+    before = list(sys.path)
+    assert main(["launch", *words]) == 0
+    assert started == [[sys.executable, *words]]
+    assert sys.path == before
+    assert "runs" not in sys.modules
 
 
 def test_an_empty_file_of_goodput(tmp_path, capsys):
