@@ -1,21 +1,33 @@
-"""Barriers for a checkpoint that several processes write: if one fails, the others do not hang.
+"""Processes that save and load together: if one fails, the others fail as well and do not hang.
 
 In Orbax, every process waits for all others after it has written its arrays, and again until
 process 0 has renamed the directory. If a process fails, it does not reach the barrier, and the
-others wait for 20 minutes.
+others wait for 20 minutes. After it has read arrays, every process waits for the others on its
+devices, without a timeout; so a process reads without Orbax's barriers, and `in_all` compares the
+outcomes.
 """
 
 import collections
 import hashlib
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 
 from keras_tpu_dist import _keras
+from keras_tpu_dist.checkpoint.manifest import CheckpointError
+from keras_tpu_dist.common.errors import message
+from keras_tpu_dist.processes.channel import agree
+from keras_tpu_dist.processes.encoding import check_form
 
 # The number of Orbax's barriers per checkpoint, and their timeout.
 _STAGES, _LONGEST_S = 2, 1200
 _MOST_LETTERS = 300
+FIX = "Load the same checkpoint in all processes."
+# The outcomes of a process, and of all.
+_DONE, _UNREADABLE, _FAILED, _DIFFERENT = "done", "unreadable", "failed", "different"
+
+_Read = TypeVar("_Read")
 _opened: collections.Counter[str] = collections.Counter()
 
 
@@ -101,3 +113,63 @@ def first_reason(reasons: list[str | None]) -> str | None:
     """
     failed = [f"process {i}: {reason}" for i, reason in enumerate(reasons) if reason is not None]
     return failed[0] if failed else None
+
+
+def in_all(
+    what: str,
+    read: Callable[[], _Read],
+    mark: Callable[[_Read], str] = lambda _: "",
+    *,
+    alone: bool = False,
+) -> _Read:
+    """Reads in all processes. If one fails, all raise an error, so that they continue together.
+
+    Args:
+        what: The action, in the same words in all processes.
+        read: A function that reads. A `CheckpointError` means that another checkpoint may do.
+        mark: A text that must be the same in all processes for what was read.
+        alone: Whether this process reads without the others.
+
+    Returns:
+        The result of `read`.
+
+    Raises:
+        CheckpointError: If one of the processes raised it, and none another error.
+        ValueError: If one of the processes raised another error, or has another mark.
+    """
+    if alone or jax.process_count() == 1:
+        return read()
+    result, error, own = None, None, [_DONE, ""]
+    try:
+        result = read()
+        own = [_DONE, mark(result)]
+    except Exception as caught:
+        error = caught
+        own = [_FAILED, f"{type(error).__name__}: {error}"[:_MOST_LETTERS]]
+        if isinstance(error, CheckpointError):
+            own = [_UNREADABLE, str(error)]
+    outcome, reason = agree(what, FIX, own, [str, str], reduce=_outcome)
+    check_form([outcome, reason], [str, str], where=what)
+    if outcome == _DONE:
+        return result  # type: ignore[return-value]
+    if error is not None and own[0] == outcome:
+        raise error
+    if outcome == _UNREADABLE:
+        raise CheckpointError(f"In {reason}")
+    fix = "Give a directory on storage that all processes share." if outcome == _DIFFERENT else FIX
+    rule = "All processes must read the same checkpoint."
+    raise ValueError(message(rule, received=f"{reason} ({what}).", fix=fix)) from error
+
+
+def _outcome(outcomes: list[list[str]]) -> list[str]:
+    """The outcome for all processes, and its reason."""
+    for kind in (_FAILED, _UNREADABLE):
+        reasons = [reason if outcome == kind else None for outcome, reason in outcomes]
+        if first := first_reason(reasons):
+            return [kind, first]
+    others = [i for i, (_, mark) in enumerate(outcomes) if mark != outcomes[0][1]]
+    if others:
+        process = others[0]
+        marks = [f"{outcomes[i][1][:_MOST_LETTERS]} in process {i}" for i in (0, process)]
+        return [_DIFFERENT, " and ".join(marks)]
+    return [_DONE, ""]

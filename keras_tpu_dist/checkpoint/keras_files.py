@@ -4,11 +4,13 @@ import contextlib
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from keras_tpu_dist import _keras
+from keras_tpu_dist.checkpoint.barriers import in_all
 from keras_tpu_dist.checkpoint.manifest import CheckpointError, Manifest, Saved
 from keras_tpu_dist.checkpoint.names import (
     METRICS,
@@ -35,12 +37,16 @@ from keras_tpu_dist.common.patterns import matches
 
 logger = logging.getLogger("keras_tpu_dist")
 
+# A state that fills the memory leaves no space for a second one.
+GROUP_BYTES = 64 * 2**20
 SUFFIXES = (".keras", ".weights.h5", ".weights.json")
 # Space in HDF5 files besides the arrays, for names and the tree of groups.
 _SLACK_BYTES = 16 * 2**20
 _OPTIMIZER = "optimizer/"
 # A wrapping optimizer (LossScaleOptimizer) saves the inner optimizer's variables again below it.
 _OPTIMIZER_VARIABLES = "optimizer/vars/"
+
+_Item = TypeVar("_Item")
 
 
 def is_file_of_keras(path: str | os.PathLike) -> bool:
@@ -53,9 +59,9 @@ def is_file_of_keras(path: str | os.PathLike) -> bool:
 
 
 def load_file(
-    model: Any, path: str | os.PathLike, strict: bool, exclude: tuple[str, ...]
+    model: Any, path: str | os.PathLike, strict: bool, exclude: tuple[str, ...], alone: bool
 ) -> Restored:
-    """Loads a Keras file into a model, array by array.
+    """Loads a Keras file into a model, in groups of 64 MiB.
 
     Keras's files identify variables by the model's structure and not by their names, so there is
     nothing to rename.
@@ -65,18 +71,72 @@ def load_file(
         path: The file.
         strict: See `restore`.
         exclude: See `restore`; the patterns are for the model's paths.
+        alone: Whether this process reads without the others, if there are several.
 
     Raises:
         ValueError: If the file does not fit.
-        CheckpointError: If it cannot be read.
+        CheckpointError: In all processes, if one cannot read it.
     """
     name = os.fspath(path)
-    with _file_errors(name):
-        file = _keras.WeightsFile(name, _most_bytes(model))
-    try:
-        return _load(model, file, name, strict, exclude)
-    finally:
-        file.close()
+    with contextlib.ExitStack() as stack:
+
+        def opened() -> tuple[Any, dict, dict]:
+            # This opens every part of the file, so a damaged one fails before the model changes.
+            with _file_errors(name):
+                file = _keras.WeightsFile(name, _most_bytes(model))
+                stack.callback(file.close)
+                return file, file.names(), file.dtypes()
+
+        def mark(opened: tuple[Any, dict, dict]) -> str:
+            return f"crc32 {zlib.crc32(repr(opened[1:]).encode())}"
+
+        file, saved, dtypes = in_all(f"opening {name}", opened, mark, alone=alone)
+        report, chosen = _chosen(model, saved, dtypes, name, strict, exclude)
+
+        def read(group: list[tuple[str, Any]]) -> list[Any]:
+            with _file_errors(name):
+                return [file.read(n) for n, _ in group]
+
+        def assign(group: list[tuple[str, Any]]) -> None:
+            values = in_all(f"reading {name}", lambda: read(group), alone=alone)
+            for (_, variable), value in zip(group, values, strict=True):
+                variable.assign(value)
+
+        for group in grouped(chosen, lambda pair: _nbytes(pair[1]), GROUP_BYTES):
+            assign(group)
+    _keras.forget_state(model)
+    return report
+
+
+def grouped(
+    items: Iterable[_Item], size_of: Callable[[_Item], int], most: int
+) -> Iterator[list[_Item]]:
+    """Groups of items, each of at most a size, or of one item.
+
+    Args:
+        items: The items.
+        size_of: Returns the size of an item.
+        most: The largest size of a group.
+
+    Example:
+
+    >>> list(grouped([3, 4, 2, 9, 1], lambda size: size, 7))
+    [[3, 4], [2], [9], [1]]
+    """
+    group: list[_Item] = []
+    size = 0
+    for item in items:
+        if group and size + size_of(item) > most:
+            yield group
+            group, size = [], 0
+        group.append(item)
+        size += size_of(item)
+    if group:
+        yield group
+
+
+def _nbytes(variable: Any) -> int:
+    return math.prod(variable.shape) * variable.value.dtype.itemsize
 
 
 def _most_bytes(model: Any) -> int:
@@ -85,10 +145,15 @@ def _most_bytes(model: Any) -> int:
     return _SLACK_BYTES + 4 * 8 * numbers
 
 
-def _load(model: Any, file: Any, name: str, strict: bool, exclude: tuple[str, ...]) -> Restored:
-    # This opens every part of the file, so a damaged one fails before the model changes.
-    with _file_errors(name):
-        saved, dtypes = file.names(), file.dtypes()
+def _chosen(
+    model: Any,
+    saved: dict[str, tuple[int, ...]],
+    dtypes: dict[str, str],
+    name: str,
+    strict: bool,
+    exclude: tuple[str, ...],
+) -> tuple[Restored, list[tuple[str, Any]]]:
+    """The report of a file, and the model's variables to load, with their names in the file."""
     here = _keras.names_in_files(model)
     weights = {n: v for n, v in here.items() if not n.startswith(_OPTIMIZER)}
     check_excluded(exclude, [variable.path for variable in weights.values()])
@@ -125,12 +190,7 @@ def _load(model: Any, file: Any, name: str, strict: bool, exclude: tuple[str, ..
         )
     whole = not (missing or reshaped or kept)
     optimizer = _optimizer_that_fits(model, saved, name) if whole else {}
-    for n, variable in {**{n: weights[n] for n in fitting}, **optimizer}.items():
-        with _file_errors(name):
-            value = file.read(n)
-        variable.assign(value)
-    _keras.forget_state(model)
-    return Restored(
+    report = Restored(
         directory=name,
         step=0,
         loaded=tuple(weights[n].path for n in fitting),
@@ -139,6 +199,7 @@ def _load(model: Any, file: Any, name: str, strict: bool, exclude: tuple[str, ..
         renamed={},
         optimizer=bool(optimizer),
     )
+    return report, [*((n, weights[n]) for n in fitting), *optimizer.items()]
 
 
 def _optimizer_that_fits(model: Any, saved: dict[str, tuple[int, ...]], name: str) -> dict:
@@ -198,10 +259,15 @@ class KerasDirectory:
 
     Args:
         directory: The callback's directory, or one of the checkpoints in it.
+        alone: See `Store`.
+
+    Attributes:
+        directory: The directory's absolute path.
+        alone: See `Store`.
     """
 
-    def __init__(self, directory: str | os.PathLike):
-        self._path = folder(directory)
+    def __init__(self, directory: str | os.PathLike, *, alone: bool = False):
+        self._path, self.alone = folder(directory), alone
         self.directory = os.fspath(self._path)
 
     @property
@@ -243,21 +309,25 @@ class KerasDirectory:
             wanted: See `Store.load`.
 
         Raises:
-            CheckpointError: If one cannot be read.
+            CheckpointError: In all processes, if one cannot read an array.
         """
         if not wanted:
             return []
+        what = f"reading checkpoint {step} of {self.directory}"
+        found = in_all(what, lambda: self._read(step, wanted), alone=self.alone)
+        return [found[saved.key].astype(dtype) for saved, _, dtype in wanted]
+
+    def _read(self, step: int, wanted: Sequence[tuple[Saved, Any, Any]]) -> dict[str, Any]:
         ocp = orbax()
         target, how = restore_request(wanted)
         restored = ocp.args.PyTreeRestore(
             item=_nested(target), restore_args=_nested(how), partial_restore=True
         )
         with checkpoint_errors(self.directory, "read", step):
-            tree = ocp.PyTreeCheckpointHandler().metadata(self._arrays(step)).tree
+            handler = ocp.PyTreeCheckpointHandler()
+            tree = handler.metadata(self._arrays(step)).tree
             check_stored(dict(_flat(tree)), [saved for saved, _, _ in wanted])
-            reader = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
-            found = dict(_flat(reader.restore(self._arrays(step), args=restored)))
-        return [found[saved.key].astype(dtype) for saved, _, dtype in wanted]
+            return dict(_flat(handler.restore(self._arrays(step), args=restored)))
 
     def close(self) -> None:
         """Does nothing; `Store` has the same method."""

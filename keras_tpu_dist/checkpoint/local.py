@@ -359,7 +359,12 @@ class LocalTier:
             at_s: Only checkpoints that are not older count, in seconds since 1970.
         """
         self.found = None
-        here = {} if run is None else self._copies_of(run)
+        here = {}
+        if run is not None:
+            try:
+                here = self._copies_of(run)
+            except (OSError, CheckpointError) as error:
+                logger.warning("no local checkpoint of this host is used: %s", error)
         reported = [
             [number, max(map(_written_at_s, copies.values())), mark, sorted(copies)]
             for (number, mark), copies in here.items()

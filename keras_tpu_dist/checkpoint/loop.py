@@ -25,7 +25,7 @@ from keras_tpu_dist.checkpoint.names import (
     numbered,
     unmatched_text,
 )
-from keras_tpu_dist.checkpoint.restore import assign_saved
+from keras_tpu_dist.checkpoint.restore import agreed_manifest, agreed_steps, assign_saved
 from keras_tpu_dist.checkpoint.snapshot import snapshot
 from keras_tpu_dist.checkpoint.store import Store
 from keras_tpu_dist.checkpoint.tiers import Tiers, finish, is_on_this_host
@@ -33,7 +33,7 @@ from keras_tpu_dist.common.checks import check_counts, check_flags, checked_path
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.input.position import is_position, own_position
 from keras_tpu_dist.processes.channel import agree
-from keras_tpu_dist.processes.encoding import ANYTHING, ListOf
+from keras_tpu_dist.processes.encoding import ANYTHING
 from keras_tpu_dist.processes.preemption import Preemption
 from keras_tpu_dist.training import membership
 
@@ -218,12 +218,12 @@ class LoopCheckpoint:
             CheckpointError: If there are checkpoints and none can be read.
         """
         finish(self._tiers.wait)
-        found = agree("looking for checkpoints of a loop", _FIX, self._store.steps, ListOf(int))
+        steps = agreed_steps(self._store)
         self._tiers.look_for_local()
         if noted := self._tiers.load_local(self._load):
             return noted
         errors = []
-        for step in reversed(found[0]):
+        for step in reversed(steps):
             try:
                 return self._load(self._store, step)
             except CheckpointError as error:
@@ -234,7 +234,7 @@ class LoopCheckpoint:
         return {}
 
     def _load(self, tier: Store | LocalTier, step: int) -> dict[str, Any]:
-        manifest = tier.manifest(step)
+        manifest = agreed_manifest(tier, step)
         numbers, positions = _noted(manifest, step, tier.directory)
         if manifest.arrays.get(OPTIMIZER):
             self._parts.build_optimizer()

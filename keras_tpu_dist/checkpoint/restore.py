@@ -10,9 +10,14 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import jax
+
 from keras_tpu_dist import _keras
+from keras_tpu_dist.checkpoint.barriers import FIX, in_all
 from keras_tpu_dist.checkpoint.keras_files import (
+    GROUP_BYTES,
     KerasDirectory,
+    grouped,
     is_directory_of_keras,
     is_file_of_keras,
     load_file,
@@ -34,6 +39,8 @@ from keras_tpu_dist.checkpoint.store import Store, none_in
 from keras_tpu_dist.common.checks import check_counts, check_flags, check_model, checked_path
 from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.common.patterns import patterns_of
+from keras_tpu_dist.processes.channel import agree
+from keras_tpu_dist.processes.encoding import ListOf, check_form
 from keras_tpu_dist.show.progress import stages
 from keras_tpu_dist.training import membership
 
@@ -42,7 +49,7 @@ logger = logging.getLogger("keras_tpu_dist")
 _WHERE = 'Write for example ktd.restore(model, "checkpoints").'
 # Up to this size, a state is read and compared before anything changes. A larger one may not fit in
 # memory next to the current state, so it is read in groups.
-_AT_ONCE_BYTES, _GROUP_BYTES = 128 * 2**20, 64 * 2**20
+_AT_ONCE_BYTES = 128 * 2**20
 
 
 def restore(
@@ -95,11 +102,12 @@ def restore(
         check_counts("restore", 0, step=step)
     directory = checked_path("restore", _WHERE, directory=directory)
     pairs, exclude = _checked_pairs(rename), patterns_of(exclude)
+    alone = membership.is_local(model)
     if is_file_of_keras(directory):
         _check_built(model)
         _check_of_files(step, pairs)
-        return load_file(model, directory, strict, exclude)
-    with _store(directory, membership.is_local(model)) as store:
+        return load_file(model, directory, strict, exclude, alone)
+    with _store(directory, alone) as store:
         return load_newest(model, store, step, strict, exclude, pairs)[0]
 
 
@@ -128,7 +136,7 @@ def load_newest(
         CheckpointError: If none can be read.
     """
     _check_built(model)
-    steps = store.steps
+    steps = agreed_steps(store)
     if step is not None and step not in steps:
         raise CheckpointError(
             message(
@@ -146,6 +154,49 @@ def load_newest(
             if step is None:
                 logger.warning("%s Trying the previous checkpoint.", error)
     raise CheckpointError(" ".join(errors)) if errors else none_in(store.directory)
+
+
+def agreed_steps(store: Store | KerasDirectory) -> list[int]:
+    """The steps with a complete checkpoint, the newest last; for all processes what process 0 sees.
+
+    A process that looks a moment later may see others.
+
+    Args:
+        store: The checkpoints.
+
+    Raises:
+        CheckpointError: In all processes, if the directory cannot be read.
+    """
+    is_first = store.alone or jax.process_index() == 0
+    what = f"looking for checkpoints in {store.directory}"
+    steps = in_all(what, lambda: store.steps if is_first else [], alone=store.alone)
+    if store.alone:
+        return steps
+    of_first = agree(what, FIX, steps, ListOf(int), reduce=lambda of_all: of_all[0])
+    check_form(of_first, ListOf(int), where=what)
+    return of_first
+
+
+def agreed_manifest(store: Store | KerasDirectory | LocalTier, step: int) -> Manifest:
+    """The manifest of a step's checkpoint, the same in all processes.
+
+    Args:
+        store: The checkpoints.
+        step: The step.
+
+    Raises:
+        CheckpointError: In all processes, if one cannot read it.
+        ValueError: If they read different ones.
+    """
+    if isinstance(store, LocalTier):
+        return store.manifest(step)
+    what = f"reading the manifest of checkpoint {step} of {store.directory}"
+    return in_all(
+        what,
+        lambda: store.manifest(step),
+        lambda manifest: f"crc32 {manifest.to_json()['crc32']}",
+        alone=store.alone,
+    )
 
 
 def load(
@@ -172,7 +223,7 @@ def load(
         ValueError: See `restore`.
         CheckpointError: If it cannot be read.
     """
-    manifest = store.manifest(step)
+    manifest = agreed_manifest(store, step)
     if lacking := manifest.lacks(needs):
         raise CheckpointError(
             message(
@@ -262,17 +313,11 @@ def assign_saved(
 
 
 def _groups(chosen: list[tuple[Saved, Any]]) -> Iterator[list]:
-    sizes = [math.prod(saved.entry.shape) * v.value.dtype.itemsize for saved, v in chosen]
-    most = _AT_ONCE_BYTES if sum(sizes) <= _AT_ONCE_BYTES else _GROUP_BYTES
-    group, size = [], 0
-    for pair, nbytes in zip(chosen, sizes):
-        if group and size + nbytes > most:
-            yield group
-            group, size = [], 0
-        group.append(pair)
-        size += nbytes
-    if group:
-        yield group
+    def size_of(pair: tuple[Saved, Any]) -> int:
+        return math.prod(pair[0].entry.shape) * pair[1].value.dtype.itemsize
+
+    at_once = sum(map(size_of, chosen)) <= _AT_ONCE_BYTES
+    return grouped(chosen, size_of, _AT_ONCE_BYTES if at_once else GROUP_BYTES)
 
 
 def _return_freed_memory() -> None:
@@ -377,8 +422,13 @@ def _check_built(model: Any) -> None:
 
 @contextlib.contextmanager
 def _store(directory: str | os.PathLike, alone: bool) -> Iterator[Store | KerasDirectory]:
-    theirs = is_directory_of_keras(directory)
-    store = KerasDirectory(directory) if theirs else Store(directory, read_only=True, alone=alone)
+    def opened() -> Store | KerasDirectory:
+        if is_directory_of_keras(directory):
+            return KerasDirectory(directory, alone=alone)
+        return Store(directory, read_only=True, alone=alone)
+
+    what = f"opening {os.fspath(directory)}"
+    store = in_all(what, opened, lambda store: type(store).__name__, alone=alone)
     try:
         yield store
     finally:

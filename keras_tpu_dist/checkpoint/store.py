@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from keras_tpu_dist.checkpoint.barriers import barriers_of, first_reason
+from keras_tpu_dist.checkpoint.barriers import barriers_of, first_reason, in_all
 from keras_tpu_dist.checkpoint.fingerprint import fingerprints
 from keras_tpu_dist.checkpoint.keeping import (
     HALF,
@@ -61,8 +61,11 @@ class Store:
         every_s: An interval in seconds, to keep one checkpoint per interval, too; or `None`.
         asynchronous: Whether `save` returns as soon as the values are copied from the devices.
         read_only: Whether to write nothing.
-        alone: Whether this process reads without the others, if there are several. If not, Orbax's
-            barriers wait for all of them.
+        alone: Whether this process reads without the others, if there are several.
+
+    Attributes:
+        directory: The directory's absolute path.
+        alone: See above.
 
     Raises:
         ImportError: If Orbax is not installed.
@@ -99,12 +102,12 @@ class Store:
         self._stored: dict[int, Mapping[str, Any]] = {}
         self._keep, self._best, self._every_s = keep, best, every_s
         self._asynchronous = asynchronous
-        self._alone, self._saver, self._lock = alone, None, None
+        self.alone, self._saver, self._lock = alone, None, None
         self._completing: threading.Thread | None = None
         self._failed: BaseException | None = None
         self._known: dict[int, Known] = {}
         self._noted: str | None = None
-        self._barriers = None if read_only or alone else barriers_of(self.directory)
+        self._barriers = None if read_only else barriers_of(self.directory)
         if not read_only and self._is_first:
             with checkpoint_errors(self.directory, "opened"):
                 self._lock_and_settle()
@@ -130,27 +133,25 @@ class Store:
     @property
     def _is_first(self) -> bool:
         """Whether this is the process that renames and deletes."""
-        return self._alone or jax.process_index() == 0
+        return jax.process_index() == 0
 
     @property
     def _checkpointer(self) -> Any:
         # Created on first use, and again after a failure, which leaves its state unknown.
         if self._saver is None:
-            ocp, processes = orbax(), _processes(self._alone)
-            of_items = {
-                _ARRAYS: ocp.PyTreeCheckpointHandler(multiprocessing_options=processes),
-                _MANIFEST: ocp.JsonCheckpointHandler(multiprocessing_options=processes),
+            ocp = orbax()
+            handlers = {
+                _ARRAYS: ocp.PyTreeCheckpointHandler(),
+                _MANIFEST: ocp.JsonCheckpointHandler(),
             }
-            handler = ocp.CompositeCheckpointHandler(**of_items)
+            handler = ocp.CompositeCheckpointHandler(**handlers)
             logging.getLogger("absl").addFilter(_is_not_raised_too)
             # If a directory cannot be created in the background, Orbax's threads wait ten minutes
             # for it, and the process with them.
             here = ocp.options.AsyncOptions(
                 create_directories_asynchronously=False, barrier_sync_fn=self._barriers
             )
-            self._saver = ocp.AsyncCheckpointer(
-                handler, async_options=here, multiprocessing_options=processes
-            )
+            self._saver = ocp.AsyncCheckpointer(handler, async_options=here)
         return self._saver
 
     @property
@@ -360,30 +361,34 @@ class Store:
                 array), and its dtype.
 
         Raises:
-            CheckpointError: If one cannot be read, or its values differ from the saved ones.
+            CheckpointError: In all processes, if one cannot read an array, or its values differ
+                from the saved ones.
         """
         if not wanted:
             return []
+        what = f"reading checkpoint {step} of {self.directory}"
+        arrays = in_all(what, lambda: self._read(step, wanted), alone=self.alone)
+        # The devices of all processes compute it, so all must have read their parts.
+        saved = [saved for saved, _, _ in wanted]
+        in_all(what, lambda: self._check(step, saved, arrays), alone=self.alone)
+        return [array.astype(dtype) for array, (_, _, dtype) in zip(arrays, wanted)]
+
+    def _read(self, step: int, wanted: Sequence[tuple[Saved, Any, Any]]) -> list[Any]:
         ocp = orbax()
         filled = [item for item in wanted if 0 not in item[0].entry.shape]
         read: dict[str, Any] = {}
         if filled:
             target, how = restore_request(filled)
             restored = ocp.args.PyTreeRestore(item=target, restore_args=how, partial_restore=True)
+            handler, path = ocp.PyTreeCheckpointHandler(), self._root / str(step) / _ARRAYS
             with checkpoint_errors(self.directory, "read", step):
                 if step not in self._stored:
-                    path = folder(self.directory) / str(step) / _ARRAYS
-                    self._stored[step] = ocp.PyTreeCheckpointHandler().metadata(path).tree
+                    self._stored[step] = handler.metadata(path).tree
                 check_stored(self._stored[step], [saved for saved, _, _ in filled])
-                asked = {_ARRAYS: restored}
-                items = self._checkpointer.restore(
-                    self._root / str(step), args=ocp.args.Composite(**asked)
-                )
-            read |= items[_ARRAYS]
+                # Without a `Checkpointer`, whose barrier would wait for processes that failed.
+                read |= handler.restore(path, args=restored)
         read |= {saved.key: _empty(saved, s) for saved, s, _ in wanted if saved.key not in read}
-        arrays = [read[saved.key] for saved, _, _ in wanted]
-        self._check(step, [saved for saved, _, _ in wanted], arrays)
-        return [array.astype(dtype) for array, (_, _, dtype) in zip(arrays, wanted)]
+        return [read[saved.key] for saved, _, _ in wanted]
 
     def wait(self) -> None:
         """Waits until the last checkpoint is on disk.
@@ -661,14 +666,3 @@ def orbax() -> Any:
             )
         ) from error
     return ocp
-
-
-def _processes(alone: bool) -> Any:
-    """Orbax's options: the processes that take part in its barriers."""
-    options = orbax().options.MultiprocessingOptions
-    if not alone or jax.process_count() == 1:
-        return options()
-    own = jax.process_index()
-    return options(
-        primary_host=own, active_processes={own}, barrier_sync_key_prefix=f"process_{own}"
-    )

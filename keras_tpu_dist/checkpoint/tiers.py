@@ -7,6 +7,9 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import jax
+
+from keras_tpu_dist.checkpoint.barriers import in_all
 from keras_tpu_dist.checkpoint.keeping import written_at_s
 from keras_tpu_dist.checkpoint.local import LocalTier
 from keras_tpu_dist.checkpoint.manifest import CheckpointError, Manifest
@@ -75,6 +78,16 @@ class Tiers:
         """Looks for newer checkpoints of the same run on the hosts' own disks."""
         if self.local is None:
             return
+        what = f"looking for the run of {self.store.directory}"
+        newest = in_all(what, self._newest_of_first)
+        # Process 0 decides, because the directory may have just changed.
+        found = agree(what, self._fix, newest, [(None, str), int, float])
+        self.local.look_for(*found[0])
+
+    def _newest_of_first(self) -> list[Any]:
+        """The run, step and time of the newest shared checkpoint that process 0 can read."""
+        if jax.process_index() != 0:
+            return [None, -1, 0.0]
         run, step, at_s = None, -1, 0.0
         steps = self.store.steps
         for step_here in reversed(steps):
@@ -85,11 +98,7 @@ class Tiers:
                 break
         if not steps:
             run = self.store.noted_run
-        run = run if isinstance(run, str) else None
-        what = f"looking for the run of {self.store.directory}"
-        # Process 0 decides, because the directory may have just changed.
-        found = agree(what, self._fix, [run, step, at_s], [(None, str), int, float])
-        self.local.look_for(*found[0])
+        return [run if isinstance(run, str) else None, step, at_s]
 
     def load_local(self, load: Callable[[LocalTier, int], _Loaded]) -> _Loaded | None:
         """Loads the local checkpoint to resume from, or the next one if it cannot be read.

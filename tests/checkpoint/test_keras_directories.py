@@ -78,7 +78,9 @@ def test_another_model_is_one_error(tmp_path):
     one = written("stock", tmp_path)
     wider = made("stock", lambda: mlp(classes=9))
     before = wider.get_weights()
-    with pytest.raises(ValueError, match=r"hold the weights of this model.*of another shape") as e:
+    with pytest.raises(
+        ValueError, match=r"must have exactly the weights of this model.*of another shape"
+    ) as e:
         ktd.restore(wider, tmp_path)
     assert "(32, 9), saved as (32, 8)" in str(e.value)
     named = keras.Sequential([keras.Input((16,)), keras.layers.Dense(32, name="heat")])

@@ -317,7 +317,7 @@ def test_a_state_of_several_groups(tmp_path, monkeypatch):
     one = trained("tensor", tmp_path)
     module = importlib.import_module("keras_tpu_dist.checkpoint.restore")
     monkeypatch.setattr(module, "_AT_ONCE_BYTES", 1000)
-    monkeypatch.setattr(module, "_GROUP_BYTES", 1000)
+    monkeypatch.setattr(module, "GROUP_BYTES", 1000)
     other = made("fsdp")
     assert ktd.restore(other, tmp_path).optimizer
     assert_close(numbers(other), numbers(one))

@@ -1,0 +1,52 @@
+"""A checkpoint that one process cannot read is read by none, and all go on together."""
+
+import json
+import pathlib
+
+import pytest
+from helpers import loaded
+
+HERE = pathlib.Path(__file__).parent
+launched = loaded(HERE / "test_processes.py", "loading_test_processes").launched
+UNREADABLE, DAMAGED = "Input/output error", "values that differ from the saved ones"
+# What each case finds: steps, or a part of the error.
+CASES = {
+    "fit, manifest": [4, 8, 12],
+    "fit, arrays": [4, 8, 12],
+    "fit, values": [4, 8, 12],
+    "local fit, local disk": [4, 8, 12],
+    "restore, manifest": 4,
+    "restore, arrays": 4,
+    "step, arrays": UNREADABLE,
+    "step, values": DAMAGED,
+    "Keras directory, arrays": 0,
+    "another run, another manifest": "All processes must read the same checkpoint. Received: crc32",
+    "file, file": UNREADABLE,
+    "file, damaged file": UNREADABLE,
+    "loop, manifest": {"step": 1},
+    "loop, arrays": {"step": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("loading")
+    done = launched(HERE / "failing_loads.py", folder, *CASES, processes=2, devices=1)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_what_one_process_cannot_read_none_does(case, folder):
+    first, other = (json.loads((folder / f"{case}.{i}.json").read_text()) for i in range(2))
+    assert first["weights"] == other["weights"]
+    assert other["asked"]
+    expected = CASES[case]
+    if not isinstance(expected, str):
+        assert first["found"] == other["found"] == expected
+        return
+    assert expected in first["found"]
+    assert expected in other["found"]
+    if expected in (UNREADABLE, DAMAGED):
+        assert first["found"].startswith("In process 1: ")
