@@ -372,7 +372,7 @@ def both(page, title):
 
 
 def loops():
-    return both(GUIDE, "## The custom loop, whole")
+    return both(GUIDE, "## A complete custom loop")
 
 
 @pytest.mark.slow
