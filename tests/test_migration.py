@@ -429,7 +429,7 @@ def test_the_whole_loop_here_goes_on_where_it_stopped(tmp_path, monkeypatch, cap
 def test_the_estimator_s_counterpart_fine_tunes(tmp_path, monkeypatch, capsys):
     tf = pytest.importorskip("tensorflow")
     monkeypatch.chdir(tmp_path)
-    old, new = both(ESTIMATOR, "## A model_fn, whole")
+    old, new = both(ESTIMATOR, "## A complete model_fn")
     compile(old, str(ESTIMATOR), "exec")
     rng = np.random.default_rng(0)
     for file in range(2):
