@@ -1,11 +1,7 @@
 """Parses the arguments of commands: functions, meshes, layouts, inputs, slices, prices."""
 
 import argparse
-import importlib
-import importlib.util
 import inspect
-import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +13,7 @@ from keras_tpu_dist.common.errors import message
 from keras_tpu_dist.hardware.simulation import simulate
 from keras_tpu_dist.hardware.topology import Topology
 from keras_tpu_dist.layout.rules import LayoutRules
+from keras_tpu_dist.shell import own_code
 from keras_tpu_dist.strategy import TPUStrategy
 
 _MODEL_OR_PAIR = "a model, or (model, strategy)"
@@ -41,15 +38,14 @@ def build_function(name: str) -> Callable:
                 fix="Write for example models:build or path/to/models.py:build.",
             )
         )
-    sys.path.insert(0, os.getcwd())
-    is_path = module.endswith(".py") or "/" in module or os.sep in module
-    found = _module_of_file(module) if is_path else importlib.import_module(module)
+    is_path = module.endswith(".py") or "/" in module or "\\" in module
+    found = _module_of_file(module) if is_path else own_code.imported(module)
     if not callable(getattr(found, attribute, None)):
         raise ValueError(
             message(
                 f"Module {module!r} has no function {attribute!r}.",
                 received={"build": name},
-                fix="Name a function in it.",
+                fix=_fix_of_module(module),
                 name=attribute,
                 choices=[n for n, value in vars(found).items() if callable(value)],
             )
@@ -57,6 +53,12 @@ def build_function(name: str) -> Callable:
     function = getattr(found, attribute)
     _check_takes_nothing(function, name)
     return function
+
+
+def _fix_of_module(module: str) -> str:
+    if not module.endswith(".py") and Path(f"{module}.py").is_file():
+        return f"Name a function in it; write {module}.py for the file in this folder."
+    return "Name a function in it."
 
 
 def _check_takes_nothing(function: Callable, name: str) -> None:
@@ -78,8 +80,7 @@ def _check_takes_nothing(function: Callable, name: str) -> None:
 
 def _module_of_file(file: str) -> Any:
     path = Path(file if file.endswith(".py") else f"{file}.py")
-    spec = importlib.util.spec_from_file_location(path.stem, path) if path.is_file() else None
-    if spec is None or spec.loader is None:
+    if not path.is_file():
         raise ValueError(
             message(
                 "FILE.py:function must name an existing Python file.",
@@ -87,11 +88,7 @@ def _module_of_file(file: str) -> Any:
                 fix="Check the path.",
             )
         )
-    module = importlib.util.module_from_spec(spec)
-    # Pickles and dataclasses of a model look up their module.
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
+    return own_code.loaded(path)
 
 
 def strategy_of(options: argparse.Namespace) -> TPUStrategy:

@@ -70,7 +70,7 @@ def model(tmp_path, monkeypatch):
     return "model.py:build"
 
 
-def started(*words, code=SCRIPT + "sys.exit(main())", **options):
+def started(*words, code=SCRIPT + "sys.exit(main())", as_module=False, **options):
     """A process that runs the command, with none of the devices that tests simulate."""
     hidden = (
         "XLA_FLAGS",
@@ -82,7 +82,8 @@ def started(*words, code=SCRIPT + "sys.exit(main())", **options):
     env = {k: v for k, v in os.environ.items() if k not in hidden}
     env |= {"PYTHONPATH": str(ROOT), "COLUMNS": "120"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    command = [sys.executable, "-c", code, *map(str, words)]
+    start = ["-m", "keras_tpu_dist"] if as_module else ["-P", "-c", code]
+    command = [sys.executable, *start, *map(str, words)]
     return subprocess.Popen(command, env=env, **pipes, **options)
 
 
@@ -212,6 +213,48 @@ def test_an_error_in_a_file_says_where(model, tmp_path, capsys):
     error = capsys.readouterr().err
     assert 'misses.py", line 1' in error
     assert "error: ModuleNotFoundError: No module named 'no_such_module'" in error
+
+
+# Modules of Python, which Keras imports early, late or never, and of installed packages.
+OF_PYTHON = ("random", "types", "code", "queue", "json")
+INSTALLED = ("keras", "jax", "numpy", "rich", "h5py", "iniconfig")
+SHADOW = """
+import json, random, sys
+import helpers, iniconfig
+assert "models/{0}.py:build" in sys.argv, "{0} was imported in the place of another module"
+assert sys.modules["random"] is random and random.Random and json.loads
+assert iniconfig.OURS, "Python imports what lies beside a file first"
+build = helpers.build
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "as_module"),
+    [
+        *((name, False) for name in ("random", "types", "code", "keras", "iniconfig")),
+        ("random", True),
+    ],
+)
+def test_a_file_named_like_another_module_hides_none(name, as_module, tmp_path):
+    (tmp_path / "models").mkdir()
+    for each in (*OF_PYTHON, *INSTALLED):
+        (tmp_path / f"models/{each}.py").write_text(f"OURS = True\n{SHADOW.format(each)}")
+        if not (as_module and each == "types"):  # `python -m` itself imports that one
+            (tmp_path / f"{each}.py").write_text("raise AssertionError(__file__)")
+    if name != "iniconfig":
+        (tmp_path / "models/iniconfig.py").write_text("OURS = True\nfrom helpers import build")
+    (tmp_path / "models/helpers.py").write_text(MODEL)
+    words = ["lint", f"models/{name}.py:build", "--devices", "2", "--mesh", "data=2"]
+    code, out, err = ran(*words, as_module=as_module, cwd=tmp_path)
+    assert (code, out, err) == (0, "mlp: no findings\n", "")
+
+
+def test_a_module_that_another_one_hides_is_named_by_its_file(model, tmp_path, capsys):
+    (tmp_path / "json.py").write_text(MODEL)
+    assert main(["lint", "json:build", "--mesh", "data=8"]) == 2
+    assert "write json.py for the file in this folder" in capsys.readouterr().err
+    assert main(["lint", "json.py:build", "--mesh", "data=8"]) == 0
 
 
 @pytest.mark.parametrize("options", [["--layout", "fsdp"], []])
