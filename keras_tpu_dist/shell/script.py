@@ -123,10 +123,11 @@ def _folders_within(folders: Sequence[Path], name: str) -> list[Path] | None:
 
 
 def _unknown(folders: Sequence[Path]) -> bool:
-    """Whether a package chooses its folders when it is imported, or has none on the disk."""
+    """Whether a package chooses its folders when it is imported, or has some in a zip file."""
     starts = [each / "__init__.py" for each in folders]
     chosen = any(b"__path__" in each.read_bytes() for each in starts if each.is_file())
-    return chosen or any(not each.is_dir() for each in folders)
+    # Python remembers folders that are gone: those are in no file.
+    return chosen or any(any(map(Path.is_file, each.parents)) for each in folders)
 
 
 def _names(folders: Iterable[Path], prefix: str = "") -> list[str]:
