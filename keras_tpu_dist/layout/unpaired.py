@@ -141,7 +141,7 @@ class _Reader:
         elif decision.used and ways > 1:
             used = self._model_axes(decision.used)
             if any(used):
-                sent = 2 * _exchanged(size, ways)
+                sent = 2 * _exchanged(size, ways) + self._gathered_bias(p, ways)
                 words = (
                     "Its heads or units are not divisible by the model axis: it is stored split "
                     "by width, and padded in use. It is sent, and so is its gradient."
@@ -159,6 +159,11 @@ class _Reader:
             words = "It is split by width: the rows that are looked up are gathered."
             by_row = None if features is None else _gathered(features * item, ways)
             yield words, _SIZES, by_row, 0.0
+
+    def _gathered_bias(self, p: Projection | None, ways: int) -> float:
+        """Bytes of a bias that is stored whole, of which each device updates a part."""
+        bias = p.bias if p is not None else None
+        return 0.0 if bias is None else _gathered(bytes_of(bias), ways)
 
     def _whole(self, weight, decision: Decision) -> tuple:
         """The description of a weight that is replicated because of its size."""

@@ -1,0 +1,128 @@
+"""Vocabularies of random sizes: each plan equals one device, and lint states what is sent.
+
+Sizes are drawn, the same in each run: primes, even ones that four does not divide, and those that
+eight divides; few words, and more than a table has that is sent whole.
+"""
+
+import functools
+import itertools
+import random
+
+import keras
+import numpy as np
+import pytest
+from helpers import assert_close, built
+from keras import ops
+from programs import program
+
+import keras_tpu_dist as ktd
+from keras_tpu_dist import hlo
+from keras_tpu_dist.hlo.wire import Wire
+from keras_tpu_dist.layout.planner import Planner
+from keras_tpu_dist.layout.unpaired import unpaired
+
+L = keras.layers
+WIDTH, TIME, ROWS = 16, 8, 13
+
+
+def is_prime(n):
+    return all(n % k for k in range(2, int(n**0.5) + 1))
+
+
+KINDS = {
+    "prime": is_prime,
+    "even": lambda n: n % 4 == 2,
+    "dividing": lambda n: n % 8 == 0,
+}
+RANGES = (64, 400), (4097, 4600)
+FORMS = ("tied", "untied", "headed")
+PLANS = [
+    ("fsdp", {"data": 8}),
+    ("fsdp", {"data": 2, "fsdp": 4}),
+    ("tensor_parallel", {"data": 2, "model": 4}),
+    ("auto", {"data": 4, "model": 2}),
+    ("auto", {"data": 2, "fsdp": 2, "model": 2}),
+]
+
+
+def drawn(kind, rng):
+    first, last = rng.choice(RANGES)
+    return rng.choice([n for n in range(first, last) if KINDS[kind](n)])
+
+
+def cases(*others, fast):
+    """Each kind, form and choice of the others with a drawn size; the first few are fast."""
+    rng = random.Random(37)
+    every = [
+        (form, drawn(kind, rng), *rest)
+        for kind, form, *rest in itertools.product(KINDS, FORMS, *others)
+    ]
+    rng.shuffle(every)
+    return [
+        pytest.param(*case, id="-".join(map(str, case)), marks=() if n < fast else pytest.mark.slow)
+        for n, case in enumerate(every)
+    ]
+
+
+def model_of(form, words, loss):
+    def build():
+        tokens = keras.Input((TIME,), dtype="int32")
+        if form == "headed":
+            first, last = L.Embedding(words, WIDTH, name="token"), L.Dense(words, name="head")
+        else:
+            first = L.ReversibleEmbedding(words, WIDTH, tie_weights=form == "tied", name="token")
+            last = functools.partial(first, reverse=True)
+        x = first(tokens)
+        y = L.Dense(4 * WIDTH, activation="gelu", name="up")(L.LayerNormalization()(x))
+        model = keras.Model(tokens, last(x + L.Dense(WIDTH, name="down")(y)))
+        model.compile("sgd", loss)
+        return model
+
+    return build
+
+
+def strategy_of(kind, mesh):
+    return ktd.TPUStrategy(mesh, Planner(kind, min_size=64, memory_bytes=1))
+
+
+@functools.cache
+def trained(form, words, plan=None):
+    """Loss, predictions and weights after two steps of rows that do not divide."""
+    strategy = None if plan is None else strategy_of(*PLANS[plan])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model = built(model_of(form, words, loss), strategy)
+    rng = np.random.default_rng(words)
+    x, y = rng.integers(0, words, (2, 2, ROWS, TIME))
+    losses = [model.train_on_batch(*batch) for batch in zip(x, y, strict=True)]
+    return [losses, model.predict(x[0][:5], verbose=0), model.get_weights()]
+
+
+@pytest.mark.parametrize(("form", "words", "plan"), cases(range(len(PLANS)), fast=2))
+def test_equal_to_one_device(form, words, plan):
+    assert_close(trained(form, words, plan), trained(form, words))
+
+
+MESHES = {"two": {"data": 4, "model": 2}, "four": {"data": 2, "model": 4}}
+
+
+@pytest.mark.parametrize(("form", "words", "mesh"), cases(MESHES, fast=1))
+def test_lint_states_what_is_sent_but_for_whole_sums(form, words, mesh):
+    """All else but gradients over "data" are sums of features, as pairs and lookups need them.
+
+    Devices that split the batch have equal weights, so that XLA may exchange parts with those.
+    """
+    axes, rows = MESHES[mesh], 8
+    strategy = strategy_of("tensor_parallel", axes)
+    model = built(model_of(form, words, "mse"), strategy)
+    found = unpaired(model, strategy.placement(model), strategy.layouts.setting)
+    stated = sum(each.by_row * rows / axes["data"] + each.by_step for each in found)
+    x, y = (ops.ones((rows, *t.shape[1:]), t.dtype) for t in (model.inputs[0], model.outputs[0]))
+    read = hlo.analyze(program(model, strategy, x, y), wire=Wire(tuple(axes.items())))
+    crossing = [c for c in read.collectives if c.axes != ("data",)]
+    sent = sum(c.sent_bytes * c.times for c in crossing)
+    ways = axes["model"]
+    one = 2 * (ways - 1) / ways * rows / axes["data"] * TIME * WIDTH * 4
+    sums, left = divmod(sent - stated, one)
+    # Sums of scales and biases, and of the loss, are less than a kilobyte.
+    assert 2 <= sums <= 6, (sums, stated, *crossing)
+    assert left <= 1024, (left, stated, *crossing)
