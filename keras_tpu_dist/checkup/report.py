@@ -59,6 +59,7 @@ class CheckPart(Printed):
         problems: The problems.
         figures: The measurements, as plain data.
         left_out: Why the part did not run, or `""`.
+        no_time: Whether it did not run because too little time remained.
         seconds: How long it took.
         hangs: Whether it did not finish, so that no other part can run after it.
     """
@@ -69,6 +70,7 @@ class CheckPart(Printed):
     problems: tuple[Problem, ...] = ()
     figures: dict[str, Any] = field(default_factory=dict)
     left_out: str = ""
+    no_time: bool = False
     seconds: float = 0.0
     hangs: bool = False
 
@@ -125,7 +127,7 @@ class Check(Page):
 
     @property
     def ok(self) -> bool:
-        """Whether the parts that ran found no problems."""
+        """Whether the parts that ran found no problems; see `left_out` for those that did not."""
         return all(part.ok for part in self.parts)
 
     @property
@@ -205,7 +207,25 @@ class Check(Page):
 
     def _verdict(self) -> str:
         count = len(self.problems)
-        return "all correct" if self.ok else f"{count} problem{'s' if count > 1 else ''}"
+        words = "all correct" if self.ok else f"{count} problem{'s' if count > 1 else ''}"
+        missed = [part for part in self.parts if part.no_time]
+        if not missed:
+            return words
+        names = ", ".join(part.name for part in missed[:_MOST_MISSED])
+        more = len(missed) - _MOST_MISSED
+        names += f" and {more} more" if more > 0 else ""
+        if self.ok and self._is_part:
+            words = "nothing wrong so far" if self._ran else "nothing checked"
+        return f"{words}, no time for {names}"
+
+    @property
+    def _ran(self) -> bool:
+        return len(self.left_out) < len(self.parts)
+
+    @property
+    def _is_part(self) -> bool:
+        """Whether too little time remained for a part that says what is correct."""
+        return any(part.no_time and part.kind == RIGHT for part in self.parts)
 
     def _took(self) -> str:
         return f"{duration_text(self.seconds)} of {self.minutes:g} min"
@@ -248,7 +268,7 @@ class Check(Page):
 
     def _page(self) -> str:
         versions = ", ".join(f"{name} {version}" for name, version in self.versions)
-        style = "good" if self.ok else "bad"
+        style = "bad" if not self.ok else "muted" if self._is_part else "good"
         verdict = f'<span class="{style}">{html.escape(self._verdict())}</span>'
         parts = [
             f"<h1>check of {html.escape(self._devices())}: {verdict}</h1>",
@@ -260,6 +280,7 @@ class Check(Page):
         return document(self._title(), parts)
 
 
+_MOST_MISSED = 3  # parts that the verdict names
 _HEADS = {RIGHT: "is it correct?", FAST: "is it fast?"}
 
 
@@ -359,6 +380,7 @@ def joined(parts: Sequence[CheckPart]) -> CheckPart:
         first,
         problems=problems,
         left_out=next((part.left_out for part in parts if part.left_out), ""),
+        no_time=any(part.no_time for part in parts),
         seconds=max(part.seconds for part in parts),
         hangs=any(part.hangs for part in parts),
     )

@@ -120,9 +120,8 @@ def _run(bench: Bench, step: Planned) -> CheckPart:
     """Runs a part in all processes, or leaves it out in all of them."""
     left = bench.agreed(f"time for {step.name}", bench.left_s, min)
     if left < step.seconds:
-        return _left_out(
-            step, f"it may take {step.seconds:.0f} s, and {max(left, 0):.0f} s remained"
-        )
+        why = f"it may take {step.seconds:.0f} s, and {max(left, 0):.0f} s remained"
+        return replace(_left_out(step, why), no_time=True)
     begin, part = time.monotonic(), CheckPart(step.name, step.kind)
     try:
         part = _ran(bench, step)

@@ -4,6 +4,7 @@ Python itself puts the folder of a program first: with a `random.py` in it, Kera
 """
 
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Sequence
@@ -55,7 +56,7 @@ class _Beside(MetaPathFinder):
 
 def _importing_file() -> str:
     """The file whose code imports a module."""
-    frame: Any = sys._getframe(1)
+    frame: Any = inspect.currentframe()
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith("<frozen importlib") and file not in (__file__, importlib.__file__):

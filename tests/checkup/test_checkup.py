@@ -1,5 +1,6 @@
 """A check of the devices: right is said to be right, and each fault is named."""
 
+import functools
 import json
 import logging
 import pathlib
@@ -546,6 +547,45 @@ def test_the_method_and_what_it_takes():
             strategy.check(**wrong)
     with pytest.raises(ValueError, match="attached"):
         ktd.TPUStrategy(topology="v5e:2x4").check()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "verdict", "style"),
+    [
+        ({}, "all correct", "good"),
+        ({"step": 1e9}, "nothing wrong so far, no time for step", "muted"),
+        ({"memory": 1e9}, "all correct, no time for memory", "good"),
+        ({"step": 1e9, "memory": 1e9}, "nothing wrong so far, no time for step, memory", "muted"),
+        (
+            dict.fromkeys(("products", "step", "random numbers", "memory"), 1e9),
+            "nothing checked, no time for products, step, random numbers and 1 more",
+            "muted",
+        ),
+        (
+            {"step": 1e9, "random numbers": None},
+            "1 problem, no time for step",
+            "bad",
+        ),
+    ],
+)
+def test_the_verdict_says_what_found_no_time(seconds, verdict, style, tmp_path):
+    def raises(bench):
+        raise RuntimeError("INTERNAL: broken")
+
+    def right(name, bench):
+        return run.CheckPart(name, kinds[name], "right")
+
+    kinds = {step.name: step.kind for step in run.steps("a model")}
+    todo = [
+        run.Planned(name, kinds[name], functools.partial(right, name), seconds.get(name, 0.0))
+        if seconds.get(name, 0.0) is not None
+        else run.Planned(name, kinds[name], raises, 0.0)
+        for name in ("products", "step", "random numbers", "memory")
+    ]
+    check = run.run_check(ktd.TPUStrategy(), todo, 1.0)
+    assert f": {verdict}, " in str(check).splitlines()[0]
+    check.to_html(tmp_path / "check.html")
+    assert f'<span class="{style}">{verdict}</span>' in (tmp_path / "check.html").read_text()
 
 
 def test_a_report_can_be_sent_and_fits_on_a_screen(tmp_path):
