@@ -284,7 +284,7 @@ def segformer():
         81969344,  # and 4883 of a head for 19 classes
         lambda: make([3, 6, 40, 3], [64, 128, 320, 512], 256, 640),
         lambda blocks: make([1, 1, 1, blocks], [8, 16, 40, 32], 16, 64),
-        why="heads of the first stages, 1, 2 and 5, do not divide; the block is the last stage's",
+        why="heads of the first stages, 1, 2 and 5, not divisible; the block is the last stage's",
     )
 
 
@@ -301,7 +301,7 @@ def swin():
         194995476,
         lambda: make(192, [2, 2, 18, 2], [6, 12, 24, 48], 224, 7),
         lambda blocks: make(16, [1, blocks], [4, 8], 16, 2),
-        why=f"{IN_A_ROW}; heads of the first stage, 6, do not divide",
+        why=f"{IN_A_ROW}; heads of the first stage, 6, not divisible",
     )
 
 

@@ -63,6 +63,12 @@ PRIVATE_WORDS = {
     r"where there is none|where there are none": "if there is none",
     r"as it lies": "in its layout",
     r"gives back|given back": "returns, restores, gets back",
+    r"(?:do|does|need) not divide(?! the)": "is not divisible by, is not a multiple of",
+    r"nobody": "turn the sentence round: is not read, you did not ask",
+    r"tak(?:e|es|en|ing)(?: it| them)? apart": "splits, separates, reshapes",
+    r"says? so": "warns, reports; or name what you see",
+    r"lies? (?:on|in|at|by|whole|there|elsewhere)": "is on, is in; is not split",
+    r"(?:stays?|lies?|made|kept|keep|keeps|used) whole": "is not split, is replicated, is gathered",
 }
 # What promises a line in the log, in a page. The comment that follows in the same line,
 # <!-- log: text -->, has a piece of the message: its level in the source is at least WARNING. A

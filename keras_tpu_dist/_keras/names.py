@@ -204,7 +204,7 @@ ATTRIBUTES = (
     *_each(
         _VARIABLE,
         "_layout",
-        "where a variable lies, set after it was made",
+        "a variable's layout, set after it was made",
         "a setter for keras.Variable(layout=...)",
     ),
     *_each(

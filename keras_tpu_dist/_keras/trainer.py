@@ -195,7 +195,7 @@ def _data() -> list[Replacement]:
             _MODULE,
             "_distribute_data",
             _distribute_data,
-            why="`*_on_batch` takes any number of rows; Keras refuses one that does not divide",
+            why="`*_on_batch` takes any number of rows; Keras refuses one that is not a multiple",
             hook="Distribution.distribute_data",
             parameters=("data", "layouts"),
         ),
@@ -203,7 +203,7 @@ def _data() -> list[Replacement]:
             "keras.src.distribution.distribution_lib",
             "distribute_tensor",
             _distribute_output,
-            why="a layer may return a structure, or rows that do not divide",
+            why="a layer may return a structure, or rows that are not split evenly",
             hook="Distribution.distribute_tensor",
             parameters=("tensor", "layout"),
         ),
@@ -217,7 +217,7 @@ def _bookkeeping() -> list[Replacement]:
             "__init__",
             _told_list,
             why="callbacks see a resumed run as one that never stopped; no thread waits for logs "
-            "that nobody reads; only one process prints a progress bar",
+            "that are not read; only one process prints a progress bar",
             hook="a distribution that makes the CallbackList",
         ),
         Replacement(

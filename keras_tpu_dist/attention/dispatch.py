@@ -131,7 +131,7 @@ def dot_product_attention(
         mesh: The mesh of the computation.
         data_axes: Mesh axes that split the batch; may be empty.
         head_axes: Mesh axes that may split the heads; by default all that are not in `data_axes`.
-            Axes that do not divide the number of heads are left out.
+            If the number of heads is not divisible by an axis, the axis is left out.
         time_axis: The mesh axis that splits queries along time if it divides them, or `None`.
         bias: Added to the logits; broadcastable to `(batch, heads, time, source)`.
         mask: True if a query may see a key; broadcastable to `(batch, heads, time, source)`, or

@@ -186,7 +186,7 @@ class Profile(keras.callbacks.Callback):
             trace.stop()
         except (RuntimeError, OSError) as error:
             self._gave_up = True
-            logger.warning("Profile(steps=%s): the trace is not whole: %s", self.steps, error)
+            logger.warning("Profile(steps=%s): the trace is not complete: %s", self.steps, error)
             return
         if last < max(trace.first, self.steps[0]):
             # A shorter launch, or one that failed, had none of the steps.

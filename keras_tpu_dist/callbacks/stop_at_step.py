@@ -82,7 +82,7 @@ class StopAtStep(keras.callbacks.Callback):
 
     @property
     def sees_launches(self) -> bool:
-        """Whether the strategy's loop counts; if so, nobody fetches the logs of every step."""
+        """Whether the strategy's loop counts; if so, the logs of every step are not fetched."""
         return self._fit is not None
 
     def set_model(self, model):

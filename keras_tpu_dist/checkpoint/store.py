@@ -553,7 +553,7 @@ def check_stored(stored: Mapping[str, Any], wanted: Sequence[Saved]) -> None:
 
 
 def check_files(directory: str, step: int) -> None:
-    """Checks the sizes of files before they are read whole: all except the arrays' values.
+    """Checks the sizes of files before they are read into memory: all except the arrays' values.
 
     Args:
         directory: The directory of checkpoints.

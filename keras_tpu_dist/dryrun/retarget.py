@@ -82,7 +82,7 @@ class DryRuns(StrategyPart):
             progress: Called with a line of text at every stage.
 
         Returns:
-            A `DryRun`. If the model does not fit, the report says so; no error is raised.
+            A `DryRun`. If the model does not fit, you see it in the report; no error is raised.
 
         Raises:
             ValueError: If an argument is wrong, or the mesh does not fill the slice.

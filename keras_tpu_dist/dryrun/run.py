@@ -82,7 +82,7 @@ def dry_run(
             open, as KerasHub's tasks do. It fills every open size of arrays with at most three
             dimensions. Give other open sizes, such as those of images, with `x`.
         batch_size: The global batch size. By default, the largest batch that fits is found as in
-            `largest_batch`, with up to eight compilations, and a note says so.
+            `largest_batch`, with up to eight compilations, and a note.
         mode: `"train"`, `"evaluate"`, `"predict"`, or `"generate"` for a language model of
             KerasHub; then the report is for one token in every row.
         effort: `"quick"` (XLA's `EFFORT_O1`) or `"exact"`, as in training. Quick is about three
@@ -96,9 +96,9 @@ def dry_run(
         progress: Called with a line of text at every stage.
 
     Returns:
-        A `DryRun`. If the model does not fit, the report says so; no error is raised. Operations
-        are those that run, so recomputation in the backward pass counts again, and flash attention
-        counts the blocks that its mask leaves.
+        A `DryRun`. If the model does not fit, you see it in the report; no error is raised.
+        Operations are those that run, so recomputation in the backward pass counts again, and flash
+        attention counts the blocks that its mask leaves.
 
     Raises:
         ValueError: If an argument is wrong, or `build` does not return a compiled model.

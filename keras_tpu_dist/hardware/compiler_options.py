@@ -92,7 +92,7 @@ def options_for(
 
 
 def chosen_names(options: Any, device: Any, devices: int, split: bool = True) -> tuple[str, ...]:
-    """The options of `options_for` that nobody asked for, so that a compiler may go without them.
+    """The options of `options_for` that you did not ask for, so a compiler may go without them.
 
     Args:
         options: As `checked_compiler_options` gives them.

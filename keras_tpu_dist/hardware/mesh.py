@@ -149,7 +149,7 @@ def state_axes(mesh: jax.sharding.Mesh, data_axes: Sequence[str]) -> tuple[str, 
 
 
 def replicated_batch(axis_names: Sequence[str]) -> str:
-    """The warning if no axis splits the batch and nobody asked for that.
+    """The warning if no axis splits the batch, unless you chose that.
 
     Args:
         axis_names: The mesh's axes.

@@ -67,7 +67,7 @@ def simulate(num_devices: int = 8) -> None:
 
 
 def warn_without_tpu(devices: Sequence[Any]) -> None:
-    """Warns once if a strategy found a CPU instead of a TPU, and nobody asked for that.
+    """Warns once if a strategy found a CPU instead of a TPU, unless you chose the CPU.
 
     Args:
         devices: The devices of the strategy's mesh.

@@ -54,7 +54,7 @@ class Shape:
         dtype: XLA's name, as in `"bf16"`.
         dims: Sizes of its dimensions on one device.
         memory_space: 0 for HBM; the TPU compiler uses 1 for the on-chip vector memory.
-        layout: How it lies there, as in `"1,0:T(8,128)"`: dimensions from the fastest to the
+        layout: Its layout in memory, as in `"1,0:T(8,128)"`: dimensions from the fastest to the
             slowest, and the tiles that it is made of.
     """
 
@@ -78,7 +78,7 @@ class Shape:
 
     @property
     def hbm_bytes(self) -> int:
-        """Bytes that it takes in HBM, with the padding of its tiles; 0 if it lies elsewhere."""
+        """Bytes that it takes in HBM, with the padding of its tiles; 0 if it is elsewhere."""
         return self.window_bytes(self.dims) if self.memory_space == 0 else 0
 
     def window_bytes(self, dims: tuple[int, ...], *, whole_tiles: bool = True) -> int:
@@ -175,7 +175,7 @@ class Instruction:
         return match[1] if match else ""
 
     def attribute(self, name: str) -> str | None:
-        """The text of `name=...` up to the comma that ends it, braces and brackets kept whole.
+        """The text of `name=...` up to the comma that ends it, with its braces and brackets.
 
         Args:
             name: The attribute's name, such as `"replica_groups"`.

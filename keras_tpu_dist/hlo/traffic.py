@@ -263,7 +263,7 @@ def _sliced_bytes(target: Shape, part: Shape, update: Instruction) -> int:
         inside = True
         if dims[axis] == 1 and tile < LANES:
             continue
-        # It goes in blocks, and one more, as neither end need lie at a block's.
+        # It goes in blocks, and one more, as neither end need be at a block's.
         block = -(-min(dims[axis], max(tile, _MOST_ROWS)) // tile) * tile
         dims[axis] = min((-(-dims[axis] // block) + 1) * block, target.dims[axis])
     moved = target.window_bytes(tuple(dims))

@@ -65,7 +65,7 @@ def _crossing(kind: str, within: np.ndarray) -> float:
 
     Args:
         kind: `"all-reduce"` and so on.
-        within: Whether a device lies on the one side, as `(groups, members)`.
+        within: Whether a device is on the one side, as `(groups, members)`.
     """
     size = within.shape[1]
     here = within.sum(1)

@@ -206,7 +206,7 @@ class BatchPlacer:
             log_once(
                 "not compiled (run_eagerly, or a layer that Keras does not compile): batches are "
                 "whole on every device, since "
-                + ("the mesh has an axis besides the data axes" if whole else "rows do not divide"),
+                + ("the mesh has an axis besides the data axes" if whole else "rows are uneven"),
                 WARNING,
             )
         shardings = [

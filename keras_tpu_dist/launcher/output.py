@@ -121,7 +121,7 @@ def _of_others(left: Counter[str]) -> list[str]:
 class LogFile:
     """The output of one process in a file of bounded size.
 
-    If it cannot be written, as on a full disk, a message says so once and the run continues.
+    If it cannot be written, as on a full disk, one message reports it and the run continues.
 
     Args:
         path: The file; output older than the last 32 MiB moves to a second file, `.1`.

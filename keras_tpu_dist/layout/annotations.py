@@ -82,7 +82,7 @@ def split(layer: Any, output: Any = None, **weights: Sequence | None) -> Any:
 
 
 def replicate(layer: Any) -> Any:
-    """Keeps all weights of a layer and of its sublayers whole on every device.
+    """Replicates all weights of a layer and of its sublayers on every device.
 
     Args:
         layer: A layer or model.

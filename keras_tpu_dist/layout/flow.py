@@ -45,7 +45,7 @@ class Cut:
         columns: Kernels whose output features it splits: number of the variable, and its dimension.
         rows: Kernels that sum over the split features, likewise.
         follows: Biases, scales and statistics of those features, likewise.
-        whole: Kernels that feed it and should stay whole, because their few heads are not
+        whole: Kernels that feed it and should not be split, because their few heads are not
             divisible.
         sent_bytes: Bytes of its all-reduces in a forward and a backward pass, estimated.
         products: Multiplications that it divides.
@@ -113,7 +113,7 @@ class Flow:
         ends: Nodes of the layer's inputs and outputs.
         weights: For every weight, the nodes of its dimensions.
         views: For kernels that hold features of several kinds, and their biases, the shape that
-            they are taken apart to, whose dimensions count.
+            they are reshaped to, whose dimensions count.
     """
 
     sizes: list[int] = field(default_factory=list)
@@ -136,7 +136,6 @@ class Flow:
 
         Returns:
             The cuts; those that divide the most work for the bytes that they send come first.
-            The cuts, those first that divide the most work for what they send.
         """
         root = self._together(ways)
         sums: dict[int, int] = defaultdict(int)

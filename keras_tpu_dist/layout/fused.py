@@ -1,9 +1,9 @@
-"""Fused kernels for queries, keys and values: taken apart before the product.
+"""Fused kernels for queries, keys and values: reshaped before the product.
 
-A kernel may compute features of several kinds one after another, and the layer then takes them
-apart (`reshape` to three times heads, `split`). Such features cannot be split by heads, because a
-part of the row is not a part of every kind. A product with the kernel taken apart gives the same
-numbers, and its features have a dimension that can be split.
+A kernel may compute features of several kinds one after another, and the layer then separates them
+(`reshape` to three times heads, `split`). Such features cannot be split by heads, because a part of
+the row is not a part of every kind. A product with the reshaped kernel gives the same numbers, and
+its features have a dimension that can be split.
 """
 
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -20,14 +20,14 @@ _SAME = ("convert_element_type", "copy")
 
 @dataclass(frozen=True)
 class Fused:
-    """A product whose features are taken apart.
+    """A product whose features are separated.
 
     Attributes:
         kernel: The kernel, `(in, features)`.
         operand: The other operand, `(..., in)`.
         bias: The bias, `(features,)`, or `None`.
-        factors: The sizes that the features are taken apart into.
-        ends: The operations that take them apart.
+        factors: The sizes that the features are reshaped to.
+        ends: The operations that separate them.
         product: The product.
     """
 
@@ -39,10 +39,10 @@ class Fused:
     product: Equation
 
     def replaced(self, laid: Callable[[Atom, Any], Any]) -> dict[Equation, Instead]:
-        """Replacements for the ends, computed from the kernel taken apart, in one evaluation.
+        """Replacements for the ends, computed from the reshaped kernel, in one evaluation.
 
         Args:
-            laid: Constrains the layout of the kernel's or the bias's array taken apart.
+            laid: Constrains the layout of the kernel's or the bias's reshaped array.
         """
         weights = [self.kernel, *([] if self.bias is None else [self.bias])]
         made = self.product.results[0].aval.dtype
@@ -72,7 +72,7 @@ class Fused:
 
 
 def _ended(end: Equation, apart: Any) -> list[Any]:
-    """The results of an operation on features that are already taken apart."""
+    """The results of an operation on features that are already separated."""
     dtype = end.results[0].aval.dtype
     if end.name == "reshape":
         return [apart.astype(dtype)]
@@ -84,7 +84,7 @@ def _ended(end: Equation, apart: Any) -> list[Any]:
 
 
 def fused_in(graph: Graph, weights: Container[int]) -> list[Fused]:
-    """The products of a program whose features are taken apart, and not one by one.
+    """The products of a program whose features are separated, and not one by one.
 
     Args:
         graph: The program.
@@ -188,7 +188,7 @@ def taken_apart(jaxpr: Any, weights: int) -> tuple[Any, dict[int, tuple[int, ...
         weights: The number of its first inputs that are weights.
 
     Returns:
-        The program, a `ClosedJaxpr`, and the new shapes of the weights taken apart; the same
+        The program, a `ClosedJaxpr`, and the new shapes of the reshaped weights; the same
         program, and no shapes, if there are none.
     """
     graph = graph_of(jaxpr)
@@ -215,7 +215,7 @@ def taken_apart(jaxpr: Any, weights: int) -> tuple[Any, dict[int, tuple[int, ...
 def _is_read_elsewhere(
     graph: Graph, instead: Mapping[Equation, Instead], weights: set[int]
 ) -> bool:
-    """Whether a weight that is taken apart is also read in its stored shape."""
+    """Whether a weight that is reshaped is also read in its stored shape."""
     left: Sequence[Equation] = graph.needed({e: new.operands for e, new in instead.items()})
     return any(
         id(operand) in weights for each in left if each not in instead for operand in each.operands

@@ -449,7 +449,7 @@ def _heads(model, setting: Setting) -> list[Finding]:
                         layer.path or layer.name,
                         f"{heads} key-value heads are not divisible by {ways}: every device on the "
                         "model axis computes all keys and values.",
-                        f"Use {ways} key-value heads, or a model axis that divides {heads}.",
+                        f"Use {ways} key-value heads, or a model axis whose size divides {heads}.",
                     )
                 )
     return found

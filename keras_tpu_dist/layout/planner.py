@@ -298,7 +298,7 @@ class Planner:
     ) -> Decision:
         """Adds the data axes to the largest dimension that is divisible by them.
 
-        If tokens are sent to experts, kernels lie by expert, so that tokens can go where they lie.
+        If tokens are sent to experts, kernels are split by expert, so that tokens can go to them.
         """
         before = decision.reason + "; " if decision is not None else ""
         taken = decision.axes if decision is not None else ()

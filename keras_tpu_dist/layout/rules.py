@@ -17,10 +17,10 @@ from keras_tpu_dist.common.errors import message
 
 @dataclass(frozen=True)
 class View:
-    """How a layer takes a weight apart that holds features of several kinds one after another.
+    """How a layer reshapes a weight that holds features of several kinds one after another.
 
     Attributes:
-        shape: The weight's shape, taken apart.
+        shape: The weight's shape, with a dimension for each kind.
         layer: The path of the layer.
     """
 
@@ -49,7 +49,7 @@ class Decision:
         axes: One entry per dimension; `()` means replicated.
         reason: The rule or default that decided, for `explain`.
         alternatives: The other layouts considered, with the reasons against them.
-        used: The axes of the tensor in computations, if they differ; they need not divide it.
+        used: The axes of the tensor in computations, if they differ; they need not split it evenly.
         view: The view that `used` refers to, if that is not the weight as stored.
         gathered: The features that a layer computes in parts with it, and returns whole.
         alone: Whether a plan splits it without another weight that opens or closes the split.

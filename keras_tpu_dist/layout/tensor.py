@@ -21,11 +21,11 @@ _FEWEST_IN_A_PART = 8
 # that a batch looks up, because a batch has as many tokens.
 _MOST_SENT_WHOLE = 4096
 
-# In reasons: for a pair that no call shows, and for weights that lie whole.
+# In reasons: for a pair that no call shows, and for weights that are not split.
 GUESSED = "; guessed from the order of layers"
 SHARED = "few heads, which all that are split share"
 KEYS = "key-value heads"
-INDIVISIBLE = "not divide by"
+INDIVISIBLE = "not divisible by"
 
 _ATTENTION = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
 _CONVOLUTIONS = (keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
@@ -105,7 +105,7 @@ class Projection:
 
     @property
     def packed(self) -> bool:
-        """Whether two values lie in a byte."""
+        """Whether two values share a byte."""
         return tuple(self.kernel.shape) != self.sizes
 
     def stored(self, dim: int) -> int | None:
@@ -374,7 +374,7 @@ class TensorPlan:
         model: A built model.
         mesh: The mesh.
         axes: The mesh axes that split weights.
-        min_size: A projection without a partner stays whole if it has fewer elements.
+        min_size: A projection without a partner is not split if it has fewer elements.
     """
 
     def __init__(self, model: Any, mesh: Mesh, axes: Sequence[str], min_size: int):
@@ -477,7 +477,7 @@ class TensorPlan:
         """Lets a layer use a fused weight for queries, keys and values by heads.
 
         The kernel is stored split along its first dimension. In every step, each device gets its
-        heads of all three kinds; the bias is whole.
+        heads of all three kinds; the bias is replicated.
         """
         by_input = len(variable.shape) > 1 and not variable.shape[0] % axis_size(self._mesh, entry)
         self._put(variable, (entry, None) if by_input else (), reason)
@@ -551,7 +551,7 @@ class TensorPlan:
         if entry is None:
             sizes = [p.sizes[d] for d in dims]
             packed = ", two values in a byte," if p.packed else ""
-            self._keep(p.layer, f"{reason}; but {sizes}{packed} do {INDIVISIBLE} {self._ways()}")
+            self._keep(p.layer, f"{reason}; but {sizes}{packed} are {INDIVISIBLE} {self._ways()}")
             return
         self._assign_projection(p, dim, entry, reason)
 
@@ -571,12 +571,12 @@ class TensorPlan:
         if entry is None:
             most = max(heads, key=lambda q: q.out_sizes[0], default=None)
             what = "no kernels by heads" if most is None else self._heads_of(most)
-            self._keep(layer, f"attention: {what} do {INDIVISIBLE} {self._ways()}")
+            self._keep(layer, f"attention: {what} are {INDIVISIBLE} {self._ways()}")
             return
         ways = axis_size(self._mesh, entry)
         for q, own in zip(heads, parts):
             if own % ways:
-                reason = f"attention: {self._heads_of(q, KEYS)} do {INDIVISIBLE} {ways}"
+                reason = f"attention: {self._heads_of(q, KEYS)} are {INDIVISIBLE} {ways}"
                 self._keep(q.layer, reason)
             else:
                 self._assign_projection(q, q.outs[0], entry, "attention: column, by heads")
@@ -601,7 +601,7 @@ class TensorPlan:
             by_vocabulary = sides.index("vocabulary")
             dim, entry = self._first_dividing(table.shape, (by_vocabulary, 1 - by_vocabulary))
             if entry is None:
-                reason = f"embedding: {tuple(table.shape)} does {INDIVISIBLE} {self._ways()}"
+                reason = f"embedding: {tuple(table.shape)} is {INDIVISIBLE} {self._ways()}"
                 self._put(table, (), f"replicated: {reason}")
                 continue
             axes = tuple(entry if d == dim else None for d in (0, 1))
@@ -653,7 +653,7 @@ class TensorPlan:
             return
         self.decisions[id(variable)] = replace(
             decision,
-            reason=f"{decision.reason}; used by {what}, padded: {size} do not divide by {ways}",
+            reason=f"{decision.reason}; used by {what}, padded: {size} is {INDIVISIBLE} {ways}",
             used=tuple(entry if d == dim else None for d in range(len(variable.shape))),
         )
 
@@ -663,7 +663,7 @@ class TensorPlan:
         size = gates if gates > 1 else units
         entry = dividing_axes(size, self._axes, self._mesh)
         if entry is None:
-            reason = f"recurrent: {size} gates or units do not divide by {self._ways()}"
+            reason = f"recurrent: {size} gates or units are {INDIVISIBLE} {self._ways()}"
             self._keep(layer, f"{reason}, and a gate must not cross a shard")
             return
         for weight in _keras.own_variables(layer):
@@ -692,7 +692,7 @@ class TensorPlan:
         count = banks[0].shape[0]
         entry = dividing_axes(count, self._axes, self._mesh)
         if entry is None:
-            self._keep(layer, f"experts: {count} do not divide by {self._ways()}")
+            self._keep(layer, f"experts: {count} is {INDIVISIBLE} {self._ways()}")
             return
         for weight in (*banks, *biases_of(layer, banks)):
             axes = (entry, *(None,) * (len(weight.shape) - 1))
@@ -702,8 +702,8 @@ class TensorPlan:
         """Large weights without a rule: depthwise kernels by channel, others along a divisible
         dimension.
 
-        A scale or a bias is whole, like the features that it applies to; those that follow a cut
-        are already decided.
+        A scale or a bias is replicated, like the features that it applies to; those that follow a
+        cut are already decided.
         """
         for weight in _keras.own_variables(layer):
             if id(weight) in self.decisions or _elements(weight) < self._min_size:
@@ -713,7 +713,7 @@ class TensorPlan:
                 self._put_whole([0], [weight], "its features are not split")
                 continue
             dims = sorted(range(len(shape)), key=lambda d: (-shape[d], -d))
-            reason = "no rule for this layer class: the largest dimension that divides"
+            reason = "no rule for this layer class: the largest divisible dimension"
             if isinstance(layer, _BY_CHANNEL) and len(shape) > 2:
                 channels = (len(shape) - 1, len(shape) - 2)
                 dims, reason = sorted(channels, key=lambda d: -shape[d]), "by channels"
@@ -766,7 +766,7 @@ class TensorPlan:
     def _put(self, variable, axes: Axes, reason: str) -> None:
         for size, entry in zip(variable.shape, axes):
             if size % axis_size(self._mesh, entry):
-                reason = f"{reason}; but {tuple(variable.shape)} does not divide as {axes}"
+                reason = f"{reason}; but {axes} does not split {tuple(variable.shape)} evenly"
                 axes = ()
                 break
         if not any(axes):

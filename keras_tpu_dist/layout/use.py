@@ -6,10 +6,10 @@ program begins by splitting the table by vocabulary, in parts of unequal sizes, 
 devices exchange their parts once per step in each direction.
 
 A fused kernel of queries, keys and values is stored split along its input dimension. A layer that
-takes the features apart gets the kernel taken apart by heads. See `keras_tpu_dist.layout.fused`.
+separates the features gets the kernel split by heads. See `keras_tpu_dist.layout.fused`.
 
-A table for positions or types is stored split by width and used whole. The looked-up rows of a
-larger table that is split by width are gathered. So is the output of a kernel without a partner, if
+A table for positions or types is stored split by width and gathered for use. If a larger table is
+split by width, the looked-up rows are gathered. So is the output of a kernel without a partner, if
 other kernels follow. Such features are added to whole features. Otherwise everything after them
 would be computed in parts, and every norm and kernel would gather its inputs.
 """
@@ -137,7 +137,7 @@ def _around(stock: Callable, layer: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _by_heads(layer: Any, strategy: Any, jaxpr: Any, inputs: list) -> list:
-    """Runs a layer's program with its weights taken apart."""
+    """Runs a layer's program with its weights reshaped."""
     weights = [v for v in layer.weights if _apart.of(v) is not None]
     # A reference is held, so that no other array gets their ids.
     arrays = [_keras.full_precision(variable) for variable in weights]

@@ -172,7 +172,7 @@ class LogicalDevices:
         return self._constrain(tensor, entries)
 
     def replicate_to_logical_devices(self, tensor: Any, batch_axis: int | None = 0) -> Any:
-        """Makes a tensor whole on every logical device of its replica.
+        """Copies the full tensor to every logical device of its replica.
 
         Args:
             tensor: A tensor whose dimension `batch_axis` is the batch. For the kinds of tensors,

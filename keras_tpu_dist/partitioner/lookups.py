@@ -59,7 +59,7 @@ def repaired(equation: Any, spread: Spread) -> list | None:
 
 
 def _split(equation: Any, spread: Spread) -> list[int]:
-    """The operand's dimensions to make whole, so that at most one kind of dimension is split."""
+    """The operand's dimensions to gather, so that at most one kind of dimension is split."""
     operand, indices = equation.invars[:2]
     is_lookup = equation.primitive.name == "gather"
     numbers = equation.params["dimension_numbers"]

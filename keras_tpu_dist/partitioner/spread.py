@@ -337,7 +337,7 @@ class Spread(Classes):
             self.link(operands[one], i, operands[other], j)
 
     def _link_reshaped(self, equation: Any) -> None:
-        """Dimensions that are merged or taken apart are one class."""
+        """Dimensions that are merged or split are one class."""
         operand, result = equation.invars[0], equation.outvars[0]
         for old, new in regrouped(operand.aval.shape, result.aval.shape):
             places = [(operand, d) for d in old] + [(result, d) for d in new]
@@ -359,7 +359,7 @@ class Spread(Classes):
             shift = rank(outer) - rank(own)
             if not shift:
                 self.link_positions(outer, own)
-            # Values that a loop takes apart or stacks have one more dimension outside.
+            # Values that a loop slices or stacks have one more dimension outside.
             for dimension in range(rank(own)) if shift else ():
                 self.link(outer, dimension + shift, own, dimension)
 

@@ -76,7 +76,7 @@ FAULTS = (
         "the compiler aborts where a shard_map leaves two axes to it, one of them splits a "
         "dimension that the indices of a gather or scatter name, and an axis splits the indices "
         "or another dimension",
-        "the dimension is whole there",
+        "the dimension is not split there",
         lookups.candidate,
         lookups.repaired,
     ),
@@ -98,9 +98,9 @@ FAULTS = (
         scatter.PRIMITIVES,
         "where parts are also on several devices, of a second axis or of one axis of which a "
         "reshape left a factor, the rows that are missing in the last parts get index 0 instead of "
-        "one beyond the end, so that what nobody sent is added to row 0; with unsigned "
+        "one beyond the end, so that padding is added to row 0; with unsigned "
         "indices the compiler aborts on every mesh",
-        "rows are added whose index lies beyond the end, which XLA drops",
+        "rows are added with an index beyond the end, which XLA drops",
         scatter.candidate,
         scatter.repaired,
     ),
@@ -121,7 +121,7 @@ FAULTS = (
         "the size of the other axes, or of the factor of one axis that splits channels; split "
         "channels cut groups apart, and the compiler refuses its own program or aborts",
         "each device convolves its rows and groups in a shard_map over the axes that split them, "
-        "and the parts are summed outside; a split image is made whole",
+        "and the parts are summed outside; a split image is gathered",
         convolution.candidate,
         convolution.repaired,
     ),
@@ -140,7 +140,7 @@ FAULTS = (
         windows.PRIMITIVES,
         "pooling and its gradient, slices with a step, sums that go on, and padding in front lose "
         "rows along a split dimension, or the compiler gives up or aborts",
-        "the dimension is made whole there",
+        "the dimension is not split there",
         windows.candidate,
         windows.repaired,
     ),
@@ -149,7 +149,7 @@ FAULTS = (
         branches.PRIMITIVES,
         "a branch that only some devices take gets a collective permute over all of them where "
         "rows are split unevenly or move, and the program hangs",
-        "rows are whole in such a branch",
+        "rows are not split in such a branch",
         branches.candidate,
         branches.repaired,
     ),

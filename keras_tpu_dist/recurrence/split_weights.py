@@ -83,7 +83,7 @@ def gathering(
         return Gathering(False, axes, size, reason)
     why = "the recurrent kernel's columns are not split over axes of their own"
     if axes and units % ways:
-        why = f"{units} units do not divide by {ways}"
+        why = f"{units} units are not divisible by {ways}"
     return Gathering(False, (), size, f"{have}, and {why}: the loop is Keras's")
 
 

@@ -81,7 +81,7 @@ class ReplicaBuffers:
 
 
 class _Owner:
-    """Knows whether the array of a variable comes from a launch and nobody has read it."""
+    """Knows whether the array of a variable comes from a launch and has not been read."""
 
     def __init__(self, buffers: ReplicaBuffers):
         self.buffers = buffers

@@ -95,12 +95,12 @@ class ReplicaCode(DistributedInput):
         launched, no variable is assigned. The strategy's `donate_state` decides, as in `fit`,
         whether a launch overwrites updated variables, or keeps the old values and needs memory for
         both. Arrays that you keep, such as `variable.value`, are never overwritten. Within the
-        function a variable is whole, even if it is split over the data axes ("fsdp"); splits over
-        other axes remain.
+        function a variable is not split over the data axes, even under "fsdp"; splits over other
+        axes remain.
 
         The function is traced at its first call and for new shapes, and not called again, so pass
         the same function object every time. A lambda written in the loop is a new function every
-        time, and is traced and compiled again; a warning says so.
+        time, and is traced and compiled again, with a warning.
 
         If the mesh spans several processes, all of them call `run` with the same function and the
         same arguments; pass values that differ as per-replica values. This is checked at the first

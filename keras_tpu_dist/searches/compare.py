@@ -122,7 +122,7 @@ def compare(
 
 
 def _listed(meshes: Any, layouts: Any) -> tuple[list, list]:
-    """Meshes and layouts as lists; a single one would be taken apart instead."""
+    """Meshes and layouts as lists; a single one would be iterated over instead."""
     several = all(
         isinstance(given, Iterable) and not isinstance(given, (str, Mapping))
         for given in (meshes, layouts)

@@ -29,7 +29,7 @@ class Called:
             `while`; "branch": one of several, of which one runs; "part": one of several that run in
             any order, as for a linear system; "unknown": its inputs are not the equation's
             operands, as for a kernel.
-        operands: For every input, the equation's operand; the operands that a scan takes apart have
+        operands: For every input, the equation's operand; the operands that a scan slices have
             one dimension more. Empty if unknown.
         results: For every output, the equation's result, likewise. Empty if unknown, and for a
             condition.
@@ -102,7 +102,7 @@ def _shard_map(equation: Any, jaxprs: list) -> list[Called]:
 
 
 def _scan(equation: Any, jaxprs: list) -> list[Called]:
-    """A scan takes apart what has a dimension more outside than inside, and stacks likewise.
+    """A scan slices operands that have a dimension more outside than inside, and stacks likewise.
 
     JAX names these numbers differently from version to version.
     """

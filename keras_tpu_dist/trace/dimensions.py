@@ -65,7 +65,7 @@ def dimensions(equation: Any) -> Dimensions | None:
 
 
 def regrouped(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[range, range]]:
-    """The dimensions that a reshape joins, takes apart or leaves, the fewest at a time.
+    """The dimensions that a reshape joins, splits or leaves, the fewest at a time.
 
     Args:
         before: The shape before.

@@ -1,4 +1,4 @@
-"""Jaxprs taken apart and put together: the one way to look into equations, for every JAX."""
+"""Jaxprs read and written: the one way to look into equations, for every JAX."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -291,7 +291,7 @@ def choose_layout(variable: Any, strategy: Strategy) -> Any:
     return layout if _keras.variable_layout(variable) is not None else chosen(variable, layout)
 
 
-# Models of which a strategy was asked where their variables lie.
+# Models of which a strategy was asked for the layouts of their variables.
 _asked: "weakref.WeakKeyDictionary[Any, weakref.WeakSet]" = weakref.WeakKeyDictionary()
 
 

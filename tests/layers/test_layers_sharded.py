@@ -220,7 +220,7 @@ def test_a_split_that_no_gate_can_follow_takes_the_path_of_keras(
     assert caplog.text.count("the loop is Keras's") == 2  # once for each layer
     mesh = {"model": 4, "data": 2}
     odd = recurrence.gathering(10**10, units=6, axes=("model",), mesh=mesh, data_axes=("data",))
-    assert "6 units do not divide by 4" in str(odd)
+    assert "6 units are not divisible by 4" in str(odd)
     rows = recurrence.gathering(10**10, units=6, axes=("data",), mesh=mesh, data_axes=("data",))
     assert not rows.units_axes
 

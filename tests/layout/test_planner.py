@@ -266,10 +266,10 @@ def test_attention_by_heads():
     assert axes(grouped, "attention_output/kernel") == ("model", None, None)
     key = by_path[f"{grouped.name}/key/kernel"]
     assert key.axes == ()
-    assert "2 key-value heads do not divide by 4" in key.reason
+    assert "2 key-value heads are not divisible by 4" in key.reason
     query = by_path[f"{odd.name}/query/kernel"]
     assert query.axes == ()
-    assert "3 heads do not divide by {'model': 4}" in query.reason
+    assert "3 heads are not divisible by {'model': 4}" in query.reason
 
 
 def test_recurrent_by_whole_gates():

@@ -147,7 +147,7 @@ def test_heads_of_odd_width_share_bytes():
         (query,) = [row for row in rows if row.path.endswith("query/kernel")]
         assert query.axes == axes
         if ways == 4:
-            assert "4 heads of 3 values, two in a byte, do not divide by" in query.reason
+            assert "4 heads of 3 values, two in a byte, are not divisible by" in query.reason
 
 
 def test_an_odd_number_of_units_is_in_no_equal_parts_of_bytes():

@@ -37,7 +37,7 @@ def test_logits_stay_split_and_the_table_is_sent_twice(name):
     # Its slots are not sent.
     model = built(compiled(name, "adam"), strategy)
     (row,) = [r for r in strategy.explain(model).rows if "used by" in r.reason]
-    assert f"padded: {WORDS} do not divide by 4" in row.reason
+    assert f"padded: {WORDS} is not divisible by 4" in row.reason
     text = program(model, strategy, X[:8], Y[:8])
     padded = -(-WORDS // 4) * 4
     kinds = "all-reduce|all-gather|reduce-scatter"

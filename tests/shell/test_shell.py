@@ -70,7 +70,7 @@ def model(tmp_path, monkeypatch):
     return "model.py:build"
 
 
-def started(*words, code=SCRIPT + "sys.exit(main())", as_module=False, **options):
+def started(*words, code=SCRIPT + "sys.exit(main())", as_module=False, columns=120, **options):
     """A process that runs the command, with none of the devices that tests simulate."""
     hidden = (
         "XLA_FLAGS",
@@ -80,7 +80,7 @@ def started(*words, code=SCRIPT + "sys.exit(main())", as_module=False, **options
         "ALLOW_MULTIPLE_LIBTPU_LOAD",
     )
     env = {k: v for k, v in os.environ.items() if k not in hidden}
-    env |= {"PYTHONPATH": str(ROOT), "COLUMNS": "120"}
+    env |= {"PYTHONPATH": str(ROOT), "COLUMNS": str(columns)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     start = ["-m", "keras_tpu_dist"] if as_module else ["-P", "-c", code]
     command = [sys.executable, *start, *map(str, words)]

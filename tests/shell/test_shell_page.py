@@ -21,6 +21,8 @@ BLOCK = re.compile(r"^```console\n(.*?)^```", re.DOTALL | re.MULTILINE)
 FILE = re.compile(r'^```python title="(.*?)"\n(.*?)^```', re.DOTALL | re.MULTILINE)
 # The compiler that wrote what stands on the page: another may choose and count otherwise.
 LIBTPU = re.compile(r"<!-- printed with libtpu (.*?) -->")
+# As many letters fit beside the site's sidebars.
+COLUMNS = 120
 # How long it took is no answer.
 TIMES = re.compile(r"in [\d.]+ m?s\b")
 
@@ -37,7 +39,7 @@ def printed(line, folder):
     """What a command prints, as a terminal shows it."""
     words = shlex.split(line)
     assert words[0] == "ktd"
-    _, out, err = ran(*words[1:], cwd=folder)
+    _, out, err = ran(*words[1:], cwd=folder, columns=COLUMNS)
     # Warnings come before the answer.
     return err + out
 

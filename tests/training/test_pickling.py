@@ -177,7 +177,7 @@ def test_a_plan_that_falls_back_is_a_warning_once(caplog):
         model.fit(np.ones((8, 601)), np.ones((8, 603)), verbose=0)
     (warned,) = [r for r in caplog.records if "plan-falls-back" in r.getMessage()]
     assert warned.levelname == "WARNING"
-    assert "do not divide by {'model': 8}" in warned.getMessage()
+    assert "are not divisible by {'model': 8}" in warned.getMessage()
 
 
 def test_plans_and_findings_draw_themselves_in_a_notebook():
