@@ -14,8 +14,8 @@ from keras_tpu_dist.trace.jaxprs import inserted, opened, with_equations
 
 # A matrix unit multiplies so many rows in the time of one.
 _ROWS = 8
-# With fewer keys, the change is not worth it.
-_MANY = 128
+# With fewer numbers per head, the change is not worth it.
+_MANY = 128 * 64
 
 
 @dataclass(frozen=True)
@@ -78,14 +78,16 @@ def _repeated(equation: Any, makers: dict) -> _Shared | None:
 
 
 def _single(equation: Any) -> _Shared | None:
-    """A product of many keys or values with one query per head."""
+    """A product of many keys or values with one query, or one row of scores, per head."""
     if equation.primitive.name != "dot_general":
         return None
-    (_, batch) = equation.params["dimension_numbers"]
+    contracted, batch = equation.params["dimension_numbers"]
     free = [_free(equation, side) for side in (0, 1)]
-    if not batch[0] or min(free) != 1 or max(free) < _MANY:
-        return None
     side = free.index(max(free))
+    shape = equation.invars[side].aval.shape
+    numbers = max(free) * math.prod(shape[d] for d in contracted[side])
+    if not batch[0] or min(free) != 1 or max(free) == 1 or numbers < _MANY:
+        return None
     return _Shared(side, equation.invars[side], batch[side][-1])
 
 

@@ -16,14 +16,16 @@ from jax.extend import core
 from keras_tpu_dist.trace.jaxprs import opened
 
 # Smaller arrays are left to XLA, which computes them where they are used.
-_LEAST_BYTES = 2**16
+_LEAST_BYTES = 2**10
+# Arrays up to this size may be larger than their operands: a scale of a norm, in float32.
+_SMALL_BYTES = 2**16
 
 
 def weights_before(loop: Any) -> list:
     """Moves equations whose results are the same in all rounds of a loop before the loop.
 
-    Only large arrays are moved, and none that is larger than its operands, because it takes memory
-    until the loop ends.
+    No large array is moved that is larger than its operands, because it takes memory until the loop
+    ends.
 
     Args:
         loop: The equation of a `while`.
@@ -62,7 +64,8 @@ def _can_move(equation: Any, outside: dict) -> bool:
     if equation.effects or not variables or any(v not in outside for v in variables):
         return False
     results = _bytes(equation.outvars)
-    return _LEAST_BYTES <= results <= max(_bytes([v]) for v in variables)
+    most = max(_SMALL_BYTES, *(_bytes([v]) for v in variables))
+    return _LEAST_BYTES <= results <= most
 
 
 def _bytes(variables: Iterable[Any]) -> int:

@@ -182,6 +182,49 @@ def test_heads_that_share_keys(keys, queries, result, groups, first):
     assert any(rows in v.aval.shape and v.aval.ndim == 5 for v in product.invars)
 
 
+@pytest.mark.parametrize(("time", "rows"), [(256, 8), (16, 1)])
+def test_values_are_multiplied_by_rows_of_a_matrix_unit(time, rows):
+    numbers = np.random.default_rng(0)
+    cache = numbers.normal(size=(2, 2, time, 2, 32)).astype("float32")
+    scores = numbers.normal(size=(2, 2, 1, time)).astype("float32")
+
+    def program(cache, scores):
+        def body(state):
+            at, cache, total = state
+            made = [
+                jax.lax.dynamic_update_slice(c, c[:, :1] + 1, (0, at, 0, 0))
+                for c in (cache[0], cache[1])
+            ]
+            found = jnp.einsum("bkts,bskd->btkd", scores, made[1])
+            return at + 1, jnp.stack(made), total + jnp.tanh(found)
+
+        start = (jnp.int32(0), cache, jnp.zeros((2, 1, 2, 32)))
+        return jax.lax.while_loop(lambda s: s[0] < ROUNDS, body, start)
+
+    assert_same(program, cache, scores)
+    (loop,) = loops_of(caches_in_place(program), cache, scores)
+    (product,) = [e for e in loop.params["body_jaxpr"].eqns if e.primitive.name == "dot_general"]
+    found = [v.aval.size // (2 * 2 * time) for v in product.invars]
+    assert sorted(found) == sorted([rows, 32])
+
+
+def test_the_scale_of_a_norm_is_cast_once():
+    def program(cache, scale):
+        def body(state):
+            at, cache, scale = state
+            update = (cache[0, :1] * scale.astype("float32")).sum() * jnp.ones((1, 4))
+            made = [jax.lax.dynamic_update_slice(cache[i], update[0], (at,)) for i in (0, 1)]
+            return at + 1, jnp.stack(made), scale
+
+        return jax.lax.while_loop(lambda s: s[0] < ROUNDS, body, (jnp.int32(0), cache, scale))
+
+    cache, scale = np.ones((2, 1024), "float32"), jnp.full(1024, 2.0**-12, "bfloat16")
+    assert_same(program, cache, scale)
+    (loop,) = loops_of(caches_in_place(program), cache, scale)
+    made = [v.aval for e in loop.params["body_jaxpr"].eqns for v in e.invars if hasattr(v, "aval")]
+    assert not any(aval.dtype == "bfloat16" for aval in made)
+
+
 @pytest.mark.parametrize("large", [True, False])
 def test_weights_are_cast_once(large):
     size = 256 if large else 4
