@@ -4,7 +4,7 @@ Compiles the forward and backward pass for a v5e slice; you need no TPU:
 
     python benchmarks/attention.py [--time 4096] [--heads 16] [--width 128] [--rows 4]
     python benchmarks/attention.py --short [--chips v4 v6e] [--lengths 196 4096x77] [--causal]
-        [--heads 12] [--width 64] [--rows 64]
+        [--padding] [--heads 12] [--width 64] [--rows 64]
 
 `--short` prints the table behind the lengths that `attention.dispatch` leaves to XLA. For each chip
 it has the cycles of all kernels in the compiler's final schedule, loops included, or the cycles in
@@ -140,8 +140,8 @@ def short(options):
         f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true "
         "--xla_jf_dump_llo_pass_label_regex=final_bundles"
     )
-    causal = ", causal" if options.causal else ""
-    print(f"{options.rows} rows, {options.heads} heads of {options.width}{causal}, bfloat16")
+    kind = f"{', causal' * options.causal}{', a padding mask' * options.padding}"
+    print(f"{options.rows} rows, {options.heads} heads of {options.width}{kind}, bfloat16")
     print(
         "| chip | queries | keys | kernel | XLA | of it | XLA, estimated | memory, kernel | XLA |"
     )
@@ -186,12 +186,15 @@ def gradients(mesh, rows, time, source, options, flash_attention):
         )
         for length in (time, source, source)
     ]
+    if options.padding:
+        arguments.append(jax.ShapeDtypeStruct((rows, 1, 1, source), bool, sharding=split))
 
-    def loss(query, key, value):
+    def loss(query, key, value, mask=None):
         output = dot_product_attention(
             query,
             key,
             value,
+            mask=mask,
             is_causal=options.causal,
             flash_attention=flash_attention,
             mesh=mesh,
@@ -212,6 +215,7 @@ def main():
     parser.add_argument("--chips", nargs="+", choices=SLICES, default=["v5e"])
     parser.add_argument("--lengths", nargs="+", default=SHORT, metavar="QUERIES[xKEYS]")
     parser.add_argument("--causal", action="store_true")
+    parser.add_argument("--padding", action="store_true", help="a mask of keys for each row")
     options = parser.parse_args()
     defaults = {"heads": 12, "width": 64, "rows": 64} if options.short else FOR_LONG
     for name, value in defaults.items():

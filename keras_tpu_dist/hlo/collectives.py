@@ -123,7 +123,8 @@ def replica_groups(text: str, num_devices: int) -> Groups:
     """Reads `replica_groups` in any of the compiler's three spellings.
 
     Args:
-        text: `"{{0,1},{2,3}}"`, `"[2,4]<=[4,2]T(1,0)"`, or `"mesh['a'=4,'b'=2] {'b'}"`.
+        text: `"{{0,1},{2,3}}"`, `"[2,4]<=[4,2]T(1,0)"`, or `"mesh['a'=4,'b'=2] {'b'}"`, which may
+            also have `device_ids=` in one of the first two forms.
         num_devices: What an empty list of groups stands for.
 
     Returns:
@@ -137,17 +138,23 @@ def replica_groups(text: str, num_devices: int) -> Groups:
     """
     if text.startswith("mesh"):
         return _mesh_groups(text)
-    if match := re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
-        shape, reshape, order = (
-            [int(n) for n in group.split(",")] if group else None for group in match.groups()
-        )
-        ids = np.arange(_checked(math.prod(reshape or []))).reshape(reshape or [])
-        ids = ids.transpose(order) if order else ids
-        return _as_groups(ids.reshape(shape or []))
+    if match := re.match(r"\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", text):
+        return _as_groups(_iota(match[2]).reshape(_numbers(match[1])))
     groups = re.findall(r"\{([\d, ]+)\}", text)
     if not groups:
         return (tuple(range(num_devices)),)
     return tuple(tuple(int(n) for n in group.split(",")) for group in groups)
+
+
+def _iota(text: str) -> np.ndarray:
+    """The device ids of `"[4,2]T(1,0)"`: ids in order in that shape, transposed."""
+    shape, *order = map(_numbers, re.findall(r"[\[(]([\d,]+)", text))
+    ids = np.arange(_checked(math.prod(shape))).reshape(shape)
+    return ids.transpose(order[0]) if order else ids
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(n) for n in text.split(",")]
 
 
 def _mesh_groups(text: str) -> Groups:
@@ -155,7 +162,9 @@ def _mesh_groups(text: str) -> Groups:
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
     ids = np.arange(_checked(math.prod(sizes.values())))
     if order := re.search(r"device_ids=\(([\d,]+)\)", text):
-        ids = np.array([int(n) for n in order[1].split(",")])
+        ids = np.array(_numbers(order[1]))
+    elif order := re.search(r"device_ids=\((\[.*?\](?:T\([\d,]+\))?)\)", text):
+        ids = _iota(order[1]).reshape(-1)
     used = re.sub(r"device_ids=\([\d,]*\)", "", used)
     # "'x':(2)4" is the sub-axis of x with size 4 that has 2 before it
     kept: list[int] = []

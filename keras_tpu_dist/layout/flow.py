@@ -18,7 +18,7 @@ import jax
 import keras
 
 from keras_tpu_dist import _keras
-from keras_tpu_dist.layout.fused import taken_apart
+from keras_tpu_dist.layout.fused import scaled_kernels, taken_apart
 from keras_tpu_dist.trace.calls import calls
 from keras_tpu_dist.trace.dimensions import Dimensions, Mapped, dimensions
 from keras_tpu_dist.trace.jaxprs import opened
@@ -537,13 +537,16 @@ def _read(layer: Any, variables: list, given: list[Arguments]) -> Flow | str:
     except NotTraced as error:
         return str(error)
     try:
-        return _read_program(jaxpr, variables)
+        return _read_program(jaxpr, variables, layer)
     except Exception as error:  # an unknown program of another JAX must not stop a plan
         return _in_a_line(error)
 
 
-def _read_program(program: Any, variables: list) -> Flow:
-    program, views = taken_apart(program, len(variables))
+def _read_program(program: Any, variables: list, layer: Any) -> Flow:
+    number = {id(variable): n for n, variable in enumerate(variables)}
+    quantized = [[number[id(weight)] for weight in group] for group in scaled_kernels(layer)]
+    scales = {kernel: beside for kernel, *beside in quantized}
+    program, views = taken_apart(program, len(variables), scales)
     jaxpr, reader = opened(program), _Reader()
     weights = [
         reader.value(atom, frozenset([n])) for n, atom in enumerate(jaxpr.invars[: len(variables)])

@@ -4,6 +4,9 @@ A kernel may compute features of several kinds one after another, and the layer 
 (`reshape` to three times heads, `split`). Such features cannot be split by heads, because a part of
 the row is not a part of every kind. A product with the reshaped kernel gives the same numbers, and
 its features have a dimension that can be split.
+
+A quantized kernel is multiplied by a function of Keras's, with its own gradient. It gets the
+features in another order: all that one device computes, of every kind, then those of the next one.
 """
 
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -11,11 +14,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import keras
 from jax import lax
 
+from keras_tpu_dist import _keras
 from keras_tpu_dist.trace.graph import Atom, Equation, Graph, Instead, graph_of
 
 _SAME = ("convert_element_type", "copy")
+
+# Constrains the layout of the array of a weight that is reshaped.
+Laid = Callable[[Atom, Any], Any]
 
 
 @dataclass(frozen=True)
@@ -29,6 +38,7 @@ class Fused:
         factors: The sizes that the features are reshaped to.
         ends: The operations that separate them.
         product: The product.
+        scales: Scales and zero points, `(..., features)`, of a quantized kernel.
     """
 
     kernel: Atom
@@ -37,38 +47,134 @@ class Fused:
     factors: tuple[int, ...]
     ends: tuple[Equation, ...]
     product: Equation
+    scales: tuple[Atom, ...] = ()
 
-    def replaced(self, laid: Callable[[Atom, Any], Any]) -> dict[Equation, Instead]:
-        """Replacements for the ends, computed from the reshaped kernel, in one evaluation.
+    def views(self) -> list[tuple[Atom, tuple[int, ...]]]:
+        """The weights, and the shapes that they are reshaped to."""
+        if self.scales:
+            kinds = self.factors[0]
+            found = [
+                (weight, (*weight.shape[:-1], kinds, weight.shape[-1] // kinds))
+                for weight in (self.kernel, *self.scales)
+            ]
+        else:
+            found = [(self.kernel, (self.kernel.shape[0], *self.factors))]
+        return found if self.bias is None else [*found, (self.bias, self.factors)]
+
+    def replaced(self, laid: Laid, ways: int | None = None) -> dict[Equation, Instead]:
+        """Replacements for the ends, computed from the reshaped weights, in one evaluation.
 
         Args:
-            laid: Constrains the layout of the kernel's or the bias's reshaped array.
+            laid: Constrains the layout of the array of a weight that is reshaped.
+            ways: The number of devices that share the features of a quantized kernel. By default
+                its product is only similar: it has the same dimensions.
         """
-        weights = [self.kernel, *([] if self.bias is None else [self.bias])]
         made = self.product.results[0].aval.dtype
+        weights = [weight for weight, _ in self.views()]
+        own = set(map(id, weights))
+        others = [each for each in self.product.operands if id(_root(each)) not in own]
         computed: list[Any] = []
 
-        def product(arrays: list[Any]) -> Any:
-            if computed:
-                return computed[0]
-            operand, kernel, *bias = arrays
-            # Cast before it is sent.
-            kernel = kernel.astype(operand.dtype).reshape(-1, *self.factors)
-            apart = laid(self.kernel, kernel)
-            dims = ((operand.ndim - 1,), (0,)), ((), ())
-            result = lax.dot_general(operand, apart, dims, preferred_element_type=made)
-            for each in bias:
-                result = result + laid(weights[1], each.reshape(self.factors)).astype(made)
-            computed.append(result)
-            return result
+        def features(arrays: list[Any]) -> Any:
+            if not computed:
+                values = dict(zip(map(id, (*others, *weights)), arrays, strict=True))
+                result = self._product(values, laid, ways)
+                if self.bias is not None:
+                    bias = values[id(self.bias)].reshape(self.factors)
+                    result = result + laid(self.bias, bias).astype(made)
+                computed.append(result)
+            return computed[0]
 
         def instead(end: Equation) -> Instead:
-            def compute(arrays: list[Any]) -> list[Any]:
-                return _ended(end, product(arrays))
-
-            return Instead([self.operand, *weights], compute)
+            return Instead([*others, *weights], lambda arrays: _ended(end, features(arrays)))
 
         return {end: instead(end) for end in self.ends}
+
+    def _product(self, values: dict[int, Any], laid: Laid, ways: int | None) -> Any:
+        """The features, separated."""
+        if self.scales and ways is not None:
+            return self._quantized(values, laid, ways)
+        operand, views = values[id(self.operand)], self.views()
+        # Cast before it is sent.
+        kernel = values[id(self.kernel)].astype(operand.dtype)
+        kernel = laid(self.kernel, kernel.reshape(views[0][1]))
+        if self.scales:
+            kernel = self._similar(kernel, values)
+        dims = ((operand.ndim - 1,), (0,)), ((), ())
+        made = self.product.results[0].aval.dtype
+        result = lax.dot_general(operand, kernel, dims, preferred_element_type=made)
+        return result.reshape(*operand.shape[:-1], *self.factors)
+
+    def _similar(self, kernel: Any, values: dict[int, Any]) -> Any:
+        """A kernel of floats whose dimensions depend on the same ones of quantized weights."""
+        size, kinds = kernel.shape[0], self.factors[0]
+        if self._packed:
+            kernel = jnp.stack([kernel, kernel], -1).reshape(size, kinds, -1)
+        for scale in self.scales:
+            scales = values[id(scale)].reshape(-1, *kernel.shape[1:]).astype(kernel.dtype)
+            if len(scales) > 1:
+                scales = jnp.take(scales, jnp.zeros(size, "int32"), axis=0, mode="clip")
+            kernel = kernel * scales
+        return kernel
+
+    def _quantized(self, values: dict[int, Any], laid: Laid, ways: int) -> Any:
+        arranged = {
+            id(weight): _by_device(laid(weight, values[id(weight)].reshape(view)), ways)
+            for weight, view in self.views()
+            if weight is not self.bias
+        }
+        operands = [
+            arranged[id(root)].astype(each.aval.dtype)
+            if id(root := _root(each)) in arranged
+            else values[id(each)]
+            for each in self.product.operands
+        ]
+        (result,) = self.product.run(operands)
+        rows = result.shape[:-1]
+        result = jnp.swapaxes(result.reshape(*rows, ways, self.factors[0], -1), -3, -2)
+        return result.reshape(*rows, *self.factors)
+
+    @property
+    def _packed(self) -> bool:
+        """Whether two values lie in a byte."""
+        return self.kernel.shape[-1] != self.scales[0].shape[-1]
+
+
+def _by_device(apart: Any, ways: int) -> Any:
+    """Puts features of several kinds in the order of the devices that share each kind."""
+    *rows, kinds, size = apart.shape
+    apart = jnp.swapaxes(apart.reshape(*rows, kinds, ways, size // ways), -3, -2)
+    return apart.reshape(*rows, kinds * size)
+
+
+def scaled_kernels(layer: Any) -> list[list[Any]]:
+    """Quantized kernels in a layer whose last dimension is that of their features.
+
+    Args:
+        layer: A built layer.
+
+    Returns:
+        For each the kernel, its scales, and its zero points if it has any.
+    """
+    found = []
+    for each in _keras.flatten_layers(layer):
+        kernel = _keras.stored_weight(each, "kernel")
+        mode = getattr(each, "quantization_mode", None)
+        if kernel is None or mode not in ("int8", "int4") or not _makes_last(each):
+            continue
+        names = ("kernel_scale", "kernel_zero")
+        scales = [_keras.stored_weight(each, name) for name in names]
+        found.append([kernel, *(scale for scale in scales if scale is not None)])
+    return found
+
+
+def _makes_last(layer: Any) -> bool:
+    """Whether a layer's kernel is a matrix whose last dimension is the last one of the output."""
+    if not isinstance(layer, keras.layers.EinsumDense):
+        return isinstance(layer, keras.layers.Dense)
+    operands, _, output = layer.equation.replace(" ", "").partition("->")
+    names = operands.partition(",")[2]
+    return len(names) == 2 and names[-1] == output[-1] and names[0] not in output
 
 
 def _ended(end: Equation, apart: Any) -> list[Any]:
@@ -83,32 +189,33 @@ def _ended(end: Equation, apart: Any) -> list[Any]:
     return [lax.index_in_dim(apart, i, axis, keepdims=False).astype(dtype) for i in parts]
 
 
-def fused_in(graph: Graph, weights: Container[int]) -> list[Fused]:
+# From the id of a quantized kernel to those of its scales and zero points.
+Scales = Mapping[int, Container[int]]
+
+
+def fused_in(graph: Graph, weights: Container[int], scales: Scales) -> list[Fused]:
     """The products of a program whose features are separated, and not one by one.
 
     Args:
         graph: The program.
         weights: The ids of values, or of the arrays of constants, that may be such kernels.
+        scales: From the ids of quantized kernels to those of their scales and zero points.
     """
     users: dict[int, list[Equation]] = {}
     for operation in graph.operations:
         for operand in operation.operands:
             users.setdefault(id(operand), []).append(operation)
     ends = {id(each) for each in graph.outputs}
-    found = []
-    for operation in graph.operations:
-        if operation.name == "dot_general":
-            found += _fused(operation, weights, users, ends)
-    return found
+    found = (_fused(each, weights, scales, users, ends) for each in graph.operations)
+    return [each for each in found if each is not None]
 
 
-def _fused(product: Equation, weights: Container[int], users: Mapping, outputs: set[int]) -> list:
-    operand, kernel = product.operands
-    root = _root(kernel)
-    summed = ((len(operand.shape) - 1,), (0,)), ((), ())
-    given = tuple(tuple(map(tuple, each)) for each in product.equation.params["dimension_numbers"])
-    if not _is_one(root, weights) or len(root.shape) != 2 or given != summed:
-        return []
+def _fused(
+    product: Equation, weights: Container[int], scales: Scales, users: Mapping, outputs: set[int]
+) -> Fused | None:
+    kernel, beside = _multiplied(product, weights, scales)
+    if kernel is None:
+        return None
     value, bias = product.results[0], None
     while id(value) not in outputs and len(users.get(id(value), ())) == 1:
         (user,) = users[id(value)]
@@ -122,9 +229,28 @@ def _fused(product: Equation, weights: Container[int], users: Mapping, outputs: 
     ends = users.get(id(value), [])
     factors = {_factors(end, value) for end in ends}
     apart = factors.pop() if len(factors) == 1 else None
-    if id(value) in outputs or apart is None:
-        return []
-    return [Fused(root, operand, bias, apart, tuple(ends), product)]
+    # Of features of odd width, two kinds may share a byte.
+    if id(value) in outputs or apart is None or (beside and kernel.shape[-1] % apart[0]):
+        return None
+    return Fused(kernel, product.operands[0], bias, apart, tuple(ends), product, beside)
+
+
+def _multiplied(
+    product: Equation, weights: Container[int], scales: Scales
+) -> tuple[Atom | None, tuple[Atom, ...]]:
+    """The kernel that an operation multiplies its first operand by, and the kernel's scales."""
+    roots = list(map(_root, product.operands))
+    if product.name == "dot_general":
+        summed = ((len(roots[0].shape) - 1,), (0,)), ((), ())
+        dims = product.equation.params["dimension_numbers"]
+        plain = tuple(tuple(map(tuple, each)) for each in dims) == summed
+        is_kernel = plain and len(roots[1].shape) == 2 and _id(roots[1]) in weights
+        return roots[1] if is_kernel else None, ()
+    if product.name.startswith("custom_vjp_call"):
+        for kernel in roots:
+            if own := scales.get(_id(kernel)):
+                return kernel, tuple(each for each in roots if _id(each) in own)
+    return None, ()
 
 
 def _bias(addition: Equation, value: Atom, weights: Container[int]) -> Atom | None:
@@ -142,7 +268,7 @@ def _bias(addition: Equation, value: Atom, weights: Container[int]) -> Atom | No
         if not repeats and operation.name not in (*_SAME, "reshape"):
             return None
         other = operation.operands[0]
-    is_bias = other is not None and _is_one(other, weights) and other.shape == value.shape[-1:]
+    is_bias = other is not None and _id(other) in weights and other.shape == value.shape[-1:]
     return other if is_bias else None
 
 
@@ -174,18 +300,19 @@ def _root(value: Atom) -> Atom:
     return value
 
 
-def _is_one(value: Atom, weights: Container[int]) -> bool:
-    return value.operation is None and (
-        id(value) in weights or (value.constant is not None and id(value.constant) in weights)
-    )
+def _id(value: Atom) -> int:
+    return id(value) if value.constant is None else id(value.constant)
 
 
-def taken_apart(jaxpr: Any, weights: int) -> tuple[Any, dict[int, tuple[int, ...]]]:
+def taken_apart(
+    jaxpr: Any, weights: int, scales: Mapping[int, Sequence[int]]
+) -> tuple[Any, dict[int, tuple[int, ...]]]:
     """Rewrites a program so that fused kernels are inputs in their taken-apart shape.
 
     Args:
         jaxpr: The program, a `ClosedJaxpr`.
         weights: The number of its first inputs that are weights.
+        scales: From the numbers of quantized kernels to those of their scales and zero points.
 
     Returns:
         The program, a `ClosedJaxpr`, and the new shapes of the reshaped weights; the same
@@ -193,15 +320,15 @@ def taken_apart(jaxpr: Any, weights: int) -> tuple[Any, dict[int, tuple[int, ...
     """
     graph = graph_of(jaxpr)
     number = {id(atom): n for n, atom in enumerate(graph.inputs[:weights])}
-    found = fused_in(graph, number)
+    ids = list(number)
+    own = {ids[kernel]: {ids[each] for each in beside} for kernel, beside in scales.items()}
+    found = fused_in(graph, number, own)
     if not found:
         return jaxpr, {}
     views: dict[int, tuple[int, ...]] = {}
     instead: dict[Equation, Instead] = {}
     for each in found:
-        views[number[id(each.kernel)]] = (each.kernel.shape[0], *each.factors)
-        if each.bias is not None:
-            views[number[id(each.bias)]] = each.factors
+        views |= {number[id(weight)]: view for weight, view in each.views()}
         instead |= each.replaced(lambda _, array: array)
     if _is_read_elsewhere(graph, instead, {id(graph.inputs[n]) for n in views}):
         return jaxpr, {}

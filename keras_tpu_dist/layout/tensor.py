@@ -750,7 +750,8 @@ class TensorPlan:
         """Splits scales and zero points, whose last dimensions are given."""
         for companion in (f"{name}_scale", f"{name}_zero"):
             scale = _keras.stored_weight(layer, companion)
-            if scale is not None and len(scale.shape):
+            decided = None if scale is None else self.decisions.get(id(scale))
+            if scale is not None and len(scale.shape) and not (decided and decided.view):
                 axes = ((None,) * len(scale.shape) + last)[-len(scale.shape) :]
                 self._put(scale, axes, f"follows {base.path!r}")
         if (groups := _keras.stored_weight(layer, "g_idx")) is not None:

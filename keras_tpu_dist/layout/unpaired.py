@@ -97,8 +97,8 @@ class _Reader:
         projection = projection_of(layer)
         for weight in _keras.own_variables(layer):
             decision = self._by_plan(weight)
-            # A bias is sent, or replicated, with its kernel.
-            if decision is None or len(weight.shape) < 2 or _is_bias(projection, weight):
+            # A bias or a scale is sent, or replicated, with its kernel.
+            if decision is None or len(weight.shape) < 2 or _is_beside(layer, projection, weight):
                 continue
             own = projection if projection and projection.kernel is weight else None
             for words, fix, by_row, by_step in self._costs(layer, weight, decision, own):
@@ -131,12 +131,18 @@ class _Reader:
         if not any(axes) and any(why in decision.reason for why in (SHARED, INDIVISIBLE)):
             yield self._whole(weight, decision)
         item = jax.numpy.dtype(layer.compute_dtype or "float32").itemsize
-        if decision.view is not None:
-            sent = 2 * _exchanged(math.prod(weight.shape) * item, ways)
+        if decision.view is not None and ways > 1:
             words = (
                 "It computes several projections at once, such as queries, keys and values, and is "
-                "split by heads in use: it is sent, and so is its gradient."
+                "split by heads in use: it is sent"
             )
+            if scales := _scales(layer):
+                moved = (weight, *filter(self._is_split, scales))
+                sent = _exchanged(sum(map(bytes_of, moved)), ways)
+                words += "."
+            else:
+                sent = 2 * _exchanged(math.prod(weight.shape) * item, ways)
+                words += ", and so is its gradient."
             yield words, "Use one kernel per projection; then nothing is sent.", 0.0, sent
         elif decision.used and ways > 1:
             used = self._model_axes(decision.used)
@@ -165,6 +171,10 @@ class _Reader:
         bias = p.bias if p is not None else None
         return 0.0 if bias is None else _gathered(bytes_of(bias), ways)
 
+    def _is_split(self, weight: Any) -> bool:
+        decision = self._placement.decisions.get(id(weight))
+        return decision is not None and any(self._model_axes(decision.axes))
+
     def _whole(self, weight, decision: Decision) -> tuple:
         """The description of a weight that is replicated because of its size."""
         why = decision.reason.rpartition("replicated: ")[2].partition("; fsdp")[0]
@@ -187,7 +197,8 @@ class _Reader:
             words, fix = "No kernel follows it: its features stay split", _SMALL
             shares = (None, _summed)
         else:
-            words, fix = "Its features are not divisible: its outputs are summed", _SIZES
+            what = "The bytes of its features, two in each," if p.packed else "Its features"
+            words, fix = f"{what} are not divisible: its outputs are summed", _SIZES
             shares = (_summed, _gathered)
         backward = "summed" if shares[1] is _summed else "gathered"
         words += f", and the gradients of its inputs are {backward}." if inputs != 0 else "."
@@ -218,8 +229,15 @@ class _Reader:
         return None if None in shape[1:] else math.prod(shape[1:])
 
 
-def _is_bias(projection: Projection | None, weight: Any) -> bool:
-    return projection is not None and projection.bias is weight
+def _is_beside(layer: Any, projection: Projection | None, weight: Any) -> bool:
+    is_bias = projection is not None and projection.bias is weight
+    return is_bias or any(weight is scale for scale in _scales(layer))
+
+
+def _scales(layer: Any) -> list[Any]:
+    """The scales and zero points of a layer's quantized kernel."""
+    found = (_keras.stored_weight(layer, f"kernel_{name}") for name in ("scale", "zero"))
+    return [scale for scale in found if scale is not None]
 
 
 def _built_for(layer: Any) -> tuple | None:

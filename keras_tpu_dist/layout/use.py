@@ -24,9 +24,9 @@ from jax.extend import core
 from jax.sharding import NamedSharding
 
 from keras_tpu_dist import _keras
-from keras_tpu_dist.common.axes import Axes, named_sharding, names_in
+from keras_tpu_dist.common.axes import Axes, axis_size, named_sharding, names_in
 from keras_tpu_dist.common.setting import setting
-from keras_tpu_dist.layout.fused import fused_in
+from keras_tpu_dist.layout.fused import fused_in, scaled_kernels
 from keras_tpu_dist.layout.placement import Placement
 from keras_tpu_dist.layout.rules import View
 from keras_tpu_dist.partitioner import constrained, in_compiled_code, mesh_here
@@ -155,11 +155,18 @@ def _by_heads(layer: Any, strategy: Any, jaxpr: Any, inputs: list) -> list:
         stored = _keras.variable_layout(variable).spec[:1] if len(variable.shape) > 1 else ()
         return _constrained(_constrained(array, tuple(stored), strategy), axes, strategy)
 
+    number = {id(variable): id(array) for variable, array in zip(weights, arrays)}
+    scales = {
+        number[id(kernel)]: {number[id(each)] for each in beside}
+        for kernel, *beside in scaled_kernels(layer)
+        if all(id(each) in number for each in (kernel, *beside))
+    }
     graph = graph_of(jaxpr)
     instead = {}
-    for each in fused_in(graph, uses):
+    for each in fused_in(graph, uses, scales):
         if each.bias is None or id(each.bias.constant) in uses:
-            instead |= each.replaced(laid)
+            _, _, axes = uses[id(each.kernel.constant)]
+            instead |= each.replaced(laid, axis_size(strategy.mesh, axes[-1]))
     return graph.evaluate(inputs, instead) if instead else core.jaxpr_as_fun(jaxpr)(*inputs)
 
 

@@ -8,7 +8,7 @@ import warnings
 import keras
 import numpy as np
 import pytest
-from decoders import HEADS, TIME, WIDTH, Attention, Block
+from decoders import HEADS, TIME, WIDTH, Attention, Block, Halved, stacked
 from helpers import assert_close, built
 from keras import quantizers
 from programs import compiled, program, sent
@@ -61,7 +61,32 @@ def by_hand(form):
     return build
 
 
+class Gated(L.Layer):
+    """Gates and values by one `EinsumDense`."""
+
+    def __init__(self):
+        super().__init__()
+        shape = (None, 8 * WIDTH)
+        self.both = L.EinsumDense("btd,df->btf", shape, bias_axes="f", name="both")
+        self.down = L.Dense(WIDTH, name="down")
+
+    def call(self, x):
+        gate, value = keras.ops.split(self.both(x), 2, axis=-1)
+        return x + self.down(keras.ops.silu(gate) * value)
+
+
+# One kernel for several kinds of features: its name, and the model.
+FUSED = {
+    "in a row": (
+        "query_key_value",
+        lambda: stacked(Block(Attention(form="in a row", positions=None))),
+    ),
+    "split": ("query_key_value", lambda: stacked(Block(Attention(form="split")))),
+    "halved": ("both", lambda: stacked(Halved())),
+    "gated": ("both", lambda: stacked(Gated())),
+}
 MODELS = {
+    **{name: build for name, (_, build) in FUSED.items()},
     "multi-head": multi_head,
     "grouped": grouped,
     "dense": dense,
@@ -124,6 +149,20 @@ def test_attention_is_split_by_heads(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_fused_kernels_are_used_by_heads(mode):
+    for name, (fused, _) in FUSED.items():
+        strategy = strategy_of(BY_TWO)
+        rows = strategy.explain(built(quantized(name, mode), strategy)).rows
+        own = {row.path.rpartition("/")[2]: row for row in rows if f"{fused}/" in row.path}
+        for part in ("kernel", "kernel_scale", "kernel_zero", "bias"):
+            assert part not in own or "used as" in own[part].reason, own[part]
+        assert own["kernel"].axes == ("model", None)
+        down = {"in a row": "attention/dense", "split": "attention/dense"}.get(name, "down")
+        (row,) = [row for row in rows if row.path.endswith(f"{down}/kernel")]
+        assert row.axes == ("model", None), row
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_scales_of_pairs_lie_as_their_features(mode):
     for name in ("dense", "einsum"):
         found = layouts(name, mode)
@@ -148,6 +187,31 @@ def test_heads_of_odd_width_share_bytes():
         assert query.axes == axes
         if ways == 4:
             assert "4 heads of 3 values, two in a byte, are not divisible by" in query.reason
+
+
+def test_fused_kernels_whose_bytes_do_not_divide_are_named():
+    """Of 4 heads of 3 values of a kind two lie in 3 bytes, which four devices cannot share."""
+
+    class Odd(L.Layer):
+        def __init__(self):
+            super().__init__()
+            self.fused, self.out = L.Dense(36, name="fused"), L.Dense(WIDTH, name="out")
+
+        def call(self, x):
+            y = keras.ops.reshape(self.fused(x), (-1, TIME, 3, 4, 3))
+            q, k, v = keras.ops.unstack(y, axis=2)
+            p = keras.ops.softmax(keras.ops.einsum("bqnh,bknh->bnqk", q, k))
+            y = keras.ops.einsum("bnqk,bknh->bqnh", p, v)
+            return self.out(keras.ops.reshape(y, (-1, TIME, 12)))
+
+    for ways, by_heads in ((2, True), (4, False)):
+        strategy = strategy_of({"data": 8 // ways, "model": ways})
+        model = built(lambda: quantize(stacked(Odd()), "int4"), strategy)
+        (row,) = [r for r in strategy.explain(model).rows if r.path.endswith("fused/kernel")]
+        assert ("used as (16, 3, 6)" in row.reason) == by_heads, row
+        findings = [str(each) for each in strategy.lint(model).findings]
+        named = [each for each in findings if "fused/kernel" in each and "bytes of its" in each]
+        assert bool(named) != by_heads, findings
 
 
 def test_an_odd_number_of_units_is_in_no_equal_parts_of_bytes():
@@ -191,6 +255,30 @@ def test_sums_alone_are_sent(name, mode):
     assert set(found) == {("all-reduce", "forward"), ("all-reduce", "backward")}, found
 
 
+@slow
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "int8"])
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_kernels_are_sent_and_nothing_gathered(name, mode):
+    strategy = strategy_of(BY_TWO)
+
+    def build():
+        inner = quantized(name, mode)()
+        x = keras.Input((TIME, WIDTH))
+        return keras.Model(x, inner(L.LayerNormalization()(x)))
+
+    model = built(compiled(build, "sgd"), strategy)
+    found = sent(program(model, strategy, X[:8], Y[:8]), BY_TWO, "model")
+    sums = 1 if name in ("halved", "gated") else 2
+    assert found == {
+        ("all-reduce", "forward"): sums,
+        ("all-reduce", "backward"): sums,
+        # The kernel of bytes, its scales and zero points. They have no gradients.
+        ("all-to-all", "forward"): 3 if mode == "int4" else 1,
+        # The gradient of the bias.
+        ("all-gather", "backward"): 1,
+    }
+
+
 def results(strategy, name, mode, lora):
     def build():
         inner = quantized(name, mode, lora)()
@@ -205,11 +293,14 @@ def results(strategy, name, mode, lora):
     return [history["loss"], model.predict(X[:5], verbose=0), model.get_weights()]
 
 
+QUICK = (("grouped", "int4", 0), ("in a row", "int4", 0))
+
+
 def every_case():
-    """Every model, mode and mesh; one is fast."""
+    """Every model, mode and mesh; two are fast."""
     for case in itertools.product(MODELS, MODES, range(len(MESHES))):
         name, mode, mesh = case
-        marks = () if case == ("grouped", "int4", 0) else slow
+        marks = () if case in QUICK else slow
         words = "_".join(MESHES[mesh])
         yield pytest.param(name, mode, MESHES[mesh], marks=marks, id=f"{name}-{mode}-{words}")
 

@@ -7,7 +7,7 @@ import keras
 import pytest
 from decoders import HEAD, HEADS, TIME, VOCABULARIES, WIDTH, Attention, Block
 from helpers import built
-from keras import ops
+from keras import ops, quantizers
 from programs import compiled, program
 
 import keras_tpu_dist as ktd
@@ -51,6 +51,19 @@ def odd_features():
 def in_a_row():
     x, y = normed()
     return keras.Model(x, Block(Attention(form="in a row", positions=None))(y))
+
+
+def in_bytes(mode):
+    def build():
+        x, y = normed()
+        block = Block(Attention(form="in a row", positions=None))
+        model = keras.Model(x, block(y))
+        for layer in block._flatten_layers():
+            if isinstance(layer, L.Dense):
+                layer.quantize(config=mode())
+        return model
+
+    return build
 
 
 class Single(L.Layer):
@@ -107,6 +120,16 @@ MODELS = {
     "between norms": (between_norms, 0, ["alone/kernel", "end/kernel"]),
     "odd features": (odd_features, 0, ["head/kernel"] * 2),
     "in a row": (in_a_row, 4, ["query_key_value/kernel"]),
+    "in a row, int8": (
+        in_bytes(lambda: quantizers.Int8QuantizationConfig(activation_quantizer=None)),
+        4,
+        ["query_key_value/kernel"],
+    ),
+    "in a row, int4": (
+        in_bytes(lambda: quantizers.Int4QuantizationConfig(block_size=4)),
+        4,
+        ["query_key_value/kernel"],
+    ),
     "unequal parts": (unequal_parts, 0, ["dense/kernel", "dense_1/kernel"]),
     "odd heads": (
         odd_heads,
