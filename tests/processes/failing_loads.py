@@ -108,45 +108,31 @@ def of_local_fit(folder, fault):
     return model, Store(folder / "shared", read_only=True, alone=True).steps
 
 
-def of_restore(folder, fault):
-    trained(folder)
+def restored(path, fault, **options):
+    """Another model after `ktd.restore`, and the step that it loaded, or its error."""
     model = made()
     with fault.put_in():
-        report = ktd.restore(model, folder)
-    return model, report.step
+        try:
+            return model, ktd.restore(model, path, **options).step
+        except (ktd.CheckpointError, ValueError) as error:
+            return model, str(error)
+
+
+def of_restore(folder, fault):
+    trained(folder)
+    return restored(folder, fault)
 
 
 def of_step(folder, fault):
     trained(folder)
-    model = made()
-    with fault.put_in():
-        try:
-            ktd.restore(model, folder, step=8)
-        except ktd.CheckpointError as error:
-            return model, str(error)
-    return model, None
+    return restored(folder, fault, step=8)
 
 
 def of_keras_directory(folder, fault):
     model = made()
     saved = keras.callbacks.OrbaxCheckpoint(folder, save_freq="epoch", max_to_keep=3)
     model.fit(X, X[:, :2], batch_size=16, epochs=2, verbose=0, callbacks=[saved])
-    model = made()
-    with fault.put_in():
-        report = ktd.restore(model, folder)
-    return model, report.step
-
-
-def of_another_run(folder, fault):
-    """The directory has the same name on all hosts, but they do not share it."""
-    trained(folder)
-    model = made()
-    with fault.put_in():
-        try:
-            ktd.restore(model, folder)
-        except ValueError as error:
-            return model, str(error)
-    return model, None
+    return restored(folder, fault)
 
 
 def of_file(folder, fault):
@@ -155,13 +141,7 @@ def of_file(folder, fault):
     model = trained(folder / "run")
     path = folder / "model.weights.h5"
     model.save_weights(path)
-    model = made()
-    with fault.put_in():
-        try:
-            ktd.restore(model, path)
-        except ktd.CheckpointError as error:
-            return model, str(error)
-    return model, None
+    return restored(path, fault)
 
 
 def of_loop(folder, fault):
@@ -187,7 +167,8 @@ CASES = {
     "step, arrays": (of_step, Fault("arrays", always=True)),
     "step, values": (of_step, Fault("values", always=True)),
     "Keras directory, arrays": (of_keras_directory, Fault("arrays")),
-    "another run, another manifest": (of_another_run, Fault("another manifest")),
+    # The directory has the same name on all hosts, but they do not share it.
+    "another run, another manifest": (of_restore, Fault("another manifest")),
     "file, file": (of_file, Fault("file")),
     "file, damaged file": (of_file, Fault("damaged file")),
     "loop, manifest": (of_loop, Fault("manifest")),
