@@ -89,6 +89,8 @@ _repeats: contextvars.ContextVar[int] = contextvars.ContextVar("repeats", defaul
 # benchmarks/attention.py --short --chips v4 v5e v5p v6e tpu7x`, and docs/attention.md.
 _FEWEST_TOKENS = {"v4": 384, "v5e": 256, "v5p": 384, "v6e": 384, "tpu7x": 512}
 _FEWEST_ELSEWHERE = 256
+# The same with a mask of keys, such as one for padding, and heads narrower than a block.
+_FEWEST_MASKED = {"v5e": 257}
 _BLOCK = 128
 # With a single query, or a few, blocks of 128 x 128 are mostly padding.
 _MOST_PADDING = 4
@@ -168,7 +170,9 @@ def dot_product_attention(
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     where: dict[str, Any] = {"mesh": mesh, "data_axes": data_axes, "time_axis": time_axis}
     options: dict[str, Any] = {"is_causal": is_causal, "soft_cap": attn_logits_soft_cap}
-    if symbolic(query, key) or not _takes_kernel(flash_attention, query, key, bias, mesh, platform):
+    if symbolic(query, key) or not _takes_kernel(
+        flash_attention, query, key, bias, mask, mesh, platform
+    ):
         parts = split(query, key, value, **where)
         return xla_attention(*parts, bias=bias, mask=mask, scale=scale, **options)
     from keras_tpu_dist.attention.shares import on_shares  # starts Pallas
@@ -181,7 +185,9 @@ def dot_product_attention(
     return on_shares(*arrays, mask, head_axes=head_axes, interpret=interpret, **where, **options)
 
 
-def _takes_kernel(flash_attention, query, key, bias, mesh: Mesh, platform: str | None) -> bool:
+def _takes_kernel(
+    flash_attention, query, key, bias, mask, mesh: Mesh, platform: str | None
+) -> bool:
     """Whether the kernel runs; logs the reason if not, and raises if it was explicitly
     requested."""
     if only_plain_operations():
@@ -203,7 +209,7 @@ def _takes_kernel(flash_attention, query, key, bias, mesh: Mesh, platform: str |
     if reason is not None:
         _say(reason, logging.WARNING)
         return False
-    wasteful = None if flash_attention else _why_wasteful(query, key, mesh)
+    wasteful = None if flash_attention else _why_wasteful(query, key, mask, mesh)
     if wasteful is not None:
         _say(wasteful)
     return wasteful is None
@@ -270,12 +276,15 @@ def _why_not_kernel(query, key, bias, mesh: Mesh, platform: str | None) -> str |
     return None
 
 
-def _why_wasteful(query, key, mesh: Mesh) -> str | None:
+def _why_wasteful(query, key, mask, mesh: Mesh) -> str | None:
     from keras_tpu_dist.attention.kernel import tiling
 
     time, source = query.shape[1], key.shape[1]
     chip = of_kind(mesh.devices.flat[0].device_kind)
-    fewest = _FEWEST_TOKENS.get(chip.name if chip else "", _FEWEST_ELSEWHERE)
+    name = chip.name if chip else ""
+    fewest = _FEWEST_TOKENS.get(name, _FEWEST_ELSEWHERE)
+    if mask is not None and mask.shape[2] == 1 and query.shape[3] < _BLOCK:
+        fewest = _FEWEST_MASKED.get(name, fewest)
     if time * source < fewest**2 or source <= _BLOCK:
         return f"of {time} queries and {source} keys XLA computes it in fewer cycles"
     if tiling(time).padded * tiling(source).padded > _MOST_PADDING * time * source:

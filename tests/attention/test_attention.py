@@ -394,27 +394,32 @@ def test_flash_attention_true_is_an_order(mesh):
 
 
 @pytest.mark.parametrize(
-    ("time", "source", "chips"),
+    ("time", "source", "chips", "width", "masked"),
     [
-        (196, 196, ""),
-        (255, 256, ""),
-        (256, 256, "v5e"),
-        (384, 384, "v4 v5e v5p v6e"),
-        (512, 512, "v4 v5e v5p v6e tpu7x"),
-        (4096, 77, ""),
-        (4096, 200, "v4 v5e v5p v6e tpu7x"),
-        (1, 100_000, ""),
-        (200, 4096, "v4 v5e v5p v6e tpu7x"),
+        (196, 196, "", 64, False),
+        (255, 256, "", 64, False),
+        (256, 256, "v5e", 64, False),
+        (256, 256, "", 64, True),
+        (256, 256, "v5e", 128, True),
+        (196, 196, "", 128, False),
+        (384, 384, "v4 v5e v5p v6e", 64, False),
+        (384, 384, "v4 v5e v5p v6e", 64, True),
+        (512, 512, "v4 v5e v5p v6e tpu7x", 64, False),
+        (4096, 77, "", 64, False),
+        (4096, 200, "v4 v5e v5p v6e tpu7x", 64, False),
+        (1, 100_000, "", 64, False),
+        (200, 4096, "v4 v5e v5p v6e tpu7x", 64, False),
     ],
 )
-def test_short_sequences_are_left_to_xla(time, source, chips):
+def test_short_sequences_are_left_to_xla(time, source, chips, width, masked):
     """As the compiler's schedules say (`python benchmarks/attention.py --short`)."""
-    query, key = (jax.ShapeDtypeStruct((1, n, 2, 64), "float32") for n in (time, source))
+    query, key = (jax.ShapeDtypeStruct((1, n, 2, width), "float32") for n in (time, source))
+    mask = jax.ShapeDtypeStruct((1, 1, 1, source), "bool") if masked else None
     found = []
     for name in ("v4", "v5e", "v5p", "v6e", "tpu7x"):
         device = type("Chip", (), {"device_kind": CHIPS[name].device_kind})()
         mesh = type("Mesh", (), {"devices": np.array([device])})()
-        if dispatch._why_wasteful(query, key, mesh) is None:
+        if dispatch._why_wasteful(query, key, mask, mesh) is None:
             found.append(name)
     assert found == chips.split()
 
