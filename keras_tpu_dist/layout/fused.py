@@ -9,6 +9,7 @@ A quantized kernel is multiplied by a function of Keras's, with its own gradient
 features in another order: all that one device computes, of every kind, then those of the next one.
 """
 
+import itertools
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -201,13 +202,39 @@ def fused_in(graph: Graph, weights: Container[int], scales: Scales) -> list[Fuse
         weights: The ids of values, or of the arrays of constants, that may be such kernels.
         scales: From the ids of quantized kernels to those of their scales and zero points.
     """
+    users, ends = _users(graph), set(map(id, graph.outputs))
+    found = (_fused(each, weights, scales, users, ends) for each in graph.operations)
+    return [each for each in found if each is not None]
+
+
+def unequal_in(
+    graph: Graph, weights: Container[int], scales: Scales
+) -> list[tuple[Atom, tuple[int, ...]]]:
+    """Kernels whose features are separated into parts of unequal sizes, and the sizes.
+
+    Args:
+        graph: The program.
+        weights: As for `fused_in`.
+        scales: As for `fused_in`.
+    """
+    users, outputs = _users(graph), set(map(id, graph.outputs))
+    found = []
+    for product in graph.operations:
+        kernel, _ = _multiplied(product, weights, scales)
+        if kernel is not None:
+            value, _ = _features(product, weights, users, outputs)
+            if sizes := _unequal(users.get(id(value), ()), value):
+                found.append((kernel, sizes))
+    return found
+
+
+def _users(graph: Graph) -> dict[int, list[Equation]]:
+    """The operations that read each value, by its id."""
     users: dict[int, list[Equation]] = {}
     for operation in graph.operations:
         for operand in operation.operands:
             users.setdefault(id(operand), []).append(operation)
-    ends = {id(each) for each in graph.outputs}
-    found = (_fused(each, weights, scales, users, ends) for each in graph.operations)
-    return [each for each in found if each is not None]
+    return users
 
 
 def _fused(
@@ -216,6 +243,20 @@ def _fused(
     kernel, beside = _multiplied(product, weights, scales)
     if kernel is None:
         return None
+    value, bias = _features(product, weights, users, outputs)
+    ends = users.get(id(value), [])
+    factors = {_factors(end, value) for end in ends}
+    apart = factors.pop() if len(factors) == 1 else None
+    # Of features of odd width, two kinds may share a byte.
+    if id(value) in outputs or apart is None or (beside and kernel.shape[-1] % apart[0]):
+        return None
+    return Fused(kernel, product.operands[0], bias, apart, tuple(ends), product, beside)
+
+
+def _features(
+    product: Equation, weights: Container[int], users: Mapping, outputs: set[int]
+) -> tuple[Atom, Atom | None]:
+    """The features that a product computes, and the bias that is added to them."""
     value, bias = product.results[0], None
     while id(value) not in outputs and len(users.get(id(value), ())) == 1:
         (user,) = users[id(value)]
@@ -226,13 +267,23 @@ def _fused(
         elif user.name not in _SAME:
             break
         value = user.results[0]
-    ends = users.get(id(value), [])
-    factors = {_factors(end, value) for end in ends}
-    apart = factors.pop() if len(factors) == 1 else None
-    # Of features of odd width, two kinds may share a byte.
-    if id(value) in outputs or apart is None or (beside and kernel.shape[-1] % apart[0]):
-        return None
-    return Fused(kernel, product.operands[0], bias, apart, tuple(ends), product, beside)
+    return value, bias
+
+
+def _unequal(ends: Sequence[Equation], value: Atom) -> tuple[int, ...]:
+    """The sizes of the parts that operations separate features into, unless they are equal."""
+    last, places = len(value.shape) - 1, set()
+    for end in ends:
+        if end.name == "split" and end.equation.params["axis"] == last:
+            limits = list(itertools.accumulate(map(int, end.equation.params["sizes"])))
+            places |= {*zip((0, *limits), limits)}
+        elif end.name == "slice" and end.results[0].shape[:-1] == value.shape[:-1]:
+            limits = (end.equation.params[name][-1] for name in ("start_indices", "limit_indices"))
+            places.add(tuple(map(int, limits)))
+    starts, limits = zip(*sorted(places)) if places else ((), ())
+    whole = starts and (*starts, value.shape[-1]) == (0, *limits)
+    sizes = tuple(b - a for a, b in sorted(places))
+    return sizes if whole and len(set(sizes)) > 1 else ()
 
 
 def _multiplied(
@@ -306,7 +357,7 @@ def _id(value: Atom) -> int:
 
 def taken_apart(
     jaxpr: Any, weights: int, scales: Mapping[int, Sequence[int]]
-) -> tuple[Any, dict[int, tuple[int, ...]]]:
+) -> tuple[Any, dict[int, tuple[int, ...]], dict[int, tuple[int, ...]]]:
     """Rewrites a program so that fused kernels are inputs in their taken-apart shape.
 
     Args:
@@ -316,27 +367,30 @@ def taken_apart(
 
     Returns:
         The program, a `ClosedJaxpr`, and the new shapes of the reshaped weights; the same
-        program, and no shapes, if there are none.
+        program, and no shapes, if there are none. Last, the sizes of the parts of features that
+        are separated unequally, by the numbers of their kernels, which stay as they are.
     """
     graph = graph_of(jaxpr)
     number = {id(atom): n for n, atom in enumerate(graph.inputs[:weights])}
     ids = list(number)
     own = {ids[kernel]: {ids[each] for each in beside} for kernel, beside in scales.items()}
     found = fused_in(graph, number, own)
+    unequal = {number[id(kernel)]: sizes for kernel, sizes in unequal_in(graph, number, own)}
     if not found:
-        return jaxpr, {}
+        return jaxpr, {}, unequal
     views: dict[int, tuple[int, ...]] = {}
     instead: dict[Equation, Instead] = {}
     for each in found:
         views |= {number[id(weight)]: view for weight, view in each.views()}
         instead |= each.replaced(lambda _, array: array)
     if _is_read_elsewhere(graph, instead, {id(graph.inputs[n]) for n in views}):
-        return jaxpr, {}
+        return jaxpr, {}, unequal
     given = [
         jax.ShapeDtypeStruct(views.get(n, atom.shape), atom.aval.dtype)
         for n, atom in enumerate(graph.inputs)
     ]
-    return jax.make_jaxpr(lambda *arrays: graph.evaluate(arrays, instead))(*given), views
+    program = jax.make_jaxpr(lambda *arrays: graph.evaluate(arrays, instead))(*given)
+    return program, views, unequal
 
 
 def _is_read_elsewhere(

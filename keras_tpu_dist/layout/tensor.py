@@ -26,6 +26,7 @@ GUESSED = "; guessed from the order of layers"
 SHARED = "few heads, which all that are split share"
 KEYS = "key-value heads"
 INDIVISIBLE = "not divisible by"
+UNEQUAL = "; its features are separated into unequal parts of "
 
 _ATTENTION = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
 _CONVOLUTIONS = (keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
@@ -385,6 +386,8 @@ class TensorPlan:
         self._untraced: dict[int, str] = {}
         # Ids of tables that compute logits.
         self._makes_logits: set[int] = set()
+        # From ids of kernels to the sizes of unequal parts of their features.
+        self._unequal: dict[int, tuple[int, ...]] = {}
         # Ids of kernels that other kernels follow.
         self._feeding: set[int] = set()
         layers = list(_keras.flatten_layers(model))
@@ -433,6 +436,7 @@ class TensorPlan:
                 if id(v) in tables and flow.makes_features(w, 0)
             }
             self._feeding |= {id(variables[w]) for w in flow.feeding}
+            self._unequal |= {id(variables[w]): sizes for w, sizes in flow.unequal.items()}
             routers = [w for w in flow.routers() if id(variables[w]) not in ruled]
             self._put_whole(routers, variables, "what it computes is searched whole")
         return traced
@@ -528,7 +532,9 @@ class TensorPlan:
         elif partner is not None:
             self._split_kernel(p, p.outs, f"column: feeds {partner.path!r}{guess}")
         elif _elements(p.kernel) >= self._min_size:
-            self._split_kernel(p, (*p.outs, *p.ins), "without a partner")
+            parts = self._unequal.get(id(p.kernel), ())
+            why = UNEQUAL + " and ".join(map(str, parts)) if parts else ""
+            self._split_kernel(p, (*p.outs, *p.ins), f"without a partner{why}")
             self._mark_alone(p.kernel)
             axes = p.axes(self.decisions[id(p.kernel)].axes)
             split = [d for d, each in enumerate(axes) if each]

@@ -23,6 +23,7 @@ from keras_tpu_dist.layout.tensor import (
     INDIVISIBLE,
     KEYS,
     SHARED,
+    UNEQUAL,
     Projection,
     projection_of,
 )
@@ -54,6 +55,11 @@ _SMALL = "If it is small, replicate it with ktd.replicate."
 _PARTNER = (
     "Let the next kernel sum over these features, without an operation in between that mixes them, "
     "or replicate it with ktd.replicate."
+)
+
+_PARTS = (
+    "Use one kernel per part. If the parts are joined again, multiply each by its own kernel "
+    "instead, and add the outputs."
 )
 
 
@@ -193,6 +199,10 @@ class _Reader:
         if decision.gathered is not None:
             words, fix = "No kernel uses its features while split: they are gathered", _PARTNER
             shares = (_gathered, _summed)
+            if UNEQUAL in decision.reason:
+                parts = decision.reason.partition(UNEQUAL)[2].partition(";")[0]
+                words = f"Its features are separated into unequal parts of {parts}: they are"
+                words, fix = f"{words} gathered", _PARTS
         elif column or decision.used:
             words, fix = "No kernel follows it: its features stay split", _SMALL
             shares = (None, _summed)

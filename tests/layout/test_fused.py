@@ -124,13 +124,18 @@ def test_what_is_also_read_as_it_is_stays_in_a_row():
         return y[:, :8], y[:, 16:]
 
     shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((6, 24), (4, 6))]
-    programs = [jax.make_jaxpr(f)(*shapes) for f in (call, twice, uneven, right)]
-    found = [taken_apart(each, 1, {})[1] for each in programs]
-    assert found == [{}, {}, {}, {0: (6, 3, 8)}]
+
+    def unequal(kernel, x):
+        y = x @ kernel
+        return y[:, :8], y[:, 8:]
+
+    programs = [jax.make_jaxpr(f)(*shapes) for f in (call, twice, uneven, unequal, right)]
+    found = [taken_apart(each, 1, {})[1:] for each in programs]
+    assert found == [({}, {}), ({}, {}), ({}, {}), ({}, {0: (8, 16)}), ({0: (6, 3, 8)}, {})]
     x, kernel = (
         np.random.default_rng(0).normal(size=s.shape).astype("float32") for s in shapes[::-1]
     )
-    apart, _ = taken_apart(jax.make_jaxpr(right)(*shapes), 1, {})
+    apart, _, _ = taken_apart(jax.make_jaxpr(right)(*shapes), 1, {})
     assert_close(
         jax.core.eval_jaxpr(apart.jaxpr, apart.consts, kernel.reshape(6, 3, 8), x), right(kernel, x)
     )

@@ -4,9 +4,10 @@ Lint reads the plan; here it is compared with what the compiled training step se
 """
 
 import keras
+import numpy as np
 import pytest
 from decoders import HEAD, HEADS, TIME, VOCABULARIES, WIDTH, Attention, Block
-from helpers import built
+from helpers import assert_close, built
 from keras import ops, quantizers
 from programs import compiled, program
 
@@ -175,3 +176,25 @@ def test_lint_names_what_is_sent(name):
     # Parts of several kinds that lie over two devices each are sent besides: 8 % there.
     small = stated / 10 if name == "unequal parts" else SMALL
     assert 0 <= left <= small, (left, stated, *crossing)
+
+
+def test_lint_gives_the_sizes_of_unequal_parts():
+    model, strategy = of("unequal parts")
+    (found,) = [f for f in strategy.lint(model).findings if "unequal parts" in str(f)]
+    assert "dense/kernel" in str(found)
+    assert "parts of 96 and 64" in str(found)
+    assert "one kernel per part" in str(found)
+
+
+@slow
+@pytest.mark.parametrize("mesh", [{"data": 4, "model": 2}, {"data": 2, "fsdp": 2, "model": 2}])
+def test_unequal_parts_equal_one_device(mesh):
+    x, y = np.random.default_rng(0).normal(size=(2, 26, TIME, WIDTH)).astype("float32")
+
+    def results(strategy):
+        model = built(compiled(unequal_parts, "sgd"), strategy)
+        losses = model.fit(x, y, batch_size=13, epochs=2, shuffle=False, verbose=0).history
+        return [losses["loss"], model.predict(x[:5], verbose=0), model.get_weights()]
+
+    strategy = ktd.TPUStrategy(mesh, Planner("tensor_parallel", min_size=64))
+    assert_close(results(strategy), results(None))
