@@ -21,8 +21,8 @@ BLOCK = re.compile(r"^```console\n(.*?)^```", re.DOTALL | re.MULTILINE)
 FILE = re.compile(r'^```python title="(.*?)"\n(.*?)^```', re.DOTALL | re.MULTILINE)
 # The compiler that wrote what stands on the page: another may choose and count otherwise.
 LIBTPU = re.compile(r"<!-- printed with libtpu (.*?) -->")
-# As many letters fit beside the site's sidebars.
-COLUMNS = 120
+# As many letters fit beside the site's sidebars at 1280 pixels.
+COLUMNS = 103
 # How long it took is no answer.
 TIMES = re.compile(r"in [\d.]+ m?s\b")
 
